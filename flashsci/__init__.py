@@ -1,0 +1,54 @@
+"""Exact softmax attention for PyTorch, made for science: see :func:`flashsci.attention`.
+
+Names load on first use, so that ``python -m flashsci env`` can report on a machine where torch is missing or broken.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashsci.attention import Gradients, attention, attention_backward, explain
+    from flashsci.dropout import dropout_mask
+    from flashsci.registry import BackendError, Explanation, use_backend
+    from flashsci.varlen import varlen_attention
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "attention": "flashsci.attention",
+    "attention_backward": "flashsci.attention",
+    "explain": "flashsci.attention",
+    "Gradients": "flashsci.attention",
+    "varlen_attention": "flashsci.varlen",
+    "dropout_mask": "flashsci.dropout",
+    "use_backend": "flashsci.registry",
+    "BackendError": "flashsci.registry",
+    "Explanation": "flashsci.registry",
+}
+
+__all__ = [
+    "BackendError",
+    "Explanation",
+    "Gradients",
+    "attention",
+    "attention_backward",
+    "dropout_mask",
+    "explain",
+    "use_backend",
+    "varlen_attention",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'flashsci' has no attribute {name!r}")
+    # Importing flashsci.attention binds the *module* to this name, so every public name is bound here at once.
+    for public, home in _HOME.items():
+        globals()[public] = getattr(importlib.import_module(home), public)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

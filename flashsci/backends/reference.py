@@ -1,0 +1,271 @@
+"""The specification as code: every feature in plain PyTorch, on any device and dtype, differentiable to any order.
+
+    S = softcap(scale Q K^T) + bias, masked;  L = logsumexp_j S;  P = exp(S - L);  O = (P o R) V
+
+with R the dropout keep mask divided by 1 - p. Memory is O(Sq * Sk). Run in float64 this is the oracle of all tests; run in
+a lower dtype it is "plain PyTorch in the same dtype", the baseline of the two-error rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.dropout import keep_mask
+from flashsci.problem import Problem
+
+FUSED = False
+
+
+def unavailable() -> str | None:
+    return None
+
+
+def rejects(problem: Problem) -> str | None:
+    return None
+
+
+def visible(
+    seq_q: int, seq_k: int, window_left: int, window_right: int, lower_right: bool, device: torch.device
+) -> Tensor | None:
+    """Bool [Sq, Sk]: which keys causal and window leave each query; None when all of them."""
+    if window_left < 0 and window_right < 0:
+        return None
+    shift = seq_k - seq_q if lower_right else 0
+    distance = torch.arange(seq_k, device=device) - torch.arange(seq_q, device=device)[:, None] - shift
+    keep = torch.ones_like(distance, dtype=torch.bool)
+    if window_left >= 0:
+        keep = keep & (distance >= -window_left)
+    if window_right >= 0:
+        keep = keep & (distance <= window_right)
+    return keep
+
+
+def _per_query_head(x: Tensor, heads_q: int) -> Tensor:
+    """Repeat key heads so that query head h meets key head h // (Hq // Hk)."""
+    return x if x.dim() < 3 or x.shape[-3] == heads_q else x.repeat_interleave(heads_q // x.shape[-3], dim=-3)
+
+
+def _per_key_head(x: Tensor, heads_k: int) -> Tensor:
+    """The transpose of :func:`_per_query_head`: sum the query heads of each key head."""
+    if x.dim() < 3 or x.shape[-3] == heads_k:
+        return x
+    return x.unflatten(-3, (heads_k, -1)).sum(-3)
+
+
+def _sum_to(x: Tensor, shape: torch.Size) -> Tensor:
+    return x if x.shape == shape else x.sum_to_size(shape)
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and tanh(scale q k^T / softcap) if there is a softcap."""
+    scores = (q * scale) @ _per_query_head(k, q.shape[-3] if q.dim() > 2 else 1).transpose(-1, -2)
+    tanh = None
+    if softcap:
+        tanh = torch.tanh(scores / softcap)
+        scores = softcap * tanh
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.to(_statistics_dtype(scores.dtype))
+    keep = visible(q.shape[-2], k.shape[-2], window_left, window_right, lower_right, q.device)
+    for hidden in (keep, mask):
+        if hidden is not None:
+            scores = scores.masked_fill(~hidden, float("-inf"))
+    return scores, tanh
+
+
+def _keep(seed: Tensor, dropout_p: float, scores: Tensor, batch_offset: int) -> Tensor:
+    heads = scores.shape[-3] if scores.dim() > 2 else 1
+    leading = scores.shape[:-2]
+    rows = torch.arange(leading.numel(), device=scores.device).reshape(leading) + batch_offset * heads
+    return keep_mask(seed, dropout_p, rows, scores.shape[-2], scores.shape[-1])
+
+
+def _dense_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+    dropout_p: float,
+    batch_offset: int = 0,
+) -> tuple[Tensor, Tensor]:
+    scores, _ = _scores(q, k, bias, mask, scale, softcap, window_left, window_right, lower_right)
+    # The maximum only guards the exponential: softmax does not depend on it, so neither do gradients.
+    top = scores.detach().amax(-1, keepdim=True) if k.shape[-2] else scores.new_zeros(*scores.shape[:-1], 1)
+    top = torch.where(top == float("-inf"), torch.zeros_like(top), top)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    total = torch.where(empty, torch.ones_like(total), total)
+    lse = torch.where(empty, torch.full_like(total, float("-inf")), torch.log(total) + top).squeeze(-1)
+    p = weights / total
+    if dropout_p:
+        assert seed is not None
+        p = torch.where(_keep(seed, dropout_p, scores, batch_offset), p / (1 - dropout_p), torch.zeros_like(p))
+    return p.to(v.dtype) @ _per_query_head(v, q.shape[-3] if q.dim() > 2 else 1), lse
+
+
+def _dense_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+    dropout_p: float,
+    batch_offset: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    heads_q = q.shape[-3] if q.dim() > 2 else 1
+    heads_k = k.shape[-3] if k.dim() > 2 else 1
+    compute = _statistics_dtype(q.dtype)
+    wide = [x.to(compute) for x in (q, k, v, dout, out)]
+    q_, k_, v_, dout_, out_ = wide
+    scores, tanh = _scores(q_, k_, bias, mask, scale, softcap, window_left, window_right, lower_right)
+    lse = lse.to(compute).unsqueeze(-1)
+    p = torch.exp(scores - torch.where(lse == float("-inf"), torch.zeros_like(lse), lse))
+    p = torch.where(lse == float("-inf"), torch.zeros_like(p), p)
+    keep = torch.ones_like(p)
+    if dropout_p:
+        assert seed is not None
+        keep = _keep(seed, dropout_p, scores, batch_offset).to(compute) / (1 - dropout_p)
+    delta = (dout_ * out_).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse.to(compute).unsqueeze(-1)
+    dp = keep * (dout_ @ _per_query_head(v_, heads_q).transpose(-1, -2))
+    ds = p * (dp - delta)
+    dbias = None if bias is None else _sum_to(ds, bias.shape).to(bias.dtype)
+    if tanh is not None:
+        ds = ds * (1 - tanh * tanh)
+    dq = scale * (ds @ _per_query_head(k_, heads_q))
+    dk = _per_key_head(scale * (ds.transpose(-1, -2) @ q_), heads_k)
+    dv = _per_key_head((p * keep).transpose(-1, -2) @ dout_, heads_k)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
+
+
+def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[int, slice, slice]]:
+    """(index, query rows, key rows) of every packed sequence. Reads the offsets on the host."""
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    return [
+        (n, slice(starts_q[n], starts_q[n + 1]), slice(starts_k[n], starts_k[n + 1])) for n in range(len(starts_q) - 1)
+    ]
+
+
+def _bias_of(
+    bias: Tensor | None, offsets: list[int] | None, n: int, rows: slice, keys: slice
+) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
+    """The bias of one packed sequence, and how a gradient of it goes back to the packed layout."""
+    if bias is None:
+        return None, lambda x: x
+    if offsets is None:
+        return bias[..., keys], lambda x: x
+    size_q, size_k = rows.stop - rows.start, keys.stop - keys.start
+    block = bias[:, offsets[n] : offsets[n] + size_q * size_k].unflatten(-1, (size_q, size_k))
+    return block, lambda x: x.flatten(-2)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    bias_offsets: Tensor | None,
+    dropout_seed: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+    dropout_p: float,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64), differentiable in q, k, v and bias."""
+    rule = (scale, softcap, window_left, window_right, lower_right, dropout_p)
+    if cu_seqlens_q is None:
+        out, lse = _dense_forward(q, k, v, bias, mask, dropout_seed, *rule)
+    else:
+        assert cu_seqlens_k is not None
+        offsets = None if bias_offsets is None else bias_offsets.tolist()
+        outs, lses, end = [], [], 0
+        for n, rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
+            block, _ = _bias_of(bias, offsets, n, rows, keys)
+            out_n, lse_n = _dense_forward(
+                q[:, rows], k[:, keys], v[:, keys], block, None, dropout_seed, *rule, batch_offset=n
+            )
+            outs.append(out_n)
+            lses.append(lse_n)
+            end = rows.stop
+        # Rows after the last sequence: out 0, lse -inf.
+        left = q.shape[-2] - end
+        outs.append(q.new_zeros(q.shape[0], left, v.shape[-1]))
+        lses.append(q.new_full((q.shape[0], left), float("-inf"), dtype=_statistics_dtype(q.dtype)))
+        out, lse = torch.cat(outs, 1), torch.cat(lses, 1)
+    return out, lse
+
+
+def backward(
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v and bias from a given out and lse (which may be those of a larger set of keys)."""
+    mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, out, lse = rest[:7]
+    _, _, scale, softcap, window_left, window_right, lower_right, dropout_p, _, need = rest[7:]
+    rule = (scale, softcap, window_left, window_right, lower_right, dropout_p)
+    dout = torch.zeros_like(out) if dout is None else dout
+    if cu_seqlens_q is None:
+        dq, dk, dv, dbias = _dense_backward(dout, dlse, q, k, v, bias, mask, seed, out, lse, *rule)
+    else:
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dbias = None if bias is None else torch.zeros_like(bias)
+        offsets = None if bias_offsets is None else bias_offsets.tolist()
+        for n, rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
+            block, packed = _bias_of(bias, offsets, n, rows, keys)
+            dlse_n = None if dlse is None else dlse[:, rows]
+            dq[:, rows], dk_n, dv_n, dblock = _dense_backward(
+                dout[:, rows], dlse_n, q[:, rows], k[:, keys], v[:, keys], block, None, seed, out[:, rows], lse[:, rows],
+                *rule, batch_offset=n,
+            )  # fmt: skip
+            dk[:, keys], dv[:, keys] = dk_n, dv_n
+            if dbias is not None and dblock is not None:
+                target = keys if offsets is None else slice(offsets[n], offsets[n + 1])
+                dbias[..., target] = packed(dblock)
+    unneeded = [x.new_empty(0) for x in (q, k, v, q if bias is None else bias)]
+    wanted = [need & bit for bit in (1, 2, 4, 8)]
+    gradients = (dq, dk, dv, dbias)
+    return tuple(g if w and g is not None else u for g, w, u in zip(gradients, wanted, unneeded, strict=True))

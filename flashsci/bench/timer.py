@@ -1,0 +1,182 @@
+"""Timing that compares: candidates interleaved launch by launch in one process, summarised by medians.
+
+Clocks, temperature and neighbours drift by tens of percent over seconds, and hit whatever runs alone at that moment;
+interleaved, every candidate sees the same drift, so ratios hold where absolute figures do not.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Function = Callable[[], object]
+
+#: An event pair resolves about half a microsecond; shorter work is repeated until it lasts this long.
+_SHORTEST_SECONDS = 100e-6
+#: `torch.cuda._sleep` counts GPU clock cycles. The highest clock of today's GPUs makes the wait long enough on all.
+_CYCLES_PER_SECOND = 2.2e9
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds per call over `n` measurements of `batch` calls each."""
+
+    median: float
+    p20: float
+    p80: float
+    min: float
+    n: int
+    batch: int = 1
+
+    @staticmethod
+    def of(samples: list[float], batch: int = 1) -> Times:
+        s = sorted(samples)
+        last = len(s) - 1
+        return Times(
+            median=statistics.median(s),
+            p20=s[round(0.2 * last)],
+            p80=s[round(0.8 * last)],
+            min=s[0],
+            n=len(s),
+            batch=batch,
+        )
+
+
+def interleave(
+    functions: Mapping[str, Function],
+    device: torch.device,
+    seconds: float = 1.0,
+    rounds: tuple[int, int] = (5, 200),
+    seed: int = 0,
+) -> dict[str, Times]:
+    """Time all functions, one call (or one short batch of calls) of each per round, in an order that changes by round.
+
+    On a GPU, time is between two events on the stream, with enough queued work before them that the GPU never waits
+    for the host; a function that lasts longer than 100 us starts with a cold L2. `seconds` is about the whole time
+    spent, within the given limits on the number of rounds.
+    """
+    measure = _GpuClock(device) if device.type == "cuda" else _HostClock()
+    batches = {}
+    total = 0.0
+    for name, function in functions.items():
+        once = measure.pilot(name, function)
+        batches[name] = max(1, math.ceil(_SHORTEST_SECONDS / max(once, 1e-7)))
+        total += once * batches[name] + measure.overhead(name, batches[name])
+    count = max(rounds[0], min(rounds[1], int(seconds / max(total, 1e-9))))
+    order = list(functions)
+    shuffle = random.Random(seed).shuffle
+    for _ in range(count):
+        shuffle(order)
+        for name in order:
+            measure.record(name, functions[name], batches[name])
+    return {
+        name: Times.of([s / batches[name] for s in samples], batches[name])
+        for name, samples in measure.finish().items()
+    }
+
+
+class _HostClock:
+    def __init__(self) -> None:
+        self.samples: dict[str, list[float]] = {}
+
+    def pilot(self, name: str, function: Function) -> float:
+        function()
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+
+    def overhead(self, name: str, batch: int) -> float:
+        return 0.0
+
+    def record(self, name: str, function: Function, batch: int) -> None:
+        start = time.perf_counter()
+        for _ in range(batch):
+            function()
+        self.samples.setdefault(name, []).append(time.perf_counter() - start)
+
+    def finish(self) -> dict[str, list[float]]:
+        return self.samples
+
+
+class _GpuClock:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+        self.host: dict[str, float] = {}
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        self.flush = torch.empty(2 * max(l2, 1 << 24), dtype=torch.int8, device=device)
+
+    def pilot(self, name: str, function: Function) -> float:
+        """GPU seconds of one call; notes how long the host takes to launch it."""
+        for _ in range(2):
+            function()
+        torch.cuda.synchronize(self.device)
+        launches = []
+        for _ in range(3):
+            start = time.perf_counter()
+            function()
+            launches.append(time.perf_counter() - start)
+            torch.cuda.synchronize(self.device)
+        self.host[name] = min(launches)
+        self.record(name, function, 1)
+        torch.cuda.synchronize(self.device)
+        ((start, end),) = self.events.pop(name)
+        return start.elapsed_time(end) * 1e-3
+
+    def overhead(self, name: str, batch: int) -> float:
+        return self._wait(name, batch)
+
+    def _wait(self, name: str, batch: int) -> float:
+        """Seconds of queued waiting that cover the launching of `batch` calls."""
+        return 30e-6 + 1.5 * self.host.get(name, 0.0) * batch
+
+    def record(self, name: str, function: Function, batch: int) -> None:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(int(self._wait(name, batch) * _CYCLES_PER_SECOND))
+        self.flush.zero_()
+        start.record()
+        for _ in range(batch):
+            function()
+        end.record()
+        self.events.setdefault(name, []).append((start, end))
+
+    def finish(self) -> dict[str, list[float]]:
+        torch.cuda.synchronize(self.device)
+        return {
+            name: [start.elapsed_time(end) * 1e-3 for start, end in pairs]
+            for name, pairs in self.events.items()
+        }
+
+
+def host_time(
+    functions: Mapping[str, Function],
+    device: torch.device,
+    calls: int = 50,
+    rounds: int = 40,
+) -> dict[str, Times]:
+    """Seconds the host spends in one call, the GPU's work not included: what an eager small model is bound by.
+
+    Each sample is `calls` calls in a row on an idle device; the device is drained between samples, so that a full
+    launch queue never blocks the host.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        for _ in range(20):
+            function()
+    for _ in range(rounds):
+        for name, function in functions.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            samples[name].append((time.perf_counter() - start) / calls)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return {name: Times.of(s, calls) for name, s in samples.items()}

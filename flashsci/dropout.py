@@ -1,0 +1,94 @@
+"""The dropout mask every backend shares: Philox4x32-10 as a pure function of seed and position.
+
+Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC11.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+
+
+def philox4x32(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-10: four 32-bit words, kept in int64, for a key of two and a counter of four (broadcast together)."""
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        # The int64 product wraps, but its bits are those of the 64-bit product.
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _LOW) ^ c1 ^ k0,
+            p1 & _LOW,
+            ((p0 >> 32) & _LOW) ^ c3 ^ k1,
+            p0 & _LOW,
+        )
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+    return c0, c1, c2, c3
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """An int64[2] (seed, offset) from torch's generator of that device: safe to capture in a CUDA graph."""
+    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def keep_threshold(dropout_p: float) -> int:
+    """A position is kept when its 32-bit draw is at least this."""
+    return math.floor(dropout_p * 2**32)
+
+
+def keep_mask(seed: Tensor, dropout_p: float, rows: Tensor, seq_q: int, seq_k: int) -> Tensor:
+    """Bool ``rows.shape + [seq_q, seq_k]``: True where P is kept, for flat batch-head indices ``rows`` (b * Hq + h)."""
+    device = seed.device
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    key = (seed[0] & _LOW, (seed[0] >> 32) & _LOW)
+    i = torch.arange(seq_q, device=device)[:, None]
+    block = torch.arange((seq_k + 3) // 4, device=device)[None, :]
+    counter = (zero + (seed[1] & _LOW), rows[..., None, None], i, block)
+    words = torch.stack(torch.broadcast_tensors(*philox4x32(key, counter)), dim=-1)
+    return words.flatten(-2)[..., :seq_k] >= keep_threshold(dropout_p)
+
+
+def dropout_mask(dropout_seed: Tensor, dropout_p: float, shape: tuple[int, ...], *, batch_offset: int = 0) -> Tensor:
+    """The positions of P that attention keeps under a given seed, identical in every backend.
+
+    Args:
+        dropout_seed: int64 tensor [2], (seed, offset), as given to :func:`flashsci.attention`.
+        dropout_p: probability of dropping, 0 <= p < 1.
+        shape: ``(..., Hq, Sq, Sk)``, at least ``(Sq, Sk)``; leading dims count as batch in row-major order.
+        batch_offset: index of the first batch entry (for a packed call: the sequence's index).
+
+    Returns:
+        bool tensor of ``shape``: True = kept (and multiplied by 1 / (1 - p)), False = dropped.
+
+    Raises:
+        ValueError: seed of another shape or dtype, p outside [0, 1), fewer than two dims.
+
+    Example:
+        >>> import torch, flashsci
+        >>> seed = torch.tensor([7, 0])
+        >>> flashsci.dropout_mask(seed, 0.25, (1, 2, 3, 5)).shape
+        torch.Size([1, 2, 3, 5])
+    """
+    check_dropout(dropout_p, dropout_seed)
+    if len(shape) < 2:
+        raise ValueError(f"shape must end in (Sq, Sk), got {tuple(shape)}")
+    leading, (seq_q, seq_k) = shape[:-2], shape[-2:]
+    heads = leading[-1] if leading else 1
+    rows = torch.arange(math.prod(leading), device=dropout_seed.device) + batch_offset * heads
+    return keep_mask(dropout_seed, dropout_p, rows, seq_q, seq_k).reshape(shape)
+
+
+def check_dropout(dropout_p: float, dropout_seed: Tensor | None) -> None:
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if dropout_seed is not None and (dropout_seed.dtype != torch.int64 or dropout_seed.shape != (2,)):
+        raise ValueError(
+            "dropout_seed must be an int64 tensor of shape [2] (seed, offset), "
+            f"got {dropout_seed.dtype} of shape {list(dropout_seed.shape)}"
+        )

@@ -1,0 +1,215 @@
+"""`python -m flashsci env`: what is on this machine, what is missing and how to get it.
+
+Made for bug reports and for broken machines, so it imports nothing but the standard library and trusts nothing: whatever
+could fail, hang or take the interpreter down (importing torch, loading the CUDA build, asking the driver) happens in a
+child process with a time limit, and what goes wrong there becomes a line of the report.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+#: Environment variables that change what flashsci, Triton or CUDA do.
+VARIABLES = (
+    "FLASHSCI_BACKEND",
+    "FA_ARCHS",
+    "FA_TILE_PRESET",
+    "TRITON_INTERPRET",
+    "TRITON_CACHE_DIR",
+    "CUDA_HOME",
+    "CUDA_VISIBLE_DEVICES",
+    "LD_LIBRARY_PATH",
+)
+
+_TORCH_PROBE = """
+import json, torch
+gpus = []
+if torch.cuda.is_available():
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        gpus.append(f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB")
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus}))
+"""
+
+_BACKENDS_PROBE = """
+import json
+from flashsci import registry
+print(json.dumps({b.name: registry.unavailable(b.name) for b in registry.BACKENDS.values()}))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `advice` says how to get what is missing; None when nothing is."""
+
+    what: str
+    value: str
+    advice: str | None = None
+
+
+def _run(command: list[str], timeout: float = 20.0) -> str:
+    """Standard output of a command; RuntimeError with the last line of its complaint."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+    )
+    if done.returncode:
+        complaint = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
+        ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
+        raise RuntimeError(f"{complaint[-1].strip()} ({ended})")
+    return done.stdout.strip()
+
+
+def _python(code: str, timeout: float = 120.0):
+    """The JSON that `code` prints last, run by this Python in a child process."""
+    return json.loads(_run([sys.executable, "-c", code], timeout).splitlines()[-1])
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def system() -> list[Finding]:
+    return [Finding("system", f"{platform.platform()}, {platform.machine()}, {os.cpu_count()} cores")]
+
+
+def python() -> list[Finding]:
+    where = f"{platform.python_version()} at {sys.executable}"
+    old = sys.version_info < (3, 10)
+    return [Finding("python", where, "flashsci needs Python 3.10 or newer" if old else None)]
+
+
+def torch() -> list[Finding]:
+    if not importlib.util.find_spec("torch"):
+        return [Finding("torch", "not installed", "pip install 'torch>=2.10'")]
+    try:
+        found = _python(_TORCH_PROBE)
+    except (RuntimeError, subprocess.TimeoutExpired, ValueError) as error:
+        return [Finding("torch", f"installed, but broken: {error}", "pip install --force-reinstall torch")]
+    build = f"CUDA {found['cuda']}" if found["cuda"] else "CPU build"
+    old = tuple(int(x) for x in found["version"].split(".")[:2]) < (2, 10)
+    findings = [
+        Finding("torch", f"{found['version']} ({build})", "flashsci needs torch >= 2.10" if old else None)
+    ]
+    if found["gpus"]:
+        findings += [Finding(f"GPU {i}", gpu) for i, gpu in enumerate(found["gpus"])]
+    elif not found["cuda"] and shutil.which("nvidia-smi"):
+        findings.append(
+            Finding("GPU", "there is a driver, but this torch cannot use it", "install a CUDA build of torch")
+        )
+    else:
+        findings.append(Finding("GPU", "none that torch can use"))
+    return findings
+
+
+def driver() -> list[Finding]:
+    if not shutil.which("nvidia-smi"):
+        return [Finding("driver", "no nvidia-smi: the fused kernels need an NVIDIA GPU and its driver")]
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    return [Finding("driver", line) for line in _run(query).splitlines()]
+
+
+def triton() -> list[Finding]:
+    if not importlib.util.find_spec("triton"):
+        return [Finding("triton", "not installed", "pip install 'triton>=3.6' (Linux)")]
+    version = _python("import json, triton; print(json.dumps(triton.__version__))")
+    return [Finding("triton", version)]
+
+
+def compilers() -> list[Finding]:
+    findings = []
+    for name, advice in (
+        ("nvcc", "install the CUDA toolkit (12.8 or newer) and put nvcc on the PATH to build the CUDA backend"),
+        (os.environ.get("CXX", "c++"), "install a C++17 compiler, for instance g++"),
+        ("cmake", "pip install cmake"),
+        ("ninja", "pip install ninja"),
+    ):
+        path = shutil.which(name)
+        if not path:
+            findings.append(Finding(name, "not found", advice))
+            continue
+        lines = [line for line in _run([path, "--version"]).splitlines() if line.strip()]
+        release = next((line for line in lines if "release" in line), lines[0])
+        findings.append(Finding(name, f"{release.strip()} at {path}"))
+    return findings
+
+
+def extras() -> list[Finding]:
+    findings = []
+    for extra, needs in (
+        ("cli", ("typer", "rich")),
+        ("demo", ("ase", "matplotlib")),
+        ("test", ("pytest", "hypothesis")),
+    ):
+        have = {name: _installed(name) for name in needs}
+        lacking = [name for name, version in have.items() if version is None]
+        text = ", ".join(f"{name} {version or 'missing'}" for name, version in have.items())
+        findings.append(
+            Finding(f"extra [{extra}]", text, f"pip install 'flashsci[{extra}]'" if lacking else None)
+        )
+    return findings
+
+
+def backends() -> list[Finding]:
+    findings = []
+    for name, reason in _python(_BACKENDS_PROBE).items():
+        findings.append(Finding(f"backend {name}", reason or "ready"))
+    return findings
+
+
+def variables() -> list[Finding]:
+    return [Finding(name, os.environ[name]) for name in VARIABLES if name in os.environ]
+
+
+PROBES: tuple[Callable[[], list[Finding]], ...] = (
+    system,
+    python,
+    torch,
+    driver,
+    triton,
+    compilers,
+    extras,
+    backends,
+    variables,
+)
+
+
+def collect() -> list[Finding]:
+    """Every finding. A probe that fails says so in its own line and does not take the others with it."""
+    findings = [Finding("flashsci", _installed("flashsci") or "not installed (running from the source tree)")]
+    for probe in PROBES:
+        try:
+            findings += probe()
+        except Exception as error:  # a report on a broken machine must come out whatever is broken
+            findings.append(Finding(probe.__name__, f"could not be found out: {error}"))
+    return findings
+
+
+def main(arguments: list[str] = []) -> int:  # noqa: B006 - read only
+    if arguments not in ([], ["--json"]):
+        print("usage: python -m flashsci env [--json]")
+        return 0 if arguments in (["-h"], ["--help"]) else 2
+    findings = collect()
+    if arguments:
+        print(json.dumps([asdict(f) for f in findings], indent=2))
+        return 0
+    width = max(len(f.what) for f in findings)
+    for f in findings:
+        print(f"{f.what:<{width}}  {f.value}")
+    missing = [f for f in findings if f.advice]
+    if missing:
+        print("\nMissing, and how to get it:")
+        for f in missing:
+            print(f"  {f.what:<{width}}  {f.advice}")
+    return 0

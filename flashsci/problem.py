@@ -1,0 +1,82 @@
+"""One attention call as plain data: what backends are chosen by, and what it costs at least."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes, dtypes, features and device of one call; hashable, holds no tensors.
+
+    ``seq_q`` and ``seq_k`` are the packed totals when ``varlen`` is set. Sizes that a compiler keeps symbolic are
+    None: the choice of a backend never depends on them.
+    """
+
+    device_type: str  # "cuda" or "cpu"
+    capability: tuple[int, int] | None  # compute capability of a CUDA device
+    dtype: torch.dtype
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    batch: tuple[int, ...] | None = None  # leading dims
+    seq_q: int | None = None
+    seq_k: int | None = None
+    varlen: bool = False
+    bias_shape: tuple[int, ...] | None = None
+    bias_dtype: torch.dtype | None = None
+    bias_grad: bool = False
+    ragged_bias: bool = False
+    mask: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    lower_right: bool = False
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    return_lse: bool = False
+    requires_grad: bool = False
+    precision: str = "default"
+    deterministic: bool = False
+
+    @property
+    def bias(self) -> bool:
+        return self.bias_shape is not None or self.ragged_bias
+
+    def visible_pairs(self) -> int:
+        """Query-key pairs of one head that causal and window leave, summed over the batch (dense calls)."""
+        if self.batch is None or self.seq_q is None or self.seq_k is None:
+            raise ValueError("flops and bytes need concrete sizes")
+        shift = self.seq_k - self.seq_q if self.lower_right else 0
+        pairs = 0
+        if self.window_left < 0 and self.window_right < 0:
+            pairs = self.seq_q * self.seq_k
+        else:
+            for i in range(self.seq_q):
+                low = 0 if self.window_left < 0 else max(0, i + shift - self.window_left)
+                high = self.seq_k if self.window_right < 0 else min(self.seq_k, i + shift + self.window_right + 1)
+                pairs += max(0, high - low)
+        return pairs * math.prod(self.batch)
+
+    def flops(self, order: int = 0) -> int:
+        """Floating-point operations of the matrix products: order 0 forward, 1 backward alone (2.5 x forward)."""
+        forward = 2 * self.visible_pairs() * self.heads_q * (self.head_dim + self.head_dim_v)
+        backward = 2 * self.visible_pairs() * self.heads_q * (3 * self.head_dim + 2 * self.head_dim_v)
+        return (forward, backward)[order]
+
+    def bytes(self, order: int = 0) -> int:
+        """Least bytes moved: each operand read once, each result written once."""
+        if self.batch is None or self.seq_q is None or self.seq_k is None:
+            raise ValueError("flops and bytes need concrete sizes")
+        item, batch = self.dtype.itemsize, math.prod(self.batch)
+        q = batch * self.heads_q * self.seq_q * self.head_dim * item
+        o = batch * self.heads_q * self.seq_q * self.head_dim_v * item
+        kv = batch * self.heads_k * self.seq_k * (self.head_dim + self.head_dim_v) * item
+        lse = batch * self.heads_q * self.seq_q * 4
+        bias = math.prod(self.bias_shape) * (self.bias_dtype or self.dtype).itemsize if self.bias_shape else 0
+        if order == 0:
+            return q + kv + o + lse + bias
+        return 2 * (q + kv + bias) + 2 * o + lse

@@ -1,0 +1,215 @@
+"""Which backend serves a call, and why: names, reasons, the preference table, overrides."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from flashsci.problem import Problem
+
+
+class BackendError(RuntimeError):
+    """No backend, or not the one asked for, can serve the call; the message says why and what else can."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation. ``load`` imports it on first use; ``rejects`` gives the reason it cannot serve a call, or None."""
+
+    name: str
+    module: str
+    purpose: str
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+    def rejects(self, problem: Problem) -> str | None:
+        module = self.load()
+        return module.unavailable() or module.rejects(problem)
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("reference", "flashsci.backends.reference", "the specification in plain PyTorch"),
+        Backend("sdpa", "flashsci.backends.sdpa", "torch.nn.functional.scaled_dot_product_attention"),
+        Backend("triton", "flashsci.backends.triton", "readable prototypes, every feature"),
+        Backend("cuda", "flashsci.backends.cuda", "hand-written production kernels"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Preference:
+    """The order in which ``auto`` tries backends for the calls that ``applies`` selects."""
+
+    order: tuple[str, ...]
+    applies: Callable[[Problem], bool]
+    evidence: str
+
+
+# First match wins. Each row says which measurement it rests on.
+PREFERENCES = (
+    Preference(
+        ("sdpa", "reference"),
+        lambda p: p.device_type != "cuda",
+        "the CPU has no other fused kernel",
+    ),
+    Preference(
+        ("triton", "cuda", "sdpa", "reference"),
+        lambda p: True,
+        "Triton covers every feature on every GPU it supports",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Who was asked for a call, who refused and why. Its ``str`` is made to be read."""
+
+    problem: Problem
+    asked: str
+    chosen: str | None
+    reasons: dict[str, str | None]  # why a backend cannot serve the call; None: it can
+    evidence: str = ""
+
+    def __str__(self) -> str:
+        p = self.problem
+        device = p.device_type if p.capability is None else f"{p.device_type} sm_{p.capability[0]}{p.capability[1]}"
+        lines = [f"asked for {self.asked!r}, chosen {self.chosen!r} ({device}, {str(p.dtype).removeprefix('torch.')})"]
+        for name, reason in self.reasons.items():
+            sign = "->" if name == self.chosen else "  "
+            lines.append(f" {sign} {name:<9} {'can serve this call' if reason is None else 'no: ' + reason}")
+        if self.evidence:
+            lines.append(f"    order of 'auto': {self.evidence}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+class _Override(threading.local):
+    name: str | None = None
+    strict: bool = False
+
+
+_override = _Override()
+_warned: set[str] = set()
+_choices: dict[tuple[Problem, str, bool], str] = {}
+
+
+def _check_name(name: str) -> str:
+    if name != "auto" and name not in BACKENDS:
+        known = ", ".join(repr(n) for n in ("auto", *BACKENDS))
+        raise ValueError(f"unknown backend {name!r}; known backends: {known}")
+    return name
+
+
+@contextmanager
+def use_backend(name: str, strict: bool = False) -> Iterator[None]:
+    """Serve the calls inside with one backend, in this thread, where they say ``backend="auto"``.
+
+    Args:
+        name: "auto", "reference", "sdpa", "triton" or "cuda".
+        strict: never fall back: a CUDA build that is absent raises :class:`BackendError` instead of running Triton. It
+            holds for calls that name a backend themselves, too.
+
+    Raises:
+        ValueError: unknown name.
+
+    Example:
+        >>> import torch, flashsci
+        >>> q = k = v = torch.randn(2, 4, 8, 16)
+        >>> with flashsci.use_backend("reference"):
+        ...     out = flashsci.attention(q, k, v)
+    """
+    before = _override.name, _override.strict
+    _override.name, _override.strict = _check_name(name), strict
+    try:
+        yield
+    finally:
+        _override.name, _override.strict = before
+
+
+def requested(backend: str) -> tuple[str, bool]:
+    """(name, strict) after overrides: the argument, then use_backend, then FLASHSCI_BACKEND, then "auto"."""
+    if backend == "auto":
+        backend = _override.name or os.environ.get("FLASHSCI_BACKEND") or "auto"
+    return backend, _override.strict
+
+
+def explain(problem: Problem, name: str, strict: bool = False) -> Explanation:
+    """What :func:`choose` would do, with every backend's reason."""
+    _check_name(name)
+    reasons = {backend.name: backend.rejects(problem) for backend in BACKENDS.values()}
+    if name == "auto":
+        preference = next(p for p in PREFERENCES if p.applies(problem))
+        chosen = next((n for n in preference.order if reasons[n] is None), None)
+        return Explanation(problem, name, chosen, reasons, f"{' > '.join(preference.order)}: {preference.evidence}")
+    chosen = name if reasons[name] is None else None
+    absent = name == "cuda" and BACKENDS["cuda"].load().unavailable() is not None
+    if absent and not strict and reasons["triton"] is None:
+        chosen = "triton"
+    return Explanation(problem, name, chosen, reasons)
+
+
+def choose(problem: Problem, name: str, strict: bool = False) -> str:
+    """The backend for a call. Decisions are cached; a fallback warns once for each reason.
+
+    Raises:
+        BackendError: nobody, or not the backend asked for, can serve it.
+        ValueError: unknown name.
+    """
+    key = (problem, name, strict)
+    known = _choices.get(key)
+    if known is not None:
+        return known
+    found = explain(problem, name, strict)
+    if found.chosen is None:
+        able = [n for n, reason in found.reasons.items() if reason is None]
+        who = f"backend {name!r} cannot serve this call" if name != "auto" else "no backend can serve this call"
+        why = found.reasons[name] if name != "auto" else "; ".join(f"{n}: {r}" for n, r in found.reasons.items())
+        what = f"; these can: {', '.join(map(repr, able))}" if able and name != "auto" else ""
+        raise BackendError(f"{who}: {why}{what}")
+    if name not in ("auto", found.chosen):
+        reason = found.reasons[name]
+        if reason not in _warned:
+            _warned.add(str(reason))
+            warnings.warn(f"flashsci: backend {name!r} is unavailable, running {found.chosen!r}: {reason}", stacklevel=3)
+    if len(_choices) > 4096:
+        _choices.clear()
+    _choices[key] = found.chosen
+    return found.chosen
+
+
+def choose_constant(
+    device_type: str,
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    heads_q: int,
+    heads_k: int,
+    head_dim: int,
+    head_dim_v: int,
+    features: tuple[tuple[str, object], ...],
+    name: str,
+    strict: bool,
+) -> str:
+    """:func:`choose` for torch.compile, which runs it once at trace time with constants only (no symbolic sizes)."""
+    problem = Problem(device_type, capability, dtype, heads_q, heads_k, head_dim, head_dim_v, **dict(features))  # type: ignore[arg-type]
+    return choose(problem, name, strict)
+
+
+# What torch.compiler.assume_constant_result sets, without importing the compiler.
+choose_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def kernels(name: str) -> ModuleType:
+    """The module of a backend, by name."""
+    return BACKENDS[name].load()
