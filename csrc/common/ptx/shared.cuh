@@ -1,0 +1,26 @@
+// PTX ISA "ld", "st" on the shared window, by 32-bit address.
+#pragma once
+#include <cstdint>
+
+namespace flashsci::ptx {
+
+__device__ __forceinline__ void st_shared(uint32_t shared, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_shared(uint32_t shared, uint4 value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared), "r"(value.x),
+               "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 ld_shared_v4(uint32_t shared) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(shared)
+               : "memory");
+  return value;
+}
+
+}  // namespace flashsci::ptx

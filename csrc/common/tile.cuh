@@ -1,0 +1,103 @@
+// A [rows, kCols] tile of 16-bit elements in shared memory, row-major in 16-byte chunks, with the
+// chunk index XORed by a function of the row so that the eight rows of an ldmatrix (or of a 4-byte
+// fragment store) fall into eight different bank groups. Rows of 128-byte multiples: XOR by row % 8;
+// rows of 64 mod 128 bytes: two rows share 128 bytes, XOR by (row / 2) % 4.
+#pragma once
+#include <cstdint>
+
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/shared.cuh"
+
+namespace flashsci {
+
+inline constexpr int kChunkElements = 8;
+inline constexpr int kChunkBytes = 16;
+
+template <int kCols>
+struct Tile {
+  static_assert(kCols % 32 == 0, "the swizzles permute groups of 4 or 8 chunks");
+  static constexpr int kChunks = kCols / kChunkElements;
+  static constexpr int kGroup = kChunks % 8 == 0 ? 8 : 4;  // chunks permuted among themselves
+  static constexpr int kRowBytes = kCols * 2;
+
+  static __device__ __forceinline__ int swizzle(int row) {
+    return kGroup == 8 ? row & 7 : (row >> 1) & 3;
+  }
+
+  // Byte offset of a chunk.
+  static __device__ __forceinline__ int offset(int row, int chunk) {
+    return row * kRowBytes + (chunk ^ swizzle(row)) * kChunkBytes;
+  }
+
+  // Address of chunk (pair * 2 + odd) of a row, from start = base + offset(row, odd): the pair index is
+  // a constant after unrolling, so only its low bits cost an XOR and the rest is an immediate.
+  static __device__ __forceinline__ uint32_t pair_address(uint32_t start, int pair) {
+    constexpr int kPairs = kGroup / 2;
+    return (start ^ ((pair % kPairs) * 2 * kChunkBytes)) + (pair / kPairs) * kGroup * kChunkBytes;
+  }
+};
+
+// Copies rows [0, kRows) of a row-major global matrix into a Tile. Rows >= rows_valid and columns >=
+// cols_valid become zeros and are not read. kVector: every row starts at a multiple of 16 bytes;
+// otherwise copy_bytes (8, 4 or 2) says what rows are aligned to.
+template <int kRows, int kCols, int kThreads, bool kVector>
+__device__ __forceinline__ void load_tile(uint32_t tile,
+                                          const uint16_t* __restrict__ global,  // [rows_valid, row]
+                                          int64_t row_stride, int rows_valid, int cols_valid,
+                                          int copy_bytes) {
+  using T = Tile<kCols>;
+  constexpr int kThreadsPerRow = T::kGroup;
+  constexpr int kRowStep = kThreads / kThreadsPerRow;
+  static_assert(kThreads % kThreadsPerRow == 0 && kRows % kRowStep == 0, "whole passes");
+  static_assert(kRowStep % 8 == 0, "the swizzle of a thread's rows is the same in every pass");
+  const int thread = threadIdx.x;
+  const int first_row = thread / kThreadsPerRow;
+  const int first_chunk = thread % kThreadsPerRow;
+  const uint32_t shared = tile + T::offset(first_row, first_chunk);
+  const uint16_t* row_start = global + first_row * row_stride + first_chunk * kChunkElements;
+
+#pragma unroll
+  for (int pass = 0; pass < kRows / kRowStep; ++pass) {
+    const bool row_valid = first_row + pass * kRowStep < rows_valid;
+#pragma unroll
+    for (int block = 0; block < T::kChunks / kThreadsPerRow; ++block) {
+      const int column = (first_chunk + block * kThreadsPerRow) * kChunkElements;
+      const int columns = row_valid ? min(max(cols_valid - column, 0), kChunkElements) : 0;
+      const uint32_t target =
+          shared + pass * kRowStep * T::kRowBytes + block * T::kGroup * kChunkBytes;
+      // An address that is not read still stays inside the tensor.
+      const uint16_t* source =
+          columns > 0 ? row_start + block * kThreadsPerRow * kChunkElements : global;
+      if constexpr (kVector) {
+        ptx::cp_async_16(target, source, columns * 2);
+      } else if (copy_bytes >= 8) {
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          const int elements = min(max(columns - part * 4, 0), 4);
+          ptx::cp_async_small<8>(target + part * 8, elements > 0 ? source + part * 4 : global,
+                                 elements * 2);
+        }
+      } else if (copy_bytes == 4) {
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+          const int elements = min(max(columns - part * 2, 0), 2);
+          ptx::cp_async_small<4>(target + part * 4, elements > 0 ? source + part * 2 : global,
+                                 elements * 2);
+        }
+      } else {
+        uint32_t packed[4];
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+          const uint32_t low = 2 * part < columns ? source[2 * part] : uint16_t{0};
+          const uint32_t high = 2 * part + 1 < columns ? source[2 * part + 1] : uint16_t{0};
+          packed[part] = low | (high << 16);
+        }
+        ptx::st_shared(target, make_uint4(packed[0], packed[1], packed[2], packed[3]));
+      }
+    }
+    row_start += kRowStep * row_stride;
+  }
+}
+
+}  // namespace flashsci

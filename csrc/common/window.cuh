@@ -1,0 +1,26 @@
+// Causal and window masks. Query i sees key j iff j - i - shift lies in [-left, right], shift = Sk - Sq
+// for the lower-right alignment, else 0. All arithmetic fits 32 bits: S <= 2^29, left, right <= 2^30.
+#pragma once
+#include <cstdint>
+
+namespace flashsci {
+
+struct Window {
+  int before;  // query i sees keys from i + before on
+  int after;   // ... up to and without i + after
+  int seq_k;
+
+  __device__ __forceinline__ Window(int left, int right, bool lower_right, int seq_q, int seq_k_)
+      : seq_k(seq_k_) {
+    constexpr int kUnbounded = 1 << 30;
+    const int shift = lower_right ? seq_k_ - seq_q : 0;
+    before = shift - (left < 0 ? kUnbounded : min(left, kUnbounded));
+    after = shift + (right < 0 ? kUnbounded - 1 : min(right, kUnbounded - 1)) + 1;
+  }
+
+  // Keys [begin, end) that query i sees; empty if begin >= end.
+  __device__ __forceinline__ int begin(int i) const { return max(i + before, 0); }
+  __device__ __forceinline__ int end(int i) const { return min(i + after, seq_k); }
+};
+
+}  // namespace flashsci

@@ -1,0 +1,490 @@
+// Forward attention for tensor cores of the mma.sync generation (Ampere, Ada; Hopper until its own).
+//
+// Maths     o_i = sum_j p_ij v_j / l_i, p_ij = exp(s_ij - m_i), l_i = sum_j p_ij, lse_i = m_i + log l_i,
+//           s = scale q k^T or softcap tanh(scale q k^T / softcap), over the keys the window shows.
+// Roles     One CTA per (query tile, head, batch), all on grid.x, the tiles of a head side by side and the
+//           longest first. kWarps warps own kBlockQ / kWarps query rows each and never talk about values:
+//           they share only the K and V tiles. Packed calls find their sequence on the device.
+// Shared    Q (later the output), kStages x K, kStages x V, all swizzled 16-byte chunks: `SharedStorage`.
+// Pipeline  kStages 1: V_n flies during S = Q K_n^T, K_n-1 flies during softmax and P V_n; two barriers a
+//           tile, and the other CTA of the SM fills the gaps. kStages 2: K_n-1 and V_n-1 fly during all
+//           of tile n; one barrier a tile. Tiles go from the diagonal to the left.
+// Limits    HMMA issue with shared-memory reads of K and V close behind (32 rows per warp: a fragment
+//           feeds two mma), then exp: docs/kernels/sm80_forward.md.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+#include <type_traits>
+
+#include "../common/ptx/cp_async.cuh"
+#include "../common/ptx/ldmatrix.cuh"
+#include "../common/ptx/math.cuh"
+#include "../common/ptx/shared.cuh"
+#include "../common/sequence.cuh"
+#include "../common/softmax.cuh"
+#include "../common/tile.cuh"
+#include "../common/window.cuh"
+#include "../include/flashsci.h"
+
+namespace flashsci::sm80 {
+
+static_assert(std::is_trivially_copyable_v<FlashsciForwardParams>, "passed to the kernel by value");
+
+#ifndef FLASHSCI_TILE_PRESET
+#define FLASHSCI_TILE_PRESET 1
+#endif
+// What one block may take: t4_safe fits Turing's 64 KiB, ampere_balanced the 99 KiB of sm_86 and sm_89.
+#if FLASHSCI_TILE_PRESET == 0
+inline constexpr int kSharedBudget = 64 * 1024;
+#elif FLASHSCI_TILE_PRESET == 1
+inline constexpr int kSharedBudget = 99 * 1024;
+#else  // experiments on Hopper
+inline constexpr int kSharedBudget = 227 * 1024;
+#endif
+
+template <int kHeadDim_, int kBlockQ_, int kBlockK_, int kWarps_, int kStages_, int kMinBlocks_>
+struct Tiling {
+  static constexpr int kHeadDim = kHeadDim_, kBlockQ = kBlockQ_, kBlockK = kBlockK_;
+  static constexpr int kWarps = kWarps_, kStages = kStages_, kMinBlocks = kMinBlocks_;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kRows = kBlockQ / kWarps;  // query rows of a warp
+  static constexpr int kM = kRows / 16;           // m16 blocks of a warp
+  static constexpr int kN = kBlockK / 8;          // n8 blocks of S
+  static constexpr int kDimBlocks = kHeadDim / 8; // n8 blocks of O
+  static_assert(kRows % 16 == 0 && kBlockK % 16 == 0 && kHeadDim % 32 == 0, "whole mma tiles");
+};
+
+// The tile shapes, by padded head dimension; why: docs/kernels/sm80_forward.md.
+#include "forward_tiles.cuh"
+
+template <class C>
+struct alignas(128) SharedStorage {
+  uint16_t q[C::kBlockQ * C::kHeadDim];              // [kBlockQ, kHeadDim], then the output tile
+  uint16_t k[C::kStages][C::kBlockK * C::kHeadDim];  // [stage, kBlockK, kHeadDim]
+  uint16_t v[C::kStages][C::kBlockK * C::kHeadDim];  // [stage, kBlockK, kHeadDim]
+};
+
+// What the host derives from the parameters, once.
+struct ForwardPlan {
+  uint32_t tiles;      // grid slots of one head
+  int score_mode;      // how raw q.k becomes what is exponentiated: ScoreMode
+  float score_inner;   // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
+  float score_outer;
+  float exp_scale;     // log2(e) times what is left to multiply by
+  float lse_scale;     // from the units of the running maximum to natural log
+  int vector_out;      // output rows take 16-byte stores
+};
+
+enum ScoreMode { kScaled = 0, kLinear = 1, kSoftcap = 2 };
+
+// Rescale the accumulators only when the maximum grew by more than 2^8: exact, since numerator and
+// denominator share the stale maximum; P stays below 2^8, far inside fp16.
+inline constexpr float kRescaleThreshold = 8.f;
+
+template <class C>
+__device__ __forceinline__ void scale_scores(float (&s)[C::kM][C::kN][4], const ForwardPlan& plan) {
+  if (plan.score_mode == kSoftcap) {
+#pragma unroll
+    for (int m = 0; m < C::kM; ++m)
+#pragma unroll
+      for (int n = 0; n < C::kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          s[m][n][e] = plan.score_outer * tanh_accurate(plan.score_inner * s[m][n][e]);
+  } else {
+#pragma unroll
+    for (int m = 0; m < C::kM; ++m)
+#pragma unroll
+      for (int n = 0; n < C::kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[m][n][e] *= plan.score_inner;
+  }
+}
+
+// Scores of keys outside [begin(i), end(i)) become -inf. row: this lane's first query row; column: the
+// key of its first score.
+template <class C>
+__device__ __forceinline__ void mask_scores(float (&s)[C::kM][C::kN][4], const Window& window, int row,
+                                            int column) {
+#pragma unroll
+  for (int m = 0; m < C::kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = row + m * 16 + half * 8;
+      const int begin = window.begin(i) - column, end = window.end(i) - column;
+#pragma unroll
+      for (int n = 0; n < C::kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int j = n * 8 + e;
+          if (j < begin || j >= end) s[m][n][half * 2 + e] = -INFINITY;
+        }
+      }
+    }
+  }
+}
+
+// S = Q K^T for the rows of one warp.
+template <class Op, class C>
+__device__ __forceinline__ void multiply_qk(float (&s)[C::kM][C::kN][4], uint32_t q_start,
+                                            uint32_t k_start) {
+  using T = Tile<C::kHeadDim>;
+#pragma unroll
+  for (int m = 0; m < C::kM; ++m)
+#pragma unroll
+    for (int n = 0; n < C::kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[m][n][e] = 0.f;
+#pragma unroll
+  for (int d = 0; d < C::kHeadDim / 16; ++d) {
+    uint32_t a[C::kM][4];  // Q [kRows, 16]
+#pragma unroll
+    for (int m = 0; m < C::kM; ++m)
+      ptx::ldmatrix_x4(a[m], T::pair_address(q_start, d) + m * 16 * T::kRowBytes);
+#pragma unroll
+    for (int n = 0; n < C::kN / 2; ++n) {
+      uint32_t b[4];  // K [16 keys, 16]: two n8 blocks
+      ptx::ldmatrix_x4(b, T::pair_address(k_start, d) + n * 16 * T::kRowBytes);
+#pragma unroll
+      for (int m = 0; m < C::kM; ++m) {
+        Op::mma(s[m][2 * n], a[m], b[0], b[1]);
+        Op::mma(s[m][2 * n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// O += P V; the accumulator layout of S is the operand layout of P.
+template <class Op, class C>
+__device__ __forceinline__ void multiply_pv(float (&o)[C::kM][C::kDimBlocks][4],
+                                            const float (&p)[C::kM][C::kN][4], uint32_t v_start) {
+  using T = Tile<C::kHeadDim>;
+#pragma unroll
+  for (int n = 0; n < C::kN / 2; ++n) {
+    uint32_t a[C::kM][4];  // P [kRows, 16 keys]
+#pragma unroll
+    for (int m = 0; m < C::kM; ++m) {
+      a[m][0] = Op::pack2(p[m][2 * n][0], p[m][2 * n][1]);
+      a[m][1] = Op::pack2(p[m][2 * n][2], p[m][2 * n][3]);
+      a[m][2] = Op::pack2(p[m][2 * n + 1][0], p[m][2 * n + 1][1]);
+      a[m][3] = Op::pack2(p[m][2 * n + 1][2], p[m][2 * n + 1][3]);
+    }
+#pragma unroll
+    for (int d = 0; d < C::kDimBlocks / 2; ++d) {
+      uint32_t b[4];  // V [16 keys, 16 columns]: two n8 blocks
+      ptx::ldmatrix_x4_trans(b, T::pair_address(v_start, d) + n * 16 * T::kRowBytes);
+#pragma unroll
+      for (int m = 0; m < C::kM; ++m) {
+        Op::mma(o[m][2 * d], a[m], b[0], b[1]);
+        Op::mma(o[m][2 * d + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// S becomes P; the running maximum, sum and output follow.
+template <class C>
+__device__ __forceinline__ void online_softmax(float (&s)[C::kM][C::kN][4],
+                                               float (&o)[C::kM][C::kDimBlocks][4],
+                                               float (&row_max)[C::kM][2], float (&row_sum)[C::kM][2],
+                                               float exp_scale) {
+  float tile_max[C::kM][2];
+  bool grew = false;
+#pragma unroll
+  for (int m = 0; m < C::kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x = fmaxf(s[m][0][half * 2], s[m][0][half * 2 + 1]);
+#pragma unroll
+      for (int n = 1; n < C::kN; ++n)
+        x = fmaxf(x, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
+      tile_max[m][half] = quad_max(x);
+      grew |= (tile_max[m][half] - row_max[m][half]) * exp_scale > kRescaleThreshold;
+    }
+  }
+  if (__any_sync(0xffffffffu, grew)) {
+#pragma unroll
+    for (int m = 0; m < C::kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float next = fmaxf(row_max[m][half], tile_max[m][half]);
+        // A row with no key yet has sum and output 0, whatever they are multiplied by.
+        const float alpha =
+            next == -INFINITY ? 1.f : ptx::ex2_approx((row_max[m][half] - next) * exp_scale);
+        row_max[m][half] = next;
+        row_sum[m][half] *= alpha;
+#pragma unroll
+        for (int d = 0; d < C::kDimBlocks; ++d) {
+          o[m][d][half * 2] *= alpha;
+          o[m][d][half * 2 + 1] *= alpha;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < C::kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float offset = row_max[m][half] == -INFINITY ? 0.f : row_max[m][half] * exp_scale;
+#pragma unroll
+      for (int n = 0; n < C::kN; ++n) {
+#pragma unroll
+        for (int e = half * 2; e < half * 2 + 2; ++e) {
+          s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], exp_scale, -offset));
+          row_sum[m][half] += s[m][n][e];
+        }
+      }
+    }
+  }
+}
+
+// Normalises, writes lse, and sends the rows of one warp to global memory through its part of the Q tile.
+template <class Op, class C>
+__device__ __forceinline__ void write_output(float (&o)[C::kM][C::kDimBlocks][4],
+                                             const float (&row_max)[C::kM][2],
+                                             const float (&row_sum)[C::kM][2], uint32_t warp_tile,
+                                             uint16_t* __restrict__ out,  // [rows, Dv] of this warp
+                                             float* __restrict__ lse,     // [rows] of this warp
+                                             int64_t row_stride, int rows, int head_dim_v,
+                                             const ForwardPlan& plan) {
+  using T = Tile<C::kHeadDim>;
+  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+#pragma unroll
+  for (int m = 0; m < C::kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(row_sum[m][half]);
+      const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+      const int row = m * 16 + half * 8 + group;
+      if (quad == 0 && row < rows)
+        lse[row] = sum == 0.f ? -INFINITY : fmaf(row_max[m][half], plan.lse_scale, logf(sum));
+#pragma unroll
+      for (int d = 0; d < C::kDimBlocks; ++d)
+        ptx::st_shared(warp_tile + T::offset(row, d) + quad * 4,
+                       Op::pack2(o[m][d][half * 2] * inverse, o[m][d][half * 2 + 1] * inverse));
+    }
+  }
+  __syncwarp();
+  constexpr int kLanesPerRow = T::kGroup;
+#pragma unroll
+  for (int pass = 0; pass < C::kRows * kLanesPerRow / 32; ++pass) {
+    const int row = pass * (32 / kLanesPerRow) + lane / kLanesPerRow;
+    if (row >= rows) break;
+#pragma unroll
+    for (int block = 0; block < T::kChunks / kLanesPerRow; ++block) {
+      const int chunk = lane % kLanesPerRow + block * kLanesPerRow;
+      const int columns = head_dim_v - chunk * kChunkElements;
+      uint16_t* target = out + row * row_stride + chunk * kChunkElements;
+      if (columns <= 0) continue;
+      const uint4 value = ptx::ld_shared_v4(warp_tile + T::offset(row, chunk));
+      if (plan.vector_out) {
+        *reinterpret_cast<uint4*>(target) = value;
+      } else {
+        const uint32_t word[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+        for (int e = 0; e < kChunkElements; ++e)
+          if (e < columns) target[e] = static_cast<uint16_t>(word[e / 2] >> (e % 2 * 16));
+      }
+    }
+  }
+}
+
+template <class Op, class C, bool kVector>
+__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
+    forward_kernel(const __grid_constant__ FlashsciForwardParams p,
+                   const __grid_constant__ ForwardPlan plan) {
+  using T = Tile<C::kHeadDim>;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  auto& shared = *reinterpret_cast<SharedStorage<C>*>(shared_memory);
+
+  // Which query tile of which head.
+  const uint32_t batch_head = blockIdx.x / plan.tiles;
+  const uint32_t slot = blockIdx.x - batch_head * plan.tiles;
+  const uint32_t batch = batch_head / static_cast<uint32_t>(p.heads_q);
+  const uint32_t head = batch_head - batch * p.heads_q;
+  const uint32_t batch0 = batch / static_cast<uint32_t>(p.batch1);
+  const uint32_t batch1 = batch - batch0 * static_cast<uint32_t>(p.batch1);
+  const uint32_t head_k = head / static_cast<uint32_t>(p.heads_q / p.heads_k);
+  TileOfSequence work;
+  if (p.cu_seqlens_q != nullptr) {
+    work = find_tile<C::kBlockQ>(slot, p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q, p.seq_k);
+  } else {
+    work = {static_cast<int>(p.window_right >= 0 ? plan.tiles - 1 - slot : slot), 0, p.seq_q, 0,
+            p.seq_k};
+  }
+  const int tile_row = work.tile * C::kBlockQ;
+  if (work.tile < 0 || tile_row >= work.seq_q) return;
+
+  // Element offsets in 64 bits.
+  const auto* q = static_cast<const uint16_t*>(p.q) + batch0 * p.q_strides.batch0 +
+                  batch1 * p.q_strides.batch1 + head * p.q_strides.head +
+                  (work.first_q + static_cast<int64_t>(tile_row)) * p.q_strides.row;
+  const auto* k = static_cast<const uint16_t*>(p.k) + batch0 * p.k_strides.batch0 +
+                  batch1 * p.k_strides.batch1 + head_k * p.k_strides.head +
+                  work.first_k * p.k_strides.row;
+  const auto* v = static_cast<const uint16_t*>(p.v) + batch0 * p.v_strides.batch0 +
+                  batch1 * p.v_strides.batch1 + head_k * p.v_strides.head +
+                  work.first_k * p.v_strides.row;
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_row = tile_row + warp * C::kRows;
+  const Window window(p.window_left, p.window_right, p.lower_right != 0, work.seq_q, work.seq_k);
+
+  // Key tiles that any row of this CTA sees, and what this warp sees of them: some of its rows see
+  // [seen_begin, seen_end), all of them [full_begin, full_end).
+  const int last_row = min(tile_row + C::kBlockQ, work.seq_q) - 1;
+  const int keys_begin = window.begin(tile_row), keys_end = window.end(last_row);
+  const int first_tile = keys_begin / C::kBlockK;
+  const int end_tile = keys_begin < keys_end ? (keys_end + C::kBlockK - 1) / C::kBlockK : first_tile;
+  const int warp_last_row = min(warp_row + C::kRows, work.seq_q) - 1;
+  const int seen_begin = window.begin(warp_row);
+  const int seen_end = warp_row < work.seq_q ? window.end(warp_last_row) : 0;
+  const int full_begin = window.begin(warp_last_row), full_end = window.end(warp_row);
+
+  const uint32_t q_tile = ptx::shared_address(shared.q);
+  const uint32_t k_tile = ptx::shared_address(shared.k);
+  const uint32_t v_tile = ptx::shared_address(shared.v);
+  constexpr int kStageBytes = C::kBlockK * T::kRowBytes;
+  const uint32_t q_start = q_tile + T::offset(warp * C::kRows + lane % 16, lane / 16);
+  const uint32_t k_start = k_tile + T::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const uint32_t v_start = v_tile + T::offset(lane % 16, lane / 16);
+
+  const auto load_k = [&](int tile, int stage) {
+    const int first = tile * C::kBlockK;
+    load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector>(
+        k_tile + stage * kStageBytes, k + first * p.k_strides.row, p.k_strides.row,
+        work.seq_k - first, p.head_dim, p.copy_bytes);
+  };
+  const auto load_v = [&](int tile, int stage) {
+    const int first = tile * C::kBlockK;
+    load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector>(
+        v_tile + stage * kStageBytes, v + first * p.v_strides.row, p.v_strides.row,
+        work.seq_k - first, p.head_dim_v, p.copy_bytes);
+  };
+
+  float o[C::kM][C::kDimBlocks][4];  // [m16, n8 of Dv, fragment]
+  float row_max[C::kM][2];           // [m16, row g or g + 8], in units of 1 / exp_scale; stale by <= 2^8
+  float row_sum[C::kM][2];           // this lane's part of the sum
+#pragma unroll
+  for (int m = 0; m < C::kM; ++m) {
+    row_max[m][0] = row_max[m][1] = -INFINITY;
+    row_sum[m][0] = row_sum[m][1] = 0.f;
+#pragma unroll
+    for (int d = 0; d < C::kDimBlocks; ++d)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[m][d][e] = 0.f;
+  }
+
+  if (first_tile < end_tile) {
+    load_tile<C::kBlockQ, C::kHeadDim, C::kThreads, kVector>(q_tile, q, p.q_strides.row,
+                                                            work.seq_q - tile_row, p.head_dim,
+                                                            p.copy_bytes);
+    load_k(end_tile - 1, 0);
+    if (C::kStages == 2) load_v(end_tile - 1, 0);
+    ptx::cp_async_commit();
+  }
+  int stage = 0;
+#pragma unroll 1
+  for (int tile = end_tile - 1; tile >= first_tile; --tile) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // K_n has landed; nobody reads V_n+1 (nor, with two stages, K_n+1) any more
+    if constexpr (C::kStages == 1) {
+      load_v(tile, 0);
+    } else if (tile > first_tile) {
+      load_k(tile - 1, stage ^ 1);
+      load_v(tile - 1, stage ^ 1);
+    }
+    ptx::cp_async_commit();
+
+    const int first_key = tile * C::kBlockK;
+    const bool active = first_key < seen_end && first_key + C::kBlockK > seen_begin;
+    float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
+    if (active) multiply_qk<Op, C>(s, q_start, k_start + stage * kStageBytes);
+    if constexpr (C::kStages == 1) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // V_n has landed; nobody reads K_n any more
+      if (tile > first_tile) load_k(tile - 1, 0);
+      ptx::cp_async_commit();
+    }
+    if (active) {
+      if (plan.score_mode != kScaled) scale_scores<C>(s, plan);
+      if (first_key < full_begin || first_key + C::kBlockK > full_end)
+        mask_scores<C>(s, window, warp_row + lane / 4, first_key + lane % 4 * 2);
+      online_softmax<C>(s, o, row_max, row_sum, plan.exp_scale);
+      multiply_pv<Op, C>(o, s, v_start + stage * kStageBytes);
+    }
+    if constexpr (C::kStages == 2) stage ^= 1;
+  }
+
+  if (warp_row >= work.seq_q) return;
+  auto* out = static_cast<uint16_t*>(p.out) + batch0 * p.out_strides.batch0 +
+              batch1 * p.out_strides.batch1 + head * p.out_strides.head +
+              (work.first_q + static_cast<int64_t>(warp_row)) * p.out_strides.row;
+  float* lse = p.lse + static_cast<int64_t>(batch_head) * p.seq_q + work.first_q + warp_row;
+  write_output<Op, C>(o, row_max, row_sum, q_tile + warp * C::kRows * T::kRowBytes, out, lse,
+                      p.out_strides.row, work.seq_q - warp_row, p.head_dim_v, plan);
+}
+
+template <class Op, class C, bool kVector>
+cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
+  static_assert(sizeof(SharedStorage<C>) ==
+                    (C::kBlockQ + 2 * C::kStages * C::kBlockK) * C::kHeadDim * 2,
+                "the plan has no padding");
+  static_assert(sizeof(SharedStorage<C>) <= kSharedBudget, "over the budget of the tile preset");
+  ForwardPlan plan;
+  const int64_t tiles = p.cu_seqlens_q != nullptr
+                            ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
+                            : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  const int64_t blocks = tiles * p.heads_q * p.batch0 * p.batch1;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
+  plan.tiles = static_cast<uint32_t>(tiles);
+  plan.score_mode = p.softcap != 0.f ? kSoftcap : p.scale > 0.f ? kScaled : kLinear;
+  plan.score_inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
+  plan.score_outer = p.softcap;
+  plan.exp_scale = plan.score_mode == kScaled ? p.scale * kLog2e : kLog2e;
+  plan.lse_scale = plan.score_mode == kScaled ? p.scale : 1.f;
+  const auto aligned = [](int64_t stride) { return stride % kChunkElements == 0; };
+  plan.vector_out = p.head_dim_v % kChunkElements == 0 && aligned(p.out_strides.batch0) &&
+                    aligned(p.out_strides.batch1) && aligned(p.out_strides.head) &&
+                    aligned(p.out_strides.row) && reinterpret_cast<uintptr_t>(p.out) % 16 == 0;
+
+  constexpr auto kernel = forward_kernel<Op, C, kVector>;
+  constexpr int kSharedBytes = sizeof(SharedStorage<C>);
+  if (kSharedBytes > 48 * 1024) {
+    // Once per device; a lost race only repeats it.
+    static std::atomic<uint64_t> configured{0};
+    const uint64_t bit = uint64_t{1} << (p.device & 63);
+    if (p.device >= 64 || !(configured.load(std::memory_order_relaxed) & bit)) {
+      const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+      if (error != cudaSuccess) return error;
+      configured.fetch_or(bit, std::memory_order_relaxed);
+    }
+  }
+  kernel<<<static_cast<unsigned>(blocks), C::kThreads, kSharedBytes, stream>>>(p, plan);
+  return cudaGetLastError();
+}
+
+template <class Op, class C>
+cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream) {
+  return p.copy_bytes >= 16 ? launch_tiling<Op, C, true>(p, stream)
+                            : launch_tiling<Op, C, false>(p, stream);
+}
+
+// Picks the smallest padded head dimension that holds D and Dv.
+template <class Op>
+cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
+  const int dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+  if (dim <= 32) return launch_padded<Op, Tiles<32>>(p, stream);
+  if (dim <= 64) return launch_padded<Op, Tiles<64>>(p, stream);
+  if (dim <= 96) return launch_padded<Op, Tiles<96>>(p, stream);
+  if (dim <= 128) return launch_padded<Op, Tiles<128>>(p, stream);
+  if (dim <= 192) return launch_padded<Op, Tiles<192>>(p, stream);
+  if (dim <= 256) return launch_padded<Op, Tiles<256>>(p, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace flashsci::sm80

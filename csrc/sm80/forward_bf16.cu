@@ -1,0 +1,11 @@
+// bf16 instances of the sm80 forward, all head dimensions.
+#include "../common/dtype_bf16.cuh"
+#include "forward.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#error "bf16 units are built for compute capability 8.0 and newer only"
+#endif
+
+extern "C" int flashsci_forward_sm80_bf16(const FlashsciForwardParams* params, FlashsciStream stream) {
+  return flashsci::sm80::launch_forward<flashsci::BFloat16>(*params, static_cast<cudaStream_t>(stream));
+}
