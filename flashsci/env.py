@@ -1,8 +1,9 @@
 """`python -m flashsci env`: what is on this machine, what is missing and how to get it.
 
-Made for bug reports and for broken machines, so it imports nothing but the standard library and trusts nothing: whatever
-could fail, hang or take the interpreter down (importing torch, loading the CUDA build, asking the driver) happens in a
-child process with a time limit, and what goes wrong there becomes a line of the report.
+Made for bug reports and for broken machines, so it imports nothing but the standard library and
+trusts nothing: whatever could fail, hang or take the interpreter down (importing torch, loading the
+CUDA build, asking the driver) happens in a child process with a time limit, and what goes wrong
+there becomes a line of the report.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def _installed(name: str) -> str | None:
 
 
 def system() -> list[Finding]:
-    return [Finding("system", f"{platform.platform()}, {platform.machine()}, {os.cpu_count()} cores")]
+    return [
+        Finding("system", f"{platform.platform()}, {platform.machine()}, {os.cpu_count()} cores")
+    ]
 
 
 def python() -> list[Finding]:
@@ -96,17 +99,29 @@ def torch() -> list[Finding]:
     try:
         found = _python(_TORCH_PROBE)
     except (RuntimeError, subprocess.TimeoutExpired, ValueError) as error:
-        return [Finding("torch", f"installed, but broken: {error}", "pip install --force-reinstall torch")]
+        return [
+            Finding(
+                "torch", f"installed, but broken: {error}", "pip install --force-reinstall torch"
+            )
+        ]
     build = f"CUDA {found['cuda']}" if found["cuda"] else "CPU build"
     old = tuple(int(x) for x in found["version"].split(".")[:2]) < (2, 10)
     findings = [
-        Finding("torch", f"{found['version']} ({build})", "flashsci needs torch >= 2.10" if old else None)
+        Finding(
+            "torch",
+            f"{found['version']} ({build})",
+            "flashsci needs torch >= 2.10" if old else None,
+        )
     ]
     if found["gpus"]:
         findings += [Finding(f"GPU {i}", gpu) for i, gpu in enumerate(found["gpus"])]
     elif not found["cuda"] and shutil.which("nvidia-smi"):
         findings.append(
-            Finding("GPU", "there is a driver, but this torch cannot use it", "install a CUDA build of torch")
+            Finding(
+                "GPU",
+                "there is a driver, but this torch cannot use it",
+                "install a CUDA build of torch",
+            )
         )
     else:
         findings.append(Finding("GPU", "none that torch can use"))
@@ -115,7 +130,9 @@ def torch() -> list[Finding]:
 
 def driver() -> list[Finding]:
     if not shutil.which("nvidia-smi"):
-        return [Finding("driver", "no nvidia-smi: the fused kernels need an NVIDIA GPU and its driver")]
+        return [
+            Finding("driver", "no nvidia-smi: the fused kernels need an NVIDIA GPU and its driver")
+        ]
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     return [Finding("driver", line) for line in _run(query).splitlines()]
 
@@ -130,7 +147,10 @@ def triton() -> list[Finding]:
 def compilers() -> list[Finding]:
     findings = []
     for name, advice in (
-        ("nvcc", "install the CUDA toolkit (12.8 or newer) and put nvcc on the PATH to build the CUDA backend"),
+        (
+            "nvcc",
+            "to build the CUDA backend, install the CUDA toolkit (12.8 or newer)",
+        ),
         (os.environ.get("CXX", "c++"), "install a C++17 compiler, for instance g++"),
         ("cmake", "pip install cmake"),
         ("ninja", "pip install ninja"),
@@ -156,7 +176,9 @@ def extras() -> list[Finding]:
         lacking = [name for name, version in have.items() if version is None]
         text = ", ".join(f"{name} {version or 'missing'}" for name, version in have.items())
         findings.append(
-            Finding(f"extra [{extra}]", text, f"pip install 'flashsci[{extra}]'" if lacking else None)
+            Finding(
+                f"extra [{extra}]", text, f"pip install 'flashsci[{extra}]'" if lacking else None
+            )
         )
     return findings
 
@@ -186,8 +208,13 @@ PROBES: tuple[Callable[[], list[Finding]], ...] = (
 
 
 def collect() -> list[Finding]:
-    """Every finding. A probe that fails says so in its own line and does not take the others with it."""
-    findings = [Finding("flashsci", _installed("flashsci") or "not installed (running from the source tree)")]
+    """Every finding. A probe that fails says so in its own line and does not take the others with
+    it."""
+    findings = [
+        Finding(
+            "flashsci", _installed("flashsci") or "not installed (running from the source tree)"
+        )
+    ]
     for probe in PROBES:
         try:
             findings += probe()

@@ -1,8 +1,8 @@
 """What to time, in which shapes: cases as data, in plain Python without torch.
 
-The shapes are those that models and papers really use: FlashAttention-3's grid, PET and EScAIP (one short sequence
-per atom), crystals packed without padding, AlphaFold-3-style pair biases, weather windows, decoding. Lengths are drawn
-from fixed seeds, so a case is the same on every machine.
+The shapes are those that models and papers really use: FlashAttention-3's grid, PET and EScAIP (one
+short sequence per atom), crystals packed without padding, AlphaFold-3-style pair biases, weather
+windows, decoding. Lengths are drawn from fixed seeds, so a case is the same on every machine.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from dataclasses import asdict, dataclass, replace
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem: dense [B, (N,) H, S, D] or, with `lens`, packed sequences of those lengths.
+    """One attention problem: dense [B, (N,) H, S, D] or, with `lens`, packed sequences of those
+    lengths.
 
-    `bias` is a shape with 1 for broadcast dims, "ragged" (one block per packed sequence) or None. `order` is the
-    highest derivative that the case is about: 0 forward, 1 backward, 2 double backward.
+    `bias` is a shape with 1 for broadcast dims, "ragged" (one block per packed sequence) or None.
+    `order` is the highest derivative that the case is about: 0 forward, 1 backward, 2 double
+    backward.
     """
 
     id: str
@@ -51,7 +53,8 @@ class Case:
         return (self.B,) if self.N is None else (self.B, self.N)
 
     def describe(self) -> dict:
-        """The case for a record: what differs from the defaults, and a summary of long lists of lengths."""
+        """The case for a record: what differs from the defaults, and a summary of long lists of
+        lengths."""
         plain = asdict(Case(id="", suite=""))
         out = {k: v for k, v in asdict(self).items() if k in ("id", "dtype") or v != plain[k]}
         if self.lens:
@@ -82,7 +85,8 @@ def dense_grid(dtype: str = "bf16") -> list[Case]:
 
 
 def crystal_lengths(n: int, seed: int = 0, cap: int = 320) -> tuple[int, ...]:
-    """Atoms per structure: LogNormal(3.19, 0.72), which reproduces MPtrj (mean 31, 82% < 50, 97% < 100)."""
+    """Atoms per structure: LogNormal(3.19, 0.72), which reproduces MPtrj (mean 31, 82% < 50, 97% <
+    100)."""
     r = random.Random(seed)
     return tuple(max(1, min(cap, round(math.exp(r.gauss(3.19, 0.72))))) for _ in range(n))
 
@@ -167,9 +171,7 @@ def _bias() -> list[Case]:
             _square(f"af3-pairformer-s{s}", s, H=16, D=24, bias=(1, 16, s, s), bias_dtype="fp32")
             for s in (384, 768)
         ),
-        _square(
-            "af3-diffusion", 384, B=48, H=16, D=48, bias=(1, 16, 384, 384), bias_dtype="fp32"
-        ),
+        _square("af3-diffusion", 384, B=48, H=16, D=48, bias=(1, 16, 384, 384), bias_dtype="fp32"),
         replace(
             _square("atom-window", 32, B=32, N=144, H=4, D=32, bias=(1, 144, 4, 32, 128)), Sk=128
         ),
@@ -251,12 +253,74 @@ def _headline() -> list[Case]:
     return [*dense, CASES["triangle-bf16-s384"], CASES["af3-pair"], SMALL_CALL]
 
 
+@dataclass(frozen=True)
+class Claim:
+    """A speed that the project stands for: `ours` against `baseline`, geometric mean over `cases`.
+
+    `target` is the least ratio of speeds; without a baseline, the most microseconds.
+    """
+
+    text: str
+    ours: str
+    baseline: str | None
+    kind: str  # "forward", "backward", "host" or "host, with gradients"
+    cases: tuple[str, ...]
+    target: float
+
+
+def _dense_ids(*dims: int) -> tuple[str, ...]:
+    return tuple(
+        f"dense-bf16-d{d}-{mode}-s{s}"
+        for d in dims
+        for mode in ("full", "causal")
+        for s in (4096, 16384)
+    )
+
+
+CLAIMS = [
+    *(
+        Claim(f"dense, D 64 and 128, {kind}", "triton", "flex", kind, _dense_ids(64, 128), 1.0)
+        for kind in ("forward", "backward")
+    ),
+    *(
+        Claim(f"{id}, {kind}", "triton", "sdpa:efficient", kind, (id,), 1.5)
+        for id in ("triangle-bf16-s384", "af3-pair")
+        for kind in ("forward", "backward")
+    ),
+    Claim(
+        "dense, D 64, 128 and 256, forward",
+        "cuda",
+        "sdpa:flash",
+        "forward",
+        _dense_ids(64, 128, 256),
+        0.9,
+    ),
+    Claim("one small call, us on the host", "cuda", None, "host", ("small-call",), 15),
+    Claim(
+        "the same, inputs require gradients",
+        "cuda",
+        None,
+        "host, with gradients",
+        ("small-call",),
+        35,
+    ),
+]
+
 #: Small enough for a laptop without a GPU.
 CPU_CASES = [
     Case("cpu-dense", "cpu", "fp32", B=2, H=4, Sq=128, Sk=128, D=32),
     Case("cpu-causal-gqa", "cpu", "fp32", H=4, Hk=2, Sq=128, Sk=128, D=32, causal=True),
     Case(
-        "cpu-pair-bias", "cpu", "fp32", B=4, H=4, Sq=64, Sk=64, D=16, bias=(1, 4, 64, 64), bias_grad=True
+        "cpu-pair-bias",
+        "cpu",
+        "fp32",
+        B=4,
+        H=4,
+        Sq=64,
+        Sk=64,
+        D=16,
+        bias=(1, 4, 64, 64),
+        bias_grad=True,
     ),
     Case(
         "cpu-crystals",
@@ -290,6 +354,8 @@ def select(suites: Iterable[str] = (), ids: Iterable[str] = ()) -> list[Case]:
     for id in ids:
         if id not in known:
             close = [other for other in known if id.split("-")[0] in other]
-            raise ValueError(f"no case named {id!r}" + (f"; close: {', '.join(close)}" if close else ""))
+            raise ValueError(
+                f"no case named {id!r}" + (f"; close: {', '.join(close)}" if close else "")
+            )
         chosen.setdefault(id, known[id])
     return list(chosen.values())

@@ -1,7 +1,9 @@
-"""Timing that compares: candidates interleaved launch by launch in one process, summarised by medians.
+"""Timing that compares: candidates interleaved launch by launch in one process, summarised by
+medians.
 
-Clocks, temperature and neighbours drift by tens of percent over seconds, and hit whatever runs alone at that moment;
-interleaved, every candidate sees the same drift, so ratios hold where absolute figures do not.
+Clocks, temperature and neighbours drift by tens of percent over seconds, and hit whatever runs
+alone at that moment; interleaved, every candidate sees the same drift, so ratios hold where
+absolute figures do not.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import torch
 
 Function = Callable[[], object]
 
-#: An event pair resolves about half a microsecond; shorter work is repeated until it lasts this long.
+#: An event pair resolves about half a microsecond; shorter work is repeated until it lasts this
+#: long.
 _SHORTEST_SECONDS = 100e-6
-#: `torch.cuda._sleep` counts GPU clock cycles. The highest clock of today's GPUs makes the wait long enough on all.
+#: `torch.cuda._sleep` counts GPU clock cycles. The highest clock of today's GPUs makes the wait
+#: long enough on all.
 _CYCLES_PER_SECOND = 2.2e9
 
 
@@ -55,11 +59,12 @@ def interleave(
     rounds: tuple[int, int] = (5, 200),
     seed: int = 0,
 ) -> dict[str, Times]:
-    """Time all functions, one call (or one short batch of calls) of each per round, in an order that changes by round.
+    """Time all functions, one call (or one short batch of calls) of each per round, in an order
+    that changes by round.
 
-    On a GPU, time is between two events on the stream, with enough queued work before them that the GPU never waits
-    for the host; a function that lasts longer than 100 us starts with a cold L2. `seconds` is about the whole time
-    spent, within the given limits on the number of rounds.
+    On a GPU, time is between two events on the stream, with enough queued work before them that the
+    GPU never waits for the host; a function that lasts longer than 100 us starts with a cold L2.
+    `seconds` is about the whole time spent, within the given limits on the number of rounds.
     """
     measure = _GpuClock(device) if device.type == "cuda" else _HostClock()
     batches = {}
@@ -160,10 +165,11 @@ def host_time(
     calls: int = 50,
     rounds: int = 40,
 ) -> dict[str, Times]:
-    """Seconds the host spends in one call, the GPU's work not included: what an eager small model is bound by.
+    """Seconds the host spends in one call, the GPU's work not included: what an eager small model
+    is bound by.
 
-    Each sample is `calls` calls in a row on an idle device; the device is drained between samples, so that a full
-    launch queue never blocks the host.
+    Each sample is `calls` calls in a row on an idle device; the device is drained between samples,
+    so that a full launch queue never blocks the host.
     """
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():

@@ -1,0 +1,92 @@
+# flashsci: `make demo` and `make test` from a clean clone; Python >= 3.10, a C++ compiler and PyPI are all they need.
+#
+#   make test VENV=                  the present environment (torch already there, nothing downloaded) instead of .venv
+#   make test PYTHON=python3.12      another Python for .venv
+#   FA_ARCHS=90 make install         compile the CUDA kernels for one architecture (default: the GPU found, else all)
+#
+# Without nvcc the package installs all the same, and `python -m flashsci backends` says that the CUDA kernels are absent.
+
+VENV ?= .venv
+ifndef PYTHON
+PYTHON := $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 python3.10 python,\
+  $(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && command -v $(p))))
+endif
+PY      := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+STATE   := $(if $(VENV),$(VENV),build)
+PIP     := $(PY) -m pip --disable-pip-version-check
+EXTRAS  := cli,demo,test,dev
+SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc cmake -type f 2>/dev/null)
+# The tools of the environment (ninja, cmake, ruff, ...) come before the system's.
+export PATH := $(if $(VENV),$(abspath $(VENV))/bin:,)$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help install build build-manual demo test test-fast lint format types bench check env wheel clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+
+install: $(STATE)/.flashsci-installed ## torch, the tools and flashsci itself into $(VENV) (once)
+
+$(STATE)/.flashsci-tools: constraints.txt pyproject.toml
+ifneq ($(VENV),)
+	@test -n "$(PYTHON)" || { echo "flashsci needs Python 3.10 or newer, and none is on the PATH. Install one, or say PYTHON=/path/to/python3." >&2; exit 1; }
+	@test -x $(PY) || { echo "==> creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "==> installing torch (the largest download), the build tools and the test tools"
+	$(PIP) install --upgrade pip
+	$(PIP) install $$(grep '^torch==' constraints.txt)
+	@# torch for CUDA brings the Triton it was built with; torch for the CPU brings none.
+	$(PY) -c 'import triton' 2>/dev/null || $(PIP) install $$(grep '^triton==' constraints.txt)
+	$(PIP) install $$($(PY) scripts/requirements.py $(EXTRAS))
+endif
+	@mkdir -p $(STATE) && touch $@
+
+$(STATE)/.flashsci-installed: $(STATE)/.flashsci-tools $(SOURCES)
+	@echo "==> building and installing flashsci (with nvcc: the CUDA kernels, minutes for all architectures)"
+	$(PIP) install -v --no-build-isolation --no-deps -e .
+	@touch $@
+
+build: ## compile again what changed in csrc/, and install it
+	@rm -f $(STATE)/.flashsci-installed
+	@$(MAKE) --no-print-directory install
+
+build-manual: ## the same kernels by a short nvcc/g++ script, without CMake or pip
+	PYTHON=$(PY) bash scripts/build_manual.sh
+
+demo: install ## the main job: crystals and molecules through every backend; writes demo-output/
+	$(PY) examples/crystals.py
+
+test: install ## every test that this machine can run
+	$(PY) -m pytest
+
+test-fast: install ## the CPU tests only, without the slow ones
+	$(PY) -m pytest tests/cpu -m "not slow"
+
+lint: $(STATE)/.flashsci-tools ## ruff, clang-format, torch includes
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	@if [ -d csrc ]; then find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' | xargs $(STATE)/bin/clang-format --dry-run --Werror; fi
+	$(PY) scripts/check_torch_includes.py
+
+format: $(STATE)/.flashsci-tools ## rewrite Python and C++ in the house style
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' | xargs clang-format -i
+
+types: $(STATE)/.flashsci-tools ## mypy on the public API
+	$(PY) -m mypy
+
+bench: install ## the headline cases (GPU), or small ones (CPU); more: python -m flashsci bench --help
+	$(PY) -m flashsci bench
+
+check: install ## GPU machine: run the GPU suite and update reports/gpu-check.json
+	$(PY) -m flashsci check
+
+env: install ## what is on this machine, what is missing, how to get it
+	@$(PY) -m flashsci env
+
+wheel: $(STATE)/.flashsci-tools ## one py3-none wheel in dist/
+	$(PIP) wheel -v --no-build-isolation --no-deps -w dist .
+
+clean: ## remove what was built (not .venv)
+	rm -rf build dist demo-output .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
+	rm -f $(STATE)/.flashsci-installed

@@ -1,0 +1,339 @@
+"""Run cases by candidates: check, then time, then record. Schema 1 of the records is what `run`
+documents."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import importlib.util
+import platform
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flashsci.bench import candidates as ways
+from flashsci.bench.candidates import BASELINES, DTYPES, OURS, Unsupported
+from flashsci.bench.cases import Case
+from flashsci.bench.timer import Times, host_time, interleave
+from flashsci.bench.verify import Sample, Verdict
+
+Progress = Callable[[str], object]
+
+
+def candidate_names(chosen: Iterable[str], device: torch.device) -> list[str]:
+    """Candidates by name, with the groups "ours" and "baselines"; none: what makes sense on the
+    device."""
+    groups = {
+        "ours": ["triton", "cuda"] if device.type == "cuda" else ["reference", "sdpa"],
+        "baselines": list(BASELINES) if device.type == "cuda" else ["sdpa:default", "sdpa:math"],
+    }
+    names: dict[str, None] = {}
+    for name in chosen or groups:
+        names.update(dict.fromkeys(groups.get(name, [name])))
+    unknown = [n for n in names if n not in (*OURS, *BASELINES)]
+    if unknown:
+        known = ", ".join((*groups, *OURS, *BASELINES))
+        raise ValueError(f"no candidate named {unknown[0]!r}; there are {known}")
+    return list(names)
+
+
+def in_dtype(case: Case, dtype: str) -> Case:
+    """The same case in another dtype."""
+    if dtype not in DTYPES:
+        raise ValueError(f"no dtype named {dtype!r}; there are {', '.join(DTYPES)}")
+    bias_dtype = dtype if case.bias_dtype == case.dtype else case.bias_dtype
+    return replace(case, id=f"{case.id}@{dtype}", dtype=dtype, bias_dtype=bias_dtype)
+
+
+def run(
+    cases: Iterable[Case],
+    names: Iterable[str] = (),
+    device: torch.device | str | None = None,
+    *,
+    order: int = 1,
+    seconds: float = 1.0,
+    check: bool = True,
+    on_step: Progress = lambda text: None,
+    on_case: Callable[[], object] = lambda: None,
+) -> list[dict]:
+    """One record per case, pass ("forward", "backward"; small calls also "host") and candidate.
+
+    Args:
+        cases: see `flashsci.bench.select`.
+        names: candidates; empty: our kernels and every baseline.
+        device: default the GPU if there is one.
+        order: highest derivative to time; never more than the case has.
+        seconds: measuring time per case and pass, about.
+        check: judge each candidate against fp64 first. One that fails gets a record without speed.
+
+    Returns:
+        Dicts of plain data: schema, suite, case, pass, backend, commit, dirty, time_us (None if it
+        failed or refused), tflops, gbps, pct_sol (of the larger of the two ceilings measured
+        alongside), peak_mem_mb, max_err, err_ratio (1 = all that is allowed), gate ("passed", "not
+        checked", "failed: ...", "refused: ..."), method, env.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    names = candidate_names(names, device)
+    records = []
+    for case in cases:
+        on_step(case.id)
+        records += _Measurement(case, names, device, order, seconds, check, on_step).records()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        on_case()
+    return records
+
+
+class _Measurement:
+    """One case: which candidates can run it, whether they are right, how long they take."""
+
+    def __init__(
+        self,
+        case: Case,
+        names: list[str],
+        device: torch.device,
+        order: int,
+        seconds: float,
+        check: bool,
+        on_step: Progress,
+    ):
+        self.case, self.names, self.device = case, names, device
+        self.seconds, self.on_step = seconds, on_step
+        self.inputs = ways.make_inputs(case, device)
+        self.backward = min(order, case.order) > 0
+        self.passes = ["forward", *(["backward"] if self.backward else [])]
+        if not self.backward:
+            self.inputs.leaves = {}
+            for x in (self.inputs.q, self.inputs.k, self.inputs.v, self.inputs.bias):
+                if x is not None:
+                    x.requires_grad_(False)
+        self.sample = Sample(self.inputs) if check else None
+        self.functions: dict[str, Callable[[], Tensor]] = {}
+        self.refusals: dict[tuple[str, str], str] = {}  # (candidate, pass) -> why
+        self.verdicts: dict[tuple[str, str], Verdict] = {}
+        self.memory: dict[tuple[str, str], float] = {}
+
+    def records(self) -> list[dict]:
+        for name in self.names:
+            self._prepare(name)
+        found = []
+        clock = None
+        for kind in self.passes:
+            self.on_step(f"{self.case.id}: timing {kind}")
+            times = self._time(kind)
+            clock = _sm_clock(self.device)
+            found += [self._record(name, kind, times, clock) for name in self.names]
+        if self.case.suite == "latency":
+            for kind, times in self._host_times().items():
+                found += [self._record(n, kind, times, clock) for n in self.names]
+        return found
+
+    def _prepare(self, name: str) -> None:
+        """Compile, check and weigh one candidate."""
+        self.on_step(f"{self.case.id}: {name}")
+        try:
+            function = ways.candidate(name, self.inputs)
+            if self.sample:
+                for kind, verdict in self.sample.verdicts(function, self.backward).items():
+                    self.verdicts[name, kind] = verdict
+            self._weigh(name, function)
+            self.functions[name] = function
+        except Unsupported as reason:
+            self._refuse(name, str(reason))
+        except torch.OutOfMemoryError:
+            self._refuse(name, "out of memory")
+        except (RuntimeError, NotImplementedError) as error:
+            # A baseline may serve the forward and refuse its gradient (of a bias, say) only when
+            # that is asked for.
+            self._refuse(name, str(error).strip().splitlines()[0])
+
+    def _refuse(self, name: str, reason: str) -> None:
+        for kind in self.passes:
+            self.refusals[name, kind] = reason
+
+    def _weigh(self, name: str, function: Callable[[], Tensor]) -> None:
+        if self.device.type != "cuda":
+            return
+        for kind in self.passes:
+            start = None if kind == "forward" else function()
+            torch.cuda.synchronize(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            held = function() if start is None else self._gradients(start)
+            torch.cuda.synchronize(self.device)
+            self.memory[name, kind] = torch.cuda.max_memory_allocated(self.device) - before
+            del held, start
+
+    def _gradients(self, out: Tensor) -> tuple[Tensor, ...]:
+        leaves = list(self.inputs.leaves.values())
+        return torch.autograd.grad(out, leaves, self.inputs.dout, retain_graph=True)
+
+    def _failed(self, name: str) -> bool:
+        """Wrong in any pass: then none of its speeds counts."""
+        verdicts = [self.verdicts.get((name, kind)) for kind in self.passes]
+        return any(v is not None and v.problem is not None for v in verdicts)
+
+    def _time(self, kind: str) -> dict[str, Times]:
+        able = {n: f for n, f in self.functions.items() if not self._failed(n)}
+        if kind == "backward":
+            able = {n: partial(self._gradients, f()) for n, f in able.items()}
+        elif not self.backward:
+            able = {n: torch.no_grad()(f) for n, f in able.items()}
+        if not able:
+            return {}
+        return interleave({**able, **self._ceilings()}, self.device, self.seconds)
+
+    def _ceilings(self) -> dict[str, Callable[[], object]]:
+        """A large matrix product and a large copy, timed in the same rounds: what this device can
+        do today."""
+        if self.device.type != "cuda":
+            return {}
+        a, b = _matrices(self.device, DTYPES[self.case.dtype])
+        source, target = _buffers(self.device)
+        return {"ceiling:matmul": lambda: a @ b, "ceiling:copy": lambda: target.copy_(source)}
+
+    def _host_times(self) -> dict[str, dict[str, Times]]:
+        able = {n: f for n, f in self.functions.items() if not self._failed(n) and n != "flex"}
+        plain = {n: torch.no_grad()(f) for n, f in able.items()}
+        found = {"host": self._host(plain)}
+        if self.backward:
+            found["host, with gradients"] = self._host(able)
+        return found
+
+    def _host(self, functions: dict[str, Callable[[], Tensor]]) -> dict[str, Times]:
+        self.on_step(f"{self.case.id}: host time")
+        return host_time(functions, self.device)
+
+    def _record(self, name: str, kind: str, times: dict[str, Times], clock: int | None) -> dict:
+        on_host = kind.startswith("host")
+        verdict = self.verdicts.get((name, "forward" if on_host else kind))
+        refusal = self.refusals.get((name, "forward" if on_host else kind))
+        time = times.get(name)
+        if refusal:
+            gate = f"refused: {refusal}"
+        elif self._failed(name):
+            wrong = [v.problem for k in self.passes if (v := self.verdicts.get((name, k)))]
+            gate = "failed: " + "; ".join(p for p in wrong if p)
+        else:
+            gate = "not checked" if verdict is None else "passed"
+        tflops = gbps = share = None
+        if time and not on_host:
+            derivative = int(kind == "backward")
+            tflops = ways.flops(self.case, self.device, derivative) / time.median * 1e-12
+            gbps = ways.bytes_moved(self.case, self.device, derivative) / time.median * 1e-9
+            share = _share_of_ceiling(tflops, gbps, times, self.device, DTYPES[self.case.dtype])
+        memory = self.memory.get((name, kind))
+        return {
+            "schema": 1,
+            "suite": self.case.suite,
+            "case": self.case.describe(),
+            "pass": kind,
+            "backend": name,
+            "commit": _commit()[0],
+            "dirty": _commit()[1],
+            "time_us": None if time is None else _microseconds(time),
+            "tflops": tflops,
+            "gbps": gbps,
+            "pct_sol": share,
+            "peak_mem_mb": None if memory is None else memory / 1e6,
+            "max_err": None if verdict is None else verdict.error,
+            "err_ratio": None if verdict is None else verdict.ratio,
+            "gate": gate,
+            "method": {
+                "timer": "host" if on_host or self.device.type == "cpu" else "cuda_event",
+                "batch": time.batch if time else None,
+                "cold_l2": bool(time and time.batch == 1 and self.device.type == "cuda"),
+                "interleaved": True,
+                "input": "randn",
+            },
+            "env": {**_environment(self.device), "sm_clock_mhz": clock},
+        }
+
+
+def _microseconds(time: Times) -> dict:
+    fields = asdict(time)
+    return {k: fields[k] * 1e6 for k in ("median", "p20", "p80", "min")} | {"n": time.n}
+
+
+_MATRIX_SIZE = 8192
+_COPY_BYTES = 1 << 29
+
+
+@cache
+def _matrices(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    size = _MATRIX_SIZE if dtype.itemsize < 4 else _MATRIX_SIZE // 4
+    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
+    return a, b
+
+
+@cache
+def _buffers(device: torch.device) -> tuple[Tensor, Tensor]:
+    source, target = torch.zeros(2, _COPY_BYTES, device=device, dtype=torch.int8)
+    return source, target
+
+
+def _share_of_ceiling(
+    tflops: float, gbps: float, times: dict[str, Times], device: torch.device, dtype: torch.dtype
+) -> float | None:
+    """Percent of the nearer of two ceilings, both measured in the rounds of this case."""
+    if "ceiling:matmul" not in times:
+        return None
+    size = _matrices(device, dtype)[0].shape[0]
+    matmul = 2 * size**3 / times["ceiling:matmul"].median * 1e-12
+    copy = 2 * _COPY_BYTES / times["ceiling:copy"].median * 1e-9
+    return 100 * max(tflops / matmul, gbps / copy)
+
+
+@cache
+def _commit() -> tuple[str | None, bool | None]:
+    """(commit, whether the tree differs from it) of the source tree; (None, None) outside one."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True)
+        if done.returncode:
+            raise OSError(done.stderr.strip())
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD"), bool(git("status", "--porcelain", "-uno"))
+    except OSError:
+        return None, None
+
+
+@cache
+def _environment(device: torch.device) -> dict:
+    import flashsci
+
+    triton = importlib.util.find_spec("triton") is not None
+    gpu = device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name(device) if gpu else None,
+        "driver": _nvidia_smi("driver_version") if gpu else None,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton") if triton else None,
+        "flashsci": flashsci.__version__,
+        "host": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+    }
+
+
+def _nvidia_smi(field: str) -> str | None:
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout else None
+
+
+def _sm_clock(device: torch.device) -> int | None:
+    clock = _nvidia_smi("clocks.sm") if device.type == "cuda" else None
+    return int(clock) if clock and clock.isdigit() else None
