@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from flashsci.problem import Problem
 
@@ -31,9 +33,15 @@ class Backend:
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
 
+    def unavailable(self) -> str | None:
+        """Why it cannot run on this machine at all, or None."""
+        try:
+            return self.load().unavailable()
+        except ImportError as error:
+            return f"cannot be imported: {error}"
+
     def rejects(self, problem: Problem) -> str | None:
-        module = self.load()
-        return module.unavailable() or module.rejects(problem)
+        return self.unavailable() or self.load().rejects(problem)
 
 
 BACKENDS = {
@@ -145,19 +153,26 @@ def requested(backend: str) -> tuple[str, bool]:
     return backend, _override.strict
 
 
+def _candidates(problem: Problem, name: str, strict: bool) -> tuple[str, ...]:
+    """The backends to try, in order, for a request."""
+    if name == "auto":
+        return _preference(problem).order
+    absent = name == "cuda" and not strict and BACKENDS[name].unavailable() is not None
+    return (name, "triton") if absent else (name,)
+
+
+def _preference(problem: Problem) -> Preference:
+    return next(p for p in PREFERENCES if p.applies(problem))
+
+
 def explain(problem: Problem, name: str, strict: bool = False) -> Explanation:
     """What :func:`choose` would do, with every backend's reason."""
     _check_name(name)
     reasons = {backend.name: backend.rejects(problem) for backend in BACKENDS.values()}
-    if name == "auto":
-        preference = next(p for p in PREFERENCES if p.applies(problem))
-        chosen = next((n for n in preference.order if reasons[n] is None), None)
-        return Explanation(problem, name, chosen, reasons, f"{' > '.join(preference.order)}: {preference.evidence}")
-    chosen = name if reasons[name] is None else None
-    absent = name == "cuda" and BACKENDS["cuda"].load().unavailable() is not None
-    if absent and not strict and reasons["triton"] is None:
-        chosen = "triton"
-    return Explanation(problem, name, chosen, reasons)
+    candidates = _candidates(problem, name, strict)
+    chosen = next((candidate for candidate in candidates if reasons[candidate] is None), None)
+    order = f"{' > '.join(candidates)}: {_preference(problem).evidence}" if name == "auto" else ""
+    return Explanation(problem, name, chosen, reasons, order)
 
 
 def choose(problem: Problem, name: str, strict: bool = False) -> str:
@@ -171,43 +186,64 @@ def choose(problem: Problem, name: str, strict: bool = False) -> str:
     known = _choices.get(key)
     if known is not None:
         return known
-    found = explain(problem, name, strict)
-    if found.chosen is None:
-        able = [n for n, reason in found.reasons.items() if reason is None]
-        who = f"backend {name!r} cannot serve this call" if name != "auto" else "no backend can serve this call"
-        why = found.reasons[name] if name != "auto" else "; ".join(f"{n}: {r}" for n, r in found.reasons.items())
-        what = f"; these can: {', '.join(map(repr, able))}" if able and name != "auto" else ""
-        raise BackendError(f"{who}: {why}{what}")
-    if name not in ("auto", found.chosen):
-        reason = found.reasons[name]
+    candidates = _candidates(problem, _check_name(name), strict)
+    # One by one, so that a backend nobody needs is never imported.
+    chosen = next((candidate for candidate in candidates if BACKENDS[candidate].rejects(problem) is None), None)
+    if chosen is None:
+        raise BackendError(_refusal(explain(problem, name, strict)))
+    if name not in ("auto", chosen):
+        reason = str(BACKENDS[name].unavailable())
         if reason not in _warned:
-            _warned.add(str(reason))
-            warnings.warn(f"flashsci: backend {name!r} is unavailable, running {found.chosen!r}: {reason}", stacklevel=3)
+            _warned.add(reason)
+            warnings.warn(f"flashsci: backend {name!r} is unavailable, running {chosen!r}: {reason}", stacklevel=3)
     if len(_choices) > 4096:
         _choices.clear()
-    _choices[key] = found.chosen
-    return found.chosen
+    _choices[key] = chosen
+    return chosen
 
 
-def choose_constant(
+def _refusal(found: Explanation) -> str:
+    able = ", ".join(repr(n) for n, reason in found.reasons.items() if reason is None)
+    if found.asked == "auto":
+        return "no backend can serve this call: " + "; ".join(f"{n}: {r}" for n, r in found.reasons.items())
+    message = f"backend {found.asked!r} cannot serve this call: {found.reasons[found.asked]}"
+    return message + (f"; these can: {able}" if able else "")
+
+
+# Modules of backends chosen so far, for callers that torch.compile traces: it follows a dict, not an import.
+LOADED: dict[str, ModuleType] = {}
+
+
+def call(q: Tensor, v: Tensor, heads_q: int, heads_k: int, features: dict[str, object]) -> tuple[Any, ...]:
+    """The arguments of :func:`problem_of`: only constants, so that torch.compile can hand them over."""
+    device = q.device
+    return (device.type, device.index, q.dtype, heads_q, heads_k, q.shape[-1], v.shape[-1], tuple(features.items()))
+
+
+def problem_of(
     device_type: str,
-    capability: tuple[int, int] | None,
+    device_index: int | None,
     dtype: torch.dtype,
     heads_q: int,
     heads_k: int,
     head_dim: int,
     head_dim_v: int,
-    features: tuple[tuple[str, object], ...],
-    name: str,
-    strict: bool,
-) -> str:
-    """:func:`choose` for torch.compile, which runs it once at trace time with constants only (no symbolic sizes)."""
-    problem = Problem(device_type, capability, dtype, heads_q, heads_k, head_dim, head_dim_v, **dict(features))  # type: ignore[arg-type]
-    return choose(problem, name, strict)
+    features: tuple[tuple[str, Any], ...],
+) -> Problem:
+    on_gpu = device_type == "cuda" and torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability(device_index) if on_gpu else None
+    return Problem(device_type, capability, dtype, heads_q, heads_k, head_dim, head_dim_v, **dict(features))
 
 
-# What torch.compiler.assume_constant_result sets, without importing the compiler.
-choose_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def decide(*arguments: Any) -> str:
+    """The backend (its name; its module is then in LOADED) for ``(*arguments of problem_of, backend argument)``."""
+    name = choose(problem_of(*arguments[:-1]), *requested(arguments[-1]))
+    LOADED[name] = kernels(name)
+    return name
+
+
+# What torch.compiler.assume_constant_result sets, without importing the compiler: decided once per trace.
+decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernels(name: str) -> ModuleType:

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashsci.backends import reference
 from flashsci.problem import Problem
+from flashsci.tracing import transforming
 
 FUSED = False
 
@@ -115,7 +116,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """out [*, Hq, Sq, Dv]; SDPA has no lse to give."""
     scalars = rest[4:]
-    if q.numel() == 0 or k.numel() == 0 or _transforming():
+    if q.numel() == 0 or k.numel() == 0 or transforming():
         # Nothing to attend to, or a functorch or forward-mode level that autograd.Function cannot follow.
         return reference.forward(q, k, v, bias, mask, *rest)[0], None
     traced = torch.compiler.is_compiling() or not torch.is_grad_enabled()
@@ -123,8 +124,3 @@ def forward(
         return _attend(q, k, v, bias, mask, *scalars), None
     return _TwiceDifferentiable.apply(q, k, v, bias, mask, *scalars), None
 
-
-def _transforming() -> bool:
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0

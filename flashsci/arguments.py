@@ -1,0 +1,203 @@
+"""Checks of what a user gave: every message says what was given, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PRECISIONS = ("ieee", "tf32x3", "tf32")
+SHARED = ("causal", "window", "align", "scale", "softcap", "dropout_p", "return_lse", "deterministic", "precision")
+ALIGNMENTS = ("upper_left", "lower_right")
+
+
+def shape_of(x: Tensor) -> list[int]:
+    return list(x.shape)
+
+
+def check_types(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> None:
+    """Raises TypeError for what is not a tensor."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        name, x = next((n, x) for n, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor))
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    for name, x in (("bias", bias), ("mask", mask)):
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k, v are floating tensors of one dtype on one device.
+
+    Raises:
+        TypeError: dtypes that differ or are not floating.
+        ValueError: tensors on different devices.
+    """
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k, v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them first")
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q, k, v must be float16, bfloat16, float32 or float64, got {q.dtype}")
+    same_device(q, k=k, v=v)
+
+
+def same_device(q: Tensor, **others: Tensor | None) -> None:
+    for name, x in others.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} but q is on {q.device}; move them to one device")
+
+
+def check_heads(heads_q: int, heads_k: int, heads_v: int) -> None:
+    if heads_k != heads_v:
+        raise ValueError(f"k and v must have the same number of heads, got {heads_k} and {heads_v}")
+    if heads_k == 0 or heads_q % heads_k:
+        raise ValueError(
+            f"the number of query heads must be a multiple of the number of key heads, got {heads_q} and {heads_k}"
+        )
+
+
+def check_head_dims(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must have the same head dim (last), got {q.shape[-1]} and {k.shape[-1]}")
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        raise ValueError(f"head dims must be at least 1, got {q.shape[-1]} (q, k) and {v.shape[-1]} (v)")
+
+
+def check_bias_dtype(bias: Tensor, dtype: torch.dtype) -> None:
+    if bias.dtype == torch.bool:
+        raise TypeError("bias is a bool tensor; a bool pattern goes in mask= (True = attend)")
+    if bias.dtype not in (dtype, torch.float32):
+        raise TypeError(f"bias must have q's dtype ({dtype}) or float32, got {bias.dtype}")
+
+
+def check_mask_dtype(mask: Tensor) -> None:
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be a bool tensor (True = attend), got {mask.dtype}; additive terms go in bias=")
+
+
+def check_broadcast(name: str, shape: Sequence[int], full: Sequence[int]) -> None:
+    """``shape`` broadcasts to ``full`` without growing it."""
+    fits = len(shape) <= len(full) and all(
+        a == 1 or a == b for a, b in zip(reversed(shape), reversed(full), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name} of shape {list(shape)} does not broadcast to [..., Hq, Sq, Sk] = {list(full)}; "
+            "each of its dims must be 1 or match, aligned from the right"
+        )
+
+
+def window_bounds(causal: bool, window: Any) -> tuple[int, int]:
+    """(left, right) with -1 for unbounded; causal closes the right side."""
+    left, right = -1, -1
+    if window is not None:
+        try:
+            left, right = (-1 if side is None else int(side) for side in window)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"window must be (left, right), two ints or None each, got {window!r}") from error
+        if left < -1 or right < -1:
+            raise ValueError(f"window sides must be >= 0, or -1 or None for unbounded, got {window!r}")
+    return left, 0 if causal else right
+
+
+class Options(NamedTuple):
+    """The options that all entry points share, with causal and window merged; hashable."""
+
+    window_left: int
+    window_right: int
+    align: str
+    scale: float | None
+    softcap: float | None
+    dropout_p: float
+    return_lse: bool
+    deterministic: bool
+    precision: str | None
+
+    @classmethod
+    def of(
+        cls, causal: bool, window: Any, align: str, scale: float | None, softcap: float | None, dropout_p: float,
+        return_lse: bool, deterministic: bool | None, precision: str | None,
+    ) -> Options:  # fmt: skip
+        left, right = (-1, 0 if causal else -1) if window is None else window_bounds(causal, window)
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        return cls(left, right, align, scale, softcap, dropout_p, return_lse, deterministic, precision)
+
+    def check(self) -> None:
+        """Raises ValueError for values that do not fit."""
+        if self.align not in ALIGNMENTS:
+            raise ValueError(f"align must be one of {ALIGNMENTS}, got {self.align!r}")
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise ValueError(f"scale must be finite, got {self.scale}")
+        if self.softcap is not None and not (self.softcap >= 0 and math.isfinite(self.softcap)):
+            raise ValueError(f"softcap must be positive (None or 0 for none), got {self.softcap}")
+        if not 0.0 <= self.dropout_p < 1.0:
+            raise ValueError(f"dropout_p must be in [0, 1), got {self.dropout_p}")
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise ValueError(f"precision must be None or one of {PRECISIONS}, got {self.precision!r}")
+
+    def scalars(self, head_dim: int, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> tuple[Any, ...]:
+        """The arguments flashsci.ops.SCALARS."""
+        return (
+            -1 if max_seqlen_q is None else int(max_seqlen_q),
+            -1 if max_seqlen_k is None else int(max_seqlen_k),
+            1.0 / math.sqrt(head_dim) if self.scale is None else float(self.scale),
+            float(self.softcap or 0.0),
+            self.window_left,
+            self.window_right,
+            self.align == "lower_right",
+            float(self.dropout_p),
+            self.precision or "default",
+        )
+
+    def features(self, bias: Tensor | None, needs_grad: bool) -> dict[str, Any]:
+        """The fields of a Problem that options and bias decide."""
+        return dict(
+            window_left=self.window_left,
+            window_right=self.window_right,
+            lower_right=self.align == "lower_right",
+            softcap=float(self.softcap or 0.0),
+            dropout_p=float(self.dropout_p),
+            return_lse=self.return_lse,
+            deterministic=self.deterministic,
+            precision=self.precision or "default",
+            requires_grad=needs_grad,
+            bias_dtype=None if bias is None else bias.dtype,
+            bias_grad=needs_grad and bias is not None and bias.requires_grad,
+        )
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def check_cu_seqlens(name: str, offsets: Any, q: Tensor) -> None:
+    if not isinstance(offsets, Tensor):
+        raise TypeError(f"{name} must be an int32 tensor [N + 1], got {type(offsets).__name__}")
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {offsets.dtype}; call .to(torch.int32)")
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"{name} must have shape [N + 1], got {shape_of(offsets)}")
+    same_device(q, **{name: offsets})
+
+
+def check_cu_seqlens_contents(name: str, offsets: Tensor, total: int, max_seqlen: int | None) -> None:
+    """Monotonic from 0 to ``total``, no sequence longer than ``max_seqlen``. Reads the offsets on the host.
+
+    Raises:
+        ValueError: they are not.
+    """
+    values = offsets.tolist()
+    lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
+    if values[0] != 0 or values[-1] != total or any(n < 0 for n in lengths):
+        raise ValueError(
+            f"{name} must rise from 0 to the number of packed rows ({total}) without falling, got {_shortened(values)}"
+        )
+    if max_seqlen is not None and lengths and max(lengths) > max_seqlen:
+        raise ValueError(f"{name} holds a sequence of {max(lengths)} rows, longer than the given maximum {max_seqlen}")
+
+
+def _shortened(values: list[int]) -> str:
+    return str(values) if len(values) <= 12 else f"[{', '.join(map(str, values[:6]))}, ..., {values[-1]}]"
