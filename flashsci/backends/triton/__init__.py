@@ -1,0 +1,61 @@
+"""The Triton backend: every feature of the specification, on any GPU that Triton supports.
+
+One file per kernel idea: forward.py, backward.py (delta, dq, dk and dv), bias_gradient.py; tile.py holds what they
+share, launch.py the tile sizes, host.py the launches. With TRITON_INTERPRET=1 in the environment before Triton is
+imported, the same kernels run on the CPU, slowly, for tests.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from flashsci import ops
+from flashsci.problem import Problem
+
+from . import host, launch
+
+INTERPRETED = triton.knobs.runtime.interpret
+if INTERPRETED:
+    from . import interpreter  # noqa: F401
+
+_KEYS = ("CUDA", "CPU") if INTERPRETED else ("CUDA",)
+forward = ops.define("triton_forward", ops.FORWARD_SCHEMA, host.forward, ops.fake_forward, _KEYS)
+backward = ops.define(
+    "triton_backward", ops.BACKWARD_SCHEMA, host.backward, ops.fake_backward, _KEYS
+)
+# Positions of the arguments with leading dims, the ones torch.vmap may map.
+ops.register_vmap(forward, (0, 1, 2, 3, 4))
+ops.register_vmap(backward, (0, 1, 2, 3, 4, 5, 6, 11, 12))
+
+FUSED = True
+
+
+def unavailable() -> str | None:
+    if INTERPRETED or torch.cuda.is_available():
+        return None
+    return "needs a CUDA GPU that torch sees (or TRITON_INTERPRET=1 set before Python starts, to interpret on the CPU)"
+
+
+def rejects(problem: Problem) -> str | None:
+    if problem.device_type != "cuda" and not INTERPRETED:
+        return (
+            f"Triton kernels run on CUDA tensors, these are on {problem.device_type}; move them, or use "
+            "backend='sdpa' or 'reference'"
+        )
+    if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return (
+            f"the Triton kernels compute in float16, bfloat16 and float32, not {str(problem.dtype).removeprefix('torch.')}; "
+            "use backend='reference'"
+        )
+    if problem.dtype == torch.bfloat16 and problem.capability is not None and problem.capability < (8, 0):
+        return (
+            f"sm_{problem.capability[0]}{problem.capability[1]} has no bfloat16 instructions (sm_80 and newer have); "
+            "use float16 or float32"
+        )
+    if max(problem.head_dim, problem.head_dim_v) > launch.MAX_HEAD_DIM:
+        return (
+            f"head dims up to {launch.MAX_HEAD_DIM} are supported, got {problem.head_dim} and {problem.head_dim_v}; "
+            "use backend='sdpa' or 'reference'"
+        )
+    return None

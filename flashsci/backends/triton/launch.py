@@ -1,0 +1,78 @@
+"""Tile sizes, warps and pipeline stages: small tables by kernel, architecture, dtype and head dim, from measurements
+(docs/kernels/triton.md). No search at run time: the same call always runs the same kernel."""
+
+import functools
+
+import torch
+
+# (BLOCK_M, BLOCK_N, warps, stages) for head dims up to the key; max(D, Dv) after padding selects the row.
+HOPPER_16BIT = {
+    "forward": {32: (128, 64, 4, 3), 64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2), 512: (64, 32, 4, 1)},
+    "dq": {32: (128, 64, 4, 3), 64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2), 512: (32, 32, 4, 1)},
+    "dkdv": {32: (64, 128, 4, 3), 64: (64, 128, 8, 3), 128: (64, 128, 8, 2), 256: (64, 64, 8, 1), 512: (32, 32, 4, 1)},
+    "bias_gradient": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 4, 1), 512: (32, 32, 4, 1)},
+}
+AMPERE_16BIT = {
+    "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 4, 2), 512: (32, 32, 4, 1)},
+    "dq": {64: (64, 64, 4, 3), 128: (64, 64, 8, 2), 256: (32, 32, 4, 2), 512: (32, 16, 4, 1)},
+    "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 4, 1), 512: (16, 32, 4, 1)},
+    "bias_gradient": {128: (64, 64, 4, 2), 256: (32, 64, 4, 1), 512: (32, 32, 4, 1)},
+}
+TURING_16BIT = {  # 64 KiB of shared memory, no asynchronous copies
+    "forward": {64: (64, 64, 4, 1), 128: (64, 32, 4, 1), 256: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "dq": {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "dkdv": {64: (32, 64, 4, 1), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "bias_gradient": {64: (64, 64, 4, 1), 128: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+}
+# fp32: three tf32 products hold two halves of every operand in registers; IEEE products run on the plain cores.
+FP32 = {
+    "forward": {32: (64, 64, 4, 2), 64: (64, 32, 4, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 1), 512: (16, 16, 4, 1)},
+    "dq": {32: (64, 32, 4, 2), 64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 256: (32, 16, 4, 1), 512: (16, 16, 4, 1)},
+    "dkdv": {32: (32, 64, 4, 2), 64: (32, 64, 4, 1), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "bias_gradient": {32: (64, 64, 4, 2), 64: (32, 64, 4, 1), 128: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+}
+TURING_FP32 = {name: {d: (min(m, 32), min(n, 32), 4, 1) for d, (m, n, _, _) in rows.items()} for name, rows in FP32.items()}
+INTERPRETER = {name: {512: (32, 16, 4, 1)} for name in FP32}  # small, so that small tests have several tiles
+
+MAX_HEAD_DIM = 512
+
+
+@functools.lru_cache
+def head_chunks(d: int) -> tuple[int, int]:
+    """A head dim as one or two powers of two: 64 -> (64, 0), 80 -> (64, 16), 24 -> (32, 0)."""
+    d = max(16, -(-d // 16) * 16)
+    power = 1 << (d.bit_length() - 1)
+    if power == d:
+        return d, 0
+    rest = max(16, 1 << (d - power - 1).bit_length())
+    return (power, rest) if rest < power else (2 * power, 0)
+
+
+def power_of_two(n: int, low: int, high: int) -> int:
+    return min(max(1 << max(n - 1, 0).bit_length(), low), high)
+
+
+@functools.lru_cache(maxsize=4096)
+def config(kernel: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, head_dim_v: int,
+           length_q: int, length_k: int) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, warps, stages); lengths are typical ones when the batch is packed."""
+    if capability is None:
+        table = INTERPRETER
+    elif dtype == torch.float32:
+        table = TURING_FP32 if capability < (8, 0) else FP32
+    elif capability < (8, 0):
+        table = TURING_16BIT
+    elif capability[0] == 9:
+        table = HOPPER_16BIT
+    else:
+        table = AMPERE_16BIT
+    width = max(sum(head_chunks(head_dim)), sum(head_chunks(head_dim_v)))
+    rows = table[kernel]
+    block_m, block_n, warps, stages = rows[min(d for d in rows if d >= width)]
+    # Short sequences: tiles no larger than they are, and no more warps than a tile feeds.
+    block_m = power_of_two(length_q, 16, block_m)
+    block_n = power_of_two(length_k, 16, block_n)
+    if block_m * block_n < 64 * 64:
+        warps = min(warps, max(1, block_m * block_n * width // (32 * 32 * 32)))
+        warps = 1 << (warps.bit_length() - 1)
+    return block_m, block_n, warps, stages
