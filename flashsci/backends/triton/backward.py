@@ -113,7 +113,7 @@ def dq_kernel(
     else:
         bias_rows = len_q
     if MASK:
-        mask, mask_strides, _ = plane_place(mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None, 0, MASK_VECTOR,
+        mask, mask_strides, mask_rows = plane_place(mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None, 0, MASK_VECTOR,
                                             False)
 
     # q: [BLOCK_M, D], g = dO: [BLOCK_M, Dv]
@@ -257,7 +257,7 @@ def dkdv_kernel(
         else:
             plane, plane_strides, bias_rows = bias, bias_strides, len_q
         if MASK:
-            mask_head, mask_head_strides, _ = plane_place(mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None, 0,
+            mask_head, mask_head_strides, mask_rows = plane_place(mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None, 0,
                                                           MASK_VECTOR, False)
         else:
             mask_head, mask_head_strides = mask, mask_strides

@@ -119,12 +119,12 @@ def bias_gradient_kernel(
                                not EVEN_V)
                 dp = dot(g1, v1.T, dp, PRECISION)
             if MASK:
-                mask_head, mask_head_strides, _ = plane_place(mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None,
+                mask_head, mask_head_strides, mask_rows = plane_place(mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None,
                                                               0, MASK_VECTOR, False)
             else:
                 mask_head, mask_head_strides = mask, mask_strides
             # Columns beyond the keys hold anything, and are not stored.
-            s, _ = scores(s, i[:, None], j[None, :], None, None, bias_rows, mask_head, mask_head_strides, len_q, len_k,
+            s, slope = scores(s, i[:, None], j[None, :], None, None, bias_rows, mask_head, mask_head_strides, len_q, len_k,
                           shift, left, right, scale, softcap, False, WINDOW, SOFTCAP, q0.dtype == tl.float32, FOLD, ABSENT,
                           0, MASK, MASK_VECTOR)
             s += bias_tile.to(tl.float32)

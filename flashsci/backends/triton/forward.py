@@ -69,7 +69,7 @@ def forward_kernel(
     else:
         bias_rows = len_q
     if MASK:
-        mask, mask_strides, _ = plane_place(mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None, 0, MASK_VECTOR,
+        mask, mask_strides, mask_rows = plane_place(mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None, 0, MASK_VECTOR,
                                             False)
 
     q0 = load_tile(q_tile, q_strides[3], rows_left, head_dim, BLOCK_M, D0, VECTOR, True, not EVEN_D)  # [BLOCK_M, D0]
@@ -100,7 +100,7 @@ def forward_kernel(
                                not EVEN_D)
                 s = dot(q1, k1.T, s, PRECISION)
             j = start + tl.arange(0, BLOCK_N)
-            s, _ = scores(s, i[:, None], j[None, :], bias, bias_strides, bias_rows, mask, mask_strides, len_q, len_k,
+            s, slope = scores(s, i[:, None], j[None, :], bias, bias_strides, bias_rows, mask, mask_strides, len_q, len_k,
                           shift, left, right, scale, softcap, part != 1, 0 if part == 1 else WINDOW, SOFTCAP,
                           q0.dtype == tl.float32, FOLD, BIAS, BIAS_VECTOR, MASK, MASK_VECTOR)
 
@@ -126,9 +126,10 @@ def forward_kernel(
                                not EVEN_V)
                 acc1 = dot(p, v1, acc1 * decay[:, None], PRECISION)
 
-    log_sum = row_max * LN2 + tl.log(row_sum) if FOLD else row_max + tl.log(row_sum)
-    tl.store(lse + row0 + i, tl.where(row_sum == 0.0, float("-inf"), log_sum), mask=i < len_q)
-    inverse = keep_scale / tl.where(row_sum == 0.0, 1.0, row_sum)
+    # A row without keys has max -inf and sum 0: lse -inf, out 0.
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    tl.store(lse + row0 + i, row_max * (LN2 if FOLD else 1.0) + tl.log(row_sum), mask=i < len_q)
+    inverse = keep_scale / row_sum
     out_row = (start_q + i0).to(tl.int64) * aligned(out_strides[3], VECTOR)
     out_tile = head_pointer(out, out_strides, b0, b1, h, VECTOR) + out_row
     store_tile(out_tile, out_strides[3], rows_left, head_dim_v, acc0 * inverse[:, None], BLOCK_M, V0, VECTOR)

@@ -3,6 +3,7 @@ and remembered (`plan`); a launch then only collects pointers."""
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -40,14 +41,18 @@ def plane_vector(strides: tuple[int, ...], size_k: int, itemsize: int, packed: b
     return vector if whole and not packed else 1
 
 
-@functools.cache
-def l2_bytes(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).L2_cache_size
+class Device(NamedTuple):
+    capability: tuple[int, int] | None  # None: the interpreter
+    l2_bytes: int
+    processors: int
 
 
 @functools.cache
-def capability_of(device_index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device_index)
+def device_of(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return Device(None, 32 << 20, 1)
+    found = torch.cuda.get_device_properties(device)
+    return Device((found.major, found.minor), found.L2_cache_size, found.multi_processor_count)
 
 
 def products(precision: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> str:
@@ -62,10 +67,11 @@ def products(precision: str, dtype: torch.dtype, capability: tuple[int, int] | N
 class Plan:
     """What the launches of one kind of call share. Made by `plan`, never changed after."""
 
-    def __init__(self, device_index, dtype, shapes, strides, bias, mask, sequences, ragged, scale, softcap, window_left,
+    def __init__(self, device, dtype, shapes, strides, bias, mask, sequences, ragged, scale, softcap, window_left,
                  window_right, lower_right, dropout_p, precision):
         q_shape, k_shape, v_shape = shapes
-        self.capability = capability = None if device_index < 0 else capability_of(device_index)
+        self.device = device
+        capability = device.capability
         self.dtype = dtype
         lead = (1, 1, *q_shape[:-3])[-2:]
         self.batch0, self.batch1 = lead
@@ -123,13 +129,12 @@ class Plan:
             MASK=mask_kind, MASK_VECTOR=mask_vector, D0=d0, D1=d1, V0=v0, V1=v1, EVEN_D=d0 + d1 == self.head_dim,
             EVEN_V=v0 + v1 == self.head_dim_v, VECTOR=vector, PRECISION=products(precision, dtype, capability),
         )  # fmt: skip
-        cache = 32 << 20 if device_index < 0 else l2_bytes(device_index) // 2
-        self.heads_in_cache = max(1, cache // max(1, self.size_k * (self.head_dim + self.head_dim_v) * dtype.itemsize))
+        self.heads_in_cache = max(1, device.l2_bytes // 2 // max(1, self.size_k * (self.head_dim + self.head_dim_v) * dtype.itemsize))
 
     @functools.cache  # noqa: B019 (plans live as long as the process, by design)
     def launch(self, kernel: str) -> tuple[int, dict]:
         """Programs and arguments of one kernel."""
-        block_m, block_n, warps, stages = launch.config(kernel, self.capability, self.dtype, self.head_dim,
+        block_m, block_n, warps, stages = launch.config(kernel, self.device.capability, self.dtype, self.head_dim,
                                                         self.head_dim_v, self.length_q, self.length_k)
         heads, size, block = (self.heads_k, self.size_k, block_n) if kernel == "dkdv" else (self.heads, self.size_q, block_m)
         tiles = size // block + self.sequences + 2 if self.packed else -(-size // block)
@@ -151,7 +156,7 @@ def plan_of(tensors, bias, mask, cu_seqlens_q, bias_offsets, scale, softcap, win
             dropout_p, precision) -> Plan:
     q, k, v = tensors[:3]
     return plan(
-        q.device.index if q.is_cuda else -1, q.dtype, (q.shape, k.shape, v.shape), tuple(t.stride() for t in tensors),
+        device_of(q.device), q.dtype, (q.shape, k.shape, v.shape), tuple(t.stride() for t in tensors),
         None if bias is None else (bias.shape, bias.stride(), bias.element_size()),
         None if mask is None else (mask.shape, mask.stride()),
         -1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, bias_offsets is not None, scale, softcap, window_left,
@@ -216,12 +221,12 @@ def backward(dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_o
     dlse = None if dlse is None else dlse.contiguous()
     delta = torch.empty_like(lse)
     q_strides, k_strides, v_strides, dout_strides, out_strides = p.strides
-    block = launch.power_of_two(p.size_q, 16, 32 if p.head_dim_v > 128 else 64)
+    block = 32 if p.head_dim_v > 128 or p.size_q <= 32 else 64
     tiles = -(-p.size_q // block)
     delta_kernel[(tiles * p.batch * p.heads,)](
         dout, out, lse, dlse, delta, dout_strides, out_strides, p.batch1, p.heads, tiles, p.size_q, p.head_dim_v,
         BLOCK_M=block, V0=p.scalars["V0"], V1=p.scalars["V1"], EVEN_V=p.scalars["EVEN_V"], VECTOR=p.scalars["VECTOR"],
-        num_warps=4 if block * p.head_dim_v >= 4096 else 1,
+        num_warps=4 if block * p.head_dim_v >= 2048 else 1,
     )  # fmt: skip
 
     # Where the bias gradient comes from: see the kernels' heads.
@@ -291,8 +296,7 @@ def shared_bias_gradient(p, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bia
     tiles = arguments["tiles"]
     tiles_k = 1 if p.packed else -(-p.size_k // arguments["BLOCK_N"])
     # Enough splits to fill the device several times over, but each long enough to be worth its fp32 copy of the bias.
-    processors = 1 if p.capability is None else processor_count(q.device.index)
-    splits = max(1, min(members // 4, -(-8 * processors // (blocks * tiles * tiles_k))))
+    splits = max(1, min(members // 4, -(-8 * p.device.processors // (blocks * tiles * tiles_k))))
     members_per_split = -(-members // splits)
     splits = -(-members // members_per_split)
     dtype = bias.dtype if splits == 1 else torch.float32
@@ -306,8 +310,3 @@ def shared_bias_gradient(p, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bia
         parts.stride(0), DBIAS_VECTOR=dbias_vector, **arguments,
     )  # fmt: skip
     return parts[0] if splits == 1 else parts.sum(0).to(bias.dtype)
-
-
-@functools.cache
-def processor_count(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count

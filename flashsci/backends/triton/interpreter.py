@@ -1,12 +1,15 @@
-"""Triton's interpreter, made to work with NumPy 2.4 and newer.
+"""Two repairs of Triton's interpreter (seen in 3.6), imported in interpreter mode only.
 
-Triton 3.6 keeps scalars as arrays of one element and calls ``int`` on them, which NumPy 2.4 refuses; loop bounds fail.
-Imported in interpreter mode only.
+- It keeps scalars as arrays of one element and calls ``int`` on them, which NumPy 2.4 refuses: loop bounds fail.
+- It cuts fp32 to bfloat16 toward zero, where every GPU rounds to nearest: results come out too small.
 """
 
+import numpy
+import triton.language as tl
 from triton.runtime import interpreter
 
 _patch_lang_tensor = interpreter._patch_lang_tensor
+_convert_float = interpreter._convert_float
 
 
 def _patch_with_index(tensor, scope):
@@ -14,4 +17,13 @@ def _patch_with_index(tensor, scope):
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+def _convert_to_nearest(data, input_dtype, output_dtype, rounding_mode):
+    if (input_dtype, output_dtype) != (tl.float32, tl.bfloat16):
+        return _convert_float(data, input_dtype, output_dtype, rounding_mode)
+    bits = numpy.ascontiguousarray(data, dtype=numpy.float32).view(numpy.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return numpy.where(numpy.isnan(data), 0x7FC0, rounded).astype(numpy.uint16)
+
+
 interpreter._patch_lang_tensor = _patch_with_index
+interpreter._convert_float = _convert_to_nearest

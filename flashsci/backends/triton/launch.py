@@ -48,10 +48,6 @@ def head_chunks(d: int) -> tuple[int, int]:
     return (power, rest) if rest < power else (2 * power, 0)
 
 
-def power_of_two(n: int, low: int, high: int) -> int:
-    return min(max(1 << max(n - 1, 0).bit_length(), low), high)
-
-
 @functools.lru_cache(maxsize=4096)
 def config(kernel: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, head_dim_v: int,
            length_q: int, length_k: int) -> tuple[int, int, int, int]:
@@ -69,10 +65,17 @@ def config(kernel: str, capability: tuple[int, int] | None, dtype: torch.dtype, 
     width = max(sum(head_chunks(head_dim)), sum(head_chunks(head_dim_v)))
     rows = table[kernel]
     block_m, block_n, warps, stages = rows[min(d for d in rows if d >= width)]
-    # Short sequences: tiles no larger than they are, and no more warps than a tile feeds.
-    block_m = power_of_two(length_q, 16, block_m)
-    block_n = power_of_two(length_k, 16, block_n)
-    if block_m * block_n < 64 * 64:
-        warps = min(warps, max(1, block_m * block_n * width // (32 * 32 * 32)))
-        warps = 1 << (warps.bit_length() - 1)
+    # Short sequences: smaller tiles, and no more warps than they feed. Few sizes, so that few kernels are compiled.
+    longest = max(length_q, length_k)
+    if longest <= 64:
+        side = 32 if longest <= 32 else 64
+        block_m, block_n = min(block_m, side), min(block_n, side)
+    elif kernel == "dkdv" and length_k <= 32:
+        block_n = min(block_n, 32)
+    elif kernel != "dkdv" and length_q <= 32:
+        block_m = min(block_m, 32)
+    if block_m * block_n <= 32 * 32:
+        warps = min(warps, 1 if width <= 32 else 2 if width <= 64 else 4)
+    elif block_m * block_n <= 64 * 64:
+        warps = min(warps, 4)
     return block_m, block_n, warps, stages

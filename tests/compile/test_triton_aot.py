@@ -1,0 +1,139 @@
+"""The Triton kernels compile for every target architecture, without a GPU.
+
+Each architecture compiles in a process of its own (this file as a script): the launches that flashsci.backends.triton.host
+would make there are recorded instead of made, and compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+ARCHITECTURES = (75, 80, 90, 100)
+
+
+def calls():
+    """Few calls that, together, touch every branch of the kernels: (dtype, dims, options)."""
+    yield "plain", "float16", (64, 64), {}
+    yield "odd", "float16", (80, 40), dict(window_left=16, window_right=16, softcap=15.0)
+    yield "bias", "float32", (32, 32), dict(bias=(1, 2, 48, 96), mask=(2, 1, 1, 96), dropout_p=0.1)
+    yield "packed", "float16", (128, 128), dict(packed=True, window_right=0, bias="ragged")
+
+
+def arguments(torch, dtype, dims, options):
+    """Arguments of the raw backward op for one call."""
+    dtype, (head_dim, head_dim_v) = getattr(torch, dtype), dims
+    lead = () if options.get("packed") else (2,)
+    q = torch.zeros(*lead, 2, 48, head_dim, dtype=dtype)
+    k = torch.zeros(*lead, 1, 96, head_dim, dtype=dtype)
+    v = torch.zeros(*lead, 1, 96, head_dim_v, dtype=dtype)
+    bias = mask = cu_q = cu_k = offsets = seed = None
+    if options.get("packed"):
+        cu_q = torch.tensor([0, 20, 48], dtype=torch.int32)
+        cu_k = torch.tensor([0, 40, 96], dtype=torch.int32)
+    if options.get("bias") == "ragged":
+        offsets = torch.tensor([0, 800, 800 + 28 * 56])
+        bias = torch.zeros(1, int(offsets[-1]), dtype=dtype)
+    elif options.get("bias"):
+        bias = torch.zeros(options["bias"], dtype=dtype)
+    if options.get("mask"):
+        mask = torch.ones(options["mask"], dtype=torch.bool)
+    if options.get("dropout_p"):
+        seed = torch.zeros(2, dtype=torch.int64)
+    out = torch.zeros(*q.shape[:-1], head_dim_v, dtype=dtype)
+    lse = torch.zeros(q.shape[:-1])
+    scalars = (-1, -1, 0.125, options.get("softcap", 0.0), options.get("window_left", -1), options.get("window_right", -1),
+               False, options.get("dropout_p", 0.0), "default")  # fmt: skip
+    tensors = (q, k, v, bias, mask, cu_q, cu_k, offsets, seed)
+    return tensors, scalars, (out, lse, *tensors, out, lse, *scalars, 15)
+
+
+class Recorder:
+    """Stands in for a kernel: remembers its launches."""
+
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
+
+
+def source(triton, torch, kernel, args, kwargs):
+    """What the compiler needs to know of a launch: types, constants, alignment."""
+    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    constants, attributes = {}, {}
+
+    def kind(value, path, constexpr):
+        if constexpr or value is None:
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, tuple):
+            return tuple(kind(x, (*path, i), False) for i, x in enumerate(value))
+        if isinstance(value, torch.Tensor):
+            attributes[path] = [["tt.divisibility", 16]]
+            names = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "bool": "i1", "int32": "i32", "int64": "i64"}
+            return "*" + names[str(value.dtype).removeprefix("torch.")]
+        return "fp32" if isinstance(value, float) else "i32"
+
+    signature = {p.name: kind(values[p.name], (p.num,), p.is_constexpr) for p in kernel.params}
+    return triton.compiler.ASTSource(kernel, signature, constants, attributes), options
+
+
+def compile_for(architecture: int) -> list[dict]:
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from flashsci.backends.triton import host
+
+    capability = divmod(architecture, 10)
+    host.device_of = lambda device: host.Device(capability, 32 << 20, 100)
+    launches: list = []
+    for name in ("forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel"):
+        setattr(host, name, Recorder(getattr(host, name), launches))
+    report = []
+    for call, dtype, dims, features in calls():
+        if call == "plain" and capability >= (8, 0):
+            dtype = "bfloat16"
+        launches.clear()
+        tensors, scalars, backward = arguments(torch, dtype, dims, features)
+        host.forward(*tensors, *scalars)
+        host.backward(*backward)
+        for kernel, args, kwargs in launches:
+            described, options = source(triton, torch, kernel, args, kwargs)
+            compiled = triton.compile(described, target=GPUTarget("cuda", architecture, 32), options=options)
+            report.append(dict(call=call, kernel=kernel.__name__, shared=compiled.metadata.shared,
+                               wgmma="wgmma" in compiled.asm["ptx"], mma="mma.sync" in compiled.asm["ptx"]))  # fmt: skip
+    return report
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compiles(architecture):
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as cache:
+        environment["TRITON_CACHE_DIR"] = cache
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+        done = subprocess.run([sys.executable, __file__, str(architecture)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert {entry["kernel"] for entry in report} == {
+        "forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel"}  # fmt: skip
+    most = {75: 64, 80: 163, 90: 227, 100: 227}[architecture] * 1024
+    assert all(entry["shared"] <= most for entry in report), report
+    if architecture == 90:
+        plain = [entry for entry in report if entry["call"] == "plain" and entry["kernel"] != "delta_kernel"]
+        assert all(entry["wgmma"] for entry in plain), plain
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):
+        result = compile_for(int(sys.argv[1]))
+    print(json.dumps(result))
