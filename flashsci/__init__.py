@@ -1,6 +1,7 @@
 """Exact softmax attention for PyTorch, made for science: see :func:`flashsci.attention`.
 
-Names load on first use, so that ``python -m flashsci env`` can report on a machine where torch is missing or broken.
+Names load on first use, so that ``python -m flashsci env`` can report on a machine where torch is
+missing or broken.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flashsci.attention import Gradients, attention, attention_backward, explain
+    from flashsci.attention import attention, explain
+    from flashsci.backward import Gradients, attention_backward
     from flashsci.dropout import dropout_mask
     from flashsci.registry import BackendError, Explanation, use_backend
     from flashsci.varlen import varlen_attention
@@ -18,9 +20,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "attention": "flashsci.attention",
-    "attention_backward": "flashsci.attention",
+    "attention_backward": "flashsci.backward",
     "explain": "flashsci.attention",
-    "Gradients": "flashsci.attention",
+    "Gradients": "flashsci.backward",
     "varlen_attention": "flashsci.varlen",
     "dropout_mask": "flashsci.dropout",
     "use_backend": "flashsci.registry",
@@ -44,7 +46,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'flashsci' has no attribute {name!r}")
-    # Importing flashsci.attention binds the *module* to this name, so every public name is bound here at once.
+    # Importing flashsci.attention binds the *module* to this name, so every public name is bound
+    # here at once.
     for public, home in _HOME.items():
         globals()[public] = getattr(importlib.import_module(home), public)
     return globals()[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,17 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PRECISIONS = ("ieee", "tf32x3", "tf32")
-SHARED = ("causal", "window", "align", "scale", "softcap", "dropout_p", "return_lse", "deterministic", "precision")
+SHARED = (
+    "causal",
+    "window",
+    "align",
+    "scale",
+    "softcap",
+    "dropout_p",
+    "return_lse",
+    "deterministic",
+    "precision",
+)
 ALIGNMENTS = ("upper_left", "lower_right")
 
 
@@ -22,7 +33,9 @@ def shape_of(x: Tensor) -> list[int]:
 def check_types(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> None:
     """Raises TypeError for what is not a tensor."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        name, x = next((n, x) for n, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor))
+        name, x = next(
+            (n, x) for n, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor)
+        )
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     for name, x in (("bias", bias), ("mask", mask)):
         if x is not None and not isinstance(x, Tensor):
@@ -37,7 +50,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         ValueError: tensors on different devices.
     """
     if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k, v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them first")
+        raise TypeError(
+            f"q, k, v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them first"
+        )
     if q.dtype not in DTYPES:
         raise TypeError(f"q, k, v must be float16, bfloat16, float32 or float64, got {q.dtype}")
     same_device(q, k=k, v=v)
@@ -46,7 +61,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def same_device(q: Tensor, **others: Tensor | None) -> None:
     for name, x in others.items():
         if x is not None and x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} but q is on {q.device}; move them to one device")
+            raise ValueError(
+                f"{name} is on {x.device} but q is on {q.device}; move them to one device"
+            )
 
 
 def check_heads(heads_q: int, heads_k: int, heads_v: int) -> None:
@@ -54,15 +71,20 @@ def check_heads(heads_q: int, heads_k: int, heads_v: int) -> None:
         raise ValueError(f"k and v must have the same number of heads, got {heads_k} and {heads_v}")
     if heads_k == 0 or heads_q % heads_k:
         raise ValueError(
-            f"the number of query heads must be a multiple of the number of key heads, got {heads_q} and {heads_k}"
+            "the number of query heads must be a multiple of the number of key heads, got "
+            f"{heads_q} and {heads_k}"
         )
 
 
 def check_head_dims(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k must have the same head dim (last), got {q.shape[-1]} and {k.shape[-1]}")
+        raise ValueError(
+            f"q and k must have the same head dim (last), got {q.shape[-1]} and {k.shape[-1]}"
+        )
     if q.shape[-1] == 0 or v.shape[-1] == 0:
-        raise ValueError(f"head dims must be at least 1, got {q.shape[-1]} (q, k) and {v.shape[-1]} (v)")
+        raise ValueError(
+            f"head dims must be at least 1, got {q.shape[-1]} (q, k) and {v.shape[-1]} (v)"
+        )
 
 
 def check_bias_dtype(bias: Tensor, dtype: torch.dtype) -> None:
@@ -74,7 +96,10 @@ def check_bias_dtype(bias: Tensor, dtype: torch.dtype) -> None:
 
 def check_mask_dtype(mask: Tensor) -> None:
     if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be a bool tensor (True = attend), got {mask.dtype}; additive terms go in bias=")
+        raise TypeError(
+            f"mask must be a bool tensor (True = attend), got {mask.dtype}; additive terms go in "
+            "bias="
+        )
 
 
 def check_broadcast(name: str, shape: Sequence[int], full: Sequence[int]) -> None:
@@ -84,7 +109,8 @@ def check_broadcast(name: str, shape: Sequence[int], full: Sequence[int]) -> Non
     )
     if not fits:
         raise ValueError(
-            f"{name} of shape {list(shape)} does not broadcast to [..., Hq, Sq, Sk] = {list(full)}; "
+            f"{name} of shape {list(shape)} does not broadcast to [..., Hq, Sq, Sk] = "
+            f"{list(full)}; "
             "each of its dims must be 1 or match, aligned from the right"
         )
 
@@ -96,9 +122,13 @@ def window_bounds(causal: bool, window: Any) -> tuple[int, int]:
         try:
             left, right = (-1 if side is None else int(side) for side in window)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"window must be (left, right), two ints or None each, got {window!r}") from error
+            raise ValueError(
+                f"window must be (left, right), two ints or None each, got {window!r}"
+            ) from error
         if left < -1 or right < -1:
-            raise ValueError(f"window sides must be >= 0, or -1 or None for unbounded, got {window!r}")
+            raise ValueError(
+                f"window sides must be >= 0, or -1 or None for unbounded, got {window!r}"
+            )
     return left, 0 if causal else right
 
 
@@ -117,13 +147,23 @@ class Options(NamedTuple):
 
     @classmethod
     def of(
-        cls, causal: bool, window: Any, align: str, scale: float | None, softcap: float | None, dropout_p: float,
-        return_lse: bool, deterministic: bool | None, precision: str | None,
-    ) -> Options:  # fmt: skip
+        cls,
+        causal: bool,
+        window: Any,
+        align: str,
+        scale: float | None,
+        softcap: float | None,
+        dropout_p: float,
+        return_lse: bool,
+        deterministic: bool | None,
+        precision: str | None,
+    ) -> Options:
         left, right = (-1, 0 if causal else -1) if window is None else window_bounds(causal, window)
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        return cls(left, right, align, scale, softcap, dropout_p, return_lse, deterministic, precision)
+        return cls(
+            left, right, align, scale, softcap, dropout_p, return_lse, deterministic, precision
+        )
 
     def check(self) -> None:
         """Raises ValueError for values that do not fit."""
@@ -136,9 +176,13 @@ class Options(NamedTuple):
         if not 0.0 <= self.dropout_p < 1.0:
             raise ValueError(f"dropout_p must be in [0, 1), got {self.dropout_p}")
         if self.precision is not None and self.precision not in PRECISIONS:
-            raise ValueError(f"precision must be None or one of {PRECISIONS}, got {self.precision!r}")
+            raise ValueError(
+                f"precision must be None or one of {PRECISIONS}, got {self.precision!r}"
+            )
 
-    def scalars(self, head_dim: int, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> tuple[Any, ...]:
+    def scalars(
+        self, head_dim: int, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None
+    ) -> tuple[Any, ...]:
         """The arguments flashsci.ops.SCALARS."""
         return (
             -1 if max_seqlen_q is None else int(max_seqlen_q),
@@ -170,7 +214,11 @@ class Options(NamedTuple):
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
 def check_cu_seqlens(name: str, offsets: Any, q: Tensor) -> None:
@@ -183,21 +231,32 @@ def check_cu_seqlens(name: str, offsets: Any, q: Tensor) -> None:
     same_device(q, **{name: offsets})
 
 
-def check_cu_seqlens_contents(name: str, offsets: Tensor, total: int, max_seqlen: int | None) -> None:
-    """Monotonic from 0 to ``total``, no sequence longer than ``max_seqlen``. Reads the offsets on the host.
+def check_cu_seqlens_contents(
+    name: str, offsets: Tensor, total: int, max_seqlen: int | None
+) -> None:
+    """Monotonic from 0 to ``total``, no sequence longer than ``max_seqlen``. Reads the offsets on
+    the host.
 
     Raises:
         ValueError: they are not.
     """
     values = offsets.tolist()
-    lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(values)]
     if values[0] != 0 or values[-1] != total or any(n < 0 for n in lengths):
         raise ValueError(
-            f"{name} must rise from 0 to the number of packed rows ({total}) without falling, got {_shortened(values)}"
+            f"{name} must rise from 0 to the number of packed rows ({total}) without falling, "
+            f"got {_shortened(values)}"
         )
     if max_seqlen is not None and lengths and max(lengths) > max_seqlen:
-        raise ValueError(f"{name} holds a sequence of {max(lengths)} rows, longer than the given maximum {max_seqlen}")
+        raise ValueError(
+            f"{name} holds a sequence of {max(lengths)} rows, longer than the given maximum "
+            f"{max_seqlen}"
+        )
 
 
 def _shortened(values: list[int]) -> str:
-    return str(values) if len(values) <= 12 else f"[{', '.join(map(str, values[:6]))}, ..., {values[-1]}]"
+    return (
+        str(values)
+        if len(values) <= 12
+        else f"[{', '.join(map(str, values[:6]))}, ..., {values[-1]}]"
+    )

@@ -11,26 +11,20 @@ from torch import Tensor
 
 from flashsci import arguments, registry
 from flashsci.dropout import check_dropout, draw_seed
-from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, follow_layout
+from flashsci.ops import follow_layout
 from flashsci.tracing import autocast, transforming
 
 
 class Plan(NamedTuple):
-    """What a call's shapes, dtypes and options decide, kept so that the next such call skips it all."""
+    """What a call's shapes, dtypes and options decide, kept so that the next such call skips it
+    all."""
 
     backend: str
     module: ModuleType
     scalars: tuple[Any, ...]
-    leading: tuple[int, ...] | None  # leading dims to expand q, k, v to; None: equal ranks and dims already
-
-
-class Gradients(NamedTuple):
-    """Gradients of one attention call: shapes and dtypes of q, k, v and bias (None without a bias)."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dbias: Tensor | None
+    leading: (
+        tuple[int, ...] | None
+    )  # leading dims to expand q, k, v to; None: equal ranks and dims already
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -55,46 +49,53 @@ def attention(
     precision: str | None = None,
     backend: str = "auto",
 ) -> Any:
-    """Exact softmax attention, ``softmax(softcap(scale q k^T) + bias) v``, differentiable in q, k, v, bias and lse.
+    """Exact softmax attention, ``softmax(softcap(scale q k^T) + bias) v``, differentiable in q, k,
+    v, bias and lse.
 
     Args:
-        q: queries ``[..., Hq, Sq, D]``; float16, bfloat16, float32 or float64. Leading dims may be absent or several;
-            those of q, k, v broadcast. ``[S, D]`` is one head.
-        k: keys ``[..., Hk, Sk, D]``, same dtype and device; Hq must be a multiple of Hk (query head h uses key head
-            ``h // (Hq // Hk)``).
+        q: queries ``[..., Hq, Sq, D]``; float16, bfloat16, float32 or float64. Leading dims may be
+            absent or several; those of q, k, v broadcast. ``[S, D]`` is one head.
+        k: keys ``[..., Hk, Sk, D]``, same dtype and device; Hq must be a multiple of Hk (query head
+            h uses key head ``h // (Hq // Hk)``).
         v: values ``[..., Hk, Sk, Dv]``.
-        bias: added to the scores, in natural-log units; broadcastable to ``[..., Hq, Sq, Sk]``, q's dtype or float32, any
-            strides, -inf allowed. Its gradient has its own shape and dtype, accumulated in float32 or better.
-        mask: bool, broadcastable to ``[..., Hq, Sq, Sk]``, True = attend. mask, -inf in bias, causal and window are ANDed.
+        bias: added to the scores, in natural-log units; broadcastable to ``[..., Hq, Sq, Sk]``, q's
+            dtype or float32, any strides, -inf allowed. Its gradient has its own shape and dtype,
+            accumulated in float32 or better.
+        mask: bool, broadcastable to ``[..., Hq, Sq, Sk]``, True = attend. mask, -inf in bias,
+            causal and window are ANDed.
         causal: query i sees keys up to its own position.
-        window: ``(left, right)``: query i sees keys from ``i - left`` to ``i + right``; None or -1 is unbounded.
-        align: where the diagonal of causal and window lies when Sq != Sk: "upper_left" (as SDPA) or "lower_right" (as
-            flash-attn: the last query sees the last key).
+        window: ``(left, right)``: query i sees keys from ``i - left`` to ``i + right``; None or -1
+            is unbounded.
+        align: where the diagonal of causal and window lies when Sq != Sk: "upper_left" (as SDPA) or
+            "lower_right" (as flash-attn: the last query sees the last key).
         scale: factor of q k^T; default ``1 / sqrt(D)``.
-        softcap: bounds scores to ``softcap * tanh(scores / softcap)`` before the bias; None or 0 for none.
+        softcap: bounds scores to ``softcap * tanh(scores / softcap)`` before the bias; None or 0
+            for none.
         dropout_p: probability of dropping an entry of P, in [0, 1).
-        dropout_seed: int64 tensor [2] (seed, offset) on q's device; None draws one from torch's generator. Every
-            backend drops the same entries: see :func:`flashsci.dropout_mask`.
+        dropout_seed: int64 tensor [2] (seed, offset) on q's device; None draws one from torch's
+            generator. Every backend drops the same entries: see :func:`flashsci.dropout_mask`.
         return_lse: return ``(out, lse)`` instead of ``out``.
         deterministic: True demands results that are bitwise equal run to run; None follows
-            ``torch.use_deterministic_algorithms``. (All flashsci kernels are deterministic; SDPA's are not.)
-        precision: of float32 inputs: "ieee" or "tf32x3" (float32 accuracy; None picks the faster), or "tf32". Other
-            dtypes ignore it.
+            ``torch.use_deterministic_algorithms``. (All flashsci kernels are deterministic; SDPA's
+            are not.)
+        precision: of float32 inputs: "ieee" or "tf32x3" (float32 accuracy; None picks the faster),
+            or "tf32". Other dtypes ignore it.
         backend: "auto", "reference", "sdpa", "triton" or "cuda"; see :func:`flashsci.explain`.
 
     Returns:
-        out ``[..., Hq, Sq, Dv]`` in q's dtype and memory layout. With ``return_lse``, also lse ``[..., Hq, Sq]``: the natural
-        log of the sum of exponentials of the scores, float32 (float64 for float64), differentiable. A row with no key to
-        attend to has out 0, lse -inf and zero gradients.
+        out ``[..., Hq, Sq, Dv]`` in q's dtype and memory layout. With ``return_lse``, also lse
+        ``[..., Hq, Sq]``: the natural log of the sum of exponentials of the scores, float32
+        (float64 for float64), differentiable. A row with no key to attend to has out 0, lse -inf
+        and zero gradients.
 
     Raises:
         TypeError: dtypes that do not fit (a bool bias: use ``mask``).
         ValueError: shapes, devices or options that do not fit.
         BackendError: the backend asked for cannot serve the call; its message says which can.
 
-    Under autocast q, k and v are cast as SDPA casts them, the bias never. Jagged nested tensors ``[B, H, j, D]`` are accepted
-    as in SDPA, without bias or mask. Values outside the tensors never matter; NaN in k or v at masked positions is
-    unspecified.
+    Under autocast q, k and v are cast as SDPA casts them, the bias never. Jagged nested tensors
+    ``[B, H, j, D]`` are accepted as in SDPA, without bias or mask. Values outside the tensors never
+    matter; NaN in k or v at masked positions is unspecified.
 
     Example:
         >>> import torch, flashsci
@@ -106,16 +107,17 @@ def attention(
         >>> out.sum().backward(); distance.grad.shape
         torch.Size([2, 1, 10, 10])
 
-    Source: Milakov, Gimelshein, arXiv:1805.02867 (online softmax); Dao et al., arXiv:2205.14135 and 2307.08691.
+    Source: Milakov, Gimelshein, arXiv:1805.02867 (online softmax); Dao et al., arXiv:2205.14135 and
+        2307.08691.
     """
     arguments.check_types(q, k, v, bias, mask)
     if q.is_nested:
         from flashsci import nested
 
         return nested.attention(
-            q, k, v, bias=bias, mask=mask, causal=causal, window=window, align=align, scale=scale, softcap=softcap,
-            dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse, deterministic=deterministic,
-            precision=precision, backend=backend,
+            q, k, v, bias=bias, mask=mask, causal=causal, window=window, align=align, scale=scale,
+            softcap=softcap, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
+            deterministic=deterministic, precision=precision, backend=backend,
         )  # fmt: skip
     options = arguments.Options.of(
         causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
@@ -129,12 +131,14 @@ def attention(
         q, k, v, bias, mask = _aligned(q, k, v, bias, mask, plan.leading)
     out, lse = run(plan, (q, k, v, bias, mask, None, None, None, dropout_seed), needs_grad)
     if plan.leading is not None and len(plan.leading) > 2:
-        out, lse = (None if x is None else x.unflatten(0, plan.leading[:-1]) for x in (out, lse))
+        out = out.unflatten(0, plan.leading[:-1])
+        lse = None if lse is None else lse.unflatten(0, plan.leading[:-1])
     return (out, lse) if return_lse else out
 
 
 def run(plan: Plan, tensors: tuple[Any, ...], needs_grad: bool) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of the backend that a plan names, for tensors in the order of ops.TENSORS, wired into autograd."""
+    """(out, lse) of the backend that a plan names, for tensors in the order of ops.TENSORS, wired
+    into autograd."""
     module = plan.module
     if not module.FUSED:
         out, lse = module.forward(*tensors, *plan.scalars)
@@ -202,7 +206,7 @@ def _make_plan(
     needs_grad: bool,
     backend: str,
 ) -> Plan:
-    call = _describe(q, k, v, bias, mask, options, needs_grad)
+    call = describe(q, k, v, bias, mask, options, needs_grad)
     name = registry.decide(*call, backend)
     ranks = {x.dim() for x in (q, k, v, bias, mask) if x is not None}
     equal = q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and len(ranks) == 1 and q.dim() <= 5
@@ -215,10 +219,12 @@ def _leading(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
         return tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]))
     except RuntimeError as error:
         shapes = f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
-        raise ValueError(f"the leading dims (before heads) of q, k, v do not broadcast: {shapes}") from error
+        raise ValueError(
+            f"the leading dims (before heads) of q, k, v do not broadcast: {shapes}"
+        ) from error
 
 
-def _describe(
+def describe(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -235,10 +241,14 @@ def _describe(
     arguments.check_tensors(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() < 2:
-            raise ValueError(f"{name} must have at least two dims [S, D], got shape {list(x.shape)}")
+            raise ValueError(
+                f"{name} must have at least two dims [S, D], got shape {list(x.shape)}"
+            )
     arguments.check_head_dims(q, k, v)
     if k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"k and v must have the same length (dim -2), got {k.shape[-2]} and {v.shape[-2]}")
+        raise ValueError(
+            f"k and v must have the same length (dim -2), got {k.shape[-2]} and {v.shape[-2]}"
+        )
     heads_q, heads_k, heads_v = (x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v))
     arguments.check_heads(heads_q, heads_k, heads_v)
     options.check()
@@ -263,9 +273,15 @@ def _describe(
 
 
 def _aligned(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, leading: tuple[int, ...]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    leading: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """All of one rank: leading dims of q, k, v expanded; bias and mask with dims of 1 in front; at most two leading dims."""
+    """All of one rank: leading dims of q, k, v expanded; bias and mask with dims of 1 in front; at
+    most two leading dims."""
     rank = max(q.dim(), k.dim(), v.dim())
 
     def same_rank(x: Tensor) -> Tensor:
@@ -275,7 +291,11 @@ def _aligned(
         if rank <= 5:
             return x
         outer = x.shape[:-4]
-        return x.flatten(0, -5) if outer.numel() == 1 else x.expand(*leading[:-1], *x.shape[-4:]).flatten(0, -5)
+        return (
+            x.flatten(0, -5)
+            if outer.numel() == 1
+            else x.expand(*leading[:-1], *x.shape[-4:]).flatten(0, -5)
+        )
 
     q, k, v = (same_rank(x) for x in (q, k, v))
     if rank > 3:
@@ -284,16 +304,19 @@ def _aligned(
     return fold(q), fold(k), fold(v), bias, mask
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options: Any) -> registry.Explanation:
-    """Which backend would serve ``attention(q, k, v, ...)`` (or ``varlen_attention``, given ``cu_seqlens_q``), and why.
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options: Any
+) -> registry.Explanation:
+    """Which backend would serve ``attention(q, k, v, ...)`` (or ``varlen_attention``, given
+    ``cu_seqlens_q``), and why.
 
     Args:
         q, k, v, options: as for the call in question.
         backend: as for the call in question.
 
     Returns:
-        An :class:`Explanation`: who was asked, who was chosen, the reason of each backend that refused. Printing it gives
-        a table.
+        An :class:`Explanation`: who was asked, who was chosen, the reason of each backend that
+        refused. Printing it gives a table.
 
     Raises:
         TypeError, ValueError: the arguments do not fit, as in the call itself.
@@ -316,109 +339,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options
     needs_grad = arguments.needs_grad(q, k, v, bias)
     if entry is attention:
         arguments.check_types(q, k, v, bias, given["mask"])
-        call = _describe(q, k, v, bias, given["mask"], shared, needs_grad)
+        call = describe(q, k, v, bias, given["mask"], shared, needs_grad)
     else:
-        call = varlen.describe(q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], bias, shared, needs_grad)
+        call = varlen.describe(
+            q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], bias, shared, needs_grad
+        )
     return registry.explain(registry.problem_of(*call), *registry.requested(backend))
-
-
-def attention_backward(
-    dout: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    dlse: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    align: str = "upper_left",
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    deterministic: bool | None = None,
-    precision: str | None = None,
-    backend: str = "auto",
-) -> Gradients:
-    """Gradients of attention under a *given* out and lse: P is recomputed as ``exp(scores - lse)``.
-
-    With the out and lse of the same call this is its backward. With those of a larger set of keys it is this block's share
-    of the whole gradient, which is what ring attention and other key-split schemes need.
-
-    Args:
-        dout: gradient of out, shape of ``out``; None for zero.
-        q, k, v: as in :func:`attention`, with equal ranks and leading dims, or packed as in :func:`varlen_attention`
-            when ``cu_seqlens_q`` is given.
-        out: ``[..., Hq, Sq, Dv]``, q's dtype (packed: ``[Tq, Hq, Dv]``).
-        lse: float32 ``[..., Hq, Sq]`` (packed: ``[Hq, Tq]``). Rows of -inf give zero gradients.
-        dlse: gradient of lse, shape of ``lse``; None for zero.
-        dropout_seed: the forward call's; required when ``dropout_p`` is not 0.
-        others: as in the forward call.
-
-    Returns:
-        :class:`Gradients` ``(dq, dk, dv, dbias)`` with the shapes and dtypes of q, k, v and bias.
-
-    Raises:
-        TypeError, ValueError, BackendError: as :func:`attention`; and ValueError for an out or lse of another shape.
-
-    Example:
-        >>> import torch, flashsci
-        >>> q, k, v, dout = torch.randn(4, 2, 4, 10, 16).unbind(0)
-        >>> out, lse = flashsci.attention(q, k, v, return_lse=True)
-        >>> flashsci.attention_backward(dout, q, k, v, out, lse).dq.shape
-        torch.Size([2, 4, 10, 16])
-
-    Source: Dao, arXiv:2307.08691, algorithm 2; Liu et al., arXiv:2310.01889 (ring attention).
-    """
-    from flashsci import varlen
-
-    arguments.check_types(q, k, v, bias, mask)
-    if dropout_p and dropout_seed is None:
-        raise ValueError("attention_backward needs the forward call's dropout_seed to drop the same entries")
-    options = arguments.Options.of(causal, window, align, scale, softcap, dropout_p, True, deterministic, precision)
-    needs_grad = arguments.needs_grad(dout, dlse, q, k, v, bias)
-    packed = cu_seqlens_q is not None
-    bias_shape = None if bias is None else bias.shape
-    bias_offsets = None
-    if packed:
-        if mask is not None:
-            raise ValueError("packed sequences take no mask; put -inf in a ragged bias")
-        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        call = varlen.describe(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, options, needs_grad)
-        bias, bias_offsets = varlen.kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
-    else:
-        call = _describe(q, k, v, bias, mask, options, needs_grad)
-        if not (q.dim() == k.dim() == v.dim() <= 5 and q.shape[:-3] == k.shape[:-3] == v.shape[:-3]):
-            raise ValueError("attention_backward takes q, k, v with equal leading dims, at most two before the heads")
-        bias, mask = (None if x is None else x[(None,) * (q.dim() - x.dim())] for x in (bias, mask))
-    out_shape = (*q.shape[:-1], v.shape[-1])
-    lse_shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
-    for name, x, shape in (("dout", dout, out_shape), ("out", out, out_shape), ("lse", lse, lse_shape), ("dlse", dlse, lse_shape)):
-        if x is not None and tuple(x.shape) != tuple(shape):
-            raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
-    arguments.same_device(q, dout=dout, out=out, lse=lse, dlse=dlse, dropout_seed=dropout_seed)
-    if packed:
-        q, k, v, out, dout = (None if x is None else x.transpose(0, 1) for x in (q, k, v, out, dout))  # type: ignore[assignment]
-    name = registry.decide(*call, backend)
-    module = registry.LOADED[name]
-    tensors = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed)
-    need = NEED_Q | NEED_K | NEED_V | (0 if bias is None else NEED_BIAS)
-    scalars = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
-    arguments_ = (dout, dlse, *inner_contiguous(tensors), out, lse, *scalars, need)
-    if module.FUSED and (needs_grad or transforming()):
-        from flashsci.autograd import Backward
-
-        dq, dk, dv, dbias = Backward.apply(name, *arguments_)
-    else:
-        dq, dk, dv, dbias = module.backward(*arguments_)
-    if packed:
-        dq, dk, dv = (x.transpose(0, 1) for x in (dq, dk, dv))
-    return Gradients(dq, dk, dv, None if bias_shape is None else dbias.reshape(bias_shape))

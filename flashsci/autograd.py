@@ -1,8 +1,9 @@
 """The one place where the forward and backward of fused kernels are wired into autograd.
 
-Two nodes: :class:`Forward` calls :class:`Backward` as a node of its own, so that a derivative of a derivative has
-somewhere to go. Fused kernels have no second order yet: ``Backward`` refuses instead of dropping the term, under
-``loss.backward()`` and ``torch.autograd.grad(loss, parameters)`` alike (it keeps q, k, v as inputs, so autograd cannot prune it).
+Two nodes: :class:`Forward` calls :class:`Backward` as a node of its own, so that a derivative of a
+derivative has somewhere to go. Fused kernels have no second order yet: ``Backward`` refuses instead
+of dropping the term, under ``loss.backward()`` and ``torch.autograd.grad(loss, parameters)`` alike
+(it keeps q, k, v as inputs, so autograd cannot prune it).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _REST = len(TENSORS) - len(_NEEDS) + len(SCALARS)  # arguments after q, k, v, bi
 
 def _refuse(what: str) -> Any:
     raise registry.BackendError(
-        f"flashsci: {what} through a fused kernel is not supported yet (it would otherwise be dropped silently); "
+        f"flashsci: {what} through a fused kernel is not supported yet (it would otherwise be "
+        "dropped silently); "
         "compute this call with backend='reference', which differentiates to any order"
     )
 
@@ -43,16 +45,21 @@ class Forward(torch.autograd.Function):
         ctx.scalars = inputs[1 + len(TENSORS) :]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        need = sum(bit for bit, wanted in zip(_NEEDS, ctx.needs_input_grad[1:5], strict=True) if wanted)
+        need = sum(
+            bit for bit, wanted in zip(_NEEDS, ctx.needs_input_grad[1:5], strict=True) if wanted
+        )
         gradients: tuple[Tensor | None, ...] = (None,) * 4
         if dout is not None or dlse is not None:
-            # out and lse are constants of the backward: its derivative formula already holds their dependence.
+            # out and lse are constants of the backward: its derivative formula already holds their
+            # dependence.
             found = Backward.apply(
                 ctx.backend, dout, dlse, *tensors, out.detach(), lse.detach(), *ctx.scalars, need
             )
-            gradients = tuple(g if need & bit else None for g, bit in zip(found, _NEEDS, strict=True))
+            gradients = tuple(
+                g if need & bit else None for g, bit in zip(found, _NEEDS, strict=True)
+            )
         return (None, *gradients, *(None,) * _REST)
 
     @staticmethod
@@ -61,7 +68,8 @@ class Forward(torch.autograd.Function):
 
 
 class Backward(torch.autograd.Function):
-    """dq, dk, dv, dbias; inputs are the backend's name, dout, dlse, ops.TENSORS, out, lse, ops.SCALARS and ``need``."""
+    """dq, dk, dv, dbias; inputs are the backend's name, dout, dlse, ops.TENSORS, out, lse,
+    ops.SCALARS and ``need``."""
 
     generate_vmap_rule = True
 
@@ -85,4 +93,3 @@ class Backward(torch.autograd.Function):
 # Dynamo cannot trace Functions that define jvp; as graph nodes they compile.
 torch.compiler.allow_in_graph(Forward)
 torch.compiler.allow_in_graph(Backward)
-

@@ -15,8 +15,11 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
 
 
-def philox4x32(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four 32-bit words, kept in int64, for a key of two and a counter of four (broadcast together)."""
+def philox4x32(
+    key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """Philox4x32-10: four 32-bit words, kept in int64, for a key of two and a counter of four
+    (broadcast together)."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
@@ -33,7 +36,8 @@ def philox4x32(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """An int64[2] (seed, offset) from torch's generator of that device: safe to capture in a CUDA graph."""
+    """An int64[2] (seed, offset) from torch's generator of that device: safe to capture in a CUDA
+    graph."""
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
@@ -43,7 +47,8 @@ def keep_threshold(dropout_p: float) -> int:
 
 
 def keep_mask(seed: Tensor, dropout_p: float, rows: Tensor, seq_q: int, seq_k: int) -> Tensor:
-    """Bool ``rows.shape + [seq_q, seq_k]``: True where P is kept, for flat batch-head indices ``rows`` (b * Hq + h)."""
+    """Bool ``rows.shape + [seq_q, seq_k]``: True where P is kept, for flat batch-head indices
+    ``rows`` (b * Hq + h)."""
     device = seed.device
     zero = torch.zeros((), dtype=torch.int64, device=device)
     key = (seed[0] & _LOW, (seed[0] >> 32) & _LOW)
@@ -54,13 +59,16 @@ def keep_mask(seed: Tensor, dropout_p: float, rows: Tensor, seq_q: int, seq_k: i
     return words.flatten(-2)[..., :seq_k] >= keep_threshold(dropout_p)
 
 
-def dropout_mask(dropout_seed: Tensor, dropout_p: float, shape: tuple[int, ...], *, batch_offset: int = 0) -> Tensor:
+def dropout_mask(
+    dropout_seed: Tensor, dropout_p: float, shape: tuple[int, ...], *, batch_offset: int = 0
+) -> Tensor:
     """The positions of P that attention keeps under a given seed, identical in every backend.
 
     Args:
         dropout_seed: int64 tensor [2], (seed, offset), as given to :func:`flashsci.attention`.
         dropout_p: probability of dropping, 0 <= p < 1.
-        shape: ``(..., Hq, Sq, Sk)``, at least ``(Sq, Sk)``; leading dims count as batch in row-major order.
+        shape: ``(..., Hq, Sq, Sk)``, at least ``(Sq, Sk)``; leading dims count as batch in
+            row-major order.
         batch_offset: index of the first batch entry (for a packed call: the sequence's index).
 
     Returns:
@@ -87,7 +95,9 @@ def dropout_mask(dropout_seed: Tensor, dropout_p: float, shape: tuple[int, ...],
 def check_dropout(dropout_p: float, dropout_seed: Tensor | None) -> None:
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    if dropout_seed is not None and (dropout_seed.dtype != torch.int64 or dropout_seed.shape != (2,)):
+    if dropout_seed is not None and (
+        dropout_seed.dtype != torch.int64 or dropout_seed.shape != (2,)
+    ):
         raise ValueError(
             "dropout_seed must be an int64 tensor of shape [2] (seed, offset), "
             f"got {dropout_seed.dtype} of shape {list(dropout_seed.shape)}"

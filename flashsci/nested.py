@@ -10,24 +10,35 @@ from torch import Tensor
 from flashsci.varlen import varlen_attention
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Any, mask: Any, return_lse: bool, **options: Any) -> Any:
-    """Attention of jagged ``[B, H, j, D]`` tensors (SDPA's convention: ``[B, j, H, D]`` transposed) or ``[B, j, D]``.
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Any, mask: Any, return_lse: bool, **options: Any
+) -> Any:
+    """Attention of jagged ``[B, H, j, D]`` tensors (SDPA's convention: ``[B, j, H, D]`` transposed)
+    or ``[B, j, D]``.
 
     Returns:
         out, jagged like q; with ``return_lse`` also lse, jagged ``[B, H, j]`` (``[B, j]``).
 
     Raises:
-        ValueError: a bias or mask (use :func:`flashsci.varlen_attention`), or tensors that are not jagged alike.
+        ValueError: a bias or mask (use :func:`flashsci.varlen_attention`), or tensors that are not
+            jagged alike.
     """
     if bias is not None or mask is not None:
-        raise ValueError("nested tensors take no bias or mask; call varlen_attention on .values() with a ragged bias")
+        raise ValueError(
+            "nested tensors take no bias or mask; call varlen_attention on .values() with a "
+            "ragged bias"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not x.is_nested or x.layout != torch.jagged or x.dim() != q.dim() or x.dim() not in (3, 4):
-            raise ValueError(f"q is nested, so {name} must be a jagged nested tensor [B, H, j, D] or [B, j, D] like q")
-    offsets_q, offsets_k = q.offsets(), k.offsets()
-    result = varlen_attention(
-        *(_packed(x) for x in (q, k, v)), offsets_q.to(torch.int32), offsets_k.to(torch.int32), return_lse=return_lse, **options
-    )
+        jagged = x.is_nested and x.layout == torch.jagged
+        if not (jagged and x.dim() == q.dim() and x.dim() in (3, 4)):
+            raise ValueError(
+                f"q is nested, so {name} must be a jagged nested tensor like it: "
+                "[B, H, j, D] or [B, j, D]"
+            )
+    offsets_q, offsets_k = q.offsets(), k.offsets()  # type: ignore[attr-defined]
+    cu_seqlens = offsets_q.to(torch.int32), offsets_k.to(torch.int32)
+    q_, k_, v_ = (_packed(x) for x in (q, k, v))
+    result = varlen_attention(q_, k_, v_, *cu_seqlens, return_lse=return_lse, **options)
     if not return_lse:
         return _jagged(result, offsets_q, q.dim())
     out, lse = result

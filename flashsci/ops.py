@@ -1,7 +1,9 @@
-"""What the raw ops of every backend share: the rule for output layouts, fake kernels, and batching under vmap.
+"""What the raw ops of every backend share: the rule for output layouts, fake kernels, and batching
+under vmap.
 
-The ops themselves are defined where their kernels are: ``flashsci::cuda_*`` in C++ (csrc/bindings), ``flashsci::triton_*``
-in flashsci/backends/triton. They are functional, and know nothing of autograd: flashsci/autograd.py wires them.
+The ops themselves are defined where their kernels are: ``flashsci::cuda_*`` in C++ (csrc/bindings),
+``flashsci::triton_*`` in flashsci/backends/triton. They are functional, and know nothing of
+autograd: flashsci/autograd.py wires them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,17 @@ from torch import Tensor
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 
 # Arguments of forward and of backward that all backends share, in order.
-TENSORS = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "bias_offsets", "dropout_seed")
+TENSORS = (
+    "q",
+    "k",
+    "v",
+    "bias",
+    "mask",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "bias_offsets",
+    "dropout_seed",
+)
 SCALARS = (
     "max_seqlen_q",
     "max_seqlen_k",
@@ -28,26 +40,33 @@ SCALARS = (
     "precision",
 )
 _TENSOR_ARGS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? cu_seqlens_q, Tensor? "
+    "cu_seqlens_k, "
     "Tensor? bias_offsets, Tensor? dropout_seed"
 )
 _SCALAR_ARGS = (
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, SymInt window_right, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, "
+    "SymInt window_right, "
     "bool lower_right, float dropout_p, str precision"
 )
 FORWARD_SCHEMA = f"({_TENSOR_ARGS}, {_SCALAR_ARGS}) -> (Tensor out, Tensor lse)"
 BACKWARD_SCHEMA = (
-    f"(Tensor? dout, Tensor? dlse, {_TENSOR_ARGS}, Tensor out, Tensor lse, {_SCALAR_ARGS}, int need) "
+    f"(Tensor? dout, Tensor? dlse, {_TENSOR_ARGS}, Tensor out, Tensor lse, {_SCALAR_ARGS}, int "
+    "need) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
 )
 
 NEED_Q, NEED_K, NEED_V, NEED_BIAS = 1, 2, 4, 8
 
 
-def empty_like_layout(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised dense tensor of ``shape`` whose leading dims are ordered in memory as the strides of ``like`` order them.
+def empty_like_layout(
+    like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Uninitialised dense tensor of ``shape`` whose leading dims are ordered in memory as the
+    strides of ``like`` order them.
 
-    The last dim is innermost; equal strides keep their order. ``like`` and ``shape`` have the same number of dims.
+    The last dim is innermost; equal strides keep their order. ``like`` and ``shape`` have the same
+    number of dims.
     """
     rank = len(shape)
     stride = like.stride()
@@ -63,9 +82,10 @@ def empty_like_layout(like: Tensor, shape: Sequence[int], dtype: torch.dtype | N
 
 
 def follow_layout(x: Tensor, like: Tensor) -> Tensor:
-    """``x`` with the memory layout of :func:`empty_like_layout`; differentiable, no copy when it has it already."""
+    """``x`` with the memory layout of :func:`empty_like_layout`; differentiable, no copy when it
+    has it already."""
     stride = like.stride()
-    order = sorted(range(x.dim() - 1), key=lambda dim: -stride[dim]) + [x.dim() - 1]
+    order = [*sorted(range(x.dim() - 1), key=lambda dim: -stride[dim]), x.dim() - 1]
     inverse = sorted(range(x.dim()), key=order.__getitem__)
     return x.permute(order).contiguous().permute(inverse)
 
@@ -77,20 +97,36 @@ def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tens
 
 
 def fake_backward(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Shapes, strides and dtypes of every backend's backward; a gradient that is not needed is empty."""
+    """Shapes, strides and dtypes of every backend's backward; a gradient that is not needed is
+    empty."""
     need = rest[-1]
 
     def gradient(like: Tensor, bit: int) -> Tensor:
         return empty_like_layout(like, like.shape) if need & bit else like.new_empty((0,))
 
-    dbias = (q if bias is None else bias).new_empty(bias.shape if bias is not None and need & NEED_BIAS else (0,))
+    dbias = (q if bias is None else bias).new_empty(
+        bias.shape if bias is not None and need & NEED_BIAS else (0,)
+    )
     return gradient(q, NEED_Q), gradient(k, NEED_K), gradient(v, NEED_V), dbias
 
 
-def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], keys: Sequence[str]) -> Any:
-    """Define ``flashsci::name`` from Python with one kernel for the given dispatch keys; returns its default overload."""
+def define(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    keys: Sequence[str],
+) -> Any:
+    """Define ``flashsci::name`` from Python with one kernel for the given dispatch keys; returns
+    its default overload."""
     LIBRARY.define(name + schema)
     for key in keys:
         LIBRARY.impl(name, kernel, key)
@@ -101,23 +137,31 @@ def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..
 def register_vmap(op: Any, tensors: Sequence[int]) -> None:
     """Teach ``op`` to run under vmap: the mapped dim becomes one more leading (batch) dim.
 
-    ``tensors`` are the positions of the arguments that have leading dims; no other argument may be mapped.
+    ``tensors`` are the positions of the arguments that have leading dims; no other argument may be
+    mapped.
     """
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         batched = list(args)
         for position, dim in enumerate(in_dims):
             if dim is not None and position not in tensors:
-                raise NotImplementedError(f"flashsci: torch.vmap cannot map argument {position} of {op}")
+                raise NotImplementedError(
+                    f"flashsci: torch.vmap cannot map argument {position} of {op}"
+                )
         for position in tensors:
             x, dim = args[position], in_dims[position]
             if x is None:
                 continue
             # A bias that is not mapped is expanded too: its gradient is wanted per sample.
-            x = x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            x = (
+                x.unsqueeze(0).expand(info.batch_size, *x.shape)
+                if dim is None
+                else x.movedim(dim, 0)
+            )
             if x.dim() > 5:
                 raise NotImplementedError(
-                    "flashsci: torch.vmap needs a free leading dim; flatten the leading dims of q, k, v to at most one first"
+                    "flashsci: torch.vmap needs a free leading dim; flatten the leading dims of "
+                    "q, k, v to at most one first"
                 )
             batched[position] = x
         results = op(*batched)

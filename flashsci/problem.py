@@ -12,8 +12,8 @@ import torch
 class Problem:
     """Shapes, dtypes, features and device of one call; hashable, holds no tensors.
 
-    ``seq_q`` and ``seq_k`` are the packed totals when ``varlen`` is set. Sizes that a compiler keeps symbolic are
-    None: the choice of a backend never depends on them.
+    ``seq_q`` and ``seq_k`` are the packed totals when ``varlen`` is set. Sizes that a compiler
+    keeps symbolic are None: the choice of a backend never depends on them.
     """
 
     device_type: str  # "cuda" or "cpu"
@@ -47,7 +47,8 @@ class Problem:
         return self.bias_shape is not None or self.ragged_bias
 
     def visible_pairs(self) -> int:
-        """Query-key pairs of one head that causal and window leave, summed over the batch (dense calls)."""
+        """Query-key pairs of one head that causal and window leave, summed over the batch (dense
+        calls)."""
         if self.batch is None or self.seq_q is None or self.seq_k is None:
             raise ValueError("flops and bytes need concrete sizes")
         shift = self.seq_k - self.seq_q if self.lower_right else 0
@@ -57,14 +58,21 @@ class Problem:
         else:
             for i in range(self.seq_q):
                 low = 0 if self.window_left < 0 else max(0, i + shift - self.window_left)
-                high = self.seq_k if self.window_right < 0 else min(self.seq_k, i + shift + self.window_right + 1)
+                high = (
+                    self.seq_k
+                    if self.window_right < 0
+                    else min(self.seq_k, i + shift + self.window_right + 1)
+                )
                 pairs += max(0, high - low)
         return pairs * math.prod(self.batch)
 
     def flops(self, order: int = 0) -> int:
-        """Floating-point operations of the matrix products: order 0 forward, 1 backward alone (2.5 x forward)."""
+        """Floating-point operations of the matrix products: order 0 forward, 1 backward alone (2.5
+        x forward)."""
         forward = 2 * self.visible_pairs() * self.heads_q * (self.head_dim + self.head_dim_v)
-        backward = 2 * self.visible_pairs() * self.heads_q * (3 * self.head_dim + 2 * self.head_dim_v)
+        backward = (
+            2 * self.visible_pairs() * self.heads_q * (3 * self.head_dim + 2 * self.head_dim_v)
+        )
         return (forward, backward)[order]
 
     def bytes(self, order: int = 0) -> int:
@@ -76,7 +84,11 @@ class Problem:
         o = batch * self.heads_q * self.seq_q * self.head_dim_v * item
         kv = batch * self.heads_k * self.seq_k * (self.head_dim + self.head_dim_v) * item
         lse = batch * self.heads_q * self.seq_q * 4
-        bias = math.prod(self.bias_shape) * (self.bias_dtype or self.dtype).itemsize if self.bias_shape else 0
+        bias = (
+            math.prod(self.bias_shape) * (self.bias_dtype or self.dtype).itemsize
+            if self.bias_shape
+            else 0
+        )
         if order == 0:
             return q + kv + o + lse + bias
         return 2 * (q + kv + bias) + 2 * o + lse

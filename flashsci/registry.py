@@ -19,12 +19,14 @@ from flashsci.problem import Problem
 
 
 class BackendError(RuntimeError):
-    """No backend, or not the one asked for, can serve the call; the message says why and what else can."""
+    """No backend, or not the one asked for, can serve the call; the message says why and what else
+    can."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation. ``load`` imports it on first use; ``rejects`` gives the reason it cannot serve a call, or None."""
+    """One implementation. ``load`` imports it on first use; ``rejects`` gives the reason it cannot
+    serve a call, or None."""
 
     name: str
     module: str
@@ -48,7 +50,9 @@ BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("reference", "flashsci.backends.reference", "the specification in plain PyTorch"),
-        Backend("sdpa", "flashsci.backends.sdpa", "torch.nn.functional.scaled_dot_product_attention"),
+        Backend(
+            "sdpa", "flashsci.backends.sdpa", "torch.nn.functional.scaled_dot_product_attention"
+        ),
         Backend("triton", "flashsci.backends.triton", "readable prototypes, every feature"),
         Backend("cuda", "flashsci.backends.cuda", "hand-written production kernels"),
     )
@@ -91,11 +95,20 @@ class Explanation:
 
     def __str__(self) -> str:
         p = self.problem
-        device = p.device_type if p.capability is None else f"{p.device_type} sm_{p.capability[0]}{p.capability[1]}"
-        lines = [f"asked for {self.asked!r}, chosen {self.chosen!r} ({device}, {str(p.dtype).removeprefix('torch.')})"]
+        device = (
+            p.device_type
+            if p.capability is None
+            else f"{p.device_type} sm_{p.capability[0]}{p.capability[1]}"
+        )
+        lines = [
+            f"asked for {self.asked!r}, chosen {self.chosen!r} ({device}, "
+            f"{str(p.dtype).removeprefix('torch.')})"
+        ]
         for name, reason in self.reasons.items():
             sign = "->" if name == self.chosen else "  "
-            lines.append(f" {sign} {name:<9} {'can serve this call' if reason is None else 'no: ' + reason}")
+            lines.append(
+                f" {sign} {name:<9} {'can serve this call' if reason is None else 'no: ' + reason}"
+            )
         if self.evidence:
             lines.append(f"    order of 'auto': {self.evidence}")
         return "\n".join(lines)
@@ -126,8 +139,8 @@ def use_backend(name: str, strict: bool = False) -> Iterator[None]:
 
     Args:
         name: "auto", "reference", "sdpa", "triton" or "cuda".
-        strict: never fall back: a CUDA build that is absent raises :class:`BackendError` instead of running Triton. It
-            holds for calls that name a backend themselves, too.
+        strict: never fall back: a CUDA build that is absent raises :class:`BackendError` instead of
+            running Triton. It holds for calls that name a backend themselves, too.
 
     Raises:
         ValueError: unknown name.
@@ -147,7 +160,8 @@ def use_backend(name: str, strict: bool = False) -> Iterator[None]:
 
 
 def requested(backend: str) -> tuple[str, bool]:
-    """(name, strict) after overrides: the argument, then use_backend, then FLASHSCI_BACKEND, then "auto"."""
+    """(name, strict) after overrides: the argument, then use_backend, then FLASHSCI_BACKEND, then
+    "auto"."""
     if backend == "auto":
         backend = _override.name or os.environ.get("FLASHSCI_BACKEND") or "auto"
     return backend, _override.strict
@@ -188,14 +202,20 @@ def choose(problem: Problem, name: str, strict: bool = False) -> str:
         return known
     candidates = _candidates(problem, _check_name(name), strict)
     # One by one, so that a backend nobody needs is never imported.
-    chosen = next((candidate for candidate in candidates if BACKENDS[candidate].rejects(problem) is None), None)
+    chosen = next(
+        (candidate for candidate in candidates if BACKENDS[candidate].rejects(problem) is None),
+        None,
+    )
     if chosen is None:
         raise BackendError(_refusal(explain(problem, name, strict)))
     if name not in ("auto", chosen):
         reason = str(BACKENDS[name].unavailable())
         if reason not in _warned:
             _warned.add(reason)
-            warnings.warn(f"flashsci: backend {name!r} is unavailable, running {chosen!r}: {reason}", stacklevel=3)
+            warnings.warn(
+                f"flashsci: backend {name!r} is unavailable, running {chosen!r}: {reason}",
+                stacklevel=3,
+            )
     if len(_choices) > 4096:
         _choices.clear()
     _choices[key] = chosen
@@ -205,19 +225,34 @@ def choose(problem: Problem, name: str, strict: bool = False) -> str:
 def _refusal(found: Explanation) -> str:
     able = ", ".join(repr(n) for n, reason in found.reasons.items() if reason is None)
     if found.asked == "auto":
-        return "no backend can serve this call: " + "; ".join(f"{n}: {r}" for n, r in found.reasons.items())
+        return "no backend can serve this call: " + "; ".join(
+            f"{n}: {r}" for n, r in found.reasons.items()
+        )
     message = f"backend {found.asked!r} cannot serve this call: {found.reasons[found.asked]}"
     return message + (f"; these can: {able}" if able else "")
 
 
-# Modules of backends chosen so far, for callers that torch.compile traces: it follows a dict, not an import.
+# Modules of backends chosen so far, for callers that torch.compile traces: it follows a dict, not
+# an import.
 LOADED: dict[str, ModuleType] = {}
 
 
-def call(q: Tensor, v: Tensor, heads_q: int, heads_k: int, features: dict[str, object]) -> tuple[Any, ...]:
-    """The arguments of :func:`problem_of`: only constants, so that torch.compile can hand them over."""
+def call(
+    q: Tensor, v: Tensor, heads_q: int, heads_k: int, features: dict[str, object]
+) -> tuple[Any, ...]:
+    """The arguments of :func:`problem_of`: only constants, so that torch.compile can hand them
+    over."""
     device = q.device
-    return (device.type, device.index, q.dtype, heads_q, heads_k, q.shape[-1], v.shape[-1], tuple(features.items()))
+    return (
+        device.type,
+        device.index,
+        q.dtype,
+        heads_q,
+        heads_k,
+        q.shape[-1],
+        v.shape[-1],
+        tuple(features.items()),
+    )
 
 
 def problem_of(
@@ -232,17 +267,21 @@ def problem_of(
 ) -> Problem:
     on_gpu = device_type == "cuda" and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device_index) if on_gpu else None
-    return Problem(device_type, capability, dtype, heads_q, heads_k, head_dim, head_dim_v, **dict(features))
+    return Problem(
+        device_type, capability, dtype, heads_q, heads_k, head_dim, head_dim_v, **dict(features)
+    )
 
 
 def decide(*arguments: Any) -> str:
-    """The backend (its name; its module is then in LOADED) for ``(*arguments of problem_of, backend argument)``."""
+    """The backend (its name; its module is then in LOADED) for ``(*arguments of problem_of, backend
+    argument)``."""
     name = choose(problem_of(*arguments[:-1]), *requested(arguments[-1]))
     LOADED[name] = kernels(name)
     return name
 
 
-# What torch.compiler.assume_constant_result sets, without importing the compiler: decided once per trace.
+# What torch.compiler.assume_constant_result sets, without importing the compiler: decided once per
+# trace.
 decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

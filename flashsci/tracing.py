@@ -7,17 +7,23 @@ from torch import Tensor
 
 
 def transforming() -> bool:
-    """Whether a functorch transform or forward-mode level is active, which sees only what an autograd.Function shows it."""
+    """Whether a functorch transform or forward-mode level is active, which sees only what an
+    autograd.Function shows it."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    return (
+        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v in autocast's dtype where autocast is on, as SDPA does: floating tensors other than float64."""
+    """q, k, v in autocast's dtype where autocast is on, as SDPA does: floating tensors other than
+    float64."""
     kind = q.device.type
     if not torch.is_autocast_enabled(kind):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
-    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    q, k, v = (
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)
+    )
     return q, k, v

@@ -35,22 +35,27 @@ def varlen_attention(
     validate: bool = False,
     backend: str = "auto",
 ) -> Any:
-    """Exact softmax attention of N packed sequences: each attends only to itself, whatever its length.
+    """Exact softmax attention of N packed sequences: each attends only to itself, whatever its
+    length.
 
     Args:
-        q: packed queries ``[Tq, Hq, D]``; sequence n is rows ``cu_seqlens_q[n]`` to ``cu_seqlens_q[n + 1]``.
+        q: packed queries ``[Tq, Hq, D]``; sequence n is rows ``cu_seqlens_q[n]`` to
+            ``cu_seqlens_q[n + 1]``.
         k: packed keys ``[Tk, Hk, D]``.
         v: packed values ``[Tk, Hk, Dv]``.
         cu_seqlens_q: int32 ``[N + 1]`` on q's device, rising from 0 to Tq.
         cu_seqlens_k: the same for keys; None: ``cu_seqlens_q``.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths as host ints, which save a search on the device; None where
-            unknown. Neither way synchronises with the device. Rows of a sequence beyond a bound that is too small are
-            not specified.
-        bias: per pair, ``[Hb, sum_n Sq_n * Sk_n]`` with Hb = 1 or Hq, the row-major blocks ``[Sq_n, Sk_n]`` one after the other;
-            or per key, ``[Hb, Tk]`` or ``[Hb, 1, Tk]``. q's dtype or float32; its gradient has its own shape.
-        causal, window, align: as in :func:`flashsci.attention`, for each sequence by its own lengths.
-        validate: check the contents of cu_seqlens and the size of a per-pair bias on CUDA too, which synchronises once. On the
-            CPU they are always checked. Unchecked contents that are wrong give wrong rows, never access out of bounds.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths as host ints, which save a search on
+            the device; None where unknown. Neither way synchronises with the device. Rows of a
+            sequence beyond a bound that is too small are not specified.
+        bias: per pair, ``[Hb, sum_n Sq_n * Sk_n]`` with Hb = 1 or Hq, the row-major blocks ``[Sq_n,
+            Sk_n]`` one after the other; or per key, ``[Hb, Tk]`` or ``[Hb, 1, Tk]``. q's dtype or
+            float32; its gradient has its own shape.
+        causal, window, align: as in :func:`flashsci.attention`, for each sequence by its own
+            lengths.
+        validate: check the contents of cu_seqlens and the size of a per-pair bias on CUDA too,
+            which synchronises once. On the CPU they are always checked. Unchecked contents that are
+            wrong give wrong rows, never access out of bounds.
         others: as in :func:`flashsci.attention`.
 
     Returns:
@@ -79,13 +84,17 @@ def varlen_attention(
     if not torch.compiler.is_compiling() and (validate or q.device.type == "cpu"):
         check_contents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias)
     name = registry.decide(*call, backend)
-    plan = Plan(name, registry.LOADED[name], options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k), None)
+    plan = Plan(
+        name, registry.LOADED[name], options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k), None
+    )
     if dropout_p:
         dropout_seed = seed_for(q, dropout_p, dropout_seed)
     bias, bias_offsets = kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
     heads_first = (x.transpose(0, 1) for x in (q, k, v))
     out, lse = run(
-        plan, (*heads_first, bias, None, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed), needs_grad
+        plan,
+        (*heads_first, bias, None, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed),
+        needs_grad,
     )
     out = out.transpose(0, 1)
     return (out, lse) if return_lse else out
@@ -101,7 +110,8 @@ def describe(
     options: arguments.Options,
     needs_grad: bool,
 ) -> tuple[Any, ...]:
-    """Check a packed call but for the contents of its offsets; the arguments of registry.problem_of.
+    """Check a packed call but for the contents of its offsets; the arguments of
+    registry.problem_of.
 
     Raises:
         TypeError, ValueError: as :func:`varlen_attention` documents.
@@ -113,7 +123,9 @@ def describe(
             raise ValueError(f"packed {name} must have shape [T, H, D], got {list(x.shape)}")
     arguments.check_head_dims(q, k, v)
     if k.shape[0] != v.shape[0]:
-        raise ValueError(f"k and v must have the same number of packed rows, got {k.shape[0]} and {v.shape[0]}")
+        raise ValueError(
+            f"k and v must have the same number of packed rows, got {k.shape[0]} and {v.shape[0]}"
+        )
     heads_q, heads_k = q.shape[1], k.shape[1]
     arguments.check_heads(heads_q, heads_k, v.shape[1])
     options.check()
@@ -121,16 +133,19 @@ def describe(
     arguments.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         counts = f"{cu_seqlens_q.shape[0] - 1} and {cu_seqlens_k.shape[0] - 1}"
-        raise ValueError(f"cu_seqlens_q and cu_seqlens_k must hold the same number of sequences, got {counts}")
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must hold the same number of sequences, got {counts}"
+        )
     features = options.features(bias, needs_grad)
     features["varlen"] = True
     if bias is not None:
         arguments.check_bias_dtype(bias, q.dtype)
         arguments.same_device(q, bias=bias)
-        shaped = bias.dim() == 2 or bias.dim() == 3 and bias.shape[1] == 1 and bias.shape[2] == k.shape[0]
+        shaped = bias.dim() == 2 or (bias.dim() == 3 and bias.shape[1:] == (1, k.shape[0]))
         if not shaped or bias.shape[0] not in (1, heads_q):
             raise ValueError(
-                f"a packed bias must be per pair [Hb, sum Sq*Sk] or per key [Hb, Tk = {k.shape[0]}] with Hb 1 or {heads_q}, "
+                "a packed bias must be per pair [Hb, sum Sq*Sk] or per key [Hb, Tk = "
+                f"{k.shape[0]}] with Hb 1 or {heads_q}, "
                 f"got {list(bias.shape)}"
             )
         features["ragged_bias"] = _per_pair(bias, k.shape[0])
@@ -156,8 +171,8 @@ def check_contents(
     """Check what only the host can see: the offsets' values, and a bias's size against them.
 
     Raises:
-        ValueError: offsets that fall or end elsewhere than at T; a per-pair bias of another size; a bias [Hb, n] whose
-            n fits both readings although they differ.
+        ValueError: offsets that fall or end elsewhere than at T; a per-pair bias of another size; a
+            bias [Hb, n] whose n fits both readings although they differ.
     """
     arguments.check_cu_seqlens_contents("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q)
     arguments.check_cu_seqlens_contents("cu_seqlens_k", cu_seqlens_k, k.shape[0], max_seqlen_k)
@@ -168,18 +183,23 @@ def check_contents(
     if _per_pair(bias, k.shape[0]):
         if bias.shape[1] != pairs:
             raise ValueError(
-                f"a per-pair bias must have sum of Sq*Sk = {pairs} columns (a per-key one Tk = {k.shape[0]}), got {bias.shape[1]}"
+                f"a per-pair bias must have sum of Sq*Sk = {pairs} columns (a per-key one Tk = "
+                f"{k.shape[0]}), got {bias.shape[1]}"
             )
-    elif pairs == k.shape[0] and any(a != 1 and b for a, b in zip(lengths_q, lengths_k, strict=True)):
+    elif pairs == k.shape[0] and any(
+        a != 1 and b for a, b in zip(lengths_q, lengths_k, strict=True)
+    ):
         raise ValueError(
-            f"a bias with {pairs} columns could be per pair or per key here; give a per-key bias as [Hb, 1, Tk]"
+            f"a bias with {pairs} columns could be per pair or per key here; give a per-key bias "
+            "as [Hb, 1, Tk]"
         )
 
 
 def kernel_bias(
     bias: Tensor | None, total_k: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The bias as raw ops take it: per key [Hb, 1, Tk] without offsets, per pair [Hb, total] with int64 [N + 1] block starts."""
+    """The bias as raw ops take it: per key [Hb, 1, Tk] without offsets, per pair [Hb, total] with
+    int64 [N + 1] block starts."""
     if bias is None or bias.dim() == 3:
         return bias, None
     if not _per_pair(bias, total_k):

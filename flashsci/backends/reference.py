@@ -1,9 +1,11 @@
-"""The specification as code: every feature in plain PyTorch, on any device and dtype, differentiable to any order.
+"""The specification as code: every feature in plain PyTorch, on any device and dtype,
+differentiable to any order.
 
     S = softcap(scale Q K^T) + bias, masked;  L = logsumexp_j S;  P = exp(S - L);  O = (P o R) V
 
-with R the dropout keep mask divided by 1 - p. Memory is O(Sq * Sk). Run in float64 this is the oracle of all tests; run in
-a lower dtype it is "plain PyTorch in the same dtype", the baseline of the two-error rule.
+with R the dropout keep mask divided by 1 - p. Memory is O(Sq * Sk). Run in float64 this is the
+oracle of all tests; run in a lower dtype it is "plain PyTorch in the same dtype", the baseline of
+the two-error rule.
 """
 
 from __future__ import annotations
@@ -29,13 +31,20 @@ def rejects(problem: Problem) -> str | None:
 
 
 def visible(
-    seq_q: int, seq_k: int, window_left: int, window_right: int, lower_right: bool, device: torch.device
+    seq_q: int,
+    seq_k: int,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+    device: torch.device,
 ) -> Tensor | None:
     """Bool [Sq, Sk]: which keys causal and window leave each query; None when all of them."""
     if window_left < 0 and window_right < 0:
         return None
     shift = seq_k - seq_q if lower_right else 0
-    distance = torch.arange(seq_k, device=device) - torch.arange(seq_q, device=device)[:, None] - shift
+    distance = (
+        torch.arange(seq_k, device=device) - torch.arange(seq_q, device=device)[:, None] - shift
+    )
     keep = torch.ones_like(distance, dtype=torch.bool)
     if window_left >= 0:
         keep = keep & (distance >= -window_left)
@@ -46,7 +55,11 @@ def visible(
 
 def _per_query_head(x: Tensor, heads_q: int) -> Tensor:
     """Repeat key heads so that query head h meets key head h // (Hq // Hk)."""
-    return x if x.dim() < 3 or x.shape[-3] == heads_q else x.repeat_interleave(heads_q // x.shape[-3], dim=-3)
+    return (
+        x
+        if x.dim() < 3 or x.shape[-3] == heads_q
+        else x.repeat_interleave(heads_q // x.shape[-3], dim=-3)
+    )
 
 
 def _per_key_head(x: Tensor, heads_k: int) -> Tensor:
@@ -75,7 +88,8 @@ def _scores(
     window_right: int,
     lower_right: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and tanh(scale q k^T / softcap) if there is a softcap."""
+    """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and tanh(scale q k^T / softcap) if
+    there is a softcap."""
     scores = (q * scale) @ _per_query_head(k, q.shape[-3] if q.dim() > 2 else 1).transpose(-1, -2)
     tanh = None
     if softcap:
@@ -94,7 +108,9 @@ def _scores(
 def _keep(seed: Tensor, dropout_p: float, scores: Tensor, batch_offset: int) -> Tensor:
     heads = scores.shape[-3] if scores.dim() > 2 else 1
     leading = scores.shape[:-2]
-    rows = torch.arange(leading.numel(), device=scores.device).reshape(leading) + batch_offset * heads
+    rows = (
+        torch.arange(leading.numel(), device=scores.device).reshape(leading) + batch_offset * heads
+    )
     return keep_mask(seed, dropout_p, rows, scores.shape[-2], scores.shape[-1])
 
 
@@ -114,18 +130,27 @@ def _dense_forward(
     batch_offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
     scores, _ = _scores(q, k, bias, mask, scale, softcap, window_left, window_right, lower_right)
-    # The maximum only guards the exponential: softmax does not depend on it, so neither do gradients.
-    top = scores.detach().amax(-1, keepdim=True) if k.shape[-2] else scores.new_zeros(*scores.shape[:-1], 1)
+    # The maximum only guards the exponential: softmax does not depend on it, so neither do
+    # gradients.
+    top = (
+        scores.detach().amax(-1, keepdim=True)
+        if k.shape[-2]
+        else scores.new_zeros(*scores.shape[:-1], 1)
+    )
     top = torch.where(top == float("-inf"), torch.zeros_like(top), top)
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
     empty = total == 0
     total = torch.where(empty, torch.ones_like(total), total)
-    lse = torch.where(empty, torch.full_like(total, float("-inf")), torch.log(total) + top).squeeze(-1)
+    lse = torch.where(empty, torch.full_like(total, float("-inf")), torch.log(total) + top).squeeze(
+        -1
+    )
     p = weights / total
     if dropout_p:
         assert seed is not None
-        p = torch.where(_keep(seed, dropout_p, scores, batch_offset), p / (1 - dropout_p), torch.zeros_like(p))
+        p = torch.where(
+            _keep(seed, dropout_p, scores, batch_offset), p / (1 - dropout_p), torch.zeros_like(p)
+        )
     return p.to(v.dtype) @ _per_query_head(v, q.shape[-3] if q.dim() > 2 else 1), lse
 
 
@@ -153,7 +178,9 @@ def _dense_backward(
     compute = _statistics_dtype(q.dtype)
     wide = [x.to(compute) for x in (q, k, v, dout, out)]
     q_, k_, v_, dout_, out_ = wide
-    scores, tanh = _scores(q_, k_, bias, mask, scale, softcap, window_left, window_right, lower_right)
+    scores, tanh = _scores(
+        q_, k_, bias, mask, scale, softcap, window_left, window_right, lower_right
+    )
     lse = lse.to(compute).unsqueeze(-1)
     p = torch.exp(scores - torch.where(lse == float("-inf"), torch.zeros_like(lse), lse))
     p = torch.where(lse == float("-inf"), torch.zeros_like(p), p)
@@ -179,7 +206,8 @@ def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[int, sl
     """(index, query rows, key rows) of every packed sequence. Reads the offsets on the host."""
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     return [
-        (n, slice(starts_q[n], starts_q[n + 1]), slice(starts_k[n], starts_k[n + 1])) for n in range(len(starts_q) - 1)
+        (n, slice(starts_q[n], starts_q[n + 1]), slice(starts_k[n], starts_k[n + 1]))
+        for n in range(len(starts_q) - 1)
     ]
 
 
@@ -216,7 +244,8 @@ def forward(
     dropout_p: float,
     precision: str,
 ) -> tuple[Tensor, Tensor]:
-    """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64), differentiable in q, k, v and bias."""
+    """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64), differentiable in q, k, v
+    and bias."""
     rule = (scale, softcap, window_left, window_right, lower_right, dropout_p)
     if cu_seqlens_q is None:
         out, lse = _dense_forward(q, k, v, bias, mask, dropout_seed, *rule)
@@ -241,9 +270,16 @@ def forward(
 
 
 def backward(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *rest: Any,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and bias from a given out and lse (which may be those of a larger set of keys)."""
+    """Gradients of q, k, v and bias from a given out and lse (which may be those of a larger set of
+    keys)."""
     mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, out, lse = rest[:7]
     _, _, scale, softcap, window_left, window_right, lower_right, dropout_p, _, need = rest[7:]
     rule = (scale, softcap, window_left, window_right, lower_right, dropout_p)
@@ -258,8 +294,8 @@ def backward(
             block, packed = _bias_of(bias, offsets, n, rows, keys)
             dlse_n = None if dlse is None else dlse[:, rows]
             dq[:, rows], dk_n, dv_n, dblock = _dense_backward(
-                dout[:, rows], dlse_n, q[:, rows], k[:, keys], v[:, keys], block, None, seed, out[:, rows], lse[:, rows],
-                *rule, batch_offset=n,
+                dout[:, rows], dlse_n, q[:, rows], k[:, keys], v[:, keys], block, None, seed,
+                out[:, rows], lse[:, rows], *rule, batch_offset=n,
             )  # fmt: skip
             dk[:, keys], dv[:, keys] = dk_n, dv_n
             if dbias is not None and dblock is not None:
@@ -268,4 +304,6 @@ def backward(
     unneeded = [x.new_empty(0) for x in (q, k, v, q if bias is None else bias)]
     wanted = [need & bit for bit in (1, 2, 4, 8)]
     gradients = (dq, dk, dv, dbias)
-    return tuple(g if w and g is not None else u for g, w, u in zip(gradients, wanted, unneeded, strict=True))
+    return tuple(
+        g if w and g is not None else u for g, w, u in zip(gradients, wanted, unneeded, strict=True)
+    )

@@ -1,6 +1,7 @@
 """What PyTorch ships: torch.nn.functional.scaled_dot_product_attention behind our specification.
 
-No fused SDPA kernel differentiates twice, so second derivatives go through the reference; first derivatives are SDPA's own.
+No fused SDPA kernel differentiates twice, so second derivatives go through the reference; first
+derivatives are SDPA's own.
 """
 
 from __future__ import annotations
@@ -32,17 +33,35 @@ def rejects(problem: Problem) -> str | None:
     if problem.return_lse:
         return "SDPA does not return the lse; use backend='triton' or 'reference'"
     if problem.deterministic and problem.device_type == "cuda" and problem.requires_grad:
-        return "SDPA's fused backward passes are not deterministic on CUDA; use backend='triton' or 'reference'"
-    if problem.precision == "ieee" and problem.device_type == "cuda" and problem.dtype == torch.float32:
-        return "SDPA's fp32 precision follows torch's global TF32 switch; use backend='triton' or 'reference'"
+        return (
+            "SDPA's fused backward passes are not deterministic on CUDA; use backend='triton' or "
+            "'reference'"
+        )
+    if (
+        problem.precision == "ieee"
+        and problem.device_type == "cuda"
+        and problem.dtype == torch.float32
+    ):
+        return (
+            "SDPA's fp32 precision follows torch's global TF32 switch; use backend='triton' or "
+            "'reference'"
+        )
     return None
 
 
 def _merged_mask(
-    q: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor | None, window_left: int, window_right: int, lower_right: bool
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
 ) -> Tensor | None:
     """bias, mask, causal and window as the one attn_mask that SDPA takes."""
-    keep = reference.visible(q.shape[-2], k.shape[-2], window_left, window_right, lower_right, q.device)
+    keep = reference.visible(
+        q.shape[-2], k.shape[-2], window_left, window_right, lower_right, q.device
+    )
     if mask is not None:
         keep = mask if keep is None else keep & mask
     if bias is None:
@@ -52,19 +71,28 @@ def _merged_mask(
 
 
 def _four_dims(x: Tensor | None, batch: torch.Size) -> Tensor | None:
-    """[*, H, S, D] as [B, H, S, D]; a mask's broadcast leading dims stay size 1 where they all are."""
+    """[*, H, S, D] as [B, H, S, D]; a mask's broadcast leading dims stay size 1 where they all
+    are."""
     if x is None or x.dim() == 4:
         return x
     if x.dim() < 4:
         return x.reshape(*(1,) * (4 - x.dim()), *x.shape)
     leading = x.shape[:-3]
-    return (x if leading.numel() == 1 else x.expand(*batch, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+    return (x if leading.numel() == 1 else x.expand(*batch, *x.shape[-3:])).reshape(
+        -1, *x.shape[-3:]
+    )
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, *scalars: Any) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, *scalars: Any
+) -> Tensor:
     scale, _, window_left, window_right, lower_right = scalars[2:7]
-    causal = window_left < 0 and window_right == 0 and not lower_right and bias is None and mask is None
-    merged = None if causal else _merged_mask(q, k, bias, mask, window_left, window_right, lower_right)
+    causal = (
+        window_left < 0 and window_right == 0 and not lower_right and bias is None and mask is None
+    )
+    merged = (
+        None if causal else _merged_mask(q, k, bias, mask, window_left, window_right, lower_right)
+    )
     if merged is not None and merged.dim() < q.dim():
         merged = merged.reshape(*(1,) * (q.dim() - merged.dim()), *merged.shape)
     shape, batch = (*q.shape[:-1], v.shape[-1]), q.shape[:-3]
@@ -76,7 +104,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor |
     attend = torch.nn.functional.scaled_dot_product_attention
     if merged is not None and q.is_cuda:
         # cuDNN's backward gives NaN for some masked shapes (pytorch#196678).
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        with sdpa_kernel(
+            [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        ):
             return attend(q, k, v, **arguments).reshape(shape)
     return attend(q, k, v, **arguments).reshape(shape)
 
@@ -85,9 +115,20 @@ class _TwiceDifferentiable(torch.autograd.Function):
     """SDPA with its own first derivative; a derivative of that derivative is the reference's."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, *rest: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        mask: Tensor | None,
+        *rest: Any,
+    ) -> Tensor:
         needed = [x is not None and x.requires_grad for x in (q, k, v, bias)]
-        leaves = [x if x is None else x.detach().requires_grad_(n) for x, n in zip((q, k, v, bias), needed, strict=True)]
+        leaves = [
+            x if x is None else x.detach().requires_grad_(n)
+            for x, n in zip((q, k, v, bias), needed, strict=True)
+        ]
         with torch.enable_grad():
             out = _attend(*leaves, mask, *rest)  # type: ignore[arg-type]
         ctx.inner = out, leaves
@@ -100,11 +141,13 @@ class _TwiceDifferentiable(torch.autograd.Function):
         twice = torch.is_grad_enabled()
         if twice:
             inputs = ctx.saved_tensors
-            out, _ = reference.forward(*inputs, ctx.mask, None, None, None, None, *ctx.rest)
+            out, _ = reference.forward(*inputs, ctx.mask, *(None,) * 4, *ctx.rest)  # type: ignore[call-arg]
         else:
             out, inputs = ctx.inner
         wanted = [i for i in range(4) if ctx.needs_input_grad[i]]
-        found = torch.autograd.grad(out, [inputs[i] for i in wanted], dout, create_graph=twice, retain_graph=True)
+        found = torch.autograd.grad(
+            out, [inputs[i] for i in wanted], dout, create_graph=twice, retain_graph=True
+        )
         gradients: list[Tensor | None] = [None] * (5 + len(ctx.rest))
         for i, gradient in zip(wanted, found, strict=True):
             gradients[i] = gradient
@@ -117,10 +160,10 @@ def forward(
     """out [*, Hq, Sq, Dv]; SDPA has no lse to give."""
     scalars = rest[4:]
     if q.numel() == 0 or k.numel() == 0 or transforming():
-        # Nothing to attend to, or a functorch or forward-mode level that autograd.Function cannot follow.
+        # Nothing to attend to, or a functorch or forward-mode level that autograd.Function cannot
+        # follow.
         return reference.forward(q, k, v, bias, mask, *rest)[0], None
     traced = torch.compiler.is_compiling() or not torch.is_grad_enabled()
     if traced or not any(x is not None and x.requires_grad for x in (q, k, v, bias)):
         return _attend(q, k, v, bias, mask, *scalars), None
     return _TwiceDifferentiable.apply(q, k, v, bias, mask, *scalars), None
-

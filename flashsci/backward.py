@@ -1,0 +1,149 @@
+"""The gradient of attention as a function of its own, under a given out and lse."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashsci import arguments, registry, varlen
+from flashsci.attention import describe, inner_contiguous
+from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V
+from flashsci.tracing import transforming
+
+
+class Gradients(NamedTuple):
+    """Gradients of one attention call: shapes and dtypes of q, k, v and bias (None without a
+    bias)."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+
+
+def attention_backward(
+    dout: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str = "upper_left",
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    deterministic: bool | None = None,
+    precision: str | None = None,
+    backend: str = "auto",
+) -> Gradients:
+    """Gradients of attention under a *given* out and lse: P is recomputed as ``exp(scores - lse)``.
+
+    With the out and lse of the same call this is its backward. With those of a larger set of keys
+    it is this block's share of the whole gradient, which is what ring attention and other key-split
+    schemes need.
+
+    Args:
+        dout: gradient of out, shape of ``out``; None for zero.
+        q, k, v: as in :func:`attention`, with equal ranks and leading dims, or packed as in
+            :func:`varlen_attention` when ``cu_seqlens_q`` is given.
+        out: ``[..., Hq, Sq, Dv]``, q's dtype (packed: ``[Tq, Hq, Dv]``).
+        lse: float32 ``[..., Hq, Sq]`` (packed: ``[Hq, Tq]``). Rows of -inf give zero gradients.
+        dlse: gradient of lse, shape of ``lse``; None for zero.
+        dropout_seed: the forward call's; required when ``dropout_p`` is not 0.
+        others: as in the forward call.
+
+    Returns:
+        :class:`Gradients` ``(dq, dk, dv, dbias)`` with the shapes and dtypes of q, k, v and bias.
+
+    Raises:
+        TypeError, ValueError, BackendError: as :func:`attention`; and ValueError for an out or lse
+            of another shape.
+
+    Example:
+        >>> import torch, flashsci
+        >>> q, k, v, dout = torch.randn(4, 2, 4, 10, 16).unbind(0)
+        >>> out, lse = flashsci.attention(q, k, v, return_lse=True)
+        >>> flashsci.attention_backward(dout, q, k, v, out, lse).dq.shape
+        torch.Size([2, 4, 10, 16])
+
+    Source: Dao, arXiv:2307.08691, algorithm 2; Liu et al., arXiv:2310.01889 (ring attention).
+    """
+    arguments.check_types(q, k, v, bias, mask)
+    if dropout_p and dropout_seed is None:
+        raise ValueError(
+            "attention_backward needs the forward's dropout_seed to drop the same entries"
+        )
+    options = arguments.Options.of(
+        causal, window, align, scale, softcap, dropout_p, True, deterministic, precision
+    )
+    needs_grad = arguments.needs_grad(dout, dlse, q, k, v, bias)
+    kernel_bias, bias_offsets = bias, None
+    if cu_seqlens_q is None:
+        call = describe(q, k, v, bias, mask, options, needs_grad)
+        if (
+            not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]
+            or not q.dim() == k.dim() == v.dim() <= 5
+        ):
+            raise ValueError(
+                "attention_backward takes q, k, v with equal leading dims, at most two before the heads"
+            )
+        kernel_bias, mask = (_padded(x, q.dim()) for x in (bias, mask))
+        lse_shape = tuple(q.shape[:-1])
+    else:
+        if mask is not None:
+            raise ValueError("packed sequences take no mask; put -inf in a per-pair bias")
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        call = varlen.describe(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, options, needs_grad)
+        kernel_bias, bias_offsets = varlen.kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
+        lse_shape = (q.shape[1], q.shape[0])
+    out_shape = (*q.shape[:-1], v.shape[-1])
+    for name, x, shape in (
+        ("dout", dout, out_shape),
+        ("out", out, out_shape),
+        ("lse", lse, lse_shape),
+        ("dlse", dlse, lse_shape),
+    ):
+        if x is not None and tuple(x.shape) != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
+    arguments.same_device(q, dout=dout, out=out, lse=lse, dlse=dlse, dropout_seed=dropout_seed)
+    name = registry.decide(*call, backend)
+    module = registry.LOADED[name]
+    if cu_seqlens_q is not None:
+        q, k, v, out = (x.transpose(0, 1) for x in (q, k, v, out))
+        dout = None if dout is None else dout.transpose(0, 1)
+    tensors = (
+        q, k, v, kernel_bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
+    )  # fmt: skip
+    scalars = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
+    need = NEED_Q | NEED_K | NEED_V | (0 if bias is None else NEED_BIAS)
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = lse.to(statistics).contiguous()
+    dlse = None if dlse is None else dlse.to(statistics).contiguous()
+    inputs = (dout, dlse, *inner_contiguous(tensors), out, lse, *scalars, need)
+    if module.FUSED and (needs_grad or transforming()):
+        from flashsci.autograd import Backward
+
+        dq, dk, dv, dbias = Backward.apply(name, *inputs)
+    else:
+        dq, dk, dv, dbias = module.backward(*inputs)
+    if cu_seqlens_q is not None:
+        dq, dk, dv = (x.transpose(0, 1) for x in (dq, dk, dv))
+    return Gradients(dq, dk, dv, None if bias is None else dbias.reshape(bias.shape))
+
+
+def _padded(x: Tensor | None, rank: int) -> Tensor | None:
+    """With dims of size 1 in front, up to ``rank``."""
+    return x if x is None else x[(None,) * (rank - x.dim())]
