@@ -1,0 +1,42 @@
+"""For testing attention, like torch.testing: error bounds, generated problems, poisoned memory.
+
+from flashsci.testing import generate, make_inputs, Judge, evaluate, poisoned_memory
+
+for case in generate(seed=0, count=100):
+    judge = Judge(make_inputs(case, "cuda"))
+    with poisoned_memory():
+        judge.require(evaluate(judge.inputs, "triton"))
+"""
+
+from flashsci.testing.bounds import TENSORS, Finding, Judge, assert_accurate, evaluate, exact_matmul
+from flashsci.testing.cases import (
+    Case,
+    Inputs,
+    Variant,
+    cases,
+    draw_case,
+    generate,
+    make_inputs,
+    variants,
+)
+from flashsci.testing.poison import embed, poison_value, poisoned_memory
+
+__all__ = [
+    "TENSORS",
+    "Case",
+    "Finding",
+    "Inputs",
+    "Judge",
+    "Variant",
+    "assert_accurate",
+    "cases",
+    "draw_case",
+    "embed",
+    "evaluate",
+    "exact_matmul",
+    "generate",
+    "make_inputs",
+    "poison_value",
+    "poisoned_memory",
+    "variants",
+]
