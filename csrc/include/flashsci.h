@@ -53,9 +53,6 @@ typedef struct FlashsciForwardParams {
 #define FLASHSCI_MAX_SEQ (1 << 29)
 #define FLASHSCI_MAX_HEAD_DIM 256
 
-// Returned when the grid would exceed what one launch can hold.
-#define FLASHSCI_ERROR_TOO_LARGE 1  // cudaErrorInvalidValue
-
 typedef void* FlashsciStream;  // cudaStream_t
 
 FLASHSCI_API int flashsci_forward_sm80_fp16(const FlashsciForwardParams* params,
@@ -65,6 +62,9 @@ FLASHSCI_API int flashsci_forward_sm80_bf16(const FlashsciForwardParams* params,
 
 // JSON: version, digests of the kernel units, architectures, tile preset, compiler.
 FLASHSCI_API const char* flashsci_build_info(void);
+
+// NULL, or why this library cannot run here: no driver, a driver older than the toolkit, no device.
+FLASHSCI_API const char* flashsci_driver_problem(void);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,66 @@
+# FA_ARCHS, FA_TILE_PRESET -> FLASHSCI_ARCHS, FLASHSCI_TILE_PRESET, and the targets of each kernel folder.
+#
+#   FLASHSCI_CODE_SM75   csrc/sm75: SASS 75 and PTX 75 (when 75 is asked for)
+#   FLASHSCI_CODE_SM80   csrc/sm80: SASS of every arch >= 80 asked for, and PTX 80 for everything newer
+
+# -DFA_ARCHS=... wins over the environment; neither: the GPUs found; none: all.
+set(FA_ARCHS "$ENV{FA_ARCHS}" CACHE STRING "Compute capabilities to compile for, such as 75,80,90")
+set(FA_TILE_PRESET "$ENV{FA_TILE_PRESET}" CACHE STRING "t4_safe (0), ampere_balanced (1), empty: by architecture")
+# An environment variable that changed between two runs of one build directory counts.
+foreach(name FA_ARCHS FA_TILE_PRESET)
+  if(NOT "$ENV{${name}}" STREQUAL "")
+    set(${name} "$ENV{${name}}")
+  endif()
+endforeach()
+
+set(archs "${FA_ARCHS}")
+set(why "FA_ARCHS")
+if(archs STREQUAL "")
+  execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
+                  OUTPUT_VARIABLE found RESULT_VARIABLE status ERROR_QUIET)
+  if(status EQUAL 0 AND found MATCHES "^[0-9]+\\.[0-9]")
+    string(REPLACE "." "" archs "${found}")
+    set(why "the GPU found")
+  else()
+    set(archs "75,80,90")
+    set(why "no GPU found, so all")
+  endif()
+endif()
+string(REGEX REPLACE "[ ,;\r\n]+" ";" archs "${archs}")
+list(FILTER archs EXCLUDE REGEX "^$")
+list(TRANSFORM archs REPLACE "[af]$" "")
+list(REMOVE_DUPLICATES archs)
+list(SORT archs COMPARE NATURAL)
+foreach(arch IN LISTS archs)
+  if(NOT arch MATCHES "^[0-9]+$" OR arch LESS 75)
+    message(FATAL_ERROR
+      "flashsci: FA_ARCHS=\"${FA_ARCHS}\" is not a list of compute capabilities >= 75; write for example FA_ARCHS=\"75,80,90\".")
+  endif()
+endforeach()
+set(FLASHSCI_ARCHS "${archs}")
+
+# One pass of the front end for a folder's own virtual architecture, one of ptxas for each real one.
+set(FLASHSCI_CODE_SM75 "")
+set(FLASHSCI_CODE_SM80 "")
+foreach(arch IN LISTS archs)
+  if(arch LESS 80)
+    set(FLASHSCI_CODE_SM75 "-gencode=arch=compute_75,code=[compute_75,sm_75]")
+  else()
+    string(APPEND FLASHSCI_CODE_SM80 ",sm_${arch}")
+  endif()
+endforeach()
+if(FLASHSCI_CODE_SM80)
+  set(FLASHSCI_CODE_SM80 "-gencode=arch=compute_80,code=[compute_80${FLASHSCI_CODE_SM80}]")
+endif()
+
+if(FA_TILE_PRESET STREQUAL "")
+  set(FLASHSCI_TILE_PRESET "")
+elseif(FA_TILE_PRESET MATCHES "^(0|t4_safe)$")
+  set(FLASHSCI_TILE_PRESET 0)
+elseif(FA_TILE_PRESET MATCHES "^(1|ampere_balanced)$")
+  set(FLASHSCI_TILE_PRESET 1)
+else()
+  message(FATAL_ERROR "flashsci: FA_TILE_PRESET=\"${FA_TILE_PRESET}\" is unknown; use t4_safe (0) or ampere_balanced (1), or leave it unset.")
+endif()
+string(REPLACE ";" "," archs_text "${FLASHSCI_ARCHS}")
+message(STATUS "flashsci: architectures ${archs_text} (${why}); tile preset ${FLASHSCI_TILE_PRESET} (empty: by architecture)")

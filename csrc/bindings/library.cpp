@@ -1,0 +1,30 @@
+// The one definition of the namespace `flashsci` from C++: schemas of the ops that CUDA implements.
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+#include "../include/flashsci.h"
+#include "stream.h"
+
+namespace {
+
+std::string build_info() { return flashsci_build_info(); }
+
+// Whether the running torch has CUDA streams (false under CPU builds of torch).
+bool sees_torch_cuda() { return aoti_torch_get_current_cuda_stream != nullptr; }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(flashsci, m) {
+  m.def("build_info() -> str");
+  m.def("sees_torch_cuda() -> bool");
+  m.def(
+      "cuda_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+      "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, "
+      "SymInt window_right, bool lower_right) -> (Tensor out, Tensor lse)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashsci, CompositeExplicitAutograd, m) {
+  m.impl("build_info", TORCH_BOX(&build_info));
+  m.impl("sees_torch_cuda", TORCH_BOX(&sees_torch_cuda));
+}

@@ -1,0 +1,174 @@
+"""One digest per kernel unit: what a GPU result was obtained with. Standard library only.
+
+A CUDA unit is its C++ sources, with everything they include from csrc/, without comments and
+layout, plus the compiler flags. A Triton unit is the syntax tree of its file and of the files of
+its package that it imports, without docstrings. Editing a comment changes no digest.
+
+    python flashsci/digest.py            all units, as JSON
+    python flashsci/digest.py cuda       CUDA units only
+    python flashsci/digest.py cuda --build-info FILE --archs 80,90 --preset 1 --nvcc 13.0.88
+                                         the C string literal that the library carries
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+
+VERSION = "0.1.0"
+ROOT = Path(__file__).resolve().parent.parent
+
+# Unit -> the files nvcc compiles for it, relative to csrc/.
+CUDA_UNITS = {
+    "cuda/sm80/forward": ("sm80/forward_fp16.cu", "sm80/forward_bf16.cu"),
+}
+
+_TOKENS = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|([^"'/]+|/)""", re.DOTALL
+)
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+def normalised_cpp(source: str) -> str:
+    """C++ without comments, one space for any run of blanks, preprocessor lines kept as lines."""
+    source = source.replace("\\\n", " ")
+    text = "".join(m[1] or m[2] or " " for m in _TOKENS.finditer(source))
+    lines: list[str] = []
+    for raw in text.split("\n"):
+        line = re.sub(r"\s+", " ", raw).strip()
+        if line.startswith("#"):
+            lines.append("\n" + line + "\n")
+        elif line:
+            lines.append(line)
+    joined = " ".join(lines)
+    # Blanks next to punctuation are layout, except inside the literals, which hold no such runs.
+    return re.sub(r" ?([(){}\[\];,<>=+*&|:?!~^%-]) ?", r"\1", joined)
+
+
+def cpp_sources(files: list[Path]) -> list[Path]:
+    """The files and what they include with quotes, recursively, in a fixed order."""
+    found: dict[Path, None] = {}
+    queue = list(files)
+    while queue:
+        path = queue.pop(0).resolve()
+        if path in found or not path.is_file():
+            continue
+        found[path] = None
+        for name in _INCLUDE.findall(path.read_text(encoding="utf-8")):
+            queue.append(path.parent / name)
+    return sorted(found)
+
+
+def cuda_units(root: Path = ROOT) -> dict[str, str]:
+    csrc = root / "csrc"
+    flags = root / "cmake" / "nvcc_flags.txt"
+    units: dict[str, str] = {}
+    for name, files in CUDA_UNITS.items():
+        if not all((csrc / f).is_file() for f in files):
+            continue
+        digest = hashlib.sha256(" ".join(flags.read_text(encoding="utf-8").split()).encode())
+        for path in cpp_sources([csrc / f for f in files]):
+            digest.update(f"\0{path.relative_to(csrc.resolve())}\0".encode())
+            digest.update(normalised_cpp(path.read_text(encoding="utf-8")).encode())
+        units[name] = digest.hexdigest()[:16]
+    return units
+
+
+def _strip_docstrings(tree: ast.AST) -> None:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body
+            if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+                if isinstance(body[0].value.value, str):
+                    node.body = body[1:] or [ast.Pass()]
+
+
+def _local_imports(tree: ast.AST, folder: Path, package: str) -> set[Path]:
+    """Files of the package that a module of it imports."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level == 1 or module == package or module.startswith(package + "."):
+                inner = module if node.level else module.removeprefix(package).lstrip(".")
+                names |= {inner.split(".")[0]} if inner else {a.name for a in node.names}
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith(package + "."):
+                    names.add(alias.name.removeprefix(package + ".").split(".")[0])
+    return {folder / f"{name}.py" for name in names if (folder / f"{name}.py").is_file()}
+
+
+def triton_units(root: Path = ROOT) -> dict[str, str]:
+    """Every file with a kernel is a unit; ``__init__`` (launches, checks) and helpers join those that use them."""
+    folder = root / "flashsci" / "backends" / "triton"
+    package = "flashsci.backends.triton"
+    files = {path: ast.parse(path.read_text(encoding="utf-8")) for path in folder.glob("*.py")}
+    imports = {path: _local_imports(tree, folder, package) for path, tree in files.items()}
+    for tree in files.values():
+        _strip_docstrings(tree)
+    imported = set().union(*(v for p, v in imports.items() if p.name != "__init__.py"))
+    units: dict[str, str] = {}
+    for path in sorted(files):
+        if path.name == "__init__.py" or path in imported:
+            continue
+        closure, queue = set(), [path]
+        while queue:
+            current = queue.pop()
+            if current not in closure:
+                closure.add(current)
+                queue += imports[current]
+        digest = hashlib.sha256()
+        for part in sorted(closure):
+            digest.update(f"\0{part.name}\0{ast.dump(files[part])}".encode())
+        units[f"triton/{path.stem}"] = digest.hexdigest()[:16]
+    return units
+
+
+def units(root: Path = ROOT) -> dict[str, str]:
+    """Digest of every kernel unit in the source tree (CUDA units are absent in an installed wheel)."""
+    return {**cuda_units(root), **triton_units(root)}
+
+
+def build_info(archs: str, preset: str, nvcc: str, root: Path = ROOT) -> str:
+    """What a library says about itself, as JSON."""
+    names = {"": "by architecture", "0": "t4_safe", "1": "ampere_balanced"}
+    have_sm80 = any(int(a.rstrip("af")) >= 80 for a in archs.replace(";", ",").split(",") if a)
+    built = {k: v for k, v in cuda_units(root).items() if have_sm80 or "/sm75/" in k}
+    return json.dumps(
+        {
+            "version": VERSION,
+            "units": built,
+            "archs": [a for a in archs.replace(";", ",").split(",") if a],
+            "tile_preset": names.get(preset, preset),
+            "nvcc": nvcc,
+        }
+    )
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Digests of the kernel units.")
+    parser.add_argument("kind", nargs="?", choices=("cuda", "triton", "all"), default="all")
+    parser.add_argument("--build-info", metavar="FILE", help="write the library's description there")
+    parser.add_argument("--archs", default="")
+    parser.add_argument("--preset", default="")
+    parser.add_argument("--nvcc", default="")
+    options = parser.parse_args(arguments)
+    if options.build_info:
+        text = json.dumps(build_info(options.archs, options.preset, options.nvcc))
+        target = Path(options.build_info)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text + "\n", encoding="utf-8")
+        return 0
+    chosen = {"cuda": cuda_units, "triton": triton_units, "all": units}[options.kind]
+    print(json.dumps(chosen(), indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
