@@ -25,24 +25,23 @@ export PATH := $(if $(VENV),$(abspath $(VENV))/bin:,)$(PATH)
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
-install: $(STATE)/.flashsci-installed ## torch, the tools and flashsci itself into $(VENV) (once)
+install: $(STATE)/.flashsci-installed ## torch, the tools and flashsci itself into .venv (once)
 
-$(STATE)/.flashsci-tools: constraints.txt pyproject.toml
+$(STATE)/.flashsci-tools: constraints.txt
 ifneq ($(VENV),)
 	@test -n "$(PYTHON)" || { echo "flashsci needs Python 3.10 or newer, and none is on the PATH. Install one, or say PYTHON=/path/to/python3." >&2; exit 1; }
 	@test -x $(PY) || { echo "==> creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
-	@echo "==> installing torch (the largest download), the build tools and the test tools"
-	$(PIP) install --upgrade pip
+	@echo "==> installing torch (the largest download) and the build tools"
 	$(PIP) install $$(grep '^torch==' constraints.txt)
 	@# torch for CUDA brings the Triton it was built with; torch for the CPU brings none.
-	$(PY) -c 'import triton' 2>/dev/null || $(PIP) install $$(grep '^triton==' constraints.txt)
-	$(PIP) install $$($(PY) scripts/requirements.py $(EXTRAS))
+	@$(PY) -c 'import triton' 2>/dev/null || $(PIP) install $$(grep '^triton==' constraints.txt)
+	$(PIP) install scikit-build-core ninja 'cmake>=3.24'
 endif
 	@mkdir -p $(STATE) && touch $@
 
 $(STATE)/.flashsci-installed: $(STATE)/.flashsci-tools $(SOURCES)
-	@echo "==> building and installing flashsci (with nvcc: the CUDA kernels, minutes for all architectures)"
-	$(PIP) install -v --no-build-isolation --no-deps -e .
+	@echo "==> building and installing flashsci (where there is nvcc, with its CUDA kernels: some minutes)"
+	$(PIP) install -v --no-build-isolation $(if $(VENV),-e '.[$(EXTRAS)]',--no-deps -e .)
 	@touch $@
 
 build: ## compile again what changed in csrc/, and install it
@@ -61,18 +60,18 @@ test: install ## every test that this machine can run
 test-fast: install ## the CPU tests only, without the slow ones
 	$(PY) -m pytest tests/cpu -m "not slow"
 
-lint: $(STATE)/.flashsci-tools ## ruff, clang-format, torch includes
+lint: install ## ruff, clang-format, torch includes
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	@if [ -d csrc ]; then find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' | xargs $(STATE)/bin/clang-format --dry-run --Werror; fi
+	find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' | xargs clang-format --dry-run --Werror
 	$(PY) scripts/check_torch_includes.py
 
-format: $(STATE)/.flashsci-tools ## rewrite Python and C++ in the house style
+format: install ## rewrite Python and C++ in the house style
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' | xargs clang-format -i
 
-types: $(STATE)/.flashsci-tools ## mypy on the public API
+types: install ## mypy on the public API
 	$(PY) -m mypy
 
 bench: install ## the headline cases (GPU), or small ones (CPU); more: python -m flashsci bench --help

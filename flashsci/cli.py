@@ -37,7 +37,7 @@ _PLAIN = Problem(
     seq_k=128,
 )
 _PACKED = replace(_PLAIN, batch=None, varlen=True)
-_PAIR = dict(bias_shape=(1, 4, 128, 128), bias_dtype=torch.float32)
+_PAIR = {"bias_shape": (1, 4, 128, 128), "bias_dtype": torch.float32}
 
 #: The rows of the support matrix: what a call may ask for, each as the smallest call that asks for
 #: it.
@@ -126,7 +126,7 @@ def backends(
         print("|---" * (len(BACKENDS) + 1) + "|")
         for feature, *cells in rows:
             print(
-                f"| {feature} | " + " | ".join("yes" if c == "yes" else "–" for c in cells) + " |"
+                f"| {feature} | " + " | ".join("yes" if c == "yes" else "no" for c in cells) + " |"
             )
         return
     console = Console()
@@ -145,7 +145,7 @@ def backends(
         console.print(f"[{number}] {name}: {reason}", markup=False, highlight=False)
 
 
-@app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True))
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def check(context: typer.Context) -> None:
     """Run the correctness suite on this GPU and update reports/gpu-check.json (options: see --help
     of the suite)."""

@@ -43,8 +43,8 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpu
 
 _BACKENDS_PROBE = """
 import json
-from flashsci import registry
-print(json.dumps({b.name: registry.unavailable(b.name) for b in registry.BACKENDS.values()}))
+from flashsci.registry import BACKENDS
+print(json.dumps({name: backend.unavailable() for name, backend in BACKENDS.items()}))
 """
 
 

@@ -88,7 +88,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     if case.bias == "ragged":
         bias = randn((case.H, sum(s * s for s in case.lens)), DTYPES[case.bias_dtype])
     elif case.bias is not None:
-        bias = randn(case.bias, DTYPES[case.bias_dtype])
+        bias = randn(case.bias).to(DTYPES[case.bias_dtype])  # SDPA must round it to q's dtype
     if case.mask is not None:
         # Padding, as in practice: the first keys of every row are real, the rest are not.
         real = torch.randint(
@@ -109,20 +109,20 @@ def problems(case: Case, device: torch.device) -> list[tuple[Problem, int]]:
     """The case as `Problem`s with multiplicities (packed: one for each length), to count FLOPs."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     left, right = case.window or (-1, -1)
-    common = dict(
-        device_type=device.type,
-        capability=capability,
-        dtype=DTYPES[case.dtype],
-        heads_q=case.H,
-        heads_k=case.Hk,
-        head_dim=case.D,
-        head_dim_v=case.Dv,
-        window_left=left,
-        window_right=0 if case.causal else right,
-        bias_dtype=DTYPES[case.bias_dtype] if case.bias else None,
-        bias_grad=case.bias_grad,
-        mask=case.mask is not None,
-    )
+    common = {
+        "device_type": device.type,
+        "capability": capability,
+        "dtype": DTYPES[case.dtype],
+        "heads_q": case.H,
+        "heads_k": case.Hk,
+        "head_dim": case.D,
+        "head_dim_v": case.Dv,
+        "window_left": left,
+        "window_right": 0 if case.causal else right,
+        "bias_dtype": DTYPES[case.bias_dtype] if case.bias else None,
+        "bias_grad": case.bias_grad,
+        "mask": case.mask is not None,
+    }
     if not case.lens:
         bias = case.bias if isinstance(case.bias, tuple) else None
         return [
@@ -163,18 +163,19 @@ def candidate(name: str, inputs: Inputs) -> Callable[[], Tensor]:
 
 
 def _ours(name: str, x: Inputs) -> Callable[[], Tensor]:
-    options = dict(bias=x.bias, causal=x.case.causal, window=x.case.window, backend=name)
+    options = {"bias": x.bias, "causal": x.case.causal, "window": x.case.window, "backend": name}
     if x.cu_seqlens is None:
         call = partial(flashsci.attention, x.q, x.k, x.v, mask=x.mask, **options)
     else:
-        longest = dict(max_seqlen_q=max(x.case.lens), max_seqlen_k=max(x.case.lens))
+        longest = {"max_seqlen_q": max(x.case.lens), "max_seqlen_k": max(x.case.lens)}
         call = partial(flashsci.varlen_attention, x.q, x.k, x.v, x.cu_seqlens, **longest, **options)
     try:
         # Strict once is enough, and keeps `use_backend` out of host timings: the choice is cached.
         with flashsci.use_backend(name, strict=True):
             call()
     except flashsci.BackendError as error:
-        raise Unsupported(str(error)) from error
+        why = str(error).removeprefix(f"backend {name!r} cannot serve this call: ")
+        raise Unsupported(why.split("; these can:")[0]) from error
     return call
 
 
@@ -220,9 +221,9 @@ def _sdpa(kernel: SDPBackend | None, x: Inputs) -> Callable[[], Tensor]:
             merged = merged.expand(q.shape[0], case.H, case.Sq, case.Sk)
         with _only(kernel):
             out = scaled_dot_product_attention(
-                q, k, v, merged, is_causal=plain_causal, enable_gqa=case.H != case.Hk
+                q, k, v, merged, is_causal=plain_causal, enable_gqa=case.Hk != case.H
             )
-        return out.reshape(x.q.shape[:-1] + (case.Dv,))
+        return out.reshape((*x.q.shape[:-1], case.Dv))
 
     return _refusal_as_reason(call)
 
@@ -334,9 +335,9 @@ def _flex(x: Inputs) -> Callable[[], Tensor]:
     def call() -> Tensor:
         q, k, v = (_collapsed(t, case.batch) for t in (x.q, x.k, x.v))
         out = compiled(
-            q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=case.H != case.Hk
+            q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=case.Hk != case.H
         )
-        return out.reshape(x.q.shape[:-1] + (case.Dv,))
+        return out.reshape((*x.q.shape[:-1], case.Dv))
 
     try:
         call()

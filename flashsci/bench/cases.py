@@ -58,9 +58,12 @@ class Case:
         plain = asdict(Case(id="", suite=""))
         out = {k: v for k, v in asdict(self).items() if k in ("id", "dtype") or v != plain[k]}
         if self.lens:
-            out["lens"] = dict(
-                n=len(self.lens), min=min(self.lens), max=max(self.lens), total=sum(self.lens)
-            )
+            out["lens"] = {
+                "n": len(self.lens),
+                "min": min(self.lens),
+                "max": max(self.lens),
+                "total": sum(self.lens),
+            }
         return out
 
 

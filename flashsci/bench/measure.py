@@ -140,7 +140,7 @@ class _Measurement:
         try:
             function = ways.candidate(name, self.inputs)
             if self.sample:
-                for kind, verdict in self.sample.verdicts(function, self.backward).items():
+                for kind, verdict in self.sample.verdicts(name, function, self.backward).items():
                     self.verdicts[name, kind] = verdict
             self._weigh(name, function)
             self.functions[name] = function

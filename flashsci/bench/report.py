@@ -18,22 +18,34 @@ def _time(us: float) -> str:
 def _case_rows(records: list[Record]) -> list[list[str]]:
     rows = []
     for r in records:
-        result = [r["case"]["id"], r["pass"], r["backend"]]
-        if r["gate"] not in ("passed", "not checked"):
-            rows.append([*result, "-", "-", "-", "-", "-", r["gate"]])
+        if r["gate"].startswith("refused"):
+            continue
+        about = [r["case"]["id"], r["pass"], r["backend"]]
+        if r["time_us"] is None:
+            rows.append([*about, "-", "-", "-", "-", "-", r["gate"]])
             continue
         rows.append(
             [
-                *result,
+                *about,
                 _time(r["time_us"]["median"]),
-                f"{r['tflops']:.1f}" if r["tflops"] else "-",
-                f"{r['gbps']:.0f}" if r["gbps"] else "-",
+                f"{r['tflops']:.3g}" if r["tflops"] else "-",
+                f"{r['gbps']:.3g}" if r["gbps"] else "-",
                 f"{r['pct_sol']:.0f}%" if r["pct_sol"] else "-",
                 f"{r['peak_mem_mb']:.0f}" if r["peak_mem_mb"] is not None else "-",
-                "not checked" if r["err_ratio"] is None else f"{r['err_ratio']:.2f} of the bound",
+                "not checked" if r["err_ratio"] is None else f"{r['err_ratio']:.2f} of allowed",
             ]
         )
     return rows
+
+
+def _refusals(records: list[Record]) -> list[list[str]]:
+    """Who did not run what, one row per reason."""
+    cases: dict[tuple[str, str], dict[str, None]] = {}
+    for r in records:
+        if r["gate"].startswith("refused"):
+            reason = r["gate"].removeprefix("refused: ")
+            cases.setdefault((r["backend"], reason), {})[r["case"]["id"]] = None
+    return [[name, ", ".join(ids), reason] for (name, reason), ids in cases.items()]
 
 
 def _medians(records: Iterable[Record]) -> dict[tuple[str, str, str], float]:
@@ -115,6 +127,7 @@ def tables(records: list[Record]) -> list[Table]:
             ],
             _case_rows(records),
         ),
+        ("Not run", ["backend", "cases", "because"], _refusals(records)),
         (
             "Speed over baselines (geometric means)",
             ["suite", "D", "pass", "ours", "baseline", "faster by", "cases"],

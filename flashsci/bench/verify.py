@@ -11,7 +11,8 @@ that of the sample alone, at full size of the launch. The allowance is that of t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from flashsci.backends import reference
 from flashsci.bench.candidates import Inputs
 from flashsci.testing import Finding, Judge
 from flashsci.testing import Inputs as Call
+
+Function = Callable[[], Tensor]
 
 #: Scores that the oracle may hold at once, by device type; it keeps tens of fp64 arrays of that
 #: size.
@@ -31,7 +34,7 @@ class Verdict:
     """What was found of one pass ("forward" or "backward") of a candidate."""
 
     error: float  # largest absolute error against fp64
-    ratio: float  # largest share of what the rule allows, over tensors and both rules
+    ratio: float  # largest share of what the rules allow, over tensors and rules
     problem: str | None
 
 
@@ -48,7 +51,18 @@ class Sample:
         self.inputs = inputs
         packed = inputs.cu_seqlens is not None
         self.call, self.indices = (self._packed if packed else self._dense)()
-        self.judge = Judge(self.call)
+
+    @cached_property
+    def judge(self) -> Judge:
+        return Judge(self.call)
+
+    @cached_property
+    def coarse_judge(self) -> Judge:
+        """For SDPA, which takes a bias in the dtype of q only: what it can be asked for."""
+        bias = self.call.bias
+        if bias is None or bias.dtype == self.call.q.dtype:
+            return self.judge
+        return Judge(replace(self.call, bias=bias.to(self.call.q.dtype)))
 
     def _dense(self) -> tuple[Call, dict[str, tuple[Tensor, ...]]]:
         x, case, device = self.inputs, self.inputs.case, self.inputs.q.device
@@ -112,7 +126,7 @@ class Sample:
             "bias": (every[case.H], pairs),
         }
         ends = torch.tensor([0, *(case.lens[n] for n in sequences)]).cumsum(0)
-        options = dict(causal=case.causal, window=case.window)
+        options = {"causal": case.causal, "window": case.window}
         call = Call(
             *(_pick(t, indices[n]) for n, t in (("q", x.q), ("k", x.k), ("v", x.v))),
             bias=None if x.bias is None else _pick(x.bias, indices["bias"]),
@@ -123,32 +137,33 @@ class Sample:
         )
         return call, indices
 
-    def verdicts(self, function: Callable[[], Tensor], backward: bool) -> dict[str, Verdict]:
+    def verdicts(self, name: str, function: Function, backward: bool) -> dict[str, Verdict]:
         """Run a candidate at full size and judge the sample of its results, by pass."""
         x = self.inputs
+        judge = self.coarse_judge if name.startswith("sdpa") else self.judge
         out = function()
-        found = {"forward": self._verdict({"out": out.detach()})}
+        found = {"forward": self._verdict(judge, {"out": out.detach()})}
         if backward and x.leaves:
             dout = torch.zeros_like(x.dout)
             where = _grid(dout, self.indices["out"])
             dout[where] = x.dout[where]
             gradients = torch.autograd.grad(out, list(x.leaves.values()), dout)
             named = {f"d{n}": g for n, g in zip(x.leaves, gradients, strict=True)}
-            found["backward"] = self._verdict(named)
+            found["backward"] = self._verdict(judge, named)
         return found
 
-    def _verdict(self, whole: dict[str, Tensor]) -> Verdict:
+    def _verdict(self, judge: Judge, whole: dict[str, Tensor]) -> Verdict:
         findings: list[Finding] = []
         for name, x in whole.items():
             if not torch.isfinite(x).all():
                 findings.append(Finding(name, float("inf"), problem=f"{name} is not finite"))
                 continue
             part = _pick(x, self.indices[name.removeprefix("d")])
-            findings.append(self.judge.judge(name, part))
+            findings.append(judge.judge(name, part.to(judge.baseline[name].dtype)))
         problems = [f.problem for f in findings if f.problem]
         return Verdict(
             error=max(f.error for f in findings),
-            ratio=max(max(f.ratio, f.gain_ratio) for f in findings),
+            ratio=max(max(f.ratios) for f in findings),
             problem="; ".join(problems) or None,
         )
 
