@@ -169,9 +169,9 @@ class Options(NamedTuple):
         """Raises ValueError for values that do not fit."""
         if self.align not in ALIGNMENTS:
             raise ValueError(f"align must be one of {ALIGNMENTS}, got {self.align!r}")
-        if self.scale is not None and not math.isfinite(self.scale):
+        if self.scale is not None and not -math.inf < self.scale < math.inf:
             raise ValueError(f"scale must be finite, got {self.scale}")
-        if self.softcap is not None and not (self.softcap >= 0 and math.isfinite(self.softcap)):
+        if self.softcap is not None and not 0 <= self.softcap < math.inf:
             raise ValueError(f"softcap must be positive (None or 0 for none), got {self.softcap}")
         if not 0.0 <= self.dropout_p < 1.0:
             raise ValueError(f"dropout_p must be in [0, 1), got {self.dropout_p}")
@@ -188,22 +188,24 @@ class Options(NamedTuple):
             -1 if max_seqlen_q is None else int(max_seqlen_q),
             -1 if max_seqlen_k is None else int(max_seqlen_k),
             1.0 / math.sqrt(head_dim) if self.scale is None else float(self.scale),
-            float(self.softcap or 0.0),
+            float(self.softcap) if self.softcap else 0.0,
             self.window_left,
             self.window_right,
             self.align == "lower_right",
-            float(self.dropout_p),
+            float(self.dropout_p) if self.dropout_p else 0.0,
             self.precision or "default",
         )
 
     def features(self, bias: Tensor | None, needs_grad: bool) -> dict[str, Any]:
         """The fields of a Problem that options and bias decide."""
+        # A compiler may keep floats symbolic; whether there is a softcap or dropout is all it needs.
+        static = torch.compiler.is_compiling()
         return dict(
             window_left=self.window_left,
             window_right=self.window_right,
             lower_right=self.align == "lower_right",
-            softcap=float(self.softcap or 0.0),
-            dropout_p=float(self.dropout_p),
+            softcap=_static_sign(self.softcap) if static else float(self.softcap or 0.0),
+            dropout_p=_static_sign(self.dropout_p) if static else float(self.dropout_p),
             return_lse=self.return_lse,
             deterministic=self.deterministic,
             precision=self.precision or "default",
@@ -211,6 +213,10 @@ class Options(NamedTuple):
             bias_dtype=None if bias is None else bias.dtype,
             bias_grad=needs_grad and bias is not None and bias.requires_grad,
         )
+
+
+def _static_sign(x: float | None) -> float:
+    return 0.5 if x else 0.0
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

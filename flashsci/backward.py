@@ -93,12 +93,10 @@ def attention_backward(
     kernel_bias, bias_offsets = bias, None
     if cu_seqlens_q is None:
         call = describe(q, k, v, bias, mask, options, needs_grad)
-        if (
-            not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]
-            or not q.dim() == k.dim() == v.dim() <= 5
-        ):
+        if len({(x.dim(), x.shape[:-3]) for x in (q, k, v)}) > 1 or q.dim() > 5:
             raise ValueError(
-                "attention_backward takes q, k, v with equal leading dims, at most two before the heads"
+                "attention_backward takes q, k, v with equal leading dims, at most two before "
+                "the heads"
             )
         kernel_bias, mask = (_padded(x, q.dim()) for x in (bias, mask))
         lse_shape = tuple(q.shape[:-1])

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import index
 from types import ModuleType
 from typing import Any
 
@@ -241,18 +242,10 @@ def call(
     q: Tensor, v: Tensor, heads_q: int, heads_k: int, features: dict[str, object]
 ) -> tuple[Any, ...]:
     """The arguments of :func:`problem_of`: only constants, so that torch.compile can hand them
-    over."""
+    over (``index`` makes it specialise on heads and head dims, which kernels do anyway)."""
     device = q.device
-    return (
-        device.type,
-        device.index,
-        q.dtype,
-        heads_q,
-        heads_k,
-        q.shape[-1],
-        v.shape[-1],
-        tuple(features.items()),
-    )
+    sizes = index(heads_q), index(heads_k), index(q.shape[-1]), index(v.shape[-1])
+    return (device.type, device.index, q.dtype, *sizes, tuple(features.items()))
 
 
 def problem_of(
