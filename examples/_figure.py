@@ -54,10 +54,10 @@ def draw(
             "axes.titlelocation": "left",
         }
     )
-    figure = plt.figure(figsize=(15, 9.4), facecolor="white")
+    figure = plt.figure(figsize=(15, 8.8), facecolor="white")
     grid = figure.add_gridspec(
-        2, 12, height_ratios=(1.2, 1), hspace=0.24, wspace=2.6,
-        left=0.05, right=0.98, top=0.885, bottom=0.07,
+        2, 12, height_ratios=(1, 1), hspace=0.26, wspace=2.6,
+        left=0.05, right=0.98, top=0.87, bottom=0.07,
     )  # fmt: skip
     figure.text(
         0.05, 0.955, "Attention over real crystals and molecules", fontsize=17, weight="bold"
@@ -131,7 +131,7 @@ def _periodic_table(axes, batch: Batch, weights: list[Tensor], sigmas: list[floa
                 color=ink,
                 fontsize=7.5,
             )
-    axes.set(xlim=(0.4, 18.6), ylim=(6.6, 0.4), aspect="equal", anchor="SW")
+    axes.set(xlim=(0.4, 18.6), ylim=(6.6, 0.4), aspect="equal", anchor="C")
     axes.axis("off")
     axes.set_title(
         f"How many atoms one atom attends to: $e^{{entropy}}$ in the head with $\\sigma$ = {sigmas[head]:.1f} Å"
@@ -196,7 +196,8 @@ def _molecule(axes, batch: Batch, weights: list[Tensor], sigmas: list[float]) ->
                 )
             )
         axes.text(
-            *((*shift, 0, -span * 0.5)),
+            shift[0],
+            shift[1] - span * 0.5,
             f"$\\sigma$ = {sigmas[head]:.1f} Å, itself {p[start]:.0%}",
             ha="center",
             fontsize=9,
@@ -260,7 +261,7 @@ def _errors(axes, found: dict[str, dict], small: dict | None) -> None:
         axes.axhline(y, color="#f1f3f5", lw=16, zorder=0)
     axes.text(allowed[0] * 0.8, 0, "allowed", color="#e03131", ha="right", va="center", fontsize=8)
     axes.set_yticks(range(len(tensors)), tensors)
-    axes.set(xscale="log", ylim=(len(tensors) - 0.1, -0.6), xlabel="largest error against fp64")
+    axes.set(xscale="log", ylim=(len(tensors) + 0.45, -0.6), xlabel="largest error against fp64")
     axes.legend(
         frameon=False, fontsize=8, loc="lower left", ncols=2, columnspacing=1, handletextpad=0
     )
@@ -279,7 +280,7 @@ def _times(axes, found: dict[str, dict]) -> None:
             text = f"{value:.3g} ms" if value < 1000 else f"{value / 1000:.2g} s"
             axes.text(value * 1.06, at, f"{text} {kind}", va="center", fontsize=8)
     largest = max(v for n in names for v in found[n]["ms"].values())
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), [n.replace(", ", ",\n") for n in names])
     axes.set(
         xscale="log", xlim=(None, largest * 12), ylim=(len(names) - 0.4, -0.6), xlabel="time (ms)"
     )

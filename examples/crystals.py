@@ -365,6 +365,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(flashsci.explain(call.q, call.k, call.v, cu_seqlens_q=call.cu_seqlens_q, bias=bias))
 
     step(3, "the same call by every backend: largest error against fp64, and time")
+    print("  the fp64 truth and what rounding may do to it ...", flush=True)
     failures = []
     found, reasons = run(call, options.seconds)
     show("fp32, pair bias, gradients of q, k, v and bias", found, reasons)
