@@ -208,7 +208,7 @@ class _Measurement:
 
     def _host(self, functions: dict[str, Callable[[], Tensor]]) -> dict[str, Times]:
         self.on_step(f"{self.case.id}: host time")
-        return host_time(functions, self.device)
+        return host_time(functions, self.device, self.seconds) if functions else {}
 
     def _record(self, name: str, kind: str, times: dict[str, Times], clock: int | None) -> dict:
         on_host = kind.startswith("host")

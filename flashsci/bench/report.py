@@ -86,10 +86,10 @@ def geomeans(records: list[Record]) -> list[list[str]]:
 def claims(records: list[Record]) -> list[list[str]]:
     """Every claim that these records can speak to, with what they say."""
     medians = _medians(records)
-    measured = {r["case"]["id"] for r in records}
+    measured = {(r["case"]["id"], r["pass"]) for r in records}
     rows = []
     for claim in CLAIMS:
-        if not measured.issuperset(claim.cases):
+        if not measured.issuperset((id, claim.kind) for id in claim.cases):
             continue
         ours = [medians.get((id, claim.kind, claim.ours)) for id in claim.cases]
         if claim.baseline is None:

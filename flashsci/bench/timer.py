@@ -159,22 +159,20 @@ class _GpuClock:
 
 
 def host_time(
-    functions: Mapping[str, Function],
-    device: torch.device,
-    calls: int = 50,
-    rounds: int = 40,
+    functions: Mapping[str, Function], device: torch.device, seconds: float = 1.0, calls: int = 50
 ) -> dict[str, Times]:
     """Seconds the host spends in one call, the GPU's work not included: what an eager small model
     is bound by.
 
     Each sample is `calls` calls in a row on an idle device; the device is drained between samples,
-    so that a full launch queue never blocks the host.
+    so that a full launch queue never blocks the host. `seconds` is about the whole time spent.
     """
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
-        for _ in range(20):
+        for _ in range(10):
             function()
-    for _ in range(rounds):
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(next(iter(samples.values()))) < 3:
         for name, function in functions.items():
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
