@@ -58,7 +58,9 @@ def check_one(case):
         findings = judge.findings(found)
         again = evaluate(judge.inputs, "triton")
         problems = [f.problem for f in findings if f.problem]
-        problems += [f"{n} differs between two runs" for n in found if not torch.equal(found[n], again[n])]
+        problems += [
+            f"{n} differs between two runs" for n in found if not torch.equal(found[n], again[n])
+        ]
         return problems, {f.tensor: max(f.ratios) for f in findings}
     except Exception as error:
         return [f"{type(error).__name__}: {str(error)[:300]} {traceback.format_exc()[-300:]}"], {}
@@ -71,7 +73,9 @@ def check(count: int, seed: int, pool) -> None:
     cases = list(generate(seed, count))
     worst: dict[tuple[str, str], float] = {}
     failures = 0
-    for case, (problems, ratios) in zip(cases, pool.imap(check_one, cases, chunksize=1), strict=True):
+    for case, (problems, ratios) in zip(
+        cases, pool.imap(check_one, cases, chunksize=1), strict=True
+    ):
         for tensor, ratio in ratios.items():
             key = (case.variant.dtype, tensor)
             worst[key] = max(worst.get(key, 0.0), ratio)
@@ -79,7 +83,9 @@ def check(count: int, seed: int, pool) -> None:
             failures += 1
             if failures <= 12:
                 print("FAIL", "; ".join(problems)[:700], "\n    ", case, flush=True)
-    print(f"check: {count} cases, {failures} failures, {time.time() - start:.0f} s; worst ratio to what is allowed:")
+    print(
+        f"check: {count} cases, {failures} failures, {time.time() - start:.0f} s; worst ratio to what is allowed:"
+    )
     print("   ", {f"{d} {t}": round(r, 2) for (d, t), r in sorted(worst.items())}, flush=True)
 
 
@@ -118,7 +124,9 @@ TINY_CASES = {
 class Call:
     """One case: its tensors, the backend's raw calls, and peers."""
 
-    def __init__(self, shape, bias=None, bias_dtype=None, mask=None, dtype="bfloat16", causal=False, Hk=None):
+    def __init__(
+        self, shape, bias=None, bias_dtype=None, mask=None, dtype="bfloat16", causal=False, Hk=None
+    ):
         import torch
 
         from flashsci.backends.triton import host
@@ -130,9 +138,17 @@ class Call:
         hk = Hk or h
         g = torch.Generator("cuda").manual_seed(0)
         rand = lambda *s: torch.randn(*s, device="cuda", generator=g).to(dtype)  # noqa: E731
-        self.q, self.k, self.v = rand(b0, b1, h, sq, d), rand(b0, b1, hk, sk, d), rand(b0, b1, hk, sk, dv)
+        self.q, self.k, self.v = (
+            rand(b0, b1, h, sq, d),
+            rand(b0, b1, hk, sk, d),
+            rand(b0, b1, hk, sk, dv),
+        )
         self.dout = rand(b0, b1, h, sq, dv)
-        self.bias = None if bias is None else rand(*bias).to(getattr(torch, bias_dtype) if bias_dtype else dtype)
+        self.bias = (
+            None
+            if bias is None
+            else rand(*bias).to(getattr(torch, bias_dtype) if bias_dtype else dtype)
+        )
         self.mask = None
         if mask:
             self.mask = torch.arange(sk, device="cuda").expand(mask) < sk - sk // 16
@@ -146,7 +162,9 @@ class Call:
         return self.host.forward(*self.tensors, *self.scalars)
 
     def backward(self, need=15):
-        return self.host.backward(self.dout, None, *self.tensors, self.out, self.lse, *self.scalars, need)
+        return self.host.backward(
+            self.dout, None, *self.tensors, self.out, self.lse, *self.scalars, need
+        )
 
     def flat(self, x):
         return x.flatten(0, 1)
@@ -159,11 +177,15 @@ class Call:
         sq, sk = q.shape[-2], k.shape[-2]
         block_mask = None
         if self.causal:
-            block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, sq, sk, device="cuda")
+            block_mask = create_block_mask(
+                lambda b, h, i, j: i >= j, None, None, sq, sk, device="cuda"
+            )
         run = torch.compile(flex_attention, dynamic=False)
         forward = lambda: run(q, k, v, block_mask=block_mask, scale=self.scale)  # noqa: E731
         out = forward()
-        return forward, lambda: torch.autograd.grad(out, (q, k, v), self.flat(self.dout), retain_graph=True)
+        return forward, lambda: torch.autograd.grad(
+            out, (q, k, v), self.flat(self.dout), retain_graph=True
+        )
 
     def sdpa(self, backend):
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -174,8 +196,11 @@ class Call:
         if self.bias is not None:
             leaf = self.bias.to(q.dtype).detach().requires_grad_()
             leaves.append(leaf)
-            bias = leaf.expand(*self.q.shape[:-1], k.shape[-2]).flatten(0, 1) if leaf.shape[:2] != self.q.shape[:2] else (
-                leaf.flatten(0, 1).expand(*q.shape[:-1], k.shape[-2]))
+            bias = (
+                leaf.expand(*self.q.shape[:-1], k.shape[-2]).flatten(0, 1)
+                if leaf.shape[:2] != self.q.shape[:2]
+                else (leaf.flatten(0, 1).expand(*q.shape[:-1], k.shape[-2]))
+            )
 
         def forward():
             with sdpa_kernel(getattr(SDPBackend, backend)):
@@ -183,22 +208,25 @@ class Call:
                                                                         scale=self.scale)  # fmt: skip
 
         out = forward()
-        return forward, lambda: torch.autograd.grad(out, leaves, self.flat(self.dout), retain_graph=True)
+        return forward, lambda: torch.autograd.grad(
+            out, leaves, self.flat(self.dout), retain_graph=True
+        )
 
 
 CONFIGS = {
-    ("forward", 64): [(128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 128, 8, 2), (64, 128, 4, 3),
-                      (64, 64, 4, 3), (256, 64, 8, 3), (256, 128, 8, 3)],
-    ("forward", 128): [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 4), (64, 128, 4, 2),
-                       (64, 64, 4, 3), (256, 64, 8, 2), (128, 96, 8, 3)],
-    ("dq", 64): [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 3),
-                 (128, 32, 4, 4)],
-    ("dq", 128): [(128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 2),
-                  (64, 128, 4, 2), (128, 32, 8, 4)],
-    ("dkdv", 64): [(64, 128, 8, 3), (64, 128, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 4, 3), (32, 128, 4, 4),
-                   (64, 128, 8, 2), (128, 128, 8, 3)],
-    ("dkdv", 128): [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (32, 128, 8, 3), (128, 128, 8, 2),
-                    (32, 128, 4, 3), (128, 64, 8, 2)],
+    ("forward", 64): [(64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (64, 64, 4, 3, 128), (64, 64, 4, 2, 128), (128, 64, 8, 3),
+                      (128, 64, 8, 3, 128), (128, 64, 8, 2, 128), (64, 32, 4, 3), (128, 128, 4, 3)],
+    ("forward", 128): [(128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3, 168), (64, 64, 4, 2, 168), (64, 32, 4, 3),
+                       (128, 64, 8, 3, 128)],
+    ("dq", 64): [(128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3, 168), (64, 64, 4, 3, 128), (128, 64, 8, 3, 128),
+                 (64, 32, 4, 3)],
+    ("dq", 128): [(128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 2, 168), (64, 32, 4, 3), (64, 32, 4, 2), (128, 64, 8, 4),
+                  (128, 32, 8, 3, 128)],
+    ("dkdv", 64): [(64, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2, 168), (64, 128, 8, 3, 128),
+                   (64, 128, 8, 2, 128), (32, 128, 4, 4), (32, 128, 8, 3, 128), (32, 64, 4, 3), (32, 64, 4, 3, 128),
+                   (128, 128, 8, 2), (128, 64, 8, 2)],
+    ("dkdv", 128): [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (32, 128, 8, 3), (32, 64, 4, 3), (32, 64, 4, 2),
+                    (32, 128, 8, 4), (64, 64, 8, 2), (64, 64, 8, 3)],
 }  # fmt: skip
 CONFIGS = {k: [c for c in v if c[1] & (c[1] - 1) == 0] for k, v in CONFIGS.items()}
 
@@ -209,7 +237,9 @@ def with_config(kernel: str, tile):
 
     if not hasattr(launch, "default_config"):
         launch.default_config = launch.config
-    launch.config = lambda name, *rest: tile if name == kernel and tile else launch.default_config(name, *rest)
+    launch.config = lambda name, *rest: (
+        tile if name == kernel and tile else launch.default_config(name, *rest)
+    )
     host.plan.cache_clear()
 
 
@@ -239,10 +269,18 @@ def sweep_cases(kernel: str, d: int):
 def sweep(kernels, pool, dims=(64, 128)) -> None:
     jobs = [(case, kernel, tile) for kernel in kernels for d in dims for _, case in sweep_cases(kernel, d)
             for tile in CONFIGS[kernel, d]]  # fmt: skip
-    small = [(dict(case, shape=(1, 1, 1, 512, 512, case["shape"][-1])), kernel, tile) for case, kernel, tile in jobs]
+    small = [
+        (dict(case, shape=(1, 1, 1, 512, 512, case["shape"][-1])), kernel, tile)
+        for case, kernel, tile in jobs
+    ]
     start = time.time()
-    failed = {error.split(":")[0]: error for error in pool.map(warm_config, small, chunksize=1) if error}
-    print(f"sweep: {len(small)} kernels compiled in {time.time() - start:.0f} s; failed: {list(failed.values())}", flush=True)
+    failed = {
+        error.split(":")[0]: error for error in pool.map(warm_config, small, chunksize=1) if error
+    }
+    print(
+        f"sweep: {len(small)} kernels compiled in {time.time() - start:.0f} s; failed: {list(failed.values())}",
+        flush=True,
+    )
     rows = {}
     for kernel in kernels:
         for d in dims:
@@ -257,17 +295,29 @@ def sweep(kernels, pool, dims=(64, 128)) -> None:
                     rows.setdefault((kernel, d, tile), {})[case["causal"]] = work / ms / 1e9
                 with_config(kernel, None)
     for (kernel, d, tile), found in rows.items():
-        print(f"{kernel:8} d{d:<4} {tile!s:20} full {found.get(False, 0):6.1f}  causal {found.get(True, 0):6.1f}")
+        print(
+            f"{kernel:8} d{d:<4} {tile!s:20} full {found.get(False, 0):6.1f}  causal {found.get(True, 0):6.1f}"
+        )
 
 
 def sweep_bias(kernels, pool, names) -> None:
     """Tile sizes of cases with a bias; the table is per case in microseconds."""
     tiles = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 2), (64, 128, 4, 2), (64, 128, 8, 2), (128, 64, 8, 3),
              (128, 128, 8, 2), (32, 64, 4, 3), (64, 32, 4, 3), (128, 32, 4, 3), (32, 128, 4, 2)]  # fmt: skip
-    jobs = [(BIAS_CASES[n] if n in BIAS_CASES else TINY_CASES[n], kernel, tile) for n in names for kernel in kernels for tile in tiles]
+    jobs = [
+        (BIAS_CASES[n] if n in BIAS_CASES else TINY_CASES[n], kernel, tile)
+        for n in names
+        for kernel in kernels
+        for tile in tiles
+    ]
     start = time.time()
-    failed = {error.split(":")[0]: error for error in pool.map(warm_config, jobs, chunksize=1) if error}
-    print(f"sweep: {len(jobs)} kernels compiled in {time.time() - start:.0f} s; failed: {list(failed.values())}", flush=True)
+    failed = {
+        error.split(":")[0]: error for error in pool.map(warm_config, jobs, chunksize=1) if error
+    }
+    print(
+        f"sweep: {len(jobs)} kernels compiled in {time.time() - start:.0f} s; failed: {list(failed.values())}",
+        flush=True,
+    )
     for name in names:
         call = Call(**(BIAS_CASES[name] if name in BIAS_CASES else TINY_CASES[name]))
         for kernel in kernels:
@@ -278,10 +328,18 @@ def sweep_bias(kernels, pool, names) -> None:
                 with_config(kernel, tile)
                 found.append((interleaved({"x": kernel_run(call, kernel)}, 7)["x"] * 1e3, tile))
             with_config(kernel, None)
-            print(f"{name:20} {kernel:14}", *(f"{tile} {us:.0f} us;" for us, tile in sorted(found)[:6]), flush=True)
+            print(
+                f"{name:20} {kernel:14}",
+                *(f"{tile} {us:.0f} us;" for us, tile in sorted(found)[:6]),
+                flush=True,
+            )
 
 
-PEERS = {"dense": ("flex", "CUDNN_ATTENTION"), "bias": ("EFFICIENT_ATTENTION",), "tiny": ("EFFICIENT_ATTENTION",)}
+PEERS = {
+    "dense": ("flex", "CUDNN_ATTENTION"),
+    "bias": ("EFFICIENT_ATTENTION",),
+    "tiny": ("EFFICIENT_ATTENTION",),
+}
 
 
 def timing_cases(group: str):

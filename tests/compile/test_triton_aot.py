@@ -78,7 +78,14 @@ def source(triton, torch, kernel, args, kwargs):
             return tuple(kind(x, (*path, i), False) for i, x in enumerate(value))
         if isinstance(value, torch.Tensor):
             attributes[path] = [["tt.divisibility", 16]]
-            names = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "bool": "i1", "int32": "i32", "int64": "i64"}
+            names = {
+                "float16": "fp16",
+                "bfloat16": "bf16",
+                "float32": "fp32",
+                "bool": "i1",
+                "int32": "i32",
+                "int64": "i64",
+            }
             return "*" + names[str(value.dtype).removeprefix("torch.")]
         return "fp32" if isinstance(value, float) else "i32"
 
@@ -96,7 +103,13 @@ def compile_for(architecture: int) -> list[dict]:
     capability = divmod(architecture, 10)
     host.device_of = lambda device: host.Device(capability, 32 << 20, 100)
     launches: list = []
-    for name in ("forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel"):
+    for name in (
+        "forward_kernel",
+        "delta_kernel",
+        "dq_kernel",
+        "dkdv_kernel",
+        "bias_gradient_kernel",
+    ):
         setattr(host, name, Recorder(getattr(host, name), launches))
     report = []
     for call, dtype, dims, features in calls():
@@ -108,7 +121,9 @@ def compile_for(architecture: int) -> list[dict]:
         host.backward(*backward)
         for kernel, args, kwargs in launches:
             described, options = source(triton, torch, kernel, args, kwargs)
-            compiled = triton.compile(described, target=GPUTarget("cuda", architecture, 32), options=options)
+            compiled = triton.compile(
+                described, target=GPUTarget("cuda", architecture, 32), options=options
+            )
             report.append(dict(call=call, kernel=kernel.__name__, shared=compiled.metadata.shared,
                                wgmma="wgmma" in compiled.asm["ptx"], mma="mma.sync" in compiled.asm["ptx"]))  # fmt: skip
     return report
@@ -121,7 +136,12 @@ def test_compiles(architecture):
     with tempfile.TemporaryDirectory() as cache:
         environment["TRITON_CACHE_DIR"] = cache
         environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-        done = subprocess.run([sys.executable, __file__, str(architecture)], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, __file__, str(architecture)],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert {entry["kernel"] for entry in report} == {
@@ -129,7 +149,11 @@ def test_compiles(architecture):
     most = {75: 64, 80: 163, 90: 227, 100: 227}[architecture] * 1024
     assert all(entry["shared"] <= most for entry in report), report
     if architecture == 90:
-        plain = [entry for entry in report if entry["call"] == "plain" and entry["kernel"] != "delta_kernel"]
+        plain = [
+            entry
+            for entry in report
+            if entry["call"] == "plain" and entry["kernel"] != "delta_kernel"
+        ]
         assert all(entry["wgmma"] for entry in plain), plain
 
 

@@ -48,7 +48,11 @@ def rejects(problem: Problem) -> str | None:
             f"the Triton kernels compute in float16, bfloat16 and float32, not {str(problem.dtype).removeprefix('torch.')}; "
             "use backend='reference'"
         )
-    if problem.dtype == torch.bfloat16 and problem.capability is not None and problem.capability < (8, 0):
+    if (
+        problem.dtype == torch.bfloat16
+        and problem.capability is not None
+        and problem.capability < (8, 0)
+    ):
         return (
             f"sm_{problem.capability[0]}{problem.capability[1]} has no bfloat16 instructions (sm_80 and newer have); "
             "use float16 or float32"

@@ -14,24 +14,64 @@ import triton
 import triton.language as tl
 
 from .forward import RUNTIME
-from .tile import (PLANE, aligned, dense_place, dot, dropout_keep, exponential, head_pointer, key_range, load_tile,
-                   lse_reference, packed_place, packed_span, plane_place, plane_pointers, query_range, scores, store_tile)
+from .tile import (
+    LOG2E,
+    PLANE,
+    aligned,
+    dense_place,
+    dot,
+    dropout_keep,
+    exponential,
+    head_pointer,
+    key_range,
+    load_row,
+    load_tile,
+    packed_place,
+    packed_span,
+    plane_place,
+    plane_pointers,
+    query_range,
+    scores,
+    store_tile,
+)
 
 # What becomes of dS besides dq, dk: stored as it is (the bias has every dim), or summed over keys or queries.
 NO_BIAS_GRADIENT = tl.constexpr(0)
 STORE = tl.constexpr(1)
 ROW_SUMS = tl.constexpr(2)
 
-RUNTIME_BACKWARD = (*RUNTIME, "dout_strides", "dq_strides", "dk_strides", "dv_strides", "dbias_strides")
+RUNTIME_BACKWARD = (
+    *RUNTIME,
+    "dout_strides",
+    "dq_strides",
+    "dk_strides",
+    "dv_strides",
+    "dbias_strides",
+)
 
 
-@triton.jit(do_not_specialize=("dout_strides", "out_strides", "batch1", "heads", "tiles", "size_q", "head_dim_v"))
+@triton.jit(
+    do_not_specialize=(
+        "dout_strides",
+        "out_strides",
+        "batch1",
+        "heads",
+        "tiles",
+        "size_q",
+        "head_dim_v",
+    )
+)
 def delta_kernel(
-    dout, out, lse, dlse, delta,
+    dout, out, lse, dlse, reference, delta,
     dout_strides, out_strides, batch1, heads, tiles, size_q, head_dim_v,
     BLOCK_M: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, EVEN_V: tl.constexpr, VECTOR: tl.constexpr,
+    FOLD: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum_d dout out - dlse; 0 for rows without keys. Rows of packed sequences are those of one long sequence."""
+    """delta = sum_d dout out - dlse, and the reference that `exponential` takes: lse, in log2 units under FOLD.
+
+    A row without keys gets reference +inf, so that its probabilities are 0, and delta 0. Rows of packed sequences are
+    treated as those of one long sequence.
+    """
     pid = tl.program_id(0)
     bh = pid // tiles
     i0 = pid % tiles * BLOCK_M
@@ -42,24 +82,51 @@ def delta_kernel(
     dout_tile += i0.to(tl.int64) * aligned(dout_strides[3], VECTOR)
     out_tile = head_pointer(out, out_strides, b // batch1, b % batch1, h, VECTOR)
     out_tile += i0.to(tl.int64) * aligned(out_strides[3], VECTOR)
-    g = load_tile(dout_tile, dout_strides[3], rows_left, head_dim_v, BLOCK_M, V0, VECTOR, True, not EVEN_V)
-    o = load_tile(out_tile, out_strides[3], rows_left, head_dim_v, BLOCK_M, V0, VECTOR, True, not EVEN_V)
+    g = load_tile(
+        dout_tile, dout_strides[3], rows_left, head_dim_v, BLOCK_M, V0, VECTOR, True, not EVEN_V
+    )
+    o = load_tile(
+        out_tile, out_strides[3], rows_left, head_dim_v, BLOCK_M, V0, VECTOR, True, not EVEN_V
+    )
     d = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
     if V1 > 0:
-        g = load_tile(dout_tile + V0, dout_strides[3], rows_left, head_dim_v - V0, BLOCK_M, V1, VECTOR, True, not EVEN_V)
-        o = load_tile(out_tile + V0, out_strides[3], rows_left, head_dim_v - V0, BLOCK_M, V1, VECTOR, True, not EVEN_V)
+        g = load_tile(
+            dout_tile + V0,
+            dout_strides[3],
+            rows_left,
+            head_dim_v - V0,
+            BLOCK_M,
+            V1,
+            VECTOR,
+            True,
+            not EVEN_V,
+        )
+        o = load_tile(
+            out_tile + V0,
+            out_strides[3],
+            rows_left,
+            head_dim_v - V0,
+            BLOCK_M,
+            V1,
+            VECTOR,
+            True,
+            not EVEN_V,
+        )
         d += tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
     rows = tl.arange(0, BLOCK_M)
     position = bh.to(tl.int64) * size_q + i0 + rows
     if dlse is not None:
         d -= tl.load(dlse + position, mask=rows < rows_left, other=0.0)
-    row_lse = tl.load(lse + position, mask=rows < rows_left, other=float("-inf"))
-    tl.store(delta + position, tl.where(row_lse == float("-inf"), 0.0, d), mask=rows < rows_left)
+    row_lse = tl.load(lse + position, mask=rows < rows_left, other=0.0)
+    dead = row_lse == float("-inf")
+    row_lse = tl.where(dead, float("inf"), row_lse)
+    tl.store(reference + position, row_lse * LOG2E if FOLD else row_lse, mask=rows < rows_left)
+    tl.store(delta + position, tl.where(dead, 0.0, d), mask=rows < rows_left)
 
 
 @triton.jit(do_not_specialize=RUNTIME_BACKWARD)
 def dq_kernel(
-    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, lse, delta, dq, dbias,
+    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, reference, delta, dq, dbias,
     q_strides, k_strides, v_strides, dout_strides, dq_strides,  # of (b0, b1, head, row)
     bias_strides, mask_strides, dbias_strides,  # of (b0, b1, head, row, column)
     bias_total, batch1, heads, group, heads_total, section, tiles, sequences,
@@ -75,14 +142,18 @@ def dq_kernel(
     pid = tl.program_id(0)
     if PACKED:
         h = pid // tiles
-        n, tile, start_q, len_q = packed_place(pid % tiles, cu_seqlens_q, sequences, size_q, BLOCK_M)
+        n, tile, start_q, len_q = packed_place(
+            pid % tiles, cu_seqlens_q, sequences, size_q, BLOCK_M
+        )
         start_k, len_k = packed_span(cu_seqlens_k, n, sequences, size_k)
         b = n
         b0 = tl.full([], 0, tl.int32)
         b1 = b0
         row0 = h.to(tl.int64) * size_q + start_q
     else:
-        tile, b, b0, b1, h = dense_place(pid, tiles, heads, batch1, heads_total, section, WINDOW >= 1)
+        tile, b, b0, b1, h = dense_place(
+            pid, tiles, heads, batch1, heads_total, section, WINDOW >= 1
+        )
         n = b
         start_q = tl.full([], 0, tl.int32)
         start_k = start_q
@@ -97,7 +168,9 @@ def dq_kernel(
     shift = (len_k - len_q) * lower_right
     stream = b * heads + h
 
-    q_tile = head_pointer(q, q_strides, b0, b1, h, VECTOR) + (start_q + i0).to(tl.int64) * aligned(q_strides[3], VECTOR)
+    q_tile = head_pointer(q, q_strides, b0, b1, h, VECTOR) + (start_q + i0).to(tl.int64) * aligned(
+        q_strides[3], VECTOR
+    )
     dout_tile = head_pointer(dout, dout_strides, b0, b1, h, VECTOR)
     dout_tile += (start_q + i0).to(tl.int64) * aligned(dout_strides[3], VECTOR)
     k_head = head_pointer(k, k_strides, b0, b1, h // group, VECTOR)
@@ -105,31 +178,82 @@ def dq_kernel(
     v_head = head_pointer(v, v_strides, b0, b1, h // group, VECTOR)
     v_head += start_k.to(tl.int64) * aligned(v_strides[3], VECTOR)
     if BIAS_GRADIENT == STORE:
-        dbias, dbias_strides, dbias_rows = plane_place(dbias, dbias_strides, b0, b1, h, n, start_k, len_q, len_k,
-                                                       bias_offsets, bias_total, DBIAS_VECTOR, RAGGED)
+        dbias, dbias_strides, dbias_rows = plane_place(
+            dbias,
+            dbias_strides,
+            b0,
+            b1,
+            h,
+            n,
+            start_k,
+            len_q,
+            len_k,
+            bias_offsets,
+            bias_total,
+            DBIAS_VECTOR,
+            RAGGED,
+        )
     if BIAS:
-        bias, bias_strides, bias_rows = plane_place(bias, bias_strides, b0, b1, h, n, start_k, len_q, len_k, bias_offsets,
-                                                    bias_total, BIAS_VECTOR, RAGGED)
+        bias, bias_strides, bias_rows = plane_place(
+            bias,
+            bias_strides,
+            b0,
+            b1,
+            h,
+            n,
+            start_k,
+            len_q,
+            len_k,
+            bias_offsets,
+            bias_total,
+            BIAS_VECTOR,
+            RAGGED,
+        )
     else:
         bias_rows = len_q
     if MASK:
-        mask, mask_strides, mask_rows = plane_place(mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None, 0, MASK_VECTOR,
-                                            False)
+        mask, mask_strides, mask_rows = plane_place(
+            mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None, 0, MASK_VECTOR, False
+        )
 
     # q: [BLOCK_M, D], g = dO: [BLOCK_M, Dv]
     q0 = load_tile(q_tile, q_strides[3], rows_left, head_dim, BLOCK_M, D0, VECTOR, True, not EVEN_D)
-    g0 = load_tile(dout_tile, dout_strides[3], rows_left, head_dim_v, BLOCK_M, V0, VECTOR, True, not EVEN_V)
+    g0 = load_tile(
+        dout_tile, dout_strides[3], rows_left, head_dim_v, BLOCK_M, V0, VECTOR, True, not EVEN_V
+    )
     dq0 = tl.zeros([BLOCK_M, D0], tl.float32)
     if D1 > 0:
-        q1 = load_tile(q_tile + D0, q_strides[3], rows_left, head_dim - D0, BLOCK_M, D1, VECTOR, True, not EVEN_D)
+        q1 = load_tile(
+            q_tile + D0,
+            q_strides[3],
+            rows_left,
+            head_dim - D0,
+            BLOCK_M,
+            D1,
+            VECTOR,
+            True,
+            not EVEN_D,
+        )
         dq1 = tl.zeros([BLOCK_M, D1], tl.float32)
     if V1 > 0:
-        g1 = load_tile(dout_tile + V0, dout_strides[3], rows_left, head_dim_v - V0, BLOCK_M, V1, VECTOR, True, not EVEN_V)
-    reference = lse_reference(tl.load(lse + row0 + i, mask=i < len_q, other=float("inf")), FOLD)
+        g1 = load_tile(
+            dout_tile + V0,
+            dout_strides[3],
+            rows_left,
+            head_dim_v - V0,
+            BLOCK_M,
+            V1,
+            VECTOR,
+            True,
+            not EVEN_V,
+        )
+    row_reference = tl.load(reference + row0 + i, mask=i < len_q, other=float("inf"))
     row_delta = tl.load(delta + row0 + i, mask=i < len_q, other=0.0)
     row_sums = tl.zeros([BLOCK_M], tl.float32)
 
-    low, whole, cut, high = key_range(i0, tl.minimum(i0 + BLOCK_M, len_q), len_k, shift, left, right, BLOCK_N, WINDOW)
+    low, whole, cut, high = key_range(
+        i0, tl.minimum(i0 + BLOCK_M, len_q), len_k, shift, left, right, BLOCK_N, WINDOW
+    )
     for part in tl.static_range(0 if WINDOW == 2 else 1, 3):
         if part == 0:
             begin, end = low, whole
@@ -141,30 +265,101 @@ def dq_kernel(
             start = tl.multiple_of(start, BLOCK_N)
             k_tile = k_head + start.to(tl.int64) * aligned(k_strides[3], VECTOR)
             v_tile = v_head + start.to(tl.int64) * aligned(v_strides[3], VECTOR)
-            k0 = load_tile(k_tile, k_strides[3], len_k - start, head_dim, BLOCK_N, D0, VECTOR, part != 1, not EVEN_D)
-            v0 = load_tile(v_tile, v_strides[3], len_k - start, head_dim_v, BLOCK_N, V0, VECTOR, part != 1, not EVEN_V)
+            k0 = load_tile(
+                k_tile,
+                k_strides[3],
+                len_k - start,
+                head_dim,
+                BLOCK_N,
+                D0,
+                VECTOR,
+                part != 1,
+                not EVEN_D,
+            )
+            v0 = load_tile(
+                v_tile,
+                v_strides[3],
+                len_k - start,
+                head_dim_v,
+                BLOCK_N,
+                V0,
+                VECTOR,
+                part != 1,
+                not EVEN_V,
+            )
             s = dot(q0, k0.T, None, PRECISION)  # [BLOCK_M, BLOCK_N]
             dp = dot(g0, v0.T, None, PRECISION)
             if D1 > 0:
-                k1 = load_tile(k_tile + D0, k_strides[3], len_k - start, head_dim - D0, BLOCK_N, D1, VECTOR, part != 1,
-                               not EVEN_D)
+                k1 = load_tile(
+                    k_tile + D0,
+                    k_strides[3],
+                    len_k - start,
+                    head_dim - D0,
+                    BLOCK_N,
+                    D1,
+                    VECTOR,
+                    part != 1,
+                    not EVEN_D,
+                )
                 s = dot(q1, k1.T, s, PRECISION)
             if V1 > 0:
-                v1 = load_tile(v_tile + V0, v_strides[3], len_k - start, head_dim_v - V0, BLOCK_N, V1, VECTOR, part != 1,
-                               not EVEN_V)
+                v1 = load_tile(
+                    v_tile + V0,
+                    v_strides[3],
+                    len_k - start,
+                    head_dim_v - V0,
+                    BLOCK_N,
+                    V1,
+                    VECTOR,
+                    part != 1,
+                    not EVEN_V,
+                )
                 dp = dot(g1, v1.T, dp, PRECISION)
             j = start + tl.arange(0, BLOCK_N)
-            s, slope = scores(s, i[:, None], j[None, :], bias, bias_strides, bias_rows, mask, mask_strides, len_q, len_k,
-                              shift, left, right, scale, softcap, part != 1, 0 if part == 1 else WINDOW, SOFTCAP,
-                              q0.dtype == tl.float32, FOLD, BIAS, BIAS_VECTOR, MASK, MASK_VECTOR)
-            p = exponential(s, reference[:, None], scale, FOLD)
+            s, slope = scores(
+                s,
+                i[:, None],
+                j[None, :],
+                bias,
+                bias_strides,
+                bias_rows,
+                mask,
+                mask_strides,
+                len_q,
+                len_k,
+                shift,
+                left,
+                right,
+                scale,
+                softcap,
+                part != 1,
+                0 if part == 1 else WINDOW,
+                SOFTCAP,
+                q0.dtype == tl.float32,
+                FOLD,
+                BIAS,
+                BIAS_VECTOR,
+                MASK,
+                MASK_VECTOR,
+            )
+            p = exponential(s, row_reference[:, None], scale, FOLD)
             if DROPOUT:
-                keep = dropout_keep(dropout_seed, stream, i0, start, threshold, BLOCK_M, BLOCK_N, False)
+                keep = dropout_keep(
+                    dropout_seed, stream, i0, start, threshold, BLOCK_M, BLOCK_N, False
+                )
                 dp = tl.where(keep, dp * keep_scale, 0.0)
             ds = p * (dp - row_delta[:, None])
             if BIAS_GRADIENT == STORE:
-                pointers, inside = plane_pointers(dbias, dbias_strides, i[:, None], j[None, :], dbias_rows, len_k, PLANE,
-                                                  DBIAS_VECTOR)
+                pointers, inside = plane_pointers(
+                    dbias,
+                    dbias_strides,
+                    i[:, None],
+                    j[None, :],
+                    dbias_rows,
+                    len_k,
+                    PLANE,
+                    DBIAS_VECTOR,
+                )
                 tl.store(pointers, ds.to(dbias.dtype.element_ty), mask=inside)
             if BIAS_GRADIENT == ROW_SUMS:
                 row_sums += tl.sum(ds, 1)
@@ -183,12 +378,21 @@ def dq_kernel(
         dq_tile += (start_q + i0).to(tl.int64) * aligned(dq_strides[3], VECTOR)
         store_tile(dq_tile, dq_strides[3], rows_left, head_dim, dq0 * scale, BLOCK_M, D0, VECTOR)
         if D1 > 0:
-            store_tile(dq_tile + D0, dq_strides[3], rows_left, head_dim - D0, dq1 * scale, BLOCK_M, D1, VECTOR)
+            store_tile(
+                dq_tile + D0,
+                dq_strides[3],
+                rows_left,
+                head_dim - D0,
+                dq1 * scale,
+                BLOCK_M,
+                D1,
+                VECTOR,
+            )
 
 
 @triton.jit(do_not_specialize=RUNTIME_BACKWARD)
 def dkdv_kernel(
-    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, lse, delta, dk, dv, column_sums,
+    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, reference, delta, dk, dv, column_sums,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,  # of (b0, b1, head, row)
     bias_strides, mask_strides,  # of (b0, b1, head, row, column)
     bias_total, batch1, heads, group, heads_total, section, tiles, sequences,
@@ -208,7 +412,9 @@ def dkdv_kernel(
     pid = tl.program_id(0)
     if PACKED:
         hk = pid // tiles
-        n, tile, start_k, len_k = packed_place(pid % tiles, cu_seqlens_k, sequences, size_k, BLOCK_N)
+        n, tile, start_k, len_k = packed_place(
+            pid % tiles, cu_seqlens_k, sequences, size_k, BLOCK_N
+        )
         start_q, len_q = packed_span(cu_seqlens_q, n, sequences, size_q)
         b = n
         b0 = tl.full([], 0, tl.int32)
@@ -227,20 +433,50 @@ def dkdv_kernel(
     columns_left = len_k - j0
     shift = (len_k - len_q) * lower_right
 
-    k_tile = head_pointer(k, k_strides, b0, b1, hk, VECTOR) + (start_k + j0).to(tl.int64) * aligned(k_strides[3], VECTOR)
-    v_tile = head_pointer(v, v_strides, b0, b1, hk, VECTOR) + (start_k + j0).to(tl.int64) * aligned(v_strides[3], VECTOR)
-    k0 = load_tile(k_tile, k_strides[3], columns_left, head_dim, BLOCK_N, D0, VECTOR, True, not EVEN_D)  # [BLOCK_N, D0]
-    v0 = load_tile(v_tile, v_strides[3], columns_left, head_dim_v, BLOCK_N, V0, VECTOR, True, not EVEN_V)
+    k_tile = head_pointer(k, k_strides, b0, b1, hk, VECTOR) + (start_k + j0).to(tl.int64) * aligned(
+        k_strides[3], VECTOR
+    )
+    v_tile = head_pointer(v, v_strides, b0, b1, hk, VECTOR) + (start_k + j0).to(tl.int64) * aligned(
+        v_strides[3], VECTOR
+    )
+    k0 = load_tile(
+        k_tile, k_strides[3], columns_left, head_dim, BLOCK_N, D0, VECTOR, True, not EVEN_D
+    )  # [BLOCK_N, D0]
+    v0 = load_tile(
+        v_tile, v_strides[3], columns_left, head_dim_v, BLOCK_N, V0, VECTOR, True, not EVEN_V
+    )
     dk0 = tl.zeros([BLOCK_N, D0], tl.float32)
     dv0 = tl.zeros([BLOCK_N, V0], tl.float32)
     if D1 > 0:
-        k1 = load_tile(k_tile + D0, k_strides[3], columns_left, head_dim - D0, BLOCK_N, D1, VECTOR, True, not EVEN_D)
+        k1 = load_tile(
+            k_tile + D0,
+            k_strides[3],
+            columns_left,
+            head_dim - D0,
+            BLOCK_N,
+            D1,
+            VECTOR,
+            True,
+            not EVEN_D,
+        )
         dk1 = tl.zeros([BLOCK_N, D1], tl.float32)
     if V1 > 0:
-        v1 = load_tile(v_tile + V0, v_strides[3], columns_left, head_dim_v - V0, BLOCK_N, V1, VECTOR, True, not EVEN_V)
+        v1 = load_tile(
+            v_tile + V0,
+            v_strides[3],
+            columns_left,
+            head_dim_v - V0,
+            BLOCK_N,
+            V1,
+            VECTOR,
+            True,
+            not EVEN_V,
+        )
         dv1 = tl.zeros([BLOCK_N, V1], tl.float32)
 
-    low, whole, cut, high = query_range(j0, tl.minimum(j0 + BLOCK_N, len_k), len_q, shift, left, right, BLOCK_M, WINDOW)
+    low, whole, cut, high = query_range(
+        j0, tl.minimum(j0 + BLOCK_N, len_k), len_q, shift, left, right, BLOCK_M, WINDOW
+    )
     for member in tl.range(0, group):
         h = hk * group + member
         stream = (b * heads + hk) * group + member
@@ -248,17 +484,33 @@ def dkdv_kernel(
             row0 = h.to(tl.int64) * size_q + start_q
         else:
             row0 = stream.to(tl.int64) * size_q
-        q_head = head_pointer(q, q_strides, b0, b1, h, VECTOR) + start_q.to(tl.int64) * aligned(q_strides[3], VECTOR)
+        q_head = head_pointer(q, q_strides, b0, b1, h, VECTOR) + start_q.to(tl.int64) * aligned(
+            q_strides[3], VECTOR
+        )
         dout_head = head_pointer(dout, dout_strides, b0, b1, h, VECTOR)
         dout_head += start_q.to(tl.int64) * aligned(dout_strides[3], VECTOR)
         if BIAS:
-            plane, plane_strides, bias_rows = plane_place(bias, bias_strides, b0, b1, h, n, start_k, len_q, len_k,
-                                                          bias_offsets, bias_total, BIAS_VECTOR, RAGGED)
+            plane, plane_strides, bias_rows = plane_place(
+                bias,
+                bias_strides,
+                b0,
+                b1,
+                h,
+                n,
+                start_k,
+                len_q,
+                len_k,
+                bias_offsets,
+                bias_total,
+                BIAS_VECTOR,
+                RAGGED,
+            )
         else:
             plane, plane_strides, bias_rows = bias, bias_strides, len_q
         if MASK:
-            mask_head, mask_head_strides, mask_rows = plane_place(mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None, 0,
-                                                          MASK_VECTOR, False)
+            mask_head, mask_head_strides, mask_rows = plane_place(
+                mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None, 0, MASK_VECTOR, False
+            )
         else:
             mask_head, mask_head_strides = mask, mask_strides
         sums = tl.zeros([BLOCK_N], tl.float32)
@@ -267,7 +519,10 @@ def dkdv_kernel(
             if part == 0:
                 begin, end = low, whole
             elif part == 1:
-                begin, end = whole, (cut if WINDOW == 2 else high)  # rows are checked anyway: their own tail needs no loop
+                begin, end = (
+                    whole,
+                    (cut if WINDOW == 2 else high),
+                )  # rows are checked anyway: their own tail needs no loop
             else:
                 begin, end = cut, high
             for start in tl.range(begin, end, BLOCK_M):
@@ -276,24 +531,79 @@ def dkdv_kernel(
                 q_tile = q_head + start.to(tl.int64) * aligned(q_strides[3], VECTOR)
                 dout_tile = dout_head + start.to(tl.int64) * aligned(dout_strides[3], VECTOR)
                 i = start + tl.arange(0, BLOCK_M)
-                q0 = load_tile(q_tile, q_strides[3], rows_left, head_dim, BLOCK_M, D0, VECTOR, True, not EVEN_D)
+                q0 = load_tile(
+                    q_tile, q_strides[3], rows_left, head_dim, BLOCK_M, D0, VECTOR, True, not EVEN_D
+                )
                 s = dot(k0, q0.T, None, PRECISION)  # [BLOCK_N, BLOCK_M]
                 if D1 > 0:
-                    q1 = load_tile(q_tile + D0, q_strides[3], rows_left, head_dim - D0, BLOCK_M, D1, VECTOR, True,
-                                   not EVEN_D)
+                    q1 = load_tile(
+                        q_tile + D0,
+                        q_strides[3],
+                        rows_left,
+                        head_dim - D0,
+                        BLOCK_M,
+                        D1,
+                        VECTOR,
+                        True,
+                        not EVEN_D,
+                    )
                     s = dot(k1, q1.T, s, PRECISION)
-                # Rows beyond the queries have lse +inf: probability 0.
-                row_lse = tl.load(lse + row0 + i, mask=i < len_q, other=float("inf"))
-                s, slope = scores(s, i[None, :], j[:, None], plane, plane_strides, bias_rows, mask_head, mask_head_strides,
-                                  len_q, len_k, shift, left, right, scale, softcap, False, 0 if part == 1 else WINDOW,
-                                  SOFTCAP, k0.dtype == tl.float32, FOLD, BIAS, BIAS_VECTOR, MASK, MASK_VECTOR)
-                p = exponential(s, lse_reference(row_lse, FOLD)[None, :], scale, FOLD)
-                g0 = load_tile(dout_tile, dout_strides[3], rows_left, head_dim_v, BLOCK_M, V0, VECTOR, True, not EVEN_V)
+                # Rows beyond the queries have reference +inf, too: probability 0.
+                row_reference = load_row(reference + row0 + i, i < len_q, float("inf"))
+                s, slope = scores(
+                    s,
+                    i[None, :],
+                    j[:, None],
+                    plane,
+                    plane_strides,
+                    bias_rows,
+                    mask_head,
+                    mask_head_strides,
+                    len_q,
+                    len_k,
+                    shift,
+                    left,
+                    right,
+                    scale,
+                    softcap,
+                    False,
+                    0 if part == 1 else WINDOW,
+                    SOFTCAP,
+                    k0.dtype == tl.float32,
+                    FOLD,
+                    BIAS,
+                    BIAS_VECTOR,
+                    MASK,
+                    MASK_VECTOR,
+                )
+                p = exponential(s, row_reference[None, :], scale, FOLD)
+                g0 = load_tile(
+                    dout_tile,
+                    dout_strides[3],
+                    rows_left,
+                    head_dim_v,
+                    BLOCK_M,
+                    V0,
+                    VECTOR,
+                    True,
+                    not EVEN_V,
+                )
                 if V1 > 0:
-                    g1 = load_tile(dout_tile + V0, dout_strides[3], rows_left, head_dim_v - V0, BLOCK_M, V1, VECTOR, True,
-                                   not EVEN_V)
+                    g1 = load_tile(
+                        dout_tile + V0,
+                        dout_strides[3],
+                        rows_left,
+                        head_dim_v - V0,
+                        BLOCK_M,
+                        V1,
+                        VECTOR,
+                        True,
+                        not EVEN_V,
+                    )
                 if DROPOUT:
-                    keep = dropout_keep(dropout_seed, stream, start, j0, threshold, BLOCK_M, BLOCK_N, True)
+                    keep = dropout_keep(
+                        dropout_seed, stream, start, j0, threshold, BLOCK_M, BLOCK_N, True
+                    )
                 if NEED_DV:
                     kept = p
                     if DROPOUT:
@@ -303,7 +613,7 @@ def dkdv_kernel(
                     if V1 > 0:
                         dv1 = dot(kept, g1, dv1, PRECISION)
                 if NEED_DK or COLUMN_SUMS:
-                    row_delta = tl.load(delta + row0 + i, mask=i < len_q, other=0.0)
+                    row_delta = load_row(delta + row0 + i, i < len_q, 0.0)
                     dp = dot(v0, g0.T, None, PRECISION)  # [BLOCK_N, BLOCK_M]
                     if V1 > 0:
                         dp = dot(v1, g1.T, dp, PRECISION)
@@ -328,10 +638,21 @@ def dkdv_kernel(
         dk_tile += (start_k + j0).to(tl.int64) * aligned(dk_strides[3], VECTOR)
         store_tile(dk_tile, dk_strides[3], columns_left, head_dim, dk0 * scale, BLOCK_N, D0, VECTOR)
         if D1 > 0:
-            store_tile(dk_tile + D0, dk_strides[3], columns_left, head_dim - D0, dk1 * scale, BLOCK_N, D1, VECTOR)
+            store_tile(
+                dk_tile + D0,
+                dk_strides[3],
+                columns_left,
+                head_dim - D0,
+                dk1 * scale,
+                BLOCK_N,
+                D1,
+                VECTOR,
+            )
     if NEED_DV:
         dv_tile = head_pointer(dv, dv_strides, b0, b1, hk, VECTOR)
         dv_tile += (start_k + j0).to(tl.int64) * aligned(dv_strides[3], VECTOR)
         store_tile(dv_tile, dv_strides[3], columns_left, head_dim_v, dv0, BLOCK_N, V0, VECTOR)
         if V1 > 0:
-            store_tile(dv_tile + V0, dv_strides[3], columns_left, head_dim_v - V0, dv1, BLOCK_N, V1, VECTOR)
+            store_tile(
+                dv_tile + V0, dv_strides[3], columns_left, head_dim_v - V0, dv1, BLOCK_N, V1, VECTOR
+            )

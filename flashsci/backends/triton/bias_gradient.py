@@ -11,11 +11,35 @@ import triton
 import triton.language as tl
 
 from .forward import RUNTIME
-from .tile import (ABSENT, PLANE, aligned, dot, dropout_keep, exponential, head_pointer, load_plane, load_tile, lse_reference,
-                   packed_place, packed_span, plane_place, plane_pointers, scores)
+from .tile import (
+    ABSENT,
+    PLANE,
+    aligned,
+    dot,
+    dropout_keep,
+    exponential,
+    head_pointer,
+    load_plane,
+    load_tile,
+    packed_place,
+    packed_span,
+    plane_place,
+    plane_pointers,
+    scores,
+)
 
-RUNTIME_BIAS = (*RUNTIME, "dout_strides", "dbias_strides", "own", "shared", "members", "members_per_split", "blocks",
-                "tiles_k", "split_stride")
+RUNTIME_BIAS = (
+    *RUNTIME,
+    "dout_strides",
+    "dbias_strides",
+    "own",
+    "shared",
+    "members",
+    "members_per_split",
+    "blocks",
+    "tiles_k",
+    "split_stride",
+)
 
 
 @triton.jit
@@ -26,7 +50,7 @@ def indices(x, sizes):
 
 @triton.jit(do_not_specialize=RUNTIME_BIAS)
 def bias_gradient_kernel(
-    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, lse, delta, dbias,
+    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, reference, delta, dbias,
     q_strides, k_strides, v_strides, dout_strides,  # of (b0, b1, head, row)
     bias_strides, mask_strides, dbias_strides,  # of (b0, b1, head, row, column)
     own, shared,  # sizes over (b0, b1, head): of the bias, and of what shares it (one of the two is 1 in every dim)
@@ -64,16 +88,46 @@ def bias_gradient_kernel(
     shift = (len_k - len_q) * lower_right
     first = split * members_per_split
     last = tl.minimum(first + members_per_split, members)
-    plane, plane_strides, bias_rows = plane_place(bias, bias_strides, own0, own1, own_h, n, start_k, len_q, len_k,
-                                                  bias_offsets, bias_total, BIAS_VECTOR, RAGGED)
+    plane, plane_strides, bias_rows = plane_place(
+        bias,
+        bias_strides,
+        own0,
+        own1,
+        own_h,
+        n,
+        start_k,
+        len_q,
+        len_k,
+        bias_offsets,
+        bias_total,
+        BIAS_VECTOR,
+        RAGGED,
+    )
     dbias += split.to(tl.int64) * aligned(split_stride, DBIAS_VECTOR)
-    dbias, dbias_strides, dbias_rows = plane_place(dbias, dbias_strides, own0, own1, own_h, n, start_k, len_q, len_k,
-                                                   bias_offsets, bias_total, DBIAS_VECTOR, RAGGED)
+    dbias, dbias_strides, dbias_rows = plane_place(
+        dbias,
+        dbias_strides,
+        own0,
+        own1,
+        own_h,
+        n,
+        start_k,
+        len_q,
+        len_k,
+        bias_offsets,
+        bias_total,
+        DBIAS_VECTOR,
+        RAGGED,
+    )
 
-    for j0 in tl.range(tile_k * BLOCK_N, len_k if PACKED else tile_k * BLOCK_N + 1, BLOCK_N, num_stages=1):
+    for j0 in tl.range(
+        tile_k * BLOCK_N, len_k if PACKED else tile_k * BLOCK_N + 1, BLOCK_N, num_stages=1
+    ):
         j = j0 + tl.arange(0, BLOCK_N)
         columns_left = len_k - j0
-        bias_tile = load_plane(plane, plane_strides, i[:, None], j[None, :], bias_rows, len_k, BIAS, BIAS_VECTOR)
+        bias_tile = load_plane(
+            plane, plane_strides, i[:, None], j[None, :], bias_rows, len_k, BIAS, BIAS_VECTOR
+        )
         end = last
         if WINDOW >= 1:  # a tile that nobody sees: its gradient is zero
             if j0 > i0 + BLOCK_M - 1 + shift + right:
@@ -101,41 +155,143 @@ def bias_gradient_kernel(
             k_tile += (start_k + j0).to(tl.int64) * aligned(k_strides[3], VECTOR)
             v_tile = head_pointer(v, v_strides, b0, b1, h // group, VECTOR)
             v_tile += (start_k + j0).to(tl.int64) * aligned(v_strides[3], VECTOR)
-            q0 = load_tile(q_tile, q_strides[3], rows_left, head_dim, BLOCK_M, D0, VECTOR, True, not EVEN_D)
-            k0 = load_tile(k_tile, k_strides[3], columns_left, head_dim, BLOCK_N, D0, VECTOR, True, not EVEN_D)
+            q0 = load_tile(
+                q_tile, q_strides[3], rows_left, head_dim, BLOCK_M, D0, VECTOR, True, not EVEN_D
+            )
+            k0 = load_tile(
+                k_tile, k_strides[3], columns_left, head_dim, BLOCK_N, D0, VECTOR, True, not EVEN_D
+            )
             s = dot(q0, k0.T, None, PRECISION)  # [BLOCK_M, BLOCK_N]
             if D1 > 0:
-                q1 = load_tile(q_tile + D0, q_strides[3], rows_left, head_dim - D0, BLOCK_M, D1, VECTOR, True, not EVEN_D)
-                k1 = load_tile(k_tile + D0, k_strides[3], columns_left, head_dim - D0, BLOCK_N, D1, VECTOR, True,
-                               not EVEN_D)
+                q1 = load_tile(
+                    q_tile + D0,
+                    q_strides[3],
+                    rows_left,
+                    head_dim - D0,
+                    BLOCK_M,
+                    D1,
+                    VECTOR,
+                    True,
+                    not EVEN_D,
+                )
+                k1 = load_tile(
+                    k_tile + D0,
+                    k_strides[3],
+                    columns_left,
+                    head_dim - D0,
+                    BLOCK_N,
+                    D1,
+                    VECTOR,
+                    True,
+                    not EVEN_D,
+                )
                 s = dot(q1, k1.T, s, PRECISION)
-            g0 = load_tile(dout_tile, dout_strides[3], rows_left, head_dim_v, BLOCK_M, V0, VECTOR, True, not EVEN_V)
-            v0 = load_tile(v_tile, v_strides[3], columns_left, head_dim_v, BLOCK_N, V0, VECTOR, True, not EVEN_V)
+            g0 = load_tile(
+                dout_tile,
+                dout_strides[3],
+                rows_left,
+                head_dim_v,
+                BLOCK_M,
+                V0,
+                VECTOR,
+                True,
+                not EVEN_V,
+            )
+            v0 = load_tile(
+                v_tile,
+                v_strides[3],
+                columns_left,
+                head_dim_v,
+                BLOCK_N,
+                V0,
+                VECTOR,
+                True,
+                not EVEN_V,
+            )
             dp = dot(g0, v0.T, None, PRECISION)
             if V1 > 0:
-                g1 = load_tile(dout_tile + V0, dout_strides[3], rows_left, head_dim_v - V0, BLOCK_M, V1, VECTOR, True,
-                               not EVEN_V)
-                v1 = load_tile(v_tile + V0, v_strides[3], columns_left, head_dim_v - V0, BLOCK_N, V1, VECTOR, True,
-                               not EVEN_V)
+                g1 = load_tile(
+                    dout_tile + V0,
+                    dout_strides[3],
+                    rows_left,
+                    head_dim_v - V0,
+                    BLOCK_M,
+                    V1,
+                    VECTOR,
+                    True,
+                    not EVEN_V,
+                )
+                v1 = load_tile(
+                    v_tile + V0,
+                    v_strides[3],
+                    columns_left,
+                    head_dim_v - V0,
+                    BLOCK_N,
+                    V1,
+                    VECTOR,
+                    True,
+                    not EVEN_V,
+                )
                 dp = dot(g1, v1.T, dp, PRECISION)
             if MASK:
-                mask_head, mask_head_strides, mask_rows = plane_place(mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None,
-                                                              0, MASK_VECTOR, False)
+                mask_head, mask_head_strides, mask_rows = plane_place(
+                    mask,
+                    mask_strides,
+                    b0,
+                    b1,
+                    h,
+                    n,
+                    start_k,
+                    len_q,
+                    len_k,
+                    None,
+                    0,
+                    MASK_VECTOR,
+                    False,
+                )
             else:
                 mask_head, mask_head_strides = mask, mask_strides
             # Columns beyond the keys hold anything, and are not stored.
-            s, slope = scores(s, i[:, None], j[None, :], None, None, bias_rows, mask_head, mask_head_strides, len_q, len_k,
-                          shift, left, right, scale, softcap, False, WINDOW, SOFTCAP, q0.dtype == tl.float32, FOLD, ABSENT,
-                          0, MASK, MASK_VECTOR)
+            s, slope = scores(
+                s,
+                i[:, None],
+                j[None, :],
+                None,
+                None,
+                bias_rows,
+                mask_head,
+                mask_head_strides,
+                len_q,
+                len_k,
+                shift,
+                left,
+                right,
+                scale,
+                softcap,
+                False,
+                WINDOW,
+                SOFTCAP,
+                q0.dtype == tl.float32,
+                FOLD,
+                ABSENT,
+                0,
+                MASK,
+                MASK_VECTOR,
+            )
             s += bias_tile.to(tl.float32)
             rows = tl.arange(0, BLOCK_M)
-            reference = lse_reference(tl.load(lse + row0 + rows, mask=rows < rows_left, other=float("inf")), FOLD)
+            row_reference = tl.load(
+                reference + row0 + rows, mask=rows < rows_left, other=float("inf")
+            )
             row_delta = tl.load(delta + row0 + rows, mask=rows < rows_left, other=0.0)
-            p = exponential(s, reference[:, None], scale, FOLD)
+            p = exponential(s, row_reference[:, None], scale, FOLD)
             if DROPOUT:
-                keep = dropout_keep(dropout_seed, b * heads + h, i0, j0, threshold, BLOCK_M, BLOCK_N, False)
+                keep = dropout_keep(
+                    dropout_seed, b * heads + h, i0, j0, threshold, BLOCK_M, BLOCK_N, False
+                )
                 dp = tl.where(keep, dp * keep_scale, 0.0)
             ds += p * (dp - row_delta[:, None])
-        pointers, inside = plane_pointers(dbias, dbias_strides, i[:, None], j[None, :], dbias_rows, len_k, PLANE,
-                                          DBIAS_VECTOR)
+        pointers, inside = plane_pointers(
+            dbias, dbias_strides, i[:, None], j[None, :], dbias_rows, len_k, PLANE, DBIAS_VECTOR
+        )
         tl.store(pointers, ds.to(dbias.dtype.element_ty), mask=inside)

@@ -10,12 +10,48 @@ Limits    tensor cores and exponentials share the time at D = 64; the tensor cor
 import triton
 import triton.language as tl
 
-from .tile import (LN2, LOG2E, aligned, dense_place, dot, dropout_keep, exponential, head_pointer, key_range, load_tile,
-                   packed_place, packed_span, plane_place, scores, store_tile)
+from .tile import (
+    LN2,
+    LOG2E,
+    aligned,
+    dense_place,
+    dot,
+    dropout_keep,
+    exponential,
+    head_pointer,
+    key_range,
+    load_tile,
+    packed_place,
+    packed_span,
+    plane_place,
+    scores,
+    store_tile,
+)
 
-RUNTIME = ("q_strides", "k_strides", "v_strides", "out_strides", "bias_strides", "mask_strides", "bias_total", "batch1",
-           "heads", "group", "heads_total", "section", "tiles", "sequences", "size_q", "size_k", "head_dim", "head_dim_v",
-           "left", "right", "lower_right", "threshold")
+RUNTIME = (
+    "q_strides",
+    "k_strides",
+    "v_strides",
+    "out_strides",
+    "bias_strides",
+    "mask_strides",
+    "bias_total",
+    "batch1",
+    "heads",
+    "group",
+    "heads_total",
+    "section",
+    "tiles",
+    "sequences",
+    "size_q",
+    "size_k",
+    "head_dim",
+    "head_dim_v",
+    "left",
+    "right",
+    "lower_right",
+    "threshold",
+)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -35,14 +71,18 @@ def forward_kernel(
     pid = tl.program_id(0)
     if PACKED:
         h = pid // tiles
-        n, tile, start_q, len_q = packed_place(pid % tiles, cu_seqlens_q, sequences, size_q, BLOCK_M)
+        n, tile, start_q, len_q = packed_place(
+            pid % tiles, cu_seqlens_q, sequences, size_q, BLOCK_M
+        )
         start_k, len_k = packed_span(cu_seqlens_k, n, sequences, size_k)
         b = n
         b0 = tl.full([], 0, tl.int32)
         b1 = b0
         row0 = h.to(tl.int64) * size_q + start_q
     else:
-        tile, b, b0, b1, h = dense_place(pid, tiles, heads, batch1, heads_total, section, WINDOW >= 1)
+        tile, b, b0, b1, h = dense_place(
+            pid, tiles, heads, batch1, heads_total, section, WINDOW >= 1
+        )
         n = b
         start_q = tl.full([], 0, tl.int32)
         start_k = start_q
@@ -64,25 +104,55 @@ def forward_kernel(
     v_head = head_pointer(v, v_strides, b0, b1, h // group, VECTOR)
     v_head += start_k.to(tl.int64) * aligned(v_strides[3], VECTOR)
     if BIAS:
-        bias, bias_strides, bias_rows = plane_place(bias, bias_strides, b0, b1, h, n, start_k, len_q, len_k, bias_offsets,
-                                                    bias_total, BIAS_VECTOR, RAGGED)
+        bias, bias_strides, bias_rows = plane_place(
+            bias,
+            bias_strides,
+            b0,
+            b1,
+            h,
+            n,
+            start_k,
+            len_q,
+            len_k,
+            bias_offsets,
+            bias_total,
+            BIAS_VECTOR,
+            RAGGED,
+        )
     else:
         bias_rows = len_q
     if MASK:
-        mask, mask_strides, mask_rows = plane_place(mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None, 0, MASK_VECTOR,
-                                            False)
+        mask, mask_strides, mask_rows = plane_place(
+            mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None, 0, MASK_VECTOR, False
+        )
 
-    q0 = load_tile(q_tile, q_strides[3], rows_left, head_dim, BLOCK_M, D0, VECTOR, True, not EVEN_D)  # [BLOCK_M, D0]
+    q0 = load_tile(
+        q_tile, q_strides[3], rows_left, head_dim, BLOCK_M, D0, VECTOR, True, not EVEN_D
+    )  # [BLOCK_M, D0]
     if D1 > 0:
-        q1 = load_tile(q_tile + D0, q_strides[3], rows_left, head_dim - D0, BLOCK_M, D1, VECTOR, True, not EVEN_D)
+        q1 = load_tile(
+            q_tile + D0,
+            q_strides[3],
+            rows_left,
+            head_dim - D0,
+            BLOCK_M,
+            D1,
+            VECTOR,
+            True,
+            not EVEN_D,
+        )
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # log2 units under FOLD
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
     if V1 > 0:
         acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
 
-    low, whole, cut, high = key_range(i0, tl.minimum(i0 + BLOCK_M, len_q), len_k, shift, left, right, BLOCK_N, WINDOW)
-    for part in tl.static_range(0 if WINDOW == 2 else 1, 3):  # cut by the left edge; seen whole; cut by the right edge
+    low, whole, cut, high = key_range(
+        i0, tl.minimum(i0 + BLOCK_M, len_q), len_k, shift, left, right, BLOCK_N, WINDOW
+    )
+    for part in tl.static_range(
+        0 if WINDOW == 2 else 1, 3
+    ):  # cut by the left edge; seen whole; cut by the right edge
         if part == 0:
             begin, end = low, whole
         elif part == 1:
@@ -93,16 +163,58 @@ def forward_kernel(
             start = tl.multiple_of(start, BLOCK_N)
             k_tile = k_head + start.to(tl.int64) * aligned(k_strides[3], VECTOR)
             v_tile = v_head + start.to(tl.int64) * aligned(v_strides[3], VECTOR)
-            k0 = load_tile(k_tile, k_strides[3], len_k - start, head_dim, BLOCK_N, D0, VECTOR, part != 1, not EVEN_D)
+            k0 = load_tile(
+                k_tile,
+                k_strides[3],
+                len_k - start,
+                head_dim,
+                BLOCK_N,
+                D0,
+                VECTOR,
+                part != 1,
+                not EVEN_D,
+            )
             s = dot(q0, k0.T, None, PRECISION)  # [BLOCK_M, BLOCK_N]
             if D1 > 0:
-                k1 = load_tile(k_tile + D0, k_strides[3], len_k - start, head_dim - D0, BLOCK_N, D1, VECTOR, part != 1,
-                               not EVEN_D)
+                k1 = load_tile(
+                    k_tile + D0,
+                    k_strides[3],
+                    len_k - start,
+                    head_dim - D0,
+                    BLOCK_N,
+                    D1,
+                    VECTOR,
+                    part != 1,
+                    not EVEN_D,
+                )
                 s = dot(q1, k1.T, s, PRECISION)
             j = start + tl.arange(0, BLOCK_N)
-            s, slope = scores(s, i[:, None], j[None, :], bias, bias_strides, bias_rows, mask, mask_strides, len_q, len_k,
-                          shift, left, right, scale, softcap, part != 1, 0 if part == 1 else WINDOW, SOFTCAP,
-                          q0.dtype == tl.float32, FOLD, BIAS, BIAS_VECTOR, MASK, MASK_VECTOR)
+            s, slope = scores(
+                s,
+                i[:, None],
+                j[None, :],
+                bias,
+                bias_strides,
+                bias_rows,
+                mask,
+                mask_strides,
+                len_q,
+                len_k,
+                shift,
+                left,
+                right,
+                scale,
+                softcap,
+                part != 1,
+                0 if part == 1 else WINDOW,
+                SOFTCAP,
+                q0.dtype == tl.float32,
+                FOLD,
+                BIAS,
+                BIAS_VECTOR,
+                MASK,
+                MASK_VECTOR,
+            )
 
             tile_max = tl.max(s, 1)
             if FOLD:
@@ -115,15 +227,36 @@ def forward_kernel(
             row_sum = row_sum * decay + tl.sum(p, 1)
             row_max = new_max
             if DROPOUT:
-                keep = dropout_keep(dropout_seed, stream, i0, start, threshold, BLOCK_M, BLOCK_N, False)
+                keep = dropout_keep(
+                    dropout_seed, stream, i0, start, threshold, BLOCK_M, BLOCK_N, False
+                )
                 p = tl.where(keep, p, 0.0)
 
-            v0 = load_tile(v_tile, v_strides[3], len_k - start, head_dim_v, BLOCK_N, V0, VECTOR, part != 1, not EVEN_V)
+            v0 = load_tile(
+                v_tile,
+                v_strides[3],
+                len_k - start,
+                head_dim_v,
+                BLOCK_N,
+                V0,
+                VECTOR,
+                part != 1,
+                not EVEN_V,
+            )
             p = p.to(v0.dtype)
             acc0 = dot(p, v0, acc0 * decay[:, None], PRECISION)
             if V1 > 0:
-                v1 = load_tile(v_tile + V0, v_strides[3], len_k - start, head_dim_v - V0, BLOCK_N, V1, VECTOR, part != 1,
-                               not EVEN_V)
+                v1 = load_tile(
+                    v_tile + V0,
+                    v_strides[3],
+                    len_k - start,
+                    head_dim_v - V0,
+                    BLOCK_N,
+                    V1,
+                    VECTOR,
+                    part != 1,
+                    not EVEN_V,
+                )
                 acc1 = dot(p, v1, acc1 * decay[:, None], PRECISION)
 
     # A row without keys has max -inf and sum 0: lse -inf, out 0.
@@ -132,6 +265,24 @@ def forward_kernel(
     inverse = keep_scale / row_sum
     out_row = (start_q + i0).to(tl.int64) * aligned(out_strides[3], VECTOR)
     out_tile = head_pointer(out, out_strides, b0, b1, h, VECTOR) + out_row
-    store_tile(out_tile, out_strides[3], rows_left, head_dim_v, acc0 * inverse[:, None], BLOCK_M, V0, VECTOR)
+    store_tile(
+        out_tile,
+        out_strides[3],
+        rows_left,
+        head_dim_v,
+        acc0 * inverse[:, None],
+        BLOCK_M,
+        V0,
+        VECTOR,
+    )
     if V1 > 0:
-        store_tile(out_tile + V0, out_strides[3], rows_left, head_dim_v - V0, acc1 * inverse[:, None], BLOCK_M, V1, VECTOR)
+        store_tile(
+            out_tile + V0,
+            out_strides[3],
+            rows_left,
+            head_dim_v - V0,
+            acc1 * inverse[:, None],
+            BLOCK_M,
+            V1,
+            VECTOR,
+        )

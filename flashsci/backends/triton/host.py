@@ -67,8 +67,24 @@ def products(precision: str, dtype: torch.dtype, capability: tuple[int, int] | N
 class Plan:
     """What the launches of one kind of call share. Made by `plan`, never changed after."""
 
-    def __init__(self, device, dtype, shapes, strides, bias, mask, sequences, ragged, scale, softcap, window_left,
-                 window_right, lower_right, dropout_p, precision):
+    def __init__(
+        self,
+        device,
+        dtype,
+        shapes,
+        strides,
+        bias,
+        mask,
+        sequences,
+        ragged,
+        scale,
+        softcap,
+        window_left,
+        window_right,
+        lower_right,
+        dropout_p,
+        precision,
+    ):
         q_shape, k_shape, v_shape = shapes
         self.device = device
         capability = device.capability
@@ -129,21 +145,51 @@ class Plan:
             MASK=mask_kind, MASK_VECTOR=mask_vector, D0=d0, D1=d1, V0=v0, V1=v1, EVEN_D=d0 + d1 == self.head_dim,
             EVEN_V=v0 + v1 == self.head_dim_v, VECTOR=vector, PRECISION=products(precision, dtype, capability),
         )  # fmt: skip
-        self.heads_in_cache = max(1, device.l2_bytes // 2 // max(1, self.size_k * (self.head_dim + self.head_dim_v) * dtype.itemsize))
+        self.heads_in_cache = max(
+            1,
+            device.l2_bytes
+            // 2
+            // max(1, self.size_k * (self.head_dim + self.head_dim_v) * dtype.itemsize),
+        )
 
     @functools.cache  # noqa: B019 (plans live as long as the process, by design)
     def launch(self, kernel: str) -> tuple[int, dict]:
         """Programs and arguments of one kernel."""
-        block_m, block_n, warps, stages = launch.config(kernel, self.device.capability, self.dtype, self.head_dim,
-                                                        self.head_dim_v, self.length_q, self.length_k)
-        heads, size, block = (self.heads_k, self.size_k, block_n) if kernel == "dkdv" else (self.heads, self.size_q, block_m)
+        block_m, block_n, warps, stages, *registers = launch.config(
+            kernel,
+            self.device.capability,
+            self.dtype,
+            self.head_dim,
+            self.head_dim_v,
+            self.length_q,
+            self.length_k,
+        )
+        heads, size, block = (
+            (self.heads_k, self.size_k, block_n)
+            if kernel == "dkdv"
+            else (self.heads, self.size_q, block_m)
+        )
         tiles = size // block + self.sequences + 2 if self.packed else -(-size // block)
-        section = min(self.heads_in_cache * (1 if kernel == "dkdv" else self.group), self.batch * heads)
-        arguments = dict(self.scalars, heads=heads, group=self.group, tiles=tiles, BLOCK_M=block_m, BLOCK_N=block_n,
-                         num_warps=warps, num_stages=stages)
+        section = min(
+            self.heads_in_cache * (1 if kernel == "dkdv" else self.group), self.batch * heads
+        )
+        arguments = dict(
+            self.scalars,
+            heads=heads,
+            group=self.group,
+            tiles=tiles,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=warps,
+            num_stages=stages,
+        )
+        if registers:
+            arguments["maxnreg"] = registers[0]
         if kernel != "bias_gradient":
             # Without a mask all tiles take as long: one head after the other.
-            arguments.update(heads_total=self.batch * heads, section=max(section, 1) if self.window else 1)
+            arguments.update(
+                heads_total=self.batch * heads, section=max(section, 1) if self.window else 1
+            )
         return tiles * self.batch * heads, arguments
 
 
@@ -152,8 +198,20 @@ def plan(*key) -> Plan:
     return Plan(*key)
 
 
-def plan_of(tensors, bias, mask, cu_seqlens_q, bias_offsets, scale, softcap, window_left, window_right, lower_right,
-            dropout_p, precision) -> Plan:
+def plan_of(
+    tensors,
+    bias,
+    mask,
+    cu_seqlens_q,
+    bias_offsets,
+    scale,
+    softcap,
+    window_left,
+    window_right,
+    lower_right,
+    dropout_p,
+    precision,
+) -> Plan:
     q, k, v = tensors[:3]
     return plan(
         device_of(q.device), q.dtype, (q.shape, k.shape, v.shape), tuple(t.stride() for t in tensors),
@@ -179,10 +237,40 @@ def launch_on_device(function):
 
 
 @launch_on_device
-def forward(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, max_seqlen_q, max_seqlen_k,
-            scale, softcap, window_left, window_right, lower_right, dropout_p, precision):
-    p = plan_of((q, k, v), bias, mask, cu_seqlens_q, bias_offsets, scale, softcap, window_left, window_right, lower_right,
-                dropout_p, precision)
+def forward(
+    q,
+    k,
+    v,
+    bias,
+    mask,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    bias_offsets,
+    dropout_seed,
+    max_seqlen_q,
+    max_seqlen_k,
+    scale,
+    softcap,
+    window_left,
+    window_right,
+    lower_right,
+    dropout_p,
+    precision,
+):
+    p = plan_of(
+        (q, k, v),
+        bias,
+        mask,
+        cu_seqlens_q,
+        bias_offsets,
+        scale,
+        softcap,
+        window_left,
+        window_right,
+        lower_right,
+        dropout_p,
+        precision,
+    )
     out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if p.empty:
@@ -197,16 +285,51 @@ def forward(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropo
 
 
 @launch_on_device
-def backward(dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse,
-             max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, lower_right, dropout_p, precision, need):
+def backward(
+    dout,
+    dlse,
+    q,
+    k,
+    v,
+    bias,
+    mask,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    bias_offsets,
+    dropout_seed,
+    out,
+    lse,
+    max_seqlen_q,
+    max_seqlen_k,
+    scale,
+    softcap,
+    window_left,
+    window_right,
+    lower_right,
+    dropout_p,
+    precision,
+    need,
+):
     if dout is None:
         dout = torch.zeros_like(out)
     elif dout.stride(-1) != 1:
         dout = dout.contiguous()
     if out.stride(-1) != 1:
         out = out.contiguous()
-    p = plan_of((q, k, v, dout, out), bias, mask, cu_seqlens_q, bias_offsets, scale, softcap, window_left, window_right,
-                lower_right, dropout_p, precision)
+    p = plan_of(
+        (q, k, v, dout, out),
+        bias,
+        mask,
+        cu_seqlens_q,
+        bias_offsets,
+        scale,
+        softcap,
+        window_left,
+        window_right,
+        lower_right,
+        dropout_p,
+        precision,
+    )
     dq = empty_like_layout(q, q.shape) if need & NEED_Q else q.new_empty(0)
     dk = empty_like_layout(k, k.shape) if need & NEED_K else q.new_empty(0)
     dv = empty_like_layout(v, v.shape) if need & NEED_V else q.new_empty(0)
@@ -219,14 +342,14 @@ def backward(dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_o
 
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    delta = torch.empty_like(lse)
+    reference, delta = torch.empty_like(lse), torch.empty_like(lse)
     q_strides, k_strides, v_strides, dout_strides, out_strides = p.strides
     block = 32 if p.head_dim_v > 128 or p.size_q <= 32 else 64
     tiles = -(-p.size_q // block)
     delta_kernel[(tiles * p.batch * p.heads,)](
-        dout, out, lse, dlse, delta, dout_strides, out_strides, p.batch1, p.heads, tiles, p.size_q, p.head_dim_v,
+        dout, out, lse, dlse, reference, delta, dout_strides, out_strides, p.batch1, p.heads, tiles, p.size_q, p.head_dim_v,
         BLOCK_M=block, V0=p.scalars["V0"], V1=p.scalars["V1"], EVEN_V=p.scalars["EVEN_V"], VECTOR=p.scalars["VECTOR"],
-        num_warps=4 if block * p.head_dim_v >= 2048 else 1,
+        FOLD=p.scalars["FOLD"], num_warps=4 if block * p.head_dim_v >= 2048 else 1,
     )  # fmt: skip
 
     # Where the bias gradient comes from: see the kernels' heads.
@@ -255,7 +378,7 @@ def backward(dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_o
     if need & NEED_Q or stored:
         programs, arguments = p.launch("dq")
         dq_kernel[(programs,)](
-            q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, lse, delta, dq, dbias,
+            q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, reference, delta, dq, dbias,
             q_strides, k_strides, v_strides, dout_strides, strides4(dq.stride()) if need & NEED_Q else EMPTY_STRIDES,
             p.bias_strides, p.mask_strides, dbias_strides, NEED_DQ=bool(need & NEED_Q), BIAS_GRADIENT=stored,
             DBIAS_VECTOR=dbias_vector, **arguments,
@@ -263,7 +386,7 @@ def backward(dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_o
     if need & (NEED_K | NEED_V) or column_sums:
         programs, arguments = p.launch("dkdv")
         dkdv_kernel[(programs,)](
-            q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, lse, delta, dk, dv,
+            q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, reference, delta, dk, dv,
             sums if column_sums else None, q_strides, k_strides, v_strides, dout_strides,
             strides4(dk.stride()) if need & NEED_K else EMPTY_STRIDES,
             strides4(dv.stride()) if need & NEED_V else EMPTY_STRIDES, p.bias_strides, p.mask_strides,
@@ -274,8 +397,22 @@ def backward(dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_o
     elif stored == ROW_SUMS.value:
         dbias = reduce_to(dbias.unsqueeze(-1), bias)
     elif shared:
-        dbias = shared_bias_gradient(p, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout,
-                                     lse, delta, dbias_vector)
+        dbias = shared_bias_gradient(
+            p,
+            q,
+            k,
+            v,
+            bias,
+            mask,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            bias_offsets,
+            dropout_seed,
+            dout,
+            reference,
+            delta,
+            dbias_vector,
+        )
     return dq, dk, dv, dbias
 
 
@@ -285,8 +422,22 @@ def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return (sums.sum(dims, keepdim=True) if dims else sums).to(bias.dtype)
 
 
-def shared_bias_gradient(p, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, lse, delta,
-                         dbias_vector):
+def shared_bias_gradient(
+    p,
+    q,
+    k,
+    v,
+    bias,
+    mask,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    bias_offsets,
+    dropout_seed,
+    dout,
+    reference,
+    delta,
+    dbias_vector,
+):
     programs_per_block, arguments = p.launch("bias_gradient")
     ragged = bias_offsets is not None
     full = (p.batch0, p.batch1, p.heads)
@@ -301,10 +452,12 @@ def shared_bias_gradient(p, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bia
     splits = -(-members // members_per_split)
     dtype = bias.dtype if splits == 1 else torch.float32
     # Blocks of a ragged bias need not cover it.
-    parts = (torch.zeros if ragged else torch.empty)((splits, *bias.shape), dtype=dtype, device=q.device)
+    parts = (torch.zeros if ragged else torch.empty)(
+        (splits, *bias.shape), dtype=dtype, device=q.device
+    )
     q_strides, k_strides, v_strides, dout_strides, _ = p.strides
     bias_gradient_kernel[(splits * blocks * tiles * tiles_k,)](
-        q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, lse, delta, parts,
+        q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, reference, delta, parts,
         q_strides, k_strides, v_strides, dout_strides, p.bias_strides, p.mask_strides,
         plane_strides(bias.shape, parts.stride()[1:], ragged), own, shared, members, members_per_split, blocks, tiles_k,
         parts.stride(0), DBIAS_VECTOR=dbias_vector, **arguments,

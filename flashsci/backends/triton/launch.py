@@ -5,15 +5,43 @@ import functools
 
 import torch
 
-# (BLOCK_M, BLOCK_N, warps, stages) for head dims up to the key; max(D, Dv) after padding selects the row.
+# (BLOCK_M, BLOCK_N, warps, stages[, registers a thread at most]) for head dims up to the key; max(D, Dv) after padding selects the row.
 HOPPER_16BIT = {
-    "forward": {32: (128, 64, 4, 3), 64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2), 512: (64, 32, 4, 1)},
-    "dq": {32: (128, 64, 4, 3), 64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2), 512: (32, 32, 4, 1)},
-    "dkdv": {32: (64, 128, 4, 3), 64: (64, 128, 8, 3), 128: (64, 128, 8, 2), 256: (64, 64, 8, 1), 512: (32, 32, 4, 1)},
-    "bias_gradient": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 4, 1), 512: (32, 32, 4, 1)},
+    "forward": {
+        32: (128, 64, 4, 3),
+        64: (128, 128, 8, 3),
+        128: (128, 128, 8, 2),
+        256: (128, 64, 8, 2),
+        512: (64, 32, 4, 1),
+    },
+    "dq": {
+        32: (128, 64, 4, 3),
+        64: (128, 64, 4, 3),
+        128: (128, 64, 8, 3),
+        256: (64, 64, 8, 2),
+        512: (32, 32, 4, 1),
+    },
+    "dkdv": {
+        32: (64, 128, 4, 3),
+        64: (64, 128, 8, 3),
+        128: (64, 128, 8, 2),
+        256: (64, 64, 8, 1),
+        512: (32, 32, 4, 1),
+    },
+    "bias_gradient": {
+        64: (64, 64, 4, 3),
+        128: (64, 64, 4, 2),
+        256: (64, 64, 4, 1),
+        512: (32, 32, 4, 1),
+    },
 }
 AMPERE_16BIT = {
-    "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 4, 2), 512: (32, 32, 4, 1)},
+    "forward": {
+        64: (128, 64, 4, 3),
+        128: (128, 64, 8, 3),
+        256: (64, 32, 4, 2),
+        512: (32, 32, 4, 1),
+    },
     "dq": {64: (64, 64, 4, 3), 128: (64, 64, 8, 2), 256: (32, 32, 4, 2), 512: (32, 16, 4, 1)},
     "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 4, 1), 512: (16, 32, 4, 1)},
     "bias_gradient": {128: (64, 64, 4, 2), 256: (32, 64, 4, 1), 512: (32, 32, 4, 1)},
@@ -26,13 +54,41 @@ TURING_16BIT = {  # 64 KiB of shared memory, no asynchronous copies
 }
 # fp32: three tf32 products hold two halves of every operand in registers; IEEE products run on the plain cores.
 FP32 = {
-    "forward": {32: (64, 64, 4, 2), 64: (64, 32, 4, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 1), 512: (16, 16, 4, 1)},
-    "dq": {32: (64, 32, 4, 2), 64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 256: (32, 16, 4, 1), 512: (16, 16, 4, 1)},
-    "dkdv": {32: (32, 64, 4, 2), 64: (32, 64, 4, 1), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
-    "bias_gradient": {32: (64, 64, 4, 2), 64: (32, 64, 4, 1), 128: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "forward": {
+        32: (64, 64, 4, 2),
+        64: (64, 32, 4, 2),
+        128: (64, 32, 8, 2),
+        256: (32, 32, 8, 1),
+        512: (16, 16, 4, 1),
+    },
+    "dq": {
+        32: (64, 32, 4, 2),
+        64: (64, 32, 4, 1),
+        128: (32, 32, 4, 1),
+        256: (32, 16, 4, 1),
+        512: (16, 16, 4, 1),
+    },
+    "dkdv": {
+        32: (32, 64, 4, 2),
+        64: (32, 64, 4, 1),
+        128: (32, 32, 4, 1),
+        256: (16, 32, 4, 1),
+        512: (16, 16, 4, 1),
+    },
+    "bias_gradient": {
+        32: (64, 64, 4, 2),
+        64: (32, 64, 4, 1),
+        128: (32, 32, 4, 1),
+        512: (16, 16, 4, 1),
+    },
 }
-TURING_FP32 = {name: {d: (min(m, 32), min(n, 32), 4, 1) for d, (m, n, _, _) in rows.items()} for name, rows in FP32.items()}
-INTERPRETER = {name: {512: (32, 16, 4, 1)} for name in FP32}  # small, so that small tests have several tiles
+TURING_FP32 = {
+    name: {d: (min(m, 32), min(n, 32), 4, 1) for d, (m, n, _, _) in rows.items()}
+    for name, rows in FP32.items()
+}
+INTERPRETER = {
+    name: {512: (32, 16, 4, 1)} for name in FP32
+}  # small, so that small tests have several tiles
 
 MAX_HEAD_DIM = 512
 
@@ -49,9 +105,16 @@ def head_chunks(d: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def config(kernel: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, head_dim_v: int,
-           length_q: int, length_k: int) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, warps, stages); lengths are typical ones when the batch is packed."""
+def config(
+    kernel: str,
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    length_q: int,
+    length_k: int,
+) -> tuple[int, ...]:
+    """(BLOCK_M, BLOCK_N, warps, stages[, registers a thread]); lengths are typical ones when the batch is packed."""
     if capability is None:
         table = INTERPRETER
     elif dtype == torch.float32:
@@ -64,7 +127,7 @@ def config(kernel: str, capability: tuple[int, int] | None, dtype: torch.dtype, 
         table = AMPERE_16BIT
     width = max(sum(head_chunks(head_dim)), sum(head_chunks(head_dim_v)))
     rows = table[kernel]
-    block_m, block_n, warps, stages = rows[min(d for d in rows if d >= width)]
+    block_m, block_n, warps, stages, *registers = rows[min(d for d in rows if d >= width)]
     # Short sequences: smaller tiles, and no more warps than they feed. Few sizes, so that few kernels are compiled.
     longest = max(length_q, length_k)
     if longest <= 64:
@@ -78,4 +141,4 @@ def config(kernel: str, capability: tuple[int, int] | None, dtype: torch.dtype, 
         warps = min(warps, 1 if width <= 32 else 2 if width <= 64 else 4)
     elif block_m * block_n <= 64 * 64:
         warps = min(warps, 4)
-    return block_m, block_n, warps, stages
+    return block_m, block_n, warps, stages, *registers

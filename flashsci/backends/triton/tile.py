@@ -45,19 +45,32 @@ def aligned(x, VECTOR: tl.constexpr):
 @triton.jit
 def head_pointer(pointer, strides, b0, b1, h, VECTOR: tl.constexpr):
     """Start of one head: strides are those of (b0, b1, head, row)."""
-    offset = b0.to(tl.int64) * strides[0] + b1.to(tl.int64) * strides[1] + h.to(tl.int64) * strides[2]
+    offset = (
+        b0.to(tl.int64) * strides[0] + b1.to(tl.int64) * strides[1] + h.to(tl.int64) * strides[2]
+    )
     return pointer + aligned(offset, VECTOR)
 
 
 @triton.jit
-def load_tile(tile, row_stride, rows_left, columns_left, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-              VECTOR: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLUMNS: tl.constexpr):
+def load_tile(
+    tile,
+    row_stride,
+    rows_left,
+    columns_left,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VECTOR: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+    CHECK_COLUMNS: tl.constexpr,
+):
     """[ROWS, WIDTH] at `tile`; zero outside the rows and columns left (0 * NaN must not happen)."""
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
     pointers = tile + rows.to(tl.int64) * aligned(row_stride, VECTOR) + columns
     if CHECK_ROWS and CHECK_COLUMNS:
-        return tl.load(pointers, mask=(rows < rows_left) & (columns < aligned(columns_left, VECTOR)), other=0.0)
+        return tl.load(
+            pointers, mask=(rows < rows_left) & (columns < aligned(columns_left, VECTOR)), other=0.0
+        )
     elif CHECK_ROWS:
         return tl.load(pointers, mask=rows < rows_left, other=0.0)
     elif CHECK_COLUMNS:
@@ -67,8 +80,16 @@ def load_tile(tile, row_stride, rows_left, columns_left, ROWS: tl.constexpr, WID
 
 
 @triton.jit
-def store_tile(tile, row_stride, rows_left, columns_left, value, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-               VECTOR: tl.constexpr):
+def store_tile(
+    tile,
+    row_stride,
+    rows_left,
+    columns_left,
+    value,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
     pointers = tile + rows.to(tl.int64) * aligned(row_stride, VECTOR) + columns
@@ -183,6 +204,16 @@ def query_range(j0, j1, len_q, shift, left, right, BLOCK: tl.constexpr, WINDOW: 
     return a, b, c, high
 
 
+@triton.jit
+def load_row(pointers, mask, other):
+    """A vector of row statistics, loaded by as many threads as it has elements.
+
+    As [M, 1] and summed, because the compiler would otherwise load it in the layout of the scores that it meets later:
+    every thread all its columns, with a 64-bit pointer each, which spills.
+    """
+    return tl.sum(tl.load(pointers[:, None], mask=mask[:, None], other=other), 1)
+
+
 # Scores.
 
 
@@ -204,8 +235,21 @@ def load_plane(pointer, strides, i, j, len_q, len_k, KIND: tl.constexpr, VECTOR:
 
 
 @triton.jit
-def plane_place(pointer, strides, b0, b1, h, n, start_k, len_q, len_k, offsets, total, VECTOR: tl.constexpr,
-                RAGGED: tl.constexpr):
+def plane_place(
+    pointer,
+    strides,
+    b0,
+    b1,
+    h,
+    n,
+    start_k,
+    len_q,
+    len_k,
+    offsets,
+    total,
+    VECTOR: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
     """Start, (row, column) strides and number of rows of the bias (or mask) of one head.
 
     strides: (b0, b1, head, row, column). A ragged bias has one row-major [len_q, len_k] block per
@@ -227,18 +271,46 @@ def tanh(x, ACCURATE: tl.constexpr):
     large = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
     if ACCURATE:  # near 0 the difference above loses digits that fp32 results need
         z = x * x
-        series = ((((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
-                  - 3.33332819422e-1) * z * x + x
+        series = (
+            (
+                ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z
+                + 1.33314422036e-1
+            )
+            * z
+            - 3.33332819422e-1
+        ) * z * x + x
         return tl.where(tl.abs(x) < 0.625, series, large)
     else:
         return large
 
 
 @triton.jit
-def scores(products, i, j, bias, bias_strides, bias_rows, mask, mask_strides, len_q, len_k, shift, left, right, scale,
-           softcap, CHECK_KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ACCURATE: tl.constexpr,
-           FOLD: tl.constexpr, BIAS: tl.constexpr, BIAS_VECTOR: tl.constexpr, MASK: tl.constexpr,
-           MASK_VECTOR: tl.constexpr):
+def scores(
+    products,
+    i,
+    j,
+    bias,
+    bias_strides,
+    bias_rows,
+    mask,
+    mask_strides,
+    len_q,
+    len_k,
+    shift,
+    left,
+    right,
+    scale,
+    softcap,
+    CHECK_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ACCURATE: tl.constexpr,
+    FOLD: tl.constexpr,
+    BIAS: tl.constexpr,
+    BIAS_VECTOR: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_VECTOR: tl.constexpr,
+):
     """Scores of a tile of products q k^T, and the slope of the softcap (1 without)."""
     slope = 1.0
     s = products
@@ -249,7 +321,9 @@ def scores(products, i, j, bias, bias_strides, bias_rows, mask, mask_strides, le
     elif not FOLD:
         s = products * scale
     if BIAS != ABSENT:
-        s += load_plane(bias, bias_strides, i, j, bias_rows, len_k, BIAS, BIAS_VECTOR).to(tl.float32)
+        s += load_plane(bias, bias_strides, i, j, bias_rows, len_k, BIAS, BIAS_VECTOR).to(
+            tl.float32
+        )
     if MASK != ABSENT:
         attend = load_plane(mask, mask_strides, i, j, len_q, len_k, MASK, MASK_VECTOR)
         s = tl.where(attend != 0, s, float("-inf"))
@@ -272,14 +346,9 @@ def exponential(s, reference, scale, FOLD: tl.constexpr):
 
 
 @triton.jit
-def lse_reference(lse, FOLD: tl.constexpr):
-    """lse in the units of `exponential`. A row without keys gets +inf, so that its probabilities are 0."""
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    return lse * LOG2E if FOLD else lse
-
-
-@triton.jit
-def dropout_keep(seed, stream, i0, j0, threshold, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
+def dropout_keep(
+    seed, stream, i0, j0, threshold, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr
+):
     """Which probabilities of the tile at (i0, j0) stay: [M, N], or [N, M] if TRANSPOSED.
 
     One Philox call serves four neighbouring keys: counter (offset, stream, i, j // 4), lane j % 4.
