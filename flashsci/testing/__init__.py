@@ -20,13 +20,17 @@ from flashsci.testing.cases import (
     variants,
 )
 from flashsci.testing.poison import embed, poison_value, poisoned_memory
+from flashsci.testing.traps import TRAPS, Skipped, Trap
 
 __all__ = [
     "TENSORS",
+    "TRAPS",
     "Case",
     "Finding",
     "Inputs",
     "Judge",
+    "Skipped",
+    "Trap",
     "Variant",
     "assert_accurate",
     "cases",

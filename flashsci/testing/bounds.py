@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,9 +42,9 @@ def evaluate(
     """out, lse and the gradients of one call, by name (see TENSORS), with the backend asked for and never another.
 
     Args:
-        inputs: dense or packed; ``dout`` None: forward alone. ``dlse`` needs ``lse=True``.
+        inputs: dense or packed; ``dout`` None: forward alone.
         backend: as in :func:`flashsci.attention`.
-        lse: whether to ask for the lse at all (the sdpa backend has none).
+        lse: whether to ask for the lse where ``dlse`` does not (the sdpa backend has none).
         options: replace options of ``inputs``.
 
     Raises:
@@ -52,6 +52,7 @@ def evaluate(
     """
     import flashsci
 
+    lse = lse or inputs.dlse is not None
     leaves = {
         n: getattr(inputs, n).detach().requires_grad_(inputs.dout is not None)
         for n in ("q", "k", "v")
@@ -258,7 +259,19 @@ class Judge:
             )
         elif not found.spread <= found.spread_allowed:
             problem = f"{name}: error norm {found.spread:.3g} > {found.spread_allowed:.3g} allowed by roundings"
-        return Finding(**{**vars(found), "problem": problem})
+        return replace(found, problem=problem)
+
+    def compare(self, name: str, x: Tensor, y: Tensor) -> Finding:
+        """Two results against each other: they may differ by what one may differ from the truth."""
+        allowed = (
+            BASELINE_FACTOR * _largest(self.baseline[name], self.truth[name]) + self.floor[name]
+        )
+        found = Finding(name, error=_largest(x, y.double()), allowed=allowed)
+        if torch.equal(torch.isfinite(x), torch.isfinite(y)) and found.error <= allowed:
+            return found
+        return replace(
+            found, problem=f"{name}: two backends differ by {found.error:.3g} > {allowed:.3g}"
+        )
 
     def findings(self, results: dict[str, Tensor]) -> list[Finding]:
         """All tensors of one result (those it has)."""

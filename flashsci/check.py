@@ -1,0 +1,426 @@
+"""`python -m flashsci check`: is every kernel right on this GPU? Writes reports/gpu-check.json.
+
+Generated problems (flashsci.testing.cases) are judged against the fp64 oracle by the criteria of
+flashsci.testing.bounds, forward, lse and all gradients, on every backend; then come the known traps
+and bitwise determinism. Worker processes share the work by kernel variant, so that each variant is
+compiled once and many are compiled at a time. The report carries one digest per kernel unit: a CPU
+test knows from it which kernels changed since.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import platform
+import sys
+import time
+import traceback
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashsci import digest
+from flashsci.registry import BACKENDS, BackendError
+from flashsci.testing import (
+    TENSORS,
+    TRAPS,
+    Case,
+    Judge,
+    Skipped,
+    Variant,
+    evaluate,
+    generate,
+    make_inputs,
+    poisoned_memory,
+    variants,
+)
+from flashsci.testing.cases import BULK_LENGTHS, LARGE_LENGTHS, SMALL_LENGTHS
+
+SCALED = 1.01  # outputs times this must fail: the test of the test
+KERNELS = ("triton", "cuda")  # backends of our own
+CRITERIA = ("error", "gain", "spread")
+
+
+@dataclass
+class Tally:
+    """What some cases showed of one backend."""
+
+    cases: int = 0
+    failures: list[dict[str, str]] = field(default_factory=list)
+    refused: dict[str, int] = field(default_factory=dict)
+    worst: dict[str, list[float]] = field(default_factory=dict)  # tensor -> ratios by CRITERIA
+    caught: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # tensor -> [failed when scaled, judged]
+
+    def refuse(self, reason: str) -> None:
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+
+    def see(self, tensor: str, ratios: Sequence[float], caught: bool | None = None) -> None:
+        before = self.worst.get(tensor, [0.0] * len(ratios))
+        self.worst[tensor] = [max(a, b) for a, b in zip(before, ratios, strict=True)]
+        if caught is not None:
+            counts = self.caught.setdefault(tensor, [0, 0])
+            counts[0] += caught
+            counts[1] += 1
+
+    def fail(self, case: Case, message: str) -> None:
+        self.failures.append({"problem": message, "case": repr(case)})
+
+    def add(self, other: Tally) -> None:
+        self.cases += other.cases
+        self.failures += other.failures
+        for reason, count in other.refused.items():
+            self.refused[reason] = self.refused.get(reason, 0) + count
+        for tensor, ratios in other.worst.items():
+            self.see(tensor, ratios)
+        for tensor, counts in other.caught.items():
+            mine = self.caught.setdefault(tensor, [0, 0])
+            mine[:] = [a + b for a, b in zip(mine, counts, strict=True)]
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "cases": self.cases,
+            "failures": self.failures,
+            "refused": self.refused,
+            "worst ratio of error to allowance": {
+                t: dict(zip(CRITERIA, (_digits(r) for r in self.worst[t]), strict=False))
+                for t in TENSORS
+                if t in self.worst
+            },
+            f"a result times {SCALED} would fail": {
+                t: {"caught": c, "judged": n, "share": _digits(c / n)}
+                for t, (c, n) in sorted(self.caught.items(), key=lambda kv: TENSORS.index(kv[0]))
+            },
+        }
+
+
+def judge_case(
+    case: Case, backends: Sequence[str], device: str, order: int = 1
+) -> dict[str, Tally]:
+    """Judge one case on several backends, and each pair of them against each other.
+
+    Keys are backend names and, for pairs, "a-b". ``order`` 0 leaves out the gradients.
+    """
+    tallies: dict[str, Tally] = defaultdict(Tally)
+    inputs = make_inputs(case, device)
+    if order == 0:
+        inputs = replace(inputs, dout=None, dlse=None)
+    judge = Judge(inputs)
+    results: dict[str, dict[str, torch.Tensor]] = {}
+    for name in backends:
+        tally = tallies[name]
+        try:
+            with poisoned_memory(cuda_bytes=0):
+                results[name] = evaluate(inputs, name, name != "sdpa", deterministic=False)
+        except BackendError as error:
+            tally.refuse(str(error))
+            continue
+        except Exception:
+            tally.fail(case, traceback.format_exc(limit=-3))
+            continue
+        tally.cases += 1
+        for found in judge.findings(results[name]):
+            x = results[name][found.tensor]
+            tally.see(found.tensor, found.ratios, judge.catches(found.tensor, x, SCALED))
+            if found.problem:
+                tally.fail(case, found.problem)
+    for a, b in itertools.combinations(results, 2):
+        tally = tallies[f"{a}-{b}"]
+        tally.cases += 1
+        for tensor in results[a].keys() & results[b].keys():
+            found = judge.compare(tensor, results[a][tensor], results[b][tensor])
+            tally.see(tensor, (found.ratios[0],))
+            if found.problem:
+                tally.fail(case, found.problem)
+    return dict(tallies)
+
+
+def _work(task: tuple[Any, ...]) -> tuple[str, Any]:
+    """One task of a worker process: ("cases", list, backends, device, order) or ("trap", name, backend, device)."""
+    kind, *rest = task
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if kind == "trap":
+        return kind, _spring(*rest)
+    cases, backends, device, order = rest
+    merged: dict[str, Tally] = defaultdict(Tally)
+    for case in cases:
+        try:
+            found = judge_case(case, backends, device, order)
+        except Exception:
+            found = {backends[0]: Tally()}
+            found[backends[0]].fail(case, traceback.format_exc(limit=-3))
+        for name, tally in found.items():
+            merged[name].add(tally)
+    return kind, (len(cases), dict(merged))
+
+
+def _spring(name: str, backend: str, device: str) -> tuple[str, str, str]:
+    """(trap, backend, outcome)."""
+    try:
+        TRAPS[name](backend, device)
+        outcome = "passed"
+    except Skipped as reason:
+        outcome = f"skipped: {reason}"
+    except BackendError as reason:
+        outcome = f"refused: {reason}"
+    except Exception as error:
+        text = str(error) if isinstance(error, AssertionError) else traceback.format_exc(limit=-3)
+        outcome = f"failed: {text}"
+    return name, backend, outcome
+
+
+def plan_cases(count: int, seed: int, device: str, unit: str | None) -> list[Case]:
+    """The cases of a run: bulk sizes, and a twentieth of larger ones. Interpreter-sized on the CPU."""
+    pool = variants() if device == "cuda" else variants(max_dim=32)
+    if unit and "bias" in unit:
+        pool = [v for v in pool if v.bias_grad]
+    if unit and unit.startswith("cuda"):
+        pool += variants(features=False)
+        pool = [v for v in dict.fromkeys(pool) if v.dtype != "float32" and not (v.bias or v.mask)][
+            :64
+        ]
+    if device != "cuda":
+        return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 11))
+    large = count // 20
+    cases = list(generate(seed, count - large, pool, lengths=BULK_LENGTHS))
+    return cases + list(
+        generate(seed + 1, large, pool, lengths=LARGE_LENGTHS + BULK_LENGTHS, score_limit=1 << 22)
+    )
+
+
+def _tasks(cases: Iterable[Case], backends: Sequence[str], device: str, order: int) -> list[Any]:
+    """Cases grouped by variant: a worker compiles what it runs."""
+    groups: dict[Variant, list[Case]] = defaultdict(list)
+    for case in cases:
+        groups[case.variant].append(case)
+    return [("cases", group, tuple(backends), device, order) for group in groups.values()]
+
+
+def _results(tasks: list[Any], workers: int) -> Iterator[tuple[str, Any]]:
+    if workers <= 1:
+        yield from map(_work, tasks)
+        return
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        yield from pool.imap_unordered(_work, tasks)
+
+
+def library_units() -> dict[str, str]:
+    """Digests that the loaded CUDA library carries; empty without a library."""
+    if BACKENDS["cuda"].load().unavailable() is not None:
+        return {}
+    return json.loads(torch.ops.flashsci.build_info())["units"]
+
+
+def refusal(units: dict[str, str], device: str) -> str | None:
+    """Why a check here would prove nothing about this tree; None when it would."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return (
+            "torch sees no CUDA GPU here; run this on a machine with one (python -m flashsci env)"
+        )
+    built = library_units()
+    for unit, found in built.items():
+        if units.get(unit) not in (None, found):
+            return (
+                f"the loaded CUDA library was built from other sources ({unit}: {found}, tree: "
+                f"{units[unit]}); build it again (make build) and repeat"
+            )
+    return None
+
+
+def machine(device: str) -> dict[str, Any]:
+    import triton
+
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+    }
+    if device == "cuda":
+        found["gpu"] = torch.cuda.get_device_name()
+        found["capability"] = list(torch.cuda.get_device_capability())
+    return found
+
+
+def run(
+    unit: str | None = None,
+    cases: int = 2000,
+    out: str | Path | None = "reports/gpu-check.json",
+    seed: int = 0,
+    workers: int | None = None,
+    device: str = "cuda",
+    backends: Sequence[str] = KERNELS,
+    say: Any = print,
+) -> int:
+    """Check and write the report; 0 when all is right, 1 with failures, 2 when it cannot run here.
+
+    Args:
+        unit: one unit of ``flashsci.digest.units()``, or the start of its name; None for all.
+        cases: how many generated problems.
+        out: where the report goes; None for nowhere. A run with ``unit`` updates it.
+        seed: of the generator.
+        workers: processes; None for one per core, at most 14.
+        device: "cuda"; "cpu" tries the check itself where Triton interprets.
+        backends: which backends to judge.
+        say: receives lines of progress.
+    """
+    units = digest.units()
+    chosen = {u: d for u, d in units.items() if u.startswith(unit or "")}
+    if not chosen:
+        say(f"no kernel unit is called {unit!r}; there are: {', '.join(units)}")
+        return 2
+    reason = refusal(units, device)
+    if reason:
+        say(reason)
+        return 2
+    if unit:
+        backends = tuple(b for b in backends if any(u.startswith(b) for u in chosen))
+    order = 0 if unit and all(u.endswith("forward") for u in chosen) else 1
+    started = time.time()
+    workers = min(14, os.cpu_count() or 1) if workers is None else workers
+    traps = [t for t in TRAPS.values() if device == "cuda" or not (t.cuda or t.slow)]
+    springs = [("trap", t.name, b, device) for t in traps for b in backends if not t.gigabytes]
+    tasks = springs + _tasks(plan_cases(cases, seed, device, unit), backends, device, order)
+    tallies: dict[str, Tally] = defaultdict(Tally)
+    outcomes: dict[str, dict[str, str]] = defaultdict(dict)
+    done, problems = 0, 0
+
+    def take(kind: str, result: Any) -> None:
+        nonlocal done
+        if kind == "trap":
+            name, backend, outcome = result
+            outcomes[name][backend] = outcome
+            if outcome.startswith("failed"):
+                say(f"trap {name}, {backend}: {outcome}")
+        else:
+            count, found = result
+            done += count
+            for name, tally in found.items():
+                tallies[name].add(tally)
+                for failure in tally.failures[:2]:
+                    say(f"{name}: {failure['problem']}\n    {failure['case']}")
+            say(f"{done} of {cases} cases, {time.time() - started:.0f} s")
+
+    for kind, result in _results(tasks, workers):
+        take(kind, result)
+    # What needs most of the device's memory runs alone.
+    for t in traps:
+        for b in backends:
+            if t.gigabytes:
+                take("trap", _spring(t.name, b, device))
+                torch.cuda.empty_cache()
+                say(
+                    f"trap {t.name}, {b}: {outcomes[t.name][b][:60]}, {time.time() - started:.0f} s"
+                )
+    bad_traps = [n for n, by in outcomes.items() for o in by.values() if o.startswith("failed")]
+    problems = sum(len(t.failures) for t in tallies.values()) + len(bad_traps)
+    report = {
+        "machine": machine(device),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "seconds": round(time.time() - started),
+        "seed": seed,
+        "cases": done,
+        "failures": problems,
+        "backends": {name: tally.summary() for name, tally in sorted(tallies.items())},
+        "traps": {name: outcomes[name] for name in sorted(outcomes)},
+        "library": library_units(),
+        "units": chosen,
+    }
+    show(report, say)
+    if out is not None:
+        write(report, Path(out), unit)
+        say(f"wrote {out}")
+    untried = [b for b in backends if not tallies[b].cases]
+    if untried:
+        say(f"no case ran on: {', '.join(untried)}")
+    return 1 if problems or untried else 0
+
+
+def write(report: dict[str, Any], path: Path, unit: str | None) -> None:
+    """Write a full report, or enter the result of a part into the one that is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if unit:
+        whole = json.loads(path.read_text()) if path.is_file() else {"units": {}}
+        part = {k: v for k, v in report.items() if k != "units"}
+        whole.setdefault("parts", {})[unit] = part
+        if not report["failures"]:
+            whole["units"].update(report["units"])
+        report = whole
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def show(report: dict[str, Any], say: Any) -> None:
+    """A short table of a report."""
+    key = f"a result times {SCALED} would fail"
+    for name, found in report["backends"].items():
+        refused = sum(found["refused"].values())
+        say(
+            f"\n{name}: {found['cases']} cases, {len(found['failures'])} failures, {refused} refused"
+        )
+        for tensor, ratios in found["worst ratio of error to allowance"].items():
+            caught = found[key].get(tensor)
+            share = f"   x{SCALED} caught {caught['caught']}/{caught['judged']}" if caught else ""
+            text = "  ".join(f"{c} {r:.3f}" for c, r in ratios.items())
+            say(f"  {tensor:<6}{text}{share}")
+    counts: dict[str, int] = defaultdict(int)
+    for by in report["traps"].values():
+        for outcome in by.values():
+            counts[outcome.split(":")[0]] += 1
+    say(f"\ntraps: {', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}")
+    say(f"{report['cases']} cases, {report['failures']} failures, {report['seconds']} s")
+
+
+def reproduce(text: str, backends: Sequence[str], device: str, say: Any = print) -> int:
+    """Judge one case given as the report prints it."""
+    case = eval(text, {"Case": Case, "Variant": Variant})
+    tallies = judge_case(case, backends, device)
+    for name, tally in tallies.items():
+        what = [f["problem"] for f in tally.failures] or list(tally.refused) or ["right"]
+        say(f"{name}: " + "\n  ".join(what))
+    return int(any(t.failures for t in tallies.values()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line of `python -m flashsci check`."""
+    parser = argparse.ArgumentParser(prog="python -m flashsci check", description=__doc__)
+    parser.add_argument("--unit", help="only this kernel unit (or units that start so)")
+    parser.add_argument("--cases", type=int, default=2000, help="generated problems (default 2000)")
+    parser.add_argument("--out", default="reports/gpu-check.json", help="where the report goes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, help="processes (default: one per core, at most 14)")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--backends", default=",".join(KERNELS), help="comma-separated")
+    parser.add_argument("--reproduce", metavar="CASE", help="judge one case, as a report prints it")
+    options = parser.parse_args(arguments)
+    backends = options.backends.split(",")
+    if options.reproduce:
+        return reproduce(options.reproduce, backends, options.device)
+    return run(
+        options.unit,
+        options.cases,
+        options.out,
+        options.seed,
+        options.workers,
+        options.device,
+        backends,
+    )
+
+
+def _digits(x: float) -> float:
+    return round(x, 4) if math.isfinite(x) else x
+
+
+if __name__ == "__main__":
+    sys.exit(main())

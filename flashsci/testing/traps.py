@@ -1,0 +1,432 @@
+"""Known traps of attention kernels, each a named test: `TRAPS[name](backend, device)`.
+
+The GPU suite, `python -m flashsci check` and, for what the interpreter can bear, the CPU suite run
+the same functions. A trap raises AssertionError when a backend falls into it, BackendError when the
+backend refuses the call, :class:`Skipped` when the machine lacks what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.testing.bounds import Judge, evaluate
+from flashsci.testing.cases import Case, Inputs, Variant, make_inputs
+from flashsci.testing.poison import poisoned_memory
+
+
+class Skipped(Exception):
+    """This machine lacks what a trap needs; the message says what."""
+
+
+@dataclass(frozen=True)
+class Trap:
+    """One named trap. ``cuda``: it makes no sense on the CPU; ``gigabytes``: device memory it takes;
+    ``slow``: too large for Triton's interpreter."""
+
+    name: str
+    run: Callable[[str, torch.device], None]
+    cuda: bool = False
+    gigabytes: int = 0
+    slow: bool = False
+
+    def __call__(self, backend: str, device: torch.device | str) -> None:
+        device = torch.device(device)
+        if self.cuda and device.type != "cuda":
+            raise Skipped("needs a CUDA device")
+        if self.gigabytes and torch.cuda.mem_get_info(device)[1] < self.gigabytes << 30:
+            raise Skipped(f"needs {self.gigabytes} GiB of device memory")
+        self.run(backend, device)
+
+
+TRAPS: dict[str, Trap] = {}
+
+
+def trap(**needs: Any) -> Callable[[Callable[[str, torch.device], None]], Trap]:
+    def register(run: Callable[[str, torch.device], None]) -> Trap:
+        TRAPS[run.__name__] = Trap(run.__name__, run, **needs)
+        return TRAPS[run.__name__]
+
+    return register
+
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def _require(backend: str, device: torch.device, *cases: Case) -> None:
+    """Both memory is poisoned and all criteria hold, of every case and in every dtype."""
+    for case in cases:
+        for dtype in DTYPES:
+            inputs = make_inputs(replace(case, variant=replace(case.variant, dtype=dtype)), device)
+            judge = Judge(inputs)
+            with poisoned_memory():
+                results = evaluate(inputs, backend, deterministic=False)
+            judge.require(results)
+
+
+def _randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=dtype)
+
+
+def _close(found: Tensor, truth: Tensor, what: str) -> None:
+    """Within 4 roundings of the largest value: for parts of results too large for a Judge."""
+    error = (found.double() - truth.double()).abs().max().item()
+    limit = 4 * torch.finfo(found.dtype).eps * truth.double().abs().max().item()
+    assert error <= limit, f"{what}: error {error:.3g} > {limit:.3g}"
+
+
+@trap(slow=True)
+def masked_tail_with_lse_below_fp32_exp(backend: str, device: torch.device) -> None:
+    """Sequence % 128 == 64, a key mask, every row's lse below -88.7 (pytorch#196678: NaN)."""
+    case = Case(seed=1, lead=(2,), heads_k=2, seq_q=192, seq_k=192, magnitude="low")
+    case = replace(case, variant=Variant(head_dim=64, head_dim_v=64, mask=True, lse_grad=True))
+    _require(
+        backend,
+        device,
+        replace(case, mask_shape=(2, 1, 1, 192), mask_kind="keys"),
+        replace(case, mask_shape=(2, 1, 192, 192), mask_kind="rows"),
+    )
+
+
+@trap()
+def fully_masked_rows(backend: str, device: torch.device) -> None:
+    """A row without keys: out 0, lse -inf, zero gradients, exactly."""
+    case = Case(
+        seed=2,
+        variant=Variant(mask=True, bias="pair", bias_grad=True, lse_grad=True),
+        lead=(2,),
+        heads_k=2,
+        seq_q=19,
+        seq_k=33,
+        mask_shape=(2, 1, 19, 1),
+        mask_kind="rows",
+        bias_shape=(4, 19, 33),
+        group=2,
+    )
+    _require(backend, device, case, replace(case, mask_kind="none"))
+    inputs = make_inputs(case, device)
+    found = evaluate(inputs, backend)
+    assert inputs.mask is not None
+    hidden = ~inputs.mask.expand(*found["lse"].shape, 1)
+    assert hidden.any() and not hidden.all()
+    assert found["out"].masked_select(hidden).eq(0).all()
+    assert found["dq"].masked_select(hidden).eq(0).all()
+    assert found["lse"].masked_select(hidden[..., 0]).eq(-torch.inf).all()
+
+
+@trap()
+def minus_infinity_in_bias(backend: str, device: torch.device) -> None:
+    """-inf entries and whole rows of -inf in a bias that has a gradient."""
+    case = Case(
+        seed=3,
+        variant=Variant(bias="pair", bias_grad=True, bias_float=True),
+        lead=(2,),
+        heads_k=2,
+        seq_q=17,
+        seq_k=40,
+        bias_shape=(1, 2, 17, 40),
+        bias_holes=True,
+    )
+    _require(backend, device, case, replace(case, bias_view="transposed", bias_shape=(17, 40)))
+
+
+@trap()
+def single_query_and_single_key(backend: str, device: torch.device) -> None:
+    for seq_q, seq_k in ((1, 1), (1, 70), (70, 1)):
+        case = Case(seed=4, lead=(3,), heads_k=2, group=2, seq_q=seq_q, seq_k=seq_k)
+        causal = replace(case, variant=Variant(window=True), causal=True, align="lower_right")
+        _require(backend, device, case, causal)
+
+
+@trap()
+def odd_strides(backend: str, device: torch.device) -> None:
+    """Rows off 16-byte alignment, padded rows, joint projections, stride-0 batches, NaN between."""
+    for layout in ("shifted", "strided", "packed", "bshd", "expanded"):
+        case = Case(seed=5, layout=layout, lead=(2,), heads_k=2, seq_q=18, seq_k=21)
+        _require(
+            backend,
+            device,
+            replace(case, variant=Variant(head_dim=24, head_dim_v=40)),
+            replace(case, variant=Variant(head_dim=7, head_dim_v=5)),
+        )
+
+
+@trap()
+def empty_sequences(backend: str, device: torch.device) -> None:
+    """Sq = 0, Sk = 0, packed sequences of length 0, no sequence at all."""
+    packed = Case(seed=6, variant=Variant(varlen=True, lse_grad=True), rank=3, lead=(), heads_k=2)
+    _require(
+        backend,
+        device,
+        Case(seed=6, lead=(2,), seq_q=0),
+        Case(seed=6, lead=(2,), seq_k=0),
+        Case(seed=6, lead=(0,)),
+        replace(packed, lens_q=(0, 5, 0), lens_k=(7, 0, 0)),
+        replace(packed, lens_q=(0,), lens_k=(0,)),
+        replace(packed, lens_q=(3, 0), lens_k=(4, 5)),
+    )
+
+
+@trap()
+def nan_stays_in_its_packed_sequence(backend: str, device: torch.device) -> None:
+    lens = (9, 30, 0, 17)
+    for dtype in DTYPES:
+        variant = Variant(dtype=dtype, varlen=True)
+        case = Case(seed=7, variant=variant, rank=3, lead=(), heads_k=2, lens_q=lens, lens_k=lens)
+        inputs = make_inputs(case, device)
+        clean = evaluate(inputs, backend)
+        rows = slice(9, 39)
+        with torch.no_grad():
+            for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
+                assert x is not None
+                x[rows] = torch.nan
+        dirty = evaluate(inputs, backend)
+        for name, x in clean.items():
+            y = dirty[name]
+            if name == "lse":
+                x, y = x.t(), y.t()
+            for part in (slice(0, 9), slice(39, None)):
+                assert torch.equal(x[part], y[part]), f"{name}: NaN of one sequence reached another"
+
+
+@trap(slow=True)
+def seventy_thousand_batch_heads(backend: str, device: torch.device) -> None:
+    """B * H beyond the 65,535 that a grid's second dim can hold."""
+    case = Case(
+        seed=8,
+        variant=Variant(head_dim=8, head_dim_v=8, bias="key", bias_grad=True),
+        lead=(17500,),
+        heads_k=4,
+        seq_q=3,
+        seq_k=5,
+        bias_shape=(17500, 1, 1, 5),
+    )
+    _require(
+        backend, device, replace(case, variant=Variant(head_dim=8, head_dim_v=8), bias_shape=None)
+    )
+    _require(backend, device, case)
+
+
+@trap(slow=True)
+def seventy_thousand_packed_sequences(backend: str, device: torch.device) -> None:
+    inputs = make_inputs(
+        Case(
+            seed=9,
+            variant=Variant(dtype="bfloat16", head_dim=16, varlen=True),
+            rank=3,
+            lead=(),
+            heads_k=1,
+            lens_q=(1, 2) * 35000,
+            lens_k=(1, 2) * 35000,
+        ),
+        device,
+    )
+    found = evaluate(inputs, backend)
+    # Sequences of one row: out is v, and softmax has no slope.
+    first = slice(0, None, 3)
+    assert torch.equal(found["out"][first], inputs.v[first])
+    assert inputs.dout is not None
+    assert torch.equal(found["dv"][first], inputs.dout[first])
+    q, k, v = (x.double() for x in (inputs.q, inputs.k, inputs.v))
+    p = torch.softmax(torch.stack([(q[1::3] * k[i::3]).sum(-1) for i in (1, 2)]) / 4, 0)
+    _close(found["out"][1::3], p[0, ..., None] * v[1::3] + p[1, ..., None] * v[2::3], "out")
+
+
+@trap(cuda=True, gigabytes=70, slow=True)
+def more_than_two_billion_elements(backend: str, device: torch.device) -> None:
+    """Offsets beyond 2^31: a large batch, forward and backward."""
+    batch, seq, dim = 530_000, 64, 64
+    assert batch * seq * dim > 2**31
+    q, k, v, dout = (_randn(batch, 1, seq, dim, device=device) for _ in range(4))
+    found = evaluate(Inputs(q, k, v, dout=dout), backend)
+    ends = torch.tensor([0, 1, batch // 2, batch - 2, batch - 1], device=device)
+    Judge(Inputs(*(x[ends] for x in (q, k, v)), dout=dout[ends])).require(
+        {name: x[ends] for name, x in found.items()}
+    )
+
+
+@trap(cuda=True, gigabytes=40, slow=True)
+def bias_of_more_than_two_billion_elements(backend: str, device: torch.device) -> None:
+    seq, dim = 46_400, 16
+    assert seq * seq > 2**31
+    q, k, v, dout = (_randn(1, 1, seq, dim, device=device) for _ in range(4))
+    bias = _randn(1, 1, seq, seq, device=device)
+    found = evaluate(Inputs(q, k, v, bias=bias, dout=dout), backend)
+    rows = slice(seq - 32, None)
+    part = Inputs(q[:, :, rows], k, v, bias=bias[:, :, rows], dout=dout[:, :, rows])
+    results = {n: found[n][:, :, rows] for n in ("out", "lse", "dq", "dbias")}
+    Judge(part).require(results)
+
+
+@trap(cuda=True, gigabytes=20, slow=True)
+def strides_of_more_than_two_billion_elements(backend: str, device: torch.device) -> None:
+    """Two batches 2^31 elements apart, and rows far apart, in one NaN-filled buffer."""
+    buffer = torch.full((2**31 + 2**20,), torch.nan, device=device, dtype=torch.bfloat16)
+    for strides in ((2**31, 2**14, 64, 1), (2**15, 2**14, (2**31 - 2**16) // 70, 1)):
+        x = buffer.as_strided((2, 2, 70, 64), strides)
+        x.copy_(torch.randn(2, 2, 70, 64, device=device))
+        dout = torch.randn(2, 2, 70, 64, device=device, dtype=torch.bfloat16)
+        for inputs in (Inputs(x, dout, dout, dout=dout), Inputs(dout, x, x, dout=x)):
+            Judge(inputs).require(evaluate(inputs, backend))
+        buffer.fill_(torch.nan)
+
+
+@trap(cuda=True, gigabytes=40, slow=True)
+def long_sequence(backend: str, device: torch.device) -> None:
+    """Some thousand keys: many tiles, sums of many terms."""
+    for dtype in ("bfloat16", "float16"):
+        variant = Variant(dtype=dtype, head_dim=64, head_dim_v=64, window=True)
+        case = Case(seed=10, variant=variant, lead=(1,), seq_q=4160, seq_k=4160, causal=True)
+        inputs = make_inputs(case, device)
+        Judge(inputs).require(evaluate(inputs, backend))
+
+
+@trap(cuda=True)
+def second_device(backend: str, device: torch.device) -> None:
+    """Tensors on a device that is not the current one."""
+    if torch.cuda.device_count() < 2:
+        raise Skipped("needs two GPUs")
+    other = torch.device("cuda", (device.index or 0) ^ 1)
+    with torch.cuda.device(device):
+        inputs = make_inputs(Case(seed=11, variant=Variant(dtype="bfloat16", head_dim=64)), other)
+        found = evaluate(inputs, backend)
+    assert all(x.device == other for x in found.values())
+    Judge(inputs).require(found)
+
+
+@trap(cuda=True)
+def side_stream(backend: str, device: torch.device) -> None:
+    """Kernels run on the current stream: inputs are written there, late, after a long wait."""
+    case = Case(
+        seed=12, variant=Variant(dtype="bfloat16", head_dim=64, head_dim_v=64), seq_q=300, seq_k=300
+    )
+    inputs = make_inputs(case, device)
+    truth = evaluate(inputs, backend)
+    late = make_inputs(case, device)
+    tensors = ("q", "k", "v", "dout")
+    with torch.no_grad():
+        for name in tensors:
+            getattr(late, name).zero_()
+    torch.cuda.synchronize(device)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        with torch.no_grad():
+            for name in tensors:
+                getattr(late, name).copy_(getattr(inputs, name))
+        found = evaluate(late, backend)
+    stream.synchronize()
+    for name, x in truth.items():
+        assert torch.equal(x, found[name]), f"{name} differs on a side stream"
+
+
+@trap(cuda=True)
+def cuda_graph(backend: str, device: torch.device) -> None:
+    """Forward and backward captured once, replayed on other values."""
+    import flashsci
+
+    variant = Variant(dtype="bfloat16", head_dim=64, head_dim_v=64)
+    dense = Case(seed=13, variant=variant, heads_k=2, group=2, seq_q=130, seq_k=130)
+    packed = replace(
+        dense,
+        variant=replace(variant, varlen=True),
+        rank=3,
+        lead=(),
+        lens_q=(60, 7),
+        lens_k=(60, 7),
+    )
+    for case in (dense, packed):
+        first, second = (make_inputs(replace(case, seed=s), device) for s in (13, 14))
+        truth = evaluate(second, backend)
+        with flashsci.use_backend(backend, strict=True):
+            side = torch.cuda.Stream(device)
+            with torch.cuda.stream(side):
+                evaluate(first, backend)
+            torch.cuda.current_stream(device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = evaluate(first, backend)
+        with torch.no_grad():
+            for name in ("q", "k", "v", "dout"):
+                getattr(first, name).copy_(getattr(second, name))
+        graph.replay()
+        torch.cuda.synchronize(device)
+        for name, x in truth.items():
+            assert torch.equal(x, found[name]), f"{name} differs in a replayed graph"
+
+
+@trap(cuda=True)
+def garbage_offsets(backend: str, device: torch.device) -> None:
+    """Unchecked offsets that fall, are negative or end far outside: no access out of bounds."""
+    variant = Variant(dtype="bfloat16", head_dim=64, head_dim_v=64, varlen=True)
+    case = Case(
+        seed=15,
+        variant=variant,
+        rank=3,
+        lead=(),
+        heads_k=2,
+        lens_q=(100, 30, 70),
+        lens_k=(100, 30, 70),
+    )
+    inputs = make_inputs(case, device)
+    for known in (True, False):
+        options = (
+            inputs.options if known else dict(inputs.options, max_seqlen_q=None, max_seqlen_k=None)
+        )
+        for values in (
+            (0, 150, 20, 200),
+            (0, -7, 2**30, 2**31 - 1),
+            (2**30, 0, 5, 200),
+            (-(2**31), 50, 60, -1),
+        ):
+            offsets = torch.tensor(values, dtype=torch.int32, device=device)
+            wild = replace(inputs, cu_seqlens_q=offsets, cu_seqlens_k=None, options=options)
+            evaluate(wild, backend)
+            evaluate(replace(wild, cu_seqlens_q=inputs.cu_seqlens_q, cu_seqlens_k=offsets), backend)
+            torch.cuda.synchronize(device)
+    Judge(inputs).require(evaluate(inputs, backend))
+
+
+@trap(slow=True)
+def bitwise_determinism(backend: str, device: torch.device) -> None:
+    """The same call gives the same bits, run after run: results and every gradient."""
+    runs = 20 if device.type == "cuda" else 2
+    dense = Case(
+        seed=16,
+        variant=Variant(dtype="bfloat16", head_dim=64, head_dim_v=64, lse_grad=True),
+        lead=(3,),
+        heads_k=2,
+        group=2,
+        seq_q=257,
+        seq_k=300,
+    )
+    bias = replace(dense.variant, bias="pair", bias_grad=True, bias_float=True, dropout=True)
+    packed = replace(
+        dense,
+        variant=replace(dense.variant, varlen=True),
+        rank=3,
+        lead=(),
+        lens_q=(200, 3, 90),
+        lens_k=(40, 130, 90),
+    )
+    cases = [dense, packed]
+    cases += [
+        replace(dense, variant=bias, bias_shape=shape, dropout_p=0.2)
+        for shape in ((1, 1, 257, 300), (3, 1, 1, 300), (4, 1, 1))
+    ]
+    for case in cases:
+        inputs = make_inputs(case, device)
+        try:
+            first = evaluate(inputs, backend, deterministic=True)
+        except Exception as error:
+            if type(error).__name__ == "BackendError" and case is not dense:
+                continue
+            raise
+        for _ in range(runs - 1):
+            again = evaluate(inputs, backend, deterministic=True)
+            for name, x in first.items():
+                assert torch.equal(x, again[name]), f"{name} differs between runs of {case}"
