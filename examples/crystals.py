@@ -22,6 +22,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -343,6 +344,7 @@ def main(arguments: list[str] | None = None) -> int:
         piece()
         return 0
     device = torch.device(options.device)
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")  # of autograd's threads
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     print(f"flashsci {flashsci.__version__}, torch {torch.__version__}, on {name}")
 

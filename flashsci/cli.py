@@ -4,6 +4,7 @@ none of this.)"""
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -92,6 +93,11 @@ def support(
     return matrix
 
 
+def _console() -> Console:
+    """Wide where there is no terminal to fit into: tables in log files should not wrap."""
+    return Console() if sys.stdout.isatty() else Console(width=160)
+
+
 @app.command()
 def backends(
     arch: Annotated[
@@ -129,7 +135,7 @@ def backends(
                 f"| {feature} | " + " | ".join("yes" if c == "yes" else "no" for c in cells) + " |"
             )
         return
-    console = Console()
+    console = _console()
     table = Table(title=f"flashsci on {where}", title_justify="left")
     table.add_column("feature (of fp16, D 64)")
     for name in BACKENDS:
@@ -204,7 +210,7 @@ def bench(
         names = core.candidate_names(listed(backends), where)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    console = Console()
+    console = _console()
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -243,7 +249,7 @@ def report(
     if markdown:
         print(core.markdown(records))
     else:
-        core.show(records, Console())
+        core.show(records, _console())
 
 
 def main(arguments: list[str]) -> int:

@@ -198,6 +198,9 @@ def _sdpa(kernel: SDPBackend | None, x: Inputs) -> Callable[[], Tensor]:
     case = x.case
     if case.window is not None and kernel != SDPBackend.MATH:
         raise Unsupported("SDPA has no sliding window")
+    scores = math.prod(case.batch) * case.H * case.Sq * case.Sk * x.q.dtype.itemsize
+    if kernel == SDPBackend.MATH and scores > 1 << 33:
+        raise Unsupported(f"it holds every score: {scores / 2**30:.0f} GiB of them")
     plain_causal = case.causal and case.window is None and x.bias is None and x.mask is None
     left, right = case.window or (-1, -1)
     keep = None
@@ -281,7 +284,8 @@ def _refusal_as_reason(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             said = [str(w.message).split(" (Triggered")[0] for w in caught]
-            said = [s for s in said if "because:" not in s and "not used" not in s] or [str(error)]
+            idle = ("because:", "not used", "runtime disabled")
+            said = [s for s in said if not any(i in s for i in idle)] or [str(error)]
             raise Unsupported(said[-1].splitlines()[0]) from error
     return call
 

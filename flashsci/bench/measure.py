@@ -6,8 +6,10 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import importlib.util
+import math
 import platform
 import subprocess
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -78,6 +80,8 @@ def run(
         checked", "failed: ...", "refused: ..."), method, env.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    # Of autograd's own threads, on their first matrix product; harmless, and torch's affair.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
     names = candidate_names(names, device)
     records = []
     for case in cases:
@@ -131,7 +135,7 @@ class _Measurement:
             found += [self._record(name, kind, times, clock) for name in self.names]
         if self.case.suite == "latency":
             for kind, times in self._host_times().items():
-                found += [self._record(n, kind, times, clock) for n in self.names]
+                found += [self._record(n, kind, times, clock) for n in self.names if n in times]
         return found
 
     def _prepare(self, name: str) -> None:
@@ -148,10 +152,15 @@ class _Measurement:
             self._refuse(name, str(reason))
         except torch.OutOfMemoryError:
             self._refuse(name, "out of memory")
+        except torch.AcceleratorError:
+            raise  # nothing on this device works any more
         except (RuntimeError, NotImplementedError) as error:
-            # A baseline may serve the forward and refuse its gradient (of a bias, say) only when
-            # that is asked for.
-            self._refuse(name, str(error).strip().splitlines()[0])
+            said = str(error).strip().splitlines()[0]
+            if name in OURS:
+                for kind in self.passes:
+                    self.verdicts[name, kind] = Verdict(math.inf, math.inf, f"it raised: {said}")
+            else:  # a baseline may serve the forward and refuse the gradient of a bias, say
+                self._refuse(name, said)
 
     def _refuse(self, name: str, reason: str) -> None:
         for kind in self.passes:
@@ -248,6 +257,7 @@ class _Measurement:
             "method": {
                 "timer": "host" if on_host or self.device.type == "cpu" else "cuda_event",
                 "batch": time.batch if time else None,
+                "host_bound": bool(time and time.host_bound),
                 "cold_l2": bool(time and time.batch == 1 and self.device.type == "cuda"),
                 "interleaved": True,
                 "input": "randn",

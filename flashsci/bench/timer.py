@@ -25,6 +25,8 @@ _SHORTEST_SECONDS = 100e-6
 #: `torch.cuda._sleep` counts GPU clock cycles. The highest clock of today's GPUs makes the wait
 #: long enough on all.
 _CYCLES_PER_SECOND = 2.2e9
+#: Beyond this, launching is what the function is about (or it synchronises): seconds.
+_LONGEST_WAIT = 20e-3
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,10 @@ class Times:
     min: float
     n: int
     batch: int = 1
+    host_bound: bool = False  # the GPU may have waited for the host: it launches too slowly
 
     @staticmethod
-    def of(samples: list[float], batch: int = 1) -> Times:
+    def of(samples: list[float], batch: int = 1, host_bound: bool = False) -> Times:
         s = sorted(samples)
         last = len(s) - 1
         return Times(
@@ -49,6 +52,7 @@ class Times:
             min=s[0],
             n=len(s),
             batch=batch,
+            host_bound=host_bound,
         )
 
 
@@ -67,23 +71,24 @@ def interleave(
     `seconds` is about the whole time spent, within the given limits on the number of rounds.
     """
     measure = _GpuClock(device) if device.type == "cuda" else _HostClock()
-    batches = {}
+    batches, turns = {}, {}
     total = 0.0
     for name, function in functions.items():
         once = measure.pilot(name, function)
         batches[name] = max(1, math.ceil(_SHORTEST_SECONDS / max(once, 1e-7)))
+        turns[name] = max(
+            2, int(seconds / max(once, 1e-7))
+        )  # what is very slow sits some rounds out
         total += once * batches[name] + measure.overhead(name, batches[name])
     count = max(rounds[0], min(rounds[1], int(seconds / max(total, 1e-9))))
     order = list(functions)
     shuffle = random.Random(seed).shuffle
-    for _ in range(count):
+    for turn in range(count):
         shuffle(order)
         for name in order:
-            measure.record(name, functions[name], batches[name])
-    return {
-        name: Times.of([s / batches[name] for s in samples], batches[name])
-        for name, samples in measure.finish().items()
-    }
+            if turn < turns[name]:
+                measure.record(name, functions[name], batches[name])
+    return measure.finish(batches)
 
 
 class _HostClock:
@@ -104,58 +109,69 @@ class _HostClock:
             function()
         self.samples.setdefault(name, []).append(time.perf_counter() - start)
 
-    def finish(self) -> dict[str, list[float]]:
-        return self.samples
+    def finish(self, batches: Mapping[str, int]) -> dict[str, Times]:
+        return {
+            name: Times.of([s / batches[name] for s in samples], batches[name])
+            for name, samples in self.samples.items()
+        }
 
 
 class _GpuClock:
+    """Events on the stream, behind a wait that is long enough for the host to queue the work.
+
+    Work whose start event has passed before the last launch is queued may have gaps in it: such
+    samples only count where there are no others, and the next wait is longer.
+    """
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
-        self.host: dict[str, float] = {}
+        self.events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event, bool]]] = {}
+        self.launching: dict[str, float] = {}  # seconds the host needs for one call
         l2 = torch.cuda.get_device_properties(device).L2_cache_size
         self.flush = torch.empty(2 * max(l2, 1 << 24), dtype=torch.int8, device=device)
 
     def pilot(self, name: str, function: Function) -> float:
         """GPU seconds of one call; notes how long the host takes to launch it."""
-        for _ in range(2):
-            function()
-        torch.cuda.synchronize(self.device)
-        launches = []
-        for _ in range(3):
+        launches: list[float] = []
+        while len(launches) < 4 and sum(launches) < 0.1:
+            torch.cuda.synchronize(self.device)
             start = time.perf_counter()
             function()
             launches.append(time.perf_counter() - start)
-            torch.cuda.synchronize(self.device)
-        self.host[name] = min(launches)
+        self.launching[name] = statistics.median(launches)
         self.record(name, function, 1)
         torch.cuda.synchronize(self.device)
-        ((start, end),) = self.events.pop(name)
-        return start.elapsed_time(end) * 1e-3
+        ((start_event, end_event, _),) = self.events.pop(name)
+        return start_event.elapsed_time(end_event) * 1e-3
 
     def overhead(self, name: str, batch: int) -> float:
-        return self._wait(name, batch)
-
-    def _wait(self, name: str, batch: int) -> float:
-        """Seconds of queued waiting that cover the launching of `batch` calls."""
-        return 30e-6 + 1.5 * self.host.get(name, 0.0) * batch
+        """Seconds of waiting that cover the launching of `batch` calls."""
+        return min(_LONGEST_WAIT, 50e-6 + 2 * self.launching.get(name, 0.0) * batch)
 
     def record(self, name: str, function: Function, batch: int) -> None:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(int(self._wait(name, batch) * _CYCLES_PER_SECOND))
+        torch.cuda._sleep(int(self.overhead(name, batch) * _CYCLES_PER_SECOND))
         self.flush.zero_()
         start.record()
         for _ in range(batch):
             function()
         end.record()
-        self.events.setdefault(name, []).append((start, end))
+        late = start.query()
+        if late:
+            self.launching[name] *= 2
+        self.events.setdefault(name, []).append((start, end, late))
 
-    def finish(self) -> dict[str, list[float]]:
+    def finish(self, batches: Mapping[str, int]) -> dict[str, Times]:
         torch.cuda.synchronize(self.device)
-        return {
-            name: [start.elapsed_time(end) * 1e-3 for start, end in pairs]
-            for name, pairs in self.events.items()
-        }
+        found = {}
+        for name, measured in self.events.items():
+            good = [m for m in measured if not m[2]]
+            host_bound = len(good) < 3
+            pairs = measured if host_bound else good
+            batch = batches[name]
+            samples = [start.elapsed_time(end) * 1e-3 / batch for start, end, _ in pairs]
+            found[name] = Times.of(samples, batch, host_bound)
+        return found
 
 
 def host_time(
