@@ -48,4 +48,9 @@ done
 "$cxx" -shared -o "$output" "${objects[@]}" -Wl,--version-script=cmake/exports.map,--exclude-libs,ALL,-s \
   -Wl,--no-as-needed "$torch/lib/libtorch.so" "$torch/lib/libtorch_cpu.so" \
   -L"$cuda/lib64" -L"$cuda/targets/x86_64-linux/lib" -lcudart_static -ldl -lrt -lpthread
+# The standalone runner, for compute-sanitizer and profilers (csrc/tests).
+if [ -n "$sm80" ]; then
+  "$cxx" -std=c++17 -O2 -isystem "$cuda/include" csrc/tests/forward_runner.cpp "$work"/sm80_*.o -o "$(dirname "$output")/forward_runner" \
+    -L"$cuda/lib64" -L"$cuda/targets/x86_64-linux/lib" -lcudart_static -ldl -lrt -lpthread
+fi
 echo "built $output for $archs ($(du -k "$output" | cut -f1) kB)"

@@ -31,7 +31,7 @@ class Params(c.Structure):
         *[(n, c.c_int32) for n in ("head_dim", "head_dim_v")],
         ("scale", c.c_float),
         ("softcap", c.c_float),
-        *[(n, c.c_int32) for n in ("window_left", "window_right", "lower_right", "copy_bytes", "device")],
+        *[(n, c.c_int32) for n in ("window_left", "window_right", "lower_right", "copy_bytes", "device", "shared_per_sm")],
     ]
 
 
@@ -73,6 +73,7 @@ class Library:
             0 if dense else cu[0].numel() - 1, -1, q.shape[-1], v.shape[-1],
             q.shape[-1] ** -0.5 if scale is None else scale, softcap, window[0], window[1],
             int(lower_right), copy_bytes(q, k, v), 0,
+            torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor,
         )  # fmt: skip
         fn, stream = self.fn[q.dtype], c.c_void_p(torch.cuda.current_stream().cuda_stream)
 

@@ -47,21 +47,30 @@ void check_cuda(cudaError_t error, const char* what) {
         ")");
 }
 
-// major * 10 + minor, asked once per device.
-int capability_of(int device) {
-  static std::atomic<int> known[kMaxDevices];
-  const bool cached = device < kMaxDevices;
-  int value = cached ? known[device].load(std::memory_order_relaxed) : 0;
-  if (value == 0) {
-    int major = 0, minor = 0;
-    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-               "reading the compute capability");
-    check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
-               "reading the compute capability");
-    value = major * 10 + minor;
-    if (cached) known[device].store(value, std::memory_order_relaxed);
-  }
+struct Device {
+  int capability;     // major * 10 + minor
+  int shared_per_sm;  // bytes
+};
+
+int attribute_of(int device, cudaDeviceAttr attribute) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "reading a device attribute");
   return value;
+}
+
+// Asked once per device; a lost race only asks again.
+Device describe(int device) {
+  static std::atomic<uint64_t> known[kMaxDevices];
+  const bool cached = device < kMaxDevices;
+  uint64_t packed = cached ? known[device].load(std::memory_order_relaxed) : 0;
+  if (packed == 0) {
+    const uint64_t capability = attribute_of(device, cudaDevAttrComputeCapabilityMajor) * 10 +
+                                attribute_of(device, cudaDevAttrComputeCapabilityMinor);
+    packed = capability << 32 |
+             static_cast<uint32_t>(attribute_of(device, cudaDevAttrMaxSharedMemoryPerMultiprocessor));
+    if (cached) known[device].store(packed, std::memory_order_relaxed);
+  }
+  return {static_cast<int>(packed >> 32), static_cast<int>(packed & 0xffffffffu)};
 }
 
 // Makes the device current for torch's allocator and for our (static) CUDA runtime; free if it already is.
@@ -215,7 +224,7 @@ std::tuple<Tensor, Tensor> cuda_forward(const Tensor& q, const Tensor& k, const 
     CHECK(num_seqs <= FLASHSCI_MAX_SEQ, "too many sequences");
   }
 
-  const int capability = capability_of(device);
+  const auto [capability, shared_per_sm] = describe(device);
   int (*launcher)(const FlashsciForwardParams*, FlashsciStream) = nullptr;
   if (capability >= 80) {
 #ifdef FLASHSCI_HAVE_SM80_FP16
@@ -278,6 +287,7 @@ std::tuple<Tensor, Tensor> cuda_forward(const Tensor& q, const Tensor& k, const 
                         k_view.alignment_bits() | v_view.alignment_bits() | 16;
   p.copy_bytes = static_cast<int32_t>(bits & -bits);
   p.device = device;
+  p.shared_per_sm = shared_per_sm;
 
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));

@@ -8,6 +8,8 @@
 #pragma once
 #include <cstdint>
 
+#include "ptx/redux.cuh"
+
 namespace flashsci {
 
 struct TileOfSequence {
@@ -47,6 +49,12 @@ __device__ __forceinline__ TileOfSequence find_tile(int slot, const int32_t* __r
   const bool owned = low >= 1 && low <= num_seqs;
   found.first_k = owned ? segment_begin(cu_k, low, num_seqs, total_k) : 0;
   found.seq_k = owned ? max(segment_begin(cu_k, low + 1, num_seqs, total_k) - found.first_k, 0) : 0;
+  // The same in all lanes: say so.
+  found.tile = ptx::redux_max(found.tile);
+  found.first_q = ptx::redux_max(found.first_q);
+  found.seq_q = ptx::redux_max(found.seq_q);
+  found.first_k = ptx::redux_max(found.first_k);
+  found.seq_k = ptx::redux_max(found.seq_k);
   return found;
 }
 

@@ -38,10 +38,43 @@ struct Tile {
   }
 };
 
+// Hides from the compiler that a value is the same in every loop iteration: what follows from it is then computed
+// anew instead of being kept in registers, which are scarcer in the main loops than integer instructions.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// One chunk whose first `columns` elements are in the tensor (<= 0: none), from a source aligned to copy_bytes only.
+__device__ __forceinline__ void load_chunk(uint32_t target, const uint16_t* __restrict__ source,
+                                           int columns, int copy_bytes) {
+  if (copy_bytes >= 8) {
+#pragma unroll
+    for (int part = 0; part < 2; ++part)
+      ptx::cp_async_small<8>(target + part * 8, source + part * 4,
+                             min(max(columns - part * 4, 0), 4) * 2);
+  } else if (copy_bytes == 4) {
+#pragma unroll
+    for (int part = 0; part < 4; ++part)
+      ptx::cp_async_small<4>(target + part * 4, source + part * 2,
+                             min(max(columns - part * 2, 0), 2) * 2);
+  } else {
+    uint32_t packed[4];
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      const uint32_t low = 2 * part < columns ? source[2 * part] : uint16_t{0};
+      const uint32_t high = 2 * part + 1 < columns ? source[2 * part + 1] : uint16_t{0};
+      packed[part] = low | (high << 16);
+    }
+    ptx::st_shared(target, make_uint4(packed[0], packed[1], packed[2], packed[3]));
+  }
+}
+
 // Copies rows [0, kRows) of a row-major global matrix into a Tile. Rows >= rows_valid and columns >=
-// cols_valid become zeros and are not read. kVector: every row starts at a multiple of 16 bytes;
-// otherwise copy_bytes (8, 4 or 2) says what rows are aligned to.
-template <int kRows, int kCols, int kThreads, bool kVector>
+// cols_valid become zeros and are not read. kVector: every row starts at a multiple of 16 bytes and
+// cols_valid is a multiple of 8; otherwise copy_bytes (8, 4 or 2) divides where rows start. kFewRegisters: nothing is kept from one
+// call to the next.
+template <int kRows, int kCols, int kThreads, bool kVector, bool kFewRegisters>
 __device__ __forceinline__ void load_tile(uint32_t tile,
                                           const uint16_t* __restrict__ global,  // [rows_valid, row]
                                           int64_t row_stride, int rows_valid, int cols_valid,
@@ -51,7 +84,7 @@ __device__ __forceinline__ void load_tile(uint32_t tile,
   constexpr int kRowStep = kThreads / kThreadsPerRow;
   static_assert(kThreads % kThreadsPerRow == 0 && kRows % kRowStep == 0, "whole passes");
   static_assert(kRowStep % 8 == 0, "the swizzle of a thread's rows is the same in every pass");
-  const int thread = threadIdx.x;
+  const int thread = kFewRegisters ? opaque(threadIdx.x) : static_cast<int>(threadIdx.x);
   const int first_row = thread / kThreadsPerRow;
   const int first_chunk = thread % kThreadsPerRow;
   const uint32_t shared = tile + T::offset(first_row, first_chunk);
@@ -63,37 +96,14 @@ __device__ __forceinline__ void load_tile(uint32_t tile,
 #pragma unroll
     for (int block = 0; block < T::kChunks / kThreadsPerRow; ++block) {
       const int column = (first_chunk + block * kThreadsPerRow) * kChunkElements;
-      const int columns = row_valid ? min(max(cols_valid - column, 0), kChunkElements) : 0;
       const uint32_t target =
           shared + pass * kRowStep * T::kRowBytes + block * T::kGroup * kChunkBytes;
-      // An address that is not read still stays inside the tensor.
-      const uint16_t* source =
-          columns > 0 ? row_start + block * kThreadsPerRow * kChunkElements : global;
+      const uint16_t* source = row_start + block * kThreadsPerRow * kChunkElements;
       if constexpr (kVector) {
-        ptx::cp_async_16(target, source, columns * 2);
-      } else if (copy_bytes >= 8) {
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {
-          const int elements = min(max(columns - part * 4, 0), 4);
-          ptx::cp_async_small<8>(target + part * 8, elements > 0 ? source + part * 4 : global,
-                                 elements * 2);
-        }
-      } else if (copy_bytes == 4) {
-#pragma unroll
-        for (int part = 0; part < 4; ++part) {
-          const int elements = min(max(columns - part * 2, 0), 2);
-          ptx::cp_async_small<4>(target + part * 4, elements > 0 ? source + part * 2 : global,
-                                 elements * 2);
-        }
+        ptx::cp_async_16(target, source, row_valid && column < cols_valid);
       } else {
-        uint32_t packed[4];
-#pragma unroll
-        for (int part = 0; part < 4; ++part) {
-          const uint32_t low = 2 * part < columns ? source[2 * part] : uint16_t{0};
-          const uint32_t high = 2 * part + 1 < columns ? source[2 * part + 1] : uint16_t{0};
-          packed[part] = low | (high << 16);
-        }
-        ptx::st_shared(target, make_uint4(packed[0], packed[1], packed[2], packed[3]));
+        load_chunk(target, source, row_valid ? min(cols_valid - column, kChunkElements) : 0,
+                   copy_bytes);
       }
     }
     row_start += kRowStep * row_stride;

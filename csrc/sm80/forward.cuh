@@ -21,6 +21,7 @@
 #include "../common/ptx/cp_async.cuh"
 #include "../common/ptx/ldmatrix.cuh"
 #include "../common/ptx/math.cuh"
+#include "../common/ptx/redux.cuh"
 #include "../common/ptx/shared.cuh"
 #include "../common/sequence.cuh"
 #include "../common/softmax.cuh"
@@ -48,6 +49,10 @@ template <int kHeadDim_, int kBlockQ_, int kBlockK_, int kWarps_, int kStages_, 
 struct Tiling {
   static constexpr int kHeadDim = kHeadDim_, kBlockQ = kBlockQ_, kBlockK = kBlockK_;
   static constexpr int kWarps = kWarps_, kStages = kStages_, kMinBlocks = kMinBlocks_;
+  using TwoStages = Tiling<kHeadDim_, kBlockQ_, kBlockK_, kWarps_, 2, kMinBlocks_>;
+  // The same for rows that take no 16-byte copies: the copies need registers.
+  using Unaligned = Tiling<kHeadDim_, kBlockQ_, kHeadDim_ == 128 ? 32 : kBlockK_, kWarps_, 1, kMinBlocks_>;
+  static constexpr bool kFewRegisters = kBlockK > 64 || kStages == 2;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kRows = kBlockQ / kWarps;  // query rows of a warp
   static constexpr int kM = kRows / 16;           // m16 blocks of a warp
@@ -145,12 +150,12 @@ __device__ __forceinline__ void multiply_qk(float (&s)[C::kM][C::kN][4], uint32_
       ptx::ldmatrix_x4(a[m], T::pair_address(q_start, d) + m * 16 * T::kRowBytes);
 #pragma unroll
     for (int n = 0; n < C::kN / 2; ++n) {
-      uint32_t b[4];  // K [16 keys, 16]: two n8 blocks
+      uint32_t b[4];  // K [16 keys, 16]: registers 0, 2 are keys 0..7, registers 1, 3 keys 8..15
       ptx::ldmatrix_x4(b, T::pair_address(k_start, d) + n * 16 * T::kRowBytes);
 #pragma unroll
       for (int m = 0; m < C::kM; ++m) {
-        Op::mma(s[m][2 * n], a[m], b[0], b[1]);
-        Op::mma(s[m][2 * n + 1], a[m], b[2], b[3]);
+        Op::mma(s[m][2 * n], a[m], b[0], b[2]);
+        Op::mma(s[m][2 * n + 1], a[m], b[1], b[3]);
       }
     }
   }
@@ -159,8 +164,9 @@ __device__ __forceinline__ void multiply_qk(float (&s)[C::kM][C::kN][4], uint32_
 // O += P V; the accumulator layout of S is the operand layout of P.
 template <class Op, class C>
 __device__ __forceinline__ void multiply_pv(float (&o)[C::kM][C::kDimBlocks][4],
-                                            const float (&p)[C::kM][C::kN][4], uint32_t v_start) {
+                                            const float (&p)[C::kM][C::kN][4], uint32_t k_start) {
   using T = Tile<C::kHeadDim>;
+  constexpr int kToV = sizeof(SharedStorage<C>::k);  // from a place in K to the same place in V
 #pragma unroll
   for (int n = 0; n < C::kN / 2; ++n) {
     uint32_t a[C::kM][4];  // P [kRows, 16 keys]
@@ -174,7 +180,7 @@ __device__ __forceinline__ void multiply_pv(float (&o)[C::kM][C::kDimBlocks][4],
 #pragma unroll
     for (int d = 0; d < C::kDimBlocks / 2; ++d) {
       uint32_t b[4];  // V [16 keys, 16 columns]: two n8 blocks
-      ptx::ldmatrix_x4_trans(b, T::pair_address(v_start, d) + n * 16 * T::kRowBytes);
+      ptx::ldmatrix_x4_trans(b, T::pair_address(k_start, d) + kToV + n * 16 * T::kRowBytes);
 #pragma unroll
       for (int m = 0; m < C::kM; ++m) {
         Op::mma(o[m][2 * d], a[m], b[0], b[1]);
@@ -328,7 +334,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                   batch1 * p.v_strides.batch1 + head_k * p.v_strides.head +
                   work.first_k * p.v_strides.row;
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = ptx::redux_max(threadIdx.x / 32);
+  const int lane = threadIdx.x % 32;
   const int warp_row = tile_row + warp * C::kRows;
   const Window window(p.window_left, p.window_right, p.lower_right != 0, work.seq_q, work.seq_k);
 
@@ -347,19 +354,19 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const uint32_t k_tile = ptx::shared_address(shared.k);
   const uint32_t v_tile = ptx::shared_address(shared.v);
   constexpr int kStageBytes = C::kBlockK * T::kRowBytes;
-  const uint32_t q_start = q_tile + T::offset(warp * C::kRows + lane % 16, lane / 16);
-  const uint32_t k_start = k_tile + T::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  const uint32_t v_start = v_tile + T::offset(lane % 16, lane / 16);
+  // All operands are fetched as 16 rows x 2 chunks, so K and V differ by a constant only.
+  const uint32_t q_start = q_tile + warp * C::kRows * T::kRowBytes + T::offset(lane % 16, lane / 16);
+  const uint32_t k_start = k_tile + T::offset(lane % 16, lane / 16);
 
   const auto load_k = [&](int tile, int stage) {
     const int first = tile * C::kBlockK;
-    load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector>(
+    load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector, C::kFewRegisters>(
         k_tile + stage * kStageBytes, k + first * p.k_strides.row, p.k_strides.row,
         work.seq_k - first, p.head_dim, p.copy_bytes);
   };
   const auto load_v = [&](int tile, int stage) {
     const int first = tile * C::kBlockK;
-    load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector>(
+    load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector, C::kFewRegisters>(
         v_tile + stage * kStageBytes, v + first * p.v_strides.row, p.v_strides.row,
         work.seq_k - first, p.head_dim_v, p.copy_bytes);
   };
@@ -378,7 +385,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   }
 
   if (first_tile < end_tile) {
-    load_tile<C::kBlockQ, C::kHeadDim, C::kThreads, kVector>(q_tile, q, p.q_strides.row,
+    load_tile<C::kBlockQ, C::kHeadDim, C::kThreads, kVector, C::kFewRegisters>(q_tile, q, p.q_strides.row,
                                                             work.seq_q - tile_row, p.head_dim,
                                                             p.copy_bytes);
     load_k(end_tile - 1, 0);
@@ -413,7 +420,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       if (first_key < full_begin || first_key + C::kBlockK > full_end)
         mask_scores<C>(s, window, warp_row + lane / 4, first_key + lane % 4 * 2);
       online_softmax<C>(s, o, row_max, row_sum, plan.exp_scale);
-      multiply_pv<Op, C>(o, s, v_start + stage * kStageBytes);
+      multiply_pv<Op, C>(o, s, k_start + stage * kStageBytes);
     }
     if constexpr (C::kStages == 2) stage ^= 1;
   }
@@ -468,10 +475,20 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+// Two stages where two such CTAs fit an SM, and registers allow (D <= 128); else one.
 template <class Op, class C>
 cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream) {
-  return p.copy_bytes >= 16 ? launch_tiling<Op, C, true>(p, stream)
-                            : launch_tiling<Op, C, false>(p, stream);
+  const bool vector = p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 &&
+                      p.head_dim_v % kChunkElements == 0;
+  if (!vector) return launch_tiling<Op, typename C::Unaligned, false>(p, stream);
+  using TwoStages = typename C::TwoStages;
+  if constexpr (C::kHeadDim <= 128 && sizeof(SharedStorage<TwoStages>) <= kSharedBudget) {
+    constexpr int kReserved = 1024;  // per CTA, by the system
+    if (C::kMinBlocks * (sizeof(SharedStorage<TwoStages>) + kReserved) <=
+        static_cast<size_t>(p.shared_per_sm))
+      return launch_tiling<Op, TwoStages, true>(p, stream);
+  }
+  return launch_tiling<Op, C, true>(p, stream);
 }
 
 // Picks the smallest padded head dimension that holds D and Dv.

@@ -1,0 +1,246 @@
+// Standalone check of the forward launchers, without Python or torch: for compute-sanitizer and profilers.
+//
+//   scripts/build_manual.sh   builds build/manual/forward_runner beside the library
+//   compute-sanitizer --tool memcheck|initcheck|synccheck|racecheck build/manual/forward_runner
+//
+// Every case is drawn from a fixed seed, placed in buffers of exactly the size it needs (so that memcheck sees one
+// byte too far), and compared with a naive fp64 loop. Exit code: the number of failed cases.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../include/flashsci.h"
+
+namespace {
+
+struct Case {
+  const char* name;
+  int batch, heads_q, heads_k, seq_q, seq_k, dim, dim_v;
+  int left = -1, right = -1;
+  bool lower_right = false;
+  float softcap = 0.f, scale = 0.f;  // 0: 1 / sqrt(dim)
+  bool heads_inside = false;         // [B, S, H, D] in memory
+  std::vector<int> lens_q, lens_k;   // packed
+};
+
+float bf16_to_float(uint16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+
+uint16_t float_to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+float fp16_to_float(uint16_t x) {
+  const int exponent = (x >> 10) & 31, mantissa = x & 1023;
+  const float magnitude = exponent == 31  ? (mantissa ? NAN : INFINITY)
+                          : exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
+                                          : std::ldexp(1024.f + mantissa, exponent - 25);
+  return x & 0x8000 ? -magnitude : magnitude;
+}
+
+// Rounds towards zero, which is as good as any for drawing inputs of normal size.
+uint16_t float_to_fp16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const int exponent = static_cast<int>((bits >> 23) & 255) - 112;
+  if (exponent <= 0) return 0;
+  return static_cast<uint16_t>((bits >> 16 & 0x8000) | exponent << 10 | (bits >> 13 & 1023));
+}
+
+#define CUDA(call)                                                              \
+  do {                                                                          \
+    const cudaError_t error = (call);                                           \
+    if (error != cudaSuccess) {                                                 \
+      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(error));       \
+      std::exit(255);                                                           \
+    }                                                                           \
+  } while (false)
+
+template <class T>
+T* to_device(const std::vector<T>& host) {
+  T* device = nullptr;
+  CUDA(cudaMalloc(&device, std::max<size_t>(host.size(), 1) * sizeof(T)));
+  CUDA(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return device;
+}
+
+struct Layout {
+  FlashsciStrides strides;
+  int64_t at(int b, int h, int row) const {
+    return b * strides.batch0 + h * strides.head + row * strides.row;
+  }
+};
+
+Layout layout(int64_t heads, int64_t seq, int64_t dim, bool heads_inside) {
+  return heads_inside ? Layout{{seq * heads * dim, 0, dim, heads * dim}}
+                      : Layout{{heads * seq * dim, 0, seq * dim, dim}};
+}
+
+bool run(const Case& c, bool bf16) {
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  const auto encode = bf16 ? float_to_bf16 : float_to_fp16;
+  const auto decode = bf16 ? bf16_to_float : fp16_to_float;
+  const auto draw = [&](int64_t heads, int64_t seq, int64_t dim) {
+    std::vector<uint16_t> x(c.batch * heads * seq * dim);
+    for (auto& e : x) e = encode(normal(random));
+    return x;
+  };
+  const auto q = draw(c.heads_q, c.seq_q, c.dim), k = draw(c.heads_k, c.seq_k, c.dim),
+             v = draw(c.heads_k, c.seq_k, c.dim_v);
+  const Layout lq = layout(c.heads_q, c.seq_q, c.dim, c.heads_inside),
+               lk = layout(c.heads_k, c.seq_k, c.dim, c.heads_inside),
+               lv = layout(c.heads_k, c.seq_k, c.dim_v, c.heads_inside),
+               lo = layout(c.heads_q, c.seq_q, c.dim_v, c.heads_inside);
+  std::vector<uint16_t> out(int64_t{c.batch} * c.heads_q * c.seq_q * c.dim_v, 0xffff);  // NaN
+  std::vector<float> lse(int64_t{c.batch} * c.heads_q * c.seq_q, NAN);
+  std::vector<int32_t> cu_q{0}, cu_k{0};
+  for (int n : c.lens_q) cu_q.push_back(cu_q.back() + n);
+  for (int n : c.lens_k) cu_k.push_back(cu_k.back() + n);
+
+  FlashsciForwardParams p{};
+  p.q = to_device(q), p.k = to_device(k), p.v = to_device(v);
+  p.out = to_device(out), p.lse = to_device(lse);
+  const bool packed = !c.lens_q.empty();
+  int32_t *device_cu_q = packed ? to_device(cu_q) : nullptr,
+          *device_cu_k = packed ? to_device(cu_k) : nullptr;
+  p.cu_seqlens_q = device_cu_q, p.cu_seqlens_k = device_cu_k;
+  p.q_strides = lq.strides, p.k_strides = lk.strides, p.v_strides = lv.strides;
+  p.out_strides = lo.strides;
+  p.batch0 = c.batch, p.batch1 = 1;
+  p.heads_q = c.heads_q, p.heads_k = c.heads_k, p.seq_q = c.seq_q, p.seq_k = c.seq_k;
+  p.num_seqs = static_cast<int>(c.lens_q.size()), p.max_seqlen_q = -1;
+  p.head_dim = c.dim, p.head_dim_v = c.dim_v;
+  p.scale = c.scale != 0.f ? c.scale : 1.f / std::sqrt(static_cast<float>(c.dim));
+  p.softcap = c.softcap, p.window_left = c.left, p.window_right = c.right;
+  p.lower_right = c.lower_right;
+  uint64_t bits = 16;
+  for (const Layout* l : {&lq, &lk, &lv})
+    bits |= 2 * static_cast<uint64_t>(l->strides.batch0 | l->strides.head | l->strides.row);
+  p.copy_bytes = static_cast<int32_t>(bits & -bits);
+  CUDA(cudaDeviceGetAttribute(&p.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0));
+
+  const int status = (bf16 ? flashsci_forward_sm80_bf16 : flashsci_forward_sm80_fp16)(&p, nullptr);
+  CUDA(static_cast<cudaError_t>(status));
+  CUDA(cudaDeviceSynchronize());
+  CUDA(cudaMemcpy(out.data(), p.out, out.size() * 2, cudaMemcpyDeviceToHost));
+  CUDA(cudaMemcpy(lse.data(), p.lse, lse.size() * 4, cudaMemcpyDeviceToHost));
+
+  // Naive fp64.
+  double worst = 0, worst_lse = 0;
+  bool same_infinities = true;
+  std::vector<double> scores, sum(c.dim_v), magnitude(c.dim_v);
+  for (int b = 0; b < c.batch; ++b) {
+    for (int h = 0; h < c.heads_q; ++h) {
+      for (int row = 0; row < c.seq_q; ++row) {
+        int first_q = 0, len_q = c.seq_q, first_k = 0, len_k = c.seq_k;
+        if (packed) {
+          const auto n =
+              static_cast<size_t>(std::upper_bound(cu_q.begin(), cu_q.end(), row) - cu_q.begin());
+          const bool owned = n <= c.lens_q.size();
+          first_q = owned ? cu_q[n - 1] : 0, len_q = owned ? c.lens_q[n - 1] : 0;
+          first_k = owned ? cu_k[n - 1] : 0, len_k = owned ? c.lens_k[n - 1] : 0;
+        }
+        const int i = row - first_q, shift = c.lower_right ? len_k - len_q : 0;
+        const int kv_head = h / (c.heads_q / c.heads_k);
+        scores.assign(len_k, -INFINITY);
+        double largest = -INFINITY;
+        for (int j = 0; j < len_k; ++j) {
+          const int distance = j - i - shift;
+          if ((c.left >= 0 && distance < -c.left) || (c.right >= 0 && distance > c.right)) continue;
+          double s = 0;
+          for (int d = 0; d < c.dim; ++d)
+            s += static_cast<double>(decode(q[lq.at(b, h, row) + d])) *
+                 decode(k[lk.at(b, kv_head, first_k + j) + d]);
+          s *= p.scale;
+          if (c.softcap != 0.f) s = c.softcap * std::tanh(s / c.softcap);
+          scores[j] = s;
+          largest = std::max(largest, s);
+        }
+        double denominator = 0;
+        std::fill(sum.begin(), sum.end(), 0.0);
+        std::fill(magnitude.begin(), magnitude.end(), 0.0);
+        for (int j = 0; j < len_k; ++j) {
+          if (scores[j] == -INFINITY) continue;
+          const double weight = std::exp(scores[j] - largest);
+          denominator += weight;
+          for (int d = 0; d < c.dim_v; ++d) {
+            const double x = weight * decode(v[lv.at(b, kv_head, first_k + j) + d]);
+            sum[d] += x;
+            magnitude[d] += std::fabs(x);
+          }
+        }
+        const double eps = bf16 ? 1.0 / 128 : 1.0 / 1024;
+        for (int d = 0; d < c.dim_v; ++d) {
+          const double want = denominator > 0 ? sum[d] / denominator : 0;
+          const double got = decode(out[lo.at(b, h, row) + d]);
+          const double scale = denominator > 0 ? magnitude[d] / denominator + 1e-3 : 1e-30;
+          const double error = std::fabs(got - want) / (scale * eps);
+          worst = error <= worst ? worst : error;  // NaN counts as worse
+          if (std::isnan(error)) worst = INFINITY;
+        }
+        const float got_lse = lse[(int64_t{b} * c.heads_q + h) * c.seq_q + row];
+        if (denominator > 0)
+          worst_lse = std::max(worst_lse, std::isfinite(got_lse)
+                                              ? std::fabs(got_lse - (largest + std::log(denominator)))
+                                              : INFINITY);
+        else
+          same_infinities &= got_lse == -INFINITY;
+      }
+    }
+  }
+  for (const void* x : {p.q, p.k, p.v, static_cast<const void*>(p.out),
+                        static_cast<const void*>(p.lse), static_cast<const void*>(device_cu_q),
+                        static_cast<const void*>(device_cu_k)})
+    CUDA(cudaFree(const_cast<void*>(x)));
+  const bool ok = worst <= 2 && worst_lse <= 2e-3 && same_infinities;
+  std::printf("%-4s %-28s out %.3f eps, lse %.1e  %s\n", bf16 ? "bf16" : "fp16", c.name, worst,
+              worst_lse, ok ? "ok" : "FAILED");
+  return ok;
+}
+
+}  // namespace
+
+int main() {
+  const std::vector<Case> cases = {
+      {"d64", 2, 4, 2, 150, 200, 64, 64},
+      {"d64 causal", 1, 2, 2, 257, 257, 64, 64, -1, 0},
+      {"d128 causal lower right", 1, 2, 1, 100, 300, 128, 128, -1, 0, true},
+      {"d128 window", 1, 2, 2, 300, 260, 128, 128, 40, 7},
+      {"d256", 1, 2, 2, 90, 130, 256, 256},
+      {"d192 v128", 1, 2, 1, 65, 129, 192, 128},
+      {"d32 softcap", 1, 2, 2, 64, 64, 32, 32, -1, -1, false, 15.f},
+      {"d96 heads inside", 2, 3, 3, 70, 70, 96, 96, -1, -1, false, 0.f, 0.f, true},
+      {"d7", 1, 3, 1, 33, 77, 7, 7},
+      {"d37 v53 causal", 1, 2, 2, 140, 139, 37, 53, -1, 0},
+      {"d20", 1, 2, 2, 50, 50, 20, 20},
+      {"d50 negative scale", 1, 2, 2, 50, 50, 50, 50, -1, -1, false, 0.f, -0.2f},
+      {"d255 v1", 1, 1, 1, 17, 40, 255, 1},
+      {"one row, one key", 3, 2, 2, 1, 1, 64, 64},
+      {"no keys", 1, 2, 2, 40, 0, 64, 64},
+      {"rows without keys", 1, 1, 1, 200, 30, 64, 64, 5, 5},
+      {"packed", 1, 4, 2, 300, 310, 64, 64, -1, -1, false, 0.f, 0.f, true,
+       {100, 0, 1, 130, 60}, {90, 10, 0, 150, 60}},
+      {"packed causal, rest unowned", 1, 2, 2, 300, 300, 128, 128, -1, 0, true, 0.f, 0.f, true,
+       {10, 64, 1, 128, 7}, {30, 64, 2, 100, 9}},
+      {"packed d33", 1, 2, 1, 64, 64, 33, 33, -1, -1, false, 0.f, 0.f, true, {40, 24}, {24, 40}},
+  };
+  int failed = 0;
+  for (const Case& c : cases)
+    for (bool bf16 : {false, true}) failed += !run(c, bf16);
+  std::printf("%zu cases, %d failed\n", 2 * cases.size(), failed);
+  return failed;
+}

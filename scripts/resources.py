@@ -1,0 +1,140 @@
+"""Registers, spills and shared memory of every kernel, as ptxas reports them; the table lives in reports/resources.md.
+
+    python scripts/resources.py                 print the table (compiles every unit: a minute)
+    python scripts/resources.py --write         and update reports/resources.md
+    python scripts/resources.py --arch 90       one architecture only
+
+The table names the digest of the sources it was made from, so a test knows without compiling whether it is current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "reports" / "resources.md"
+ARCHS = (80, 90)
+sys.path.insert(0, str(ROOT / "flashsci"))
+import digest  # noqa: E402  (as a script: importing the package would need torch)
+
+ENTRY = re.compile(r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<arch>\d+)'")
+SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+USED = re.compile(r"Used (\d+) registers")
+TILING = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    unit: str  # source file
+    arch: int
+    name: str  # mangled
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+
+    @property
+    def tiling(self) -> tuple[int, ...] | None:
+        """(head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows) of a forward kernel."""
+        found = TILING.search(self.name)
+        return tuple(int(x) for x in found.groups()) if found else None
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory: the Q tile and `stages` K and V tiles."""
+        if self.tiling is None:
+            return 0
+        dim, rows, keys, _, stages, _, _ = self.tiling
+        return 2 * dim * (rows + 2 * stages * keys)
+
+
+def parse(unit: str, log: str) -> list[Kernel]:
+    """Kernels in the output of nvcc -Xptxas -v."""
+    found: list[Kernel] = []
+    entry: re.Match[str] | None = None
+    spill = (0, 0, 0)
+    for line in log.splitlines():
+        if match := ENTRY.search(line):
+            entry, spill = match, (0, 0, 0)
+        elif match := SPILL.search(line):
+            spill = (int(match[1]), int(match[2]), int(match[3]))
+        elif (match := USED.search(line)) and entry is not None:
+            found.append(Kernel(unit, int(entry["arch"]), entry["name"], int(match[1]), *spill))
+            entry = None
+    return found
+
+
+def compile_unit(unit: str, archs: tuple[int, ...]) -> list[Kernel]:
+    flags = (ROOT / "cmake" / "nvcc_flags.txt").read_text(encoding="utf-8").split()
+    code = ",".join(f"sm_{a}" for a in archs)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [os.environ.get("NVCC", "nvcc"), *flags, "-Xptxas=-v"]
+        command += ["-gencode", f"arch=compute_80,code=[{code}]"]
+        command += ["-c", str(ROOT / "csrc" / unit), "-o", f"{folder}/unit.o"]
+        result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}\n{result.stderr}")
+    return parse(unit, result.stdout + result.stderr)
+
+
+def collect(archs: tuple[int, ...] = ARCHS) -> list[Kernel]:
+    units = [unit for files in digest.CUDA_UNITS.values() for unit in files]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        kernels = [k for found in pool.map(lambda u: compile_unit(u, archs), units) for k in found]
+    return sorted(kernels, key=lambda k: (k.unit, k.arch, k.tiling or (), k.name))
+
+
+def table(kernels: list[Kernel]) -> str:
+    digests = digest.cuda_units()
+    lines = [
+        "# Registers, spills and shared memory of the CUDA kernels",
+        "",
+        "Written by `python scripts/resources.py --write` from `ptxas -v`; do not edit.",
+        "",
+        *(f"- {name}: `{value}`" for name, value in sorted(digests.items())),
+        "",
+        "| unit | sm | head dim | tile (rows x keys) | warps | stages | CTAs/SM | 16-byte rows | registers | spill bytes | shared KiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for k in kernels:
+        if k.tiling is None:
+            cells: tuple[object, ...] = (k.unit, k.arch, k.name, *[""] * 5, k.registers)
+        else:
+            dim, rows, keys, warps, stages, blocks, vector = k.tiling
+            copies = "yes" if vector else "no"
+            cells = (k.unit, k.arch, dim, f"{rows} x {keys}", warps, stages, blocks, copies, k.registers)
+        cells += (k.spill_stores + k.spill_loads, f"{k.shared / 1024:g}")
+        lines.append("| " + " | ".join(str(c) for c in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def read_table(text: str) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """Digests and rows of a table written by this script."""
+    digests = dict(re.findall(r"^- (\S+): `(\w+)`$", text, re.MULTILINE))
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return digests, [dict(zip(rows[0], row)) for row in rows[2:]]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="update reports/resources.md")
+    parser.add_argument("--arch", type=int, action="append", help="80, 90, ... (default: all)")
+    options = parser.parse_args(arguments)
+    text = table(collect(tuple(options.arch or ARCHS)))
+    if options.write:
+        TABLE.parent.mkdir(exist_ok=True)
+        TABLE.write_text(text, encoding="utf-8")
+    print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
