@@ -93,31 +93,31 @@ def check(count: int, seed: int, pool) -> None:
 
 
 def dense_case(d, causal, s, dtype="bfloat16", b=None, h=None, hk=None):
-    return dict(id=f"d{d}-{'causal' if causal else 'full'}-s{s}", B=b or 16384 // s, H=h or 2048 // d, S=s, D=d, causal=causal,
-                dtype=dtype, Hk=hk or h or 2048 // d)  # fmt: skip
+    return {"id": f"d{d}-{'causal' if causal else 'full'}-s{s}", "B": b or 16384 // s, "H": h or 2048 // d, "S": s, "D": d, "causal": causal,
+                "dtype": dtype, "Hk": hk or h or 2048 // d}  # fmt: skip
 
 
 BIAS_CASES = {
-    "triangle-bf16-s384": dict(shape=(1, 384, 4, 384, 384, 32), bias=(1, 1, 4, 384, 384), bias_dtype="float32",
-                               mask=(1, 384, 1, 1, 384)),
-    "af3-pair": dict(shape=(1, 4, 16, 768, 768, 64), bias=(1, 4, 16, 768, 768)),
-    "af3-pairformer-s768": dict(shape=(1, 1, 16, 768, 768, 24), bias=(1, 1, 16, 768, 768), bias_dtype="float32"),
-    "af3-diffusion": dict(shape=(1, 48, 16, 384, 384, 48), bias=(1, 1, 16, 384, 384), bias_dtype="float32"),
-    "pangu-window": dict(shape=(30, 124, 6, 144, 144, 32), bias=(1, 124, 6, 144, 144)),
-    "atom-window": dict(shape=(32, 144, 4, 32, 128, 32), bias=(1, 144, 4, 32, 128)),
-    "long-bias": dict(shape=(1, 1, 16, 4096, 4096, 64), bias=(1, 1, 16, 4096, 4096)),
-    "unimol-fp16": dict(shape=(1, 32, 64, 256, 256, 8), bias=(1, 32, 64, 256, 256), dtype="float16"),
-    "unimol-fp32": dict(shape=(1, 32, 64, 256, 256, 8), bias=(1, 32, 64, 256, 256), dtype="float32"),
-    "triangle-fp32-s384": dict(shape=(1, 384, 4, 384, 384, 32), bias=(1, 1, 4, 384, 384), dtype="float32",
-                               mask=(1, 384, 1, 1, 384)),
+    "triangle-bf16-s384": {"shape": (1, 384, 4, 384, 384, 32), "bias": (1, 1, 4, 384, 384), "bias_dtype": "float32",
+                               "mask": (1, 384, 1, 1, 384)},
+    "af3-pair": {"shape": (1, 4, 16, 768, 768, 64), "bias": (1, 4, 16, 768, 768)},
+    "af3-pairformer-s768": {"shape": (1, 1, 16, 768, 768, 24), "bias": (1, 1, 16, 768, 768), "bias_dtype": "float32"},
+    "af3-diffusion": {"shape": (1, 48, 16, 384, 384, 48), "bias": (1, 1, 16, 384, 384), "bias_dtype": "float32"},
+    "pangu-window": {"shape": (30, 124, 6, 144, 144, 32), "bias": (1, 124, 6, 144, 144)},
+    "atom-window": {"shape": (32, 144, 4, 32, 128, 32), "bias": (1, 144, 4, 32, 128)},
+    "long-bias": {"shape": (1, 1, 16, 4096, 4096, 64), "bias": (1, 1, 16, 4096, 4096)},
+    "unimol-fp16": {"shape": (1, 32, 64, 256, 256, 8), "bias": (1, 32, 64, 256, 256), "dtype": "float16"},
+    "unimol-fp32": {"shape": (1, 32, 64, 256, 256, 8), "bias": (1, 32, 64, 256, 256), "dtype": "float32"},
+    "triangle-fp32-s384": {"shape": (1, 384, 4, 384, 384, 32), "bias": (1, 1, 4, 384, 384), "dtype": "float32",
+                               "mask": (1, 384, 1, 1, 384)},
 }  # fmt: skip
 TINY_CASES = {
-    "pet-md-4096": dict(shape=(1, 4096, 8, 25, 25, 16), bias=(1, 4096, 1, 1, 25), dtype="float32"),
-    "pet-md-70000": dict(shape=(1, 70000, 8, 25, 25, 16), bias=(1, 70000, 1, 1, 25), dtype="float32"),
-    "escaip": dict(shape=(1, 250, 10, 45, 45, 320, 64), bias=(1, 250, 1, 1, 45), dtype="float32"),
-    "fp32-d64-s2048": dict(shape=(1, 2, 8, 2048, 2048, 64), dtype="float32"),
-    "fp32-d128-s2048": dict(shape=(1, 2, 8, 2048, 2048, 128), dtype="float32"),
-    "small-call": dict(shape=(1, 1, 8, 64, 64, 64)),
+    "pet-md-4096": {"shape": (1, 4096, 8, 25, 25, 16), "bias": (1, 4096, 1, 1, 25), "dtype": "float32"},
+    "pet-md-70000": {"shape": (1, 70000, 8, 25, 25, 16), "bias": (1, 70000, 1, 1, 25), "dtype": "float32"},
+    "escaip": {"shape": (1, 250, 10, 45, 45, 320, 64), "bias": (1, 250, 1, 1, 45), "dtype": "float32"},
+    "fp32-d64-s2048": {"shape": (1, 2, 8, 2048, 2048, 64), "dtype": "float32"},
+    "fp32-d128-s2048": {"shape": (1, 2, 8, 2048, 2048, 128), "dtype": "float32"},
+    "small-call": {"shape": (1, 1, 8, 64, 64, 64)},
 }  # fmt: skip
 
 
@@ -263,7 +263,7 @@ def warm_config(job):
 def sweep_cases(kernel: str, d: int):
     for causal in (False, True):
         c = dense_case(d, causal, 4096)
-        yield c["id"], dict(shape=(1, c["B"], c["H"], 4096, 4096, d), causal=causal)
+        yield c["id"], {"shape": (1, c["B"], c["H"], 4096, 4096, d), "causal": causal}
 
 
 def sweep(kernels, pool, dims=(64, 128)) -> None:
@@ -284,7 +284,7 @@ def sweep(kernels, pool, dims=(64, 128)) -> None:
     rows = {}
     for kernel in kernels:
         for d in dims:
-            for name, case in sweep_cases(kernel, d):
+            for _name, case in sweep_cases(kernel, d):
                 call = Call(**case)
                 for tile in CONFIGS[kernel, d]:
                     if f"{kernel} {tile}" in failed:
@@ -348,7 +348,7 @@ def timing_cases(group: str):
             for causal in (False, True):
                 for s in (4096, 16384):
                     c = dense_case(d, causal, s)
-                    yield c["id"], dict(shape=(1, c["B"], c["H"], s, s, d), causal=causal)
+                    yield c["id"], {"shape": (1, c["B"], c["H"], s, s, d), "causal": causal}
     if group == "bias":
         yield from BIAS_CASES.items()
     if group == "tiny":

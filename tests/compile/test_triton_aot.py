@@ -21,9 +21,14 @@ ARCHITECTURES = (75, 80, 90, 100)
 def calls():
     """Few calls that, together, touch every branch of the kernels: (dtype, dims, options)."""
     yield "plain", "float16", (64, 64), {}
-    yield "odd", "float16", (80, 40), dict(window_left=16, window_right=16, softcap=15.0)
-    yield "bias", "float32", (32, 32), dict(bias=(1, 2, 48, 96), mask=(2, 1, 1, 96), dropout_p=0.1)
-    yield "packed", "float16", (128, 128), dict(packed=True, window_right=0, bias="ragged")
+    yield "odd", "float16", (80, 40), {"window_left": 16, "window_right": 16, "softcap": 15.0}
+    yield (
+        "bias",
+        "float32",
+        (32, 32),
+        {"bias": (1, 2, 48, 96), "mask": (2, 1, 1, 96), "dropout_p": 0.1},
+    )
+    yield "packed", "float16", (128, 128), {"packed": True, "window_right": 0, "bias": "ragged"}
 
 
 def arguments(torch, dtype, dims, options):
@@ -124,8 +129,8 @@ def compile_for(architecture: int) -> list[dict]:
             compiled = triton.compile(
                 described, target=GPUTarget("cuda", architecture, 32), options=options
             )
-            report.append(dict(call=call, kernel=kernel.__name__, shared=compiled.metadata.shared,
-                               wgmma="wgmma" in compiled.asm["ptx"], mma="mma.sync" in compiled.asm["ptx"]))  # fmt: skip
+            report.append({"call": call, "kernel": kernel.__name__, "shared": compiled.metadata.shared,
+                               "wgmma": "wgmma" in compiled.asm["ptx"], "mma": "mma.sync" in compiled.asm["ptx"]})  # fmt: skip
     return report
 
 

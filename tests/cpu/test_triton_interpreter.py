@@ -24,84 +24,106 @@ def named_cases():
     from flashsci.testing import Case, Variant
 
     def case(variant=None, **fields):
-        fields = dict(lead=(2,), heads_k=1, group=2, seq_q=40, seq_k=40, seed=11) | fields
+        fields = {
+            "lead": (2,),
+            "heads_k": 1,
+            "group": 2,
+            "seq_q": 40,
+            "seq_k": 40,
+            "seed": 11,
+        } | fields
         return Case(variant=Variant(**(variant or {})), **fields)
 
-    packed = dict(rank=3, lead=(), seq_q=0, seq_k=0, lens_q=(33, 0, 1, 17), lens_k=(17, 5, 0, 40))
-    yield "fp32", case(dict(lse_grad=True))
-    yield "fp16", case(dict(dtype="float16", head_dim=64, head_dim_v=32))
-    yield "bf16", case(dict(dtype="bfloat16", head_dim=32, head_dim_v=64))
-    yield "odd head dims", case(dict(head_dim=3, head_dim_v=5))
-    yield "two chunks", case(dict(dtype="float16", head_dim=80, head_dim_v=48), layout="bshd")
-    yield "large head dims", case(dict(head_dim=320, head_dim_v=64), lead=(1,), seq_q=17, seq_k=33)
+    packed = {
+        "rank": 3,
+        "lead": (),
+        "seq_q": 0,
+        "seq_k": 0,
+        "lens_q": (33, 0, 1, 17),
+        "lens_k": (17, 5, 0, 40),
+    }
+    yield "fp32", case({"lse_grad": True})
+    yield "fp16", case({"dtype": "float16", "head_dim": 64, "head_dim_v": 32})
+    yield "bf16", case({"dtype": "bfloat16", "head_dim": 32, "head_dim_v": 64})
+    yield "odd head dims", case({"head_dim": 3, "head_dim_v": 5})
+    yield "two chunks", case({"dtype": "float16", "head_dim": 80, "head_dim_v": 48}, layout="bshd")
+    yield (
+        "large head dims",
+        case({"head_dim": 320, "head_dim_v": 64}, lead=(1,), seq_q=17, seq_k=33),
+    )
     yield "one query", case(seq_q=1, seq_k=33)
     yield "one key", case(seq_q=33, seq_k=1)
     yield "no keys", case(seq_k=0)
     yield "no queries", case(seq_q=0)
-    yield "causal, upper left", case(dict(window=True), causal=True, seq_q=50, seq_k=35)
+    yield "causal, upper left", case({"window": True}, causal=True, seq_q=50, seq_k=35)
     yield (
         "causal, lower right",
-        case(dict(window=True), causal=True, align="lower_right", seq_q=50, seq_k=35),
+        case({"window": True}, causal=True, align="lower_right", seq_q=50, seq_k=35),
     )
-    yield "window", case(dict(window=True), window=(16, 3), seq_q=70, seq_k=70)
+    yield "window", case({"window": True}, window=(16, 3), seq_q=70, seq_k=70)
     yield (
         "left window",
-        case(dict(window=True), window=(5, None), align="lower_right", seq_q=40, seq_k=60),
+        case({"window": True}, window=(5, None), align="lower_right", seq_q=40, seq_k=60),
     )
-    yield "softcap", case(dict(softcap=True), softcap=2.0, magnitude="peaked")
-    yield "dropout", case(dict(dropout=True), dropout_p=0.5, seq_k=37)
+    yield "softcap", case({"softcap": True}, softcap=2.0, magnitude="peaked")
+    yield "dropout", case({"dropout": True}, dropout_p=0.5, seq_k=37)
     yield (
         "full bias",
-        case(dict(bias="pair", bias_grad=True), bias_shape=(2, 2, 40, 40), bias_holes=True),
+        case({"bias": "pair", "bias_grad": True}, bias_shape=(2, 2, 40, 40), bias_holes=True),
     )
     yield (
         "transposed bias",
-        case(dict(bias="pair", bias_grad=True), bias_shape=(2, 2, 40, 40), bias_view="transposed"),
+        case(
+            {"bias": "pair", "bias_grad": True}, bias_shape=(2, 2, 40, 40), bias_view="transposed"
+        ),
     )
     yield (
         "bias shared by the batch",
-        case(dict(bias="pair", bias_grad=True), bias_shape=(1, 2, 40, 40), lead=(5,)),
+        case({"bias": "pair", "bias_grad": True}, bias_shape=(1, 2, 40, 40), lead=(5,)),
     )
     yield "bias shared by heads", case(
-        dict(bias="pair", bias_grad=True, window=True, dropout=True), bias_shape=(2, 1, 40, 40), causal=True, dropout_p=0.1)  # fmt: skip
-    yield "bias of two batch dims", case(dict(bias="pair", bias_grad=True, bias_float=True, dtype="float16"), rank=5,
+        {"bias": "pair", "bias_grad": True, "window": True, "dropout": True}, bias_shape=(2, 1, 40, 40), causal=True, dropout_p=0.1)  # fmt: skip
+    yield "bias of two batch dims", case({"bias": "pair", "bias_grad": True, "bias_float": True, "dtype": "float16"}, rank=5,
                                          lead=(2, 3), bias_shape=(1, 3, 2, 40, 40), mask_shape=(2, 1, 1, 1, 40))  # fmt: skip
     yield (
         "bias of keys",
         case(
-            dict(bias="key", bias_grad=True, bias_float=True, dtype="bfloat16"),
+            {"bias": "key", "bias_grad": True, "bias_float": True, "dtype": "bfloat16"},
             bias_shape=(2, 1, 1, 40),
         ),
     )
     yield (
         "bias of queries",
-        case(dict(bias="pair", bias_grad=True, lse_grad=True), bias_shape=(2, 1, 40, 1)),
+        case({"bias": "pair", "bias_grad": True, "lse_grad": True}, bias_shape=(2, 1, 40, 1)),
     )
-    yield "mask", case(dict(mask=True), mask_shape=(2, 1, 40, 40), mask_kind="rows")
-    yield "mask of keys", case(dict(mask=True), mask_shape=(2, 1, 1, 40), mask_kind="keys")
-    yield "nothing visible", case(dict(mask=True), mask_shape=(1, 1, 1, 40), mask_kind="none")
+    yield "mask", case({"mask": True}, mask_shape=(2, 1, 40, 40), mask_kind="rows")
+    yield "mask of keys", case({"mask": True}, mask_shape=(2, 1, 1, 40), mask_kind="keys")
+    yield "nothing visible", case({"mask": True}, mask_shape=(1, 1, 1, 40), mask_kind="none")
     yield "expanded inputs", case(layout="expanded", lead=(3,))
     yield (
         "unaligned inputs",
-        case(dict(dtype="float16", head_dim=24, head_dim_v=24), layout="shifted"),
+        case({"dtype": "float16", "head_dim": 24, "head_dim_v": 24}, layout="shifted"),
     )
-    yield "low scores and a tail of 64 keys", case(dict(mask=True, dtype="bfloat16"), seq_q=16, seq_k=192, lead=(1,), group=1,
+    yield "low scores and a tail of 64 keys", case({"mask": True, "dtype": "bfloat16"}, seq_q=16, seq_k=192, lead=(1,), group=1,
                                                    mask_shape=(1, 1, 1, 192), mask_kind="keys", magnitude="low")  # fmt: skip
-    yield "packed", case(dict(varlen=True, window=True), causal=True, align="lower_right", **packed)
+    yield (
+        "packed",
+        case({"varlen": True, "window": True}, causal=True, align="lower_right", **packed),
+    )
     yield (
         "packed, lengths unknown",
-        case(dict(varlen=True, dropout=True), dropout_p=0.3, known_lengths=False, **packed),
+        case({"varlen": True, "dropout": True}, dropout_p=0.3, known_lengths=False, **packed),
     )
     yield (
         "packed, bias of keys",
-        case(dict(varlen=True, bias="key", bias_grad=True), bias_shape=(2, 62), **packed),
+        case({"varlen": True, "bias": "key", "bias_grad": True}, bias_shape=(2, 62), **packed),
     )
     pairs = sum(q * k for q, k in zip(packed["lens_q"], packed["lens_k"], strict=True))
     yield (
         "packed, bias of pairs",
-        case(dict(varlen=True, bias="pair", bias_grad=True), bias_shape=(2, pairs), **packed),
+        case({"varlen": True, "bias": "pair", "bias_grad": True}, bias_shape=(2, pairs), **packed),
     )
-    yield "packed, shared bias of pairs", case(dict(varlen=True, bias="pair", bias_grad=True), bias_shape=(1, pairs),
+    yield "packed, shared bias of pairs", case({"varlen": True, "bias": "pair", "bias_grad": True}, bias_shape=(1, pairs),
                                                **packed)  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The Triton backend: every feature of the specification, on any GPU that Triton supports.
 
-One file per kernel idea: forward.py, backward.py (delta, dq, dk and dv), bias_gradient.py; tile.py holds what they
+One file per kernel idea: forward.py, backward_queries.py (delta, dq), backward_keys.py (dk, dv),
+bias_gradient.py; tile.py holds what they
 share, launch.py the tile sizes, host.py the launches. With TRITON_INTERPRET=1 in the environment before Triton is
 imported, the same kernels run on the CPU, slowly, for tests.
 """

@@ -1,6 +1,6 @@
 """Gradient of a bias that heads or batch members share: each program owns a tile of the bias's own shape.
 
-Maths     dBias_tile = sum over the members (b0, b1, head) that share it of P (dP - delta), see backward.py
+Maths     dBias_tile = sum over the members (b0, b1, head) that share it of P (dP - delta), see backward_queries.py
 Grid      one axis over (split, bias block, query tile, key tile); a packed program goes through all key tiles itself
 Tiles     the fp32 sum and the bias tile stay; q, k, dO, v of one member after the other stream (2 products a member)
 Order     members are summed in order within a split, splits by one torch.sum afterwards: the same result every run
@@ -126,15 +126,14 @@ def bias_gradient_kernel(
         j = j0 + tl.arange(0, BLOCK_N)
         columns_left = len_k - j0
         bias_tile = load_plane(
-            plane, plane_strides, i[:, None], j[None, :], bias_rows, len_k, BIAS, BIAS_VECTOR
+            plane, plane_strides, i, j, bias_rows, len_k, BIAS, BIAS_VECTOR, False
         )
         end = last
         if WINDOW >= 1:  # a tile that nobody sees: its gradient is zero
             if j0 > i0 + BLOCK_M - 1 + shift + right:
                 end = first
-        if WINDOW == 2:
-            if j0 + BLOCK_N - 1 < i0 + shift - left:
-                end = first
+        if WINDOW == 2 and j0 + BLOCK_N - 1 < i0 + shift - left:
+            end = first
         ds = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for member in tl.range(first, end):
             b0, b1, h = indices(member, shared)
@@ -234,7 +233,7 @@ def bias_gradient_kernel(
                 )
                 dp = dot(g1, v1.T, dp, PRECISION)
             if MASK:
-                mask_head, mask_head_strides, mask_rows = plane_place(
+                mask_head, mask_head_strides, _mask_rows = plane_place(
                     mask,
                     mask_strides,
                     b0,
@@ -252,10 +251,10 @@ def bias_gradient_kernel(
             else:
                 mask_head, mask_head_strides = mask, mask_strides
             # Columns beyond the keys hold anything, and are not stored.
-            s, slope = scores(
+            s, _slope = scores(
                 s,
-                i[:, None],
-                j[None, :],
+                i,
+                j,
                 None,
                 None,
                 bias_rows,
@@ -277,6 +276,7 @@ def bias_gradient_kernel(
                 0,
                 MASK,
                 MASK_VECTOR,
+                False,
             )
             s += bias_tile.to(tl.float32)
             rows = tl.arange(0, BLOCK_M)

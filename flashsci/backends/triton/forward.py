@@ -122,7 +122,7 @@ def forward_kernel(
     else:
         bias_rows = len_q
     if MASK:
-        mask, mask_strides, mask_rows = plane_place(
+        mask, mask_strides, _mask_rows = plane_place(
             mask, mask_strides, b0, b1, h, n, start_k, len_q, len_k, None, 0, MASK_VECTOR, False
         )
 
@@ -189,10 +189,10 @@ def forward_kernel(
                 )
                 s = dot(q1, k1.T, s, PRECISION)
             j = start + tl.arange(0, BLOCK_N)
-            s, slope = scores(
+            s, _slope = scores(
                 s,
-                i[:, None],
-                j[None, :],
+                i,
+                j,
                 bias,
                 bias_strides,
                 bias_rows,
@@ -214,6 +214,7 @@ def forward_kernel(
                 BIAS_VECTOR,
                 MASK,
                 MASK_VECTOR,
+                False,
             )
 
             tile_max = tl.max(s, 1)

@@ -10,7 +10,8 @@ import torch
 from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, empty_like_layout
 
 from . import launch
-from .backward import NO_BIAS_GRADIENT, ROW_SUMS, STORE, delta_kernel, dkdv_kernel, dq_kernel
+from .backward_keys import dkdv_kernel
+from .backward_queries import NO_BIAS_GRADIENT, ROW_SUMS, STORE, delta_kernel, dq_kernel
 from .bias_gradient import bias_gradient_kernel
 from .forward import forward_kernel
 from .tile import ABSENT, KEY, PLANE
@@ -133,18 +134,18 @@ class Plan:
         self.window = window
         dropout = dropout_p > 0.0
         threshold = min(math.floor(dropout_p * 2**32), 2**32 - 1)
-        self.scalars = dict(
-            bias_total=self.bias_total, batch1=self.batch1, sequences=max(sequences, 0), size_q=self.size_q,
-            size_k=self.size_k, head_dim=self.head_dim, head_dim_v=self.head_dim_v, scale=scale, softcap=softcap,
-            left=UNBOUNDED if window_left < 0 else min(window_left, UNBOUNDED),
-            right=UNBOUNDED if window_right < 0 else min(window_right, UNBOUNDED), lower_right=int(lower_right),
-            threshold=threshold - (1 << 32) if threshold >= 1 << 31 else threshold,
-            keep_scale=(1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0) if dropout else 1.0,
-            PACKED=self.packed, WINDOW=window, SOFTCAP=softcap > 0.0, DROPOUT=dropout,
-            FOLD=bias is None and softcap == 0.0 and scale > 0.0, BIAS=bias_kind, BIAS_VECTOR=bias_vector, RAGGED=ragged,
-            MASK=mask_kind, MASK_VECTOR=mask_vector, D0=d0, D1=d1, V0=v0, V1=v1, EVEN_D=d0 + d1 == self.head_dim,
-            EVEN_V=v0 + v1 == self.head_dim_v, VECTOR=vector, PRECISION=products(precision, dtype, capability),
-        )  # fmt: skip
+        self.scalars = {
+            "bias_total": self.bias_total, "batch1": self.batch1, "sequences": max(sequences, 0), "size_q": self.size_q,
+            "size_k": self.size_k, "head_dim": self.head_dim, "head_dim_v": self.head_dim_v, "scale": scale, "softcap": softcap,
+            "left": UNBOUNDED if window_left < 0 else min(window_left, UNBOUNDED),
+            "right": UNBOUNDED if window_right < 0 else min(window_right, UNBOUNDED), "lower_right": int(lower_right),
+            "threshold": threshold - (1 << 32) if threshold >= 1 << 31 else threshold,
+            "keep_scale": (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0) if dropout else 1.0,
+            "PACKED": self.packed, "WINDOW": window, "SOFTCAP": softcap > 0.0, "DROPOUT": dropout,
+            "FOLD": bias is None and softcap == 0.0 and scale > 0.0, "BIAS": bias_kind, "BIAS_VECTOR": bias_vector, "RAGGED": ragged,
+            "MASK": mask_kind, "MASK_VECTOR": mask_vector, "D0": d0, "D1": d1, "V0": v0, "V1": v1, "EVEN_D": d0 + d1 == self.head_dim,
+            "EVEN_V": v0 + v1 == self.head_dim_v, "VECTOR": vector, "PRECISION": products(precision, dtype, capability),
+        }  # fmt: skip
         self.heads_in_cache = max(
             1,
             device.l2_bytes
@@ -438,7 +439,7 @@ def shared_bias_gradient(
     delta,
     dbias_vector,
 ):
-    programs_per_block, arguments = p.launch("bias_gradient")
+    _programs_per_block, arguments = p.launch("bias_gradient")
     ragged = bias_offsets is not None
     full = (p.batch0, p.batch1, p.heads)
     own = (1, 1, bias.shape[0]) if ragged else (1, 1, 1, *bias.shape[:-2])[-3:]

@@ -3,8 +3,8 @@
 Conventions of all kernels in this package
 - A query tile has rows i, a key tile has columns j, both counted within their own sequence (a packed
   sequence starts at row `start_q` of the tensor, a dense one at 0).
-- Index tensors `i` and `j` arrive with two dims ([M, 1] and [1, N], or [1, M] and [N, 1] in kernels that
-  hold the transposed tile), so that masks, bias and window are written once for both orientations.
+- A tile of scores is [M, N], queries by keys, or, TRANSPOSED, [N, M]; bias, mask and window are written
+  once for both.
 - A head dim is held as one or two chunks of a power of two (`D0`, `D1`; `D1` = 0: one chunk), so that
   80 = 64 + 16 and 96 = 64 + 32 cost what they are, not 128.
 - Strides are never specialised. `VECTOR` is the number of elements that every stride and head dim is
@@ -229,9 +229,26 @@ def plane_pointers(pointer, strides, i, j, len_q, len_k, KIND: tl.constexpr, VEC
 
 
 @triton.jit
-def load_plane(pointer, strides, i, j, len_q, len_k, KIND: tl.constexpr, VECTOR: tl.constexpr):
-    pointers, inside = plane_pointers(pointer, strides, i, j, len_q, len_k, KIND, VECTOR)
-    return tl.load(pointers, mask=inside, other=0)
+def load_plane(
+    pointer, strides, i, j, len_q, len_k,
+    KIND: tl.constexpr, VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Bias or mask at rows i and columns j (vectors), zero outside: [M, N] or, TRANSPOSED, [N, M].
+
+    A transposed tile of neighbouring columns is loaded as it lies in memory and transposed on
+    chip: its copies to shared memory would otherwise be of single elements.
+    """
+    if TRANSPOSED and (KIND == KEY or VECTOR == 0):
+        pointers, inside = plane_pointers(
+            pointer, strides, i[None, :], j[:, None], len_q, len_k, KIND, VECTOR
+        )
+        return tl.load(pointers, mask=inside, other=0)
+    else:
+        pointers, inside = plane_pointers(
+            pointer, strides, i[:, None], j[None, :], len_q, len_k, KIND, VECTOR
+        )
+        value = tl.load(pointers, mask=inside, other=0)
+        return tl.trans(value) if TRANSPOSED else value
 
 
 @triton.jit
@@ -286,32 +303,13 @@ def tanh(x, ACCURATE: tl.constexpr):
 
 @triton.jit
 def scores(
-    products,
-    i,
-    j,
-    bias,
-    bias_strides,
-    bias_rows,
-    mask,
-    mask_strides,
-    len_q,
-    len_k,
-    shift,
-    left,
-    right,
-    scale,
-    softcap,
-    CHECK_KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ACCURATE: tl.constexpr,
-    FOLD: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIAS_VECTOR: tl.constexpr,
-    MASK: tl.constexpr,
-    MASK_VECTOR: tl.constexpr,
-):
-    """Scores of a tile of products q k^T, and the slope of the softcap (1 without)."""
+    products, i, j, bias, bias_strides, bias_rows, mask, mask_strides, len_q, len_k, shift, left, right, scale, softcap,
+    CHECK_KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ACCURATE: tl.constexpr, FOLD: tl.constexpr,
+    BIAS: tl.constexpr, BIAS_VECTOR: tl.constexpr, MASK: tl.constexpr, MASK_VECTOR: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Scores of a tile of products q k^T at rows i and columns j (vectors), and the slope of the
+    softcap (1 without). [M, N] or, TRANSPOSED, [N, M]."""
     slope = 1.0
     s = products
     if SOFTCAP:
@@ -321,12 +319,15 @@ def scores(
     elif not FOLD:
         s = products * scale
     if BIAS != ABSENT:
-        s += load_plane(bias, bias_strides, i, j, bias_rows, len_k, BIAS, BIAS_VECTOR).to(
-            tl.float32
+        value = load_plane(
+            bias, bias_strides, i, j, bias_rows, len_k, BIAS, BIAS_VECTOR, TRANSPOSED
         )
+        s += value.to(tl.float32)
     if MASK != ABSENT:
-        attend = load_plane(mask, mask_strides, i, j, len_q, len_k, MASK, MASK_VECTOR)
+        attend = load_plane(mask, mask_strides, i, j, len_q, len_k, MASK, MASK_VECTOR, TRANSPOSED)
         s = tl.where(attend != 0, s, float("-inf"))
+    i = i[None, :] if TRANSPOSED else i[:, None]
+    j = j[:, None] if TRANSPOSED else j[None, :]
     if CHECK_KEYS:
         s = tl.where(j < len_k, s, float("-inf"))
     if WINDOW >= 1:
