@@ -138,13 +138,12 @@ class Inputs:
     def varlen(self) -> bool:
         return self.cu_seqlens_q is not None
 
-    def to(self, dtype: torch.dtype) -> Inputs:
-        """Every floating-point tensor as ``dtype``, contiguous; masks, seeds and offsets as they are."""
+    def to(self, dtype: torch.dtype | None) -> Inputs:
+        """Every floating-point tensor contiguous and as ``dtype`` (None: as it is); masks, seeds and
+        offsets untouched."""
 
         def cast(x: Tensor | None) -> Tensor | None:
-            return (
-                None if x is None else x.detach().to(dtype, memory_format=torch.contiguous_format)
-            )
+            return None if x is None else x.detach().to(dtype or x.dtype).contiguous()
 
         return replace(
             self,

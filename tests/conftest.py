@@ -1,0 +1,68 @@
+"""Shared by all tests: without a GPU Triton interprets, seeds come from test ids, memory is poison."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import zlib
+
+import pytest
+import torch
+
+os.environ.pop("FLASHSCI_BACKEND", None)
+torch.set_num_threads(1)
+
+if not torch.cuda.is_available():
+    # Triton decides at import whether to interpret; processes that tests start decide for themselves.
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    with contextlib.suppress(ImportError):
+        import flashsci.backends.triton  # noqa: F401
+    if before is None:
+        del os.environ["TRITON_INTERPRET"]
+
+try:
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "flashsci", deadline=None, derandomize=True, print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )  # fmt: skip
+    settings.load_profile("flashsci")
+except ImportError:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """torch's generators seeded from the test's id, so that a test draws the same alone and in a crowd."""
+    number = zlib.crc32(request.node.nodeid.encode())
+    torch.manual_seed(number)
+    return number
+
+
+@pytest.fixture
+def poison():
+    """torch.empty and its relatives return NaN during the test."""
+    from flashsci.testing import poisoned_memory
+
+    with poisoned_memory():
+        yield
+
+
+@pytest.fixture
+def fresh_registry(monkeypatch: pytest.MonkeyPatch):
+    """A registry that has warned of nothing and decided nothing."""
+    from flashsci import attention as _  # noqa: F401  (binds the public names)
+    from flashsci import registry
+
+    for name in ("_warned", "_choices"):
+        if hasattr(registry, name):
+            monkeypatch.setattr(registry, name, type(getattr(registry, name))())
+    plans = sys.modules["flashsci.attention"]._plans
+    saved = dict(plans)
+    plans.clear()
+    yield registry
+    plans.clear()
+    plans.update(saved)

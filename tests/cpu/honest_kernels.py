@@ -1,0 +1,116 @@
+"""What a correct fused kernel does, in PyTorch: the subject of the tests of our own criteria.
+
+P and dS are rounded to the inputs' dtype before they enter a matrix product, everything else is
+fp32. ``wrong`` names one mistake to make.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flashsci.testing import Inputs
+from flashsci.testing.bounds import _blocks
+
+MISTAKES = (
+    "last key forgotten", "last key forgotten in the backward", "first row sees one key too few",
+    "scores times 1.01", "natural exponent for 2", "lse in base 2", "delta without the lse's cotangent",
+    "dq without the scale", "wrong key head", "dv from unnormalised P", "bias gradient of one batch entry",
+    "NaN in one place", "one row not written",
+)  # fmt: skip
+
+
+def flash_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv, dbias of one call, as a kernel would compute them."""
+    assert wrong is None or wrong in MISTAKES
+    dtype = inputs.q.dtype
+    found = {
+        "out": torch.zeros(*inputs.q.shape[:-1], inputs.v.shape[-1], dtype=dtype),
+        "lse": torch.full(
+            inputs.q.shape[:-1] if not inputs.varlen else (inputs.q.shape[1], inputs.q.shape[0]),
+            -math.inf,
+        ),
+        "dq": torch.zeros(inputs.q.shape, dtype=dtype),
+        "dk": torch.zeros(inputs.k.shape, dtype=dtype),
+        "dv": torch.zeros(inputs.v.shape, dtype=dtype),
+    }
+    if inputs.bias is not None:
+        found["dbias"] = torch.zeros(inputs.bias.shape, dtype=inputs.bias.dtype)
+    for block in _blocks(inputs.to(torch.float32)):
+        results = _block(block, dtype, wrong)
+        for name, whole in found.items():
+            block.slot(name, whole).copy_(results[name])
+    if inputs.bias is not None and not inputs.bias_grad:
+        del found["dbias"]
+    if wrong == "NaN in one place":
+        found["out"].view(-1)[-1] = math.nan
+    return found
+
+
+def _block(b, dtype, wrong):
+    low = lambda x: x.to(dtype).float()  # noqa: E731
+    turn = lambda x: x.transpose(-1, -2)  # noqa: E731
+    groups = b.q.shape[-3] // b.k.shape[-3]
+    k, v = (x.repeat_interleave(groups, -3) for x in (b.k, b.v))
+    if wrong == "wrong key head":
+        k, v = (x.repeat(*(1,) * (x.dim() - 3), groups, 1, 1) for x in (b.k, b.v))
+    per_key = lambda x: x.unflatten(-3, (-1, groups)).sum(-3)  # noqa: E731
+    scores = b.scale * (b.q @ turn(k))
+    tanh = None
+    if b.softcap:
+        tanh = torch.tanh(scores / b.softcap)
+        scores = b.softcap * tanh
+    if b.bias is not None:
+        scores = scores + b.bias
+    if wrong == "scores times 1.01":
+        scores = scores * 1.01
+    scores = scores.masked_fill(~b.visible, -math.inf)
+    hidden = scores.clone()
+    if scores.shape[-1]:
+        hidden[..., -1] = -math.inf
+    if wrong == "last key forgotten":
+        scores = hidden
+    if wrong == "first row sees one key too few":
+        scores[..., 0, -1] = -math.inf
+    keep = b.keep.float()
+    top = (
+        scores.amax(-1, keepdim=True)
+        if scores.shape[-1]
+        else scores.new_zeros(*scores.shape[:-1], 1)
+    )
+    top = torch.where(top == -math.inf, 0.0, top)
+    base = 1.0 if wrong == "natural exponent for 2" else math.log2(math.e)
+    p = torch.exp2((scores - top) * base)
+    total = p.sum(-1, keepdim=True)
+    safe = torch.where(total == 0, 1.0, total)
+    lse = torch.where(total == 0, -math.inf, top + torch.log(safe))
+    out = low(low(p * keep) @ v / safe)
+    # Backward, from P recomputed with the stored lse.
+    if wrong == "last key forgotten in the backward":
+        scores = hidden
+    p = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse))
+    p = torch.where(lse == -math.inf, 0.0, p)
+    delta = (b.dout * out).sum(-1, keepdim=True)
+    if b.dlse is not None and wrong != "delta without the lse's cotangent":
+        delta = delta - b.dlse[..., None]
+    ds = p * (keep * (b.dout @ turn(v)) - delta)
+    results = {
+        "out": out,
+        "lse": lse[..., 0] * (math.log2(math.e) if wrong == "lse in base 2" else 1),
+    }
+    if wrong == "one row not written" and out.numel():
+        results["out"] = torch.cat([torch.zeros_like(out[..., :1, :]), out[..., 1:, :]], -2)
+    if b.bias is not None:
+        part = ds * (torch.arange(len(ds)).view(-1, *(1,) * (ds.dim() - 1)) == 0) if (
+            wrong == "bias gradient of one batch entry") else ds  # fmt: skip
+        results["dbias"] = part.sum_to_size(b.bias.shape)
+    if tanh is not None:
+        ds = ds * (1 - tanh * tanh)
+    ds = low(ds)
+    results["dq"] = (1 if wrong == "dq without the scale" else b.scale) * (ds @ k)
+    results["dk"] = per_key(b.scale * (turn(ds) @ b.q))
+    unnormalised = p * safe if wrong == "dv from unnormalised P" else p
+    results["dv"] = per_key(turn(low(unnormalised * keep)) @ b.dout)
+    return results

@@ -1,0 +1,72 @@
+"""Attention written row by row, as one would on paper: what the reference is compared with."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+
+def naive(
+    q, k, v, *, bias=None, mask=None, causal=False, window=None, align="upper_left", scale=None, softcap=None,
+    keep=None, dropout_p=0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) of q [..., Hq, Sq, D], k [..., Hk, Sk, D], v [..., Hk, Sk, Dv], differentiable.
+
+    ``keep`` is the dropout mask, bool [..., Hq, Sq, Sk].
+    """
+    if q.dim() == 2:
+        out, lse = naive(
+            q[None], k[None], v[None], bias=bias, mask=mask, causal=causal, window=window, align=align,
+            scale=scale, softcap=softcap, keep=keep, dropout_p=dropout_p,
+        )  # fmt: skip
+        return out[0], lse[0]
+    lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    q, k, v = (x.expand(*lead, *x.shape[-3:]) for x in (q, k, v))
+    heads, seq_q, seq_k = q.shape[-3], q.shape[-2], k.shape[-2]
+    full = (*lead, heads, seq_q, seq_k)
+    bias = None if bias is None else bias.expand(full)
+    mask = None if mask is None else mask.expand(full)
+    keep = None if keep is None else keep.expand(full)
+    left, right = window or (None, None)
+    shift = seq_k - seq_q if align == "lower_right" else 0
+    outs, lses = [], []
+    for place in itertools.product(*map(range, (*lead, heads, seq_q))):
+        *batch, h, i = place
+        key_head = (*batch, h // (heads // k.shape[-3]))
+        terms = []
+        for j in range(seq_k):
+            away = j - (i + shift)
+            if (causal and away > 0) or (left is not None and away < -left):
+                continue
+            if right is not None and away > right:
+                continue
+            if mask is not None and not mask[(*place, j)]:
+                continue
+            score = torch.dot(q[place], k[(*key_head, j)]) * (
+                q.shape[-1] ** -0.5 if scale is None else scale
+            )
+            if softcap:
+                score = softcap * torch.tanh(score / softcap)
+            if bias is not None:
+                if bias[(*place, j)] == -math.inf:
+                    continue
+                score = score + bias[(*place, j)]
+            terms.append((j, score))
+        if not terms:
+            outs.append(0 * q[place].sum() * v.new_ones(v.shape[-1]))
+            lses.append(q.new_full((), -math.inf))
+            continue
+        lse = torch.logsumexp(torch.stack([s for _, s in terms]), 0)
+        out = q.new_zeros(v.shape[-1])
+        for j, score in terms:
+            factor = 1.0 if keep is None else float(keep[(*place, j)]) / (1 - dropout_p)
+            out = out + factor * torch.exp(score - lse) * v[(*key_head, j)]
+        outs.append(out)
+        lses.append(lse)
+    shape = (*lead, heads, seq_q)
+    if not outs:
+        return q.new_zeros(*shape, v.shape[-1]), q.new_zeros(shape)
+    return torch.stack(outs).view(*shape, v.shape[-1]), torch.stack(lses).view(shape)

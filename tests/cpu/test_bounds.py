@@ -1,0 +1,177 @@
+"""The criteria themselves: honest kernels pass, wrong ones do not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from honest_kernels import MISTAKES, flash_like
+
+from flashsci.backends import reference
+from flashsci.testing import (
+    Case,
+    Inputs,
+    Judge,
+    Variant,
+    assert_accurate,
+    evaluate,
+    generate,
+    make_inputs,
+    variants,
+)
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def problems(dtype, count, seed, **limits):
+    pool = [v for v in variants() if v.dtype == dtype]
+    for case in generate(seed, count, pool, **{"score_limit": 1 << 14, **limits}):
+        inputs = make_inputs(case)
+        yield case, inputs, Judge(inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_honest_kernels_pass_and_scaled_results_fail(dtype, record_property):
+    """Over generated problems: no honest result fails; times 1.01, nearly all that can be judged fail."""
+    caught, judged = dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 0), {}
+    for case, inputs, judge in problems(dtype, 80, seed=1):
+        found = flash_like(inputs)
+        wrong = [f.problem for f in judge.findings(found) if f.problem]
+        assert not wrong, f"{case}: {wrong}"
+        for name in caught:
+            seen = judge.catches(name, found[name])
+            if seen is not None:
+                caught[name] += seen
+                judged[name] = judged.get(name, 0) + 1
+    shares = {name: caught[name] / judged[name] for name in caught}
+    record_property("share of results times 1.01 that fail", shares)
+    # Gradients of small or badly conditioned problems are noise beyond 1% in 16 bits: no test can judge those.
+    least = {"bfloat16": 0.6, "float16": 0.8, "float32": 0.9}[dtype]
+    assert min(shares["out"], shares["lse"]) > 0.9 and min(shares.values()) > least, shares
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_plain_problems_are_judged_in_every_tensor(dtype):
+    """Unit-scale data, some thousand rows: each tensor times 1.01 fails."""
+    variant = Variant(
+        dtype=dtype, head_dim=32, head_dim_v=32, bias="pair", bias_grad=True, lse_grad=True
+    )
+    case = Case(
+        variant=variant, lead=(8,), heads_k=4, seq_q=64, seq_k=64, bias_shape=(8, 4, 64, 64)
+    )
+    inputs = make_inputs(case)
+    judge, found = Judge(inputs), flash_like(inputs)
+    judge.require(found)
+    assert {name: judge.catches(name, x) for name, x in found.items()} == dict.fromkeys(found, True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_summation_orders_pass(dtype):
+    """Plain PyTorch over keys in reverse order: the same function, other roundings."""
+    for case, inputs, judge in problems(dtype, 40, seed=2):
+        if case.variant.varlen or case.variant.window or case.variant.dropout:
+            continue
+
+        def turned(x, dim=-2):
+            return x if x is None or x.dim() < -dim or x.shape[dim] == 1 else x.flip(dim)
+
+        plain = inputs.to(None)
+        reverse = replace(
+            plain, k=turned(plain.k), v=turned(plain.v), bias=turned(plain.bias, -1), mask=turned(plain.mask, -1)
+        )  # fmt: skip
+        found = evaluate(reverse, "reference")
+        found |= {name: turned(found[name]) for name in ("dk", "dv")}
+        if "dbias" in found:
+            found["dbias"] = turned(found["dbias"], -1)
+        judge.require(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wrong", MISTAKES)
+def test_mistakes_fail(wrong, dtype):
+    """Each of these mistakes in an otherwise honest kernel fails, although errors are far from gross."""
+    variant = Variant(
+        dtype=dtype, head_dim=32, head_dim_v=24, bias="pair", bias_grad=True, lse_grad=True
+    )
+    case = Case(
+        variant=variant, seed=5, lead=(3,), heads_k=2, group=2, seq_q=70, seq_k=90, bias_shape=(1, 4, 70, 90)
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    judge = Judge(inputs)
+    judge.require(flash_like(inputs))
+    with pytest.raises(AssertionError):
+        judge.require(flash_like(inputs, wrong))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_causal_off_by_one_fails(dtype):
+    variant = Variant(dtype=dtype, window=True)
+    inputs = make_inputs(
+        Case(variant=variant, lead=(2,), heads_k=2, seq_q=65, seq_k=65, causal=True)
+    )
+    shifted = replace(inputs, options={**inputs.options, "causal": False, "window": (None, 1)})
+    judge = Judge(inputs)
+    judge.require(flash_like(inputs))
+    with pytest.raises(AssertionError):
+        judge.require(flash_like(shifted))
+
+
+def test_infinities_of_lse_must_agree():
+    case = Case(
+        variant=Variant(dtype="float16", mask=True), seq_q=20, mask_shape=(20, 1), mask_kind="rows"
+    )
+    inputs = make_inputs(case)
+    judge, found = Judge(inputs), flash_like(inputs)
+    judge.require(found)
+    hidden = torch.isinf(found["lse"])
+    assert hidden.any()
+    with pytest.raises(AssertionError, match="where -inf is due"):
+        judge.require({"lse": torch.where(hidden, -1e30, found["lse"])})
+    with pytest.raises(AssertionError, match="lse"):
+        judge.require({"lse": torch.where(hidden, torch.inf, found["lse"])})
+
+
+def test_dtype_and_shape_must_agree():
+    judge = Judge(make_inputs(Case(variant=Variant(dtype="float16"))))
+    out = judge.baseline["out"]
+    with pytest.raises(AssertionError, match=r"must be torch\.float16 "):
+        judge.require({"out": out.float()})
+    with pytest.raises(AssertionError, match=r"must be torch\.float16 \[1, 1, 16, 16\]"):
+        judge.require({"out": out[0]})
+
+
+def test_baseline_that_overflows_is_replaced():
+    """fp16 scores beyond 65504 break plain PyTorch, not a kernel with fp32 scores."""
+    q, k, v, dout = torch.randn(4, 1, 2, 32, 16).half()
+    inputs = Inputs(200 * q, 200 * k, v, dout=dout)
+    assert not torch.isfinite(evaluate(inputs, "reference")["out"]).all()
+    judge = Judge(inputs)
+    assert all(torch.isfinite(x).all() for x in judge.baseline.values())
+    judge.require(flash_like(inputs))
+
+
+def test_the_oracle_is_checked(monkeypatch):
+    """A reference that forgets the causal mask disagrees with the formula of the bounds."""
+    inputs = make_inputs(Case(variant=Variant(window=True), causal=True))
+    Judge(inputs)
+    monkeypatch.setattr(reference, "visible", lambda *a, **k: None)
+    with pytest.raises(AssertionError, match="disagree on out"):
+        Judge(inputs)
+
+
+def test_fp64_is_judged_at_fp64_rounding():
+    inputs = make_inputs(Case(variant=Variant(dtype="float64"), heads_k=2, seq_q=30, seq_k=30))
+    judge = Judge(inputs)
+    found = evaluate(inputs, "reference")
+    judge.require(found)
+    with pytest.raises(AssertionError):
+        judge.require({"out": found["out"].float().double()})
+
+
+def test_assert_accurate_names_the_tensor(monkeypatch):
+    inputs = make_inputs(Case())
+    assert_accurate(inputs, "sdpa", lse=False)
+    honest = reference.forward
+    judge = Judge(inputs)
+    monkeypatch.setattr(reference, "forward", lambda *a: tuple(1.01 * x for x in honest(*a)))
+    with pytest.raises(AssertionError, match="out: error"):
+        judge.require(evaluate(inputs, "reference"))
