@@ -154,7 +154,9 @@ def build_info(archs: str, preset: str, nvcc: str, root: Path = ROOT) -> str:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Digests of the kernel units.")
     parser.add_argument("kind", nargs="?", choices=("cuda", "triton", "all"), default="all")
-    parser.add_argument("--build-info", metavar="FILE", help="write the library's description there")
+    parser.add_argument(
+        "--build-info", metavar="FILE", help="write the library's description there"
+    )
     parser.add_argument("--archs", default="")
     parser.add_argument("--preset", default="")
     parser.add_argument("--nvcc", default="")

@@ -2,8 +2,9 @@
 
 Maths     as in backward_queries.py; dK = scale dS'^T Q; dV = (R P)^T dO
 Grid      one axis over (section of key heads, tile, key head); a program goes through its query heads in order
-Tiles     k, v and the fp32 dk, dv stay on chip, q and dO stream: 4 products a tile, of the transposed scores [keys,
-          queries], so that P^T and dS^T are left operands straight from registers
+Tiles     k, v and the fp32 dk, dv stay on chip, q and dO stream: 4 products a tile. The scores are computed transposed,
+          [keys, queries], so that P^T and dS^T are left operands straight from registers; with a bias or mask for each
+          pair they are not, because that tile is then read as it lies in memory, and P and dS turn in shared memory
 Limits    registers: two accumulators and two score tiles at once
 """
 
@@ -12,6 +13,7 @@ import triton.language as tl
 
 from .backward_queries import RUNTIME_BACKWARD
 from .tile import (
+    PLANE,
     aligned,
     dense_place,
     dot,
@@ -27,6 +29,15 @@ from .tile import (
     scores,
     store_tile,
 )
+
+
+@triton.jit
+def score_product(queries, keys, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """queries [M, D], keys [N, D] -> [M, N] or, TRANSPOSED, [N, M]."""
+    if TRANSPOSED:
+        return dot(keys, queries.T, acc, PRECISION)
+    else:
+        return dot(queries, keys.T, acc, PRECISION)
 
 
 @triton.jit(do_not_specialize=RUNTIME_BACKWARD)
@@ -48,6 +59,7 @@ def dkdv_kernel(
     `heads` and `heads_total` count key heads here. Columns beyond the keys compute on zeros, whatever that gives
     (inf included) stays in their own rows of dk and dv, which are not stored.
     """
+    TRANSPOSED: tl.constexpr = BIAS != PLANE and MASK != PLANE
     pid = tl.program_id(0)
     if PACKED:
         hk = pid // tiles
@@ -155,10 +167,8 @@ def dkdv_kernel(
             if part == 0:
                 begin, end = low, whole
             elif part == 1:
-                begin, end = (
-                    whole,
-                    (cut if WINDOW == 2 else high),
-                )  # rows are checked anyway: their own tail needs no loop
+                # Rows are checked in any case: their own tail needs no loop.
+                begin, end = whole, cut if WINDOW == 2 else high
             else:
                 begin, end = cut, high
             for start in tl.range(begin, end, BLOCK_M):
@@ -170,7 +180,7 @@ def dkdv_kernel(
                 q0 = load_tile(
                     q_tile, q_strides[3], rows_left, head_dim, BLOCK_M, D0, VECTOR, True, not EVEN_D
                 )
-                s = dot(k0, q0.T, None, PRECISION)  # [BLOCK_N, BLOCK_M]
+                s = score_product(q0, k0, None, TRANSPOSED, PRECISION)
                 if D1 > 0:
                     q1 = load_tile(
                         q_tile + D0,
@@ -183,9 +193,9 @@ def dkdv_kernel(
                         True,
                         not EVEN_D,
                     )
-                    s = dot(k1, q1.T, s, PRECISION)
+                    s = score_product(q1, k1, s, TRANSPOSED, PRECISION)
                 # Rows beyond the queries have reference +inf, too: probability 0.
-                row_reference = load_row(reference + row0 + i, i < len_q, float("inf"))
+                row_reference = load_row(reference + row0 + i, i < len_q, float("inf"), TRANSPOSED)
                 s, slope = scores(
                     s,
                     i,
@@ -211,9 +221,10 @@ def dkdv_kernel(
                     BIAS_VECTOR,
                     MASK,
                     MASK_VECTOR,
-                    True,
+                    TRANSPOSED,
                 )
-                p = exponential(s, row_reference[None, :], scale, FOLD)
+                row_reference = row_reference[None, :] if TRANSPOSED else row_reference[:, None]
+                p = exponential(s, row_reference, scale, FOLD)
                 g0 = load_tile(
                     dout_tile,
                     dout_strides[3],
@@ -239,30 +250,35 @@ def dkdv_kernel(
                     )
                 if DROPOUT:
                     keep = dropout_keep(
-                        dropout_seed, stream, start, j0, threshold, BLOCK_M, BLOCK_N, True
+                        dropout_seed, stream, start, j0, threshold, BLOCK_M, BLOCK_N, TRANSPOSED
                     )
                 if NEED_DV:
                     kept = p
                     if DROPOUT:
                         kept = tl.where(keep, p * keep_scale, 0.0)
                     kept = kept.to(g0.dtype)
+                    if not TRANSPOSED:
+                        kept = kept.T
                     dv0 = dot(kept, g0, dv0, PRECISION)
                     if V1 > 0:
                         dv1 = dot(kept, g1, dv1, PRECISION)
                 if NEED_DK or COLUMN_SUMS:
-                    row_delta = load_row(delta + row0 + i, i < len_q, 0.0)
-                    dp = dot(v0, g0.T, None, PRECISION)  # [BLOCK_N, BLOCK_M]
+                    row_delta = load_row(delta + row0 + i, i < len_q, 0.0, TRANSPOSED)
+                    dp = score_product(g0, v0, None, TRANSPOSED, PRECISION)
                     if V1 > 0:
-                        dp = dot(v1, g1.T, dp, PRECISION)
+                        dp = score_product(g1, v1, dp, TRANSPOSED, PRECISION)
                     if DROPOUT:
                         dp = tl.where(keep, dp * keep_scale, 0.0)
-                    ds = p * (dp - row_delta[None, :])
+                    row_delta = row_delta[None, :] if TRANSPOSED else row_delta[:, None]
+                    ds = p * (dp - row_delta)
                     if COLUMN_SUMS:
-                        sums += tl.sum(ds, 1)
+                        sums += tl.sum(ds, 1 if TRANSPOSED else 0)
                     if NEED_DK:
                         if SOFTCAP:
                             ds = ds * slope
                         ds = ds.to(q0.dtype)
+                        if not TRANSPOSED:
+                            ds = ds.T
                         dk0 = dot(ds, q0, dk0, PRECISION)
                         if D1 > 0:
                             dk1 = dot(ds, q1, dk1, PRECISION)

@@ -205,13 +205,14 @@ def query_range(j0, j1, len_q, shift, left, right, BLOCK: tl.constexpr, WINDOW: 
 
 
 @triton.jit
-def load_row(pointers, mask, other):
-    """A vector of row statistics, loaded by as many threads as it has elements.
-
-    As [M, 1] and summed, because the compiler would otherwise load it in the layout of the scores that it meets later:
-    every thread all its columns, with a 64-bit pointer each, which spills.
-    """
-    return tl.sum(tl.load(pointers[:, None], mask=mask[:, None], other=other), 1)
+def load_row(pointers, mask, other, ALONG_COLUMNS: tl.constexpr):
+    """A vector of row statistics. One that runs along the columns of the score tile is loaded as
+    [M, 1] and summed: the compiler would otherwise load it in the layout of the scores, every
+    thread all its columns with a 64-bit pointer each, which spills."""
+    if ALONG_COLUMNS:
+        return tl.sum(tl.load(pointers[:, None], mask=mask[:, None], other=other), 1)
+    else:
+        return tl.load(pointers, mask=mask, other=other)
 
 
 # Scores.
@@ -233,22 +234,11 @@ def load_plane(
     pointer, strides, i, j, len_q, len_k,
     KIND: tl.constexpr, VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Bias or mask at rows i and columns j (vectors), zero outside: [M, N] or, TRANSPOSED, [N, M].
-
-    A transposed tile of neighbouring columns is loaded as it lies in memory and transposed on
-    chip: its copies to shared memory would otherwise be of single elements.
-    """
-    if TRANSPOSED and (KIND == KEY or VECTOR == 0):
-        pointers, inside = plane_pointers(
-            pointer, strides, i[None, :], j[:, None], len_q, len_k, KIND, VECTOR
-        )
-        return tl.load(pointers, mask=inside, other=0)
-    else:
-        pointers, inside = plane_pointers(
-            pointer, strides, i[:, None], j[None, :], len_q, len_k, KIND, VECTOR
-        )
-        value = tl.load(pointers, mask=inside, other=0)
-        return tl.trans(value) if TRANSPOSED else value
+    """Bias or mask at rows i and columns j (vectors), zero outside: [M, N] or, TRANSPOSED, [N, M]."""
+    i = i[None, :] if TRANSPOSED else i[:, None]
+    j = j[:, None] if TRANSPOSED else j[None, :]
+    pointers, inside = plane_pointers(pointer, strides, i, j, len_q, len_k, KIND, VECTOR)
+    return tl.load(pointers, mask=inside, other=0)
 
 
 @triton.jit

@@ -1,0 +1,161 @@
+"""What the compiler makes of the CUDA sources: symbols per architecture, instructions, registers. Needs nvcc, no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashsci import digest
+from flashsci.backends import cuda as backend
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+needs_library = pytest.mark.skipif(
+    backend.library_path() is None, reason="flashsci/_C.so was not built"
+)
+
+
+def load_resources():
+    spec = importlib.util.spec_from_file_location("resources", ROOT / "scripts" / "resources.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["resources"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def build_manual(folder: Path, archs: str, **environment: str) -> Path:
+    output = folder / "_C.so"
+    result = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "build_manual.sh"), str(output)],
+        env={**os.environ, "FA_ARCHS": archs, "PYTHON": sys.executable, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr
+    return output
+
+
+def exported(library: Path) -> set[str]:
+    text = subprocess.run(
+        ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    return {line.split()[-1] for line in text.splitlines() if line}
+
+
+def cuobjdump() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return shutil.which("cuobjdump")
+    found = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return str(found) if found.is_file() else shutil.which("cuobjdump")
+
+
+@needs_nvcc
+def test_turing_build_has_no_bf16(tmp_path):
+    """No kernel of this release runs on sm_75; nothing of bf16 may be in such a library under any name."""
+    library = build_manual(tmp_path, "75")
+    names = subprocess.run(["nm", "-a", str(library)], capture_output=True, text=True).stdout
+    assert "bf16" not in names.lower() and "bfloat16" not in names.lower()
+    assert exported(library) == {"flashsci_build_info", "flashsci_driver_problem"}
+    code = (
+        f"import torch, json; torch.ops.load_library({str(library)!r});"
+        "info = json.loads(torch.ops.flashsci.build_info());"
+        "assert info['archs'] == ['75'] and not info['units'], info"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@needs_nvcc
+@needs_library
+@pytest.mark.slow
+def test_manual_build_is_the_same_library(tmp_path):
+    info = backend.build_info()
+    preset = {"t4_safe": "0", "ampere_balanced": "1"}.get(info["tile_preset"], "")
+    library = build_manual(tmp_path, ",".join(info["archs"]), FA_TILE_PRESET=preset)
+    assert exported(library) == exported(backend.library_path())
+    assert (tmp_path / "forward_runner").exists() == any(int(a) >= 80 for a in info["archs"])
+
+
+@needs_library
+def test_sass_is_tensor_core_code():
+    """mma, ldmatrix and cp.async reached the machine code of every sm_80 and newer cubin, and no fp64 did."""
+    tool = cuobjdump()
+    if tool is None:
+        pytest.skip("no cuobjdump (Triton carries one)")
+    archs = [int(a) for a in backend.build_info()["archs"] if int(a) >= 80]
+    if not archs:
+        pytest.skip("a build without sm_80 kernels")
+    sass = subprocess.run(
+        [tool, "-sass", "-arch", f"sm_{archs[-1]}", str(backend.library_path())],
+        capture_output=True,
+        text=True,
+    ).stdout
+    functions = re.split(r"Function : ", sass)[1:]
+    forward = [f for f in functions if f.startswith("_ZN8flashsci4sm8014forward_kernel")]
+    assert len(forward) >= 2 * 6
+    for text in forward:
+        name = text.split("\n", 1)[0]
+        dtype = "BF16" if "BFloat16" in name else "F32"
+        assert re.search(rf"HMMA\.16816\.F32(\.{dtype})?", text), name
+        assert "LDSM.16.M88.4" in text and "LDSM.16.MT88.4" in text, name
+        assert "LDGSTS" in text, name
+        assert "DFMA" not in text and "DMUL" not in text, name
+
+
+def test_fp16_unit_sees_no_bf16_header():
+    csrc = ROOT / "csrc"
+    for path in digest.cpp_sources([csrc / "sm80" / "forward_fp16.cu"]):
+        text = path.read_text(encoding="utf-8")
+        assert "#include <cuda_bf16.h>" not in text and "bf16" not in path.name, path
+
+
+def test_ptx_is_written_in_its_folder_only():
+    for path in (ROOT / "csrc").rglob("*.cu*"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        if path.parent.name != "ptx":
+            # An empty asm is a compiler barrier, not PTX.
+            found = [n for n in lines if re.search(r'\basm\b.*\(\s*"[^"]', n)]
+            assert not found, f"{path}: {found}"
+
+
+def test_kernel_files_stay_readable():
+    for path in (ROOT / "csrc").rglob("*.cuh"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 500, f"{path} has {len(lines)} lines"
+
+
+def test_resource_table_is_current_and_nothing_spills():
+    resources = load_resources()
+    digests, rows = resources.read_table(resources.TABLE.read_text(encoding="utf-8"))
+    assert digests == digest.cuda_units(ROOT), "run: python scripts/resources.py --write"
+    assert {r["unit"] for r in rows} == {u for units in digest.CUDA_UNITS.values() for u in units}
+    for row in rows:
+        # On sm_80 two stages of D = 128 exist in the binary but are never chosen: they need 194 KiB an SM.
+        unused = row["sm"] == "80" and row["head dim"] == "128" and row["stages"] == "2"
+        if int(row["head dim"]) <= 128 and not unused:
+            assert row["spill bytes"] == "0", row
+        assert int(row["registers"]) <= 255
+        assert float(row["shared KiB"]) <= 99, row
+
+
+def test_resource_parser():
+    resources = load_resources()
+    log = (
+        "ptxas info    : Compiling entry function '_ZN1aITilingILi64ELi128ELi128ELi4ELi2ELi2EEELb1EEv' for 'sm_90'\n"
+        "ptxas info    : Function properties for x\n"
+        "    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 1 barriers, 16 bytes cumulative stack size\n"
+    )
+    (kernel,) = resources.parse("unit.cu", log)
+    assert (kernel.arch, kernel.registers, kernel.spill_stores, kernel.spill_loads) == (90, 168, 8, 12)
+    assert kernel.tiling == (64, 128, 128, 4, 2, 2, 1)
+    assert kernel.shared == 80 * 1024

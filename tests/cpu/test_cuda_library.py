@@ -1,0 +1,257 @@
+"""The CUDA library where there is no GPU: it loads, says what it is, and refuses with reasons."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashsci
+from flashsci import digest, ops
+from flashsci.backends import cuda as backend
+from flashsci.problem import Problem
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBLEM = Problem(
+    device_type="cuda",
+    capability=(9, 0),
+    dtype=torch.bfloat16,
+    heads_q=4,
+    heads_k=4,
+    head_dim=64,
+    head_dim_v=64,
+    batch=(2,),
+    seq_q=128,
+    seq_k=128,
+)
+needs_library = pytest.mark.skipif(
+    backend.library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)"
+)
+
+
+@pytest.fixture
+def fresh_backend(monkeypatch):
+    """The backend module as it is before its first use."""
+    for name, value in (
+        ("_loaded", False),
+        ("_problem", None),
+        ("_driver", None),
+        ("_driver_asked", False),
+        ("_library", None),
+        ("_forward_op", None),
+    ):
+        monkeypatch.setattr(backend, name, value)
+    return backend
+
+
+@needs_library
+def test_loads_and_describes_itself():
+    info = backend.build_info()
+    assert info is not None, backend._load()
+    assert info["version"] == digest.VERSION
+    assert info["archs"] and info["nvcc"] and info["tile_preset"]
+    assert torch.ops.flashsci.build_info() == backend._library.flashsci_build_info().decode()
+    assert torch.ops.flashsci.sees_torch_cuda() == (torch.version.cuda is not None)
+    stale = backend.stale()
+    assert stale is None or "build it again" in stale
+
+
+@needs_library
+def test_needs_only_the_stable_abi():
+    symbols = subprocess.run(
+        ["nm", "-D", str(backend.library_path())], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    defined = {s.split()[-1] for s in symbols if not re.search(r"\s[Uwv]\s", s)}
+    # The linker's own marker of the version script may be listed as an absolute symbol.
+    assert all(name.startswith("flashsci_") for name in defined), defined
+    wanted = [s.split()[-1] for s in symbols if re.search(r"\s[Uw]\s", s)]
+    unstable = [n for n in wanted if re.match(r"_ZNK?(3c10|2at|5torch)", n)]
+    assert not unstable
+    assert any(n.startswith("aoti_torch_get_current_cuda_stream") for n in wanted)
+    weak = [s for s in symbols if "aoti_torch_get_current_cuda_stream" in s]
+    assert all(re.search(r"\sw\s", s) for s in weak), "a strong reference cannot load under CPU torch"
+
+
+@needs_library
+def test_links_torch_as_both_worlds_have_it():
+    dynamic = subprocess.run(
+        ["readelf", "-d", str(backend.library_path())], capture_output=True, text=True, check=True
+    ).stdout
+    needed = re.findall(r"NEEDED.*\[(.+)\]", dynamic)
+    assert "libtorch.so" in needed and "libtorch_cpu.so" in needed
+    assert not [n for n in needed if "cuda" in n or "python" in n]
+    assert "RUNPATH" not in dynamic and "RPATH" not in dynamic
+
+
+@needs_library
+def test_imports_torch_first_and_loads_by_ctypes():
+    code = f"import torch, ctypes; ctypes.CDLL({str(backend.library_path())!r}); torch.ops.flashsci.build_info()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@needs_library
+def test_cpu_tensors_are_refused():
+    backend.build_info()
+    q = torch.randn(2, 4, 8)
+    with pytest.raises(NotImplementedError, match="cuda_forward"):
+        torch.ops.flashsci.cuda_forward(q, q, q, None, None, -1, -1, 1.0, 0.0, -1, -1, False)
+
+
+@needs_library
+@pytest.mark.parametrize("rank", [2, 3, 4, 5])
+def test_fake_kernel_follows_the_layout_of_q(rank):
+    backend.build_info()
+    lead = (2, 3, 6)[5 - rank :]
+    q = torch.empty(*lead, 5, 8, device="meta", dtype=torch.float16)
+    if rank > 3:
+        q = q.transpose(-3, -2).contiguous().transpose(-3, -2)
+    k = torch.empty(*lead, 7, 8, device="meta", dtype=torch.float16)
+    v = torch.empty(*lead, 7, 4, device="meta", dtype=torch.float16)
+    op = torch.ops.flashsci.cuda_forward.default
+    out, lse = op(q, k, v, None, None, -1, -1, 1.0, 0.0, -1, 0, False)
+    want = ops.empty_like_layout(q, (*q.shape[:-1], 4))
+    assert out.shape == want.shape and out.stride() == want.stride() and out.dtype == q.dtype
+    assert lse.shape == q.shape[:-1] and lse.is_contiguous() and lse.dtype == torch.float32
+
+
+@needs_library
+def test_schema_takes_symbolic_sizes():
+    backend.build_info()
+    schema = str(torch.ops.flashsci.cuda_forward.default._schema)
+    assert "SymInt max_seqlen_q" in schema and "Tensor? cu_seqlens_q" in schema
+
+
+def test_absent_library_is_a_reason(fresh_backend, monkeypatch, tmp_path):
+    monkeypatch.setattr(flashsci, "__path__", [str(tmp_path)])
+    reason = fresh_backend.unavailable()
+    assert "was not built" in reason and "nvcc" in reason
+    assert fresh_backend.build_info() is None and fresh_backend.stale() is None
+    with pytest.raises(flashsci.BackendError, match="was not built"):
+        fresh_backend.forward(*(None,) * 9, -1, -1, 1.0, 0.0, -1, -1, False, 0.0, "default")
+
+
+def test_broken_library_is_a_reason(fresh_backend, monkeypatch, tmp_path):
+    (tmp_path / "_C.so").write_bytes(b"this is not ELF" * 99)
+    monkeypatch.setattr(flashsci, "__path__", [str(tmp_path)])
+    reason = fresh_backend.unavailable()
+    assert "cannot be loaded" in reason and "ELF" in reason
+
+
+@needs_library
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_missing_gpu_is_a_reason():
+    reason = backend.unavailable()
+    assert reason is not None and ("without CUDA" in reason or "no CUDA device" in reason)
+
+
+@needs_library
+def test_driver_problem_is_answered_without_torch():
+    library = ctypes.CDLL(str(backend.library_path()))
+    library.flashsci_driver_problem.restype = ctypes.c_char_p
+    problem = library.flashsci_driver_problem()
+    assert torch.cuda.is_available() or problem
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"device_type": "cpu", "capability": None}, ("cpu", "sdpa")),
+        ({"dtype": torch.float32}, ("float32", "triton")),
+        ({"dtype": torch.float64}, ("float64", "reference")),
+        ({"capability": (7, 5)}, ("sm_75", "bfloat16", "float16", "sdpa")),
+        ({"capability": (7, 5), "dtype": torch.float16}, ("sm_75", "8.0", "triton")),
+        ({"bias_shape": (1, 1, 128, 128)}, ("bias", "triton")),
+        ({"ragged_bias": True}, ("bias", "triton")),
+        ({"mask": True}, ("mask", "triton")),
+        ({"dropout_p": 0.1}, ("dropout", "triton")),
+        ({"head_dim": 257}, ("256", "triton")),
+        ({"head_dim_v": 300}, ("256", "triton")),
+    ],
+)
+def test_rejects_with_advice(change, words):
+    reason = backend.rejects(replace(PROBLEM, **change))
+    assert reason is not None
+    for word in words:
+        assert word in reason, reason
+
+
+def test_gradients_need_triton(monkeypatch):
+    class Module:
+        @staticmethod
+        def unavailable():
+            return "Triton is not installed"
+
+    monkeypatch.setattr(backend, "_triton", lambda: Module)
+    monkeypatch.setattr(backend, "build_info", lambda: None)
+    assert backend.rejects(PROBLEM) is None
+    reason = backend.rejects(replace(PROBLEM, requires_grad=True))
+    assert "Triton is not installed" in reason and "sdpa" in reason
+
+
+def test_library_without_a_kernel_for_the_device(monkeypatch):
+    monkeypatch.setattr(backend, "build_info", lambda: {"archs": ["75"], "units": {}})
+    reason = backend.rejects(PROBLEM)
+    assert "FA_ARCHS=75" in reason and "FA_ARCHS=90" in reason
+
+
+def test_features_that_were_refused_do_not_pass_silently():
+    if backend.library_path() is None:
+        pytest.skip("no library")
+    q = torch.zeros(1, 4, 8)
+    with pytest.raises(flashsci.BackendError, match="bias, mask or dropout"):
+        backend.forward(q, q, q, q, *(None,) * 5, -1, -1, 1.0, 0.0, -1, -1, False, 0.0, "default")
+
+
+# --- digests -----------------------------------------------------------------------------------
+
+
+def test_digest_ignores_comments_and_layout_only():
+    base = '#include "a.h"\nint f(int x) {  // why\n  return x + 1; /* so */\n}\n'
+    same = '#include "a.h"\n\nint f( int x )\n{ return x+1;\n}'
+    other = base.replace("+ 1", "+ 2")
+    text = 'const char* s = "// no comment";'
+    assert digest.normalised_cpp(base) == digest.normalised_cpp(same)
+    assert digest.normalised_cpp(base) != digest.normalised_cpp(other)
+    assert "// no comment" in digest.normalised_cpp(text)
+
+
+def test_digest_of_every_unit():
+    units = digest.units(ROOT)
+    assert "cuda/sm80/forward" in units
+    assert all(re.fullmatch(r"[0-9a-f]{16}", value) for value in units.values())
+    assert any(name.startswith("triton/") for name in units)
+    result = subprocess.run(
+        [sys.executable, "-I", str(ROOT / "flashsci" / "digest.py"), "cuda"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert units["cuda/sm80/forward"] in result.stdout
+
+
+def test_digest_sees_every_included_header():
+    csrc = ROOT / "csrc"
+    sources = digest.cpp_sources([csrc / f for f in digest.CUDA_UNITS["cuda/sm80/forward"]])
+    names = {str(p.relative_to(csrc)) for p in sources}
+    assert {"include/flashsci.h", "common/tile.cuh", "common/ptx/mma_bf16.cuh"} <= names
+
+
+def test_triton_digest_ignores_docstrings(tmp_path):
+    folder = tmp_path / "flashsci" / "backends" / "triton"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "helper.py").write_text("def g():\n    return 1\n")
+    kernel = 'from flashsci.backends.triton.helper import g\ndef f():\n    "doc"\n    return g()\n'
+    (folder / "forward.py").write_text(kernel)
+    before = digest.triton_units(tmp_path)
+    assert set(before) == {"triton/forward"}
+    (folder / "forward.py").write_text(kernel.replace('"doc"', '"other words"') + "# comment\n")
+    assert digest.triton_units(tmp_path) == before
+    (folder / "helper.py").write_text("def g():\n    return 2\n")
+    assert digest.triton_units(tmp_path) != before
