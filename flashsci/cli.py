@@ -151,10 +151,15 @@ def backends(
         console.print(f"[{number}] {name}: {reason}", markup=False, highlight=False)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],  # --help is the suite's own
+    }
+)
 def check(context: typer.Context) -> None:
-    """Run the correctness suite on this GPU and update reports/gpu-check.json (options: see --help
-    of the suite)."""
+    """Run the correctness suite on this GPU and update reports/gpu-check.json."""
     from flashsci.check import main as run_check
 
     raise typer.Exit(run_check(context.args) or 0)

@@ -43,8 +43,10 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpu
 
 _BACKENDS_PROBE = """
 import json
+from flashsci.backends import cuda
 from flashsci.registry import BACKENDS
-print(json.dumps({name: backend.unavailable() for name, backend in BACKENDS.items()}))
+reasons = {name: backend.unavailable() for name, backend in BACKENDS.items()}
+print(json.dumps({"reasons": reasons, "build": cuda.build_info(), "stale": cuda.stale()}))
 """
 
 
@@ -184,9 +186,14 @@ def extras() -> list[Finding]:
 
 
 def backends() -> list[Finding]:
-    findings = []
-    for name, reason in _python(_BACKENDS_PROBE).items():
-        findings.append(Finding(f"backend {name}", reason or "ready"))
+    found = _python(_BACKENDS_PROBE)
+    findings = [
+        Finding(f"backend {name}", reason or "ready") for name, reason in found["reasons"].items()
+    ]
+    if build := found["build"]:
+        archs = ", ".join(f"sm_{arch}" for arch in build["archs"])
+        text = f"{archs}, by nvcc {build['nvcc']}, tile preset {build['tile_preset']}"
+        findings.append(Finding("CUDA build", text, found["stale"]))
     return findings
 
 
