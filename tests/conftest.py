@@ -18,6 +18,8 @@ if not torch.cuda.is_available():
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     with contextlib.suppress(ImportError):
+        import triton.experimental.gluon  # noqa: F401  (Triton imports it at the first launch)
+
         import flashsci.backends.triton  # noqa: F401
     if before is None:
         del os.environ["TRITON_INTERPRET"]
