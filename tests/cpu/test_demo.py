@@ -26,6 +26,13 @@ def test_readme_example_runs(capsys):
     assert "chosen 'reference'" in capsys.readouterr().out or torch.cuda.is_available()
 
 
+@pytest.fixture(autouse=True)
+def interpret(monkeypatch):
+    """Triton's interpreter, which tests/conftest.py chose, asks again at the first launch."""
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
 @pytest.fixture(scope="module")
 def small():
     torch.manual_seed(0)
