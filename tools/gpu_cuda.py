@@ -54,10 +54,8 @@ class Library:
     def __init__(self, name, path):
         self.name = name
         self.lib = c.CDLL(path)
-        self.fn = {
-            torch.float16: self.lib.flashsci_forward_sm80_fp16,
-            torch.bfloat16: self.lib.flashsci_forward_sm80_bf16,
-        }
+        names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+        self.fn = {t: getattr(self.lib, f"flashsci_forward_sm80_{n}", None) for t, n in names.items()}
 
     def prepare(self, q, k, v, scale=None, softcap=0.0, window=(-1, -1), lower_right=False, cu=None):
         """Rank 4 [B, H, S, D], or rank 3 [H, T, D] with cu = (cu_q, cu_k). Returns (launch, out, lse)."""

@@ -27,7 +27,7 @@ def op(*args):
 
 
 def call(q, k, v, cu=(None, None), window=(-1, -1), scale=None, softcap=0.0, lower_right=False):
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     return op(q, k, v, *cu, -1, -1, scale, softcap, *window, lower_right)
 
 

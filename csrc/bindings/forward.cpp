@@ -1,7 +1,8 @@
 // flashsci::cuda_forward: checks, output allocation, choice of the kernel by device and dtype.
 //
-// Bad input must be an exception whoever calls: these checks stand between torch.ops and raw pointers.
-// A small call costs microseconds, so nothing here asks the driver twice or copies a tensor handle.
+// Bad input must be an exception whoever calls: these checks stand between torch.ops and raw
+// pointers. A small call costs microseconds, so nothing here asks the driver twice or copies a
+// tensor handle.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -66,14 +67,15 @@ Device describe(int device) {
   if (packed == 0) {
     const uint64_t capability = attribute_of(device, cudaDevAttrComputeCapabilityMajor) * 10 +
                                 attribute_of(device, cudaDevAttrComputeCapabilityMinor);
-    packed = capability << 32 |
-             static_cast<uint32_t>(attribute_of(device, cudaDevAttrMaxSharedMemoryPerMultiprocessor));
+    packed = capability << 32 | static_cast<uint32_t>(attribute_of(
+                                    device, cudaDevAttrMaxSharedMemoryPerMultiprocessor));
     if (cached) known[device].store(packed, std::memory_order_relaxed);
   }
   return {static_cast<int>(packed >> 32), static_cast<int>(packed & 0xffffffffu)};
 }
 
-// Makes the device current for torch's allocator and for our (static) CUDA runtime; free if it already is.
+// Makes the device current for torch's allocator and for our (static) CUDA runtime; free if it
+// already is.
 class OnDevice {
  public:
   explicit OnDevice(int device) {
@@ -163,16 +165,15 @@ void check_offsets(const Tensor& cu_seqlens, const char* name, int device) {
 }
 
 int32_t clamp_int32(int64_t value) {
-  return static_cast<int32_t>(
-      std::clamp<int64_t>(value, -1, std::numeric_limits<int32_t>::max()));
+  return static_cast<int32_t>(std::clamp<int64_t>(value, -1, std::numeric_limits<int32_t>::max()));
 }
 
 std::tuple<Tensor, Tensor> cuda_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                         const std::optional<Tensor>& cu_seqlens_q,
                                         const std::optional<Tensor>& cu_seqlens_k,
-                                        int64_t max_seqlen_q, int64_t /*max_seqlen_k*/, double scale,
-                                        double softcap, int64_t window_left, int64_t window_right,
-                                        bool lower_right) {
+                                        int64_t max_seqlen_q, int64_t /*max_seqlen_k*/,
+                                        double scale, double softcap, int64_t window_left,
+                                        int64_t window_right, bool lower_right) {
   static const int32_t fp16 = aoti_torch_dtype_float16(), bf16 = aoti_torch_dtype_bfloat16(),
                        fp32 = aoti_torch_dtype_float32();
   CHECK(q.is_cuda() && k.is_cuda() && v.is_cuda(), "q, k and v must be CUDA tensors");

@@ -1,10 +1,12 @@
-// Which rows a CTA of a packed (varlen) launch works on, found on the device: no host knows the lengths.
+// Which rows a CTA of a packed (varlen) launch works on, found on the device: no host knows the
+// lengths.
 //
-// Sequence n of N gets the slots cu[n] / kTile + n + 1 ... Slots of different sequences never collide,
-// since floor(a / t) + ceil(l / t) <= floor((a + l) / t) + 1, and there are T / kTile + N + 2 of them:
-// a launch needs neither the longest length nor a prefix sum. The rows before cu[0] and from cu[N] on
-// belong to no sequence; they are segments 0 and N + 1, with no keys, so that their output is written.
-// Offsets are clamped to [0, T] and lengths to >= 0: garbage in cu_seqlens never leaves the tensors.
+// Sequence n of N gets the slots cu[n] / kTile + n + 1 ... Slots of different sequences never
+// collide, since floor(a / t) + ceil(l / t) <= floor((a + l) / t) + 1, and there are T / kTile + N
+// + 2 of them: a launch needs neither the longest length nor a prefix sum. The rows before cu[0]
+// and from cu[N] on belong to no sequence; they are segments 0 and N + 1, with no keys, so that
+// their output is written. Offsets are clamped to [0, T] and lengths to >= 0: garbage in cu_seqlens
+// never leaves the tensors.
 #pragma once
 #include <cstdint>
 
@@ -13,7 +15,7 @@
 namespace flashsci {
 
 struct TileOfSequence {
-  int tile;            // index of the query tile inside the segment; < 0 or past the end: nothing to do
+  int tile;  // index of the query tile inside the segment; < 0 or past the end: nothing to do
   int first_q, seq_q;  // rows of the segment
   int first_k, seq_k;  // its keys
 };

@@ -1,7 +1,7 @@
 // A [rows, kCols] tile of 16-bit elements in shared memory, row-major in 16-byte chunks, with the
 // chunk index XORed by a function of the row so that the eight rows of an ldmatrix (or of a 4-byte
-// fragment store) fall into eight different bank groups. Rows of 128-byte multiples: XOR by row % 8;
-// rows of 64 mod 128 bytes: two rows share 128 bytes, XOR by (row / 2) % 4.
+// fragment store) fall into eight different bank groups. Rows of 128-byte multiples: XOR by row %
+// 8; rows of 64 mod 128 bytes: two rows share 128 bytes, XOR by (row / 2) % 4.
 #pragma once
 #include <cstdint>
 
@@ -30,22 +30,25 @@ struct Tile {
     return row * kRowBytes + (chunk ^ swizzle(row)) * kChunkBytes;
   }
 
-  // Address of chunk (pair * 2 + odd) of a row, from start = base + offset(row, odd): the pair index is
-  // a constant after unrolling, so only its low bits cost an XOR and the rest is an immediate.
+  // Address of chunk (pair * 2 + odd) of a row, from start = base + offset(row, odd): the pair
+  // index is a constant after unrolling, so only its low bits cost an XOR and the rest is an
+  // immediate.
   static __device__ __forceinline__ uint32_t pair_address(uint32_t start, int pair) {
     constexpr int kPairs = kGroup / 2;
     return (start ^ ((pair % kPairs) * 2 * kChunkBytes)) + (pair / kPairs) * kGroup * kChunkBytes;
   }
 };
 
-// Hides from the compiler that a value is the same in every loop iteration: what follows from it is then computed
-// anew instead of being kept in registers, which are scarcer in the main loops than integer instructions.
+// Hides from the compiler that a value is the same in every loop iteration: what follows from it is
+// then computed anew instead of being kept in registers, which are scarcer in the main loops than
+// integer instructions.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// One chunk whose first `columns` elements are in the tensor (<= 0: none), from a source aligned to copy_bytes only.
+// One chunk whose first `columns` elements are in the tensor (<= 0: none), from a source aligned to
+// copy_bytes only.
 __device__ __forceinline__ void load_chunk(uint32_t target, const uint16_t* __restrict__ source,
                                            int columns, int copy_bytes) {
   if (copy_bytes >= 8) {
@@ -70,10 +73,10 @@ __device__ __forceinline__ void load_chunk(uint32_t target, const uint16_t* __re
   }
 }
 
-// Copies rows [0, kRows) of a row-major global matrix into a Tile. Rows >= rows_valid and columns >=
-// cols_valid become zeros and are not read. kVector: every row starts at a multiple of 16 bytes and
-// cols_valid is a multiple of 8; otherwise copy_bytes (8, 4 or 2) divides where rows start. kFewRegisters: nothing is kept from one
-// call to the next.
+// Copies rows [0, kRows) of a row-major global matrix into a Tile. Rows >= rows_valid and columns
+// >= cols_valid become zeros and are not read. kVector: every row starts at a multiple of 16 bytes
+// and cols_valid is a multiple of 8; otherwise copy_bytes (8, 4 or 2) divides where rows start.
+// kFewRegisters: nothing is kept from one call to the next.
 template <int kRows, int kCols, int kThreads, bool kVector, bool kFewRegisters>
 __device__ __forceinline__ void load_tile(uint32_t tile,
                                           const uint16_t* __restrict__ global,  // [rows_valid, row]

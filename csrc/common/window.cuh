@@ -1,6 +1,8 @@
-// Causal and window masks. Query i sees key j iff j - i - shift lies in [-left, right], shift = Sk - Sq
-// for the lower-right alignment, else 0. All arithmetic fits 32 bits: S <= 2^29, left, right <= 2^30.
+// Causal and window masks. Query i sees key j iff j - i - shift lies in [-left, right], shift = Sk
+// - Sq for the lower-right alignment, else 0. All arithmetic fits 32 bits: S <= 2^29, left, right
+// <= 2^30.
 #pragma once
+#include <cmath>
 #include <cstdint>
 
 namespace flashsci {
@@ -22,5 +24,28 @@ struct Window {
   __device__ __forceinline__ int begin(int i) const { return max(i + before, 0); }
   __device__ __forceinline__ int end(int i) const { return min(i + after, seq_k); }
 };
+
+// Scores of keys outside [begin(i), end(i)) become -inf. row: this lane's first query row; column:
+// the key of its first score.
+template <int kM, int kN>
+__device__ __forceinline__ void mask_scores(float (&s)[kM][kN][4], const Window& window, int row,
+                                            int column) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = row + m * 16 + half * 8;
+      const int begin = window.begin(i) - column, end = window.end(i) - column;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int j = n * 8 + e;
+          if (j < begin || j >= end) s[m][n][half * 2 + e] = -INFINITY;
+        }
+      }
+    }
+  }
+}
 
 }  // namespace flashsci

@@ -42,12 +42,12 @@ typedef struct FlashsciForwardParams {
   int32_t num_seqs;
   int32_t max_seqlen_q;  // a hint for the tile choice, -1 unknown; packed only
   int32_t head_dim, head_dim_v;
-  float scale, softcap;                // softcap 0 = none
-  int32_t window_left, window_right;   // -1 = unbounded
-  int32_t lower_right;                 // the diagonal ends in the lower right corner, not upper left
-  int32_t copy_bytes;                  // 16, 8, 4 or 2: what q, k, v rows are aligned to
-  int32_t device;                      // index of the device the pointers live on
-  int32_t shared_per_sm;               // bytes of shared memory that device has per SM
+  float scale, softcap;               // softcap 0 = none
+  int32_t window_left, window_right;  // -1 = unbounded
+  int32_t lower_right;                // the diagonal ends in the lower right corner, not upper left
+  int32_t copy_bytes;                 // 16, 8, 4 or 2: what q, k, v rows are aligned to
+  int32_t device;                     // index of the device the pointers live on
+  int32_t shared_per_sm;              // bytes of shared memory that device has per SM
 } FlashsciForwardParams;
 
 // Row indices, their differences and sums with a window must fit 32 bits.

@@ -1,15 +1,21 @@
-// Forward attention for tensor cores of the mma.sync generation (Ampere, Ada; Hopper until its own).
+// Forward attention for tensor cores of the mma.sync generation (Ampere, Ada; Hopper until its
+// own).
 //
-// Maths     o_i = sum_j p_ij v_j / l_i, p_ij = exp(s_ij - m_i), l_i = sum_j p_ij, lse_i = m_i + log l_i,
+// Maths     o_i = sum_j p_ij v_j / l_i, p_ij = exp(s_ij - m_i), l_i = sum_j p_ij, lse_i = m_i + log
+// l_i,
 //           s = scale q k^T or softcap tanh(scale q k^T / softcap), over the keys the window shows.
-// Roles     One CTA per (query tile, head, batch), all on grid.x, the tiles of a head side by side and the
-//           longest first. kWarps warps own kBlockQ / kWarps query rows each and never talk about values:
-//           they share only the K and V tiles. Packed calls find their sequence on the device.
-// Shared    Q (later the output), kStages x K, kStages x V, all swizzled 16-byte chunks: `SharedStorage`.
-// Pipeline  kStages 1: V_n flies during S = Q K_n^T, K_n-1 flies during softmax and P V_n; two barriers a
-//           tile, and the other CTA of the SM fills the gaps. kStages 2: K_n-1 and V_n-1 fly during all
-//           of tile n; one barrier a tile. Tiles go from the diagonal to the left.
-// Limits    HMMA issue with shared-memory reads of K and V close behind (32 rows per warp: a fragment
+// Roles     One CTA per (query tile, head, batch), all on grid.x, the tiles of a head side by side
+// and the
+//           longest first. kWarps warps own kBlockQ / kWarps query rows each and never talk about
+//           values: they share only the K and V tiles. Packed calls find their sequence on the
+//           device.
+// Shared    Q (later the output), kStages x K, kStages x V, all swizzled 16-byte chunks:
+// `SharedStorage`. Pipeline  kStages 1: V_n flies during S = Q K_n^T, K_n-1 flies during softmax
+// and P V_n; two barriers a
+//           tile, and the other CTA of the SM fills the gaps. kStages 2: K_n-1 and V_n-1 fly during
+//           all of tile n; one barrier a tile. Tiles go from the diagonal to the left.
+// Limits    HMMA issue with shared-memory reads of K and V close behind (32 rows per warp: a
+// fragment
 //           feeds two mma), then exp: docs/kernels/sm80_forward.md.
 #pragma once
 #include <cuda_runtime.h>
@@ -36,13 +42,12 @@ static_assert(std::is_trivially_copyable_v<FlashsciForwardParams>, "passed to th
 #ifndef FLASHSCI_TILE_PRESET
 #define FLASHSCI_TILE_PRESET 1
 #endif
-// What one block may take: t4_safe fits Turing's 64 KiB, ampere_balanced the 99 KiB of sm_86 and sm_89.
+// What one block may take: t4_safe fits Turing's 64 KiB, ampere_balanced the 99 KiB of sm_86 and
+// sm_89.
 #if FLASHSCI_TILE_PRESET == 0
 inline constexpr int kSharedBudget = 64 * 1024;
-#elif FLASHSCI_TILE_PRESET == 1
+#else
 inline constexpr int kSharedBudget = 99 * 1024;
-#else  // experiments on Hopper
-inline constexpr int kSharedBudget = 227 * 1024;
 #endif
 
 template <int kHeadDim_, int kBlockQ_, int kBlockK_, int kWarps_, int kStages_, int kMinBlocks_>
@@ -51,18 +56,39 @@ struct Tiling {
   static constexpr int kWarps = kWarps_, kStages = kStages_, kMinBlocks = kMinBlocks_;
   using TwoStages = Tiling<kHeadDim_, kBlockQ_, kBlockK_, kWarps_, 2, kMinBlocks_>;
   // The same for rows that take no 16-byte copies: the copies need registers.
-  using Unaligned = Tiling<kHeadDim_, kBlockQ_, kHeadDim_ == 128 ? 32 : kBlockK_, kWarps_, 1, kMinBlocks_>;
+  using Unaligned =
+      Tiling<kHeadDim_, kBlockQ_, kHeadDim_ == 128 ? 32 : kBlockK_, kWarps_, 1, kMinBlocks_>;
   static constexpr bool kFewRegisters = kBlockK > 64 || kStages == 2;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kRows = kBlockQ / kWarps;  // query rows of a warp
-  static constexpr int kM = kRows / 16;           // m16 blocks of a warp
-  static constexpr int kN = kBlockK / 8;          // n8 blocks of S
-  static constexpr int kDimBlocks = kHeadDim / 8; // n8 blocks of O
+  static constexpr int kRows = kBlockQ / kWarps;   // query rows of a warp
+  static constexpr int kM = kRows / 16;            // m16 blocks of a warp
+  static constexpr int kN = kBlockK / 8;           // n8 blocks of S
+  static constexpr int kDimBlocks = kHeadDim / 8;  // n8 blocks of O
   static_assert(kRows % 16 == 0 && kBlockK % 16 == 0 && kHeadDim % 32 == 0, "whole mma tiles");
 };
 
-// The tile shapes, by padded head dimension; why: docs/kernels/sm80_forward.md.
-#include "forward_tiles.cuh"
+struct Shape {
+  int block_q, block_k, warps, min_blocks;
+};
+
+// Tile shape of a padded head dimension; measured in docs/kernels/sm80_forward.md. 32 rows a warp
+// as long as the accumulators (rows x (keys + dims) / 32 registers) leave room, two CTAs an SM to
+// fill each other's gaps.
+constexpr Shape shape_of(int head_dim) {
+  if (FLASHSCI_TILE_PRESET == 0)
+    return head_dim <= 128 ? Shape{128, 64, 4, 2} : Shape{64, 32, 4, 2};
+  if (head_dim <= 64) return {128, 128, 4, 2};
+  if (head_dim <= 128) return {128, 64, 4, 2};
+  return {64, 64, 4, 2};
+}
+
+template <int kHeadDim>
+using Tiles = Tiling<kHeadDim, shape_of(kHeadDim).block_q, shape_of(kHeadDim).block_k,
+                     shape_of(kHeadDim).warps, 1, shape_of(kHeadDim).min_blocks>;
+
+// When no sequence has more than 64 queries: half the rows, and more CTAs an SM to hide latencies.
+template <int kHeadDim>
+using SmallTiles = Tiling<kHeadDim, 64, 64, 4, 1, kHeadDim <= 64 ? 4 : 3>;
 
 template <class C>
 struct alignas(128) SharedStorage {
@@ -73,20 +99,16 @@ struct alignas(128) SharedStorage {
 
 // What the host derives from the parameters, once.
 struct ForwardPlan {
-  uint32_t tiles;      // grid slots of one head
-  int score_mode;      // how raw q.k becomes what is exponentiated: ScoreMode
-  float score_inner;   // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
+  uint32_t tiles;     // grid slots of one head
+  int score_mode;     // how raw q.k becomes what is exponentiated: ScoreMode
+  float score_inner;  // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
   float score_outer;
-  float exp_scale;     // log2(e) times what is left to multiply by
-  float lse_scale;     // from the units of the running maximum to natural log
-  int vector_out;      // output rows take 16-byte stores
+  float exp_scale;  // log2(e) times what is left to multiply by
+  float lse_scale;  // from the units of the running maximum to natural log
+  int vector_out;   // output rows take 16-byte stores
 };
 
 enum ScoreMode { kScaled = 0, kLinear = 1, kSoftcap = 2 };
-
-// Rescale the accumulators only when the maximum grew by more than 2^8: exact, since numerator and
-// denominator share the stale maximum; P stays below 2^8, far inside fp16.
-inline constexpr float kRescaleThreshold = 8.f;
 
 template <class C>
 __device__ __forceinline__ void scale_scores(float (&s)[C::kM][C::kN][4], const ForwardPlan& plan) {
@@ -105,29 +127,6 @@ __device__ __forceinline__ void scale_scores(float (&s)[C::kM][C::kN][4], const 
       for (int n = 0; n < C::kN; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[m][n][e] *= plan.score_inner;
-  }
-}
-
-// Scores of keys outside [begin(i), end(i)) become -inf. row: this lane's first query row; column: the
-// key of its first score.
-template <class C>
-__device__ __forceinline__ void mask_scores(float (&s)[C::kM][C::kN][4], const Window& window, int row,
-                                            int column) {
-#pragma unroll
-  for (int m = 0; m < C::kM; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = row + m * 16 + half * 8;
-      const int begin = window.begin(i) - column, end = window.end(i) - column;
-#pragma unroll
-      for (int n = 0; n < C::kN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int j = n * 8 + e;
-          if (j < begin || j >= end) s[m][n][half * 2 + e] = -INFINITY;
-        }
-      }
-    }
   }
 }
 
@@ -190,63 +189,8 @@ __device__ __forceinline__ void multiply_pv(float (&o)[C::kM][C::kDimBlocks][4],
   }
 }
 
-// S becomes P; the running maximum, sum and output follow.
-template <class C>
-__device__ __forceinline__ void online_softmax(float (&s)[C::kM][C::kN][4],
-                                               float (&o)[C::kM][C::kDimBlocks][4],
-                                               float (&row_max)[C::kM][2], float (&row_sum)[C::kM][2],
-                                               float exp_scale) {
-  float tile_max[C::kM][2];
-  bool grew = false;
-#pragma unroll
-  for (int m = 0; m < C::kM; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float x = fmaxf(s[m][0][half * 2], s[m][0][half * 2 + 1]);
-#pragma unroll
-      for (int n = 1; n < C::kN; ++n)
-        x = fmaxf(x, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
-      tile_max[m][half] = quad_max(x);
-      grew |= (tile_max[m][half] - row_max[m][half]) * exp_scale > kRescaleThreshold;
-    }
-  }
-  if (__any_sync(0xffffffffu, grew)) {
-#pragma unroll
-    for (int m = 0; m < C::kM; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float next = fmaxf(row_max[m][half], tile_max[m][half]);
-        // A row with no key yet has sum and output 0, whatever they are multiplied by.
-        const float alpha =
-            next == -INFINITY ? 1.f : ptx::ex2_approx((row_max[m][half] - next) * exp_scale);
-        row_max[m][half] = next;
-        row_sum[m][half] *= alpha;
-#pragma unroll
-        for (int d = 0; d < C::kDimBlocks; ++d) {
-          o[m][d][half * 2] *= alpha;
-          o[m][d][half * 2 + 1] *= alpha;
-        }
-      }
-    }
-  }
-#pragma unroll
-  for (int m = 0; m < C::kM; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float offset = row_max[m][half] == -INFINITY ? 0.f : row_max[m][half] * exp_scale;
-#pragma unroll
-      for (int n = 0; n < C::kN; ++n) {
-#pragma unroll
-        for (int e = half * 2; e < half * 2 + 2; ++e) {
-          s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], exp_scale, -offset));
-          row_sum[m][half] += s[m][n][e];
-        }
-      }
-    }
-  }
-}
-
-// Normalises, writes lse, and sends the rows of one warp to global memory through its part of the Q tile.
+// Normalises, writes lse, and sends the rows of one warp to global memory through its part of the Q
+// tile.
 template <class Op, class C>
 __device__ __forceinline__ void write_output(float (&o)[C::kM][C::kDimBlocks][4],
                                              const float (&row_max)[C::kM][2],
@@ -257,6 +201,7 @@ __device__ __forceinline__ void write_output(float (&o)[C::kM][C::kDimBlocks][4]
                                              const ForwardPlan& plan) {
   using T = Tile<C::kHeadDim>;
   const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  __syncwarp();  // all lanes have read their last Q fragments
 #pragma unroll
   for (int m = 0; m < C::kM; ++m) {
 #pragma unroll
@@ -315,7 +260,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const uint32_t head_k = head / static_cast<uint32_t>(p.heads_q / p.heads_k);
   TileOfSequence work;
   if (p.cu_seqlens_q != nullptr) {
-    work = find_tile<C::kBlockQ>(slot, p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q, p.seq_k);
+    work =
+        find_tile<C::kBlockQ>(slot, p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q, p.seq_k);
   } else {
     work = {static_cast<int>(p.window_right >= 0 ? plan.tiles - 1 - slot : slot), 0, p.seq_q, 0,
             p.seq_k};
@@ -344,7 +290,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const int last_row = min(tile_row + C::kBlockQ, work.seq_q) - 1;
   const int keys_begin = window.begin(tile_row), keys_end = window.end(last_row);
   const int first_tile = keys_begin / C::kBlockK;
-  const int end_tile = keys_begin < keys_end ? (keys_end + C::kBlockK - 1) / C::kBlockK : first_tile;
+  const int end_tile =
+      keys_begin < keys_end ? (keys_end + C::kBlockK - 1) / C::kBlockK : first_tile;
   const int warp_last_row = min(warp_row + C::kRows, work.seq_q) - 1;
   const int seen_begin = window.begin(warp_row);
   const int seen_end = warp_row < work.seq_q ? window.end(warp_last_row) : 0;
@@ -355,7 +302,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const uint32_t v_tile = ptx::shared_address(shared.v);
   constexpr int kStageBytes = C::kBlockK * T::kRowBytes;
   // All operands are fetched as 16 rows x 2 chunks, so K and V differ by a constant only.
-  const uint32_t q_start = q_tile + warp * C::kRows * T::kRowBytes + T::offset(lane % 16, lane / 16);
+  const uint32_t q_start =
+      q_tile + warp * C::kRows * T::kRowBytes + T::offset(lane % 16, lane / 16);
   const uint32_t k_start = k_tile + T::offset(lane % 16, lane / 16);
 
   const auto load_k = [&](int tile, int stage) {
@@ -372,8 +320,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   };
 
   float o[C::kM][C::kDimBlocks][4];  // [m16, n8 of Dv, fragment]
-  float row_max[C::kM][2];           // [m16, row g or g + 8], in units of 1 / exp_scale; stale by <= 2^8
-  float row_sum[C::kM][2];           // this lane's part of the sum
+  float row_max[C::kM][2];  // [m16, row g or g + 8], in units of 1 / exp_scale; stale by <= 2^8
+  float row_sum[C::kM][2];  // this lane's part of the sum
 #pragma unroll
   for (int m = 0; m < C::kM; ++m) {
     row_max[m][0] = row_max[m][1] = -INFINITY;
@@ -385,9 +333,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   }
 
   if (first_tile < end_tile) {
-    load_tile<C::kBlockQ, C::kHeadDim, C::kThreads, kVector, C::kFewRegisters>(q_tile, q, p.q_strides.row,
-                                                            work.seq_q - tile_row, p.head_dim,
-                                                            p.copy_bytes);
+    load_tile<C::kBlockQ, C::kHeadDim, C::kThreads, kVector, C::kFewRegisters>(
+        q_tile, q, p.q_strides.row, work.seq_q - tile_row, p.head_dim, p.copy_bytes);
     load_k(end_tile - 1, 0);
     if (C::kStages == 2) load_v(end_tile - 1, 0);
     ptx::cp_async_commit();
@@ -418,8 +365,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     if (active) {
       if (plan.score_mode != kScaled) scale_scores<C>(s, plan);
       if (first_key < full_begin || first_key + C::kBlockK > full_end)
-        mask_scores<C>(s, window, warp_row + lane / 4, first_key + lane % 4 * 2);
-      online_softmax<C>(s, o, row_max, row_sum, plan.exp_scale);
+        mask_scores(s, window, warp_row + lane / 4, first_key + lane % 4 * 2);
+      online_softmax(s, o, row_max, row_sum, plan.exp_scale);
       multiply_pv<Op, C>(o, s, k_start + stage * kStageBytes);
     }
     if constexpr (C::kStages == 2) stage ^= 1;
@@ -436,9 +383,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
 template <class Op, class C, bool kVector>
 cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
-  static_assert(sizeof(SharedStorage<C>) ==
-                    (C::kBlockQ + 2 * C::kStages * C::kBlockK) * C::kHeadDim * 2,
-                "the plan has no padding");
+  static_assert(
+      sizeof(SharedStorage<C>) == (C::kBlockQ + 2 * C::kStages * C::kBlockK) * C::kHeadDim * 2,
+      "the plan has no padding");
   static_assert(sizeof(SharedStorage<C>) <= kSharedBudget, "over the budget of the tile preset");
   ForwardPlan plan;
   const int64_t tiles = p.cu_seqlens_q != nullptr
@@ -478,9 +425,14 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
 // Two stages where two such CTAs fit an SM, and registers allow (D <= 128); else one.
 template <class Op, class C>
 cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream) {
-  const bool vector = p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 &&
-                      p.head_dim_v % kChunkElements == 0;
+  const bool vector =
+      p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
   if (!vector) return launch_tiling<Op, typename C::Unaligned, false>(p, stream);
+  if constexpr (C::kHeadDim <= 128) {
+    using Small = SmallTiles<C::kHeadDim>;
+    const int longest = p.cu_seqlens_q != nullptr ? p.max_seqlen_q : p.seq_q;
+    if (longest >= 0 && longest <= Small::kBlockQ) return launch_tiling<Op, Small, true>(p, stream);
+  }
   using TwoStages = typename C::TwoStages;
   if constexpr (C::kHeadDim <= 128 && sizeof(SharedStorage<TwoStages>) <= kSharedBudget) {
     constexpr int kReserved = 1024;  // per CTA, by the system

@@ -6,6 +6,8 @@
 #error "bf16 units are built for compute capability 8.0 and newer only"
 #endif
 
-extern "C" int flashsci_forward_sm80_bf16(const FlashsciForwardParams* params, FlashsciStream stream) {
-  return flashsci::sm80::launch_forward<flashsci::BFloat16>(*params, static_cast<cudaStream_t>(stream));
+extern "C" int flashsci_forward_sm80_bf16(const FlashsciForwardParams* params,
+                                          FlashsciStream stream) {
+  return flashsci::sm80::launch_forward<flashsci::BFloat16>(*params,
+                                                            static_cast<cudaStream_t>(stream));
 }

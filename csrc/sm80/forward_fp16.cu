@@ -6,6 +6,8 @@
 #error "the fp16 unit must not see cuda_bf16.h"
 #endif
 
-extern "C" int flashsci_forward_sm80_fp16(const FlashsciForwardParams* params, FlashsciStream stream) {
-  return flashsci::sm80::launch_forward<flashsci::Float16>(*params, static_cast<cudaStream_t>(stream));
+extern "C" int flashsci_forward_sm80_fp16(const FlashsciForwardParams* params,
+                                          FlashsciStream stream) {
+  return flashsci::sm80::launch_forward<flashsci::Float16>(*params,
+                                                           static_cast<cudaStream_t>(stream));
 }

@@ -1,10 +1,12 @@
-// Standalone check of the forward launchers, without Python or torch: for compute-sanitizer and profilers.
+// Standalone check of the forward launchers, without Python or torch: for compute-sanitizer and
+// profilers.
 //
 //   scripts/build_manual.sh   builds build/manual/forward_runner beside the library
 //   compute-sanitizer --tool memcheck|initcheck|synccheck|racecheck build/manual/forward_runner
 //
-// Every case is drawn from a fixed seed, placed in buffers of exactly the size it needs (so that memcheck sees one
-// byte too far), and compared with a naive fp64 loop. Exit code: the number of failed cases.
+// Every case is drawn from a fixed seed, placed in buffers of exactly the size it needs (so that
+// memcheck sees one byte too far), and compared with a naive fp64 loop. Exit code: the number of
+// failed cases.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -60,13 +62,13 @@ uint16_t float_to_fp16(float x) {
   return static_cast<uint16_t>((bits >> 16 & 0x8000) | exponent << 10 | (bits >> 13 & 1023));
 }
 
-#define CUDA(call)                                                              \
-  do {                                                                          \
-    const cudaError_t error = (call);                                           \
-    if (error != cudaSuccess) {                                                 \
-      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(error));       \
-      std::exit(255);                                                           \
-    }                                                                           \
+#define CUDA(call)                                                        \
+  do {                                                                    \
+    const cudaError_t error = (call);                                     \
+    if (error != cudaSuccess) {                                           \
+      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(error)); \
+      std::exit(255);                                                     \
+    }                                                                     \
   } while (false)
 
 template <class T>
@@ -194,17 +196,18 @@ bool run(const Case& c, bool bf16) {
         }
         const float got_lse = lse[(int64_t{b} * c.heads_q + h) * c.seq_q + row];
         if (denominator > 0)
-          worst_lse = std::max(worst_lse, std::isfinite(got_lse)
-                                              ? std::fabs(got_lse - (largest + std::log(denominator)))
-                                              : INFINITY);
+          worst_lse =
+              std::max(worst_lse, std::isfinite(got_lse)
+                                      ? std::fabs(got_lse - (largest + std::log(denominator)))
+                                      : INFINITY);
         else
           same_infinities &= got_lse == -INFINITY;
       }
     }
   }
-  for (const void* x : {p.q, p.k, p.v, static_cast<const void*>(p.out),
-                        static_cast<const void*>(p.lse), static_cast<const void*>(device_cu_q),
-                        static_cast<const void*>(device_cu_k)})
+  for (const void* x :
+       {p.q, p.k, p.v, static_cast<const void*>(p.out), static_cast<const void*>(p.lse),
+        static_cast<const void*>(device_cu_q), static_cast<const void*>(device_cu_k)})
     CUDA(cudaFree(const_cast<void*>(x)));
   const bool ok = worst <= 2 && worst_lse <= 2e-3 && same_infinities;
   std::printf("%-4s %-28s out %.3f eps, lse %.1e  %s\n", bf16 ? "bf16" : "fp16", c.name, worst,
@@ -232,10 +235,38 @@ int main() {
       {"one row, one key", 3, 2, 2, 1, 1, 64, 64},
       {"no keys", 1, 2, 2, 40, 0, 64, 64},
       {"rows without keys", 1, 1, 1, 200, 30, 64, 64, 5, 5},
-      {"packed", 1, 4, 2, 300, 310, 64, 64, -1, -1, false, 0.f, 0.f, true,
-       {100, 0, 1, 130, 60}, {90, 10, 0, 150, 60}},
-      {"packed causal, rest unowned", 1, 2, 2, 300, 300, 128, 128, -1, 0, true, 0.f, 0.f, true,
-       {10, 64, 1, 128, 7}, {30, 64, 2, 100, 9}},
+      {"packed",
+       1,
+       4,
+       2,
+       300,
+       310,
+       64,
+       64,
+       -1,
+       -1,
+       false,
+       0.f,
+       0.f,
+       true,
+       {100, 0, 1, 130, 60},
+       {90, 10, 0, 150, 60}},
+      {"packed causal, rest unowned",
+       1,
+       2,
+       2,
+       300,
+       300,
+       128,
+       128,
+       -1,
+       0,
+       true,
+       0.f,
+       0.f,
+       true,
+       {10, 64, 1, 128, 7},
+       {30, 64, 2, 100, 9}},
       {"packed d33", 1, 2, 1, 64, 64, 33, 33, -1, -1, false, 0.f, 0.f, true, {40, 24}, {24, 40}},
   };
   int failed = 0;

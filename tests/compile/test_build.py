@@ -156,6 +156,11 @@ def test_resource_parser():
         "ptxas info    : Used 168 registers, used 1 barriers, 16 bytes cumulative stack size\n"
     )
     (kernel,) = resources.parse("unit.cu", log)
-    assert (kernel.arch, kernel.registers, kernel.spill_stores, kernel.spill_loads) == (90, 168, 8, 12)
+    assert (kernel.arch, kernel.registers, kernel.spill_stores, kernel.spill_loads) == (
+        90,
+        168,
+        8,
+        12,
+    )
     assert kernel.tiling == (64, 128, 128, 4, 2, 2, 1)
     assert kernel.shared == 80 * 1024

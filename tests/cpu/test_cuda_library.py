@@ -75,7 +75,9 @@ def test_needs_only_the_stable_abi():
     assert not unstable
     assert any(n.startswith("aoti_torch_get_current_cuda_stream") for n in wanted)
     weak = [s for s in symbols if "aoti_torch_get_current_cuda_stream" in s]
-    assert all(re.search(r"\sw\s", s) for s in weak), "a strong reference cannot load under CPU torch"
+    assert all(re.search(r"\sw\s", s) for s in weak), (
+        "a strong reference cannot load under CPU torch"
+    )
 
 
 @needs_library

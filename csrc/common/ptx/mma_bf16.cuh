@@ -1,13 +1,13 @@
-// PTX ISA "mma.m16n8k16" (sm_80 and newer), bf16 operands, fp32 accumulator; and the cvt that packs.
-// Lane l, g = l/4, t = l%4. A: {(g, 2t), (g+8, 2t), (g, 2t+8), (g+8, 2t+8)} pairs along k;
+// PTX ISA "mma.m16n8k16" (sm_80 and newer), bf16 operands, fp32 accumulator; and the cvt that
+// packs. Lane l, g = l/4, t = l%4. A: {(g, 2t), (g+8, 2t), (g, 2t+8), (g+8, 2t+8)} pairs along k;
 // B: {(k 2t, n g), (k 2t+8, n g)} pairs along k; C: {(g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1)}.
 #pragma once
 #include <cstdint>
 
 namespace flashsci::ptx {
 
-__device__ __forceinline__ void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                 uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4],
+                                                  uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};\n"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])

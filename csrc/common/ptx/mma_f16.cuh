@@ -1,5 +1,5 @@
-// PTX ISA "mma.m16n8k16" (sm_80 and newer), fp16 operands, fp32 accumulator; and the cvt that packs.
-// Lane l, g = l/4, t = l%4. A: {(g, 2t), (g+8, 2t), (g, 2t+8), (g+8, 2t+8)} pairs along k;
+// PTX ISA "mma.m16n8k16" (sm_80 and newer), fp16 operands, fp32 accumulator; and the cvt that
+// packs. Lane l, g = l/4, t = l%4. A: {(g, 2t), (g+8, 2t), (g, 2t+8), (g+8, 2t+8)} pairs along k;
 // B: {(k 2t, n g), (k 2t+8, n g)} pairs along k; C: {(g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1)}.
 #pragma once
 #include <cstdint>
