@@ -1,0 +1,213 @@
+"""Who serves a call, and why."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+
+import flashsci
+from flashsci import registry
+from flashsci.problem import Problem
+
+Q = torch.randn(2, 4, 5, 8)
+
+
+def test_explain_gives_every_backends_answer():
+    found = flashsci.explain(Q, Q, Q, softcap=2.0)
+    assert set(found.reasons) == {"reference", "sdpa", "triton", "cuda"}
+    assert found.chosen == "reference" and "softcap" in found.reasons["sdpa"]
+    text = str(found)
+    assert (
+        "-> reference can serve this call" in text
+        and "no: SDPA has no softcap" in text
+        and "sdpa > reference" in text
+    )
+    assert flashsci.explain(Q, Q, Q).chosen == "sdpa"
+
+
+def test_explain_packed():
+    x, offsets = torch.randn(5, 2, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+    found = flashsci.explain(x, x, x, cu_seqlens_q=offsets, causal=True)
+    assert found.problem.varlen and found.problem.window_right == 0 and found.chosen == "reference"
+    with pytest.raises(ValueError, match="packed q must have shape"):
+        flashsci.explain(Q, Q, Q, cu_seqlens_q=offsets)
+
+
+def test_explain_sees_what_the_call_would():
+    """The problem that explain describes carries every feature of the call."""
+    q, bias = Q.bfloat16().requires_grad_(), torch.randn(4, 1, 5, requires_grad=True)
+    found = flashsci.explain(
+        q,
+        q[:, :2],
+        q[:, :2],
+        bias=bias,
+        mask=torch.ones(5, 5, dtype=torch.bool),
+        window=(3, None),
+        causal=True,
+        align="lower_right",
+        softcap=3.0,
+        dropout_p=0.1,
+        return_lse=True,
+        deterministic=True,
+    )
+    p = found.problem
+    assert (p.dtype, p.heads_q, p.heads_k, p.head_dim, p.head_dim_v) == (torch.bfloat16, 4, 2, 8, 8)
+    assert (p.batch, p.seq_q, p.seq_k, p.bias_shape, p.bias_dtype, p.bias_grad) == (
+        (2,),
+        5,
+        5,
+        (4, 1, 5),
+        torch.float32,
+        True,
+    )
+    assert (p.mask, p.window_left, p.window_right, p.lower_right, p.softcap, p.dropout_p) == (
+        True,
+        3,
+        0,
+        True,
+        3.0,
+        0.1,
+    )
+    assert (
+        p.return_lse
+        and p.requires_grad
+        and p.deterministic
+        and p.device_type == "cpu"
+        and p.capability is None
+    )
+
+
+def test_use_backend_holds_for_this_thread_and_block():
+    with flashsci.use_backend("reference"):
+        assert flashsci.explain(Q, Q, Q).chosen == "reference"
+        with flashsci.use_backend("sdpa"):
+            assert flashsci.explain(Q, Q, Q).chosen == "sdpa"
+        assert flashsci.explain(Q, Q, Q).asked == "reference"
+        assert flashsci.explain(Q, Q, Q, backend="sdpa").chosen == "sdpa", "an argument wins"
+        other = []
+        thread = threading.Thread(target=lambda: other.append(flashsci.explain(Q, Q, Q).asked))
+        thread.start()
+        thread.join()
+        assert other == ["auto"]
+    assert flashsci.explain(Q, Q, Q).asked == "auto"
+
+
+def test_use_backend_is_undone_by_an_error():
+    with (
+        pytest.raises(RuntimeError, match="inside"),
+        flashsci.use_backend("reference", strict=True),
+    ):
+        raise RuntimeError("inside")
+    assert registry.requested("auto") == ("auto", False)
+
+
+def test_environment(monkeypatch):
+    monkeypatch.setenv("FLASHSCI_BACKEND", "reference")
+    assert flashsci.explain(Q, Q, Q).chosen == "reference"
+    with flashsci.use_backend("sdpa"):
+        assert flashsci.explain(Q, Q, Q).chosen == "sdpa"
+    assert flashsci.explain(Q, Q, Q, backend="triton").asked == "triton"
+    calls = []
+    reference = registry.BACKENDS["reference"].load()
+    honest = reference.forward
+    monkeypatch.setattr(reference, "forward", lambda *a: calls.append(1) or honest(*a))
+    flashsci.attention(Q, Q, Q)
+    assert calls == [1]
+    monkeypatch.setenv("FLASHSCI_BACKEND", "sdpa")
+    flashsci.attention(Q, Q, Q)
+    assert calls == [1], "a cached decision does not outlive the setting it was made under"
+
+
+def test_a_fallback_warns_once_for_each_reason(monkeypatch, fresh_registry):
+    cuda = registry.BACKENDS["cuda"].load()
+    monkeypatch.setattr(cuda, "unavailable", lambda: "reason one")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for n in (3, 4, 5):
+            flashsci.attention(*(torch.randn(1, 1, n, 8),) * 3, backend="cuda")
+    assert [str(w.message) for w in caught] == [
+        "flashsci: backend 'cuda' is unavailable, running 'triton': reason one"
+    ]
+    monkeypatch.setattr(cuda, "unavailable", lambda: "reason two")
+    with pytest.warns(UserWarning, match="reason two"):
+        flashsci.attention(*(torch.randn(1, 1, 6, 8),) * 3, backend="cuda")
+
+
+def test_a_loaded_backend_that_cannot_serve_a_call_never_falls_back(monkeypatch, fresh_registry):
+    cuda = registry.BACKENDS["cuda"].load()
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    monkeypatch.setattr(cuda, "rejects", lambda problem: "it has no bias yet; use backend='triton'")
+    with pytest.raises(
+        flashsci.BackendError,
+        match=r"backend 'cuda' cannot serve this call: it has no bias yet.*these can: 'reference'",
+    ):
+        flashsci.attention(Q, Q, Q, bias=torch.zeros(5, 5), backend="cuda")
+
+
+def test_decisions_are_cached(monkeypatch, fresh_registry):
+    asked = []
+    sdpa = registry.BACKENDS["sdpa"].load()
+    honest = sdpa.rejects
+    monkeypatch.setattr(sdpa, "rejects", lambda problem: asked.append(problem) or honest(problem))
+    for _ in range(3):
+        flashsci.attention(Q, Q, Q)
+    assert len(asked) == 1
+    flashsci.attention(Q, Q, Q, causal=True)
+    assert len(asked) == 2
+    flashsci.attention(Q.requires_grad_(False).double(), Q.double(), Q.double())
+    assert len(asked) == 3
+
+
+def test_every_refusal_says_what_to_do():
+    """Reasons of all backends over many problems name an alternative or an action."""
+    from itertools import product
+
+    actions = ("use ", "move ", "install", "update", "build ", "needs ")
+    gpu = ("cuda", (7, 5)), ("cuda", (8, 0)), ("cuda", (9, 0)), ("cpu", None)
+    for (device, capability), dtype, dim in product(
+        gpu, (torch.float16, torch.bfloat16, torch.float32, torch.float64), (64, 1024)
+    ):
+        plain = Problem(device, capability, dtype, 4, 4, dim, dim)
+        for problem in (plain, *(registry_replace(plain, f) for f in FEATURES)):
+            for backend in registry.BACKENDS.values():
+                reason = backend.load().rejects(problem)
+                assert reason is None or any(word in reason for word in actions), (
+                    backend.name,
+                    reason,
+                )
+            assert registry.BACKENDS["reference"].rejects(problem) is None, (
+                "the reference serves everything"
+            )
+
+
+FEATURES = (
+    {"varlen": True},
+    {"bias_shape": (1, 1), "bias_dtype": torch.float32, "bias_grad": True, "requires_grad": True},
+    {"mask": True},
+    {"softcap": 5.0},
+    {"dropout_p": 0.1},
+    {"return_lse": True},
+    {"deterministic": True, "requires_grad": True},
+    {"precision": "ieee"},
+    {"window_left": 3},
+)
+
+
+def registry_replace(problem, fields):
+    from dataclasses import replace
+
+    return replace(problem, **fields)
+
+
+def test_bf16_on_turing_is_refused_by_name():
+    problem = Problem("cuda", (7, 5), torch.bfloat16, 4, 4, 64, 64)
+    reason = registry.BACKENDS["cuda"].load().rejects(problem)
+    assert "bfloat16" in reason and "sm_75" in reason and "float16" in reason
+    assert "sm_75" in registry.BACKENDS["triton"].load().rejects(problem)
+
+
+def test_preferences_name_backends_and_evidence():
+    for preference in registry.PREFERENCES:
+        assert set(preference.order) <= set(registry.BACKENDS) and preference.evidence
+        assert preference.order[-1] == "reference", "somebody must be able to serve every call"
