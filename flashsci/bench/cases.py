@@ -260,7 +260,8 @@ def _headline() -> list[Case]:
 class Claim:
     """A speed that the project stands for: `ours` against `baseline`, geometric mean over `cases`.
 
-    `target` is the least ratio of speeds; without a baseline, the most microseconds.
+    `target` is the least ratio of speeds; without a baseline, the most microseconds of the best
+    sample (whatever else a shared host does only adds to it).
     """
 
     text: str
