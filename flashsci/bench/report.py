@@ -173,9 +173,10 @@ def show(records: list[Record], console=None) -> None:
         table = RichTable(title=title, title_justify="left")
         for i, name in enumerate(header):
             table.add_column(name, justify="right" if 3 <= i <= 7 and len(header) == 9 else "left")
+        grouped = len({row[0] for row in rows}) <= len(rows) / 2
         before = None
         for row in rows:
-            if before not in (None, row[0]):
+            if grouped and before not in (None, row[0]):
                 table.add_section()
             before = row[0]
             table.add_row(*row)
