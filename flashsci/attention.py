@@ -144,10 +144,13 @@ def run(plan: Plan, tensors: tuple[Any, ...], needs_grad: bool) -> tuple[Tensor,
         out, lse = module.forward(*tensors, *plan.scalars)
         return follow_layout(out, tensors[0]), lse
     tensors = inner_contiguous(tensors)
-    if needs_grad or transforming():
-        from flashsci.autograd import Forward
+    transformed = transforming()
+    if needs_grad or transformed:
+        from flashsci import autograd
 
-        return Forward.apply(plan.backend, *tensors, *plan.scalars)
+        plain = not transformed and not torch.compiler.is_compiling()
+        node = autograd.EagerForward if plain else autograd.Forward
+        return node.apply(plan.backend, *tensors, *plan.scalars)
     return module.forward(*tensors, *plan.scalars)
 
 

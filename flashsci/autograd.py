@@ -90,6 +90,20 @@ class Backward(torch.autograd.Function):
         _refuse("a forward-mode derivative")
 
 
+class EagerForward(torch.autograd.Function):
+    """:class:`Forward` for plain eager calls: torch binds a signature for every call of a Function that has
+    ``setup_context``, which costs more than the rest of a small call."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        output = Forward.forward(*inputs)
+        Forward.setup_context(ctx, inputs, output)
+        return output
+
+    backward = Forward.backward
+    jvp = Forward.jvp
+
+
 # Dynamo cannot trace Functions that define jvp; as graph nodes they compile.
 torch.compiler.allow_in_graph(Forward)
 torch.compiler.allow_in_graph(Backward)

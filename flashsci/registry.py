@@ -280,4 +280,4 @@ decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def kernels(name: str) -> ModuleType:
     """The module of a backend, by name."""
-    return BACKENDS[name].load()
+    return LOADED.get(name) or BACKENDS[name].load()
