@@ -106,7 +106,7 @@ def compile_for(architecture: int) -> list[dict]:
     from flashsci.backends.triton import host
 
     capability = divmod(architecture, 10)
-    host.device_of = lambda device: host.Device(capability, 32 << 20, 100)
+    host.device_of = lambda device: host.Device(0, capability, 32 << 20, 100)
     launches: list = []
     for name in (
         "forward_kernel",
