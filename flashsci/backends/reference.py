@@ -73,6 +73,14 @@ def _sum_to(x: Tensor, shape: torch.Size) -> Tensor:
     return x if x.shape == shape else x.sum_to_size(shape)
 
 
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, summed in fp32 or better and rounded once to their dtype."""
+    if a.device.type == "cpu" and a.dtype.itemsize == 2:
+        # torch's own reads past the rows of a strided [n, 1], and brings in NaN from there.
+        return (a.float() @ b.float()).to(a.dtype)
+    return a @ b
+
+
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -90,7 +98,8 @@ def _scores(
 ) -> tuple[Tensor, Tensor | None]:
     """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and tanh(scale q k^T / softcap) if
     there is a softcap."""
-    scores = (q * scale) @ _per_query_head(k, q.shape[-3] if q.dim() > 2 else 1).transpose(-1, -2)
+    keys = _per_query_head(k, q.shape[-3] if q.dim() > 2 else 1)
+    scores = _product(q * scale, keys.transpose(-1, -2))
     tanh = None
     if softcap:
         tanh = torch.tanh(scores / softcap)
@@ -151,7 +160,7 @@ def _dense_forward(
         p = torch.where(
             _keep(seed, dropout_p, scores, batch_offset), p / (1 - dropout_p), torch.zeros_like(p)
         )
-    return p.to(v.dtype) @ _per_query_head(v, q.shape[-3] if q.dim() > 2 else 1), lse
+    return _product(p.to(v.dtype), _per_query_head(v, q.shape[-3] if q.dim() > 2 else 1)), lse
 
 
 def _dense_backward(
