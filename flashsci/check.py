@@ -218,9 +218,8 @@ def _results(tasks: list[Any], workers: int) -> Iterator[tuple[str, Any]]:
 
 def library_units() -> dict[str, str]:
     """Digests that the loaded CUDA library carries; empty without a library."""
-    if BACKENDS["cuda"].load().unavailable() is not None:
-        return {}
-    return json.loads(torch.ops.flashsci.build_info())["units"]
+    info = BACKENDS["cuda"].load().build_info()
+    return {} if info is None else info["units"]
 
 
 def refusal(units: dict[str, str], device: str) -> str | None:
@@ -229,8 +228,7 @@ def refusal(units: dict[str, str], device: str) -> str | None:
         return (
             "torch sees no CUDA GPU here; run this on a machine with one (python -m flashsci env)"
         )
-    built = library_units()
-    for unit, found in built.items():
+    for unit, found in library_units().items():
         if units.get(unit) not in (None, found):
             return (
                 f"the loaded CUDA library was built from other sources ({unit}: {found}, tree: "

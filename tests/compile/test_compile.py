@@ -1,0 +1,180 @@
+"""Compilation and export of every backend, in modules and with sizes unknown; the raw ops' declarations.
+
+The features of torch around fused kernels are in test_torch_features.py; here is what those leave open.
+"""
+
+import pytest
+import torch
+
+import flashsci
+
+BACKENDS = ["reference", "sdpa", "triton"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def draw(*shape, grad=True, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE, dtype=dtype, requires_grad=grad)
+
+
+def raw_arguments(kind):
+    """Arguments of a raw forward op: every feature that changes shapes, dtypes or aliasing."""
+    q, k, v = (draw(1, h, n, d, grad=False) for h, n, d in ((2, 5, 16), (1, 7, 16), (1, 7, 8)))
+    tensors = [q, k, v, *(None,) * 6]
+    scalars = [-1, -1, 0.25, 0.0, -1, 0, True, 0.0, "default"]
+    if kind == "features":
+        tensors[3] = draw(1, 2, 1, 7, grad=False)
+        tensors[4] = torch.ones(1, 1, 5, 7, dtype=torch.bool, device=DEVICE)
+        tensors[8] = torch.tensor([1, 2], device=DEVICE)
+        scalars[7] = 0.5
+    if kind == "packed":
+        tensors[:3] = (
+            x.transpose(0, 1)
+            for x in (
+                draw(9, 2, 16, grad=False),
+                draw(8, 1, 16, grad=False),
+                draw(8, 1, 8, grad=False),
+            )
+        )
+        tensors[5] = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
+        tensors[6] = torch.tensor([0, 6, 8], dtype=torch.int32, device=DEVICE)
+        scalars[:2] = (5, 6)
+    if kind == "empty":
+        tensors[1], tensors[2] = tensors[1][:, :, :0], tensors[2][:, :, :0]
+    return tensors, scalars
+
+
+CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("kind", ["features", "packed", "empty"])
+def test_opcheck_forward_and_backward(kind):
+    """Schema, fake kernel and dispatch of the raw Triton ops: functional, shapes and strides as declared."""
+    from flashsci.backends import triton
+
+    tensors, scalars = raw_arguments(kind)
+    torch.library.opcheck(triton.forward, (*tensors, *scalars), test_utils=CHECKS)
+    out, lse = triton.forward(*tensors, *scalars)
+    dlse = torch.randn_like(lse)
+    need = 7 if tensors[3] is None else 15
+    torch.library.opcheck(
+        triton.backward, (None, dlse, *tensors, out, lse, *scalars, need), test_utils=CHECKS
+    )
+
+
+def test_what_is_not_needed_is_empty():
+    from flashsci.backends import triton
+
+    tensors, scalars = raw_arguments("features")
+    out, lse = triton.forward(*tensors, *scalars)
+    everything = triton.backward(torch.ones_like(out), None, *tensors, out, lse, *scalars, 15)
+    for need in (0, 1, 6, 8):
+        found = triton.backward(torch.ones_like(out), None, *tensors, out, lse, *scalars, need)
+        for bit, x, full in zip((1, 2, 4, 8), found, everything, strict=True):
+            assert x.dtype == full.dtype
+            if need & bit:
+                torch.testing.assert_close(x, full)
+            else:
+                assert x.shape == (0,)
+
+
+def model(backend):
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = torch.nn.Linear(16, 48)
+            self.bias = torch.nn.Parameter(torch.randn(2, 1, 1))
+
+        def forward(self, x):
+            q, k, v = (
+                y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.project(x).chunk(3, -1)
+            )
+            out = flashsci.attention(
+                q,
+                k,
+                v,
+                bias=self.bias.expand(2, x.shape[1], x.shape[1]),
+                causal=True,
+                backend=backend,
+            )
+            return out.transpose(1, 2).flatten(-2)
+
+    return Block().to(DEVICE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_module_with_a_bias_parameter_compiles_whole(backend, compiler):
+    """torch.compile(fullgraph=True): no graph break, forward and gradients as in eager mode."""
+    torch._dynamo.reset()
+    block, x = model(backend), draw(2, 5, 16)
+    truth = block(x)
+    wanted = torch.autograd.grad(truth.square().sum(), (x, *block.parameters()))
+    out = torch.compile(block, fullgraph=True, backend=compiler)(x)
+    torch.testing.assert_close(out, truth)
+    for a, b in zip(
+        torch.autograd.grad(out.square().sum(), (x, *block.parameters())), wanted, strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lse_and_dynamic_shapes_compile(backend):
+    torch._dynamo.reset()
+
+    def call(q, k, v):
+        if backend == "sdpa":
+            return flashsci.attention(q, k, v, scale=0.3, backend=backend)
+        out, lse = flashsci.attention(q, k, v, scale=0.3, return_lse=True, backend=backend)
+        return out * lse.exp()[..., None]
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (5, 9, 12):
+        q, k, v = (draw(2, 2, n, 8) for _ in range(3))
+        torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
+
+
+def test_auto_and_overrides_compile():
+    torch._dynamo.reset()
+    q, k, v = (draw(2, 2, 5, 8) for _ in range(3))
+    call = lambda q: flashsci.attention(q, k, v)  # noqa: E731
+    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(q), call(q))
+
+
+def test_autocast_compiles():
+    torch._dynamo.reset()
+    q, k, v = (draw(2, 2, 5, 8) for _ in range(3))
+
+    def call(q):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            return flashsci.attention(q, k, v, backend="triton")
+
+    out = torch.compile(call, fullgraph=True, backend="aot_eager")(q)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, call(q))
+
+
+def test_second_derivative_of_a_compiled_call_raises():
+    torch._dynamo.reset()
+    q, k, v = (draw(1, 2, 5, 8) for _ in range(3))
+    call = torch.compile(
+        lambda q: flashsci.attention(q, k, v, backend="triton"), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(RuntimeError):
+        (slope,) = torch.autograd.grad(call(q).square().sum(), q, create_graph=True)
+        torch.autograd.grad(slope.square().sum(), k)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_export_with_a_free_length(backend):
+    block, x = model(backend).eval(), draw(2, 5, 16, grad=False)
+    length = torch.export.Dim("length", min=2, max=64)
+    with torch.no_grad():
+        program = torch.export.export(block, (x,), dynamic_shapes={"x": {1: length}})
+        torch.testing.assert_close(program.module()(x), block(x))
+        longer = draw(2, 11, 16, grad=False)
+        torch.testing.assert_close(program.module()(longer), block(longer))
+    names = {str(node.target) for node in program.graph.nodes}
+    if backend == "triton":
+        assert "flashsci.triton_forward.default" in names

@@ -1,0 +1,162 @@
+"""`python -m flashsci check`: its bookkeeping, and a small run where Triton interprets."""
+
+import json
+
+import pytest
+import torch
+
+from flashsci import check, digest
+from flashsci.testing import Case, Variant
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, run the check itself")
+
+
+@pytest.fixture(autouse=True)
+def no_library(monkeypatch):
+    """Whatever library lies in the tree, built from whatever sources: these runs know none."""
+    monkeypatch.setattr(check, "library_units", dict)
+
+
+def test_a_small_run_writes_the_report(tmp_path, monkeypatch):
+    lines, out = [], tmp_path / "report.json"
+    units = {"triton/forward": "1", "cuda/sm80/forward": "2"}
+    monkeypatch.setattr(digest, "units", lambda: units)
+    kept = {"minus_infinity_in_bias": check.TRAPS["minus_infinity_in_bias"]}
+    monkeypatch.setattr(check, "TRAPS", kept)
+    code = check.run(
+        cases=8,
+        out=out,
+        workers=1,
+        device="cpu",
+        backends=("triton", "reference"),
+        say=lines.append,
+    )
+    report = json.loads(out.read_text())
+    assert code == 0, lines
+    assert report["cases"] == 8 and report["failures"] == 0
+    assert report["units"] == {"triton/forward": "1", "cuda/sm80/forward": "2"}
+    for name in ("triton", "reference"):
+        found = report["backends"][name]
+        assert found["cases"] == 8 and set(found["worst ratio of error to allowance"]) >= {
+            "out",
+            "lse",
+            "dq",
+            "dk",
+            "dv",
+        }
+        assert found["a result times 1.01 would fail"]["lse"]["judged"] > 0
+    assert report["backends"]["triton-reference"]["cases"] == 8
+    assert report["traps"] == {
+        "minus_infinity_in_bias": {"triton": "passed", "reference": "passed"}
+    }
+    assert report["machine"]["torch"] == torch.__version__
+
+
+def test_a_wrong_kernel_is_reported_with_its_reproducer(tmp_path, monkeypatch):
+    from flashsci.backends import triton
+
+    honest = triton.forward
+    monkeypatch.setattr(triton, "forward", lambda *a: (1.01 * honest(*a)[0], honest(*a)[1]))
+    monkeypatch.setattr(check, "TRAPS", {})
+    lines, out = [], tmp_path / "report.json"
+    code = check.run(
+        cases=8, out=out, workers=1, device="cpu", backends=("triton",), say=lines.append
+    )
+    failures = json.loads(out.read_text())["backends"]["triton"]["failures"]
+    assert code == 1 and failures
+    assert any(f["problem"].startswith("out: ") for f in failures)
+    case = failures[0]["case"]
+    assert any(case in line for line in lines)
+    assert check.reproduce(case, ["triton"], "cpu", say=lambda *a: None) == 1
+    monkeypatch.undo()
+    assert check.reproduce(case, ["triton"], "cpu", say=lambda *a: None) == 0
+
+
+def test_a_failing_trap_is_a_failure(monkeypatch):
+    def fall(backend, device):
+        raise AssertionError("fell in")
+
+    from flashsci.testing import Trap
+
+    monkeypatch.setattr(check, "TRAPS", {"pit": Trap("pit", fall)})
+    assert check._spring("pit", "triton", "cpu") == ("pit", "triton", "failed: fell in")
+    assert (
+        check.run(
+            cases=1, out=None, workers=1, device="cpu", backends=("triton",), say=lambda *a: None
+        )
+        == 1
+    )
+
+
+def test_refusals_are_counted_and_an_untried_backend_fails(monkeypatch):
+    monkeypatch.setattr(check, "TRAPS", {})
+    lines = []
+    code = check.run(
+        cases=2, out=None, workers=1, device="cpu", backends=("cuda",), say=lines.append
+    )
+    assert code == 1 and "no case ran on: cuda" in lines[-1]
+
+
+def test_a_part_updates_the_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "TRAPS", {})
+    monkeypatch.setattr(digest, "units", lambda: {"triton/forward": "new", "triton/backward": "b"})
+    path = tmp_path / "report.json"
+    path.write_text(
+        json.dumps({"cases": 2000, "units": {"triton/forward": "old", "triton/backward": "kept"}})
+    )
+    assert (
+        check.run("triton/forward", cases=3, out=path, workers=1, device="cpu", say=lambda *a: None)
+        == 0
+    )
+    report = json.loads(path.read_text())
+    assert report["cases"] == 2000 and report["units"]["triton/backward"] == "kept"
+    assert report["units"]["triton/forward"] == "new"
+    part = report["parts"]["triton/forward"]
+    assert (
+        part["cases"] == 3
+        and "dq" not in part["backends"]["triton"]["worst ratio of error to allowance"]
+    )
+
+
+def test_unknown_unit_and_missing_gpu(capsys):
+    unit = next(iter(digest.units()))
+    assert check.run("triton/sideways", cases=1, out=None, device="cpu") == 2
+    assert unit in capsys.readouterr().out
+    assert check.main(["--cases", "1"]) == 2
+    assert "no CUDA GPU" in capsys.readouterr().out
+
+
+def test_a_library_from_other_sources_is_refused(monkeypatch):
+    units = digest.units()
+    monkeypatch.setattr(check, "library_units", lambda: {"cuda/sm80/forward": "0123"})
+    if "cuda/sm80/forward" in units:
+        reason = check.refusal(units, "cpu")
+        assert reason is not None and "built from other sources" in reason and "0123" in reason
+    monkeypatch.setattr(check, "library_units", lambda: dict(units))
+    assert check.refusal(units, "cpu") is None
+
+
+def test_plans_cover_and_reproduce():
+    cases = check.plan_cases(2000, 0, "cuda", None)
+    assert len(cases) == 2000 and cases == check.plan_cases(2000, 0, "cuda", None)
+    assert len({c.variant for c in cases}) <= 64
+    assert max(max(c.seq_q, *c.lens_q, 0) for c in cases) >= 1000
+    for unit, wanted in (
+        ("triton/bias_gradient", lambda v: v.bias_grad),
+        ("cuda/sm80/forward", lambda v: v.dtype != "float32" and not v.bias),
+    ):
+        assert all(wanted(c.variant) for c in check.plan_cases(100, 0, "cuda", unit))
+
+
+def test_tallies_add_up():
+    a, b = check.Tally(), check.Tally()
+    a.see("out", (0.1, 0.5, 0.2), True)
+    b.see("out", (0.3, 0.2, 0.1), False)
+    b.see("dq", (0.1, 0.1, 0.1), None)
+    b.fail(Case(), "wrong")
+    b.refuse("no")
+    a.add(b)
+    assert a.worst == {"out": [0.3, 0.5, 0.2], "dq": [0.1, 0.1, 0.1]} and a.caught == {
+        "out": [1, 2]
+    }
+    assert a.refused == {"no": 1} and eval(a.failures[0]["case"]) == Case(variant=Variant())
