@@ -119,10 +119,11 @@ class Plan:
         if self.packed:
             self.lengths = tuple(3 * size // (2 * max(sequences, 1)) for size in self.lengths)
 
-        d0, d1 = launch.head_chunks(self.head_dim)
-        v0, v1 = launch.head_chunks(self.head_dim_v)
         vector = 16 // dtype.itemsize
         steps = (self.head_dim, self.head_dim_v, *(s for stride in strides for s in stride[:-1]))
+        vector = vector if all(s % vector == 0 for s in steps) else 1
+        d0, d1 = launch.head_chunks(self.head_dim, vector > 1)
+        v0, v1 = launch.head_chunks(self.head_dim_v, vector > 1)
         self.strides = tuple(strides4(stride) for stride in strides)
 
         self.ragged = ragged
@@ -142,6 +143,7 @@ class Plan:
             mask_kind = PLANE.value if self.mask_strides[3] != 0 else KEY.value
             mask_vector = plane_vector(self.mask_strides, self.size_k, 1, self.packed)
 
+        self.pairs = PLANE.value in (bias_kind, mask_kind)
         self.window = 0 if window_left < 0 and window_right < 0 else 1 if window_left < 0 else 2
         dropout = dropout_p > 0.0
         threshold = min(math.floor(dropout_p * 2**32), 2**32 - 1)
@@ -160,7 +162,7 @@ class Plan:
             "BIAS": bias_kind, "BIAS_VECTOR": bias_vector, "MASK": mask_kind, "MASK_VECTOR": mask_vector,
             "D0": d0, "D1": d1, "V0": v0, "V1": v1,
             "EVEN_D": d0 + d1 == self.head_dim, "EVEN_V": v0 + v1 == self.head_dim_v,
-            "VECTOR": vector if all(s % vector == 0 for s in steps) else 1,
+            "VECTOR": vector,
             "PRECISION": products(precision, dtype, device.capability),
         }  # fmt: skip
 
@@ -173,6 +175,7 @@ class Plan:
             self.dtype,
             self.head_dim,
             self.head_dim_v,
+            self.pairs,
             *self.lengths,
         )
         by_keys = kernel == "dkdv"

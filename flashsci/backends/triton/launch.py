@@ -5,10 +5,10 @@ import functools
 
 import torch
 
-# (BLOCK_M, BLOCK_N, warps, stages[, registers a thread at most]) for head dims up to the key; max(D, Dv) after padding selects the row.
+# (BLOCK_M, BLOCK_N, warps, stages[, registers a thread at most]) for head dims up to the key;
+# max(D, Dv) after padding selects the row.
 HOPPER_16BIT = {
     "forward": {
-        32: (64, 32, 4, 3),
         64: (64, 64, 4, 3),
         128: (64, 64, 4, 3),
         256: (128, 64, 8, 2),
@@ -16,25 +16,29 @@ HOPPER_16BIT = {
     },
     "dq": {
         32: (64, 32, 4, 3),
-        64: (128, 64, 8, 3),
-        128: (128, 64, 8, 3),
+        64: (128, 64, 8, 3, 128),
+        128: (64, 64, 4, 2),
         256: (64, 64, 8, 2),
         512: (32, 32, 4, 1),
     },
     "dkdv": {
-        32: (32, 128, 4, 2),
         64: (64, 64, 4, 3),
         128: (64, 128, 8, 3),
         256: (64, 64, 8, 1),
         512: (32, 32, 4, 1),
     },
     "bias_gradient": {
-        32: (64, 128, 8, 2),
-        64: (128, 64, 8, 2),
+        64: (64, 64, 4, 3),
         128: (64, 64, 4, 2),
         256: (64, 64, 4, 1),
         512: (32, 32, 4, 1),
     },
+}
+# With a bias or mask for each pair, whose tiles go through shared memory too.
+HOPPER_16BIT_PAIRS = HOPPER_16BIT | {
+    "dq": HOPPER_16BIT["dq"] | {64: (64, 64, 4, 3)},
+    "dkdv": HOPPER_16BIT["dkdv"] | {128: (64, 64, 4, 2), 256: (32, 64, 4, 1)},
+    "forward": HOPPER_16BIT["forward"] | {256: (64, 64, 4, 2)},
 }
 AMPERE_16BIT = {
     "forward": {
@@ -83,6 +87,11 @@ FP32 = {
         512: (16, 16, 4, 1),
     },
 }
+HOPPER_FP32 = FP32 | {
+    "forward": FP32["forward"] | {32: (64, 32, 4, 2), 64: (64, 64, 4, 1), 128: (128, 32, 8, 1)},
+    "dq": FP32["dq"] | {32: (64, 64, 4, 1), 64: (64, 64, 4, 1), 128: (32, 32, 4, 2)},
+    "dkdv": FP32["dkdv"] | {32: (64, 64, 4, 1), 64: (32, 32, 2, 1), 128: (32, 32, 4, 1)},
+}
 TURING_FP32 = {
     name: {d: (min(m, 32), min(n, 32), 4, 1) for d, (m, n, _, _) in rows.items()}
     for name, rows in FP32.items()
@@ -95,14 +104,18 @@ MAX_HEAD_DIM = 512
 
 
 @functools.lru_cache
-def head_chunks(d: int) -> tuple[int, int]:
-    """A head dim as one or two powers of two: 64 -> (64, 0), 80 -> (64, 16), 24 -> (32, 0)."""
+def head_chunks(d: int, split: bool = True) -> tuple[int, int]:
+    """A head dim as one or two powers of two: 64 -> (64, 0), 80 -> (64, 16), 24 -> (32, 0).
+
+    Rows that are not aligned to 16 bytes are not split: with them, the ptxas of Triton 3.6 (12.8)
+    gave the second of two wgmma on the same left operand a wrong shared-memory address.
+    """
     d = max(16, -(-d // 16) * 16)
     power = 1 << (d.bit_length() - 1)
     if power == d:
         return d, 0
     rest = max(16, 1 << (d - power - 1).bit_length())
-    return (power, rest) if rest < power else (2 * power, 0)
+    return (power, rest) if split and rest < power else (2 * power, 0)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -112,6 +125,7 @@ def config(
     dtype: torch.dtype,
     head_dim: int,
     head_dim_v: int,
+    pairs: bool,
     length_q: int,
     length_k: int,
 ) -> tuple[int, ...]:
@@ -119,11 +133,11 @@ def config(
     if capability is None:
         table = INTERPRETER
     elif dtype == torch.float32:
-        table = TURING_FP32 if capability < (8, 0) else FP32
+        table = TURING_FP32 if capability < (8, 0) else HOPPER_FP32 if capability[0] == 9 else FP32
     elif capability < (8, 0):
         table = TURING_16BIT
     elif capability[0] == 9:
-        table = HOPPER_16BIT
+        table = HOPPER_16BIT_PAIRS if pairs else HOPPER_16BIT
     else:
         table = AMPERE_16BIT
     width = max(sum(head_chunks(head_dim)), sum(head_chunks(head_dim_v)))
