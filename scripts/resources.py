@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "reports" / "resources.md"
 ARCHS = (80, 90)
+SHARED_PER_SM = {80: 164 * 1024, 90: 228 * 1024}
 sys.path.insert(0, str(ROOT / "flashsci"))
 import digest  # noqa: E402  (as a script: importing the package would need torch)
 
@@ -54,6 +55,18 @@ class Kernel:
             return 0
         dim, rows, keys, _, stages, _, _ = self.tiling
         return 2 * dim * (rows + 2 * stages * keys)
+
+    @property
+    def chosen(self) -> bool:
+        """Whether a device of this architecture ever runs it: one or two stages is decided by the shared memory of an SM."""
+        if self.tiling is None or self.arch not in SHARED_PER_SM:
+            return True
+        dim, rows, keys, _, stages, blocks, vector = self.tiling
+        if not vector or dim > 128 or rows <= 64:
+            return True
+        two = 2 * dim * (rows + 4 * keys)
+        fits = two <= 99 * 1024 and blocks * (two + 1024) <= SHARED_PER_SM[self.arch]
+        return (stages == 2) == fits
 
 
 def parse(unit: str, log: str) -> list[Kernel]:
@@ -101,8 +114,8 @@ def table(kernels: list[Kernel]) -> str:
         "",
         *(f"- {name}: `{value}`" for name, value in sorted(digests.items())),
         "",
-        "| unit | sm | head dim | tile (rows x keys) | warps | stages | CTAs/SM | 16-byte rows | registers | spill bytes | shared KiB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| unit | sm | head dim | tile (rows x keys) | warps | stages | CTAs/SM | 16-byte rows | registers | spill bytes | shared KiB | chosen |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for k in kernels:
         if k.tiling is None:
@@ -111,7 +124,7 @@ def table(kernels: list[Kernel]) -> str:
             dim, rows, keys, warps, stages, blocks, vector = k.tiling
             copies = "yes" if vector else "no"
             cells = (k.unit, k.arch, dim, f"{rows} x {keys}", warps, stages, blocks, copies, k.registers)
-        cells += (k.spill_stores + k.spill_loads, f"{k.shared / 1024:g}")
+        cells += (k.spill_stores + k.spill_loads, f"{k.shared / 1024:g}", "yes" if k.chosen else "no")
         lines.append("| " + " | ".join(str(c) for c in cells) + " |")
     return "\n".join(lines) + "\n"
 

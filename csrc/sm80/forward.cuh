@@ -58,7 +58,8 @@ struct Tiling {
   // The same for rows that take no 16-byte copies: the copies need registers.
   using Unaligned =
       Tiling<kHeadDim_, kBlockQ_, kHeadDim_ == 128 ? 32 : kBlockK_, kWarps_, 1, kMinBlocks_>;
-  static constexpr bool kFewRegisters = kBlockK > 64 || kStages == 2;
+  static constexpr bool kFewRegisters =
+      kStages == 2 || kBlockK > 64 || (kHeadDim == 128 && kBlockQ == 128);
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kRows = kBlockQ / kWarps;   // query rows of a warp
   static constexpr int kM = kRows / 16;            // m16 blocks of a warp
@@ -149,12 +150,12 @@ __device__ __forceinline__ void multiply_qk(float (&s)[C::kM][C::kN][4], uint32_
       ptx::ldmatrix_x4(a[m], T::pair_address(q_start, d) + m * 16 * T::kRowBytes);
 #pragma unroll
     for (int n = 0; n < C::kN / 2; ++n) {
-      uint32_t b[4];  // K [16 keys, 16]: registers 0, 2 are keys 0..7, registers 1, 3 keys 8..15
+      uint32_t b[4];  // K [16 keys, 16]: two n8 blocks
       ptx::ldmatrix_x4(b, T::pair_address(k_start, d) + n * 16 * T::kRowBytes);
 #pragma unroll
       for (int m = 0; m < C::kM; ++m) {
-        Op::mma(s[m][2 * n], a[m], b[0], b[2]);
-        Op::mma(s[m][2 * n + 1], a[m], b[1], b[3]);
+        Op::mma(s[m][2 * n], a[m], b[0], b[1]);
+        Op::mma(s[m][2 * n + 1], a[m], b[2], b[3]);
       }
     }
   }
@@ -163,9 +164,8 @@ __device__ __forceinline__ void multiply_qk(float (&s)[C::kM][C::kN][4], uint32_
 // O += P V; the accumulator layout of S is the operand layout of P.
 template <class Op, class C>
 __device__ __forceinline__ void multiply_pv(float (&o)[C::kM][C::kDimBlocks][4],
-                                            const float (&p)[C::kM][C::kN][4], uint32_t k_start) {
+                                            const float (&p)[C::kM][C::kN][4], uint32_t v_start) {
   using T = Tile<C::kHeadDim>;
-  constexpr int kToV = sizeof(SharedStorage<C>::k);  // from a place in K to the same place in V
 #pragma unroll
   for (int n = 0; n < C::kN / 2; ++n) {
     uint32_t a[C::kM][4];  // P [kRows, 16 keys]
@@ -179,7 +179,7 @@ __device__ __forceinline__ void multiply_pv(float (&o)[C::kM][C::kDimBlocks][4],
 #pragma unroll
     for (int d = 0; d < C::kDimBlocks / 2; ++d) {
       uint32_t b[4];  // V [16 keys, 16 columns]: two n8 blocks
-      ptx::ldmatrix_x4_trans(b, T::pair_address(k_start, d) + kToV + n * 16 * T::kRowBytes);
+      ptx::ldmatrix_x4_trans(b, T::pair_address(v_start, d) + n * 16 * T::kRowBytes);
 #pragma unroll
       for (int m = 0; m < C::kM; ++m) {
         Op::mma(o[m][2 * d], a[m], b[0], b[1]);
@@ -242,6 +242,25 @@ __device__ __forceinline__ void write_output(float (&o)[C::kM][C::kDimBlocks][4]
   }
 }
 
+// Which head of which batch a block works on.
+struct Place {
+  uint32_t batch_head, batch0, batch1, head;
+
+  __device__ __forceinline__ Place(uint32_t block, const FlashsciForwardParams& p,
+                                   const ForwardPlan& plan) {
+    batch_head = block / plan.tiles;
+    const uint32_t batch = batch_head / static_cast<uint32_t>(p.heads_q);
+    head = batch_head - batch * static_cast<uint32_t>(p.heads_q);
+    batch0 = batch / static_cast<uint32_t>(p.batch1);
+    batch1 = batch - batch0 * static_cast<uint32_t>(p.batch1);
+  }
+  // Elements from the start of a tensor, in 64 bits.
+  __device__ __forceinline__ int64_t offset(const FlashsciStrides& strides,
+                                            uint32_t of_head) const {
+    return batch0 * strides.batch0 + batch1 * strides.batch1 + of_head * strides.head;
+  }
+};
+
 template <class Op, class C, bool kVector>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     forward_kernel(const __grid_constant__ FlashsciForwardParams p,
@@ -251,13 +270,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   auto& shared = *reinterpret_cast<SharedStorage<C>*>(shared_memory);
 
   // Which query tile of which head.
-  const uint32_t batch_head = blockIdx.x / plan.tiles;
-  const uint32_t slot = blockIdx.x - batch_head * plan.tiles;
-  const uint32_t batch = batch_head / static_cast<uint32_t>(p.heads_q);
-  const uint32_t head = batch_head - batch * p.heads_q;
-  const uint32_t batch0 = batch / static_cast<uint32_t>(p.batch1);
-  const uint32_t batch1 = batch - batch0 * static_cast<uint32_t>(p.batch1);
-  const uint32_t head_k = head / static_cast<uint32_t>(p.heads_q / p.heads_k);
+  const Place place(blockIdx.x, p, plan);
+  const uint32_t slot = blockIdx.x - place.batch_head * plan.tiles;
   TileOfSequence work;
   if (p.cu_seqlens_q != nullptr) {
     work =
@@ -269,15 +283,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const int tile_row = work.tile * C::kBlockQ;
   if (work.tile < 0 || tile_row >= work.seq_q) return;
 
-  // Element offsets in 64 bits.
-  const auto* q = static_cast<const uint16_t*>(p.q) + batch0 * p.q_strides.batch0 +
-                  batch1 * p.q_strides.batch1 + head * p.q_strides.head +
-                  (work.first_q + static_cast<int64_t>(tile_row)) * p.q_strides.row;
-  const auto* k = static_cast<const uint16_t*>(p.k) + batch0 * p.k_strides.batch0 +
-                  batch1 * p.k_strides.batch1 + head_k * p.k_strides.head +
+  const auto* q = static_cast<const uint16_t*>(p.q) + place.offset(p.q_strides, place.head) +
+                  (work.first_q + tile_row) * p.q_strides.row;
+  const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
+  const auto* k = static_cast<const uint16_t*>(p.k) + place.offset(p.k_strides, head_k) +
                   work.first_k * p.k_strides.row;
-  const auto* v = static_cast<const uint16_t*>(p.v) + batch0 * p.v_strides.batch0 +
-                  batch1 * p.v_strides.batch1 + head_k * p.v_strides.head +
+  const auto* v = static_cast<const uint16_t*>(p.v) + place.offset(p.v_strides, head_k) +
                   work.first_k * p.v_strides.row;
 
   const int warp = ptx::redux_max(threadIdx.x / 32);
@@ -301,10 +312,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const uint32_t k_tile = ptx::shared_address(shared.k);
   const uint32_t v_tile = ptx::shared_address(shared.v);
   constexpr int kStageBytes = C::kBlockK * T::kRowBytes;
-  // All operands are fetched as 16 rows x 2 chunks, so K and V differ by a constant only.
+  // The two registers of a B operand are neighbours: K fetches 8 keys x 2 chunks for each n8 block,
+  // V (through the transpose) 16 keys x 1 chunk.
   const uint32_t q_start =
       q_tile + warp * C::kRows * T::kRowBytes + T::offset(lane % 16, lane / 16);
-  const uint32_t k_start = k_tile + T::offset(lane % 16, lane / 16);
+  uint32_t k_start = k_tile + T::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  uint32_t v_start = v_tile + T::offset(lane % 16, lane / 16);
 
   const auto load_k = [&](int tile, int stage) {
     const int first = tile * C::kBlockK;
@@ -355,7 +368,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     const int first_key = tile * C::kBlockK;
     const bool active = first_key < seen_end && first_key + C::kBlockK > seen_begin;
     float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
-    if (active) multiply_qk<Op, C>(s, q_start, k_start + stage * kStageBytes);
+    if (active) multiply_qk<Op, C>(s, q_start, k_start);
     if constexpr (C::kStages == 1) {
       ptx::cp_async_wait<0>();
       __syncthreads();  // V_n has landed; nobody reads K_n any more
@@ -367,16 +380,21 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       if (first_key < full_begin || first_key + C::kBlockK > full_end)
         mask_scores(s, window, warp_row + lane / 4, first_key + lane % 4 * 2);
       online_softmax(s, o, row_max, row_sum, plan.exp_scale);
-      multiply_pv<Op, C>(o, s, k_start + stage * kStageBytes);
+      multiply_pv<Op, C>(o, s, v_start);
     }
-    if constexpr (C::kStages == 2) stage ^= 1;
+    if constexpr (C::kStages == 2) {
+      stage ^= 1;
+      k_start += stage != 0 ? kStageBytes : -kStageBytes;
+      v_start += stage != 0 ? kStageBytes : -kStageBytes;
+    }
   }
 
   if (warp_row >= work.seq_q) return;
-  auto* out = static_cast<uint16_t*>(p.out) + batch0 * p.out_strides.batch0 +
-              batch1 * p.out_strides.batch1 + head * p.out_strides.head +
-              (work.first_q + static_cast<int64_t>(warp_row)) * p.out_strides.row;
-  float* lse = p.lse + static_cast<int64_t>(batch_head) * p.seq_q + work.first_q + warp_row;
+  const int row = work.first_q + warp_row;
+  const Place home(opaque(blockIdx.x), p, plan);  // found again rather than kept through the loop
+  auto* out = static_cast<uint16_t*>(p.out) + home.offset(p.out_strides, home.head) +
+              row * p.out_strides.row;
+  float* lse = p.lse + static_cast<int64_t>(home.batch_head) * p.seq_q + row;
   write_output<Op, C>(o, row_max, row_sum, q_tile + warp * C::kRows * T::kRowBytes, out, lse,
                       p.out_strides.row, work.seq_q - warp_row, p.head_dim_v, plan);
 }
