@@ -15,6 +15,8 @@ PY      := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 STATE   := $(if $(VENV),$(VENV),build)
 PIP     := $(PY) -m pip --disable-pip-version-check
 EXTRAS  := cli,demo,test,dev
+# Two test processes; whole files stay together, for what their tests share.
+PARALLEL ?= -n 2 --dist loadfile
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc cmake -type f 2>/dev/null)
 # The tools of the environment (ninja, cmake, ruff, ...) come before the system's.
 export PATH := $(if $(VENV),$(abspath $(VENV))/bin:,)$(PATH)
@@ -55,10 +57,10 @@ demo: install ## the main job: crystals and molecules through every backend; wri
 	$(PY) examples/crystals.py
 
 test: install ## every test that this machine can run
-	$(PY) -m pytest
+	$(PY) -m pytest $(PARALLEL)
 
 test-fast: install ## the CPU tests only, without the slow ones
-	$(PY) -m pytest tests/cpu -m "not slow"
+	$(PY) -m pytest tests/cpu -m "not slow" $(PARALLEL)
 
 lint: install ## ruff, clang-format, torch includes
 	$(PY) -m ruff check .
