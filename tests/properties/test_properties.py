@@ -1,0 +1,262 @@
+"""Hypothesis draws whole problems; every backend that runs here must agree with the oracle and with
+the symmetries of attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import flashsci
+from flashsci.testing import Judge, cases, evaluate, make_inputs, poisoned_memory, variants
+from flashsci.testing.cases import BULK_LENGTHS, SMALL_LENGTHS
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+POOL = variants() if GPU else variants(max_dim=32)
+DENSE = [v for v in POOL if not v.varlen]
+PLAIN = [v for v in DENSE if not v.window and not v.dropout]  # nothing depends on positions
+LIMITS = {
+    "reference": {"lengths": BULK_LENGTHS, "score_limit": 1 << 12},
+    "sdpa": {"lengths": BULK_LENGTHS, "score_limit": 1 << 12},
+    "triton": {
+        "lengths": BULK_LENGTHS if GPU else SMALL_LENGTHS,
+        "score_limit": 1 << (16 if GPU else 10),
+    },
+    "cuda": {"lengths": BULK_LENGTHS, "score_limit": 1 << 16},
+}
+EXAMPLES = {"reference": 25, "sdpa": 25, "triton": 60 if GPU else 5, "cuda": 60}
+BACKENDS = ["reference", "sdpa", "triton", *(["cuda"] if GPU else [])]
+
+
+def run(inputs, backend, **options):
+    """The results of one call in poisoned memory; a refusal discards the example."""
+    try:
+        with poisoned_memory():
+            return evaluate(inputs, backend, lse=backend != "sdpa", deterministic=False, **options)
+    except flashsci.BackendError:
+        assume(False)
+
+
+def check(backend, strategy, body, examples=1.0):
+    """Run ``body(case, ...)`` over drawn examples."""
+    count = max(3, int(EXAMPLES[backend] * examples))
+    settings(max_examples=count)(given(strategy)(body))()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_agrees_with_the_oracle(backend, packed):
+    """The two-error rule, gain and spread, of every tensor, over whole problems."""
+    pool = [v for v in POOL if v.varlen == packed]
+    if backend == "sdpa":
+        if packed:
+            pytest.skip("SDPA takes no packed sequences")
+        pool = [v for v in pool if not (v.softcap or v.dropout or v.lse_grad)]
+
+    def body(case):
+        inputs = make_inputs(case, DEVICE)
+        Judge(inputs).require(run(inputs, backend))
+
+    check(backend, cases(pool, **LIMITS[backend]), body)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_order_of_keys_does_not_matter(backend):
+    pool = PLAIN if backend != "sdpa" else [v for v in PLAIN if not (v.softcap or v.lse_grad)]
+
+    def body(case):
+        inputs = make_inputs(case, DEVICE)
+        order = torch.randperm(case.seq_k, generator=torch.Generator().manual_seed(case.seed))
+        order = order.to(DEVICE)
+
+        def turn(x, dim):
+            return (
+                x
+                if x is None or (x.shape[dim] == 1 and case.seq_k != 1)
+                else x.detach().index_select(dim, order)
+            )
+
+        moved = replace(
+            inputs,
+            k=turn(inputs.k, -2),
+            v=turn(inputs.v, -2),
+            bias=turn(inputs.bias, -1),
+            mask=turn(inputs.mask, -1),
+        )
+        found = run(moved, backend)
+        back = torch.argsort(order)
+        for name, dim in (("dk", -2), ("dv", -2), ("dbias", -1)):
+            if name in found and (found[name].shape[dim] != 1 or case.seq_k == 1):
+                found[name] = found[name].index_select(dim, back)
+        Judge(inputs).require(found)
+
+    check(backend, cases(pool, **LIMITS[backend]), body, 0.5)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in ("sdpa", "cuda")])
+def test_a_constant_added_to_a_row_of_scores_moves_only_the_lse(backend):
+    pool = [replace(v, bias="pair", bias_float=True) for v in PLAIN if not v.mask]
+
+    def body(case):
+        case = replace(case, bias_shape=case.score_shape, bias_view="contiguous")
+        inputs = make_inputs(case, DEVICE)
+        shift = torch.randint(
+            -8, 9, case.score_shape[:-1], generator=torch.Generator().manual_seed(1)
+        )
+        shift = shift.to(DEVICE)[..., None]  # integers: the sum rounds little
+        found = run(replace(inputs, bias=inputs.bias.detach() + shift), backend)
+        found["lse"] = found["lse"] - shift[..., 0]
+        judge = Judge(inputs)
+        # The shifted bias and lse round once more.
+        extra = 16 * torch.finfo(torch.float32).eps
+        for name in judge.floor:
+            judge.floor[name] *= 8
+            judge.gain_floor[name] = 8 * judge.gain_floor[name] + extra
+            judge.spread_floor[name] *= 8
+        judge.require(found)
+
+    check(backend, cases(pool, **LIMITS[backend]), body, 0.5)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "sdpa"])
+def test_parts_merged_by_their_lse_are_the_whole(backend):
+    """Split-K: any two halves of the keys, weighted by exp(lse - total), give out and lse."""
+    pool = [
+        replace(
+            v,
+            dtype="float32" if backend != "cuda" else v.dtype,
+            bias=None,
+            mask=False,
+            lse_grad=False,
+        )
+        for v in PLAIN
+    ]
+
+    def body(case, cut):
+        inputs = replace(make_inputs(case, DEVICE), dout=None)
+        cut = min(cut, case.seq_k)
+        parts = [
+            run(replace(inputs, k=inputs.k[..., keys, :], v=inputs.v[..., keys, :]), backend)
+            for keys in (slice(0, cut), slice(cut, None))
+        ]
+        lse = torch.logaddexp(parts[0]["lse"], parts[1]["lse"])
+        weights = [
+            torch.exp(p["lse"] - torch.where(torch.isinf(lse), 0.0, lse))[..., None] for p in parts
+        ]
+        out = sum(w * p["out"].float() for w, p in zip(weights, parts, strict=True))
+        judge = Judge(inputs)
+        judge.floor = {n: 4 * x for n, x in judge.floor.items()}  # two more roundings of each part
+        judge.gain_floor = {n: 4 * x + 1e-6 for n, x in judge.gain_floor.items()}
+        judge.spread_floor = {n: 4 * x for n, x in judge.spread_floor.items()}
+        judge.require({"out": out.to(inputs.q.dtype), "lse": lse})
+
+    strategy = cases(pool, **LIMITS[backend])
+    count = max(3, EXAMPLES[backend] // 2)
+    settings(max_examples=count)(given(strategy, st.integers(0, 40))(body))()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_causal_attention_of_a_prefix_is_the_prefix(backend):
+    """Later queries and keys never matter: rows of the long call are those of the short one."""
+    pool = [
+        v
+        for v in DENSE
+        if not (v.dropout or v.bias or v.mask or v.lse_grad or (backend == "sdpa" and v.softcap))
+    ]
+    pool = [replace(v, window=True) for v in pool]
+
+    def body(case, length):
+        case = replace(case, seq_k=case.seq_q, causal=True, window=None, align="upper_left")
+        length = min(length, case.seq_q)
+        inputs = make_inputs(case, DEVICE)
+        short = replace(
+            inputs,
+            dout=None,
+            **{n: getattr(inputs, n).detach()[..., :length, :] for n in ("q", "k", "v")},
+        )
+        found = run(replace(inputs, dout=None), backend)
+        part = {"out": found["out"][..., :length, :]}
+        if "lse" in found:
+            part["lse"] = found["lse"][..., :length]
+        Judge(short).require(part)
+
+    strategy = cases(pool, **LIMITS[backend])
+    count = max(3, EXAMPLES[backend] // 2)
+    settings(max_examples=count)(given(strategy, st.integers(1, 60))(body))()
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in ("sdpa", "reference")])
+def test_an_entry_of_a_batch_is_that_entry_alone(backend):
+    """Batch invariance of fused kernels, bit for bit: results do not depend on what else is there."""
+    pool = [v for v in DENSE if not v.dropout and not v.bias and not v.mask]
+
+    def body(case):
+        case = replace(case, rank=4, lead=(2,), layout="bshd")
+        inputs = make_inputs(case, DEVICE)
+        whole = run(inputs, backend)
+        last = slice(case.lead[0] - 1, None)
+        names = [n for n in ("q", "k", "v", "dout", "dlse") if getattr(inputs, n) is not None]
+        alone = run(
+            replace(inputs, **{n: getattr(inputs, n).detach()[last] for n in names}), backend
+        )
+        for name, x in alone.items():
+            assert torch.equal(whole[name][last], x), name
+
+    check(backend, cases(pool, **LIMITS[backend]), body)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton", *(["cuda"] if GPU else [])])
+def test_powers_of_two_move_between_q_and_scale(backend):
+    """q times 2 and scale over 2 is the same call, bit for bit."""
+    pool = [v for v in DENSE if not v.dropout and (backend != "cuda" or not (v.bias or v.mask))]
+
+    def body(case):
+        case = replace(case, layout="bhsd", magnitude="unit")
+        scale = case.variant.head_dim**-0.5 if case.scale is None else case.scale
+        inputs = replace(make_inputs(case, DEVICE), dout=None, dlse=None)
+        one = run(inputs, backend, scale=scale)
+        two = run(replace(inputs, q=2 * inputs.q.detach()), backend, scale=scale / 2)
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+    check(backend, cases(pool, **LIMITS[backend]), body, 0.5)
+
+
+def test_linear_in_v():
+    """In fp64, out is linear in v and does not change lse."""
+
+    def body(case, a):
+        inputs = make_inputs(replace(case, variant=replace(case.variant, dtype="float64")), DEVICE)
+        inputs = replace(inputs.to(torch.float64), dout=None, dlse=None)
+        other = torch.randn_like(inputs.v)
+        first, second, both = (
+            run(replace(inputs, v=v), "reference") for v in (inputs.v, other, inputs.v + a * other)
+        )
+        torch.testing.assert_close(
+            both["out"], first["out"] + a * second["out"], rtol=1e-9, atol=1e-9
+        )
+        assert torch.equal(both["lse"], first["lse"])
+
+    strategy = cases(DENSE, **LIMITS["reference"])
+    settings(max_examples=20)(given(strategy, st.floats(-4, 4))(body))()
+
+
+@pytest.mark.parametrize(
+    "a, b", [("reference", "triton"), ("sdpa", "triton")] + ([("triton", "cuda")] if GPU else [])
+)
+def test_backends_agree_with_each_other(a, b):
+    pool = [v for v in DENSE if not (v.softcap or v.dropout or v.lse_grad)]
+    if "cuda" in (a, b):
+        pool = [v for v in pool if not (v.bias or v.mask) and v.dtype != "float32"]
+
+    def body(case):
+        inputs = make_inputs(case, DEVICE)
+        judge, first, second = Judge(inputs), run(inputs, a), run(inputs, b)
+        for name in first.keys() & second.keys():
+            found = judge.compare(name, first[name], second[name])
+            assert found.problem is None, found.problem
+
+    check(b, cases(pool, **LIMITS["triton"]), body)
