@@ -193,7 +193,9 @@ def test_bf16_rows_of_one_element_read_no_neighbours(backend):
     """torch's bf16 product on the CPU reads past the rows of a strided [63, 1]: NaN must not come in."""
 
     def column(rows):
-        return torch.full((rows, 9), torch.nan, dtype=torch.bfloat16)[:, :1].copy_(torch.randn(rows, 1))
+        return torch.full((rows, 9), torch.nan, dtype=torch.bfloat16)[:, :1].copy_(
+            torch.randn(rows, 1)
+        )
 
     q, k, v = (column(n).requires_grad_() for n in (63, 128, 128))
     out = flashsci.attention(q, k, v, backend=backend)
