@@ -28,6 +28,13 @@ constexpr int kMaxDevices = 64;
 
 #define CHECK(condition, ...) STD_TORCH_CHECK(condition, "flashsci::cuda_forward: ", __VA_ARGS__)
 
+// torch's numbers for the dtypes. (No name here says bf16: a build for Turing has no such symbol at
+// all.)
+struct Dtypes {
+  int32_t half = aoti_torch_dtype_float16(), brain = aoti_torch_dtype_bfloat16(),
+          single = aoti_torch_dtype_float32();
+};
+
 int32_t dtype_of(const Tensor& t) {
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
@@ -174,15 +181,14 @@ std::tuple<Tensor, Tensor> cuda_forward(const Tensor& q, const Tensor& k, const 
                                         int64_t max_seqlen_q, int64_t /*max_seqlen_k*/,
                                         double scale, double softcap, int64_t window_left,
                                         int64_t window_right, bool lower_right) {
-  static const int32_t fp16 = aoti_torch_dtype_float16(), bf16 = aoti_torch_dtype_bfloat16(),
-                       fp32 = aoti_torch_dtype_float32();
+  static const Dtypes dtypes;
   CHECK(q.is_cuda() && k.is_cuda() && v.is_cuda(), "q, k and v must be CUDA tensors");
   const int device = q.get_device_index();
   CHECK(k.get_device_index() == device && v.get_device_index() == device,
         "q, k and v must be on one device, got cuda:", device, ", cuda:", k.get_device_index(),
         " and cuda:", v.get_device_index());
   const int32_t dtype = dtype_of(q);
-  CHECK(dtype == fp16 || dtype == bf16, "q, k and v must be float16 or bfloat16");
+  CHECK(dtype == dtypes.half || dtype == dtypes.brain, "q, k and v must be float16 or bfloat16");
   CHECK(dtype_of(k) == dtype && dtype_of(v) == dtype, "q, k and v must share one dtype");
   const int64_t rank = q.dim();
   CHECK(rank >= 2 && rank <= kMaxRank && k.dim() == rank && v.dim() == rank,
@@ -229,13 +235,13 @@ std::tuple<Tensor, Tensor> cuda_forward(const Tensor& q, const Tensor& k, const 
   int (*launcher)(const FlashsciForwardParams*, FlashsciStream) = nullptr;
   if (capability >= 80) {
 #ifdef FLASHSCI_HAVE_SM80_FP16
-    if (dtype == fp16) launcher = flashsci_forward_sm80_fp16;
+    if (dtype == dtypes.half) launcher = flashsci_forward_sm80_fp16;
 #endif
 #ifdef FLASHSCI_HAVE_SM80_BF16
-    if (dtype == bf16) launcher = flashsci_forward_sm80_bf16;
+    if (dtype == dtypes.brain) launcher = flashsci_forward_sm80_bf16;
 #endif
   }
-  CHECK(launcher != nullptr, "no ", dtype == fp16 ? "float16" : "bfloat16",
+  CHECK(launcher != nullptr, "no ", dtype == dtypes.half ? "float16" : "bfloat16",
         " kernel for compute capability ", capability / 10, ".", capability % 10,
         " in this build (", flashsci_build_info(),
         "); the forward kernels need 8.0 or newer: use backend=\"triton\" or \"sdpa\"");
@@ -249,7 +255,8 @@ std::tuple<Tensor, Tensor> cuda_forward(const Tensor& q, const Tensor& k, const 
     lse_strides[i] = step;
     step *= std::max<int64_t>(lse_sizes[i], 1);
   }
-  Tensor lse = empty_strided(static_cast<int>(rank) - 1, lse_sizes, lse_strides, fp32, device);
+  Tensor lse =
+      empty_strided(static_cast<int>(rank) - 1, lse_sizes, lse_strides, dtypes.single, device);
   if (q_view.size[0] * q_view.size[1] * heads_q * seq_q == 0) return {out, lse};
 
   FlashsciForwardParams p;
