@@ -143,15 +143,25 @@ def config(
     width = max(sum(head_chunks(head_dim)), sum(head_chunks(head_dim_v)))
     rows = table[kernel]
     block_m, block_n, warps, stages, *registers = rows[min(d for d in rows if d >= width)]
-    # Short sequences: smaller tiles, and no more warps than they feed. Few sizes, so that few kernels are compiled.
+    # Short sequences: smaller tiles, and no more warps than they feed. Few sizes, so that few
+    # kernels are compiled.
+    chosen = block_m, block_n
     longest = max(length_q, length_k)
     if longest <= 64:
-        side = 32 if longest <= 32 else 64
-        block_m, block_n = min(block_m, side), min(block_n, side)
-    elif kernel == "dkdv" and length_k <= 32:
-        block_n = min(block_n, 32)
-    elif kernel != "dkdv" and length_q <= 32:
+        block_m, block_n = min(block_m, 64), min(block_n, 64)
+    if length_q <= 32:
         block_m = min(block_m, 32)
+    if length_k <= 32 or (length_q <= 32 and length_k <= 128 and width <= 32):
+        block_n = min(block_n, 32)
+    if (
+        longest <= 256 and kernel != "bias_gradient"
+    ):  # 144 = 4.5 tiles of 32: better than 2.25 of 64
+        streams_keys = kernel in ("forward", "dq")
+        length, block = (length_k, block_n) if streams_keys else (length_q, block_m)
+        if block > 32 and -(-length // block) * block > 1.2 * length:
+            block_m, block_n = (block_m, 32) if streams_keys else (32, block_n)
+    if (block_m, block_n) != chosen:
+        registers = []
     if block_m * block_n <= 32 * 32:
         warps = min(warps, 1 if width <= 32 else 2 if width <= 64 else 4)
     elif block_m * block_n <= 64 * 64:
