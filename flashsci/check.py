@@ -192,7 +192,7 @@ def plan_cases(count: int, seed: int, device: str, unit: str | None) -> list[Cas
             :64
         ]
     if device != "cuda":
-        return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 11))
+        return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
     large = count // 20
     cases = list(generate(seed, count - large, pool, lengths=BULK_LENGTHS))
     return cases + list(
