@@ -83,9 +83,8 @@ def _strip_docstrings(tree: ast.AST) -> None:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             body = node.body
-            if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-                if isinstance(body[0].value.value, str):
-                    node.body = body[1:] or [ast.Pass()]
+            if ast.get_docstring(node, clean=False) is not None:
+                node.body = body[1:] or [ast.Pass()]
 
 
 def _local_imports(tree: ast.AST, folder: Path, package: str) -> set[Path]:

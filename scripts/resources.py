@@ -123,8 +123,22 @@ def table(kernels: list[Kernel]) -> str:
         else:
             dim, rows, keys, warps, stages, blocks, vector = k.tiling
             copies = "yes" if vector else "no"
-            cells = (k.unit, k.arch, dim, f"{rows} x {keys}", warps, stages, blocks, copies, k.registers)
-        cells += (k.spill_stores + k.spill_loads, f"{k.shared / 1024:g}", "yes" if k.chosen else "no")
+            cells = (
+                k.unit,
+                k.arch,
+                dim,
+                f"{rows} x {keys}",
+                warps,
+                stages,
+                blocks,
+                copies,
+                k.registers,
+            )
+        cells += (
+            k.spill_stores + k.spill_loads,
+            f"{k.shared / 1024:g}",
+            "yes" if k.chosen else "no",
+        )
         lines.append("| " + " | ".join(str(c) for c in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -132,8 +146,12 @@ def table(kernels: list[Kernel]) -> str:
 def read_table(text: str) -> tuple[dict[str, str], list[dict[str, str]]]:
     """Digests and rows of a table written by this script."""
     digests = dict(re.findall(r"^- (\S+): `(\w+)`$", text, re.MULTILINE))
-    rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-    return digests, [dict(zip(rows[0], row)) for row in rows[2:]]
+    rows = [
+        [c.strip() for c in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
+    return digests, [dict(zip(rows[0], row, strict=False)) for row in rows[2:]]
 
 
 def main(arguments: list[str]) -> int:

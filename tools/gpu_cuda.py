@@ -27,11 +27,24 @@ class Params(c.Structure):
         *[(n, Strides) for n in ("q_strides", "k_strides", "v_strides", "out_strides")],
         ("batch0", c.c_int64),
         ("batch1", c.c_int64),
-        *[(n, c.c_int32) for n in ("heads_q", "heads_k", "seq_q", "seq_k", "num_seqs", "max_seqlen_q")],
+        *[
+            (n, c.c_int32)
+            for n in ("heads_q", "heads_k", "seq_q", "seq_k", "num_seqs", "max_seqlen_q")
+        ],
         *[(n, c.c_int32) for n in ("head_dim", "head_dim_v")],
         ("scale", c.c_float),
         ("softcap", c.c_float),
-        *[(n, c.c_int32) for n in ("window_left", "window_right", "lower_right", "copy_bytes", "device", "shared_per_sm")],
+        *[
+            (n, c.c_int32)
+            for n in (
+                "window_left",
+                "window_right",
+                "lower_right",
+                "copy_bytes",
+                "device",
+                "shared_per_sm",
+            )
+        ],
     ]
 
 
@@ -44,7 +57,7 @@ def copy_bytes(*tensors):
     bits = 16
     for t in tensors:
         bits = math.gcd(bits, t.data_ptr())
-        for size, stride in zip(t.shape[:-1], t.stride()[:-1]):
+        for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=False):
             if size > 1:
                 bits = math.gcd(bits, stride * 2)
     return bits
@@ -55,9 +68,13 @@ class Library:
         self.name = name
         self.lib = c.CDLL(path)
         names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-        self.fn = {t: getattr(self.lib, f"flashsci_forward_sm80_{n}", None) for t, n in names.items()}
+        self.fn = {
+            t: getattr(self.lib, f"flashsci_forward_sm80_{n}", None) for t, n in names.items()
+        }
 
-    def prepare(self, q, k, v, scale=None, softcap=0.0, window=(-1, -1), lower_right=False, cu=None):
+    def prepare(
+        self, q, k, v, scale=None, softcap=0.0, window=(-1, -1), lower_right=False, cu=None
+    ):
         """Rank 4 [B, H, S, D], or rank 3 [H, T, D] with cu = (cu_q, cu_k). Returns (launch, out, lse)."""
         dense = cu is None
         shape = (*q.shape[:-1], v.shape[-1])
@@ -105,7 +122,12 @@ def reference(q, k, v, scale, softcap, window, lower_right, dtype):
 
 
 def verify(label, got, lse, q, k, v, **kw):
-    args = (kw.get("scale"), kw.get("softcap", 0.0), kw.get("window", (-1, -1)), kw.get("lower_right", False))
+    args = (
+        kw.get("scale"),
+        kw.get("softcap", 0.0),
+        kw.get("window", (-1, -1)),
+        kw.get("lower_right", False),
+    )
     true, true_lse = reference(q, k, v, *args, torch.float64)
     base, _ = reference(q, k, v, *args, q.dtype)
     magnitude, _ = reference(q, k, v.abs(), *args, torch.float64)
@@ -113,10 +135,15 @@ def verify(label, got, lse, q, k, v, **kw):
         return 0.0
     eps = torch.finfo(q.dtype).eps
     error = (got.double() - true).abs().max().item()
-    bound = 2 * (base.double() - true).abs().nan_to_num(0).max().item() + 8 * eps * magnitude.max().item()
+    bound = (
+        2 * (base.double() - true).abs().nan_to_num(0).max().item()
+        + 8 * eps * magnitude.max().item()
+    )
     finite = torch.isfinite(true_lse)
     lse_ok = torch.equal(torch.isfinite(lse), finite) and (
-        not finite.any() or (lse[finite].double() - true_lse[finite]).abs().max().item() < 2e-4 * max(1, true_lse[finite].abs().max().item())
+        not finite.any()
+        or (lse[finite].double() - true_lse[finite]).abs().max().item()
+        < 2e-4 * max(1, true_lse[finite].abs().max().item())
     )
     ok = error <= bound and lse_ok
     if not ok:
@@ -131,7 +158,23 @@ def check(libs):
         cases = []
         for dtype, (d, dv) in itertools.product(
             (torch.bfloat16, torch.float16),
-            ((64, 64), (128, 128), (256, 256), (32, 32), (96, 96), (192, 192), (7, 7), (37, 53), (8, 24), (192, 128), (20, 20), (50, 50), (1, 1), (129, 40), (255, 256)),
+            (
+                (64, 64),
+                (128, 128),
+                (256, 256),
+                (32, 32),
+                (96, 96),
+                (192, 192),
+                (7, 7),
+                (37, 53),
+                (8, 24),
+                (192, 128),
+                (20, 20),
+                (50, 50),
+                (1, 1),
+                (129, 40),
+                (255, 256),
+            ),
         ):
             for sq, sk in ((128, 128), (200, 333), (1, 77), (333, 65), (64, 0), (17, 1)):
                 cases.append((dtype, d, dv, sq, sk, (-1, -1), False, 0.0, None))
@@ -145,22 +188,45 @@ def check(libs):
             cases.append((dtype, d, dv, 150, 150, (-1, -1), False, 0.0, 0.0))
         for dtype, d, dv, sq, sk, window, lr, softcap, scale in cases:
             b, hk, g = 2, 2, 3
+
             # NaN all around: rows are cut out of larger NaN-filled buffers.
             def cut(h, s, dim):
-                pad = torch.full((b, s + 3, h + 1, dim + (8 if dim % 8 == 0 else 3)), float("nan"), dtype=dtype, device=dev)
+                pad = torch.full(
+                    (b, s + 3, h + 1, dim + (8 if dim % 8 == 0 else 3)),
+                    float("nan"),
+                    dtype=dtype,
+                    device=dev,
+                )
                 view = pad[:, 1 : s + 1, :h, :dim].transpose(1, 2)
                 view.copy_(torch.randn(view.shape, device=dev))
                 return view
+
             q, k, v = cut(hk * g, sq, d), cut(hk, sk, d), cut(hk, sk, dv)
             launch, out, lse = lib.prepare(q, k, v, scale, softcap, window, lr)
             launch()
-            ratio = verify(f"{lib.name} {dtype} {d},{dv} {sq}x{sk} {window} lr={lr} cap={softcap} scale={scale}", out, lse, q, k, v, scale=scale, softcap=softcap, window=window, lower_right=lr)
+            ratio = verify(
+                f"{lib.name} {dtype} {d},{dv} {sq}x{sk} {window} lr={lr} cap={softcap} scale={scale}",
+                out,
+                lse,
+                q,
+                k,
+                v,
+                scale=scale,
+                softcap=softcap,
+                window=window,
+                lower_right=lr,
+            )
             count += 1
             failures += ratio == float("inf")
             worst = max(worst, ratio if ratio != float("inf") else 0)
         # packed
         for dtype, d, window, lr, head, tail in itertools.product(
-            (torch.bfloat16, torch.float16), (64, 128, 40, 33), ((-1, -1), (-1, 0), (9, 3)), (False, True), (0, 5), (0, 150)
+            (torch.bfloat16, torch.float16),
+            (64, 128, 40, 33),
+            ((-1, -1), (-1, 0), (9, 3)),
+            (False, True),
+            (0, 5),
+            (0, 150),
         ):
             g = torch.Generator().manual_seed(d)
             lens_q = [int(x) for x in torch.randint(0, 300, (40,), generator=g)] + [0, 1, 128, 129]
@@ -168,7 +234,9 @@ def check(libs):
             cq = [head] + [head + sum(lens_q[: i + 1]) for i in range(len(lens_q))]
             ck = [0] + [sum(lens_k[: i + 1]) for i in range(len(lens_k))]
             q = torch.randn(cq[-1] + tail, 4, d, device=dev).to(dtype).transpose(0, 1)
-            k, v = (torch.randn(ck[-1], 2, d, device=dev).to(dtype).transpose(0, 1) for _ in range(2))
+            k, v = (
+                torch.randn(ck[-1], 2, d, device=dev).to(dtype).transpose(0, 1) for _ in range(2)
+            )
             bad = 11  # NaN in one sequence must not reach another
             k[:, ck[bad] : ck[bad + 1]] = float("nan")
             v[:, ck[bad] : ck[bad + 1]] = float("nan")
@@ -180,16 +248,33 @@ def check(libs):
                 if n == bad:
                     continue
                 a, e, s, t = cq[n], cq[n + 1], ck[n], ck[n + 1]
-                ratio = verify(f"{lib.name} varlen {dtype} d{d} {window} lr={lr} seq {n} {e - a}x{t - s}", out[:, a:e], lse[:, a:e], q[:, a:e], k[:, s:t], v[:, s:t], window=window, lower_right=lr)
+                ratio = verify(
+                    f"{lib.name} varlen {dtype} d{d} {window} lr={lr} seq {n} {e - a}x{t - s}",
+                    out[:, a:e],
+                    lse[:, a:e],
+                    q[:, a:e],
+                    k[:, s:t],
+                    v[:, s:t],
+                    window=window,
+                    lower_right=lr,
+                )
                 ok &= ratio != float("inf")
                 worst = max(worst, ratio if ratio != float("inf") else 0)
-            for part, value in ((out[:, :head], 0), (out[:, cq[-1] :], 0), (lse[:, :head], -math.inf), (lse[:, cq[-1] :], -math.inf)):
+            for part, value in (
+                (out[:, :head], 0),
+                (out[:, cq[-1] :], 0),
+                (lse[:, :head], -math.inf),
+                (lse[:, cq[-1] :], -math.inf),
+            ):
                 ok &= bool((part == value).all())
             failures += not ok
             count += 1
         # garbage offsets: any result, no crash, nothing outside (memcheck sees the rest)
         for _ in range(20):
-            cu = tuple(torch.randint(-(2**31), 2**31 - 1, (50,), dtype=torch.int32, device=dev) for _ in range(2))
+            cu = tuple(
+                torch.randint(-(2**31), 2**31 - 1, (50,), dtype=torch.int32, device=dev)
+                for _ in range(2)
+            )
             lib.prepare(q, k, v, cu=cu)[0]()
         torch.cuda.synchronize()
         # B * H = 70,000
@@ -212,7 +297,9 @@ def timing(libs, dims, seqs, reps):
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
     names = ["sdpa"] + [lib.name for lib in libs]
-    print("d".rjust(4), "mask".rjust(7), "s".rjust(6), *(n.rjust(9) for n in names), " ratio of best")
+    print(
+        "d".rjust(4), "mask".rjust(7), "s".rjust(6), *(n.rjust(9) for n in names), " ratio of best"
+    )
     geo = {n: {} for n in names}
     for d, causal, s in itertools.product(dims, (False, True), seqs):
         b, h = 16384 // s, 2048 // d
@@ -225,7 +312,14 @@ def timing(libs, dims, seqs, reps):
                 launch, out, _ = lib.prepare(q, k, v, window=(-1, 0 if causal else -1))
                 launch()
                 if not (out.float() - expect).abs().max() < 2e-2:
-                    print("MISMATCH", lib.name, d, causal, s, (out.float() - expect).abs().max().item())
+                    print(
+                        "MISMATCH",
+                        lib.name,
+                        d,
+                        causal,
+                        s,
+                        (out.float() - expect).abs().max().item(),
+                    )
                 runs[lib.name] = launch
             times = {n: [] for n in names}
             for n in names:
@@ -240,14 +334,25 @@ def timing(libs, dims, seqs, reps):
                     times[n].append((start, stop))
             torch.cuda.synchronize()
         work = flops(b, h, s, d, causal)
-        tf = {n: work / statistics.median(a.elapsed_time(z) for a, z in t) * 1e-9 for n, t in times.items()}
+        tf = {
+            n: work / statistics.median(a.elapsed_time(z) for a, z in t) * 1e-9
+            for n, t in times.items()
+        }
         for n in names:
             geo[n].setdefault(d, []).append(tf[n] / tf["sdpa"])
         best = max(names[1:], key=tf.get)
-        print(f"{d:4d} {'causal' if causal else 'full':>7} {s:6d}", *(f"{tf[n]:9.1f}" for n in names), f" {tf[best] / tf['sdpa']:.3f} {best}")
+        print(
+            f"{d:4d} {'causal' if causal else 'full':>7} {s:6d}",
+            *(f"{tf[n]:9.1f}" for n in names),
+            f" {tf[best] / tf['sdpa']:.3f} {best}",
+        )
     for n in names[1:]:
         per = {d: statistics.geometric_mean(r) for d, r in geo[n].items()}
-        print(f"{n:>10}: vs sdpa", *(f"d{d} {r:.3f}" for d, r in per.items()), f"all {statistics.geometric_mean(per.values()):.3f}")
+        print(
+            f"{n:>10}: vs sdpa",
+            *(f"d{d} {r:.3f}" for d, r in per.items()),
+            f"all {statistics.geometric_mean(per.values()):.3f}",
+        )
 
 
 if __name__ == "__main__":
@@ -261,4 +366,6 @@ if __name__ == "__main__":
     libraries = [Library(*x.split("=")) for x in a.libs]
     if a.mode == "check":
         sys.exit(check(libraries) != 0)
-    timing(libraries, [int(x) for x in a.dims.split(",")], [int(x) for x in a.seqs.split(",")], a.reps)
+    timing(
+        libraries, [int(x) for x in a.dims.split(",")], [int(x) for x in a.seqs.split(",")], a.reps
+    )

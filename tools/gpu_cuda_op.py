@@ -1,6 +1,6 @@
 """The cuda_forward op on a GPU: results against fp64, bad input, streams, graphs, host time, speed.
 
-    python tools/gpu_cuda_op.py [--speed]
+python tools/gpu_cuda_op.py [--speed]
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import time
 import torch
 
 sys.path.insert(0, ".")
-from tools.gpu_cuda import flops, reference, verify  # noqa: E402
-
-from flashsci.backends import cuda as backend  # noqa: E402
-from flashsci.ops import empty_like_layout  # noqa: E402
+from flashsci.backends import cuda as backend
+from flashsci.ops import empty_like_layout
+from tools.gpu_cuda import verify
 
 DEVICE = "cuda"
 
@@ -38,6 +37,7 @@ def correctness() -> int:
         lead = (2, 3, 4)[5 - rank :]
         for d, dv in ((64, 64), (40, 72), (7, 5), (256, 32)):
             for order in range(3):
+
                 def make(*shape):
                     t = torch.randn(*shape, device=DEVICE).to(dtype)
                     if order == 1 and rank >= 3:  # heads inside: [.., S, H, D] in memory
@@ -53,19 +53,27 @@ def correctness() -> int:
                 if out.stride() != want.stride() or out.shape != want.shape or out.dtype != dtype:
                     print("LAYOUT", rank, d, dv, order, out.stride(), want.stride())
                     failures += 1
-                if lse.shape != q.shape[:-1] or not lse.is_contiguous() or lse.dtype != torch.float32:
+                if (
+                    lse.shape != q.shape[:-1]
+                    or not lse.is_contiguous()
+                    or lse.dtype != torch.float32
+                ):
                     print("LSE", lse.shape, lse.stride())
                     failures += 1
-                if rank == 2:
-                    a = [x[None] for x in (out, lse, q, k, v)]
-                else:
-                    a = [out, lse, q, k, v]
+                a = [x[None] if rank == 2 else x for x in (out, lse, q, k, v)]
                 ratio = verify(f"rank {rank} {d},{dv} order {order}", *a, window=(-1, 0))
                 failures += ratio == float("inf")
                 count += 1
     # sizes
-    for shape_q, shape_k in (((2, 4, 0, 64), (2, 2, 9, 64)), ((0, 4, 5, 64), (0, 2, 9, 64)), ((1, 4, 5, 64), (1, 2, 0, 64))):
-        q, k = torch.randn(shape_q, device=DEVICE).half(), torch.randn(shape_k, device=DEVICE).half()
+    for shape_q, shape_k in (
+        ((2, 4, 0, 64), (2, 2, 9, 64)),
+        ((0, 4, 5, 64), (0, 2, 9, 64)),
+        ((1, 4, 5, 64), (1, 2, 0, 64)),
+    ):
+        q, k = (
+            torch.randn(shape_q, device=DEVICE).half(),
+            torch.randn(shape_k, device=DEVICE).half(),
+        )
         out, lse = call(q, k, k)
         if shape_k[2] == 0:
             failures += not ((out == 0).all() and (lse == -math.inf).all())
@@ -142,7 +150,9 @@ def host_time() -> None:
     sdpa = torch.nn.functional.scaled_dot_product_attention
     runs = {
         "op": lambda: f(q, k, v, None, None, -1, -1, 0.125, 0.0, -1, -1, False),
-        "backend.forward": lambda: backend.forward(q, k, v, *(None,) * 6, -1, -1, 0.125, 0.0, -1, -1, False, 0.0, "default"),
+        "backend.forward": lambda: backend.forward(
+            q, k, v, *(None,) * 6, -1, -1, 0.125, 0.0, -1, -1, False, 0.0, "default"
+        ),
         "sdpa": lambda: sdpa(q, k, v),
         "empty_like x2": lambda: (torch.empty_like(q), torch.empty_like(q)),
     }

@@ -96,7 +96,9 @@ def unavailable() -> str | None:
     if not _driver_asked:
         _driver_asked = True
         if not torch.ops.flashsci.sees_torch_cuda():
-            _driver = f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
+            _driver = (
+                f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
+            )
         elif not torch.cuda.is_available():
             _driver = "torch sees no CUDA device (no GPU, or no working NVIDIA driver)"
         else:
@@ -198,7 +200,9 @@ def forward(
         if reason is not None:
             raise flashsci.BackendError(f"flashsci: {reason}")
     if bias is not None or mask is not None or dropout_p:
-        raise flashsci.BackendError("flashsci: the cuda backend has no bias, mask or dropout yet; use backend='triton'")
+        raise flashsci.BackendError(
+            "flashsci: the cuda backend has no bias, mask or dropout yet; use backend='triton'"
+        )
     result: tuple[Tensor, Tensor] = _forward_op(
         q,
         k,
