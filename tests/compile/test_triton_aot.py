@@ -28,6 +28,7 @@ def calls():
         (32, 32),
         {"bias": (1, 2, 48, 96), "mask": (2, 1, 1, 96), "dropout_p": 0.1},
     )
+    yield "short", "float16", (48, 16), {"seq": (33, 17), "bias": (2, 2, 33, 17), "softcap": 9.0}
     yield "packed", "float16", (128, 128), {"packed": True, "window_right": 0, "bias": "ragged"}
 
 
@@ -35,9 +36,10 @@ def arguments(torch, dtype, dims, options):
     """Arguments of the raw backward op for one call."""
     dtype, (head_dim, head_dim_v) = getattr(torch, dtype), dims
     lead = () if options.get("packed") else (2,)
-    q = torch.zeros(*lead, 2, 48, head_dim, dtype=dtype)
-    k = torch.zeros(*lead, 1, 96, head_dim, dtype=dtype)
-    v = torch.zeros(*lead, 1, 96, head_dim_v, dtype=dtype)
+    seq_q, seq_k = options.get("seq", (48, 96))
+    q = torch.zeros(*lead, 2, seq_q, head_dim, dtype=dtype)
+    k = torch.zeros(*lead, 1, seq_k, head_dim, dtype=dtype)
+    v = torch.zeros(*lead, 1, seq_k, head_dim_v, dtype=dtype)
     bias = mask = cu_q = cu_k = offsets = seed = None
     if options.get("packed"):
         cu_q = torch.tensor([0, 20, 48], dtype=torch.int32)
@@ -71,7 +73,7 @@ class Recorder:
 
 def source(triton, torch, kernel, args, kwargs):
     """What the compiler needs to know of a launch: types, constants, alignment."""
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+    options = {name: kwargs.pop(name) for name in [*kwargs] if name not in kernel.arg_names}
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     constants, attributes = {}, {}
 
@@ -114,6 +116,7 @@ def compile_for(architecture: int) -> list[dict]:
         "dq_kernel",
         "dkdv_kernel",
         "bias_gradient_kernel",
+        "small_backward_kernel",
     ):
         setattr(host, name, Recorder(getattr(host, name), launches))
     report = []
@@ -150,7 +153,7 @@ def test_compiles(architecture):
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert {entry["kernel"] for entry in report} == {
-        "forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel"}  # fmt: skip
+        "forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel", "small_backward_kernel"}  # fmt: skip
     most = {75: 64, 80: 163, 90: 227, 100: 227}[architecture] * 1024
     assert all(entry["shared"] <= most for entry in report), report
     if architecture == 90:

@@ -126,6 +126,42 @@ def named_cases():
     yield "packed, shared bias of pairs", case({"varlen": True, "bias": "pair", "bias_grad": True}, bias_shape=(1, pairs),
                                                **packed)  # fmt: skip
 
+    # Whole sequences in one tile: their backward is one kernel.
+    short = {"seq_q": 17, "seq_k": 23}
+    yield (
+        "short",
+        case(
+            {"lse_grad": True, "window": True, "softcap": True}, causal=True, softcap=2.0, **short
+        ),
+    )
+    yield "short, two chunks", case({"dtype": "float16", "head_dim": 48, "head_dim_v": 24, "dropout": True}, dropout_p=0.4,
+                                    **short)  # fmt: skip
+    yield "short, full bias", case({"bias": "pair", "bias_grad": True, "mask": True}, bias_shape=(2, 2, 17, 23),
+                                   mask_shape=(1, 1, 17, 23), mask_kind="rows", **short)  # fmt: skip
+    yield (
+        "short, bias of keys",
+        case({"bias": "key", "bias_grad": True}, bias_shape=(2, 1, 1, 23), **short),
+    )
+    yield (
+        "short, bias of queries",
+        case({"bias": "pair", "bias_grad": True}, bias_shape=(2, 1, 17, 1), **short),
+    )
+    lens = {
+        "rank": 3,
+        "lead": (),
+        "seq_q": 0,
+        "seq_k": 0,
+        "lens_q": (9, 0, 1, 17),
+        "lens_k": (17, 5, 0, 23),
+    }
+    yield "packed, short", case({"varlen": True, "lse_grad": True}, **lens)
+    yield (
+        "packed, short, bias of keys",
+        case({"varlen": True, "bias": "key", "bias_grad": True}, bias_shape=(2, 45), **lens),
+    )
+    yield "packed, short, bias of pairs", case({"varlen": True, "bias": "pair", "bias_grad": True},
+                                               bias_shape=(2, 9 * 17 + 17 * 23), **lens)  # fmt: skip
+
 
 def all_cases():
     from flashsci.testing import generate

@@ -129,9 +129,9 @@ def bias_gradient_kernel(
             plane, plane_strides, i, j, bias_rows, len_k, BIAS, BIAS_VECTOR, False
         )
         end = last
-        if WINDOW >= 1:  # a tile that nobody sees: its gradient is zero
-            if j0 > i0 + BLOCK_M - 1 + shift + right:
-                end = first
+        # A tile that nobody sees: its gradient is zero.
+        if WINDOW >= 1 and j0 > i0 + BLOCK_M - 1 + shift + right:
+            end = first
         if WINDOW == 2 and j0 + BLOCK_N - 1 < i0 + shift - left:
             end = first
         ds = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -13,6 +13,7 @@ from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, empty_like_layout
 from . import launch
 from .backward_keys import dkdv_kernel
 from .backward_queries import NO_BIAS_GRADIENT, ROW_SUMS, STORE, delta_kernel, dq_kernel
+from .backward_small import COLUMN_SUMS, small_backward_kernel
 from .bias_gradient import bias_gradient_kernel
 from .forward import forward_kernel
 from .tile import ABSENT, KEY, PLANE
@@ -78,7 +79,9 @@ class Launch:
     """
 
     def __init__(self, kernel, programs: int, arguments: dict):
-        self.kernel, self.programs, self.arguments = kernel, programs, arguments
+        self.kernel, self.programs = kernel, programs
+        # Triton 3.10 will no longer fuse multiplications with additions unless asked to.
+        self.arguments = arguments | {"enable_fp_fusion": True}
         self.compiled: dict[int, Callable] = {}
         self.rest: list = []
 
@@ -99,7 +102,7 @@ class Launch:
 class Plan:
     """What the launches of one kind of call share. Made by `plan`."""
 
-    def __init__(self, device, dtype, shapes, strides, bias, mask, sequences, ragged, scale, softcap,
+    def __init__(self, device, dtype, shapes, strides, bias, mask, sequences, longest, ragged, scale, softcap,
                  window_left, window_right, lower_right, dropout_p, precision):  # fmt: skip
         q_shape, k_shape, v_shape = shapes
         self.device, self.dtype = device, dtype
@@ -116,6 +119,7 @@ class Plan:
         self.launches: dict[tuple, Launch] = {}
         # Typical lengths, to choose tiles by; those of packed sequences vary about the mean.
         self.lengths = self.size_q, self.size_k
+        longest = longest if self.packed else max(self.lengths)
         if self.packed:
             self.lengths = tuple(3 * size // (2 * max(sequences, 1)) for size in self.lengths)
 
@@ -144,6 +148,7 @@ class Plan:
             mask_vector = plane_vector(self.mask_strides, self.size_k, 1, self.packed)
 
         self.pairs = PLANE.value in (bias_kind, mask_kind)
+        self.small = launch.small_config(device.capability, dtype, max(d0 + d1, v0 + v1), longest)
         self.window = 0 if window_left < 0 and window_right < 0 else 1 if window_left < 0 else 2
         dropout = dropout_p > 0.0
         threshold = min(math.floor(dropout_p * 2**32), 2**32 - 1)
@@ -257,6 +262,24 @@ class Plan:
             self.launches[key] = Launch(dkdv_kernel, programs, arguments)
         return self.launches[key]
 
+    def small_backward(self, dq, dk, dv, use: int, dbias) -> Launch:
+        key = "small", use
+        if key not in self.launches:
+            side, warps = self.small
+            names = ("q_strides", "k_strides", "v_strides", "dout_strides", "out_strides")
+            arguments = dict(self.arguments, **dict(zip(names, self.strides, strict=True)))
+            arguments.update(
+                dq_strides=strides4(dq.stride()), dk_strides=strides4(dk.stride()), dv_strides=strides4(dv.stride()),
+                dbias_strides=plane_strides(dbias.shape, dbias.stride(), self.ragged)
+                if use == STORE.value
+                else NO_STRIDES,
+                heads=self.heads_k, BIAS_GRADIENT=use, DBIAS_VECTOR=self.gradient_vector(dbias),
+                BLOCK_M=side, BLOCK_N=side, num_warps=warps, num_stages=1,
+            )  # fmt: skip
+            programs = (self.sequences + 2 if self.packed else self.batch) * self.heads_k
+            self.launches[key] = Launch(small_backward_kernel, programs, arguments)
+        return self.launches[key]
+
     def bias_gradient(self, bias) -> tuple[Launch, int]:
         """The launch for a bias that heads or batch members share, and its number of partial sums."""
         if "bias_gradient" not in self.launches:
@@ -294,7 +317,7 @@ def plan(*key) -> Plan:
     return Plan(*key)
 
 
-def plan_of(tensors, bias, mask, cu_seqlens_q, bias_offsets, options) -> Plan:
+def plan_of(tensors, bias, mask, cu_seqlens_q, bias_offsets, longest, options) -> Plan:
     q, k, v = tensors[:3]
     return plan(
         device_of(q.device),
@@ -304,6 +327,7 @@ def plan_of(tensors, bias, mask, cu_seqlens_q, bias_offsets, options) -> Plan:
         None if bias is None else (bias.shape, bias.stride(), bias.element_size()),
         None if mask is None else (mask.shape, mask.stride()),
         -1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
+        longest,
         bias_offsets is not None,
         *options,
     )
@@ -329,7 +353,7 @@ def forward(
     max_seqlen_q, max_seqlen_k, *options,
 ):  # fmt: skip
     """out, lse; arguments as flashsci.ops.TENSORS and SCALARS. Longest lengths are not needed."""
-    p = plan_of((q, k, v), bias, mask, cu_seqlens_q, bias_offsets, options)
+    p = plan_of((q, k, v), bias, mask, cu_seqlens_q, bias_offsets, 0, options)
     out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if p.empty:
@@ -355,7 +379,10 @@ def backward(
         dout = dout.contiguous()
     if out.stride(-1) != 1:
         out = out.contiguous()
-    p = plan_of((q, k, v, dout, out), bias, mask, cu_seqlens_q, bias_offsets, options)
+    # Longest packed lengths, where known, decide one thing: whether sequences fit in one tile each.
+    longest = max(max_seqlen_q, max_seqlen_k) if min(max_seqlen_q, max_seqlen_k) >= 0 else 1 << 30
+    longest = 32 if longest <= 32 else 64 if longest <= 64 else 1 << 30
+    p = plan_of((q, k, v, dout, out), bias, mask, cu_seqlens_q, bias_offsets, longest, options)
     dq = empty_like_layout(q, q.shape) if need_dq else q.new_empty(0)
     dk = empty_like_layout(k, k.shape) if need_dk else q.new_empty(0)
     dv = empty_like_layout(v, v.shape) if need_dv else q.new_empty(0)
@@ -365,11 +392,7 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), dbias
 
     lse = lse.contiguous()
-    reference, delta = torch.empty_like(lse), torch.empty_like(lse)
-    p.delta()(dout, out, lse, None if dlse is None else dlse.contiguous(), reference, delta)
-    common = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
-              dout, reference, delta)  # fmt: skip
-
+    dlse = None if dlse is None else dlse.contiguous()
     # Where the bias gradient comes from: see the heads of the kernels' files.
     use, sums, dbias = NO_BIAS_GRADIENT.value, None, None
     shared = False
@@ -387,10 +410,21 @@ def backward(
             dbias = torch.empty_like(lse)
         else:
             shared = True
-    if need_dq or use:
-        p.dq(dq, need_dq, use, dbias)(*common, dq, dbias)
-    if need_dk or need_dv or sums is not None:
-        p.dkdv(dk, dv, need_dk, need_dv, sums is not None)(*common, dk, dv, sums)
+    if p.small and need_dq and need_dk and need_dv and not shared:
+        kind = COLUMN_SUMS.value if sums is not None else use
+        p.small_backward(dq, dk, dv, kind, dbias)(
+            q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, out, lse, dlse,
+            dq, dk, dv, dbias if sums is None else sums,
+        )  # fmt: skip
+    else:
+        reference, delta = torch.empty_like(lse), torch.empty_like(lse)
+        p.delta()(dout, out, lse, dlse, reference, delta)
+        common = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
+                  dout, reference, delta)  # fmt: skip
+        if need_dq or use:
+            p.dq(dq, need_dq, use, dbias)(*common, dq, dbias)
+        if need_dk or need_dv or sums is not None:
+            p.dkdv(dk, dv, need_dk, need_dv, sums is not None)(*common, dk, dv, sums)
 
     if sums is not None:
         dbias = reduce_to(sums.unsqueeze(-2), bias)

@@ -167,3 +167,17 @@ def config(
     elif block_m * block_n <= 64 * 64:
         warps = min(warps, 4)
     return block_m, block_n, warps, stages, *registers
+
+
+def small_config(
+    capability: tuple[int, int] | None, dtype: torch.dtype, width: int, longest: int
+) -> tuple[int, int] | None:
+    """(tile side, warps) where one program does the whole backward of a sequence; None: it does not
+    fit."""
+    side = 32 if longest <= 32 else 64
+    if longest > 64 or (capability is None and longest > 32):
+        return None
+    widest = 64 if dtype == torch.float32 or (capability or (9, 0)) < (8, 0) else 128
+    if width > widest or (side == 64 and dtype == torch.float32 and width > 32):
+        return None
+    return side, (2 if width <= 32 else 4) if side == 32 else 4
