@@ -10,6 +10,7 @@ test knows from it which kernels changed since.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import itertools
 import json
@@ -44,7 +45,14 @@ from flashsci.testing import (
     poisoned_memory,
     variants,
 )
-from flashsci.testing.cases import BULK_LENGTHS, LARGE_LENGTHS, SMALL_LENGTHS
+from flashsci.testing.cases import (
+    BULK_LENGTHS,
+    LARGE_LENGTHS,
+    SMALL_LENGTHS,
+    SeededChoices,
+    draw_case,
+    resized,
+)
 
 SCALED = 1.01  # outputs times this must fail: the test of the test
 KERNELS = ("triton", "cuda")  # backends of our own
@@ -182,7 +190,7 @@ def _spring(name: str, backend: str, device: str) -> tuple[str, str, str]:
 
 
 def plan_cases(count: int, seed: int, device: str, unit: str | None) -> list[Case]:
-    """The cases of a run: bulk sizes, and a twentieth of larger ones. Interpreter-sized on the CPU."""
+    """The cases of a run; every sixteenth family has long sequences. Interpreter-sized on the CPU."""
     pool = variants() if device == "cuda" else variants(max_dim=32)
     if unit and "bias" in unit:
         pool = [v for v in pool if v.bias_grad]
@@ -193,11 +201,15 @@ def plan_cases(count: int, seed: int, device: str, unit: str | None) -> list[Cas
         ]
     if device != "cuda":
         return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
-    large = count // 20
-    cases = list(generate(seed, count - large, pool, lengths=BULK_LENGTHS))
-    return cases + list(
-        generate(seed + 1, large, pool, lengths=LARGE_LENGTHS + BULK_LENGTHS, score_limit=1 << 22)
-    )
+    # One family of problems for each variant, so that the kernels to compile stay few: within it,
+    # values, batch, heads and lengths of a class vary.
+    choices = SeededChoices(seed)
+    families = []
+    for i, variant in enumerate(pool):
+        lengths = LARGE_LENGTHS if i % 16 == 0 else BULK_LENGTHS
+        families.append(draw_case(choices, [variant], lengths))
+    limits = [1 << 21 if i % 16 == 0 else 1 << 19 for i in range(len(pool))]
+    return [resized(choices, families[i % len(pool)], limits[i % len(pool)]) for i in range(count)]
 
 
 def _tasks(cases: Iterable[Case], backends: Sequence[str], device: str, order: int) -> list[Any]:
@@ -208,12 +220,19 @@ def _tasks(cases: Iterable[Case], backends: Sequence[str], device: str, order: i
     return [("cases", group, tuple(backends), device, order) for group in groups.values()]
 
 
-def _results(tasks: list[Any], workers: int) -> Iterator[tuple[str, Any]]:
+def _results(tasks: list[Any], workers: int, until: float) -> Iterator[tuple[str, Any]]:
+    """Results as they come, until that time. A process is replaced after some tasks: an error of the
+    device lasts as long as the process."""
     if workers <= 1:
-        yield from map(_work, tasks)
+        for task in tasks:
+            if time.time() < until:
+                yield _work(task)
         return
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        yield from pool.imap_unordered(_work, tasks)
+    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=6) as pool:
+        results = pool.imap_unordered(_work, tasks)
+        with contextlib.suppress(StopIteration, multiprocessing.TimeoutError):
+            while True:
+                yield results.next(timeout=max(0.0, until - time.time()))
 
 
 def library_units() -> dict[str, str]:
@@ -260,6 +279,7 @@ def run(
     workers: int | None = None,
     device: str = "cuda",
     backends: Sequence[str] = KERNELS,
+    minutes: float = 8.0,
     say: Any = print,
 ) -> int:
     """Check and write the report; 0 when all is right, 1 with failures, 2 when it cannot run here.
@@ -272,6 +292,7 @@ def run(
         workers: processes; None for one per core, at most 14.
         device: "cuda"; "cpu" tries the check itself where Triton interprets.
         backends: which backends to judge.
+        minutes: stop then, and report what was done; unfinished work is a failure.
         say: receives lines of progress.
     """
     units = digest.units()
@@ -311,12 +332,12 @@ def run(
                     say(f"{name}: {failure['problem']}\n    {failure['case']}")
             say(f"{done} of {cases} cases, {time.time() - started:.0f} s")
 
-    for kind, result in _results(tasks, workers):
+    for kind, result in _results(tasks, workers, started + 60 * minutes):
         take(kind, result)
     # What needs most of the device's memory runs alone.
     for t in traps:
         for b in backends:
-            if t.gigabytes:
+            if t.gigabytes and time.time() < started + 60 * minutes:
                 take("trap", _spring(t.name, b, device))
                 torch.cuda.empty_cache()
                 say(
@@ -324,6 +345,8 @@ def run(
                 )
     bad_traps = [n for n, by in outcomes.items() for o in by.values() if o.startswith("failed")]
     problems = sum(len(t.failures) for t in tallies.values()) + len(bad_traps)
+    missing = [f"{t.name} on {b}" for t in traps for b in backends if b not in outcomes[t.name]]
+    unfinished = ([f"{cases - done} cases"] if done < cases else []) + missing
     report = {
         "machine": machine(device),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -331,6 +354,7 @@ def run(
         "seed": seed,
         "cases": done,
         "failures": problems,
+        "unfinished": unfinished,
         "backends": {name: tally.summary() for name, tally in sorted(tallies.items())},
         "traps": {name: outcomes[name] for name in sorted(outcomes)},
         "library": library_units(),
@@ -343,7 +367,9 @@ def run(
     untried = [b for b in backends if not tallies[b].cases]
     if untried:
         say(f"no case ran on: {', '.join(untried)}")
-    return 1 if problems or untried else 0
+    if unfinished:
+        say(f"out of time: {unfinished}")
+    return 1 if problems or untried or unfinished else 0
 
 
 def write(report: dict[str, Any], path: Path, unit: str | None) -> None:
@@ -353,7 +379,7 @@ def write(report: dict[str, Any], path: Path, unit: str | None) -> None:
         whole = json.loads(path.read_text()) if path.is_file() else {"units": {}}
         part = {k: v for k, v in report.items() if k != "units"}
         whole.setdefault("parts", {})[unit] = part
-        if not report["failures"]:
+        if not report["failures"] and not report["unfinished"]:
             whole["units"].update(report["units"])
         report = whole
     path.write_text(json.dumps(report, indent=1) + "\n")
@@ -398,6 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="reports/gpu-check.json", help="where the report goes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, help="processes (default: one per core, at most 14)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="stop then (default 8)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--backends", default=",".join(KERNELS), help="comma-separated")
     parser.add_argument("--reproduce", metavar="CASE", help="judge one case, as a report prints it")
@@ -413,6 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.workers,
         options.device,
         backends,
+        options.minutes,
     )
 
 

@@ -160,6 +160,25 @@ class Inputs:
 EDGE_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 61, 63, 64, 65, 97, 127, 128, 129)
 BULK_LENGTHS = (*EDGE_LENGTHS, 0, 191, 192, 193, 255, 256, 257, 300)
 LARGE_LENGTHS = (511, 576, 1000, 1025)
+ALL_LENGTHS = (
+    *BULK_LENGTHS,
+    *LARGE_LENGTHS,
+    8,
+    24,
+    40,
+    48,
+    56,
+    62,
+    80,
+    96,
+    144,
+    160,
+    250,
+    264,
+    320,
+    384,
+)
+MAGNITUDES = ("peaked", "low", "small_v", "large_v", "offset_v")
 SMALL_LENGTHS = (0, 1, 2, 3, 5, 15, 16, 17, 23, 33)
 HEAD_DIMS = (
     (1, 1),
@@ -234,9 +253,7 @@ def draw_case(
         dropout_p=choices.one_of((0.2, 0.5))
         if variant.dropout
         else 0.0,  # 1 / (1 - p) is exact in every dtype
-        magnitude="unit"
-        if often(3)
-        else choices.one_of(("peaked", "low", "small_v", "large_v", "offset_v")),
+        magnitude="unit" if often(3) else choices.one_of(MAGNITUDES),
         layout=choices.one_of(("bhsd", "bshd", "packed", "strided", "expanded", "shifted")),
         heads_k=choices.one_of((1, 1, 2, 3)),
         group=choices.one_of((1, 1, 2, 4)),
@@ -356,6 +373,64 @@ def generate(
     pool = variants() if pool is None else pool
     for _ in range(count):
         yield draw_case(choices, pool, **limits)
+
+
+def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
+    """Another problem for the kernels that ``case`` was compiled into: other values, batch, heads and
+    lengths, where lengths stay in their class (as tile sizes see them) and broadcast dims broadcast.
+    """
+    group = case.group if case.rank == 2 else choices.one_of((1, 1, 2, 4))
+    heads_k = case.heads_k if case.rank == 2 else choices.one_of((1, 2, 3))
+    often = lambda n: choices.integer(1, n) > 1  # noqa: E731
+    softcap = choices.one_of((2.0, 15.0, 50.0)) if case.softcap else None
+    case = replace(
+        case,
+        seed=choices.integer(0, 2**31 - 1),
+        heads_k=heads_k,
+        group=group,
+        softcap=softcap,
+        scale=None if often(3) else choices.one_of((0.05, 0.3, 1.0)),
+        magnitude="unit" if often(3) else choices.one_of(MAGNITUDES),
+        align=choices.one_of(("upper_left", "lower_right")) if case.variant.window else case.align,
+        bias_holes=case.variant.bias is not None and not often(3),
+    )
+
+    def like(length: int) -> int:
+        return choices.one_of([n for n in ALL_LENGTHS if _length_class(n) == _length_class(length)])
+
+    if case.variant.varlen:
+        lens_q = tuple(like(n) for n in case.lens_q)
+        lens_k = lens_q if case.lens_k == case.lens_q else tuple(like(n) for n in case.lens_k)
+        shape = case.bias_shape
+        if shape is not None:
+            keys, pairs = sum(lens_k), sum(a * b for a, b in zip(lens_q, lens_k, strict=True))
+            heads = 1 if shape[0] == 1 else heads_k * group
+            per_key = len(shape) == 3 or case.variant.bias == "key" or pairs == keys
+            shape = (heads, 1, keys) if per_key else (heads, pairs)
+        return replace(case, lens_q=lens_q, lens_k=lens_k, bias_shape=shape)
+    before = case.score_shape
+    seq_q = like(case.seq_q)
+    seq_k = seq_q if case.seq_k == case.seq_q else like(case.seq_k)
+    lead = tuple(choices.one_of((2, 3, 5)) for _ in case.lead)
+    while heads_k * group * seq_q * seq_k * _product(lead) > score_limit and max((*lead, 1)) > 1:
+        lead = tuple(max(1, n - 1) for n in lead)
+    case = replace(case, seq_q=seq_q, seq_k=seq_k, lead=lead)
+
+    def spread(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if shape is None:
+            return None
+        old, new = before[len(before) - len(shape) :], case.score_shape[len(before) - len(shape) :]
+        return tuple(
+            1 if n == 1 and (m != 1 or k == 1) else k
+            for n, m, k in zip(shape, old, new, strict=True)
+        )
+
+    return replace(case, bias_shape=spread(case.bias_shape), mask_shape=spread(case.mask_shape))
+
+
+def _length_class(n: int) -> tuple[bool, int, bool]:
+    """Lengths that kernels treat alike: none, up to 32, 64, 128, 256 or more; a multiple of 8 or not."""
+    return n == 0, sum(n > limit for limit in (32, 64, 128, 256)), n % 8 == 0
 
 
 def cases(pool: Sequence[Variant] | None = None, **limits: Any) -> Any:
