@@ -147,3 +147,25 @@ def test_poison_shows_what_a_backend_reads_outside():
     with torch.no_grad():
         beyond = inputs.k.as_strided((1, 1, 8, 16), inputs.k.stride(), inputs.k.storage_offset())
         assert (inputs.q @ beyond.transpose(-1, -2)).isnan().any()
+
+
+def test_resized_cases_stay_in_their_family():
+    """Same variant, layout, views and length classes; other sizes; broadcast dims stay so and fit."""
+    from flashsci.testing.cases import SeededChoices, _length_class, resized
+
+    choices = SeededChoices(1)
+    sizes = set()
+    for family in generate(2, 60):
+        for case in (resized(choices, family) for _ in range(4)):
+            sizes.add((case.seq_q, case.lead, case.lens_q))
+            for name in ("variant", "rank", "layout", "bias_view", "mask_view", "causal", "window"):
+                assert getattr(case, name) == getattr(family, name)
+            assert _length_class(case.seq_q) == _length_class(family.seq_q)
+            for shape in (case.bias_shape, case.mask_shape):
+                if shape is not None and not case.variant.varlen:
+                    assert torch.broadcast_shapes(shape, case.score_shape) == torch.Size(
+                        case.score_shape
+                    )
+            if case.variant.varlen and case.bias_shape is not None:
+                assert case.bias_shape[0] in (1, case.heads_q)
+    assert len(sizes) > 60
