@@ -28,9 +28,9 @@ from flashsci.testing.cases import Inputs
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias")
 BASELINE_FACTOR = 2.0  # error allowed, in errors of plain PyTorch
 FLOOR_ROUNDINGS = 16.0  # plus so many roundings (8 eps) of the largest absolute-value sum
-SUM_ROUNDINGS = (
-    2.0  # gain and spread allowed for sums in fp32, whose roundings may all point one way
-)
+# Gain and spread allowed for sums in fp32, whose roundings may all point one way: tensor cores
+# truncate, and 3xTF32 takes three chains of products (measured on an H200, D 128: up to 2.1).
+SUM_ROUNDINGS = 4.0
 PROBES = 8  # random directions that measure the norm of independent roundings
 SIGMAS = 5.0  # gain and spread allowed beyond the baseline's, in standard deviations of independent roundings
 UNIFORM = 3.0**-0.5  # standard deviation of a uniform error between -1 and 1
