@@ -120,6 +120,9 @@ TINY_CASES = {
     "escaip": {"shape": (1, 250, 10, 45, 45, 320, 64), "bias": (1, 250, 1, 1, 45), "dtype": "float32"},
     "fp32-d64-s2048": {"shape": (1, 2, 8, 2048, 2048, 64), "dtype": "float32"},
     "fp32-d128-s2048": {"shape": (1, 2, 8, 2048, 2048, 128), "dtype": "float32"},
+    "short-bf16-d32": {"shape": (1, 16384, 8, 30, 30, 32)},
+    "short-fp32-d64": {"shape": (1, 4096, 8, 25, 25, 64), "dtype": "float32"},
+    "short-bf16-d64-s60": {"shape": (1, 8192, 8, 60, 60, 64)},
     "small-call": {"shape": (1, 1, 8, 64, 64, 64)},
 }  # fmt: skip
 
@@ -243,7 +246,7 @@ def with_config(kernel: str, tile):
 def kernel_run(call: Call, kernel: str):
     full = call.bias is not None and call.bias.shape[:3] == call.q.shape[:3]
     return {"forward": call.forward, "dq": lambda: call.backward(9 if full else 1), "dkdv": lambda: call.backward(6),
-            "bias_gradient": lambda: call.backward(8)}[kernel]  # fmt: skip
+            "bias_gradient": lambda: call.backward(8), "small": call.backward}[kernel]  # fmt: skip
 
 
 def warm_config(job):
@@ -337,6 +340,53 @@ def sweep_bias(kernels, pool, names) -> None:
                 *(f"{tile} {us:.0f} us;" for us, tile in sorted(found)[:6]),
                 flush=True,
             )
+
+
+def warm_tiny(job):
+    name, kernel, tile = job
+    try:
+        call = Call(**TINY_CASES[name])
+        with_tiny(kernel, tile)
+        kernel_run(call, kernel)()
+        call.torch.cuda.synchronize()
+    except Exception as error:
+        return f"{kernel} {tile} {name}: {type(error).__name__} {str(error)[:150]}"
+
+
+def with_tiny(kernel, tile):
+    from flashsci.backends.triton import host, launch
+
+    if kernel == "small":
+        if not hasattr(launch, "default_small"):
+            launch.default_small = launch.small_config
+        launch.small_config = (lambda *a: tile) if tile else launch.default_small
+        host.plan.cache_clear()
+    else:
+        with_config(kernel, tile)
+
+
+def sweep_tiny(pool) -> None:
+    tiles = {
+        "forward": [(32, 32, 1, 1), (32, 32, 1, 2), (32, 32, 2, 1), (32, 32, 2, 2), (32, 32, 4, 1), (32, 32, 2, 1, 96)],
+        "small": [(32, 1), (32, 2), (32, 4), (32, 2, 168), (32, 2, 128), (32, 4, 128), (32, 4, 96)],
+    }  # fmt: skip
+    names = ("pet-md-4096", "short-bf16-d32", "short-fp32-d64", "short-bf16-d64-s60")
+    jobs = [(n, k, t if "s60" not in n else (64, *t[1:]) if k == "small" else (64, 64, *t[2:]))
+            for n in names for k, found in tiles.items() for t in found]  # fmt: skip
+    failed = [error for error in pool.map(warm_tiny, jobs, chunksize=1) if error]
+    print("sweep-tiny failed:", failed, flush=True)
+    rows: dict = {}
+    calls = {n: Call(**TINY_CASES[n]) for n in names}
+    for n, k, t in jobs:
+        if any(error.startswith(f"{k} {t} {n}:") for error in failed):
+            continue
+        with_tiny(k, t)
+        rows.setdefault((n, k), []).append(
+            (interleaved({"x": kernel_run(calls[n], k)}, 7)["x"] * 1e3, t)
+        )
+        with_tiny(k, None)
+    for (n, k), found in rows.items():
+        print(f"{n:20} {k:8}", *(f"{t} {us:.0f} us;" for us, t in sorted(found)))
 
 
 PEERS = {
@@ -458,6 +508,8 @@ def main() -> None:
                 sweep_bias(rest, pool, ("triangle-bf16-s384", "af3-pair"))
             elif name == "sweep-fp32":
                 sweep_bias(rest, pool, ("fp32-d64-s2048", "fp32-d128-s2048", "triangle-fp32-s384"))
+            elif name == "sweep-tiny":
+                sweep_tiny(pool)
             elif name == "host":
                 host_time()
             elif name == "time":

@@ -26,6 +26,7 @@ from .tile import (
     packed_span,
     plane_place,
     query_range,
+    score_dot,
     scores,
     store_tile,
 )
@@ -35,9 +36,9 @@ from .tile import (
 def score_product(queries, keys, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
     """queries [M, D], keys [N, D] -> [M, N] or, TRANSPOSED, [N, M]."""
     if TRANSPOSED:
-        return dot(keys, queries.T, acc, PRECISION)
+        return score_dot(keys, queries, acc, PRECISION)
     else:
-        return dot(queries, keys.T, acc, PRECISION)
+        return score_dot(queries, keys, acc, PRECISION)
 
 
 @triton.jit(do_not_specialize=RUNTIME_BACKWARD)

@@ -26,6 +26,7 @@ from .tile import (
     packed_span,
     plane_place,
     plane_pointers,
+    score_dot,
     scores,
     store_tile,
 )
@@ -282,8 +283,8 @@ def dq_kernel(
                 part != 1,
                 not EVEN_V,
             )
-            s = dot(q0, k0.T, None, PRECISION)  # [BLOCK_M, BLOCK_N]
-            dp = dot(g0, v0.T, None, PRECISION)
+            s = score_dot(q0, k0, None, PRECISION)  # [BLOCK_M, BLOCK_N]
+            dp = score_dot(g0, v0, None, PRECISION)
             if D1 > 0:
                 k1 = load_tile(
                     k_tile + D0,
@@ -296,7 +297,7 @@ def dq_kernel(
                     part != 1,
                     not EVEN_D,
                 )
-                s = dot(q1, k1.T, s, PRECISION)
+                s = score_dot(q1, k1, s, PRECISION)
             if V1 > 0:
                 v1 = load_tile(
                     v_tile + V0,
@@ -309,7 +310,7 @@ def dq_kernel(
                     part != 1,
                     not EVEN_V,
                 )
-                dp = dot(g1, v1.T, dp, PRECISION)
+                dp = score_dot(g1, v1, dp, PRECISION)
             j = start + tl.arange(0, BLOCK_N)
             s, slope = scores(
                 s,

@@ -21,6 +21,7 @@ from .tile import (
     load_tile,
     plane_place,
     plane_pointers,
+    score_dot,
     scores,
     sequence_edge,
     store_tile,
@@ -158,8 +159,8 @@ def small_backward_kernel(
             out_tile, out_strides[3], len_q, head_dim_v, BLOCK_M, V0, VECTOR, True, not EVEN_V
         )
         row_delta = tl.sum(g0.to(tl.float32) * o.to(tl.float32), 1)
-        s = dot(q0, k0.T, None, PRECISION)  # [BLOCK_M, BLOCK_N]
-        dp = dot(g0, v0.T, None, PRECISION)
+        s = score_dot(q0, k0, None, PRECISION)  # [BLOCK_M, BLOCK_N]
+        dp = score_dot(g0, v0, None, PRECISION)
         if D1 > 0:
             q1 = load_tile(
                 q_tile + D0,
@@ -172,7 +173,7 @@ def small_backward_kernel(
                 True,
                 not EVEN_D,
             )
-            s = dot(q1, k1.T, s, PRECISION)
+            s = score_dot(q1, k1, s, PRECISION)
         if V1 > 0:
             g1 = load_tile(
                 dout_tile + V0,
@@ -197,7 +198,7 @@ def small_backward_kernel(
                 not EVEN_V,
             )
             row_delta += tl.sum(g1.to(tl.float32) * o.to(tl.float32), 1)
-            dp = dot(g1, v1.T, dp, PRECISION)
+            dp = score_dot(g1, v1, dp, PRECISION)
         if dlse is not None:
             row_delta -= tl.load(dlse + row0 + i, mask=i < len_q, other=0.0)
         # Rows without keys and beyond the queries get reference +inf: their probabilities are 0.

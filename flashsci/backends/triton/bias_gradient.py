@@ -15,7 +15,6 @@ from .tile import (
     ABSENT,
     PLANE,
     aligned,
-    dot,
     dropout_keep,
     exponential,
     head_pointer,
@@ -25,6 +24,7 @@ from .tile import (
     packed_span,
     plane_place,
     plane_pointers,
+    score_dot,
     scores,
 )
 
@@ -160,7 +160,7 @@ def bias_gradient_kernel(
             k0 = load_tile(
                 k_tile, k_strides[3], columns_left, head_dim, BLOCK_N, D0, VECTOR, True, not EVEN_D
             )
-            s = dot(q0, k0.T, None, PRECISION)  # [BLOCK_M, BLOCK_N]
+            s = score_dot(q0, k0, None, PRECISION)  # [BLOCK_M, BLOCK_N]
             if D1 > 0:
                 q1 = load_tile(
                     q_tile + D0,
@@ -184,7 +184,7 @@ def bias_gradient_kernel(
                     True,
                     not EVEN_D,
                 )
-                s = dot(q1, k1.T, s, PRECISION)
+                s = score_dot(q1, k1, s, PRECISION)
             g0 = load_tile(
                 dout_tile,
                 dout_strides[3],
@@ -207,7 +207,7 @@ def bias_gradient_kernel(
                 True,
                 not EVEN_V,
             )
-            dp = dot(g0, v0.T, None, PRECISION)
+            dp = score_dot(g0, v0, None, PRECISION)
             if V1 > 0:
                 g1 = load_tile(
                     dout_tile + V0,
@@ -231,7 +231,7 @@ def bias_gradient_kernel(
                     True,
                     not EVEN_V,
                 )
-                dp = dot(g1, v1.T, dp, PRECISION)
+                dp = score_dot(g1, v1, dp, PRECISION)
             if MASK:
                 mask_head, mask_head_strides, _mask_rows = plane_place(
                     mask,

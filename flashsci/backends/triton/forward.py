@@ -24,6 +24,7 @@ from .tile import (
     packed_place,
     packed_span,
     plane_place,
+    score_dot,
     scores,
     store_tile,
 )
@@ -174,7 +175,7 @@ def forward_kernel(
                 part != 1,
                 not EVEN_D,
             )
-            s = dot(q0, k0.T, None, PRECISION)  # [BLOCK_M, BLOCK_N]
+            s = score_dot(q0, k0, None, PRECISION)  # [BLOCK_M, BLOCK_N]
             if D1 > 0:
                 k1 = load_tile(
                     k_tile + D0,
@@ -187,7 +188,7 @@ def forward_kernel(
                     part != 1,
                     not EVEN_D,
                 )
-                s = dot(q1, k1.T, s, PRECISION)
+                s = score_dot(q1, k1, s, PRECISION)
             j = start + tl.arange(0, BLOCK_N)
             s, _slope = scores(
                 s,

@@ -65,7 +65,7 @@ def products(precision: str, dtype: torch.dtype, capability: tuple[int, int] | N
     """Triton's name for how fp32 products are taken. Before sm_80 there is no TF32: IEEE."""
     if dtype != torch.float32:
         return "tf32"
-    if capability is None or capability < (8, 0):
+    if capability is not None and capability < (8, 0):
         return "ieee"
     return "tf32x3" if precision == "default" else precision
 
@@ -126,8 +126,9 @@ class Plan:
         vector = 16 // dtype.itemsize
         steps = (self.head_dim, self.head_dim_v, *(s for stride in strides for s in stride[:-1]))
         vector = vector if all(s % vector == 0 for s in steps) else 1
-        d0, d1 = launch.head_chunks(self.head_dim, vector > 1)
-        v0, v1 = launch.head_chunks(self.head_dim_v, vector > 1)
+        precise = products(precision, dtype, device.capability)
+        d0, d1 = launch.head_chunks(self.head_dim, vector > 1, precise != "tf32x3")
+        v0, v1 = launch.head_chunks(self.head_dim_v, vector > 1, precise != "tf32x3")
         self.strides = tuple(strides4(stride) for stride in strides)
 
         self.ragged = ragged
@@ -168,7 +169,7 @@ class Plan:
             "D0": d0, "D1": d1, "V0": v0, "V1": v1,
             "EVEN_D": d0 + d1 == self.head_dim, "EVEN_V": v0 + v1 == self.head_dim_v,
             "VECTOR": vector,
-            "PRECISION": products(precision, dtype, device.capability),
+            "PRECISION": precise,
         }  # fmt: skip
 
     def tiles_of(self, kernel: str) -> tuple[int, dict]:
@@ -265,7 +266,7 @@ class Plan:
     def small_backward(self, dq, dk, dv, use: int, dbias) -> Launch:
         key = "small", use
         if key not in self.launches:
-            side, warps = self.small
+            side, warps, *registers = self.small
             names = ("q_strides", "k_strides", "v_strides", "dout_strides", "out_strides")
             arguments = dict(self.arguments, **dict(zip(names, self.strides, strict=True)))
             arguments.update(
@@ -276,6 +277,8 @@ class Plan:
                 heads=self.heads_k, BIAS_GRADIENT=use, DBIAS_VECTOR=self.gradient_vector(dbias),
                 BLOCK_M=side, BLOCK_N=side, num_warps=warps, num_stages=1,
             )  # fmt: skip
+            if registers:
+                arguments["maxnreg"] = registers[0]
             programs = (self.sequences + 2 if self.packed else self.batch) * self.heads_k
             self.launches[key] = Launch(small_backward_kernel, programs, arguments)
         return self.launches[key]

@@ -18,13 +18,13 @@ HOPPER_16BIT = {
         32: (64, 32, 4, 3),
         64: (128, 64, 8, 3, 128),
         128: (64, 64, 4, 2),
-        256: (64, 64, 8, 2),
+        256: (64, 64, 4, 2),
         512: (32, 32, 4, 1),
     },
     "dkdv": {
         64: (64, 64, 4, 3),
         128: (64, 128, 8, 3),
-        256: (64, 64, 8, 1),
+        256: (64, 64, 4, 1),
         512: (32, 32, 4, 1),
     },
     "bias_gradient": {
@@ -62,8 +62,8 @@ FP32 = {
     "forward": {
         32: (64, 64, 4, 2),
         64: (64, 32, 4, 2),
-        128: (64, 32, 8, 2),
-        256: (32, 32, 8, 1),
+        128: (64, 32, 4, 2),
+        256: (32, 32, 4, 1),
         512: (16, 16, 4, 1),
     },
     "dq": {
@@ -104,18 +104,22 @@ MAX_HEAD_DIM = 512
 
 
 @functools.lru_cache
-def head_chunks(d: int, split: bool = True) -> tuple[int, int]:
+def head_chunks(d: int, split: bool = True, deep: bool = True) -> tuple[int, int]:
     """A head dim as one or two powers of two: 64 -> (64, 0), 80 -> (64, 16), 24 -> (32, 0).
 
-    Rows that are not aligned to 16 bytes are not split: with them, the ptxas of Triton 3.6 (12.8)
-    gave the second of two wgmma on the same left operand a wrong shared-memory address.
+    Args:
+        split: rows that are not aligned to 16 bytes are not split: with them, the ptxas of Triton
+            3.6 (12.8) gave the second of two wgmma on the same left operand a wrong shared-memory
+            address.
+        deep: whether one chunk may be as deep as it likes. Three TF32 products may not, because
+            tensor cores round sums towards zero: from 128 on, 128 -> (64, 64).
     """
     d = max(16, -(-d // 16) * 16)
     power = 1 << (d.bit_length() - 1)
     if power == d:
-        return d, 0
+        return (d, 0) if deep or d < 128 or not split else (d // 2, d // 2)
     rest = max(16, 1 << (d - power - 1).bit_length())
-    return (power, rest) if split and rest < power else (2 * power, 0)
+    return (power, rest) if split and rest < power else head_chunks(2 * power, split, deep)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -151,33 +155,32 @@ def config(
         block_m, block_n = min(block_m, 64), min(block_n, 64)
     if length_q <= 32:
         block_m = min(block_m, 32)
-    if length_k <= 32 or (length_q <= 32 and length_k <= 128 and width <= 32):
+    streams_keys = kernel in ("forward", "dq")
+    if length_k <= 32 or (streams_keys and length_q <= 32 and length_k <= 128 and width <= 32):
         block_n = min(block_n, 32)
     if (
         longest <= 256 and kernel != "bias_gradient"
     ):  # 144 = 4.5 tiles of 32: better than 2.25 of 64
-        streams_keys = kernel in ("forward", "dq")
         length, block = (length_k, block_n) if streams_keys else (length_q, block_m)
         if block > 32 and -(-length // block) * block > 1.2 * length:
             block_m, block_n = (block_m, 32) if streams_keys else (32, block_n)
     if (block_m, block_n) != chosen:
         registers = []
-    if block_m * block_n <= 32 * 32:
-        warps = min(warps, 1 if width <= 32 else 2 if width <= 64 else 4)
-    elif block_m * block_n <= 64 * 64:
-        warps = min(warps, 4)
+        most = 4 if width > 64 or block_m * block_n > 32 * 32 else 1 if width <= 32 else 2
+        warps = min(warps, most if block_m * block_n <= 64 * 64 else warps)
     return block_m, block_n, warps, stages, *registers
 
 
 def small_config(
     capability: tuple[int, int] | None, dtype: torch.dtype, width: int, longest: int
-) -> tuple[int, int] | None:
-    """(tile side, warps) where one program does the whole backward of a sequence; None: it does not
-    fit."""
-    side = 32 if longest <= 32 else 64
+) -> tuple[int, ...] | None:
+    """(tile side, warps[, registers a thread]) where one program does the whole backward of a
+    sequence; None: it does not fit."""
+    wide = dtype == torch.float32
     if longest > 64 or (capability is None and longest > 32):
         return None
-    widest = 64 if dtype == torch.float32 or (capability or (9, 0)) < (8, 0) else 128
-    if width > widest or (side == 64 and dtype == torch.float32 and width > 32):
+    if width > (64 if wide or (capability or (9, 0)) < (8, 0) else 128):
         return None
-    return side, (2 if width <= 32 else 4) if side == 32 else 4
+    if longest <= 32:
+        return (32, 2, 168 if wide else 128) if width <= 32 else (32, 4)
+    return None if wide and width > 32 else (64, 4)

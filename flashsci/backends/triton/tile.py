@@ -37,6 +37,26 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def score_dot(a, b, acc, PRECISION: tl.constexpr):
+    """a b^T + acc for a [M, D], b [N, D]: scores and dP, whose error exponentials and differences magnify.
+
+    Tensor cores round every partial sum towards zero. For three TF32 products, meant to be as good
+    as fp32, sums are therefore kept short (D <= 64) and added outside.
+    """
+    if PRECISION == "tf32x3":
+        if a.shape[1] > 64:
+            a0, a1 = tl.split(tl.reshape(a, (a.shape[0], a.shape[1] // 2, 2)))  # even, odd columns
+            b0, b1 = tl.split(tl.reshape(b, (b.shape[0], b.shape[1] // 2, 2)))
+            return score_dot(a1, b1, score_dot(a0, b0, acc, PRECISION), PRECISION)
+        elif acc is None:
+            return dot(a, b.T, None, PRECISION)
+        else:
+            return acc + dot(a, b.T, None, PRECISION)
+    else:
+        return dot(a, b.T, acc, PRECISION)
+
+
+@triton.jit
 def aligned(x, VECTOR: tl.constexpr):
     """x, which is a multiple of VECTOR, in a form that shows it."""
     return x // VECTOR * VECTOR if VECTOR > 1 else x
