@@ -67,11 +67,13 @@ def check_one(case):
         return [f"{type(error).__name__}: {str(error)[:300]} {traceback.format_exc()[-300:]}"], {}
 
 
-def check(count: int, seed: int, pool) -> None:
+def check(count: int, seed: int, pool, dtype: str | None = None) -> None:
     from flashsci.testing import generate
 
     start = time.time()
     cases = list(generate(seed, count))
+    if dtype:
+        cases = [case for case in cases if case.variant.dtype == dtype]
     worst: dict[tuple[str, str], float] = {}
     failures = 0
     for case, (problems, ratios) in zip(
@@ -501,7 +503,7 @@ def main() -> None:
         rest = rest[0].split(",") if rest else []
         try:
             if name == "check":
-                check(options.count, options.seed, pool)
+                check(options.count, options.seed, pool, *rest)
             elif name == "sweep":
                 sweep(rest, pool)
             elif name == "sweep-bias":

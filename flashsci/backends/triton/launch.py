@@ -176,10 +176,10 @@ def small_config(
 ) -> tuple[int, ...] | None:
     """(tile side, warps[, registers a thread]) where one program does the whole backward of a
     sequence; None: it does not fit."""
-    wide = dtype == torch.float32
-    if longest > 64 or (capability is None and longest > 32):
+    wide, turing = dtype == torch.float32, capability is not None and capability < (8, 0)
+    if longest > (32 if capability is None or turing else 64):
         return None
-    if width > (64 if wide or (capability or (9, 0)) < (8, 0) else 128):
+    if width > (64 if wide or turing else 128):
         return None
     if longest <= 32:
         return (32, 2, 168 if wide else 128) if width <= 32 else (32, 4)
