@@ -91,11 +91,11 @@ class Backward(torch.autograd.Function):
 
 
 class EagerForward(torch.autograd.Function):
-    """:class:`Forward` for plain eager calls: torch binds a signature for every call of a Function that has
-    ``setup_context``, which costs more than the rest of a small call."""
+    """:class:`Forward` for plain eager calls: for a Function with ``setup_context`` torch binds a
+    signature at every call, which costs more than the rest of a small one."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         output = Forward.forward(*inputs)
         Forward.setup_context(ctx, inputs, output)
         return output

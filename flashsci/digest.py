@@ -1,8 +1,9 @@
 """One digest per kernel unit: what a GPU result was obtained with. Standard library only.
 
 A CUDA unit is its C++ sources, with everything they include from csrc/, without comments and
-layout, plus the compiler flags. A Triton unit is the syntax tree of its file and of the files of
-its package that it imports, without docstrings. Editing a comment changes no digest.
+layout, plus the compiler flags. A Triton unit is the syntax tree of a file with kernels, of the files of
+its package that it imports and of the launch code, without docstrings. Editing a comment changes no
+digest.
 
     python flashsci/digest.py            all units, as JSON
     python flashsci/digest.py cuda       CUDA units only
@@ -103,20 +104,39 @@ def _local_imports(tree: ast.AST, folder: Path, package: str) -> set[Path]:
     return {folder / f"{name}.py" for name in names if (folder / f"{name}.py").is_file()}
 
 
+# What every Triton kernel is launched by.
+_LAUNCH = ("host.py", "launch.py")
+
+
+def _has_kernels(tree: ast.Module) -> bool:
+    return any(isinstance(n, ast.FunctionDef) and n.name.endswith("_kernel") for n in tree.body)
+
+
+def _dump(node: object) -> str:
+    """A syntax tree as text. Unlike ast.dump's, the same in every Python: fields that are empty are
+    left out, such as those that later versions add."""
+    if isinstance(node, list):
+        return f"[{','.join(map(_dump, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = ((name, getattr(node, name, None)) for name in node._fields)
+    inner = ",".join(f"{n}={_dump(value)}" for n, value in fields if value not in (None, []))
+    return f"{type(node).__name__}({inner})"
+
+
 def triton_units(root: Path = ROOT) -> dict[str, str]:
-    """Every file with a kernel is a unit; ``__init__`` (launches, checks) and helpers join those that use them."""
+    """One unit for each file with kernels."""
     folder = root / "flashsci" / "backends" / "triton"
     package = "flashsci.backends.triton"
     files = {path: ast.parse(path.read_text(encoding="utf-8")) for path in folder.glob("*.py")}
     imports = {path: _local_imports(tree, folder, package) for path, tree in files.items()}
     for tree in files.values():
         _strip_docstrings(tree)
-    imported = set().union(*(v for p, v in imports.items() if p.name != "__init__.py"))
     units: dict[str, str] = {}
     for path in sorted(files):
-        if path.name == "__init__.py" or path in imported:
+        if not _has_kernels(files[path]):
             continue
-        closure, queue = set(), [path]
+        closure, queue = {folder / name for name in _LAUNCH if folder / name in files}, [path]
         while queue:
             current = queue.pop()
             if current not in closure:
@@ -124,7 +144,7 @@ def triton_units(root: Path = ROOT) -> dict[str, str]:
                 queue += imports[current]
         digest = hashlib.sha256()
         for part in sorted(closure):
-            digest.update(f"\0{part.name}\0{ast.dump(files[part])}".encode())
+            digest.update(f"\0{part.name}\0{_dump(files[part])}".encode())
         units[f"triton/{path.stem}"] = digest.hexdigest()[:16]
     return units
 

@@ -59,6 +59,20 @@ BACKWARD_SCHEMA = (
 NEED_Q, NEED_K, NEED_V, NEED_BIAS = 1, 2, 4, 8
 
 
+def _memory_order(x: Tensor) -> list[int]:
+    """All dims but the last, the largest stride first; equal strides keep their order."""
+    stride = x.stride()
+    order: list[int] = []
+    for dim in range(
+        x.dim() - 1
+    ):  # by comparisons alone: torch.compile cannot sort symbolic strides
+        place = len(order)
+        while place > 0 and stride[order[place - 1]] < stride[dim]:
+            place -= 1
+        order.insert(place, dim)
+    return order
+
+
 def empty_like_layout(
     like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -69,8 +83,7 @@ def empty_like_layout(
     number of dims.
     """
     rank = len(shape)
-    stride = like.stride()
-    order = sorted(range(rank - 1), key=lambda dim: -stride[dim])
+    order = _memory_order(like)
     if order == list(range(rank - 1)):
         return like.new_empty(shape, dtype=dtype)
     strides = [1] * rank
@@ -84,8 +97,7 @@ def empty_like_layout(
 def follow_layout(x: Tensor, like: Tensor) -> Tensor:
     """``x`` with the memory layout of :func:`empty_like_layout`; differentiable, no copy when it
     has it already."""
-    stride = like.stride()
-    order = [*sorted(range(x.dim() - 1), key=lambda dim: -stride[dim]), x.dim() - 1]
+    order = [*_memory_order(like), x.dim() - 1]
     inverse = sorted(range(x.dim()), key=order.__getitem__)
     return x.permute(order).contiguous().permute(inverse)
 

@@ -249,7 +249,7 @@ def test_triton_digest_ignores_docstrings(tmp_path):
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("")
     (folder / "helper.py").write_text("def g():\n    return 1\n")
-    kernel = 'from flashsci.backends.triton.helper import g\ndef f():\n    "doc"\n    return g()\n'
+    kernel = 'from flashsci.backends.triton.helper import g\ndef f_kernel():\n    "doc"\n    return g()\n'
     (folder / "forward.py").write_text(kernel)
     before = digest.triton_units(tmp_path)
     assert set(before) == {"triton/forward"}
