@@ -60,6 +60,11 @@ FLASHSCI_API int flashsci_forward_sm80_fp16(const FlashsciForwardParams* params,
                                             FlashsciStream stream);
 FLASHSCI_API int flashsci_forward_sm80_bf16(const FlashsciForwardParams* params,
                                             FlashsciStream stream);
+// cudaErrorNotSupported: nothing was launched, sm80 serves the call (strides, alignment, features).
+FLASHSCI_API int flashsci_forward_sm90_fp16(const FlashsciForwardParams* params,
+                                            FlashsciStream stream);
+FLASHSCI_API int flashsci_forward_sm90_bf16(const FlashsciForwardParams* params,
+                                            FlashsciStream stream);
 
 // JSON: version, digests of the kernel units, architectures, tile preset, compiler.
 FLASHSCI_API const char* flashsci_build_info(void);

@@ -1,0 +1,34 @@
+// Warp and warpgroup housekeeping of sm_90: setmaxnreg, elect, named barriers.
+#pragma once
+#include <cstdint>
+
+namespace flashsci::ptx {
+
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+
+// True in one lane of a converged warp, in a form ptxas knows to be a single lane.
+__device__ __forceinline__ bool elect() {
+  uint32_t chosen;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n"
+               : "=r"(chosen));
+  return chosen != 0;
+}
+
+// Named barriers 0 .. 15 (0 is __syncthreads); threads = those that arrive plus those that wait.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+}  // namespace flashsci::ptx

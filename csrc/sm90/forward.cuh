@@ -1,0 +1,622 @@
+// Forward attention for Hopper: TMA, WGMMA, warp specialisation.
+//
+// Maths     o_i = sum_j p_ij v_j / l_i, p_ij = exp(s_ij - m_i), l_i = sum_j p_ij, lse_i = m_i + log l_i,
+//           s = scale q k^T or softcap tanh(scale q k^T / softcap), over the keys the window shows.
+// Roles     Persistent CTAs, one per SM, walk a static list of query tiles (schedule.cuh). Warpgroup 0 loads: its
+//           warp 0 K and V, warp 1 Q. Warpgroups 1 .. kConsumers own 64 query rows each, from S to the stores.
+// Shared    Q [consumer][64 columns][64 rows], K and V [stage][64 columns][kBlockK rows], 128-byte swizzled boxes,
+//           and their barriers: `SharedStorage`. The output needs none: quads transpose it with shuffles.
+// Pipeline  Of consumer w, right to left: S_n = Q K_n^T and O += P_n+1 V_n+1 are issued together; softmax of S_n
+//           runs while the second flies; the consumers take turns at issuing (named barriers), so that one's
+//           softmax hides behind the products of the others. The producers run ahead across tiles.
+// Limits    Tensor cores and power at D 256 and 128, instruction issue beside them at D 64:
+//           docs/kernels/sm90_forward.md.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+#include <type_traits>
+
+#include "../common/ptx/cp_async.cuh"
+#include "../common/ptx/math.cuh"
+#include "../common/ptx/mbarrier.cuh"
+#include "../common/ptx/shared.cuh"
+#include "../common/ptx/tma.cuh"
+#include "../common/ptx/warpgroup.cuh"
+#include "../common/ptx/wgmma.cuh"
+#include "../common/softmax.cuh"
+#include "../common/window.cuh"
+#include "../include/flashsci.h"
+#include "schedule.cuh"
+#include "tensor_map.h"
+
+namespace flashsci::sm90 {
+
+template <int kHeadDim_, int kBlockK_, int kConsumers_, int kStages_>
+struct Tiling {
+  static constexpr int kHeadDim = kHeadDim_, kBlockK = kBlockK_, kConsumers = kConsumers_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kBlockQ = 64 * kConsumers;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kColumnBlocks = kHeadDim / 64;           // boxes side by side
+  static constexpr int kQBytes = 64 * kHeadDim * 2;             // of one consumer
+  static constexpr int kKVBytes = kBlockK * kHeadDim * 2;       // of one stage of K or V
+  // The registers of the launch bounds (168 at 384 threads, 128 at 512) redistributed.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static_assert(kHeadDim % 64 == 0 && kBlockK % 16 == 0 && (kStages & (kStages - 1)) == 0);
+};
+
+template <class C>
+struct SharedStorage {
+  unsigned char q[C::kConsumers][C::kQBytes];  // [consumer][column block][64 rows][64]
+  unsigned char k[C::kStages][C::kKVBytes];    // [stage][column block][kBlockK rows][64]
+  unsigned char v[C::kStages][C::kKVBytes];    // the same
+  uint64_t q_full[C::kConsumers], q_empty[C::kConsumers];
+  uint64_t k_full[C::kStages], k_empty[C::kStages];
+  uint64_t v_full[C::kStages], v_empty[C::kStages];
+};
+
+enum ScoreMode { kScaled = 0, kLinear = 1, kSoftcap = 2 };
+
+struct alignas(128) ForwardArgs {
+  CUtensorMap q, k, v;
+  FlashsciForwardParams p;
+  SchedulePlan schedule;
+  int score_mode;      // how raw q.k becomes what is exponentiated: ScoreMode
+  float score_inner;   // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
+  float score_outer;
+  float exp_scale;     // log2(e) times what is left to multiply by
+  float lse_scale;     // from the units of the running maximum to natural log
+};
+
+// Rescale the accumulators only when the maximum grew by more than 2^8: exact, since numerator and
+// denominator share the stale maximum; P stays below 2^8, far inside fp16.
+inline constexpr float kRescaleThreshold = 8.f;
+
+// Walks the CTA's list: `for (Walk walk(plan); walk.next(); )`.
+struct Walk {
+  uint32_t unit, half;
+  __device__ __forceinline__ Walk() : unit(blockIdx.x), half(0) {}
+  __device__ __forceinline__ void advance(const SchedulePlan& plan) {
+    if (plan.pairs != 0 && half == 0) {
+      half = 1;
+    } else {
+      half = 0;
+      unit += gridDim.x;
+    }
+  }
+};
+
+// Key blocks [first, end) of a query tile, and its window.
+template <class C>
+struct Blocks {
+  int first, end;
+  __device__ __forceinline__ Blocks(const Window& window, int row, int seq_q) {
+    const int last_row = min(row + C::kBlockQ, seq_q) - 1;
+    const int begin_key = window.begin(row), end_key = window.end(last_row);
+    first = begin_key / C::kBlockK;
+    end = begin_key < end_key ? (end_key + C::kBlockK - 1) / C::kBlockK : first;
+  }
+};
+
+// ---- producers -----------------------------------------------------------------------------------------------
+
+// Coordinates of a (batch, head) in the tensor maps.
+struct HeadIndex {
+  int head, batch1, batch0;
+  __device__ __forceinline__ HeadIndex(const FlashsciForwardParams& p, uint32_t batch_head) {
+    const uint32_t batch = batch_head / static_cast<uint32_t>(p.heads_q);
+    head = batch_head - batch * p.heads_q;
+    batch0 = batch / static_cast<uint32_t>(p.batch1);
+    batch1 = batch - batch0 * static_cast<uint32_t>(p.batch1);
+  }
+};
+
+template <class C>
+__device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& map, uint32_t barrier,
+                                           int rows, int row, int head, int batch1, int batch0) {
+#pragma unroll
+  for (int block = 0; block < C::kColumnBlocks; ++block)
+    ptx::tma_load_5d(shared + block * rows * 128, &map, barrier, block * 64, row, head, batch1,
+                     batch0);
+}
+
+template <class C>
+__device__ __forceinline__ void produce_q(SharedStorage<C>& shared, const ForwardArgs& a,
+                                          const Window& window) {
+  uint32_t parity = 1;
+  for (Walk walk; walk.unit < a.schedule.units; walk.advance(a.schedule)) {
+    const WorkTile work = find_work<C::kBlockQ>(a.schedule, a.p, walk.unit, walk.half);
+    if (work.row < 0) continue;
+    const Blocks<C> blocks(window, work.row, a.p.seq_q);
+    if (blocks.first >= blocks.end) continue;
+    const HeadIndex at(a.p, work.batch_head);
+#pragma unroll
+    for (int w = 0; w < C::kConsumers; ++w) {
+      const uint32_t full = ptx::shared_address(&shared.q_full[w]);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.q_empty[w]), parity);
+      ptx::mbarrier_arrive_expect(full, C::kQBytes);
+      load_boxes<C>(ptx::shared_address(shared.q[w]), a.q, full, 64, work.row + w * 64, at.head,
+                    at.batch1, at.batch0);
+    }
+    parity ^= 1;
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void produce_kv(SharedStorage<C>& shared, const ForwardArgs& a,
+                                           const Window& window) {
+  uint32_t turn = 0;  // stage = turn % kStages, lap = turn / kStages
+  for (Walk walk; walk.unit < a.schedule.units; walk.advance(a.schedule)) {
+    const WorkTile work = find_work<C::kBlockQ>(a.schedule, a.p, walk.unit, walk.half);
+    if (work.row < 0) continue;
+    const Blocks<C> blocks(window, work.row, a.p.seq_q);
+    HeadIndex at(a.p, work.batch_head);
+    at.head /= static_cast<uint32_t>(a.p.heads_q / a.p.heads_k);
+#pragma unroll 1
+    for (int block = blocks.end - 1; block >= blocks.first; --block, ++turn) {
+      const uint32_t stage = turn % C::kStages, parity = (turn / C::kStages & 1) ^ 1;
+      const uint32_t k_full = ptx::shared_address(&shared.k_full[stage]);
+      const uint32_t v_full = ptx::shared_address(&shared.v_full[stage]);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.k_empty[stage]), parity);
+      ptx::mbarrier_arrive_expect(k_full, C::kKVBytes);
+      load_boxes<C>(ptx::shared_address(shared.k[stage]), a.k, k_full, C::kBlockK,
+                    block * C::kBlockK, at.head, at.batch1, at.batch0);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.v_empty[stage]), parity);
+      ptx::mbarrier_arrive_expect(v_full, C::kKVBytes);
+      load_boxes<C>(ptx::shared_address(shared.v[stage]), a.v, v_full, C::kBlockK,
+                    block * C::kBlockK, at.head, at.batch1, at.batch0);
+    }
+  }
+}
+
+// ---- consumers -----------------------------------------------------------------------------------------------
+
+// Accumulator element e of a lane is row 16 warp + lane / 4 + 8 ((e >> 1) & 1) of the warpgroup's 64 and column
+// 8 (e >> 2) + 2 (lane % 4) + (e & 1).
+
+template <int kCount>
+__device__ __forceinline__ void scale_scores(float (&s)[kCount], const ForwardArgs& a) {
+  if (a.score_mode == kSoftcap) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) s[e] = a.score_outer * tanh_accurate(a.score_inner * s[e]);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) s[e] *= a.score_inner;
+  }
+}
+
+// Scores of keys outside [begin(i), end(i)) become -inf. row: this lane's first query row; column: the key of
+// its first score.
+template <int kCount, bool kLeft>
+__device__ __forceinline__ void mask_scores(float (&s)[kCount], const Window& window, int row,
+                                            int column) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int limit = (kLeft ? window.begin(row + 8 * half) : window.end(row + 8 * half)) - column;
+#pragma unroll
+    for (int e = 2 * half; e < kCount; e += 4) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int j = e / 4 * 8 + i;
+        if (kLeft ? j < limit : j >= limit) s[e + i] = -INFINITY;
+      }
+    }
+  }
+}
+
+template <class C>
+struct RowStatistics {
+  float maximum[2];  // of rows g and g + 8, in units of 1 / exp_scale; stale by at most 2^8
+  float sum[2];      // this lane's part
+};
+
+// S becomes exp2(exp_scale (S - maximum)); returns whether O must be multiplied by alpha.
+template <class C, bool kFirst, int kCount>
+__device__ __forceinline__ bool softmax_step(float (&s)[kCount], RowStatistics<C>& rows,
+                                             float (&alpha)[2], float exp_scale) {
+  float tile_max[2] = {s[0], s[2]};
+#pragma unroll
+  for (int e = 0; e < kCount; e += 4) {
+    tile_max[0] = fmaxf(tile_max[0], fmaxf(s[e], s[e + 1]));
+    tile_max[1] = fmaxf(tile_max[1], fmaxf(s[e + 2], s[e + 3]));
+  }
+  tile_max[0] = quad_max(tile_max[0]);
+  tile_max[1] = quad_max(tile_max[1]);
+  bool grew = false;
+  if constexpr (kFirst) {
+    rows.maximum[0] = tile_max[0];
+    rows.maximum[1] = tile_max[1];
+    rows.sum[0] = rows.sum[1] = 0.f;
+  } else {
+    // -inf before and now: NaN, not greater.
+    grew = __any_sync(0xffffffffu,
+                      (tile_max[0] - rows.maximum[0]) * exp_scale > kRescaleThreshold ||
+                          (tile_max[1] - rows.maximum[1]) * exp_scale > kRescaleThreshold);
+    alpha[0] = alpha[1] = 1.f;
+    if (grew) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float next = fmaxf(rows.maximum[half], tile_max[half]);
+        alpha[half] =
+            next == -INFINITY ? 1.f : ptx::ex2_approx((rows.maximum[half] - next) * exp_scale);
+        rows.maximum[half] = next;
+        rows.sum[half] *= alpha[half];
+      }
+    }
+  }
+  const float offset[2] = {rows.maximum[0] == -INFINITY ? 0.f : rows.maximum[0] * exp_scale,
+                           rows.maximum[1] == -INFINITY ? 0.f : rows.maximum[1] * exp_scale};
+  float odd[2] = {0.f, 0.f};  // a second chain of additions
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) {
+    const int half = e >> 1 & 1;
+    s[e] = ptx::ex2_approx(fmaf(s[e], exp_scale, -offset[half]));
+    if (e & 1)
+      odd[half] += s[e];
+    else
+      rows.sum[half] += s[e];
+  }
+  rows.sum[0] += odd[0];
+  rows.sum[1] += odd[1];
+  return grew;
+}
+
+// 4x4 transposition among the lanes of a quad: word b of lane t becomes word t of lane b.
+__device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? w[i] : w[i + 1], 1);
+    w[i] = odd ? got : w[i];
+    w[i + 1] = odd ? w[i + 1] : got;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? w[i] : w[i + 2], 2);
+    w[i] = high ? got : w[i];
+    w[i + 2] = high ? w[i + 2] : got;
+  }
+}
+
+// Normalises, writes lse and the output: every quad stores 64 contiguous bytes of a row at a time.
+template <class Op, class C>
+__device__ __forceinline__ void write_output(const float (&o)[C::kHeadDim / 2],
+                                             const RowStatistics<C>& rows, const ForwardArgs& a,
+                                             uint32_t batch_head, int row) {
+  const HeadIndex at(a.p, batch_head);
+  const int quad = threadIdx.x % 4;
+  auto* out = static_cast<uint16_t*>(a.p.out) + at.batch0 * a.p.out_strides.batch0 +
+              at.batch1 * a.p.out_strides.batch1 + at.head * a.p.out_strides.head +
+              row * a.p.out_strides.row + quad * 8;
+  float* lse = a.p.lse + static_cast<int64_t>(batch_head) * a.p.seq_q + row;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float sum = quad_sum(rows.sum[half]);
+    const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+    const bool valid = row + 8 * half < a.p.seq_q;
+    if (quad == 0 && valid)
+      lse[8 * half] =
+          sum == 0.f ? -INFINITY : fmaf(rows.maximum[half], a.lse_scale, logf(sum));
+    uint16_t* target = out + 8 * half * a.p.out_strides.row;
+#pragma unroll
+    for (int block = 0; block < C::kHeadDim / 32; ++block) {  // 32 columns
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int e = block * 16 + i * 4 + half * 2;
+        words[i] = Op::pack2(o[e] * inverse, o[e + 1] * inverse);
+      }
+      quad_transpose(words);
+      if (valid && block * 32 + quad * 8 < a.p.head_dim_v)
+        *reinterpret_cast<uint4*>(target + block * 32) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+}
+
+template <class Op, class C, bool kWindowed, bool kPlainScores>
+__device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardArgs& a,
+                                        const Window& window, int w) {
+  constexpr int kBlockK = C::kBlockK, kStages = C::kStages, kHeadDim = C::kHeadDim;
+  using MmaQK = typename Op::template Wgmma<kBlockK>;
+  using MmaPV = typename Op::template Wgmma<kHeadDim>;
+  constexpr int kTurnThreads = 256;  // one warpgroup waits, one arrives
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+
+  float s[kBlockK / 2];      // scores, then P
+  float o[kHeadDim / 2];     // output, unnormalised
+  uint32_t p[kBlockK / 16][4];  // P as operand, per 16 keys
+  RowStatistics<C> rows;
+  float alpha[2];
+
+  const uint64_t q_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.q[0]) + w * C::kQBytes, 16, 1024);
+  const uint64_t k_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.k), 16, 1024);
+  const uint64_t v_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.v), kBlockK * 128, 1024);
+  const auto issue_qk = [&](uint32_t stage) {
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d)
+      MmaQK::template ss<0>(s, q_desc + (d / 4 * 8192 + d % 4 * 32) / 16,
+                            k_desc + stage * (C::kKVBytes / 16) +
+                                (d / 4 * kBlockK * 128 + d % 4 * 32) / 16,
+                            d > 0);
+    ptx::wgmma_commit();
+  };
+  const auto issue_pv = [&](uint32_t stage, bool accumulate) {
+#pragma unroll
+    for (int n = 0; n < kBlockK / 16; ++n)
+      MmaPV::template rs<1>(o, p[n], v_desc + stage * (C::kKVBytes / 16) + n * (2048 / 16),
+                            accumulate || n > 0);
+    ptx::wgmma_commit();
+  };
+  const auto pack = [&] {
+#pragma unroll
+    for (int e = 0; e < kBlockK / 2; e += 2) p[e / 8][e / 2 % 4] = Op::pack2(s[e], s[e + 1]);
+  };
+  const auto release = [&](uint64_t& barrier) {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+  };
+  const auto wait = [&](uint64_t& barrier, uint32_t parity) {
+    ptx::mbarrier_wait(ptx::shared_address(&barrier), parity & 1);
+  };
+  const auto my_turn = [&] { ptx::barrier_sync(1 + w, kTurnThreads); };
+  const auto next_turn = [&] { ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, kTurnThreads); };
+
+  if (w == C::kConsumers - 1) next_turn();
+  uint32_t turn = 0, q_parity = 0;  // turn: index of the K block in the ring's history
+  for (Walk walk; walk.unit < a.schedule.units; walk.advance(a.schedule)) {
+    const WorkTile work = find_work<C::kBlockQ>(a.schedule, a.p, walk.unit, walk.half);
+    if (work.row < 0) continue;
+    const Blocks<C> blocks(window, work.row, a.p.seq_q);
+    const int first_row = work.row + w * 64;
+    const int row = first_row + warp * 16 + lane / 4;
+    if (blocks.first >= blocks.end) {
+#pragma unroll
+      for (int e = 0; e < kHeadDim / 2; ++e) o[e] = 0.f;
+      rows.sum[0] = rows.sum[1] = 0.f;
+      write_output<Op, C>(o, rows, a, work.batch_head, row);
+      continue;
+    }
+    // All rows of this warpgroup see the keys [full_begin, full_end).
+    const int full_begin = window.begin(first_row + 63), full_end = max(window.end(first_row), 0);
+    const auto mask = [&](int block) {
+      const int first_key = block * kBlockK, column = first_key + lane % 4 * 2;
+      if (first_key + kBlockK > full_end) mask_scores<kBlockK / 2, false>(s, window, row, column);
+      if (kWindowed && first_key < full_begin)
+        mask_scores<kBlockK / 2, true>(s, window, row, column);
+    };
+
+    int block = blocks.end - 1;
+    wait(shared.q_full[w], q_parity);
+    q_parity ^= 1;
+    wait(shared.k_full[turn % kStages], turn / kStages);
+    my_turn();
+    ptx::wgmma_fence();
+    issue_qk(turn % kStages);
+    next_turn();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_tie(s);
+    release(shared.k_empty[turn % kStages]);
+    if (block == blocks.first) release(shared.q_empty[w]);
+    if constexpr (!kPlainScores) scale_scores(s, a);
+    mask(block);
+    softmax_step<C, true>(s, rows, alpha, a.exp_scale);
+    pack();
+    bool accumulate = false;
+
+    const auto step = [&](auto masked) {
+      const uint32_t stage = turn % kStages, next = (turn + 1) % kStages;
+      wait(shared.k_full[next], (turn + 1) / kStages);
+      my_turn();
+      ptx::wgmma_fence();
+      issue_qk(next);
+      wait(shared.v_full[stage], turn / kStages);
+      issue_pv(stage, accumulate);
+      next_turn();
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_tie(s);
+      release(shared.k_empty[next]);
+      if (block == blocks.first) release(shared.q_empty[w]);
+      if constexpr (!kPlainScores) scale_scores(s, a);
+      if constexpr (decltype(masked)::value) mask(block);
+      const bool grew = softmax_step<C, false>(s, rows, alpha, a.exp_scale);
+      // ptxas moves the wait below above the exponentials unless a branch depends on them all.
+      ptx::wgmma_tie(s);
+      if (rows.sum[0] + rows.sum[1] < 0.f) asm volatile("nanosleep.u32 1;");
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_tie(o);
+      release(shared.v_empty[stage]);
+      if (grew) {
+#pragma unroll
+        for (int e = 0; e < kHeadDim / 2; ++e) o[e] *= alpha[e >> 1 & 1];
+      }
+      pack();
+      accumulate = true;
+      ++turn;
+    };
+    --block;
+    if constexpr (kWindowed) {
+      // Masked blocks on the right, then whole ones, then masked ones on the left.
+      int masked_down_to = max(full_end / kBlockK, blocks.first);
+      const int whole_down_to = max((full_begin + kBlockK - 1) / kBlockK, blocks.first);
+      while (block >= blocks.first) {
+#pragma unroll 1
+        for (; block >= masked_down_to; --block) step(std::true_type{});
+#pragma unroll 1
+        for (; block >= whole_down_to; --block) step(std::false_type{});
+        masked_down_to = blocks.first;
+      }
+    } else {
+#pragma unroll 1
+      for (; block >= blocks.first; --block) step(std::false_type{});
+    }
+
+    wait(shared.v_full[turn % kStages], turn / kStages);
+    ptx::wgmma_fence();
+    issue_pv(turn % kStages, accumulate);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_tie(o);
+    release(shared.v_empty[turn % kStages]);
+    ++turn;
+    write_output<Op, C>(o, rows, a, work.batch_head, row);
+  }
+  if (w == 0) my_turn();  // the last turn handed round, so that the barrier ends balanced
+}
+
+template <class Op, class C, bool kWindowed, bool kPlainScores>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    forward_kernel(const __grid_constant__ ForwardArgs a) {
+  extern __shared__ unsigned char shared_memory[];
+  auto& shared = *reinterpret_cast<SharedStorage<C>*>(
+      (reinterpret_cast<uintptr_t>(shared_memory) + 1023) & ~uintptr_t{1023});
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(&a.q);
+    ptx::prefetch_tensor_map(&a.k);
+    ptx::prefetch_tensor_map(&a.v);
+    for (int w = 0; w < C::kConsumers; ++w) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.q_full[w]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[w]), 4);
+    }
+    for (int stage = 0; stage < C::kStages; ++stage) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.k_full[stage]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.v_full[stage]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.k_empty[stage]), 4 * C::kConsumers);
+      ptx::mbarrier_init(ptx::shared_address(&shared.v_empty[stage]), 4 * C::kConsumers);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  const Window window(a.p.window_left, a.p.window_right, a.p.lower_right != 0, a.p.seq_q, a.p.seq_k);
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<C::kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == 0 && ptx::elect()) produce_kv<C>(shared, a, window);
+    if (warp == 1 && ptx::elect()) produce_q<C>(shared, a, window);
+  } else {
+    ptx::setmaxnreg_inc<C::kConsumerRegisters>();
+    consume<Op, C, kWindowed, kPlainScores>(shared, a, window, warpgroup - 1);
+  }
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------
+
+// Multiprocessors of a device; asked once.
+inline int multiprocessors(int device) {
+  static std::atomic<int> known[64];
+  int count = device < 64 ? known[device].load(std::memory_order_relaxed) : 0;
+  if (count == 0 &&
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
+      device < 64)
+    known[device].store(count, std::memory_order_relaxed);
+  return count;
+}
+
+template <class Op, class C, bool kWindowed, bool kPlainScores>
+cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
+  constexpr int kSharedBytes = sizeof(SharedStorage<C>) + 1024;  // the base is aligned by hand
+  static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
+  const FlashsciForwardParams& p = a.p;
+  const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
+  const int64_t tiles = (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  const bool pairs = p.window_right >= 0 && p.window_left < 0 && tiles > 1;
+  const int64_t per_head = pairs ? (tiles + 1) / 2 : tiles;
+  if (heads == 0 || tiles == 0) return cudaSuccess;
+  if (heads * tiles > INT32_MAX) return cudaErrorNotSupported;
+  a.schedule = {};
+  a.schedule.units = static_cast<uint32_t>(heads * per_head);
+  a.schedule.units_per_head = static_cast<uint32_t>(per_head);
+  a.schedule.tiles_per_head = static_cast<uint32_t>(tiles);
+  a.schedule.heads = static_cast<uint32_t>(heads);
+  a.schedule.section_heads = 1;
+  a.schedule.pairs = pairs;
+  a.schedule.descending = pairs;
+
+  constexpr bool kBf16 = Op::kIsBf16;
+  cudaError_t error = encode_map(&a.q, p.q, kBf16, p.head_dim,
+                                 dense_dims(p.q_strides, p.seq_q, p.heads_q, p.batch1, p.batch0), 64);
+  if (error == cudaSuccess)
+    error = encode_map(&a.k, p.k, kBf16, p.head_dim,
+                       dense_dims(p.k_strides, p.seq_k, p.heads_k, p.batch1, p.batch0), C::kBlockK);
+  if (error == cudaSuccess)
+    error = encode_map(&a.v, p.v, kBf16, p.head_dim_v,
+                       dense_dims(p.v_strides, p.seq_k, p.heads_k, p.batch1, p.batch0), C::kBlockK);
+  if (error != cudaSuccess) return error;
+
+  constexpr auto kernel = forward_kernel<Op, C, kWindowed, kPlainScores>;
+  static std::atomic<uint64_t> configured{0};  // once per device; a lost race only repeats it
+  const uint64_t bit = uint64_t{1} << (p.device & 63);
+  if (p.device >= 64 || !(configured.load(std::memory_order_relaxed) & bit)) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    if (error != cudaSuccess) return error;
+    configured.fetch_or(bit, std::memory_order_relaxed);
+  }
+  const int processors = multiprocessors(p.device);
+  if (processors <= 0) return cudaErrorInvalidDevice;
+  const unsigned grid = a.schedule.units < static_cast<unsigned>(processors)
+                            ? a.schedule.units
+                            : static_cast<unsigned>(processors);
+  kernel<<<grid, C::kThreads, kSharedBytes, stream>>>(a);
+  return cudaGetLastError();
+}
+
+// The tile shapes, by padded head dimension; why: docs/kernels/sm90_forward.md.
+template <int kHeadDim>
+struct Tiles;
+template <>
+struct Tiles<64> {
+  using Full = Tiling<64, 128, 3, 2>;
+  using Windowed = Tiling<64, 128, 3, 2>;
+};
+template <>
+struct Tiles<128> {
+  using Full = Tiling<128, 176, 2, 2>;
+  using Windowed = Tiling<128, 128, 2, 2>;
+};
+template <>
+struct Tiles<256> {
+  using Full = Tiling<256, 80, 2, 2>;
+  using Windowed = Tiling<256, 80, 2, 2>;
+};
+
+template <class Op, int kHeadDim>
+cudaError_t launch_padded(ForwardArgs& a, cudaStream_t stream) {
+  using T = Tiles<kHeadDim>;
+  const bool windowed = a.p.window_left >= 0 || a.p.window_right >= 0;
+  if (a.score_mode != kScaled) return launch_tiling<Op, typename T::Windowed, true, false>(a, stream);
+  if (windowed) return launch_tiling<Op, typename T::Windowed, true, true>(a, stream);
+  return launch_tiling<Op, typename T::Full, false, true>(a, stream);
+}
+
+// cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
+template <class Op>
+cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
+  const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
+  if (p.cu_seqlens_q != nullptr || p.seq_k == 0 || p.head_dim_v % 8 != 0 ||
+      !aligned(p.batch0, p.out_strides.batch0) || !aligned(p.batch1, p.out_strides.batch1) ||
+      !aligned(p.heads_q, p.out_strides.head) || !aligned(p.seq_q, p.out_strides.row) ||
+      reinterpret_cast<uintptr_t>(p.out) % 16 != 0)
+    return cudaErrorNotSupported;
+  ForwardArgs a;
+  a.p = p;
+  a.score_mode = p.softcap != 0.f ? kSoftcap : p.scale > 0.f ? kScaled : kLinear;
+  a.score_inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
+  a.score_outer = p.softcap;
+  a.exp_scale = a.score_mode == kScaled ? p.scale * kLog2e : kLog2e;
+  a.lse_scale = a.score_mode == kScaled ? p.scale : 1.f;
+  const int dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+#if defined(FLASHSCI_SM90_ONLY)  // experiments: one head dimension compiles in seconds
+  return dim <= FLASHSCI_SM90_ONLY ? launch_padded<Op, FLASHSCI_SM90_ONLY>(a, stream)
+                                   : cudaErrorNotSupported;
+#else
+  if (dim <= 64) return launch_padded<Op, 64>(a, stream);
+  if (dim <= 128) return launch_padded<Op, 128>(a, stream);
+  if (dim <= 256) return launch_padded<Op, 256>(a, stream);
+  return cudaErrorNotSupported;
+#endif
+}
+
+}  // namespace flashsci::sm90

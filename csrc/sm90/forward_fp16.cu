@@ -1,0 +1,21 @@
+// fp16 instances of the sm90 forward, all head dimensions.
+#include "../common/dtype_f16.cuh"
+#include "../common/ptx/wgmma_f16.cuh"
+#include "forward.cuh"
+
+#if defined(__CUDA_BF16_H__) || defined(BFLOAT16)
+#error "the fp16 unit must not see cuda_bf16.h"
+#endif
+namespace {
+
+struct Op : flashsci::Float16 {
+  static constexpr bool kIsBf16 = false;
+  template <int kN>
+  using Wgmma = flashsci::ptx::WgmmaF16<kN>;
+};
+
+}  // namespace
+
+extern "C" int flashsci_forward_sm90_fp16(const FlashsciForwardParams* params, FlashsciStream stream) {
+  return flashsci::sm90::launch_forward<Op>(*params, static_cast<cudaStream_t>(stream));
+}

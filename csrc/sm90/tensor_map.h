@@ -1,0 +1,69 @@
+// Host side: CUtensorMap of a [B0, B1, H, S, D] tensor of 16-bit elements, without linking libcuda.
+#pragma once
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+
+#include "../include/flashsci.h"
+
+namespace flashsci::sm90 {
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                                 const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+inline EncodeTiled encode_tiled() {
+  static std::atomic<void*> known{nullptr};
+  void* function = known.load(std::memory_order_relaxed);
+  if (function == nullptr) {
+    cudaDriverEntryPointQueryResult status;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                         cudaEnableDefault, &status) != cudaSuccess ||
+        status != cudaDriverEntryPointSuccess)
+      return nullptr;
+    known.store(function, std::memory_order_relaxed);
+  }
+  return reinterpret_cast<EncodeTiled>(function);
+}
+
+// The innermost four dims and strides (elements) that TMA walks beside the head dimension.
+struct MapDims {
+  int64_t size[4];    // rows, heads, batch1, batch0
+  int64_t stride[4];  // the same, in elements
+};
+
+inline MapDims dense_dims(const FlashsciStrides& s, int64_t rows, int64_t heads, int64_t batch1,
+                          int64_t batch0) {
+  return {{rows, heads, batch1, batch0}, {s.row, s.head, s.batch1, s.batch0}};
+}
+
+// Boxes of 64 columns (one 128-byte swizzle span) and box_rows rows; zeros beyond the tensor. Not supported: a
+// base that is not 16-byte aligned, strides that are not multiples of 16 bytes or reach 2^40.
+inline cudaError_t encode_map(CUtensorMap* map, const void* base, bool bf16, int head_dim,
+                              const MapDims& dims, int box_rows) {
+  const EncodeTiled encode = encode_tiled();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  if (reinterpret_cast<uintptr_t>(base) % 16 != 0) return cudaErrorNotSupported;
+  cuuint64_t size[5] = {static_cast<cuuint64_t>(head_dim)};
+  cuuint64_t stride[4];
+  cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  for (int i = 0; i < 4; ++i) {
+    const int64_t bytes = dims.size[i] > 1 ? dims.stride[i] * 2 : 16;  // of one row: never used
+    if (bytes % 16 != 0 || bytes < 0 || bytes >= int64_t{1} << 40) return cudaErrorNotSupported;
+    if (dims.size[i] < 1 || dims.size[i] > int64_t{1} << 31) return cudaErrorNotSupported;
+    size[i + 1] = static_cast<cuuint64_t>(dims.size[i]);
+    stride[i] = static_cast<cuuint64_t>(bytes);
+  }
+  const CUresult result =
+      encode(map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5,
+             const_cast<void*>(base), size, stride, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorNotSupported;
+}
+
+}  // namespace flashsci::sm90
