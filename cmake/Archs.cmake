@@ -1,6 +1,7 @@
 # FA_ARCHS, FA_TILE_PRESET -> FLASHSCI_ARCHS, FLASHSCI_TILE_PRESET, and the targets of each kernel folder.
 #
 #   FLASHSCI_CODE_SM75   csrc/sm75: SASS 75 and PTX 75 (when 75 is asked for)
+#   FLASHSCI_CODE_SM90   csrc/sm90: SASS 90a alone (when 90 is asked for): its instructions have no successor
 #   FLASHSCI_CODE_SM80   csrc/sm80: SASS of every arch >= 80 asked for, and PTX 80 for everything newer
 
 # -DFA_ARCHS=... wins over the environment; neither: the GPUs found; none: all.
@@ -42,11 +43,15 @@ set(FLASHSCI_ARCHS "${archs}")
 # One pass of the front end for a folder's own virtual architecture, one of ptxas for each real one.
 set(FLASHSCI_CODE_SM75 "")
 set(FLASHSCI_CODE_SM80 "")
+set(FLASHSCI_CODE_SM90 "")
 foreach(arch IN LISTS archs)
   if(arch LESS 80)
     set(FLASHSCI_CODE_SM75 "-gencode=arch=compute_75,code=[compute_75,sm_75]")
   else()
     string(APPEND FLASHSCI_CODE_SM80 ",sm_${arch}")
+    if(arch EQUAL 90)
+      set(FLASHSCI_CODE_SM90 "-gencode=arch=compute_90a,code=sm_90a")
+    endif()
   endif()
 endforeach()
 if(FLASHSCI_CODE_SM80)

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Unit -> the files nvcc compiles for it, relative to csrc/.
 CUDA_UNITS = {
     "cuda/sm80/forward": ("sm80/forward_fp16.cu", "sm80/forward_bf16.cu"),
+    "cuda/sm90/forward": ("sm90/forward_fp16.cu", "sm90/forward_bf16.cu"),
 }
 
 _TOKENS = re.compile(
@@ -157,8 +158,9 @@ def units(root: Path = ROOT) -> dict[str, str]:
 def build_info(archs: str, preset: str, nvcc: str, root: Path = ROOT) -> str:
     """What a library says about itself, as JSON."""
     names = {"": "by architecture", "0": "t4_safe", "1": "ampere_balanced"}
-    have_sm80 = any(int(a.rstrip("af")) >= 80 for a in archs.replace(";", ",").split(",") if a)
-    built = {k: v for k, v in cuda_units(root).items() if have_sm80 or "/sm75/" in k}
+    wanted = {int(a.rstrip("af")) for a in archs.replace(";", ",").split(",") if a}
+    folders = {"sm80": any(a >= 80 for a in wanted), "sm90": 90 in wanted}
+    built = {k: v for k, v in cuda_units(root).items() if folders.get(k.split("/")[1], True)}
     return json.dumps(
         {
             "version": VERSION,

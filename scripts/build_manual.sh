@@ -20,10 +20,11 @@ archs=$(echo "${archs:-75,80,90}" | tr ' ;' ',,')
 preset=${FA_TILE_PRESET:-}
 preset=${preset/t4_safe/0} preset=${preset/ampere_balanced/1}
 
-sm80= # one pass of the front end (PTX 80), one of ptxas for each architecture
+sm90= sm80= # one pass of the front end (PTX 80), one of ptxas for each architecture
 for arch in ${archs//,/ }; do
   arch=${arch%[af]}
   [ "$arch" -ge 80 ] && sm80+=,sm_$arch
+  [ "$arch" -eq 90 ] && sm90=1
 done
 
 work=$(dirname "$output")/objects
@@ -35,6 +36,13 @@ if [ -n "$sm80" ]; then
   for dtype in fp16 bf16; do # two at a time
     "$nvcc" "${flags[@]}" -gencode "arch=compute_80,code=[compute_80$sm80]" -c "csrc/sm80/forward_$dtype.cu" -o "$work/sm80_$dtype.o" &
     objects+=("$work/sm80_$dtype.o") have+=("-DFLASHSCI_HAVE_SM80_${dtype^^}=1")
+  done
+  wait -n && wait -n
+fi
+if [ -n "$sm90" ]; then
+  for dtype in fp16 bf16; do
+    "$nvcc" "${flags[@]}" -gencode arch=compute_90a,code=sm_90a -c "csrc/sm90/forward_$dtype.cu" -o "$work/sm90_$dtype.o" &
+    objects+=("$work/sm90_$dtype.o") have+=("-DFLASHSCI_HAVE_SM90_${dtype^^}=1")
   done
   wait -n && wait -n
 fi

@@ -241,6 +241,15 @@ std::tuple<Tensor, Tensor> cuda_forward(const Tensor& q, const Tensor& k, const 
     if (dtype == dtypes.brain) launcher = flashsci_forward_sm80_bf16;
 #endif
   }
+  int (*hopper)(const FlashsciForwardParams*, FlashsciStream) = nullptr;  // tried first on 9.x
+  if (capability / 10 == 9) {
+#ifdef FLASHSCI_HAVE_SM90_FP16
+    if (dtype == dtypes.half) hopper = flashsci_forward_sm90_fp16;
+#endif
+#ifdef FLASHSCI_HAVE_SM90_BF16
+    if (dtype == dtypes.bfloat) hopper = flashsci_forward_sm90_bf16;
+#endif
+  }
   CHECK(launcher != nullptr, "no ", dtype == dtypes.half ? "float16" : "bfloat16",
         " kernel for compute capability ", capability / 10, ".", capability % 10,
         " in this build (", flashsci_build_info(),
@@ -299,7 +308,9 @@ std::tuple<Tensor, Tensor> cuda_forward(const Tensor& q, const Tensor& k, const 
 
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  const auto error = static_cast<cudaError_t>(launcher(&p, stream));
+  auto error = cudaErrorNotSupported;
+  if (hopper != nullptr) error = static_cast<cudaError_t>(hopper(&p, stream));
+  if (error == cudaErrorNotSupported) error = static_cast<cudaError_t>(launcher(&p, stream));
   CHECK(error == cudaSuccess, "launch failed: ", cudaGetErrorName(error), " (",
         cudaGetErrorString(error), ") for ", shapes(), "; built as ", flashsci_build_info());
   return {std::move(out), std::move(lse)};

@@ -89,15 +89,15 @@ struct Walk {
   }
 };
 
-// Key blocks [first, end) of a query tile, and its window.
+// Key blocks [first, end) that some of the rows [row, row + count) see.
 template <class C>
 struct Blocks {
   int first, end;
-  __device__ __forceinline__ Blocks(const Window& window, int row, int seq_q) {
-    const int last_row = min(row + C::kBlockQ, seq_q) - 1;
+  __device__ __forceinline__ Blocks(const Window& window, int row, int count, int seq_q) {
+    const int last_row = min(row + count, seq_q) - 1;
     const int begin_key = window.begin(row), end_key = window.end(last_row);
     first = begin_key / C::kBlockK;
-    end = begin_key < end_key ? (end_key + C::kBlockK - 1) / C::kBlockK : first;
+    end = begin_key < end_key && row <= last_row ? (end_key + C::kBlockK - 1) / C::kBlockK : first;
   }
 };
 
@@ -130,7 +130,7 @@ __device__ __forceinline__ void produce_q(SharedStorage<C>& shared, const Forwar
   for (Walk walk; walk.unit < a.schedule.units; walk.advance(a.schedule)) {
     const WorkTile work = find_work<C::kBlockQ>(a.schedule, a.p, walk.unit, walk.half);
     if (work.row < 0) continue;
-    const Blocks<C> blocks(window, work.row, a.p.seq_q);
+    const Blocks<C> blocks(window, work.row, C::kBlockQ, a.p.seq_q);
     if (blocks.first >= blocks.end) continue;
     const HeadIndex at(a.p, work.batch_head);
 #pragma unroll
@@ -152,7 +152,7 @@ __device__ __forceinline__ void produce_kv(SharedStorage<C>& shared, const Forwa
   for (Walk walk; walk.unit < a.schedule.units; walk.advance(a.schedule)) {
     const WorkTile work = find_work<C::kBlockQ>(a.schedule, a.p, walk.unit, walk.half);
     if (work.row < 0) continue;
-    const Blocks<C> blocks(window, work.row, a.p.seq_q);
+    const Blocks<C> blocks(window, work.row, C::kBlockQ, a.p.seq_q);
     HeadIndex at(a.p, work.batch_head);
     at.head /= static_cast<uint32_t>(a.p.heads_q / a.p.heads_k);
 #pragma unroll 1
@@ -365,15 +365,36 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   const auto my_turn = [&] { ptx::barrier_sync(1 + w, kTurnThreads); };
   const auto next_turn = [&] { ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, kTurnThreads); };
 
+  uint32_t turn = 0, q_parity = 0;  // turn: blocks behind us, which tells the stage and its phase
+  const auto skip = [&](int count) {
+#pragma unroll 1
+    for (; count > 0; --count, ++turn) {
+      wait(shared.k_full[turn % kStages], turn / kStages);
+      my_turn();
+      next_turn();
+      release(shared.k_empty[turn % kStages]);
+      wait(shared.v_full[turn % kStages], turn / kStages);
+      release(shared.v_empty[turn % kStages]);
+    }
+  };
+
   if (w == C::kConsumers - 1) next_turn();
-  uint32_t turn = 0, q_parity = 0;  // turn: index of the K block in the ring's history
   for (Walk walk; walk.unit < a.schedule.units; walk.advance(a.schedule)) {
     const WorkTile work = find_work<C::kBlockQ>(a.schedule, a.p, walk.unit, walk.half);
     if (work.row < 0) continue;
-    const Blocks<C> blocks(window, work.row, a.p.seq_q);
+    const Blocks<C> blocks(window, work.row, C::kBlockQ, a.p.seq_q);
     const int first_row = work.row + w * 64;
     const int row = first_row + warp * 16 + lane / 4;
-    if (blocks.first >= blocks.end) {
+    // This warpgroup's own blocks are some of the tile's, or none; of the others it only hands on barriers and turns.
+    Blocks<C> own(window, first_row, 64, a.p.seq_q);
+    if (own.first >= own.end) own.first = own.end = blocks.first;
+    skip(blocks.end - own.end);
+    if (own.first >= own.end) {
+      if (blocks.first < blocks.end) {
+        wait(shared.q_full[w], q_parity);
+        q_parity ^= 1;
+        release(shared.q_empty[w]);
+      }
 #pragma unroll
       for (int e = 0; e < kHeadDim / 2; ++e) o[e] = 0.f;
       rows.sum[0] = rows.sum[1] = 0.f;
@@ -389,7 +410,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
         mask_scores<kBlockK / 2, true>(s, window, row, column);
     };
 
-    int block = blocks.end - 1;
+    int block = own.end - 1;
     wait(shared.q_full[w], q_parity);
     q_parity ^= 1;
     wait(shared.k_full[turn % kStages], turn / kStages);
@@ -400,7 +421,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     ptx::wgmma_wait<0>();
     ptx::wgmma_tie(s);
     release(shared.k_empty[turn % kStages]);
-    if (block == blocks.first) release(shared.q_empty[w]);
+    if (block == own.first) release(shared.q_empty[w]);
     if constexpr (!kPlainScores) scale_scores(s, a);
     mask(block);
     softmax_step<C, true>(s, rows, alpha, a.exp_scale);
@@ -419,7 +440,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(s);
       release(shared.k_empty[next]);
-      if (block == blocks.first) release(shared.q_empty[w]);
+      if (block == own.first) release(shared.q_empty[w]);
       if constexpr (!kPlainScores) scale_scores(s, a);
       if constexpr (decltype(masked)::value) mask(block);
       const bool grew = softmax_step<C, false>(s, rows, alpha, a.exp_scale);
@@ -440,18 +461,18 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     --block;
     if constexpr (kWindowed) {
       // Masked blocks on the right, then whole ones, then masked ones on the left.
-      int masked_down_to = max(full_end / kBlockK, blocks.first);
-      const int whole_down_to = max((full_begin + kBlockK - 1) / kBlockK, blocks.first);
-      while (block >= blocks.first) {
+      int masked_down_to = max(full_end / kBlockK, own.first);
+      const int whole_down_to = max((full_begin + kBlockK - 1) / kBlockK, own.first);
+      while (block >= own.first) {
 #pragma unroll 1
         for (; block >= masked_down_to; --block) step(std::true_type{});
 #pragma unroll 1
         for (; block >= whole_down_to; --block) step(std::false_type{});
-        masked_down_to = blocks.first;
+        masked_down_to = own.first;
       }
     } else {
 #pragma unroll 1
-      for (; block >= blocks.first; --block) step(std::false_type{});
+      for (; block >= own.first; --block) step(std::false_type{});
     }
 
     wait(shared.v_full[turn % kStages], turn / kStages);
@@ -461,6 +482,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     ptx::wgmma_tie(o);
     release(shared.v_empty[turn % kStages]);
     ++turn;
+    skip(own.first - blocks.first);
     write_output<Op, C>(o, rows, a, work.batch_head, row);
   }
   if (w == 0) my_turn();  // the last turn handed round, so that the barrier ends balanced
