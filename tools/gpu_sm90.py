@@ -44,7 +44,8 @@ def strides(t):
 
 class Library:
     def __init__(self, name, path):
-        self.name = name
+        path, _, dims = path.partition("@")  # name=path@64,128: only those head dimensions
+        self.name, self.dims = name, [int(x) for x in dims.split("+") if x]
         lib = c.CDLL(path)
         self.fn = {}
         for dtype, suffix in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
@@ -247,16 +248,18 @@ def measure(libraries, dims, seqs, peers, options):
         q, k, v = (make((b, h, s, d), dtype, "bshd") for _ in range(3))
         launchers = {}
         for lib in libraries:
+            if lib.dims and d not in lib.dims:
+                continue
             launchers[lib.name] = lib.prepare(q, k, v, window=(-1, 0 if causal else -1), out=torch.empty_like(q))[0]
         for p in peers:
             launchers[p] = prepared[p](q, k, v, causal)
         flops = 4 * b * h * s * s * d / (2 if causal else 1)
         result = timed(launchers, options.rounds)
         rate = {n: flops / t / 1e9 for n, t in result.items()}
-        best = max(rate[n] for n in names)
+        best = max(rate[n] for n in names if n in rate)
         ratio = best / max([rate[p] for p in peers], default=best)
         ratios.append(ratio)
-        print(f"d{d} {'causal' if causal else 'full'} s{s}".ljust(22), *[f"{rate[n]:9.0f}" for n in [*names, *peers]], f"{ratio:6.3f}", flush=True)
+        print(f"d{d} {'causal' if causal else 'full'} s{s}".ljust(22), *[f"{rate[n]:9.0f}" if n in rate else " " * 9 for n in [*names, *peers]], f"{ratio:6.3f}", flush=True)
     print(f"geomean {statistics.geometric_mean(ratios):.3f} min {min(ratios):.3f} ({clock.time() - START:.0f} s)")
 
 

@@ -38,6 +38,13 @@ struct Tiling {
   static constexpr int kHeadDim = kHeadDim_, kBlockK = kBlockK_, kConsumers = kConsumers_;
   static constexpr int kStages = kStages_;
   static constexpr int kBlockQ = 64 * kConsumers;
+#ifdef X_SUMMMA
+  static constexpr bool kSumByMma = kHeadDim == X_SUMMMA;
+#else
+  static constexpr bool kSumByMma = false;
+#endif
+  static constexpr int kOutColumns = kHeadDim + (kSumByMma ? 8 : 0);
+  static constexpr int kOnesBytes = kSumByMma ? kBlockK * 128 : 0;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kColumnBlocks = kHeadDim / 64;           // boxes side by side
   static constexpr int kQBytes = 64 * kHeadDim * 2;             // of one consumer
@@ -53,6 +60,7 @@ struct SharedStorage {
   unsigned char q[C::kConsumers][C::kQBytes];  // [consumer][column block][64 rows][64]
   unsigned char k[C::kStages][C::kKVBytes];    // [stage][column block][kBlockK rows][64]
   unsigned char v[C::kStages][C::kKVBytes];    // the same
+  unsigned char ones[C::kOnesBytes];           // [kBlockK rows][64] of 1.0
   uint64_t q_full[C::kConsumers], q_empty[C::kConsumers];
   uint64_t k_full[C::kStages], k_empty[C::kStages];
   uint64_t v_full[C::kStages], v_empty[C::kStages];
@@ -232,9 +240,13 @@ __device__ __forceinline__ bool softmax_step(float (&s)[kCount], RowStatistics<C
     rows.sum[0] = rows.sum[1] = 0.f;
   } else {
     // -inf before and now: NaN, not greater.
+#ifdef X_RESCALE
+    grew = true;
+#else
     grew = __any_sync(0xffffffffu,
                       (tile_max[0] - rows.maximum[0]) * exp_scale > kRescaleThreshold ||
                           (tile_max[1] - rows.maximum[1]) * exp_scale > kRescaleThreshold);
+#endif
     alpha[0] = alpha[1] = 1.f;
     if (grew) {
 #pragma unroll
@@ -254,10 +266,12 @@ __device__ __forceinline__ bool softmax_step(float (&s)[kCount], RowStatistics<C
   for (int e = 0; e < kCount; ++e) {
     const int half = e >> 1 & 1;
     s[e] = ptx::ex2_approx(fmaf(s[e], exp_scale, -offset[half]));
-    if (e & 1)
-      odd[half] += s[e];
-    else
-      rows.sum[half] += s[e];
+    if constexpr (!C::kSumByMma) {
+      if (e & 1)
+        odd[half] += s[e];
+      else
+        rows.sum[half] += s[e];
+    }
   }
   rows.sum[0] += odd[0];
   rows.sum[1] += odd[1];
@@ -283,7 +297,7 @@ __device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
 
 // Normalises, writes lse and the output: every quad stores 64 contiguous bytes of a row at a time.
 template <class Op, class C>
-__device__ __forceinline__ void write_output(const float (&o)[C::kHeadDim / 2],
+__device__ __forceinline__ void write_output(const float (&o)[C::kOutColumns / 2],
                                              const RowStatistics<C>& rows, const ForwardArgs& a,
                                              uint32_t batch_head, int row) {
   const HeadIndex at(a.p, batch_head);
@@ -294,7 +308,8 @@ __device__ __forceinline__ void write_output(const float (&o)[C::kHeadDim / 2],
   float* lse = a.p.lse + static_cast<int64_t>(batch_head) * a.p.seq_q + row;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float sum = quad_sum(rows.sum[half]);
+    const float sum =
+        C::kSumByMma ? o[C::kOutColumns / 2 - 4 + 2 * half] : quad_sum(rows.sum[half]);
     const float inverse = sum == 0.f ? 0.f : 1.f / sum;
     const bool valid = row + 8 * half < a.p.seq_q;
     if (quad == 0 && valid)
@@ -322,19 +337,25 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
                                         const Window& window, int w) {
   constexpr int kBlockK = C::kBlockK, kStages = C::kStages, kHeadDim = C::kHeadDim;
   using MmaQK = typename Op::template Wgmma<kBlockK>;
-  using MmaPV = typename Op::template Wgmma<kHeadDim>;
+  using MmaPV = typename Op::template Wgmma<C::kOutColumns>;
   constexpr int kTurnThreads = 256;  // one warpgroup waits, one arrives
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
 
   float s[kBlockK / 2];      // scores, then P
-  float o[kHeadDim / 2];     // output, unnormalised
+  float o[C::kOutColumns / 2];  // output, unnormalised
   uint32_t p[kBlockK / 16][4];  // P as operand, per 16 keys
   RowStatistics<C> rows;
   float alpha[2];
 
   const uint64_t q_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.q[0]) + w * C::kQBytes, 16, 1024);
   const uint64_t k_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.k), 16, 1024);
-  const uint64_t v_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.v), kBlockK * 128, 1024);
+  const uint64_t v_desc = ptx::wgmma_descriptor(
+      ptx::shared_address(shared.v),
+      C::kSumByMma ? ptx::shared_address(shared.ones) - ptx::shared_address(shared.v) : kBlockK * 128,
+      1024);
+  // With kSumByMma the second block of 64 columns is the tile of ones, at a distance that depends on the stage.
+  constexpr uint64_t kVStage = C::kSumByMma ? (C::kKVBytes / 16) - (uint64_t{C::kKVBytes / 16} << 16)
+                                            : uint64_t{C::kKVBytes / 16};
   const auto issue_qk = [&](uint32_t stage) {
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d)
@@ -347,7 +368,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   const auto issue_pv = [&](uint32_t stage, bool accumulate) {
 #pragma unroll
     for (int n = 0; n < kBlockK / 16; ++n)
-      MmaPV::template rs<1>(o, p[n], v_desc + stage * (C::kKVBytes / 16) + n * (2048 / 16),
+      MmaPV::template rs<1>(o, p[n], v_desc + stage * kVStage + n * (2048 / 16),
                             accumulate || n > 0);
     ptx::wgmma_commit();
   };
@@ -396,7 +417,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
         release(shared.q_empty[w]);
       }
 #pragma unroll
-      for (int e = 0; e < kHeadDim / 2; ++e) o[e] = 0.f;
+      for (int e = 0; e < C::kOutColumns / 2; ++e) o[e] = 0.f;
       rows.sum[0] = rows.sum[1] = 0.f;
       write_output<Op, C>(o, rows, a, work.batch_head, row);
       continue;
@@ -445,14 +466,16 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       if constexpr (decltype(masked)::value) mask(block);
       const bool grew = softmax_step<C, false>(s, rows, alpha, a.exp_scale);
       // ptxas moves the wait below above the exponentials unless a branch depends on them all.
+#ifndef X_NOORDER
       ptx::wgmma_tie(s);
-      if (rows.sum[0] + rows.sum[1] < 0.f) asm volatile("nanosleep.u32 1;");
+      if (C::kSumByMma ? s[0] + s[1] < 0.f : rows.sum[0] + rows.sum[1] < 0.f) asm volatile("nanosleep.u32 1;");
+#endif
       ptx::wgmma_wait<0>();
       ptx::wgmma_tie(o);
       release(shared.v_empty[stage]);
       if (grew) {
 #pragma unroll
-        for (int e = 0; e < kHeadDim / 2; ++e) o[e] *= alpha[e >> 1 & 1];
+        for (int e = 0; e < C::kOutColumns / 2; ++e) o[e] *= alpha[e >> 1 & 1];
       }
       pack();
       accumulate = true;
@@ -509,6 +532,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       ptx::mbarrier_init(ptx::shared_address(&shared.v_empty[stage]), 4 * C::kConsumers);
     }
     ptx::mbarrier_init_fence();
+  }
+  if constexpr (C::kSumByMma) {
+    for (int i = threadIdx.x; i < C::kOnesBytes / 16; i += C::kThreads) {
+      const uint32_t one = Op::pack2(1.f, 1.f);
+      reinterpret_cast<uint4*>(shared.ones)[i] = make_uint4(one, one, one, one);
+    }
+    asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
   }
   __syncthreads();
   const Window window(a.p.window_left, a.p.window_right, a.p.lower_right != 0, a.p.seq_q, a.p.seq_k);
@@ -590,18 +620,42 @@ template <int kHeadDim>
 struct Tiles;
 template <>
 struct Tiles<64> {
+#ifdef XF64
+  using Full = Tiling<64, XF64>;
+#else
   using Full = Tiling<64, 128, 3, 2>;
+#endif
+#ifdef XW64
+  using Windowed = Tiling<64, XW64>;
+#else
   using Windowed = Tiling<64, 128, 3, 2>;
+#endif
 };
 template <>
 struct Tiles<128> {
+#ifdef XF128
+  using Full = Tiling<128, XF128>;
+#else
   using Full = Tiling<128, 176, 2, 2>;
+#endif
+#ifdef XW128
+  using Windowed = Tiling<128, XW128>;
+#else
   using Windowed = Tiling<128, 128, 2, 2>;
+#endif
 };
 template <>
 struct Tiles<256> {
+#ifdef XF256
+  using Full = Tiling<256, XF256>;
+#else
   using Full = Tiling<256, 80, 2, 2>;
+#endif
+#ifdef XW256
+  using Windowed = Tiling<256, XW256>;
+#else
   using Windowed = Tiling<256, 80, 2, 2>;
+#endif
 };
 
 template <class Op, int kHeadDim>
