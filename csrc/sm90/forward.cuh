@@ -25,6 +25,7 @@
 #include "../common/ptx/tma.cuh"
 #include "../common/ptx/warpgroup.cuh"
 #include "../common/ptx/wgmma.cuh"
+#include "../common/sequence.cuh"
 #include "../common/softmax.cuh"
 #include "../common/window.cuh"
 #include "../include/flashsci.h"
@@ -111,7 +112,7 @@ struct Blocks {
 
 // ---- producers -----------------------------------------------------------------------------------------------
 
-// Coordinates of a (batch, head) in the tensor maps.
+// Index of a (batch, head) along the dims of a dense tensor.
 struct HeadIndex {
   int head, batch1, batch0;
   __device__ __forceinline__ HeadIndex(const FlashsciForwardParams& p, uint32_t batch_head) {
@@ -122,61 +123,77 @@ struct HeadIndex {
   }
 };
 
-template <class C>
+// Loads rows [row, row + kRows) of a sequence that starts at first and has `length` rows; zeros beyond.
+template <class C, int kRows, bool kPacked>
 __device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& map, uint32_t barrier,
-                                           int rows, int row, int head, int batch1, int batch0) {
+                                           int row, int first, int length, const HeadIndex& at) {
+  const int rows = min(max(length - row, 0), kRows);
+  const int c1 = kPacked ? kRows - rows : row, c2 = kPacked ? first + row + rows : at.head;
+  const int c3 = kPacked ? at.head : at.batch1, c4 = kPacked ? 0 : at.batch0;
 #pragma unroll
   for (int block = 0; block < C::kColumnBlocks; ++block)
-    ptx::tma_load_5d(shared + block * rows * 128, &map, barrier, block * 64, row, head, batch1,
-                     batch0);
+    ptx::tma_load_5d(shared + block * kRows * 128, &map, barrier, block * 64, c1, c2, c3, c4);
 }
 
-template <class C>
-__device__ __forceinline__ void produce_q(SharedStorage<C>& shared, const ForwardArgs& a,
-                                          const Window& window) {
+template <bool kPacked>
+__device__ __forceinline__ Window window_of(const FlashsciForwardParams& p, const WorkTile& work) {
+  return Window(p.window_left, p.window_right, p.lower_right != 0, work.seq_q, work.seq_k);
+}
+
+// One warp each; one elected lane of it issues.
+template <class C, bool kPacked>
+__device__ __forceinline__ void produce_q(SharedStorage<C>& shared, const ForwardArgs& a) {
   uint32_t parity = 1;
   for (Walk walk; walk.unit < a.schedule.units; walk.advance(a.schedule)) {
-    const WorkTile work = find_work<C::kBlockQ>(a.schedule, a.p, walk.unit, walk.half);
+    const WorkTile work = find_work<C::kBlockQ, kPacked>(a.schedule, a.p, walk.unit, walk.half);
     if (work.row < 0) continue;
-    const Blocks<C> blocks(window, work.row, C::kBlockQ, a.p.seq_q);
+    const Blocks<C> blocks(window_of<kPacked>(a.p, work), work.row, C::kBlockQ, work.seq_q);
     if (blocks.first >= blocks.end) continue;
-    const HeadIndex at(a.p, work.batch_head);
+    if (ptx::elect()) {
+      const HeadIndex at(a.p, work.batch_head);
 #pragma unroll
-    for (int w = 0; w < C::kConsumers; ++w) {
-      const uint32_t full = ptx::shared_address(&shared.q_full[w]);
-      ptx::mbarrier_wait(ptx::shared_address(&shared.q_empty[w]), parity);
-      ptx::mbarrier_arrive_expect(full, C::kQBytes);
-      load_boxes<C>(ptx::shared_address(shared.q[w]), a.q, full, 64, work.row + w * 64, at.head,
-                    at.batch1, at.batch0);
+      for (int w = 0; w < C::kConsumers; ++w) {
+        const uint32_t full = ptx::shared_address(&shared.q_full[w]);
+        ptx::mbarrier_wait(ptx::shared_address(&shared.q_empty[w]), parity);
+        ptx::mbarrier_arrive_expect(full, C::kQBytes);
+        load_boxes<C, 64, kPacked>(ptx::shared_address(shared.q[w]), a.q, full, work.row + w * 64,
+                                   work.first_q, work.seq_q, at);
+      }
     }
+    __syncwarp();
     parity ^= 1;
   }
 }
 
-template <class C>
-__device__ __forceinline__ void produce_kv(SharedStorage<C>& shared, const ForwardArgs& a,
-                                           const Window& window) {
+template <class C, bool kPacked>
+__device__ __forceinline__ void produce_kv(SharedStorage<C>& shared, const ForwardArgs& a) {
   uint32_t turn = 0;  // stage = turn % kStages, lap = turn / kStages
   for (Walk walk; walk.unit < a.schedule.units; walk.advance(a.schedule)) {
-    const WorkTile work = find_work<C::kBlockQ>(a.schedule, a.p, walk.unit, walk.half);
+    const WorkTile work = find_work<C::kBlockQ, kPacked>(a.schedule, a.p, walk.unit, walk.half);
     if (work.row < 0) continue;
-    const Blocks<C> blocks(window, work.row, C::kBlockQ, a.p.seq_q);
-    HeadIndex at(a.p, work.batch_head);
-    at.head /= static_cast<uint32_t>(a.p.heads_q / a.p.heads_k);
+    const Blocks<C> blocks(window_of<kPacked>(a.p, work), work.row, C::kBlockQ, work.seq_q);
+    if (blocks.first >= blocks.end) continue;
+    const uint32_t next_turn = turn + (blocks.end - blocks.first);
+    if (ptx::elect()) {
+      HeadIndex at(a.p, work.batch_head);
+      at.head /= static_cast<uint32_t>(a.p.heads_q / a.p.heads_k);
 #pragma unroll 1
-    for (int block = blocks.end - 1; block >= blocks.first; --block, ++turn) {
-      const uint32_t stage = turn % C::kStages, parity = (turn / C::kStages & 1) ^ 1;
-      const uint32_t k_full = ptx::shared_address(&shared.k_full[stage]);
-      const uint32_t v_full = ptx::shared_address(&shared.v_full[stage]);
-      ptx::mbarrier_wait(ptx::shared_address(&shared.k_empty[stage]), parity);
-      ptx::mbarrier_arrive_expect(k_full, C::kKVBytes);
-      load_boxes<C>(ptx::shared_address(shared.k[stage]), a.k, k_full, C::kBlockK,
-                    block * C::kBlockK, at.head, at.batch1, at.batch0);
-      ptx::mbarrier_wait(ptx::shared_address(&shared.v_empty[stage]), parity);
-      ptx::mbarrier_arrive_expect(v_full, C::kKVBytes);
-      load_boxes<C>(ptx::shared_address(shared.v[stage]), a.v, v_full, C::kBlockK,
-                    block * C::kBlockK, at.head, at.batch1, at.batch0);
+      for (int block = blocks.end - 1; block >= blocks.first; --block, ++turn) {
+        const uint32_t stage = turn % C::kStages, parity = (turn / C::kStages & 1) ^ 1;
+        const uint32_t k_full = ptx::shared_address(&shared.k_full[stage]);
+        const uint32_t v_full = ptx::shared_address(&shared.v_full[stage]);
+        ptx::mbarrier_wait(ptx::shared_address(&shared.k_empty[stage]), parity);
+        ptx::mbarrier_arrive_expect(k_full, C::kKVBytes);
+        load_boxes<C, C::kBlockK, kPacked>(ptx::shared_address(shared.k[stage]), a.k, k_full,
+                                           block * C::kBlockK, work.first_k, work.seq_k, at);
+        ptx::mbarrier_wait(ptx::shared_address(&shared.v_empty[stage]), parity);
+        ptx::mbarrier_arrive_expect(v_full, C::kKVBytes);
+        load_boxes<C, C::kBlockK, kPacked>(ptx::shared_address(shared.v[stage]), a.v, v_full,
+                                           block * C::kBlockK, work.first_k, work.seq_k, at);
+      }
     }
+    __syncwarp();
+    turn = next_turn;
   }
 }
 
@@ -299,19 +316,19 @@ __device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
 template <class Op, class C>
 __device__ __forceinline__ void write_output(const float (&o)[C::kOutColumns / 2],
                                              const RowStatistics<C>& rows, const ForwardArgs& a,
-                                             uint32_t batch_head, int row) {
-  const HeadIndex at(a.p, batch_head);
+                                             const WorkTile& work, int row) {
+  const HeadIndex at(a.p, work.batch_head);
   const int quad = threadIdx.x % 4;
   auto* out = static_cast<uint16_t*>(a.p.out) + at.batch0 * a.p.out_strides.batch0 +
               at.batch1 * a.p.out_strides.batch1 + at.head * a.p.out_strides.head +
-              row * a.p.out_strides.row + quad * 8;
-  float* lse = a.p.lse + static_cast<int64_t>(batch_head) * a.p.seq_q + row;
+              (work.first_q + row) * a.p.out_strides.row + quad * 8;
+  float* lse = a.p.lse + static_cast<int64_t>(work.batch_head) * a.p.seq_q + work.first_q + row;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum =
         C::kSumByMma ? o[C::kOutColumns / 2 - 4 + 2 * half] : quad_sum(rows.sum[half]);
     const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-    const bool valid = row + 8 * half < a.p.seq_q;
+    const bool valid = row + 8 * half < work.seq_q;
     if (quad == 0 && valid)
       lse[8 * half] =
           sum == 0.f ? -INFINITY : fmaf(rows.maximum[half], a.lse_scale, logf(sum));
@@ -332,9 +349,8 @@ __device__ __forceinline__ void write_output(const float (&o)[C::kOutColumns / 2
   }
 }
 
-template <class Op, class C, bool kWindowed, bool kPlainScores>
-__device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardArgs& a,
-                                        const Window& window, int w) {
+template <class Op, class C, bool kWindowed, bool kPlainScores, bool kPacked>
+__device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardArgs& a, int w) {
   constexpr int kBlockK = C::kBlockK, kStages = C::kStages, kHeadDim = C::kHeadDim;
   using MmaQK = typename Op::template Wgmma<kBlockK>;
   using MmaPV = typename Op::template Wgmma<C::kOutColumns>;
@@ -401,13 +417,14 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
 
   if (w == C::kConsumers - 1) next_turn();
   for (Walk walk; walk.unit < a.schedule.units; walk.advance(a.schedule)) {
-    const WorkTile work = find_work<C::kBlockQ>(a.schedule, a.p, walk.unit, walk.half);
+    const WorkTile work = find_work<C::kBlockQ, kPacked>(a.schedule, a.p, walk.unit, walk.half);
     if (work.row < 0) continue;
-    const Blocks<C> blocks(window, work.row, C::kBlockQ, a.p.seq_q);
+    const Window window = window_of<kPacked>(a.p, work);
+    const Blocks<C> blocks(window, work.row, C::kBlockQ, work.seq_q);
     const int first_row = work.row + w * 64;
     const int row = first_row + warp * 16 + lane / 4;
     // This warpgroup's own blocks are some of the tile's, or none; of the others it only hands on barriers and turns.
-    Blocks<C> own(window, first_row, 64, a.p.seq_q);
+    Blocks<C> own(window, first_row, 64, work.seq_q);
     if (own.first >= own.end) own.first = own.end = blocks.first;
     skip(blocks.end - own.end);
     if (own.first >= own.end) {
@@ -419,7 +436,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
 #pragma unroll
       for (int e = 0; e < C::kOutColumns / 2; ++e) o[e] = 0.f;
       rows.sum[0] = rows.sum[1] = 0.f;
-      write_output<Op, C>(o, rows, a, work.batch_head, row);
+      write_output<Op, C>(o, rows, a, work, row);
       continue;
     }
     // All rows of this warpgroup see the keys [full_begin, full_end).
@@ -506,12 +523,12 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     release(shared.v_empty[turn % kStages]);
     ++turn;
     skip(own.first - blocks.first);
-    write_output<Op, C>(o, rows, a, work.batch_head, row);
+    write_output<Op, C>(o, rows, a, work, row);
   }
   if (w == 0) my_turn();  // the last turn handed round, so that the barrier ends balanced
 }
 
-template <class Op, class C, bool kWindowed, bool kPlainScores>
+template <class Op, class C, bool kWindowed, bool kPlainScores, bool kPacked>
 __global__ void __launch_bounds__(C::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardArgs a) {
   extern __shared__ unsigned char shared_memory[];
@@ -541,16 +558,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
   }
   __syncthreads();
-  const Window window(a.p.window_left, a.p.window_right, a.p.lower_right != 0, a.p.seq_q, a.p.seq_k);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (warp == 0 && ptx::elect()) produce_kv<C>(shared, a, window);
-    if (warp == 1 && ptx::elect()) produce_q<C>(shared, a, window);
+    if (warp == 0) produce_kv<C, kPacked>(shared, a);
+    if (warp == 1) produce_q<C, kPacked>(shared, a);
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-    consume<Op, C, kWindowed, kPlainScores>(shared, a, window, warpgroup - 1);
+    consume<Op, C, kWindowed, kPlainScores, kPacked>(shared, a, warpgroup - 1);
   }
 }
 
@@ -567,38 +583,43 @@ inline int multiprocessors(int device) {
   return count;
 }
 
-template <class Op, class C, bool kWindowed, bool kPlainScores>
+template <class Op, class C, bool kWindowed, bool kPlainScores, bool kPacked>
 cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   constexpr int kSharedBytes = sizeof(SharedStorage<C>) + 1024;  // the base is aligned by hand
   static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
   const FlashsciForwardParams& p = a.p;
+  const bool causal = p.window_right >= 0 && p.window_left < 0;
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
-  const int64_t tiles = (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
-  const bool pairs = p.window_right >= 0 && p.window_left < 0 && tiles > 1;
+  const int64_t tiles = kPacked ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
+                                : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  const bool pairs = causal && !kPacked && tiles > 1;
   const int64_t per_head = pairs ? (tiles + 1) / 2 : tiles;
-  if (heads == 0 || tiles == 0) return cudaSuccess;
+  if (heads == 0 || p.seq_q == 0) return cudaSuccess;
   if (heads * tiles > INT32_MAX) return cudaErrorNotSupported;
-  a.schedule = {};
   a.schedule.units = static_cast<uint32_t>(heads * per_head);
   a.schedule.units_per_head = static_cast<uint32_t>(per_head);
   a.schedule.tiles_per_head = static_cast<uint32_t>(tiles);
   a.schedule.heads = static_cast<uint32_t>(heads);
   a.schedule.section_heads = 1;
   a.schedule.pairs = pairs;
-  a.schedule.descending = pairs;
+  a.schedule.descending = causal;
 
-  constexpr bool kBf16 = Op::kIsBf16;
-  cudaError_t error = encode_map(&a.q, p.q, kBf16, p.head_dim,
-                                 dense_dims(p.q_strides, p.seq_q, p.heads_q, p.batch1, p.batch0), 64);
+  const auto encode = [&](CUtensorMap* map, const void* base, const FlashsciStrides& strides,
+                          int64_t rows, int64_t heads_of, int head_dim, int box_rows) {
+    const MapDims dims = kPacked ? ragged_dims(strides, rows, heads_of, box_rows)
+                                 : dense_dims(strides, rows, heads_of, p.batch1, p.batch0);
+    const auto* start = static_cast<const uint16_t*>(base);
+    if (kPacked) start -= box_rows * strides.row;
+    return encode_map(map, start, Op::kIsBf16, head_dim, dims, box_rows);
+  };
+  cudaError_t error = encode(&a.q, p.q, p.q_strides, p.seq_q, p.heads_q, p.head_dim, 64);
   if (error == cudaSuccess)
-    error = encode_map(&a.k, p.k, kBf16, p.head_dim,
-                       dense_dims(p.k_strides, p.seq_k, p.heads_k, p.batch1, p.batch0), C::kBlockK);
+    error = encode(&a.k, p.k, p.k_strides, p.seq_k, p.heads_k, p.head_dim, C::kBlockK);
   if (error == cudaSuccess)
-    error = encode_map(&a.v, p.v, kBf16, p.head_dim_v,
-                       dense_dims(p.v_strides, p.seq_k, p.heads_k, p.batch1, p.batch0), C::kBlockK);
+    error = encode(&a.v, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, C::kBlockK);
   if (error != cudaSuccess) return error;
 
-  constexpr auto kernel = forward_kernel<Op, C, kWindowed, kPlainScores>;
+  constexpr auto kernel = forward_kernel<Op, C, kWindowed, kPlainScores, kPacked>;
   static std::atomic<uint64_t> configured{0};  // once per device; a lost race only repeats it
   const uint64_t bit = uint64_t{1} << (p.device & 63);
   if (p.device >= 64 || !(configured.load(std::memory_order_relaxed) & bit)) {
@@ -608,7 +629,8 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   }
   const int processors = multiprocessors(p.device);
   if (processors <= 0) return cudaErrorInvalidDevice;
-  const unsigned grid = a.schedule.units < static_cast<unsigned>(processors)
+  // Packed: nobody knows the lengths, so the hardware hands out the tiles as SMs become free.
+  const unsigned grid = kPacked || a.schedule.units < static_cast<unsigned>(processors)
                             ? a.schedule.units
                             : static_cast<unsigned>(processors);
   kernel<<<grid, C::kThreads, kSharedBytes, stream>>>(a);
@@ -661,17 +683,22 @@ struct Tiles<256> {
 template <class Op, int kHeadDim>
 cudaError_t launch_padded(ForwardArgs& a, cudaStream_t stream) {
   using T = Tiles<kHeadDim>;
+  using Windowed = typename T::Windowed;
   const bool windowed = a.p.window_left >= 0 || a.p.window_right >= 0;
-  if (a.score_mode != kScaled) return launch_tiling<Op, typename T::Windowed, true, false>(a, stream);
-  if (windowed) return launch_tiling<Op, typename T::Windowed, true, true>(a, stream);
-  return launch_tiling<Op, typename T::Full, false, true>(a, stream);
+  const bool plain = a.score_mode == kScaled;
+  if (a.p.cu_seqlens_q != nullptr)
+    return plain ? launch_tiling<Op, Windowed, true, true, true>(a, stream)
+                 : launch_tiling<Op, Windowed, true, false, true>(a, stream);
+  if (!plain) return launch_tiling<Op, Windowed, true, false, false>(a, stream);
+  if (windowed) return launch_tiling<Op, Windowed, true, true, false>(a, stream);
+  return launch_tiling<Op, typename T::Full, false, true, false>(a, stream);
 }
 
 // cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
 template <class Op>
 cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
   const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
-  if (p.cu_seqlens_q != nullptr || p.seq_k == 0 || p.head_dim_v % 8 != 0 ||
+  if (p.seq_k == 0 || p.head_dim_v % 8 != 0 ||
       !aligned(p.batch0, p.out_strides.batch0) || !aligned(p.batch1, p.out_strides.batch1) ||
       !aligned(p.heads_q, p.out_strides.head) || !aligned(p.seq_q, p.out_strides.row) ||
       reinterpret_cast<uintptr_t>(p.out) % 16 != 0)
