@@ -38,6 +38,7 @@ template <int kHeadDim_, int kBlockK_, int kConsumers_, int kStages_>
 struct Tiling {
   static constexpr int kHeadDim = kHeadDim_, kBlockK = kBlockK_, kConsumers = kConsumers_;
   static constexpr int kStages = kStages_;
+  static constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;      // shared memory of an SM
   static constexpr int kBlockQ = 64 * kConsumers;
 #ifdef X_SUMMMA
   static constexpr bool kSumByMma = kHeadDim == X_SUMMMA;
@@ -58,11 +59,11 @@ struct Tiling {
 
 template <class C>
 struct SharedStorage {
-  unsigned char q[C::kConsumers][C::kQBytes];  // [consumer][column block][64 rows][64]
+  unsigned char q[C::kQStages][C::kConsumers][C::kQBytes];  // [..][column block][64 rows][64]
   unsigned char k[C::kStages][C::kKVBytes];    // [stage][column block][kBlockK rows][64]
   unsigned char v[C::kStages][C::kKVBytes];    // the same
   unsigned char ones[C::kOnesBytes];           // [kBlockK rows][64] of 1.0
-  uint64_t q_full[C::kConsumers], q_empty[C::kConsumers];
+  uint64_t q_full[C::kQStages][C::kConsumers], q_empty[C::kQStages][C::kConsumers];
   uint64_t k_full[C::kStages], k_empty[C::kStages];
   uint64_t v_full[C::kStages], v_empty[C::kStages];
 };
@@ -73,6 +74,7 @@ struct alignas(128) ForwardArgs {
   CUtensorMap q, k, v;
   FlashsciForwardParams p;
   SchedulePlan schedule;
+  int take_turns;      // consumers issue their products in turn
   int score_mode;      // how raw q.k becomes what is exponentiated: ScoreMode
   float score_inner;   // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
   float score_outer;
@@ -102,9 +104,11 @@ struct Walk {
 template <class C>
 struct Blocks {
   int first, end;
+  int end_key;  // the first key that none of the rows sees
   __device__ __forceinline__ Blocks(const Window& window, int row, int count, int seq_q) {
     const int last_row = min(row + count, seq_q) - 1;
-    const int begin_key = window.begin(row), end_key = window.end(last_row);
+    const int begin_key = window.begin(row);
+    end_key = window.end(last_row);
     first = begin_key / C::kBlockK;
     end = begin_key < end_key && row <= last_row ? (end_key + C::kBlockK - 1) / C::kBlockK : first;
   }
@@ -143,7 +147,7 @@ __device__ __forceinline__ Window window_of(const FlashsciForwardParams& p, cons
 // One warp each; one elected lane of it issues.
 template <class C, bool kPacked>
 __device__ __forceinline__ void produce_q(SharedStorage<C>& shared, const ForwardArgs& a) {
-  uint32_t parity = 1;
+  uint32_t turn = 0;  // stage = turn % kQStages, lap = turn / kQStages
   for (Walk walk; walk.unit < a.schedule.units; walk.advance(a.schedule)) {
     const WorkTile work = find_work<C::kBlockQ, kPacked>(a.schedule, a.p, walk.unit, walk.half);
     if (work.row < 0) continue;
@@ -151,17 +155,18 @@ __device__ __forceinline__ void produce_q(SharedStorage<C>& shared, const Forwar
     if (blocks.first >= blocks.end) continue;
     if (ptx::elect()) {
       const HeadIndex at(a.p, work.batch_head);
+      const uint32_t stage = turn % C::kQStages, parity = (turn / C::kQStages & 1) ^ 1;
 #pragma unroll
       for (int w = 0; w < C::kConsumers; ++w) {
-        const uint32_t full = ptx::shared_address(&shared.q_full[w]);
-        ptx::mbarrier_wait(ptx::shared_address(&shared.q_empty[w]), parity);
+        const uint32_t full = ptx::shared_address(&shared.q_full[stage][w]);
+        ptx::mbarrier_wait(ptx::shared_address(&shared.q_empty[stage][w]), parity);
         ptx::mbarrier_arrive_expect(full, C::kQBytes);
-        load_boxes<C, 64, kPacked>(ptx::shared_address(shared.q[w]), a.q, full, work.row + w * 64,
+        load_boxes<C, 64, kPacked>(ptx::shared_address(shared.q[stage][w]), a.q, full, work.row + w * 64,
                                    work.first_q, work.seq_q, at);
       }
     }
     __syncwarp();
-    parity ^= 1;
+    ++turn;
   }
 }
 
@@ -214,15 +219,15 @@ __device__ __forceinline__ void scale_scores(float (&s)[kCount], const ForwardAr
 }
 
 // Scores of keys outside [begin(i), end(i)) become -inf. row: this lane's first query row; column: the key of
-// its first score.
-template <int kCount, bool kLeft>
+// its first score. Accumulator elements [kBegin, kEnd).
+template <int kBegin, int kEnd, bool kLeft, int kCount>
 __device__ __forceinline__ void mask_scores(float (&s)[kCount], const Window& window, int row,
                                             int column) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int limit = (kLeft ? window.begin(row + 8 * half) : window.end(row + 8 * half)) - column;
 #pragma unroll
-    for (int e = 2 * half; e < kCount; e += 4) {
+    for (int e = kBegin + 2 * half; e < kEnd; e += 4) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int j = e / 4 * 8 + i;
@@ -353,6 +358,7 @@ template <class Op, class C, bool kWindowed, bool kPlainScores, bool kPacked>
 __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardArgs& a, int w) {
   constexpr int kBlockK = C::kBlockK, kStages = C::kStages, kHeadDim = C::kHeadDim;
   using MmaQK = typename Op::template Wgmma<kBlockK>;
+  using MmaQKHalf = typename Op::template Wgmma<kBlockK / 2>;
   using MmaPV = typename Op::template Wgmma<C::kOutColumns>;
   constexpr int kTurnThreads = 256;  // one warpgroup waits, one arrives
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -362,8 +368,9 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   uint32_t p[kBlockK / 16][4];  // P as operand, per 16 keys
   RowStatistics<C> rows;
   float alpha[2];
+  uint32_t turn = 0, q_turn = 0;  // blocks and tiles behind us: they tell stages and phases
 
-  const uint64_t q_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.q[0]) + w * C::kQBytes, 16, 1024);
+  const uint64_t q_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.q[0][w]), 16, 1024);
   const uint64_t k_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.k), 16, 1024);
   const uint64_t v_desc = ptx::wgmma_descriptor(
       ptx::shared_address(shared.v),
@@ -373,12 +380,24 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   constexpr uint64_t kVStage = C::kSumByMma ? (C::kKVBytes / 16) - (uint64_t{C::kKVBytes / 16} << 16)
                                             : uint64_t{C::kKVBytes / 16};
   const auto issue_qk = [&](uint32_t stage) {
+    const uint64_t q_tile = q_desc + q_turn % C::kQStages * (C::kConsumers * C::kQBytes / 16);
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d)
-      MmaQK::template ss<0>(s, q_desc + (d / 4 * 8192 + d % 4 * 32) / 16,
+      MmaQK::template ss<0>(s, q_tile + (d / 4 * 8192 + d % 4 * 32) / 16,
                             k_desc + stage * (C::kKVBytes / 16) +
                                 (d / 4 * kBlockK * 128 + d % 4 * 32) / 16,
                             d > 0);
+    ptx::wgmma_commit();
+  };
+  // The first half of the block's keys only.
+  const auto issue_qk_half = [&](float(&half)[kBlockK / 4], uint32_t stage) {
+    const uint64_t q_tile = q_desc + q_turn % C::kQStages * (C::kConsumers * C::kQBytes / 16);
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d)
+      MmaQKHalf::template ss<0>(half, q_tile + (d / 4 * 8192 + d % 4 * 32) / 16,
+                                k_desc + stage * (C::kKVBytes / 16) +
+                                    (d / 4 * kBlockK * 128 + d % 4 * 32) / 16,
+                                d > 0);
     ptx::wgmma_commit();
   };
   const auto issue_pv = [&](uint32_t stage, bool accumulate) {
@@ -399,10 +418,13 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   const auto wait = [&](uint64_t& barrier, uint32_t parity) {
     ptx::mbarrier_wait(ptx::shared_address(&barrier), parity & 1);
   };
-  const auto my_turn = [&] { ptx::barrier_sync(1 + w, kTurnThreads); };
-  const auto next_turn = [&] { ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, kTurnThreads); };
+  const auto my_turn = [&] {
+    if (a.take_turns) ptx::barrier_sync(1 + w, kTurnThreads);
+  };
+  const auto next_turn = [&] {
+    if (a.take_turns) ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, kTurnThreads);
+  };
 
-  uint32_t turn = 0, q_parity = 0;  // turn: blocks behind us, which tells the stage and its phase
   const auto skip = [&](int count) {
 #pragma unroll 1
     for (; count > 0; --count, ++turn) {
@@ -429,9 +451,9 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     skip(blocks.end - own.end);
     if (own.first >= own.end) {
       if (blocks.first < blocks.end) {
-        wait(shared.q_full[w], q_parity);
-        q_parity ^= 1;
-        release(shared.q_empty[w]);
+        wait(shared.q_full[q_turn % C::kQStages][w], q_turn / C::kQStages);
+        release(shared.q_empty[q_turn % C::kQStages][w]);
+        ++q_turn;
       }
 #pragma unroll
       for (int e = 0; e < C::kOutColumns / 2; ++e) o[e] = 0.f;
@@ -441,29 +463,56 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     }
     // All rows of this warpgroup see the keys [full_begin, full_end).
     const int full_begin = window.begin(first_row + 63), full_end = max(window.end(first_row), 0);
+    const auto mask_half = [&](auto& s, int block) {
+      const int first_key = block * kBlockK, column = first_key + lane % 4 * 2;
+      if (first_key + kBlockK / 2 > full_end)
+        mask_scores<0, kBlockK / 4, false>(s, window, row, column);
+      if (kWindowed && first_key < full_begin)
+        mask_scores<0, kBlockK / 4, true>(s, window, row, column);
+    };
     const auto mask = [&](int block) {
       const int first_key = block * kBlockK, column = first_key + lane % 4 * 2;
-      if (first_key + kBlockK > full_end) mask_scores<kBlockK / 2, false>(s, window, row, column);
-      if (kWindowed && first_key < full_begin)
-        mask_scores<kBlockK / 2, true>(s, window, row, column);
+      mask_half(s, block);
+      if (first_key + kBlockK > full_end)
+        mask_scores<kBlockK / 4, kBlockK / 2, false>(s, window, row, column);
+      if (kWindowed && first_key + kBlockK / 2 < full_begin)
+        mask_scores<kBlockK / 4, kBlockK / 2, true>(s, window, row, column);
     };
 
     int block = own.end - 1;
-    wait(shared.q_full[w], q_parity);
-    q_parity ^= 1;
+    const uint32_t q_stage = q_turn % C::kQStages;
+    wait(shared.q_full[q_stage][w], q_turn / C::kQStages);
     wait(shared.k_full[turn % kStages], turn / kStages);
     my_turn();
     ptx::wgmma_fence();
-    issue_qk(turn % kStages);
-    next_turn();
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_tie(s);
-    release(shared.k_empty[turn % kStages]);
-    if (block == own.first) release(shared.q_empty[w]);
-    if constexpr (!kPlainScores) scale_scores(s, a);
-    mask(block);
-    softmax_step<C, true>(s, rows, alpha, a.exp_scale);
-    pack();
+    // The first block of a tile is often cut by the diagonal or the end: half a block costs half.
+    const bool half = own.end_key <= block * kBlockK + kBlockK / 2;
+    if (half) {
+      float s_half[kBlockK / 4];
+      issue_qk_half(s_half, turn % kStages);
+      next_turn();
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_tie(s_half);
+      release(shared.k_empty[turn % kStages]);
+      if (block == own.first) release(shared.q_empty[q_stage][w]);
+      if constexpr (!kPlainScores) scale_scores(s_half, a);
+      mask_half(s_half, block);
+      softmax_step<C, true>(s_half, rows, alpha, a.exp_scale);
+#pragma unroll
+      for (int e = 0; e < kBlockK / 2; e += 2)
+        p[e / 8][e / 2 % 4] = e < kBlockK / 4 ? Op::pack2(s_half[e], s_half[e + 1]) : 0;
+    } else {
+      issue_qk(turn % kStages);
+      next_turn();
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_tie(s);
+      release(shared.k_empty[turn % kStages]);
+      if (block == own.first) release(shared.q_empty[q_stage][w]);
+      if constexpr (!kPlainScores) scale_scores(s, a);
+      mask(block);
+      softmax_step<C, true>(s, rows, alpha, a.exp_scale);
+      pack();
+    }
     bool accumulate = false;
 
     const auto step = [&](auto masked) {
@@ -478,12 +527,12 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(s);
       release(shared.k_empty[next]);
-      if (block == own.first) release(shared.q_empty[w]);
+      if (block == own.first) release(shared.q_empty[q_stage][w]);
       if constexpr (!kPlainScores) scale_scores(s, a);
       if constexpr (decltype(masked)::value) mask(block);
       const bool grew = softmax_step<C, false>(s, rows, alpha, a.exp_scale);
       // ptxas moves the wait below above the exponentials unless a branch depends on them all.
-#ifndef X_NOORDER
+#ifdef X_ORDER
       ptx::wgmma_tie(s);
       if (C::kSumByMma ? s[0] + s[1] < 0.f : rows.sum[0] + rows.sum[1] < 0.f) asm volatile("nanosleep.u32 1;");
 #endif
@@ -522,6 +571,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     ptx::wgmma_tie(o);
     release(shared.v_empty[turn % kStages]);
     ++turn;
+    ++q_turn;
     skip(own.first - blocks.first);
     write_output<Op, C>(o, rows, a, work, row);
   }
@@ -538,9 +588,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     ptx::prefetch_tensor_map(&a.q);
     ptx::prefetch_tensor_map(&a.k);
     ptx::prefetch_tensor_map(&a.v);
-    for (int w = 0; w < C::kConsumers; ++w) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.q_full[w]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[w]), 4);
+    for (int i = 0; i < C::kQStages * C::kConsumers; ++i) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.q_full[0][0] + i), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[0][0] + i), 4);
     }
     for (int stage = 0; stage < C::kStages; ++stage) {
       ptx::mbarrier_init(ptx::shared_address(&shared.k_full[stage]), 1);
@@ -593,16 +643,18 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   const int64_t tiles = kPacked ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
                                 : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
   const bool pairs = causal && !kPacked && tiles > 1;
-  const int64_t per_head = pairs ? (tiles + 1) / 2 : tiles;
   if (heads == 0 || p.seq_q == 0) return cudaSuccess;
   if (heads * tiles > INT32_MAX) return cudaErrorNotSupported;
-  a.schedule.units = static_cast<uint32_t>(heads * per_head);
-  a.schedule.units_per_head = static_cast<uint32_t>(per_head);
+  a.schedule.units = static_cast<uint32_t>(pairs ? (heads + 1) / 2 * tiles : heads * tiles);
   a.schedule.tiles_per_head = static_cast<uint32_t>(tiles);
   a.schedule.heads = static_cast<uint32_t>(heads);
-  a.schedule.section_heads = 1;
   a.schedule.pairs = pairs;
   a.schedule.descending = causal;
+#ifdef X_TURNS
+  a.take_turns = p.seq_k >= X_TURNS;
+#else
+  a.take_turns = 1;
+#endif
 
   const auto encode = [&](CUtensorMap* map, const void* base, const FlashsciStrides& strides,
                           int64_t rows, int64_t heads_of, int head_dim, int box_rows) {
@@ -658,7 +710,7 @@ struct Tiles<128> {
 #ifdef XF128
   using Full = Tiling<128, XF128>;
 #else
-  using Full = Tiling<128, 176, 2, 2>;
+  using Full = Tiling<128, 128, 2, 2>;
 #endif
 #ifdef XW128
   using Windowed = Tiling<128, XW128>;

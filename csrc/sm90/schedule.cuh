@@ -1,8 +1,7 @@
 // Which query tiles a CTA works on, in which order. All roles of the CTA walk the same list.
 //
 // A unit is one tile, or (causal) the pair of the m-th longest and the m-th shortest tile of a head, so that all
-// units cost the same and a static round robin is balanced. Heads come in sections whose K and V fit L2; inside a
-// section the tiles of all its heads with the same index come together.
+// units cost the same and a static round robin is balanced. The tiles of a head come together: its K and V stay in L2.
 #pragma once
 #include <cstdint>
 
@@ -12,12 +11,11 @@
 namespace flashsci::sm90 {
 
 struct SchedulePlan {
-  uint32_t units, units_per_head;
-  uint32_t tiles_per_head;
-  uint32_t heads;          // B0 * B1 * Hq
-  uint32_t section_heads;
-  uint32_t pairs;          // 1: a unit is two tiles
-  uint32_t descending;     // longest tiles first
+  uint32_t units;
+  uint32_t tiles_per_head;  // packed: slots
+  uint32_t heads;           // B0 * B1 * Hq
+  uint32_t pairs;           // 1: a unit is two tiles
+  uint32_t descending;      // packed: the last tile of a sequence first
 };
 
 // A query tile of one sequence.
@@ -32,28 +30,34 @@ struct WorkTile {
 template <int kBlockQ, bool kPacked>
 __device__ __forceinline__ WorkTile find_work(const SchedulePlan& plan, const FlashsciForwardParams& p,
                                               uint32_t unit, uint32_t half) {
-  const uint32_t section = unit / (plan.section_heads * plan.units_per_head);
-  const uint32_t first_head = section * plan.section_heads;
-  const uint32_t heads = min(plan.section_heads, plan.heads - first_head);
-  const uint32_t in_section = unit - first_head * plan.units_per_head;
-  const uint32_t index = in_section / heads;
+  const uint32_t tiles = plan.tiles_per_head;
   WorkTile work;
-  work.batch_head = first_head + in_section - index * heads;
+  uint32_t index;  // tile of the head, or slot
+  if (!kPacked && plan.pairs != 0) {
+    // Units 0 .. tiles - 1 of two heads: the pairs of one, those of the other, and their middle tiles if any.
+    const uint32_t two_heads = unit / tiles, rest = unit - two_heads * tiles, per_head = tiles / 2;
+    const bool middle = rest == 2 * per_head;
+    const bool second_head = middle ? half != 0 : rest >= per_head;
+    const uint32_t pair = middle ? per_head : second_head ? rest - per_head : rest;
+    index = half == 0 ? tiles - 1 - pair : pair;
+    work.batch_head = two_heads * 2 + second_head;
+  } else {
+    work.batch_head = unit / tiles;
+    index = unit - work.batch_head * tiles;
+  }
   if constexpr (kPacked) {
     const TileOfSequence found =
         find_tile<kBlockQ>(static_cast<int>(index), p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs,
                            p.seq_q, p.seq_k);
     work.first_q = found.first_q, work.seq_q = found.seq_q;
     work.first_k = found.first_k, work.seq_k = found.seq_k;
-    const int tiles = (found.seq_q + kBlockQ - 1) / kBlockQ;
-    const bool inside = found.tile >= 0 && found.tile < tiles;
-    work.row = inside ? (plan.descending != 0 ? tiles - 1 - found.tile : found.tile) * kBlockQ : -1;
+    const int count = (found.seq_q + kBlockQ - 1) / kBlockQ;
+    const bool inside = found.tile >= 0 && found.tile < count;
+    work.row = inside ? (plan.descending != 0 ? count - 1 - found.tile : found.tile) * kBlockQ : -1;
   } else {
     work.first_q = work.first_k = 0;
     work.seq_q = p.seq_q, work.seq_k = p.seq_k;
-    const uint32_t mirrored = plan.tiles_per_head - 1 - index;
-    const uint32_t tile = (plan.descending != 0) != (half != 0) ? mirrored : index;
-    work.row = half != 0 && mirrored == index ? -1 : static_cast<int>(tile) * kBlockQ;
+    work.row = work.batch_head < plan.heads ? static_cast<int>(index) * kBlockQ : -1;
   }
   return work;
 }
