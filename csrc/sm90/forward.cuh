@@ -21,6 +21,7 @@
 #include "../common/ptx/cp_async.cuh"
 #include "../common/ptx/math.cuh"
 #include "../common/ptx/mbarrier.cuh"
+#include "../common/ptx/redux.cuh"
 #include "../common/ptx/shared.cuh"
 #include "../common/ptx/tma.cuh"
 #include "../common/ptx/warpgroup.cuh"
@@ -40,13 +41,6 @@ struct Tiling {
   static constexpr int kStages = kStages_;
   static constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;      // shared memory of an SM
   static constexpr int kBlockQ = 64 * kConsumers;
-#ifdef X_SUMMMA
-  static constexpr bool kSumByMma = kHeadDim == X_SUMMMA;
-#else
-  static constexpr bool kSumByMma = false;
-#endif
-  static constexpr int kOutColumns = kHeadDim + (kSumByMma ? 8 : 0);
-  static constexpr int kOnesBytes = kSumByMma ? kBlockK * 128 : 0;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kColumnBlocks = kHeadDim / 64;           // boxes side by side
   static constexpr int kQBytes = 64 * kHeadDim * 2;             // of one consumer
@@ -57,15 +51,26 @@ struct Tiling {
   static_assert(kHeadDim % 64 == 0 && kBlockK % 16 == 0 && (kStages & (kStages - 1)) == 0);
 };
 
+// What the Q producer tells the consumers about a tile.
+struct PostedTile {
+  int row;             // first query row in its sequence; < 0: no more tiles
+  int seq_q, seq_k;    // of the sequence
+  int64_t out_offset;  // elements, of the tile's first row and head
+  int64_t lse_offset;
+};
+// A slot is reused when all consumers have released the Q of the tile kQStages before; by then they may still owe
+// the output of the tile before that one.
+inline constexpr int kPosted = 4;
+
 template <class C>
 struct SharedStorage {
   unsigned char q[C::kQStages][C::kConsumers][C::kQBytes];  // [..][column block][64 rows][64]
   unsigned char k[C::kStages][C::kKVBytes];    // [stage][column block][kBlockK rows][64]
   unsigned char v[C::kStages][C::kKVBytes];    // the same
-  unsigned char ones[C::kOnesBytes];           // [kBlockK rows][64] of 1.0
   uint64_t q_full[C::kQStages][C::kConsumers], q_empty[C::kQStages][C::kConsumers];
   uint64_t k_full[C::kStages], k_empty[C::kStages];
   uint64_t v_full[C::kStages], v_empty[C::kStages];
+  PostedTile posted[kPosted];
 };
 
 enum ScoreMode { kScaled = 0, kLinear = 1, kSoftcap = 2 };
@@ -74,7 +79,6 @@ struct alignas(128) ForwardArgs {
   CUtensorMap q, k, v;
   FlashsciForwardParams p;
   SchedulePlan schedule;
-  int take_turns;      // consumers issue their products in turn
   int score_mode;      // how raw q.k becomes what is exponentiated: ScoreMode
   float score_inner;   // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
   float score_outer;
@@ -139,33 +143,57 @@ __device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& m
     ptx::tma_load_5d(shared + block * kRows * 128, &map, barrier, block * 64, c1, c2, c3, c4);
 }
 
-template <bool kPacked>
-__device__ __forceinline__ Window window_of(const FlashsciForwardParams& p, const WorkTile& work) {
-  return Window(p.window_left, p.window_right, p.lower_right != 0, work.seq_q, work.seq_k);
+__device__ __forceinline__ Window window_of(const FlashsciForwardParams& p, int seq_q, int seq_k) {
+  return Window(p.window_left, p.window_right, p.lower_right != 0, seq_q, seq_k);
 }
 
-// One warp each; one elected lane of it issues.
+// The producers are one warp each, of which one elected lane issues. This one also posts every tile, and the end.
 template <class C, bool kPacked>
 __device__ __forceinline__ void produce_q(SharedStorage<C>& shared, const ForwardArgs& a) {
   uint32_t turn = 0;  // stage = turn % kQStages, lap = turn / kQStages
-  for (Walk walk; walk.unit < a.schedule.units; walk.advance(a.schedule)) {
-    const WorkTile work = find_work<C::kBlockQ, kPacked>(a.schedule, a.p, walk.unit, walk.half);
-    if (work.row < 0) continue;
-    const Blocks<C> blocks(window_of<kPacked>(a.p, work), work.row, C::kBlockQ, work.seq_q);
-    if (blocks.first >= blocks.end) continue;
+  for (Walk walk;; walk.advance(a.schedule)) {
+    const bool more = walk.unit < a.schedule.units;
+    WorkTile work;
+    if (more) work = find_work<C::kBlockQ, kPacked>(a.schedule, a.p, walk.unit, walk.half);
+    if (more && work.row < 0) continue;
+    const uint32_t stage = turn % C::kQStages, parity = (turn / C::kQStages & 1) ^ 1;
     if (ptx::elect()) {
-      const HeadIndex at(a.p, work.batch_head);
-      const uint32_t stage = turn % C::kQStages, parity = (turn / C::kQStages & 1) ^ 1;
 #pragma unroll
-      for (int w = 0; w < C::kConsumers; ++w) {
-        const uint32_t full = ptx::shared_address(&shared.q_full[stage][w]);
+      for (int w = 0; w < C::kConsumers; ++w)
         ptx::mbarrier_wait(ptx::shared_address(&shared.q_empty[stage][w]), parity);
-        ptx::mbarrier_arrive_expect(full, C::kQBytes);
-        load_boxes<C, 64, kPacked>(ptx::shared_address(shared.q[stage][w]), a.q, full, work.row + w * 64,
-                                   work.first_q, work.seq_q, at);
+      PostedTile& post = shared.posted[turn % kPosted];
+      if (more) {
+        const HeadIndex at(a.p, work.batch_head);
+        post.row = work.row;
+        post.seq_q = work.seq_q;
+        post.seq_k = work.seq_k;
+        post.out_offset = at.batch0 * a.p.out_strides.batch0 + at.batch1 * a.p.out_strides.batch1 +
+                          at.head * a.p.out_strides.head +
+                          (work.first_q + work.row) * a.p.out_strides.row;
+        post.lse_offset =
+            static_cast<int64_t>(work.batch_head) * a.p.seq_q + work.first_q + work.row;
+        const Blocks<C> blocks(window_of(a.p, work.seq_q, work.seq_k), work.row, C::kBlockQ, work.seq_q);
+        const bool load = blocks.first < blocks.end;
+#pragma unroll
+        for (int w = 0; w < C::kConsumers; ++w) {
+          const uint32_t full = ptx::shared_address(&shared.q_full[stage][w]);
+          if (load) {
+            ptx::mbarrier_arrive_expect(full, C::kQBytes);
+            load_boxes<C, 64, kPacked>(ptx::shared_address(shared.q[stage][w]), a.q, full,
+                                       work.row + w * 64, work.first_q, work.seq_q, at);
+          } else {
+            ptx::mbarrier_arrive(full);
+          }
+        }
+      } else {
+        post.row = -1;
+#pragma unroll
+        for (int w = 0; w < C::kConsumers; ++w)
+          ptx::mbarrier_arrive(ptx::shared_address(&shared.q_full[stage][w]));
       }
     }
     __syncwarp();
+    if (!more) break;
     ++turn;
   }
 }
@@ -176,7 +204,7 @@ __device__ __forceinline__ void produce_kv(SharedStorage<C>& shared, const Forwa
   for (Walk walk; walk.unit < a.schedule.units; walk.advance(a.schedule)) {
     const WorkTile work = find_work<C::kBlockQ, kPacked>(a.schedule, a.p, walk.unit, walk.half);
     if (work.row < 0) continue;
-    const Blocks<C> blocks(window_of<kPacked>(a.p, work), work.row, C::kBlockQ, work.seq_q);
+    const Blocks<C> blocks(window_of(a.p, work.seq_q, work.seq_k), work.row, C::kBlockQ, work.seq_q);
     if (blocks.first >= blocks.end) continue;
     const uint32_t next_turn = turn + (blocks.end - blocks.first);
     if (ptx::elect()) {
@@ -262,13 +290,9 @@ __device__ __forceinline__ bool softmax_step(float (&s)[kCount], RowStatistics<C
     rows.sum[0] = rows.sum[1] = 0.f;
   } else {
     // -inf before and now: NaN, not greater.
-#ifdef X_RESCALE
-    grew = true;
-#else
     grew = __any_sync(0xffffffffu,
                       (tile_max[0] - rows.maximum[0]) * exp_scale > kRescaleThreshold ||
                           (tile_max[1] - rows.maximum[1]) * exp_scale > kRescaleThreshold);
-#endif
     alpha[0] = alpha[1] = 1.f;
     if (grew) {
 #pragma unroll
@@ -288,12 +312,10 @@ __device__ __forceinline__ bool softmax_step(float (&s)[kCount], RowStatistics<C
   for (int e = 0; e < kCount; ++e) {
     const int half = e >> 1 & 1;
     s[e] = ptx::ex2_approx(fmaf(s[e], exp_scale, -offset[half]));
-    if constexpr (!C::kSumByMma) {
-      if (e & 1)
-        odd[half] += s[e];
-      else
-        rows.sum[half] += s[e];
-    }
+    if (e & 1)
+      odd[half] += s[e];
+    else
+      rows.sum[half] += s[e];
   }
   rows.sum[0] += odd[0];
   rows.sum[1] += odd[1];
@@ -319,21 +341,18 @@ __device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
 
 // Normalises, writes lse and the output: every quad stores 64 contiguous bytes of a row at a time.
 template <class Op, class C>
-__device__ __forceinline__ void write_output(const float (&o)[C::kOutColumns / 2],
+__device__ __forceinline__ void write_output(const float (&o)[C::kHeadDim / 2],
                                              const RowStatistics<C>& rows, const ForwardArgs& a,
-                                             const WorkTile& work, int row) {
-  const HeadIndex at(a.p, work.batch_head);
+                                             const PostedTile& tile, int row) {  // row: in the tile
   const int quad = threadIdx.x % 4;
-  auto* out = static_cast<uint16_t*>(a.p.out) + at.batch0 * a.p.out_strides.batch0 +
-              at.batch1 * a.p.out_strides.batch1 + at.head * a.p.out_strides.head +
-              (work.first_q + row) * a.p.out_strides.row + quad * 8;
-  float* lse = a.p.lse + static_cast<int64_t>(work.batch_head) * a.p.seq_q + work.first_q + row;
+  auto* out = static_cast<uint16_t*>(a.p.out) + tile.out_offset + row * a.p.out_strides.row + quad * 8;
+  float* lse = a.p.lse + tile.lse_offset + row;
+  const int rows_left = tile.seq_q - tile.row - row;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float sum =
-        C::kSumByMma ? o[C::kOutColumns / 2 - 4 + 2 * half] : quad_sum(rows.sum[half]);
+    const float sum = quad_sum(rows.sum[half]);
     const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-    const bool valid = row + 8 * half < work.seq_q;
+    const bool valid = 8 * half < rows_left;
     if (quad == 0 && valid)
       lse[8 * half] =
           sum == 0.f ? -INFINITY : fmaf(rows.maximum[half], a.lse_scale, logf(sum));
@@ -354,62 +373,50 @@ __device__ __forceinline__ void write_output(const float (&o)[C::kOutColumns / 2
   }
 }
 
-template <class Op, class C, bool kWindowed, bool kPlainScores, bool kPacked>
+template <class Op, class C, bool kWindowed, bool kPlainScores>
 __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardArgs& a, int w) {
   constexpr int kBlockK = C::kBlockK, kStages = C::kStages, kHeadDim = C::kHeadDim;
   using MmaQK = typename Op::template Wgmma<kBlockK>;
   using MmaQKHalf = typename Op::template Wgmma<kBlockK / 2>;
-  using MmaPV = typename Op::template Wgmma<C::kOutColumns>;
+  using MmaPV = typename Op::template Wgmma<kHeadDim>;
   constexpr int kTurnThreads = 256;  // one warpgroup waits, one arrives
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int lane = threadIdx.x % 32;
+  const int row_in_tile = w * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first
 
-  float s[kBlockK / 2];      // scores, then P
-  float o[C::kOutColumns / 2];  // output, unnormalised
+  float s[kBlockK / 2];         // scores, then P
+  float o[kHeadDim / 2];        // output, unnormalised
   uint32_t p[kBlockK / 16][4];  // P as operand, per 16 keys
   RowStatistics<C> rows;
   float alpha[2];
-  uint32_t turn = 0, q_turn = 0;  // blocks and tiles behind us: they tell stages and phases
+  uint32_t head = 0;        // K blocks behind us: they tell stage and phase of the next
+  uint32_t tiles = 0;       // tiles behind us
+  bool pending = false;     // P of block head - 1 waits for its product, the output of a tile for its end
 
   const uint64_t q_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.q[0][w]), 16, 1024);
   const uint64_t k_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.k), 16, 1024);
-  const uint64_t v_desc = ptx::wgmma_descriptor(
-      ptx::shared_address(shared.v),
-      C::kSumByMma ? ptx::shared_address(shared.ones) - ptx::shared_address(shared.v) : kBlockK * 128,
-      1024);
-  // With kSumByMma the second block of 64 columns is the tile of ones, at a distance that depends on the stage.
-  constexpr uint64_t kVStage = C::kSumByMma ? (C::kKVBytes / 16) - (uint64_t{C::kKVBytes / 16} << 16)
-                                            : uint64_t{C::kKVBytes / 16};
-  const auto issue_qk = [&](uint32_t stage) {
-    const uint64_t q_tile = q_desc + q_turn % C::kQStages * (C::kConsumers * C::kQBytes / 16);
+  const uint64_t v_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.v), kBlockK * 128, 1024);
+  const auto issue_qk = [&](auto mma, auto& scores) {
+    const uint64_t q_tile = q_desc + tiles % C::kQStages * (C::kConsumers * C::kQBytes / 16);
+    const uint64_t k_tile = k_desc + head % kStages * (C::kKVBytes / 16);
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d)
-      MmaQK::template ss<0>(s, q_tile + (d / 4 * 8192 + d % 4 * 32) / 16,
-                            k_desc + stage * (C::kKVBytes / 16) +
-                                (d / 4 * kBlockK * 128 + d % 4 * 32) / 16,
-                            d > 0);
+      decltype(mma)::template ss<0>(scores, q_tile + (d / 4 * 8192 + d % 4 * 32) / 16,
+                                    k_tile + (d / 4 * kBlockK * 128 + d % 4 * 32) / 16, d > 0);
     ptx::wgmma_commit();
   };
-  // The first half of the block's keys only.
-  const auto issue_qk_half = [&](float(&half)[kBlockK / 4], uint32_t stage) {
-    const uint64_t q_tile = q_desc + q_turn % C::kQStages * (C::kConsumers * C::kQBytes / 16);
-#pragma unroll
-    for (int d = 0; d < kHeadDim / 16; ++d)
-      MmaQKHalf::template ss<0>(half, q_tile + (d / 4 * 8192 + d % 4 * 32) / 16,
-                                k_desc + stage * (C::kKVBytes / 16) +
-                                    (d / 4 * kBlockK * 128 + d % 4 * 32) / 16,
-                                d > 0);
-    ptx::wgmma_commit();
-  };
-  const auto issue_pv = [&](uint32_t stage, bool accumulate) {
+  const auto issue_pv = [&](uint32_t at) {  // O += P V
+    const uint64_t v_tile = v_desc + at % kStages * (C::kKVBytes / 16);
 #pragma unroll
     for (int n = 0; n < kBlockK / 16; ++n)
-      MmaPV::template rs<1>(o, p[n], v_desc + stage * kVStage + n * (2048 / 16),
-                            accumulate || n > 0);
+      MmaPV::template rs<1>(o, p[n], v_tile + n * (2048 / 16), 1);
     ptx::wgmma_commit();
   };
-  const auto pack = [&] {
+  // The scores of the block whose first `kCount` elements these are become P; the rest of P is 0.
+  const auto pack = [&](auto& scores) {
+    constexpr int kCount = sizeof(scores) / 4;
 #pragma unroll
-    for (int e = 0; e < kBlockK / 2; e += 2) p[e / 8][e / 2 % 4] = Op::pack2(s[e], s[e + 1]);
+    for (int e = 0; e < kBlockK / 2; e += 2)
+      p[e / 8][e / 2 % 4] = e < kCount ? Op::pack2(scores[e % kCount], scores[e % kCount + 1]) : 0;
   };
   const auto release = [&](uint64_t& barrier) {
     __syncwarp();
@@ -418,134 +425,168 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   const auto wait = [&](uint64_t& barrier, uint32_t parity) {
     ptx::mbarrier_wait(ptx::shared_address(&barrier), parity & 1);
   };
-  const auto my_turn = [&] {
-    if (a.take_turns) ptx::barrier_sync(1 + w, kTurnThreads);
-  };
-  const auto next_turn = [&] {
-    if (a.take_turns) ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, kTurnThreads);
-  };
-
+  const auto wait_k = [&] { wait(shared.k_full[head % kStages], head / kStages); };
+  const auto wait_v = [&](uint32_t at) { wait(shared.v_full[at % kStages], at / kStages); };
+  const auto my_turn = [&] { ptx::barrier_sync(1 + w, kTurnThreads); };
+  const auto next_turn = [&] { ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, kTurnThreads); };
+  // Hands on blocks that this warpgroup's rows do not see.
   const auto skip = [&](int count) {
 #pragma unroll 1
-    for (; count > 0; --count, ++turn) {
-      wait(shared.k_full[turn % kStages], turn / kStages);
+    for (; count > 0; --count, ++head) {
+      wait_k();
       my_turn();
       next_turn();
-      release(shared.k_empty[turn % kStages]);
-      wait(shared.v_full[turn % kStages], turn / kStages);
-      release(shared.v_empty[turn % kStages]);
+      release(shared.k_empty[head % kStages]);
+      wait_v(head);
+      release(shared.v_empty[head % kStages]);
     }
   };
+  // The last product of the tile that is pending, and its output.
+  const auto finish = [&](uint32_t tile) {
+    const uint32_t at = head - 1;
+    wait_v(at);
+    ptx::wgmma_fence();
+    issue_pv(at);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_tie(o);
+    release(shared.v_empty[at % kStages]);
+    write_output<Op, C>(o, rows, a, shared.posted[tile % kPosted], row_in_tile);
+    pending = false;
+  };
 
-  if (w == C::kConsumers - 1) next_turn();
-  for (Walk walk; walk.unit < a.schedule.units; walk.advance(a.schedule)) {
-    const WorkTile work = find_work<C::kBlockQ, kPacked>(a.schedule, a.p, walk.unit, walk.half);
-    if (work.row < 0) continue;
-    const Window window = window_of<kPacked>(a.p, work);
-    const Blocks<C> blocks(window, work.row, C::kBlockQ, work.seq_q);
-    const int first_row = work.row + w * 64;
-    const int row = first_row + warp * 16 + lane / 4;
-    // This warpgroup's own blocks are some of the tile's, or none; of the others it only hands on barriers and turns.
-    Blocks<C> own(window, first_row, 64, work.seq_q);
-    if (own.first >= own.end) own.first = own.end = blocks.first;
-    skip(blocks.end - own.end);
-    if (own.first >= own.end) {
-      if (blocks.first < blocks.end) {
-        wait(shared.q_full[q_turn % C::kQStages][w], q_turn / C::kQStages);
-        release(shared.q_empty[q_turn % C::kQStages][w]);
-        ++q_turn;
-      }
+  const auto clear = [&] {
 #pragma unroll
-      for (int e = 0; e < C::kOutColumns / 2; ++e) o[e] = 0.f;
+    for (int e = 0; e < kHeadDim / 2; ++e) o[e] = 0.f;
+  };
+
+  clear();
+#pragma unroll
+  for (int n = 0; n < kBlockK / 16; ++n) p[n][0] = p[n][1] = p[n][2] = p[n][3] = 0;
+  rows.maximum[0] = rows.maximum[1] = rows.sum[0] = rows.sum[1] = 0.f;
+  if (w == C::kConsumers - 1) next_turn();
+#pragma unroll 1
+  for (;; ++tiles) {
+    const uint32_t q_stage = tiles % C::kQStages;
+    wait(shared.q_full[q_stage][w], tiles / C::kQStages);
+    const PostedTile& tile = shared.posted[tiles % kPosted];
+    // The same in all lanes, which only redux tells the compiler: wgmma wants uniform control flow.
+    const int tile_row = ptx::redux_max(tile.row);
+    if (tile_row < 0) break;
+    const int seq_q = ptx::redux_max(tile.seq_q), seq_k = ptx::redux_max(tile.seq_k);
+    const Window window = window_of(a.p, seq_q, seq_k);
+    const int first_row = tile_row + w * 64;
+    const Blocks<C> blocks(window, tile_row, C::kBlockQ, seq_q);
+    Blocks<C> own(window, first_row, 64, seq_q);
+    const bool nothing = own.first >= own.end;
+    if (nothing) own.first = own.end = blocks.first;
+    // One skipped block may overtake a pending product, more would wait for the stage it holds.
+    const int ahead = blocks.end - own.end;
+    if (pending && (nothing || ahead >= kStages)) finish(tiles - 1);
+    const uint32_t pending_v = head - 1;
+    skip(ahead);
+    if (nothing) {
+      release(shared.q_empty[q_stage][w]);
+      clear();
       rows.sum[0] = rows.sum[1] = 0.f;
-      write_output<Op, C>(o, rows, a, work, row);
+      write_output<Op, C>(o, rows, a, tile, row_in_tile);
       continue;
     }
     // All rows of this warpgroup see the keys [full_begin, full_end).
     const int full_begin = window.begin(first_row + 63), full_end = max(window.end(first_row), 0);
-    const auto mask_half = [&](auto& s, int block) {
+    const auto mask_half = [&](auto& scores, int block) {
+      const Window window = window_of(a.p, tile.seq_q, tile.seq_k);  // again: registers are scarce
       const int first_key = block * kBlockK, column = first_key + lane % 4 * 2;
+      const int row = tile.row + row_in_tile;
       if (first_key + kBlockK / 2 > full_end)
-        mask_scores<0, kBlockK / 4, false>(s, window, row, column);
+        mask_scores<0, kBlockK / 4, false>(scores, window, row, column);
       if (kWindowed && first_key < full_begin)
-        mask_scores<0, kBlockK / 4, true>(s, window, row, column);
+        mask_scores<0, kBlockK / 4, true>(scores, window, row, column);
     };
     const auto mask = [&](int block) {
-      const int first_key = block * kBlockK, column = first_key + lane % 4 * 2;
       mask_half(s, block);
+      const Window window = window_of(a.p, tile.seq_q, tile.seq_k);
+      const int first_key = block * kBlockK, column = first_key + lane % 4 * 2;
+      const int row = tile.row + row_in_tile;
       if (first_key + kBlockK > full_end)
         mask_scores<kBlockK / 4, kBlockK / 2, false>(s, window, row, column);
       if (kWindowed && first_key + kBlockK / 2 < full_begin)
         mask_scores<kBlockK / 4, kBlockK / 2, true>(s, window, row, column);
     };
 
+    // The first block of a tile beside the last product of the tile before.
     int block = own.end - 1;
-    const uint32_t q_stage = q_turn % C::kQStages;
-    wait(shared.q_full[q_stage][w], q_turn / C::kQStages);
-    wait(shared.k_full[turn % kStages], turn / kStages);
+    const RowStatistics<C> rows_before = rows;
+    const auto issue_pending = [&] {
+      if (pending) wait_v(pending_v);
+      issue_pv(pending_v);  // of nobody's interest if nothing is pending, but wgmma allows no branch here
+      next_turn();
+      ptx::wgmma_wait<1>();
+    };
+    const auto after_qk = [&] {
+      release(shared.k_empty[head % kStages]);
+      if (block == own.first) release(shared.q_empty[q_stage][w]);
+    };
+    const auto after_pv = [&] {
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_tie(o);
+      if (pending) release(shared.v_empty[pending_v % kStages]);
+    };
+    wait_k();
     my_turn();
     ptx::wgmma_fence();
-    // The first block of a tile is often cut by the diagonal or the end: half a block costs half.
-    const bool half = own.end_key <= block * kBlockK + kBlockK / 2;
-    if (half) {
-      float s_half[kBlockK / 4];
-      issue_qk_half(s_half, turn % kStages);
-      next_turn();
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_tie(s_half);
-      release(shared.k_empty[turn % kStages]);
-      if (block == own.first) release(shared.q_empty[q_stage][w]);
-      if constexpr (!kPlainScores) scale_scores(s_half, a);
-      mask_half(s_half, block);
-      softmax_step<C, true>(s_half, rows, alpha, a.exp_scale);
-#pragma unroll
-      for (int e = 0; e < kBlockK / 2; e += 2)
-        p[e / 8][e / 2 % 4] = e < kBlockK / 4 ? Op::pack2(s_half[e], s_half[e + 1]) : 0;
+    // The diagonal or the end often cuts it: half a block costs half.
+    if (own.end_key <= block * kBlockK + kBlockK / 2) {
+      float half[kBlockK / 4];
+      issue_qk(MmaQKHalf{}, half);
+      issue_pending();
+      ptx::wgmma_tie(half);
+      after_qk();
+      if constexpr (!kPlainScores) scale_scores(half, a);
+      mask_half(half, block);
+      softmax_step<C, true>(half, rows, alpha, a.exp_scale);
+      after_pv();
+      pack(half);
     } else {
-      issue_qk(turn % kStages);
-      next_turn();
-      ptx::wgmma_wait<0>();
+      issue_qk(MmaQK{}, s);
+      issue_pending();
       ptx::wgmma_tie(s);
-      release(shared.k_empty[turn % kStages]);
-      if (block == own.first) release(shared.q_empty[q_stage][w]);
+      after_qk();
       if constexpr (!kPlainScores) scale_scores(s, a);
       mask(block);
       softmax_step<C, true>(s, rows, alpha, a.exp_scale);
-      pack();
+      after_pv();
+      pack(s);
     }
-    bool accumulate = false;
+    if (pending)
+      write_output<Op, C>(o, rows_before, a, shared.posted[(tiles - 1) % kPosted], row_in_tile);
+    clear();
+    pending = true;
+    ++head;
 
     const auto step = [&](auto masked) {
-      const uint32_t stage = turn % kStages, next = (turn + 1) % kStages;
-      wait(shared.k_full[next], (turn + 1) / kStages);
+      wait_k();
       my_turn();
       ptx::wgmma_fence();
-      issue_qk(next);
-      wait(shared.v_full[stage], turn / kStages);
-      issue_pv(stage, accumulate);
+      issue_qk(MmaQK{}, s);
+      const uint32_t at = head - 1;
+      wait_v(at);
+      issue_pv(at);
       next_turn();
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(s);
-      release(shared.k_empty[next]);
-      if (block == own.first) release(shared.q_empty[q_stage][w]);
+      after_qk();
       if constexpr (!kPlainScores) scale_scores(s, a);
       if constexpr (decltype(masked)::value) mask(block);
       const bool grew = softmax_step<C, false>(s, rows, alpha, a.exp_scale);
-      // ptxas moves the wait below above the exponentials unless a branch depends on them all.
-#ifdef X_ORDER
-      ptx::wgmma_tie(s);
-      if (C::kSumByMma ? s[0] + s[1] < 0.f : rows.sum[0] + rows.sum[1] < 0.f) asm volatile("nanosleep.u32 1;");
-#endif
       ptx::wgmma_wait<0>();
       ptx::wgmma_tie(o);
-      release(shared.v_empty[stage]);
+      release(shared.v_empty[at % kStages]);
       if (grew) {
 #pragma unroll
-        for (int e = 0; e < C::kOutColumns / 2; ++e) o[e] *= alpha[e >> 1 & 1];
+        for (int e = 0; e < kHeadDim / 2; ++e) o[e] *= alpha[e >> 1 & 1];
       }
-      pack();
-      accumulate = true;
-      ++turn;
+      pack(s);
+      ++head;
     };
     --block;
     if constexpr (kWindowed) {
@@ -559,22 +600,16 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
         for (; block >= whole_down_to; --block) step(std::false_type{});
         masked_down_to = own.first;
       }
+      if (own.first > blocks.first) {
+        finish(tiles);
+        skip(own.first - blocks.first);
+      }
     } else {
 #pragma unroll 1
       for (; block >= own.first; --block) step(std::false_type{});
     }
-
-    wait(shared.v_full[turn % kStages], turn / kStages);
-    ptx::wgmma_fence();
-    issue_pv(turn % kStages, accumulate);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_tie(o);
-    release(shared.v_empty[turn % kStages]);
-    ++turn;
-    ++q_turn;
-    skip(own.first - blocks.first);
-    write_output<Op, C>(o, rows, a, work, row);
   }
+  if (pending) finish(tiles - 1);
   if (w == 0) my_turn();  // the last turn handed round, so that the barrier ends balanced
 }
 
@@ -600,13 +635,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     ptx::mbarrier_init_fence();
   }
-  if constexpr (C::kSumByMma) {
-    for (int i = threadIdx.x; i < C::kOnesBytes / 16; i += C::kThreads) {
-      const uint32_t one = Op::pack2(1.f, 1.f);
-      reinterpret_cast<uint4*>(shared.ones)[i] = make_uint4(one, one, one, one);
-    }
-    asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-  }
   __syncthreads();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
@@ -616,7 +644,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (warp == 1) produce_q<C, kPacked>(shared, a);
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-    consume<Op, C, kWindowed, kPlainScores, kPacked>(shared, a, warpgroup - 1);
+    consume<Op, C, kWindowed, kPlainScores>(shared, a, warpgroup - 1);
   }
 }
 
@@ -650,11 +678,6 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   a.schedule.heads = static_cast<uint32_t>(heads);
   a.schedule.pairs = pairs;
   a.schedule.descending = causal;
-#ifdef X_TURNS
-  a.take_turns = p.seq_k >= X_TURNS;
-#else
-  a.take_turns = 1;
-#endif
 
   const auto encode = [&](CUtensorMap* map, const void* base, const FlashsciStrides& strides,
                           int64_t rows, int64_t heads_of, int head_dim, int box_rows) {
@@ -723,12 +746,12 @@ struct Tiles<256> {
 #ifdef XF256
   using Full = Tiling<256, XF256>;
 #else
-  using Full = Tiling<256, 80, 2, 2>;
+  using Full = Tiling<256, 64, 2, 2>;
 #endif
 #ifdef XW256
   using Windowed = Tiling<256, XW256>;
 #else
-  using Windowed = Tiling<256, 80, 2, 2>;
+  using Windowed = Tiling<256, 64, 2, 2>;
 #endif
 };
 
