@@ -17,6 +17,7 @@ import time as clock
 import torch
 
 START = clock.time()
+ARENA = 0  # elements of NaN around every tensor
 WORST = [0.0]  # the largest error as a part of its bound
 
 
@@ -120,6 +121,21 @@ def compare(name, got, q, k, v, options, failures, show=False):
 
 def make(shape, dtype, layout="bhsd", seed=[0]):
     seed[0] += 1
+    if ARENA:  # in the middle of mapped memory
+        inner = make_plain(shape, dtype, layout, seed)
+        arena = torch.full((inner.numel() + 2 * ARENA,), float("nan"), dtype=dtype, device="cuda")
+        flat = arena[ARENA : ARENA + inner.numel()]
+        if layout == "bshd":
+            b, h, s, d = shape
+            out = flat.view(b, s, h, d).transpose(1, 2)
+        else:
+            out = flat.view(shape)
+        out.copy_(inner)
+        return out
+    return make_plain(shape, dtype, layout, seed)
+
+
+def make_plain(shape, dtype, layout, seed):
     g = torch.Generator("cuda").manual_seed(seed[0])
     if layout == "bshd":
         b, h, s, d = shape
@@ -143,7 +159,7 @@ def check(libraries, dims, options):
                     cases.append((2, 4, 2, 333, 444, dq, dv, (-1, -1), False, 0.0, None, "bhsd"))
                 cases += [(2, 4, 2, 333, 444, d, d, (-1, 0), False, 3.0, None, "bhsd"), (2, 4, 2, 333, 444, d, d, (-1, -1), False, 0.0, -0.3, "bhsd"),
                           (2, 4, 2, 333, 444, d, d, (-1, -1), False, 0.0, 0.0, "bhsd"), (1, 2, 2, 1000, 1000, d, d, (-1, 0), False, 0.0, 3.0, "bshd")]
-                for case in cases:
+                for case in cases if not options.only else ():
                     b, h, hk, sq, sk, dq, dv, win, lr, cap, scale, layout = case
                     q, k, v = make((b, h, sq, dq), dtype, layout), make((b, hk, sk, dq), dtype, layout), make((b, hk, sk, dv), dtype, layout)
                     launch, out, lse = lib.prepare(q, k, v, scale, cap, win, lr)
@@ -241,12 +257,11 @@ def fa3(path):
 
     def prepare(q, k, v, causal):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        none3, scale = [None] * 3, q.shape[-1] ** -0.5
+        absent = [None] * 20  # k_new .. v_descale
+        tail = (q.shape[-1] ** -0.5, causal, -1, -1, 0, 0.0, True, None, 1, None, 0)
 
         def launch():
-            torch.ops.flash_attn_3.fwd(
-                q, k, v, *none3, *none3, *none3, None, None, None, None, None, None, None, None, None, None, None,
-                None, scale, causal, -1, -1, 0, 0.0, True, None, 1, None, 0)  # fmt: skip
+            torch.ops.flash_attn_3.fwd(q, k, v, *absent, *tail)
 
         return launch
 
@@ -309,7 +324,11 @@ def main():
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--fa3", default=".scratch/sm90/fa3")
+    parser.add_argument("--arena", type=int, default=0)
+    parser.add_argument("--only", default="")
     options = parser.parse_args()
+    global ARENA
+    ARENA = options.arena
     options.causal = [x == "1" for x in options.causal.split(",")]
     libraries = [Library(*spec.split("=", 1)) for spec in options.libraries]
     dims = [int(x) for x in options.dims.split(",")]
