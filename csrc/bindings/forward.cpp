@@ -247,7 +247,7 @@ std::tuple<Tensor, Tensor> cuda_forward(const Tensor& q, const Tensor& k, const 
     if (dtype == dtypes.half) hopper = flashsci_forward_sm90_fp16;
 #endif
 #ifdef FLASHSCI_HAVE_SM90_BF16
-    if (dtype == dtypes.bfloat) hopper = flashsci_forward_sm90_bf16;
+    if (dtype == dtypes.brain) hopper = flashsci_forward_sm90_bf16;
 #endif
   }
   CHECK(launcher != nullptr, "no ", dtype == dtypes.half ? "float16" : "bfloat16",
