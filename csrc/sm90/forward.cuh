@@ -717,42 +717,18 @@ template <int kHeadDim>
 struct Tiles;
 template <>
 struct Tiles<64> {
-#ifdef XF64
-  using Full = Tiling<64, XF64>;
-#else
   using Full = Tiling<64, 128, 3, 2>;
-#endif
-#ifdef XW64
-  using Windowed = Tiling<64, XW64>;
-#else
   using Windowed = Tiling<64, 128, 3, 2>;
-#endif
 };
 template <>
 struct Tiles<128> {
-#ifdef XF128
-  using Full = Tiling<128, XF128>;
-#else
   using Full = Tiling<128, 128, 2, 2>;
-#endif
-#ifdef XW128
-  using Windowed = Tiling<128, XW128>;
-#else
   using Windowed = Tiling<128, 128, 2, 2>;
-#endif
 };
 template <>
 struct Tiles<256> {
-#ifdef XF256
-  using Full = Tiling<256, XF256>;
-#else
   using Full = Tiling<256, 64, 2, 2>;
-#endif
-#ifdef XW256
-  using Windowed = Tiling<256, XW256>;
-#else
   using Windowed = Tiling<256, 64, 2, 2>;
-#endif
 };
 
 template <class Op, int kHeadDim>
@@ -761,9 +737,6 @@ cudaError_t launch_padded(ForwardArgs& a, cudaStream_t stream) {
   using Windowed = typename T::Windowed;
   const bool windowed = a.p.window_left >= 0 || a.p.window_right >= 0;
   const bool plain = a.score_mode == kScaled;
-  if (a.p.cu_seqlens_q != nullptr)
-    return plain ? launch_tiling<Op, Windowed, true, true, true>(a, stream)
-                 : launch_tiling<Op, Windowed, true, false, true>(a, stream);
   if (!plain) return launch_tiling<Op, Windowed, true, false, false>(a, stream);
   if (windowed) return launch_tiling<Op, Windowed, true, true, false>(a, stream);
   return launch_tiling<Op, typename T::Full, false, true, false>(a, stream);
@@ -773,7 +746,8 @@ cudaError_t launch_padded(ForwardArgs& a, cudaStream_t stream) {
 template <class Op>
 cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
   const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
-  if (p.seq_k == 0 || p.head_dim_v % 8 != 0 ||
+  // Packed: the ragged map's base lies before the tensor, and TMA faults where nothing is mapped there.
+  if (p.cu_seqlens_q != nullptr || p.seq_k == 0 || p.head_dim_v % 8 != 0 ||
       !aligned(p.batch0, p.out_strides.batch0) || !aligned(p.batch1, p.out_strides.batch1) ||
       !aligned(p.heads_q, p.out_strides.head) || !aligned(p.seq_q, p.out_strides.row) ||
       reinterpret_cast<uintptr_t>(p.out) % 16 != 0)
