@@ -17,6 +17,7 @@ import time as clock
 import torch
 
 START = clock.time()
+SEED = [0]  # one more for every tensor
 ARENA = 0  # elements of NaN around every tensor
 WORST = [0.0]  # the largest error as a part of its bound
 
@@ -55,7 +56,18 @@ class Library:
             if fn is not None:
                 self.fn[dtype] = fn
 
-    def prepare(self, q, k, v, scale=None, softcap=0.0, window=(-1, -1), lower_right=False, out=None, cu=None):
+    def prepare(
+        self,
+        q,
+        k,
+        v,
+        scale=None,
+        softcap=0.0,
+        window=(-1, -1),
+        lower_right=False,
+        out=None,
+        cu=None,
+    ):
         """Rank 4 or 5 [B.., H, S, D], or rank 3 [H, T, D] with cu = (cu_q, cu_k). Returns (launch, out, lse)."""
         shape = (*q.shape[:-1], v.shape[-1])
         if out is None:
@@ -107,7 +119,10 @@ def compare(name, got, q, k, v, options, failures, show=False):
     base, _ = reference(q, k, v, *options, dtype=q.dtype)
     eps = torch.finfo(q.dtype).eps
     error = (out.double() - want).abs().max().item()
-    bound = 2 * (base.double() - want).abs().nan_to_num(0).max().item() + 8 * eps * want.abs().max().item()
+    bound = (
+        2 * (base.double() - want).abs().nan_to_num(0).max().item()
+        + 8 * eps * want.abs().max().item()
+    )
     finite = torch.isfinite(want_lse)
     lse_ok = bool((torch.isfinite(lse) == finite).all()) and not torch.isnan(lse).any()
     lse_error = (lse.double() - want_lse)[finite].abs().max().item() if finite.any() else 0.0
@@ -116,10 +131,13 @@ def compare(name, got, q, k, v, options, failures, show=False):
     if not ok:
         failures.append(name)
     if not ok or show:
-        print(f"{'ok  ' if ok else 'FAIL'} {name}: error {error:.2e} bound {bound:.2e} lse {lse_error:.1e} {lse_ok}", flush=True)
+        print(
+            f"{'ok  ' if ok else 'FAIL'} {name}: error {error:.2e} bound {bound:.2e} lse {lse_error:.1e} {lse_ok}",
+            flush=True,
+        )
 
 
-def make(shape, dtype, layout="bhsd", seed=[0]):
+def make(shape, dtype, layout="bhsd", seed=SEED):
     seed[0] += 1
     if ARENA:  # in the middle of mapped memory
         inner = make_plain(shape, dtype, layout, seed)
@@ -139,7 +157,11 @@ def make_plain(shape, dtype, layout, seed):
     g = torch.Generator("cuda").manual_seed(seed[0])
     if layout == "bshd":
         b, h, s, d = shape
-        return torch.randn((b, s, h, d), device="cuda", dtype=torch.float32, generator=g).to(dtype).transpose(1, 2)
+        return (
+            torch.randn((b, s, h, d), device="cuda", dtype=torch.float32, generator=g)
+            .to(dtype)
+            .transpose(1, 2)
+        )
     return torch.randn(shape, device="cuda", dtype=torch.float32, generator=g).to(dtype)
 
 
@@ -149,19 +171,43 @@ def check(libraries, dims, options):
         for dtype in lib.fn:
             for d in dims:
                 cases = []
-                for b, h, hk, sq, sk in [(2, 4, 4, 512, 512), (1, 2, 1, 200, 333), (2, 3, 3, 1, 77), (1, 4, 2, 777, 129), (1, 1, 1, 64, 1),
-                                         (3, 6, 2, 300, 1000), (40, 8, 4, 321, 321), (1, 2, 2, 2500, 2411)]:
-                    for win, lr in [((-1, -1), False), ((-1, 0), False), ((-1, 0), True), ((100, 0), False), ((37, 50), True), ((-1, 300), False), ((64, -1), False)]:
+                for b, h, hk, sq, sk in [
+                    (2, 4, 4, 512, 512),
+                    (1, 2, 1, 200, 333),
+                    (2, 3, 3, 1, 77),
+                    (1, 4, 2, 777, 129),
+                    (1, 1, 1, 64, 1),
+                    (3, 6, 2, 300, 1000),
+                    (40, 8, 4, 321, 321),
+                    (1, 2, 2, 2500, 2411),
+                ]:
+                    for win, lr in [
+                        ((-1, -1), False),
+                        ((-1, 0), False),
+                        ((-1, 0), True),
+                        ((100, 0), False),
+                        ((37, 50), True),
+                        ((-1, 300), False),
+                        ((64, -1), False),
+                    ]:
                         cases.append((b, h, hk, sq, sk, d, d, win, lr, 0.0, None, "bshd"))
                 lo = {64: 8, 128: 72, 256: 136}[d]
                 for dq, dv in [(lo, lo), (d - 8, d), (d, lo), (d - 16, d - 16), (8, d)]:
                     cases.append((2, 4, 2, 333, 444, dq, dv, (-1, 0), True, 0.0, None, "bhsd"))
                     cases.append((2, 4, 2, 333, 444, dq, dv, (-1, -1), False, 0.0, None, "bhsd"))
-                cases += [(2, 4, 2, 333, 444, d, d, (-1, 0), False, 3.0, None, "bhsd"), (2, 4, 2, 333, 444, d, d, (-1, -1), False, 0.0, -0.3, "bhsd"),
-                          (2, 4, 2, 333, 444, d, d, (-1, -1), False, 0.0, 0.0, "bhsd"), (1, 2, 2, 1000, 1000, d, d, (-1, 0), False, 0.0, 3.0, "bshd")]
+                cases += [
+                    (2, 4, 2, 333, 444, d, d, (-1, 0), False, 3.0, None, "bhsd"),
+                    (2, 4, 2, 333, 444, d, d, (-1, -1), False, 0.0, -0.3, "bhsd"),
+                    (2, 4, 2, 333, 444, d, d, (-1, -1), False, 0.0, 0.0, "bhsd"),
+                    (1, 2, 2, 1000, 1000, d, d, (-1, 0), False, 0.0, 3.0, "bshd"),
+                ]
                 for case in cases if not options.only else ():
                     b, h, hk, sq, sk, dq, dv, win, lr, cap, scale, layout = case
-                    q, k, v = make((b, h, sq, dq), dtype, layout), make((b, hk, sk, dq), dtype, layout), make((b, hk, sk, dv), dtype, layout)
+                    q, k, v = (
+                        make((b, h, sq, dq), dtype, layout),
+                        make((b, hk, sk, dq), dtype, layout),
+                        make((b, hk, sk, dv), dtype, layout),
+                    )
                     launch, out, lse = lib.prepare(q, k, v, scale, cap, win, lr)
                     try:
                         launch()
@@ -171,7 +217,15 @@ def check(libraries, dims, options):
                         continue
                     torch.cuda.synchronize()
                     count += 1
-                    compare(f"{lib.name} {dtype} {case}", (out, lse), q, k, v, (scale, cap, win, lr), failures)
+                    compare(
+                        f"{lib.name} {dtype} {case}",
+                        (out, lse),
+                        q,
+                        k,
+                        v,
+                        (scale, cap, win, lr),
+                        failures,
+                    )
                 # strided, two batch dims, broadcast K/V, guarded memory around the tensors
                 big = make((2, 3, 260, 4, d + 64), dtype)
                 q = big[..., :d].permute(0, 1, 3, 2, 4)
@@ -183,12 +237,24 @@ def check(libraries, dims, options):
                 launch()
                 torch.cuda.synchronize()
                 count += 1
-                compare(f"{lib.name} {dtype} strided d{d}", (out, lse), q, k, v, (None, 0.0, (-1, 0), True), failures, True)
+                compare(
+                    f"{lib.name} {dtype} strided d{d}",
+                    (out, lse),
+                    q,
+                    k,
+                    v,
+                    (None, 0.0, (-1, 0), True),
+                    failures,
+                    True,
+                )
                 # packed: NaN neighbours in sequences of their own, empty and one-row sequences, rows of nobody
                 for win, lr in [((-1, -1), False), ((-1, 0), True), ((40, 20), False)]:
                     lens_q = [0, 1, 130, 63, 64, 0, 400, 193, 7, 128]
                     lens_k = [5, 1, 77, 64, 200, 9, 300, 0, 129, 128]
-                    cu = [torch.tensor([3, *lens], device="cuda").cumsum(0).int() for lens in (lens_q, lens_k)]
+                    cu = [
+                        torch.tensor([3, *lens], device="cuda").cumsum(0).int()
+                        for lens in (lens_q, lens_k)
+                    ]
                     total_q, total_k = sum(lens_q) + 8, sum(lens_k) + 9
                     q = make((1, 6, total_q, d), dtype, "bshd")[0]
                     k, v = (make((1, 2, total_k, d), dtype, "bshd")[0] for _ in range(2))
@@ -206,15 +272,28 @@ def check(libraries, dims, options):
                             continue
                         rows, keys = slice(*bounds[0][n : n + 2]), slice(*bounds[1][n : n + 2])
                         if lens_k[n] == 0:
-                            good = bool((out[:, rows] == 0).all()) and bool((lse[:, rows] == float("-inf")).all())
+                            good = bool((out[:, rows] == 0).all()) and bool(
+                                (lse[:, rows] == float("-inf")).all()
+                            )
                             if not good:
                                 failures.append(("packed empty", d))
                                 print("FAIL packed empty", d)
                             continue
                         name = f"{lib.name} {dtype} packed d{d} {win} {lr} sequence {n}"
-                        compare(name, (out[:, rows], lse[:, rows]), q[:, rows], k[:, keys], v[:, keys], (None, 0.0, win, lr), failures)
+                        compare(
+                            name,
+                            (out[:, rows], lse[:, rows]),
+                            q[:, rows],
+                            k[:, keys],
+                            v[:, keys],
+                            (None, 0.0, win, lr),
+                            failures,
+                        )
                     for rows in (slice(0, 3), slice(bounds[0][-1], total_q)):
-                        if not (bool((out[:, rows] == 0).all()) and bool((lse[:, rows] == float("-inf")).all())):
+                        if not (
+                            bool((out[:, rows] == 0).all())
+                            and bool((lse[:, rows] == float("-inf")).all())
+                        ):
                             failures.append(("packed nobody", d))
                             print("FAIL packed rows of nobody", d)
                 # bitwise repeats
@@ -227,12 +306,17 @@ def check(libraries, dims, options):
                     for _ in range(options.repeats):
                         out.fill_(float("nan"))
                         launch()
-                        same &= bool(torch.equal(out, first[0])) and bool(torch.equal(lse, first[1]))
+                        same &= bool(torch.equal(out, first[0])) and bool(
+                            torch.equal(lse, first[1])
+                        )
                     count += 1
                     if not same:
                         failures.append(("repeat", d, win))
                         print("FAIL repeat", d, win, flush=True)
-    print(f"check: {count} cases, {len(failures)} failures, worst error {WORST[0]:.2f} of its bound ({clock.time() - START:.0f} s)", flush=True)
+    print(
+        f"check: {count} cases, {len(failures)} failures, worst error {WORST[0]:.2f} of its bound ({clock.time() - START:.0f} s)",
+        flush=True,
+    )
     return failures
 
 
@@ -299,7 +383,9 @@ def measure(libraries, dims, seqs, peers, options):
         for lib in libraries:
             if lib.dims and d not in lib.dims:
                 continue
-            launchers[lib.name] = lib.prepare(q, k, v, window=(-1, 0 if causal else -1), out=torch.empty_like(q))[0]
+            launchers[lib.name] = lib.prepare(
+                q, k, v, window=(-1, 0 if causal else -1), out=torch.empty_like(q)
+            )[0]
         for p in peers:
             launchers[p] = prepared[p](q, k, v, causal)
         flops = 4 * b * h * s * s * d / (2 if causal else 1)
@@ -308,8 +394,15 @@ def measure(libraries, dims, seqs, peers, options):
         best = max(rate[n] for n in names if n in rate)
         ratio = best / max([rate[p] for p in peers], default=best)
         ratios.append(ratio)
-        print(f"d{d} {'causal' if causal else 'full'} s{s}".ljust(22), *[f"{rate[n]:9.0f}" if n in rate else " " * 9 for n in [*names, *peers]], f"{ratio:6.3f}", flush=True)
-    print(f"geomean {statistics.geometric_mean(ratios):.3f} min {min(ratios):.3f} ({clock.time() - START:.0f} s)")
+        print(
+            f"d{d} {'causal' if causal else 'full'} s{s}".ljust(22),
+            *[f"{rate[n]:9.0f}" if n in rate else " " * 9 for n in [*names, *peers]],
+            f"{ratio:6.3f}",
+            flush=True,
+        )
+    print(
+        f"geomean {statistics.geometric_mean(ratios):.3f} min {min(ratios):.3f} ({clock.time() - START:.0f} s)"
+    )
 
 
 def main():
@@ -336,7 +429,13 @@ def main():
     if options.what != "time":
         failures = check(libraries, dims, options)
     if options.what != "check":
-        measure(libraries, dims, [int(x) for x in options.seqs.split(",")], [p for p in options.peers.split(",") if p], options)
+        measure(
+            libraries,
+            dims,
+            [int(x) for x in options.seqs.split(",")],
+            [p for p in options.peers.split(",") if p],
+            options,
+        )
     sys.exit(bool(failures))
 
 

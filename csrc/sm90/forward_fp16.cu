@@ -16,6 +16,7 @@ struct Op : flashsci::Float16 {
 
 }  // namespace
 
-extern "C" int flashsci_forward_sm90_fp16(const FlashsciForwardParams* params, FlashsciStream stream) {
+extern "C" int flashsci_forward_sm90_fp16(const FlashsciForwardParams* params,
+                                          FlashsciStream stream) {
   return flashsci::sm90::launch_forward<Op>(*params, static_cast<cudaStream_t>(stream));
 }

@@ -1,7 +1,8 @@
 // Which query tiles a CTA works on, in which order. All roles of the CTA walk the same list.
 //
-// A unit is one tile, or (causal) the pair of the m-th longest and the m-th shortest tile of a head, so that all
-// units cost the same and a static round robin is balanced. The tiles of a head come together: its K and V stay in L2.
+// A unit is one tile, or (causal) the pair of the m-th longest and the m-th shortest tile of a
+// head, so that all units cost the same and a static round robin is balanced. The tiles of a head
+// come together: its K and V stay in L2.
 #pragma once
 #include <cstdint>
 
@@ -26,15 +27,18 @@ struct WorkTile {
   int first_k, seq_k;   // its keys
 };
 
-// The `half`-th tile of a unit. Packed: of the slot `unit` (sequence.cuh); a whole warp must call it.
+// The `half`-th tile of a unit. Packed: of the slot `unit` (sequence.cuh); a whole warp must call
+// it.
 template <int kBlockQ, bool kPacked>
-__device__ __forceinline__ WorkTile find_work(const SchedulePlan& plan, const FlashsciForwardParams& p,
-                                              uint32_t unit, uint32_t half) {
+__device__ __forceinline__ WorkTile find_work(const SchedulePlan& plan,
+                                              const FlashsciForwardParams& p, uint32_t unit,
+                                              uint32_t half) {
   const uint32_t tiles = plan.tiles_per_head;
   WorkTile work;
   uint32_t index;  // tile of the head, or slot
   if (!kPacked && plan.pairs != 0) {
-    // Units 0 .. tiles - 1 of two heads: the pairs of one, those of the other, and their middle tiles if any.
+    // Units 0 .. tiles - 1 of two heads: the pairs of one, those of the other, and their middle
+    // tiles if any.
     const uint32_t two_heads = unit / tiles, rest = unit - two_heads * tiles, per_head = tiles / 2;
     const bool middle = rest == 2 * per_head;
     const bool second_head = middle ? half != 0 : rest >= per_head;
@@ -46,9 +50,8 @@ __device__ __forceinline__ WorkTile find_work(const SchedulePlan& plan, const Fl
     index = unit - work.batch_head * tiles;
   }
   if constexpr (kPacked) {
-    const TileOfSequence found =
-        find_tile<kBlockQ>(static_cast<int>(index), p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs,
-                           p.seq_q, p.seq_k);
+    const TileOfSequence found = find_tile<kBlockQ>(static_cast<int>(index), p.cu_seqlens_q,
+                                                    p.cu_seqlens_k, p.num_seqs, p.seq_q, p.seq_k);
     work.first_q = found.first_q, work.seq_q = found.seq_q;
     work.first_k = found.first_k, work.seq_k = found.seq_k;
     const int count = (found.seq_q + kBlockQ - 1) / kBlockQ;

@@ -40,15 +40,17 @@ inline MapDims dense_dims(const FlashsciStrides& s, int64_t rows, int64_t heads,
   return {{rows, heads, batch1, batch0}, {s.row, s.head, s.batch1, s.batch0}};
 }
 
-// A packed [H, T, D] tensor cut exactly at any row by one more dimension: the box of `len` <= box_rows rows from `row`
-// on is at (box_rows - len, row + len, head), since its rows overstep the first dimension from len on. The base
-// moves box_rows rows down (addresses outside the tensor are never touched).
+// A packed [H, T, D] tensor cut exactly at any row by one more dimension: the box of `len` <=
+// box_rows rows from `row` on is at (box_rows - len, row + len, head), since its rows overstep the
+// first dimension from len on. The base moves box_rows rows down (addresses outside the tensor are
+// never touched).
 inline MapDims ragged_dims(const FlashsciStrides& s, int64_t rows, int64_t heads, int box_rows) {
   return {{box_rows, rows + box_rows, heads, 1}, {s.row, s.row, s.head, 0}};
 }
 
-// Boxes of 64 columns (one 128-byte swizzle span) and box_rows rows; zeros beyond the tensor. Not supported: a
-// base that is not 16-byte aligned, strides that are not multiples of 16 bytes or reach 2^40.
+// Boxes of 64 columns (one 128-byte swizzle span) and box_rows rows; zeros beyond the tensor. Not
+// supported: a base that is not 16-byte aligned, strides that are not multiples of 16 bytes or
+// reach 2^40.
 inline cudaError_t encode_map(CUtensorMap* map, const void* base, bool bf16, int head_dim,
                               const MapDims& dims, int box_rows) {
   const EncodeTiled encode = encode_tiled();

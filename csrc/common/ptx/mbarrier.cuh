@@ -1,5 +1,5 @@
-// PTX ISA "mbarrier" (sm_90). Parity: on a fresh barrier wait(0) blocks and wait(1) returns at once; after
-// phase n completes, wait(n & 1) succeeds until phase n + 1 completes.
+// PTX ISA "mbarrier" (sm_90). Parity: on a fresh barrier wait(0) blocks and wait(1) returns at
+// once; after phase n completes, wait(n & 1) succeeds until phase n + 1 completes.
 #pragma once
 #include <cstdint>
 

@@ -19,15 +19,17 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
-// Ties accumulators to this point: the wait does not name them, so reads might move above it. No instruction.
+// Ties accumulators to this point: the wait does not name them, so reads might move above it. No
+// instruction.
 template <int kCount>
 __device__ __forceinline__ void wgmma_tie(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// Descriptor of an operand in 128-byte swizzle, 1024-byte aligned tiles as TMA writes them: K-major tiles have
-// group_bytes (SBO) from 8 rows to the next; MN-major ones also block_bytes (LBO) from 64 columns to the next.
+// Descriptor of an operand in 128-byte swizzle, 1024-byte aligned tiles as TMA writes them: K-major
+// tiles have group_bytes (SBO) from 8 rows to the next; MN-major ones also block_bytes (LBO) from
+// 64 columns to the next.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared, uint32_t block_bytes,
                                                      uint32_t group_bytes) {
   return static_cast<uint64_t>((shared & 0x3ffff) >> 4) |

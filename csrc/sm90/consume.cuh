@@ -1,0 +1,258 @@
+// A consumer warpgroup of the sm90 forward: 64 query rows from S to the stores.
+#pragma once
+#include <cstdint>
+#include <type_traits>
+
+#include "../common/ptx/cp_async.cuh"
+#include "../common/ptx/mbarrier.cuh"
+#include "../common/ptx/redux.cuh"
+#include "../common/ptx/warpgroup.cuh"
+#include "../common/ptx/wgmma.cuh"
+#include "layout.cuh"
+#include "softmax.cuh"
+
+namespace flashsci::sm90 {
+
+template <class Op, class C, bool kWindowed, bool kPlainScores>
+__device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardArgs& a, int w) {
+  constexpr int kBlockK = C::kBlockK, kStages = C::kStages, kHeadDim = C::kHeadDim;
+  using MmaQK = typename Op::template Wgmma<kBlockK>;
+  using MmaQKHalf = typename Op::template Wgmma<kBlockK / 2>;
+  using MmaPV = typename Op::template Wgmma<kHeadDim>;
+  constexpr int kTurnThreads = 256;  // one warpgroup waits, one arrives
+  const int lane = threadIdx.x % 32;
+  const int row_in_tile = w * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first
+
+  float s[kBlockK / 2];         // scores, then P
+  float o[kHeadDim / 2];        // output, unnormalised
+  uint32_t p[kBlockK / 16][4];  // P as operand, per 16 keys
+  RowStatistics<C> rows;
+  float alpha[2];
+  uint32_t head = 0;   // K blocks behind us: they tell stage and phase of the next
+  uint32_t tiles = 0;  // tiles behind us
+  bool pending =
+      false;  // P of block head - 1 waits for its product, the output of a tile for its end
+
+  const uint64_t q_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.q[0][w]), 16, 1024);
+  const uint64_t k_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.k), 16, 1024);
+  const uint64_t v_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.v), kBlockK * 128, 1024);
+  const auto issue_qk = [&](auto mma, auto& scores) {
+    const uint64_t q_tile = q_desc + tiles % C::kQStages * (C::kConsumers * C::kQBytes / 16);
+    const uint64_t k_tile = k_desc + head % kStages * (C::kKVBytes / 16);
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d)
+      decltype(mma)::template ss<0>(scores, q_tile + (d / 4 * 8192 + d % 4 * 32) / 16,
+                                    k_tile + (d / 4 * kBlockK * 128 + d % 4 * 32) / 16, d > 0);
+    ptx::wgmma_commit();
+  };
+  const auto issue_pv = [&](uint32_t at) {  // O += P V
+    const uint64_t v_tile = v_desc + at % kStages * (C::kKVBytes / 16);
+#pragma unroll
+    for (int n = 0; n < kBlockK / 16; ++n)
+      MmaPV::template rs<1>(o, p[n], v_tile + n * (2048 / 16), 1);
+    ptx::wgmma_commit();
+  };
+  // The scores of the block whose first `kCount` elements these are become P; the rest of P is 0.
+  const auto pack = [&](auto& scores) {
+    constexpr int kCount = sizeof(scores) / 4;
+#pragma unroll
+    for (int e = 0; e < kBlockK / 2; e += 2)
+      p[e / 8][e / 2 % 4] = e < kCount ? Op::pack2(scores[e % kCount], scores[e % kCount + 1]) : 0;
+  };
+  const auto release = [&](uint64_t& barrier) {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+  };
+  const auto wait = [&](uint64_t& barrier, uint32_t parity) {
+    ptx::mbarrier_wait(ptx::shared_address(&barrier), parity & 1);
+  };
+  const auto wait_k = [&] { wait(shared.k_full[head % kStages], head / kStages); };
+  const auto wait_v = [&](uint32_t at) { wait(shared.v_full[at % kStages], at / kStages); };
+  const auto my_turn = [&] { ptx::barrier_sync(1 + w, kTurnThreads); };
+  const auto next_turn = [&] { ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, kTurnThreads); };
+  // Hands on blocks that this warpgroup's rows do not see.
+  const auto skip = [&](int count) {
+#pragma unroll 1
+    for (; count > 0; --count, ++head) {
+      wait_k();
+      my_turn();
+      next_turn();
+      release(shared.k_empty[head % kStages]);
+      wait_v(head);
+      release(shared.v_empty[head % kStages]);
+    }
+  };
+  // The last product of the tile that is pending, and its output.
+  const auto finish = [&](uint32_t tile) {
+    const uint32_t at = head - 1;
+    wait_v(at);
+    ptx::wgmma_fence();
+    issue_pv(at);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_tie(o);
+    release(shared.v_empty[at % kStages]);
+    write_output<Op, C>(o, rows, a, shared.posted[tile % kPosted], row_in_tile);
+    pending = false;
+  };
+
+  const auto clear = [&] {
+#pragma unroll
+    for (int e = 0; e < kHeadDim / 2; ++e) o[e] = 0.f;
+  };
+
+  clear();
+#pragma unroll
+  for (int n = 0; n < kBlockK / 16; ++n) p[n][0] = p[n][1] = p[n][2] = p[n][3] = 0;
+  rows.maximum[0] = rows.maximum[1] = rows.sum[0] = rows.sum[1] = 0.f;
+  if (w == C::kConsumers - 1) next_turn();
+#pragma unroll 1
+  for (;; ++tiles) {
+    const uint32_t q_stage = tiles % C::kQStages;
+    wait(shared.q_full[q_stage][w], tiles / C::kQStages);
+    const PostedTile& tile = shared.posted[tiles % kPosted];
+    // The same in all lanes, which only redux tells the compiler: wgmma wants uniform control flow.
+    const int tile_row = ptx::redux_max(tile.row);
+    if (tile_row < 0) break;
+    const int seq_q = ptx::redux_max(tile.seq_q), seq_k = ptx::redux_max(tile.seq_k);
+    const Window window = window_of(a.p, seq_q, seq_k);
+    const int first_row = tile_row + w * 64;
+    const Blocks<C> blocks(window, tile_row, C::kBlockQ, seq_q);
+    Blocks<C> own(window, first_row, 64, seq_q);
+    const bool nothing = own.first >= own.end;
+    if (nothing) own.first = own.end = blocks.first;
+    // One skipped block may overtake a pending product, more would wait for the stage it holds.
+    const int ahead = blocks.end - own.end;
+    if (pending && (nothing || ahead >= kStages)) finish(tiles - 1);
+    const uint32_t pending_v = head - 1;
+    skip(ahead);
+    if (nothing) {
+      release(shared.q_empty[q_stage][w]);
+      clear();
+      rows.sum[0] = rows.sum[1] = 0.f;
+      write_output<Op, C>(o, rows, a, tile, row_in_tile);
+      continue;
+    }
+    // All rows of this warpgroup see the keys [full_begin, full_end).
+    const int full_begin = window.begin(first_row + 63), full_end = max(window.end(first_row), 0);
+    const auto mask_half = [&](auto& scores, int block) {
+      const Window window = window_of(a.p, tile.seq_q, tile.seq_k);  // again: registers are scarce
+      const int first_key = block * kBlockK, column = first_key + lane % 4 * 2;
+      const int row = tile.row + row_in_tile;
+      if (first_key + kBlockK / 2 > full_end)
+        mask_scores<0, kBlockK / 4, false>(scores, window, row, column);
+      if (kWindowed && first_key < full_begin)
+        mask_scores<0, kBlockK / 4, true>(scores, window, row, column);
+    };
+    const auto mask = [&](int block) {
+      mask_half(s, block);
+      const Window window = window_of(a.p, tile.seq_q, tile.seq_k);
+      const int first_key = block * kBlockK, column = first_key + lane % 4 * 2;
+      const int row = tile.row + row_in_tile;
+      if (first_key + kBlockK > full_end)
+        mask_scores<kBlockK / 4, kBlockK / 2, false>(s, window, row, column);
+      if (kWindowed && first_key + kBlockK / 2 < full_begin)
+        mask_scores<kBlockK / 4, kBlockK / 2, true>(s, window, row, column);
+    };
+
+    // The first block of a tile beside the last product of the tile before.
+    int block = own.end - 1;
+    const RowStatistics<C> rows_before = rows;
+    const auto issue_pending = [&] {
+      if (pending) wait_v(pending_v);
+      // Of nobody's interest if nothing is pending, but wgmma allows no branch here.
+      issue_pv(pending_v);
+      next_turn();
+      ptx::wgmma_wait<1>();
+    };
+    const auto after_qk = [&] {
+      release(shared.k_empty[head % kStages]);
+      if (block == own.first) release(shared.q_empty[q_stage][w]);
+    };
+    const auto after_pv = [&] {
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_tie(o);
+      if (pending) release(shared.v_empty[pending_v % kStages]);
+    };
+    wait_k();
+    my_turn();
+    ptx::wgmma_fence();
+    // The diagonal or the end often cuts it: half a block costs half.
+    if (own.end_key <= block * kBlockK + kBlockK / 2) {
+      float half[kBlockK / 4];
+      issue_qk(MmaQKHalf{}, half);
+      issue_pending();
+      ptx::wgmma_tie(half);
+      after_qk();
+      if constexpr (!kPlainScores) scale_scores(half, a);
+      mask_half(half, block);
+      softmax_step<C, true>(half, rows, alpha, a.exp_scale);
+      after_pv();
+      pack(half);
+    } else {
+      issue_qk(MmaQK{}, s);
+      issue_pending();
+      ptx::wgmma_tie(s);
+      after_qk();
+      if constexpr (!kPlainScores) scale_scores(s, a);
+      mask(block);
+      softmax_step<C, true>(s, rows, alpha, a.exp_scale);
+      after_pv();
+      pack(s);
+    }
+    if (pending)
+      write_output<Op, C>(o, rows_before, a, shared.posted[(tiles - 1) % kPosted], row_in_tile);
+    clear();
+    pending = true;
+    ++head;
+
+    const auto step = [&](auto masked) {
+      wait_k();
+      my_turn();
+      ptx::wgmma_fence();
+      issue_qk(MmaQK{}, s);
+      const uint32_t at = head - 1;
+      wait_v(at);
+      issue_pv(at);
+      next_turn();
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_tie(s);
+      after_qk();
+      if constexpr (!kPlainScores) scale_scores(s, a);
+      if constexpr (decltype(masked)::value) mask(block);
+      const bool grew = softmax_step<C, false>(s, rows, alpha, a.exp_scale);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_tie(o);
+      release(shared.v_empty[at % kStages]);
+      if (grew) {
+#pragma unroll
+        for (int e = 0; e < kHeadDim / 2; ++e) o[e] *= alpha[e >> 1 & 1];
+      }
+      pack(s);
+      ++head;
+    };
+    --block;
+    if constexpr (kWindowed) {
+      // Masked blocks on the right, then whole ones, then masked ones on the left.
+      int masked_down_to = max(full_end / kBlockK, own.first);
+      const int whole_down_to = max((full_begin + kBlockK - 1) / kBlockK, own.first);
+      while (block >= own.first) {
+#pragma unroll 1
+        for (; block >= masked_down_to; --block) step(std::true_type{});
+#pragma unroll 1
+        for (; block >= whole_down_to; --block) step(std::false_type{});
+        masked_down_to = own.first;
+      }
+      if (own.first > blocks.first) {
+        finish(tiles);
+        skip(own.first - blocks.first);
+      }
+    } else {
+#pragma unroll 1
+      for (; block >= own.first; --block) step(std::false_type{});
+    }
+  }
+  if (pending) finish(tiles - 1);
+  if (w == 0) my_turn();  // the last turn handed round, so that the barrier ends balanced
+}
+
+}  // namespace flashsci::sm90

@@ -1,0 +1,102 @@
+// What the roles of the sm90 forward share: tile shapes, shared memory, arguments, the walk over
+// tiles.
+#pragma once
+#include <cstdint>
+#include <type_traits>
+
+#include "../common/ptx/cp_async.cuh"
+#include "../common/window.cuh"
+#include "../include/flashsci.h"
+#include "schedule.cuh"
+#include "tensor_map.h"
+
+namespace flashsci::sm90 {
+
+template <int kHeadDim_, int kBlockK_, int kConsumers_, int kStages_>
+struct Tiling {
+  static constexpr int kHeadDim = kHeadDim_, kBlockK = kBlockK_, kConsumers = kConsumers_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;  // shared memory of an SM
+  static constexpr int kBlockQ = 64 * kConsumers;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kColumnBlocks = kHeadDim / 64;      // boxes side by side
+  static constexpr int kQBytes = 64 * kHeadDim * 2;        // of one consumer
+  static constexpr int kKVBytes = kBlockK * kHeadDim * 2;  // of one stage of K or V
+  // The registers of the launch bounds (168 at 384 threads, 128 at 512) redistributed.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static_assert(kHeadDim % 64 == 0 && kBlockK % 16 == 0 && (kStages & (kStages - 1)) == 0);
+};
+
+// What the Q producer tells the consumers about a tile.
+struct PostedTile {
+  int row;             // first query row in its sequence; < 0: no more tiles
+  int seq_q, seq_k;    // of the sequence
+  int64_t out_offset;  // elements, of the tile's first row and head
+  int64_t lse_offset;
+};
+// A slot is reused when all consumers have released the Q of the tile kQStages before; by then they
+// may still owe the output of the tile before that one.
+inline constexpr int kPosted = 4;
+
+template <class C>
+struct SharedStorage {
+  unsigned char q[C::kQStages][C::kConsumers][C::kQBytes];  // [..][column block][64 rows][64]
+  unsigned char k[C::kStages][C::kKVBytes];  // [stage][column block][kBlockK rows][64]
+  unsigned char v[C::kStages][C::kKVBytes];  // the same
+  uint64_t q_full[C::kQStages][C::kConsumers], q_empty[C::kQStages][C::kConsumers];
+  uint64_t k_full[C::kStages], k_empty[C::kStages];
+  uint64_t v_full[C::kStages], v_empty[C::kStages];
+  PostedTile posted[kPosted];
+};
+
+enum ScoreMode { kScaled = 0, kLinear = 1, kSoftcap = 2 };
+
+struct alignas(128) ForwardArgs {
+  CUtensorMap q, k, v;
+  FlashsciForwardParams p;
+  SchedulePlan schedule;
+  int score_mode;     // how raw q.k becomes what is exponentiated: ScoreMode
+  float score_inner;  // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
+  float score_outer;
+  float exp_scale;  // log2(e) times what is left to multiply by
+  float lse_scale;  // from the units of the running maximum to natural log
+};
+
+// Rescale the accumulators only when the maximum grew by more than 2^8: exact, since numerator and
+// denominator share the stale maximum; P stays below 2^8, far inside fp16.
+inline constexpr float kRescaleThreshold = 8.f;
+
+// Walks the CTA's list: `for (Walk walk(plan); walk.next(); )`.
+struct Walk {
+  uint32_t unit, half;
+  __device__ __forceinline__ Walk() : unit(blockIdx.x), half(0) {}
+  __device__ __forceinline__ void advance(const SchedulePlan& plan) {
+    if (plan.pairs != 0 && half == 0) {
+      half = 1;
+    } else {
+      half = 0;
+      unit += gridDim.x;
+    }
+  }
+};
+
+// Key blocks [first, end) that some of the rows [row, row + count) see.
+template <class C>
+struct Blocks {
+  int first, end;
+  int end_key;  // the first key that none of the rows sees
+  __device__ __forceinline__ Blocks(const Window& window, int row, int count, int seq_q) {
+    const int last_row = min(row + count, seq_q) - 1;
+    const int begin_key = window.begin(row);
+    end_key = window.end(last_row);
+    first = begin_key / C::kBlockK;
+    end = begin_key < end_key && row <= last_row ? (end_key + C::kBlockK - 1) / C::kBlockK : first;
+  }
+};
+
+__device__ __forceinline__ Window window_of(const FlashsciForwardParams& p, int seq_q, int seq_k) {
+  return Window(p.window_left, p.window_right, p.lower_right != 0, seq_q, seq_k);
+}
+
+}  // namespace flashsci::sm90
