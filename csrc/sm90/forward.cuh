@@ -166,7 +166,7 @@ cudaError_t launch_padded(ForwardArgs& a, cudaStream_t stream) {
 template <class Op>
 cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
   const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
-  // Packed: the ragged map's base lies before the tensor, and TMA faults if that is not mapped.
+  // Packed: the ragged map's base lies before the tensor; loads faulted (kernel page).
   if (p.cu_seqlens_q != nullptr || p.seq_k == 0 || p.head_dim_v % 8 != 0 ||
       !aligned(p.batch0, p.out_strides.batch0) || !aligned(p.batch1, p.out_strides.batch1) ||
       !aligned(p.heads_q, p.out_strides.head) || !aligned(p.seq_q, p.out_strides.row) ||
