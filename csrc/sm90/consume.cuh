@@ -107,6 +107,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   if (w == C::kConsumers - 1) next_turn();
 #pragma unroll 1
   for (;; ++tiles) {
+    // With one Q stage the next Q is not there yet: the last product and the output hide its load.
+    if (C::kQStages == 1 && pending) finish(tiles - 1);
     const uint32_t q_stage = tiles % C::kQStages;
     wait(shared.q_full[q_stage][w], tiles / C::kQStages);
     const PostedTile& tile = shared.posted[tiles % kPosted];
@@ -158,11 +160,13 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     int block = own.end - 1;
     const RowStatistics<C> rows_before = rows;
     const auto issue_pending = [&] {
-      if (pending) wait_v(pending_v);
-      // Of nobody's interest if nothing is pending, but wgmma allows no branch here.
-      issue_pv(pending_v);
+      if constexpr (C::kQStages > 1) {
+        if (pending) wait_v(pending_v);
+        // Of nobody's interest if nothing is pending, but wgmma allows no branch here.
+        issue_pv(pending_v);
+      }
       next_turn();
-      ptx::wgmma_wait<1>();
+      ptx::wgmma_wait<(C::kQStages > 1)>();
     };
     const auto after_qk = [&] {
       release(shared.k_empty[head % kStages]);
@@ -199,7 +203,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       after_pv();
       pack(s);
     }
-    if (pending)
+    if (C::kQStages > 1 && pending)
       write_output<Op, C>(o, rows_before, a, shared.posted[(tiles - 1) % kPosted], row_in_tile);
     clear();
     pending = true;
