@@ -54,6 +54,7 @@ enum ScoreMode { kScaled = 0, kLinear = 1, kSoftcap = 2 };
 
 struct alignas(128) ForwardArgs {
   CUtensorMap q, k, v;
+  CUtensorMap v_cut, v_row;  // packed: load_cut_boxes
   FlashsciForwardParams p;
   SchedulePlan schedule;
   int score_mode;     // how raw q.k becomes what is exponentiated: ScoreMode
