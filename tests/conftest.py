@@ -10,6 +10,9 @@ import zlib
 import pytest
 import torch
 
+import flashsci
+
+flashsci.attention  # noqa: B018  (binds every public name, before a test hides the package's files)
 os.environ.pop("FLASHSCI_BACKEND", None)
 torch.set_num_threads(1)
 
@@ -20,7 +23,7 @@ if not torch.cuda.is_available():
     with contextlib.suppress(ImportError):
         import triton.experimental.gluon  # noqa: F401  (Triton imports it at the first launch)
 
-        import flashsci.backends.triton  # noqa: F401
+        import flashsci.backends.triton
     if before is None:
         del os.environ["TRITON_INTERPRET"]
 

@@ -10,7 +10,6 @@ the two-error rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -211,26 +210,37 @@ def _dense_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
 
 
-def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[int, slice, slice]]:
-    """(index, query rows, key rows) of every packed sequence. Reads the offsets on the host."""
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    return [
-        (n, slice(starts_q[n], starts_q[n + 1]), slice(starts_k[n], starts_k[n + 1]))
-        for n in range(len(starts_q) - 1)
-    ]
+def _pieces(x: Tensor | None, sizes: list[int], dim: int) -> tuple[Tensor | None, ...]:
+    """``x`` cut along ``dim`` into the packed sequences, and what is left after the last. One split:
+    slices would each add a gradient of the size of ``x``."""
+    if x is None:
+        return (None,) * (len(sizes) + 1)
+    return x.split([*sizes, x.shape[dim] - sum(sizes)], dim)
 
 
-def _bias_of(
-    bias: Tensor | None, offsets: list[int] | None, n: int, rows: slice, keys: slice
-) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
-    """The bias of one packed sequence, and how a gradient of it goes back to the packed layout."""
-    if bias is None:
-        return None, lambda x: x
-    if offsets is None:
-        return bias[..., keys], lambda x: x
-    size_q, size_k = rows.stop - rows.start, keys.stop - keys.start
-    block = bias[:, offsets[n] : offsets[n] + size_q * size_k].unflatten(-1, (size_q, size_k))
-    return block, lambda x: x.flatten(-2)
+class _Packed:
+    """The sequences of a packed call. Reads the offsets on the host."""
+
+    def __init__(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, ragged_bias: bool):
+        self.sizes_q, self.sizes_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+        self.count = len(self.sizes_q)
+        self.shapes = list(zip(self.sizes_q, self.sizes_k, strict=True))
+        self.bias_sizes = [m * n for m, n in self.shapes] if ragged_bias else self.sizes_k
+        self.ragged_bias = ragged_bias
+
+    def biases(self, bias: Tensor | None) -> list[Tensor | None]:
+        """The bias of each sequence, [Hq or 1, Sq or 1, Sk]."""
+        blocks = _pieces(bias, self.bias_sizes, -1)[: self.count]
+        if not self.ragged_bias:
+            return list(blocks)
+        return [
+            x.unflatten(-1, s) for x, s in zip(blocks, self.shapes, strict=True) if x is not None
+        ]
+
+    def join(self, parts: list[Tensor], whole: Tensor, dim: int) -> Tensor:
+        """Results of the sequences in the packed layout of ``whole``; zeros after the last."""
+        left = whole.shape[dim] - sum(part.shape[dim] for part in parts)
+        return torch.cat([*parts, torch.zeros_like(whole.narrow(dim, 0, left))], dim)
 
 
 def forward(
@@ -260,21 +270,21 @@ def forward(
         out, lse = _dense_forward(q, k, v, bias, mask, dropout_seed, *rule)
     else:
         assert cu_seqlens_k is not None
-        offsets = None if bias_offsets is None else bias_offsets.tolist()
-        outs, lses, end = [], [], 0
-        for n, rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
-            block, _ = _bias_of(bias, offsets, n, rows, keys)
-            out_n, lse_n = _dense_forward(
-                q[:, rows], k[:, keys], v[:, keys], block, None, dropout_seed, *rule, batch_offset=n
-            )
-            outs.append(out_n)
-            lses.append(lse_n)
-            end = rows.stop
+        packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
+        qs = _pieces(q, packed.sizes_q, -2)
+        ks, vs = (_pieces(x, packed.sizes_k, -2) for x in (k, v))
+        biases = packed.biases(bias)
+        results = [
+            _dense_forward(
+                qs[n], ks[n], vs[n], biases[n], None, dropout_seed, *rule, batch_offset=n
+            )  # type: ignore[arg-type]
+            for n in range(packed.count)
+        ]
         # Rows after the last sequence: out 0, lse -inf.
-        left = q.shape[-2] - end
-        outs.append(q.new_zeros(q.shape[0], left, v.shape[-1]))
-        lses.append(q.new_full((q.shape[0], left), float("-inf"), dtype=_statistics_dtype(q.dtype)))
-        out, lse = torch.cat(outs, 1), torch.cat(lses, 1)
+        heads, left = q.shape[0], q.shape[-2] - sum(packed.sizes_q)
+        rest = q.new_full((heads, left), float("-inf"), dtype=_statistics_dtype(q.dtype))
+        out = torch.cat([*(r[0] for r in results), q.new_zeros(heads, left, v.shape[-1])], 1)
+        lse = torch.cat([*(r[1] for r in results), rest], 1)
     return out, lse
 
 
@@ -296,20 +306,30 @@ def backward(
     if cu_seqlens_q is None:
         dq, dk, dv, dbias = _dense_backward(dout, dlse, q, k, v, bias, mask, seed, out, lse, *rule)
     else:
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dbias = None if bias is None else torch.zeros_like(bias)
-        offsets = None if bias_offsets is None else bias_offsets.tolist()
-        for n, rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
-            block, packed = _bias_of(bias, offsets, n, rows, keys)
-            dlse_n = None if dlse is None else dlse[:, rows]
-            dq[:, rows], dk_n, dv_n, dblock = _dense_backward(
-                dout[:, rows], dlse_n, q[:, rows], k[:, keys], v[:, keys], block, None, seed,
-                out[:, rows], lse[:, rows], *rule, batch_offset=n,
-            )  # fmt: skip
-            dk[:, keys], dv[:, keys] = dk_n, dv_n
-            if dbias is not None and dblock is not None:
-                target = keys if offsets is None else slice(offsets[n], offsets[n + 1])
-                dbias[..., target] = packed(dblock)
+        packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
+        by_query = [_pieces(x, packed.sizes_q, d) for x, d in ((dout, -2), (dlse, -1), (q, -2))]
+        by_key = [_pieces(x, packed.sizes_k, -2) for x in (k, v)]
+        outs, lses = _pieces(out, packed.sizes_q, -2), _pieces(lse, packed.sizes_q, -1)
+        biases = packed.biases(bias)
+        found = [
+            _dense_backward(
+                *(x[n] for x in by_query),
+                *(x[n] for x in by_key),
+                biases[n],
+                None,
+                seed,
+                outs[n],
+                lses[n],
+                *rule,
+                batch_offset=n,
+            )
+            for n in range(packed.count)
+        ]
+        dq, dk, dv = (packed.join([f[i] for f in found], x, -2) for i, x in enumerate((q, k, v)))
+        dbias = None
+        if bias is not None:
+            blocks = [f[3].flatten(-2) if packed.ragged_bias else f[3] for f in found]  # type: ignore[union-attr]
+            dbias = packed.join(blocks, bias, -1)  # type: ignore[arg-type]
     unneeded = [x.new_empty(0) for x in (q, k, v, q if bias is None else bias)]
     wanted = [need & bit for bit in (1, 2, 4, 8)]
     gradients = (dq, dk, dv, dbias)
