@@ -22,14 +22,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "reports" / "resources.md"
 ARCHS = (80, 90)
+CODE = {  # what nvcc makes of a folder of csrc, as cmake/Archs.cmake says
+    "sm80": lambda archs: ("compute_80", ",".join(f"sm_{a}" for a in archs)),
+    "sm90": lambda archs: ("compute_90a", "sm_90a"),
+}
 SHARED_PER_SM = {80: 164 * 1024, 90: 228 * 1024}
 sys.path.insert(0, str(ROOT / "flashsci"))
 import digest  # noqa: E402  (as a script: importing the package would need torch)
 
-ENTRY = re.compile(r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<arch>\d+)'")
+ENTRY = re.compile(r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<arch>\d+)a?'")
 SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
+# sm80: head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows.
 TILING = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
+# sm90: head dim, keys, consumer warpgroups, stages; windowed, plain scores, packed.
+TILING_SM90 = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])ELb([01])ELb([01])E")
 
 
 @dataclass(frozen=True)
@@ -45,21 +52,38 @@ class Kernel:
     @property
     def tiling(self) -> tuple[int, ...] | None:
         """(head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows) of a forward kernel."""
+        if self.unit.startswith("sm90"):
+            found = TILING_SM90.search(self.name)
+            if found is None:
+                return None
+            dim, keys, consumers, stages = (int(x) for x in found.groups()[:4])
+            return dim, 64 * consumers, keys, 4 * (consumers + 1), stages, 1, 1
         found = TILING.search(self.name)
         return tuple(int(x) for x in found.groups()) if found else None
 
     @property
+    def variant(self) -> str:
+        """What else the kernel is compiled for."""
+        found = TILING_SM90.search(self.name) if self.unit.startswith("sm90") else None
+        if found is None:
+            return "16-byte rows" if self.tiling and self.tiling[-1] else "any rows"
+        windowed, plain, packed = (x == "1" for x in found.groups()[4:])
+        words = ("window" if windowed else "full", "" if plain else "softcap", packed * "packed")
+        return " ".join(filter(None, words))
+
+    @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory: the Q tile and `stages` K and V tiles."""
+        """Bytes of dynamic shared memory for tiles: Q (twice up to D 128 on sm90), and `stages` of K and V."""
         if self.tiling is None:
             return 0
         dim, rows, keys, _, stages, _, _ = self.tiling
-        return 2 * dim * (rows + 2 * stages * keys)
+        q_stages = 2 if self.unit.startswith("sm90") and dim <= 128 else 1
+        return 2 * dim * (q_stages * rows + 2 * stages * keys)
 
     @property
     def chosen(self) -> bool:
         """Whether a device of this architecture ever runs it: one or two stages is decided by the shared memory of an SM."""
-        if self.tiling is None or self.arch not in SHARED_PER_SM:
+        if self.tiling is None or self.unit.startswith("sm90"):
             return True
         dim, rows, keys, _, stages, blocks, vector = self.tiling
         if not vector or dim > 128 or rows <= 64:
@@ -86,11 +110,11 @@ def parse(unit: str, log: str) -> list[Kernel]:
 
 
 def compile_unit(unit: str, archs: tuple[int, ...]) -> list[Kernel]:
+    virtual, code = CODE[unit.split("/")[0]](archs)
     flags = (ROOT / "cmake" / "nvcc_flags.txt").read_text(encoding="utf-8").split()
-    code = ",".join(f"sm_{a}" for a in archs)
     with tempfile.TemporaryDirectory() as folder:
         command = [os.environ.get("NVCC", "nvcc"), *flags, "-Xptxas=-v"]
-        command += ["-gencode", f"arch=compute_80,code=[{code}]"]
+        command += ["-gencode", f"arch={virtual},code=[{code}]"]
         command += ["-c", str(ROOT / "csrc" / unit), "-o", f"{folder}/unit.o"]
         result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
@@ -114,15 +138,14 @@ def table(kernels: list[Kernel]) -> str:
         "",
         *(f"- {name}: `{value}`" for name, value in sorted(digests.items())),
         "",
-        "| unit | sm | head dim | tile (rows x keys) | warps | stages | CTAs/SM | 16-byte rows | registers | spill bytes | shared KiB | chosen |",
+        "| unit | sm | head dim | tile (rows x keys) | warps | stages | CTAs/SM | variant | registers | spill bytes | shared KiB | chosen |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for k in kernels:
         if k.tiling is None:
             cells: tuple[object, ...] = (k.unit, k.arch, k.name, *[""] * 5, k.registers)
         else:
-            dim, rows, keys, warps, stages, blocks, vector = k.tiling
-            copies = "yes" if vector else "no"
+            dim, rows, keys, warps, stages, blocks, _ = k.tiling
             cells = (
                 k.unit,
                 k.arch,
@@ -131,7 +154,7 @@ def table(kernels: list[Kernel]) -> str:
                 warps,
                 stages,
                 blocks,
-                copies,
+                k.variant,
                 k.registers,
             )
         cells += (
