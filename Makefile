@@ -22,7 +22,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc cmake -type f 2>/dev/
 export PATH := $(if $(VENV),$(abspath $(VENV))/bin:,)$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install build build-manual demo test test-fast lint format types bench check env wheel clean
+.PHONY: help install build build-manual demo test test-fast lint format types docs bench check env wheel clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -76,6 +76,12 @@ format: install ## rewrite Python and C++ in the house style
 types: install ## mypy on the public API
 	$(PY) -m mypy
 
+# The extra `docs` of pyproject.toml, on demand.
+docs: install ## the documentation, strictly, into site/
+	@$(PY) -c 'import material, mkdocstrings' 2>/dev/null \
+	  || $(PIP) install $$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 bench: install ## the headline cases (GPU), or small ones (CPU); more: python -m flashsci bench --help
 	$(PY) -m flashsci bench
 
@@ -89,5 +95,5 @@ wheel: $(STATE)/.flashsci-tools ## one py3-none wheel in dist/
 	$(PIP) wheel -v --no-build-isolation --no-deps -w dist .
 
 clean: ## remove what was built (not .venv)
-	rm -rf build dist demo-output .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
+	rm -rf build dist site demo-output .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
 	rm -f $(STATE)/.flashsci-installed

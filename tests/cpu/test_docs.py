@@ -1,0 +1,83 @@
+"""The documentation: every Python block of README.md and docs/ runs, and what it says of `auto` is what the code does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashsci import registry
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
+
+
+def python_of(text: str) -> str:
+    """The Python blocks of a page as one program, each line at its line number in the page."""
+    lines, inside = [], False
+    for line in text.splitlines():
+        starts = line.lstrip().startswith("```")
+        lines.append(line if inside and not starts else "")
+        if starts:
+            inside = not inside and line.startswith("```python")
+    return "\n".join(lines) + "\n"
+
+
+def with_examples() -> list[str]:
+    return [page for page in PAGES if python_of((ROOT / page).read_text()).strip()]
+
+
+def test_pages_with_examples_are_found():
+    assert {"README.md", "docs/index.md", "docs/support.md"} <= set(with_examples())
+    text = "a\n```sh\nb\n```\n```python\nx = 1\n```\n```\nc\n```\n```python\ny = 2\n```\n"
+    assert python_of(text).split() == ["x", "=", "1", "y", "=", "2"]
+    assert python_of(text).splitlines()[5] == "x = 1"
+    for page in PAGES:  # no block escapes by being indented or spelt otherwise
+        fences = re.findall(r"^.*```\s*py.*$", (ROOT / page).read_text(), re.M)
+        assert set(fences) <= {"```python"}, page
+
+
+@pytest.mark.parametrize("page", with_examples())
+def test_examples_run(page, tmp_path):
+    """As a reader would: a fresh process, no interpreter for Triton, blocks of a page one after the other."""
+    program = tmp_path / Path(page).with_suffix(".py").name
+    lines = python_of((ROOT / page).read_text()).split("\n")
+    lines[0] = "import torch; torch.manual_seed(0)"  # where every page has its title
+    program.write_text("\n".join(lines))
+    hidden = ("TRITON_INTERPRET", "FLASHSCI_BACKEND")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"{page} (line numbers are the page's):\n{done.stderr}"
+
+
+def test_order_of_auto_is_documented():
+    """The table of docs/support.md has the rows of PREFERENCES: same orders, same evidence."""
+    text = (ROOT / "docs" / "support.md").read_text().split("## The order of `auto`")[1]
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines()]
+    found = [(row[1], row[2]) for row in rows if len(row) == 3 and " > " in row[1]]
+    assert found == [(" > ".join(p.order), p.evidence) for p in registry.PREFERENCES]
+
+
+def test_readme_sections_that_the_site_includes_exist():
+    readme = (ROOT / "README.md").read_text().splitlines()
+    pages = "\n".join((ROOT / page).read_text() for page in PAGES if page != "README.md")
+    included = re.findall(r"^<!-- README: (.+) -->$", pages, re.M)
+    assert included and {f"## {heading}" for heading in included} <= set(readme)
+
+
+def test_nav_lists_every_page():
+    nav = (ROOT / "mkdocs.yml").read_text()
+    missing = [p for p in PAGES[1:] if not re.search(rf": {p.removeprefix('docs/')}$", nav, re.M)]
+    assert not missing, f"pages that mkdocs.yml does not list: {missing}"
