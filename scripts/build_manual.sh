@@ -46,6 +46,7 @@ if [ -n "$sm90" ]; then
   done
   wait -n && wait -n
 fi
+kernels=(${objects[@]+"${objects[@]}"})
 "$python" flashsci/digest.py cuda --build-info "$work/build_info.inc" --archs "$archs" "--preset=$preset" "--nvcc=$version"
 for unit in library forward info; do
   "$cxx" -std=c++17 -O2 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden ${have[@]+"${have[@]}"} \
@@ -58,7 +59,7 @@ done
   -L"$cuda/lib64" -L"$cuda/targets/x86_64-linux/lib" -lcudart_static -ldl -lrt -lpthread
 # The standalone runner, for compute-sanitizer and profilers (csrc/tests).
 if [ -n "$sm80" ]; then
-  "$cxx" -std=c++17 -O2 -isystem "$cuda/include" csrc/tests/forward_runner.cpp "$work"/sm80_*.o -o "$(dirname "$output")/forward_runner" \
+  "$cxx" -std=c++17 -O2 "${have[@]}" -isystem "$cuda/include" csrc/tests/forward_runner.cpp "${kernels[@]}" -o "$(dirname "$output")/forward_runner" \
     -L"$cuda/lib64" -L"$cuda/targets/x86_64-linux/lib" -lcudart_static -ldl -lrt -lpthread
 fi
 echo "built $output for $archs ($(du -k "$output" | cut -f1) kB)"
