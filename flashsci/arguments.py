@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +121,9 @@ def window_bounds(causal: bool, window: Any) -> tuple[int, int]:
     left, right = -1, -1
     if window is not None:
         try:
-            left, right = (-1 if side is None else int(side) for side in window)
+            if not isinstance(window, (tuple, list)):  # a set has no order
+                raise TypeError
+            left, right = (-1 if side is None else index(side) for side in window)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"window must be (left, right), two ints or None each, got {window!r}"

@@ -29,6 +29,12 @@ def calls():
         {"bias": (1, 2, 48, 96), "mask": (2, 1, 1, 96), "dropout_p": 0.1},
     )
     yield "short", "float16", (48, 16), {"seq": (31, 17), "bias": (2, 2, 31, 17), "softcap": 9.0}
+    yield (
+        "short, no longer small on Turing",
+        "float16",
+        (48, 16),
+        {"seq": (33, 17), "bias": (2, 2, 33, 17)},
+    )
     yield "packed", "float16", (128, 128), {"packed": True, "window_right": 0, "bias": "ragged"}
 
 

@@ -319,6 +319,9 @@ def test_options():
         ("dropout_p must be in", {"dropout_p": -0.1}),
         ("precision must be None or one of", {"precision": "bf16"}),
         ("window must be", {"window": 3}),
+        ("window must be", {"window": {3, 0}}),
+        ("window must be", {"window": (1.5, 0)}),
+        ("window must be", {"window": (1, 2, 3)}),
         ("window sides must be >= 0", {"window": (-2, 0)}),
         (
             "dropout_seed must be an int64 tensor of shape",
