@@ -57,10 +57,14 @@ demo: install ## the main job: crystals and molecules through every backend; wri
 	$(PY) examples/crystals.py
 
 test: install ## every test that this machine can run
-	$(PY) -m pytest $(PARALLEL)
+	@# tests/cpu interprets Triton, which only a process without a GPU does: where there is one, two runs.
+	@if nvidia-smi -L >/dev/null 2>&1; then \
+	  CUDA_VISIBLE_DEVICES= $(PY) -m pytest $(PARALLEL) tests/cpu && \
+	  $(PY) -m pytest $(PARALLEL) tests/gpu tests/compile tests/properties; \
+	else $(PY) -m pytest $(PARALLEL); fi
 
 test-fast: install ## the CPU tests only, without the slow ones
-	$(PY) -m pytest tests/cpu -m "not slow" $(PARALLEL)
+	CUDA_VISIBLE_DEVICES= $(PY) -m pytest tests/cpu -m "not slow" $(PARALLEL)
 
 lint: install ## ruff, clang-format, torch includes
 	$(PY) -m ruff check .

@@ -39,6 +39,16 @@ except ImportError:
     pass
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """tests/cpu interprets Triton on the CPU, which a process that sees a GPU does not."""
+    if not torch.cuda.is_available():
+        return
+    reason = "a GPU is in sight: run tests/cpu with CUDA_VISIBLE_DEVICES= (`make test` does)"
+    for item in items:
+        if "tests/cpu" in item.path.as_posix():
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
     """torch's generators seeded from the test's id, so that a test draws the same alone and in a crowd."""

@@ -3,7 +3,7 @@
 # figures, the sanitizers; a short table last. Results go to $OUT.
 #
 #   make wheel build-manual      (here)
-#   run with carry dist, build/manual:  bash tools/gpu_session.sh [check|tests|bench|sanitize ...]
+#   run with carry dist, build/manual:  bash tools/gpu_session.sh [check|tests|cpu|bench|sanitize ...]
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1
@@ -26,8 +26,10 @@ report() { # name, seconds, lines of the end to show, command
 for step in $steps; do
   case $step in
     check) report check 400 40 python3 -m flashsci check --minutes 6 --out "$out/gpu-check.json" ;;
-    tests) report tests 400 25 python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n 8 tests/gpu \
-      tests/compile/test_torch_features.py tests/compile/test_compile.py tests/cpu/test_cuda_library.py tests/cpu/test_spec.py ;;
+    tests) report tests 400 25 python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n 14 --maxfail=20 --tb=short \
+      --durations=10 tests/gpu tests/compile/test_torch_features.py tests/compile/test_compile.py tests/properties ;;
+    cpu) CUDA_VISIBLE_DEVICES='' report cpu 400 25 python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n 14 \
+      --maxfail=20 --tb=short --durations=10 tests/cpu ;;
     bench) report bench 240 30 python3 -m flashsci bench --suite headline --quick --seconds 1 --json "$out/headline.json" ;;
     sanitize) for tool in memcheck initcheck synccheck; do
       report "$tool" 120 3 compute-sanitizer --tool "$tool" build/manual/forward_runner
