@@ -268,7 +268,7 @@ std::tuple<Tensor, Tensor> cuda_forward(const Tensor& q, const Tensor& k, const 
       empty_strided(static_cast<int>(rank) - 1, lse_sizes, lse_strides, dtypes.single, device);
   if (q_view.size[0] * q_view.size[1] * heads_q * seq_q == 0) return {out, lse};
 
-  FlashsciForwardParams p;
+  FlashsciForwardParams p{};
   p.q = q.const_data_ptr();
   p.k = k.const_data_ptr();
   p.v = v.const_data_ptr();

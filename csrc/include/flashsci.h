@@ -23,7 +23,24 @@ typedef struct FlashsciStrides {
   int64_t batch0, batch1, head, row;
 } FlashsciStrides;
 
-// out = softmax(scale * q k^T, softcapped, masked by the window) v, lse = log of its denominator.
+// Element strides of a [B0, B1, Hq, Sq, Sk] tensor of any layout; 0 = broadcast.
+typedef struct FlashsciPairStrides {
+  int64_t batch0, batch1, head, row, column;
+} FlashsciPairStrides;
+
+// What is given for each pair of a query and a key: an addend of its score (after softcap, in units
+// of the natural exponent; -inf hides the key) and whether it may be attended.
+typedef struct FlashsciPairs {
+  const void* bias;     // [B0, B1, Hq, Sq, Sk] by bias_strides, fp32 or q's dtype; or NULL
+  const uint8_t* mask;  // [B0, B1, Hq, Sq, Sk] by mask_strides, 0 = hidden; or NULL
+  FlashsciPairStrides bias_strides, mask_strides;
+  int32_t bias_is_fp32;
+} FlashsciPairs;
+
+// How fp32 products are computed; ignored for other dtypes.
+enum { FLASHSCI_TF32X3 = 0, FLASHSCI_TF32 = 1 };
+
+// out = softmax(scale * q k^T, softcapped, + bias, masked) v, lse = log of its denominator.
 // Dense: q [B0, B1, Hq, Sq, D], k [B0, B1, Hk, Sk, D], v [B0, B1, Hk, Sk, Dv].
 // Packed (cu_seqlens_q != NULL): q [Hq, Tq, D], k [Hk, Tk, D], v [Hk, Tk, Dv]; batch0 = batch1 = 1;
 // seq_q = Tq, seq_k = Tk; sequence n owns rows cu_seqlens[n] .. cu_seqlens[n + 1].
@@ -36,6 +53,7 @@ typedef struct FlashsciForwardParams {
   const int32_t* cu_seqlens_q;  // [num_seqs + 1] on the device, or NULL
   const int32_t* cu_seqlens_k;  // [num_seqs + 1] on the device, or NULL
   FlashsciStrides q_strides, k_strides, v_strides, out_strides;
+  FlashsciPairs pairs;  // dense only
   int64_t batch0, batch1;
   int32_t heads_q, heads_k;  // heads_q is a multiple of heads_k
   int32_t seq_q, seq_k;      // at most FLASHSCI_MAX_SEQ
@@ -45,10 +63,50 @@ typedef struct FlashsciForwardParams {
   float scale, softcap;               // softcap 0 = none
   int32_t window_left, window_right;  // -1 = unbounded
   int32_t lower_right;                // the diagonal ends in the lower right corner, not upper left
+  int32_t precision;                  // fp32 only: FLASHSCI_TF32X3 or FLASHSCI_TF32
   int32_t copy_bytes;                 // 16, 8, 4 or 2: what q, k, v rows are aligned to
   int32_t device;                     // index of the device the pointers live on
   int32_t shared_per_sm;              // bytes of shared memory that device has per SM
 } FlashsciForwardParams;
+
+// The gradients of sum(out * dout) + sum(lse * dlse), with P recomputed from the given lse (which
+// may be larger than the one of these keys: a block of a longer row); rows with lse = -inf give
+// zeros. Shapes and packing as in FlashsciForwardParams. A gradient whose pointer is NULL is not
+// wanted.
+typedef struct FlashsciBackwardParams {
+  const void* q;
+  const void* k;
+  const void* v;
+  const void* out;
+  const void* dout;             // shape of out, or NULL = zero
+  const float* lse;             // [B0, B1, Hq, Sq], contiguous
+  const float* dlse;            // [B0, B1, Hq, Sq] by dlse_strides, or NULL = zero
+  void* dq;                     // shape of q
+  void* dk;                     // shape of k
+  void* dv;                     // shape of v
+  void* dbias;                  // dtype of the bias, by dbias_strides, summed over its zero strides
+  void* workspace;              // ..._workspace(params) bytes, aligned to 256, with any contents
+  const int32_t* cu_seqlens_q;  // [num_seqs + 1] on the device, or NULL
+  const int32_t* cu_seqlens_k;  // [num_seqs + 1] on the device, or NULL
+  FlashsciStrides q_strides, k_strides, v_strides, out_strides, dout_strides, dlse_strides;
+  FlashsciStrides dq_strides, dk_strides, dv_strides;
+  FlashsciPairs pairs;                // dense only
+  FlashsciPairStrides dbias_strides;  // contiguous where the bias has a size, 0 where it has none
+  int64_t batch0, batch1;
+  int32_t heads_q, heads_k;
+  int32_t seq_q, seq_k;
+  int32_t num_seqs;
+  int32_t max_seqlen_q, max_seqlen_k;  // hints, -1 unknown; packed only
+  int32_t head_dim, head_dim_v;
+  float scale, softcap;
+  int32_t window_left, window_right;
+  int32_t lower_right;
+  int32_t deterministic;  // bitwise equal from run to run
+  int32_t precision;
+  int32_t copy_bytes;  // 16, 8, 4 or 2: what the rows of q, k, v, out and dout are aligned to
+  int32_t device;
+  int32_t shared_per_sm;
+} FlashsciBackwardParams;
 
 // Row indices, their differences and sums with a window must fit 32 bits.
 #define FLASHSCI_MAX_SEQ (1 << 29)
@@ -56,15 +114,28 @@ typedef struct FlashsciForwardParams {
 
 typedef void* FlashsciStream;  // cudaStream_t
 
-FLASHSCI_API int flashsci_forward_sm80_fp16(const FlashsciForwardParams* params,
-                                            FlashsciStream stream);
-FLASHSCI_API int flashsci_forward_sm80_bf16(const FlashsciForwardParams* params,
-                                            FlashsciStream stream);
-// cudaErrorNotSupported: nothing was launched, sm80 serves the call (strides, alignment, features).
-FLASHSCI_API int flashsci_forward_sm90_fp16(const FlashsciForwardParams* params,
-                                            FlashsciStream stream);
-FLASHSCI_API int flashsci_forward_sm90_bf16(const FlashsciForwardParams* params,
-                                            FlashsciStream stream);
+// Launchers, one of each kind for every generation and dtype that has kernels. What a generation
+// leaves to an older one (strides, alignment, features) it answers with cudaErrorNotSupported,
+// and has launched nothing then.
+#define FLASHSCI_DECLARE_FORWARD(unit)                                          \
+  FLASHSCI_API int flashsci_forward_##unit(const FlashsciForwardParams* params, \
+                                           FlashsciStream stream);
+#define FLASHSCI_DECLARE_BACKWARD(unit)                                           \
+  FLASHSCI_API int flashsci_backward_##unit(const FlashsciBackwardParams* params, \
+                                            FlashsciStream stream);               \
+  /* Bytes of workspace that the call needs; pointers are not read. */            \
+  FLASHSCI_API int64_t flashsci_backward_##unit##_workspace(const FlashsciBackwardParams* params);
+
+FLASHSCI_DECLARE_FORWARD(sm75_fp16)
+FLASHSCI_DECLARE_FORWARD(sm80_fp16)
+FLASHSCI_DECLARE_FORWARD(sm80_bf16)
+FLASHSCI_DECLARE_FORWARD(sm80_fp32)
+FLASHSCI_DECLARE_FORWARD(sm90_fp16)
+FLASHSCI_DECLARE_FORWARD(sm90_bf16)
+FLASHSCI_DECLARE_BACKWARD(sm75_fp16)
+FLASHSCI_DECLARE_BACKWARD(sm80_fp16)
+FLASHSCI_DECLARE_BACKWARD(sm80_bf16)
+FLASHSCI_DECLARE_BACKWARD(sm80_fp32)
 
 // JSON: version, digests of the kernel units, architectures, tile preset, compiler.
 FLASHSCI_API const char* flashsci_build_info(void);
