@@ -11,6 +11,7 @@ struct Float16 {
   static __device__ __forceinline__ uint32_t pack2(float low, float high) {
     return ptx::cvt_f16x2(low, high);
   }
+  static __device__ __forceinline__ float to_float(uint16_t x) { return ptx::cvt_f32_f16(x); }
   static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
     ptx::mma_m16n8k16_f16(c, a, b0, b1);

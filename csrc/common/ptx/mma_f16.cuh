@@ -21,4 +21,10 @@ __device__ __forceinline__ uint32_t cvt_f16x2(float low, float high) {
   return packed;
 }
 
+__device__ __forceinline__ float cvt_f32_f16(uint16_t x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;\n" : "=f"(y) : "h"(x));
+  return y;
+}
+
 }  // namespace flashsci::ptx
