@@ -197,6 +197,7 @@ class Options(NamedTuple):
             self.align == "lower_right",
             float(self.dropout_p) if self.dropout_p else 0.0,
             self.precision or "default",
+            self.deterministic,
         )
 
     def features(self, bias: Tensor | None, needs_grad: bool) -> dict[str, Any]:

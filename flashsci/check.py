@@ -195,10 +195,10 @@ def plan_cases(count: int, seed: int, device: str, unit: str | None) -> list[Cas
     if unit and "bias" in unit:
         pool = [v for v in pool if v.bias_grad]
     if unit and unit.startswith("cuda"):
-        pool += variants(features=False)
-        pool = [v for v in dict.fromkeys(pool) if v.dtype != "float32" and not (v.bias or v.mask)][
-            :64
-        ]
+        dtypes = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+        only = dtypes.get(unit.rsplit("_")[-1])
+        pool = [v for v in pool + variants(features=False) if only in (None, v.dtype)]
+        pool = list(dict.fromkeys(pool))[:64]
     if device != "cuda":
         return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
     # One family of problems for each variant, so that the kernels to compile stay few: within it,
@@ -241,6 +241,18 @@ def library_units() -> dict[str, str]:
     return {} if info is None else info["units"]
 
 
+def kernels_here() -> tuple[str, ...]:
+    """The backends with kernels of ours, the generations that "cuda" would pass over included."""
+    folders = sorted({unit.split("/")[1] for unit in library_units()}, reverse=True)
+    return (*KERNELS, *(f"cuda:{folder}" for folder in folders[1:]))
+
+
+def _holds(backend: str, unit: str) -> bool:
+    """Whether a backend, such as "cuda:sm80", runs a unit, such as "cuda/sm80/forward_bf16"."""
+    family, generation, *_ = unit.split("/")
+    return backend in (family, f"{family}:{generation}")
+
+
 def refusal(units: dict[str, str], device: str) -> str | None:
     """Why a check here would prove nothing about this tree; None when it would."""
     if device == "cuda" and not torch.cuda.is_available():
@@ -278,7 +290,7 @@ def run(
     seed: int = 0,
     workers: int | None = None,
     device: str = "cuda",
-    backends: Sequence[str] = KERNELS,
+    backends: Sequence[str] | None = None,
     minutes: float = 8.0,
     say: Any = print,
 ) -> int:
@@ -291,7 +303,8 @@ def run(
         seed: of the generator.
         workers: processes; None for one per core, at most 14.
         device: "cuda"; "cpu" tries the check itself where Triton interprets.
-        backends: which backends to judge.
+        backends: which backends to judge; None for triton, cuda, and the older generations of CUDA
+            kernels that the library holds and the device runs.
         minutes: stop then, and report what was done; unfinished work is a failure.
         say: receives lines of progress.
     """
@@ -304,9 +317,10 @@ def run(
     if reason:
         say(reason)
         return 2
+    backends = kernels_here() if backends is None else backends
     if unit:
-        backends = tuple(b for b in backends if any(u.startswith(b) for u in chosen))
-    order = 0 if unit and all(u.endswith("forward") for u in chosen) else 1
+        backends = tuple(b for b in backends if any(_holds(b, u) for u in chosen))
+    order = 0 if unit and all("/forward" in u for u in chosen) else 1
     started = time.time()
     workers = min(14, os.cpu_count() or 1) if workers is None else workers
     traps = [t for t in TRAPS.values() if device == "cuda" or not (t.cuda or t.slow)]
@@ -426,12 +440,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, help="processes (default: one per core, at most 14)")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop then (default 8)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--backends", default=",".join(KERNELS), help="comma-separated")
+    parser.add_argument("--backends", help="comma-separated (default: all with kernels of ours)")
     parser.add_argument("--reproduce", metavar="CASE", help="judge one case, as a report prints it")
     options = parser.parse_args(arguments)
-    backends = options.backends.split(",")
+    backends = options.backends.split(",") if options.backends else None
     if options.reproduce:
-        return reproduce(options.reproduce, backends, options.device)
+        return reproduce(options.reproduce, backends or kernels_here(), options.device)
     return run(
         options.unit,
         options.cases,

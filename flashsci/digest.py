@@ -1,6 +1,6 @@
 """One digest per kernel unit: what a GPU result was obtained with. Standard library only.
 
-A CUDA unit is its C++ sources, with everything they include from csrc/, without comments and
+A CUDA unit is one .cu of csrc/, with everything it includes from there, without comments and
 layout, plus the compiler flags. A Triton unit is the syntax tree of a file with kernels, of the files of
 its package that it imports and of the launch code, without docstrings. Editing a comment changes no
 digest.
@@ -23,12 +23,6 @@ from pathlib import Path
 
 VERSION = "0.1.0"
 ROOT = Path(__file__).resolve().parent.parent
-
-# Unit -> the files nvcc compiles for it, relative to csrc/.
-CUDA_UNITS = {
-    "cuda/sm80/forward": ("sm80/forward_fp16.cu", "sm80/forward_bf16.cu"),
-    "cuda/sm90/forward": ("sm90/forward_fp16.cu", "sm90/forward_bf16.cu"),
-}
 
 _TOKENS = re.compile(
     r"""//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|([^"'/]+|/)""", re.DOTALL
@@ -70,14 +64,12 @@ def cuda_units(root: Path = ROOT) -> dict[str, str]:
     csrc = root / "csrc"
     flags = root / "cmake" / "nvcc_flags.txt"
     units: dict[str, str] = {}
-    for name, files in CUDA_UNITS.items():
-        if not all((csrc / f).is_file() for f in files):
-            continue
+    for source in sorted(csrc.glob("sm*/*.cu")):
         digest = hashlib.sha256(" ".join(flags.read_text(encoding="utf-8").split()).encode())
-        for path in cpp_sources([csrc / f for f in files]):
+        for path in cpp_sources([source]):
             digest.update(f"\0{path.relative_to(csrc.resolve())}\0".encode())
             digest.update(normalised_cpp(path.read_text(encoding="utf-8")).encode())
-        units[name] = digest.hexdigest()[:16]
+        units[f"cuda/{source.parent.name}/{source.stem}"] = digest.hexdigest()[:16]
     return units
 
 
@@ -159,8 +151,12 @@ def build_info(archs: str, preset: str, nvcc: str, root: Path = ROOT) -> str:
     """What a library says about itself, as JSON."""
     names = {"": "by architecture", "0": "t4_safe", "1": "ampere_balanced"}
     wanted = {int(a.rstrip("af")) for a in archs.replace(";", ",").split(",") if a}
-    folders = {"sm80": any(a >= 80 for a in wanted), "sm90": 90 in wanted}
-    built = {k: v for k, v in cuda_units(root).items() if folders.get(k.split("/")[1], True)}
+    folders = {
+        "sm75": any(a < 80 for a in wanted),
+        "sm80": any(a >= 80 for a in wanted),
+        "sm90": 90 in wanted,
+    }
+    built = {k: v for k, v in cuda_units(root).items() if folders[k.split("/")[1]]}
     return json.dumps(
         {
             "version": VERSION,

@@ -38,6 +38,7 @@ SCALARS = (
     "lower_right",
     "dropout_p",
     "precision",
+    "deterministic",
 )
 _TENSOR_ARGS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? cu_seqlens_q, Tensor? "
@@ -47,7 +48,7 @@ _TENSOR_ARGS = (
 _SCALAR_ARGS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, "
     "SymInt window_right, "
-    "bool lower_right, float dropout_p, str precision"
+    "bool lower_right, float dropout_p, str precision, bool deterministic"
 )
 FORWARD_SCHEMA = f"({_TENSOR_ARGS}, {_SCALAR_ARGS}) -> (Tensor out, Tensor lse)"
 BACKWARD_SCHEMA = (

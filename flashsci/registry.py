@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import index
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,9 +30,11 @@ class Backend:
 
     name: str
     module: str
+    part: str | None = None  # the attribute of the module that is meant, else the module itself
 
-    def load(self) -> ModuleType:
-        return importlib.import_module(self.module)
+    def load(self) -> Any:
+        module = importlib.import_module(self.module)
+        return module if self.part is None else getattr(module, self.part)
 
     def unavailable(self) -> str | None:
         """Why it cannot run on this machine at all, or None."""
@@ -53,6 +54,18 @@ BACKENDS = {
         Backend("sdpa", "flashsci.backends.sdpa"),  # what PyTorch ships
         Backend("triton", "flashsci.backends.triton"),  # readable prototypes, every feature
         Backend("cuda", "flashsci.backends.cuda"),  # hand-written production kernels
+    )
+}
+
+
+# The cuda backend held to one generation of its kernels, on any device that runs them: for tests and
+# comparisons. Never chosen by "auto".
+GENERATIONS = {
+    backend.name: backend
+    for backend in (
+        Backend("cuda:sm75", "flashsci.backends.cuda", "SM75"),
+        Backend("cuda:sm80", "flashsci.backends.cuda", "SM80"),
+        Backend("cuda:sm90", "flashsci.backends.cuda", "SM90"),
     )
 }
 
@@ -161,7 +174,7 @@ _choices: dict[tuple[Problem, str, bool], str] = {}
 
 
 def _check_name(name: str) -> str:
-    if name != "auto" and name not in BACKENDS:
+    if name != "auto" and name not in BACKENDS and name not in GENERATIONS:
         known = ", ".join(repr(n) for n in ("auto", *BACKENDS))
         raise ValueError(f"unknown backend {name!r}; known backends: {known}")
     return name
@@ -172,7 +185,8 @@ def use_backend(name: str, strict: bool = False) -> Iterator[None]:
     """Serve the calls inside with one backend, in this thread, where they say ``backend="auto"``.
 
     Args:
-        name: "auto", "reference", "sdpa", "triton" or "cuda".
+        name: "auto", "reference", "sdpa", "triton" or "cuda"; or "cuda:sm75", "cuda:sm80",
+            "cuda:sm90": CUDA kernels of that generation only, on any newer device that runs them.
         strict: never fall back: a CUDA build that is absent raises :class:`BackendError` instead of
             running Triton. It holds for calls that name a backend themselves, too.
 
@@ -201,11 +215,16 @@ def requested(backend: str) -> tuple[str, bool]:
     return backend, _override.strict
 
 
+def find(name: str) -> Backend:
+    """The backend of a checked name."""
+    return BACKENDS.get(name) or GENERATIONS[name]
+
+
 def _candidates(problem: Problem, name: str, strict: bool) -> tuple[str, ...]:
     """The backends to try, in order, for a request."""
     if name == "auto":
         return _preference(problem).order
-    absent = name == "cuda" and not strict and BACKENDS[name].unavailable() is not None
+    absent = name == "cuda" and not strict and find(name).unavailable() is not None
     return (name, "triton") if absent else (name,)
 
 
@@ -216,8 +235,8 @@ def _preference(problem: Problem) -> Preference:
 def explain(problem: Problem, name: str, strict: bool = False) -> Explanation:
     """What :func:`choose` would do, with every backend's reason."""
     _check_name(name)
-    reasons = {backend.name: backend.rejects(problem) for backend in BACKENDS.values()}
     candidates = _candidates(problem, name, strict)
+    reasons = {n: find(n).rejects(problem) for n in dict.fromkeys((*BACKENDS, *candidates))}
     chosen = next((candidate for candidate in candidates if reasons[candidate] is None), None)
     order = f"{' > '.join(candidates)}: {_preference(problem).evidence}" if name == "auto" else ""
     return Explanation(problem, name, chosen, reasons, order)
@@ -237,13 +256,13 @@ def choose(problem: Problem, name: str, strict: bool = False) -> str:
     candidates = _candidates(problem, _check_name(name), strict)
     # One by one, so that a backend nobody needs is never imported.
     chosen = next(
-        (candidate for candidate in candidates if BACKENDS[candidate].rejects(problem) is None),
+        (candidate for candidate in candidates if find(candidate).rejects(problem) is None),
         None,
     )
     if chosen is None:
         raise BackendError(_refusal(explain(problem, name, strict)))
     if name not in ("auto", chosen):
-        reason = str(BACKENDS[name].unavailable())
+        reason = str(find(name).unavailable())
         if reason not in _warned:
             _warned.add(reason)
             warnings.warn(
@@ -268,7 +287,7 @@ def _refusal(found: Explanation) -> str:
 
 # Modules of backends chosen so far, for callers that torch.compile traces: it follows a dict, not
 # an import.
-LOADED: dict[str, ModuleType] = {}
+LOADED: dict[str, Any] = {}
 
 
 def call(
@@ -311,6 +330,6 @@ def decide(*arguments: Any) -> str:
 decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def kernels(name: str) -> ModuleType:
+def kernels(name: str) -> Any:
     """The module of a backend, by name."""
-    return LOADED.get(name) or BACKENDS[name].load()
+    return LOADED.get(name) or find(name).load()

@@ -20,35 +20,31 @@ archs=$(echo "${archs:-75,80,90}" | tr ' ;' ',,')
 preset=${FA_TILE_PRESET:-}
 preset=${preset/t4_safe/0} preset=${preset/ampere_balanced/1}
 
-sm90= sm80= # one pass of the front end (PTX 80), one of ptxas for each architecture
+declare -A code # of a folder of csrc: one pass of the front end, one of ptxas for each architecture
 for arch in ${archs//,/ }; do
   arch=${arch%[af]}
-  [ "$arch" -ge 80 ] && sm80+=,sm_$arch
-  [ "$arch" -eq 90 ] && sm90=1
+  if [ "$arch" -lt 80 ]; then code[sm75]=arch=compute_75,code=[compute_75,sm_75]; else sm80+=,sm_$arch; fi
+  if [ "$arch" -eq 90 ]; then code[sm90]=arch=compute_90a,code=sm_90a; fi
 done
+[ -z "${sm80:-}" ] || code[sm80]="arch=compute_80,code=[compute_80$sm80]"
 
 work=$(dirname "$output")/objects
 mkdir -p "$work"
 mapfile -t flags <cmake/nvcc_flags.txt
 flags+=(--compress-mode=size ${preset:+-DFLASHSCI_TILE_PRESET=$preset})
-objects=() have=()
-if [ -n "$sm80" ]; then
-  for dtype in fp16 bf16; do # two at a time
-    "$nvcc" "${flags[@]}" -gencode "arch=compute_80,code=[compute_80$sm80]" -c "csrc/sm80/forward_$dtype.cu" -o "$work/sm80_$dtype.o" &
-    objects+=("$work/sm80_$dtype.o") have+=("-DFLASHSCI_HAVE_SM80_${dtype^^}=1")
-  done
-  wait -n && wait -n
-fi
-if [ -n "$sm90" ]; then
-  for dtype in fp16 bf16; do
-    "$nvcc" "${flags[@]}" -gencode arch=compute_90a,code=sm_90a -c "csrc/sm90/forward_$dtype.cu" -o "$work/sm90_$dtype.o" &
-    objects+=("$work/sm90_$dtype.o") have+=("-DFLASHSCI_HAVE_SM90_${dtype^^}=1")
-  done
-  wait -n && wait -n
-fi
-kernels=(${objects[@]+"${objects[@]}"})
+kernels=() have=()
+for source in csrc/sm*/*.cu; do # two at a time
+  folder=$(basename "$(dirname "$source")") name=$(basename "$source" .cu)
+  [ -n "${code[$folder]:-}" ] || continue
+  unit=${name%_*}_${folder}_${name##*_} # such as forward_sm80_bf16
+  [ "$(jobs -rp | wc -l)" -lt 2 ] || wait -n
+  "$nvcc" "${flags[@]}" -gencode "${code[$folder]}" -c "$source" -o "$work/$unit.o" &
+  kernels+=("$work/$unit.o") have+=("-DFLASHSCI_HAVE_${unit^^}=1")
+done
+while [ -n "$(jobs -p)" ]; do wait -n; done
+objects=(${kernels[@]+"${kernels[@]}"})
 "$python" flashsci/digest.py cuda --build-info "$work/build_info.inc" --archs "$archs" "--preset=$preset" "--nvcc=$version"
-for unit in library forward info; do
+for unit in library call forward backward info; do
   "$cxx" -std=c++17 -O2 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden ${have[@]+"${have[@]}"} \
     -DTORCH_TARGET_VERSION=0x020a000000000000ULL -isystem "$torch/include" -isystem "$cuda/include" -I"$work" \
     -c "csrc/bindings/$unit.cpp" -o "$work/$unit.o"
@@ -57,9 +53,11 @@ done
 "$cxx" -shared -o "$output" "${objects[@]}" -Wl,--version-script=cmake/exports.map,--exclude-libs,ALL,-s \
   -Wl,--no-as-needed "$torch/lib/libtorch.so" "$torch/lib/libtorch_cpu.so" \
   -L"$cuda/lib64" -L"$cuda/targets/x86_64-linux/lib" -lcudart_static -ldl -lrt -lpthread
-# The standalone runner, for compute-sanitizer and profilers (csrc/tests).
-if [ -n "$sm80" ]; then
-  "$cxx" -std=c++17 -O2 "${have[@]}" -isystem "$cuda/include" csrc/tests/forward_runner.cpp "${kernels[@]}" -o "$(dirname "$output")/forward_runner" \
-    -L"$cuda/lib64" -L"$cuda/targets/x86_64-linux/lib" -lcudart_static -ldl -lrt -lpthread
+# The standalone runners, for compute-sanitizer and profilers (csrc/tests).
+if [ -n "${code[sm80]:-}" ]; then
+  for runner in csrc/tests/*.cpp; do
+    "$cxx" -std=c++17 -O2 "${have[@]}" -isystem "$cuda/include" "$runner" "${kernels[@]}" -o "$(dirname "$output")/$(basename "$runner" .cpp)" \
+      -L"$cuda/lib64" -L"$cuda/targets/x86_64-linux/lib" -lcudart_static -ldl -lrt -lpthread
+  done
 fi
 echo "built $output for $archs ($(du -k "$output" | cut -f1) kB)"

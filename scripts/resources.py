@@ -123,7 +123,7 @@ def compile_unit(unit: str, archs: tuple[int, ...]) -> list[Kernel]:
 
 
 def collect(archs: tuple[int, ...] = ARCHS) -> list[Kernel]:
-    units = [unit for files in digest.CUDA_UNITS.values() for unit in files]
+    units = [name.removeprefix("cuda/") + ".cu" for name in digest.cuda_units()]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         kernels = [k for found in pool.map(lambda u: compile_unit(u, archs), units) for k in found]
     return sorted(kernels, key=lambda k: (k.unit, k.arch, k.tiling or (), k.name))

@@ -161,7 +161,18 @@ class Call:
         if mask:
             self.mask = torch.arange(sk, device="cuda").expand(mask) < sk - sk // 16
         self.scale = 1 / math.sqrt(d)
-        self.scalars = (-1, -1, self.scale, 0.0, -1, 0 if causal else -1, False, 0.0, "default")
+        self.scalars = (
+            -1,
+            -1,
+            self.scale,
+            0.0,
+            -1,
+            0 if causal else -1,
+            False,
+            0.0,
+            "default",
+            False,
+        )
         self.tensors = (self.q, self.k, self.v, self.bias, self.mask, None, None, None, None)
         self.flops = 2 * b0 * b1 * h * sq * sk * (d + dv) / (2 if causal else 1)
         self.out, self.lse = self.forward()

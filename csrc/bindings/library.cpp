@@ -18,10 +18,16 @@ bool sees_torch_cuda() { return aoti_torch_get_current_cuda_stream != nullptr; }
 STABLE_TORCH_LIBRARY(flashsci, m) {
   m.def("build_info() -> str");
   m.def("sees_torch_cuda() -> bool");
-  m.def(
-      "cuda_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-      "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, "
-      "SymInt window_right, bool lower_right) -> (Tensor out, Tensor lse)");
+#define TENSORS                                                                              \
+  "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? cu_seqlens_q, Tensor? " \
+  "cu_seqlens_k, "
+#define SCALARS                                                                                \
+  "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, " \
+  "SymInt window_right, bool lower_right, bool tf32, "
+  m.def("cuda_forward(" TENSORS SCALARS "int generation) -> (Tensor out, Tensor lse)");
+  m.def("cuda_backward(Tensor? dout, Tensor? dlse, " TENSORS "Tensor out, Tensor lse, " SCALARS
+        "bool deterministic, int generation, int need) -> (Tensor dq, Tensor dk, Tensor dv, Tensor "
+        "dbias)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashsci, CompositeExplicitAutograd, m) {

@@ -101,7 +101,7 @@ struct Generation {
 
 const Generation kGenerations[] = {
     {"sm80", 80, flashsci_forward_sm80_fp16, flashsci_forward_sm80_bf16},
-#ifdef FLASHSCI_HAVE_SM90_BF16
+#ifdef FLASHSCI_HAVE_FORWARD_SM90_BF16
     {"sm90", 90, flashsci_forward_sm90_fp16, flashsci_forward_sm90_bf16},
 #endif
 };

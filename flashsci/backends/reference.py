@@ -262,6 +262,7 @@ def forward(
     lower_right: bool,
     dropout_p: float,
     precision: str,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64), differentiable in q, k, v
     and bias."""
@@ -300,7 +301,7 @@ def backward(
     """Gradients of q, k, v and bias from a given out and lse (which may be those of a larger set of
     keys)."""
     mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, out, lse = rest[:7]
-    _, _, scale, softcap, window_left, window_right, lower_right, dropout_p, _, need = rest[7:]
+    _, _, scale, softcap, window_left, window_right, lower_right, dropout_p, _, _, need = rest[7:]
     rule = (scale, softcap, window_left, window_right, lower_right, dropout_p)
     dout = torch.zeros_like(out) if dout is None else dout
     if cu_seqlens_q is None:

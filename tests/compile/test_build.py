@@ -185,7 +185,7 @@ def test_resource_table_is_current_and_nothing_spills():
     resources = load_resources()
     digests, rows = resources.read_table(resources.TABLE.read_text(encoding="utf-8"))
     assert digests == digest.cuda_units(ROOT), "run: python scripts/resources.py --write"
-    assert {r["unit"] for r in rows} == {u for units in digest.CUDA_UNITS.values() for u in units}
+    assert {f"cuda/{r['unit']}" for r in rows} == {f"{unit}.cu" for unit in digests}
     for row in rows:
         # Both stage counts are in the binary; which one a device runs depends on its shared memory.
         if int(row["head dim"]) <= 128 and row["chosen"] == "yes":

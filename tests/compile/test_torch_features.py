@@ -19,7 +19,7 @@ FUSED = ("triton", "cuda") if GPU else ("triton",)
 for name in FUSED:  # their ops exist once they are loaded
     assert registry.BACKENDS[name].unavailable() is None, registry.BACKENDS[name].unavailable()
 fused = pytest.mark.parametrize("backend", FUSED)
-SCALARS = (-1, -1, 0.25, 0.0, -1, 0, False, 0.0, "default")
+SCALARS = (-1, -1, 0.25, 0.0, -1, 0, False, 0.0, "default", False)
 
 
 def qkv(

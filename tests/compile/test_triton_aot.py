@@ -62,7 +62,7 @@ def arguments(torch, dtype, dims, options):
     out = torch.zeros(*q.shape[:-1], head_dim_v, dtype=dtype)
     lse = torch.zeros(q.shape[:-1])
     scalars = (-1, -1, 0.125, options.get("softcap", 0.0), options.get("window_left", -1), options.get("window_right", -1),
-               False, options.get("dropout_p", 0.0), "default")  # fmt: skip
+               False, options.get("dropout_p", 0.0), "default", False)  # fmt: skip
     tensors = (q, k, v, bias, mask, cu_q, cu_k, offsets, seed)
     return tensors, scalars, (out, lse, *tensors, out, lse, *scalars, 15)
 

@@ -19,7 +19,7 @@ def no_library(monkeypatch):
 
 def test_a_small_run_writes_the_report(tmp_path, monkeypatch):
     lines, out = [], tmp_path / "report.json"
-    units = {"triton/forward": "1", "cuda/sm80/forward": "2"}
+    units = {"triton/forward": "1", "cuda/sm80/forward_bf16": "2"}
     monkeypatch.setattr(digest, "units", lambda: units)
     kept = {"minus_infinity_in_bias": check.TRAPS["minus_infinity_in_bias"]}
     monkeypatch.setattr(check, "TRAPS", kept)
@@ -34,7 +34,7 @@ def test_a_small_run_writes_the_report(tmp_path, monkeypatch):
     report = json.loads(out.read_text())
     assert code == 0, lines
     assert report["cases"] == 4 and report["failures"] == 0
-    assert report["units"] == {"triton/forward": "1", "cuda/sm80/forward": "2"}
+    assert report["units"] == {"triton/forward": "1", "cuda/sm80/forward_bf16": "2"}
     for name in ("triton", "reference"):
         found = report["backends"][name]
         assert found["cases"] == 4 and set(found["worst ratio of error to allowance"]) >= {
@@ -128,8 +128,8 @@ def test_unknown_unit_and_missing_gpu(capsys):
 
 def test_a_library_from_other_sources_is_refused(monkeypatch):
     units = digest.units()
-    monkeypatch.setattr(check, "library_units", lambda: {"cuda/sm80/forward": "0123"})
-    if "cuda/sm80/forward" in units:
+    monkeypatch.setattr(check, "library_units", lambda: {"cuda/sm80/forward_bf16": "0123"})
+    if "cuda/sm80/forward_bf16" in units:
         reason = check.refusal(units, "cpu")
         assert reason is not None and "built from other sources" in reason and "0123" in reason
     monkeypatch.setattr(check, "library_units", lambda: dict(units))
@@ -143,7 +143,7 @@ def test_plans_cover_and_reproduce():
     assert max(max(c.seq_q, *c.lens_q, 0) for c in cases) >= 1000
     for unit, wanted in (
         ("triton/bias_gradient", lambda v: v.bias_grad),
-        ("cuda/sm80/forward", lambda v: v.dtype != "float32" and not v.bias),
+        ("cuda/sm80/forward_bf16", lambda v: v.dtype == "bfloat16"),
     ):
         assert all(wanted(c.variant) for c in check.plan_cases(100, 0, "cuda", unit))
 

@@ -30,6 +30,15 @@ PROBLEM = Problem(
     seq_q=128,
     seq_k=128,
 )
+BUILD = {  # of everything
+    "archs": ["75", "80", "90"],
+    "units": {
+        f"cuda/{folder}/{kind}_{dtype}": ""
+        for folder, dtypes in (("sm75", "fp16"), ("sm80", "fp16 bf16 fp32"), ("sm90", "fp16 bf16"))
+        for dtype in dtypes.split()
+        for kind in ("forward", "backward")
+    },
+}
 needs_library = pytest.mark.skipif(
     backend.library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)"
 )
@@ -44,7 +53,7 @@ def fresh_backend(monkeypatch):
         ("_driver", None),
         ("_driver_asked", False),
         ("_library", None),
-        ("_forward_op", None),
+        ("_ops", None),
     ):
         monkeypatch.setattr(backend, name, value)
     return backend
@@ -102,7 +111,9 @@ def test_cpu_tensors_are_refused():
     backend.build_info()
     q = torch.randn(2, 4, 8)
     with pytest.raises(NotImplementedError, match="cuda_forward"):
-        torch.ops.flashsci.cuda_forward(q, q, q, None, None, -1, -1, 1.0, 0.0, -1, -1, False)
+        torch.ops.flashsci.cuda_forward(
+            q, q, q, *(None,) * 4, -1, -1, 1.0, 0.0, -1, -1, False, False, 0
+        )
 
 
 @needs_library
@@ -116,7 +127,7 @@ def test_fake_kernel_follows_the_layout_of_q(rank):
     k = torch.empty(*lead, 7, 8, device="meta", dtype=torch.float16)
     v = torch.empty(*lead, 7, 4, device="meta", dtype=torch.float16)
     op = torch.ops.flashsci.cuda_forward.default
-    out, lse = op(q, k, v, None, None, -1, -1, 1.0, 0.0, -1, 0, False)
+    out, lse = op(q, k, v, *(None,) * 4, -1, -1, 1.0, 0.0, -1, 0, False, False, 0)
     want = ops.empty_like_layout(q, (*q.shape[:-1], 4))
     assert out.shape == want.shape and out.stride() == want.stride() and out.dtype == q.dtype
     assert lse.shape == q.shape[:-1] and lse.is_contiguous() and lse.dtype == torch.float32
@@ -135,7 +146,7 @@ def test_absent_library_is_a_reason(fresh_backend, monkeypatch, tmp_path):
     assert "was not built" in reason and "nvcc" in reason
     assert fresh_backend.build_info() is None and fresh_backend.stale() is None
     with pytest.raises(flashsci.BackendError, match="was not built"):
-        fresh_backend.forward(*(None,) * 9, -1, -1, 1.0, 0.0, -1, -1, False, 0.0, "default")
+        fresh_backend.forward(*(None,) * 9, -1, -1, 1.0, 0.0, -1, -1, False, 0.0, "default", False)
 
 
 def test_broken_library_is_a_reason(fresh_backend, monkeypatch, tmp_path):
@@ -164,19 +175,19 @@ def test_driver_problem_is_answered_without_torch():
     ("change", "words"),
     [
         ({"device_type": "cpu", "capability": None}, ("cpu", "sdpa")),
-        ({"dtype": torch.float32}, ("float32", "triton")),
+        ({"dtype": torch.float32, "precision": "ieee"}, ("float32", "IEEE", "triton")),
         ({"dtype": torch.float64}, ("float64", "reference")),
         ({"capability": (7, 5)}, ("sm_75", "bfloat16", "float16", "sdpa")),
-        ({"capability": (7, 5), "dtype": torch.float16}, ("sm_75", "8.0", "triton")),
-        ({"bias_shape": (1, 1, 128, 128)}, ("bias", "triton")),
-        ({"ragged_bias": True}, ("bias", "triton")),
-        ({"mask": True}, ("mask", "triton")),
+        ({"capability": (7, 0), "dtype": torch.float16}, ("sm_70", "float16", "triton")),
+        ({"varlen": True, "ragged_bias": True}, ("bias", "packed", "triton")),
         ({"dropout_p": 0.1}, ("dropout", "triton")),
         ({"head_dim": 257}, ("256", "triton")),
         ({"head_dim_v": 300}, ("256", "triton")),
     ],
 )
-def test_rejects_with_advice(change, words):
+def test_rejects_with_advice(monkeypatch, change, words):
+    monkeypatch.setattr(backend, "build_info", lambda: BUILD)
+    assert backend.rejects(PROBLEM) is None
     reason = backend.rejects(replace(PROBLEM, **change))
     assert reason is not None
     for word in words:
@@ -190,7 +201,8 @@ def test_gradients_need_triton(monkeypatch):
             return "Triton is not installed"
 
     monkeypatch.setattr(backend, "_triton", lambda: Module)
-    monkeypatch.setattr(backend, "build_info", lambda: None)
+    forward_only = {unit: "" for unit in BUILD["units"] if "/forward" in unit}
+    monkeypatch.setattr(backend, "build_info", lambda: {**BUILD, "units": forward_only})
     assert backend.rejects(PROBLEM) is None
     reason = backend.rejects(replace(PROBLEM, requires_grad=True))
     assert "Triton is not installed" in reason and "sdpa" in reason
@@ -206,8 +218,10 @@ def test_features_that_were_refused_do_not_pass_silently():
     if backend.library_path() is None:
         pytest.skip("no library")
     q = torch.zeros(1, 4, 8)
-    with pytest.raises(flashsci.BackendError, match="bias, mask or dropout"):
-        backend.forward(q, q, q, q, *(None,) * 5, -1, -1, 1.0, 0.0, -1, -1, False, 0.0, "default")
+    with pytest.raises(flashsci.BackendError, match="no dropout and no bias of packed"):
+        backend.forward(
+            q, q, q, *(None,) * 6, -1, -1, 1.0, 0.0, -1, -1, False, 0.5, "default", False
+        )
 
 
 # --- digests -----------------------------------------------------------------------------------
@@ -225,7 +239,7 @@ def test_digest_ignores_comments_and_layout_only():
 
 def test_digest_of_every_unit():
     units = digest.units(ROOT)
-    assert "cuda/sm80/forward" in units
+    assert "cuda/sm80/forward_bf16" in units
     assert all(re.fullmatch(r"[0-9a-f]{16}", value) for value in units.values())
     assert any(name.startswith("triton/") for name in units)
     result = subprocess.run(
@@ -234,12 +248,12 @@ def test_digest_of_every_unit():
         text=True,
         check=True,
     )
-    assert units["cuda/sm80/forward"] in result.stdout
+    assert units["cuda/sm80/forward_bf16"] in result.stdout
 
 
 def test_digest_sees_every_included_header():
     csrc = ROOT / "csrc"
-    sources = digest.cpp_sources([csrc / f for f in digest.CUDA_UNITS["cuda/sm80/forward"]])
+    sources = digest.cpp_sources([csrc / "sm80" / "forward_bf16.cu"])
     names = {str(p.relative_to(csrc)) for p in sources}
     assert {"include/flashsci.h", "common/tile.cuh", "common/ptx/mma_bf16.cuh"} <= names
 

@@ -1,15 +1,18 @@
 """The CUDA backend: loads flashsci/_C.so, says what it serves, and maps the contract onto its ops.
 
-Its backward is Triton's until CUDA has one.
+The library picks the newest generation of kernels that serves a call. SM75, SM80 and SM90 are the
+same backend held to one generation, for tests and comparisons: ``use_backend("cuda:sm75")``. Where
+the library has no backward for a call, Triton's takes the same saved tensors.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import json
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,9 +24,11 @@ from flashsci.problem import Problem
 
 FUSED = True
 MAX_HEAD_DIM = 256
-_DTYPES = (torch.float16, torch.bfloat16)
+GENERATIONS = (90, 80, 75)  # newest first, as the library tries them
+_WITH_PAIRS: tuple[tuple[str, int], ...] = ()  # kernels that take a bias and a mask
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
-_forward_op: Any = None
+_ops: Any = None  # (forward, backward)
 _library: ctypes.CDLL | None = None
 _loaded = False
 _problem: str | None = None  # why the library is not there
@@ -39,7 +44,7 @@ def library_path() -> Path | None:
 
 def _load() -> str | None:
     """Load the library once; the reason if that fails."""
-    global _forward_op, _library, _loaded, _problem
+    global _ops, _library, _loaded, _problem
     if _loaded:
         return _problem
     _loaded = True
@@ -55,10 +60,17 @@ def _load() -> str | None:
         _library = ctypes.CDLL(str(path))
         _library.flashsci_build_info.restype = ctypes.c_char_p
         _library.flashsci_driver_problem.restype = ctypes.c_char_p
-        op = torch.ops.flashsci.cuda_forward.default
-        torch.library.register_fake("flashsci::cuda_forward", ops.fake_forward, lib=ops.LIBRARY)
-        ops.register_vmap(op, (0, 1, 2))
-        _forward_op = op
+        namespace = torch.ops.flashsci
+        found = namespace.cuda_forward.default, namespace.cuda_backward.default
+        for op, fake, tensors in zip(
+            found,
+            (ops.fake_forward, ops.fake_backward),
+            ((0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5, 6, 9, 10)),
+            strict=True,
+        ):
+            torch.library.register_fake(op.name(), fake, lib=ops.LIBRARY)
+            ops.register_vmap(op, tensors)
+        _ops = found
     except Exception as error:  # whatever a broken build raises is a reason, not a crash
         # load_library hides the loader's own words in __cause__.
         reasons = [str(e) for e in (error, error.__cause__) if e is not None]
@@ -122,42 +134,71 @@ def _device_name(capability: tuple[int, int]) -> str:
     return text
 
 
-def rejects(problem: Problem) -> str | None:
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _limit(kind: str, generation: int, problem: Problem) -> str | None:
+    """What the kernels of one generation leave to others, beyond dtypes and devices."""
+    if (kind, generation) not in _WITH_PAIRS and (problem.bias or problem.mask):
+        return "it has no bias and no mask yet"
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if generation == 75 and kind == "backward" and widest > 128:
+        return f"the head dims of its Turing backward end at 128, and this call has {widest}"
+    return None
+
+
+def _refusal(kind: str, problem: Problem, generation: int = 0) -> str | None:
+    """Why the library's forward or backward cannot serve a call that its dtype allows; None if it can."""
+    if problem.dropout_p:
+        return "it has no dropout"
+    if problem.varlen and problem.bias:
+        return "it has no bias for packed sequences"
+    if problem.dtype == torch.float32 and problem.precision == "ieee":
+        return "its float32 products are 3xTF32 or TF32, not IEEE"
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        dims = f"{problem.head_dim} and {problem.head_dim_v}"
+        return f"its head dims end at {MAX_HEAD_DIM}, and these are {dims}"
+    assert problem.capability is not None
+    capability = problem.capability[0] * 10 + problem.capability[1]
+    info = build_info()
+    if info is None:  # `unavailable` says why
+        return None
+    reason = None
+    for candidate in (generation,) if generation else GENERATIONS:
+        runs = capability // 10 == 9 if candidate == 90 else capability >= candidate
+        if runs and f"cuda/sm{candidate}/{kind}_{_DTYPES[problem.dtype]}" in info["units"]:
+            reason = _limit(kind, candidate, problem)
+            if reason is None:
+                return None
+    if reason is not None:
+        return reason
+    only = f" of generation sm{generation}" if generation else ""
+    return (
+        f"this build (FA_ARCHS={','.join(info['archs'])}) has no {_name(problem.dtype)} {kind} "
+        f"kernel{only} for {_device_name(problem.capability)}; build with FA_ARCHS={capability}"
+    )
+
+
+def rejects(problem: Problem, generation: int = 0) -> str | None:
     """Why a call cannot be served, and what to do; None if it can."""
     if problem.device_type != "cuda" or problem.capability is None:
         return f"its kernels run on CUDA devices and the tensors are on {problem.device_type}; use backend='sdpa' or 'reference'"
     if problem.dtype not in _DTYPES:
-        name = str(problem.dtype).removeprefix("torch.")
         other = "'reference'" if problem.dtype == torch.float64 else "'triton'"
-        return f"it has no {name} kernels yet, only float16 and bfloat16; use backend={other}"
-    if problem.capability < (8, 0):
-        device = _device_name(problem.capability)
-        if problem.dtype == torch.bfloat16:
-            return (
-                f"bfloat16 needs compute capability 8.0 and this device ({device}) has no bfloat16 tensor cores; "
-                "use float16, float32 with backend='triton', or backend='sdpa'"
-            )
-        return f"its kernels need compute capability 8.0 and this device is {device}; use backend='triton' or 'sdpa'"
-    info = build_info()
-    if info is not None and not any(int(arch) >= 80 for arch in info["archs"]):
-        built = ",".join(info["archs"])
-        arch = problem.capability[0] * 10 + problem.capability[1]
-        return f"this build (FA_ARCHS={built}) has no kernel for sm_{arch}; build with FA_ARCHS={arch}, or use backend='triton'"
-    if problem.bias:
-        return "it has no bias yet; use backend='triton'"
-    if problem.mask:
-        return "it has no mask yet; use backend='triton'"
-    if problem.dropout_p:
-        return "it has no dropout yet; use backend='triton'"
-    if problem.head_dim > MAX_HEAD_DIM or problem.head_dim_v > MAX_HEAD_DIM:
+        return f"it has no {_name(problem.dtype)} kernels, only float16, bfloat16 and float32; use backend={other}"
+    if problem.dtype == torch.bfloat16 and problem.capability < (8, 0):
         return (
-            f"its head dims end at {MAX_HEAD_DIM}, and these are {problem.head_dim} and {problem.head_dim_v}; "
-            "use backend='triton' or 'reference'"
+            f"bfloat16 needs compute capability 8.0 and this device ({_device_name(problem.capability)}) has no bfloat16 "
+            "tensor cores; use float16, float32 with backend='triton', or backend='sdpa'"
         )
-    if problem.requires_grad:
-        reason = _backward_problem(problem)
+    reason = _refusal("forward", problem, generation)
+    if reason is not None:
+        return f"{reason}, or use backend='triton' or 'sdpa'"
+    if problem.requires_grad and _refusal("backward", problem, generation) is not None:
+        reason = _triton_problem(problem)
         if reason is not None:
-            return f"its gradients come from the triton backend, which cannot serve this call ({reason}); use backend='sdpa' or 'reference'"
+            return f"its gradients would come from the triton backend, which cannot serve this call ({reason}); use backend='sdpa' or 'reference'"
     return None
 
 
@@ -165,7 +206,7 @@ def _triton() -> Any:
     return importlib.import_module("flashsci.backends.triton")
 
 
-def _backward_problem(problem: Problem) -> str | None:
+def _triton_problem(problem: Problem) -> str | None:
     try:
         module = _triton()
     except ImportError as error:
@@ -193,20 +234,25 @@ def forward(
     lower_right: bool,
     dropout_p: float,
     precision: str,
+    deterministic: bool,
+    generation: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """out, lse; what `rejects` refuses must not come here."""
-    if _forward_op is None:
+    if _ops is None:
         reason = _load()
         if reason is not None:
             raise flashsci.BackendError(f"flashsci: {reason}")
-    if bias is not None or mask is not None or dropout_p:
+    if dropout_p or (cu_seqlens_q is not None and bias is not None):
         raise flashsci.BackendError(
-            "flashsci: the cuda backend has no bias, mask or dropout yet; use backend='triton'"
+            "flashsci: the cuda backend has no dropout and no bias of packed sequences; use "
+            "backend='triton'"
         )
-    result: tuple[Tensor, Tensor] = _forward_op(
+    result: tuple[Tensor, Tensor] = _ops[0](
         q,
         k,
         v,
+        bias,
+        mask,
         cu_seqlens_q,
         cu_seqlens_k,
         max_seqlen_q,
@@ -216,16 +262,78 @@ def forward(
         window_left,
         window_right,
         lower_right,
+        precision == "tf32",
+        generation,
     )
     return result
 
 
-_backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
+@functools.lru_cache(maxsize=1024)
+def _serves_backward(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    pairs: bool,
+    generation: int,
+) -> bool:
+    problem = Problem(
+        "cuda",
+        torch.cuda.get_device_capability(device),
+        dtype,
+        *(1, 1, head_dim, head_dim_v),
+        mask=pairs,
+    )
+    return _refusal("backward", problem, generation) is None
 
 
-def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dbias, with the contract's signature: the Triton kernels."""
-    global _backward
-    if _backward is None:
-        _backward = _triton().backward
-    return _backward(*arguments)
+def backward(*arguments: Any, generation: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dbias, with the contract's signature."""
+    dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, _, _, out, lse = arguments[:13]
+    *scalars, dropout_p, precision, deterministic, need = arguments[13:]
+    pairs = bias is not None or mask is not None
+    if (
+        dropout_p
+        or precision == "ieee"
+        or (cu_seqlens_q is not None and bias is not None)
+        or not _serves_backward(q.device, q.dtype, q.shape[-1], v.shape[-1], pairs, generation)
+    ):
+        # Dropout and packed biases come from attention_backward alone: this forward refuses them.
+        gradients: tuple[Tensor, Tensor, Tensor, Tensor] = _triton().backward(*arguments)
+        return gradients
+    if dout is not None and dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    if out.stride(-1) != 1:
+        out = out.contiguous()
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _ops[1](
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        bias,
+        mask,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        out,
+        lse.contiguous(),
+        *scalars,
+        precision == "tf32",
+        deterministic,
+        generation,
+        need,
+    )
+    return result
+
+
+def _held_to(generation: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        FUSED=FUSED,
+        unavailable=unavailable,
+        rejects=functools.partial(rejects, generation=generation),
+        forward=functools.partial(forward, generation=generation),
+        backward=functools.partial(backward, generation=generation),
+    )
+
+
+SM75, SM80, SM90 = (_held_to(generation) for generation in (75, 80, 90))

@@ -355,7 +355,9 @@ def forward(
     q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
     max_seqlen_q, max_seqlen_k, *options,
 ):  # fmt: skip
-    """out, lse; arguments as flashsci.ops.TENSORS and SCALARS. Longest lengths are not needed."""
+    """out, lse; arguments as flashsci.ops.TENSORS and SCALARS. Longest lengths are not needed, and
+    all kernels are deterministic."""
+    *options, _ = options
     p = plan_of((q, k, v), bias, mask, cu_seqlens_q, bias_offsets, 0, options)
     out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -373,7 +375,7 @@ def backward(
     max_seqlen_q, max_seqlen_k, *options_and_need,
 ):  # fmt: skip
     """dq, dk, dv, dbias; those that `need` does not name are empty."""
-    *options, need = options_and_need
+    *options, _, need = options_and_need
     need_dq, need_dk, need_dv = bool(need & NEED_Q), bool(need & NEED_K), bool(need & NEED_V)
     need_dbias = bias is not None and bool(need & NEED_BIAS)
     if dout is None:

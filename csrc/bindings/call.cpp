@@ -1,0 +1,169 @@
+#include "call.h"
+
+#include <cstdlib>
+
+namespace flashsci::bindings {
+
+namespace {
+
+void check_offsets(const Tensor& cu_seqlens, const char* name, int device) {
+  FLASHSCI_CHECK(cu_seqlens.is_cuda() && cu_seqlens.get_device_index() == device, name,
+                 " must be on the device of q");
+  FLASHSCI_CHECK(dtype_of(cu_seqlens) == dtypes().int32, name, " must be int32");
+  FLASHSCI_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1 &&
+                     (cu_seqlens.stride(0) == 1 || cu_seqlens.size(0) == 1),
+                 name, " must be a contiguous vector of N + 1 offsets, got ", shape_of(cu_seqlens));
+}
+
+// Bias or mask: q's rank, each dim 1 or that of [B0, B1, Hq, Sq, Sk].
+void check_pairs(const Tensor& pairs, const char* name, const Call& call) {
+  FLASHSCI_CHECK(pairs.is_cuda() && pairs.get_device_index() == call.device, name,
+                 " must be on the device of q");
+  FLASHSCI_CHECK(!call.cu_seqlens_q.has_value(), "packed calls take no ", name);
+  FLASHSCI_CHECK(pairs.dim() == call.q.dim(), name, " must have as many dims as q, got ",
+                 shape_of(pairs), " beside ", call.shapes());
+  const View view(pairs);
+  for (int i = 0; i < kMaxRank; ++i)
+    FLASHSCI_CHECK(
+        view.size[i] == 1 || view.size[i] == (i < 4 ? call.q_view.size[i] : call.k_view.size[3]),
+        name, " ", shape_of(pairs), " does not broadcast to the scores of ", call.shapes());
+}
+
+}  // namespace
+
+Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
+           const std::optional<Tensor>& mask, const std::optional<Tensor>& cu_seqlens_q,
+           const std::optional<Tensor>& cu_seqlens_k, const Options& options)
+    : q(q),
+      k(k),
+      v(v),
+      bias(bias),
+      mask(mask),
+      cu_seqlens_q(cu_seqlens_q),
+      cu_seqlens_k(cu_seqlens_k),
+      options(options),
+      q_view(q),
+      k_view(k),
+      v_view(v),
+      device(q.get_device_index()),
+      dtype(dtype_of(q)) {
+  FLASHSCI_CHECK(q.is_cuda() && k.is_cuda() && v.is_cuda(), "q, k and v must be CUDA tensors");
+  FLASHSCI_CHECK(k.get_device_index() == device && v.get_device_index() == device,
+                 "q, k and v must be on one device, got cuda:", device,
+                 ", cuda:", k.get_device_index(), " and cuda:", v.get_device_index());
+  FLASHSCI_CHECK(dtype == dtypes().half || dtype == dtypes().brain || dtype == dtypes().single,
+                 "q, k and v must be float16, bfloat16 or float32");
+  FLASHSCI_CHECK(dtype_of(k) == dtype && dtype_of(v) == dtype, "q, k and v must share one dtype");
+  const int64_t rank = q.dim();
+  FLASHSCI_CHECK(rank >= 2 && rank <= kMaxRank && k.dim() == rank && v.dim() == rank,
+                 "q, k and v must have the same number of dims, 2 to 5, got ", shapes());
+  const int64_t heads_q = q_view.size[2], heads_k = k_view.size[2];
+  const int64_t head_dim = q_view.size[4], head_dim_v = v_view.size[4];
+  for (int i = 0; i < 2; ++i)
+    FLASHSCI_CHECK(q_view.size[i] == k_view.size[i] && q_view.size[i] == v_view.size[i],
+                   "the leading dims of q, k and v differ: ", shapes());
+  FLASHSCI_CHECK(heads_k == v_view.size[2] && k_view.size[3] == v_view.size[3],
+                 "k and v must have the same heads and keys: ", shapes());
+  FLASHSCI_CHECK(k_view.size[4] == head_dim, "q and k must have the same head dim: ", shapes());
+  FLASHSCI_CHECK(head_dim >= 1 && head_dim <= FLASHSCI_MAX_HEAD_DIM && head_dim_v >= 1 &&
+                     head_dim_v <= FLASHSCI_MAX_HEAD_DIM,
+                 "head dims must be 1 to 256: ", shapes());
+  FLASHSCI_CHECK(heads_q == 0 || (heads_k > 0 && heads_q % heads_k == 0),
+                 "the heads of q must be a multiple of those of k: ", shapes());
+  FLASHSCI_CHECK(q_view.size[3] <= FLASHSCI_MAX_SEQ && k_view.size[3] <= FLASHSCI_MAX_SEQ,
+                 "sequences are limited to 2^29 rows: ", shapes());
+  FLASHSCI_CHECK(heads_q <= std::numeric_limits<int32_t>::max(), "too many heads: ", shapes());
+  for (const View* view : {&q_view, &k_view, &v_view})
+    FLASHSCI_CHECK(view->stride[4] == 1 || view->size[4] == 1,
+                   "the last dim of q, k and v must be contiguous");
+  FLASHSCI_CHECK(options.softcap >= 0, "softcap must be >= 0, got ", options.softcap);
+  FLASHSCI_CHECK(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
+                 "cu_seqlens_q and cu_seqlens_k go together");
+  if (cu_seqlens_q.has_value()) {
+    FLASHSCI_CHECK(rank == 3, "packed tensors are [heads, tokens, dim], got ", shapes());
+    check_offsets(*cu_seqlens_q, "cu_seqlens_q", device);
+    check_offsets(*cu_seqlens_k, "cu_seqlens_k", device);
+    num_seqs = cu_seqlens_q->size(0) - 1;
+    FLASHSCI_CHECK(cu_seqlens_k->size(0) - 1 == num_seqs,
+                   "cu_seqlens_q and cu_seqlens_k must have the same length");
+    FLASHSCI_CHECK(num_seqs <= FLASHSCI_MAX_SEQ, "too many sequences");
+  }
+  if (bias.has_value()) {
+    check_pairs(*bias, "bias", *this);
+    const int32_t bias_dtype = dtype_of(*bias);
+    FLASHSCI_CHECK(bias_dtype == dtype || bias_dtype == dtypes().single,
+                   "bias must have q's dtype or float32");
+  }
+  if (mask.has_value()) {
+    check_pairs(*mask, "mask", *this);
+    FLASHSCI_CHECK(dtype_of(*mask) == dtypes().boolean, "mask must be bool");
+  }
+}
+
+uint64_t Call::alignment_bits() const {
+  const int size = size_of(dtype);
+  return reinterpret_cast<uint64_t>(q.const_data_ptr()) |
+         reinterpret_cast<uint64_t>(k.const_data_ptr()) |
+         reinterpret_cast<uint64_t>(v.const_data_ptr()) | q_view.alignment_bits(size) |
+         k_view.alignment_bits(size) | v_view.alignment_bits(size) | 16;
+}
+
+void Call::refuse(const char* what) const {
+  const int capability = describe(device).capability;
+  const char* name = dtype == dtypes().half     ? "float16"
+                     : dtype == dtypes().single ? "float32"
+                                                : "bfloat16";
+  std::ostringstream forced;
+  if (options.generation != 0) forced << " of generation sm" << options.generation;
+  STD_TORCH_CHECK(false, "flashsci: ", what, ": no ", name, " kernel", forced.str(),
+                  " serves this call on compute capability ", capability / 10, ".", capability % 10,
+                  " in this build (", flashsci_build_info(), "): ", shapes(),
+                  "; use backend=\"triton\" or \"sdpa\"");
+  std::abort();  // not reached
+}
+
+#define FORWARD(generation, unit) {generation, flashsci_forward_##unit, nullptr, nullptr}
+#define BACKWARD(generation, unit) \
+  {generation, nullptr, flashsci_backward_##unit, flashsci_backward_##unit##_workspace}
+
+const Kernels* kernels_of(int32_t dtype) {
+  static const Kernels half[] = {
+#ifdef FLASHSCI_HAVE_FORWARD_SM90_FP16
+      FORWARD(90, sm90_fp16),
+#endif
+#ifdef FLASHSCI_HAVE_FORWARD_SM80_FP16
+      FORWARD(80, sm80_fp16),
+#endif
+#ifdef FLASHSCI_HAVE_BACKWARD_SM80_FP16
+      BACKWARD(80, sm80_fp16),
+#endif
+#ifdef FLASHSCI_HAVE_FORWARD_SM75_FP16
+      FORWARD(75, sm75_fp16),
+#endif
+#ifdef FLASHSCI_HAVE_BACKWARD_SM75_FP16
+      BACKWARD(75, sm75_fp16),
+#endif
+      {}};
+  static const Kernels brain[] = {
+#ifdef FLASHSCI_HAVE_FORWARD_SM90_BF16
+      FORWARD(90, sm90_bf16),
+#endif
+#ifdef FLASHSCI_HAVE_FORWARD_SM80_BF16
+      FORWARD(80, sm80_bf16),
+#endif
+#ifdef FLASHSCI_HAVE_BACKWARD_SM80_BF16
+      BACKWARD(80, sm80_bf16),
+#endif
+      {}};
+  static const Kernels single[] = {
+#ifdef FLASHSCI_HAVE_FORWARD_SM80_FP32
+      FORWARD(80, sm80_fp32),
+#endif
+#ifdef FLASHSCI_HAVE_BACKWARD_SM80_FP32
+      BACKWARD(80, sm80_fp32),
+#endif
+      {}};
+  return dtype == dtypes().half ? half : dtype == dtypes().brain ? brain : single;
+}
+
+}  // namespace flashsci::bindings

@@ -1,0 +1,118 @@
+// What the arguments of forward and backward have in common: checked, then written into the
+// parameters of a launch; and the kernels that may serve the call.
+//
+// Bad input must be an exception whoever calls: these checks stand between torch.ops and raw
+// pointers.
+#pragma once
+#include "tensor.h"
+
+namespace flashsci::bindings {
+
+struct Options {
+  int64_t max_seqlen_q, max_seqlen_k;
+  double scale, softcap;
+  int64_t window_left, window_right;
+  bool lower_right, tf32;
+  int64_t generation;  // 0 = by device; 75, 80, 90 = that one's kernels and no others
+};
+
+// References into the arguments of an op; lives as long as its call.
+struct Call {
+  const Tensor &q, &k, &v;
+  const std::optional<Tensor>&bias, &mask, &cu_seqlens_q, &cu_seqlens_k;
+  const Options& options;
+  View q_view, k_view, v_view;
+  int device;
+  int32_t dtype;
+  int64_t num_seqs = 0;
+
+  Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
+       const std::optional<Tensor>& mask, const std::optional<Tensor>& cu_seqlens_q,
+       const std::optional<Tensor>& cu_seqlens_k, const Options& options);
+
+  std::string shapes() const { return shape_of(q) + ", " + shape_of(k) + ", " + shape_of(v); }
+  int64_t rows() const { return q_view.size[0] * q_view.size[1] * q_view.size[2] * q_view.size[3]; }
+  uint64_t alignment_bits() const;
+  // The error of a call that no kernel serves.
+  [[noreturn]] void refuse(const char* what) const;
+
+  // The fields that both kinds of parameters have.
+  template <class Params>
+  void describe_in(Params& p) const {
+    p.q = q.const_data_ptr();
+    p.k = k.const_data_ptr();
+    p.v = v.const_data_ptr();
+    p.q_strides = q_view.strides();
+    p.k_strides = k_view.strides();
+    p.v_strides = v_view.strides();
+    if (cu_seqlens_q.has_value()) {
+      p.cu_seqlens_q = static_cast<const int32_t*>(cu_seqlens_q->const_data_ptr());
+      p.cu_seqlens_k = static_cast<const int32_t*>(cu_seqlens_k->const_data_ptr());
+    }
+    p.num_seqs = static_cast<int32_t>(num_seqs);
+    p.max_seqlen_q = clamp_int32(options.max_seqlen_q);
+    if (bias.has_value()) {
+      p.pairs.bias = bias->const_data_ptr();
+      p.pairs.bias_strides = View(*bias).pair_strides();
+      p.pairs.bias_is_fp32 = dtype_of(*bias) == dtypes().single;
+    }
+    if (mask.has_value()) {
+      p.pairs.mask = static_cast<const uint8_t*>(mask->const_data_ptr());
+      p.pairs.mask_strides = View(*mask).pair_strides();
+    }
+    p.batch0 = q_view.size[0];
+    p.batch1 = q_view.size[1];
+    p.heads_q = static_cast<int32_t>(q_view.size[2]);
+    p.heads_k = static_cast<int32_t>(k_view.size[2]);
+    p.seq_q = static_cast<int32_t>(q_view.size[3]);
+    p.seq_k = static_cast<int32_t>(k_view.size[3]);
+    p.head_dim = static_cast<int32_t>(q_view.size[4]);
+    p.head_dim_v = static_cast<int32_t>(v_view.size[4]);
+    p.scale = static_cast<float>(options.scale);
+    p.softcap = static_cast<float>(options.softcap);
+    p.window_left = clamp_int32(options.window_left);
+    p.window_right = clamp_int32(options.window_right);
+    p.lower_right = options.lower_right;
+    p.precision = options.tf32 ? FLASHSCI_TF32 : FLASHSCI_TF32X3;
+    p.device = device;
+    p.shared_per_sm = describe(device).shared_per_sm;
+  }
+
+  static int32_t clamp_int32(int64_t value) {
+    return static_cast<int32_t>(
+        std::clamp<int64_t>(value, -1, std::numeric_limits<int32_t>::max()));
+  }
+};
+
+// One unit of this build: the launcher of a forward, or those of a backward, of one dtype.
+struct Kernels {
+  int generation;
+  int (*forward)(const FlashsciForwardParams*, FlashsciStream);
+  int (*backward)(const FlashsciBackwardParams*, FlashsciStream);
+  int64_t (*workspace)(const FlashsciBackwardParams*);
+};
+
+// The units of a dtype, newest generation first; the last one is empty.
+const Kernels* kernels_of(int32_t dtype);
+
+// Calls `launch(kernels)` for the generations that run on the device, newest first, until one does
+// not answer cudaErrorNotSupported; raises if that is an error, or if nobody serves the call.
+template <class Launch>
+void launch_first(const Call& call, const char* what, Launch&& launch) {
+  const int capability = describe(call.device).capability;
+  for (const Kernels* kernels = kernels_of(call.dtype); kernels->generation != 0; ++kernels) {
+    const int generation = kernels->generation;
+    if (call.options.generation != 0 && call.options.generation != generation) continue;
+    // Hopper's instructions have no successor; the others' PTX runs on everything newer.
+    if (generation == 90 ? capability / 10 != 9 : capability < generation) continue;
+    const auto error = static_cast<cudaError_t>(launch(*kernels));
+    if (error == cudaErrorNotSupported) continue;
+    FLASHSCI_CHECK(error == cudaSuccess, what, ": launch failed: ", cudaGetErrorName(error), " (",
+                   cudaGetErrorString(error), ") for ", call.shapes(), "; built as ",
+                   flashsci_build_info());
+    return;
+  }
+  call.refuse(what);
+}
+
+}  // namespace flashsci::bindings
