@@ -4,6 +4,7 @@ none of this.)"""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -170,14 +171,15 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: headline, dense, bias, tiny, varlen, latency, decode, cpu."
+            help="Comma-separated: headline, dense, dense-fp32, bias, tiny, varlen, order2, decode, "
+            "latency, all, cpu."
         ),
     ] = "",
     case: Annotated[str, typer.Option(help="Comma-separated ids of single cases.")] = "",
     backends: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: triton, cuda, sdpa:flash, ..., flex, or ours, baselines."
+            help="Comma-separated: triton, cuda, sdpa:flash, ..., flex, fa3, cueq, or ours, baselines."
         ),
     ] = "",
     order: Annotated[
@@ -194,27 +196,31 @@ def bench(
     check: Annotated[
         bool, typer.Option(help="Compare with fp64 first; no speed without it.")
     ] = True,
+    base: Annotated[
+        str,
+        typer.Option(
+            help="Another revision, by git's name or as a folder: ours run twice, interleaved."
+        ),
+    ] = "",
+    fa3: Annotated[
+        str,
+        typer.Option(envvar="FLASHSCI_FA3", help="FlashAttention-3's library, for the peer fa3."),
+    ] = "",
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the records here.")
     ] = None,
 ) -> None:
-    """Time flashsci against PyTorch's SDPA kernels and FlexAttention, interleaved, after checking
-    the results."""
+    """Time flashsci against its peers, interleaved launch by launch, after checking the results."""
     from flashsci import bench as core
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if fa3:
+        os.environ["FLASHSCI_FA3"] = fa3
 
     def listed(text: str) -> list[str]:
         return [item.strip() for item in text.split(",") if item.strip()]
 
     suites = listed(suite) or ([] if case else ["headline" if where.type == "cuda" else "cpu"])
-    try:
-        cases = core.select(suites, listed(case))
-        if dtype:
-            cases = [core.in_dtype(c, dtype) for c in cases]
-        names = core.candidate_names(listed(backends), where)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     console = _console()
     progress = Progress(
         TextColumn("{task.description}"),
@@ -223,19 +229,27 @@ def bench(
         TimeElapsedColumn(),
         console=console,
     )
-    with progress:
-        task = progress.add_task("", total=len(cases))
-        records = core.run(
-            cases,
-            names,
-            where,
-            order=order,
-            seconds=seconds / 5 if quick else seconds,
-            check=check,
-            on_step=lambda text: progress.update(task, description=text),
-            on_case=lambda: progress.advance(task),
-        )
-    core.show(records, console)
+    try:
+        cases = core.select(suites, listed(case))
+        if dtype:
+            cases = [core.in_dtype(c, dtype) for c in cases]
+        core.names_of(listed(backends), where)
+        with progress:
+            task = progress.add_task("", total=len(cases))
+            records = core.run(
+                cases,
+                listed(backends),
+                where,
+                order=order,
+                seconds=seconds / 5 if quick else seconds,
+                check=check,
+                base=base or None,
+                on_step=lambda text: progress.update(task, description=text),
+                on_case=lambda: progress.advance(task),
+            )
+    except core.BenchError as error:
+        raise typer.BadParameter(str(error)) from error
+    core.show(core.tables(records), console)
     if json_path:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(records, indent=1) + "\n")
@@ -244,17 +258,57 @@ def bench(
 
 @app.command()
 def report(
-    files: Annotated[list[Path], typer.Argument(help="JSON files that `bench --json` wrote.")],
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            exists=True,
+            dir_okay=False,
+            help="What `bench --json` wrote; default: all in benchmarks/.",
+        ),
+    ] = None,
     markdown: Annotated[bool, typer.Option(help="Print Markdown tables.")] = False,
+    compare: Annotated[
+        bool, typer.Option(help="Two files, OLD and NEW: what changed between them.")
+    ] = False,
+    plots: Annotated[
+        Path | None,
+        typer.Option(help="Draw speed, error and standings as PNG files in this folder."),
+    ] = None,
+    write: Annotated[
+        bool, typer.Option(help="Rewrite the tables between markers in README.md and docs/.")
+    ] = False,
 ) -> None:
-    """Show records of earlier benchmarks: the tables and geomeans that `bench` ends with."""
+    """Show records of earlier benchmarks: as tables, plots, and in the documentation."""
     from flashsci import bench as core
+    from flashsci.digest import ROOT
 
-    records = [record for path in files for record in json.loads(path.read_text())]
-    if markdown:
-        print(core.markdown(records))
+    console = _console()
+    files = files or sorted(ROOT.glob("benchmarks/results/*/*.json"))
+    if not files:
+        raise typer.BadParameter("no files given, and none in benchmarks/results")
+    read = [json.loads(path.read_text()) for path in files]
+    if compare:
+        if len(files) != 2:
+            raise typer.BadParameter(f"--compare takes two files, OLD and NEW, not {len(files)}")
+        found = [core.comparison(*read)]
     else:
-        core.show(records, _console())
+        found = core.tables([record for records in read for record in records])
+    if markdown:
+        print("\n\n".join(f"**{table.title}**\n\n{core.markdown(table)}" for table in found))
+    else:
+        core.show(found, console)
+    if plots:
+        from flashsci.bench.plots import draw
+
+        for path in draw([record for records in read for record in records], plots):
+            console.print(f"drew {path}")
+    if write:
+        try:
+            changed = core.refresh(ROOT)
+        except core.BenchError as error:
+            raise typer.BadParameter(str(error)) from error
+        for page in changed:
+            console.print(f"rewrote the tables of {page.relative_to(ROOT)}")
 
 
 def main(arguments: list[str]) -> int:

@@ -11,10 +11,11 @@ or, without the command line's extras:
     ['passed', 'passed']
 """
 
-from flashsci.bench.candidates import BASELINES, OURS
-from flashsci.bench.cases import CASES, CLAIMS, SUITES, Case, Claim, select
-from flashsci.bench.measure import candidate_names, in_dtype, run
-from flashsci.bench.report import claims, geomeans, markdown, plain, show
+from flashsci.bench.candidates import BASELINES, OURS, names_of
+from flashsci.bench.cases import CASES, CLAIMS, SUITES, BenchError, Case, Claim, select
+from flashsci.bench.measure import in_dtype, run
+from flashsci.bench.ranking import split, standings
+from flashsci.bench.report import comparison, markdown, plain, refresh, show, tables
 
 __all__ = [
     "BASELINES",
@@ -22,15 +23,19 @@ __all__ = [
     "CLAIMS",
     "OURS",
     "SUITES",
+    "BenchError",
     "Case",
     "Claim",
-    "candidate_names",
-    "claims",
-    "geomeans",
+    "comparison",
     "in_dtype",
     "markdown",
+    "names_of",
     "plain",
+    "refresh",
     "run",
     "select",
     "show",
+    "split",
+    "standings",
+    "tables",
 ]

@@ -19,35 +19,27 @@ import torch
 from torch import Tensor
 
 from flashsci.bench import candidates as ways
-from flashsci.bench.candidates import BASELINES, DTYPES, OURS, Unsupported
-from flashsci.bench.cases import Case
+from flashsci.bench import revision
+from flashsci.bench.candidates import BASE, OURS
+from flashsci.bench.cases import BenchError, Case
+from flashsci.bench.inputs import (
+    DTYPES,
+    Inputs,
+    Unsupported,
+    bytes_moved,
+    flops,
+    make_inputs,
+)
 from flashsci.bench.timer import Times, host_time, interleave
 from flashsci.bench.verify import Sample, Verdict
 
 Progress = Callable[[str], object]
 
 
-def candidate_names(chosen: Iterable[str], device: torch.device) -> list[str]:
-    """Candidates by name, with the groups "ours" and "baselines"; none: what makes sense on the
-    device."""
-    groups = {
-        "ours": ["triton", "cuda"] if device.type == "cuda" else ["reference", "sdpa"],
-        "baselines": list(BASELINES) if device.type == "cuda" else ["sdpa:default", "sdpa:math"],
-    }
-    names: dict[str, None] = {}
-    for name in chosen or groups:
-        names.update(dict.fromkeys(groups.get(name, [name])))
-    unknown = [n for n in names if n not in (*OURS, *BASELINES)]
-    if unknown:
-        known = ", ".join((*groups, *OURS, *BASELINES))
-        raise ValueError(f"no candidate named {unknown[0]!r}; there are {known}")
-    return list(names)
-
-
 def in_dtype(case: Case, dtype: str) -> Case:
     """The same case in another dtype."""
     if dtype not in DTYPES:
-        raise ValueError(f"no dtype named {dtype!r}; there are {', '.join(DTYPES)}")
+        raise BenchError(f"no dtype named {dtype!r}; there are {', '.join(DTYPES)}")
     bias_dtype = dtype if case.bias_dtype == case.dtype else case.bias_dtype
     return replace(case, id=f"{case.id}@{dtype}", dtype=dtype, bias_dtype=bias_dtype)
 
@@ -60,6 +52,7 @@ def run(
     order: int = 1,
     seconds: float = 1.0,
     check: bool = True,
+    base: str | None = None,
     on_step: Progress = lambda text: None,
     on_case: Callable[[], object] = lambda: None,
 ) -> list[dict]:
@@ -72,17 +65,22 @@ def run(
         order: highest derivative to time; never more than the case has.
         seconds: measuring time per case and pass, about.
         check: judge each candidate against fp64 first. One that fails gets a record without speed.
+        base: another revision (git's name for it, or a folder), whose backends run beside ours as
+            "triton@base" and so on.
 
     Returns:
         Dicts of plain data: schema, suite, case, pass, backend, commit, dirty, time_us (None if it
-        failed or refused), tflops, gbps, pct_sol (of the larger of the two ceilings measured
-        alongside), peak_mem_mb, max_err, err_ratio (1 = all that is allowed), gate ("passed", "not
+        failed or refused), tflops, gbps, pct_sol (of the nearer of the two ceilings),
+        ceiling (tflops of a matrix product and gbps of a copy, measured alongside), peak_mem_mb, max_err, err_ratio (1 = all that is allowed), gate ("passed", "not
         checked", "failed: ...", "refused: ..."), method, env.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     # Of autograd's own threads, on their first matrix product; harmless, and torch's affair.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
-    names = candidate_names(names, device)
+    names = ways.names_of(names, device, base is not None)
+    if base is not None:
+        on_step(f"loading {base}")
+        revision.load(base, kernels="cuda" + BASE in names and device.type == "cuda")
     records = []
     for case in cases:
         on_step(case.id)
@@ -109,16 +107,12 @@ class _Measurement:
     ):
         self.case, self.names, self.device = case, names, device
         self.seconds, self.on_step = seconds, on_step
-        self.inputs = ways.make_inputs(case, device)
         self.backward = min(order, case.order) > 0
         self.passes = ["forward", *(["backward"] if self.backward else [])]
-        if not self.backward:
-            self.inputs.leaves = {}
-            for x in (self.inputs.q, self.inputs.k, self.inputs.v, self.inputs.bias):
-                if x is not None:
-                    x.requires_grad_(False)
+        inputs = make_inputs(case, device)
+        self.inputs = inputs if self.backward else inputs.detached()
         self.sample = Sample(self.inputs) if check else None
-        self.functions: dict[str, Callable[[], Tensor]] = {}
+        self.functions: dict[str, dict[str, Callable[[], Tensor]]] = {k: {} for k in self.passes}
         self.refusals: dict[tuple[str, str], str] = {}  # (candidate, pass) -> why
         self.verdicts: dict[tuple[str, str], Verdict] = {}
         self.memory: dict[tuple[str, str], float] = {}
@@ -139,37 +133,44 @@ class _Measurement:
         return found
 
     def _prepare(self, name: str) -> None:
-        """Compile, check and weigh one candidate."""
+        """Compile, check and weigh one candidate; what has no such gradient runs forward alone."""
         self.on_step(f"{self.case.id}: {name}")
+        reason = self._try(name, self.inputs, self.passes)
+        if reason and self.backward:
+            self.refusals[name, "backward"] = reason
+            reason = self._try(name, self.inputs.detached(), ["forward"])
+        if reason:
+            self.refusals[name, "forward"] = reason
+
+    def _try(self, name: str, inputs: Inputs, passes: list[str]) -> str | None:
+        """Why it cannot run these passes, or None."""
         try:
-            function = ways.candidate(name, self.inputs)
+            function = ways.candidate(name, inputs)
             if self.sample:
-                for kind, verdict in self.sample.verdicts(name, function, self.backward).items():
+                for kind, verdict in self.sample.verdicts(name, function, passes).items():
                     self.verdicts[name, kind] = verdict
-            self._weigh(name, function)
-            self.functions[name] = function
+            self._weigh(name, function, passes)
         except Unsupported as reason:
-            self._refuse(name, str(reason))
+            return str(reason)
         except torch.OutOfMemoryError:
-            self._refuse(name, "out of memory")
+            return "out of memory"
         except torch.AcceleratorError:
             raise  # nothing on this device works any more
         except (RuntimeError, NotImplementedError) as error:
-            said = str(error).strip().splitlines()[0]
-            if name in OURS:
-                for kind in self.passes:
-                    self.verdicts[name, kind] = Verdict(math.inf, math.inf, f"it raised: {said}")
-            else:  # a baseline may serve the forward and refuse the gradient of a bias, say
-                self._refuse(name, said)
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if name not in OURS:  # a baseline may serve the forward and have no such gradient
+                return said
+            for kind in passes:
+                self.verdicts[name, kind] = Verdict(math.inf, math.inf, f"it raised: {said}")
+            return None
+        for kind in passes:
+            self.functions[kind][name] = function
+        return None
 
-    def _refuse(self, name: str, reason: str) -> None:
-        for kind in self.passes:
-            self.refusals[name, kind] = reason
-
-    def _weigh(self, name: str, function: Callable[[], Tensor]) -> None:
+    def _weigh(self, name: str, function: Callable[[], Tensor], passes: list[str]) -> None:
         if self.device.type != "cuda":
             return
-        for kind in self.passes:
+        for kind in passes:
             start = None if kind == "forward" else function()
             torch.cuda.synchronize(self.device)
             before = torch.cuda.memory_allocated(self.device)
@@ -188,12 +189,13 @@ class _Measurement:
         verdicts = [self.verdicts.get((name, kind)) for kind in self.passes]
         return any(v is not None and v.problem is not None for v in verdicts)
 
+    def _able(self, kind: str) -> dict[str, Callable[[], Tensor]]:
+        return {n: f for n, f in self.functions[kind].items() if not self._failed(n)}
+
     def _time(self, kind: str) -> dict[str, Times]:
-        able = {n: f for n, f in self.functions.items() if not self._failed(n)}
+        able = self._able(kind)
         if kind == "backward":
             able = {n: partial(self._gradients, f()) for n, f in able.items()}
-        elif not self.backward:
-            able = {n: torch.no_grad()(f) for n, f in able.items()}
         if not able:
             return {}
         return interleave({**able, **self._ceilings()}, self.device, self.seconds)
@@ -208,10 +210,10 @@ class _Measurement:
         return {"ceiling:matmul": lambda: a @ b, "ceiling:copy": lambda: target.copy_(source)}
 
     def _host_times(self) -> dict[str, dict[str, Times]]:
-        able = {n: f for n, f in self.functions.items() if not self._failed(n) and n != "flex"}
-        plain = {n: torch.no_grad()(f) for n, f in able.items()}
+        plain = {n: torch.no_grad()(f) for n, f in self._able("forward").items() if n != "flex"}
         found = {"host": self._host(plain)}
         if self.backward:
+            able = {n: f for n, f in self._able("backward").items() if n != "flex"}
             found["host, with gradients"] = self._host(able)
         return found
 
@@ -232,24 +234,32 @@ class _Measurement:
         else:
             gate = "not checked" if verdict is None else "passed"
         tflops = gbps = share = None
+        ceiling = _ceiling(times, self.device, DTYPES[self.case.dtype])
         if time and not on_host:
             derivative = int(kind == "backward")
-            tflops = ways.flops(self.case, self.device, derivative) / time.median * 1e-12
-            gbps = ways.bytes_moved(self.case, self.device, derivative) / time.median * 1e-9
-            share = _share_of_ceiling(tflops, gbps, times, self.device, DTYPES[self.case.dtype])
+            tflops = flops(self.case, self.device, derivative) / time.median * 1e-12
+            gbps = bytes_moved(self.case, self.device, derivative) / time.median * 1e-9
+            if ceiling:
+                share = 100 * max(tflops / ceiling["tflops"], gbps / ceiling["gbps"])
         memory = self.memory.get((name, kind))
+        if name.endswith(BASE):
+            base = revision.current()
+            commit, dirty = base.commit or base.base, False
+        else:
+            commit, dirty = _commit()
         return {
             "schema": 1,
             "suite": self.case.suite,
             "case": self.case.describe(),
             "pass": kind,
             "backend": name,
-            "commit": _commit()[0],
-            "dirty": _commit()[1],
+            "commit": commit,
+            "dirty": dirty,
             "time_us": None if time is None else _microseconds(time),
             "tflops": tflops,
             "gbps": gbps,
             "pct_sol": share,
+            "ceiling": ceiling,
             "peak_mem_mb": None if memory is None else memory / 1e6,
             "max_err": None if verdict is None else verdict.error,
             "err_ratio": None if verdict is None else verdict.ratio,
@@ -288,16 +298,17 @@ def _buffers(device: torch.device) -> tuple[Tensor, Tensor]:
     return source, target
 
 
-def _share_of_ceiling(
-    tflops: float, gbps: float, times: dict[str, Times], device: torch.device, dtype: torch.dtype
-) -> float | None:
-    """Percent of the nearer of two ceilings, both measured in the rounds of this case."""
+def _ceiling(
+    times: dict[str, Times], device: torch.device, dtype: torch.dtype
+) -> dict[str, float] | None:
+    """What this device did in the same rounds: a large matrix product, a large copy."""
     if "ceiling:matmul" not in times:
         return None
     size = _matrices(device, dtype)[0].shape[0]
-    matmul = 2 * size**3 / times["ceiling:matmul"].median * 1e-12
-    copy = 2 * _COPY_BYTES / times["ceiling:copy"].median * 1e-9
-    return 100 * max(tflops / matmul, gbps / copy)
+    return {
+        "tflops": 2 * size**3 / times["ceiling:matmul"].median * 1e-12,
+        "gbps": 2 * _COPY_BYTES / times["ceiling:copy"].median * 1e-9,
+    }
 
 
 @cache

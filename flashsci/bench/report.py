@@ -1,183 +1,342 @@
-"""Records as tables: every case, geometric means of the ratios, and the project's claims."""
+"""Records as tables: on the terminal, as Markdown, and in pages of the repository.
+
+A page asks for a table by a pair of comments; what stands between them is rewritten by `refresh`:
+
+    <!-- bench:begin summary benchmarks/results/h200/headline.json -->
+    <!-- bench:end -->
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
-from flashsci.bench.cases import CLAIMS
+from flashsci.bench import ranking
+from flashsci.bench.candidates import BASELINES
+from flashsci.bench.cases import BenchError
+from flashsci.bench.ranking import Record
 
-Record = dict
-Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
+_BETWEEN_MARKERS = re.compile(
+    r"^(<!-- bench:begin (\w+) (\S+) -->\n)(.*?)(^<!-- bench:end -->$)", re.M | re.S
+)
+_STYLES = {
+    "wins": "green",
+    "faster": "green",
+    "met": "green",
+    "loses": "bold red",
+    "slower": "bold red",
+    "not met": "bold red",
+}
 
 
-def _time(us: float) -> str:
+@dataclass
+class Table:
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+
+def _time(record: Record | None) -> str:
+    if record is None:
+        return "-"
+    us = ranking.median(record)
     return f"{us:.1f} us" if us < 1000 else f"{us / 1000:.3g} ms"
 
 
-def _case_rows(records: list[Record]) -> list[list[str]]:
+def _unit(record: Record) -> str:
+    """What the nearer ceiling counts: "tflops" or "gbps"."""
+    ceiling = record.get("ceiling") if record["tflops"] else None
+    near = ceiling and record["gbps"] / ceiling["gbps"] > record["tflops"] / ceiling["tflops"]
+    return "gbps" if near else "tflops"
+
+
+def _speed(unit: str, value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g} {'TFLOP/s' if unit == 'tflops' else 'GB/s'}"
+
+
+def _share(percent: float | None) -> str:
+    return "-" if percent is None else f"{percent:.0f}%"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def times(records: list[Record]) -> Table:
     rows = []
     for r in records:
+        about = [r["case"]["id"], r["pass"], r["backend"]]
         if r["gate"].startswith("refused"):
             continue
-        about = [r["case"]["id"], r["pass"], r["backend"]]
         if r["time_us"] is None:
             rows.append([*about, "-", "-", "-", "-", "-", r["gate"]])
             continue
+        checked = r["err_ratio"] is not None
         rows.append(
             [
                 *about,
-                _time(r["time_us"]["median"]),
+                _time(r),
                 f"{r['tflops']:.3g}" if r["tflops"] else "-",
                 f"{r['gbps']:.3g}" if r["gbps"] else "-",
-                f"{r['pct_sol']:.0f}%" if r["pct_sol"] else "-",
+                _share(r["pct_sol"]),
                 f"{r['peak_mem_mb']:.0f}" if r["peak_mem_mb"] is not None else "-",
-                "not checked" if r["err_ratio"] is None else f"{r['err_ratio']:.2f} of allowed",
+                f"{r['err_ratio']:.2f} of allowed" if checked else "not checked",
             ]
         )
-    return rows
+    columns = ["time", "TFLOP/s", "GB/s", "of ceiling", "peak MB", "check"]
+    return Table("Times (medians, interleaved)", ["case", "pass", "backend", *columns], rows)
 
 
-def _refusals(records: list[Record]) -> list[list[str]]:
+def refusals(records: list[Record]) -> Table:
     """Who did not run what, one row per reason."""
-    cases: dict[tuple[str, str], dict[str, None]] = {}
+    passes: dict[tuple[str, str], dict[str, list[str]]] = {}
     for r in records:
         if r["gate"].startswith("refused"):
-            reason = r["gate"].removeprefix("refused: ")
-            cases.setdefault((r["backend"], reason), {})[r["case"]["id"]] = None
-    return [[name, ", ".join(ids), reason] for (name, reason), ids in cases.items()]
-
-
-def _times(records: Iterable[Record], what: str) -> dict[tuple[str, str, str], float]:
-    """{(case, pass, backend): microseconds} of what passed its check; `what`: median or min."""
-    return {
-        (r["case"]["id"], r["pass"], r["backend"]): r["time_us"][what]
-        for r in records
-        if r["time_us"] is not None
-    }
-
-
-def _geomean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
-def geomeans(records: list[Record]) -> list[list[str]]:
-    """Per suite, head dim and pass: how much faster ours are than each baseline, over the cases
-    both ran."""
-    medians = _times(records, "median")
-    about = {r["case"]["id"]: (r["suite"], r["case"].get("D", 64)) for r in records}
-    groups: dict[tuple, list[float]] = {}
-    for (case, kind, ours), us in medians.items():
-        if ours not in ("triton", "cuda", "auto"):
-            continue
-        for (other_case, other_kind, baseline), other_us in medians.items():
-            if (other_case, other_kind) == (case, kind) and baseline not in (
-                "triton",
-                "cuda",
-                "auto",
-            ):
-                groups.setdefault((*about[case], kind, ours, baseline), []).append(other_us / us)
-    return [
-        [suite, str(d), kind, ours, baseline, f"{_geomean(ratios):.2f}x", str(len(ratios))]
-        for (suite, d, kind, ours, baseline), ratios in sorted(groups.items())
-    ]
-
-
-def claims(records: list[Record]) -> list[list[str]]:
-    """Every claim that these records can speak to, with what they say."""
-    measured = {(r["case"]["id"], r["pass"]) for r in records}
+            key = (r["backend"], r["gate"].removeprefix("refused: "))
+            passes.setdefault(key, {}).setdefault(r["case"]["id"], []).append(r["pass"])
     rows = []
-    for claim in CLAIMS:
-        if not measured.issuperset((id, claim.kind) for id in claim.cases):
-            continue
-        times = _times(records, "median" if claim.baseline else "min")
-        ours = [times.get((id, claim.kind, claim.ours)) for id in claim.cases]
-        if claim.baseline is None:
-            value, good = ours[0], ours[0] is not None and ours[0] <= claim.target
-            shown, target = "-" if value is None else f"{value:.1f} us", f"<= {claim.target:g} us"
+    for (name, reason), cases in passes.items():
+        some = [id if "forward" in kinds else f"{id} (backward)" for id, kinds in cases.items()]
+        rows.append([name, ", ".join(some), reason])
+    return Table("Not run", ["backend", "cases", "because"], rows)
+
+
+def standings(records: list[Record]) -> Table:
+    """Every case and pass: our best, the best of the others, and who wins."""
+    found = ranking.standings(records)
+    rows = []
+    for s in found:
+        unit = _unit(s.about)
+        rows.append(
+            [
+                s.about["case"]["id"],
+                s.about["pass"],
+                s.ours["backend"] if s.ours else "none",
+                _time(s.ours),
+                _speed(unit, s.ours[unit] if s.ours else None),
+                _share(s.ours["pct_sol"] if s.ours else None),
+                s.peer["backend"] if s.peer else "nobody",
+                _time(s.peer),
+                _ratio(s.ratio),
+                s.result,
+            ]
+        )
+    header = ["case", "pass", "ours", "time", "speed", "of ceiling"]
+    header += ["best of the others", "its time", "ratio", ""]
+    note = f"In all: {_tally(found)}. {_method(records)}" if found else ""
+    return Table("Standings (our best against the best of the others)", header, rows, note)
+
+
+def _tally(found: Iterable[ranking.Standing]) -> str:
+    results = [s.result for s in found]
+    counts = ((word, results.count(word)) for word in ("wins", "draws", "loses"))
+    return ", ".join(f"{word} {count}" for word, count in counts if count)
+
+
+def summary(records: list[Record]) -> Table:
+    """The standings, with cases that differ in length alone as one line."""
+    rows = []
+    for group in ranking.groups(records):
+        first, lengths = group.members[0], group.lengths
+        unit = _unit(first.about)
+        speed = group.mean("ours", unit)
+        alone = len(group.members) == 1
+        span = f"{group.name}, S {lengths[0]} to {lengths[-1]}" if not alone else ""
+        rows.append(
+            [
+                span or first.about["case"]["id"],
+                group.kind,
+                group.backend("ours") or "none",
+                _speed(unit, speed) if speed else _time(first.ours),
+                _share(group.mean("ours", "pct_sol")),
+                group.backend("peer") or "nobody",
+                _ratio(group.ratio),
+                first.result if alone else _tally(group.members),
+            ]
+        )
+    header = ["what", "pass", "ours", "speed", "of ceiling", "best of the others", "ratio", ""]
+    title = "Who wins where (geometric means over lengths)"
+    return Table(title, header, rows, _method(records) if rows else "")
+
+
+def geomeans(records: list[Record]) -> Table:
+    """How much faster each of ours is than each of the others, by suite, head dim and pass."""
+    found: dict[tuple[str, str, str, str], dict[str, str]] = {}
+    for suite, d, kind, ours, peer, ratio, count in ranking.geomeans(records):
+        cell = f"{_ratio(ratio)} ({count})"
+        found.setdefault((suite, str(d), kind, ours), {})[peer] = cell
+    peers = [n for n in BASELINES if any(n in cells for cells in found.values())]
+    rows = [[*key, *(cells.get(n, "-") for n in peers)] for key, cells in found.items()]
+    title = "Speed over each of the others (geometric mean, number of cases)"
+    return Table(title, ["suite", "D", "pass", "ours", *peers], rows)
+
+
+def claims(records: list[Record]) -> Table:
+    rows = []
+    for h in ranking.claims(records):
+        c = h.claim
+        if c.baseline is None:
+            value, target = "-" if h.value is None else f"{h.value:.1f} us", f"<= {c.target:g} us"
         else:
-            theirs = [times.get((id, claim.kind, claim.baseline)) for id in claim.cases]
-            ratios = [b / a for a, b in zip(ours, theirs, strict=True) if a and b]
-            value = _geomean(ratios) if ratios else None
-            good = len(ratios) == len(claim.cases) and value is not None and value >= claim.target
-            missing = len(claim.cases) - len(ratios)
-            shown = "-" if value is None else f"{value:.2f}x"
-            shown += f" ({missing} of {len(claim.cases)} missing)" if missing else ""
-            target = f">= {claim.target:g}x"
-        against = f"{claim.ours} vs {claim.baseline}" if claim.baseline else claim.ours
-        rows.append([claim.text, against, shown, target, "met" if good else "not met"])
-    return rows
+            value, target = _ratio(h.value), f">= {c.target:g}x"
+        if h.missing:
+            value += f" ({h.missing} of {len(c.cases)} missing)"
+        against = f"{c.ours} vs {c.baseline}" if c.baseline else c.ours
+        rows.append([c.text, against, value, target, "met" if h.met else "not met"])
+    return Table("Claims", ["claim", "who", "measured", "target", ""], rows)
+
+
+def comparison(old: list[Record], new: list[Record], one_run: bool = False) -> Table:
+    """What changed between two measurements, case by case, and the geometric means last."""
+    found = ranking.changes(old, new)
+
+    def spread(record: Record) -> str:
+        time = record["time_us"]
+        return f"{_time(record)} ({time['p20']:.4g} to {time['p80']:.4g})"
+
+    rows = [
+        [
+            c.new["case"]["id"],
+            c.new["pass"],
+            c.new["backend"],
+            spread(c.old),
+            spread(c.new),
+            _ratio(c.ratio),
+            c.result,
+        ]
+        for c in found
+    ]
+    means: dict[tuple[str, str], list[float]] = {}
+    for c in found:
+        means.setdefault((c.new["pass"], c.new["backend"]), []).append(c.ratio)
+    rows += [
+        ["geometric mean", kind, name, "", "", _ratio(ranking.geomean(ratios)), f"of {len(ratios)}"]
+        for (kind, name), ratios in means.items()
+    ]
+    drift = None if one_run else ranking.drift(found)
+    if one_run:
+        how = "interleaved in one run"
+    elif drift:
+        how = f"two runs: products and copies timed alongside ran at {drift:.2f}x of before"
+    else:
+        how = "two runs, without ceilings to compare them by"
+    note = (
+        f"{_commits(new)} against {_commits(old)}; medians (20% to 80% of the samples, us); {how}"
+    )
+    header = ["case", "pass", "backend", "old", "new", "faster by", ""]
+    return Table("What changed", header, rows, note)
+
+
+def _commits(records: list[Record]) -> str:
+    found = (
+        f"{r['commit']}{' with changes' if r['dirty'] else ''}" for r in records if r["commit"]
+    )
+    return ", ".join(dict.fromkeys(found)) or "sources without git"
+
+
+def _method(records: list[Record]) -> str:
+    def every(*keys: str) -> str:
+        found = (r["env"][key] for key in keys for r in records)
+        return ", ".join(dict.fromkeys(value for value in found if value))
+
+    where = every("gpu") or every("host")
+    return (
+        f"{where}, torch {every('torch')}, {_commits(records)}; medians, interleaved launch by launch; "
+        "every result checked against fp64."
+    )
+
+
+#: What a page can ask for, by name.
+TABLES: dict[str, Callable[[list[Record]], Table]] = {
+    "times": times,
+    "refusals": refusals,
+    "geomeans": geomeans,
+    "standings": standings,
+    "summary": summary,
+    "claims": claims,
+}
 
 
 def tables(records: list[Record]) -> list[Table]:
-    """Everything worth showing about these records."""
-    every = [
-        (
-            "Times (medians, interleaved)",
-            [
-                "case",
-                "pass",
-                "backend",
-                "time",
-                "TFLOP/s",
-                "GB/s",
-                "of ceiling",
-                "peak MB",
-                "check",
-            ],
-            _case_rows(records),
-        ),
-        ("Not run", ["backend", "cases", "because"], _refusals(records)),
-        (
-            "Speed over baselines (geometric means)",
-            ["suite", "D", "pass", "ours", "baseline", "faster by", "cases"],
-            geomeans(records),
-        ),
-        ("Claims", ["claim", "who", "measured", "target", ""], claims(records)),
+    """Everything worth showing about these records, the most telling last."""
+    base, ours = ranking.split(records)
+    found = [times(records), refusals(records), geomeans(ours), standings(ours), claims(ours)]
+    if base:
+        found.append(comparison(base, ours, one_run=True))
+    return [table for table in found if table.rows]
+
+
+def markdown(table: Table) -> str:
+    strong = [
+        [re.sub(r"^not met$|loses(?: \d+)?", r"**\g<0>**", c) for c in row] for row in table.rows
     ]
-    return [(title, header, rows) for title, header, rows in every if rows]
+    lines = [table.header, ["---"] * len(table.header), *strong]
+    text = "\n".join(
+        "| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines
+    )
+    return f"{text}\n\n{table.note}" if table.note else text
 
 
-def markdown(records: list[Record]) -> str:
-    parts = []
-    for title, header, rows in tables(records):
-        lines = [header, ["---"] * len(header), *rows]
-        parts.append(f"**{title}**\n\n" + "\n".join("| " + " | ".join(r) + " |" for r in lines))
-    return "\n\n".join(parts)
+def plain(table: Table) -> str:
+    """As aligned text."""
+    widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
+    lines = [table.header, ["-" * w for w in widths], *table.rows]
+    body = "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+    return "\n".join(filter(None, (table.title, body, table.note)))
 
 
-def plain(records: list[Record]) -> str:
-    """The tables as aligned text."""
-    parts = []
-    for title, header, rows in tables(records):
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [header, ["-" * w for w in widths], *rows]
-        parts.append(
-            f"{title}\n"
-            + "\n".join(
-                "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip()
-                for r in lines
-            )
-        )
-    return "\n\n".join(parts)
+def show(found: Iterable[Table], console=None) -> None:
+    """Print tables: with rich if there is a console, as plain text otherwise."""
+    for table in found:
+        if console is None:
+            print(plain(table), end="\n\n")
+            continue
+        from rich.table import Table as RichTable
+        from rich.text import Text
 
-
-def show(records: list[Record], console=None) -> None:
-    """Print the tables: with rich if there is a console, as plain text otherwise."""
-    if console is None:
-        print(plain(records))
-        return
-    from rich.table import Table as RichTable
-
-    for title, header, rows in tables(records):
-        table = RichTable(title=title, title_justify="left")
-        for i, name in enumerate(header):
-            table.add_column(name, justify="right" if 3 <= i <= 7 and len(header) == 9 else "left")
-        grouped = len({row[0] for row in rows}) <= len(rows) / 2
+        shown = RichTable(title=table.title, title_justify="left", caption=table.note or None)
+        shown.caption_justify = "left"
+        for name in table.header:
+            numbers = name in ("time", "TFLOP/s", "GB/s", "of ceiling", "peak MB", "ratio")
+            shown.add_column(name, justify="right" if numbers else "left")
+        grouped = len({row[0] for row in table.rows}) <= len(table.rows) / 2
         before = None
-        for row in rows:
+        for row in table.rows:
             if grouped and before not in (None, row[0]):
-                table.add_section()
+                shown.add_section()
             before = row[0]
-            table.add_row(*row)
-        console.print(table)
+            shown.add_row(*(Text(c, style=_STYLES.get(c, "")) for c in row))
+        console.print(shown)
+
+
+def refresh(root: Path, pages: Iterable[Path] | None = None, write: bool = True) -> list[Path]:
+    """Rewrite the tables between markers in README.md and docs/; returns the pages that differed.
+
+    Raises:
+        BenchError: a page asks for a table or a file that does not exist.
+    """
+    changed = []
+    for page in pages or [root / "README.md", *sorted(root.glob("docs/**/*.md"))]:
+
+        def block(found: re.Match, page: Path = page) -> str:
+            begin, name, source, _, end = found.groups()
+            if name not in TABLES:
+                raise BenchError(f"{page}: no table named {name!r}; there are {', '.join(TABLES)}")
+            if not (root / source).is_file():
+                raise BenchError(f"{page}: there is no file {source}")
+            records = json.loads((root / source).read_text(encoding="utf-8"))
+            return f"{begin}\n{markdown(TABLES[name](records))}\n\n{end}"
+
+        text = page.read_text(encoding="utf-8")
+        fresh = _BETWEEN_MARKERS.sub(block, text)
+        if fresh != text:
+            changed.append(page)
+            if write:
+                page.write_text(fresh, encoding="utf-8")
+    return changed

@@ -10,7 +10,7 @@ that of the sample alone, at full size of the launch. The allowance is that of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashsci.backends import reference
-from flashsci.bench.candidates import Inputs
+from flashsci.bench.inputs import Inputs
 from flashsci.testing import Finding, Judge
 from flashsci.testing import Inputs as Call
 
@@ -137,13 +137,13 @@ class Sample:
         )
         return call, indices
 
-    def verdicts(self, name: str, function: Function, backward: bool) -> dict[str, Verdict]:
+    def verdicts(self, name: str, function: Function, passes: Sequence[str]) -> dict[str, Verdict]:
         """Run a candidate at full size and judge the sample of its results, by pass."""
         x = self.inputs
         judge = self.coarse_judge if name.startswith("sdpa") else self.judge
         out = function()
         found = {"forward": self._verdict(judge, {"out": out.detach()})}
-        if backward and x.leaves:
+        if "backward" in passes:
             dout = torch.zeros_like(x.dout)
             where = _grid(dout, self.indices["out"])
             dout[where] = x.dout[where]

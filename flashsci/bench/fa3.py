@@ -1,0 +1,119 @@
+"""FlashAttention-3 as a peer: its kernels from a library on disk, behind plain autograd.
+
+Any build that registers torch.ops.flash_attn_3 will do. One that needs no compiling is in the
+xformers wheel (docs/bench.md says how to get it); it was linked against CUDA 12, whose runtime must be
+loaded before it and may lie next to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.bench.inputs import Inputs, Unsupported
+from flashsci.bench.peers import collapsed
+
+VARIABLE = "FLASHSCI_FA3"
+RUNTIME = "libcudart.so.12"
+
+
+def candidate(x: Inputs) -> Callable[[], Tensor]:
+    """Its forward on these inputs; gradients of q, k and v flow. Layout [B, S, H, D], by views."""
+    reason = refuses(x)
+    if reason is not None:
+        raise Unsupported(reason)
+    if x.q.device.type != "cuda":
+        raise Unsupported("it runs on GPUs only")
+    ops = load(os.environ.get(VARIABLE, ""))
+    return _call(ops, x)
+
+
+def refuses(x: Inputs) -> str | None:
+    """What it cannot do, or None."""
+    case = x.case
+    if case.dtype not in ("bf16", "fp16"):
+        return f"it has no {case.dtype}"
+    if case.bias or case.mask:
+        return "it has no bias and no mask"
+    if case.D % 8 or case.D > 256:
+        return f"its head dims are multiples of 8 up to 256, and this is {case.D}"
+    if case.Dv != case.D:
+        return "D != Dv is not compared (its backward pads both to the larger)"
+    if (case.causal or case.window) and case.Sq != case.Sk:
+        return "its masks are aligned lower right, those of the cases upper left"
+    return None
+
+
+@cache
+def load(path: str) -> Any:
+    """torch.ops.flash_attn_3 with its kernels."""
+    if not path:
+        raise Unsupported(f"no library: --fa3 PATH or {VARIABLE}=PATH (docs/bench.md)")
+    library = Path(path).resolve()
+    if not library.is_file():
+        raise Unsupported(f"there is no file {library}")
+    for runtime in (library.with_name(RUNTIME), *_wheel_runtimes(), RUNTIME):
+        try:
+            ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+            break
+        except OSError:  # the next place; a library that does not need it loads all the same
+            continue
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        raise Unsupported(f"{library} cannot be loaded: {error.__cause__ or error}") from error
+    return torch.ops.flash_attn_3
+
+
+def _wheel_runtimes() -> list[Path]:
+    """Where the wheel nvidia-cuda-runtime-cu12 would put it."""
+    found = importlib.util.find_spec("nvidia")
+    places = (found.submodule_search_locations or []) if found else []
+    return [Path(place) / "cuda_runtime" / "lib" / RUNTIME for place in places]
+
+
+def _call(ops: Any, x: Inputs) -> Callable[[], Tensor]:
+    case = x.case
+    left, right = case.window or (-1, -1)
+    options = {
+        "softmax_scale": case.D**-0.5,
+        "is_causal": case.causal and case.window is None,
+        "window_size_left": left,
+        "window_size_right": 0 if case.causal and case.window else right,
+    }
+    if x.cu_seqlens is not None:
+        options |= {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens}
+        options |= {"max_seqlen_q": max(case.lens), "max_seqlen_k": max(case.lens)}
+        return partial(_Attention.apply, ops, options, 1, x.q, x.k, x.v)
+    splits = 0 if case.Sq == 1 else 1  # keys split over the GPU, as its own decoding API has it
+
+    def call() -> Tensor:
+        q, k, v = (collapsed(t, case.batch).transpose(1, 2) for t in (x.q, x.k, x.v))
+        out = _Attention.apply(ops, options, splits, q, k, v)
+        return out.transpose(1, 2).reshape((*x.q.shape[:-1], case.Dv))
+
+    return call
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ops, options, splits, q, k, v):
+        out, lse, *_ = ops.fwd(q, k, v, num_splits=splits, **options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ops, ctx.options = ops, options
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+        ctx.ops.bwd(dout, q, k, v, out, lse, dq, dk, dv, **ctx.options)
+        return None, None, None, dq, dk, dv

@@ -1,0 +1,132 @@
+"""The tensors of a case, and what computing it costs at least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from flashsci.bench.cases import Case
+from flashsci.problem import Problem
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class Unsupported(Exception):
+    """This candidate cannot run this case; the message says why."""
+
+
+@dataclass
+class Inputs:
+    """The tensors of a case. Packed cases hold q, k, v as [T, H, D] with `cu_seqlens`."""
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    dout: Tensor
+    leaves: dict[str, Tensor] = field(default_factory=dict)  # what gradients are taken of, by name
+
+    def detached(self) -> Inputs:
+        """The same tensors for a forward alone: nothing requires a gradient."""
+        names = ("q", "k", "v", "bias")
+        tensors = {n: t.detach() for n in names if (t := getattr(self, n)) is not None}
+        return replace(self, **tensors, leaves={})
+
+
+def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
+    """Random inputs of a case, the same for everyone; leaves require gradients if the case has
+    any."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = DTYPES[case.dtype]
+
+    def randn(shape, dtype=dtype):
+        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+    if case.lens:
+        total = sum(case.lens)
+        shapes = [(total, case.H, case.D), (total, case.Hk, case.D), (total, case.Hk, case.Dv)]
+        ends = torch.tensor((0, *case.lens)).cumsum(0)
+        cu_seqlens = ends.to(device=device, dtype=torch.int32)
+    else:
+        cu_seqlens = None
+        shapes = [
+            (*case.batch, case.H, case.Sq, case.D),
+            (*case.batch, case.Hk, case.Sk, case.D),
+            (*case.batch, case.Hk, case.Sk, case.Dv),
+        ]
+    q, k, v = (randn(shape) for shape in shapes)
+    bias = mask = None
+    if case.bias == "ragged":
+        bias = randn((case.H, sum(s * s for s in case.lens)), DTYPES[case.bias_dtype])
+    elif case.bias is not None:
+        bias = randn(case.bias).to(DTYPES[case.bias_dtype])  # SDPA must round it to q's dtype
+    if case.mask is not None:
+        # Padding, as in practice: the first keys of every row are real, the rest are not.
+        real = torch.randint(
+            case.Sk // 2, case.Sk + 1, (*case.mask[:-1], 1), device=device, generator=generator
+        )
+        mask = torch.arange(case.Sk, device=device) < real
+    inputs = Inputs(case, q, k, v, bias, mask, cu_seqlens, randn((*q.shape[:-1], case.Dv)))
+    if case.order > 0:
+        inputs.leaves = {"q": q, "k": k, "v": v}
+        if bias is not None and case.bias_grad:
+            inputs.leaves["bias"] = bias
+        for leaf in inputs.leaves.values():
+            leaf.requires_grad_()
+    return inputs
+
+
+def problems(case: Case, device: torch.device) -> list[tuple[Problem, int]]:
+    """The case as `Problem`s with multiplicities (packed: one for each length), to count FLOPs."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    left, right = case.window or (-1, -1)
+    common = {
+        "device_type": device.type,
+        "capability": capability,
+        "dtype": DTYPES[case.dtype],
+        "heads_q": case.H,
+        "heads_k": case.Hk,
+        "head_dim": case.D,
+        "head_dim_v": case.Dv,
+        "window_left": left,
+        "window_right": 0 if case.causal else right,
+        "bias_dtype": DTYPES[case.bias_dtype] if case.bias else None,
+        "bias_grad": case.bias_grad,
+        "mask": case.mask is not None,
+    }
+    if not case.lens:
+        bias = case.bias if isinstance(case.bias, tuple) else None
+        return [
+            (Problem(batch=case.batch, seq_q=case.Sq, seq_k=case.Sk, bias_shape=bias, **common), 1)
+        ]
+    return [
+        (
+            Problem(
+                batch=(1,),
+                seq_q=s,
+                seq_k=s,
+                bias_shape=(case.H, s, s) if case.bias == "ragged" else None,
+                **common,
+            ),
+            case.lens.count(s),
+        )
+        for s in sorted(set(case.lens))
+    ]
+
+
+def flops(case: Case, device: torch.device, order: int) -> int:
+    return sum(n * problem.flops(order) for problem, n in problems(case, device))
+
+
+def bytes_moved(case: Case, device: torch.device, order: int) -> int:
+    return sum(n * problem.bytes(order) for problem, n in problems(case, device))
