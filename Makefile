@@ -22,7 +22,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc cmake -type f 2>/dev/
 export PATH := $(if $(VENV),$(abspath $(VENV))/bin:,)$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install build build-manual demo test test-fast lint format types docs bench check env wheel clean
+.PHONY: help install build build-manual demo test test-fast lint format types docs bench check sweep env wheel clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -91,6 +91,9 @@ bench: install ## the headline cases (GPU), or small ones (CPU); more: python -m
 
 check: install ## GPU machine: run the GPU suite and update reports/gpu-check.json
 	$(PY) -m flashsci check
+
+sweep: ## GPU machine: pre-flight, build, check, bench, report; stops at the first failure
+	@PY="$(PY)" VENV="$(VENV)" MAKE="$(MAKE)" bash scripts/sweep.sh
 
 env: install ## what is on this machine, what is missing, how to get it
 	@$(PY) -m flashsci env

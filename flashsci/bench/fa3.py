@@ -32,8 +32,7 @@ def candidate(x: Inputs) -> Callable[[], Tensor]:
         raise Unsupported(reason)
     if x.q.device.type != "cuda":
         raise Unsupported("it runs on GPUs only")
-    ops = load(os.environ.get(VARIABLE, ""))
-    return _call(ops, x)
+    return call(load(os.environ.get(VARIABLE, "")), x)
 
 
 def refuses(x: Inputs) -> str | None:
@@ -80,7 +79,8 @@ def _wheel_runtimes() -> list[Path]:
     return [Path(place) / "cuda_runtime" / "lib" / RUNTIME for place in places]
 
 
-def _call(ops: Any, x: Inputs) -> Callable[[], Tensor]:
+def call(ops: Any, x: Inputs) -> Callable[[], Tensor]:
+    """The same with its `fwd` and `bwd` given."""
     case = x.case
     left, right = case.window or (-1, -1)
     options = {
@@ -95,12 +95,12 @@ def _call(ops: Any, x: Inputs) -> Callable[[], Tensor]:
         return partial(_Attention.apply, ops, options, 1, x.q, x.k, x.v)
     splits = 0 if case.Sq == 1 else 1  # keys split over the GPU, as its own decoding API has it
 
-    def call() -> Tensor:
+    def dense() -> Tensor:
         q, k, v = (collapsed(t, case.batch).transpose(1, 2) for t in (x.q, x.k, x.v))
         out = _Attention.apply(ops, options, splits, q, k, v)
         return out.transpose(1, 2).reshape((*x.q.shape[:-1], case.Dv))
 
-    return call
+    return dense
 
 
 class _Attention(torch.autograd.Function):

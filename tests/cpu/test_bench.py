@@ -1,12 +1,13 @@
-"""The benchmark's own parts: cases, counting, timing, checking, tables."""
+"""The benchmark's own parts: cases, counting, timing, checking."""
 
+import json
 import time
 
 import pytest
 import torch
 
 from flashsci import bench
-from flashsci.bench import candidates, cases, report, timer
+from flashsci.bench import candidates, cases, inputs, timer
 from flashsci.bench.verify import Sample
 
 CPU = torch.device("cpu")
@@ -19,7 +20,7 @@ def small(**options):
 
 def test_cases_are_unique_and_well_formed():
     every = [*cases.CASES.values(), *cases.CPU_CASES]
-    assert len({case.id for case in every}) == len(every) == 85
+    assert len({case.id for case in every}) == len(every) == 121
     for case in every:
         assert bool(case.lens) != bool(case.Sq)
         assert case.H % case.Hk == 0
@@ -50,15 +51,19 @@ def test_claims_rest_on_headline_cases():
     headline = {case.id for case in bench.SUITES["headline"]}
     for claim in bench.CLAIMS:
         assert headline.issuperset(claim.cases)
+        assert {claim.ours, *(claim.baseline or claim.ours).split(",")} <= {
+            *bench.OURS,
+            *bench.BASELINES,
+        }
 
 
 def test_flops_by_hand():
-    assert candidates.flops(small(), CPU, 0) == 4 * 2 * 16 * 16 * 8
-    assert candidates.flops(small(), CPU, 1) == 2.5 * candidates.flops(small(), CPU, 0)
-    causal = candidates.flops(small(causal=True), CPU, 0)
+    assert inputs.flops(small(), CPU, 0) == 4 * 2 * 16 * 16 * 8
+    assert inputs.flops(small(), CPU, 1) == 2.5 * inputs.flops(small(), CPU, 0)
+    causal = inputs.flops(small(causal=True), CPU, 0)
     assert causal == 4 * 2 * (16 * 17 // 2) * 8
     packed = small(Sq=0, Sk=0, lens=(3, 16, 3), causal=False)
-    assert candidates.flops(packed, CPU, 0) == 4 * 2 * (9 + 256 + 9) * 8
+    assert inputs.flops(packed, CPU, 0) == 4 * 2 * (9 + 256 + 9) * 8
 
 
 def test_interleave_finds_the_slower_one():
@@ -89,36 +94,20 @@ CASES = {
 def test_check_passes_what_is_right_and_no_more(name, budget, monkeypatch):
     """Also when only a sample is checked: some batch entries, heads, query rows or sequences."""
     monkeypatch.setitem(Sample.__init__.__globals__["BUDGET"], "cpu", budget)
-    inputs = candidates.make_inputs(CASES[name], CPU)
-    sample = Sample(inputs)
-    if budget == 300 and not inputs.case.lens:
-        assert sample.call.q.numel() < inputs.q.numel()
-    right = candidates.candidate("reference", inputs)
-    found = sample.verdicts("reference", right, backward=True)
+    made = inputs.make_inputs(CASES[name], CPU)
+    sample = Sample(made)
+    if budget == 300 and not made.case.lens:
+        assert sample.call.q.numel() < made.q.numel()
+    right = candidates.candidate("reference", made)
+    both = ["forward", "backward"]
+    found = sample.verdicts("reference", right, both)
     assert [v.problem for v in found.values()] == [None, None]
     assert set(found) == {"forward", "backward"}
-    wrong = sample.verdicts("reference", lambda: right() * 1.01, backward=True)
+    wrong = sample.verdicts("reference", lambda: right() * 1.01, both)
     assert "out" in wrong["forward"].problem
     assert "dq" in wrong["backward"].problem
-    missing = sample.verdicts("reference", lambda: right() * float("nan"), backward=False)
+    missing = sample.verdicts("reference", lambda: right() * float("nan"), ["forward"])
     assert "not finite" in missing["forward"].problem
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_sdpa_baseline_computes_the_same(name):
-    inputs = candidates.make_inputs(CASES[name], CPU)
-    ours = candidates.candidate("reference", inputs)()
-    theirs = candidates.candidate("sdpa:math", inputs)()
-    torch.testing.assert_close(ours, theirs)
-
-
-def test_refusals_have_reasons():
-    inputs = candidates.make_inputs(small(), CPU)
-    with pytest.raises(candidates.Unsupported, match="on GPUs only"):
-        candidates.candidate("flex", inputs)
-    packed = candidates.make_inputs(CASES["packed, ragged bias"], CPU)
-    with pytest.raises(candidates.Unsupported, match="no packed sequences"):
-        candidates.candidate("sdpa", packed)
 
 
 def test_no_speed_for_what_is_wrong(monkeypatch):
@@ -146,51 +135,42 @@ def test_host_times_of_the_small_call():
     assert all(r["gate"] == "not checked" for r in found)
 
 
-def record(case, kind, backend, us, gate="passed"):
-    return {
-        "case": {"id": case, "D": 64},
-        "suite": "dense",
-        "pass": kind,
-        "backend": backend,
-        "time_us": None if us is None else {"median": us, "min": 0.9 * us},
-        "tflops": 1.0,
-        "gbps": 1.0,
-        "pct_sol": None,
-        "peak_mem_mb": None,
-        "err_ratio": 0.5,
-        "gate": gate,
-    }
+def test_what_has_no_gradient_runs_forward_alone(monkeypatch):
+    plain = candidates.candidate
+
+    def forward_only(name, made):
+        if name == "sdpa:math" and made.leaves:
+            raise inputs.Unsupported("no gradient of a bias")
+        return plain(name, made)
+
+    monkeypatch.setattr(candidates, "candidate", forward_only)
+    found = bench.run([small()], ["reference", "sdpa:math"], "cpu", seconds=0.01)
+    by = {(r["backend"], r["pass"]): r for r in found}
+    assert by["sdpa:math", "forward"]["gate"] == "passed"
+    assert by["sdpa:math", "forward"]["time_us"]["median"] > 0
+    assert by["sdpa:math", "backward"]["gate"] == "refused: no gradient of a bias"
+    assert by["reference", "backward"]["time_us"]["median"] > 0
 
 
-def test_geomeans_and_claims():
-    found = []
-    (claim, *_) = (c for c in bench.CLAIMS if c.kind == "forward" and c.baseline == "flex")
-    for i, id in enumerate(claim.cases):
-        found.append(record(id, "forward", "triton", 10.0))
-        found.append(record(id, "forward", "flex", (20.0, 5.0)[i % 2]))
-    assert report.geomeans(found) == [["dense", "64", "forward", "triton", "flex", "1.00x", "8"]]
-    (row,) = report.claims(found)
-    assert row[1:] == ["triton vs flex", "1.00x", ">= 1x", "met"]
-    found[0] = record(claim.cases[0], "forward", "triton", None, "failed: out")
-    (row,) = report.claims(found)
-    assert "1 of 8 missing" in row[2]
-    assert row[-1] == "not met"
+def test_forward_alone_needs_no_gradients():
+    (found,) = bench.run([small()], ["reference"], "cpu", order=0, seconds=0.01)
+    assert (found["pass"], found["gate"]) == ("forward", "passed")
+    assert not inputs.make_inputs(small(), CPU).detached().q.requires_grad
 
 
-def test_claims_of_host_time_take_the_best_sample():
-    (row,) = report.claims([record("small-call", "host", "cuda", 16.0)])
-    assert row[2:] == ["14.4 us", "<= 15 us", "met"]
+def test_records_are_plain_data():
+    (case,) = bench.select(ids=["cpu-crystals"])
+    (record, *_) = bench.run([case], ["reference"], "cpu", seconds=0.01)
+    assert json.loads(json.dumps(record)) == record
+    assert record["case"]["D"] == 16
+    assert record["case"]["lens"]["n"] == 8
+    assert set(record["time_us"]) == {"median", "p20", "p80", "min", "n"}
 
 
-def test_tables_as_text_and_markdown():
-    found = [
-        record("a", "forward", "triton", 12.0),
-        record("a", "forward", "cuda", None, "failed: out: error 3 > 2"),
-        record("a", "forward", "flex", None, "refused: no GPU"),
-    ]
-    text, marked = report.plain(found), report.markdown(found)
-    for shown in (text, marked):
-        assert "12.0 us" in shown
-        assert "failed: out" in shown
-        assert "no GPU" in shown
-    assert "| a | forward | triton | 12.0 us |" in marked
+def test_names_of_candidates():
+    gpu = torch.device("cuda")
+    assert candidates.names_of([], gpu)[:2] == ["triton", "cuda"]
+    assert {"flex", "fa3", "cueq", "sdpa:cudnn"} <= set(candidates.names_of(["baselines"], gpu))
+    assert candidates.names_of(["cuda", "flex"], gpu, base=True) == ["cuda", "cuda@base", "flex"]
+    with pytest.raises(bench.BenchError, match="no candidate named 'xformers'"):
+        candidates.names_of(["xformers"], gpu)
