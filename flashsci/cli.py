@@ -229,6 +229,15 @@ def bench(
         TimeElapsedColumn(),
         console=console,
     )
+
+    def save(
+        records: list[dict],
+    ) -> None:  # after every case: a run that is cut short leaves a file
+        progress.advance(task)
+        if json_path:
+            json_path.parent.mkdir(parents=True, exist_ok=True)
+            json_path.write_text(json.dumps(records, indent=1) + "\n")
+
     try:
         cases = core.select(suites, listed(case))
         if dtype:
@@ -245,14 +254,12 @@ def bench(
                 check=check,
                 base=base or None,
                 on_step=lambda text: progress.update(task, description=text),
-                on_case=lambda: progress.advance(task),
+                on_case=save,
             )
     except core.BenchError as error:
         raise typer.BadParameter(str(error)) from error
     core.show(core.tables(records), console)
     if json_path:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(records, indent=1) + "\n")
         console.print(f"wrote {len(records)} records to {json_path}")
 
 

@@ -54,7 +54,7 @@ def run(
     check: bool = True,
     base: str | None = None,
     on_step: Progress = lambda text: None,
-    on_case: Callable[[], object] = lambda: None,
+    on_case: Callable[[list[dict]], object] = lambda records: None,
 ) -> list[dict]:
     """One record per case, pass ("forward", "backward"; small calls also "host") and candidate.
 
@@ -67,6 +67,7 @@ def run(
         check: judge each candidate against fp64 first. One that fails gets a record without speed.
         base: another revision (git's name for it, or a folder), whose backends run beside ours as
             "triton@base" and so on.
+        on_step, on_case: told what is being done, and after each case the records so far.
 
     Returns:
         Dicts of plain data: schema, suite, case, pass, backend, commit, dirty, time_us (None if it
@@ -88,7 +89,7 @@ def run(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        on_case()
+        on_case(records)
     return records
 
 

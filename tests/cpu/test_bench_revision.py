@@ -116,6 +116,7 @@ def test_library_of_a_tree(tmp_path, monkeypatch):
 
 def test_library_that_does_not_build(tmp_path, monkeypatch):
     monkeypatch.setattr(revision, "ROOT", tmp_path)
+    monkeypatch.setattr(cuda, "library_path", lambda: None)
     monkeypatch.setattr(revision.shutil, "which", lambda name: "/usr/bin/nvcc")
     script = tmp_path / "tree" / "scripts" / "build_manual.sh"
     script.parent.mkdir(parents=True)
