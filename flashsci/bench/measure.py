@@ -7,6 +7,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import math
+import os
 import platform
 import subprocess
 import warnings
@@ -314,7 +315,8 @@ def _ceiling(
 
 @cache
 def _commit() -> tuple[str | None, bool | None]:
-    """(commit, whether the tree differs from it) of the source tree; (None, None) outside one."""
+    """(commit, whether the tree differs from it) of the source tree. Where it came without git,
+    FLASHSCI_COMMIT may say; else (None, None)."""
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -326,7 +328,7 @@ def _commit() -> tuple[str | None, bool | None]:
     try:
         return git("rev-parse", "--short", "HEAD"), bool(git("status", "--porcelain", "-uno"))
     except OSError:
-        return None, None
+        return os.environ.get("FLASHSCI_COMMIT"), None
 
 
 @cache
