@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 #: Environment variables that change what flashsci, Triton or CUDA do.
 VARIABLES = (
     "FLASHSCI_BACKEND",
+    "FLASHSCI_FA3",
     "FA_ARCHS",
     "FA_TILE_PRESET",
     "TRITON_INTERPRET",
