@@ -315,8 +315,11 @@ def _ceiling(
 
 @cache
 def _commit() -> tuple[str | None, bool | None]:
-    """(commit, whether the tree differs from it) of the source tree. Where it came without git,
-    FLASHSCI_COMMIT may say; else (None, None)."""
+    """(commit, whether the tree differs from it): what FLASHSCI_COMMIT says, for a tree that came
+    without git, else git; or (None, None)."""
+    said = os.environ.get("FLASHSCI_COMMIT")
+    if said:
+        return said, False
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -328,7 +331,7 @@ def _commit() -> tuple[str | None, bool | None]:
     try:
         return git("rev-parse", "--short", "HEAD"), bool(git("status", "--porcelain", "-uno"))
     except OSError:
-        return os.environ.get("FLASHSCI_COMMIT"), None
+        return None, None
 
 
 @cache

@@ -81,7 +81,8 @@ class Standing:
 
 
 def standings(records: list[Record]) -> list[Standing]:
-    names = own(records)
+    """One for each case and pass; none where only one side was there at all."""
+    names = own(records) if any(r["backend"] in BASELINES for r in records) else ()
     found = []
     for (_, kind), by in _timed(records).items():
         ours = [r for n, r in by.items() if n in names]
@@ -166,13 +167,16 @@ class Holding:
 
 
 def claims(records: list[Record]) -> list[Holding]:
-    """Every claim whose cases are all among these records."""
-    measured = {(r["case"]["id"], r["pass"]) for r in records}
+    """Every claim whose cases are all among these records, with whoever it is about."""
+    asked = {(r["case"]["id"], r["pass"], r["backend"]) for r in records}
     timed = _timed(records)
     found = []
     for claim in CLAIMS:
         keys = [(id, claim.kind) for id in claim.cases]
-        if not measured.issuperset(keys):
+        others = (claim.baseline or claim.ours).split(",")
+        if not all(
+            (*k, claim.ours) in asked and any((*k, n) in asked for n in others) for k in keys
+        ):
             continue
         values = [v for key in keys if (v := _value(claim, timed.get(key, {})))]
         value = None
