@@ -140,9 +140,15 @@ def test_tables_as_text_and_markdown():
 
 def test_speed_where_memory_is_the_ceiling():
     near = record("decode-b1-s4096", "forward", "cuda", 1.0, gbps=3900.0, tflops=10.0)
-    row = report.standings([near]).rows[0]
-    assert row[4] == "3.9e+03 GB/s"
-    assert report.standings([record("small-call", "host", "cuda", 16.0)]).rows[0][4] == "-"
+    host = [record("small-call", "host", name, 16.0) for name in ("cuda", "sdpa:default")]
+    first, second = report.standings([near, *host]).rows
+    assert first[4] == "3.9e+03 GB/s"
+    assert second[3:5] == ["16.0 us", "-"]
+
+
+def test_nothing_is_said_of_whoever_was_not_asked():
+    alone = [record("af3-pair", "forward", "triton", 1.0)]
+    assert report.standings(alone).rows == report.claims(alone).rows == []
 
 
 def test_comparison_of_two_runs(tmp_path, capsys):
