@@ -58,21 +58,22 @@ def test_opcheck_of_the_triton_ops(bias: str | None) -> None:
         torch.library.opcheck(torch.ops.flashsci.triton_backward.default, arguments)
 
 
-@pytest.mark.skipif(not GPU, reason="the CUDA op needs a GPU")
-def test_opcheck_of_the_cuda_op() -> None:
+@pytest.mark.skipif(not GPU, reason="the CUDA ops need a GPU")
+def test_opcheck_of_the_cuda_ops() -> None:
+    from flashsci.backends import cuda
+
+    assert cuda.unavailable() is None, cuda.unavailable()
     q, k, v = qkv(grad=False)
-    arguments = (
-        q.transpose(1, 2).contiguous().transpose(1, 2),
-        k,
-        v,
-        None,
-        None,
-        *SCALARS[:4],
-        -1,
-        0,
-        False,
-    )
-    torch.library.opcheck(torch.ops.flashsci.cuda_forward.default, arguments)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    tensors, scalars = (q, k, v, *(None,) * 4), (*SCALARS[:7], False)
+    forward, backward = torch.ops.flashsci.cuda_forward, torch.ops.flashsci.cuda_backward
+    torch.library.opcheck(forward.default, (*tensors, *scalars, 0))
+    if not any("/backward" in unit for unit in cuda.build_info()["units"]):
+        pytest.skip("this build has no CUDA backward")
+    out, lse = forward(*tensors, *scalars, 0)
+    for need in (15, 1, 6, 0):
+        arguments = (torch.randn_like(out), None, *tensors, out, lse, *scalars, True, 0, need)
+        torch.library.opcheck(backward.default, arguments)
 
 
 @fused
