@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 import flashsci
+from flashsci import registry
 from flashsci.bench import fa3, peers, revision
 from flashsci.bench.cases import BenchError
 from flashsci.bench.inputs import Inputs, Unsupported
 
-OURS = ("reference", "sdpa", "triton", "cuda", "auto")
+OURS = (*registry.BACKENDS, *registry.GENERATIONS, "auto")
 BASELINES = (*(f"sdpa:{kernel}" for kernel in peers.SDPA_KERNELS), "flex", "fa3", "cueq")
 BASE = "@base"  # ends the names of the backends of another revision
 
@@ -25,8 +26,11 @@ BASE = "@base"  # ends the names of the backends of another revision
 def names_of(chosen: Iterable[str], device: torch.device, base: bool = False) -> list[str]:
     """Candidates by name, with the groups "ours" and "baselines"; none: what makes sense on the
     device. `base` adds ours of the other revision, next to their namesakes."""
+    ours = ["triton", "cuda"] if device.type == "cuda" else ["reference", "sdpa"]
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+        ours.append("cuda:sm80")  # what the GPUs before this one get
     groups = {
-        "ours": ["triton", "cuda"] if device.type == "cuda" else ["reference", "sdpa"],
+        "ours": ours,
         "baselines": list(BASELINES) if device.type == "cuda" else ["sdpa:default", "sdpa:math"],
     }
     names: dict[str, None] = {}
@@ -47,7 +51,10 @@ def candidate(name: str, inputs: Inputs) -> Callable[[], Tensor]:
     if name in OURS:
         return _ours(flashsci, name, inputs)
     if name.endswith(BASE):
-        return _ours(revision.current().package, name.removesuffix(BASE), inputs)
+        try:
+            return _ours(revision.current().package, name.removesuffix(BASE), inputs)
+        except (ValueError, TypeError) as error:  # what it did not have yet
+            raise Unsupported(str(error)) from error
     if name.startswith("sdpa:"):
         return peers.sdpa(name.removeprefix("sdpa:"), inputs)
     return {"flex": peers.flex, "cueq": peers.cuequivariance, "fa3": fa3.candidate}[name](inputs)

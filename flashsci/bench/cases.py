@@ -295,7 +295,7 @@ class Claim:
 def _claims() -> Iterable[Claim]:
     for kind in ("forward", "backward"):
         every = _dense_ids(64, 128, 256)
-        yield Claim(f"dense, D 64 to 256, {kind}", "cuda", "sdpa:flash", kind, every, 0.9)
+        yield Claim(f"dense, D 64 to 256, {kind}", "cuda:sm80", "sdpa:flash", kind, every, 0.9)
         fp32 = (_FP32_CLAIM,)
         yield Claim(f"fp32, D 64, S 4096, {kind}", "cuda", "sdpa:efficient", kind, fp32, 3)
         text = f"each of {len(_BIAS_CLAIMS)} cases with bias, {kind}"

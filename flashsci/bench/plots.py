@@ -13,11 +13,13 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from flashsci.bench import ranking
+from flashsci.bench.candidates import OURS
 from flashsci.bench.ranking import Record
 
 #: One colour and mark for each candidate, in every picture. Ours are bold.
 _LOOKS = {
     "cuda": ("#c1121f", "o"),
+    "cuda:sm80": ("#e07a5f", "h"),
     "triton": ("#f77f00", "s"),
     "auto": ("#6a040f", "D"),
     "fa3": ("#003049", "^"),
@@ -92,7 +94,7 @@ def _curves(ax, records: list[Record], what: Callable[[Record], float | None]) -
         )
         if points:
             colour, mark = _LOOKS.get(name, _LOOK_OF_OTHERS)
-            ours = name in ("cuda", "triton", "auto")
+            ours = name in OURS
             ax.plot(
                 *zip(*points, strict=True),
                 color=colour,

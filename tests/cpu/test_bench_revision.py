@@ -60,7 +60,6 @@ def test_ab_in_one_interleaving(older):
     assert all(r["gate"] == "passed" for r in found)
     by = {r["backend"]: r for r in found if r["pass"] == "backward"}
     assert by["reference@base"]["commit"] == older.base
-    assert by["reference"]["time_us"]["n"] == by["reference@base"]["time_us"]["n"]
     base, ours = bench.split(found)
     assert {r["backend"] for r in base} == {"reference"}
     shown = bench.plain(bench.comparison(base, ours, one_run=True))

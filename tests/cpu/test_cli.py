@@ -75,6 +75,7 @@ def test_commands_say_what_is_not_installed(monkeypatch, capsys):
     assert done.returncode == 1
     assert "torch is not installed" in done.stderr
     monkeypatch.delitem(sys.modules, "flashsci.cli", raising=False)
+    monkeypatch.delattr(sys.modules["flashsci"], "cli", raising=False)
     monkeypatch.setitem(sys.modules, "typer", None)
     assert __main__.main(["bench"]) == 1
     assert "pip install 'flashsci[cli]'" in capsys.readouterr().err
