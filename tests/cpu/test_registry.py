@@ -211,3 +211,30 @@ def test_preferences_name_backends_and_evidence():
     for preference in registry.PREFERENCES:
         assert set(preference.order) <= set(registry.BACKENDS) and preference.evidence
         assert preference.order[-1] == "reference", "somebody must be able to serve every call"
+
+
+def test_one_generation_of_cuda_kernels_on_request(fresh_registry):
+    """`auto` never asks for one; a call may, and hears why it cannot have it."""
+    assert all(not set(registry.GENERATIONS) & set(p.order) for p in registry.PREFERENCES)
+    assert set(flashsci.explain(Q, Q, Q, backend="cuda:sm80").reasons) > {"cuda:sm80", "cuda"}
+    with (
+        flashsci.use_backend("cuda:sm80"),
+        pytest.raises(flashsci.BackendError, match="'cuda:sm80' cannot serve this call"),
+    ):
+        flashsci.attention(Q, Q, Q)
+    with pytest.raises(ValueError, match="unknown backend 'cuda:sm70'"):
+        flashsci.attention(Q, Q, Q, backend="cuda:sm70")
+
+
+def test_a_generation_serves_only_what_its_kernels_do(monkeypatch):
+    from flashsci.backends import cuda
+
+    units = {f"cuda/sm{g}/forward_{d}": "" for g in (75, 80, 90) for d in ("fp16", "bf16")}
+    del units["cuda/sm75/forward_bf16"]
+    monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["75", "80", "90"], "units": units})
+    hopper = Problem("cuda", (9, 0), torch.bfloat16, 2, 2, 64, 64)
+    assert cuda.SM90.rejects(hopper) is None and cuda.SM80.rejects(hopper) is None
+    assert "generation sm75" in cuda.SM75.rejects(hopper)
+    blackwell = Problem("cuda", (10, 0), torch.float16, 2, 2, 64, 64)
+    assert cuda.SM75.rejects(blackwell) is None and cuda.SM80.rejects(blackwell) is None
+    assert "generation sm90" in cuda.SM90.rejects(blackwell)
