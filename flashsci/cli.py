@@ -245,6 +245,15 @@ def bench(
         core.names_of(listed(backends), where)
         with progress:
             task = progress.add_task("", total=len(cases))
+            if where.type == "cuda":
+                core.compile_ahead(
+                    cases,
+                    listed(backends),
+                    where,
+                    order,
+                    base or None,
+                    on_step=lambda text: progress.update(task, description=text),
+                )
             records = core.run(
                 cases,
                 listed(backends),

@@ -11,6 +11,7 @@ or, without the command line's extras:
     ['passed', 'passed']
 """
 
+from flashsci.bench.ahead import compile_ahead
 from flashsci.bench.candidates import BASELINES, OURS, names_of
 from flashsci.bench.cases import CASES, CLAIMS, SUITES, BenchError, Case, Claim, select
 from flashsci.bench.measure import in_dtype, run
@@ -27,6 +28,7 @@ __all__ = [
     "Case",
     "Claim",
     "comparison",
+    "compile_ahead",
     "in_dtype",
     "markdown",
     "names_of",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
@@ -67,6 +68,15 @@ class Case:
                 "total": sum(self.lens),
             }
         return out
+
+
+def series(id: str) -> str:
+    """The name that cases share which differ in length alone.
+
+    >>> series("dense-bf16-d64-full-s512@fp16")
+    'dense-bf16-d64-full@fp16'
+    """
+    return re.sub(r"-s\d+(?=$|@)", "", id)
 
 
 def dense_grid(dtype: str = "bf16") -> list[Case]:

@@ -5,12 +5,12 @@ A record is a dict as `flashsci.bench.run` documents it. Only what passed its ch
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from flashsci.bench import cases
 from flashsci.bench.candidates import BASE, BASELINES, OURS
 from flashsci.bench.cases import CLAIMS, Claim
 
@@ -27,8 +27,7 @@ def geomean(values: Iterable[float]) -> float:
 
 
 def series(record: Record) -> str:
-    """The name that cases share which differ in length alone."""
-    return re.sub(r"-s\d+(?=$|@)", "", record["case"]["id"])
+    return cases.series(record["case"]["id"])
 
 
 def length(record: Record) -> int | None:

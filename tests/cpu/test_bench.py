@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashsci import bench
-from flashsci.bench import candidates, cases, inputs, timer
+from flashsci.bench import ahead, candidates, cases, inputs, timer
 from flashsci.bench.verify import Sample
 
 CPU = torch.device("cpu")
@@ -165,6 +165,31 @@ def test_records_are_plain_data():
     assert record["case"]["D"] == 16
     assert record["case"]["lens"]["n"] == 8
     assert set(record["time_us"]) == {"median", "p20", "p80", "min", "n"}
+
+
+def test_what_is_compiled_ahead():
+    headline = bench.SUITES["headline"]
+    found = ahead.jobs(headline, ["triton", "cuda", "flex", "sdpa:flash", "triton@base"])
+    names = [name for _, name in found]
+    assert names.count("flex") == len(headline)
+    assert names.count("triton") == names.count("triton@base")
+    assert names.count("triton") == len({cases.series(case.id) for case in headline})
+    assert {"cuda", "sdpa:flash"}.isdisjoint(names)
+
+
+def test_compiling_ahead_hides_what_goes_wrong(monkeypatch):
+    ran = []
+
+    def candidate(name, made):
+        ran.append(name)
+        if name == "flex":
+            raise RuntimeError("no compiler")
+        return lambda: made.q * made.leaves["q"]
+
+    monkeypatch.setattr(candidates, "candidate", candidate)
+    for name in ("flex", "triton"):
+        ahead._once(small(), name, "cpu", 1)
+    assert ran == ["flex", "triton"]
 
 
 def test_names_of_candidates():
