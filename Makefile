@@ -93,7 +93,7 @@ check: install ## GPU machine: run the GPU suite and update reports/gpu-check.js
 	$(PY) -m flashsci check
 
 sweep: ## GPU machine: pre-flight, build, check, bench, report; stops at the first failure
-	@PY="$(PY)" VENV="$(VENV)" MAKE="$(MAKE)" bash scripts/sweep.sh
+	@PY="$(PY)" VENV="$(VENV)" bash scripts/sweep.sh
 
 env: install ## what is on this machine, what is missing, how to get it
 	@$(PY) -m flashsci env

@@ -22,7 +22,7 @@ step() { # name, command
 }
 
 step preflight python3 scripts/preflight.py
-step build "${MAKE:-make}" --no-print-directory install VENV="${VENV-.venv}"
+step build make --no-print-directory install VENV="${VENV-.venv}"
 gpu=$(sed -n 's/^GPU  *\(NVIDIA \)\{0,1\}//p' build/sweep/preflight.log | tr 'A-Z ' 'a-z-')
 results=${RESULTS:-benchmarks/results/$gpu}
 # shellcheck disable=SC2086  # CHECK and BENCH are lists of options

@@ -18,8 +18,8 @@ Record = dict
 
 SDPA_KERNELS = [n for n in BASELINES if n.startswith("sdpa:") and n != "sdpa:default"]
 
-#: Ratios nearer to 1 than this are a draw: another run may turn them round.
-DRAW = 0.02
+#: Ratios as near to 1 as this, as shown, are a draw: another run may turn them round.
+DRAW = 0.0201
 
 
 def geomean(values: Iterable[float]) -> float:
@@ -76,7 +76,9 @@ class Standing:
         """One of "wins", "draws" and "loses"; who runs alone wins."""
         if self.ratio is None:
             return "wins" if self.ours else "loses"
-        return "draws" if abs(self.ratio - 1) < DRAW else "wins" if self.ratio > 1 else "loses"
+        if abs(round(self.ratio, 2) - 1) <= DRAW:
+            return "draws"
+        return "wins" if self.ratio > 1 else "loses"
 
 
 def standings(records: list[Record]) -> list[Standing]:

@@ -29,7 +29,7 @@ def sweep(tmp_path, **variables):
     (tree / "scripts").mkdir(parents=True, exist_ok=True)
     for name in ("sweep.sh", "preflight.py"):
         (tree / "scripts" / name).write_text((ROOT / "scripts" / name).read_text())
-    environment = {"PATH": f"{tools}:{os.environ['PATH']}", "MAKE": "mymake", "PY": "mypython"}
+    environment = {"PATH": f"{tools}:{os.environ['PATH']}", "PY": "mypython"}
     return subprocess.run(
         ["bash", "scripts/sweep.sh"],
         cwd=tree,
@@ -45,7 +45,7 @@ def tools(tmp_path):
     folder = tmp_path / "tools"
     folder.mkdir()
     tool(folder, "nvidia-smi", f"echo '{ANSWER.format(used=4, load=0)}'")
-    tool(folder, "mymake", 'echo "make $*"')
+    tool(folder, "make", 'echo "make $*"')
     tool(folder, "mypython", 'echo "python $*"')
     return folder
 
