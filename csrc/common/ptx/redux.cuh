@@ -5,11 +5,16 @@ namespace flashsci::ptx {
 
 // The largest x of the warp. Of a value that all lanes share it is that value, and the result lives
 // in a uniform register: what is warp-uniform but loaded or shuffled stops costing vector
-// registers.
+// registers. (On Turing five shuffles, and an ordinary register.)
 __device__ __forceinline__ int redux_max(int x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  for (int lanes = 16; lanes > 0; lanes /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+  return x;
+#else
   int y;
   asm volatile("redux.sync.max.s32 %0, %1, 0xffffffff;\n" : "=r"(y) : "r"(x));
   return y;
+#endif
 }
 
 }  // namespace flashsci::ptx
