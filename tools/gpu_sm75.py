@@ -72,6 +72,7 @@ def judge(task: tuple[str, Any, int]) -> tuple[str, Any]:
 
 def check(path: str, count: int, seed: int, order: int, workers: int, seconds: float) -> int:
     start = time.time()
+    worker(path)  # what cannot be loaded fails here, not in every process of the pool
     cases = plan(count, seed, DIM_BACKWARD if order else DIM_FORWARD)
     tasks: list[tuple[str, Any, int]] = [
         ("trap", t.name, order)

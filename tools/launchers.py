@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ctypes as c
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class Launchers:
     ):
         self.unit, self.dtype = unit, dtype
         self.limits = max_dim, max_dim_backward
-        library = c.CDLL(path)
+        library = c.CDLL(str(Path(path).resolve()))
         self.launch_forward = getattr(library, f"flashsci_forward_{unit}")
         self.launch_backward = getattr(library, f"flashsci_backward_{unit}", None)
         if self.launch_backward is not None:
