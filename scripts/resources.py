@@ -21,9 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "reports" / "resources.md"
-ARCHS = (80, 90)
+ARCHS = (75, 80, 90)
 CODE = {  # what nvcc makes of a folder of csrc, as cmake/Archs.cmake says
-    "sm80": lambda archs: ("compute_80", ",".join(f"sm_{a}" for a in archs)),
+    "sm75": lambda archs: ("compute_75", "sm_75"),
+    "sm80": lambda archs: ("compute_80", ",".join(f"sm_{a}" for a in archs if a >= 80)),
     "sm90": lambda archs: ("compute_90a", "sm_90a"),
 }
 SHARED_PER_SM = {80: 164 * 1024, 90: 228 * 1024}
@@ -35,6 +36,8 @@ SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 USED = re.compile(r"Used (\d+) registers")
 # sm80: head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows.
 TILING = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
+# sm75: head dim, query rows, keys, warps, CTAs per SM; 16-byte rows, bias or mask.
+TILING_SM75 = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])ELb([01])E")
 # sm90: head dim, keys, consumer warpgroups, stages; windowed, plain scores, packed.
 TILING_SM90 = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])ELb([01])ELb([01])E")
 
@@ -58,6 +61,12 @@ class Kernel:
                 return None
             dim, keys, consumers, stages = (int(x) for x in found.groups()[:4])
             return dim, 64 * consumers, keys, 4 * (consumers + 1), stages, 1, 1
+        if self.unit.startswith("sm75"):
+            found = TILING_SM75.search(self.name)
+            if found is None:
+                return None
+            dim, rows, keys, warps, blocks, vector, _ = (int(x) for x in found.groups())
+            return dim, rows, keys, warps, 2, blocks, vector
         found = TILING.search(self.name)
         return tuple(int(x) for x in found.groups()) if found else None
 
@@ -66,24 +75,27 @@ class Kernel:
         """What else the kernel is compiled for."""
         found = TILING_SM90.search(self.name) if self.unit.startswith("sm90") else None
         if found is None:
-            return "16-byte rows" if self.tiling and self.tiling[-1] else "any rows"
+            rows = "16-byte rows" if self.tiling and self.tiling[-1] else "any rows"
+            pairs = TILING_SM75.search(self.name) if self.unit.startswith("sm75") else None
+            return rows + (", bias or mask" if pairs and pairs[7] == "1" else "")
         windowed, plain, packed = (x == "1" for x in found.groups()[4:])
         words = ("window" if windowed else "full", "" if plain else "softcap", packed * "packed")
         return " ".join(filter(None, words))
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory for tiles: Q (twice up to D 128 on sm90), and `stages` of K and V."""
+        """Bytes of dynamic shared memory for tiles: Q (twice up to D 128 on sm90, never on sm75), and `stages` of K and V."""
         if self.tiling is None:
             return 0
         dim, rows, keys, _, stages, _, _ = self.tiling
         q_stages = 2 if self.unit.startswith("sm90") and dim <= 128 else 1
+        q_stages = 0 if self.unit.startswith("sm75") else q_stages
         return 2 * dim * (q_stages * rows + 2 * stages * keys)
 
     @property
     def chosen(self) -> bool:
         """Whether a device of this architecture ever runs it: one or two stages is decided by the shared memory of an SM."""
-        if self.tiling is None or self.unit.startswith("sm90"):
+        if self.tiling is None or not self.unit.startswith("sm80"):
             return True
         dim, rows, keys, _, stages, blocks, vector = self.tiling
         if not vector or dim > 128 or rows <= 64:

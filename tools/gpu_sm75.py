@@ -75,9 +75,7 @@ def check(path: str, count: int, seed: int, order: int, workers: int, seconds: f
     worker(path)  # what cannot be loaded fails here, not in every process of the pool
     cases = plan(count, seed, DIM_BACKWARD if order else DIM_FORWARD)
     tasks: list[tuple[str, Any, int]] = [
-        ("trap", t.name, order)
-        for t in TRAPS.values()
-        if not t.gigabytes and t.name not in SKIPPED
+        ("trap", t.name, order) for t in TRAPS.values() if not t.gigabytes and t.name not in SKIPPED
     ]
     tasks += [("cases", cases[i::40], order) for i in range(40) if cases[i::40]]
     total, traps = checks.Tally(), {}

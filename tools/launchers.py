@@ -1,8 +1,8 @@
 """The torch-free launchers of one kernel unit as a backend, by ctypes: what is tried on a GPU before the bindings know it.
 
-    nvcc -shared -Xcompiler -fPIC -std=c++17 -O3 -gencode arch=compute_75,code=sm_90 csrc/sm75/*_fp16.cu -o sm75.so
-    install("sm75", "sm75.so", "sm75_fp16", torch.float16)
-    flashsci.attention(q, k, v, backend="sm75")
+nvcc -shared -Xcompiler -fPIC -std=c++17 -O3 -gencode arch=compute_75,code=sm_90 csrc/sm75/*_fp16.cu -o sm75.so
+install("sm75", "sm75.so", "sm75_fp16", torch.float16)
+flashsci.attention(q, k, v, backend="sm75")
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Launchers:
     def params(self, kind: Any, tensors: tuple[Any, ...], scalars: tuple[Any, ...]) -> Any:
         """What forward and backward have in common, filled in."""
         q, k, v, bias, mask, cu_q, cu_k, _, _ = tensors
-        max_q, max_k, scale, softcap, left, right, lower_right, _, precision = scalars
+        max_q, max_k, scale, softcap, left, right, lower_right, _, precision, _ = scalars
         batch0, batch1, heads_q, seq_q, head_dim = (1,) * (5 - q.dim()) + q.shape
         p = kind(
             q=_pointer(q), k=_pointer(k), v=_pointer(v),
@@ -212,7 +212,7 @@ class Launchers:
                     setattr(p, f"{name}_strides", _strides(x))
             if want_bias:
                 p.dbias, p.dbias_strides = _pointer(dbias), _pair_strides(dbias)
-            p.deterministic = 1
+            p.deterministic = int(scalars[-1])
             p.copy_bytes = _copy_bytes(q, k, v, out, dout)
             size = self.workspace(c.byref(p))
             workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=q.device)
@@ -228,9 +228,7 @@ class _Installed(registry.Backend):
         return registry.LOADED[self.name]
 
 
-def install(
-    name: str, path: str, unit: str, dtype: torch.dtype, **limits: int
-) -> Launchers:
+def install(name: str, path: str, unit: str, dtype: torch.dtype, **limits: int) -> Launchers:
     """Make the launchers of a shared object a backend of this process."""
     launchers = Launchers(path, unit, dtype, **limits)
     registry.LOADED[name] = launchers  # type: ignore[assignment]

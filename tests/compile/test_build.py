@@ -78,7 +78,7 @@ def build_cmake(folder: Path, archs: str) -> Path:
 @needs_nvcc
 @pytest.mark.parametrize("build", [build_manual, build_cmake])
 def test_turing_build_has_no_bf16(build, tmp_path):
-    """No kernel of this release runs on sm_75; nothing of bf16 may be in such a library under any name."""
+    """Nothing of bf16 may be in a library for Turing alone under any name, and nothing of other generations."""
     library = build(tmp_path, "75")
     listings = [
         subprocess.run(["nm", *flags, str(library)], capture_output=True, text=True).stdout
@@ -91,11 +91,14 @@ def test_turing_build_has_no_bf16(build, tmp_path):
         if n != "aoti_torch_dtype_bfloat16" and not n.startswith("libcudart_static_")  # a hash
     ]
     assert not [n for n in names if "bf16" in n.lower() or "bfloat16" in n.lower()]
-    assert exported(library) == {"flashsci_build_info", "flashsci_driver_problem"}
+    kernels = {s for s in exported(library) if re.match("flashsci_(forward|backward)_", s)}
+    assert kernels and all("_sm75_fp16" in s for s in kernels), kernels
+    assert exported(library) - kernels == {"flashsci_build_info", "flashsci_driver_problem"}
     code = (
         f"import torch, json; torch.ops.load_library({str(library)!r});"
         "info = json.loads(torch.ops.flashsci.build_info());"
-        "assert info['archs'] == ['75'] and not info['units'], info"
+        "assert info['archs'] == ['75'] and info['units'], info;"
+        "assert all(u.startswith('cuda/sm75/') and u.endswith('_fp16') for u in info['units']), info"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
@@ -138,6 +141,30 @@ def test_sass_is_tensor_core_code():
 
 
 @needs_library
+def test_turing_sass_is_tensor_core_code():
+    """The kernels of sm_75 multiply with HMMA.1688, read with ldmatrix, and carry PTX for newer devices."""
+    if "75" not in (backend.build_info() or {"archs": []})["archs"]:
+        pytest.skip("a build without sm_75 kernels")
+    tool = cuobjdump()
+    if tool is None:
+        pytest.skip("no cuobjdump (Triton carries one)")
+
+    def listing(*flags: str) -> str:
+        command = [tool, *flags, str(backend.library_path())]
+        return subprocess.run(command, capture_output=True, text=True).stdout
+
+    functions = re.split(r"Function : ", listing("-sass", "-arch", "sm_75"))[1:]
+    forward = [f for f in functions if "sm7514forward_kernel" in f.split("\n", 1)[0]]
+    assert len(forward) >= 4 * 6
+    for text in forward:
+        name = text.split("\n", 1)[0]
+        assert "HMMA.1688.F32" in text and "HMMA.16816" not in text, name
+        assert "LDSM.16.M88.4" in text and "LDSM.16.MT88.4" in text, name
+        assert "DFMA" not in text and "DMUL" not in text, name
+    assert "sm_75" in listing("-lptx")
+
+
+@needs_library
 def test_hopper_sass_uses_wgmma_and_tma():
     """Every sm90 main loop multiplies with HGMMA, is fed by UTMALDG, and keeps its arrays in registers."""
     if "90" not in (backend.build_info() or {"archs": []})["archs"]:
@@ -158,10 +185,9 @@ def test_hopper_sass_uses_wgmma_and_tma():
         assert "HGMMA.64x" in text and "UTMALDG.5D" in text and "HMMA.16816" not in text, name
 
 
-@pytest.mark.parametrize("folder", ["sm80", "sm90"])
-def test_fp16_unit_sees_no_bf16_header(folder):
-    csrc = ROOT / "csrc"
-    for path in digest.cpp_sources([csrc / folder / "forward_fp16.cu"]):
+@pytest.mark.parametrize("source", sorted(ROOT.glob("csrc/sm*/*_fp16.cu")), ids=str)
+def test_fp16_unit_sees_no_bf16_header(source):
+    for path in digest.cpp_sources([source]):
         text = path.read_text(encoding="utf-8")
         assert "#include <cuda_bf16.h>" not in text and "bf16" not in path.name, path
 
