@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import operator
 import os
 import platform
 import sys
@@ -217,7 +218,17 @@ def _tasks(cases: Iterable[Case], backends: Sequence[str], device: str, order: i
     groups: dict[Variant, list[Case]] = defaultdict(list)
     for case in cases:
         groups[case.variant].append(case)
-    return [("cases", group, tuple(backends), device, order) for group in groups.values()]
+    # The longest first, so that no worker is left with one at the end.
+    ordered = sorted(groups.values(), key=lambda group: -sum(map(_work_of, group)))
+    return [("cases", group, tuple(backends), device, order) for group in ordered]
+
+
+def _work_of(case: Case) -> float:
+    """What a case costs, roughly: scores by head dims; fp32 kernels take the longest to compile."""
+    packed = case.heads_q * sum(map(operator.mul, case.lens_q, case.lens_k))
+    scores = packed if case.variant.varlen else math.prod(case.score_shape)
+    dims = case.variant.head_dim + case.variant.head_dim_v
+    return (scores + (1 << 18)) * dims * (2 if case.variant.dtype == "float32" else 1)
 
 
 def _results(tasks: list[Any], workers: int, until: float) -> Iterator[tuple[str, Any]]:
