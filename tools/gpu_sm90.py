@@ -26,17 +26,33 @@ class Strides(c.Structure):
     _fields_ = [(n, c.c_int64) for n in ("batch0", "batch1", "head", "row")]
 
 
+class PairStrides(c.Structure):
+    _fields_ = [(n, c.c_int64) for n in ("batch0", "batch1", "head", "row", "column")]
+
+
+class Pairs(c.Structure):
+    _fields_ = [
+        ("bias", c.c_void_p),
+        ("mask", c.c_void_p),
+        ("bias_strides", PairStrides),
+        ("mask_strides", PairStrides),
+        ("bias_is_fp32", c.c_int32),
+    ]
+
+
 class Params(c.Structure):
     _fields_ = [
         *[(n, c.c_void_p) for n in ("q", "k", "v", "out", "lse", "cu_q", "cu_k")],
         *[(n, Strides) for n in ("q_strides", "k_strides", "v_strides", "out_strides")],
+        ("pairs", Pairs),
         ("batch0", c.c_int64),
         ("batch1", c.c_int64),
         *[(n, c.c_int32) for n in ("heads_q", "heads_k", "seq_q", "seq_k", "num_seqs", "max_seqlen_q")],
         *[(n, c.c_int32) for n in ("head_dim", "head_dim_v")],
         ("scale", c.c_float),
         ("softcap", c.c_float),
-        *[(n, c.c_int32) for n in ("window_left", "window_right", "lower_right", "copy_bytes", "device", "shared_per_sm")],
+        *[(n, c.c_int32) for n in ("window_left", "window_right", "lower_right", "precision", "copy_bytes")],
+        *[(n, c.c_int32) for n in ("device", "shared_per_sm")],
     ]  # fmt: skip
 
 
@@ -77,10 +93,10 @@ class Library:
         p = Params(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
             cu[0].data_ptr() if cu else None, cu[1].data_ptr() if cu else None,
-            strides(q), strides(k), strides(v), strides(out),
+            strides(q), strides(k), strides(v), strides(out), Pairs(),
             lead[0], lead[1], q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2], cu[0].numel() - 1 if cu else 0, -1,
             q.shape[-1], v.shape[-1], q.shape[-1] ** -0.5 if scale is None else scale, softcap,
-            window[0], window[1], int(lower_right), 16, 0, 0,
+            window[0], window[1], int(lower_right), 0, 16, 0, 0,
         )  # fmt: skip
         fn, stream = self.fn[q.dtype], c.c_void_p(torch.cuda.current_stream().cuda_stream)
 
@@ -226,6 +242,32 @@ def check(libraries, dims, options):
                         (scale, cap, win, lr),
                         failures,
                     )
+                # scores that grow from block to block (right to left), up to overflow of exp
+                for factor, (win, lr) in itertools.product(
+                    (3.0, 12.0, 60.0), [((-1, -1), False), ((-1, 0), True), ((400, 100), False)]
+                ):
+                    for what in ("ramp", "sink"):
+                        b, h, hk, sq, sk = 1, 4, 2, 700, 1111
+                        q = make((b, h, sq, d), dtype, "bshd")
+                        k, v = (make((b, hk, sk, d), dtype, "bshd") for _ in range(2))
+                        if what == "ramp":
+                            k *= torch.linspace(factor, 0.1, sk, device="cuda").to(dtype)[:, None]
+                        else:
+                            k[..., :3, :] = q[:, ::2, 5:8] * (factor / 3)
+                        for cap in (0.0, 30.0):
+                            launch, out, lse = lib.prepare(q, k, v, None, cap, win, lr)
+                            launch()
+                            torch.cuda.synchronize()
+                            count += 1
+                            compare(
+                                f"{lib.name} {dtype} d{d} {what} {factor} {win} {cap}",
+                                (out, lse),
+                                q,
+                                k,
+                                v,
+                                (None, cap, win, lr),
+                                failures,
+                            )
                 # strided, two batch dims, broadcast K/V, guarded memory around the tensors
                 big = make((2, 3, 260, 4, d + 64), dtype)
                 q = big[..., :d].permute(0, 1, 3, 2, 4)

@@ -21,12 +21,14 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   using MmaPV = typename Op::template Wgmma<kHeadDim>;
   constexpr int kTurnThreads = 256;  // one warpgroup waits, one arrives
   const int lane = threadIdx.x % 32;
-  const int row_in_tile = w * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first
+  const int warp_row = w * 64 + threadIdx.x / 32 % 4 * 16;  // in the tile
+  const int row_in_tile = warp_row + lane / 4;              // this lane's first
+  const uint32_t staging = ptx::shared_address(shared.staging[warp_row / 16]);
 
   float s[kBlockK / 2];         // scores, then P
   float o[kHeadDim / 2];        // output, unnormalised
   uint32_t p[kBlockK / 16][4];  // P as operand, per 16 keys
-  RowStatistics<C> rows;
+  RowStatistics rows;
   float alpha[2];
   uint32_t head = 0;   // K blocks behind us: they tell stage and phase of the next
   uint32_t tiles = 0;  // tiles behind us
@@ -91,7 +93,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     ptx::wgmma_wait<0>();
     ptx::wgmma_tie(o);
     release(shared.v_empty[at % kStages]);
-    write_output<Op, C>(o, rows, a, shared.posted[tile % kPosted], row_in_tile);
+    write_output<Op, C>(o, rows, a, shared.posted[tile % kPosted], warp_row, staging);
     pending = false;
   };
 
@@ -103,10 +105,12 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   clear();
 #pragma unroll
   for (int n = 0; n < kBlockK / 16; ++n) p[n][0] = p[n][1] = p[n][2] = p[n][3] = 0;
-  rows.maximum[0] = rows.maximum[1] = rows.sum[0] = rows.sum[1] = 0.f;
+  rows.offset[0] = rows.offset[1] = rows.sum[0] = rows.sum[1] = 0.f;
   if (w == C::kConsumers - 1) next_turn();
 #pragma unroll 1
   for (;; ++tiles) {
+    // With one Q stage the next Q is not there yet: the last product and the output hide its load.
+    if (C::kQStages == 1 && pending) finish(tiles - 1);
     const uint32_t q_stage = tiles % C::kQStages;
     wait(shared.q_full[q_stage][w], tiles / C::kQStages);
     const PostedTile& tile = shared.posted[tiles % kPosted];
@@ -129,7 +133,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       release(shared.q_empty[q_stage][w]);
       clear();
       rows.sum[0] = rows.sum[1] = 0.f;
-      write_output<Op, C>(o, rows, a, tile, row_in_tile);
+      write_output<Op, C>(o, rows, a, tile, warp_row, staging);
       continue;
     }
     // All rows of this warpgroup see the keys [full_begin, full_end).
@@ -156,13 +160,15 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
 
     // The first block of a tile beside the last product of the tile before.
     int block = own.end - 1;
-    const RowStatistics<C> rows_before = rows;
+    const RowStatistics rows_before = rows;
     const auto issue_pending = [&] {
-      if (pending) wait_v(pending_v);
-      // Of nobody's interest if nothing is pending, but wgmma allows no branch here.
-      issue_pv(pending_v);
+      if constexpr (C::kQStages > 1) {
+        if (pending) wait_v(pending_v);
+        // Of nobody's interest if nothing is pending, but wgmma allows no branch here.
+        issue_pv(pending_v);
+      }
       next_turn();
-      ptx::wgmma_wait<1>();
+      ptx::wgmma_wait<(C::kQStages > 1)>();
     };
     const auto after_qk = [&] {
       release(shared.k_empty[head % kStages]);
@@ -185,7 +191,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       after_qk();
       if constexpr (!kPlainScores) scale_scores(half, a);
       mask_half(half, block);
-      softmax_step<C, true>(half, rows, alpha, a.exp_scale);
+      softmax_first(half, rows, a.exp_scale);
       after_pv();
       pack(half);
     } else {
@@ -195,12 +201,13 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       after_qk();
       if constexpr (!kPlainScores) scale_scores(s, a);
       mask(block);
-      softmax_step<C, true>(s, rows, alpha, a.exp_scale);
+      softmax_first(s, rows, a.exp_scale);
       after_pv();
       pack(s);
     }
-    if (pending)
-      write_output<Op, C>(o, rows_before, a, shared.posted[(tiles - 1) % kPosted], row_in_tile);
+    if (C::kQStages > 1 && pending)
+      write_output<Op, C>(o, rows_before, a, shared.posted[(tiles - 1) % kPosted], warp_row,
+                          staging);
     clear();
     pending = true;
     ++head;
@@ -218,22 +225,55 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       ptx::wgmma_tie(s);
       after_qk();
       if constexpr (!kPlainScores) scale_scores(s, a);
-      if constexpr (decltype(masked)::value) mask(block);
-      const bool grew = softmax_step<C, false>(s, rows, alpha, a.exp_scale);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_tie(o);
-      release(shared.v_empty[at % kStages]);
-      if (grew) {
+      const auto rescale = [&] {
 #pragma unroll
         for (int e = 0; e < kHeadDim / 2; ++e) o[e] *= alpha[e >> 1 & 1];
+      };
+      const auto pv_done = [&] {
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_tie(o);
+        release(shared.v_empty[at % kStages]);
+      };
+      if constexpr (decltype(masked)::value) {
+        mask(block);
+        const bool grew = softmax_next(s, rows, alpha, a.exp_scale);
+        pv_done();
+        if (grew) rescale();
+        pack(s);
+      } else {
+        // Without looking for the maximum first: it hardly moves, and overflow shows in the sums.
+        float part[4];
+        if constexpr (C::kEarly > 0) {
+          exponentials<0, C::kEarly>(s, rows.offset, a.exp_scale, part);
+          ptx::schedule_fence(part[3]);
+        }
+        pv_done();
+        exponentials<C::kEarly, kBlockK / 2>(s, rows.offset, a.exp_scale, part);
+        float sum[2] = {part[0] + part[1], part[2] + part[3]};
+        pack(s);
+        if (__any_sync(0xffffffffu, sum[0] > kOverflow || sum[1] > kOverflow)) {
+          if (__any_sync(0xffffffffu, sum[0] == INFINITY || sum[1] == INFINITY)) {
+            recompute_scores<Op>(s, a, tile, row_in_tile, block * kBlockK);
+            if constexpr (!kPlainScores) scale_scores(s, a);
+            sum[0] = sum[1] = 0.f;
+            alpha[0] = alpha[1] = 1.f;
+            softmax_next(s, rows, alpha, a.exp_scale);
+          } else {
+            follow_growth(s, rows, sum, alpha);
+          }
+          rescale();
+          pack(s);
+        }
+        rows.sum[0] += sum[0];
+        rows.sum[1] += sum[1];
       }
-      pack(s);
       ++head;
     };
     --block;
     if constexpr (kWindowed) {
-      // Masked blocks on the right, then whole ones, then masked ones on the left.
-      int masked_down_to = max(full_end / kBlockK, own.first);
+      // Masked blocks on the right, then whole ones, then masked ones on the left. Every row has
+      // seen a key before the first whole block.
+      int masked_down_to = max((full_end - 1) / kBlockK, own.first);
       const int whole_down_to = max((full_begin + kBlockK - 1) / kBlockK, own.first);
       while (block >= own.first) {
 #pragma unroll 1

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardArgs a) {
   extern __shared__ unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<SharedStorage<C>*>(
-      (reinterpret_cast<uintptr_t>(shared_memory) + 1023) & ~uintptr_t{1023});
+      shared_memory + (-ptx::shared_address(shared_memory) & 1023u));
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&a.q);
     ptx::prefetch_tensor_map(&a.k);
@@ -101,17 +101,19 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
 
   const auto encode = [&](CUtensorMap* map, const void* base, const FlashsciStrides& strides,
                           int64_t rows, int64_t heads_of, int head_dim, int box_rows) {
-    const MapDims dims = kPacked ? ragged_dims(strides, rows, heads_of, box_rows)
-                                 : dense_dims(strides, rows, heads_of, p.batch1, p.batch0);
-    const auto* start = static_cast<const uint16_t*>(base);
-    if (kPacked) start -= box_rows * strides.row;
-    return encode_map(map, start, Op::kIsBf16, head_dim, dims, box_rows);
+    return encode_map(map, base, Op::kIsBf16, head_dim,
+                      dense_dims(strides, rows, heads_of, p.batch1, p.batch0), box_rows);
   };
   cudaError_t error = encode(&a.q, p.q, p.q_strides, p.seq_q, p.heads_q, p.head_dim, 64);
   if (error == cudaSuccess)
     error = encode(&a.k, p.k, p.k_strides, p.seq_k, p.heads_k, p.head_dim, C::kBlockK);
   if (error == cudaSuccess)
     error = encode(&a.v, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, C::kBlockK);
+  if (kPacked && error == cudaSuccess)
+    error = encode(&a.v_row, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, 1);
+  if (kPacked && error == cudaSuccess)
+    error = encode_map(&a.v_cut, p.v, Op::kIsBf16, p.head_dim_v,
+                       cut_dims(p.v_strides, p.seq_k, p.heads_k, C::kBlockK), C::kBlockK);
   if (error != cudaSuccess) return error;
 
   constexpr auto kernel = forward_kernel<Op, C, kWindowed, kPlainScores, kPacked>;
@@ -157,6 +159,9 @@ cudaError_t launch_padded(ForwardArgs& a, cudaStream_t stream) {
   using Windowed = typename T::Windowed;
   const bool windowed = a.p.window_left >= 0 || a.p.window_right >= 0;
   const bool plain = a.score_mode == kScaled;
+  if (a.p.cu_seqlens_q != nullptr)
+    return plain ? launch_tiling<Op, Windowed, true, true, true>(a, stream)
+                 : launch_tiling<Op, Windowed, true, false, true>(a, stream);
   if (!plain) return launch_tiling<Op, Windowed, true, false, false>(a, stream);
   if (windowed) return launch_tiling<Op, Windowed, true, true, false>(a, stream);
   return launch_tiling<Op, typename T::Full, false, true, false>(a, stream);
@@ -166,8 +171,7 @@ cudaError_t launch_padded(ForwardArgs& a, cudaStream_t stream) {
 template <class Op>
 cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
   const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
-  // Packed: the ragged map's base lies before the tensor; loads faulted (kernel page).
-  if (p.cu_seqlens_q != nullptr || p.seq_k == 0 || p.head_dim_v % 8 != 0 ||
+  if (p.pairs.bias != nullptr || p.pairs.mask != nullptr || p.seq_k == 0 || p.head_dim_v % 8 != 0 ||
       !aligned(p.batch0, p.out_strides.batch0) || !aligned(p.batch1, p.out_strides.batch1) ||
       !aligned(p.heads_q, p.out_strides.head) || !aligned(p.seq_q, p.out_strides.row) ||
       reinterpret_cast<uintptr_t>(p.out) % 16 != 0)
@@ -178,7 +182,6 @@ cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) 
   a.score_inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
   a.score_outer = p.softcap;
   a.exp_scale = a.score_mode == kScaled ? p.scale * kLog2e : kLog2e;
-  a.lse_scale = a.score_mode == kScaled ? p.scale : 1.f;
   const int dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
 #if defined(FLASHSCI_SM90_ONLY)  // experiments: one head dimension compiles in seconds
   return dim <= FLASHSCI_SM90_ONLY ? launch_padded<Op, FLASHSCI_SM90_ONLY>(a, stream)

@@ -3,6 +3,7 @@
 #include "../common/ptx/wgmma_bf16.cuh"
 #include "forward.cuh"
 
+
 namespace {
 
 struct Op : flashsci::BFloat16 {

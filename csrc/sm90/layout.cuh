@@ -25,6 +25,8 @@ struct Tiling {
   // The registers of the launch bounds (168 at 384 threads, 128 at 512) redistributed.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  // Scores whose exponentials come before the wait for P V of the block before.
+  static constexpr int kEarly = kHeadDim == 128 ? kBlockK / 4 : 0;
   static_assert(kHeadDim % 64 == 0 && kBlockK % 16 == 0 && (kStages & (kStages - 1)) == 0);
 };
 
@@ -33,6 +35,8 @@ struct PostedTile {
   int row;             // first query row in its sequence; < 0: no more tiles
   int seq_q, seq_k;    // of the sequence
   int64_t out_offset;  // elements, of the tile's first row and head
+  int64_t q_offset;    // the same in q
+  int64_t k_offset;    // of the sequence's first key and its head
   int64_t lse_offset;
 };
 // A slot is reused when all consumers have released the Q of the tile kQStages before; by then they
@@ -44,6 +48,7 @@ struct SharedStorage {
   unsigned char q[C::kQStages][C::kConsumers][C::kQBytes];  // [..][column block][64 rows][64]
   unsigned char k[C::kStages][C::kKVBytes];  // [stage][column block][kBlockK rows][64]
   unsigned char v[C::kStages][C::kKVBytes];  // the same
+  unsigned char staging[C::kConsumers * 4][2048];  // [warp][16 rows][64 columns] of the output
   uint64_t q_full[C::kQStages][C::kConsumers], q_empty[C::kQStages][C::kConsumers];
   uint64_t k_full[C::kStages], k_empty[C::kStages];
   uint64_t v_full[C::kStages], v_empty[C::kStages];
@@ -54,18 +59,14 @@ enum ScoreMode { kScaled = 0, kLinear = 1, kSoftcap = 2 };
 
 struct alignas(128) ForwardArgs {
   CUtensorMap q, k, v;
+  CUtensorMap v_cut, v_row;  // packed: load_cut_boxes
   FlashsciForwardParams p;
   SchedulePlan schedule;
   int score_mode;     // how raw q.k becomes what is exponentiated: ScoreMode
   float score_inner;  // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
   float score_outer;
   float exp_scale;  // log2(e) times what is left to multiply by
-  float lse_scale;  // from the units of the running maximum to natural log
 };
-
-// Rescale the accumulators only when the maximum grew by more than 2^8: exact, since numerator and
-// denominator share the stale maximum; P stays below 2^8, far inside fp16.
-inline constexpr float kRescaleThreshold = 8.f;
 
 // Walks the CTA's list: `for (Walk walk(plan); walk.next(); )`.
 struct Walk {

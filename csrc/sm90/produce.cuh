@@ -21,18 +21,37 @@ struct HeadIndex {
   }
 };
 
-// Loads rows [row, row + kRows) of a sequence that starts at first and has `length` rows; zeros
-// beyond.
-template <class C, int kRows, bool kPacked>
-__device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& map,
-                                           uint32_t barrier, int row, int first, int length,
-                                           const HeadIndex& at) {
-  const int rows = min(max(length - row, 0), kRows);
-  const int c1 = kPacked ? kRows - rows : row, c2 = kPacked ? first + row + rows : at.head;
-  const int c3 = kPacked ? at.head : at.batch1, c4 = kPacked ? 0 : at.batch0;
+// Loads rows [row, row + kRows); zeros beyond the tensor.
+template <class C, int kRows>
+__device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& map, uint32_t barrier,
+                                           int row, const HeadIndex& at) {
 #pragma unroll
   for (int block = 0; block < C::kColumnBlocks; ++block)
-    ptx::tma_load_5d(shared + block * kRows * 128, &map, barrier, block * 64, c1, c2, c3, c4);
+    ptx::tma_load_5d(shared + block * kRows * 128, &map, barrier, block * 64, row, at.head,
+                     at.batch1, at.batch0);
+}
+
+// The same of V in a packed tensor, zeros beyond the sequence too: P is 0 there, but 0 times a neighbour's NaN is
+// not. (Rows of Q that are too many are not stored, those of K are masked.)
+template <class C, int kRows>
+__device__ __forceinline__ void load_cut_boxes(uint32_t shared, const ForwardArgs& a, uint32_t barrier,
+                                               int row, const WorkTile& work, const HeadIndex& at) {
+  const int rows = min(work.seq_k - row, kRows), start = work.first_k + row;
+  if (rows == kRows) {
+    load_boxes<C, kRows>(shared, a.v, barrier, start, at);
+  } else if (start + rows >= kRows) {
+#pragma unroll
+    for (int block = 0; block < C::kColumnBlocks; ++block)
+      ptx::tma_load_5d(shared + block * kRows * 128, &a.v_cut, barrier, block * 64, kRows - rows,
+                       start + rows - kRows, at.head, 0);
+  } else {  // a short first sequence: row by row, those beyond from outside the tensor
+#pragma unroll 1
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll 1
+      for (int block = 0; block < C::kColumnBlocks; ++block)
+        ptx::tma_load_5d(shared + (block * kRows + i) * 128, &a.v_row, barrier, block * 64,
+                         i < rows ? start + i : a.p.seq_k, at.head, 0, 0);
+  }
 }
 
 // The producers are one warp each, of which one elected lane issues. This one also posts every
@@ -59,6 +78,12 @@ __device__ __forceinline__ void produce_q(SharedStorage<C>& shared, const Forwar
         post.out_offset = at.batch0 * a.p.out_strides.batch0 + at.batch1 * a.p.out_strides.batch1 +
                           at.head * a.p.out_strides.head +
                           (work.first_q + work.row) * a.p.out_strides.row;
+        post.q_offset = at.batch0 * a.p.q_strides.batch0 + at.batch1 * a.p.q_strides.batch1 +
+                        at.head * a.p.q_strides.head +
+                        (work.first_q + work.row) * a.p.q_strides.row;
+        post.k_offset = at.batch0 * a.p.k_strides.batch0 + at.batch1 * a.p.k_strides.batch1 +
+                        at.head / (a.p.heads_q / a.p.heads_k) * a.p.k_strides.head +
+                        work.first_k * a.p.k_strides.row;
         post.lse_offset =
             static_cast<int64_t>(work.batch_head) * a.p.seq_q + work.first_q + work.row;
         const Blocks<C> blocks(window_of(a.p, work.seq_q, work.seq_k), work.row, C::kBlockQ,
@@ -69,8 +94,8 @@ __device__ __forceinline__ void produce_q(SharedStorage<C>& shared, const Forwar
           const uint32_t full = ptx::shared_address(&shared.q_full[stage][w]);
           if (load) {
             ptx::mbarrier_arrive_expect(full, C::kQBytes);
-            load_boxes<C, 64, kPacked>(ptx::shared_address(shared.q[stage][w]), a.q, full,
-                                       work.row + w * 64, work.first_q, work.seq_q, at);
+            load_boxes<C, 64>(ptx::shared_address(shared.q[stage][w]), a.q, full,
+                              work.first_q + work.row + w * 64, at);
           } else {
             ptx::mbarrier_arrive(full);
           }
@@ -108,12 +133,16 @@ __device__ __forceinline__ void produce_kv(SharedStorage<C>& shared, const Forwa
         const uint32_t v_full = ptx::shared_address(&shared.v_full[stage]);
         ptx::mbarrier_wait(ptx::shared_address(&shared.k_empty[stage]), parity);
         ptx::mbarrier_arrive_expect(k_full, C::kKVBytes);
-        load_boxes<C, C::kBlockK, kPacked>(ptx::shared_address(shared.k[stage]), a.k, k_full,
-                                           block * C::kBlockK, work.first_k, work.seq_k, at);
+        load_boxes<C, C::kBlockK>(ptx::shared_address(shared.k[stage]), a.k, k_full,
+                                  work.first_k + block * C::kBlockK, at);
         ptx::mbarrier_wait(ptx::shared_address(&shared.v_empty[stage]), parity);
         ptx::mbarrier_arrive_expect(v_full, C::kKVBytes);
-        load_boxes<C, C::kBlockK, kPacked>(ptx::shared_address(shared.v[stage]), a.v, v_full,
-                                           block * C::kBlockK, work.first_k, work.seq_k, at);
+        if constexpr (kPacked)
+          load_cut_boxes<C, C::kBlockK>(ptx::shared_address(shared.v[stage]), a, v_full,
+                                        block * C::kBlockK, work, at);
+        else
+          load_boxes<C, C::kBlockK>(ptx::shared_address(shared.v[stage]), a.v, v_full,
+                                    block * C::kBlockK, at);
       }
     }
     __syncwarp();

@@ -3,6 +3,8 @@
 #include <cstdint>
 
 #include "../common/ptx/math.cuh"
+#include "../common/ptx/shared.cuh"
+#include "../common/ptx/stmatrix.cuh"
 #include "../common/softmax.cuh"
 #include "layout.cuh"
 
@@ -41,112 +43,181 @@ __device__ __forceinline__ void mask_scores(float (&s)[kCount], const Window& wi
   }
 }
 
-template <class C>
-struct RowStatistics {
-  float maximum[2];  // of rows g and g + 8, in units of 1 / exp_scale; stale by at most 2^8
-  float sum[2];      // this lane's part
+// Before a row's first key: so low that whatever comes next overflows and is noticed, while hidden
+// keys (-inf) still add 0.
+inline constexpr float kNoKey = -3e38f;
+// A lane's sum of one block beyond which the offset must follow: P stays inside fp16.
+inline constexpr float kOverflow = 32768.f;
+
+struct RowStatistics {   // of rows g and g + 8
+  float offset[2];       // P = exp2(exp_scale S - offset); about the largest score so far
+  float sum[2];          // this lane's part of the sum of P
 };
 
-// S becomes exp2(exp_scale (S - maximum)); returns whether O must be multiplied by alpha.
-template <class C, bool kFirst, int kCount>
-__device__ __forceinline__ bool softmax_step(float (&s)[kCount], RowStatistics<C>& rows,
-                                             float (&alpha)[2], float exp_scale) {
-  float tile_max[2] = {s[0], s[2]};
+template <int kCount>
+__device__ __forceinline__ void row_max(const float (&s)[kCount], float (&maximum)[2]) {
+  maximum[0] = s[0], maximum[1] = s[2];
 #pragma unroll
   for (int e = 0; e < kCount; e += 4) {
-    tile_max[0] = fmaxf(tile_max[0], fmaxf(s[e], s[e + 1]));
-    tile_max[1] = fmaxf(tile_max[1], fmaxf(s[e + 2], s[e + 3]));
+    maximum[0] = fmaxf(maximum[0], fmaxf(s[e], s[e + 1]));
+    maximum[1] = fmaxf(maximum[1], fmaxf(s[e + 2], s[e + 3]));
   }
-  tile_max[0] = quad_max(tile_max[0]);
-  tile_max[1] = quad_max(tile_max[1]);
-  bool grew = false;
-  if constexpr (kFirst) {
-    rows.maximum[0] = tile_max[0];
-    rows.maximum[1] = tile_max[1];
-    rows.sum[0] = rows.sum[1] = 0.f;
-  } else {
-    // -inf before and now: NaN, not greater.
-    grew = __any_sync(0xffffffffu,
-                      (tile_max[0] - rows.maximum[0]) * exp_scale > kRescaleThreshold ||
-                          (tile_max[1] - rows.maximum[1]) * exp_scale > kRescaleThreshold);
-    alpha[0] = alpha[1] = 1.f;
-    if (grew) {
+  maximum[0] = quad_max(maximum[0]);
+  maximum[1] = quad_max(maximum[1]);
+}
+
+// Elements [kBegin, kEnd) of S become P; part: this lane's sums, in four chains.
+template <int kBegin, int kEnd, int kCount>
+__device__ __forceinline__ void exponentials(float (&s)[kCount], const float (&offset)[2],
+                                             float exp_scale, float (&part)[4]) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float next = fmaxf(rows.maximum[half], tile_max[half]);
-        alpha[half] =
-            next == -INFINITY ? 1.f : ptx::ex2_approx((rows.maximum[half] - next) * exp_scale);
-        rows.maximum[half] = next;
-        rows.sum[half] *= alpha[half];
-      }
+  for (int e = kBegin; e < kEnd; ++e) {
+    s[e] = ptx::ex2_approx(fmaf(s[e], exp_scale, -offset[e >> 1 & 1]));
+    part[e & 3] = e < 4 ? s[e] : part[e & 3] + s[e];
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void exponentials(float (&s)[kCount], const float (&offset)[2],
+                                             float exp_scale, float (&sum)[2]) {
+  float part[4];
+  exponentials<0, kCount>(s, offset, exp_scale, part);
+  sum[0] = part[0] + part[1];
+  sum[1] = part[2] + part[3];
+}
+
+// The first block of a row: S becomes P.
+template <int kCount>
+__device__ __forceinline__ void softmax_first(float (&s)[kCount], RowStatistics& rows,
+                                              float exp_scale) {
+  float maximum[2];
+  row_max(s, maximum);
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    rows.offset[half] = maximum[half] == -INFINITY ? kNoKey : maximum[half] * exp_scale;
+  exponentials(s, rows.offset, exp_scale, rows.sum);
+}
+
+// Any later block: S becomes P; returns whether O must be multiplied by alpha.
+template <int kCount>
+__device__ __forceinline__ bool softmax_next(float (&s)[kCount], RowStatistics& rows,
+                                             float (&alpha)[2], float exp_scale) {
+  float maximum[2];
+  row_max(s, maximum);
+  const bool grew = __any_sync(
+      0xffffffffu, fmaf(maximum[0], exp_scale, -rows.offset[0]) > kRescaleThreshold ||
+                       fmaf(maximum[1], exp_scale, -rows.offset[1]) > kRescaleThreshold);
+  if (grew) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float next = fmaxf(rows.offset[half], maximum[half] * exp_scale);
+      alpha[half] = ptx::ex2_approx(rows.offset[half] - next);
+      rows.offset[half] = next;
+      rows.sum[half] *= alpha[half];
     }
   }
-  const float offset[2] = {rows.maximum[0] == -INFINITY ? 0.f : rows.maximum[0] * exp_scale,
-                           rows.maximum[1] == -INFINITY ? 0.f : rows.maximum[1] * exp_scale};
-  float odd[2] = {0.f, 0.f};  // a second chain of additions
-#pragma unroll
-  for (int e = 0; e < kCount; ++e) {
-    const int half = e >> 1 & 1;
-    s[e] = ptx::ex2_approx(fmaf(s[e], exp_scale, -offset[half]));
-    if (e & 1)
-      odd[half] += s[e];
-    else
-      rows.sum[half] += s[e];
-  }
-  rows.sum[0] += odd[0];
-  rows.sum[1] += odd[1];
+  float sum[2];
+  exponentials(s, rows.offset, exp_scale, sum);
+  rows.sum[0] += sum[0];
+  rows.sum[1] += sum[1];
   return grew;
 }
 
-// 4x4 transposition among the lanes of a quad: word b of lane t becomes word t of lane b.
-__device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+// P has grown large against an offset of earlier blocks: a power of two less of everything.
+template <int kCount>
+__device__ __forceinline__ void follow_growth(float (&p)[kCount], RowStatistics& rows,
+                                              float (&sum)[2], float (&alpha)[2]) {
+  float maximum[2];
+  row_max(p, maximum);
 #pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? w[i] : w[i + 1], 1);
-    w[i] = odd ? got : w[i];
-    w[i + 1] = odd ? w[i + 1] : got;
+  for (int half = 0; half < 2; ++half) {
+    const int exponent = min(max((__float_as_int(maximum[half]) >> 23) - 127, 0), 126);
+    alpha[half] = __int_as_float((127 - exponent) << 23);
+    rows.offset[half] += static_cast<float>(exponent);
+    rows.sum[half] *= alpha[half];
+    sum[half] *= alpha[half];
   }
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? w[i] : w[i + 2], 2);
-    w[i] = high ? got : w[i];
-    w[i + 2] = high ? w[i + 2] : got;
+  for (int e = 0; e < kCount; ++e) p[e] *= alpha[e >> 1 & 1];
+}
+
+// Q K^T of 16 rows and kCount / 2 keys once more, from global memory and by mma: for the rare block
+// whose exponentials overflowed, when its tiles may have left shared memory. row: this lane's first
+// query row in the tile.
+template <class Op, int kCount>
+__device__ __forceinline__ void recompute_scores(float (&s)[kCount], const ForwardArgs& a,
+                                                 const PostedTile& tile, int row, int first_key) {
+  const auto* q = static_cast<const uint16_t*>(a.p.q) + tile.q_offset + row * a.p.q_strides.row;
+  const auto* k = static_cast<const uint16_t*>(a.p.k) + tile.k_offset +
+                  (first_key + threadIdx.x % 32 / 4) * a.p.k_strides.row;
+  const int rows_left = tile.seq_q - tile.row - row;
+  const auto pair = [&](const uint16_t* from, int column, bool valid) {
+    return valid && column < a.p.head_dim ? *reinterpret_cast<const uint32_t*>(from + column) : 0u;
+  };
+#pragma unroll
+  for (int n = 0; n < kCount; n += 4, k += 8 * a.p.k_strides.row) {
+    float c[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+    for (int d = threadIdx.x % 4 * 2; d < a.p.head_dim; d += 16) {
+      const uint16_t* below = q + 8 * a.p.q_strides.row;
+      const uint32_t q_pairs[4] = {pair(q, d, rows_left > 0), pair(below, d, rows_left > 8),
+                                   pair(q, d + 8, rows_left > 0), pair(below, d + 8, rows_left > 8)};
+      Op::mma(c, q_pairs, pair(k, d, true), pair(k, d + 8, true));
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n + e] = c[e];
   }
 }
 
-// Normalises, writes lse and the output: every quad stores 64 contiguous bytes of a row at a time.
+// Normalises, writes lse and the output. Every warp turns its rows around in shared memory of its
+// own, 64 columns at a time, and stores 16 bytes per lane: the tensor may end at any row and at
+// any multiple of 8 columns.
 template <class Op, class C>
 __device__ __forceinline__ void write_output(const float (&o)[C::kHeadDim / 2],
-                                             const RowStatistics<C>& rows, const ForwardArgs& a,
-                                             const PostedTile& tile, int row) {  // row: in the tile
-  const int quad = threadIdx.x % 4;
-  auto* out =
-      static_cast<uint16_t*>(a.p.out) + tile.out_offset + row * a.p.out_strides.row + quad * 8;
-  float* lse = a.p.lse + tile.lse_offset + row;
-  const int rows_left = tile.seq_q - tile.row - row;
+                                             const RowStatistics& rows, const ForwardArgs& a,
+                                             const PostedTile& tile, int warp_row,  // in the tile
+                                             uint32_t staging) {
+  const int lane = threadIdx.x % 32;
+  const int rows_left = tile.seq_q - tile.row - warp_row;  // of this warp's 16
+  float inverse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
+    const int row = lane / 4 + 8 * half;
     const float sum = quad_sum(rows.sum[half]);
-    const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-    const bool valid = 8 * half < rows_left;
-    if (quad == 0 && valid)
-      lse[8 * half] = sum == 0.f ? -INFINITY : fmaf(rows.maximum[half], a.lse_scale, logf(sum));
-    uint16_t* target = out + 8 * half * a.p.out_strides.row;
+    inverse[half] = sum == 0.f ? 0.f : ptx::rcp_approx(sum);
+    if (lane % 4 == 0 && row < rows_left)
+      a.p.lse[tile.lse_offset + warp_row + row] =
+          sum == 0.f ? -INFINITY : (rows.offset[half] + ptx::lg2_approx(sum)) * kLn2;
+  }
+  // Staged rows are 128 bytes, their 16-byte chunks permuted by the row: no bank conflicts.
+  const uint32_t write_row = staging + lane % 16 * 128;
+  const uint32_t read_row = staging + lane / 8 * 128;
+  const int column = lane % 8 * 8;
+  uint16_t* out = static_cast<uint16_t*>(a.p.out) + tile.out_offset +
+                  (warp_row + lane / 8) * a.p.out_strides.row + column;
 #pragma unroll
-    for (int block = 0; block < C::kHeadDim / 32; ++block) {  // 32 columns
-      uint32_t words[4];
+  for (int block = 0; block < C::kHeadDim / 64; ++block) {
+    if (block > 0) __syncwarp();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int e = block * 16 + i * 4 + half * 2;
-        words[i] = Op::pack2(o[e] * inverse, o[e + 1] * inverse);
-      }
-      quad_transpose(words);
-      if (valid && block * 32 + quad * 8 < a.p.head_dim_v)
-        *reinterpret_cast<uint4*>(target + block * 32) =
-            make_uint4(words[0], words[1], words[2], words[3]);
+    for (int j = 0; j < 4; ++j) {  // 16 columns
+      const int e = block * 32 + j * 8;
+      ptx::stmatrix_x4(write_row + ((j * 2 + lane / 16) ^ (lane % 8)) * 16,
+                       Op::pack2(o[e] * inverse[0], o[e + 1] * inverse[0]),
+                       Op::pack2(o[e + 2] * inverse[1], o[e + 3] * inverse[1]),
+                       Op::pack2(o[e + 4] * inverse[0], o[e + 5] * inverse[0]),
+                       Op::pack2(o[e + 6] * inverse[1], o[e + 7] * inverse[1]));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int pass = 0; pass < 4; ++pass) {
+      const int row = pass * 4 + lane / 8;
+      const uint4 words =
+          ptx::ld_shared_v4(read_row + pass * 512 + ((lane % 8) ^ (row % 8)) * 16);
+      if (row < rows_left && block * 64 + column < a.p.head_dim_v)
+        *reinterpret_cast<uint4*>(out + pass * 4 * a.p.out_strides.row + block * 64) = words;
     }
   }
+  __syncwarp();
 }
 
 }  // namespace flashsci::sm90

@@ -17,4 +17,11 @@ __device__ __forceinline__ float rcp_approx(float x) {
   return y;
 }
 
+// log2(x), absolute error 2^-22 near 1, 1 ulp elsewhere.
+__device__ __forceinline__ float lg2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
 }  // namespace flashsci::ptx

@@ -27,6 +27,15 @@ __device__ __forceinline__ void wgmma_tie(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+// ptxas moves nothing across a branch, in particular no wgmma_wait above what precedes it. x: a
+// value >= 0 that takes part in what shall come before.
+__device__ __forceinline__ void schedule_fence(float x) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@!p bra.uni PASSED;\n"
+      "nanosleep.u32 1;\nPASSED:\n}\n" ::"f"(x)
+      : "memory");
+}
+
 // Descriptor of an operand in 128-byte swizzle, 1024-byte aligned tiles as TMA writes them: K-major
 // tiles have group_bytes (SBO) from 8 rows to the next; MN-major ones also block_bytes (LBO) from
 // 64 columns to the next.
