@@ -53,6 +53,7 @@ class Params(c.Structure):
         ("softcap", c.c_float),
         *[(n, c.c_int32) for n in ("window_left", "window_right", "lower_right", "precision", "copy_bytes")],
         *[(n, c.c_int32) for n in ("device", "shared_per_sm")],
+        ("workspace", c.c_void_p),
     ]  # fmt: skip
 
 
@@ -63,14 +64,19 @@ def strides(t):
 
 class Library:
     def __init__(self, name, path):
+        path, _, flags = path.partition(":")  # name=path:static: without workspace
         path, _, dims = path.partition("@")  # name=path@64,128: only those head dimensions
         self.name, self.dims = name, [int(x) for x in dims.split("+") if x]
         lib = c.CDLL(path)
-        self.fn = {}
+        self.fn, self.workspace = {}, {}
         for dtype, suffix in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
             fn = getattr(lib, f"flashsci_forward_sm90_{suffix}", None)
             if fn is not None:
                 self.fn[dtype] = fn
+            size = getattr(lib, f"flashsci_forward_sm90_{suffix}_workspace", None)
+            if size is not None and flags != "static":
+                size.restype = c.c_int64
+                self.workspace[dtype] = size
 
     def prepare(
         self,
@@ -98,9 +104,12 @@ class Library:
             q.shape[-1], v.shape[-1], q.shape[-1] ** -0.5 if scale is None else scale, softcap,
             window[0], window[1], int(lower_right), 0, 16, 0, 0,
         )  # fmt: skip
+        size = self.workspace[q.dtype](c.byref(p)) if q.dtype in self.workspace else 0
+        space = torch.full((size,), 0x7F, dtype=torch.uint8, device=q.device)
+        p.workspace = space.data_ptr() if size else None
         fn, stream = self.fn[q.dtype], c.c_void_p(torch.cuda.current_stream().cuda_stream)
 
-        def launch(keep=(q, k, v, cu, out, lse)):
+        def launch(keep=(q, k, v, cu, out, lse, space)):
             error = fn(c.byref(p), stream)
             if error:
                 raise RuntimeError(f"launch error {error}")

@@ -67,6 +67,7 @@ typedef struct FlashsciForwardParams {
   int32_t copy_bytes;                 // 16, 8, 4 or 2: what q, k, v rows are aligned to
   int32_t device;                     // index of the device the pointers live on
   int32_t shared_per_sm;              // bytes of shared memory that device has per SM
+  void* workspace;  // ..._workspace(params) bytes, aligned to 256, with any contents; NULL: without
 } FlashsciForwardParams;
 
 // The gradients of sum(out * dout) + sum(lse * dlse), with P recomputed from the given lse (which
@@ -120,6 +121,9 @@ typedef void* FlashsciStream;  // cudaStream_t
 #define FLASHSCI_DECLARE_FORWARD(unit)                                          \
   FLASHSCI_API int flashsci_forward_##unit(const FlashsciForwardParams* params, \
                                            FlashsciStream stream);
+// Bytes of workspace that the call would use; pointers but cu_seqlens (NULL or not) are not read.
+#define FLASHSCI_DECLARE_FORWARD_WORKSPACE(unit) \
+  FLASHSCI_API int64_t flashsci_forward_##unit##_workspace(const FlashsciForwardParams* params);
 #define FLASHSCI_DECLARE_BACKWARD(unit)                                           \
   FLASHSCI_API int flashsci_backward_##unit(const FlashsciBackwardParams* params, \
                                             FlashsciStream stream);               \
@@ -132,6 +136,8 @@ FLASHSCI_DECLARE_FORWARD(sm80_bf16)
 FLASHSCI_DECLARE_FORWARD(sm80_fp32)
 FLASHSCI_DECLARE_FORWARD(sm90_fp16)
 FLASHSCI_DECLARE_FORWARD(sm90_bf16)
+FLASHSCI_DECLARE_FORWARD_WORKSPACE(sm90_fp16)
+FLASHSCI_DECLARE_FORWARD_WORKSPACE(sm90_bf16)
 FLASHSCI_DECLARE_BACKWARD(sm75_fp16)
 FLASHSCI_DECLARE_BACKWARD(sm80_fp16)
 FLASHSCI_DECLARE_BACKWARD(sm80_bf16)

@@ -234,8 +234,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
         ptx::wgmma_tie(o);
         release(shared.v_empty[at % kStages]);
       };
-      if constexpr (decltype(masked)::value) {
-        mask(block);
+      if constexpr (decltype(masked)::value || !kPlainScores) {
+        if constexpr (decltype(masked)::value) mask(block);
         const bool grew = softmax_next(s, rows, alpha, a.exp_scale);
         pv_done();
         if (grew) rescale();
@@ -254,7 +254,6 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
         if (__any_sync(0xffffffffu, sum[0] > kOverflow || sum[1] > kOverflow)) {
           if (__any_sync(0xffffffffu, sum[0] == INFINITY || sum[1] == INFINITY)) {
             recompute_scores<Op>(s, a, tile, row_in_tile, block * kBlockK);
-            if constexpr (!kPlainScores) scale_scores(s, a);
             sum[0] = sum[1] = 0.f;
             alpha[0] = alpha[1] = 1.f;
             softmax_next(s, rows, alpha, a.exp_scale);

@@ -18,6 +18,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -61,9 +62,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (warp == 0) produce_kv<C, kPacked>(shared, a);
-    if (warp == 1) produce_q<C, kPacked>(shared, a);
+    if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 0) produce<C, kPacked>(shared, a);
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     consume<Op, C, kWindowed, kPlainScores>(shared, a, warpgroup - 1);
@@ -90,14 +89,25 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
   const int64_t tiles = kPacked ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
                                 : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
-  const bool pairs = causal && !kPacked && tiles > 1;
   if (heads == 0 || p.seq_q == 0) return cudaSuccess;
-  if (heads * tiles > INT32_MAX) return cudaErrorNotSupported;
-  a.schedule.units = static_cast<uint32_t>(pairs ? (heads + 1) / 2 * tiles : heads * tiles);
-  a.schedule.tiles_per_head = static_cast<uint32_t>(tiles);
-  a.schedule.heads = static_cast<uint32_t>(heads);
-  a.schedule.pairs = pairs;
-  a.schedule.descending = causal;
+  if (heads * tiles > INT32_MAX / 2) return cudaErrorNotSupported;
+  const int processors = multiprocessors(p.device);
+  if (processors <= 0) return cudaErrorInvalidDevice;
+  SchedulePlan& plan = a.schedule;
+  plan.items = static_cast<uint32_t>(heads * tiles);
+  plan.tiles_per_head = static_cast<uint32_t>(tiles);
+  plan.heads = static_cast<uint32_t>(heads);
+  plan.descending = causal;
+  const bool uneven = kPacked || (causal && tiles > 1);
+  plan.counter = uneven && heads * tiles > processors ? static_cast<uint32_t*>(p.workspace) : nullptr;
+  plan.order = kAsIs;
+  if (!kPacked && uneven && heads * tiles > processors)
+    plan.order = plan.counter != nullptr ? kLongestFirst : kPairs;
+  if (plan.order == kPairs) plan.items = static_cast<uint32_t>((heads + 1) / 2 * tiles * 2);
+  const int64_t head_bytes =  // of K and V, for each head of Q
+      int64_t{p.seq_k} * (p.head_dim + p.head_dim_v) * 2 * p.heads_k / p.heads_q;
+  const int64_t groups = heads * head_bytes / (32 << 20) + 1;
+  plan.group = static_cast<uint32_t>((heads + groups - 1) / groups);
 
   const auto encode = [&](CUtensorMap* map, const void* base, const FlashsciStrides& strides,
                           int64_t rows, int64_t heads_of, int head_dim, int box_rows) {
@@ -124,12 +134,15 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
     if (error != cudaSuccess) return error;
     configured.fetch_or(bit, std::memory_order_relaxed);
   }
-  const int processors = multiprocessors(p.device);
-  if (processors <= 0) return cudaErrorInvalidDevice;
-  // Packed: nobody knows the lengths, so the hardware hands out the tiles as SMs become free.
-  const unsigned grid = kPacked || a.schedule.units < static_cast<unsigned>(processors)
-                            ? a.schedule.units
-                            : static_cast<unsigned>(processors);
+  if (plan.counter != nullptr) {
+    error = cudaMemsetAsync(plan.counter, 0, sizeof(uint32_t), stream);
+    if (error != cudaSuccess) return error;
+  }
+  // Packed without a counter: the hardware hands out the slots as SMs become free.
+  const uint32_t starts = plan.order == kPairs ? plan.items / 2 : plan.items;
+  const uint32_t grid = kPacked && plan.counter == nullptr
+                            ? starts
+                            : std::min(starts, static_cast<uint32_t>(processors));
   kernel<<<grid, C::kThreads, kSharedBytes, stream>>>(a);
   return cudaGetLastError();
 }
@@ -165,6 +178,12 @@ cudaError_t launch_padded(ForwardArgs& a, cudaStream_t stream) {
   if (!plain) return launch_tiling<Op, Windowed, true, false, false>(a, stream);
   if (windowed) return launch_tiling<Op, Windowed, true, true, false>(a, stream);
   return launch_tiling<Op, typename T::Full, false, true, false>(a, stream);
+}
+
+// Bytes of workspace: the counter of the schedule.
+inline int64_t forward_workspace(const FlashsciForwardParams& p) {
+  const bool causal = p.window_right >= 0 && p.window_left < 0;
+  return causal || p.cu_seqlens_q != nullptr ? sizeof(uint32_t) : 0;
 }
 
 // cudaErrorNotSupported: another kernel must serve this call, nothing was launched.

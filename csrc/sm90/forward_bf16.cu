@@ -3,7 +3,6 @@
 #include "../common/ptx/wgmma_bf16.cuh"
 #include "forward.cuh"
 
-
 namespace {
 
 struct Op : flashsci::BFloat16 {
@@ -17,4 +16,8 @@ struct Op : flashsci::BFloat16 {
 extern "C" int flashsci_forward_sm90_bf16(const FlashsciForwardParams* params,
                                           FlashsciStream stream) {
   return flashsci::sm90::launch_forward<Op>(*params, static_cast<cudaStream_t>(stream));
+}
+
+extern "C" int64_t flashsci_forward_sm90_bf16_workspace(const FlashsciForwardParams* params) {
+  return flashsci::sm90::forward_workspace(*params);
 }

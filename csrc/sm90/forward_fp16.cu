@@ -20,3 +20,7 @@ extern "C" int flashsci_forward_sm90_fp16(const FlashsciForwardParams* params,
                                           FlashsciStream stream) {
   return flashsci::sm90::launch_forward<Op>(*params, static_cast<cudaStream_t>(stream));
 }
+
+extern "C" int64_t flashsci_forward_sm90_fp16_workspace(const FlashsciForwardParams* params) {
+  return flashsci::sm90::forward_workspace(*params);
+}

@@ -68,20 +68,6 @@ struct alignas(128) ForwardArgs {
   float exp_scale;  // log2(e) times what is left to multiply by
 };
 
-// Walks the CTA's list: `for (Walk walk(plan); walk.next(); )`.
-struct Walk {
-  uint32_t unit, half;
-  __device__ __forceinline__ Walk() : unit(blockIdx.x), half(0) {}
-  __device__ __forceinline__ void advance(const SchedulePlan& plan) {
-    if (plan.pairs != 0 && half == 0) {
-      half = 1;
-    } else {
-      half = 0;
-      unit += gridDim.x;
-    }
-  }
-};
-
 // Key blocks [first, end) that some of the rows [row, row + count) see.
 template <class C>
 struct Blocks {

@@ -1,4 +1,4 @@
-// The two producer warps of the sm90 forward: K and V; Q and the positions of the tiles.
+// The producer warp of the sm90 forward.
 #pragma once
 #include <cstdint>
 
@@ -12,23 +12,35 @@ namespace flashsci::sm90 {
 
 // Index of a (batch, head) along the dims of a dense tensor.
 struct HeadIndex {
-  int head, batch1, batch0;
+  int head, head_k, batch1, batch0;
   __device__ __forceinline__ HeadIndex(const FlashsciForwardParams& p, uint32_t batch_head) {
     const uint32_t batch = batch_head / static_cast<uint32_t>(p.heads_q);
     head = batch_head - batch * p.heads_q;
+    head_k = static_cast<uint32_t>(head) / static_cast<uint32_t>(p.heads_q / p.heads_k);
     batch0 = batch / static_cast<uint32_t>(p.batch1);
     batch1 = batch - batch0 * static_cast<uint32_t>(p.batch1);
   }
 };
 
+__device__ __forceinline__ int64_t offset_of(const FlashsciStrides& strides, const HeadIndex& at,
+                                             int head, int row) {
+  return at.batch0 * strides.batch0 + at.batch1 * strides.batch1 + head * strides.head +
+         row * strides.row;
+}
+
+__device__ __forceinline__ uint32_t take(const SchedulePlan& plan) {
+  return plan.counter != nullptr ? atomicAdd(plan.counter, 1) : 0;
+}
+
 // Loads rows [row, row + kRows); zeros beyond the tensor.
 template <class C, int kRows>
-__device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& map, uint32_t barrier,
-                                           int row, const HeadIndex& at) {
+__device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& map,
+                                           uint32_t barrier, int row, int head,
+                                           const HeadIndex& at) {
 #pragma unroll
   for (int block = 0; block < C::kColumnBlocks; ++block)
-    ptx::tma_load_5d(shared + block * kRows * 128, &map, barrier, block * 64, row, at.head,
-                     at.batch1, at.batch0);
+    ptx::tma_load_5d(shared + block * kRows * 128, &map, barrier, block * 64, row, head, at.batch1,
+                     at.batch0);
 }
 
 // The same of V in a packed tensor, zeros beyond the sequence too: P is 0 there, but 0 times a neighbour's NaN is
@@ -38,115 +50,96 @@ __device__ __forceinline__ void load_cut_boxes(uint32_t shared, const ForwardArg
                                                int row, const WorkTile& work, const HeadIndex& at) {
   const int rows = min(work.seq_k - row, kRows), start = work.first_k + row;
   if (rows == kRows) {
-    load_boxes<C, kRows>(shared, a.v, barrier, start, at);
+    load_boxes<C, kRows>(shared, a.v, barrier, start, at.head_k, at);
   } else if (start + rows >= kRows) {
 #pragma unroll
     for (int block = 0; block < C::kColumnBlocks; ++block)
       ptx::tma_load_5d(shared + block * kRows * 128, &a.v_cut, barrier, block * 64, kRows - rows,
-                       start + rows - kRows, at.head, 0);
+                       start + rows - kRows, at.head_k, 0);
   } else {  // a short first sequence: row by row, those beyond from outside the tensor
 #pragma unroll 1
     for (int i = 0; i < kRows; ++i)
 #pragma unroll 1
       for (int block = 0; block < C::kColumnBlocks; ++block)
         ptx::tma_load_5d(shared + (block * kRows + i) * 128, &a.v_row, barrier, block * 64,
-                         i < rows ? start + i : a.p.seq_k, at.head, 0, 0);
+                         i < rows ? start + i : a.p.seq_k, at.head_k, 0, 0);
   }
 }
 
-// The producers are one warp each, of which one elected lane issues. This one also posts every
-// tile, and the end.
+// One warp, of which one elected lane issues: posts every tile, and the end; loads its Q, K and V.
 template <class C, bool kPacked>
-__device__ __forceinline__ void produce_q(SharedStorage<C>& shared, const ForwardArgs& a) {
-  uint32_t turn = 0;  // stage = turn % kQStages, lap = turn / kQStages
-  for (Walk walk;; walk.advance(a.schedule)) {
-    const bool more = walk.unit < a.schedule.units;
-    WorkTile work;
-    if (more) work = find_work<C::kBlockQ, kPacked>(a.schedule, a.p, walk.unit, walk.half);
-    if (more && work.row < 0) continue;
-    const uint32_t stage = turn % C::kQStages, parity = (turn / C::kQStages & 1) ^ 1;
+__device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardArgs& a) {
+  const auto address = [](const void* x) { return ptx::shared_address(x); };
+  uint32_t tiles = 0;  // posted: Q stage = tiles % kQStages, lap = tiles / kQStages
+  uint32_t turn = 0;   // blocks loaded: stage = turn % kStages, lap = turn / kStages
+  for (uint32_t item = first_item(a.schedule);;) {
+    const bool more = item < a.schedule.items;
+    WorkTile work{};
+    if (more) work = find_work<C::kBlockQ, kPacked>(a.schedule, a.p, item);
+    const Window window = window_of(a.p, work.seq_q, work.seq_k);
+    const Blocks<C> blocks(window, work.row, C::kBlockQ, work.seq_q);
+    const int count = more && work.row >= 0 ? blocks.end - blocks.first : 0;
+    uint32_t taken = 0;
     if (ptx::elect()) {
+      HeadIndex at(a.p, more ? work.batch_head : 0);
+      const auto post = [&] {
+        const uint32_t stage = tiles % C::kQStages;
 #pragma unroll
-      for (int w = 0; w < C::kConsumers; ++w)
-        ptx::mbarrier_wait(ptx::shared_address(&shared.q_empty[stage][w]), parity);
-      PostedTile& post = shared.posted[turn % kPosted];
-      if (more) {
-        const HeadIndex at(a.p, work.batch_head);
-        post.row = work.row;
-        post.seq_q = work.seq_q;
-        post.seq_k = work.seq_k;
-        post.out_offset = at.batch0 * a.p.out_strides.batch0 + at.batch1 * a.p.out_strides.batch1 +
-                          at.head * a.p.out_strides.head +
-                          (work.first_q + work.row) * a.p.out_strides.row;
-        post.q_offset = at.batch0 * a.p.q_strides.batch0 + at.batch1 * a.p.q_strides.batch1 +
-                        at.head * a.p.q_strides.head +
-                        (work.first_q + work.row) * a.p.q_strides.row;
-        post.k_offset = at.batch0 * a.p.k_strides.batch0 + at.batch1 * a.p.k_strides.batch1 +
-                        at.head / (a.p.heads_q / a.p.heads_k) * a.p.k_strides.head +
-                        work.first_k * a.p.k_strides.row;
-        post.lse_offset =
-            static_cast<int64_t>(work.batch_head) * a.p.seq_q + work.first_q + work.row;
-        const Blocks<C> blocks(window_of(a.p, work.seq_q, work.seq_k), work.row, C::kBlockQ,
-                               work.seq_q);
-        const bool load = blocks.first < blocks.end;
+        for (int w = 0; w < C::kConsumers; ++w)
+          ptx::mbarrier_sleep(address(&shared.q_empty[stage][w]), (tiles / C::kQStages & 1) ^ 1);
+        PostedTile& tile = shared.posted[tiles % kPosted];
+        tile.row = more ? work.row : -1;
+        if (more) {
+          tile.seq_q = work.seq_q;
+          tile.seq_k = work.seq_k;
+          tile.out_offset = offset_of(a.p.out_strides, at, at.head, work.first_q + work.row);
+          tile.q_offset = offset_of(a.p.q_strides, at, at.head, work.first_q + work.row);
+          tile.k_offset = offset_of(a.p.k_strides, at, at.head_k, work.first_k);
+          tile.lse_offset =
+              static_cast<int64_t>(work.batch_head) * a.p.seq_q + work.first_q + work.row;
+        }
 #pragma unroll
         for (int w = 0; w < C::kConsumers; ++w) {
-          const uint32_t full = ptx::shared_address(&shared.q_full[stage][w]);
-          if (load) {
+          const uint32_t full = address(&shared.q_full[stage][w]);
+          if (count > 0) {
             ptx::mbarrier_arrive_expect(full, C::kQBytes);
-            load_boxes<C, 64>(ptx::shared_address(shared.q[stage][w]), a.q, full,
-                              work.first_q + work.row + w * 64, at);
+            load_boxes<C, 64>(address(shared.q[stage][w]), a.q, full,
+                              work.first_q + work.row + w * 64, at.head, at);
           } else {
             ptx::mbarrier_arrive(full);
           }
         }
-      } else {
-        post.row = -1;
-#pragma unroll
-        for (int w = 0; w < C::kConsumers; ++w)
-          ptx::mbarrier_arrive(ptx::shared_address(&shared.q_full[stage][w]));
+      };
+      const auto load_k = [&](uint32_t at_turn, int row) {
+        const uint32_t stage = at_turn % C::kStages, full = address(&shared.k_full[stage]);
+        ptx::mbarrier_sleep(address(&shared.k_empty[stage]), (at_turn / C::kStages & 1) ^ 1);
+        ptx::mbarrier_arrive_expect(full, C::kKVBytes);
+        load_boxes<C, C::kBlockK>(address(shared.k[stage]), a.k, full, work.first_k + row,
+                                  at.head_k, at);
+      };
+      int row = (blocks.end - 1) * C::kBlockK;
+      // With two stages of Q the next is free; the only one is freed later than a stage of K.
+      if (C::kQStages == 1 && count > 0) load_k(turn, row);
+      if (!more || work.row >= 0) post();
+#pragma unroll 1
+      for (int i = 0; i < count; ++i, row -= C::kBlockK) {
+        if (i == count - 1) taken = take(a.schedule);  // used after the waits below
+        if (C::kQStages > 1 || i > 0) load_k(turn + i, row);
+        const uint32_t stage = (turn + i) % C::kStages, full = address(&shared.v_full[stage]);
+        ptx::mbarrier_sleep(address(&shared.v_empty[stage]), ((turn + i) / C::kStages & 1) ^ 1);
+        ptx::mbarrier_arrive_expect(full, C::kKVBytes);
+        if constexpr (kPacked)
+          load_cut_boxes<C, C::kBlockK>(address(shared.v[stage]), a, full, row, work, at);
+        else
+          load_boxes<C, C::kBlockK>(address(shared.v[stage]), a.v, full, row, at.head_k, at);
       }
+      if (count == 0 && more) taken = take(a.schedule);
     }
     __syncwarp();
     if (!more) break;
-    ++turn;
-  }
-}
-
-template <class C, bool kPacked>
-__device__ __forceinline__ void produce_kv(SharedStorage<C>& shared, const ForwardArgs& a) {
-  uint32_t turn = 0;  // stage = turn % kStages, lap = turn / kStages
-  for (Walk walk; walk.unit < a.schedule.units; walk.advance(a.schedule)) {
-    const WorkTile work = find_work<C::kBlockQ, kPacked>(a.schedule, a.p, walk.unit, walk.half);
-    if (work.row < 0) continue;
-    const Blocks<C> blocks(window_of(a.p, work.seq_q, work.seq_k), work.row, C::kBlockQ,
-                           work.seq_q);
-    if (blocks.first >= blocks.end) continue;
-    const uint32_t next_turn = turn + (blocks.end - blocks.first);
-    if (ptx::elect()) {
-      HeadIndex at(a.p, work.batch_head);
-      at.head /= static_cast<uint32_t>(a.p.heads_q / a.p.heads_k);
-#pragma unroll 1
-      for (int block = blocks.end - 1; block >= blocks.first; --block, ++turn) {
-        const uint32_t stage = turn % C::kStages, parity = (turn / C::kStages & 1) ^ 1;
-        const uint32_t k_full = ptx::shared_address(&shared.k_full[stage]);
-        const uint32_t v_full = ptx::shared_address(&shared.v_full[stage]);
-        ptx::mbarrier_wait(ptx::shared_address(&shared.k_empty[stage]), parity);
-        ptx::mbarrier_arrive_expect(k_full, C::kKVBytes);
-        load_boxes<C, C::kBlockK>(ptx::shared_address(shared.k[stage]), a.k, k_full,
-                                  work.first_k + block * C::kBlockK, at);
-        ptx::mbarrier_wait(ptx::shared_address(&shared.v_empty[stage]), parity);
-        ptx::mbarrier_arrive_expect(v_full, C::kKVBytes);
-        if constexpr (kPacked)
-          load_cut_boxes<C, C::kBlockK>(ptx::shared_address(shared.v[stage]), a, v_full,
-                                        block * C::kBlockK, work, at);
-        else
-          load_boxes<C, C::kBlockK>(ptx::shared_address(shared.v[stage]), a.v, v_full,
-                                    block * C::kBlockK, at);
-      }
-    }
-    __syncwarp();
-    turn = next_turn;
+    turn += count;
+    tiles += work.row >= 0;
+    item = next_item(a.schedule, item, ptx::redux_max(taken));
   }
 }
 
