@@ -19,7 +19,6 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   using MmaQK = typename Op::template Wgmma<kBlockK>;
   using MmaQKHalf = typename Op::template Wgmma<kBlockK / 2>;
   using MmaPV = typename Op::template Wgmma<kHeadDim>;
-  constexpr int kTurnThreads = 256;  // one warpgroup waits, one arrives
   const int lane = threadIdx.x % 32;
   const int warp_row = w * 64 + threadIdx.x / 32 % 4 * 16;  // in the tile
   const int row_in_tile = warp_row + lane / 4;              // this lane's first
@@ -68,20 +67,24 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   const auto wait = [&](uint64_t& barrier, uint32_t parity) {
     ptx::mbarrier_wait(ptx::shared_address(&barrier), parity & 1);
   };
+  // One warpgroup waits, one arrives.
+  const auto my_turn = [&] {
+    if constexpr (C::kTurns) ptx::barrier_sync(1 + w, 256);
+  };
+  const auto next_turn = [&] {
+    if constexpr (C::kTurns) ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, 256);
+  };
   const auto wait_k = [&] { wait(shared.k_full[head % kStages], head / kStages); };
   const auto wait_v = [&](uint32_t at) { wait(shared.v_full[at % kStages], at / kStages); };
-  const auto my_turn = [&] { ptx::barrier_sync(1 + w, kTurnThreads); };
-  const auto next_turn = [&] { ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, kTurnThreads); };
-  // Hands on blocks that this warpgroup's rows do not see.
+  // Blocks that this warpgroup's rows do not see; the producer hands them on.
   const auto skip = [&](int count) {
+    head += count;
+    if constexpr (C::kTurns) {
 #pragma unroll 1
-    for (; count > 0; --count, ++head) {
-      wait_k();
-      my_turn();
-      next_turn();
-      release(shared.k_empty[head % kStages]);
-      wait_v(head);
-      release(shared.v_empty[head % kStages]);
+      for (; count > 0; --count) {
+        my_turn();
+        next_turn();
+      }
     }
   };
   // The last product of the tile that is pending, and its output.

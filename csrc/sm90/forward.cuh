@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
-    if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 0) produce<C, kPacked>(shared, a);
+    if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 0) produce<C, kWindowed, kPacked>(shared, a);
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     consume<Op, C, kWindowed, kPlainScores>(shared, a, warpgroup - 1);

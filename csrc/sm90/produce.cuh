@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_cut_boxes(uint32_t shared, const ForwardArg
 }
 
 // One warp, of which one elected lane issues: posts every tile, and the end; loads its Q, K and V.
-template <class C, bool kPacked>
+template <class C, bool kWindowed, bool kPacked>
 __device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardArgs& a) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
   uint32_t tiles = 0;  // posted: Q stage = tiles % kQStages, lap = tiles / kQStages
@@ -79,6 +79,12 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardA
     const Window window = window_of(a.p, work.seq_q, work.seq_k);
     const Blocks<C> blocks(window, work.row, C::kBlockQ, work.seq_q);
     const int count = more && work.row >= 0 ? blocks.end - blocks.first : 0;
+    int own_first[C::kConsumers], own_end[C::kConsumers];  // blocks that a consumer sees
+#pragma unroll
+    for (int w = 0; w < C::kConsumers; ++w) {
+      const Blocks<C> own(window, work.row + w * 64, 64, work.seq_q);
+      own_first[w] = own.first, own_end[w] = own.end;
+    }
     uint32_t taken = 0;
     if (ptx::elect()) {
       HeadIndex at(a.p, more ? work.batch_head : 0);
@@ -110,28 +116,42 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardA
           }
         }
       };
-      const auto load_k = [&](uint32_t at_turn, int row) {
+      // Waits for a stage to be free and arrives in the name of the consumers that will not see it.
+      const auto acquire = [&](uint64_t* empty, uint32_t at_turn, int block) {
+        const uint32_t barrier = address(&empty[at_turn % C::kStages]);
+        ptx::mbarrier_sleep(barrier, (at_turn / C::kStages & 1) ^ 1);
+        if constexpr (kWindowed) {
+          uint32_t blind = 0;
+#pragma unroll
+          for (int w = 0; w < C::kConsumers; ++w)
+            blind += block < own_first[w] || block >= own_end[w];
+          if (blind > 0) ptx::mbarrier_arrive(barrier, 4 * blind);
+        }
+      };
+      const auto load_k = [&](uint32_t at_turn, int block) {
         const uint32_t stage = at_turn % C::kStages, full = address(&shared.k_full[stage]);
-        ptx::mbarrier_sleep(address(&shared.k_empty[stage]), (at_turn / C::kStages & 1) ^ 1);
+        acquire(shared.k_empty, at_turn, block);
         ptx::mbarrier_arrive_expect(full, C::kKVBytes);
-        load_boxes<C, C::kBlockK>(address(shared.k[stage]), a.k, full, work.first_k + row,
+        load_boxes<C, C::kBlockK>(address(shared.k[stage]), a.k, full, work.first_k + block * C::kBlockK,
                                   at.head_k, at);
       };
-      int row = (blocks.end - 1) * C::kBlockK;
+      int block = blocks.end - 1;
       // With two stages of Q the next is free; the only one is freed later than a stage of K.
-      if (C::kQStages == 1 && count > 0) load_k(turn, row);
+      if (C::kQStages == 1 && count > 0) load_k(turn, block);
       if (!more || work.row >= 0) post();
 #pragma unroll 1
-      for (int i = 0; i < count; ++i, row -= C::kBlockK) {
+      for (int i = 0; i < count; ++i, --block) {
         if (i == count - 1) taken = take(a.schedule);  // used after the waits below
-        if (C::kQStages > 1 || i > 0) load_k(turn + i, row);
+        if (C::kQStages > 1 || i > 0) load_k(turn + i, block);
         const uint32_t stage = (turn + i) % C::kStages, full = address(&shared.v_full[stage]);
-        ptx::mbarrier_sleep(address(&shared.v_empty[stage]), ((turn + i) / C::kStages & 1) ^ 1);
+        acquire(shared.v_empty, turn + i, block);
         ptx::mbarrier_arrive_expect(full, C::kKVBytes);
         if constexpr (kPacked)
-          load_cut_boxes<C, C::kBlockK>(address(shared.v[stage]), a, full, row, work, at);
+          load_cut_boxes<C, C::kBlockK>(address(shared.v[stage]), a, full, block * C::kBlockK, work,
+                                        at);
         else
-          load_boxes<C, C::kBlockK>(address(shared.v[stage]), a.v, full, row, at.head_k, at);
+          load_boxes<C, C::kBlockK>(address(shared.v[stage]), a.v, full, block * C::kBlockK,
+                                    at.head_k, at);
       }
       if (count == 0 && more) taken = take(a.schedule);
     }
