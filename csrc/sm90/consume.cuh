@@ -13,7 +13,7 @@
 
 namespace flashsci::sm90 {
 
-template <class Op, class C, bool kWindowed, bool kPlainScores>
+template <class Op, class C, bool kWindowed, bool kPlainScores, bool kPacked>
 __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardArgs& a, int w) {
   constexpr int kBlockK = C::kBlockK, kStages = C::kStages, kHeadDim = C::kHeadDim;
   using MmaQK = typename Op::template Wgmma<kBlockK>;
@@ -22,7 +22,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   const int lane = threadIdx.x % 32;
   const int warp_row = w * 64 + threadIdx.x / 32 % 4 * 16;  // in the tile
   const int row_in_tile = warp_row + lane / 4;              // this lane's first
-  const uint32_t staging = ptx::shared_address(shared.staging[warp_row / 16]);
+  auto& staging = shared.staging[warp_row / 16];
 
   float s[kBlockK / 2];         // scores, then P
   float o[kHeadDim / 2];        // output, unnormalised
@@ -46,12 +46,14 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
                                     k_tile + (d / 4 * kBlockK * 128 + d % 4 * 32) / 16, d > 0);
     ptx::wgmma_commit();
   };
+  uint32_t accumulate = 0;                       // 0: O counts as cleared
   const auto issue_pv = [&](uint32_t at) {  // O += P V
     const uint64_t v_tile = v_desc + at % kStages * (C::kKVBytes / 16);
 #pragma unroll
     for (int n = 0; n < kBlockK / 16; ++n)
-      MmaPV::template rs<1>(o, p[n], v_tile + n * (2048 / 16), 1);
+      MmaPV::template rs<1>(o, p[n], v_tile + n * (2048 / 16), n > 0 ? 1 : accumulate);
     ptx::wgmma_commit();
+    accumulate = 1;
   };
   // The scores of the block whose first `kCount` elements these are become P; the rest of P is 0.
   const auto pack = [&](auto& scores) {
@@ -87,6 +89,10 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       }
     }
   };
+  const auto write = [&](const RowStatistics& of, const PostedTile& tile) {
+    write_output<Op, C, kPacked>(o, of, a, tile, kPacked ? tile.seq_q : a.p.seq_q, warp_row,
+                                 staging);
+  };
   // The last product of the tile that is pending, and its output.
   const auto finish = [&](uint32_t tile) {
     const uint32_t at = head - 1;
@@ -96,7 +102,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     ptx::wgmma_wait<0>();
     ptx::wgmma_tie(o);
     release(shared.v_empty[at % kStages]);
-    write_output<Op, C>(o, rows, a, shared.posted[tile % kPosted], warp_row, staging);
+    write(rows, shared.posted[tile % kPosted]);
     pending = false;
   };
 
@@ -120,7 +126,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     // The same in all lanes, which only redux tells the compiler: wgmma wants uniform control flow.
     const int tile_row = ptx::redux_max(tile.row);
     if (tile_row < 0) break;
-    const int seq_q = ptx::redux_max(tile.seq_q), seq_k = ptx::redux_max(tile.seq_k);
+    const int seq_q = kPacked ? ptx::redux_max(tile.seq_q) : a.p.seq_q;
+    const int seq_k = kPacked ? ptx::redux_max(tile.seq_k) : a.p.seq_k;
     const Window window = window_of(a.p, seq_q, seq_k);
     const int first_row = tile_row + w * 64;
     const Blocks<C> blocks(window, tile_row, C::kBlockQ, seq_q);
@@ -136,13 +143,14 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       release(shared.q_empty[q_stage][w]);
       clear();
       rows.sum[0] = rows.sum[1] = 0.f;
-      write_output<Op, C>(o, rows, a, tile, warp_row, staging);
+      write(rows, tile);
       continue;
     }
     // All rows of this warpgroup see the keys [full_begin, full_end).
     const int full_begin = window.begin(first_row + 63), full_end = max(window.end(first_row), 0);
     const auto mask_half = [&](auto& scores, int block) {
-      const Window window = window_of(a.p, tile.seq_q, tile.seq_k);  // again: registers are scarce
+      const Window window = kPacked ? window_of(a.p, tile.seq_q, tile.seq_k)
+                                    : window_of(a.p, a.p.seq_q, a.p.seq_k);  // again: registers are scarce
       const int first_key = block * kBlockK, column = first_key + lane % 4 * 2;
       const int row = tile.row + row_in_tile;
       if (first_key + kBlockK / 2 > full_end)
@@ -152,7 +160,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     };
     const auto mask = [&](int block) {
       mask_half(s, block);
-      const Window window = window_of(a.p, tile.seq_q, tile.seq_k);
+      const Window window = kPacked ? window_of(a.p, tile.seq_q, tile.seq_k)
+                                    : window_of(a.p, a.p.seq_q, a.p.seq_k);
       const int first_key = block * kBlockK, column = first_key + lane % 4 * 2;
       const int row = tile.row + row_in_tile;
       if (first_key + kBlockK > full_end)
@@ -208,10 +217,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       after_pv();
       pack(s);
     }
-    if (C::kQStages > 1 && pending)
-      write_output<Op, C>(o, rows_before, a, shared.posted[(tiles - 1) % kPosted], warp_row,
-                          staging);
-    clear();
+    if (C::kQStages > 1 && pending) write(rows_before, shared.posted[(tiles - 1) % kPosted]);
+    accumulate = 0;
     pending = true;
     ++head;
 
@@ -256,7 +263,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
         pack(s);
         if (__any_sync(0xffffffffu, sum[0] > kOverflow || sum[1] > kOverflow)) {
           if (__any_sync(0xffffffffu, sum[0] == INFINITY || sum[1] == INFINITY)) {
-            recompute_scores<Op>(s, a, tile, row_in_tile, block * kBlockK);
+            recompute_scores<Op>(s, a, tile, tile.row + row_in_tile, seq_q, block * kBlockK);
             sum[0] = sum[1] = 0.f;
             alpha[0] = alpha[1] = 1.f;
             softmax_next(s, rows, alpha, a.exp_scale);
@@ -294,6 +301,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     }
   }
   if (pending) finish(tiles - 1);
+  ptx::bulk_wait_read<0>();
   if (w == 0) my_turn();  // the last turn handed round, so that the barrier ends balanced
 }
 

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 0) produce<C, kWindowed, kPacked>(shared, a);
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-    consume<Op, C, kWindowed, kPlainScores>(shared, a, warpgroup - 1);
+    consume<Op, C, kWindowed, kPlainScores, kPacked>(shared, a, warpgroup - 1);
   }
 }
 
@@ -119,6 +119,8 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
     error = encode(&a.k, p.k, p.k_strides, p.seq_k, p.heads_k, p.head_dim, C::kBlockK);
   if (error == cudaSuccess)
     error = encode(&a.v, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, C::kBlockK);
+  if (error == cudaSuccess)
+    error = encode(&a.out, p.out, p.out_strides, p.seq_q, p.heads_q, p.head_dim_v, 16);
   if (kPacked && error == cudaSuccess)
     error = encode(&a.v_row, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, 1);
   if (kPacked && error == cudaSuccess)

@@ -19,6 +19,7 @@ struct Tiling {
   static constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;  // shared memory of an SM
   static constexpr int kBlockQ = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kStaging = kHeadDim == 64 ? 1 : 2;
   static constexpr int kColumnBlocks = kHeadDim / 64;      // boxes side by side
   static constexpr int kQBytes = 64 * kHeadDim * 2;        // of one consumer
   static constexpr int kKVBytes = kBlockK * kHeadDim * 2;  // of one stage of K or V
@@ -36,14 +37,12 @@ struct Tiling {
   static_assert(kHeadDim % 64 == 0 && kBlockK % 16 == 0 && (kStages & (kStages - 1)) == 0);
 };
 
-// What the Q producer tells the consumers about a tile.
+// What the producer tells the consumers about a tile.
 struct PostedTile {
-  int row;             // first query row in its sequence; < 0: no more tiles
-  int seq_q, seq_k;    // of the sequence
-  int64_t out_offset;  // elements, of the tile's first row and head
-  int64_t q_offset;    // the same in q
-  int64_t k_offset;    // of the sequence's first key and its head
-  int64_t lse_offset;
+  int row;           // first query row in its sequence; < 0: no more tiles
+  int seq_q, seq_k;  // of the sequence (dense: not set)
+  int first_q, first_k;  // where the sequence begins
+  int head, batch1, batch0;
 };
 // A slot is reused when all consumers have released the Q of the tile kQStages before; by then they
 // may still owe the output of the tile before that one.
@@ -54,7 +53,8 @@ struct SharedStorage {
   unsigned char q[C::kQStages][C::kConsumers][C::kQBytes];  // [..][column block][64 rows][64]
   unsigned char k[C::kStages][C::kKVBytes];  // [stage][column block][kBlockK rows][64]
   unsigned char v[C::kStages][C::kKVBytes];  // the same
-  unsigned char staging[C::kConsumers * 4][2048];  // [warp][16 rows][64 columns] of the output
+  // Of the output: [warp][64 columns, in turn][16 rows][64], swizzled.
+  unsigned char staging[C::kConsumers * 4][C::kStaging][2048];
   uint64_t q_full[C::kQStages][C::kConsumers], q_empty[C::kQStages][C::kConsumers];
   uint64_t k_full[C::kStages], k_empty[C::kStages];
   uint64_t v_full[C::kStages], v_empty[C::kStages];
@@ -65,6 +65,7 @@ enum ScoreMode { kScaled = 0, kLinear = 1, kSoftcap = 2 };
 
 struct alignas(128) ForwardArgs {
   CUtensorMap q, k, v;
+  CUtensorMap out;           // boxes of 16 rows
   CUtensorMap v_cut, v_row;  // packed: load_cut_boxes
   FlashsciForwardParams p;
   SchedulePlan schedule;
@@ -87,6 +88,12 @@ struct Blocks {
     end = begin_key < end_key && row <= last_row ? (end_key + C::kBlockK - 1) / C::kBlockK : first;
   }
 };
+
+__device__ __forceinline__ int64_t offset_of(const FlashsciStrides& strides, const PostedTile& tile,
+                                             int head, int row) {
+  return tile.batch0 * strides.batch0 + tile.batch1 * strides.batch1 + head * strides.head +
+         row * strides.row;
+}
 
 __device__ __forceinline__ Window window_of(const FlashsciForwardParams& p, int seq_q, int seq_k) {
   return Window(p.window_left, p.window_right, p.lower_right != 0, seq_q, seq_k);

@@ -22,12 +22,6 @@ struct HeadIndex {
   }
 };
 
-__device__ __forceinline__ int64_t offset_of(const FlashsciStrides& strides, const HeadIndex& at,
-                                             int head, int row) {
-  return at.batch0 * strides.batch0 + at.batch1 * strides.batch1 + head * strides.head +
-         row * strides.row;
-}
-
 __device__ __forceinline__ uint32_t take(const SchedulePlan& plan) {
   return plan.counter != nullptr ? atomicAdd(plan.counter, 1) : 0;
 }
@@ -95,15 +89,9 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardA
           ptx::mbarrier_sleep(address(&shared.q_empty[stage][w]), (tiles / C::kQStages & 1) ^ 1);
         PostedTile& tile = shared.posted[tiles % kPosted];
         tile.row = more ? work.row : -1;
-        if (more) {
-          tile.seq_q = work.seq_q;
-          tile.seq_k = work.seq_k;
-          tile.out_offset = offset_of(a.p.out_strides, at, at.head, work.first_q + work.row);
-          tile.q_offset = offset_of(a.p.q_strides, at, at.head, work.first_q + work.row);
-          tile.k_offset = offset_of(a.p.k_strides, at, at.head_k, work.first_k);
-          tile.lse_offset =
-              static_cast<int64_t>(work.batch_head) * a.p.seq_q + work.first_q + work.row;
-        }
+        tile.head = at.head, tile.batch1 = at.batch1, tile.batch0 = at.batch0;
+        tile.first_q = work.first_q, tile.first_k = work.first_k;
+        if constexpr (kPacked) tile.seq_q = work.seq_q, tile.seq_k = work.seq_k;
 #pragma unroll
         for (int w = 0; w < C::kConsumers; ++w) {
           const uint32_t full = address(&shared.q_full[stage][w]);

@@ -3,8 +3,11 @@
 #include <cstdint>
 
 #include "../common/ptx/math.cuh"
+#include "../common/ptx/redux.cuh"
 #include "../common/ptx/shared.cuh"
 #include "../common/ptx/stmatrix.cuh"
+#include "../common/ptx/tma.cuh"
+#include "../common/ptx/warpgroup.cuh"
 #include "../common/softmax.cuh"
 #include "layout.cuh"
 
@@ -143,14 +146,17 @@ __device__ __forceinline__ void follow_growth(float (&p)[kCount], RowStatistics&
 
 // Q K^T of 16 rows and kCount / 2 keys once more, from global memory and by mma: for the rare block
 // whose exponentials overflowed, when its tiles may have left shared memory. row: this lane's first
-// query row in the tile.
+// query row in the sequence.
 template <class Op, int kCount>
 __device__ __forceinline__ void recompute_scores(float (&s)[kCount], const ForwardArgs& a,
-                                                 const PostedTile& tile, int row, int first_key) {
-  const auto* q = static_cast<const uint16_t*>(a.p.q) + tile.q_offset + row * a.p.q_strides.row;
-  const auto* k = static_cast<const uint16_t*>(a.p.k) + tile.k_offset +
-                  (first_key + threadIdx.x % 32 / 4) * a.p.k_strides.row;
-  const int rows_left = tile.seq_q - tile.row - row;
+                                                 const PostedTile& tile, int row, int seq_q,
+                                                 int first_key) {
+  const auto* q = static_cast<const uint16_t*>(a.p.q) +
+                  offset_of(a.p.q_strides, tile, tile.head, tile.first_q + row);
+  const auto* k = static_cast<const uint16_t*>(a.p.k) +
+                  offset_of(a.p.k_strides, tile, tile.head / (a.p.heads_q / a.p.heads_k),
+                            tile.first_k + first_key + threadIdx.x % 32 / 4);
+  const int rows_left = seq_q - row;
   const auto pair = [&](const uint16_t* from, int column, bool valid) {
     return valid && column < a.p.head_dim ? *reinterpret_cast<const uint32_t*>(from + column) : 0u;
   };
@@ -169,55 +175,71 @@ __device__ __forceinline__ void recompute_scores(float (&s)[kCount], const Forwa
   }
 }
 
-// Normalises, writes lse and the output. Every warp turns its rows around in shared memory of its
-// own, 64 columns at a time, and stores 16 bytes per lane: the tensor may end at any row and at
-// any multiple of 8 columns.
-template <class Op, class C>
+// Normalises, writes lse and the output: every warp stages its rows in shared memory of its own,
+// 64 columns at a time, and the copy engine stores them. Where a packed sequence ends inside a box,
+// lanes store 16 bytes each.
+template <class Op, class C, bool kPacked>
 __device__ __forceinline__ void write_output(const float (&o)[C::kHeadDim / 2],
                                              const RowStatistics& rows, const ForwardArgs& a,
-                                             const PostedTile& tile, int warp_row,  // in the tile
-                                             uint32_t staging) {
+                                             const PostedTile& tile, int seq_q,
+                                             int warp_row,  // in the tile
+                                             unsigned char (&staging)[C::kStaging][2048]) {
   const int lane = threadIdx.x % 32;
-  const int rows_left = tile.seq_q - tile.row - warp_row;  // of this warp's 16
+  const int row = ptx::redux_max(tile.row + warp_row);  // of this warp's 16 the first
+  const int rows_left = ptx::redux_max(seq_q) - row;
+  if (rows_left <= 0) return;
+  const int tensor_row = kPacked ? tile.first_q + row : row;
   float inverse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = lane / 4 + 8 * half;
     const float sum = quad_sum(rows.sum[half]);
     inverse[half] = sum == 0.f ? 0.f : ptx::rcp_approx(sum);
-    if (lane % 4 == 0 && row < rows_left)
-      a.p.lse[tile.lse_offset + warp_row + row] =
+    const int i = lane / 4 + 8 * half;
+    if (lane % 4 == 0 && i < rows_left) {
+      const int64_t batch_head =
+          (tile.batch0 * a.p.batch1 + tile.batch1) * a.p.heads_q + tile.head;
+      a.p.lse[batch_head * a.p.seq_q + tensor_row + i] =
           sum == 0.f ? -INFINITY : (rows.offset[half] + ptx::lg2_approx(sum)) * kLn2;
+    }
   }
-  // Staged rows are 128 bytes, their 16-byte chunks permuted by the row: no bank conflicts.
-  const uint32_t write_row = staging + lane % 16 * 128;
-  const uint32_t read_row = staging + lane / 8 * 128;
-  const int column = lane % 8 * 8;
-  uint16_t* out = static_cast<uint16_t*>(a.p.out) + tile.out_offset +
-                  (warp_row + lane / 8) * a.p.out_strides.row + column;
+  const bool whole = !kPacked || rows_left >= 16;
 #pragma unroll
   for (int block = 0; block < C::kHeadDim / 64; ++block) {
-    if (block > 0) __syncwarp();
+    const uint32_t target = ptx::shared_address(staging[block % C::kStaging]);
+    ptx::bulk_wait_read<C::kStaging - 1>();
+    __syncwarp();
+    // Rows of 128 bytes, their 16-byte chunks permuted by the row.
+    const uint32_t target_row = target + lane % 16 * 128;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {  // 16 columns
       const int e = block * 32 + j * 8;
-      ptx::stmatrix_x4(write_row + ((j * 2 + lane / 16) ^ (lane % 8)) * 16,
+      ptx::stmatrix_x4(target_row + ((j * 2 + lane / 16) ^ (lane % 8)) * 16,
                        Op::pack2(o[e] * inverse[0], o[e + 1] * inverse[0]),
                        Op::pack2(o[e + 2] * inverse[1], o[e + 3] * inverse[1]),
                        Op::pack2(o[e + 4] * inverse[0], o[e + 5] * inverse[0]),
                        Op::pack2(o[e + 6] * inverse[1], o[e + 7] * inverse[1]));
     }
+    ptx::fence_proxy_async();
     __syncwarp();
-#pragma unroll
-    for (int pass = 0; pass < 4; ++pass) {
-      const int row = pass * 4 + lane / 8;
-      const uint4 words =
-          ptx::ld_shared_v4(read_row + pass * 512 + ((lane % 8) ^ (row % 8)) * 16);
-      if (row < rows_left && block * 64 + column < a.p.head_dim_v)
-        *reinterpret_cast<uint4*>(out + pass * 4 * a.p.out_strides.row + block * 64) = words;
+    if (whole) {
+      if (ptx::elect()) {
+        ptx::tma_store_5d(&a.out, target, block * 64, tensor_row, tile.head, tile.batch1,
+                          tile.batch0);
+        ptx::bulk_commit();
+      }
+    } else {
+      const int column = block * 64 + lane % 8 * 8;
+#pragma unroll 1
+      for (int i = lane / 8; i < rows_left; i += 4) {
+        const uint4 words =
+            ptx::ld_shared_v4(target + i * 128 + ((lane % 8) ^ (i % 8)) * 16);
+        uint16_t* out = static_cast<uint16_t*>(a.p.out) +
+                        offset_of(a.p.out_strides, tile, tile.head, tensor_row + i) + column;
+        if (column < a.p.head_dim_v) *reinterpret_cast<uint4*>(out) = words;
+      }
+      __syncwarp();
     }
   }
-  __syncwarp();
 }
 
 }  // namespace flashsci::sm90
