@@ -19,6 +19,7 @@ import torch
 START = clock.time()
 SEED = [0]  # one more for every tensor
 ARENA = 0  # elements of NaN around every tensor
+PAIRS = [0]  # cases with bias or mask
 WORST = [0.0]  # the largest error as a part of its bound
 
 
@@ -62,6 +63,14 @@ def strides(t):
     return Strides(*s[:4])
 
 
+def pair_strides(t, shape):
+    """Strides of a broadcastable tensor over [B0, B1, Hq, Sq, Sk]; 0 where it has one element."""
+    if t is None:
+        return PairStrides()
+    t = t.reshape((1,) * (5 - t.dim()) + tuple(t.shape)) if t.dim() < 5 else t
+    return PairStrides(*[0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)])
+
+
 class Library:
     def __init__(self, name, path):
         path, _, flags = path.partition(":")  # name=path:static: without workspace
@@ -89,6 +98,8 @@ class Library:
         lower_right=False,
         out=None,
         cu=None,
+        bias=None,
+        mask=None,
     ):
         """Rank 4 or 5 [B.., H, S, D], or rank 3 [H, T, D] with cu = (cu_q, cu_k). Returns (launch, out, lse)."""
         shape = (*q.shape[:-1], v.shape[-1])
@@ -96,10 +107,18 @@ class Library:
             out = torch.full(shape, float("nan"), dtype=q.dtype, device=q.device)
         lse = torch.full(shape[:-1], float("nan"), device=q.device)
         lead = (1,) * (5 - q.dim()) + tuple(q.shape[:-1])
+        shape5 = (*lead, k.shape[-2])
+        pairs = Pairs(
+            bias.data_ptr() if bias is not None else None,
+            mask.data_ptr() if mask is not None else None,
+            pair_strides(bias, shape5),
+            pair_strides(mask, shape5),
+            int(bias is not None and bias.dtype == torch.float32),
+        )
         p = Params(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
             cu[0].data_ptr() if cu else None, cu[1].data_ptr() if cu else None,
-            strides(q), strides(k), strides(v), strides(out), Pairs(),
+            strides(q), strides(k), strides(v), strides(out), pairs,
             lead[0], lead[1], q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2], cu[0].numel() - 1 if cu else 0, -1,
             q.shape[-1], v.shape[-1], q.shape[-1] ** -0.5 if scale is None else scale, softcap,
             window[0], window[1], int(lower_right), 0, 16, 0, 0,
@@ -109,7 +128,7 @@ class Library:
         p.workspace = space.data_ptr() if size else None
         fn, stream = self.fn[q.dtype], c.c_void_p(torch.cuda.current_stream().cuda_stream)
 
-        def launch(keep=(q, k, v, cu, out, lse, space)):
+        def launch(keep=(q, k, v, cu, out, lse, space, bias, mask)):
             error = fn(c.byref(p), stream)
             if error:
                 raise RuntimeError(f"launch error {error}")
@@ -117,7 +136,9 @@ class Library:
         return launch, out, lse
 
 
-def reference(q, k, v, scale, softcap, window, lower_right, dtype=torch.float64):
+def reference(
+    q, k, v, scale, softcap, window, lower_right, bias=None, mask=None, dtype=torch.float64
+):
     group = q.shape[-3] // k.shape[-3]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -125,6 +146,10 @@ def reference(q, k, v, scale, softcap, window, lower_right, dtype=torch.float64)
     s = q @ k.transpose(-1, -2) * scale
     if softcap:
         s = softcap * torch.tanh(s / softcap)
+    if bias is not None:
+        s = s + bias
+    if mask is not None:
+        s = s.masked_fill(~mask, float("-inf"))
     i = torch.arange(s.shape[-2], device=s.device)[:, None]
     j = torch.arange(s.shape[-1], device=s.device)[None, :]
     rel = j - i - (s.shape[-1] - s.shape[-2] if lower_right else 0)
@@ -135,7 +160,7 @@ def reference(q, k, v, scale, softcap, window, lower_right, dtype=torch.float64)
         seen &= rel <= window[1]
     s = s.masked_fill(~seen, float("-inf"))
     p = torch.softmax(s, -1).nan_to_num(0.0)
-    return p @ v, torch.logsumexp(s, -1)
+    return p.to(dtype) @ v, torch.logsumexp(s, -1)
 
 
 def compare(name, got, q, k, v, options, failures, show=False):
@@ -251,6 +276,7 @@ def check(libraries, dims, options):
                         (scale, cap, win, lr),
                         failures,
                     )
+                check_pairs(lib, dtype, d, failures)
                 # scores that grow from block to block (right to left), up to overflow of exp
                 for factor, (win, lr) in itertools.product(
                     (3.0, 12.0, 60.0), [((-1, -1), False), ((-1, 0), True), ((400, 100), False)]
@@ -365,10 +391,68 @@ def check(libraries, dims, options):
                         failures.append(("repeat", d, win))
                         print("FAIL repeat", d, win, flush=True)
     print(
-        f"check: {count} cases, {len(failures)} failures, worst error {WORST[0]:.2f} of its bound ({clock.time() - START:.0f} s)",
+        f"check: {count} + {PAIRS[0]} cases, {len(failures)} failures, worst error {WORST[0]:.2f} of its bound ({clock.time() - START:.0f} s)",
         flush=True,
     )
     return failures
+
+
+def check_pairs(lib, dtype, d, failures):
+    if d > 128:
+        return
+    device = "cuda"
+    for b, h, hk, sq, sk, dq in [
+        (2, 4, 4, 384, 384, d),
+        (1, 4, 2, 200, 336, d),
+        (3, 2, 1, 65, 1024, d - 40),
+        (2, 2, 2, 700, 96, d - 8),
+        (1, 2, 2, 1, 16, d),
+    ]:
+        for n, (shape, kind) in enumerate(
+            [
+                ((b, h, sq, sk), "bias"),
+                ((1, h, sq, sk), "fp32"),
+                ((b, 1, 1, sk), "bias"),
+                ((b, 1, 1, sk), "mask"),
+                ((1, 1, sq, sk), "mask"),
+                ((b, h, sq, sk), "both"),
+                ((1, 1, 1, sk), "fp32 both"),
+                ((b, h, sq, sk), "inf"),
+            ]
+        ):
+            q = make((b, h, sq, dq), dtype, "bshd")
+            k, v = (make((b, hk, sk, dq), dtype, "bshd") for _ in range(2))
+            bias = mask = None
+            if kind != "mask":
+                bias = make(shape, torch.float32 if "fp32" in kind else dtype, "bhsd") * 3
+            if kind == "inf":  # padding on the right, a few rows without keys
+                bias[..., sk * 2 // 3 :] = float("-inf")
+                bias[..., : sq // 3, :] = float("-inf")
+            if kind == "mask" or "both" in kind:
+                mask = torch.rand((b, 1, sq if n == 4 else 1, sk), device=device) < 0.6
+                mask[0] &= torch.arange(sk, device=device) < sk // 2
+                if n == 4:
+                    mask[..., : sq // 2, :] = False
+            win, lr = [((-1, -1), False), ((-1, 0), True), ((50, 20), False)][n % 3]
+            cap, scale = (20.0, None) if n == 5 else (0.0, -0.2 if n == 6 else None)
+            launch, out, lse = lib.prepare(q, k, v, scale, cap, win, lr, bias=bias, mask=mask)
+            try:
+                launch()
+            except RuntimeError as e:
+                failures.append(("pairs", kind))
+                print("FAIL pairs", (b, h, hk, sq, sk, dq), kind, shape, e)
+                continue
+            torch.cuda.synchronize()
+            PAIRS[0] += 1
+            compare(
+                f"{lib.name} {dtype} pairs {(b, h, hk, sq, sk, dq)} {shape} {kind} {win} {cap}",
+                (out, lse),
+                q,
+                k,
+                v,
+                (scale, cap, win, lr, bias, mask),
+                failures,
+            )
 
 
 def sdpa(backend):

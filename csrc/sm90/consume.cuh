@@ -9,6 +9,7 @@
 #include "../common/ptx/warpgroup.cuh"
 #include "../common/ptx/wgmma.cuh"
 #include "layout.cuh"
+#include "pairs.cuh"
 #include "softmax.cuh"
 
 namespace flashsci::sm90 {
@@ -88,6 +89,11 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
         next_turn();
       }
     }
+  };
+  const auto with_pairs = [&](auto& scores) {
+    if constexpr (C::kPairs)
+      add_pairs<Op>(scores, a, ptx::shared_address(shared.bias[head % kStages][w]),
+                    ptx::shared_address(shared.mask[head % kStages][w]));
   };
   const auto write = [&](const RowStatistics& of, const PostedTile& tile) {
     write_output<Op, C, kPacked>(o, of, a, tile, kPacked ? tile.seq_q : a.p.seq_q, warp_row,
@@ -180,7 +186,6 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
         issue_pv(pending_v);
       }
       next_turn();
-      ptx::wgmma_wait<(C::kQStages > 1)>();
     };
     const auto after_qk = [&] {
       release(shared.k_empty[head % kStages]);
@@ -199,9 +204,14 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       float half[kBlockK / 4];
       issue_qk(MmaQKHalf{}, half);
       issue_pending();
+      ptx::wgmma_wait<(C::kQStages > 1)>();
       ptx::wgmma_tie(half);
+      if constexpr (C::kPairs) {
+        scale_scores(half, a);
+        with_pairs(half);
+      }
       after_qk();
-      if constexpr (!kPlainScores) scale_scores(half, a);
+      if constexpr (!kPlainScores && !C::kPairs) scale_scores(half, a);
       mask_half(half, block);
       softmax_first(half, rows, a.exp_scale);
       after_pv();
@@ -209,9 +219,14 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     } else {
       issue_qk(MmaQK{}, s);
       issue_pending();
+      ptx::wgmma_wait<(C::kQStages > 1)>();
       ptx::wgmma_tie(s);
+      if constexpr (C::kPairs) {  // these leave with K
+        scale_scores(s, a);
+        with_pairs(s);
+      }
       after_qk();
-      if constexpr (!kPlainScores) scale_scores(s, a);
+      if constexpr (!kPlainScores && !C::kPairs) scale_scores(s, a);
       mask(block);
       softmax_first(s, rows, a.exp_scale);
       after_pv();
@@ -233,8 +248,12 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       next_turn();
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(s);
+      if constexpr (C::kPairs) {  // these leave with K
+        scale_scores(s, a);
+        with_pairs(s);
+      }
       after_qk();
-      if constexpr (!kPlainScores) scale_scores(s, a);
+      if constexpr (!kPlainScores && !C::kPairs) scale_scores(s, a);
       const auto rescale = [&] {
 #pragma unroll
         for (int e = 0; e < kHeadDim / 2; ++e) o[e] *= alpha[e >> 1 & 1];

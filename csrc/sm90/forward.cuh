@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
-    if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 0) produce<C, kWindowed, kPacked>(shared, a);
+    if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 0) produce<C, kPacked>(shared, a);
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     consume<Op, C, kWindowed, kPlainScores, kPacked>(shared, a, warpgroup - 1);
@@ -100,19 +100,20 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   plan.descending = causal;
   const bool uneven = kPacked || (causal && tiles > 1);
   plan.counter = uneven && heads * tiles > processors ? static_cast<uint32_t*>(p.workspace) : nullptr;
-  plan.order = kAsIs;
+  plan.order = Order::kAsIs;
   if (!kPacked && uneven && heads * tiles > processors)
-    plan.order = plan.counter != nullptr ? kLongestFirst : kPairs;
-  if (plan.order == kPairs) plan.items = static_cast<uint32_t>((heads + 1) / 2 * tiles * 2);
+    plan.order = plan.counter != nullptr ? Order::kLongestFirst : Order::kBalanced;
+  if (plan.order == Order::kBalanced) plan.items = static_cast<uint32_t>((heads + 1) / 2 * tiles * 2);
   const int64_t head_bytes =  // of K and V, for each head of Q
       int64_t{p.seq_k} * (p.head_dim + p.head_dim_v) * 2 * p.heads_k / p.heads_q;
   const int64_t groups = heads * head_bytes / (32 << 20) + 1;
   plan.group = static_cast<uint32_t>((heads + groups - 1) / groups);
 
+  constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
   const auto encode = [&](CUtensorMap* map, const void* base, const FlashsciStrides& strides,
                           int64_t rows, int64_t heads_of, int head_dim, int box_rows) {
-    return encode_map(map, base, Op::kIsBf16, head_dim,
-                      dense_dims(strides, rows, heads_of, p.batch1, p.batch0), box_rows);
+    return encode_map(map, base, k16Bit, head_dim,
+                      dense_dims(strides, rows, heads_of, p.batch1, p.batch0), 64, box_rows);
   };
   cudaError_t error = encode(&a.q, p.q, p.q_strides, p.seq_q, p.heads_q, p.head_dim, 64);
   if (error == cudaSuccess)
@@ -124,8 +125,22 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   if (kPacked && error == cudaSuccess)
     error = encode(&a.v_row, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, 1);
   if (kPacked && error == cudaSuccess)
-    error = encode_map(&a.v_cut, p.v, Op::kIsBf16, p.head_dim_v,
-                       cut_dims(p.v_strides, p.seq_k, p.heads_k, C::kBlockK), C::kBlockK);
+    error = encode_map(&a.v_cut, p.v, k16Bit, p.head_dim_v,
+                       cut_dims(p.v_strides, p.seq_k, p.heads_k, C::kBlockK), 64, C::kBlockK);
+  if constexpr (C::kPairs) {
+    const auto encode_pairs = [&](CUtensorMap* map, const void* base, const MapElement& element,
+                                  const FlashsciPairStrides& s, int box_keys) {
+      if (error != cudaSuccess || base == nullptr) return;
+      const MapDims dims = {{p.seq_q, p.heads_q, p.batch1, p.batch0},
+                            {s.row, s.head, s.batch1, s.batch0}};
+      error = s.column == 1 ? encode_map(map, base, element, p.seq_k, dims, box_keys, 64)
+                            : cudaErrorNotSupported;
+    };
+    const bool fp32 = p.pairs.bias_is_fp32;
+    encode_pairs(&a.bias, p.pairs.bias, fp32 ? kFloat32 : k16Bit, p.pairs.bias_strides,
+                 fp32 ? 32 : 64);
+    encode_pairs(&a.mask, p.pairs.mask, kByte, p.pairs.mask_strides, 64);
+  }
   if (error != cudaSuccess) return error;
 
   constexpr auto kernel = forward_kernel<Op, C, kWindowed, kPlainScores, kPacked>;
@@ -141,7 +156,7 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
     if (error != cudaSuccess) return error;
   }
   // Packed without a counter: the hardware hands out the slots as SMs become free.
-  const uint32_t starts = plan.order == kPairs ? plan.items / 2 : plan.items;
+  const uint32_t starts = plan.order == Order::kBalanced ? plan.items / 2 : plan.items;
   const uint32_t grid = kPacked && plan.counter == nullptr
                             ? starts
                             : std::min(starts, static_cast<uint32_t>(processors));
@@ -156,11 +171,13 @@ template <>
 struct Tiles<64> {
   using Full = Tiling<64, 128, 3, 2>;
   using Windowed = Tiling<64, 128, 3, 2>;
+  using Pairs = Tiling<64, 64, 3, 2, true>;
 };
 template <>
 struct Tiles<128> {
   using Full = Tiling<128, 128, 2, 2>;
   using Windowed = Tiling<128, 128, 2, 2>;
+  using Pairs = Tiling<128, 64, 2, 2, true>;
 };
 template <>
 struct Tiles<256> {
@@ -177,6 +194,12 @@ cudaError_t launch_padded(ForwardArgs& a, cudaStream_t stream) {
   if (a.p.cu_seqlens_q != nullptr)
     return plain ? launch_tiling<Op, Windowed, true, true, true>(a, stream)
                  : launch_tiling<Op, Windowed, true, false, true>(a, stream);
+  if (a.p.pairs.bias != nullptr || a.p.pairs.mask != nullptr) {
+    if constexpr (kHeadDim > 128)
+      return cudaErrorNotSupported;
+    else
+      return launch_tiling<Op, typename T::Pairs, true, false, false>(a, stream);
+  }
   if (!plain) return launch_tiling<Op, Windowed, true, false, false>(a, stream);
   if (windowed) return launch_tiling<Op, Windowed, true, true, false>(a, stream);
   return launch_tiling<Op, typename T::Full, false, true, false>(a, stream);
@@ -192,14 +215,15 @@ inline int64_t forward_workspace(const FlashsciForwardParams& p) {
 template <class Op>
 cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
   const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
-  if (p.pairs.bias != nullptr || p.pairs.mask != nullptr || p.seq_k == 0 || p.head_dim_v % 8 != 0 ||
+  if (p.seq_k == 0 || p.head_dim_v % 8 != 0 ||
       !aligned(p.batch0, p.out_strides.batch0) || !aligned(p.batch1, p.out_strides.batch1) ||
       !aligned(p.heads_q, p.out_strides.head) || !aligned(p.seq_q, p.out_strides.row) ||
       reinterpret_cast<uintptr_t>(p.out) % 16 != 0)
     return cudaErrorNotSupported;
   ForwardArgs a;
   a.p = p;
-  a.score_mode = p.softcap != 0.f ? kSoftcap : p.scale > 0.f ? kScaled : kLinear;
+  const bool pairs = p.pairs.bias != nullptr || p.pairs.mask != nullptr;
+  a.score_mode = p.softcap != 0.f ? kSoftcap : p.scale > 0.f && !pairs ? kScaled : kLinear;
   a.score_inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
   a.score_outer = p.softcap;
   a.exp_scale = a.score_mode == kScaled ? p.scale * kLog2e : kLog2e;

@@ -12,14 +12,15 @@
 
 namespace flashsci::sm90 {
 
-template <int kHeadDim_, int kBlockK_, int kConsumers_, int kStages_>
+template <int kHeadDim_, int kBlockK_, int kConsumers_, int kStages_, bool kPairs_ = false>
 struct Tiling {
   static constexpr int kHeadDim = kHeadDim_, kBlockK = kBlockK_, kConsumers = kConsumers_;
   static constexpr int kStages = kStages_;
+  static constexpr bool kPairs = kPairs_;  // with bias or mask
   static constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;  // shared memory of an SM
   static constexpr int kBlockQ = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kStaging = kHeadDim == 64 ? 1 : 2;
+  static constexpr int kStaging = kHeadDim == 64 || kPairs ? 1 : 2;
   static constexpr int kColumnBlocks = kHeadDim / 64;      // boxes side by side
   static constexpr int kQBytes = 64 * kHeadDim * 2;        // of one consumer
   static constexpr int kKVBytes = kBlockK * kHeadDim * 2;  // of one stage of K or V
@@ -34,6 +35,9 @@ struct Tiling {
 #endif
   // Scores whose exponentials come before the wait for P V of the block before.
   static constexpr int kEarly = kHeadDim == 128 ? kBlockK / 4 : 0;
+  static constexpr int kBiasBytes = kPairs ? 64 * 64 * 4 : 0;  // of one consumer and stage
+  static constexpr int kMaskBytes = kPairs ? 64 * 64 : 0;
+  static_assert(!kPairs || kBlockK == 64);
   static_assert(kHeadDim % 64 == 0 && kBlockK % 16 == 0 && (kStages & (kStages - 1)) == 0);
 };
 
@@ -48,8 +52,16 @@ struct PostedTile {
 // may still owe the output of the tile before that one.
 inline constexpr int kPosted = 4;
 
+template <class C, bool kPairs = C::kPairs>
+struct PairsStorage {};
 template <class C>
-struct SharedStorage {
+struct PairsStorage<C, true> {  // pairs.cuh
+  unsigned char bias[C::kStages][C::kConsumers][C::kBiasBytes];
+  unsigned char mask[C::kStages][C::kConsumers][C::kMaskBytes];
+};
+
+template <class C>
+struct SharedStorage : PairsStorage<C> {
   unsigned char q[C::kQStages][C::kConsumers][C::kQBytes];  // [..][column block][64 rows][64]
   unsigned char k[C::kStages][C::kKVBytes];  // [stage][column block][kBlockK rows][64]
   unsigned char v[C::kStages][C::kKVBytes];  // the same
@@ -67,6 +79,7 @@ struct alignas(128) ForwardArgs {
   CUtensorMap q, k, v;
   CUtensorMap out;           // boxes of 16 rows
   CUtensorMap v_cut, v_row;  // packed: load_cut_boxes
+  CUtensorMap bias, mask;    // boxes of 64 rows and 128 or 64 bytes; if there are any
   FlashsciForwardParams p;
   SchedulePlan schedule;
   int score_mode;     // how raw q.k becomes what is exponentiated: ScoreMode

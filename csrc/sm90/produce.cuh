@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_cut_boxes(uint32_t shared, const ForwardArg
 }
 
 // One warp, of which one elected lane issues: posts every tile, and the end; loads its Q, K and V.
-template <class C, bool kWindowed, bool kPacked>
+template <class C, bool kPacked>
 __device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardArgs& a) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
   uint32_t tiles = 0;  // posted: Q stage = tiles % kQStages, lap = tiles / kQStages
@@ -108,20 +108,38 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardA
       const auto acquire = [&](uint64_t* empty, uint32_t at_turn, int block) {
         const uint32_t barrier = address(&empty[at_turn % C::kStages]);
         ptx::mbarrier_sleep(barrier, (at_turn / C::kStages & 1) ^ 1);
-        if constexpr (kWindowed) {
-          uint32_t blind = 0;
+        uint32_t blind = 0;
 #pragma unroll
-          for (int w = 0; w < C::kConsumers; ++w)
-            blind += block < own_first[w] || block >= own_end[w];
-          if (blind > 0) ptx::mbarrier_arrive(barrier, 4 * blind);
-        }
+        for (int w = 0; w < C::kConsumers; ++w)
+          blind += block < own_first[w] || block >= own_end[w];
+        if (blind > 0) ptx::mbarrier_arrive(barrier, 4 * blind);
       };
       const auto load_k = [&](uint32_t at_turn, int block) {
         const uint32_t stage = at_turn % C::kStages, full = address(&shared.k_full[stage]);
         acquire(shared.k_empty, at_turn, block);
-        ptx::mbarrier_arrive_expect(full, C::kKVBytes);
+        uint32_t bytes = C::kKVBytes;
+        if constexpr (C::kPairs) {
+          if (a.p.pairs.bias != nullptr)
+            bytes += C::kConsumers * (a.p.pairs.bias_is_fp32 ? C::kBiasBytes : C::kBiasBytes / 2);
+          if (a.p.pairs.mask != nullptr) bytes += C::kConsumers * C::kMaskBytes;
+        }
+        ptx::mbarrier_arrive_expect(full, bytes);
         load_boxes<C, C::kBlockK>(address(shared.k[stage]), a.k, full, work.first_k + block * C::kBlockK,
                                   at.head_k, at);
+        if constexpr (C::kPairs) {
+          const int keys = a.p.pairs.bias_is_fp32 ? 32 : 64;  // of a box
+#pragma unroll
+          for (int w = 0; w < C::kConsumers; ++w) {
+            const int query = work.row + w * 64, key = block * C::kBlockK;
+            if (a.p.pairs.bias != nullptr)
+              for (int i = 0; i < C::kBlockK / keys; ++i)
+                ptx::tma_load_5d(address(shared.bias[stage][w] + i * 8192), &a.bias, full,
+                                 key + i * keys, query, at.head, at.batch1, at.batch0);
+            if (a.p.pairs.mask != nullptr)
+              ptx::tma_load_5d(address(shared.mask[stage][w]), &a.mask, full, key, query, at.head,
+                               at.batch1, at.batch0);
+          }
+        }
       };
       int block = blocks.end - 1;
       // With two stages of Q the next is free; the only one is freed later than a stage of K.

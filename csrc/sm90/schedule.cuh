@@ -17,7 +17,7 @@
 
 namespace flashsci::sm90 {
 
-enum Order { kAsIs = 0, kPairs = 1, kLongestFirst = 2 };
+enum class Order { kAsIs, kBalanced, kLongestFirst };
 
 struct SchedulePlan {
   uint32_t items;
@@ -38,14 +38,14 @@ struct WorkTile {
 };
 
 __device__ __forceinline__ uint32_t first_item(const SchedulePlan& plan) {
-  return plan.order == kPairs ? 2 * blockIdx.x : blockIdx.x;
+  return plan.order == Order::kBalanced ? 2 * blockIdx.x : blockIdx.x;
 }
 
 // The item after `item`; taken: what the counter gave, if there is one.
 __device__ __forceinline__ uint32_t next_item(const SchedulePlan& plan, uint32_t item,
                                               uint32_t taken) {
   if (plan.counter != nullptr) return gridDim.x + taken;
-  if (plan.order == kPairs) return item % 2 == 0 ? item + 1 : item - 1 + 2 * gridDim.x;
+  if (plan.order == Order::kBalanced) return item % 2 == 0 ? item + 1 : item - 1 + 2 * gridDim.x;
   return item + gridDim.x;
 }
 
@@ -56,13 +56,13 @@ __device__ __forceinline__ WorkTile find_work(const SchedulePlan& plan,
   const uint32_t tiles = plan.tiles_per_head;
   WorkTile work;
   uint32_t index;  // tile of the head, or slot
-  if (!kPacked && plan.order == kPairs) {
+  if (!kPacked && plan.order == Order::kBalanced) {
     // Turned by one from round to round: the units of a CTA are not all of one position.
     const uint32_t unit = item / 2, half = item % 2, two_heads = unit / tiles;
     const uint32_t m = (unit - two_heads * tiles + two_heads * tiles / gridDim.x) % tiles;
     index = half == 0 ? tiles - 1 - m : m;
     work.batch_head = two_heads * 2 + half;
-  } else if (!kPacked && plan.order == kLongestFirst) {
+  } else if (!kPacked && plan.order == Order::kLongestFirst) {
     const uint32_t first_head = item / (plan.group * tiles) * plan.group;
     const uint32_t rest = item - first_head * tiles;
     const uint32_t count = min(plan.group, plan.heads - first_head);

@@ -1,4 +1,4 @@
-// Host side: CUtensorMap of a [B0, B1, H, S, D] tensor of 16-bit elements, without linking libcuda.
+// Host side: CUtensorMap of a [B0, B1, H, rows, columns] tensor, without linking libcuda.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -48,30 +48,41 @@ inline MapDims cut_dims(const FlashsciStrides& s, int64_t rows, int64_t heads, i
           {s.row, s.row, s.head, 0}};
 }
 
-// Boxes of 64 columns (one 128-byte swizzle span) and box_rows rows; zeros beyond the tensor. Not
+struct MapElement {
+  CUtensorMapDataType type;
+  int bytes;
+};
+inline constexpr MapElement kBfloat16 = {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2};
+inline constexpr MapElement kFloat16 = {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2};
+inline constexpr MapElement kFloat32 = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4};
+inline constexpr MapElement kByte = {CU_TENSOR_MAP_DATA_TYPE_UINT8, 1};
+
+// Boxes of box_columns (64 or 128 bytes: the swizzle) and box_rows; zeros beyond the tensor. Not
 // supported: a base that is not 16-byte aligned, strides that are not multiples of 16 bytes or
 // reach 2^40.
-inline cudaError_t encode_map(CUtensorMap* map, const void* base, bool bf16, int head_dim,
-                              const MapDims& dims, int box_rows) {
+inline cudaError_t encode_map(CUtensorMap* map, const void* base, const MapElement& element,
+                              int columns, const MapDims& dims, int box_columns, int box_rows) {
   const EncodeTiled encode = encode_tiled();
   if (encode == nullptr) return cudaErrorNotSupported;
   if (reinterpret_cast<uintptr_t>(base) % 16 != 0) return cudaErrorNotSupported;
-  cuuint64_t size[5] = {static_cast<cuuint64_t>(head_dim)};
+  cuuint64_t size[5] = {static_cast<cuuint64_t>(columns)};
   cuuint64_t stride[4];
-  cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(box_columns),
+                             static_cast<cuuint32_t>(box_rows), 1, 1, 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   for (int i = 0; i < 4; ++i) {
-    const int64_t bytes = dims.size[i] > 1 ? dims.stride[i] * 2 : 16;  // of one row: never used
+    // Of a single row: never used.
+    const int64_t bytes = dims.size[i] > 1 ? dims.stride[i] * element.bytes : 16;
     if (bytes % 16 != 0 || bytes < 0 || bytes >= int64_t{1} << 40) return cudaErrorNotSupported;
     if (dims.size[i] < 1 || dims.size[i] > int64_t{1} << 31) return cudaErrorNotSupported;
     size[i + 1] = static_cast<cuuint64_t>(dims.size[i]);
     stride[i] = static_cast<cuuint64_t>(bytes);
   }
-  const CUresult result =
-      encode(map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5,
-             const_cast<void*>(base), size, stride, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(
+      map, element.type, 5, const_cast<void*>(base), size, stride, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      box_columns * element.bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorNotSupported;
 }
 

@@ -23,4 +23,19 @@ __device__ __forceinline__ uint4 ld_shared_v4(uint32_t shared) {
   return value;
 }
 
+__device__ __forceinline__ float2 ld_shared_f2(uint32_t shared) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(shared)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t ld_shared_u16(uint32_t shared) {
+  uint16_t value;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(value) : "r"(shared) : "memory");
+  return value;
+}
+
 }  // namespace flashsci::ptx
