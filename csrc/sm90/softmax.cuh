@@ -221,13 +221,13 @@ __device__ __forceinline__ void write_output(const float (&o)[C::kHeadDim / 2],
     }
     ptx::fence_proxy_async();
     __syncwarp();
-    if (whole) {
-      if (ptx::elect()) {
+    if (ptx::elect()) {
+      if (whole)
         ptx::tma_store_5d(&a.out, target, block * 64, tensor_row, tile.head, tile.batch1,
                           tile.batch0);
-        ptx::bulk_commit();
-      }
-    } else {
+      ptx::bulk_commit();  // an empty group too: the wait above counts groups
+    }
+    if (!whole) {
       const int column = block * 64 + lane % 8 * 8;
 #pragma unroll 1
       for (int i = lane / 8; i < rows_left; i += 4) {
