@@ -277,6 +277,7 @@ def check(libraries, dims, options):
                         failures,
                     )
                 check_pairs(lib, dtype, d, failures)
+                check_decode(lib, dtype, d, failures)
                 # scores that grow from block to block (right to left), up to overflow of exp
                 for factor, (win, lr) in itertools.product(
                     (3.0, 12.0, 60.0), [((-1, -1), False), ((-1, 0), True), ((400, 100), False)]
@@ -453,6 +454,33 @@ def check_pairs(lib, dtype, d, failures):
                 (scale, cap, win, lr, bias, mask),
                 failures,
             )
+
+
+def check_decode(lib, dtype, d, failures):
+    for b, h, hk, sq, sk, dq, dv in [
+        (1, 8, 2, 1, 5000, d, d),
+        (3, 4, 4, 1, 300, d, d - 8),
+        (5, 32, 8, 1, 2000, d - 24, d),
+        (2, 14, 2, 3, 777, d, d),
+        (40, 16, 4, 16, 515, d, d),
+        (2, 3, 3, 64, 1000, d, d),
+        (150, 2, 1, 2, 400, d, d),
+    ]:
+        for win, lr, cap in [
+            ((-1, -1), False, 0.0),
+            ((-1, 0), True, 0.0),
+            ((100, 0), True, 25.0),
+            ((-1, 0), False, 0.0),
+        ]:
+            q = make((b, h, sq, dq), dtype, "bshd")
+            k = make((b, hk, sk, dq), dtype, "bshd")
+            v = make((b, hk, sk, dv), dtype, "bhsd")
+            launch, out, lse = lib.prepare(q, k, v, None, cap, win, lr)
+            launch()
+            torch.cuda.synchronize()
+            PAIRS[0] += 1
+            name = f"{lib.name} {dtype} decode {(b, h, hk, sq, sk, dq, dv)} {win} {lr} {cap}"
+            compare(name, (out, lse), q, k, v, (None, cap, win, lr), failures)
 
 
 def sdpa(backend):

@@ -29,7 +29,10 @@
 #include "../common/softmax.cuh"
 #include "../include/flashsci.h"
 #include "consume.cuh"
+#include "decode.cuh"
+#include "launch.h"
 #include "layout.cuh"
+#include "pairs.cuh"
 #include "produce.cuh"
 #include "schedule.cuh"
 #include "tensor_map.h"
@@ -67,17 +70,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     consume<Op, C, kWindowed, kPlainScores, kPacked>(shared, a, warpgroup - 1);
   }
-}
-
-// Multiprocessors of a device; asked once.
-inline int multiprocessors(int device) {
-  static std::atomic<int> known[64];
-  int count = device < 64 ? known[device].load(std::memory_order_relaxed) : 0;
-  if (count == 0 &&
-      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
-      device < 64)
-    known[device].store(count, std::memory_order_relaxed);
-  return count;
 }
 
 template <class Op, class C, bool kWindowed, bool kPlainScores, bool kPacked>
@@ -144,13 +136,9 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
 
   constexpr auto kernel = forward_kernel<Op, C, kWindowed, kPlainScores, kPacked>;
-  static std::atomic<uint64_t> configured{0};  // once per device; a lost race only repeats it
-  const uint64_t bit = uint64_t{1} << (p.device & 63);
-  if (p.device >= 64 || !(configured.load(std::memory_order_relaxed) & bit)) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-    if (error != cudaSuccess) return error;
-    configured.fetch_or(bit, std::memory_order_relaxed);
-  }
+  static std::atomic<uint64_t> configured{0};
+  error = allow_shared(kernel, kSharedBytes, p.device, configured);
+  if (error != cudaSuccess) return error;
   if (plan.counter != nullptr) {
     error = cudaMemsetAsync(plan.counter, 0, sizeof(uint32_t), stream);
     if (error != cudaSuccess) return error;
@@ -187,6 +175,10 @@ struct Tiles<256> {
 
 template <class Op, int kHeadDim>
 cudaError_t launch_padded(ForwardArgs& a, cudaStream_t stream) {
+  if (a.p.workspace != nullptr && is_decoding(a.p)) {
+    const cudaError_t error = launch_decode<Op, kHeadDim>(a, stream);
+    if (error != cudaErrorNotSupported) return error;
+  }
   using T = Tiles<kHeadDim>;
   using Windowed = typename T::Windowed;
   const bool windowed = a.p.window_left >= 0 || a.p.window_right >= 0;
@@ -205,8 +197,9 @@ cudaError_t launch_padded(ForwardArgs& a, cudaStream_t stream) {
   return launch_tiling<Op, typename T::Full, false, true, false>(a, stream);
 }
 
-// Bytes of workspace: the counter of the schedule.
+// Bytes of workspace: partial results of a decoding call, or the counter of the schedule.
 inline int64_t forward_workspace(const FlashsciForwardParams& p) {
+  if (is_decoding(p)) return decode_workspace(p);
   const bool causal = p.window_right >= 0 && p.window_left < 0;
   return causal || p.cu_seqlens_q != nullptr ? sizeof(uint32_t) : 0;
 }
