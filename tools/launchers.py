@@ -49,6 +49,7 @@ class ForwardParams(c.Structure):
         *_fields(c.c_float, "scale softcap"),
         *_fields(c.c_int32, "window_left window_right lower_right precision copy_bytes"),
         *_fields(c.c_int32, "device shared_per_sm"),
+        *_fields(c.c_void_p, "workspace"),
     ]
 
 
