@@ -72,22 +72,20 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   };
   // One warpgroup waits, one arrives.
   const auto my_turn = [&] {
-    if constexpr (C::kTurns) ptx::barrier_sync(1 + w, 256);
+    ptx::barrier_sync(1 + w, 256);
   };
   const auto next_turn = [&] {
-    if constexpr (C::kTurns) ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, 256);
+    ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, 256);
   };
   const auto wait_k = [&] { wait(shared.k_full[head % kStages], head / kStages); };
   const auto wait_v = [&](uint32_t at) { wait(shared.v_full[at % kStages], at / kStages); };
   // Blocks that this warpgroup's rows do not see; the producer hands them on.
   const auto skip = [&](int count) {
     head += count;
-    if constexpr (C::kTurns) {
 #pragma unroll 1
-      for (; count > 0; --count) {
-        my_turn();
-        next_turn();
-      }
+    for (; count > 0; --count) {
+      my_turn();
+      next_turn();
     }
   };
   const auto with_pairs = [&](auto& scores) {

@@ -157,8 +157,8 @@ template <int kHeadDim>
 struct Tiles;
 template <>
 struct Tiles<64> {
-  using Full = Tiling<64, 128, 3, 2>;
-  using Windowed = Tiling<64, 128, 3, 2>;
+  using Full = Tiling<64, 128, 3, 4>;
+  using Windowed = Tiling<64, 128, 3, 4>;
   using Pairs = Tiling<64, 64, 3, 2, true>;
 };
 template <>

@@ -27,14 +27,8 @@ struct Tiling {
   // The registers of the launch bounds (168 at 384 threads, 128 at 512) redistributed.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-  // Consumers issue products in turn, so that one's softmax meets the others' products.
-#ifdef NOTURN
-  static constexpr bool kTurns = kHeadDim == 256;
-#else
-  static constexpr bool kTurns = true;
-#endif
   // Scores whose exponentials come before the wait for P V of the block before.
-  static constexpr int kEarly = kHeadDim == 128 ? kBlockK / 4 : 0;
+  static constexpr int kEarly = kHeadDim == 64 ? 0 : kBlockK / 4;
   static constexpr int kBiasBytes = kPairs ? 64 * 64 * 4 : 0;  // of one consumer and stage
   static constexpr int kMaskBytes = kPairs ? 64 * 64 : 0;
   static_assert(!kPairs || kBlockK == 64);
