@@ -38,8 +38,11 @@ USED = re.compile(r"Used (\d+) registers")
 TILING = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
 # sm75: head dim, query rows, keys, warps, CTAs per SM; 16-byte rows, bias or mask.
 TILING_SM75 = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])ELb([01])E")
-# sm90: head dim, keys, consumer warpgroups, stages; windowed, plain scores, packed.
-TILING_SM90 = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])ELb([01])ELb([01])E")
+# sm90: head dim, keys, consumer warpgroups, stages, bias or mask; windowed, plain scores, packed.
+TILING_SM90 = re.compile(
+    r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])E+Lb([01])ELb([01])ELb([01])E"
+)
+DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class Kernel:
     def tiling(self) -> tuple[int, ...] | None:
         """(head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows) of a forward kernel."""
         if self.unit.startswith("sm90"):
+            if found := DECODE_SM90.search(self.name):
+                dim = int(found[1])
+                if "decode_combine" in self.name:
+                    return dim, 4, 0, 4, 0, 8, 1
+                return dim, 64, 64 if dim == 256 else 128, 5, 4 if dim == 64 else 3, 1, 1
             found = TILING_SM90.search(self.name)
             if found is None:
                 return None
@@ -73,12 +81,16 @@ class Kernel:
     @property
     def variant(self) -> str:
         """What else the kernel is compiled for."""
+        if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
+            return "combine" if "decode_combine" in self.name else "decoding"
         found = TILING_SM90.search(self.name) if self.unit.startswith("sm90") else None
         if found is None:
             rows = "16-byte rows" if self.tiling and self.tiling[-1] else "any rows"
             pairs = TILING_SM75.search(self.name) if self.unit.startswith("sm75") else None
             return rows + (", bias or mask" if pairs and pairs[7] == "1" else "")
-        windowed, plain, packed = (x == "1" for x in found.groups()[4:])
+        pairs, windowed, plain, packed = (x == "1" for x in found.groups()[4:])
+        if pairs:
+            return "bias or mask"
         words = ("window" if windowed else "full", "" if plain else "softcap", packed * "packed")
         return " ".join(filter(None, words))
 
@@ -87,10 +99,17 @@ class Kernel:
         """Bytes of dynamic shared memory for tiles: Q (twice up to D 128 on sm90, never on sm75), and `stages` of K and V."""
         if self.tiling is None:
             return 0
-        dim, rows, keys, _, stages, _, _ = self.tiling
+        dim, rows, keys, warps, stages, _, _ = self.tiling
+        if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
+            return 2 * dim * (rows + 2 * stages * keys) if keys else 0
         q_stages = 2 if self.unit.startswith("sm90") and dim <= 128 else 1
         q_stages = 0 if self.unit.startswith("sm75") else q_stages
-        return 2 * dim * (q_stages * rows + 2 * stages * keys)
+        tiles = 2 * dim * (q_stages * rows + 2 * stages * keys)
+        if self.unit.startswith("sm90"):  # output staging, 2 KiB a warp once or twice; bias, mask
+            pairs = self.variant == "bias or mask"
+            tiles += (warps - 4) * 2048 * (1 if dim == 64 or pairs else 2)
+            tiles += pairs * stages * rows * 64 * 5
+        return tiles
 
     @property
     def chosen(self) -> bool:

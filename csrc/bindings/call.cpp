@@ -123,7 +123,7 @@ void Call::refuse(const char* what) const {
 }
 
 #define FORWARD(generation, unit) {generation, flashsci_forward_##unit, nullptr, nullptr, nullptr}
-#define FORWARD_IN_WORKSPACE(generation, unit)                                                  \
+#define FORWARD_IN_WORKSPACE(generation, unit) \
   {generation, flashsci_forward_##unit, flashsci_forward_##unit##_workspace, nullptr, nullptr}
 #define BACKWARD(generation, unit) \
   {generation, nullptr, nullptr, flashsci_backward_##unit, flashsci_backward_##unit##_workspace}

@@ -47,7 +47,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
                                     k_tile + (d / 4 * kBlockK * 128 + d % 4 * 32) / 16, d > 0);
     ptx::wgmma_commit();
   };
-  uint32_t accumulate = 0;                       // 0: O counts as cleared
+  uint32_t accumulate = 0;                  // 0: O counts as cleared
   const auto issue_pv = [&](uint32_t at) {  // O += P V
     const uint64_t v_tile = v_desc + at % kStages * (C::kKVBytes / 16);
 #pragma unroll
@@ -71,12 +71,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     ptx::mbarrier_wait(ptx::shared_address(&barrier), parity & 1);
   };
   // One warpgroup waits, one arrives.
-  const auto my_turn = [&] {
-    ptx::barrier_sync(1 + w, 256);
-  };
-  const auto next_turn = [&] {
-    ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, 256);
-  };
+  const auto my_turn = [&] { ptx::barrier_sync(1 + w, 256); };
+  const auto next_turn = [&] { ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, 256); };
   const auto wait_k = [&] { wait(shared.k_full[head % kStages], head / kStages); };
   const auto wait_v = [&](uint32_t at) { wait(shared.v_full[at % kStages], at / kStages); };
   // Blocks that this warpgroup's rows do not see; the producer hands them on.
@@ -153,8 +149,9 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     // All rows of this warpgroup see the keys [full_begin, full_end).
     const int full_begin = window.begin(first_row + 63), full_end = max(window.end(first_row), 0);
     const auto mask_half = [&](auto& scores, int block) {
-      const Window window = kPacked ? window_of(a.p, tile.seq_q, tile.seq_k)
-                                    : window_of(a.p, a.p.seq_q, a.p.seq_k);  // again: registers are scarce
+      const Window window =
+          kPacked ? window_of(a.p, tile.seq_q, tile.seq_k)
+                  : window_of(a.p, a.p.seq_q, a.p.seq_k);  // again: registers are scarce
       const int first_key = block * kBlockK, column = first_key + lane % 4 * 2;
       const int row = tile.row + row_in_tile;
       if (first_key + kBlockK / 2 > full_end)
@@ -164,8 +161,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     };
     const auto mask = [&](int block) {
       mask_half(s, block);
-      const Window window = kPacked ? window_of(a.p, tile.seq_q, tile.seq_k)
-                                    : window_of(a.p, a.p.seq_q, a.p.seq_k);
+      const Window window =
+          kPacked ? window_of(a.p, tile.seq_q, tile.seq_k) : window_of(a.p, a.p.seq_q, a.p.seq_k);
       const int first_key = block * kBlockK, column = first_key + lane % 4 * 2;
       const int row = tile.row + row_in_tile;
       if (first_key + kBlockK > full_end)

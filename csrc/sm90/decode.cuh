@@ -54,13 +54,13 @@ struct DecodeStorage {
 
 // How the work is cut. All sequences have the same blocks.
 struct DecodePlan {
-  int sequences;                // B0 * B1 * Hk
-  int group, rows;              // heads of Q for one of K; rows = group * seq_q
-  int first_block, blocks;      // of every sequence
-  int run;                      // blocks of a CTA
-  int segments;                 // at most, of a sequence
-  float* partial_out;           // [sequence][segment][row][kHeadDim], normalised
-  float* partial_lse;           // [sequence][segment][row], log2
+  int sequences;            // B0 * B1 * Hk
+  int group, rows;          // heads of Q for one of K; rows = group * seq_q
+  int first_block, blocks;  // of every sequence
+  int run;                  // blocks of a CTA
+  int segments;             // at most, of a sequence
+  float* partial_out;       // [sequence][segment][row][kHeadDim], normalised
+  float* partial_lse;       // [sequence][segment][row], log2
 };
 
 struct alignas(128) DecodeArgs {
@@ -109,8 +109,8 @@ struct DecodeRow {
 };
 
 template <class C>
-__device__ __forceinline__ void decode_load(DecodeStorage<C>& shared, const DecodeArgs& a, int begin,
-                                            int end) {
+__device__ __forceinline__ void decode_load(DecodeStorage<C>& shared, const DecodeArgs& a,
+                                            int begin, int end) {
   uint32_t turn = 0;
   for (int at = begin; at < end; ++at, ++turn) {
     const int sequence = at / a.plan.blocks;
@@ -144,8 +144,8 @@ __device__ __forceinline__ void decode_load_q(DecodeStorage<C>& shared, const De
     uint4 words = make_uint4(0, 0, 0, 0);
     if (row < a.plan.rows && chunk * 8 < a.p.head_dim)
       words = __ldg(reinterpret_cast<const uint4*>(
-          static_cast<const uint16_t*>(a.p.q) +
-          DecodeRow(a, sequence, row).offset(a.p.q_strides) + chunk * 8));
+          static_cast<const uint16_t*>(a.p.q) + DecodeRow(a, sequence, row).offset(a.p.q_strides) +
+          chunk * 8));
     ptx::st_shared(ptx::shared_address(shared.q) + chunk / 8 * (kDecodeRows * 128) + row * 128 +
                        ((chunk ^ row) & 7) * 16,
                    words);
@@ -159,7 +159,7 @@ __device__ __forceinline__ void decode_compute(DecodeStorage<C>& shared, const D
   using MmaPV = typename Op::template Wgmma<C::kHeadDim>;
   constexpr int kBlockK = C::kBlockK, kStages = C::kStages, kHeadDim = C::kHeadDim;
   const int lane = threadIdx.x % 32;
-  const int row = threadIdx.x / 32 * 16 + lane / 4;  // this lane's first
+  const int row = threadIdx.x / 32 * 16 + lane / 4;                       // this lane's first
   const bool busy = ptx::redux_max(threadIdx.x / 32 * 16) < a.plan.rows;  // the warp
   const Window window = window_of(a.p, a.p.seq_q, a.p.seq_k);
   // All queries see the keys [full_begin, full_end).
@@ -392,16 +392,16 @@ cudaError_t launch_decode(const ForwardArgs& from, cudaStream_t stream) {
   a.score_outer = from.score_outer, a.exp_scale = from.exp_scale;
   a.plan = decode_plan(p);
   a.plan.partial_out = static_cast<float*>(p.workspace);
-  a.plan.partial_lse = a.plan.partial_out + int64_t{a.plan.sequences} * a.plan.segments *
-                                                a.plan.rows * kHeadDim;
+  a.plan.partial_lse =
+      a.plan.partial_out + int64_t{a.plan.sequences} * a.plan.segments * a.plan.rows * kHeadDim;
   constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
-  cudaError_t error = encode_map(
-      &a.k, p.k, k16Bit, p.head_dim,
-      dense_dims(p.k_strides, p.seq_k, p.heads_k, p.batch1, p.batch0), 64, C::kBlockK);
+  cudaError_t error =
+      encode_map(&a.k, p.k, k16Bit, p.head_dim,
+                 dense_dims(p.k_strides, p.seq_k, p.heads_k, p.batch1, p.batch0), 64, C::kBlockK);
   if (error == cudaSuccess)
-    error = encode_map(&a.v, p.v, k16Bit, p.head_dim_v,
-                       dense_dims(p.v_strides, p.seq_k, p.heads_k, p.batch1, p.batch0), 64,
-                       C::kBlockK);
+    error =
+        encode_map(&a.v, p.v, k16Bit, p.head_dim_v,
+                   dense_dims(p.v_strides, p.seq_k, p.heads_k, p.batch1, p.batch0), 64, C::kBlockK);
   if (error != cudaSuccess) return error;
   constexpr auto kernel = decode_kernel<Op, C>;
   static std::atomic<uint64_t> configured{0};

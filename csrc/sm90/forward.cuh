@@ -91,11 +91,13 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   plan.heads = static_cast<uint32_t>(heads);
   plan.descending = causal;
   const bool uneven = kPacked || (causal && tiles > 1);
-  plan.counter = uneven && heads * tiles > processors ? static_cast<uint32_t*>(p.workspace) : nullptr;
+  plan.counter =
+      uneven && heads * tiles > processors ? static_cast<uint32_t*>(p.workspace) : nullptr;
   plan.order = Order::kAsIs;
   if (!kPacked && uneven && heads * tiles > processors)
     plan.order = plan.counter != nullptr ? Order::kLongestFirst : Order::kBalanced;
-  if (plan.order == Order::kBalanced) plan.items = static_cast<uint32_t>((heads + 1) / 2 * tiles * 2);
+  if (plan.order == Order::kBalanced)
+    plan.items = static_cast<uint32_t>((heads + 1) / 2 * tiles * 2);
   const int64_t head_bytes =  // of K and V, for each head of Q
       int64_t{p.seq_k} * (p.head_dim + p.head_dim_v) * 2 * p.heads_k / p.heads_q;
   const int64_t groups = heads * head_bytes / (32 << 20) + 1;
@@ -208,10 +210,9 @@ inline int64_t forward_workspace(const FlashsciForwardParams& p) {
 template <class Op>
 cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
   const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
-  if (p.seq_k == 0 || p.head_dim_v % 8 != 0 ||
-      !aligned(p.batch0, p.out_strides.batch0) || !aligned(p.batch1, p.out_strides.batch1) ||
-      !aligned(p.heads_q, p.out_strides.head) || !aligned(p.seq_q, p.out_strides.row) ||
-      reinterpret_cast<uintptr_t>(p.out) % 16 != 0)
+  if (p.seq_k == 0 || p.head_dim_v % 8 != 0 || !aligned(p.batch0, p.out_strides.batch0) ||
+      !aligned(p.batch1, p.out_strides.batch1) || !aligned(p.heads_q, p.out_strides.head) ||
+      !aligned(p.seq_q, p.out_strides.row) || reinterpret_cast<uintptr_t>(p.out) % 16 != 0)
     return cudaErrorNotSupported;
   ForwardArgs a;
   a.p = p;

@@ -16,7 +16,7 @@ template <int kHeadDim_, int kBlockK_, int kConsumers_, int kStages_, bool kPair
 struct Tiling {
   static constexpr int kHeadDim = kHeadDim_, kBlockK = kBlockK_, kConsumers = kConsumers_;
   static constexpr int kStages = kStages_;
-  static constexpr bool kPairs = kPairs_;  // with bias or mask
+  static constexpr bool kPairs = kPairs_;                   // with bias or mask
   static constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;  // shared memory of an SM
   static constexpr int kBlockQ = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -37,8 +37,8 @@ struct Tiling {
 
 // What the producer tells the consumers about a tile.
 struct PostedTile {
-  int row;           // first query row in its sequence; < 0: no more tiles
-  int seq_q, seq_k;  // of the sequence (dense: not set)
+  int row;               // first query row in its sequence; < 0: no more tiles
+  int seq_q, seq_k;      // of the sequence (dense: not set)
   int first_q, first_k;  // where the sequence begins
   int head, batch1, batch0;
 };

@@ -18,8 +18,8 @@ namespace flashsci::sm90 {
 // element e of a lane is row 16 warp + lane / 4 + 8 ((e >> 1) & 1) and key 8 (e >> 2) + 2 (lane %
 // 4) + (e & 1); kCount / 2 8-key groups of the block's 64 keys are there.
 template <class Op, int kCount>
-__device__ __forceinline__ void add_pairs(float (&s)[kCount], const ForwardArgs& a,
-                                          uint32_t bias, uint32_t mask) {
+__device__ __forceinline__ void add_pairs(float (&s)[kCount], const ForwardArgs& a, uint32_t bias,
+                                          uint32_t mask) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   const FlashsciPairs& pairs = a.p.pairs;
   if (pairs.bias != nullptr && pairs.bias_is_fp32) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void add_pairs(float (&s)[kCount], const ForwardArgs&
     const int row = warp_row + lane % 16;
 #pragma unroll
     for (int n = 0; n < kCount / 4; n += 2) {  // 16 keys
-      uint32_t words[4];  // keys 0 .. 7 of rows g and g + 8, keys 8 .. 15
+      uint32_t words[4];                       // keys 0 .. 7 of rows g and g + 8, keys 8 .. 15
       ptx::ldmatrix_x4(words, bias + row * 128 + ((n + lane / 16) ^ (row & 7)) * 16);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

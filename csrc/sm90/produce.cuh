@@ -37,11 +37,12 @@ __device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& m
                      at.batch0);
 }
 
-// The same of V in a packed tensor, zeros beyond the sequence too: P is 0 there, but 0 times a neighbour's NaN is
-// not. (Rows of Q that are too many are not stored, those of K are masked.)
+// The same of V in a packed tensor, zeros beyond the sequence too: P is 0 there, but 0 times a
+// neighbour's NaN is not. (Rows of Q that are too many are not stored, those of K are masked.)
 template <class C, int kRows>
-__device__ __forceinline__ void load_cut_boxes(uint32_t shared, const ForwardArgs& a, uint32_t barrier,
-                                               int row, const WorkTile& work, const HeadIndex& at) {
+__device__ __forceinline__ void load_cut_boxes(uint32_t shared, const ForwardArgs& a,
+                                               uint32_t barrier, int row, const WorkTile& work,
+                                               const HeadIndex& at) {
   const int rows = min(work.seq_k - row, kRows), start = work.first_k + row;
   if (rows == kRows) {
     load_boxes<C, kRows>(shared, a.v, barrier, start, at.head_k, at);
@@ -124,8 +125,8 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardA
           if (a.p.pairs.mask != nullptr) bytes += C::kConsumers * C::kMaskBytes;
         }
         ptx::mbarrier_arrive_expect(full, bytes);
-        load_boxes<C, C::kBlockK>(address(shared.k[stage]), a.k, full, work.first_k + block * C::kBlockK,
-                                  at.head_k, at);
+        load_boxes<C, C::kBlockK>(address(shared.k[stage]), a.k, full,
+                                  work.first_k + block * C::kBlockK, at.head_k, at);
         if constexpr (C::kPairs) {
           const int keys = a.p.pairs.bias_is_fp32 ? 32 : 64;  // of a box
 #pragma unroll

@@ -52,9 +52,9 @@ inline constexpr float kNoKey = -3e38f;
 // A lane's sum of one block beyond which the offset must follow: P stays inside fp16.
 inline constexpr float kOverflow = 32768.f;
 
-struct RowStatistics {   // of rows g and g + 8
-  float offset[2];       // P = exp2(exp_scale S - offset); about the largest score so far
-  float sum[2];          // this lane's part of the sum of P
+struct RowStatistics {  // of rows g and g + 8
+  float offset[2];      // P = exp2(exp_scale S - offset); about the largest score so far
+  float sum[2];         // this lane's part of the sum of P
 };
 
 template <int kCount>
@@ -107,9 +107,9 @@ __device__ __forceinline__ bool softmax_next(float (&s)[kCount], RowStatistics& 
                                              float (&alpha)[2], float exp_scale) {
   float maximum[2];
   row_max(s, maximum);
-  const bool grew = __any_sync(
-      0xffffffffu, fmaf(maximum[0], exp_scale, -rows.offset[0]) > kRescaleThreshold ||
-                       fmaf(maximum[1], exp_scale, -rows.offset[1]) > kRescaleThreshold);
+  const bool grew =
+      __any_sync(0xffffffffu, fmaf(maximum[0], exp_scale, -rows.offset[0]) > kRescaleThreshold ||
+                                  fmaf(maximum[1], exp_scale, -rows.offset[1]) > kRescaleThreshold);
   if (grew) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -167,7 +167,8 @@ __device__ __forceinline__ void recompute_scores(float (&s)[kCount], const Forwa
     for (int d = threadIdx.x % 4 * 2; d < a.p.head_dim; d += 16) {
       const uint16_t* below = q + 8 * a.p.q_strides.row;
       const uint32_t q_pairs[4] = {pair(q, d, rows_left > 0), pair(below, d, rows_left > 8),
-                                   pair(q, d + 8, rows_left > 0), pair(below, d + 8, rows_left > 8)};
+                                   pair(q, d + 8, rows_left > 0),
+                                   pair(below, d + 8, rows_left > 8)};
       Op::mma(c, q_pairs, pair(k, d, true), pair(k, d + 8, true));
     }
 #pragma unroll
@@ -196,8 +197,7 @@ __device__ __forceinline__ void write_output(const float (&o)[C::kHeadDim / 2],
     inverse[half] = sum == 0.f ? 0.f : ptx::rcp_approx(sum);
     const int i = lane / 4 + 8 * half;
     if (lane % 4 == 0 && i < rows_left) {
-      const int64_t batch_head =
-          (tile.batch0 * a.p.batch1 + tile.batch1) * a.p.heads_q + tile.head;
+      const int64_t batch_head = (tile.batch0 * a.p.batch1 + tile.batch1) * a.p.heads_q + tile.head;
       a.p.lse[batch_head * a.p.seq_q + tensor_row + i] =
           sum == 0.f ? -INFINITY : (rows.offset[half] + ptx::lg2_approx(sum)) * kLn2;
     }
@@ -231,8 +231,7 @@ __device__ __forceinline__ void write_output(const float (&o)[C::kHeadDim / 2],
       const int column = block * 64 + lane % 8 * 8;
 #pragma unroll 1
       for (int i = lane / 8; i < rows_left; i += 4) {
-        const uint4 words =
-            ptx::ld_shared_v4(target + i * 128 + ((lane % 8) ^ (i % 8)) * 16);
+        const uint4 words = ptx::ld_shared_v4(target + i * 128 + ((lane % 8) ^ (i % 8)) * 16);
         uint16_t* out = static_cast<uint16_t*>(a.p.out) +
                         offset_of(a.p.out_strides, tile, tile.head, tensor_row + i) + column;
         if (column < a.p.head_dim_v) *reinterpret_cast<uint4*>(out) = words;

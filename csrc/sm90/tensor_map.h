@@ -40,9 +40,9 @@ inline MapDims dense_dims(const FlashsciStrides& s, int64_t rows, int64_t heads,
   return {{rows, heads, batch1, batch0}, {s.row, s.head, s.batch1, s.batch0}};
 }
 
-// A packed [H, T, D] tensor cut exactly at any row by one more dimension: the box of `len` <= box_rows
-// rows from `row` on is at (box_rows - len, row + len - box_rows, head), since its rows overstep the
-// first dimension from len on. It cannot end before row box_rows of the tensor.
+// A packed [H, T, D] tensor cut exactly at any row by one more dimension: the box of `len` <=
+// box_rows rows from `row` on is at (box_rows - len, row + len - box_rows, head), since its rows
+// overstep the first dimension from len on. It cannot end before row box_rows of the tensor.
 inline MapDims cut_dims(const FlashsciStrides& s, int64_t rows, int64_t heads, int box_rows) {
   return {{box_rows, rows < box_rows ? 1 : rows - box_rows + 1, heads, 1},
           {s.row, s.row, s.head, 0}};

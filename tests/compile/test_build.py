@@ -166,7 +166,7 @@ def test_turing_sass_is_tensor_core_code():
 
 @needs_library
 def test_hopper_sass_uses_wgmma_and_tma():
-    """Every sm90 main loop multiplies with HGMMA, is fed by UTMALDG, and keeps its arrays in registers."""
+    """Every sm90 main loop multiplies with HGMMA, is fed by UTMALDG and stores by UTMASTG; HMMA is for the rare block only."""
     if "90" not in (backend.build_info() or {"archs": []})["archs"]:
         pytest.skip("a build without sm_90a kernels")
     tool = cuobjdump()
@@ -182,7 +182,10 @@ def test_hopper_sass_uses_wgmma_and_tma():
     assert len(forward) >= 2 * 3
     for text in forward:
         name = text.split("\n", 1)[0]
-        assert "HGMMA.64x" in text and "UTMALDG.5D" in text and "HMMA.16816" not in text, name
+        assert "HGMMA.64x" in text and "UTMALDG.5D" in text and "UTMASTG.5D" in text, name
+        assert text.count("HMMA.16816") <= 16, name
+    decoding = [f for f in functions if "sm9013decode_kernel" in f.split("\n", 1)[0]]
+    assert decoding and all("HGMMA.64x" in f and "UTMALDG.5D" in f for f in decoding)
 
 
 @pytest.mark.parametrize("source", sorted(ROOT.glob("csrc/sm*/*_fp16.cu")), ids=str)
