@@ -144,12 +144,12 @@ def run(plan: Plan, tensors: tuple[Any, ...], needs_grad: bool) -> tuple[Tensor,
         out, lse = module.forward(*tensors, *plan.scalars)
         return follow_layout(out, tensors[0]), lse
     tensors = inner_contiguous(tensors)
-    transformed = transforming()
+    # A compiler does not say what transforms it traces: there, a gradient may always be wanted.
+    transformed = torch.compiler.is_compiling() or transforming()
     if needs_grad or transformed:
         from flashsci import autograd
 
-        plain = not transformed and not torch.compiler.is_compiling()
-        node = autograd.EagerForward if plain else autograd.Forward
+        node = autograd.Forward if transformed else autograd.EagerForward
         return node.apply(plan.backend, *tensors, *plan.scalars)
     return module.forward(*tensors, *plan.scalars)
 

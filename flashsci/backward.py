@@ -89,7 +89,7 @@ def attention_backward(
     options = arguments.Options.of(
         causal, window, align, scale, softcap, dropout_p, True, deterministic, precision
     )
-    needs_grad = arguments.needs_grad(dout, dlse, q, k, v, bias)
+    needs_grad = arguments.needs_grad(dout, dlse, q, k, v, bias, out, lse)
     kernel_bias, bias_offsets = bias, None
     if cu_seqlens_q is None:
         call = describe(q, k, v, bias, mask, options, needs_grad)
@@ -131,9 +131,12 @@ def attention_backward(
     lse = lse.to(statistics).contiguous()
     dlse = None if dlse is None else dlse.to(statistics).contiguous()
     inputs = (dout, dlse, *inner_contiguous(tensors), out, lse, *scalars, need)
-    if module.FUSED and (needs_grad or transforming()):
-        from flashsci.autograd import Backward
+    transformed = torch.compiler.is_compiling() or transforming()
+    if module.FUSED and (needs_grad or transformed):
+        from flashsci.autograd import Backward, guarded
 
+        # The second-order formulas take out and lse for functions of this q, k, v, bias. Here they are given.
+        inputs = guarded(inputs, "a second derivative, through attention_backward,")
         dq, dk, dv, dbias = Backward.apply(name, *inputs)
     else:
         dq, dk, dv, dbias = module.backward(*inputs)

@@ -44,6 +44,7 @@ from flashsci.testing import (
     generate,
     make_inputs,
     poisoned_memory,
+    second_order_variants,
     variants,
 )
 from flashsci.testing.cases import (
@@ -58,6 +59,8 @@ from flashsci.testing.cases import (
 SCALED = 1.01  # outputs times this must fail: the test of the test
 KERNELS = ("triton", "cuda")  # backends of our own
 CRITERIA = ("error", "gain", "spread")
+# Names for several units: the starts of theirs.
+GROUPS = {"second_order": ("triton/jvp", "triton/second_")}
 
 
 @dataclass
@@ -190,9 +193,16 @@ def _spring(name: str, backend: str, device: str) -> tuple[str, str, str]:
     return name, backend, outcome
 
 
-def plan_cases(count: int, seed: int, device: str, unit: str | None) -> list[Case]:
+def chosen_units(unit: str | None) -> dict[str, str]:
+    """Digests of the units that ``unit`` names: one, those that start so, those of a group, or all."""
+    starts = GROUPS.get(unit or "", (unit or "",))
+    return {u: d for u, d in digest.units().items() if u.startswith(starts)}
+
+
+def plan_cases(count: int, seed: int, device: str, unit: str | None, order: int = 1) -> list[Case]:
     """The cases of a run; every sixteenth family has long sequences. Interpreter-sized on the CPU."""
-    pool = variants() if device == "cuda" else variants(max_dim=32)
+    make = second_order_variants if order == 2 else variants
+    pool = make() if device == "cuda" else make(max_dim=32)
     if unit and "bias" in unit:
         pool = [v for v in pool if v.bias_grad]
     if unit and unit.startswith("cuda"):
@@ -209,7 +219,8 @@ def plan_cases(count: int, seed: int, device: str, unit: str | None) -> list[Cas
     for i, variant in enumerate(pool):
         lengths = LARGE_LENGTHS if i % 16 == 0 else BULK_LENGTHS
         families.append(draw_case(choices, [variant], lengths))
-    limits = [1 << 21 if i % 16 == 0 else 1 << 19 for i in range(len(pool))]
+    most = 19 if order == 2 else 21  # log2 of scores: the second order of the oracle is slow
+    limits = [1 << (most if i % 16 == 0 else most - 2) for i in range(len(pool))]
     return [resized(choices, families[i % len(pool)], limits[i % len(pool)]) for i in range(count)]
 
 
@@ -308,8 +319,8 @@ def run(
     """Check and write the report; 0 when all is right, 1 with failures, 2 when it cannot run here.
 
     Args:
-        unit: one unit of ``flashsci.digest.units()``, or the start of its name; None for all.
-        cases: how many generated problems.
+        unit: one unit of ``flashsci.digest.units()``, the start of its name, or "second_order"; None for all.
+        cases: how many generated problems; a run of all units adds half as many of second order.
         out: where the report goes; None for nowhere. A run with ``unit`` updates it.
         seed: of the generator.
         workers: processes; None for one per core, at most 14.
@@ -319,24 +330,33 @@ def run(
         minutes: stop then, and report what was done; unfinished work is a failure.
         say: receives lines of progress.
     """
-    units = digest.units()
-    chosen = {u: d for u, d in units.items() if u.startswith(unit or "")}
+    units, chosen = digest.units(), chosen_units(unit)
     if not chosen:
-        say(f"no kernel unit is called {unit!r}; there are: {', '.join(units)}")
+        say(f"no kernel unit is called {unit!r}; there are: {', '.join((*units, *GROUPS))}")
         return 2
     reason = refusal(units, device)
     if reason:
         say(reason)
         return 2
     backends = kernels_here() if backends is None else backends
-    if unit:
+    second = {u for u in chosen if u.startswith(GROUPS["second_order"])}
+    # Triton's second order serves what any backend's forward saved.
+    if unit and len(second) < len(chosen):
         backends = tuple(b for b in backends if any(_holds(b, u) for u in chosen))
     order = 0 if unit and all("/forward" in u for u in chosen) else 1
     started = time.time()
     workers = min(14, os.cpu_count() or 1) if workers is None else workers
-    traps = [t for t in TRAPS.values() if device == "cuda" or not (t.cuda or t.slow)]
+    orders = [1] if not second else [2] if len(second) == len(chosen) else [1, 2]
+    traps = [
+        t
+        for t in TRAPS.values()
+        if t.order in orders and (device == "cuda" or not (t.cuda or t.slow))
+    ]
     springs = [("trap", t.name, b, device) for t in traps for b in backends if not t.gigabytes]
-    tasks = springs + _tasks(plan_cases(cases, seed, device, unit), backends, device, order)
+    problems_of = {n: cases if n == orders[0] else cases // 2 for n in orders}
+    planned = [c for n, m in problems_of.items() for c in plan_cases(m, seed, device, unit, n)]
+    cases = len(planned)
+    tasks = springs + _tasks(planned, backends, device, order)
     tallies: dict[str, Tally] = defaultdict(Tally)
     outcomes: dict[str, dict[str, str]] = defaultdict(dict)
     done, problems = 0, 0

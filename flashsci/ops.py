@@ -57,7 +57,19 @@ BACKWARD_SCHEMA = (
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
 )
 
-NEED_Q, NEED_K, NEED_V, NEED_BIAS = 1, 2, 4, 8
+# Tangents of q, k, v, bias; in the double backward, cotangents of dq, dk, dv, dbias.
+_TANGENT_ARGS = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias"
+JVP_SCHEMA = (
+    f"({_TANGENT_ARGS}, {_TENSOR_ARGS}, Tensor out, Tensor lse, {_SCALAR_ARGS}) -> (Tensor tout, "
+    "Tensor tlse)"
+)
+DOUBLE_BACKWARD_SCHEMA = (
+    f"({_TANGENT_ARGS}, Tensor? dout, Tensor? dlse, {_TENSOR_ARGS}, Tensor out, Tensor lse, "
+    f"{_SCALAR_ARGS}, int need) "
+    "-> (Tensor gq, Tensor gk, Tensor gv, Tensor gbias, Tensor gdout, Tensor gdlse)"
+)
+
+NEED_Q, NEED_K, NEED_V, NEED_BIAS, NEED_DOUT, NEED_DLSE = 1, 2, 4, 8, 16, 32
 
 
 def _memory_order(x: Tensor) -> list[int]:
@@ -103,10 +115,15 @@ def follow_layout(x: Tensor, like: Tensor) -> Tensor:
     return x.permute(order).contiguous().permute(inverse)
 
 
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """That of lse."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Shapes, strides and dtypes of every backend's forward."""
     out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
-    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return out, q.new_empty(q.shape[:-1], dtype=statistics_dtype(q.dtype))
 
 
 def fake_backward(
@@ -131,6 +148,37 @@ def fake_backward(
     return gradient(q, NEED_Q), gradient(k, NEED_K), gradient(v, NEED_V), dbias
 
 
+def fake_jvp(
+    tq: Tensor | None,
+    tk: Tensor | None,
+    tv: Tensor | None,
+    tbias: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Those of the forward."""
+    return fake_forward(q, k, v)
+
+
+def fake_double_backward(
+    tq: Tensor | None,
+    tk: Tensor | None,
+    tv: Tensor | None,
+    tbias: Tensor | None,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    """Those of the backward, then dout's and dlse's."""
+    need, q, v = arguments[-1], arguments[2], arguments[4]
+    dout = q.new_empty(0)
+    if need & NEED_DOUT:
+        dout = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
+    shape = q.shape[:-1] if need & NEED_DLSE else (0,)
+    dlse = q.new_empty(shape, dtype=statistics_dtype(q.dtype))
+    return (*fake_backward(*arguments), dout, dlse)
+
+
 def define(
     name: str,
     schema: str,
@@ -148,36 +196,37 @@ def define(
 
 
 def register_vmap(op: Any, tensors: Sequence[int]) -> None:
-    """Teach ``op`` to run under vmap: the mapped dim becomes one more leading (batch) dim.
+    """Teach ``op`` to run under vmap: the mapped dim becomes one more leading (batch) dim. Where q has no
+    leading dim left (two nested vmaps of ``[B, H, S, D]``), samples run one after the other.
 
     ``tensors`` are the positions of the arguments that have leading dims; no other argument may be
     mapped.
     """
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        batched = list(args)
         for position, dim in enumerate(in_dims):
             if dim is not None and position not in tensors:
                 raise NotImplementedError(
                     f"flashsci: torch.vmap cannot map argument {position} of {op}"
                 )
-        for position in tensors:
-            x, dim = args[position], in_dims[position]
-            if x is None:
-                continue
-            # A bias that is not mapped is expanded too: its gradient is wanted per sample.
-            x = (
-                x.unsqueeze(0).expand(info.batch_size, *x.shape)
-                if dim is None
-                else x.movedim(dim, 0)
+        samples = {
+            position: args[position].expand(info.batch_size, *args[position].shape)
+            if in_dims[position] is None  # expanded too: its gradient is wanted per sample
+            else args[position].movedim(in_dims[position], 0)
+            for position in tensors
+            if args[position] is not None
+        }
+
+        def call(of: Callable[[Tensor], Tensor]) -> Any:
+            return op(*(of(samples[i]) if i in samples else x for i, x in enumerate(args)))
+
+        if all(x.dim() <= 5 for x in samples.values()):
+            results = call(lambda x: x)
+        else:
+            each = [call(lambda x, n=n: x[n]) for n in range(info.batch_size)]  # type: ignore[misc]
+            results = tuple(
+                torch.stack(ys) if ys[0].dim() > 1 else ys[0] for ys in zip(*each, strict=True)
             )
-            if x.dim() > 5:
-                raise NotImplementedError(
-                    "flashsci: torch.vmap needs a free leading dim; flatten the leading dims of "
-                    "q, k, v to at most one first"
-                )
-            batched[position] = x
-        results = op(*batched)
         return results, tuple(0 if y.dim() > 1 else None for y in results)
 
     torch.library.register_vmap(op, rule, lib=LIBRARY)

@@ -8,6 +8,7 @@ for case in generate(seed=0, count=100):
         judge.require(evaluate(judge.inputs, "triton"))
 """
 
+from flashsci.testing import traps_second  # noqa: F401  (registers its traps)
 from flashsci.testing.bounds import TENSORS, Finding, Judge, assert_accurate, evaluate, exact_matmul
 from flashsci.testing.cases import (
     Case,
@@ -17,6 +18,7 @@ from flashsci.testing.cases import (
     draw_case,
     generate,
     make_inputs,
+    second_order_variants,
     variants,
 )
 from flashsci.testing.poison import embed, poison_value, poisoned_memory
@@ -42,5 +44,6 @@ __all__ = [
     "make_inputs",
     "poison_value",
     "poisoned_memory",
+    "second_order_variants",
     "variants",
 ]

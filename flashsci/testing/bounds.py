@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from flashsci.testing.cases import Inputs
+from flashsci.testing.second_order import SECOND_ORDER, Sized, second_order
 
-TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias")
+TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", *SECOND_ORDER)
 BASELINE_FACTOR = 2.0  # error allowed, in errors of plain PyTorch
 FLOOR_ROUNDINGS = 16.0  # plus so many roundings (8 eps) of the largest absolute-value sum
 # Gain and spread allowed for sums in fp32, whose roundings may all point one way: tensor cores
@@ -42,7 +43,7 @@ def evaluate(
     """out, lse and the gradients of one call, by name (see TENSORS), with the backend asked for and never another.
 
     Args:
-        inputs: dense or packed; ``dout`` None: forward alone.
+        inputs: dense or packed; ``dout`` None: forward alone; with tangents: the second order, too.
         backend: as in :func:`flashsci.attention`.
         lse: whether to ask for the lse where ``dlse`` does not (the sdpa backend has none).
         options: replace options of ``inputs``.
@@ -65,25 +66,80 @@ def evaluate(
     if inputs.dropout_seed is not None:
         arguments["dropout_seed"] = inputs.dropout_seed
     arguments.update(options)
-    q, k, v = leaves["q"], leaves["k"], leaves["v"]
-    with flashsci.use_backend(backend, strict=True):
-        if inputs.cu_seqlens_q is not None:
-            result = flashsci.varlen_attention(
-                q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **arguments
-            )
-        else:
-            result = flashsci.attention(q, k, v, mask=inputs.mask, **arguments)
-    found = dict(zip(("out", "lse"), result, strict=True)) if lse else {"out": result}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        given = dict(arguments, bias=bias)
+        with flashsci.use_backend(backend, strict=True):
+            if inputs.cu_seqlens_q is not None:
+                result = flashsci.varlen_attention(
+                    q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **given
+                )
+            else:
+                result = flashsci.attention(q, k, v, mask=inputs.mask, **given)
+        return result if lse else (result,)
+
+    tensors = [leaves.get(n) for n in ("q", "k", "v", "bias")]
+    found = dict(zip(("out", "lse"), call(*tensors), strict=False))
     if inputs.dout is not None:
         wanted = {f"d{n}": x for n, x in leaves.items() if x.requires_grad}
-        ends, cotangents = [found["out"]], [inputs.dout]
-        if inputs.dlse is not None:
+        dout, dlse = inputs.dout, inputs.dlse
+        ends, cotangents = [found["out"]], [dout]
+        if dlse is not None:
+            dlse = dlse.to(found["lse"].dtype)
             ends.append(found["lse"])
-            cotangents.append(inputs.dlse.to(found["lse"].dtype))
-        found.update(
-            zip(wanted, torch.autograd.grad(ends, list(wanted.values()), cotangents), strict=True)
-        )
+            cotangents.append(dlse)
+        if not inputs.tangents:
+            gradients = torch.autograd.grad(ends, list(wanted.values()), cotangents)
+            found.update(zip(wanted, gradients, strict=True))
+        else:
+            cotangents = [x.detach().requires_grad_() for x in cotangents]
+            gradients = torch.autograd.grad(
+                ends, list(wanted.values()), cotangents, create_graph=True
+            )
+            found.update(zip(wanted, gradients, strict=True))
+            found.update(_second_order(inputs, wanted, found, cotangents))
+            found.update(_forward_mode(inputs, tensors, call))
     return {name: x.detach() for name, x in found.items()}
+
+
+def _second_order(
+    inputs: Inputs, leaves: dict[str, Tensor], found: dict[str, Tensor], cotangents: list[Tensor]
+) -> dict[str, Tensor]:
+    """Gradients of <tangents, first gradients> by what can have one."""
+    chosen = [
+        (found[f"d{n[1:]}"], t.to(found[f"d{n[1:]}"].dtype)) for n, t in inputs.tangents.items()
+    ]
+    wanted = {f"g{n[1:]}": x for n, x in leaves.items()}
+    wanted.update(zip(("gdout", "gdlse"), cotangents, strict=False))
+    gradients = torch.autograd.grad(
+        [x for x, _ in chosen], list(wanted.values()), [t for _, t in chosen], allow_unused=True
+    )
+    return {
+        name: torch.zeros_like(x) if g is None else g
+        for (name, x), g in zip(wanted.items(), gradients, strict=True)
+    }
+
+
+def _forward_mode(inputs: Inputs, tensors: list[Tensor | None], call: Any) -> dict[str, Tensor]:
+    """Tangents of out and lse."""
+    from torch.autograd import forward_ad
+
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = []
+        for name, x in zip(("tq", "tk", "tv", "tbias"), tensors, strict=True):
+            tangent = inputs.tangents.get(name)
+            x = None if x is None else x.detach()
+            if x is not None and tangent is not None:
+                # torch lays a tangent out like its tensor, and cannot in expanded memory.
+                x = x.contiguous() if 0 in x.stride() else x
+                x = forward_ad.make_dual(x, tangent.to(x.dtype))
+            duals.append(x)
+        results = dict(zip(("tout", "tlse"), call(*duals), strict=False))
+        tangents = {name: (forward_ad.unpack_dual(x), x) for name, x in results.items()}
+        return {
+            name: torch.zeros_like(x) if pair.tangent is None else pair.tangent
+            for name, (pair, x) in tangents.items()
+        }
 
 
 @contextmanager
@@ -335,6 +391,7 @@ class _Block:
     scale: float
     softcap: float | None
     place: dict[str, Any]  # tensor name -> how its slice of a whole result looks like this block's
+    tangents: dict[str, Tensor]  # "tq", "tk", "tv", "tbias" in the shapes of q, k, v, bias
 
     def slot(self, name: str, whole: Tensor) -> Tensor:
         """This block's part of a result, a view of it."""
@@ -354,6 +411,15 @@ def _visible(seq_q: int, seq_k: int, options: dict[str, Any], device: torch.devi
     )
     low = float("-inf") if left is None else -left
     return (ahead >= low) & (ahead <= (float("inf") if right is None else right))
+
+
+# What the tensors of the second order look like.
+_LIKE = {"gq": "dq", "gk": "dk", "gv": "dv", "gbias": "dbias", "gdout": "out", "gdlse": "lse", "tout": "out",
+         "tlse": "lse", "tq": "dq", "tk": "dk", "tv": "dv", "tbias": "dbias"}  # fmt: skip
+
+
+def _places(first: dict[str, Any]) -> dict[str, Any]:
+    return first | {name: first[like] for name, like in _LIKE.items()}
 
 
 def _blocks(inputs: Inputs) -> Iterator[_Block]:
@@ -378,6 +444,7 @@ def _blocks(inputs: Inputs) -> Iterator[_Block]:
         full = lambda x: x.reshape((1,) * (len(shape) - x.dim()) + x.shape)  # noqa: E731
         visible = _visible(shape[-2], shape[-1], options, q.device)
         visible = visible if inputs.mask is None else visible & full(inputs.mask)
+        place = _places(dict.fromkeys(("out", "lse", "dq", "dk", "dv"), heads) | {"dbias": full})
         yield _Block(
             q,
             k,
@@ -389,7 +456,8 @@ def _blocks(inputs: Inputs) -> Iterator[_Block]:
             keep(shape, 0),
             scale,
             options.get("softcap"),
-            dict.fromkeys(("out", "lse", "dq", "dk", "dv"), heads) | {"dbias": full},
+            place,
+            {name: place[name](x) for name, x in inputs.tangents.items()},
         )
         return
     starts_q = inputs.cu_seqlens_q.tolist()
@@ -417,6 +485,9 @@ def _blocks(inputs: Inputs) -> Iterator[_Block]:
         def lse_of(x: Tensor, rows: slice = rows) -> Tensor:
             return x[:, rows]
 
+        place = _places(
+            {"out": rows_of, "lse": lse_of, "dq": rows_of, "dk": keys_of, "dv": keys_of, "dbias": bias_of}
+        )  # fmt: skip
         yield _Block(
             rows_of(inputs.q),
             keys_of(inputs.k),
@@ -428,14 +499,8 @@ def _blocks(inputs: Inputs) -> Iterator[_Block]:
             keep((inputs.q.shape[1], *size), n),
             scale,
             options.get("softcap"),
-            {
-                "out": rows_of,
-                "lse": lse_of,
-                "dq": rows_of,
-                "dk": keys_of,
-                "dv": keys_of,
-                "dbias": bias_of,
-            },
+            place,
+            {name: place[name](x) for name, x in inputs.tangents.items()},
         )
 
 
@@ -528,6 +593,31 @@ class _Formula:
             if found:
                 value, self.coarse[name], self.fine[name] = found
                 self.values[name] = self.rounded(value, bias_unit if name == "dbias" else unit)
+        if b.tangents:
+            exact = lambda x: Sized(x, x.abs(), torch.zeros_like(x))  # noqa: E731
+            slope = bend = None
+            if tanh is not None:
+                slope = Sized(
+                    1 - tanh * tanh,
+                    1 - tanh * tanh,
+                    2 * tanh * tanh + 2 * tanh.abs() * raw_abs / b.softcap,
+                )
+                bend = Sized.bend(tanh, raw_abs, b.softcap)
+            found = second_order(
+                {n: exact(per_query(x) if n in ("tk", "tv") else x) for n, x in b.tangents.items()},
+                exact(b.q), exact(k), exact(v), exact(b.dout), Sized(p, p_abs, p_fine), exact(b.keep), b.scale, slope, bend,
+                Sized(dp, dp_abs, dp_abs), Sized(delta, delta_abs, row(g_abs * out_fine) + delta_abs), self.rounded,
+            )  # fmt: skip
+            for name, x in found.items():
+                if name in ("gk", "gv"):
+                    x = x.map(per_key)
+                elif name == "gbias":
+                    if b.bias is None:
+                        continue
+                    x = x.map(lambda y: y.sum_to_size(b.bias.shape))
+                self.coarse[name], self.fine[name] = x.coarse, x.fine
+                last = {"gbias": bias_unit, "gdlse": internal, "tlse": internal}.get(name, unit)
+                self.values[name] = self.rounded(x.value, last)
 
     def rounded(self, x: Tensor, unit: float | None = None) -> Tensor:
         """x with a perturbation, zero, that stands for its rounding to the precision ``unit``.

@@ -58,6 +58,9 @@ class Variant:
     dropout: bool = False
     varlen: bool = False
     lse_grad: bool = False
+    tangents: str = (
+        ""  # second order: which of "qkvb" (b: bias) have tangents, of dq, dk, dv, dbias cotangents
+    )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -98,6 +101,8 @@ class Case:
     mask_view: str = "contiguous"
     layout: str = "bhsd"  # "bshd", "packed", "strided", "expanded", "shifted"
     magnitude: str = "unit"  # "peaked", "low", "small_v", "large_v", "offset_v"
+    precision: str | None = None
+    tangent_magnitude: str = "unit"  # "offset": far from zero in what softmax does not see
 
     @property
     def heads_q(self) -> int:
@@ -118,7 +123,8 @@ class Inputs:
 
     Dense: q [..., Hq, Sq, D], k [..., Hk, Sk, D], v [..., Hk, Sk, Dv], as :func:`flashsci.attention`. Packed, when
     ``cu_seqlens_q`` is given: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv], as :func:`flashsci.varlen_attention`.
-    ``dout`` has out's shape and ``dlse`` that of lse; None means zero.
+    ``dout`` has out's shape and ``dlse`` that of lse; None means zero. ``tangents`` by name ("tq", "tk", "tv", "tbias"), in the
+    shapes of what they belong to, ask for the second order: absent means zero.
     """
 
     q: Tensor
@@ -133,6 +139,7 @@ class Inputs:
     dropout_seed: Tensor | None = None
     bias_grad: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    tangents: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def varlen(self) -> bool:
@@ -153,6 +160,9 @@ class Inputs:
             bias=cast(self.bias),
             dout=cast(self.dout),
             dlse=cast(self.dlse),
+            tangents={
+                n: x.detach().to(dtype or x.dtype).contiguous() for n, x in self.tangents.items()
+            },
         )
 
 
@@ -236,6 +246,19 @@ def variants(
     return list(found)
 
 
+def second_order_variants(count: int = 48, **limits: Any) -> list[Variant]:
+    """Those of :func:`variants` with tangents: of all tensors in two of three, else of some."""
+    choices = SeededChoices(21)
+    found: dict[Variant, None] = {}
+    for variant in variants(count, **limits):
+        some = choices.one_of(("q", "k", "v", "b", "qk", "kv", "qb", "kvb"))
+        tangents = "qkvb" if choices.integer(1, 3) > 1 else some
+        if not variant.bias_grad:
+            tangents = tangents.replace("b", "")
+        found[replace(variant, tangents=tangents or "qkv")] = None
+    return list(found)
+
+
 def draw_case(
     choices: Choices,
     pool: Sequence[Variant],
@@ -280,7 +303,19 @@ def draw_case(
     )
     if variant.bias:
         case = replace(case, bias_holes=not often(3))
-    return case
+    return _draw_second_order(choices, case)
+
+
+def _draw_second_order(choices: Choices, case: Case) -> Case:
+    if not case.variant.tangents:
+        return case
+    return replace(
+        case,
+        precision=choices.one_of((None, None, "ieee", "tf32", "tf32x3"))
+        if case.variant.dtype == "float32"
+        else None,
+        tangent_magnitude=choices.one_of(("unit", "unit", "unit", "offset")),
+    )
 
 
 def _draw_dense(choices: Choices, case: Case, lengths: Sequence[int], score_limit: int) -> Case:
@@ -502,6 +537,8 @@ class _Maker:
             "softcap": case.softcap,
             "dropout_p": case.dropout_p,
         }
+        if case.precision:
+            options["precision"] = case.precision
         if packed and case.known_lengths:
             options["max_seqlen_q"] = max(case.lens_q)
             if not case.self_attention:
@@ -519,7 +556,23 @@ class _Maker:
             else None,
             bias_grad=variant.bias_grad,
             options=options,
+            tangents=self.tangents(*leaves, bias) if variant.tangents else {},
         )
+
+    def tangents(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+        found = {}
+        for letter, x in zip("qkvb", (q, k, v, bias), strict=True):
+            if x is None or letter not in self.case.variant.tangents:
+                continue
+            tangent = self.normal(x.shape)
+            if self.case.tangent_magnitude == "offset" and letter in "kb":
+                tangent += 4
+            if letter == "b":
+                kind = "contiguous" if self.case.bias_view == "expanded" else self.case.bias_view
+                found["tbias"] = self.view(tangent.to(x.dtype), kind)
+            else:
+                found[f"t{letter}"] = self.place(tangent)
+        return found
 
     def magnitude(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         kind, dim = self.case.magnitude, max(1, q.shape[-1])

@@ -28,13 +28,14 @@ class Skipped(Exception):
 @dataclass(frozen=True)
 class Trap:
     """One named trap. ``cuda``: it makes no sense on the CPU; ``gigabytes``: device memory it takes;
-    ``slow``: too large for Triton's interpreter."""
+    ``slow``: too large for Triton's interpreter; ``order``: 2 where it is about second derivatives."""
 
     name: str
     run: Callable[[str, torch.device], None]
     cuda: bool = False
     gigabytes: int = 0
     slow: bool = False
+    order: int = 1
 
     def __call__(self, backend: str, device: torch.device | str) -> None:
         device = torch.device(device)

@@ -1,58 +1,13 @@
-"""What derivatives a fused backend gives, and what it refuses: never a silently dropped term."""
+"""First derivatives of every backend under torch's autograd and torch.func; test_second_order.py has the second."""
 
 import pytest
 import torch
 
 import flashsci
 
-ADVICE = "backend='reference', which differentiates to any order"
-
 
 def leaves():
     return [torch.randn(1, 2, 5, 8).requires_grad_() for _ in range(3)]
-
-
-def test_second_derivative_raises_under_autograd_grad():
-    """Force training: the loss is a function of a gradient, and asks for gradients of a weight."""
-    x, k, v = leaves()
-    weight = torch.randn(8, 8, requires_grad=True)
-    energy = flashsci.attention(x @ weight, k, v, backend="triton").square().sum()
-    (force,) = torch.autograd.grad(energy, x, create_graph=True)
-    with pytest.raises(flashsci.BackendError, match="second derivative") as caught:
-        torch.autograd.grad(force.square().sum(), weight)
-    assert ADVICE in str(caught.value)
-
-
-def test_second_derivative_raises_under_backward():
-    x, k, v = leaves()
-    weight = torch.randn(8, 8, requires_grad=True)
-    energy = flashsci.attention(x @ weight, k, v, backend="triton").square().sum()
-    (force,) = torch.autograd.grad(energy, x, create_graph=True)
-    with pytest.raises(flashsci.BackendError, match="second derivative"):
-        force.square().sum().backward()
-
-
-def test_second_derivative_raises_whatever_is_differentiated():
-    """With respect to the cotangent, to k alone, to the bias alone, through the lse alone."""
-    q, k, v = leaves()
-    bias = torch.randn(5, 5, requires_grad=True)
-    dout = torch.randn(1, 2, 5, 8, requires_grad=True)
-    out, lse = flashsci.attention(q, k, v, bias=bias, return_lse=True, backend="triton")
-    (first,) = torch.autograd.grad(out, q, dout, create_graph=True)
-    for wanted in (dout, q, k, v, bias):
-        with pytest.raises(flashsci.BackendError, match="second derivative"):
-            torch.autograd.grad(first.sum(), wanted, retain_graph=True)
-    (slope,) = torch.autograd.grad(lse.sum(), k, create_graph=True)
-    with pytest.raises(flashsci.BackendError, match="second derivative"):
-        torch.autograd.grad(slope.sum(), q)
-
-
-def test_second_derivative_of_the_public_backward_raises():
-    q, k, v = leaves()
-    out, lse = flashsci.attention(q, k, v, return_lse=True, backend="triton")
-    found = flashsci.attention_backward(torch.ones_like(out), q, k, v, out, lse, backend="triton")
-    with pytest.raises(flashsci.BackendError, match="second derivative"):
-        torch.autograd.grad(found.dq.sum(), k)
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
@@ -65,20 +20,6 @@ def test_force_training_is_right_where_it_is_allowed(backend):
         return torch.autograd.grad(energy, x, create_graph=True)[0].square().sum()
 
     assert torch.autograd.gradcheck(loss, weight)
-
-
-def test_forward_mode_raises():
-    q, k, v = (x.detach() for x in leaves())
-    call = lambda q: flashsci.attention(q, k, v, backend="triton")  # noqa: E731
-    with pytest.raises(flashsci.BackendError, match="forward-mode"):
-        torch.func.jvp(call, (q,), (torch.ones_like(q),))
-    with (
-        pytest.raises(flashsci.BackendError, match="forward-mode"),
-        torch.autograd.forward_ad.dual_level(),
-    ):
-        call(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)))
-    with pytest.raises((flashsci.BackendError, RuntimeError)):
-        torch.func.jacfwd(call)(q)
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])

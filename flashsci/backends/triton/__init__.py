@@ -1,8 +1,8 @@
 """The Triton backend: every feature of the specification, on any GPU that Triton supports.
 
-One file per kernel idea: forward.py, backward_queries.py (delta, dq), backward_keys.py (dk, dv),
-bias_gradient.py; tile.py holds what they
-share, launch.py the tile sizes, host.py the launches. With TRITON_INTERPRET=1 in the environment before Triton is
+One file per kernel idea: forward.py, backward_queries.py (delta, dq), backward_keys.py (dk, dv), backward_small.py,
+bias_gradient.py; of the second order jvp.py, second_queries.py, second_keys.py, second_small.py, second_bias.py. tile.py,
+chunks.py and tangents.py hold what they share, launch.py the tile sizes, host.py and host_second.py the launches. With TRITON_INTERPRET=1 in the environment before Triton is
 imported, the same kernels run on the CPU, slowly, for tests.
 """
 
@@ -14,7 +14,7 @@ import triton
 from flashsci import ops
 from flashsci.problem import Problem
 
-from . import host, launch
+from . import host, host_second, launch
 
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED:
@@ -25,9 +25,19 @@ forward = ops.define("triton_forward", ops.FORWARD_SCHEMA, host.forward, ops.fak
 backward = ops.define(
     "triton_backward", ops.BACKWARD_SCHEMA, host.backward, ops.fake_backward, _KEYS
 )
+jvp = ops.define("triton_jvp", ops.JVP_SCHEMA, host_second.jvp, ops.fake_jvp, _KEYS)
+double_backward = ops.define(
+    "triton_double_backward",
+    ops.DOUBLE_BACKWARD_SCHEMA,
+    host_second.double_backward,
+    ops.fake_double_backward,
+    _KEYS,
+)
 # Positions of the arguments with leading dims, the ones torch.vmap may map.
 ops.register_vmap(forward, (0, 1, 2, 3, 4))
 ops.register_vmap(backward, (0, 1, 2, 3, 4, 5, 6, 11, 12))
+ops.register_vmap(jvp, (0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 14))
+ops.register_vmap(double_backward, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 15, 16))
 
 FUSED = True
 

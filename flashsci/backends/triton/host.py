@@ -117,9 +117,12 @@ class Plan:
         self.packed, self.sequences = sequences >= 0, sequences
         self.empty = self.batch * self.heads * self.size_q * self.size_k == 0
         self.launches: dict[tuple, Launch] = {}
+        self.seconds: dict[
+            tuple | None, object
+        ] = {}  # host_second.py's, by layout of the bias tangent
         # Typical lengths, to choose tiles by; those of packed sequences vary about the mean.
         self.lengths = self.size_q, self.size_k
-        longest = longest if self.packed else max(self.lengths)
+        self.longest = longest if self.packed else max(self.lengths)
         if self.packed:
             self.lengths = tuple(3 * size // (2 * max(sequences, 1)) for size in self.lengths)
 
@@ -149,7 +152,9 @@ class Plan:
             mask_vector = plane_vector(self.mask_strides, self.size_k, 1, self.packed)
 
         self.pairs = PLANE.value in (bias_kind, mask_kind)
-        self.small = launch.small_config(device.capability, dtype, max(d0 + d1, v0 + v1), longest)
+        self.small = launch.small_config(
+            device.capability, dtype, max(d0 + d1, v0 + v1), self.longest
+        )
         self.window = 0 if window_left < 0 and window_right < 0 else 1 if window_left < 0 else 2
         dropout = dropout_p > 0.0
         threshold = min(math.floor(dropout_p * 2**32), 2**32 - 1)
@@ -184,7 +189,7 @@ class Plan:
             self.pairs,
             *self.lengths,
         )
-        by_keys = kernel == "dkdv"
+        by_keys = kernel in launch.BY_KEYS
         heads = self.heads_k if by_keys else self.heads
         size, block = (self.size_k, block_n) if by_keys else (self.size_q, block_m)
         tiles = size // block + self.sequences + 2 if self.packed else -(-size // block)
@@ -194,7 +199,7 @@ class Plan:
         )  # fmt: skip
         if registers:
             arguments["maxnreg"] = registers[0]
-        if kernel != "bias_gradient":
+        if kernel not in launch.BY_BIAS:
             # Without a window all tiles take as long: one head after the other. Else the longest
             # come first, in sections of heads whose keys and values fit in half the L2 cache.
             section = 1
@@ -287,28 +292,34 @@ class Plan:
         """The launch for a bias that heads or batch members share, and its number of partial sums."""
         if "bias_gradient" not in self.launches:
             _, arguments = self._backward("bias_gradient")
-            shape = self.bias_shape
-            own = (1, 1, shape[0]) if self.ragged else (1, 1, 1, *shape[:-2])[-3:]
-            full = (*self.lead, self.heads)
-            shared = tuple(n // m for n, m in zip(full, own, strict=True))
-            blocks, members = math.prod(own), math.prod(shared)
-            tiles_k = 1 if self.packed else -(-self.size_k // arguments["BLOCK_N"])
-            programs = blocks * arguments["tiles"] * tiles_k
-            # Enough splits to fill the device several times over, but each long enough to be worth
-            # its fp32 copy of the bias.
-            splits = max(1, min(members // 4, -(-8 * self.device.processors // programs)))
-            each = -(-members // splits)
-            splits = -(-members // each)
-            numel = math.prod(shape)
-            contiguous = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-            arguments.update(
-                own=own, shared=shared, members=members, members_per_split=each, blocks=blocks,
-                tiles_k=tiles_k, split_stride=numel, DBIAS_VECTOR=self.gradient_vector(bias),
-                dbias_strides=plane_strides(shape, contiguous, self.ragged),
-            )  # fmt: skip
-            made = Launch(bias_gradient_kernel, splits * programs, arguments)
+            programs, splits = self.share(arguments)
+            arguments.update(DBIAS_VECTOR=self.gradient_vector(bias))
+            made = Launch(bias_gradient_kernel, programs, arguments)
             self.launches["bias_gradient"] = made, splits
         return self.launches["bias_gradient"]
+
+    def share(self, arguments: dict) -> tuple[int, int]:
+        """Adds to the arguments of a kernel over a shared bias who shares what; its programs and splits."""
+        shape = self.bias_shape
+        own = (1, 1, shape[0]) if self.ragged else (1, 1, 1, *shape[:-2])[-3:]
+        full = (*self.lead, self.heads)
+        shared = tuple(n // m for n, m in zip(full, own, strict=True))
+        blocks, members = math.prod(own), math.prod(shared)
+        tiles_k = 1 if self.packed else -(-self.size_k // arguments["BLOCK_N"])
+        programs = blocks * arguments["tiles"] * tiles_k
+        # Enough splits to fill the device several times over, but each long enough to be worth
+        # its fp32 copy of the bias.
+        splits = max(1, min(members // 4, -(-8 * self.device.processors // programs)))
+        each = -(-members // splits)
+        splits = -(-members // each)
+        numel = math.prod(shape)
+        contiguous = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        arguments.update(
+            own=own, shared=shared, members=members, members_per_split=each, blocks=blocks,
+            tiles_k=tiles_k, split_stride=numel,
+            dbias_strides=plane_strides(shape, contiguous, self.ragged),
+        )  # fmt: skip
+        return splits * programs, splits
 
     def gradient_vector(self, dbias) -> int:
         vector = 1 if dbias is None else 16 // dbias.element_size()
@@ -336,21 +347,30 @@ def plan_of(tensors, bias, mask, cu_seqlens_q, bias_offsets, longest, options) -
     )
 
 
-def on_device(function):
-    """Runs `function` with the device of its third argument (v, or q after dout and dlse) current."""
-
-    @functools.wraps(function)
-    def wrapper(*arguments):
-        device = arguments[2].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return function(*arguments)
-        return function(*arguments)
-
-    return wrapper
+def longest_class(max_seqlen_q: int, max_seqlen_k: int) -> int:
+    """Longest packed lengths, where known, decide one thing: whether sequences fit in one tile each."""
+    longest = max(max_seqlen_q, max_seqlen_k) if min(max_seqlen_q, max_seqlen_k) >= 0 else 1 << 30
+    return 32 if longest <= 32 else 64 if longest <= 64 else 1 << 30
 
 
-@on_device
+def on_device_of(position: int):
+    """Runs a function with the device of one of its arguments current."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def wrapper(*arguments):
+            device = arguments[position].device
+            if device.type == "cuda" and device.index != torch.cuda.current_device():
+                with torch.cuda.device(device):
+                    return function(*arguments)
+            return function(*arguments)
+
+        return wrapper
+
+    return decorate
+
+
+@on_device_of(0)
 def forward(
     q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
     max_seqlen_q, max_seqlen_k, *options,
@@ -369,7 +389,7 @@ def forward(
     return out, lse
 
 
-@on_device
+@on_device_of(2)
 def backward(
     dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse,
     max_seqlen_q, max_seqlen_k, *options_and_need,
@@ -384,9 +404,7 @@ def backward(
         dout = dout.contiguous()
     if out.stride(-1) != 1:
         out = out.contiguous()
-    # Longest packed lengths, where known, decide one thing: whether sequences fit in one tile each.
-    longest = max(max_seqlen_q, max_seqlen_k) if min(max_seqlen_q, max_seqlen_k) >= 0 else 1 << 30
-    longest = 32 if longest <= 32 else 64 if longest <= 64 else 1 << 30
+    longest = longest_class(max_seqlen_q, max_seqlen_k)
     p = plan_of((q, k, v, dout, out), bias, mask, cu_seqlens_q, bias_offsets, longest, options)
     dq = empty_like_layout(q, q.shape) if need_dq else q.new_empty(0)
     dk = empty_like_layout(k, k.shape) if need_dk else q.new_empty(0)
@@ -398,23 +416,7 @@ def backward(
 
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    # Where the bias gradient comes from: see the heads of the kernels' files.
-    use, sums, dbias = NO_BIAS_GRADIENT.value, None, None
-    shared = False
-    if need_dbias:
-        if bias.shape == ((p.heads, p.bias_total) if p.ragged else p.score_shape):
-            use = STORE.value
-            # Scores that no query tile visits are not written.
-            dbias = (torch.zeros if p.window or p.ragged else torch.empty)(
-                bias.shape, dtype=bias.dtype, device=q.device
-            )
-        elif not p.ragged and bias.shape[-2] == 1:
-            sums = torch.empty((*lse.shape[:-1], p.size_k), dtype=torch.float32, device=q.device)
-        elif not p.ragged and bias.shape[-1] == 1:
-            use = ROW_SUMS.value
-            dbias = torch.empty_like(lse)
-        else:
-            shared = True
+    use, dbias, sums, shared = bias_route(p, bias, lse) if need_dbias else NO_ROUTE
     if p.small and need_dq and need_dk and need_dv and not shared:
         kind = COLUMN_SUMS.value if sums is not None else use
         p.small_backward(dq, dk, dv, kind, dbias)(
@@ -431,23 +433,50 @@ def backward(
         if need_dk or need_dv or sums is not None:
             p.dkdv(dk, dv, need_dk, need_dv, sums is not None)(*common, dk, dv, sums)
 
-    if sums is not None:
-        dbias = reduce_to(sums.unsqueeze(-2), bias)
-    elif use == ROW_SUMS.value:
-        dbias = reduce_to(dbias.unsqueeze(-1), bias)
-    elif shared:
+    if shared:
         run, splits = p.bias_gradient(bias)
-        # Blocks of a ragged bias need not cover it.
-        parts = (torch.zeros if p.ragged else torch.empty)(
-            (splits, *bias.shape),
-            dtype=bias.dtype if splits == 1 else torch.float32,
-            device=q.device,
-        )
-        run(*common, parts)
-        dbias = parts[0] if splits == 1 else parts.sum(0).to(bias.dtype)
-    elif dbias is None:
-        dbias = (q if bias is None else bias).new_empty(0)
-    return dq, dk, dv, dbias
+        dbias = bias_parts(p, bias, splits)
+        run(*common, dbias)
+    return dq, dk, dv, bias_result(q, bias, use, dbias, sums, shared)
+
+
+NO_ROUTE = NO_BIAS_GRADIENT.value, None, None, False
+
+
+def bias_route(p: Plan, bias, lse) -> tuple:
+    """Where a bias gradient comes from (see the heads of the kernels' files): what the kernel by queries does with
+    it, the tensor that kernel fills, that of its sums over queries, and whether it has a kernel of its own."""
+    if bias.shape == ((p.heads, p.bias_total) if p.ragged else p.score_shape):
+        # Scores that no query tile visits are not written.
+        make = torch.zeros if p.window or p.ragged else torch.empty
+        return STORE.value, make(bias.shape, dtype=bias.dtype, device=bias.device), None, False
+    if not p.ragged and bias.shape[-2] == 1:
+        shape = (*lse.shape[:-1], p.size_k)
+        sums = torch.empty(shape, dtype=torch.float32, device=bias.device)
+        return NO_BIAS_GRADIENT.value, None, sums, False
+    if not p.ragged and bias.shape[-1] == 1:
+        return ROW_SUMS.value, torch.empty_like(lse), None, False
+    return NO_BIAS_GRADIENT.value, None, None, True
+
+
+def bias_parts(p: Plan, bias, splits: int) -> torch.Tensor:
+    """What the kernel of a shared bias fills. Blocks of a ragged bias need not cover it."""
+    return (torch.zeros if p.ragged else torch.empty)(
+        (splits, *bias.shape),
+        dtype=bias.dtype if splits == 1 else torch.float32,
+        device=bias.device,
+    )
+
+
+def bias_result(q, bias, use: int, found, sums, shared: bool) -> torch.Tensor:
+    """The bias gradient from what `bias_route` had filled; empty if there was no route."""
+    if sums is not None:
+        return reduce_to(sums.unsqueeze(-2), bias)
+    if use == ROW_SUMS.value:
+        return reduce_to(found.unsqueeze(-1), bias)
+    if shared:
+        return found[0] if len(found) == 1 else found.sum(0).to(bias.dtype)
+    return (q if bias is None else bias).new_empty(0) if found is None else found
 
 
 def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

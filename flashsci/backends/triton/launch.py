@@ -5,6 +5,9 @@ import functools
 
 import torch
 
+BY_KEYS = ("dkdv", "second_keys")  # kernels that own key tiles
+BY_BIAS = ("bias_gradient", "second_bias")  # and those that own tiles of a bias
+
 # (BLOCK_M, BLOCK_N, warps, stages[, registers a thread at most]) for head dims up to the key;
 # max(D, Dv) after padding selects the row.
 HOPPER_16BIT = {
@@ -33,6 +36,25 @@ HOPPER_16BIT = {
         256: (64, 64, 4, 1),
         512: (32, 32, 4, 1),
     },
+    "jvp": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 4, 1), 512: (32, 16, 4, 1)},
+    "second_queries": {
+        64: (64, 64, 4, 2),
+        128: (64, 32, 4, 2),
+        256: (32, 32, 4, 1),
+        512: (16, 16, 4, 1),
+    },
+    "second_keys": {
+        64: (64, 64, 4, 2),
+        128: (32, 64, 4, 1),
+        256: (16, 32, 4, 1),
+        512: (16, 16, 4, 1),
+    },
+    "second_bias": {
+        64: (64, 64, 4, 2),
+        128: (64, 32, 4, 2),
+        256: (32, 32, 4, 1),
+        512: (16, 16, 4, 1),
+    },
 }
 # With a bias or mask for each pair, whose tiles go through shared memory too.
 HOPPER_16BIT_PAIRS = HOPPER_16BIT | {
@@ -50,12 +72,35 @@ AMPERE_16BIT = {
     "dq": {64: (64, 64, 4, 3), 128: (64, 64, 8, 2), 256: (32, 32, 4, 2), 512: (32, 16, 4, 1)},
     "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 4, 1), 512: (16, 32, 4, 1)},
     "bias_gradient": {128: (64, 64, 4, 2), 256: (32, 64, 4, 1), 512: (32, 32, 4, 1)},
+    "jvp": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "second_queries": {
+        64: (64, 32, 4, 2),
+        128: (32, 32, 4, 1),
+        256: (16, 16, 4, 1),
+        512: (16, 16, 4, 1),
+    },
+    "second_keys": {
+        64: (32, 64, 4, 2),
+        128: (32, 32, 4, 1),
+        256: (16, 16, 4, 1),
+        512: (16, 16, 4, 1),
+    },
+    "second_bias": {
+        64: (64, 32, 4, 2),
+        128: (32, 32, 4, 1),
+        256: (16, 16, 4, 1),
+        512: (16, 16, 4, 1),
+    },
 }
 TURING_16BIT = {  # 64 KiB of shared memory, no asynchronous copies
     "forward": {64: (64, 64, 4, 1), 128: (64, 32, 4, 1), 256: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "dq": {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
     "dkdv": {64: (32, 64, 4, 1), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
     "bias_gradient": {64: (64, 64, 4, 1), 128: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "jvp": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "second_queries": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "second_keys": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "second_bias": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
 }
 # fp32: three tf32 products hold two halves of every operand in registers; IEEE products run on the plain cores.
 FP32 = {
@@ -86,6 +131,16 @@ FP32 = {
         128: (32, 32, 4, 1),
         512: (16, 16, 4, 1),
     },
+    "jvp": {
+        32: (64, 32, 4, 2),
+        64: (64, 32, 4, 1),
+        128: (32, 32, 4, 1),
+        256: (16, 16, 4, 1),
+        512: (16, 16, 4, 1),
+    },
+    "second_queries": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "second_keys": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "second_bias": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
 }
 HOPPER_FP32 = FP32 | {
     "forward": FP32["forward"] | {32: (64, 32, 4, 2), 64: (64, 64, 4, 1), 128: (128, 32, 8, 1)},
@@ -155,12 +210,10 @@ def config(
         block_m, block_n = min(block_m, 64), min(block_n, 64)
     if length_q <= 32:
         block_m = min(block_m, 32)
-    streams_keys = kernel in ("forward", "dq")
+    streams_keys = kernel not in BY_KEYS + BY_BIAS
     if length_k <= 32 or (streams_keys and length_q <= 32 and length_k <= 128 and width <= 32):
         block_n = min(block_n, 32)
-    if (
-        longest <= 256 and kernel != "bias_gradient"
-    ):  # 144 = 4.5 tiles of 32: better than 2.25 of 64
+    if longest <= 256 and kernel not in BY_BIAS:  # 144 = 4.5 tiles of 32: better than 2.25 of 64
         length, block = (length_k, block_n) if streams_keys else (length_q, block_m)
         if block > 32 and -(-length // block) * block > 1.2 * length:
             block_m, block_n = (block_m, 32) if streams_keys else (32, block_n)
@@ -184,3 +237,15 @@ def small_config(
     if longest <= 32:
         return (32, 2, 168 if wide else 128) if width <= 32 else (32, 4)
     return None if wide and width > 32 else (64, 4)
+
+
+@functools.lru_cache
+def second_small_config(
+    capability: tuple[int, int] | None, dtype: torch.dtype, width: int, longest: int
+) -> tuple[int, ...] | None:
+    """The same for the double backward, which holds twice as much."""
+    wide, turing = dtype == torch.float32, capability is not None and capability < (8, 0)
+    if longest <= 32:
+        return None if width > 64 or turing else (32, 2) if width <= 32 else (32, 4)
+    fits = longest <= 64 and width <= (32 if wide else 64)
+    return (64, 4) if fits and capability is not None and not turing else None

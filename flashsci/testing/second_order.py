@@ -1,0 +1,126 @@
+"""The second order of attention in fp64, with what the roundings of a fused kernel can do to it.
+
+The formulas of docs/kernels/second_order.md, evaluated on values that carry two sizes along: how large the same formula is on
+absolute values, for roundings to the inputs' dtype (``coarse``), and the same for all that kernels keep in fp32 (``fine``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Gradients of <tx, dx>, summed over x, by q, k, v, bias, dout and dlse; tangents of out and lse in forward mode.
+SECOND_ORDER = ("gq", "gk", "gv", "gbias", "gdout", "gdlse", "tout", "tlse")
+
+
+class Sized(NamedTuple):
+    """A value, its formula on absolute values, and the error that fp32 roundings so far can have made, in units of one."""
+
+    value: Tensor
+    coarse: Tensor
+    fine: Tensor
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Sized:
+        """A linear map with no negative coefficients, of all three."""
+        return Sized(*(f(x) for x in self))
+
+    def plus(self, other: Sized, sign: int = 1) -> Sized:
+        coarse = self.coarse + other.coarse
+        return Sized(self.value + sign * other.value, coarse, self.fine + other.fine + coarse)
+
+    def minus(self, other: Sized) -> Sized:
+        return self.plus(other, -1)
+
+    def times(self, other: Sized) -> Sized:
+        return self._product(other, torch.mul)
+
+    def matmul(self, other: Sized) -> Sized:
+        return self._product(other, torch.matmul)
+
+    def _product(self, other: Sized, of: Callable[[Tensor, Tensor], Tensor]) -> Sized:
+        coarse = of(self.coarse, other.coarse)
+        fine = of(self.fine, other.coarse) + of(self.coarse, other.fine)
+        return Sized(of(self.value, other.value), coarse, fine + coarse)
+
+    def scaled(self, factor: float) -> Sized:
+        return Sized(factor * self.value, abs(factor) * self.coarse, abs(factor) * self.fine)
+
+    def turned(self) -> Sized:
+        return self.map(lambda x: x.transpose(-1, -2))
+
+    def row(self) -> Sized:
+        return self.map(lambda x: x.sum(-1, keepdim=True))
+
+    def rounded(self, how: Callable[[Tensor], Tensor]) -> Sized:
+        """Rounded to the inputs' dtype: the value is perturbed, the sizes know already."""
+        return self._replace(value=how(self.value))
+
+    @staticmethod
+    def bend(tanh: Tensor, raw_abs: Tensor, softcap: float) -> Sized:
+        """The second derivative of the softcap at scores ``softcap atanh(tanh)``."""
+        slope = 1 - tanh * tanh
+        coarse = 2 / softcap * tanh.abs() * slope
+        steep = 2 / softcap**2 * slope * (slope + 2 * tanh * tanh)
+        return Sized(-2 / softcap * tanh * slope, coarse, coarse + steep * raw_abs)
+
+
+def second_order(
+    tangents: dict[str, Sized],
+    q: Sized,
+    k: Sized,
+    v: Sized,
+    dout: Sized,
+    p: Sized,
+    keep: Sized,
+    scale: float,
+    slope: Sized | None,
+    bend: Sized | None,
+    dp: Sized,
+    delta: Sized,
+    rounded: Callable[[Tensor], Tensor],
+) -> dict[str, Sized]:
+    """All of SECOND_ORDER, per query head; "gbias" in the shape of the scores.
+
+    Everything but results is [*, Hq, Sq, Sk], [*, Hq, S, D] or, for rows, [*, Hq, Sq, 1]. ``rounded`` perturbs what kernels round
+    before a product.
+    """
+    nothing = p.map(torch.zeros_like)
+    tq, tk, tv, tbias = (tangents.get(n) for n in ("tq", "tk", "tv", "tbias"))
+    t_raw = nothing if tq is None else tq.matmul(k.turned())
+    t_raw = (t_raw if tk is None else t_raw.plus(q.matmul(tk.turned()))).scaled(scale)
+    t = t_raw if slope is None else t_raw.times(slope)
+    if tbias is not None:
+        t = t.plus(tbias.map(lambda x: x.expand(t.value.shape)))
+    mean = p.times(t).row()
+    t = t.minus(mean)
+    w = p.times(t)
+    tdp = nothing
+    tout = w.times(keep).rounded(rounded).matmul(v)
+    if tv is not None:
+        tout = tout.plus(p.times(keep).rounded(rounded).matmul(tv))
+        tdp = dout.matmul(tv.turned()).times(keep)
+    zeta = dout.times(tout).row()
+    e = p.times(dp.minus(delta))
+    f = e.times(t).plus(p.times(tdp.minus(zeta)))
+    e_raw, f_raw = e, f
+    if slope is not None and bend is not None:
+        e_raw, f_raw = e.times(slope), f.times(slope).plus(bend.times(t_raw).times(e))
+    f_raw = f_raw.rounded(rounded)
+    gq, gk = f_raw.matmul(k), f_raw.turned().matmul(q)
+    e_raw = e_raw.rounded(rounded)
+    gq = gq if tk is None else gq.plus(e_raw.matmul(tk))
+    gk = gk if tq is None else gk.plus(e_raw.turned().matmul(tq))
+    mean = mean.map(lambda x: x.squeeze(-1))
+    return {
+        "gq": gq.scaled(scale),
+        "gk": gk.scaled(scale),
+        "gv": w.times(keep).rounded(rounded).turned().matmul(dout),
+        "gbias": f,
+        "gdout": tout,
+        "gdlse": mean,
+        "tout": tout,
+        "tlse": mean,
+    }

@@ -1,0 +1,182 @@
+"""Known traps of second order, beside those of traps.py: registered there too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from flashsci.registry import BackendError
+from flashsci.testing.bounds import Judge, evaluate
+from flashsci.testing.cases import Case, Variant, make_inputs
+from flashsci.testing.traps import _require, trap
+
+ALL = "qkvb"
+
+
+@trap(order=2)
+def second_order_of_fully_masked_rows(backend: str, device: torch.device) -> None:
+    """A row without keys: zero second-order gradients and tangents, exactly, and no NaN anywhere."""
+    variant = Variant(mask=True, bias="pair", bias_grad=True, lse_grad=True, tangents=ALL)
+    case = Case(
+        seed=20,
+        variant=variant,
+        lead=(2,),
+        heads_k=2,
+        group=2,
+        seq_q=19,
+        seq_k=33,
+        mask_shape=(2, 1, 19, 1),
+        mask_kind="rows",
+        bias_shape=(4, 19, 33),
+        bias_holes=True,
+    )
+    _require(backend, device, case, replace(case, mask_kind="none"))
+    inputs = make_inputs(case, device)
+    found = evaluate(inputs, backend)
+    assert inputs.mask is not None
+    hidden = ~inputs.mask.expand(*found["lse"].shape, 1)
+    assert hidden.any() and not hidden.all()
+    for name in ("gq", "gdout", "tout"):
+        assert found[name].masked_select(hidden).eq(0).all(), name
+    for name in ("gdlse", "tlse"):
+        assert found[name].masked_select(hidden[..., 0]).eq(0).all(), name
+
+
+@trap(order=2)
+def second_order_of_empty_and_single(backend: str, device: torch.device) -> None:
+    """Sq, Sk 0 and 1, packed sequences of length 0."""
+    plain = Case(seed=21, variant=Variant(tangents="qkv", lse_grad=True), lead=(2,), heads_k=2)
+    packed = replace(plain, variant=replace(plain.variant, varlen=True), rank=3, lead=())
+    sizes = (0, 5), (5, 0), (1, 1), (1, 40), (40, 1)
+    dense = [replace(plain, seq_q=a, seq_k=b) for a, b in sizes]
+    lens = ((0, 5, 0), (7, 0, 0)), ((0,), (0,)), ((3, 0), (4, 5))
+    _require(
+        backend, device, *dense, *(replace(packed, lens_q=a, lens_k=b) for a, b in lens), dtypes=("float32",)
+    )  # fmt: skip
+
+
+@trap(order=2)
+def second_order_of_a_common_shift(backend: str, device: torch.device) -> None:
+    """Tangents of scores far from zero but nearly equal within a row: softmax sees the difference alone."""
+    variant = Variant(bias="pair", bias_grad=True, tangents="kb", head_dim=32, head_dim_v=32)
+    case = Case(seed=22, variant=variant, lead=(2,), seq_q=33, seq_k=90, bias_shape=(2, 1, 33, 90))
+    _require(backend, device, replace(case, tangent_magnitude="offset"))
+
+
+@trap(order=2)
+def nan_stays_in_its_packed_sequence_to_second_order(backend: str, device: torch.device) -> None:
+    lens = (9, 30, 0, 17)
+    for dtype in ("bfloat16", "float32"):
+        variant = Variant(dtype=dtype, varlen=True, tangents="qkv")
+        case = Case(seed=23, variant=variant, rank=3, lead=(), heads_k=2, lens_q=lens, lens_k=lens)
+        inputs = make_inputs(case, device)
+        clean = evaluate(inputs, backend)
+        with torch.no_grad():
+            for x in (inputs.q, inputs.k, inputs.v, inputs.dout, *inputs.tangents.values()):
+                assert x is not None
+                x[9:39] = torch.nan
+        dirty = evaluate(inputs, backend)
+        for name, x in clean.items():
+            y = dirty[name]
+            if name in ("lse", "tlse"):
+                x, y = x.t(), y.t()
+            for part in (slice(0, 9), slice(39, None)):
+                assert torch.equal(x[part], y[part]), f"{name}: NaN of one sequence reached another"
+
+
+@trap(order=2, slow=True)
+def second_order_of_seventy_thousand_batch_heads(backend: str, device: torch.device) -> None:
+    variant = Variant(head_dim=8, head_dim_v=8, bias="key", bias_grad=True, tangents=ALL)
+    case = Case(seed=24, variant=variant, lead=(17500,), heads_k=4, seq_q=3, seq_k=5)
+    _require(backend, device, replace(case, bias_shape=(17500, 1, 1, 5)), dtypes=("float32",))
+
+
+@trap(order=2, cuda=True, gigabytes=20, slow=True)
+def second_order_of_strides_beyond_two_billion(backend: str, device: torch.device) -> None:
+    from flashsci.testing.cases import Inputs
+
+    buffer = torch.full((2**31 + 2**20,), torch.nan, device=device, dtype=torch.bfloat16)
+    for strides in ((2**31, 2**14, 64, 1), (2**15, 2**14, (2**31 - 2**16) // 70, 1)):
+        x = buffer.as_strided((2, 2, 70, 64), strides)
+        x.copy_(torch.randn(2, 2, 70, 64, device=device))
+        y = torch.randn(2, 2, 70, 64, device=device, dtype=torch.bfloat16)
+        for inputs in (
+            Inputs(x, y, y, dout=y, tangents={"tk": x, "tq": y, "tv": y}),
+            Inputs(y, x, x, dout=x, tangents={"tq": x, "tv": x}),
+        ):
+            Judge(inputs).require(evaluate(inputs, backend))
+        buffer.fill_(torch.nan)
+
+
+@trap(order=2, cuda=True)
+def second_order_takes_no_quadratic_memory(backend: str, device: torch.device) -> None:
+    """Forward, backward and double backward of 8192 x 8192 scores within 24 tensors like q: 1/85 of one fp32 score tensor."""
+    import flashsci
+
+    q, k, v, dout = torch.randn(4, 1, 4, 8192, 64, device=device, dtype=torch.bfloat16).unbind(0)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    out = flashsci.attention(q, k, v, backend=backend)
+    first = torch.autograd.grad(out, inputs, dout, create_graph=True)
+    torch.autograd.grad(sum(x.float().square().sum() for x in first), inputs)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    assert peak < 24 * q.numel() * q.element_size(), f"{peak / 2**20:.0f} MiB"
+
+
+@trap(order=2, cuda=True)
+def second_order_in_a_cuda_graph(backend: str, device: torch.device) -> None:
+    variant = Variant(dtype="bfloat16", head_dim=64, head_dim_v=64, tangents="qkv")
+    case = Case(seed=25, variant=variant, heads_k=2, group=2, seq_q=130, seq_k=130)
+    first, second = (make_inputs(replace(case, seed=s), device) for s in (25, 26))
+    truth = evaluate(second, backend)
+    side = torch.cuda.Stream(device)
+    with torch.cuda.stream(side):
+        evaluate(first, backend)
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = evaluate(first, backend)
+    with torch.no_grad():
+        for name in ("q", "k", "v", "dout"):
+            getattr(first, name).copy_(getattr(second, name))
+        for name, x in first.tangents.items():
+            x.copy_(second.tangents[name])
+    graph.replay()
+    torch.cuda.synchronize(device)
+    for name, x in truth.items():
+        assert torch.equal(x, found[name]), f"{name} differs in a replayed graph"
+
+
+@trap(order=2, slow=True)
+def second_order_repeats_bitwise(backend: str, device: torch.device) -> None:
+    """The same bits, run after run: every second-order gradient and tangent."""
+    runs = 10 if device.type == "cuda" else 2
+    variant = Variant(dtype="bfloat16", head_dim=64, head_dim_v=64, lse_grad=True, tangents="qkv")
+    dense = Case(seed=27, variant=variant, lead=(3,), heads_k=2, group=2, seq_q=257, seq_k=300)
+    biased = replace(
+        variant, bias="pair", bias_grad=True, bias_float=True, dropout=True, tangents=ALL
+    )
+    lens = {"lens_q": (200, 3, 90), "lens_k": (40, 130, 90)}
+    cases = [
+        dense,
+        replace(dense, variant=replace(variant, varlen=True), rank=3, lead=(), **lens),
+        *(
+            replace(dense, variant=biased, bias_shape=shape, dropout_p=0.2)
+            for shape in ((1, 1, 257, 300), (3, 1, 1, 300), (4, 1, 1), (3, 4, 257, 300))
+        ),
+    ]
+    for case in cases:
+        inputs = make_inputs(case, device)
+        try:
+            first = evaluate(inputs, backend, deterministic=True)
+        except BackendError:
+            if case is dense:
+                raise
+            continue
+        for _ in range(runs - 1):
+            again = evaluate(inputs, backend, deterministic=True)
+            for name, x in first.items():
+                assert torch.equal(x, again[name]), f"{name} differs between runs of {case}"

@@ -1,0 +1,158 @@
+"""A fused backend in fp64: closed formulas behind ops that autograd cannot see into, as kernels are. Dense calls only.
+
+It shares no code with the kernels or the reference, so what the wiring makes of it is compared with both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashsci import ops
+
+FUSED = True
+
+
+def _wide(x, heads):
+    """Key heads repeated for their query heads."""
+    return (
+        x if x.dim() < 3 or x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
+    )
+
+
+def _narrow(x, like):
+    return x if x.shape == like.shape else x.unflatten(-3, (like.shape[-3], -1)).sum(-3)
+
+
+class Call:
+    """P and what surrounds it, for one call."""
+
+    def __init__(self, q, k, v, bias, mask, *rest, scale, softcap, right):
+        self.q, self.heads, self.scale, self.softcap = (
+            q,
+            q.shape[-3] if q.dim() > 2 else 1,
+            scale,
+            softcap,
+        )
+        self.k0, self.v0, self.bias = k, v, bias
+        self.k, self.v = _wide(k, self.heads), _wide(v, self.heads)
+        raw = scale * q @ self.k.mT
+        self.tanh = torch.tanh(raw / softcap) if softcap else None
+        s = raw if self.tanh is None else softcap * self.tanh
+        s = s if bias is None else s + bias
+        if mask is not None:
+            s = s.masked_fill(~mask, -torch.inf)
+        if right == 0:
+            s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        self.s = s
+        self.lse = torch.logsumexp(s, -1)
+
+    def p(self, lse):
+        dead = lse == -torch.inf
+        return torch.exp(self.s - lse.masked_fill(dead, torch.inf).unsqueeze(-1))
+
+
+def _call(arguments, scalars):
+    return Call(*arguments, scale=scalars[2], softcap=scalars[3], right=scalars[5])
+
+
+def _fill(need, likes, found):
+    return tuple(
+        x if need >> i & 1 else like.new_empty(0)
+        for i, (like, x) in enumerate(zip(likes, found, strict=True))
+    )
+
+
+def forward(*arguments):
+    c = _call(arguments[:9], arguments[9:])
+    return c.p(c.lse) @ c.v, c.lse
+
+
+def _first(c, p, dout, dlse, out):
+    dout = torch.zeros_like(out) if dout is None else dout
+    delta = (dout * out).sum(-1, keepdim=True) - (0 if dlse is None else dlse.unsqueeze(-1))
+    return dout, delta, dout @ c.v.mT - delta
+
+
+def backward(dout, dlse, *arguments):
+    tensors, (out, lse, *scalars) = arguments[:9], arguments[9:]
+    c = _call(tensors, scalars)
+    p = c.p(lse)
+    dout, _, u = _first(c, p, dout, dlse, out)
+    e = p * u
+    raw = e if c.tanh is None else e * (1 - c.tanh**2)
+    found = (
+        c.scale * raw @ c.k,
+        _narrow(c.scale * raw.mT @ c.q, c.k0),
+        _narrow(p.mT @ dout, c.v0),
+        e if c.bias is None else e.sum_to_size(c.bias.shape),
+    )
+    return _fill(scalars[-1], (c.q, c.k0, c.v0, c.q if c.bias is None else c.bias), found)
+
+
+def _tangent(c, p, tq, tk, tv, tbias, out):
+    zero = torch.zeros_like
+    tq = zero(c.q) if tq is None else tq
+    tk = zero(c.k) if tk is None else _wide(tk, c.heads)
+    tv = zero(c.v) if tv is None else _wide(tv, c.heads)
+    raw = c.scale * (tq @ c.k.mT + c.q @ tk.mT)
+    t = raw if c.tanh is None else raw * (1 - c.tanh**2)
+    t = t if tbias is None else t + tbias
+    m = (p * t).sum(-1)
+    return tq, tk, tv, raw, t - m.unsqueeze(-1), m, (p * t) @ c.v + p @ tv - m.unsqueeze(-1) * out
+
+
+def jvp(*arguments):
+    tensors, (out, lse, *scalars) = arguments[4:13], arguments[13:]
+    c = _call(tensors, scalars)
+    *_, m, tout = _tangent(c, c.p(lse), *arguments[:4], out)
+    return tout, m
+
+
+def double_backward(*arguments):
+    tangents, (dout, dlse), tensors = arguments[:4], arguments[4:6], arguments[6:15]
+    out, lse, *scalars = arguments[15:]
+    c = _call(tensors, scalars)
+    p = c.p(lse)
+    tq, tk, tv, traw, t, m, tout = _tangent(c, p, *tangents, out)
+    dout, _, u = _first(c, p, dout, dlse, out)
+    e = p * u
+    f = e * t + p * (dout @ tv.mT - (dout * tout).sum(-1, keepdim=True))
+    e_raw, f_raw = e, f
+    if c.tanh is not None:
+        slope = 1 - c.tanh**2
+        e_raw, f_raw = e * slope, f * slope - 2 / c.softcap * c.tanh * slope * traw * e
+    found = (
+        c.scale * (f_raw @ c.k + e_raw @ tk),
+        _narrow(c.scale * (f_raw.mT @ c.q + e_raw.mT @ tq), c.k0),
+        _narrow((p * t).mT @ dout, c.v0),
+        f if c.bias is None else f.sum_to_size(c.bias.shape),
+        tout,
+        m,
+    )
+    return _fill(scalars[-1], (c.q, c.k0, c.v0, c.q if c.bias is None else c.bias, tout, m), found)
+
+
+def fake_lse(like: Tensor):
+    return like.double()
+
+
+_OPS = {}
+
+
+def define() -> dict:
+    """The four ops, once: what replaces the functions of a backend's module."""
+    if _OPS:
+        return _OPS
+    made = (
+        ("forward", ops.FORWARD_SCHEMA, forward, ops.fake_forward, (0, 1, 2, 3, 4)),
+        ("backward", ops.BACKWARD_SCHEMA, backward, ops.fake_backward, (0, 1, 2, 3, 4, 5, 6, 11, 12)),
+        ("jvp", ops.JVP_SCHEMA, jvp, ops.fake_jvp, (0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 14)),
+        ("double_backward", ops.DOUBLE_BACKWARD_SCHEMA, double_backward, ops.fake_double_backward,
+         (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 15, 16)),
+    )  # fmt: skip
+    for name, schema, kernel, fake, mapped in made:
+        op = ops.define(f"opaque_{name}", schema, kernel, fake, ("CPU",))
+        ops.register_vmap(op, mapped)
+        _OPS[name] = op
+    return _OPS
