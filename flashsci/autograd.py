@@ -7,14 +7,15 @@ Four nodes, so that a derivative of a derivative has somewhere to go, in reverse
     Jvp             backward: Backward, DoubleBackward         (a second tangent is refused)
     DoubleBackward  backward: itself + Backward, in the tangents it is linear in; refused in all else
 
-Two of the arrows need a word. The double backward of <tx, dx> is the tangent of the backward along tx, so
-one kernel serves both. And out, lse enter every node but the first detached: the formulas hold
-their dependence on q, k, v, bias already. Second order always runs the Triton kernels, whichever backend ran the
-forward; third order raises, under ``loss.backward()`` and ``torch.autograd.grad(loss, parameters)`` alike.
+The double backward of <tx, dx> is the tangent of the backward along tx, so one kernel serves both. out and
+lse enter every node but the first detached: the formulas hold their dependence on q, k, v, bias
+already. A backend without second-order kernels of its own has Triton's, from the same q, k, v, out and
+lse. Third order raises, under ``loss.backward()`` and ``torch.autograd.grad(loss, parameters)`` alike.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -84,14 +85,24 @@ def guarded(tensors: Any, what: str) -> list[Any]:
     ]
 
 
-def _second_order() -> Any:
-    reason = registry.BACKENDS["triton"].unavailable()
-    if reason is not None:
-        raise registry.BackendError(
-            f"flashsci: second derivatives come from the triton backend, which {reason}; compute this "
-            "call with backend='reference'"
-        )
-    return registry.kernels("triton")
+def _second_order(backend: str, q: Tensor, v: Tensor) -> Any:
+    """The module with the second-order kernels for what a backend computed: its own, or Triton's."""
+    module = registry.kernels(backend)
+    if not hasattr(module, "double_backward"):
+        reason = _triton_rejects(q.device, q.dtype, q.shape[-1], v.shape[-1])
+        if reason is not None:
+            raise registry.BackendError(
+                f"flashsci: second derivatives come from the triton backend, and {reason}; compute "
+                "this call with backend='reference'"
+            )
+        module = registry.kernels("triton")
+    return module
+
+
+@functools.lru_cache
+def _triton_rejects(device: torch.device, dtype: torch.dtype, d: int, dv: int) -> str | None:
+    problem = registry.problem_of(device.type, device.index, dtype, 1, 1, d, dv, ())
+    return registry.BACKENDS["triton"].rejects(problem)
 
 
 def _need(wanted: Any) -> int:
@@ -244,7 +255,7 @@ class Jvp(torch.autograd.Function):
 
     @staticmethod
     def forward(backend: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-        return _second_order().jvp(*arguments)
+        return _second_order(backend, arguments[4], arguments[6]).jvp(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -277,7 +288,7 @@ class DoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(backend: str, *arguments: Any) -> tuple[Tensor, ...]:
-        return _second_order().double_backward(*arguments)
+        return _second_order(backend, arguments[6], arguments[8]).double_backward(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

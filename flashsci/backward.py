@@ -136,7 +136,7 @@ def attention_backward(
         from flashsci.autograd import Backward, guarded
 
         # The second-order formulas take out and lse for functions of this q, k, v, bias. Here they are given.
-        inputs = guarded(inputs, "a second derivative, through attention_backward,")
+        inputs = tuple(guarded(inputs, "a second derivative, through attention_backward,"))
         dq, dk, dv, dbias = Backward.apply(name, *inputs)
     else:
         dq, dk, dv, dbias = module.backward(*inputs)

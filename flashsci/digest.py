@@ -97,10 +97,6 @@ def _local_imports(tree: ast.AST, folder: Path, package: str) -> set[Path]:
     return {folder / f"{name}.py" for name in names if (folder / f"{name}.py").is_file()}
 
 
-# What every Triton kernel is launched by.
-_LAUNCH = ("host.py", "launch.py")
-
-
 def _has_kernels(tree: ast.Module) -> bool:
     return any(isinstance(n, ast.FunctionDef) and n.name.endswith("_kernel") for n in tree.body)
 
@@ -129,7 +125,11 @@ def triton_units(root: Path = ROOT) -> dict[str, str]:
     for path in sorted(files):
         if not _has_kernels(files[path]):
             continue
-        closure, queue = {folder / name for name in _LAUNCH if folder / name in files}, [path]
+        # What launches it: launch.py, and every host*.py on the way to it.
+        hosts = {p for p in files if p.name.startswith("host") and path in imports[p]}
+        closure = {p for p in files if p.name == "launch.py"} | hosts
+        closure |= {p for host in hosts for p in imports[host] if p.name.startswith("host")}
+        queue = [path]
         while queue:
             current = queue.pop()
             if current not in closure:

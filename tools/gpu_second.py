@@ -20,6 +20,7 @@ import warnings
 
 warnings.filterwarnings("ignore")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+DEVICE = "cuda"
 WORKERS = min(15, os.cpu_count() or 1)
 
 
@@ -130,9 +131,9 @@ def kernel_run(name, kernel, config):
 
     shape, _, precision = name.partition(":")
     dtype, b, h, s, d = SHAPES[shape]
-    x = torch.randn(9, b, h, s, d, device="cuda").to(getattr(torch, dtype))
+    x = torch.randn(9, b, h, s, d, device=DEVICE).to(getattr(torch, dtype))
     q, k, v, dout, out, tq, tk, tv, result = x.unbind(0)
-    lse, mean, delta, zeta = torch.randn(4, b, h, s, device="cuda").unbind(0)
+    lse, mean, delta, zeta = torch.randn(4, b, h, s, device=DEVICE).unbind(0)
     lse = lse + 12
     honest = launch.config
     launch.config = lambda *_: config
@@ -208,18 +209,18 @@ class Step:
             name, self.precision = "order2-fp32-s2048", name.removeprefix("fp32-")
         case = CASES[name]
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.dtype]
-        rand = lambda *shape: torch.randn(*shape, device="cuda").to(dtype)  # noqa: E731
+        rand = lambda *shape: torch.randn(*shape, device=DEVICE).to(dtype)  # noqa: E731
         h, d = case.H, case.D
         self.varlen = bool(case.lens)
         if self.varlen:
             lens, total = case.lens, sum(case.lens)
-            self.cu = torch.tensor([0, *lens], device="cuda").cumsum(0).int()
+            self.cu = torch.tensor([0, *lens], device=DEVICE).cumsum(0).int()
             self.longest = max(lens)
             self.ours = [rand(total, h, d) for _ in range(4)]  # q, k, v, dout
             bias = rand(h, sum(n * n for n in lens))
             rows = (
-                torch.arange(self.longest, device="cuda")
-                < torch.tensor(lens, device="cuda")[:, None]
+                torch.arange(self.longest, device=DEVICE)
+                < torch.tensor(lens, device=DEVICE)[:, None]
             )
 
             def padded(x):

@@ -1,7 +1,7 @@
 """What PyTorch ships: torch.nn.functional.scaled_dot_product_attention behind our specification.
 
-No fused SDPA kernel differentiates twice, so second derivatives go through the reference; first
-derivatives are SDPA's own.
+No fused SDPA kernel differentiates twice, so second derivatives go through Triton's kernels or the
+reference; first derivatives are SDPA's own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flashsci import registry
 from flashsci.backends import reference
 from flashsci.problem import Problem
 from flashsci.tracing import transforming
@@ -111,8 +112,19 @@ def _attend(
     return attend(q, k, v, **arguments).reshape(shape)
 
 
+def _triton_serves(q: Tensor, v: Tensor) -> bool:
+    if not q.is_cuda:
+        return False
+    heads = q.shape[-3] if q.dim() > 2 else 1
+    problem = registry.problem_of(
+        "cuda", q.device.index, q.dtype, heads, heads, q.shape[-1], v.shape[-1], ()
+    )
+    return registry.BACKENDS["triton"].rejects(problem) is None
+
+
 class _TwiceDifferentiable(torch.autograd.Function):
-    """SDPA with its own first derivative; a derivative of that derivative is the reference's."""
+    """SDPA with its own first derivative; a derivative of that derivative is Triton's where it can
+    serve the call, else the reference's: both begin with a forward of their own."""
 
     @staticmethod
     def forward(
@@ -141,7 +153,14 @@ class _TwiceDifferentiable(torch.autograd.Function):
         twice = torch.is_grad_enabled()
         if twice:
             inputs = ctx.saved_tensors
-            out, _ = reference.forward(*inputs, ctx.mask, *(None,) * 4, *ctx.rest)  # type: ignore[call-arg]
+            arguments = (*inputs, ctx.mask, *(None,) * 4, *ctx.rest)
+            if _triton_serves(inputs[0], inputs[2]):
+                from flashsci.attention import inner_contiguous
+                from flashsci.autograd import Forward
+
+                out, _ = Forward.apply("triton", *inner_contiguous(arguments))
+            else:
+                out, _ = reference.forward(*arguments)
         else:
             out, inputs = ctx.inner
         wanted = [i for i in range(4) if ctx.needs_input_grad[i]]

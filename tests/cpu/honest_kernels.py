@@ -21,6 +21,12 @@ MISTAKES = (
     "NaN in one place", "one row not written",
 )  # fmt: skip
 
+SECOND_MISTAKES = (
+    "zeta forgotten", "mean not subtracted", "E tk forgotten", "E tq forgotten", "tv forgotten", "softcap not bent",
+    "zeta too small", "tangent without the scale", "bias tangent forgotten", "last key forgotten",
+    "delta without the lse's cotangent", "first row not written", "gv of the uncentred tangent",
+)  # fmt: skip
+
 
 def flash_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv, dbias of one call, as a kernel would compute them."""
@@ -114,3 +120,55 @@ def _block(b, dtype, wrong):
     unnormalised = p * safe if wrong == "dv from unnormalised P" else p
     results["dv"] = per_key(turn(low(unnormalised * keep)) @ b.dout)
     return results
+
+
+def second_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
+    """The second order of one dense call without grouped heads, as kernels would compute it: P, P (T - m), E and F are
+    rounded before they enter a product, all else is fp32."""
+    assert wrong is None or wrong in SECOND_MISTAKES
+    dtype = inputs.q.dtype
+    (b,) = _blocks(inputs.to(torch.float32))
+    low = lambda x: x.to(dtype).float()  # noqa: E731
+    turn = lambda x: x.transpose(-1, -2)  # noqa: E731
+    row = lambda x: x.sum(-1, keepdim=True)  # noqa: E731
+    q, k, v, dout, keep = b.q, b.k, b.v, b.dout, b.keep.float()
+    tq, tk, tv, tbias = (b.tangents[n] for n in ("tq", "tk", "tv", "tbias"))
+    tv = torch.zeros_like(tv) if wrong == "tv forgotten" else tv
+    raw = b.scale * (q @ turn(k))
+    tanh = torch.tanh(raw / b.softcap) if b.softcap else torch.zeros_like(raw)
+    scores = (b.softcap * tanh if b.softcap else raw) + b.bias
+    scores = scores.masked_fill(~b.visible, -math.inf)
+    lse = torch.logsumexp(scores, -1, keepdim=True)
+    p = torch.exp(scores - lse)
+    if wrong == "last key forgotten":
+        p = torch.cat([p[..., :-1], torch.zeros_like(p[..., -1:])], -1)
+    out = low(low(p * keep) @ v)
+    slope = 1 - tanh * tanh
+    t_raw = tq @ turn(k) + q @ turn(tk)
+    t_raw = t_raw if wrong == "tangent without the scale" else b.scale * t_raw
+    t = slope * t_raw
+    t = t if wrong == "bias tangent forgotten" else t + tbias
+    mean = row(p * t)
+    w = p * (t if wrong == "mean not subtracted" else t - mean)
+    tout = low(w * keep) @ v + low(p * keep) @ tv
+    delta = row(dout * out)
+    if b.dlse is not None and wrong != "delta without the lse's cotangent":
+        delta = delta - b.dlse[..., None]
+    zeta = row(dout * (0.9 * tout if wrong == "zeta too small" else tout))
+    zeta = 0 * zeta if wrong == "zeta forgotten" else zeta
+    e = p * (keep * (dout @ turn(v)) - delta)
+    f = e * (t - mean) + p * (keep * (dout @ turn(tv)) - zeta)
+    bend = 0 * tanh if not b.softcap or wrong == "softcap not bent" else -2 / b.softcap * tanh * slope
+    e_raw, f_raw = low(e * slope), low(f * slope + bend * t_raw * e)
+    gq, gk = f_raw @ k, turn(f_raw) @ q
+    gq = gq if wrong == "E tk forgotten" else gq + e_raw @ tk
+    gk = gk if wrong == "E tq forgotten" else gk + turn(e_raw) @ tq
+    gv = turn(low((p * t if wrong == "gv of the uncentred tangent" else w) * keep)) @ dout
+    gq = b.scale * gq
+    if wrong == "first row not written":
+        gq = torch.cat([torch.zeros_like(gq[..., :1, :]), gq[..., 1:, :]], -2)
+    return {
+        "gq": gq.to(dtype), "gk": (b.scale * gk).to(dtype), "gv": gv.to(dtype),
+        "gbias": f.sum_to_size(b.bias.shape).to(inputs.bias.dtype), "gdout": tout.to(dtype), "gdlse": mean[..., 0],
+        "tout": tout.to(dtype), "tlse": mean[..., 0],
+    }  # fmt: skip

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from honest_kernels import MISTAKES, flash_like
+from honest_kernels import MISTAKES, SECOND_MISTAKES, flash_like, second_like
 
 from flashsci.backends import reference
 from flashsci.testing import (
@@ -175,3 +175,54 @@ def test_assert_accurate_names_the_tensor(monkeypatch):
     monkeypatch.setattr(reference, "forward", lambda *a: tuple(1.01 * x for x in honest(*a)))
     with pytest.raises(AssertionError, match="out: error"):
         judge.require(evaluate(inputs, "reference"))
+
+
+def second_order_inputs(dtype, **fields):
+    variant = Variant(
+        dtype=dtype, head_dim=32, head_dim_v=24, bias="pair", bias_grad=True, lse_grad=True, softcap=True, dropout=True,
+        tangents="qkvb",
+    )  # fmt: skip
+    plain = {"lead": (3,), "heads_k": 2, "seq_q": 70, "seq_k": 90, "bias_shape": (1, 2, 70, 90)}
+    return make_inputs(
+        Case(variant=variant, seed=5, softcap=2.0, dropout_p=0.2, **(plain | fields))
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_honest_second_order_passes_and_scaled_results_fail(dtype):
+    for fields in ({}, {"seq_q": 33, "seq_k": 17, "bias_shape": (1, 1, 33, 17)}, {"magnitude": "peaked"},
+                   {"tangent_magnitude": "offset"}):  # fmt: skip
+        judge = Judge(second_order_inputs(dtype, **fields))
+        found = second_like(judge.inputs)
+        judge.require(found)
+        caught = {name: judge.catches(name, x) for name, x in found.items()}
+        if not fields:
+            assert all(caught.values()), caught
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wrong", SECOND_MISTAKES)
+def test_second_order_mistakes_fail(wrong, dtype):
+    judge = Judge(second_order_inputs(dtype))
+    with pytest.raises(AssertionError):
+        judge.require(second_like(judge.inputs, wrong))
+
+
+def test_the_second_order_of_the_oracle_is_checked(monkeypatch):
+    """A reference whose gradient is right and whose second derivative is not disagrees with the formula."""
+    inputs = second_order_inputs("float32")
+    Judge(inputs)
+    honest = reference.forward
+
+    class Twice(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: x.clone())
+        backward = staticmethod(lambda ctx, g: 2 * g)
+
+    class Wrong(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: x.clone())
+        backward = staticmethod(lambda ctx, g: Twice.apply(g))
+        jvp = staticmethod(lambda ctx, t: t)
+
+    monkeypatch.setattr(reference, "forward", lambda q, *a: honest(Wrong.apply(q), *a))
+    with pytest.raises(AssertionError, match="disagree on g"):
+        Judge(inputs)

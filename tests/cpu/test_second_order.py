@@ -356,15 +356,48 @@ def test_forward_over_forward_raises():
         third(q)
 
 
-def test_without_triton_second_order_raises_with_the_reason(monkeypatch):
-    """Where the cuda backend ran the forward and Triton is not there."""
-    from flashsci.registry import BACKENDS
+class Bare:
+    """A fused backend without second-order kernels: cuda, or somebody else's."""
 
+    FUSED = True
+    forward = staticmethod(lambda *a: opaque.define()["forward"](*a))
+    backward = staticmethod(lambda *a: opaque.define()["backward"](*a))
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    from flashsci import autograd, registry
+
+    monkeypatch.setitem(registry.LOADED, "cuda", Bare)
+    monkeypatch.setattr(registry, "decide", lambda *a: a[-1])
+    autograd._triton_rejects.cache_clear()
+    yield
+    autograd._triton_rejects.cache_clear()
+
+
+def test_triton_serves_the_second_order_of_other_backends(bare, fresh_registry):
     q, k, v = inputs()
-    (dq,) = torch.autograd.grad(total("triton")(q, k, v), q, create_graph=True)
-    monkeypatch.setattr(type(BACKENDS["triton"]), "unavailable", lambda self: "is not installed")
-    with pytest.raises(flashsci.BackendError, match="triton backend, which is not installed"):
-        torch.autograd.grad(dq.sum(), k)
+    found = torch.autograd.grad(second(q, k, v, "cuda"), (q, k, v))
+    for a, b in zip(found, torch.autograd.grad(second(q, k, v, "triton"), (q, k, v)), strict=True):
+        assert torch.equal(a, b)
+    direction = tuple(x.detach().cos() for x in (q, k, v))
+    primals = tuple(x.detach() for x in (q, k, v))
+    a, b = (torch.func.jvp(attend(x), primals, direction)[1] for x in ("cuda", "triton"))
+    assert torch.equal(a, b)
+
+
+def test_what_triton_cannot_serve_raises_with_the_reason(bare, fresh_registry, monkeypatch):
+    monkeypatch.setattr(triton, "rejects", lambda problem: "it has no kernels for this")
+    q, k, v = inputs()
+    with pytest.raises(
+        flashsci.BackendError, match="triton backend, and it has no kernels for this"
+    ):
+        torch.autograd.grad(second(q, k, v, "cuda"), q)
+
+
+def second(q, k, v, backend):
+    (dq,) = torch.autograd.grad(attend(backend)(q, k, v).sin().sum(), q, create_graph=True)
+    return dq.square().sum()
 
 
 # attention_backward takes out and lse as they are given: its derivative is another one.

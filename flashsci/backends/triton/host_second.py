@@ -13,11 +13,11 @@ from flashsci.ops import (
 )
 
 from . import launch
-from .backward_queries import STORE
-from .backward_small import COLUMN_SUMS
 from .host import (
+    COLUMN_SUMS,
     NO_ROUTE,
     NO_STRIDES,
+    STORE,
     Launch,
     Plan,
     bias_parts,
