@@ -57,12 +57,14 @@ def check(count, part, pool, until):
     chosen = [group for i, group in enumerate(groups.values()) if i % parts == index]
     worst: dict = {}
     done = failures = 0
+    lasted: list[float] = []
     results = pool.imap_unordered(check_variant, chosen)
     for _ in chosen:
         try:
             found = results.next(timeout=max(1.0, until - time.time()))
         except multiprocessing.TimeoutError:
             break
+        lasted.append(round(time.time() - start, 1))
         for case, problems, ratios in found:
             done += 1
             failures += bool(problems)
@@ -75,6 +77,7 @@ def check(count, part, pool, until):
         f"check: {done} of {sum(map(len, chosen))} cases, {failures} failures, {time.time() - start:.0f} s"
     )
     print("   ", {f"{d} {t}": round(r, 2) for (d, t), r in sorted(worst.items())}, flush=True)
+    print("    groups done at", lasted, flush=True)
 
 
 # sweeps and timings
@@ -174,7 +177,7 @@ def sweep(names, pool):
         for kernel, configs in SWEEPS[name].items()
         for config in configs
     ]
-    for problem in pool.imap_unordered(warm, tasks):
+    for problem in () if pool is None else pool.imap_unordered(warm, tasks):
         if problem:
             print("cannot run", problem)
     for name in names:
@@ -330,7 +333,8 @@ def peak(torch, run):
 def timings(names, pool):
     import torch
 
-    list(pool.imap_unordered(warm_step, names))
+    if pool is not None:
+        list(pool.imap_unordered(warm_step, names))
     for name in names:
         step = Step(name)
         ours, math = functools.partial(step.step, True), functools.partial(step.step, False)
@@ -358,18 +362,19 @@ def main():
     parser.add_argument("modes", nargs="+")
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--seconds", type=float, default=50)
+    parser.add_argument("--cached", action="store_true", help="all is compiled already")
     options = parser.parse_args()
     until = time.time() + options.seconds
-    with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
-        for mode in options.modes:
-            mode, _, rest = mode.partition("=")
+    for mode in options.modes:
+        mode, _, rest = mode.partition("=")
+        workers = 1 if options.cached and mode != "check" else WORKERS
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
             if mode == "check":
                 check(int(rest or 200), options.part, pool, until)
             elif mode == "sweep":
-                sweep(rest.split(",") if rest else list(SWEEPS), pool)
+                sweep(rest.split(",") if rest else list(SWEEPS), None if options.cached else pool)
             else:
-                timings(rest.split(",") if rest else TIMED, pool)
-        pool.terminate()
+                timings(rest.split(",") if rest else TIMED, None if options.cached else pool)
 
 
 if __name__ == "__main__":

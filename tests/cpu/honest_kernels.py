@@ -158,7 +158,9 @@ def second_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
     zeta = 0 * zeta if wrong == "zeta forgotten" else zeta
     e = p * (keep * (dout @ turn(v)) - delta)
     f = e * (t - mean) + p * (keep * (dout @ turn(tv)) - zeta)
-    bend = 0 * tanh if not b.softcap or wrong == "softcap not bent" else -2 / b.softcap * tanh * slope
+    bend = (
+        0 * tanh if not b.softcap or wrong == "softcap not bent" else -2 / b.softcap * tanh * slope
+    )
     e_raw, f_raw = low(e * slope), low(f * slope + bend * t_raw * e)
     gq, gk = f_raw @ k, turn(f_raw) @ q
     gq = gq if wrong == "E tk forgotten" else gq + e_raw @ tk
