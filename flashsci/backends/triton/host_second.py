@@ -161,6 +161,7 @@ def jvp(
     max_seqlen_q, max_seqlen_k, *options,
 ):  # fmt: skip
     """Tangents of out and lse; those of q, k, v, bias may be None, for zero."""
+    *options, _ = options  # all kernels are deterministic
     tq, tk, tv, out, lse = inner(tq), inner(tk), inner(tv), inner(out), lse.contiguous()
     tout, mean = empty_like_layout(q, out.shape), torch.empty_like(lse)
     if tout.numel() == 0 or k.shape[-2] == 0 or (tq is tk is tv is tbias is None):
@@ -182,7 +183,7 @@ def double_backward(
 ):  # fmt: skip
     """Gradients of q, k, v, bias, dout, dlse for the cotangents tq, tk, tv, tbias of dq, dk, dv, dbias (None: zero);
     those that `need` does not name are empty."""
-    *options, need = options_and_need
+    *options, _, need = options_and_need
     need_bias = bias is not None and bool(need & NEED_BIAS)
     tq, tk, tv, out, lse = inner(tq), inner(tk), inner(tv), inner(out), lse.contiguous()
     dout = torch.zeros_like(out) if dout is None else inner(dout)
