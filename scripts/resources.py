@@ -42,6 +42,8 @@ TILING_SM75 = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([0
 TILING_SM90 = re.compile(
     r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])E+Lb([01])ELb([01])ELb([01])E"
 )
+# sm80, fp32: head dim, warps, m16 blocks of a warp, n8 blocks of keys, CTAs per SM; bias or mask.
+TILE_FP32 = re.compile(r"ForwardTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 
 
@@ -75,6 +77,9 @@ class Kernel:
                 return None
             dim, rows, keys, warps, blocks, vector, _ = (int(x) for x in found.groups())
             return dim, rows, keys, warps, 2, blocks, vector
+        if found := TILE_FP32.search(self.name):
+            dim, warps, m, n, blocks, _ = (int(x) for x in found.groups())
+            return dim, 16 * m * warps, 8 * n, warps, 1, blocks, 1
         found = TILING.search(self.name)
         return tuple(int(x) for x in found.groups()) if found else None
 
@@ -83,6 +88,8 @@ class Kernel:
         """What else the kernel is compiled for."""
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return "combine" if "decode_combine" in self.name else "decoding"
+        if found := TILE_FP32.search(self.name):
+            return "any rows" + (", bias or mask" if found[6] == "1" else "")
         found = TILING_SM90.search(self.name) if self.unit.startswith("sm90") else None
         if found is None:
             rows = "16-byte rows" if self.tiling and self.tiling[-1] else "any rows"
@@ -100,6 +107,9 @@ class Kernel:
         if self.tiling is None:
             return 0
         dim, rows, keys, warps, stages, _, _ = self.tiling
+        if TILE_FP32.search(self.name):  # halves of Q, K and V, raw K and V, a scale for each row of Q
+            padded = [-(-n // 128) * 128 for n in (keys + 8 * warps, 4 * rows)]
+            return 4 * dim * (rows + 4 * keys) + sum(padded)
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0
         q_stages = 2 if self.unit.startswith("sm90") and dim <= 128 else 1
@@ -114,7 +124,7 @@ class Kernel:
     @property
     def chosen(self) -> bool:
         """Whether a device of this architecture ever runs it: one or two stages is decided by the shared memory of an SM."""
-        if self.tiling is None or not self.unit.startswith("sm80"):
+        if self.tiling is None or TILE_FP32.search(self.name) or not self.unit.startswith("sm80"):
             return True
         dim, rows, keys, _, stages, blocks, vector = self.tiling
         if not vector or dim > 128 or rows <= 64:

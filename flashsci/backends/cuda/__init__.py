@@ -140,9 +140,13 @@ def _name(dtype: torch.dtype) -> str:
 
 def _limit(kind: str, generation: int, problem: Problem) -> str | None:
     """What the kernels of one generation leave to others, beyond dtypes and devices."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if problem.dtype == torch.float32:
+        if widest > 128:
+            return f"the head dims of its float32 kernels end at 128, and this call has {widest}"
+        return None
     if (kind, generation) not in _WITH_PAIRS and (problem.bias or problem.mask):
         return "it has no bias and no mask yet"
-    widest = max(problem.head_dim, problem.head_dim_v)
     if generation == 75 and kind == "backward" and widest > 128:
         return f"the head dims of its Turing backward end at 128, and this call has {widest}"
     return None
