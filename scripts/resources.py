@@ -107,7 +107,9 @@ class Kernel:
         if self.tiling is None:
             return 0
         dim, rows, keys, warps, stages, _, _ = self.tiling
-        if TILE_FP32.search(self.name):  # halves of Q, K and V, raw K and V, a scale for each row of Q
+        if TILE_FP32.search(
+            self.name
+        ):  # halves of Q, K and V, raw K and V, a scale for each row of Q
             padded = [-(-n // 128) * 128 for n in (keys + 8 * warps, 4 * rows)]
             return 4 * dim * (rows + 4 * keys) + sum(padded)
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
