@@ -71,6 +71,8 @@ class Kernel:
                 return None
             dim, keys, consumers, stages = (int(x) for x in found.groups()[:4])
             return dim, 64 * consumers, keys, 4 * (consumers + 1), stages, 1, 1
+        if self.unit.startswith("sm75/backward"):
+            return self.backward_sm75
         if self.unit.startswith("sm75"):
             found = TILING_SM75.search(self.name)
             if found is None:
@@ -84,8 +86,30 @@ class Kernel:
         return tuple(int(x) for x in found.groups()) if found else None
 
     @property
+    def backward_sm75(self) -> tuple[int, ...] | None:
+        """The same of a backward kernel: (head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows)."""
+        if found := re.search(
+            r"_9KeyTilingILi(\d+)ELi(\d+)ELi(\d+)ELi2ELi(\d+)ELi(\d+)E+Lb([01])", self.name
+        ):
+            dim, keys, rows, warps, blocks, either = map(int, found.groups())
+        elif found := re.search(
+            r"_11QueryTilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])", self.name
+        ):
+            dim, rows, keys, warps, blocks, either = map(int, found.groups())
+        elif found := re.search(r"_10BiasTilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E", self.name):
+            dim, rows, keys, blocks = map(int, found.groups())
+            return dim, rows, keys, 4, 1, blocks, 0
+        else:
+            return (0, 0, 0, 8, 0, 4, 0) if "sm75" in self.name else None
+        return dim, rows, keys, warps, 2, blocks, 1 - either
+
+    @property
     def variant(self) -> str:
         """What else the kernel is compiled for."""
+        if self.unit.startswith("sm75/backward"):
+            kind = re.search(r"\d([a-z_]+)_kernel", self.name)
+            name = kind[1].replace("_", " ") if kind else self.name
+            return name + (", plain 16-byte rows" if self.tiling and self.tiling[-1] else "")
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return "combine" if "decode_combine" in self.name else "decoding"
         if found := TILE_FP32.search(self.name):
@@ -112,6 +136,11 @@ class Kernel:
         ):  # halves of Q, K and V, raw K and V, a scale for each row of Q
             padded = [-(-n // 128) * 128 for n in (keys + 8 * warps, 4 * rows)]
             return 4 * dim * (rows + 4 * keys) + sum(padded)
+        if "KeyTiling" in self.name:  # stages of Q and dO, half of V at D 128, statistics, the work
+            staged = 2 * dim * max(2 * stages * rows, keys) + dim * keys * (dim > 96)
+            return (staged + 16 * (dim <= 96) + stages * rows * 8 + 32 + 127) // 128 * 128
+        if "BiasTiling" in self.name:
+            return 2 * dim * 2 * (rows + keys)
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0
         q_stages = 2 if self.unit.startswith("sm90") and dim <= 128 else 1
