@@ -320,7 +320,7 @@ def run(
 
     Args:
         unit: one unit of ``flashsci.digest.units()``, the start of its name, or "second_order"; None for all.
-        cases: how many generated problems; a run of all units adds half as many of second order.
+        cases: how many generated problems; a run of all units adds a quarter as many of second order.
         out: where the report goes; None for nowhere. A run with ``unit`` updates it.
         seed: of the generator.
         workers: processes; None for one per core, at most 14.
@@ -353,7 +353,7 @@ def run(
         if t.order in orders and (device == "cuda" or not (t.cuda or t.slow))
     ]
     springs = [("trap", t.name, b, device) for t in traps for b in backends if not t.gigabytes]
-    problems_of = {n: cases if n == orders[0] else cases // 2 for n in orders}
+    problems_of = {n: cases if n == orders[0] else cases // 4 for n in orders}
     planned = [c for n, m in problems_of.items() for c in plan_cases(m, seed, device, unit, n)]
     cases = len(planned)
     tasks = springs + _tasks(planned, backends, device, order)

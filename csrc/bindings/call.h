@@ -103,8 +103,10 @@ void launch_first(const Call& call, const char* what, Launch&& launch) {
   for (const Kernels* kernels = kernels_of(call.dtype); kernels->generation != 0; ++kernels) {
     const int generation = kernels->generation;
     if (call.options.generation != 0 && call.options.generation != generation) continue;
-    // Hopper's instructions have no successor; the others' PTX runs on everything newer.
+    // Hopper's instructions have no successor; the others' PTX runs on everything newer, Turing's
+    // on request.
     if (generation == 90 ? capability / 10 != 9 : capability < generation) continue;
+    if (generation == 75 && capability >= 80 && call.options.generation != 75) continue;
     const auto error = static_cast<cudaError_t>(launch(*kernels));
     if (error == cudaErrorNotSupported) continue;
     FLASHSCI_CHECK(error == cudaSuccess, what, ": launch failed: ", cudaGetErrorName(error), " (",

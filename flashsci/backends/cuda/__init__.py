@@ -25,7 +25,6 @@ from flashsci.problem import Problem
 FUSED = True
 MAX_HEAD_DIM = 256
 GENERATIONS = (90, 80, 75)  # newest first, as the library tries them
-_WITH_PAIRS: tuple[tuple[str, int], ...] = ()  # kernels that take a bias and a mask
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 _ops: Any = None  # (forward, backward)
@@ -134,6 +133,14 @@ def _device_name(capability: tuple[int, int]) -> str:
     return text
 
 
+@functools.lru_cache(maxsize=1)
+def _sources() -> dict[str, Any]:
+    """What a full build of the source tree would hold, for answers where none was made (`unavailable` says so first)."""
+    from flashsci.digest import cuda_units
+
+    return {"archs": ["75", "80", "90"], "units": cuda_units()}
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -145,8 +152,10 @@ def _limit(kind: str, generation: int, problem: Problem) -> str | None:
         if widest > 128:
             return f"the head dims of its float32 kernels end at 128, and this call has {widest}"
         return None
-    if (kind, generation) not in _WITH_PAIRS and (problem.bias or problem.mask):
-        return "it has no bias and no mask yet"
+    if generation == 90 and widest > 128 and (problem.bias or problem.mask):
+        return (
+            f"its Hopper kernels take a bias or mask up to head dim 128, and this call has {widest}"
+        )
     if generation == 75 and kind == "backward" and widest > 128:
         return f"the head dims of its Turing backward end at 128, and this call has {widest}"
     return None
@@ -165,12 +174,14 @@ def _refusal(kind: str, problem: Problem, generation: int = 0) -> str | None:
         return f"its head dims end at {MAX_HEAD_DIM}, and these are {dims}"
     assert problem.capability is not None
     capability = problem.capability[0] * 10 + problem.capability[1]
-    info = build_info()
-    if info is None:  # `unavailable` says why
-        return None
+    info = build_info() or _sources()
     reason = None
     for candidate in (generation,) if generation else GENERATIONS:
-        runs = capability // 10 == 9 if candidate == 90 else capability >= candidate
+        if candidate == 90:
+            runs = capability // 10 == 9
+        else:  # Turing's kernels run on what is newer, but only for who asks for them
+            asked = candidate != 75 or capability < 80 or generation == 75
+            runs = capability >= candidate and asked
         if runs and f"cuda/sm{candidate}/{kind}_{_DTYPES[problem.dtype]}" in info["units"]:
             reason = _limit(kind, candidate, problem)
             if reason is None:
