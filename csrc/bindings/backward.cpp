@@ -42,7 +42,7 @@ bool is_contiguous(const Tensor& x) {
   int64_t step = 1;
   for (int i = static_cast<int>(x.dim()) - 1; i >= 0; --i) {
     if (x.size(i) != 1 && x.stride(i) != step) return false;
-    step *= x.size(i);
+    step *= std::max<int64_t>(x.size(i), 1);
   }
   return true;
 }

@@ -76,11 +76,15 @@ def test_opcheck_of_the_cuda_ops() -> None:
     tensors, scalars = (q, k, v, *(None,) * 4), (*SCALARS[:7], False)
     forward, backward = torch.ops.flashsci.cuda_forward, torch.ops.flashsci.cuda_backward
     torch.library.opcheck(forward.default, (*tensors, *scalars, 0))
-    if not any("/backward" in unit for unit in cuda.build_info()["units"]):
+    generations = [
+        g for g in cuda.GENERATIONS if f"cuda/sm{g}/backward_fp16" in cuda.build_info()["units"]
+    ]
+    if not generations:
         pytest.skip("this build has no CUDA backward")
     out, lse = forward(*tensors, *scalars, 0)
     for need in (15, 1, 6, 0):
-        arguments = (torch.randn_like(out), None, *tensors, out, lse, *scalars, True, 0, need)
+        arguments = (torch.randn_like(out), None, *tensors, out, lse, *scalars, True)
+        arguments = (*arguments, generations[0], need)
         torch.library.opcheck(backward.default, arguments)
 
 
@@ -234,9 +238,10 @@ def test_vmap_keeps_the_gradient_of_a_shared_bias_per_sample() -> None:
 
 
 def near(a: Tensor, b: Tensor) -> None:
-    """Of two backends, in fp16 on a GPU and fp32 elsewhere; accuracy itself is judged elsewhere."""
-    tolerance = 2e-2 if GPU else 1e-4
-    torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+    """Of two backends, in fp16 on a GPU and fp32 elsewhere, to the scale of the tensor; accuracy
+    itself is judged elsewhere."""
+    tolerance = (2e-2 if GPU else 1e-4) * max(1.0, float(b.abs().max()))
+    torch.testing.assert_close(a, b, atol=tolerance, rtol=0)
 
 
 def force_loss(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
