@@ -278,7 +278,7 @@ cudaError_t launch_pairs_tiling(const FlashsciForwardParams& p, PairsPlan pairs,
                     sizeof(Storage) == C::kUnitsQ * C::kMembers * C::kBlockQ * C::kHeadDim * 2 +
                                            C::kSlots * sizeof(PairsStage<C>),
                 "the plan has no padding");
-  static_assert(sizeof(Storage) <= 99 * 1024 || C::kHeadDim > 192, "sm_86 and sm_89 have no more");
+  static_assert(sizeof(Storage) <= 99 * 1024, "sm_86 and sm_89 have no more");
   const int64_t tiles = (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
   pairs.groups = (pairs.members + C::kMembers - 1) / C::kMembers;
   const int64_t units =
@@ -313,18 +313,15 @@ cudaError_t launch_pairs_padded(const FlashsciForwardParams& p, const PairsPlan&
                                 cudaStream_t stream) {
   const bool vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
-  using Wide = Tiling<kHeadDim, (kHeadDim <= 128 ? 128 : 64), 32, 4, 2, 2>;
-  // Copies without alignment need registers; and 99 KiB are all that sm_86 and sm_89 have.
-  using Narrow = Tiling<kHeadDim, (kHeadDim > 192 ? 32 : 64), 32, (kHeadDim > 192 ? 2 : 4), 2, 2>;
-  if constexpr (kHeadDim > 192) {
-    constexpr int kReserved = 1024;  // per CTA, by the system
-    if (p.shared_per_sm <
-        static_cast<int>(sizeof(PairsStorage<PairsTiling<Wide, 1, 0>>)) + kReserved)
-      return vector ? launch_pairs_tiling<Op, PairsTiling<Narrow, 1, 0>, true>(p, pairs, stream)
-                    : launch_pairs_tiling<Op, PairsTiling<Narrow, 1, 0>, false>(p, pairs, stream);
-  }
+  // 99 KiB are all that sm_86 and sm_89 have.
+  using Wide = Tiling<kHeadDim,
+                      (kHeadDim <= 128   ? 128
+                       : kHeadDim <= 192 ? 64
+                                         : 32),
+                      32, (kHeadDim <= 192 ? 4 : 2), 2, 2>;
   if (!vector) {
-    using Unaligned = std::conditional_t<kHeadDim == 128, Narrow, Wide>;
+    // Copies without alignment need registers.
+    using Unaligned = std::conditional_t<kHeadDim == 128, Tiling<128, 64, 32, 4, 2, 2>, Wide>;
     return launch_pairs_tiling<Op, PairsTiling<Unaligned, 1, 0>, false>(p, pairs, stream);
   }
   if constexpr (kHeadDim <= 64) {
