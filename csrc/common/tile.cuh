@@ -47,6 +47,19 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
+// Where rows of K and V go so that a lane's scores are of neighbouring keys: with 4 t + e (e < 2)
+// in row 2 t + e of each 16, and 4 t + 2 + e in row 8 + 2 t + e, the columns 2 t, 2 t + 1 of two n8
+// blocks are keys 4 t .. 4 t + 3.
+__device__ __forceinline__ int interleaved_row(int key) {
+  return (key & ~14) | (key & 2) << 2 | (key & 12) >> 1;
+}
+
+// The key of score (n, e) of a lane, from the one of its first score.
+template <bool kInterleaved>
+__device__ __forceinline__ constexpr int key_of_score(int n, int e) {
+  return kInterleaved ? n / 2 * 16 + n % 2 * 2 + e : n * 8 + e;
+}
+
 // One chunk whose first `columns` elements are in the tensor (<= 0: none), from a source aligned to
 // copy_bytes only.
 __device__ __forceinline__ void load_chunk(uint32_t target, const uint16_t* __restrict__ source,
@@ -76,8 +89,10 @@ __device__ __forceinline__ void load_chunk(uint32_t target, const uint16_t* __re
 // Copies rows [0, kRows) of a row-major global matrix into a Tile. Rows >= rows_valid and columns
 // >= cols_valid become zeros and are not read. kVector: every row starts at a multiple of 16 bytes
 // and cols_valid is a multiple of 8; otherwise copy_bytes (8, 4 or 2) divides where rows start.
-// kFewRegisters: nothing is kept from one call to the next.
-template <int kRows, int kCols, int kThreads, bool kVector, bool kFewRegisters>
+// kFewRegisters: nothing is kept from one call to the next. kInterleaved: rows go where
+// interleaved_row says.
+template <int kRows, int kCols, int kThreads, bool kVector, bool kFewRegisters,
+          bool kInterleaved = false>
 __device__ __forceinline__ void load_tile(uint32_t tile,
                                           const uint16_t* __restrict__ global,  // [rows_valid, row]
                                           int64_t row_stride, int rows_valid, int cols_valid,
@@ -86,11 +101,13 @@ __device__ __forceinline__ void load_tile(uint32_t tile,
   constexpr int kThreadsPerRow = T::kGroup;
   constexpr int kRowStep = kThreads / kThreadsPerRow;
   static_assert(kThreads % kThreadsPerRow == 0 && kRows % kRowStep == 0, "whole passes");
-  static_assert(kRowStep % 8 == 0, "the swizzle of a thread's rows is the same in every pass");
+  static_assert(kRowStep % (kInterleaved ? 16 : 8) == 0,
+                "the swizzle of a thread's rows is the same in every pass");
   const int thread = kFewRegisters ? opaque(threadIdx.x) : static_cast<int>(threadIdx.x);
   const int first_row = thread / kThreadsPerRow;
   const int first_chunk = thread % kThreadsPerRow;
-  const uint32_t shared = tile + T::offset(first_row, first_chunk);
+  const uint32_t shared =
+      tile + T::offset(kInterleaved ? interleaved_row(first_row) : first_row, first_chunk);
   const uint16_t* row_start = global + first_row * row_stride + first_chunk * kChunkElements;
 
 #pragma unroll
