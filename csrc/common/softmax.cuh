@@ -2,6 +2,7 @@
 // columns 2t, 2t + 1 of each n8 block (lane = 4 g + t).
 #pragma once
 #include <cmath>
+#include <cstdint>
 
 #include "ptx/math.cuh"
 
@@ -17,6 +18,20 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Element (lane, i) of the 4 x 4 words of a quad goes to (i, lane).
+__device__ __forceinline__ void transpose_quad(uint32_t (&word)[4]) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool upper = threadIdx.x & bit;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? word[i] : word[i + bit], bit);
+      (upper ? word[i] : word[i + bit]) = got;
+    }
+  }
 }
 
 // tanh to a few ulp of its value and no branch: tanh.approx.f32 (2^-11) is too coarse for a

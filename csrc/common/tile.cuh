@@ -47,17 +47,16 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
-// Where rows of K and V go so that a lane's scores are of neighbouring keys: with 4 t + e (e < 2)
-// in row 2 t + e of each 16, and 4 t + 2 + e in row 8 + 2 t + e, the columns 2 t, 2 t + 1 of two n8
-// blocks are keys 4 t .. 4 t + 3.
+// Where rows of K and V go so that a lane's scores are of neighbouring keys: the columns 2 t, 2 t +
+// 1 of four n8 blocks are keys 8 t .. 8 t + 7 when key 8 t + 2 n + e is row 8 n + 2 t + e.
 __device__ __forceinline__ int interleaved_row(int key) {
-  return (key & ~14) | (key & 2) << 2 | (key & 12) >> 1;
+  return (key & ~30) | (key & 6) << 2 | (key & 24) >> 2;
 }
 
 // The key of score (n, e) of a lane, from the one of its first score.
 template <bool kInterleaved>
 __device__ __forceinline__ constexpr int key_of_score(int n, int e) {
-  return kInterleaved ? n / 2 * 16 + n % 2 * 2 + e : n * 8 + e;
+  return kInterleaved ? n / 4 * 32 + n % 4 * 2 + e : n * 8 + e;
 }
 
 // One chunk whose first `columns` elements are in the tensor (<= 0: none), from a source aligned to
@@ -101,23 +100,23 @@ __device__ __forceinline__ void load_tile(uint32_t tile,
   constexpr int kThreadsPerRow = T::kGroup;
   constexpr int kRowStep = kThreads / kThreadsPerRow;
   static_assert(kThreads % kThreadsPerRow == 0 && kRows % kRowStep == 0, "whole passes");
-  static_assert(kRowStep % (kInterleaved ? 16 : 8) == 0,
-                "the swizzle of a thread's rows is the same in every pass");
+  static_assert(kRowStep % 8 == 0, "the swizzle of a thread's rows is the same in every pass");
   const int thread = kFewRegisters ? opaque(threadIdx.x) : static_cast<int>(threadIdx.x);
   const int first_row = thread / kThreadsPerRow;
   const int first_chunk = thread % kThreadsPerRow;
-  const uint32_t shared =
-      tile + T::offset(kInterleaved ? interleaved_row(first_row) : first_row, first_chunk);
+  const uint32_t shared = tile + T::offset(first_row, first_chunk);
   const uint16_t* row_start = global + first_row * row_stride + first_chunk * kChunkElements;
 
 #pragma unroll
   for (int pass = 0; pass < kRows / kRowStep; ++pass) {
     const bool row_valid = first_row + pass * kRowStep < rows_valid;
+    const uint32_t row_target =
+        kInterleaved ? tile + T::offset(interleaved_row(first_row + pass * kRowStep), first_chunk)
+                     : shared + pass * kRowStep * T::kRowBytes;
 #pragma unroll
     for (int block = 0; block < T::kChunks / kThreadsPerRow; ++block) {
       const int column = (first_chunk + block * kThreadsPerRow) * kChunkElements;
-      const uint32_t target =
-          shared + pass * kRowStep * T::kRowBytes + block * T::kGroup * kChunkBytes;
+      const uint32_t target = row_target + block * T::kGroup * kChunkBytes;
       const uint16_t* source = row_start + block * kThreadsPerRow * kChunkElements;
       if constexpr (kVector) {
         ptx::cp_async_16(target, source, row_valid && column < cols_valid);

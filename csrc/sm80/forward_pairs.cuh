@@ -1,18 +1,18 @@
 // The forward of forward.cuh with a bias or a mask.
 //
 // Maths     as there, with s_ij + bias_ij before the softmax and -inf where the mask hides.
-// Roles     One CTA per (query tile, kMembers neighbours along the dimension that shares the bias),
-//           all on grid.x: the tiles side by side, then the other members, so that a bias is read
-//           while it is in L2. Every warp works on its rows of all members in turn and starts their
-//           scores from the one bias tile that it has in registers: S = Q K^T + bias / scale costs
-//           nothing beyond the product.
-// Shared    Q of every member (later its output), 2 x (K, V) of every member, swizzled; 2 x one
-// byte
-//           a key of every member's key mask: `PairsStorage`. Keys are interleaved (tile.cuh).
-// Pipeline  K, V and key mask of tile n - 1 fly during all of tile n. The bias goes from global
-//           memory to registers: that of tile n - 1 flies from the moment the last member's S has
-//           taken up that of tile n, during softmax and P V. One barrier a tile.
-// Limits    Exponentials and issue at D = 32, HMMA from D = 64 on; a bias that is not shared: HBM.
+// Roles     A unit of work is a query tile of kMembers neighbours along the dimension that shares
+//           the bias. Up to D = 64 CTAs are persistent: each takes a run of units, the tiles side
+//           by side, then the other members, so that a bias is read while it is in L2. Every warp
+//           works on its rows of all members in turn and starts their scores from the one bias tile
+//           that it has converted: S = Q K^T + bias / scale costs nothing beyond the product.
+// Shared    kSlots stages of 32 keys: K and V of every member (interleaved, see tile.cuh), the bias
+//           tile, one byte a key of each member's key mask; Q of every member, of two units where
+//           CTAs are persistent: `PairsStorage`.
+// Pipeline  The copies of stage n + kSlots - 1 fly while stage n is worked on, from one unit into
+//           the next; one barrier a stage. Q stays in registers where it fits.
+// Limits    Issue slots and exponentials at D = 32, HMMA from D = 64 on; a bias that is not shared:
+//           HBM.
 #pragma once
 #include <algorithm>
 
@@ -21,49 +21,51 @@
 
 namespace flashsci::sm80 {
 
-// 32 keys at a time: scores and bias tile take 64 registers, the outputs of all members dims x
-// members, Q (where that fits) half of it.
-inline constexpr int kPairsKeys(int head_dim) {
-  return FLASHSCI_TILE_PRESET == 0 && head_dim > 128 ? 16 : 32;
-}
-template <int kHeadDim>
-using PairsTiles = Tiling<kHeadDim, (kHeadDim <= 128 ? 128 : 64), kPairsKeys(kHeadDim), 4, 2, 2>;
+// 32 keys at a time: scores and bias take 64 registers, the outputs of all members dims x members,
+// Q (where it is kept) half of that.
+template <class Tiling_, int kMembers_, int kSlots_>
+struct PairsTiling : Tiling_ {
+  static constexpr int kMembers = kMembers_, kSlots = kSlots_;
+  static constexpr bool kKeepQ = Tiling_::kHeadDim * kMembers * Tiling_::kM <= 128;
+  static constexpr bool kPersistent = kKeepQ;  // else nowhere to put the next unit's Q
+  static constexpr int kUnitsQ = kPersistent ? 2 : 1;
+  static_assert(Tiling_::kBlockK == 32, "what the interleaving permutes");
+};
 
-// Keys that are copied at once, for one barrier.
 template <class C>
-inline constexpr int kStageKeys = C::kHeadDim <= 64 ? 2 * C::kBlockK : C::kBlockK;
-
-template <class C, int kMembers>
 struct alignas(128) PairsStorage {
-  static constexpr int kKeys = kStageKeys<C>;
-  uint16_t q[kMembers][C::kBlockQ * C::kHeadDim];  // [kBlockQ, kHeadDim], then the output tile
-  uint16_t k[2][kMembers][kKeys * C::kHeadDim];    // [stage, member, kKeys, kHeadDim]
-  uint16_t v[2][kMembers][kKeys * C::kHeadDim];    // [stage, member, kKeys, kHeadDim]
-  uint8_t shown[2][kMembers][kKeys];               // [stage, member, kKeys]
+  uint16_t q[C::kUnitsQ][C::kMembers][C::kBlockQ * C::kHeadDim];  // [unit, member, kBlockQ, D]
+  uint16_t k[C::kSlots][C::kMembers][C::kBlockK * C::kHeadDim];   // [slot, member, kBlockK, D]
+  uint16_t v[C::kSlots][C::kMembers][C::kBlockK * C::kHeadDim];   // [slot, member, kBlockK, D]
+  uint32_t bias[C::kSlots][C::kBlockQ * C::kBlockK];  // [slot, kBlockQ, kBlockK] fp32 or 16-bit
+  uint8_t shown[C::kSlots][C::kMembers][C::kBlockK];  // [slot, member, kBlockK]
 };
 
 // What the host derives from the parameters, beyond ForwardPlan.
 struct PairsPlan {
   int64_t q_step, k_step, v_step, out_step, lse_step, mask_step;  // elements to the next member
-  uint32_t members, groups;          // along the shared dimension; ceil(members / kMembers)
-  int32_t shared_dim;                // 0 batch0, 1 batch1, 2 head
-  int32_t vector_bias, vector_mask;  // four keys of any row are an aligned vector
-  int32_t key_mask;                  // the mask is the same for all queries
-  int32_t shares;                    // members have a bias or a mask of pairs in common
-  float bias_factor;                 // from natural units to those of the scores
+  uint32_t members, groups;    // along the shared dimension; ceil(members / kMembers)
+  int32_t shared_dim;          // 0 batch0, 1 batch1, 2 head
+  int32_t shares;              // members have a bias or a mask of pairs in common
+  int32_t bias_copy;           // 16, 8, 4, 2: what bias rows are aligned to; 0: columns are strided
+  int32_t aligned_mask;        // every four keys of every mask row are an aligned word
+  int32_t key_mask;            // the mask is the same for all queries
+  float bias_factor;           // from natural units to those of the scores
+  uint32_t units, units_rest;  // units of every CTA; of so many CTAs one more
 };
 
-// Where the first member of a block is.
+// Where the first member of a unit is.
 struct PairsPlace {
-  uint32_t batch0, batch1, head, count;
+  uint32_t batch0, batch1, head, count, tile;
 
-  __device__ __forceinline__ PairsPlace(uint32_t block, int of_block,
-                                        const FlashsciForwardParams& p, const ForwardPlan& plan,
-                                        const PairsPlan& pairs) {
-    uint32_t rest = block / plan.tiles;
+  __device__ __forceinline__ PairsPlace(uint32_t unit, int of_unit, const FlashsciForwardParams& p,
+                                        const ForwardPlan& plan, const PairsPlan& pairs) {
+    const uint32_t rest = unit / plan.tiles;
+    tile = unit - rest * plan.tiles;
+    if (p.window_right >= 0) tile = plan.tiles - 1 - tile;  // the longest first
     const uint32_t outer = rest / pairs.groups;
-    const uint32_t member = (rest - outer * pairs.groups) * of_block;
-    count = pairs.members - member;  // at least 1; more than of_block: all there
+    const uint32_t member = (rest - outer * pairs.groups) * of_unit;
+    count = pairs.members - member;  // at least 1; more than of_unit: all there
     const auto heads = static_cast<uint32_t>(p.heads_q), second = static_cast<uint32_t>(p.batch1);
     const uint32_t inner = pairs.shared_dim == 2 ? second : heads;
     const uint32_t a = outer / inner, b = outer - a * inner;
@@ -77,20 +79,107 @@ struct PairsPlace {
   }
 };
 
+// Tiles [first, end) of keys that some row of a query tile sees.
 template <class C>
-__device__ __forceinline__ void copy_scores(float (&s)[C::kM][C::kN][4],
-                                            const float (&c)[C::kM][C::kN][4]) {
+struct KeyTiles {
+  int first, end;
+
+  __device__ __forceinline__ KeyTiles(const Window& window, int tile_row, int seq_q) {
+    const int begin_key = window.begin(tile_row);
+    const int end_key = window.end(min(tile_row + C::kBlockQ, seq_q) - 1);
+    first = begin_key / C::kBlockK;
+    end = begin_key < end_key ? (end_key + C::kBlockK - 1) / C::kBlockK : first;
+  }
+};
+
+// The stage whose copies start next.
+template <class C, bool kVector>
+struct PairsFetch {
+  uint32_t unit;
+  const uint32_t end_unit;
+  int tile, first_tile, slot, tile_row;
+  bool new_unit;
+  uint32_t count;
+  const uint16_t *q, *k, *v;
+  const unsigned char* bias;
+  const uint8_t* mask;
+
+  __device__ __forceinline__ PairsFetch(uint32_t first, uint32_t end)
+      : unit(first), end_unit(end), slot(0) {}
+
+  // Goes to the first unit from `unit` on that has keys.
+  __device__ __forceinline__ void seek(const FlashsciForwardParams& p, const ForwardPlan& plan,
+                                       const PairsPlan& pairs, const Window& window) {
+    for (; unit < end_unit; ++unit) {
+      const PairsPlace place(unit, C::kMembers, p, plan, pairs);
+      tile_row = place.tile * C::kBlockQ;
+      const KeyTiles<C> tiles(window, tile_row, p.seq_q);
+      if (tiles.first >= tiles.end) continue;
+      tile = tiles.end - 1, first_tile = tiles.first, new_unit = true, count = place.count;
+      const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
+      q = static_cast<const uint16_t*>(p.q) + place.offset(p.q_strides, place.head) +
+          tile_row * p.q_strides.row;
+      k = static_cast<const uint16_t*>(p.k) + place.offset(p.k_strides, head_k);
+      v = static_cast<const uint16_t*>(p.v) + place.offset(p.v_strides, head_k);
+      const FlashsciPairStrides& bias_strides = p.pairs.bias_strides;
+      bias = static_cast<const unsigned char*>(p.pairs.bias) +
+             (place.offset(bias_strides, place.head) + tile_row * bias_strides.row) *
+                 (p.pairs.bias_is_fp32 ? 4 : 2);
+      mask = p.pairs.mask + place.offset(p.pairs.mask_strides, place.head);
+      return;
+    }
+  }
+
+  // Starts the copies of a stage and goes to the next one.
+  __device__ __forceinline__ void issue(PairsStorage<C>& shared, const FlashsciForwardParams& p,
+                                        const ForwardPlan& plan, const PairsPlan& pairs,
+                                        const Window& window) {
+    if (unit >= end_unit) return;
+    const int key = tile * C::kBlockK, keys = p.seq_k - key;
 #pragma unroll
-  for (int i = 0; i < C::kM * C::kN * 4; ++i)
-    s[i / (C::kN * 4)][i / 4 % C::kN][i % 4] = c[i / (C::kN * 4)][i / 4 % C::kN][i % 4];
+    for (int r = 0; r < C::kMembers; ++r) {
+      if (r >= count) break;
+      load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector, true, true>(
+          ptx::shared_address(shared.k[slot][r]), k + r * pairs.k_step + key * p.k_strides.row,
+          p.k_strides.row, keys, p.head_dim, p.copy_bytes);
+      load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector, true, true>(
+          ptx::shared_address(shared.v[slot][r]), v + r * pairs.v_step + key * p.v_strides.row,
+          p.v_strides.row, keys, p.head_dim_v, p.copy_bytes);
+      if (pairs.key_mask)
+        load_key_mask<C::kBlockK>(ptx::shared_address(shared.shown[slot][r]),
+                                  mask + r * pairs.mask_step + key * p.pairs.mask_strides.column,
+                                  p.pairs.mask_strides.column, pairs.aligned_mask != 0, keys);
+      if (new_unit)
+        load_tile<C::kBlockQ, C::kHeadDim, C::kThreads, kVector, true>(
+            ptx::shared_address(shared.q[unit % C::kUnitsQ][r]), q + r * pairs.q_step,
+            p.q_strides.row, p.seq_q - tile_row, p.head_dim, p.copy_bytes);
+    }
+    if (p.pairs.bias != nullptr)
+      load_bias<C>(ptx::shared_address(shared.bias[slot]),
+                   bias + key * p.pairs.bias_strides.column * (p.pairs.bias_is_fp32 ? 4 : 2),
+                   p.pairs.bias_strides, p.pairs.bias_is_fp32 != 0, p.seq_q - tile_row, keys,
+                   pairs.bias_copy);
+    new_unit = false;
+    slot = slot + 1 == C::kSlots ? 0 : slot + 1;
+    if (--tile < first_tile) {
+      ++unit;
+      seek(p, plan, pairs, window);
+    }
+  }
+};
+
+template <int kM, int kN>
+__device__ __forceinline__ void copy(float (&x)[kM][kN][4], const float (&y)[kM][kN][4]) {
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i)
+    x[i / (kN * 4)][i / 4 % kN][i % 4] = y[i / (kN * 4)][i / 4 % kN][i % 4];
 }
 
-template <class C>
-__device__ __forceinline__ void add_scores(float (&s)[C::kM][C::kN][4],
-                                           const float (&c)[C::kM][C::kN][4]) {
+template <int kM, int kN>
+__device__ __forceinline__ void add(float (&x)[kM][kN][4], const float (&y)[kM][kN][4]) {
 #pragma unroll
-  for (int i = 0; i < C::kM * C::kN * 4; ++i)
-    s[i / (C::kN * 4)][i / 4 % C::kN][i % 4] += c[i / (C::kN * 4)][i / 4 % C::kN][i % 4];
+  for (int i = 0; i < kM * kN * 4; ++i)
+    x[i / (kN * 4)][i / 4 % kN][i % 4] += y[i / (kN * 4)][i / 4 % kN][i % 4];
 }
 
 // S += Q K^T with Q in registers.
@@ -114,219 +203,227 @@ __device__ __forceinline__ void multiply_kept_qk(float (&s)[C::kM][C::kN][4],
   }
 }
 
-template <class Op, class C, int kMembers, bool kVector>
+// Normalises, writes lse and output from registers: the lanes of a quad exchange the words of four
+// n8 blocks, so that each has 16 bytes in a row.
+template <class Op, class C>
+__device__ __forceinline__ void store_rows(const float (&o)[C::kM][C::kDimBlocks][4],
+                                           const float (&offset)[C::kM][2],
+                                           const float (&row_sum)[C::kM][2],
+                                           uint16_t* __restrict__ out,  // [rows, Dv] of this warp
+                                           float* __restrict__ lse,     // [rows] of this warp
+                                           int64_t row_stride, int rows, int head_dim_v,
+                                           const ForwardPlan& plan) {
+  const int group = threadIdx.x / 4 % 8, quad = threadIdx.x % 4;
+#pragma unroll
+  for (int m = 0; m < C::kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(row_sum[m][half]);
+      const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+      const int row = m * 16 + half * 8 + group;
+      if (quad == 0 && row < rows)
+        lse[row] = sum == 0.f ? -INFINITY : fmaf(offset[m][half], plan.lse_scale, logf(sum));
+#pragma unroll
+      for (int block = 0; block < C::kDimBlocks / 4; ++block) {
+        uint32_t word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          word[i] = Op::pack2(o[m][block * 4 + i][half * 2] * inverse,
+                              o[m][block * 4 + i][half * 2 + 1] * inverse);
+        transpose_quad(word);
+        const int columns = head_dim_v - (block * 4 + quad) * kChunkElements;
+        uint16_t* target = out + row * row_stride + (block * 4 + quad) * kChunkElements;
+        if (row >= rows || columns <= 0) continue;
+        if (plan.vector_out) {
+          *reinterpret_cast<uint4*>(target) = make_uint4(word[0], word[1], word[2], word[3]);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kChunkElements; ++e)
+            if (e < columns) target[e] = static_cast<uint16_t>(word[e / 2] >> (e % 2 * 16));
+        }
+      }
+    }
+  }
+}
+
+template <class Op, class C, bool kVector>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     forward_pairs_kernel(const __grid_constant__ FlashsciForwardParams p,
                          const __grid_constant__ ForwardPlan plan,
                          const __grid_constant__ PairsPlan pairs) {
   using T = Tile<C::kHeadDim>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  auto& shared = *reinterpret_cast<PairsStorage<C, kMembers>*>(shared_memory);
+  auto& shared = *reinterpret_cast<PairsStorage<C>*>(shared_memory);
+  constexpr int kMembers = C::kMembers;
 
-  const PairsPlace place(blockIdx.x, kMembers, p, plan, pairs);
-  const uint32_t slot = blockIdx.x % plan.tiles;
-  const int tile_row = (p.window_right >= 0 ? plan.tiles - 1 - slot : slot) * C::kBlockQ;
   const int seq_q = p.seq_q, seq_k = p.seq_k;
-
-  const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
-  const auto* q = static_cast<const uint16_t*>(p.q) + place.offset(p.q_strides, place.head) +
-                  tile_row * p.q_strides.row;
-  const auto* k = static_cast<const uint16_t*>(p.k) + place.offset(p.k_strides, head_k);
-  const auto* v = static_cast<const uint16_t*>(p.v) + place.offset(p.v_strides, head_k);
-  const FlashsciPairStrides& bias_strides = p.pairs.bias_strides;
-  const FlashsciPairStrides& mask_strides = p.pairs.mask_strides;
-  const auto* bias = static_cast<const unsigned char*>(p.pairs.bias);
-  if (bias != nullptr)
-    bias += place.offset(bias_strides, place.head) * (p.pairs.bias_is_fp32 ? 4 : 2);
-  const uint8_t* mask = p.pairs.mask;
-  if (mask != nullptr) mask += place.offset(mask_strides, place.head);
-
   const int warp = ptx::redux_max(threadIdx.x / 32);
   const int lane = threadIdx.x % 32;
-  const int warp_row = tile_row + warp * C::kRows;
   const Window window(p.window_left, p.window_right, p.lower_right != 0, seq_q, seq_k);
-
-  // As in forward_kernel: key tiles that any row of this CTA sees, and what this warp sees of them.
-  const int last_row = min(tile_row + C::kBlockQ, seq_q) - 1;
-  const int keys_begin = window.begin(tile_row), keys_end = window.end(last_row);
-  const int first_tile = keys_begin / C::kBlockK;
-  const int end_tile =
-      keys_begin < keys_end ? (keys_end + C::kBlockK - 1) / C::kBlockK : first_tile;
-  const int warp_last_row = min(warp_row + C::kRows, seq_q) - 1;
-  const int seen_begin = window.begin(warp_row);
-  const int seen_end = warp_row < seq_q ? window.end(warp_last_row) : 0;
-  const int full_begin = window.begin(warp_last_row), full_end = window.end(warp_row);
-
-  using Storage = PairsStorage<C, kMembers>;
-  constexpr int kStageTiles = Storage::kKeys / C::kBlockK;
-  constexpr int kTileBytes = C::kBlockK * T::kRowBytes;
-  constexpr int kQBytes = C::kBlockQ * T::kRowBytes;
-  const uint32_t q_tile = ptx::shared_address(shared.q);
-  const uint32_t k_tile = ptx::shared_address(shared.k);
-  const uint32_t v_tile = ptx::shared_address(shared.v);
-  const uint32_t shown_tile = ptx::shared_address(shared.shown);
-  const uint32_t q_start =
-      q_tile + warp * C::kRows * T::kRowBytes + T::offset(lane % 16, lane / 16);
+  const uint32_t q_lane = warp * C::kRows * T::kRowBytes + T::offset(lane % 16, lane / 16);
   const uint32_t k_lane = T::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   const uint32_t v_lane = T::offset(lane % 16, lane / 16);
 
-  const auto load_stage = [&](int to, int first_key) {
-#pragma unroll
-    for (int r = 0; r < kMembers; ++r) {
-      if (r >= place.count) break;
-      const int slot = to * kMembers + r;
-      const int keys = seq_k - first_key;
-      load_tile<Storage::kKeys, C::kHeadDim, C::kThreads, kVector, true, true>(
-          k_tile + slot * kStageTiles * kTileBytes,
-          k + r * pairs.k_step + first_key * p.k_strides.row, p.k_strides.row, keys, p.head_dim,
-          p.copy_bytes);
-      load_tile<Storage::kKeys, C::kHeadDim, C::kThreads, kVector, true, true>(
-          v_tile + slot * kStageTiles * kTileBytes,
-          v + r * pairs.v_step + first_key * p.v_strides.row, p.v_strides.row, keys, p.head_dim_v,
-          p.copy_bytes);
-      if (pairs.key_mask)
-        load_key_mask<Storage::kKeys>(shown_tile + slot * Storage::kKeys,
-                                      mask + r * pairs.mask_step + first_key * mask_strides.column,
-                                      mask_strides.column, pairs.vector_mask != 0, keys);
-    }
-  };
-
-  struct Rows {
-    float o[C::kM][C::kDimBlocks][4];  // [m16, n8 of Dv, fragment]
-    float offset[C::kM][2];            // [m16, row g or g + 8], what exponents are relative to
-    float row_sum[C::kM][2];           // this lane's part of the sum
-  } rows[kMembers];
-#pragma unroll
-  for (int r = 0; r < kMembers; ++r) {
-    clear(rows[r].o);
-#pragma unroll
-    for (int m = 0; m < C::kM; ++m) {
-      rows[r].offset[m][0] = rows[r].offset[m][1] = kNoKey;
-      rows[r].row_sum[m][0] = rows[r].row_sum[m][1] = 0.f;
-    }
-  }
-  constexpr bool kKeepQ = C::kHeadDim * kMembers <= 64;
-  constexpr int kKeptQ = kKeepQ ? C::kHeadDim / 16 : 1;
-  uint32_t q_kept[kMembers][kKeptQ][C::kM][4];  // Q [kRows, kHeadDim] of each member
-  uint32_t raw[C::kM][2][C::kN / 2][4];         // [m16, row g or g + 8, 16 keys, this lane's four]
-  clear_bias<C>(raw);
-
-  // One turn before the first tile only starts loads.
+  uint32_t unit = blockIdx.x * pairs.units + min(blockIdx.x, pairs.units_rest);
+  const uint32_t end_unit = unit + pairs.units + (blockIdx.x < pairs.units_rest);
+  PairsFetch<C, kVector> fetch(unit, end_unit);
+  fetch.seek(p, plan, pairs, window);
 #pragma unroll 1
-  for (int tile = first_tile < end_tile ? end_tile : -1; tile >= first_tile; --tile) {
-    if (tile >= end_tile - 1 || (tile + 1) % kStageTiles == 0) {
-      ptx::cp_async_wait<0>();
-      __syncthreads();  // stage n has landed; nobody reads stage n + 1 any more
-      const int next = (tile == end_tile ? tile - 1 + kStageTiles : tile) / kStageTiles - 1;
-      if (next >= first_tile / kStageTiles) load_stage(next % 2, next * Storage::kKeys);
-      if (tile == end_tile) {
-#pragma unroll
-        for (int r = 0; r < kMembers; ++r)
-          if (r < place.count)
-            load_tile<C::kBlockQ, C::kHeadDim, C::kThreads, kVector, true>(
-                q_tile + r * kQBytes, q + r * pairs.q_step, p.q_strides.row, seq_q - tile_row,
-                p.head_dim, p.copy_bytes);
-      } else if (kKeepQ && tile == end_tile - 1) {
-#pragma unroll
-        for (int i = 0; i < kMembers * kKeptQ * C::kM; ++i)
-          ptx::ldmatrix_x4(q_kept[i / (kKeptQ * C::kM)][i / C::kM % kKeptQ][i % C::kM],
-                           T::pair_address(q_start, i / C::kM % kKeptQ) +
-                               i / (kKeptQ * C::kM) * kQBytes + i % C::kM * 16 * T::kRowBytes);
-      }
-      ptx::cp_async_commit();
-    }
+  for (int i = 0; i < C::kSlots - 1; ++i) {
+    fetch.issue(shared, p, plan, pairs, window);
+    ptx::cp_async_commit();
+  }
 
-    const int first_key = tile * C::kBlockK;
-    const bool active = first_key < seen_end && first_key + C::kBlockK > seen_begin;
-    const int row = warp_row + opaque(lane) / 4;
-    float c[C::kM][C::kN][4];  // what the scores start from
-    if (active) {
-      const bool whole = first_key + C::kBlockK <= seq_k;
-      convert_bias<Op, C>(c, raw,
-                          bias == nullptr              ? kNoBias
-                          : p.pairs.bias_is_fp32       ? kFloats
-                          : pairs.vector_bias && whole ? kPairsOf16
-                                                       : kOneOf16,
-                          pairs.bias_factor);
-      if (mask != nullptr && !pairs.key_mask)
-        hide_pairs<C>(c, mask, mask_strides, pairs.vector_mask != 0 && whole, row,
-                      first_key + lane % 4 * 4, seq_q, seq_k);
-    }
+  int slot = 0;
+#pragma unroll 1
+  for (; unit < end_unit; ++unit) {
+    const PairsPlace place(unit, kMembers, p, plan, pairs);
+    const int tile_row = place.tile * C::kBlockQ, warp_row = tile_row + warp * C::kRows;
+    const KeyTiles<C> tiles(window, tile_row, seq_q);
+    // Of the keys, some rows of this warp see [seen_begin, seen_end), all [full_begin, full_end).
+    const int warp_last_row = min(warp_row + C::kRows, seq_q) - 1;
+    const int seen_begin = window.begin(warp_row);
+    const int seen_end = warp_row < seq_q ? window.end(warp_last_row) : 0;
+    const int full_begin = window.begin(warp_last_row), full_end = window.end(warp_row);
+    const uint8_t* mask = p.pairs.mask;  // of pairs
+    if (mask != nullptr) mask += place.offset(p.pairs.mask_strides, place.head);
+
+    struct Rows {
+      float o[C::kM][C::kDimBlocks][4];  // [m16, n8 of Dv, fragment]
+      float offset[C::kM][2];            // [m16, row g or g + 8], what exponents are relative to
+      float row_sum[C::kM][2];           // this lane's part of the sum
+    } rows[kMembers];
 #pragma unroll
     for (int r = 0; r < kMembers; ++r) {
-      const int from = (tile / kStageTiles % 2 * kMembers + r) * kStageTiles + tile % kStageTiles;
-      uint32_t words[C::kN / 2];  // bytes of the key mask
-      bool any_shown = active && r < place.count, any_hidden = false;
-      if (any_shown && pairs.key_mask)
-        read_key_mask<C>(words, shown_tile + from * C::kBlockK, any_shown, any_hidden);
-      float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
-      if (any_shown) {
-        const uint32_t k_start = k_tile + k_lane + from * kTileBytes;
+      clear(rows[r].o);
+#pragma unroll
+      for (int m = 0; m < C::kM; ++m) {
+        rows[r].offset[m][0] = rows[r].offset[m][1] = kNoKey;
+        rows[r].row_sum[m][0] = rows[r].row_sum[m][1] = 0.f;
+      }
+    }
+    const uint32_t q_start = ptx::shared_address(shared.q[unit % C::kUnitsQ]) + q_lane;
+    constexpr int kQBytes = C::kBlockQ * T::kRowBytes;
+    constexpr int kKeptQ = C::kKeepQ ? C::kHeadDim / 16 : 1;
+    uint32_t q_kept[kMembers][kKeptQ][C::kM][4];  // Q [kRows, D] of each member
+
+#pragma unroll 1
+    for (int tile = tiles.end - 1; tile >= tiles.first; --tile) {
+      ptx::cp_async_wait<C::kSlots - 2>();
+      __syncthreads();  // this stage has landed; nobody reads the one before any more
+      if (C::kKeepQ && tile == tiles.end - 1) {
+#pragma unroll
+        for (int i = 0; i < kMembers * kKeptQ * C::kM; ++i) {
+          const int r = i / (kKeptQ * C::kM), d = i / C::kM % kKeptQ, m = i % C::kM;
+          ptx::ldmatrix_x4(q_kept[r][d][m],
+                           T::pair_address(q_start, d) + r * kQBytes + m * 16 * T::kRowBytes);
+        }
+        // Two stages ahead is two units ahead: the copies that start now would overwrite Q.
+        if (C::kSlots > 2 && tile == tiles.first) __syncthreads();
+      }
+      fetch.issue(shared, p, plan, pairs, window);
+      ptx::cp_async_commit();
+
+      const int first_key = tile * C::kBlockK;
+      const bool active = first_key < seen_end && first_key + C::kBlockK > seen_begin;
+      const int row = warp_row + opaque(lane) / 4, key = first_key + opaque(lane) % 4 * 8;
+      float c[C::kM][C::kN][4];  // what the scores start from
+      if (active) {
+        if (p.pairs.bias != nullptr)
+          read_bias<Op, C>(c, ptx::shared_address(shared.bias[slot]), warp * C::kRows,
+                           p.pairs.bias_is_fp32 != 0, pairs.bias_factor);
+        else
+          clear(c);
+        if (mask != nullptr && !pairs.key_mask)
+          hide_pairs<C>(c, mask, p.pairs.mask_strides, pairs.aligned_mask != 0, row, key, seq_q,
+                        seq_k);
+      }
+#pragma unroll
+      for (int r = 0; r < kMembers; ++r) {
+        uint32_t words[C::kN / 2];  // of the key mask
+        bool any_shown = active && r < place.count, any_hidden = false;
+        if (any_shown && pairs.key_mask)
+          read_key_mask<C>(words, ptx::shared_address(shared.shown[slot][r]), any_shown,
+                           any_hidden);
+        if (!any_shown) continue;
+        float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
+        const uint32_t k_start = ptx::shared_address(shared.k[slot][r]) + k_lane;
         const auto multiply = [&] {
-          if constexpr (kKeepQ)
+          if constexpr (C::kKeepQ)
             multiply_kept_qk<Op, C>(s, q_kept[r], k_start);
           else
             multiply_qk<Op, C>(s, q_start + r * kQBytes, k_start);
         };
         if (plan.score_mode == kScaled) {
-          copy_scores<C>(s, c);
+          copy(s, c);
           multiply();
         } else {
           clear(s);
           multiply();
           scale_scores<C>(s, plan);
-          add_scores<C>(s, c);
+          add(s, c);
         }
-      }
-      if (r == kMembers - 1) {
-        clear_bias<C>(raw);  // lest the old one has to be kept beside the scores
-        if (bias != nullptr && tile > first_tile)
-          load_bias<C>(raw, bias, bias_strides, p.pairs.bias_is_fp32 != 0,
-                       pairs.vector_bias && first_key <= seq_k, row,
-                       first_key - C::kBlockK + lane % 4 * 4, seq_q, seq_k);
-      }
-      if (any_shown) {
         if (any_hidden) hide_keys<C>(s, words);
         if (first_key < full_begin || first_key + C::kBlockK > full_end)
-          mask_scores<true>(s, window, row, first_key + lane % 4 * 4);
+          mask_scores<true>(s, window, row, key);
         online_softmax_lazily(s, rows[r].o, rows[r].offset, rows[r].row_sum, plan.exp_scale);
-        multiply_pv<Op, C>(rows[r].o, s, v_tile + v_lane + from * kTileBytes);
+        multiply_pv<Op, C>(rows[r].o, s, ptx::shared_address(shared.v[slot][r]) + v_lane);
       }
+      slot = slot + 1 == C::kSlots ? 0 : slot + 1;
     }
-  }
 
-  if (warp_row >= seq_q) return;
-  const PairsPlace home(opaque(blockIdx.x), kMembers, p, plan, pairs);
-  auto* out = static_cast<uint16_t*>(p.out) + home.offset(p.out_strides, home.head) +
-              warp_row * p.out_strides.row;
-  float* lse =
-      p.lse + ((home.batch0 * p.batch1 + home.batch1) * p.heads_q + home.head) * p.seq_q + warp_row;
+    if (warp_row >= seq_q) continue;
+    const PairsPlace home(opaque(unit), kMembers, p, plan, pairs);  // not kept through the loop
+    auto* out = static_cast<uint16_t*>(p.out) + home.offset(p.out_strides, home.head) +
+                warp_row * p.out_strides.row;
+    float* lse =
+        p.lse + ((home.batch0 * p.batch1 + home.batch1) * p.heads_q + home.head) * seq_q + warp_row;
 #pragma unroll
-  for (int r = 0; r < kMembers; ++r) {
-    if (r >= home.count) break;
-    write_output<Op, C>(rows[r].o, rows[r].offset, rows[r].row_sum,
-                        q_tile + r * kQBytes + warp * C::kRows * T::kRowBytes,
-                        out + r * pairs.out_step, lse + r * pairs.lse_step, p.out_strides.row,
-                        seq_q - warp_row, p.head_dim_v, plan);
+    for (int r = 0; r < kMembers; ++r) {
+      if (r >= home.count) break;
+      store_rows<Op, C>(rows[r].o, rows[r].offset, rows[r].row_sum, out + r * pairs.out_step,
+                        lse + r * pairs.lse_step, p.out_strides.row, seq_q - warp_row, p.head_dim_v,
+                        plan);
+    }
   }
 }
 
-template <class Op, class C, int kMembers, bool kVector>
+// Streaming multiprocessors of a device, asked once; a lost race only asks again.
+inline int processors_of(int device) {
+  static std::atomic<int> known[64];
+  std::atomic<int>& mine = known[device & 63];
+  int count = device < 64 ? mine.load(std::memory_order_relaxed) : 0;
+  if (count == 0) {
+    if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
+      return 1;
+    if (device < 64) mine.store(count, std::memory_order_relaxed);
+  }
+  return count;
+}
+
+template <class Op, class C, bool kVector>
 cudaError_t launch_pairs_tiling(const FlashsciForwardParams& p, PairsPlan pairs,
                                 cudaStream_t stream) {
-  using Storage = PairsStorage<C, kMembers>;
-  constexpr int kKeys = Storage::kKeys;
-  static_assert(sizeof(Storage) ==
-                    ((C::kBlockQ + 4 * kKeys) * C::kHeadDim * 2 + 2 * kKeys) * kMembers +
-                        (2 * kKeys * kMembers % 128 != 0 ? 128 - 2 * kKeys * kMembers % 128 : 0),
-                "the plan has no padding");
-  static_assert(sizeof(Storage) <= kSharedBudget, "over the budget of the tile preset");
+  using Storage = PairsStorage<C>;
+  constexpr int kOfAll = (C::kUnitsQ * C::kBlockQ + 2 * C::kSlots * C::kBlockK) * C::kHeadDim * 2 +
+                         C::kSlots * C::kBlockK;
+  static_assert(
+      sizeof(Storage) ==
+          (kOfAll * C::kMembers + C::kSlots * C::kBlockQ * C::kBlockK * 4 + 127) / 128 * 128,
+      "the plan has no padding");
   const int64_t tiles = (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
-  pairs.groups = (pairs.members + kMembers - 1) / kMembers;
-  const int64_t blocks =
+  pairs.groups = (pairs.members + C::kMembers - 1) / C::kMembers;
+  const int64_t units =
       tiles * p.heads_q * p.batch0 * p.batch1 / std::max(pairs.members, 1u) * pairs.groups;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
+  if (units == 0) return cudaSuccess;
+  if (units > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
+  // Units of different length are left to the hardware's scheduler.
+  int64_t blocks = units;
+  if (C::kPersistent && p.window_left < 0 && p.window_right < 0)
+    blocks = std::min<int64_t>(units, int64_t{C::kMinBlocks} * processors_of(p.device));
+  pairs.units = static_cast<uint32_t>(units / blocks);
+  pairs.units_rest = static_cast<uint32_t>(units % blocks);
+
   ForwardPlan plan = plan_of(p, tiles);
   // The scale stays inside the exponential, and the bias is divided by it, unless that could
   // overflow: units of the scores are then those of the exponential.
@@ -341,8 +438,8 @@ cudaError_t launch_pairs_tiling(const FlashsciForwardParams& p, PairsPlan pairs,
     pairs.bias_factor = kLog2e;
   }
   plan.lse_scale = 1.f / kLog2e;  // offsets are powers of two
-  return launch_kernel<forward_pairs_kernel<Op, C, kMembers, kVector>, sizeof(Storage),
-                       C::kThreads>(p.device, blocks, stream, p, plan, pairs);
+  return launch_kernel<forward_pairs_kernel<Op, C, kVector>, sizeof(Storage), C::kThreads>(
+      p.device, blocks, stream, p, plan, pairs);
 }
 
 template <class Op, int kHeadDim>
@@ -350,29 +447,36 @@ cudaError_t launch_pairs_padded(const FlashsciForwardParams& p, const PairsPlan&
                                 cudaStream_t stream) {
   const bool vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
-  using Tiles = PairsTiles<kHeadDim>;
-  if (!vector) return launch_pairs_tiling<Op, Tiles, 1, false>(p, pairs, stream);
+  using Tiles = Tiling<kHeadDim, (kHeadDim <= 128 ? 128 : 64), 32, 4, 2, 2>;
+  using Alone = PairsTiling<Tiles, 1, kHeadDim <= 64 ? 3 : 2>;
+  if (!vector) return launch_pairs_tiling<Op, Alone, false>(p, pairs, stream);
   if constexpr (kHeadDim <= 64)
-    if (pairs.shares) return launch_pairs_tiling<Op, Tiles, 2, true>(p, pairs, stream);
-  return launch_pairs_tiling<Op, Tiles, 1, true>(p, pairs, stream);
+    if (pairs.shares)
+      return launch_pairs_tiling<Op, PairsTiling<Tiles, 2, kHeadDim <= 32 ? 3 : 2>, true>(p, pairs,
+                                                                                          stream);
+  return launch_pairs_tiling<Op, Alone, true>(p, pairs, stream);
 }
 
 // All but what depends on the tile shape.
 inline PairsPlan pairs_plan_of(const FlashsciForwardParams& p) {
   const FlashsciPairStrides &bias = p.pairs.bias_strides, &mask = p.pairs.mask_strides;
   PairsPlan pairs{};
-  const auto every4 = [](const FlashsciPairStrides& s) {
-    return s.column == 1 && (s.batch0 | s.batch1 | s.head | s.row) % 4 == 0;
-  };
-  pairs.vector_bias =
-      every4(bias) &&
-      reinterpret_cast<uintptr_t>(p.pairs.bias) % (p.pairs.bias_is_fp32 ? 16 : 8) == 0;
-  pairs.vector_mask = every4(mask) && reinterpret_cast<uintptr_t>(p.pairs.mask) % 4 == 0;
+  if (p.pairs.bias != nullptr && bias.column == 1) {
+    const int size = p.pairs.bias_is_fp32 ? 4 : 2;
+    const uint64_t bits =
+        reinterpret_cast<uintptr_t>(p.pairs.bias) |
+        static_cast<uint64_t>(bias.batch0 | bias.batch1 | bias.head | bias.row) * size | 16;
+    pairs.bias_copy = static_cast<int32_t>(bits & -bits);
+    if (p.seq_k * int64_t{size} % 16 != 0) pairs.bias_copy = std::min(pairs.bias_copy, 8);
+  }
+  pairs.aligned_mask = mask.column == 1 && p.seq_k % 4 == 0 &&
+                       (mask.batch0 | mask.batch1 | mask.head | mask.row) % 4 == 0 &&
+                       reinterpret_cast<uintptr_t>(p.pairs.mask) % 4 == 0;
   pairs.key_mask = p.pairs.mask != nullptr && mask.row == 0;
 
-  // The members of a block differ in the dimension of most members along which the bias, and a mask
+  // The members of a unit differ in the dimension of most members along which the bias, and a mask
   // of pairs, is the same.
-  const bool bias_plane = p.pairs.bias != nullptr && bias.row != 0;
+  const bool bias_plane = p.pairs.bias != nullptr;
   const bool mask_plane = p.pairs.mask != nullptr && mask.row != 0;
   const bool one_to_one = p.heads_k == p.heads_q || p.heads_k == 1;
   const int64_t sizes[3] = {p.batch0, p.batch1, p.heads_q};
@@ -394,8 +498,7 @@ inline PairsPlan pairs_plan_of(const FlashsciForwardParams& p) {
   pairs.k_step = dim == 2 && p.heads_k == 1 ? 0 : step(p.k_strides);
   pairs.v_step = dim == 2 && p.heads_k == 1 ? 0 : step(p.v_strides);
   pairs.mask_step = p.pairs.mask != nullptr ? step(mask) : 0;
-  pairs.lse_step = p.seq_q * (dim == 2 ? 1 : p.heads_q * (dim == 1 ? 1 : p.batch1));
-
+  pairs.lse_step = int64_t{p.seq_q} * (dim == 2 ? 1 : p.heads_q * (dim == 1 ? 1 : p.batch1));
   return pairs;
 }
 

@@ -1,116 +1,129 @@
-// Bias and mask of one tile of scores, in registers: how they come from memory and what becomes of
-// them. Scores are interleaved (common/tile.cuh): the columns 2 t, 2 t + 1 of two n8 blocks are
-// keys 4 t .. 4 t + 3, so that a lane reads four neighbours at once and a quad whole sectors.
+// Bias and mask of one tile of scores: how they come to shared memory, and from there to the
+// scores. Scores are interleaved (common/tile.cuh): the columns 2 t, 2 t + 1 of four n8 blocks are
+// keys 8 t .. 8 t + 7, so that a lane reads neighbours, 16 bytes at a time.
 #pragma once
 #include <cmath>
 #include <cstdint>
 
 #include "../common/ptx/cp_async.cuh"
-#include "../common/ptx/global.cuh"
 #include "../common/ptx/shared.cuh"
 #include "../common/tile.cuh"
 #include "../include/flashsci.h"
 
 namespace flashsci::sm80 {
 
-// What came of the bias: fp32, two 16-bit elements in each of the first two registers of four, or
-// one 16-bit element in each.
-enum BiasForm { kNoBias = 0, kFloats = 1, kPairsOf16 = 2, kOneOf16 = 3 };
+// A bias tile in shared memory: [kBlockQ, kBlockK] elements as a Tile of 16-bit columns, two for
+// each fp32 element.
+template <class C, bool kFp32>
+using BiasTile = Tile<C::kBlockK*(kFp32 ? 2 : 1)>;
 
-template <class C>
-__device__ __forceinline__ void clear_bias(uint32_t (&raw)[C::kM][2][C::kN / 2][4]) {
-#pragma unroll
-  for (int m = 0; m < C::kM; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int j = 0; j < C::kN / 2; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) raw[m][half][j][e] = 0;
+// Elements one by one, wherever they are in memory; zeros outside.
+template <class C, bool kFp32, class Element>
+__device__ __forceinline__ void gather_bias(uint32_t tile,
+                                            const Element* __restrict__ bias,  // [rows, keys]
+                                            const FlashsciPairStrides& strides, int rows,
+                                            int keys) {
+  // Neighbours in memory go to neighbouring threads.
+  const bool by_rows = strides.row < strides.column;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < C::kBlockQ * C::kBlockK; i += C::kThreads) {
+    const int row = by_rows ? i % C::kBlockQ : i / C::kBlockK;
+    const int key = by_rows ? i / C::kBlockQ : i % C::kBlockK;
+    const Element x =
+        row < rows && key < keys ? __ldg(bias + row * strides.row + key * strides.column) : 0;
+    constexpr int kPerChunk = kChunkBytes / sizeof(Element);
+    const uint32_t target = tile + BiasTile<C, kFp32>::offset(row, key / kPerChunk) +
+                            key % kPerChunk * static_cast<int>(sizeof(Element));
+    if constexpr (kFp32)
+      ptx::st_shared(target, x);
+    else
+      ptx::st_shared_b16(target, x);
+  }
 }
 
-// Starts the loads of a bias tile. `vector`: the whole tile is inside the keys, and every four keys
-// of every row are an aligned vector. Rows past the last one read the last one's.
+// Starts the copies of a bias tile of `rows` x `keys` (what lies outside becomes 0, and is not
+// read). copy_bytes: what all rows are aligned to, 16 only if they end there too; 0: columns are no
+// neighbours.
 template <class C>
-__device__ __forceinline__ void load_bias(uint32_t (&raw)[C::kM][2][C::kN / 2][4],
-                                          const void* __restrict__ bias,  // [seq_q, seq_k]
-                                          const FlashsciPairStrides& strides, bool fp32,
-                                          bool vector, int row, int key, int seq_q, int seq_k) {
-  // Calls load(registers, index of the first element, of how many keys further it is).
-  const auto each = [&](auto&& load) {
-#pragma unroll
-    for (int m = 0; m < C::kM; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t start =
-            min(row + m * 16 + half * 8, seq_q - 1) * strides.row + key * strides.column;
-#pragma unroll
-        for (int j = 0; j < C::kN / 2; ++j) load(raw[m][half][j], start, j * 16);
-      }
-  };
-  const auto one_by_one = [&](const auto* source) {
-    each([&](uint32_t (&x)[4], int64_t start, int further) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        x[e] =
-            key + further + e < seq_k ? __ldg(source + start + (further + e) * strides.column) : 0;
-    });
-  };
-  const auto* floats = static_cast<const uint32_t*>(bias);
-  const auto* halves = static_cast<const uint16_t*>(bias);
-  if (fp32 && vector) {
-    each([&](uint32_t (&x)[4], int64_t start, int further) {
-      ptx::ld_global_nc_v4(x, floats + start + further);
-    });
-  } else if (vector) {
-    each([&](uint32_t (&x)[4], int64_t start, int further) {
-      ptx::ld_global_nc_v2(x[0], x[1], halves + start + further);
-    });
+__device__ __forceinline__ void load_bias(uint32_t tile,
+                                          const unsigned char* __restrict__ bias,  // [rows, keys]
+                                          const FlashsciPairStrides& strides, bool fp32, int rows,
+                                          int keys, int copy_bytes) {
+  const auto* halves = reinterpret_cast<const uint16_t*>(bias);
+  if (copy_bytes == 16) {
+    if (fp32)
+      load_tile<C::kBlockQ, C::kBlockK * 2, C::kThreads, true, true>(tile, halves, strides.row * 2,
+                                                                     rows, keys * 2, 16);
+    else
+      load_tile<C::kBlockQ, C::kBlockK, C::kThreads, true, true>(tile, halves, strides.row, rows,
+                                                                 keys, 16);
+  } else if (fp32 && copy_bytes != 0) {
+    load_tile<C::kBlockQ, C::kBlockK * 2, C::kThreads, false, true>(tile, halves, strides.row * 2,
+                                                                    rows, keys * 2, copy_bytes);
   } else if (fp32) {
-    one_by_one(floats);
+    gather_bias<C, true>(tile, reinterpret_cast<const uint32_t*>(bias), strides, rows, keys);
+  } else if (copy_bytes > 2) {
+    load_tile<C::kBlockQ, C::kBlockK, C::kThreads, false, true>(tile, halves, strides.row, rows,
+                                                                keys, copy_bytes);
   } else {
-    one_by_one(halves);
+    gather_bias<C, false>(tile, halves, strides, rows, keys);
   }
 }
 
-// What the scores start from: factor * bias.
+// What the scores of a warp's rows start from: factor * bias.
 template <class Op, class C>
-__device__ __forceinline__ void convert_bias(float (&c)[C::kM][C::kN][4],
-                                             const uint32_t (&raw)[C::kM][2][C::kN / 2][4],
-                                             BiasForm form, float factor) {
-  const auto each = [&](auto&& value) {
+__device__ __forceinline__ void read_bias(float (&c)[C::kM][C::kN][4], uint32_t tile, int warp_row,
+                                          bool fp32, float factor) {
+  const int group = threadIdx.x / 4 % 8, quad = threadIdx.x % 4;
 #pragma unroll
-    for (int m = 0; m < C::kM; ++m)
+  for (int m = 0; m < C::kM; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < 2; ++half) {
+      // The swizzle of a row depends on its group only.
+      const int further = m * 16 + half * 8;
 #pragma unroll
-        for (int j = 0; j < C::kN / 2; ++j)
+      for (int block = 0; block < C::kN / 4; ++block) {  // 32 keys, 8 of them this lane's
+        float x[8];
+        if (fp32) {
+          using T = BiasTile<C, true>;
 #pragma unroll
-          for (int e = 0; e < 4; ++e)
-            c[m][2 * j + e / 2][half * 2 + e % 2] = value(raw[m][half][j], e);
-  };
-  if (form == kFloats) {
-    each([&](const uint32_t (&x)[4], int e) { return factor * __uint_as_float(x[e]); });
-  } else if (form == kPairsOf16) {
-    each([&](const uint32_t (&x)[4], int e) {
-      return factor * Op::to_float(static_cast<uint16_t>(x[e / 2] >> (e % 2 * 16)));
-    });
-  } else if (form == kOneOf16) {
-    each([&](const uint32_t (&x)[4], int e) {
-      return factor * Op::to_float(static_cast<uint16_t>(x[e]));
-    });
-  } else {
-    each([](const uint32_t (&)[4], int) { return 0.f; });
+          for (int i = 0; i < 2; ++i) {
+            const uint4 word =
+                ptx::ld_shared_v4(tile + T::offset(warp_row + group, block * 8 + quad * 2 + i) +
+                                  further * T::kRowBytes);
+            x[4 * i] = __uint_as_float(word.x), x[4 * i + 1] = __uint_as_float(word.y);
+            x[4 * i + 2] = __uint_as_float(word.z), x[4 * i + 3] = __uint_as_float(word.w);
+          }
+        } else {
+          using T = BiasTile<C, false>;
+          const uint4 word = ptx::ld_shared_v4(
+              tile + T::offset(warp_row + group, block * 4 + quad) + further * T::kRowBytes);
+          const uint32_t words[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+          for (int i = 0; i < 8; ++i)
+            x[i] = Op::to_float(static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16)));
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) c[m][block * 4 + i / 2][half * 2 + i % 2] = factor * x[i];
+      }
+    }
   }
 }
 
-// Where the mask of pairs hides, the scores start from -inf. `vector` as for load_bias.
+// Bytes of a mask as a lane has them: one for each of its keys, four in a word.
+template <class C>
+__device__ __forceinline__ bool hides(const uint32_t (&words)[C::kN / 2], int n, int e) {
+  return (words[n / 2] & (0xffu << (n % 2 * 16 + e * 8))) == 0;
+}
+
+// Where the mask of pairs hides, the scores start from -inf. It is read where it lies. row, key:
+// this lane's first. aligned: every four keys of every row are an aligned word.
 template <class C>
 __device__ __forceinline__ void hide_pairs(float (&c)[C::kM][C::kN][4],
                                            const uint8_t* __restrict__ mask,  // [seq_q, seq_k]
-                                           const FlashsciPairStrides& strides, bool vector, int row,
-                                           int key, int seq_q, int seq_k) {
-  uint32_t words[C::kM][2][C::kN / 2];  // a byte for each of this lane's four keys
+                                           const FlashsciPairStrides& strides, bool aligned,
+                                           int row, int key, int seq_q, int seq_k) {
+  uint32_t words[C::kM][2][C::kN / 2];
   const auto each = [&](auto&& read) {
 #pragma unroll
     for (int m = 0; m < C::kM; ++m)
@@ -119,12 +132,12 @@ __device__ __forceinline__ void hide_pairs(float (&c)[C::kM][C::kN][4],
         const uint8_t* start =
             mask + min(row + m * 16 + half * 8, seq_q - 1) * strides.row + key * strides.column;
 #pragma unroll
-        for (int j = 0; j < C::kN / 2; ++j) words[m][half][j] = read(start, j * 16);
+        for (int i = 0; i < C::kN / 2; ++i) words[m][half][i] = read(start, i / 2 * 32 + i % 2 * 4);
       }
   };
-  if (vector) {
-    each([](const uint8_t* start, int further) {
-      return __ldg(reinterpret_cast<const uint32_t*>(start + further));
+  if (aligned) {
+    each([&](const uint8_t* start, int further) {
+      return key + further < seq_k ? __ldg(reinterpret_cast<const uint32_t*>(start + further)) : 0;
     });
   } else {
     each([&](const uint8_t* start, int further) {
@@ -137,11 +150,12 @@ __device__ __forceinline__ void hide_pairs(float (&c)[C::kM][C::kN][4],
     });
   }
 #pragma unroll
-  for (int i = 0; i < C::kM * C::kN * 4; ++i) {
-    const int m = i / (C::kN * 4), n = i / 4 % C::kN, half = i / 2 % 2, e = i % 2;
-    if ((words[m][half][n / 2] & (0xffu << (n % 2 * 16 + e * 8))) == 0)
-      c[m][n][half * 2 + e] = -INFINITY;
-  }
+  for (int m = 0; m < C::kM; ++m)
+#pragma unroll
+    for (int n = 0; n < C::kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (hides<C>(words[m][e / 2], n, e % 2)) c[m][n][e] = -INFINITY;
 }
 
 // Copies the mask of a tile of keys, one byte each, to shared memory; keys past the last one are
@@ -149,27 +163,27 @@ __device__ __forceinline__ void hide_pairs(float (&c)[C::kM][C::kN][4],
 template <int kKeys>
 __device__ __forceinline__ void load_key_mask(uint32_t target,
                                               const uint8_t* __restrict__ mask,  // [keys]
-                                              int64_t stride, bool vector, int keys) {
+                                              int64_t stride, bool aligned, int keys) {
   const int thread = threadIdx.x;
-  if (vector) {
+  if (aligned) {
     if (thread < kKeys / 4)
       ptx::cp_async_small<4>(target + thread * 4, mask + thread * 4,
                              min(max(keys - thread * 4, 0), 4));
   } else if (thread < kKeys) {
-    ptx::st_shared_byte(target + thread, thread < keys ? mask[thread * stride] : 0);
+    ptx::st_shared_b8(target + thread, thread < keys ? mask[thread * stride] : 0);
   }
 }
 
-// The bytes of a lane's keys; sets whether the tile shows and hides any key.
+// The mask of a lane's keys; sets whether the tile shows and hides any key.
 template <class C>
 __device__ __forceinline__ void read_key_mask(uint32_t (&words)[C::kN / 2], uint32_t source,
                                               bool& any_shown, bool& any_hidden) {
   uint32_t shown = 0, hidden = 0;
 #pragma unroll
-  for (int j = 0; j < C::kN / 2; ++j) {
-    words[j] = ptx::ld_shared(source + threadIdx.x % 4 * 4 + j * 16);
-    shown |= words[j];
-    hidden |= (words[j] - 0x01010101u) & ~words[j] & 0x80808080u;  // nonzero iff a byte is 0
+  for (int i = 0; i < C::kN / 2; ++i) {
+    words[i] = ptx::ld_shared(source + threadIdx.x % 4 * 8 + i / 2 * 32 + i % 2 * 4);
+    shown |= words[i];
+    hidden |= (words[i] - 0x01010101u) & ~words[i] & 0x80808080u;  // nonzero iff a byte is 0
   }
   any_shown = __any_sync(0xffffffffu, shown != 0);
   any_hidden = __any_sync(0xffffffffu, hidden != 0);
@@ -182,7 +196,7 @@ __device__ __forceinline__ void hide_keys(float (&s)[C::kM][C::kN][4],
   for (int n = 0; n < C::kN; ++n)
 #pragma unroll
     for (int e = 0; e < 2; ++e)
-      if ((words[n / 2] & (0xffu << (n % 2 * 16 + e * 8))) == 0)
+      if (hides<C>(words, n, e))
 #pragma unroll
         for (int m = 0; m < C::kM; ++m) s[m][n][e] = s[m][n][2 + e] = -INFINITY;
 }

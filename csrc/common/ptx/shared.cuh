@@ -14,7 +14,11 @@ __device__ __forceinline__ void st_shared(uint32_t shared, uint4 value) {
                : "memory");
 }
 
-__device__ __forceinline__ void st_shared_byte(uint32_t shared, uint32_t value) {
+__device__ __forceinline__ void st_shared_b16(uint32_t shared, uint16_t value) {
+  asm volatile("st.shared.b16 [%0], %1;\n" ::"r"(shared), "h"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_b8(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.b8 [%0], %1;\n" ::"r"(shared), "r"(value) : "memory");
 }
 
