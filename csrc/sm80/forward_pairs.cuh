@@ -15,6 +15,7 @@
 //           HBM.
 #pragma once
 #include <algorithm>
+#include <cstddef>
 
 #include "forward.cuh"
 #include "pair_tile.cuh"
@@ -22,10 +23,11 @@
 namespace flashsci::sm80 {
 
 // 32 keys at a time: scores and bias take 64 registers, the outputs of all members dims x members,
-// Q (where it is kept) half of that.
-template <class Tiling_, int kMembers_, int kSlots_>
+// Q (where it is kept) half of that. kBias_: bytes of a bias element where nothing else is special
+// (16-byte copies, no window, no softcap, scale > 0, no mask of pairs); 0: anything.
+template <class Tiling_, int kMembers_, int kSlots_, int kBias_>
 struct PairsTiling : Tiling_ {
-  static constexpr int kMembers = kMembers_, kSlots = kSlots_;
+  static constexpr int kMembers = kMembers_, kSlots = kSlots_, kBias = kBias_;
   static constexpr bool kKeepQ = Tiling_::kHeadDim * kMembers * Tiling_::kM <= 128;
   static constexpr bool kPersistent = kKeepQ;  // else nowhere to put the next unit's Q
   static constexpr int kUnitsQ = kPersistent ? 2 : 1;
@@ -33,12 +35,17 @@ struct PairsTiling : Tiling_ {
 };
 
 template <class C>
-struct alignas(128) PairsStorage {
+struct alignas(128) PairsStage {
+  uint16_t k[C::kMembers][C::kBlockK * C::kHeadDim];                 // [member, kBlockK, D]
+  uint16_t v[C::kMembers][C::kBlockK * C::kHeadDim];                 // [member, kBlockK, D]
+  uint16_t bias[C::kBlockQ * C::kBlockK * (C::kBias == 2 ? 1 : 2)];  // [kBlockQ, kBlockK]
+  uint8_t shown[C::kMembers][C::kBlockK];                            // [member, kBlockK]
+};
+
+template <class C>
+struct PairsStorage {
   uint16_t q[C::kUnitsQ][C::kMembers][C::kBlockQ * C::kHeadDim];  // [unit, member, kBlockQ, D]
-  uint16_t k[C::kSlots][C::kMembers][C::kBlockK * C::kHeadDim];   // [slot, member, kBlockK, D]
-  uint16_t v[C::kSlots][C::kMembers][C::kBlockK * C::kHeadDim];   // [slot, member, kBlockK, D]
-  uint32_t bias[C::kSlots][C::kBlockQ * C::kBlockK];  // [slot, kBlockQ, kBlockK] fp32 or 16-bit
-  uint8_t shown[C::kSlots][C::kMembers][C::kBlockK];  // [slot, member, kBlockK]
+  PairsStage<C> stage[C::kSlots];
 };
 
 // What the host derives from the parameters, beyond ForwardPlan.
@@ -92,33 +99,57 @@ struct KeyTiles {
   }
 };
 
+template <class C>
+__device__ __forceinline__ uint32_t next_stage(uint32_t stage, PairsStorage<C>& shared) {
+  const uint32_t first = ptx::shared_address(shared.stage);
+  stage += sizeof(PairsStage<C>);
+  return stage == first + C::kSlots * static_cast<uint32_t>(sizeof(PairsStage<C>)) ? first : stage;
+}
+
+// The pointers of a thread into the stage whose copies start next, where nothing is special.
+template <class C, bool kPlain = C::kBias != 0>
+struct PairsCopies {
+  using Keys = TileCopy<C::kBlockK, C::kHeadDim, C::kThreads, true>;
+  Keys k, v;
+  TileCopy<C::kBlockQ, C::kBlockK * C::kBias / 2, C::kThreads, false> bias;
+};
+template <class C>
+struct PairsCopies<C, false> {};
+
 // The stage whose copies start next.
 template <class C, bool kVector>
 struct PairsFetch {
   uint32_t unit;
   const uint32_t end_unit;
-  int tile, first_tile, slot, tile_row;
-  bool new_unit;
-  uint32_t count;
-  const uint16_t *q, *k, *v;
-  const unsigned char* bias;
-  const uint8_t* mask;
+  int tile, first_tile, tile_row;
+  uint32_t stage, count;
+  const uint16_t *k, *v;      // [seq_k, D], [seq_k, Dv] of the first member
+  const unsigned char* bias;  // [rows, seq_k]
+  const uint8_t* mask;        // [seq_k]
+  PairsCopies<C> copies;
 
-  __device__ __forceinline__ PairsFetch(uint32_t first, uint32_t end)
-      : unit(first), end_unit(end), slot(0) {}
+  __device__ __forceinline__ PairsFetch(PairsStorage<C>& shared, uint32_t first, uint32_t end)
+      : unit(first), end_unit(end), stage(ptx::shared_address(shared.stage)) {}
 
-  // Goes to the first unit from `unit` on that has keys.
-  __device__ __forceinline__ void seek(const FlashsciForwardParams& p, const ForwardPlan& plan,
-                                       const PairsPlan& pairs, const Window& window) {
+  // Goes to the first unit from `unit` on that has keys, and starts the copies of its Q.
+  __device__ __forceinline__ void seek(PairsStorage<C>& shared, const FlashsciForwardParams& p,
+                                       const ForwardPlan& plan, const PairsPlan& pairs,
+                                       const Window& window) {
     for (; unit < end_unit; ++unit) {
       const PairsPlace place(unit, C::kMembers, p, plan, pairs);
       tile_row = place.tile * C::kBlockQ;
       const KeyTiles<C> tiles(window, tile_row, p.seq_q);
       if (tiles.first >= tiles.end) continue;
-      tile = tiles.end - 1, first_tile = tiles.first, new_unit = true, count = place.count;
+      tile = tiles.end - 1, first_tile = tiles.first, count = place.count;
+      const auto* q = static_cast<const uint16_t*>(p.q) + place.offset(p.q_strides, place.head) +
+                      tile_row * p.q_strides.row;
+#pragma unroll
+      for (int r = 0; r < C::kMembers; ++r)
+        if (r < count)
+          load_tile<C::kBlockQ, C::kHeadDim, C::kThreads, kVector, true>(
+              ptx::shared_address(shared.q[unit % C::kUnitsQ][r]), q + r * pairs.q_step,
+              p.q_strides.row, p.seq_q - tile_row, p.head_dim, p.copy_bytes);
       const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
-      q = static_cast<const uint16_t*>(p.q) + place.offset(p.q_strides, place.head) +
-          tile_row * p.q_strides.row;
       k = static_cast<const uint16_t*>(p.k) + place.offset(p.k_strides, head_k);
       v = static_cast<const uint16_t*>(p.v) + place.offset(p.v_strides, head_k);
       const FlashsciPairStrides& bias_strides = p.pairs.bias_strides;
@@ -126,8 +157,55 @@ struct PairsFetch {
              (place.offset(bias_strides, place.head) + tile_row * bias_strides.row) *
                  (p.pairs.bias_is_fp32 ? 4 : 2);
       mask = p.pairs.mask + place.offset(p.pairs.mask_strides, place.head);
+      if constexpr (C::kBias != 0) {
+        const int key = tile * C::kBlockK;
+        copies.k.start(k + key * p.k_strides.row, p.k_strides.row);
+        copies.v.start(v + key * p.v_strides.row, p.v_strides.row);
+        copies.bias.start(reinterpret_cast<const uint16_t*>(bias) + key * (C::kBias / 2),
+                        bias_strides.row * (C::kBias / 2));
+      }
       return;
     }
+  }
+
+  __device__ __forceinline__ void copy_plainly(uint32_t to, const FlashsciForwardParams& p,
+                                               const PairsPlan& pairs, int keys) {
+    constexpr int kTileBytes = C::kBlockK * C::kHeadDim * 2;
+#pragma unroll
+    for (int r = 0; r < C::kMembers; ++r) {
+      if (r >= count) break;
+      copies.k.copy(to + offsetof(PairsStage<C>, k) + r * kTileBytes, p.k_strides.row,
+                  r * pairs.k_step, keys, p.head_dim);
+      copies.v.copy(to + offsetof(PairsStage<C>, v) + r * kTileBytes, p.v_strides.row,
+                  r * pairs.v_step, keys, p.head_dim_v);
+    }
+    copies.bias.copy(to + offsetof(PairsStage<C>, bias), p.pairs.bias_strides.row * (C::kBias / 2), 0,
+                   p.seq_q - tile_row, keys * (C::kBias / 2));
+    copies.k.source -= C::kBlockK * p.k_strides.row;
+    copies.v.source -= C::kBlockK * p.v_strides.row;
+    copies.bias.source -= C::kBlockK * (C::kBias / 2);
+  }
+
+  __device__ __forceinline__ void copy_anything(uint32_t to, const FlashsciForwardParams& p,
+                                                const PairsPlan& pairs, int key, int keys) {
+    constexpr int kTileBytes = C::kBlockK * C::kHeadDim * 2;
+#pragma unroll
+    for (int r = 0; r < C::kMembers; ++r) {
+      if (r >= count) break;
+      load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector, true, true>(
+          to + offsetof(PairsStage<C>, k) + r * kTileBytes,
+          k + r * pairs.k_step + key * p.k_strides.row, p.k_strides.row, keys, p.head_dim,
+          p.copy_bytes);
+      load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector, true, true>(
+          to + offsetof(PairsStage<C>, v) + r * kTileBytes,
+          v + r * pairs.v_step + key * p.v_strides.row, p.v_strides.row, keys, p.head_dim_v,
+          p.copy_bytes);
+    }
+    if (p.pairs.bias != nullptr)
+      load_bias<C>(to + offsetof(PairsStage<C>, bias),
+                   bias + key * p.pairs.bias_strides.column * (p.pairs.bias_is_fp32 ? 4 : 2),
+                   p.pairs.bias_strides, p.pairs.bias_is_fp32 != 0, p.seq_q - tile_row, keys,
+                   pairs.bias_copy);
   }
 
   // Starts the copies of a stage and goes to the next one.
@@ -136,34 +214,22 @@ struct PairsFetch {
                                         const Window& window) {
     if (unit >= end_unit) return;
     const int key = tile * C::kBlockK, keys = p.seq_k - key;
+    if constexpr (C::kBias != 0)
+      copy_plainly(stage, p, pairs, keys);
+    else
+      copy_anything(stage, p, pairs, key, keys);
+    if (pairs.key_mask) {
 #pragma unroll
-    for (int r = 0; r < C::kMembers; ++r) {
-      if (r >= count) break;
-      load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector, true, true>(
-          ptx::shared_address(shared.k[slot][r]), k + r * pairs.k_step + key * p.k_strides.row,
-          p.k_strides.row, keys, p.head_dim, p.copy_bytes);
-      load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector, true, true>(
-          ptx::shared_address(shared.v[slot][r]), v + r * pairs.v_step + key * p.v_strides.row,
-          p.v_strides.row, keys, p.head_dim_v, p.copy_bytes);
-      if (pairs.key_mask)
-        load_key_mask<C::kBlockK>(ptx::shared_address(shared.shown[slot][r]),
-                                  mask + r * pairs.mask_step + key * p.pairs.mask_strides.column,
-                                  p.pairs.mask_strides.column, pairs.aligned_mask != 0, keys);
-      if (new_unit)
-        load_tile<C::kBlockQ, C::kHeadDim, C::kThreads, kVector, true>(
-            ptx::shared_address(shared.q[unit % C::kUnitsQ][r]), q + r * pairs.q_step,
-            p.q_strides.row, p.seq_q - tile_row, p.head_dim, p.copy_bytes);
+      for (int r = 0; r < C::kMembers; ++r)
+        if (r < count)
+          load_key_mask<C::kBlockK>(stage + offsetof(PairsStage<C>, shown) + r * C::kBlockK,
+                                    mask + r * pairs.mask_step + key * p.pairs.mask_strides.column,
+                                    p.pairs.mask_strides.column, pairs.aligned_mask != 0, keys);
     }
-    if (p.pairs.bias != nullptr)
-      load_bias<C>(ptx::shared_address(shared.bias[slot]),
-                   bias + key * p.pairs.bias_strides.column * (p.pairs.bias_is_fp32 ? 4 : 2),
-                   p.pairs.bias_strides, p.pairs.bias_is_fp32 != 0, p.seq_q - tile_row, keys,
-                   pairs.bias_copy);
-    new_unit = false;
-    slot = slot + 1 == C::kSlots ? 0 : slot + 1;
+    stage = next_stage<C>(stage, shared);
     if (--tile < first_tile) {
       ++unit;
-      seek(p, plan, pairs, window);
+      seek(shared, p, plan, pairs, window);
     }
   }
 };
@@ -252,29 +318,29 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                          const __grid_constant__ ForwardPlan plan,
                          const __grid_constant__ PairsPlan pairs) {
   using T = Tile<C::kHeadDim>;
+  using Stage = PairsStage<C>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<PairsStorage<C>*>(shared_memory);
   constexpr int kMembers = C::kMembers;
+  constexpr bool kAnything = C::kBias == 0;
 
   const int seq_q = p.seq_q, seq_k = p.seq_k;
   const int warp = ptx::redux_max(threadIdx.x / 32);
   const int lane = threadIdx.x % 32;
-  const Window window(p.window_left, p.window_right, p.lower_right != 0, seq_q, seq_k);
-  const uint32_t q_lane = warp * C::kRows * T::kRowBytes + T::offset(lane % 16, lane / 16);
-  const uint32_t k_lane = T::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  const uint32_t v_lane = T::offset(lane % 16, lane / 16);
+  const Window window(kAnything ? p.window_left : -1, kAnything ? p.window_right : -1,
+                      p.lower_right != 0, seq_q, seq_k);
 
   uint32_t unit = blockIdx.x * pairs.units + min(blockIdx.x, pairs.units_rest);
   const uint32_t end_unit = unit + pairs.units + (blockIdx.x < pairs.units_rest);
-  PairsFetch<C, kVector> fetch(unit, end_unit);
-  fetch.seek(p, plan, pairs, window);
+  PairsFetch<C, kVector> fetch(shared, unit, end_unit);
+  fetch.seek(shared, p, plan, pairs, window);
 #pragma unroll 1
   for (int i = 0; i < C::kSlots - 1; ++i) {
     fetch.issue(shared, p, plan, pairs, window);
     ptx::cp_async_commit();
   }
 
-  int slot = 0;
+  uint32_t stage = ptx::shared_address(shared.stage);
 #pragma unroll 1
   for (; unit < end_unit; ++unit) {
     const PairsPlace place(unit, kMembers, p, plan, pairs);
@@ -286,7 +352,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     const int seen_end = warp_row < seq_q ? window.end(warp_last_row) : 0;
     const int full_begin = window.begin(warp_last_row), full_end = window.end(warp_row);
     const uint8_t* mask = p.pairs.mask;  // of pairs
-    if (mask != nullptr) mask += place.offset(p.pairs.mask_strides, place.head);
+    if (kAnything && mask != nullptr) mask += place.offset(p.pairs.mask_strides, place.head);
 
     struct Rows {
       float o[C::kM][C::kDimBlocks][4];  // [m16, n8 of Dv, fragment]
@@ -302,7 +368,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         rows[r].row_sum[m][0] = rows[r].row_sum[m][1] = 0.f;
       }
     }
-    const uint32_t q_start = ptx::shared_address(shared.q[unit % C::kUnitsQ]) + q_lane;
+    const uint32_t q_start = ptx::shared_address(shared.q[unit % C::kUnitsQ]) +
+                             warp * C::kRows * T::kRowBytes + T::offset(lane % 16, lane / 16);
     constexpr int kQBytes = C::kBlockQ * T::kRowBytes;
     constexpr int kKeptQ = C::kKeepQ ? C::kHeadDim / 16 : 1;
     uint32_t q_kept[kMembers][kKeptQ][C::kM][4];  // Q [kRows, D] of each member
@@ -318,8 +385,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           ptx::ldmatrix_x4(q_kept[r][d][m],
                            T::pair_address(q_start, d) + r * kQBytes + m * 16 * T::kRowBytes);
         }
-        // Two stages ahead is two units ahead: the copies that start now would overwrite Q.
-        if (C::kSlots > 2 && tile == tiles.first) __syncthreads();
+        // The next copies may be of the Q after the next: into the place of this one.
+        if (tile == tiles.first) __syncthreads();
       }
       fetch.issue(shared, p, plan, pairs, window);
       ptx::cp_async_commit();
@@ -327,34 +394,44 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       const int first_key = tile * C::kBlockK;
       const bool active = first_key < seen_end && first_key + C::kBlockK > seen_begin;
       const int row = warp_row + opaque(lane) / 4, key = first_key + opaque(lane) % 4 * 8;
-      float c[C::kM][C::kN][4];  // what the scores start from
-      if (active) {
-        if (p.pairs.bias != nullptr)
-          read_bias<Op, C>(c, ptx::shared_address(shared.bias[slot]), warp * C::kRows,
-                           p.pairs.bias_is_fp32 != 0, pairs.bias_factor);
-        else
-          clear(c);
-        if (mask != nullptr && !pairs.key_mask)
-          hide_pairs<C>(c, mask, p.pairs.mask_strides, pairs.aligned_mask != 0, row, key, seq_q,
-                        seq_k);
-      }
+      uint32_t words[kMembers][C::kN / 2];  // of the key masks
+      bool any_shown[kMembers], any_hidden[kMembers];
 #pragma unroll
       for (int r = 0; r < kMembers; ++r) {
-        uint32_t words[C::kN / 2];  // of the key mask
-        bool any_shown = active && r < place.count, any_hidden = false;
-        if (any_shown && pairs.key_mask)
-          read_key_mask<C>(words, ptx::shared_address(shared.shown[slot][r]), any_shown,
-                           any_hidden);
-        if (!any_shown) continue;
+        any_shown[r] = active && r < place.count;
+        any_hidden[r] = false;
+        if (pairs.key_mask) {
+          bool shown;
+          read_key_mask<C>(words[r], stage + offsetof(Stage, shown) + r * C::kBlockK, shown,
+                           any_hidden[r]);
+          any_shown[r] &= shown;
+        }
+      }
+      float c[C::kM][C::kN][4];  // what the scores start from
+      const uint32_t bias_tile = stage + offsetof(Stage, bias);
+      if (kAnything && p.pairs.bias == nullptr)
+        clear(c);
+      else if (C::kBias == 4 || (kAnything && p.pairs.bias_is_fp32))
+        read_bias<Op, C, true>(c, bias_tile + bias_start<C, true>(warp), pairs.bias_factor);
+      else
+        read_bias<Op, C, false>(c, bias_tile + bias_start<C, false>(warp), pairs.bias_factor);
+      if (kAnything && active && mask != nullptr && !pairs.key_mask)
+        hide_pairs<C>(c, mask, p.pairs.mask_strides, pairs.aligned_mask != 0, row, key, seq_q,
+                      seq_k);
+      const uint32_t k_start = stage + T::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+      const uint32_t v_start = stage + offsetof(Stage, v) + T::offset(lane % 16, lane / 16);
+      constexpr int kTileBytes = C::kBlockK * T::kRowBytes;
+#pragma unroll
+      for (int r = 0; r < kMembers; ++r) {
+        if (!any_shown[r]) continue;
         float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
-        const uint32_t k_start = ptx::shared_address(shared.k[slot][r]) + k_lane;
         const auto multiply = [&] {
           if constexpr (C::kKeepQ)
-            multiply_kept_qk<Op, C>(s, q_kept[r], k_start);
+            multiply_kept_qk<Op, C>(s, q_kept[r], k_start + r * kTileBytes);
           else
-            multiply_qk<Op, C>(s, q_start + r * kQBytes, k_start);
+            multiply_qk<Op, C>(s, q_start + r * kQBytes, k_start + r * kTileBytes);
         };
-        if (plan.score_mode == kScaled) {
+        if (!kAnything || plan.score_mode == kScaled) {
           copy(s, c);
           multiply();
         } else {
@@ -363,13 +440,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           scale_scores<C>(s, plan);
           add(s, c);
         }
-        if (any_hidden) hide_keys<C>(s, words);
+        if (any_hidden[r]) hide_keys<C>(s, words[r]);
         if (first_key < full_begin || first_key + C::kBlockK > full_end)
           mask_scores<true>(s, window, row, key);
         online_softmax_lazily(s, rows[r].o, rows[r].offset, rows[r].row_sum, plan.exp_scale);
-        multiply_pv<Op, C>(rows[r].o, s, ptx::shared_address(shared.v[slot][r]) + v_lane);
+        multiply_pv<Op, C>(rows[r].o, s, v_start + r * kTileBytes);
       }
-      slot = slot + 1 == C::kSlots ? 0 : slot + 1;
+      stage = next_stage<C>(stage, shared);
     }
 
     if (warp_row >= seq_q) continue;
@@ -401,16 +478,19 @@ inline int processors_of(int device) {
   return count;
 }
 
+// Whether scores may stay in units of 1 / scale, and the bias be divided by it, without overflow.
+inline bool scale_fits(float scale) { return scale > 1e-4f && scale * kLog2e <= 1.f; }
+
 template <class Op, class C, bool kVector>
 cudaError_t launch_pairs_tiling(const FlashsciForwardParams& p, PairsPlan pairs,
                                 cudaStream_t stream) {
   using Storage = PairsStorage<C>;
-  constexpr int kOfAll = (C::kUnitsQ * C::kBlockQ + 2 * C::kSlots * C::kBlockK) * C::kHeadDim * 2 +
-                         C::kSlots * C::kBlockK;
-  static_assert(
-      sizeof(Storage) ==
-          (kOfAll * C::kMembers + C::kSlots * C::kBlockQ * C::kBlockK * 4 + 127) / 128 * 128,
-      "the plan has no padding");
+  constexpr int kOfMembers = C::kMembers * C::kBlockK * (4 * C::kHeadDim + 1);
+  constexpr int kOfBias = C::kBlockQ * C::kBlockK * (C::kBias == 2 ? 2 : 4);
+  static_assert(sizeof(PairsStage<C>) == (kOfMembers + kOfBias + 127) / 128 * 128 &&
+                    sizeof(Storage) == C::kUnitsQ * C::kMembers * C::kBlockQ * C::kHeadDim * 2 +
+                                           C::kSlots * sizeof(PairsStage<C>),
+                "the plan has no padding");
   const int64_t tiles = (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
   pairs.groups = (pairs.members + C::kMembers - 1) / C::kMembers;
   const int64_t units =
@@ -425,10 +505,8 @@ cudaError_t launch_pairs_tiling(const FlashsciForwardParams& p, PairsPlan pairs,
   pairs.units_rest = static_cast<uint32_t>(units % blocks);
 
   ForwardPlan plan = plan_of(p, tiles);
-  // The scale stays inside the exponential, and the bias is divided by it, unless that could
-  // overflow: units of the scores are then those of the exponential.
-  if (plan.score_mode == kScaled && !(p.scale > 1e-4f && plan.exp_scale <= 1.f))
-    plan.score_mode = kLinear;
+  // Else the units of the scores are those of the exponential.
+  if (plan.score_mode == kScaled && !scale_fits(p.scale)) plan.score_mode = kLinear;
   if (plan.score_mode == kScaled) {
     pairs.bias_factor = 1.f / p.scale;
   } else {
@@ -448,13 +526,26 @@ cudaError_t launch_pairs_padded(const FlashsciForwardParams& p, const PairsPlan&
   const bool vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
   using Tiles = Tiling<kHeadDim, (kHeadDim <= 128 ? 128 : 64), 32, 4, 2, 2>;
-  using Alone = PairsTiling<Tiles, 1, kHeadDim <= 64 ? 3 : 2>;
-  if (!vector) return launch_pairs_tiling<Op, Alone, false>(p, pairs, stream);
-  if constexpr (kHeadDim <= 64)
-    if (pairs.shares)
-      return launch_pairs_tiling<Op, PairsTiling<Tiles, 2, kHeadDim <= 32 ? 3 : 2>, true>(p, pairs,
-                                                                                          stream);
-  return launch_pairs_tiling<Op, Alone, true>(p, pairs, stream);
+  constexpr int kSlots = kHeadDim <= 64 ? 3 : 2;
+  if (!vector)
+    return launch_pairs_tiling<Op, PairsTiling<Tiles, 1, kSlots, 0>, false>(p, pairs, stream);
+  if constexpr (kHeadDim <= 64) {
+    constexpr int kSharedSlots = kHeadDim <= 32 ? 3 : 2;
+    const bool plain = pairs.bias_copy == 16 && (p.pairs.mask == nullptr || pairs.key_mask) &&
+                       p.window_left < 0 && p.window_right < 0 && p.softcap == 0.f &&
+                       scale_fits(p.scale);
+    if (plain && p.pairs.bias_is_fp32)
+      return pairs.shares ? launch_pairs_tiling<Op, PairsTiling<Tiles, 2, kSharedSlots, 4>, true>(
+                                p, pairs, stream)
+                          : launch_pairs_tiling<Op, PairsTiling<Tiles, 1, kSlots, 4>, true>(
+                                p, pairs, stream);
+    if (plain)
+      return pairs.shares ? launch_pairs_tiling<Op, PairsTiling<Tiles, 2, kSharedSlots, 2>, true>(
+                                p, pairs, stream)
+                          : launch_pairs_tiling<Op, PairsTiling<Tiles, 1, kSlots, 2>, true>(
+                                p, pairs, stream);
+  }
+  return launch_pairs_tiling<Op, PairsTiling<Tiles, 1, kSlots, 0>, true>(p, pairs, stream);
 }
 
 // All but what depends on the tile shape.

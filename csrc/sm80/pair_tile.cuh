@@ -70,42 +70,40 @@ __device__ __forceinline__ void load_bias(uint32_t tile,
   }
 }
 
-// What the scores of a warp's rows start from: factor * bias.
-template <class Op, class C>
-__device__ __forceinline__ void read_bias(float (&c)[C::kM][C::kN][4], uint32_t tile, int warp_row,
-                                          bool fp32, float factor) {
-  const int group = threadIdx.x / 4 % 8, quad = threadIdx.x % 4;
+// What the scores of a warp's rows start from: factor * bias. start: where this lane's first eight
+// keys are, from bias_start.
+template <class C, bool kFp32>
+__device__ __forceinline__ int bias_start(int warp) {
+  return BiasTile<C, kFp32>::offset(warp * C::kRows + threadIdx.x / 4 % 8,
+                                    threadIdx.x % 4 * (kFp32 ? 2 : 1));
+}
+
+template <class Op, class C, bool kFp32>
+__device__ __forceinline__ void read_bias(float (&c)[C::kM][C::kN][4], uint32_t start,
+                                          float factor) {
+  static_assert(C::kBlockK == 32, "more keys: other chunks");
 #pragma unroll
   for (int m = 0; m < C::kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // The swizzle of a row depends on its group only.
-      const int further = m * 16 + half * 8;
+      const uint32_t row = start + (m * 16 + half * 8) * BiasTile<C, kFp32>::kRowBytes;
+      float x[8];
+      if constexpr (kFp32) {
 #pragma unroll
-      for (int block = 0; block < C::kN / 4; ++block) {  // 32 keys, 8 of them this lane's
-        float x[8];
-        if (fp32) {
-          using T = BiasTile<C, true>;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const uint4 word =
-                ptx::ld_shared_v4(tile + T::offset(warp_row + group, block * 8 + quad * 2 + i) +
-                                  further * T::kRowBytes);
-            x[4 * i] = __uint_as_float(word.x), x[4 * i + 1] = __uint_as_float(word.y);
-            x[4 * i + 2] = __uint_as_float(word.z), x[4 * i + 3] = __uint_as_float(word.w);
-          }
-        } else {
-          using T = BiasTile<C, false>;
-          const uint4 word = ptx::ld_shared_v4(
-              tile + T::offset(warp_row + group, block * 4 + quad) + further * T::kRowBytes);
-          const uint32_t words[4] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-          for (int i = 0; i < 8; ++i)
-            x[i] = Op::to_float(static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16)));
+        for (int i = 0; i < 2; ++i) {
+          const uint4 word = ptx::ld_shared_v4(i == 0 ? row : row ^ kChunkBytes);
+          x[4 * i] = __uint_as_float(word.x), x[4 * i + 1] = __uint_as_float(word.y);
+          x[4 * i + 2] = __uint_as_float(word.z), x[4 * i + 3] = __uint_as_float(word.w);
         }
+      } else {
+        const uint4 word = ptx::ld_shared_v4(row);
+        const uint32_t words[4] = {word.x, word.y, word.z, word.w};
 #pragma unroll
-        for (int i = 0; i < 8; ++i) c[m][block * 4 + i / 2][half * 2 + i % 2] = factor * x[i];
+        for (int i = 0; i < 8; ++i)
+          x[i] = Op::to_float(static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16)));
       }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) c[m][i / 2][half * 2 + i % 2] = factor * x[i];
     }
   }
 }
@@ -157,6 +155,36 @@ __device__ __forceinline__ void hide_pairs(float (&c)[C::kM][C::kN][4],
       for (int e = 0; e < 4; ++e)
         if (hides<C>(words[m][e / 2], n, e % 2)) c[m][n][e] = -INFINITY;
 }
+
+// Copies tiles of [kRows, kCols] with one pointer a thread, which moves from tile to tile.
+template <int kRows, int kCols, int kThreads, bool kInterleaved>
+struct TileCopy {
+  using T = Tile<kCols>;
+  static constexpr int kThreadsPerRow = T::kChunks;
+  static constexpr int kRowStep = kThreads / kThreadsPerRow;
+  static constexpr int kPasses = kRows / kRowStep;
+  static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0, "whole passes");
+  const uint16_t* source;
+
+  __device__ __forceinline__ static int row() { return threadIdx.x / kThreadsPerRow; }
+  __device__ __forceinline__ static int chunk() { return threadIdx.x % kThreadsPerRow; }
+
+  __device__ __forceinline__ void start(const uint16_t* tile, int64_t row_stride) {
+    source = tile + row() * row_stride + chunk() * kChunkElements;
+  }
+  __device__ __forceinline__ void copy(uint32_t tile, int64_t row_stride, int64_t step,
+                                       int rows_valid, int cols_valid) const {
+    const bool column_valid = chunk() * kChunkElements < cols_valid;
+    const uint16_t* from = source + step;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int row = this->row() + pass * kRowStep;
+      ptx::cp_async_16(tile + T::offset(kInterleaved ? interleaved_row(row) : row, chunk()), from,
+                       column_valid && row < rows_valid);
+      from += kRowStep * row_stride;
+    }
+  }
+};
 
 // Copies the mask of a tile of keys, one byte each, to shared memory; keys past the last one are
 // hidden.
