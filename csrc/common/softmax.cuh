@@ -109,54 +109,56 @@ __device__ __forceinline__ void online_softmax(float (&s)[kM][kN][4], float (&o)
 // Below any score times exp_scale that is not hidden: what a row with no key yet is relative to.
 inline constexpr float kNoKey = -3e38f;
 
-// The same with less between the products: lanes of a quad compare their own maxima only, and talk
-// when one has outgrown the threshold. offset: what the exponents of a row are relative to, the
-// same in all lanes of a quad, kNoKey at first; exp_scale <= 1, so that no finite score overflows.
-template <int kM, int kN, int kDimBlocks>
-__device__ __forceinline__ void online_softmax_lazily(float (&s)[kM][kN][4],
-                                                      float (&o)[kM][kDimBlocks][4],
-                                                      float (&offset)[kM][2],
-                                                      float (&row_sum)[kM][2], float exp_scale) {
-  float lane_max[kM][2];
+// The state of the rows of one warp.
+template <int kM, int kDimBlocks>
+struct SoftmaxRows {
+  float o[kM][kDimBlocks][4];  // [m16, n8 of Dv, fragment]
+  float offset[kM][2];         // [m16, row g or g + 8], what exponents are relative to
+  float row_sum[kM][2];        // this lane's part of the sum
+};
+
+// The same for kR independent sets of rows at once, and with less between the products: lanes of a
+// quad compare their own maxima only, and talk when one has outgrown the threshold. The offset of a
+// row is the same in all lanes of a quad, kNoKey at first. exp_scale <= 1, so that no finite score
+// overflows.
+template <int kR, int kM, int kN, int kDimBlocks>
+__device__ __forceinline__ void online_softmax_lazily(float (&s)[kR][kM][kN][4],
+                                                      SoftmaxRows<kM, kDimBlocks> (&rows)[kR],
+                                                      float exp_scale) {
+  float lane_max[kR][kM][2];
   bool grew = false;
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
+  for (int i = 0; i < kR * kM * 2; ++i) {
+    const int r = i / (kM * 2), m = i / 2 % kM, half = i % 2;
+    float x = fmaxf(s[r][m][0][half * 2], s[r][m][0][half * 2 + 1]);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float x = fmaxf(s[m][0][half * 2], s[m][0][half * 2 + 1]);
-#pragma unroll
-      for (int n = 1; n < kN; ++n) x = fmaxf(x, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
-      lane_max[m][half] = x;
-      grew |= fmaf(x, exp_scale, -offset[m][half]) > kRescaleThreshold;
-    }
+    for (int n = 1; n < kN; ++n)
+      x = fmaxf(x, fmaxf(s[r][m][n][half * 2], s[r][m][n][half * 2 + 1]));
+    lane_max[r][m][half] = x;
+    grew |= fmaf(x, exp_scale, -rows[r].offset[m][half]) > kRescaleThreshold;
   }
   if (__any_sync(0xffffffffu, grew)) {
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
+    for (int i = 0; i < kR * kM * 2; ++i) {
+      const int r = i / (kM * 2), m = i / 2 % kM, half = i % 2;
+      float& offset = rows[r].offset[m][half];
+      const float next = fmaxf(offset, quad_max(lane_max[r][m][half]) * exp_scale);
+      const float alpha = ptx::ex2_approx(offset - next);
+      offset = next;
+      rows[r].row_sum[m][half] *= alpha;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float next = fmaxf(offset[m][half], quad_max(lane_max[m][half]) * exp_scale);
-        const float alpha = ptx::ex2_approx(offset[m][half] - next);
-        offset[m][half] = next;
-        row_sum[m][half] *= alpha;
-#pragma unroll
-        for (int d = 0; d < kDimBlocks; ++d) {
-          o[m][d][half * 2] *= alpha;
-          o[m][d][half * 2 + 1] *= alpha;
-        }
+      for (int d = 0; d < kDimBlocks; ++d) {
+        rows[r].o[m][d][half * 2] *= alpha;
+        rows[r].o[m][d][half * 2 + 1] *= alpha;
       }
     }
   }
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], exp_scale, -offset[m][e / 2]));
-        row_sum[m][e / 2] += s[m][n][e];
-      }
-    }
+  for (int i = 0; i < kR * kM * kN * 4; ++i) {
+    const int r = i / (kM * kN * 4), m = i / (kN * 4) % kM, n = i / 4 % kN, e = i % 4;
+    float& x = s[r][m][n][e];
+    x = ptx::ex2_approx(fmaf(x, exp_scale, -rows[r].offset[m][e / 2]));
+    rows[r].row_sum[m][e / 2] += x;
   }
 }
 

@@ -31,15 +31,17 @@ struct PairsTiling : Tiling_ {
   static constexpr bool kKeepQ = Tiling_::kHeadDim * kMembers * Tiling_::kM <= 128;
   static constexpr bool kPersistent = kKeepQ;  // else nowhere to put the next unit's Q
   static constexpr int kUnitsQ = kPersistent ? 2 : 1;
-  static_assert(Tiling_::kBlockK == 32, "what the interleaving permutes");
+  static constexpr int kKeyBlocks = Tiling_::kBlockK / kBlockKeys;
+  static_assert(Tiling_::kBlockK % kBlockKeys == 0 && kMembers * kKeyBlocks <= Tiling_::kWarps,
+                "whole blocks, and a warp for the key mask of each");
 };
 
 template <class C>
 struct alignas(128) PairsStage {
   uint16_t k[C::kMembers][C::kBlockK * C::kHeadDim];                 // [member, kBlockK, D]
   uint16_t v[C::kMembers][C::kBlockK * C::kHeadDim];                 // [member, kBlockK, D]
-  uint16_t bias[C::kBlockQ * C::kBlockK * (C::kBias == 2 ? 1 : 2)];  // [kBlockQ, kBlockK]
-  uint8_t shown[C::kMembers][C::kBlockK];                            // [member, kBlockK]
+  uint16_t bias[C::kBlockK * C::kBlockQ * (C::kBias == 2 ? 1 : 2)];  // [kBlockK / 32, kBlockQ, 32]
+  uint32_t shown[C::kMembers][C::kKeyBlocks];                        // a bit for each key
 };
 
 template <class C>
@@ -111,7 +113,7 @@ template <class C, bool kPlain = C::kBias != 0>
 struct PairsCopies {
   using Keys = TileCopy<C::kBlockK, C::kHeadDim, C::kThreads, true>;
   Keys k, v;
-  TileCopy<C::kBlockQ, C::kBlockK * C::kBias / 2, C::kThreads, false> bias;
+  TileCopy<C::kBlockQ, kBlockKeys * C::kBias / 2, C::kThreads, false> bias;
 };
 template <class C>
 struct PairsCopies<C, false> {};
@@ -127,6 +129,8 @@ struct PairsFetch {
   const unsigned char* bias;  // [rows, seq_k]
   const uint8_t* mask;        // [seq_k]
   PairsCopies<C> copies;
+  uint32_t mask_target = 0;  // where `shown` goes; 0: not this warp's
+  bool shown = false;        // this lane's key of the stage that was issued last
 
   __device__ __forceinline__ PairsFetch(PairsStorage<C>& shared, uint32_t first, uint32_t end)
       : unit(first), end_unit(end), stage(ptx::shared_address(shared.stage)) {}
@@ -162,7 +166,7 @@ struct PairsFetch {
         copies.k.start(k + key * p.k_strides.row, p.k_strides.row);
         copies.v.start(v + key * p.v_strides.row, p.v_strides.row);
         copies.bias.start(reinterpret_cast<const uint16_t*>(bias) + key * (C::kBias / 2),
-                        bias_strides.row * (C::kBias / 2));
+                          bias_strides.row * (C::kBias / 2));
       }
       return;
     }
@@ -175,12 +179,12 @@ struct PairsFetch {
     for (int r = 0; r < C::kMembers; ++r) {
       if (r >= count) break;
       copies.k.copy(to + offsetof(PairsStage<C>, k) + r * kTileBytes, p.k_strides.row,
-                  r * pairs.k_step, keys, p.head_dim);
+                    r * pairs.k_step, keys, p.head_dim);
       copies.v.copy(to + offsetof(PairsStage<C>, v) + r * kTileBytes, p.v_strides.row,
-                  r * pairs.v_step, keys, p.head_dim_v);
+                    r * pairs.v_step, keys, p.head_dim_v);
     }
-    copies.bias.copy(to + offsetof(PairsStage<C>, bias), p.pairs.bias_strides.row * (C::kBias / 2), 0,
-                   p.seq_q - tile_row, keys * (C::kBias / 2));
+    copies.bias.copy(to + offsetof(PairsStage<C>, bias), p.pairs.bias_strides.row * (C::kBias / 2),
+                     0, p.seq_q - tile_row, keys * (C::kBias / 2));
     copies.k.source -= C::kBlockK * p.k_strides.row;
     copies.v.source -= C::kBlockK * p.v_strides.row;
     copies.bias.source -= C::kBlockK * (C::kBias / 2);
@@ -201,17 +205,28 @@ struct PairsFetch {
           v + r * pairs.v_step + key * p.v_strides.row, p.v_strides.row, keys, p.head_dim_v,
           p.copy_bytes);
     }
-    if (p.pairs.bias != nullptr)
-      load_bias<C>(to + offsetof(PairsStage<C>, bias),
-                   bias + key * p.pairs.bias_strides.column * (p.pairs.bias_is_fp32 ? 4 : 2),
-                   p.pairs.bias_strides, p.pairs.bias_is_fp32 != 0, p.seq_q - tile_row, keys,
-                   pairs.bias_copy);
+    if (p.pairs.bias == nullptr) return;
+    const int size = p.pairs.bias_is_fp32 ? 4 : 2;
+#pragma unroll 1
+    for (int block = 0; block < C::kKeyBlocks; ++block)
+      load_bias<C>(to + offsetof(PairsStage<C>, bias) + block * C::kBlockQ * kBlockKeys * size,
+                   bias + (key + block * kBlockKeys) * p.pairs.bias_strides.column * size,
+                   p.pairs.bias_strides, p.pairs.bias_is_fp32 != 0, p.seq_q - tile_row,
+                   keys - block * kBlockKeys, pairs.bias_copy);
+  }
+
+  // The key mask of the stage that was issued last, before the barrier at its begin.
+  __device__ __forceinline__ void write_mask() const {
+    if (mask_target == 0) return;
+    const uint32_t word = __ballot_sync(0xffffffffu, shown);
+    if (threadIdx.x % 32 == 0) ptx::st_shared(mask_target, word);
   }
 
   // Starts the copies of a stage and goes to the next one.
   __device__ __forceinline__ void issue(PairsStorage<C>& shared, const FlashsciForwardParams& p,
                                         const ForwardPlan& plan, const PairsPlan& pairs,
                                         const Window& window) {
+    mask_target = 0;
     if (unit >= end_unit) return;
     const int key = tile * C::kBlockK, keys = p.seq_k - key;
     if constexpr (C::kBias != 0)
@@ -219,12 +234,14 @@ struct PairsFetch {
     else
       copy_anything(stage, p, pairs, key, keys);
     if (pairs.key_mask) {
-#pragma unroll
-      for (int r = 0; r < C::kMembers; ++r)
-        if (r < count)
-          load_key_mask<C::kBlockK>(stage + offsetof(PairsStage<C>, shown) + r * C::kBlockK,
-                                    mask + r * pairs.mask_step + key * p.pairs.mask_strides.column,
-                                    p.pairs.mask_strides.column, pairs.aligned_mask != 0, keys);
+      // A warp for every 32 keys of every member.
+      const int r = threadIdx.x / 32 / C::kKeyBlocks, block = threadIdx.x / 32 % C::kKeyBlocks;
+      const int i = block * kBlockKeys + threadIdx.x % 32;
+      if (r < C::kMembers && r < count) {
+        mask_target = stage + offsetof(PairsStage<C>, shown) + (r * C::kKeyBlocks + block) * 4;
+        shown = i < keys &&
+                __ldg(mask + r * pairs.mask_step + (key + i) * p.pairs.mask_strides.column) != 0;
+      }
     }
     stage = next_stage<C>(stage, shared);
     if (--tile < first_tile) {
@@ -337,6 +354,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll 1
   for (int i = 0; i < C::kSlots - 1; ++i) {
     fetch.issue(shared, p, plan, pairs, window);
+    fetch.write_mask();
     ptx::cp_async_commit();
   }
 
@@ -354,11 +372,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     const uint8_t* mask = p.pairs.mask;  // of pairs
     if (kAnything && mask != nullptr) mask += place.offset(p.pairs.mask_strides, place.head);
 
-    struct Rows {
-      float o[C::kM][C::kDimBlocks][4];  // [m16, n8 of Dv, fragment]
-      float offset[C::kM][2];            // [m16, row g or g + 8], what exponents are relative to
-      float row_sum[C::kM][2];           // this lane's part of the sum
-    } rows[kMembers];
+    SoftmaxRows<C::kM, C::kDimBlocks> rows[kMembers];
 #pragma unroll
     for (int r = 0; r < kMembers; ++r) {
       clear(rows[r].o);
@@ -392,60 +406,72 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       ptx::cp_async_commit();
 
       const int first_key = tile * C::kBlockK;
-      const bool active = first_key < seen_end && first_key + C::kBlockK > seen_begin;
-      const int row = warp_row + opaque(lane) / 4, key = first_key + opaque(lane) % 4 * 8;
-      uint32_t words[kMembers][C::kN / 2];  // of the key masks
-      bool any_shown[kMembers], any_hidden[kMembers];
+      bool active = first_key < seen_end && first_key + C::kBlockK > seen_begin;
+      uint32_t shown[kMembers][C::kKeyBlocks];
+      bool any_hidden = false;
+      if (pairs.key_mask) {
+        bool any_shown = false;
 #pragma unroll
-      for (int r = 0; r < kMembers; ++r) {
-        any_shown[r] = active && r < place.count;
-        any_hidden[r] = false;
-        if (pairs.key_mask) {
-          bool shown;
-          read_key_mask<C>(words[r], stage + offsetof(Stage, shown) + r * C::kBlockK, shown,
-                           any_hidden[r]);
-          any_shown[r] &= shown;
+        for (int i = 0; i < kMembers * C::kKeyBlocks; ++i) {
+          uint32_t& word = shown[i / C::kKeyBlocks][i % C::kKeyBlocks];
+          word = ptx::ld_shared(stage + offsetof(Stage, shown) + i * 4);
+          any_shown |= word != 0;
+          any_hidden |= word != 0xffffffffu;
         }
+        active &= any_shown;
       }
-      float c[C::kM][C::kN][4];  // what the scores start from
-      const uint32_t bias_tile = stage + offsetof(Stage, bias);
-      if (kAnything && p.pairs.bias == nullptr)
-        clear(c);
-      else if (C::kBias == 4 || (kAnything && p.pairs.bias_is_fp32))
-        read_bias<Op, C, true>(c, bias_tile + bias_start<C, true>(warp), pairs.bias_factor);
-      else
-        read_bias<Op, C, false>(c, bias_tile + bias_start<C, false>(warp), pairs.bias_factor);
-      if (kAnything && active && mask != nullptr && !pairs.key_mask)
-        hide_pairs<C>(c, mask, p.pairs.mask_strides, pairs.aligned_mask != 0, row, key, seq_q,
-                      seq_k);
-      const uint32_t k_start = stage + T::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-      const uint32_t v_start = stage + offsetof(Stage, v) + T::offset(lane % 16, lane / 16);
-      constexpr int kTileBytes = C::kBlockK * T::kRowBytes;
-#pragma unroll
-      for (int r = 0; r < kMembers; ++r) {
-        if (!any_shown[r]) continue;
-        float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
-        const auto multiply = [&] {
+      if (active) {
+        const int row = warp_row + opaque(lane) / 4, key = first_key + opaque(lane) % 4 * 8;
+        float s[kMembers][C::kM][C::kN][4];  // [member, m16, n8 of keys, fragment]: scores, then P
+        auto& start = s[kMembers - 1];       // what the scores start from
+        const uint32_t bias_tile = stage + offsetof(Stage, bias);
+        if (kAnything && p.pairs.bias == nullptr)
+          clear(start);
+        else if (C::kBias == 4 || (kAnything && p.pairs.bias_is_fp32))
+          read_bias<Op, C, true>(start, bias_tile, warp, pairs.bias_factor);
+        else
+          read_bias<Op, C, false>(start, bias_tile, warp, pairs.bias_factor);
+        if (kAnything && mask != nullptr && !pairs.key_mask)
+          hide_pairs<C>(start, mask, p.pairs.mask_strides, pairs.aligned_mask != 0, row, key, seq_q,
+                        seq_k);
+        const uint32_t k_start = stage + T::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+        const uint32_t v_start = stage + offsetof(Stage, v) + T::offset(lane % 16, lane / 16);
+        constexpr int kTileBytes = C::kBlockK * T::kRowBytes;
+        const auto multiply = [&](float (&x)[C::kM][C::kN][4], int r) {
           if constexpr (C::kKeepQ)
-            multiply_kept_qk<Op, C>(s, q_kept[r], k_start + r * kTileBytes);
+            multiply_kept_qk<Op, C>(x, q_kept[r], k_start + r * kTileBytes);
           else
-            multiply_qk<Op, C>(s, q_start + r * kQBytes, k_start + r * kTileBytes);
+            multiply_qk<Op, C>(x, q_start + r * kQBytes, k_start + r * kTileBytes);
         };
+#pragma unroll
+        for (int r = 0; r < kMembers - 1; ++r) copy(s[r], start);
         if (!kAnything || plan.score_mode == kScaled) {
-          copy(s, c);
-          multiply();
+#pragma unroll
+          for (int r = 0; r < kMembers; ++r) multiply(s[r], r);
         } else {
-          clear(s);
-          multiply();
-          scale_scores<C>(s, plan);
-          add(s, c);
+#pragma unroll
+          for (int r = 0; r < kMembers; ++r) {
+            float x[C::kM][C::kN][4];
+            clear(x);
+            multiply(x, r);
+            scale_scores<C>(x, plan);
+            add(s[r], x);
+          }
         }
-        if (any_hidden[r]) hide_keys<C>(s, words[r]);
-        if (first_key < full_begin || first_key + C::kBlockK > full_end)
-          mask_scores<true>(s, window, row, key);
-        online_softmax_lazily(s, rows[r].o, rows[r].offset, rows[r].row_sum, plan.exp_scale);
-        multiply_pv<Op, C>(rows[r].o, s, v_start + r * kTileBytes);
+        if (any_hidden) {
+#pragma unroll
+          for (int r = 0; r < kMembers; ++r) hide_keys<C>(s[r], shown[r]);
+        }
+        if (first_key < full_begin || first_key + C::kBlockK > full_end) {
+#pragma unroll
+          for (int r = 0; r < kMembers; ++r) mask_scores<true>(s[r], window, row, key);
+        }
+        online_softmax_lazily(s, rows, plan.exp_scale);
+#pragma unroll
+        for (int r = 0; r < kMembers; ++r)
+          multiply_pv<Op, C>(rows[r].o, s[r], v_start + r * kTileBytes);
       }
+      fetch.write_mask();
       stage = next_stage<C>(stage, shared);
     }
 
@@ -485,7 +511,7 @@ template <class Op, class C, bool kVector>
 cudaError_t launch_pairs_tiling(const FlashsciForwardParams& p, PairsPlan pairs,
                                 cudaStream_t stream) {
   using Storage = PairsStorage<C>;
-  constexpr int kOfMembers = C::kMembers * C::kBlockK * (4 * C::kHeadDim + 1);
+  constexpr int kOfMembers = C::kMembers * (C::kBlockK * 4 * C::kHeadDim + C::kKeyBlocks * 4);
   constexpr int kOfBias = C::kBlockQ * C::kBlockK * (C::kBias == 2 ? 2 : 4);
   static_assert(sizeof(PairsStage<C>) == (kOfMembers + kOfBias + 127) / 128 * 128 &&
                     sizeof(Storage) == C::kUnitsQ * C::kMembers * C::kBlockQ * C::kHeadDim * 2 +
@@ -527,25 +553,29 @@ cudaError_t launch_pairs_padded(const FlashsciForwardParams& p, const PairsPlan&
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
   using Tiles = Tiling<kHeadDim, (kHeadDim <= 128 ? 128 : 64), 32, 4, 2, 2>;
   constexpr int kSlots = kHeadDim <= 64 ? 3 : 2;
-  if (!vector)
-    return launch_pairs_tiling<Op, PairsTiling<Tiles, 1, kSlots, 0>, false>(p, pairs, stream);
+  using Any = PairsTiling<Tiles, 1, kSlots, 0>;
+  if (!vector) return launch_pairs_tiling<Op, Any, false>(p, pairs, stream);
   if constexpr (kHeadDim <= 64) {
+    using Wide = Tiling<kHeadDim, 128, 64, 4, 2, 2>;
     constexpr int kSharedSlots = kHeadDim <= 32 ? 3 : 2;
     const bool plain = pairs.bias_copy == 16 && (p.pairs.mask == nullptr || pairs.key_mask) &&
                        p.window_left < 0 && p.window_right < 0 && p.softcap == 0.f &&
                        scale_fits(p.scale);
-    if (plain && p.pairs.bias_is_fp32)
-      return pairs.shares ? launch_pairs_tiling<Op, PairsTiling<Tiles, 2, kSharedSlots, 4>, true>(
-                                p, pairs, stream)
-                          : launch_pairs_tiling<Op, PairsTiling<Tiles, 1, kSlots, 4>, true>(
-                                p, pairs, stream);
+    if (plain && pairs.shares)
+      return p.pairs.bias_is_fp32
+                 ? launch_pairs_tiling<Op, PairsTiling<Tiles, 2, kSharedSlots, 4>, true>(p, pairs,
+                                                                                         stream)
+                 : launch_pairs_tiling<Op, PairsTiling<Tiles, 2, kSharedSlots, 2>, true>(p, pairs,
+                                                                                         stream);
+    if (plain && !p.pairs.bias_is_fp32)
+      return launch_pairs_tiling<Op, PairsTiling<Wide, 1, 2, 2>, true>(p, pairs, stream);
     if (plain)
-      return pairs.shares ? launch_pairs_tiling<Op, PairsTiling<Tiles, 2, kSharedSlots, 2>, true>(
-                                p, pairs, stream)
-                          : launch_pairs_tiling<Op, PairsTiling<Tiles, 1, kSlots, 2>, true>(
-                                p, pairs, stream);
+      return launch_pairs_tiling<Op,
+                                 std::conditional_t<kHeadDim <= 32, PairsTiling<Wide, 1, 2, 4>,
+                                                    PairsTiling<Tiles, 1, 3, 4>>,
+                                 true>(p, pairs, stream);
   }
-  return launch_pairs_tiling<Op, PairsTiling<Tiles, 1, kSlots, 0>, true>(p, pairs, stream);
+  return launch_pairs_tiling<Op, Any, true>(p, pairs, stream);
 }
 
 // All but what depends on the tile shape.

@@ -12,27 +12,33 @@
 
 namespace flashsci::sm80 {
 
-// A bias tile in shared memory: [kBlockQ, kBlockK] elements as a Tile of 16-bit columns, two for
-// each fp32 element.
+// Keys that the interleaving permutes; a bias tile in shared memory is [kBlockK / 32, kBlockQ, 32].
+inline constexpr int kBlockKeys = 32;
+
+// [kBlockQ, 32] elements of it as a Tile of 16-bit columns, two for each fp32 element.
+template <bool kFp32>
+using BiasTile = Tile<kBlockKeys*(kFp32 ? 2 : 1)>;
+
 template <class C, bool kFp32>
-using BiasTile = Tile<C::kBlockK*(kFp32 ? 2 : 1)>;
+inline constexpr int kBiasTileBytes = C::kBlockQ * BiasTile<kFp32>::kRowBytes;
 
 // Elements one by one, wherever they are in memory; zeros outside.
-template <class C, bool kFp32, class Element>
+template <class C, class Element>
 __device__ __forceinline__ void gather_bias(uint32_t tile,
                                             const Element* __restrict__ bias,  // [rows, keys]
                                             const FlashsciPairStrides& strides, int rows,
                                             int keys) {
+  constexpr bool kFp32 = sizeof(Element) == 4;
+  constexpr int kPerChunk = kChunkBytes / sizeof(Element);
   // Neighbours in memory go to neighbouring threads.
   const bool by_rows = strides.row < strides.column;
 #pragma unroll 4
-  for (int i = threadIdx.x; i < C::kBlockQ * C::kBlockK; i += C::kThreads) {
-    const int row = by_rows ? i % C::kBlockQ : i / C::kBlockK;
-    const int key = by_rows ? i / C::kBlockQ : i % C::kBlockK;
+  for (int i = threadIdx.x; i < C::kBlockQ * kBlockKeys; i += C::kThreads) {
+    const int row = by_rows ? i % C::kBlockQ : i / kBlockKeys;
+    const int key = by_rows ? i / C::kBlockQ : i % kBlockKeys;
     const Element x =
         row < rows && key < keys ? __ldg(bias + row * strides.row + key * strides.column) : 0;
-    constexpr int kPerChunk = kChunkBytes / sizeof(Element);
-    const uint32_t target = tile + BiasTile<C, kFp32>::offset(row, key / kPerChunk) +
+    const uint32_t target = tile + BiasTile<kFp32>::offset(row, key / kPerChunk) +
                             key % kPerChunk * static_cast<int>(sizeof(Element));
     if constexpr (kFp32)
       ptx::st_shared(target, x);
@@ -41,77 +47,69 @@ __device__ __forceinline__ void gather_bias(uint32_t tile,
   }
 }
 
-// Starts the copies of a bias tile of `rows` x `keys` (what lies outside becomes 0, and is not
-// read). copy_bytes: what all rows are aligned to, 16 only if they end there too; 0: columns are no
-// neighbours.
+// Starts the copies of `rows` x `keys` of a bias (what lies outside becomes 0, and is not read) to
+// [kBlockQ, 32]. copy_bytes: what all rows are aligned to, 16 only if they end there too; 0:
+// columns are no neighbours.
 template <class C>
 __device__ __forceinline__ void load_bias(uint32_t tile,
                                           const unsigned char* __restrict__ bias,  // [rows, keys]
                                           const FlashsciPairStrides& strides, bool fp32, int rows,
                                           int keys, int copy_bytes) {
   const auto* halves = reinterpret_cast<const uint16_t*>(bias);
-  if (copy_bytes == 16) {
-    if (fp32)
-      load_tile<C::kBlockQ, C::kBlockK * 2, C::kThreads, true, true>(tile, halves, strides.row * 2,
-                                                                     rows, keys * 2, 16);
-    else
-      load_tile<C::kBlockQ, C::kBlockK, C::kThreads, true, true>(tile, halves, strides.row, rows,
-                                                                 keys, 16);
+  if (fp32 && copy_bytes == 16) {
+    load_tile<C::kBlockQ, kBlockKeys * 2, C::kThreads, true, true>(tile, halves, strides.row * 2,
+                                                                   rows, keys * 2, 16);
   } else if (fp32 && copy_bytes != 0) {
-    load_tile<C::kBlockQ, C::kBlockK * 2, C::kThreads, false, true>(tile, halves, strides.row * 2,
+    load_tile<C::kBlockQ, kBlockKeys * 2, C::kThreads, false, true>(tile, halves, strides.row * 2,
                                                                     rows, keys * 2, copy_bytes);
   } else if (fp32) {
-    gather_bias<C, true>(tile, reinterpret_cast<const uint32_t*>(bias), strides, rows, keys);
+    gather_bias<C>(tile, reinterpret_cast<const uint32_t*>(bias), strides, rows, keys);
+  } else if (copy_bytes == 16) {
+    load_tile<C::kBlockQ, kBlockKeys, C::kThreads, true, true>(tile, halves, strides.row, rows,
+                                                               keys, 16);
   } else if (copy_bytes > 2) {
-    load_tile<C::kBlockQ, C::kBlockK, C::kThreads, false, true>(tile, halves, strides.row, rows,
+    load_tile<C::kBlockQ, kBlockKeys, C::kThreads, false, true>(tile, halves, strides.row, rows,
                                                                 keys, copy_bytes);
   } else {
-    gather_bias<C, false>(tile, halves, strides, rows, keys);
+    gather_bias<C>(tile, halves, strides, rows, keys);
   }
 }
 
-// What the scores of a warp's rows start from: factor * bias. start: where this lane's first eight
-// keys are, from bias_start.
-template <class C, bool kFp32>
-__device__ __forceinline__ int bias_start(int warp) {
-  return BiasTile<C, kFp32>::offset(warp * C::kRows + threadIdx.x / 4 % 8,
-                                    threadIdx.x % 4 * (kFp32 ? 2 : 1));
-}
-
+// What the scores of a warp's rows start from: factor * bias.
 template <class Op, class C, bool kFp32>
-__device__ __forceinline__ void read_bias(float (&c)[C::kM][C::kN][4], uint32_t start,
+__device__ __forceinline__ void read_bias(float (&c)[C::kM][C::kN][4], uint32_t tile, int warp,
                                           float factor) {
-  static_assert(C::kBlockK == 32, "more keys: other chunks");
+  using T = BiasTile<kFp32>;
+  const uint32_t start =
+      tile + T::offset(warp * C::kRows + threadIdx.x / 4 % 8, threadIdx.x % 4 * (kFp32 ? 2 : 1));
 #pragma unroll
-  for (int m = 0; m < C::kM; ++m) {
+  for (int block = 0; block < C::kN / 4; ++block) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t row = start + (m * 16 + half * 8) * BiasTile<C, kFp32>::kRowBytes;
-      float x[8];
-      if constexpr (kFp32) {
+    for (int m = 0; m < C::kM; ++m) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint4 word = ptx::ld_shared_v4(i == 0 ? row : row ^ kChunkBytes);
-          x[4 * i] = __uint_as_float(word.x), x[4 * i + 1] = __uint_as_float(word.y);
-          x[4 * i + 2] = __uint_as_float(word.z), x[4 * i + 3] = __uint_as_float(word.w);
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t row =
+            start + block * kBiasTileBytes<C, kFp32> + (m * 16 + half * 8) * T::kRowBytes;
+        float x[8];  // of the keys 8 t .. 8 t + 7
+        if constexpr (kFp32) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const uint4 word = ptx::ld_shared_v4(i == 0 ? row : row ^ kChunkBytes);
+            x[4 * i] = __uint_as_float(word.x), x[4 * i + 1] = __uint_as_float(word.y);
+            x[4 * i + 2] = __uint_as_float(word.z), x[4 * i + 3] = __uint_as_float(word.w);
+          }
+        } else {
+          const uint4 word = ptx::ld_shared_v4(row);
+          const uint32_t words[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+          for (int i = 0; i < 8; ++i)
+            x[i] = Op::to_float(static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16)));
         }
-      } else {
-        const uint4 word = ptx::ld_shared_v4(row);
-        const uint32_t words[4] = {word.x, word.y, word.z, word.w};
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-          x[i] = Op::to_float(static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16)));
+        for (int i = 0; i < 8; ++i) c[m][block * 4 + i / 2][half * 2 + i % 2] = factor * x[i];
       }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) c[m][i / 2][half * 2 + i % 2] = factor * x[i];
     }
   }
-}
-
-// Bytes of a mask as a lane has them: one for each of its keys, four in a word.
-template <class C>
-__device__ __forceinline__ bool hides(const uint32_t (&words)[C::kN / 2], int n, int e) {
-  return (words[n / 2] & (0xffu << (n % 2 * 16 + e * 8))) == 0;
 }
 
 // Where the mask of pairs hides, the scores start from -inf. It is read where it lies. row, key:
@@ -153,7 +151,8 @@ __device__ __forceinline__ void hide_pairs(float (&c)[C::kM][C::kN][4],
     for (int n = 0; n < C::kN; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        if (hides<C>(words[m][e / 2], n, e % 2)) c[m][n][e] = -INFINITY;
+        if ((words[m][e / 2][n / 2] & (0xffu << (n % 2 * 16 + e % 2 * 8))) == 0)
+          c[m][n][e] = -INFINITY;
 }
 
 // Copies tiles of [kRows, kCols] with one pointer a thread, which moves from tile to tile.
@@ -186,47 +185,19 @@ struct TileCopy {
   }
 };
 
-// Copies the mask of a tile of keys, one byte each, to shared memory; keys past the last one are
-// hidden.
-template <int kKeys>
-__device__ __forceinline__ void load_key_mask(uint32_t target,
-                                              const uint8_t* __restrict__ mask,  // [keys]
-                                              int64_t stride, bool aligned, int keys) {
-  const int thread = threadIdx.x;
-  if (aligned) {
-    if (thread < kKeys / 4)
-      ptx::cp_async_small<4>(target + thread * 4, mask + thread * 4,
-                             min(max(keys - thread * 4, 0), 4));
-  } else if (thread < kKeys) {
-    ptx::st_shared_b8(target + thread, thread < keys ? mask[thread * stride] : 0);
-  }
-}
-
-// The mask of a lane's keys; sets whether the tile shows and hides any key.
-template <class C>
-__device__ __forceinline__ void read_key_mask(uint32_t (&words)[C::kN / 2], uint32_t source,
-                                              bool& any_shown, bool& any_hidden) {
-  uint32_t shown = 0, hidden = 0;
-#pragma unroll
-  for (int i = 0; i < C::kN / 2; ++i) {
-    words[i] = ptx::ld_shared(source + threadIdx.x % 4 * 8 + i / 2 * 32 + i % 2 * 4);
-    shown |= words[i];
-    hidden |= (words[i] - 0x01010101u) & ~words[i] & 0x80808080u;  // nonzero iff a byte is 0
-  }
-  any_shown = __any_sync(0xffffffffu, shown != 0);
-  any_hidden = __any_sync(0xffffffffu, hidden != 0);
-}
-
+// shown: a bit for each key of the tile.
 template <class C>
 __device__ __forceinline__ void hide_keys(float (&s)[C::kM][C::kN][4],
-                                          const uint32_t (&words)[C::kN / 2]) {
+                                          const uint32_t (&shown)[C::kN / 4]) {
 #pragma unroll
-  for (int n = 0; n < C::kN; ++n)
+  for (int n = 0; n < C::kN; ++n) {
+    const uint32_t mine = shown[n / 4] >> (threadIdx.x % 4 * 8);
 #pragma unroll
     for (int e = 0; e < 2; ++e)
-      if (hides<C>(words, n, e))
+      if ((mine & (1u << (n % 4 * 2 + e))) == 0)
 #pragma unroll
         for (int m = 0; m < C::kM; ++m) s[m][n][e] = s[m][n][2 + e] = -INFINITY;
+  }
 }
 
 }  // namespace flashsci::sm80
