@@ -106,8 +106,14 @@ __device__ __forceinline__ void online_softmax(float (&s)[kM][kN][4], float (&o)
   }
 }
 
+// Optimistic softmax: most tiles are exponentiated relative to what the rows had before, without a
+// look at their maximum. Whether that was too small a number shows in the sums, of which there are
+// few; then the scores are computed again, and the offset raised first.
+
 // Below any score times exp_scale that is not hidden: what a row with no key yet is relative to.
 inline constexpr float kNoKey = -3e38f;
+// What the exponentials of a lane and row may sum up to in a tile; far inside fp16.
+inline constexpr float kLargestSum = 4096.f;
 
 // The state of the rows of one warp.
 template <int kM, int kDimBlocks>
@@ -115,51 +121,67 @@ struct SoftmaxRows {
   float o[kM][kDimBlocks][4];  // [m16, n8 of Dv, fragment]
   float offset[kM][2];         // [m16, row g or g + 8], what exponents are relative to
   float row_sum[kM][2];        // this lane's part of the sum
+
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      offset[m][0] = offset[m][1] = kNoKey;
+      row_sum[m][0] = row_sum[m][1] = 0.f;
+#pragma unroll
+      for (int i = 0; i < kDimBlocks * 4; ++i) o[m][i / 4][i % 4] = 0.f;
+    }
+  }
 };
 
-// The same for kR independent sets of rows at once, and with less between the products: lanes of a
-// quad compare their own maxima only, and talk when one has outgrown the threshold. The offset of a
-// row is the same in all lanes of a quad, kNoKey at first. exp_scale <= 1, so that no finite score
-// overflows.
-template <int kR, int kM, int kN, int kDimBlocks>
-__device__ __forceinline__ void online_softmax_lazily(float (&s)[kR][kM][kN][4],
-                                                      SoftmaxRows<kM, kDimBlocks> (&rows)[kR],
-                                                      float exp_scale) {
-  float lane_max[kR][kM][2];
-  bool grew = false;
+// Raises the offsets to the maxima of the tile. exp_scale <= 1: no finite score overflows.
+template <int kM, int kN, int kDimBlocks>
+__device__ __forceinline__ void raise_offsets(const float (&s)[kM][kN][4],
+                                              SoftmaxRows<kM, kDimBlocks>& rows, float exp_scale) {
 #pragma unroll
-  for (int i = 0; i < kR * kM * 2; ++i) {
-    const int r = i / (kM * 2), m = i / 2 % kM, half = i % 2;
-    float x = fmaxf(s[r][m][0][half * 2], s[r][m][0][half * 2 + 1]);
+  for (int m = 0; m < kM; ++m) {
 #pragma unroll
-    for (int n = 1; n < kN; ++n)
-      x = fmaxf(x, fmaxf(s[r][m][n][half * 2], s[r][m][n][half * 2 + 1]));
-    lane_max[r][m][half] = x;
-    grew |= fmaf(x, exp_scale, -rows[r].offset[m][half]) > kRescaleThreshold;
-  }
-  if (__any_sync(0xffffffffu, grew)) {
+    for (int half = 0; half < 2; ++half) {
+      float x = fmaxf(s[m][0][half * 2], s[m][0][half * 2 + 1]);
 #pragma unroll
-    for (int i = 0; i < kR * kM * 2; ++i) {
-      const int r = i / (kM * 2), m = i / 2 % kM, half = i % 2;
-      float& offset = rows[r].offset[m][half];
-      const float next = fmaxf(offset, quad_max(lane_max[r][m][half]) * exp_scale);
-      const float alpha = ptx::ex2_approx(offset - next);
-      offset = next;
-      rows[r].row_sum[m][half] *= alpha;
+      for (int n = 1; n < kN; ++n) x = fmaxf(x, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
+      const float next = fmaxf(rows.offset[m][half], quad_max(x) * exp_scale);
+      const float alpha = ptx::ex2_approx(rows.offset[m][half] - next);
+      rows.offset[m][half] = next;
+      rows.row_sum[m][half] *= alpha;
 #pragma unroll
       for (int d = 0; d < kDimBlocks; ++d) {
-        rows[r].o[m][d][half * 2] *= alpha;
-        rows[r].o[m][d][half * 2 + 1] *= alpha;
+        rows.o[m][d][half * 2] *= alpha;
+        rows.o[m][d][half * 2 + 1] *= alpha;
       }
     }
   }
+}
+
+// P in 16 bits, as the operand of a product with [16 keys, ..] tiles; sums: of this lane's part of
+// every row. Returns whether one of them is too large.
+template <class Op, int kM, int kN, int kDimBlocks>
+__device__ __forceinline__ bool exponentiate(uint32_t (&p)[kN / 2][kM][4], float (&sums)[kM][2],
+                                             const float (&s)[kM][kN][4],
+                                             const SoftmaxRows<kM, kDimBlocks>& rows,
+                                             float exp_scale) {
+  bool too_large = false;
 #pragma unroll
-  for (int i = 0; i < kR * kM * kN * 4; ++i) {
-    const int r = i / (kM * kN * 4), m = i / (kN * 4) % kM, n = i / 4 % kN, e = i % 4;
-    float& x = s[r][m][n][e];
-    x = ptx::ex2_approx(fmaf(x, exp_scale, -rows[r].offset[m][e / 2]));
-    rows[r].row_sum[m][e / 2] += x;
+  for (int m = 0; m < kM; ++m) {
+    sums[m][0] = sums[m][1] = 0.f;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      float x[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        x[e] = ptx::ex2_approx(fmaf(s[m][n][e], exp_scale, -rows.offset[m][e / 2]));
+        sums[m][e / 2] += x[e];
+      }
+      p[n / 2][m][n % 2 * 2] = Op::pack2(x[0], x[1]);
+      p[n / 2][m][n % 2 * 2 + 1] = Op::pack2(x[2], x[3]);
+    }
+    too_large |= !(fmaxf(sums[m][0], sums[m][1]) <= kLargestSum);
   }
+  return too_large;
 }
 
 }  // namespace flashsci

@@ -94,6 +94,10 @@ struct KeyTiles {
   int first, end;
 
   __device__ __forceinline__ KeyTiles(const Window& window, int tile_row, int seq_q) {
+    if constexpr (C::kBias != 0) {
+      first = 0, end = (window.seq_k + C::kBlockK - 1) / C::kBlockK;
+      return;
+    }
     const int begin_key = window.begin(tile_row);
     const int end_key = window.end(min(tile_row + C::kBlockQ, seq_q) - 1);
     first = begin_key / C::kBlockK;
@@ -244,7 +248,7 @@ struct PairsFetch {
       }
     }
     stage = next_stage<C>(stage, shared);
-    if (--tile < first_tile) {
+    if (--tile < (C::kBias != 0 ? 0 : first_tile)) {
       ++unit;
       seek(shared, p, plan, pairs, window);
     }
@@ -281,6 +285,27 @@ __device__ __forceinline__ void multiply_kept_qk(float (&s)[C::kM][C::kN][4],
       for (int m = 0; m < C::kM; ++m) {
         Op::mma(s[m][2 * n], q[d][m], b[0], b[1]);
         Op::mma(s[m][2 * n + 1], q[d][m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// O += P V with P packed.
+template <class Op, class C>
+__device__ __forceinline__ void multiply_packed_pv(float (&o)[C::kM][C::kDimBlocks][4],
+                                                   const uint32_t (&p)[C::kN / 2][C::kM][4],
+                                                   uint32_t v_start) {
+  using T = Tile<C::kHeadDim>;
+#pragma unroll
+  for (int n = 0; n < C::kN / 2; ++n) {
+#pragma unroll
+    for (int d = 0; d < C::kDimBlocks / 2; ++d) {
+      uint32_t b[4];  // V [16 keys, 16 columns]: two n8 blocks
+      ptx::ldmatrix_x4_trans(b, T::pair_address(v_start, d) + n * 16 * T::kRowBytes);
+#pragma unroll
+      for (int m = 0; m < C::kM; ++m) {
+        Op::mma(o[m][2 * d], p[n][m], b[0], b[1]);
+        Op::mma(o[m][2 * d + 1], p[n][m], b[2], b[3]);
       }
     }
   }
@@ -374,14 +399,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
     SoftmaxRows<C::kM, C::kDimBlocks> rows[kMembers];
 #pragma unroll
-    for (int r = 0; r < kMembers; ++r) {
-      clear(rows[r].o);
-#pragma unroll
-      for (int m = 0; m < C::kM; ++m) {
-        rows[r].offset[m][0] = rows[r].offset[m][1] = kNoKey;
-        rows[r].row_sum[m][0] = rows[r].row_sum[m][1] = 0.f;
-      }
-    }
+    for (int r = 0; r < kMembers; ++r) rows[r].start();
+    bool careful = true;  // raise the offsets first: no key seen yet, or
+    bool again = false;   // this tile was found to need it
     const uint32_t q_start = ptx::shared_address(shared.q[unit % C::kUnitsQ]) +
                              warp * C::kRows * T::kRowBytes + T::offset(lane % 16, lane / 16);
     constexpr int kQBytes = C::kBlockQ * T::kRowBytes;
@@ -389,54 +409,57 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     uint32_t q_kept[kMembers][kKeptQ][C::kM][4];  // Q [kRows, D] of each member
 
 #pragma unroll 1
-    for (int tile = tiles.end - 1; tile >= tiles.first; --tile) {
-      ptx::cp_async_wait<C::kSlots - 2>();
-      __syncthreads();  // this stage has landed; nobody reads the one before any more
-      if (C::kKeepQ && tile == tiles.end - 1) {
+    for (int tile = tiles.end - 1; tile >= tiles.first;) {
+      if (!again) {
+        ptx::cp_async_wait<C::kSlots - 2>();
+        __syncthreads();  // this stage has landed; nobody reads the one before any more
+        if (C::kKeepQ && tile == tiles.end - 1) {
 #pragma unroll
-        for (int i = 0; i < kMembers * kKeptQ * C::kM; ++i) {
-          const int r = i / (kKeptQ * C::kM), d = i / C::kM % kKeptQ, m = i % C::kM;
-          ptx::ldmatrix_x4(q_kept[r][d][m],
-                           T::pair_address(q_start, d) + r * kQBytes + m * 16 * T::kRowBytes);
+          for (int i = 0; i < kMembers * kKeptQ * C::kM; ++i) {
+            const int r = i / (kKeptQ * C::kM), d = i / C::kM % kKeptQ, m = i % C::kM;
+            ptx::ldmatrix_x4(q_kept[r][d][m],
+                             T::pair_address(q_start, d) + r * kQBytes + m * 16 * T::kRowBytes);
+          }
+          // The next copies may be of the Q after the next: into the place of this one.
+          if (tile == tiles.first) __syncthreads();
         }
-        // The next copies may be of the Q after the next: into the place of this one.
-        if (tile == tiles.first) __syncthreads();
+        fetch.issue(shared, p, plan, pairs, window);
+        ptx::cp_async_commit();
       }
-      fetch.issue(shared, p, plan, pairs, window);
-      ptx::cp_async_commit();
 
       const int first_key = tile * C::kBlockK;
-      bool active = first_key < seen_end && first_key + C::kBlockK > seen_begin;
-      uint32_t shown[kMembers][C::kKeyBlocks];
-      bool any_hidden = false;
-      if (pairs.key_mask) {
-        bool any_shown = false;
+      bool active = kAnything ? first_key < seen_end && first_key + C::kBlockK > seen_begin
+                              : warp_row < seq_q;
+      uint32_t shown[kMembers][C::kKeyBlocks];  // a bit for each key
+      bool any_shown = false, any_hidden = false;
 #pragma unroll
-        for (int i = 0; i < kMembers * C::kKeyBlocks; ++i) {
-          uint32_t& word = shown[i / C::kKeyBlocks][i % C::kKeyBlocks];
-          word = ptx::ld_shared(stage + offsetof(Stage, shown) + i * 4);
-          any_shown |= word != 0;
-          any_hidden |= word != 0xffffffffu;
-        }
-        active &= any_shown;
+      for (int i = 0; i < kMembers * C::kKeyBlocks; ++i) {
+        uint32_t& word = shown[i / C::kKeyBlocks][i % C::kKeyBlocks];
+        word = pairs.key_mask ? ptx::ld_shared(stage + offsetof(Stage, shown) + i * 4)
+                              : first_bits(seq_k - first_key - i % C::kKeyBlocks * kBlockKeys);
+        any_shown |= word != 0;
+        any_hidden |= word != 0xffffffffu;
       }
+      active &= any_shown;
       if (active) {
-        const int row = warp_row + opaque(lane) / 4, key = first_key + opaque(lane) % 4 * 8;
-        float s[kMembers][C::kM][C::kN][4];  // [member, m16, n8 of keys, fragment]: scores, then P
-        auto& start = s[kMembers - 1];       // what the scores start from
+        constexpr int kTileBytes = C::kBlockK * T::kRowBytes;
+        // Opaque: what follows from the lane alone is not worth a register through the loop.
+        const int here = opaque(lane);
+        const int row = warp_row + here / 4, key = first_key + here % 4 * 8;
+        const uint32_t k_start = stage + T::offset(here % 8 + here / 16 * 8, here / 8 % 2);
+        const uint32_t v_start = stage + offsetof(Stage, v) + T::offset(here % 16, here / 16);
         const uint32_t bias_tile = stage + offsetof(Stage, bias);
+        float s[kMembers][C::kM][C::kN][4];  // [member, m16, n8 of keys, fragment]
+        auto& start = s[kMembers - 1];       // what the scores of all members start from
         if (kAnything && p.pairs.bias == nullptr)
           clear(start);
         else if (C::kBias == 4 || (kAnything && p.pairs.bias_is_fp32))
-          read_bias<Op, C, true>(start, bias_tile, warp, pairs.bias_factor);
+          read_bias<Op, C, true>(start, bias_tile, warp, here, pairs.bias_factor);
         else
-          read_bias<Op, C, false>(start, bias_tile, warp, pairs.bias_factor);
+          read_bias<Op, C, false>(start, bias_tile, warp, here, pairs.bias_factor);
         if (kAnything && mask != nullptr && !pairs.key_mask)
           hide_pairs<C>(start, mask, p.pairs.mask_strides, pairs.aligned_mask != 0, row, key, seq_q,
                         seq_k);
-        const uint32_t k_start = stage + T::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-        const uint32_t v_start = stage + offsetof(Stage, v) + T::offset(lane % 16, lane / 16);
-        constexpr int kTileBytes = C::kBlockK * T::kRowBytes;
         const auto multiply = [&](float (&x)[C::kM][C::kN][4], int r) {
           if constexpr (C::kKeepQ)
             multiply_kept_qk<Op, C>(x, q_kept[r], k_start + r * kTileBytes);
@@ -445,12 +468,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         };
 #pragma unroll
         for (int r = 0; r < kMembers - 1; ++r) copy(s[r], start);
-        if (!kAnything || plan.score_mode == kScaled) {
 #pragma unroll
-          for (int r = 0; r < kMembers; ++r) multiply(s[r], r);
-        } else {
-#pragma unroll
-          for (int r = 0; r < kMembers; ++r) {
+        for (int r = 0; r < kMembers; ++r) {
+          if (!kAnything || plan.score_mode == kScaled) {
+            multiply(s[r], r);
+          } else {
             float x[C::kM][C::kN][4];
             clear(x);
             multiply(x, r);
@@ -460,17 +482,36 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         }
         if (any_hidden) {
 #pragma unroll
-          for (int r = 0; r < kMembers; ++r) hide_keys<C>(s[r], shown[r]);
+          for (int r = 0; r < kMembers; ++r) hide_keys<C>(s[r], shown[r], here);
         }
-        if (first_key < full_begin || first_key + C::kBlockK > full_end) {
+        if (kAnything && (first_key < full_begin || first_key + C::kBlockK > full_end)) {
 #pragma unroll
           for (int r = 0; r < kMembers; ++r) mask_scores<true>(s[r], window, row, key);
         }
-        online_softmax_lazily(s, rows, plan.exp_scale);
+        if (careful) {
+#pragma unroll
+          for (int r = 0; r < kMembers; ++r) raise_offsets(s[r], rows[r], plan.exp_scale);
+        }
+        float sums[kMembers][C::kM][2];
+        uint32_t p16[kMembers][C::kN / 2][C::kM][4];  // P [kRows, 16 keys] of each member
+        bool too_large = false;
 #pragma unroll
         for (int r = 0; r < kMembers; ++r)
-          multiply_pv<Op, C>(rows[r].o, s[r], v_start + r * kTileBytes);
+          too_large |= exponentiate<Op>(p16[r], sums[r], s[r], rows[r], plan.exp_scale);
+        again = !careful && __any_sync(0xffffffffu, too_large);
+        careful = again;
+        if (again) continue;
+#pragma unroll
+        for (int r = 0; r < kMembers; ++r) {
+#pragma unroll
+          for (int m = 0; m < C::kM; ++m) {
+            rows[r].row_sum[m][0] += sums[r][m][0];
+            rows[r].row_sum[m][1] += sums[r][m][1];
+          }
+          multiply_packed_pv<Op, C>(rows[r].o, p16[r], v_start + r * kTileBytes);
+        }
       }
+      --tile;
       fetch.write_mask();
       stage = next_stage<C>(stage, shared);
     }

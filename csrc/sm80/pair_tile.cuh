@@ -78,7 +78,7 @@ __device__ __forceinline__ void load_bias(uint32_t tile,
 // What the scores of a warp's rows start from: factor * bias.
 template <class Op, class C, bool kFp32>
 __device__ __forceinline__ void read_bias(float (&c)[C::kM][C::kN][4], uint32_t tile, int warp,
-                                          float factor) {
+                                          int lane, float factor) {
   using T = BiasTile<kFp32>;
   const uint32_t start =
       tile + T::offset(warp * C::kRows + threadIdx.x / 4 % 8, threadIdx.x % 4 * (kFp32 ? 2 : 1));
@@ -185,13 +185,17 @@ struct TileCopy {
   }
 };
 
+__device__ __forceinline__ uint32_t first_bits(int count) {
+  return count >= 32 ? 0xffffffffu : (1u << max(count, 0)) - 1;
+}
+
 // shown: a bit for each key of the tile.
 template <class C>
 __device__ __forceinline__ void hide_keys(float (&s)[C::kM][C::kN][4],
-                                          const uint32_t (&shown)[C::kN / 4]) {
+                                          const uint32_t (&shown)[C::kN / 4], int lane) {
 #pragma unroll
   for (int n = 0; n < C::kN; ++n) {
-    const uint32_t mine = shown[n / 4] >> (threadIdx.x % 4 * 8);
+    const uint32_t mine = shown[n / 4] >> (lane % 4 * 8);
 #pragma unroll
     for (int e = 0; e < 2; ++e)
       if ((mine & (1u << (n % 4 * 2 + e))) == 0)
