@@ -304,7 +304,7 @@ def dense(paths: list[str], dims: list[int], seqs: list[int], reps: int, peers: 
             x.requires_grad_()
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             out = sdpa(q, k, v, is_causal=causal)
-        flash = lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)  # noqa: E731,B023
+        flash = lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)  # noqa: E731
         expect = flash()
         options = scalars(d, 0 if causal else -1)
         with torch.no_grad():
@@ -352,7 +352,7 @@ def dense(paths: list[str], dims: list[int], seqs: list[int], reps: int, peers: 
                 *options,
                 7,
             )
-            runs["triton"] = lambda: triton.backward(*call)  # noqa: B023
+            runs["triton"] = lambda: triton.backward(*call)
         ms = timed(runs, reps)
         work = 10 * b * h * s * s * d * (0.5 if causal else 1)
         for n in runs:
@@ -399,7 +399,7 @@ def biases(paths: list[str], names: list[str], reps: int, peers: list[str]) -> N
     for name in names or BIAS:
         (b, n, h, sq, sk, d), bias_shape, bias_dtype, mask_shape = BIAS[name]
         g = torch.Generator("cuda").manual_seed(0)
-        rand = lambda *s: torch.randn(*s, device="cuda", generator=g)  # noqa: E731,B023
+        rand = lambda *s: torch.randn(*s, device="cuda", generator=g)  # noqa: E731
         q, dout = (rand(b, n, h, sq, d).bfloat16() for _ in range(2))
         k, v = (rand(b, n, h, sk, d).bfloat16() for _ in range(2))
         bias = rand(*bias_shape).to(bias_dtype)
@@ -419,9 +419,9 @@ def biases(paths: list[str], names: list[str], reps: int, peers: list[str]) -> N
             partial = (*call[:-1], 7)
             runs[label + "-nobias"], _ = raw(lib, partial, deterministic=label.startswith("det"))
         if "triton" in peers:
-            runs["triton"] = lambda: triton.backward(*call)  # noqa: B023
+            runs["triton"] = lambda: triton.backward(*call)
         if "efficient" in peers:
-            flat = lambda x: x.reshape(b * n, *x.shape[2:])  # noqa: E731,B023
+            flat = lambda x: x.reshape(b * n, *x.shape[2:])  # noqa: E731
             leaves = [flat(x).detach().requires_grad_() for x in (q, k, v)]
             leaf = bias.bfloat16().detach().requires_grad_()
             full = leaf if mask is None else leaf.masked_fill(~mask, -math.inf)
@@ -434,7 +434,7 @@ def biases(paths: list[str], names: list[str], reps: int, peers: list[str]) -> N
                     y = sdpa(*leaves, attn_mask=full)
                 runs["efficient"] = lambda: torch.autograd.grad(
                     y, [*leaves, leaf], flat(dout), retain_graph=True
-                )  # noqa: B023,E731
+                )
                 runs["efficient"]()
             except RuntimeError as error:
                 runs.pop("efficient", None)
