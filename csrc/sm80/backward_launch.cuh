@@ -31,32 +31,38 @@ struct KeyTiles;
 template <>
 struct KeyTiles<32> {
   using Large = BackwardTiling<32, 128, 64, 4, 1, 2, 3>;
-  using Small = Large;
+  using Pairs = BackwardTiling<32, 128, 64, 4, 1, 2, 2>;
+  using Small = Pairs;
 };
 template <>
 struct KeyTiles<64> {
   using Large = BackwardTiling<64, 128, 64, 4, 1, 2, 2>;
+  using Pairs = Large;
   using Small = std::conditional_t<kTight, BackwardTiling<64, 64, 64, 2, 1, 2, 4>, Large>;
 };
 template <>
 struct KeyTiles<96> {
   using Large = BackwardTiling<96, 128, 64, 4, 2, 2, 1>;
+  using Pairs = Large;
   using Small = BackwardTiling<96, 64, 32, 2, 2, 2, 1>;
 };
 template <>
 struct KeyTiles<128> {
   using Large = BackwardTiling<128, 128, 64, 4, 2, 2, 1>;
+  using Pairs = Large;
   using Small = std::conditional_t<kTight, BackwardTiling<128, 32, 32, 1, 2, 2, 1>,
                                    BackwardTiling<128, 64, 32, 2, 2, 2, 1>>;
 };
 template <>
 struct KeyTiles<192> {
   using Large = BackwardTiling<192, 64, 64, 2, 4, 2, 1>;
+  using Pairs = Large;
   using Small = BackwardTiling<192, 32, 32, 2, 2, 2, 1>;
 };
 template <>
 struct KeyTiles<256> {
   using Large = BackwardTiling<256, 64, 64, 2, 4, 2, 1>;
+  using Pairs = Large;
   using Small = BackwardTiling<256, 32, 32, 2, 2, 1, 1>;
 };
 
@@ -182,7 +188,10 @@ template <class Op, int kHeadDim>
 cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& plan, bool large,
                         cudaStream_t stream) {
   using Large = typename KeyTiles<kHeadDim>::Large;
+  using Pairs = typename KeyTiles<kHeadDim>::Pairs;
   using Small = typename KeyTiles<kHeadDim>::Small;
+  static_assert(Large::kBlockK == Pairs::kBlockK && Large::kBlockQ == Pairs::kBlockQ,
+                "the workspace does not ask which");
   static_assert(
       sizeof(BackwardShared<Small>) <= (kTight && kHeadDim <= 128 ? 64 * 1024 : kTilesBudget),
       "over the budget of the tile preset");
@@ -190,10 +199,10 @@ cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& pla
   if constexpr (!kTight) {
     if (large) {
       return plain ? launch_keys<Op, Large, false>(p, plan, stream)
-                   : launch_keys<Op, Large, true>(p, plan, stream);
+                   : launch_keys<Op, Pairs, true>(p, plan, stream);
     }
   }
-  if constexpr (kTight || !std::is_same_v<Large, Small>)
+  if constexpr (kTight || Large::kBlockK != Small::kBlockK)
     return launch_keys<Op, Small, true>(p, plan, stream);
   return cudaErrorInvalidValue;
 }

@@ -33,6 +33,7 @@ struct alignas(128) QueryShared {
   uint16_t dout[C::kBlockQ * C::kHeadDim];           // [kBlockQ, kHeadDim]
   uint16_t k[C::kStages][C::kBlockK * C::kHeadDim];  // [stage, kBlockK, kHeadDim]
   uint16_t v[C::kStages][C::kBlockK * C::kHeadDim];  // [stage, kBlockK, kHeadDim]
+  float2 statistics[C::kBlockQ];                     // [kBlockQ]: -lse, -delta
 };
 
 // A tile of a tensor, its rows [row, row + rows_valid) of one head.
@@ -121,16 +122,18 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                              p.dout_strides, work.first_q + tile_row,
                              p.dout != nullptr ? work.seq_q - tile_row : 0, p.head_dim_v,
                              p.copy_bytes, plan.vector);
+    const int row = threadIdx.x;
+    if (row < C::kBlockQ) {
+      const bool exists = tile_row + row < work.seq_q;
+      shared.statistics[row] =
+          exists ? plan.statistics[(static_cast<int64_t>(place.batch) * p.heads_q + place.head) *
+                                       p.seq_q +
+                                   work.first_q + tile_row + row]
+                 : make_float2(-INFINITY, 0.f);
+    }
     if (C::kStages == 2) load_keys(first_tile, 0);
     ptx::cp_async_commit();
   }
-  float2 statistics[C::kM][2];  // [m16, row g or g + 8]
-  load_row_statistics(statistics,
-                      plan.statistics +
-                          (static_cast<int64_t>(place.batch) * p.heads_q + place.head) * p.seq_q +
-                          work.first_q,
-                      warp_row + lane / 4, work.seq_q);
-
   const uint32_t q_left = q_tile + warp * C::kRows * T::kRowBytes + lane_by_rows<C::kHeadDim>();
   const uint32_t dout_left = q_left + (dout_tile - q_tile);
   const PairsView view(p.pairs, place.batch0, place.batch1, place.head);
@@ -159,6 +162,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       float s[C::kM][C::kN][4];   // S, then P
       float dp[C::kM][C::kN][4];  // dP - delta, then dS
       const uint32_t b_lane = lane_by_chunks<C::kHeadDim>() + step * T::kRowBytes;
+      float2 statistics[C::kM][2];  // [m16, row g or g + 8]
+#pragma unroll
+      for (int i = 0; i < C::kM * 2; ++i) {
+        const volatile float2& x = shared.statistics[warp * C::kRows + i * 8 + lane / 4];
+        statistics[i / 2][i % 2] = make_float2(x.x, x.y);
+      }
       set_zero(s);
       multiply_rows<Op, C::kHeadDim>(s, q_left, k_stage + b_lane);
 #pragma unroll

@@ -63,7 +63,8 @@ template <class Op, int kCols, int kM, int kN>
 __device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], uint32_t a_start,
                                               uint32_t b_start) {
   using T = Tile<kCols>;
-#pragma unroll
+// In two halves: unrolled whole, the compiler fetches more fragments than registers hold.
+#pragma unroll(kCols / 32)
   for (int d = 0; d < kCols / 16; ++d) {
     uint32_t a[kM][4];  // A [16 kM, 16]
 #pragma unroll
