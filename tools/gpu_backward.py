@@ -43,7 +43,12 @@ class Backend:
 
     def __init__(self, path: str, deterministic: bool = False):
         self.deterministic = deterministic
-        self.units = {t: Unit(path, f"sm80_{n}", t, self) for t, n in DTYPES.items()}
+        found = c.CDLL(path if "/" in path else f"./{path}")
+        self.units = {
+            t: Unit(path, f"sm80_{n}", t, self)
+            for t, n in DTYPES.items()
+            if hasattr(found, f"flashsci_backward_sm80_{n}")
+        }
 
     def unavailable(self) -> None:
         return None
@@ -67,7 +72,7 @@ class Backend:
             return out, torch.zeros(q.shape[:-1], device=q.device)
         with torch.no_grad():
             found, lse = reference.forward(
-                q.double(), k.double(), v.double(), wide, *rest[:-1]
+                q.double(), k.double(), v.double(), wide, *rest
             )
         out = empty_like_layout(q, found.shape)
         return out.copy_(found), lse.float().contiguous()
