@@ -91,7 +91,7 @@ struct PairsAhead {
                                                    const BackwardPlan& plan, int key, int keys) {
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) word[j] = 0;
-    if (true) {
+    if (plan.bias_vector) {
       if (key < keys) {
         if (pairs.bias_is_fp32)
           load_vector<4 * kKeys>(word, row + key * 4);

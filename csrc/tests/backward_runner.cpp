@@ -460,6 +460,15 @@ std::vector<Case> cases() {
   biased("padding mask d64", {1, 2, 70, 150}, false, [](Case& c) {
     c.bias = {}, c.mask = {2, 1, 1, 150}, c.dim = c.dim_v = 64;
   });
+  // Rows of pairs that take vectors.
+  biased("triangle", {1, 2, 136, 136}, true, [](Case& c) {
+    c.batch = 3, c.seq_q = c.seq_k = 136, c.dim = c.dim_v = 32, c.mask = {3, 1, 1, 136};
+  });
+  for (int dim : {64, 128, 256})
+    for (bool fp32 : {false, true})
+      biased(fp32 ? "aligned bias fp32" : "aligned bias", {2, 2, 70, 132}, fp32, [=](Case& c) {
+        c.seq_k = 132, c.dim = c.dim_v = dim, c.mask = {2, 2, 70, 132};
+      });
   Case packed{"packed", 1, 4, 2, 300, 310, 64, 64};
   packed.heads_inside = true;
   packed.lens_q = {100, 0, 1, 130, 60}, packed.lens_k = {90, 10, 0, 150, 60};
