@@ -11,12 +11,22 @@ cudaError_t launch(const FlashsciForwardParams& p, cudaStream_t stream) {
   return launch_forward_tile<C, false>(p, stream);
 }
 
+#ifndef C16
+#define C16 4, 2, 8, 2
+#define C32 4, 2, 8, 2
+#define C64 4, 2, 8, 2
+#define C128 4, 1, 4, 2
+#endif
 cudaError_t launch_forward_fp32(const FlashsciForwardParams& p, cudaStream_t stream) {
   const int dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  if (dim <= 16) return launch<ForwardTile<16, 4, 2, 8, 2>>(p, stream);
-  if (dim <= 32) return launch<ForwardTile<32, 4, 2, 8, 2>>(p, stream);
-  if (dim <= 64) return launch<ForwardTile<64, 4, 2, 8, 2>>(p, stream);
-  if (dim <= 128) return launch<ForwardTile<128, 4, 1, 4, 2>>(p, stream);
+#ifdef TINY
+  if (dim <= 16 && p.seq_q <= 32 && p.cu_seqlens_q == nullptr) return launch<ForwardTile<16, 1, 2, 4, 12>>(p, stream);
+  if (dim <= 32 && p.seq_q <= 32 && p.cu_seqlens_q == nullptr) return launch<ForwardTile<32, 1, 2, 4, 10>>(p, stream);
+#endif
+  if (dim <= 16) return launch<ForwardTile<16, C16>>(p, stream);
+  if (dim <= 32) return launch<ForwardTile<32, C32>>(p, stream);
+  if (dim <= 64) return launch<ForwardTile<64, C64>>(p, stream);
+  if (dim <= 128) return launch<ForwardTile<128, C128>>(p, stream);
   return cudaErrorInvalidValue;
 }
 

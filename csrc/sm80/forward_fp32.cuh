@@ -329,59 +329,51 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   }
 
 #pragma unroll 1
-  for (int tile = end_tile - 1; tile >= first_tile; --tile) {
+  for (int tile = end_tile - 1; tile >= first_tile; tile -= stream.again ? 0 : 1) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // the raw tile has landed; nobody reads the halves of tile n + 1 any more
+    stream.convert();
+    if (!stream.again && tile > first_tile) load(tile - 1);
+    ptx::cp_async_commit();
     const int first_key = tile * C::kBlockK;
-    const bool active = first_key < seen_end && first_key + C::kBlockK > seen_begin;
-    // The first tile chooses the scales, and one that they do not fit.
-    const bool choose = tile == end_tile - 1 || stream.convert();
-    uint32_t pending = stream.kAllPending;
-    bool more = false, hide = false;
-    do {
-      if (choose) more = stream.convert_some(pending, hide);
-      if (!more && tile > first_tile) load(tile - 1);
-      ptx::cp_async_commit();
-      const int next_key = more ? first_key : first_key - C::kBlockK;
-      if (active) {
-        float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
-        multiply_rows<QTile, KTile, C::kDim>(s, opaque(q_start), opaque(k_mixed), opaque(k_high),
-                                             three);
-        float factor[C::kM][2];  // from s to log2 units
+    const int next_key = stream.again ? first_key : first_key - C::kBlockK;
+    if (first_key < seen_end && first_key + C::kBlockK > seen_begin) {
+      float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
+      multiply_rows<QTile, KTile, C::kDim>(s, opaque(q_start), opaque(k_mixed), opaque(k_high),
+                                           three);
+      float factor[C::kM][2];  // from s to log2 units
 #pragma unroll
-        for (int m = 0; m < C::kM; ++m)
+      for (int m = 0; m < C::kM; ++m)
 #pragma unroll
-          for (int half = 0; half < 2; ++half)
-            factor[m][half] = q_factor[m][half] * stream.factor(0);
-        if (plan.plain) {
-          keep_finite(factor);
-        } else {
-          if (plan.cap != 0.f) cap_scores(s, factor, plan.cap);
-          if constexpr (kPairs) {
-            pair_tile.apply(s, pairs, factor);
-          } else {
-            scale_scores(s, factor);
-          }
-          set_all(factor, kLog2e);
-        }
-        if (hide) hide_columns(s, stream.shared.hidden, lane % 4 * 4);
-        if (first_key < full_begin || first_key + C::kBlockK > full_end)
-          mask_interleaved(s, window, opaque(warp_row) + lane / 4, first_key + lane % 4 * 4);
+        for (int half = 0; half < 2; ++half)
+          factor[m][half] = q_factor[m][half] * stream.factor(0);
+      if (plan.plain) {
+        keep_finite(factor);
+      } else {
+        if (plan.cap != 0.f) cap_scores(s, factor, plan.cap);
         if constexpr (kPairs) {
-          if (next_key >= first_tile * C::kBlockK)
-            pair_tile.load(pairs, warp_row + lane / 4, next_key + lane % 4 * 4);
+          pair_tile.apply(s, pairs, factor);
+        } else {
+          scale_scores(s, factor);
         }
-        online_softmax_fp32(s, o, row_max, row_sum, factor);
-        Operand<C::kM, C::kN> probabilities;
-        probabilities.take(s, three);
-        multiply_dims<KTile, C::kDim>(o, probabilities, opaque(v_mixed), opaque(v_high),
-                                      stream.factor(1), three);
-      } else if constexpr (kPairs) {
+        set_all(factor, kLog2e);
+      }
+      if (stream.hide) hide_columns(s, stream.shared.hidden, lane % 4 * 4);
+      if (first_key < full_begin || first_key + C::kBlockK > full_end)
+        mask_interleaved(s, window, warp_row + lane / 4, first_key + lane % 4 * 4);
+      if constexpr (kPairs) {
         if (next_key >= first_tile * C::kBlockK)
           pair_tile.load(pairs, warp_row + lane / 4, next_key + lane % 4 * 4);
       }
-      if (more) __syncthreads();  // nobody reads the halves of this pass any more
-    } while (more);
+      online_softmax_fp32(s, o, row_max, row_sum, factor);
+      Operand<C::kM, C::kN> probabilities;
+      probabilities.take(s, three);
+      multiply_dims<KTile, C::kDim>(o, probabilities, opaque(v_mixed), opaque(v_high),
+                                    stream.factor(1), three);
+    } else if constexpr (kPairs) {
+      if (next_key >= first_tile * C::kBlockK)
+        pair_tile.load(pairs, warp_row + lane / 4, next_key + lane % 4 * 4);
+    }
   }
 
   if (warp_row >= work.seq_q) return;

@@ -91,12 +91,18 @@ struct Stream {
   Storage& shared;
   uint32_t raw, halves;  // addresses
   int scale[2];          // what the halves are: row * 2^scale
+  uint32_t pending;      // a bit for each row of this thread that is still to come
+  bool chosen;           // scale has been chosen
+  bool again;            // rows are left for another pass over this tile
+  bool hide;             // rows are missing from this pass
 
   __device__ __forceinline__ explicit Stream(Storage& storage)
       : shared(storage),
         raw(ptx::shared_address(storage.raw)),
         halves(ptx::shared_address(storage.halves)),
-        scale{0, 0} {}
+        scale{0, 0},
+        chosen(false),
+        again(false) {}
 
   __device__ __forceinline__ uint32_t tile(int tensor) const {
     return halves + tensor * static_cast<int>(sizeof(Tile));
@@ -115,9 +121,21 @@ struct Stream {
     return Row(raw + tensor * kRows * kDim * 4, position(i));
   }
 
+  // Halves of the raw tile, all rows at once if they fit the scales of the last tile. A barrier is
+  // the last thing it does.
+  __device__ __forceinline__ void convert() {
+    hide = false;
+    if (!again) {
+      if (chosen && !convert_all()) return;
+      pending = kAllPending;
+      chosen = true;
+    }
+    convert_some();
+  }
+
   // Halves of all rows with the scales there are. True, in all threads, if they do not fit some
   // row: nothing is usable then.
-  __device__ __forceinline__ bool convert() {
+  __device__ __forceinline__ bool convert_all() {
     bool misfit = false;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -148,10 +166,8 @@ struct Stream {
     return ptx::redux_max(exponent);
   }
 
-  // Chooses scales for the largest of the rows that `pending` (a bit for each row of this thread)
-  // still has, and makes halves of those that they fit. `hide` tells whether rows are missing from
-  // this pass; the result whether any are left for another one.
-  __device__ __forceinline__ bool convert_some(uint32_t& pending, bool& hide) {
+  // Chooses scales for the largest of the pending rows, and makes halves of those that they fit.
+  __device__ __forceinline__ void convert_some() {
     int exponent[2][kEach];
     int largest[2] = {kNoExponent, kNoExponent};
 #pragma unroll
@@ -188,7 +204,7 @@ struct Stream {
       if (now) pending &= ~(1u << i);
     }
     hide = __syncthreads_or(missing);
-    return __syncthreads_or(pending != 0);
+    again = __syncthreads_or(pending != 0);
   }
 };
 
