@@ -157,6 +157,44 @@ class Call:
         assert error == 0, f"forward: cudaError {error}"
         return {"out": self.out, "lse": self.lse}
 
+    def prepare_backward(self, need_bias=True):
+        i, packed = self.inputs, self.cu_q is not None
+        heads_first = (lambda x: x.transpose(0, 1)) if packed else (lambda x: x)
+        nan = lambda *s: torch.full(s, math.nan, device=self.q.device)  # noqa: E731
+        self.dq, self.dk, self.dv = (nan(*x.shape) for x in (i.q, i.k, i.v))
+        views = [full(heads_first(x)) for x in (self.dq, self.dk, self.dv)]
+        self.dbias = nan(*self.bias_shape) if self.bias_shape is not None and need_bias else None
+        dbias = None if self.dbias is None else full(self.dbias)
+        dlse = None if i.dlse is None else full(i.dlse.detach()[..., None])
+        out = full(heads_first(self.out))
+        four = lambda x: Strides(*strides(x)[:4])  # noqa: E731
+        b = Backward(
+            q=pointer(self.q), k=pointer(self.k), v=pointer(self.v), out=pointer(out), dout=pointer(self.dout),
+            lse=pointer(self.lse), dlse=pointer(dlse), dq=pointer(views[0]), dk=pointer(views[1]),
+            dv=pointer(views[2]), dbias=pointer(dbias),
+            q_strides=four(self.q), k_strides=four(self.k), v_strides=four(self.v), out_strides=four(out),
+            dout_strides=four(self.dout), dlse_strides=Strides() if dlse is None else four(dlse),
+            dq_strides=four(views[0]), dk_strides=four(views[1]), dv_strides=four(views[2]),
+            dbias_strides=PairStrides(*([0] * 5 if dbias is None else strides(dbias))),
+            max_seqlen_k=-1 if i.options.get("max_seqlen_k") is None else i.options["max_seqlen_k"],
+            copy_bytes=copy_bytes(self.q, self.k, self.v, out, self.dout), deterministic=0, **self.shape,
+        )  # fmt: skip
+        size = self.library.flashsci_backward_sm80_fp32_workspace
+        size.restype = c.c_int64
+        self.workspace = torch.full((size(c.byref(b)) // 4 + 64,), math.nan, device=self.q.device)
+        b.workspace = self.workspace.data_ptr()
+        assert b.workspace % 256 == 0
+        self.backward_params = b
+
+    def backward(self):
+        if not hasattr(self, "backward_params"):
+            self.prepare_backward(self.inputs.bias_grad)
+        stream = c.c_void_p(torch.cuda.current_stream().cuda_stream)
+        error = self.library.flashsci_backward_sm80_fp32(c.byref(self.backward_params), stream)
+        assert error == 0, f"backward: cudaError {error}"
+        found = {"dq": self.dq, "dk": self.dk, "dv": self.dv}
+        return found if self.dbias is None else found | {"dbias": self.dbias}
+
 
 def pool():
     """Variants in fp32 with all that the kernels serve."""
@@ -186,6 +224,12 @@ def check(libraries, count, seed, tensors):
                 found = call.forward()
                 if "back" in tensors:
                     found |= call.backward()
+                    first = {n: x.clone() for n, x in call.backward().items()}
+                    call.backward()
+                    different = [n for n, x in first.items() if not torch.equal(x, found[n])]
+                    if different:
+                        failures += 1
+                        print("DIFFER", different, case)
                 torch.cuda.synchronize()
                 for finding in judge.findings(found):
                     key = f"{precision} {finding.tensor}"
@@ -220,7 +264,7 @@ CASES = {
 }
 
 
-def timing(libraries, names, peers, rounds):
+def timing(libraries, names, peers, rounds, tensors):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -241,20 +285,31 @@ def timing(libraries, names, peers, rounds):
         runs, expect = {}, None
         if "sdpa" in peers:
             both = bias if mask is None else torch.where(mask, bias, -math.inf)
-            expanded = None if both is None else both.expand(*q.shape[:-1], z["S"])
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            if both is not None:
+                leaves.append(both.detach().requires_grad_())
+            expanded = None if both is None else leaves[3].expand(*q.shape[:-1], z["S"])
             with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
                 try:
                     runs["sdpa"] = lambda q=q, k=k, v=v, b=expanded, c=causal: sdpa(q, k, v, b, is_causal=c)
-                    expect = runs["sdpa"]()
+                    expect = runs["sdpa"]().detach()
+                    if "back" in tensors:
+                        out = sdpa(*leaves[:3], expanded, is_causal=causal)
+                        runs["sdpa"] = lambda o=out, x=leaves, d=dout: torch.autograd.grad(o, x, d, retain_graph=True)
                 except RuntimeError:
                     del runs["sdpa"]
         if "triton" in peers:
             from flashsci.backends.triton import host
 
             scalars = (-1, -1, z["D"] ** -0.5, 0.0, -1, 0 if causal else -1, False, 0.0, "default", False)
-            tensors = (q, k, v, bias, mask, None, None, None, None)
-            runs["triton"] = lambda t=tensors, s=scalars: host.forward(*t, *s)
-            expect = runs["triton"]()[0] if expect is None else expect
+            tensors_ = (q, k, v, bias, mask, None, None, None, None)
+            runs["triton"] = lambda t=tensors_, s=scalars: host.forward(*t, *s)
+            found = runs["triton"]()
+            expect = found[0] if expect is None else expect
+            if "back" in tensors:
+                runs["triton"] = lambda t=tensors_, f=found, s=scalars, d=dout: host.backward(
+                    d, None, *t, *f, *s, 15
+                )
         for name, library in libraries.items():
             for precision in ("tf32x3", "tf32"):
                 call = Call(library, inputs, precision)
@@ -263,9 +318,12 @@ def timing(libraries, names, peers, rounds):
                 if expect is not None and not (found - expect).abs().max() < (1e-5 if "x3" in precision else 1e-2):
                     print("MISMATCH", case, short, (found - expect).abs().max().item())
                 runs[short] = call.forward
+                if "back" in tensors:
+                    call.backward()
+                    runs[short] = call.backward
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
             times = interleaved(runs, rounds)
-        work = 4 * z["B"] * z["H"] * z["S"] ** 2 * z["D"] / (2 if causal else 1)
+        work = (10 if "back" in tensors else 4) * z["B"] * z["H"] * z["S"] ** 2 * z["D"] / (2 if causal else 1)
         print(f"{case:16}", *(f"{n} {t * 1e3:8.1f} us {work / t * 1e-9:5.1f} TF;" for n, t in times.items()), flush=True)
 
 
@@ -285,4 +343,4 @@ if __name__ == "__main__":
     loaded = {os.path.basename(x).split(".")[0]: c.CDLL(os.path.abspath(x)) for x in a.libraries}
     if a.mode == "check":
         sys.exit(check(loaded, a.count, a.seed, a.tensors) != 0)
-    timing(loaded, a.cases.split(","), a.peers.split(","), a.rounds)
+    timing(loaded, a.cases.split(","), a.peers.split(","), a.rounds, a.tensors)

@@ -12,16 +12,17 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <cstdint>
 #include <type_traits>
 
+#include "../common/place.cuh"
 #include "../common/sequence.cuh"
 #include "../common/softmax.cuh"
 #include "../common/window.cuh"
 #include "../include/flashsci.h"
 #include "pairs_fp32.cuh"
 #include "products_fp32.cuh"
+#include "rows_fp32.cuh"
 #include "stream_fp32.cuh"
 
 namespace flashsci::sm80 {
@@ -58,22 +59,6 @@ struct ForwardFp32Plan {
 // P is exponentiated to at most 2^15: 2^kShift at the running maximum, which may be stale.
 inline constexpr float kShift = 11.f, kStale = 4.f;
 
-template <int kM, int kN>
-__device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const float (&factor)[kM][2]) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[m][n][e] *= factor[m][e / 2];
-}
-
-template <int kM>
-__device__ __forceinline__ void set_all(float (&factor)[kM][2], float value) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m) factor[m][0] = factor[m][1] = value;
-}
-
 // s = cap tanh(factor s), of factor 1 then.
 template <int kM, int kN>
 __device__ __forceinline__ void cap_scores(float (&s)[kM][kN][4], float (&factor)[kM][2],
@@ -86,16 +71,6 @@ __device__ __forceinline__ void cap_scores(float (&s)[kM][kN][4], float (&factor
       for (int e = 0; e < 4; ++e)
         s[m][n][e] = cap * tanh_accurate(factor[m][e / 2] * s[m][n][e]);
   set_all(factor, 1.f);
-}
-
-// Rows of tiny or huge numbers: the factor neither vanishes (0 times -inf) nor overflows (times 0).
-template <int kM>
-__device__ __forceinline__ void keep_finite(float (&factor)[kM][2]) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      factor[m][half] = fminf(fmaxf(factor[m][half], 1.2e-38f), 3.4e38f);
 }
 
 // S (times the row's factor: log2 units) becomes P times 2^kShift; row_max is in log2 units.
@@ -154,77 +129,6 @@ __device__ __forceinline__ void online_softmax_fp32(float (&s)[kM][kN][4],
   }
 }
 
-// Which head of which batch a block works on.
-struct PlaceFp32 {
-  uint32_t batch_head, batch0, batch1, head;
-
-  __device__ __forceinline__ PlaceFp32(uint32_t block, uint32_t tiles,
-                                       const FlashsciForwardParams& p) {
-    batch_head = block / tiles;
-    const uint32_t batch = batch_head / static_cast<uint32_t>(p.heads_q);
-    head = batch_head - batch * static_cast<uint32_t>(p.heads_q);
-    batch0 = batch / static_cast<uint32_t>(p.batch1);
-    batch1 = batch - batch0 * static_cast<uint32_t>(p.batch1);
-  }
-  // Elements from the start of a tensor, in 64 bits.
-  __device__ __forceinline__ int64_t offset(const FlashsciStrides& strides,
-                                            uint32_t of_head) const {
-    return batch0 * strides.batch0 + batch1 * strides.batch1 + of_head * strides.head;
-  }
-};
-
-// Makes halves of the raw rows that lie in their place, each with its own power of two.
-template <int kRows, int kDim, int kThreads>
-__device__ __forceinline__ void convert_in_place(uint32_t tile, float* factors) {
-  static_assert(kThreads >= kRows, "a thread has one row or a part of it");
-  using Row = RawRow<kDim, kThreads / kRows>;
-  const Row row(tile, Row::row());
-  float x[Row::kCount][8];
-  row.load_some(x, 0);
-  const int scale = scale_exponent(Row::exponent(x));
-  __syncthreads();  // all have read
-  Row::template store<HalvesTile<kRows, kDim>>(tile, Row::row(), x, power_of_two(scale));
-  if (Row::part() == 0) factors[Row::row()] = power_of_two(-scale);
-}
-
-// Normalises the rows of one warp and writes them and their lse.
-template <class C>
-__device__ __forceinline__ void write_output_fp32(float (&o)[C::kM][C::kDimBlocks][4],
-                                                  const float (&row_max)[C::kM][2],
-                                                  const float (&row_sum)[C::kM][2],
-                                                  float* __restrict__ out,  // [rows, Dv]
-                                                  float* __restrict__ lse,  // [rows]
-                                                  int64_t row_stride, int rows, int head_dim_v,
-                                                  bool vector) {
-  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
-  constexpr float kLn2 = 0.6931471805599453f;
-#pragma unroll
-  for (int m = 0; m < C::kM; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = quad_sum(row_sum[m][half]);
-      const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-      const int row = m * 16 + half * 8 + group;
-      if (row >= rows) continue;
-      if (quad == 0)
-        lse[row] =
-            sum == 0.f ? -INFINITY : fmaf(row_max[m][half], kLn2, logf(sum * exp2f(-kShift)));
-      float* target = out + row * row_stride + quad * 2;
-#pragma unroll
-      for (int d = 0; d < C::kDimBlocks; ++d) {
-        const float x = o[m][d][half * 2] * inverse, y = o[m][d][half * 2 + 1] * inverse;
-        const int left = head_dim_v - d * 8 - quad * 2;
-        if (vector) {
-          if (left > 0) *reinterpret_cast<float2*>(target + d * 8) = make_float2(x, y);
-        } else {
-          if (left > 0) target[d * 8] = x;
-          if (left > 1) target[d * 8 + 1] = y;
-        }
-      }
-    }
-  }
-}
-
 template <class C, bool kPairs>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     forward_fp32_kernel(const __grid_constant__ FlashsciForwardParams p,
@@ -235,7 +139,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   using KTile = HalvesTile<C::kBlockK, C::kDim>;
 
   // Which query tile of which head.
-  const PlaceFp32 place(blockIdx.x, plan.tiles, p);
+  const Place place(blockIdx.x, plan.tiles, p.heads_q, p.batch1);
   const uint32_t slot = blockIdx.x - place.batch_head * plan.tiles;
   TileOfSequence work;
   if (p.cu_seqlens_q != nullptr) {
@@ -301,8 +205,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       for (int e = 0; e < 4; ++e) o[m][d][e] = 0.f;
   }
 
-  const PairsOfHead pairs(p.pairs, plan.pairs, place.batch0, place.batch1, place.head, work.seq_q,
-                          work.seq_k);
+  const PairsOfHead<> pairs(p.pairs, plan.pairs, place, place.head, work.seq_q, work.seq_k);
   PairsTile<kPairs ? C::kM : 1, kPairs ? C::kN : 2> pair_tile;
   if (first_tile < end_tile) {
     if constexpr (kPairs)
@@ -354,7 +257,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         if constexpr (kPairs) {
           pair_tile.apply(s, pairs, factor);
         } else {
-          scale_scores(s, factor);
+          scale_rows(s, factor);
         }
         set_all(factor, kLog2e);
       }
@@ -368,8 +271,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       online_softmax_fp32(s, o, row_max, row_sum, factor);
       Operand<C::kM, C::kN> probabilities;
       probabilities.take(s, three);
-      multiply_dims<KTile, C::kDim>(o, probabilities, opaque(v_mixed), opaque(v_high),
-                                    stream.factor(1), three);
+      set_all(factor, stream.factor(1));
+      multiply_dims<KTile, C::kDim>(o, probabilities, opaque(v_mixed), opaque(v_high), factor, three);
     } else if constexpr (kPairs) {
       if (next_key >= first_tile * C::kBlockK)
         pair_tile.load(pairs, warp_row + lane / 4, next_key + lane % 4 * 4);
@@ -378,12 +281,27 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
   if (warp_row >= work.seq_q) return;
   const int row = work.first_q + warp_row;
-  const PlaceFp32 home(opaque(blockIdx.x), plan.tiles, p);  // rather than kept through the loop
-  auto* out = static_cast<float*>(p.out) + home.offset(p.out_strides, home.head) +
-              row * p.out_strides.row;
+  // Found again rather than kept through the loop.
+  const Place home(opaque(blockIdx.x), plan.tiles, p.heads_q, p.batch1);
   float* lse = p.lse + static_cast<int64_t>(home.batch_head) * p.seq_q + row;
-  write_output_fp32<C>(o, row_max, row_sum, out, lse, p.out_strides.row, work.seq_q - warp_row,
-                       p.head_dim_v, plan.vector_out != 0);
+  float inverse[C::kM][2];
+#pragma unroll
+  for (int m = 0; m < C::kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      constexpr float kLn2 = 0.6931471805599453f;
+      const float sum = quad_sum(row_sum[m][half]);
+      inverse[m][half] = sum == 0.f ? 0.f : 1.f / sum;
+      const int of_warp = m * 16 + half * 8 + lane / 4;
+      if (lane % 4 == 0 && of_warp < work.seq_q - warp_row)
+        lse[of_warp] =
+            sum == 0.f ? -INFINITY : fmaf(row_max[m][half], kLn2, logf(sum * exp2f(-kShift)));
+    }
+  }
+  store_rows_fp32(o, inverse,
+                  static_cast<float*>(p.out) + home.offset(p.out_strides, home.head) +
+                      row * p.out_strides.row,
+                  p.out_strides.row, work.seq_q - warp_row, p.head_dim_v, plan.vector_out != 0);
 }
 
 template <class C, bool kPairs>
@@ -400,24 +318,13 @@ cudaError_t launch_forward_tile(const FlashsciForwardParams& p, cudaStream_t str
   plan.plain = !kPairs && p.softcap == 0.f && p.scale > 0.f;
   plan.inner = p.softcap != 0.f ? p.scale / p.softcap : plan.plain ? p.scale * kLog2e : p.scale;
   plan.cap = p.softcap;
-  const int64_t strides =
-      p.out_strides.batch0 | p.out_strides.batch1 | p.out_strides.head | p.out_strides.row;
-  plan.vector_out = (strides | p.head_dim_v) % 2 == 0 && reinterpret_cast<uintptr_t>(p.out) % 8 == 0;
+  plan.vector_out = takes_pairs(p.out, p.out_strides, p.head_dim_v);
   plan.pairs = PairsAccess::of(p.pairs, p.seq_k);
 
   constexpr auto kernel = forward_fp32_kernel<C, kPairs>;
   constexpr int kSharedBytes = sizeof(ForwardStorage<C>);
-  if (kSharedBytes > 48 * 1024) {
-    // Once per device; a lost race only repeats it.
-    static std::atomic<uint64_t> configured{0};
-    const uint64_t bit = uint64_t{1} << (p.device & 63);
-    if (p.device >= 64 || !(configured.load(std::memory_order_relaxed) & bit)) {
-      const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-      if (error != cudaSuccess) return error;
-      configured.fetch_or(bit, std::memory_order_relaxed);
-    }
-  }
+  const cudaError_t error = allow_shared_fp32<kernel>(kSharedBytes, p.device);
+  if (error != cudaSuccess) return error;
   kernel<<<static_cast<unsigned>(blocks), C::kThreads, kSharedBytes, stream>>>(p, plan);
   return cudaGetLastError();
 }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "../common/place.cuh"
 #include "../common/window.cuh"
 #include "../include/flashsci.h"
 
@@ -24,28 +25,36 @@ struct PairsAccess {
   }
 };
 
-// The pairs of one head of one batch. Strides stay where the kernel parameters are.
+// The pairs of one head of one batch, as rows and columns of scores: queries and keys, or the other
+// way round. Strides stay where the kernel parameters are.
+template <bool kTransposed = false>
 struct PairsOfHead {
   const FlashsciPairs& pairs;
   const PairsAccess& access;
-  const float* bias;    // [seq_q, seq_k] or null
-  const uint8_t* mask;  // [seq_q, seq_k] or null
-  int seq_q, seq_k;
+  const float* bias;    // [rows, columns] or null
+  const uint8_t* mask;  // [rows, columns] or null
+  int rows, columns;
 
   __device__ __forceinline__ PairsOfHead(const FlashsciPairs& p, const PairsAccess& a,
-                                         uint32_t batch0, uint32_t batch1, uint32_t head, int rows,
-                                         int columns)
+                                         const Place& place, uint32_t head, int rows_, int columns_)
       : pairs(p),
         access(a),
         bias(static_cast<const float*>(p.bias)),
         mask(p.mask),
-        seq_q(rows),
-        seq_k(columns) {
-    const auto offset = [&](const FlashsciPairStrides& strides) {
-      return batch0 * strides.batch0 + batch1 * strides.batch1 + head * strides.head;
-    };
-    if (bias != nullptr) bias += offset(p.bias_strides);
-    if (mask != nullptr) mask += offset(p.mask_strides);
+        rows(rows_),
+        columns(columns_) {
+    if (bias != nullptr) bias += offset(p.bias_strides, place, head);
+    if (mask != nullptr) mask += offset(p.mask_strides, place, head);
+  }
+  static __device__ __forceinline__ int64_t offset(const FlashsciPairStrides& s, const Place& place,
+                                                   uint32_t head) {
+    return place.batch0 * s.batch0 + place.batch1 * s.batch1 + head * s.head;
+  }
+  static __device__ __forceinline__ int64_t row_stride(const FlashsciPairStrides& s) {
+    return kTransposed ? s.column : s.row;
+  }
+  static __device__ __forceinline__ int64_t column_stride(const FlashsciPairStrides& s) {
+    return kTransposed ? s.row : s.column;
   }
 };
 
@@ -54,44 +63,47 @@ struct PairsTile {
   float4 bias[kM][2][kN / 2];     // [m16, row g or g + 8, 16 keys]: four keys
   uint32_t shown[kM][2][kN / 2];  // a byte for each of four keys
 
-  // Starts the loads. row: this lane's first; key: the first of its first four.
-  __device__ __forceinline__ void load(const PairsOfHead& of, int row, int key) {
+  // Starts the loads. row: this lane's first; column: the first of its first four.
+  template <bool kTransposed>
+  __device__ __forceinline__ void load(const PairsOfHead<kTransposed>& of, int row, int column) {
     const auto each = [&](const FlashsciPairStrides& strides, auto&& take) {
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int64_t start =
-              min(row + m * 16 + half * 8, of.seq_q - 1) * strides.row + key * strides.column;
+          const int64_t start = min(row + m * 16 + half * 8, of.rows - 1) * of.row_stride(strides) +
+                                column * of.column_stride(strides);
 #pragma unroll
-          for (int j = 0; j < kN / 2; ++j) take(m, half, j, start + j * 16 * strides.column);
+          for (int j = 0; j < kN / 2; ++j) take(m, half, j, start + j * 16 * of.column_stride(strides));
         }
     };
     if (of.bias != nullptr) {
       const FlashsciPairStrides& strides = of.pairs.bias_strides;
-      if (of.access.vector_bias) {
+      const int64_t step = of.column_stride(strides);
+      if (!kTransposed && of.access.vector_bias) {
         each(strides, [&](int m, int half, int j, int64_t at) {
-          bias[m][half][j] = key + j * 16 < of.seq_k
+          bias[m][half][j] = column + j * 16 < of.columns
                                  ? __ldg(reinterpret_cast<const float4*>(of.bias + at))
                                  : make_float4(0.f, 0.f, 0.f, 0.f);
         });
       } else {
         each(strides, [&](int m, int half, int j, int64_t at) {
-          const int left = of.seq_k - key - j * 16;
+          const int left = of.columns - column - j * 16;
           const float* from = of.bias + at;
           float4& to = bias[m][half][j];
           to.x = left > 0 ? __ldg(from) : 0.f;
-          to.y = left > 1 ? __ldg(from + strides.column) : 0.f;
-          to.z = left > 2 ? __ldg(from + 2 * strides.column) : 0.f;
-          to.w = left > 3 ? __ldg(from + 3 * strides.column) : 0.f;
+          to.y = left > 1 ? __ldg(from + step) : 0.f;
+          to.z = left > 2 ? __ldg(from + 2 * step) : 0.f;
+          to.w = left > 3 ? __ldg(from + 3 * step) : 0.f;
         });
       }
     }
     if (of.mask != nullptr) {
       const FlashsciPairStrides& strides = of.pairs.mask_strides;
-      if (of.access.vector_mask) {
+      const int64_t step = of.column_stride(strides);
+      if (!kTransposed && of.access.vector_mask) {
         each(strides, [&](int m, int half, int j, int64_t at) {
-          shown[m][half][j] = key + j * 16 < of.seq_k
+          shown[m][half][j] = column + j * 16 < of.columns
                                   ? __ldg(reinterpret_cast<const uint32_t*>(of.mask + at))
                                   : 0;
         });
@@ -100,8 +112,8 @@ struct PairsTile {
           uint32_t word = 0;
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            if (key + j * 16 + e < of.seq_k)
-              word |= uint32_t{__ldg(of.mask + at + e * strides.column)} << 8 * e;
+            if (column + j * 16 + e < of.columns)
+              word |= uint32_t{__ldg(of.mask + at + e * step)} << 8 * e;
           shown[m][half][j] = word;
         });
       }
@@ -109,7 +121,8 @@ struct PairsTile {
   }
 
   // s = factor s + bias, in natural units; -inf where the mask hides.
-  __device__ __forceinline__ void apply(float (&s)[kM][kN][4], const PairsOfHead& of,
+  template <bool kTransposed>
+  __device__ __forceinline__ void apply(float (&s)[kM][kN][4], const PairsOfHead<kTransposed>& of,
                                         const float (&factor)[kM][2]) const {
     const auto each = [&](auto&& change) {
 #pragma unroll

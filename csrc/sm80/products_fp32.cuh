@@ -119,14 +119,16 @@ struct Operand {
   }
 };
 
-// o += factor * A B for an operand in registers and the rows of tile B.
-template <class TileB, int kDim, int kM, int kN>
+// o += factor * A B for an operand in registers and the rows of tile B. kTogether: n8 blocks of o
+// that are summed up at a time.
+template <class TileB, int kDim, int kTogether = 4, int kM, int kN>
 __device__ __forceinline__ void multiply_dims(float (&o)[kM][kDim / 8][4],
                                               const Operand<kM, kN>& a, uint32_t b_mixed,
-                                              uint32_t b_high, float factor, bool three) {
+                                              uint32_t b_high, const float (&factor)[kM][2],
+                                              bool three) {
   using B = typename TileB::Rows;
   constexpr int kBlocks = kDim / 8;
-  constexpr int kGroup = kBlocks % 4 == 0 ? 4 : 2;  // n8 blocks of o at a time
+  constexpr int kGroup = kBlocks % kTogether == 0 ? kTogether : 2;
 #pragma unroll
   for (int group = 0; group < kBlocks; group += kGroup) {
     float sum[kM][kGroup][4];
@@ -180,7 +182,7 @@ __device__ __forceinline__ void multiply_dims(float (&o)[kM][kDim / 8][4],
       for (int d = 0; d < kGroup; ++d)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          o[m][group + d][e] = fmaf(sum[m][d][e], factor, o[m][group + d][e]);
+          o[m][group + d][e] = fmaf(sum[m][d][e], factor[m][e / 2], o[m][group + d][e]);
   }
 }
 

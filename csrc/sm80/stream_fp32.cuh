@@ -82,7 +82,8 @@ template <int kRows, int kDim, int kThreads>
 struct Stream {
   using Storage = StreamStorage<kRows, kDim, kThreads>;
   using Tile = typename Storage::Tile;
-  static constexpr int kParts = kThreads > kRows ? kThreads / kRows : 1;
+  static constexpr int kAtMost = kThreads > kRows ? kThreads / kRows : 1;
+  static constexpr int kParts = kAtMost < kDim / 8 ? kAtMost : kDim / 8;  // threads of a row
   static constexpr int kEach = kThreads < kRows ? kRows / kThreads : 1;  // rows of a thread
   using Row = RawRow<kDim, kParts>;
   static constexpr uint32_t kAllPending = (1u << kEach) - 1;
@@ -133,12 +134,18 @@ struct Stream {
     convert_some();
   }
 
+  // Whole warps are idle if rows are few and short.
+  static __device__ __forceinline__ bool idle() {
+    return kThreads > kRows * kParts && Row::row() >= kRows;
+  }
+
   // Halves of all rows with the scales there are. True, in all threads, if they do not fit some
   // row: nothing is usable then.
   __device__ __forceinline__ bool convert_all() {
     bool misfit = false;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
+      if (idle()) break;
 #pragma unroll
       for (int tensor = 0; tensor < 2; ++tensor) {
         uint32_t high = row(tensor, i).template convert<Tile>(tile(tensor), position(i),
@@ -172,6 +179,8 @@ struct Stream {
     int largest[2] = {kNoExponent, kNoExponent};
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
+      exponent[0][i] = exponent[1][i] = kNoExponent;
+      if (idle()) break;
       exponent[0][i] = row(0, i).exponent();
       exponent[1][i] = row(1, i).exponent();
       if (pending >> i & 1) largest[0] = max(largest[0], exponent[0][i]);
@@ -190,6 +199,10 @@ struct Stream {
     bool missing = false;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
+      if (idle()) {
+        pending = 0;
+        break;
+      }
       const bool now = (pending >> i & 1) && fits(0, i) && fits(1, i);
 #pragma unroll
       for (int tensor = 0; tensor < 2; ++tensor)
