@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import argparse
 import ctypes as c
+import itertools
 import math
 import os
 import sys
+import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import torch
 
-from flashsci.testing import Judge, generate, make_inputs, variants
+from flashsci.testing import Inputs, Judge, generate, make_inputs, variants
 from flashsci.testing.cases import ALL_LENGTHS
 from tools.gpu_triton import interleaved
 
@@ -103,9 +105,16 @@ class Call:
     def __init__(self, library, inputs, precision="tf32x3"):
         self.library, self.inputs, options = library, inputs, inputs.options
         packed = inputs.cu_seqlens_q is not None
-        q, k, v, dout, bias, mask, dlse = (
+        q, k, v, dout, bias, mask = (
             None if x is None else x.detach()
-            for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.bias, inputs.mask, inputs.dlse)
+            for x in (
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                inputs.dout,
+                inputs.bias,
+                inputs.mask,
+            )
         )
         heads_first = (lambda x: x.transpose(0, 1)) if packed else (lambda x: x)
         self.q, self.k, self.v = (full(heads_first(x)) for x in (q, k, v))
@@ -201,7 +210,10 @@ def pool():
     found = [
         v
         for v in variants(400, ("float32",))
-        if not v.dropout and not (v.varlen and v.bias) and v.head_dim <= MAX_DIM and v.head_dim_v <= MAX_DIM
+        if not v.dropout
+        and not (v.varlen and v.bias)
+        and v.head_dim <= MAX_DIM
+        and v.head_dim_v <= MAX_DIM
     ]
     return found
 
@@ -209,10 +221,23 @@ def pool():
 MAX_DIM = 256
 
 
-def check(libraries, count, seed, tensors):
+def check(libraries, count, seed, tensors, seconds):
+    start = time.time()
     worst, failures, done = {}, 0, 0
+    if seed == 0:
+        for name, library in libraries.items():
+            for label, inputs in extremes():
+                judge, call = Judge(inputs), Call(library, inputs)
+                found = call.forward() | (call.backward() if "back" in tensors else {})
+                for finding in judge.findings(found):
+                    if finding.problem:
+                        failures += 1
+                        print("FAIL", name, label, finding.problem, flush=True)
+                done += 1
     for name, library in libraries.items():
         for case in generate(seed, count, pool(), lengths=ALL_LENGTHS, score_limit=1 << 19):
+            if time.time() - start > seconds:
+                break
             inputs = make_inputs(case, "cuda")
             for precision in ("tf32x3", "tf32"):
                 if precision == "tf32":
@@ -245,6 +270,34 @@ def check(libraries, count, seed, tensors):
     return failures
 
 
+def extremes():
+    """Inputs whose rows differ in size by more than fp16 spans; hidden keys that hold anything."""
+    for seed, (dim, seq, kind) in enumerate(
+        itertools.product(
+            (8, 32, 64, 128, 200), (40, 200), ("hidden", "rows", "tiny", "huge", "columns")
+        )
+    ):
+        g = torch.Generator("cuda").manual_seed(seed)
+        rand = lambda *s: torch.randn(*s, device="cuda", generator=g)  # noqa: E731
+        q, k, v, dout = (rand(2, 2, seq, dim) for _ in range(4))
+        mask = None
+        if kind == "hidden":
+            mask = torch.rand(2, 1, 1, seq, device="cuda", generator=g) < 0.7
+            hidden = ~mask[:, 0, 0]
+            for x, size in ((k, 1e30), (v, 1e35)):
+                x.transpose(1, 2)[hidden] *= size
+        elif kind == "rows":
+            for x in (v, dout):
+                x *= torch.exp2(torch.randint(-30, 30, (2, 2, seq, 1), device="cuda", generator=g))
+        elif kind in ("tiny", "huge"):
+            for x, size in ((q, 1e-12), (k, 1e12), (v, 1e-25), (dout, 1e-8)):
+                x *= size if kind == "tiny" else 1 / size
+        else:
+            for x in (v, dout):
+                x *= torch.exp2(torch.randint(-10, 10, (dim,), device="cuda", generator=g))
+        yield f"{kind} d{dim} s{seq}", Inputs(q, k, v, None, mask, dout)
+
+
 CASES = {
     "dense-d32": dict(B=4, H=16, S=4096, D=32),
     "dense-d64": dict(B=4, H=16, S=4096, D=64),
@@ -268,8 +321,6 @@ def timing(libraries, names, peers, rounds, tensors):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-    from flashsci.testing import Inputs
-
     torch.backends.cuda.matmul.allow_tf32 = False
     for case in names:
         z = CASES[case]
@@ -291,17 +342,32 @@ def timing(libraries, names, peers, rounds, tensors):
             expanded = None if both is None else leaves[3].expand(*q.shape[:-1], z["S"])
             with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
                 try:
-                    runs["sdpa"] = lambda q=q, k=k, v=v, b=expanded, c=causal: sdpa(q, k, v, b, is_causal=c)
+                    runs["sdpa"] = lambda q=q, k=k, v=v, b=expanded, c=causal: sdpa(
+                        q, k, v, b, is_causal=c
+                    )
                     expect = runs["sdpa"]().detach()
                     if "back" in tensors:
                         out = sdpa(*leaves[:3], expanded, is_causal=causal)
-                        runs["sdpa"] = lambda o=out, x=leaves, d=dout: torch.autograd.grad(o, x, d, retain_graph=True)
+                        runs["sdpa"] = lambda o=out, x=leaves, d=dout: torch.autograd.grad(
+                            o, x, d, retain_graph=True
+                        )
                 except RuntimeError:
                     del runs["sdpa"]
         if "triton" in peers:
             from flashsci.backends.triton import host
 
-            scalars = (-1, -1, z["D"] ** -0.5, 0.0, -1, 0 if causal else -1, False, 0.0, "default", False)
+            scalars = (
+                -1,
+                -1,
+                z["D"] ** -0.5,
+                0.0,
+                -1,
+                0 if causal else -1,
+                False,
+                0.0,
+                "default",
+                False,
+            )
             tensors_ = (q, k, v, bias, mask, None, None, None, None)
             runs["triton"] = lambda t=tensors_, s=scalars: host.forward(*t, *s)
             found = runs["triton"]()
@@ -315,7 +381,9 @@ def timing(libraries, names, peers, rounds, tensors):
                 call = Call(library, inputs, precision)
                 found = call.forward()["out"]
                 short = name + ("" if precision == "tf32x3" else "/tf32")
-                if expect is not None and not (found - expect).abs().max() < (1e-5 if "x3" in precision else 1e-2):
+                if expect is not None and not (found - expect).abs().max() < (
+                    1e-5 if "x3" in precision else 1e-2
+                ):
                     print("MISMATCH", case, short, (found - expect).abs().max().item())
                 runs[short] = call.forward
                 if "back" in tensors:
@@ -323,8 +391,19 @@ def timing(libraries, names, peers, rounds, tensors):
                     runs[short] = call.backward
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
             times = interleaved(runs, rounds)
-        work = (10 if "back" in tensors else 4) * z["B"] * z["H"] * z["S"] ** 2 * z["D"] / (2 if causal else 1)
-        print(f"{case:16}", *(f"{n} {t * 1e3:8.1f} us {work / t * 1e-9:5.1f} TF;" for n, t in times.items()), flush=True)
+        work = (
+            (10 if "back" in tensors else 4)
+            * z["B"]
+            * z["H"]
+            * z["S"] ** 2
+            * z["D"]
+            / (2 if causal else 1)
+        )
+        print(
+            f"{case:16}",
+            *(f"{n} {t * 1e3:8.1f} us {work / t * 1e-9:5.1f} TF;" for n, t in times.items()),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
@@ -332,6 +411,7 @@ if __name__ == "__main__":
     parser.add_argument("mode", choices=("check", "time"))
     parser.add_argument("libraries", nargs="+", help="paths")
     parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=600, help="stop drawing cases after that")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-dim", type=int, default=256)
     parser.add_argument("--tensors", default="forward")
@@ -342,5 +422,5 @@ if __name__ == "__main__":
     MAX_DIM = a.max_dim
     loaded = {os.path.basename(x).split(".")[0]: c.CDLL(os.path.abspath(x)) for x in a.libraries}
     if a.mode == "check":
-        sys.exit(check(loaded, a.count, a.seed, a.tensors) != 0)
+        sys.exit(check(loaded, a.count, a.seed, a.tensors, a.seconds) != 0)
     timing(loaded, a.cases.split(","), a.peers.split(","), a.rounds, a.tensors)

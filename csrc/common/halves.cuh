@@ -45,9 +45,9 @@ struct Chunks {
   }
 };
 
-inline constexpr float kLowScale = 2048.f;               // of the low half of a stored operand
+inline constexpr float kLowScale = 2048.f;                 // of the low half of a stored operand
 inline constexpr uint32_t kInverseLowScale2 = 0x10001000;  // 2^-11, twice, in fp16
-inline constexpr int kTopExponent = 14;                  // scaled numbers are below 2^15
+inline constexpr int kTopExponent = 14;                    // scaled numbers are below 2^15
 
 // A tile of halves: rows of fp16.
 template <int kRows, int kDim>

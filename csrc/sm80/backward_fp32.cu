@@ -4,24 +4,31 @@
 namespace flashsci::sm80 {
 namespace {
 
-#ifndef K16
-#define K16 4, 2, 8, 2
-#define K32 4, 2, 4, 2
-#define K64 4, 2, 4, 2
-#define K128 4, 1, 2, 2
-#define Q16 4, 2, 8, 2
-#define Q32 4, 2, 8, 2
-#define Q64 4, 2, 4, 2
-#define Q128 4, 1, 2, 2
-#endif
-// What is done with the tiles of a head dimension.
+// Dims, warps, m16 blocks of a warp, n8 blocks of columns, CTAs an SM.
+template <int... kShape>
+using Tile = BackwardTile<kShape...>;
+
+// What is done with the tiles of a head dimension: those of keys, of queries, of the bias.
 template <class Do>
 auto with_tiles(const FlashsciBackwardParams& p, Do&& act) {
   const int dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  if (dim <= 16) return act(BackwardTile<16, K16>{}, BackwardTile<16, Q16>{}, BackwardTile<16, Q16>{});
-  if (dim <= 32) return act(BackwardTile<32, K32>{}, BackwardTile<32, Q32>{}, BackwardTile<32, Q32>{});
-  if (dim <= 64) return act(BackwardTile<64, K64>{}, BackwardTile<64, Q64>{}, BackwardTile<64, Q64>{});
-  return act(BackwardTile<128, K128>{}, BackwardTile<128, Q128>{}, BackwardTile<128, Q128>{});
+  if (dim <= 16)
+    return act(Tiles<Tile<16, 4, 2, 4, 2>, Tile<16, 4, 1, 4, 2>>{}, Tiles<Tile<16, 4, 2, 4, 2>>{},
+               Tile<16, 4, 2, 4, 2>{});
+  if (dim <= 32)
+    return act(Tiles<Tile<32, 4, 2, 4, 2>, Tile<32, 4, 1, 4, 2>>{}, Tiles<Tile<32, 4, 2, 4, 2>>{},
+               Tile<32, 4, 2, 4, 2>{});
+  if (dim <= 64)
+    return act(Tiles<Tile<64, 4, 1, 4, 2>>{}, Tiles<Tile<64, 4, 2, 4, 2>, Tile<64, 4, 1, 4, 2>>{},
+               Tile<64, 4, 1, 4, 2>{});
+  if (dim <= 128)
+    return act(Tiles<Tile<128, 4, 1, 2, 1>>{}, Tiles<Tile<128, 4, 1, 2, 1>>{},
+               Tile<128, 4, 1, 2, 1>{});
+  if (dim <= 192)
+    return act(Tiles<Tile<192, 2, 1, 2, 1>>{}, Tiles<Tile<192, 2, 1, 2, 1>>{},
+               Tile<192, 2, 1, 2, 1>{});
+  return act(Tiles<Tile<256, 1, 1, 2, 1>>{}, Tiles<Tile<256, 1, 1, 2, 1>>{},
+             Tile<256, 1, 1, 2, 1>{});
 }
 
 }  // namespace

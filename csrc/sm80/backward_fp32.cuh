@@ -1,6 +1,7 @@
 // Backward attention in fp32 on fp16 tensor cores (Ampere and newer), without atomics.
 //
-// Maths     P = exp(S - lse), dP = dO V^T, dS = P (dP - delta), delta_i = sum_d dO_id O_id - dlse_i;
+// Maths     P = exp(S - lse), dP = dO V^T, dS = P (dP - delta), delta_i = sum_d dO_id O_id -
+// dlse_i;
 //           dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K. Products as in forward_fp32.cuh.
 // Roles     One kernel twice. kKeys: a CTA owns a tile of keys and goes through the queries of all
 //           heads that share them (dK, dV: four products). Else it owns a tile of queries and goes
@@ -42,22 +43,23 @@ struct BackwardTile {
 
 template <class C>
 struct alignas(128) BackwardStorage {
-  HalvesTile<C::kBlockRows, C::kDim> x, y;  // Q and dO, or K and V
+  HalvesTile<C::kBlockRows, C::kDim> x, y;                       // Q and dO, or K and V
   StreamStorage<C::kBlockColumns, C::kDim, C::kThreads> stream;  // K and V, or Q and dO
   float x_factor[C::kBlockRows], y_factor[C::kBlockRows];
-  float2 statistics[2][C::kBlockColumns];  // of the raw tile, of the halves: lse in log2 units, delta
+  float2 statistics[2]
+                   [C::kBlockColumns];  // of the raw tile, of the halves: lse in log2 units, delta
 };
 
 // What the host derives from the parameters, once.
 struct BackwardFp32Plan {
-  float2* statistics;      // [B0, B1, Hq, Sq]: lse in log2 units (+inf for a row without keys), delta
-  uint32_t tiles_q, tiles_k;  // grid slots of one head
-  int vector;                 // rows of q, k, v, dout take 16-byte copies
+  float2* statistics;  // [B0, B1, Hq, Sq]: lse in log2 units (+inf for a row without keys), delta
+  uint32_t tiles;      // grid slots of one head
+  int vector;          // rows of q, k, v, dout take 16-byte copies
   int vector_dq, vector_dk, vector_dv;
-  int plain;      // scores are what is exponentiated, up to a positive factor
-  float inner;    // factor of the scores: to units of log2 if plain, to natural ones or those of the
-                  // cap if not
-  float cap;      // softcap or 0
+  int plain;    // scores are what is exponentiated, up to a positive factor
+  float inner;  // factor of the scores: to units of log2 if plain, to natural ones or those of the
+                // cap if not
+  float cap;    // softcap or 0
   int write_bias;  // the kernel of the queries writes dbias
   int vector_dbias;
   PairsAccess pairs;
@@ -108,27 +110,32 @@ __device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4]
   }
 }
 
-template <class C, bool kKeys, bool kPairs>
+enum Rows { kQueries, kKeysBoth, kKeysK, kKeysV };  // what a CTA owns, and the gradients it makes
+
+template <class C, int kWhat, bool kPairs>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     backward_fp32_kernel(const __grid_constant__ FlashsciBackwardParams p,
                          const __grid_constant__ BackwardFp32Plan plan) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory);
+  constexpr bool kKeys = kWhat != kQueries;
+  constexpr bool kX = kWhat != kKeysV;                        // dQ or dK
+  constexpr bool kY = kWhat == kKeysBoth || kWhat == kKeysV;  // dV
   using RowTile = HalvesTile<C::kBlockRows, C::kDim>;
   using ColumnTile = HalvesTile<C::kBlockColumns, C::kDim>;
 
   // Which tile of which head.
-  const uint32_t tiles = kKeys ? plan.tiles_k : plan.tiles_q;
+  const uint32_t tiles = plan.tiles;
   const Place place(blockIdx.x, tiles, kKeys ? p.heads_k : p.heads_q, p.batch1);
   const uint32_t slot = blockIdx.x - place.batch_head * tiles;
   const uint32_t group = static_cast<uint32_t>(p.heads_q / p.heads_k);
   int tile, first_row, rows, first_column, columns;
   if (p.cu_seqlens_q != nullptr) {
-    const TileOfSequence work =
-        kKeys ? find_tile<C::kBlockRows>(slot, p.cu_seqlens_k, p.cu_seqlens_q, p.num_seqs, p.seq_k,
-                                         p.seq_q)
-              : find_tile<C::kBlockRows>(slot, p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q,
-                                         p.seq_k);
+    const TileOfSequence work = kKeys
+                                    ? find_tile<C::kBlockRows>(slot, p.cu_seqlens_k, p.cu_seqlens_q,
+                                                               p.num_seqs, p.seq_k, p.seq_q)
+                                    : find_tile<C::kBlockRows>(slot, p.cu_seqlens_q, p.cu_seqlens_k,
+                                                               p.num_seqs, p.seq_q, p.seq_k);
     tile = work.tile, first_row = work.first_q, rows = work.seq_q;
     first_column = work.first_k, columns = work.seq_k;
   } else {
@@ -152,9 +159,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const int last_row = min(tile_row + C::kBlockRows, rows) - 1;
   const int columns_begin = window.begin(tile_row), columns_end = window.end(last_row);
   const int first_tile = columns_begin / C::kBlockColumns;
-  const int end_tile =
-      columns_begin < columns_end ? (columns_end + C::kBlockColumns - 1) / C::kBlockColumns
-                                  : first_tile;
+  const int end_tile = columns_begin < columns_end
+                           ? (columns_end + C::kBlockColumns - 1) / C::kBlockColumns
+                           : first_tile;
   const int warp_last_row = min(warp_row + C::kRows, rows) - 1;
   const int seen_begin = window.begin(warp_row);
   const int seen_end = warp_row < rows ? window.end(warp_last_row) : 0;
@@ -169,26 +176,29 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     if (kKeys) {
       const uint32_t query_head = place.head * group + head;
       const int64_t from = first_column + first;
-      stream.load(0, static_cast<const float*>(p.q) + place.offset(p.q_strides, query_head) +
-                         from * p.q_strides.row,
+      stream.load(0,
+                  static_cast<const float*>(p.q) + place.offset(p.q_strides, query_head) +
+                      from * p.q_strides.row,
                   p.q_strides.row, left, p.head_dim, plan.vector != 0);
-      stream.load(1, static_cast<const float*>(p.dout) + place.offset(p.dout_strides, query_head) +
-                         from * p.dout_strides.row,
+      stream.load(1,
+                  static_cast<const float*>(p.dout) + place.offset(p.dout_strides, query_head) +
+                      from * p.dout_strides.row,
                   p.dout_strides.row, p.dout != nullptr ? left : 0, p.head_dim_v, plan.vector != 0);
       const uint32_t batch = place.batch_head / static_cast<uint32_t>(p.heads_k);
       const float2* statistics =
-          plan.statistics +
-          (static_cast<int64_t>(batch) * p.heads_q + query_head) * p.seq_q + from;
+          plan.statistics + (static_cast<int64_t>(batch) * p.heads_q + query_head) * p.seq_q + from;
       for (int i = threadIdx.x; i < C::kBlockColumns; i += C::kThreads)
         ptx::cp_async_small<8>(ptx::shared_address(&shared.statistics[0][i]), statistics + i,
                                i < left ? 8 : 0);
     } else {
       const int64_t from = first_column + first;
-      stream.load(0, static_cast<const float*>(p.k) + place.offset(p.k_strides, row_head) +
-                         from * p.k_strides.row,
+      stream.load(0,
+                  static_cast<const float*>(p.k) + place.offset(p.k_strides, row_head) +
+                      from * p.k_strides.row,
                   p.k_strides.row, left, p.head_dim, plan.vector != 0);
-      stream.load(1, static_cast<const float*>(p.v) + place.offset(p.v_strides, row_head) +
-                         from * p.v_strides.row,
+      stream.load(1,
+                  static_cast<const float*>(p.v) + place.offset(p.v_strides, row_head) +
+                      from * p.v_strides.row,
                   p.v_strides.row, left, p.head_dim_v, plan.vector != 0);
     }
   };
@@ -199,26 +209,24 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const uint32_t x_rows_high = start_of_rows<ColumnTile>(stream.tile(0), false);
   const uint32_t x_dims = start_of_dims<ColumnTile>(stream.tile(0), true);
   const uint32_t x_dims_high = start_of_dims<ColumnTile>(stream.tile(0), false);
-  constexpr int kToY = sizeof(ColumnTile);  // from tile 0 of the stream to tile 1
+  constexpr int kTogether = C::kM * C::kDim >= 128 ? 2 : 4;  // registers
+  constexpr int kToY = sizeof(ColumnTile);                   // from tile 0 of the stream to tile 1
   const bool three = p.precision == FLASHSCI_TF32X3;
 
-  float dx[C::kM][C::kDimBlocks][4];              // dQ or dK: [m16, n8 of D, fragment]
-  float dy[kKeys ? C::kM : 1][kKeys ? C::kDimBlocks : 1][4];  // dV: [m16, n8 of Dv, fragment]
-  float x_factor[C::kM][2], y_factor[C::kM][2];   // of this lane's rows, with plan.inner in x's
-  float2 statistics[C::kM][2];                    // of this lane's rows, if they are queries
-#pragma unroll
-  for (int i = 0; i < C::kM * C::kDimBlocks * 4; ++i) dx[i / 4 / C::kDimBlocks][i / 4 % C::kDimBlocks][i % 4] = 0.f;
-  if constexpr (kKeys) {
-#pragma unroll
-    for (int i = 0; i < C::kM * C::kDimBlocks * 4; ++i) dy[i / 4 / C::kDimBlocks][i / 4 % C::kDimBlocks][i % 4] = 0.f;
-  }
+  float dx[C::kM][kX ? C::kDimBlocks : 1][4];    // dQ or dK: [m16, n8 of D, fragment]
+  float dy[C::kM][kY ? C::kDimBlocks : 1][4];    // dV: [m16, n8 of Dv, fragment]
+  float x_factor[C::kM][2], y_factor[C::kM][2];  // of this lane's rows, with plan.inner in x's
+  float2 statistics[C::kM][2];                   // of this lane's rows, if they are queries
+  clear(dx);
+  clear(dy);
 
   int head = kKeys ? static_cast<int>(group) - 1 : 0;
   const uint32_t first_head = kKeys ? place.head * group : place.head;  // of queries
   PairsTile<kPairs ? C::kM : 1, kPairs ? C::kN : 2> pair_tile;
   const auto load_pairs = [&](int of_group, int column) {
     if constexpr (kPairs) {
-      const PairsOfHead<kKeys> pairs(p.pairs, plan.pairs, place, first_head + of_group, rows, columns);
+      const PairsOfHead<kKeys> pairs(p.pairs, plan.pairs, place, first_head + of_group, rows,
+                                     columns);
       pair_tile.load(pairs, warp_row + lane / 4, column + lane % 4 * 4);
     }
   };
@@ -229,16 +237,20 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     const FlashsciStrides& xs = kKeys ? p.k_strides : p.q_strides;
     const FlashsciStrides& ys = kKeys ? p.v_strides : p.dout_strides;
     load_raw<C::kBlockRows, C::kDim, C::kThreads, false>(
-        x_tile, static_cast<const float*>(kKeys ? p.k : p.q) + place.offset(xs, place.head) + from * xs.row,
+        x_tile,
+        static_cast<const float*>(kKeys ? p.k : p.q) + place.offset(xs, place.head) + from * xs.row,
         xs.row, rows - tile_row, p.head_dim, plan.vector != 0);
     load_raw<C::kBlockRows, C::kDim, C::kThreads, false>(
-        y_tile, static_cast<const float*>(kKeys ? p.v : p.dout) + place.offset(ys, place.head) + from * ys.row,
+        y_tile,
+        static_cast<const float*>(kKeys ? p.v : p.dout) + place.offset(ys, place.head) +
+            from * ys.row,
         ys.row, kKeys || p.dout != nullptr ? rows - tile_row : 0, p.head_dim_v, plan.vector != 0);
     ptx::cp_async_commit();
     load(head, end_tile - 1);
     ptx::cp_async_commit();
     if (!kKeys) {
-      const float2* of_rows = plan.statistics + static_cast<int64_t>(place.batch_head) * p.seq_q + from;
+      const float2* of_rows =
+          plan.statistics + static_cast<int64_t>(place.batch_head) * p.seq_q + from;
 #pragma unroll
       for (int i = 0; i < C::kM * 2; ++i) {
         const int row = warp * C::kRows + i * 8 + lane / 4;
@@ -293,8 +305,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
       for (int i = 0; i < C::kM * C::kN * 4; ++i) {
         const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-        dp[m][n][e] = fmaf(dp[m][n][e], y_factor[m][e / 2] * stream.factor(1),
-                           -statistics_of(m, n, e).y);
+        dp[m][n][e] =
+            fmaf(dp[m][n][e], y_factor[m][e / 2] * stream.factor(1), -statistics_of(m, n, e).y);
       }
 #pragma unroll
       for (int i = 0; i < C::kM * 2; ++i)
@@ -326,27 +338,29 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         store_bias_gradient(dp,
                             static_cast<float*>(p.dbias) +
                                 PairsOfHead<>::offset(p.dbias_strides, place, place.head),
-                            p.dbias_strides, warp_row + lane / 4, first + lane % 4 * 4, rows, columns,
-                            plan.vector_dbias != 0,
+                            p.dbias_strides, warp_row + lane / 4, first + lane % 4 * 4, rows,
+                            columns, plan.vector_dbias != 0,
                             stream.hide ? stream.shared.hidden + lane % 4 * 4 : nullptr);
       Operand<C::kM, C::kN> operand;
-      if constexpr (kKeys) {
+      if constexpr (kY) {
         if (p.dv != nullptr) {
           normalise(s, factor);
 #pragma unroll
           for (int i = 0; i < C::kM * 2; ++i) factor[i / 2][i % 2] *= stream.factor(1);
           operand.take(s, three);
-          multiply_dims<ColumnTile, C::kDim>(dy, operand, opaque(x_dims) + kToY,
-                                             opaque(x_dims_high) + kToY, factor, three);
+          multiply_dims<ColumnTile, C::kDim, kTogether>(dy, operand, opaque(x_dims) + kToY,
+                                                        opaque(x_dims_high) + kToY, factor, three);
         }
       }
-      if ((kKeys ? p.dk : p.dq) != nullptr) {
-        normalise(dp, factor);
+      if constexpr (kX) {
+        if ((kKeys ? p.dk : p.dq) != nullptr) {
+          normalise(dp, factor);
 #pragma unroll
-        for (int i = 0; i < C::kM * 2; ++i) factor[i / 2][i % 2] *= stream.factor(0);
-        operand.take(dp, three);
-        multiply_dims<ColumnTile, C::kDim>(dx, operand, opaque(x_dims), opaque(x_dims_high), factor,
-                                           three);
+          for (int i = 0; i < C::kM * 2; ++i) factor[i / 2][i % 2] *= stream.factor(0);
+          operand.take(dp, three);
+          multiply_dims<ColumnTile, C::kDim, kTogether>(dx, operand, opaque(x_dims),
+                                                        opaque(x_dims_high), factor, three);
+        }
       }
     } else if (kPairs && head >= 0) {
       load_pairs(head, of_head * C::kBlockColumns);
@@ -355,18 +369,23 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
   if (warp_row >= rows) return;
   const int64_t row = first_row + warp_row;
-  void* const to_x = kKeys ? p.dk : p.dq;
-  const FlashsciStrides& strides = kKeys ? p.dk_strides : p.dq_strides;
   float factor[C::kM][2];
-  set_all(factor, p.scale);
-  if (to_x != nullptr)
-    store_rows_fp32(dx, factor, static_cast<float*>(to_x) + place.offset(strides, place.head) + row * strides.row,
-                    strides.row, rows - warp_row, p.head_dim, (kKeys ? plan.vector_dk : plan.vector_dq) != 0);
-  if constexpr (kKeys) {
+  if constexpr (kX) {
+    void* const to = kKeys ? p.dk : p.dq;
+    const FlashsciStrides& strides = kKeys ? p.dk_strides : p.dq_strides;
+    set_all(factor, p.scale);
+    if (to != nullptr)
+      store_rows_fp32(
+          dx, factor,
+          static_cast<float*>(to) + place.offset(strides, place.head) + row * strides.row,
+          strides.row, rows - warp_row, p.head_dim, (kKeys ? plan.vector_dk : plan.vector_dq) != 0);
+  }
+  if constexpr (kY) {
     set_all(factor, 1.f);
     if (p.dv != nullptr)
       store_rows_fp32(dy, factor,
-                      static_cast<float*>(p.dv) + place.offset(p.dv_strides, place.head) + row * p.dv_strides.row,
+                      static_cast<float*>(p.dv) + place.offset(p.dv_strides, place.head) +
+                          row * p.dv_strides.row,
                       p.dv_strides.row, rows - warp_row, p.head_dim_v, plan.vector_dv != 0);
   }
 }
@@ -380,8 +399,8 @@ __global__ void __launch_bounds__(256, 4)
   const int64_t row = static_cast<int64_t>(tile) * (256 / lanes) + threadIdx.x / lanes;
   float sum = 0.f;
   if (row < p.seq_q && p.dout != nullptr) {
-    const float* dout = static_cast<const float*>(p.dout) + place.offset(p.dout_strides, place.head) +
-                        row * p.dout_strides.row;
+    const float* dout = static_cast<const float*>(p.dout) +
+                        place.offset(p.dout_strides, place.head) + row * p.dout_strides.row;
     const float* out = static_cast<const float*>(p.out) + place.offset(p.out_strides, place.head) +
                        row * p.out_strides.row;
     if (vector) {

@@ -75,17 +75,51 @@ BackwardFp32Work plan_work(const FlashsciBackwardParams& p) {
   return work;
 }
 
-template <class C, bool kKeys>
-cudaError_t launch_rows(const FlashsciBackwardParams& p, const BackwardFp32Plan& plan,
+// Tiles without and with a bias or mask, which take registers.
+template <class Plain_, class Pairs_ = Plain_>
+struct Tiles {
+  using Plain = Plain_;
+  using Pairs = Pairs_;
+  static constexpr int kDim = Plain::kDim;
+};
+
+template <class C, int kWhat, bool kPairs>
+cudaError_t launch_tile(const FlashsciBackwardParams& p, BackwardFp32Plan plan,
                         cudaStream_t stream) {
-  const int64_t blocks = int64_t{kKeys ? plan.tiles_k : plan.tiles_q} *
-                         (kKeys ? p.heads_k : p.heads_q) * p.batch0 * p.batch1;
-  const bool pairs = p.pairs.bias != nullptr || p.pairs.mask != nullptr;
+  constexpr bool kKeys = kWhat != kQueries;
+  const int seq = kKeys ? p.seq_k : p.seq_q;
+  const int64_t tiles = p.cu_seqlens_q != nullptr
+                            ? num_slots<C::kBlockRows>(seq, p.num_seqs)
+                            : (int64_t{seq} + C::kBlockRows - 1) / C::kBlockRows;
+  plan.tiles = static_cast<uint32_t>(tiles);
+  const int64_t blocks = tiles * (kKeys ? p.heads_k : p.heads_q) * p.batch0 * p.batch1;
   constexpr size_t kShared = sizeof(BackwardStorage<C>);
-  return pairs ? launch_fp32<backward_fp32_kernel<C, kKeys, true>>(blocks, C::kThreads, kShared,
-                                                                   p.device, stream, p, plan)
-               : launch_fp32<backward_fp32_kernel<C, kKeys, false>>(blocks, C::kThreads, kShared,
-                                                                    p.device, stream, p, plan);
+  static_assert(kShared <= 99 * 1024, "a block has 99 KiB on the smallest device");
+  return launch_fp32<backward_fp32_kernel<C, kWhat, kPairs>>(blocks, C::kThreads, kShared, p.device,
+                                                             stream, p, plan);
+}
+
+template <class Tiles>
+cudaError_t launch_queries(const FlashsciBackwardParams& p, const BackwardFp32Plan& plan,
+                           cudaStream_t stream) {
+  return p.pairs.bias != nullptr || p.pairs.mask != nullptr
+             ? launch_tile<typename Tiles::Pairs, kQueries, true>(p, plan, stream)
+             : launch_tile<typename Tiles::Plain, kQueries, false>(p, plan, stream);
+}
+
+// dk and dv, one after the other where both do not fit the registers.
+template <class C, bool kPairs>
+cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardFp32Plan& plan,
+                        cudaStream_t stream) {
+  if constexpr (C::kDim <= (kPairs ? 64 : 128)) {
+    return launch_tile<C, kKeysBoth, kPairs>(p, plan, stream);
+  } else {
+    cudaError_t error = cudaSuccess;
+    if (p.dk != nullptr) error = launch_tile<C, kKeysK, kPairs>(p, plan, stream);
+    if (error == cudaSuccess && p.dv != nullptr)
+      error = launch_tile<C, kKeysV, kPairs>(p, plan, stream);
+    return error;
+  }
 }
 
 template <class Keys, class Queries, class Bias>
@@ -94,17 +128,9 @@ cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t 
   if (p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
   BackwardFp32Work work = plan_work<Bias>(p);
   BackwardFp32Plan plan{};
-  const bool packed = p.cu_seqlens_q != nullptr;
-  const auto tiles = [&](auto rows, int seq) {
-    constexpr int kTile = decltype(rows)::value;
-    return static_cast<uint32_t>(packed ? num_slots<kTile>(seq, p.num_seqs)
-                                        : (int64_t{seq} + kTile - 1) / kTile);
-  };
   plan.statistics = static_cast<float2*>(p.workspace);
   work.bias_plan.sums =
       reinterpret_cast<float*>(static_cast<char*>(p.workspace) + work.statistics_bytes);
-  plan.tiles_q = tiles(std::integral_constant<int, Queries::kBlockRows>{}, p.seq_q);
-  plan.tiles_k = tiles(std::integral_constant<int, Keys::kBlockRows>{}, p.seq_k);
   plan.vector = p.copy_bytes == 16 && (p.head_dim | p.head_dim_v) % 4 == 0;
   plan.vector_dq = takes_pairs(p.dq, p.dq_strides, p.head_dim);
   plan.vector_dk = takes_pairs(p.dk, p.dk_strides, p.head_dim);
@@ -124,17 +150,18 @@ cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t 
     int lanes = 4;  // of a row
     while (lanes < 32 && lanes * 4 < p.head_dim_v) lanes *= 2;
     const int64_t tiles_of_rows = (int64_t{p.seq_q} + 256 / lanes - 1) / (256 / lanes);
-    error = launch_fp32<statistics_fp32_kernel>(tiles_of_rows * heads, 256, 0, p.device, stream, p,
-                                                plan.statistics,
-                                                static_cast<uint32_t>(tiles_of_rows), lanes,
-                                                plan.vector);
+    error = launch_fp32<statistics_fp32_kernel>(
+        tiles_of_rows * heads, 256, 0, p.device, stream, p, plan.statistics,
+        static_cast<uint32_t>(tiles_of_rows), lanes, plan.vector);
   }
   if (error == cudaSuccess && p.dbias != nullptr && work.bias_plan.elements > 0 &&
       ((work.writes_bias && (p.window_left >= 0 || p.window_right >= 0)) ||
        heads * p.seq_q * p.seq_k == 0))
     error = cudaMemsetAsync(p.dbias, 0, work.bias_plan.elements * sizeof(float), stream);
-  if (error == cudaSuccess && work.keys) error = launch_rows<Keys, true>(p, plan, stream);
-  if (error == cudaSuccess && work.queries) error = launch_rows<Queries, false>(p, plan, stream);
+  if (error == cudaSuccess && work.keys)
+    error = pairs ? launch_keys<typename Keys::Pairs, true>(p, plan, stream)
+                  : launch_keys<typename Keys::Plain, false>(p, plan, stream);
+  if (error == cudaSuccess && work.queries) error = launch_queries<Queries>(p, plan, stream);
   if (error == cudaSuccess && work.bias && heads * p.seq_q * p.seq_k > 0) {
     int64_t blocks = work.bias_plan.splits;
     for (uint32_t own : work.bias_plan.own) blocks *= own;

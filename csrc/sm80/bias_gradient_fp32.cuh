@@ -2,8 +2,9 @@
 //
 // Maths     dbias = the sum of dS = P (dO V^T - delta) over the dims that the bias lacks.
 // Roles     A CTA owns a tile of dbias (one row or one key, if the bias has one) and adds up its
-//           members: the batches, heads, row tiles and key tiles that share it. Where tiles are few,
-//           `splits` CTAs share the members of one and leave partial sums to bias_sum_fp32_kernel.
+//           members: the batches, heads, row tiles and key tiles that share it. Where tiles are
+//           few, `splits` CTAs share the members of one and leave partial sums to
+//           bias_sum_fp32_kernel.
 // Shared    As backward_fp32.cuh; in the end the sums of the warps.
 // Pipeline  None inside a CTA: the others of the SM work while one waits for its tiles.
 // Limits    Two products and four conversions to halves for each member and tile.
@@ -12,8 +13,8 @@
 
 namespace flashsci::sm80 {
 
-// What the tiles of dbias are, and what one of them is summed over: batch0, batch1, head, row tiles,
-// key tiles. A dim is in one of the two, and 1 in the other.
+// What the tiles of dbias are, and what one of them is summed over: batch0, batch1, head, row
+// tiles, key tiles. A dim is in one of the two, and 1 in the other.
 struct BiasFp32Plan {
   uint32_t own[5], members[5];
   uint32_t member_count, splits;
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory);
   using RowTile = HalvesTile<C::kBlockRows, C::kDim>;
   using ColumnTile = HalvesTile<C::kBlockColumns, C::kDim>;
-  const auto decode = [](uint32_t number, const uint32_t(&sizes)[5], uint32_t(&index)[5]) {
+  const auto decode = [](uint32_t number, const uint32_t (&sizes)[5], uint32_t (&index)[5]) {
 #pragma unroll
     for (int i = 4; i > 0; --i) {
       const uint32_t rest = number / sizes[i];
@@ -51,7 +52,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const Window window(p.window_left, p.window_right, p.lower_right != 0, p.seq_q, p.seq_k);
   const bool three = p.precision == FLASHSCI_TF32X3;
   Stream<C::kBlockColumns, C::kDim, C::kThreads> stream(shared.stream);
-  const uint32_t q_tile = ptx::shared_address(&shared.x), dout_tile = ptx::shared_address(&shared.y);
+  const uint32_t q_tile = ptx::shared_address(&shared.x),
+                 dout_tile = ptx::shared_address(&shared.y);
   const uint32_t q_start = start_of_a<RowTile>(q_tile, warp * C::kRows);
   const uint32_t dout_start = start_of_a<RowTile>(dout_tile, warp * C::kRows);
   const uint32_t k_mixed = start_of_rows<ColumnTile>(stream.tile(0), true);
@@ -81,25 +83,29 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     float2 statistics[C::kM][2];  // lse in log2 units, delta
     PairsTile<C::kM, C::kN> pair_tile;
     const PairsOfHead<> pairs(p.pairs, plan.pairs, place, place.head, p.seq_q, p.seq_k);
-    const float2* of_rows =
-        plan.statistics +
-        ((index[0] * p.batch1 + index[1]) * p.heads_q + place.head) * p.seq_q + warp_row;
+    const float2* of_rows = plan.statistics +
+                            ((index[0] * p.batch1 + index[1]) * p.heads_q + place.head) * p.seq_q +
+                            warp_row;
     if (!stream.again) {
       __syncthreads();  // nobody reads the member before
       load_raw<C::kBlockRows, C::kDim, C::kThreads, false>(
-          q_tile, static_cast<const float*>(p.q) + place.offset(p.q_strides, place.head) +
-                      tile_row * p.q_strides.row,
+          q_tile,
+          static_cast<const float*>(p.q) + place.offset(p.q_strides, place.head) +
+              tile_row * p.q_strides.row,
           p.q_strides.row, p.seq_q - tile_row, p.head_dim, plan.vector != 0);
       load_raw<C::kBlockRows, C::kDim, C::kThreads, false>(
-          dout_tile, static_cast<const float*>(p.dout) + place.offset(p.dout_strides, place.head) +
-                         tile_row * p.dout_strides.row,
+          dout_tile,
+          static_cast<const float*>(p.dout) + place.offset(p.dout_strides, place.head) +
+              tile_row * p.dout_strides.row,
           p.dout_strides.row, p.dout != nullptr ? p.seq_q - tile_row : 0, p.head_dim_v,
           plan.vector != 0);
-      stream.load(0, static_cast<const float*>(p.k) + place.offset(p.k_strides, head_k) +
-                         tile_key * p.k_strides.row,
+      stream.load(0,
+                  static_cast<const float*>(p.k) + place.offset(p.k_strides, head_k) +
+                      tile_key * p.k_strides.row,
                   p.k_strides.row, p.seq_k - tile_key, p.head_dim, plan.vector != 0);
-      stream.load(1, static_cast<const float*>(p.v) + place.offset(p.v_strides, head_k) +
-                         tile_key * p.v_strides.row,
+      stream.load(1,
+                  static_cast<const float*>(p.v) + place.offset(p.v_strides, head_k) +
+                      tile_key * p.v_strides.row,
                   p.v_strides.row, p.seq_k - tile_key, p.head_dim_v, plan.vector != 0);
       ptx::cp_async_commit();
     }
@@ -146,16 +152,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], kLog2e, -statistics[m][e / 2].x));
     }
     float dp[C::kM][C::kN][4];
-    multiply_rows<RowTile, ColumnTile, C::kDim>(dp, dout_start, k_mixed + kToV, k_high + kToV, three);
+    multiply_rows<RowTile, ColumnTile, C::kDim>(dp, dout_start, k_mixed + kToV, k_high + kToV,
+                                                three);
 #pragma unroll
     for (int i = 0; i < C::kM * 2; ++i)
-      factor[i / 2][i % 2] =
-          shared.y_factor[warp * C::kRows + i * 8 + lane / 4] * stream.factor(1);
+      factor[i / 2][i % 2] = shared.y_factor[warp * C::kRows + i * 8 + lane / 4] * stream.factor(1);
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-      sum[m][n][e] = fmaf(s[m][n][e],
-                          fmaf(dp[m][n][e], factor[m][e / 2], -statistics[m][e / 2].y), sum[m][n][e]);
+      sum[m][n][e] = fmaf(s[m][n][e], fmaf(dp[m][n][e], factor[m][e / 2], -statistics[m][e / 2].y),
+                          sum[m][n][e]);
     }
   }
 
@@ -164,7 +170,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const bool own_keys = p.dbias_strides.column != 0 || p.seq_k == 1;
   const int own_row = own[3] * C::kBlockRows + warp * C::kRows + lane / 4;
   const int own_key = own[4] * C::kBlockColumns + lane % 4 * 4;
-  float* target = bias.splits > 1 ? bias.sums + split * bias.elements : static_cast<float*>(p.dbias);
+  float* target =
+      bias.splits > 1 ? bias.sums + split * bias.elements : static_cast<float*>(p.dbias);
   target += own[0] * p.dbias_strides.batch0 + own[1] * p.dbias_strides.batch1 +
             own[2] * p.dbias_strides.head;
   if (!own_keys) {
@@ -189,7 +196,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     return;
   }
   float* warp_sums = reinterpret_cast<float*>(shared_memory);  // [warp, key of the tile]
-  __syncthreads();  // nobody reads Q any more
+  __syncthreads();                                             // nobody reads Q any more
 #pragma unroll
   for (int i = 0; i < C::kN * 2; ++i) {
     float x = 0.f;
@@ -198,11 +205,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     x += __shfl_xor_sync(0xffffffffu, x, 4);
     x += __shfl_xor_sync(0xffffffffu, x, 8);
     x += __shfl_xor_sync(0xffffffffu, x, 16);
-    if (lane < 4)
-      warp_sums[warp * C::kBlockColumns + i / 4 * 16 + lane * 4 + i % 4] = x;
+    if (lane < 4) warp_sums[warp * C::kBlockColumns + i / 4 * 16 + lane * 4 + i % 4] = x;
   }
   __syncthreads();
-  for (int column = threadIdx.x; column < (own_keys ? C::kBlockColumns : 1); column += C::kThreads) {
+  for (int column = threadIdx.x; column < (own_keys ? C::kBlockColumns : 1);
+       column += C::kThreads) {
     const int key = own[4] * C::kBlockColumns + column;
     if (key >= p.seq_k) break;
     float x = 0.f;

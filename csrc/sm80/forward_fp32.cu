@@ -4,29 +4,31 @@
 namespace flashsci::sm80 {
 namespace {
 
-// Dims, warps, m16 blocks of a warp, n8 blocks of keys, CTAs an SM.
+// Dims, warps, m16 blocks of a warp, n8 blocks of keys, CTAs an SM; without and with pairs.
+template <class Plain, class Pairs>
+cudaError_t launch(const FlashsciForwardParams& p, cudaStream_t stream) {
+  return p.pairs.bias != nullptr || p.pairs.mask != nullptr
+             ? launch_forward_tile<Pairs, true>(p, stream)
+             : launch_forward_tile<Plain, false>(p, stream);
+}
 template <class C>
 cudaError_t launch(const FlashsciForwardParams& p, cudaStream_t stream) {
-  if (p.pairs.bias != nullptr || p.pairs.mask != nullptr) return launch_forward_tile<C, true>(p, stream);
-  return launch_forward_tile<C, false>(p, stream);
+  return launch<C, C>(p, stream);
 }
 
-#ifndef C16
-#define C16 4, 2, 8, 2
-#define C32 4, 2, 8, 2
-#define C64 4, 2, 8, 2
-#define C128 4, 1, 4, 2
-#endif
 cudaError_t launch_forward_fp32(const FlashsciForwardParams& p, cudaStream_t stream) {
   const int dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-#ifdef TINY
-  if (dim <= 16 && p.seq_q <= 32 && p.cu_seqlens_q == nullptr) return launch<ForwardTile<16, 1, 2, 4, 12>>(p, stream);
-  if (dim <= 32 && p.seq_q <= 32 && p.cu_seqlens_q == nullptr) return launch<ForwardTile<32, 1, 2, 4, 10>>(p, stream);
-#endif
-  if (dim <= 16) return launch<ForwardTile<16, C16>>(p, stream);
-  if (dim <= 32) return launch<ForwardTile<32, C32>>(p, stream);
-  if (dim <= 64) return launch<ForwardTile<64, C64>>(p, stream);
-  if (dim <= 128) return launch<ForwardTile<128, C128>>(p, stream);
+  const int longest = p.cu_seqlens_q != nullptr ? p.max_seqlen_q : p.seq_q;
+  if (dim <= 32 && longest >= 0 && longest <= 32)  // one warp
+    return dim <= 16 ? launch<ForwardTile<16, 1, 2, 4, 8>>(p, stream)
+                     : launch<ForwardTile<32, 1, 2, 4, 8>, ForwardTile<32, 2, 1, 4, 8>>(p, stream);
+  if (dim <= 16) return launch<ForwardTile<16, 4, 1, 8, 4>, ForwardTile<16, 4, 1, 8, 2>>(p, stream);
+  if (dim <= 32) return launch<ForwardTile<32, 4, 2, 8, 2>, ForwardTile<32, 4, 1, 8, 2>>(p, stream);
+  if (dim <= 64) return launch<ForwardTile<64, 4, 2, 8, 2>, ForwardTile<64, 4, 1, 8, 2>>(p, stream);
+  if (dim <= 128)
+    return launch<ForwardTile<128, 8, 1, 4, 1>, ForwardTile<128, 4, 1, 4, 1>>(p, stream);
+  if (dim <= 192) return launch<ForwardTile<192, 4, 1, 2, 1>>(p, stream);
+  if (dim <= 256) return launch<ForwardTile<256, 2, 1, 2, 1>>(p, stream);
   return cudaErrorInvalidValue;
 }
 

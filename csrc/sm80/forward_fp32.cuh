@@ -46,13 +46,13 @@ struct alignas(128) ForwardStorage {
 
 // What the host derives from the parameters, once.
 struct ForwardFp32Plan {
-  uint32_t tiles;     // grid slots of one head
-  int vector;         // rows of Q, K and V take 16-byte copies
-  int plain;          // scores are what is exponentiated, up to a positive factor
-  float inner;        // factor of the scores: to units of log2 if plain, to natural ones or those
-                      // of the cap if not
-  float cap;          // softcap or 0
-  int vector_out;     // output rows take 8-byte stores
+  uint32_t tiles;  // grid slots of one head
+  int vector;      // rows of Q, K and V take 16-byte copies
+  int plain;       // scores are what is exponentiated, up to a positive factor
+  float inner;     // factor of the scores: to units of log2 if plain, to natural ones or those
+                   // of the cap if not
+  float cap;       // softcap or 0
+  int vector_out;  // output rows take 8-byte stores
   PairsAccess pairs;
 };
 
@@ -68,8 +68,7 @@ __device__ __forceinline__ void cap_scores(float (&s)[kM][kN][4], float (&factor
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        s[m][n][e] = cap * tanh_accurate(factor[m][e / 2] * s[m][n][e]);
+      for (int e = 0; e < 4; ++e) s[m][n][e] = cap * tanh_accurate(factor[m][e / 2] * s[m][n][e]);
   set_all(factor, 1.f);
 }
 
@@ -137,6 +136,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   auto& shared = *reinterpret_cast<ForwardStorage<C>*>(shared_memory);
   using QTile = HalvesTile<C::kBlockQ, C::kDim>;
   using KTile = HalvesTile<C::kBlockK, C::kDim>;
+  constexpr int kTogether = C::kM * C::kDim >= 128 ? 2 : 4;  // registers
 
   // Which query tile of which head.
   const Place place(blockIdx.x, plan.tiles, p.heads_q, p.batch1);
@@ -248,8 +248,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
       for (int m = 0; m < C::kM; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          factor[m][half] = q_factor[m][half] * stream.factor(0);
+        for (int half = 0; half < 2; ++half) factor[m][half] = q_factor[m][half] * stream.factor(0);
       if (plan.plain) {
         keep_finite(factor);
       } else {
@@ -272,7 +271,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       Operand<C::kM, C::kN> probabilities;
       probabilities.take(s, three);
       set_all(factor, stream.factor(1));
-      multiply_dims<KTile, C::kDim>(o, probabilities, opaque(v_mixed), opaque(v_high), factor, three);
+      multiply_dims<KTile, C::kDim, kTogether>(o, probabilities, opaque(v_mixed), opaque(v_high),
+                                               factor, three);
     } else if constexpr (kPairs) {
       if (next_key >= first_tile * C::kBlockK)
         pair_tile.load(pairs, warp_row + lane / 4, next_key + lane % 4 * 4);
@@ -280,9 +280,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   }
 
   if (warp_row >= work.seq_q) return;
-  const int row = work.first_q + warp_row;
   // Found again rather than kept through the loop.
   const Place home(opaque(blockIdx.x), plan.tiles, p.heads_q, p.batch1);
+  int row = warp_row;
+  if (p.cu_seqlens_q != nullptr)
+    row += find_tile<C::kBlockQ>(opaque(blockIdx.x) - home.batch_head * plan.tiles, p.cu_seqlens_q,
+                                 p.cu_seqlens_k, p.num_seqs, p.seq_q, p.seq_k)
+               .first_q;
   float* lse = p.lse + static_cast<int64_t>(home.batch_head) * p.seq_q + row;
   float inverse[C::kM][2];
 #pragma unroll
@@ -298,10 +302,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
             sum == 0.f ? -INFINITY : fmaf(row_max[m][half], kLn2, logf(sum * exp2f(-kShift)));
     }
   }
-  store_rows_fp32(o, inverse,
-                  static_cast<float*>(p.out) + home.offset(p.out_strides, home.head) +
-                      row * p.out_strides.row,
-                  p.out_strides.row, work.seq_q - warp_row, p.head_dim_v, plan.vector_out != 0);
+  store_rows_fp32(
+      o, inverse,
+      static_cast<float*>(p.out) + home.offset(p.out_strides, home.head) + row * p.out_strides.row,
+      p.out_strides.row, work.seq_q - warp_row, p.head_dim_v, plan.vector_out != 0);
 }
 
 template <class C, bool kPairs>

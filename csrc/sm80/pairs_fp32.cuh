@@ -1,6 +1,6 @@
 // Bias (fp32) and mask of one tile of interleaved scores, on their way from global memory through
-// registers. Scores are interleaved (stream_fp32.cuh): columns 2 t, 2 t + 1 of the n8 blocks 2 j and
-// 2 j + 1 are keys 16 j + 4 t ... + 3, four neighbours that a lane reads at once.
+// registers. Scores are interleaved (stream_fp32.cuh): columns 2 t, 2 t + 1 of the n8 blocks 2 j
+// and 2 j + 1 are keys 16 j + 4 t ... + 3, four neighbours that a lane reads at once.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -21,7 +21,8 @@ struct PairsAccess {
       return s.column == 1 && (strides | seq_k) % 4 == 0 &&
              reinterpret_cast<uintptr_t>(data) % bytes == 0;
     };
-    return {aligned(pairs.bias, pairs.bias_strides, 16), aligned(pairs.mask, pairs.mask_strides, 4)};
+    return {aligned(pairs.bias, pairs.bias_strides, 16),
+            aligned(pairs.mask, pairs.mask_strides, 4)};
   }
 };
 
@@ -74,7 +75,8 @@ struct PairsTile {
           const int64_t start = min(row + m * 16 + half * 8, of.rows - 1) * of.row_stride(strides) +
                                 column * of.column_stride(strides);
 #pragma unroll
-          for (int j = 0; j < kN / 2; ++j) take(m, half, j, start + j * 16 * of.column_stride(strides));
+          for (int j = 0; j < kN / 2; ++j)
+            take(m, half, j, start + j * 16 * of.column_stride(strides));
         }
     };
     if (of.bias != nullptr) {

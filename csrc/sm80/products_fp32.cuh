@@ -18,14 +18,16 @@ __device__ __forceinline__ uint32_t start_of_a(uint32_t tile, int row) {
   const int lane = threadIdx.x % 32;
   return tile + Tile::Rows::offset(row + lane % 16, lane / 16);
 }
-// B operand, rows are its columns: `mixed` 8 rows x 16 dims, high and low; `high` 16 rows x 16 dims.
+// B operand, rows are its columns: `mixed` 8 rows x 16 dims, high and low; `high` 16 rows x 16
+// dims.
 template <class Tile>
 __device__ __forceinline__ uint32_t start_of_rows(uint32_t tile, bool mixed) {
   const int lane = threadIdx.x % 32;
   return mixed ? tile + Tile::Rows::offset(lane % 8, lane / 8 % 2) + lane / 16 * Tile::kLowBytes
                : tile + Tile::Rows::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
-// B operand, dims are its columns: `mixed` 16 rows x 8 dims, high and low; `high` 16 rows x 16 dims.
+// B operand, dims are its columns: `mixed` 16 rows x 8 dims, high and low; `high` 16 rows x 16
+// dims.
 template <class Tile>
 __device__ __forceinline__ uint32_t start_of_dims(uint32_t tile, bool mixed) {
   const int lane = threadIdx.x % 32;
@@ -53,8 +55,7 @@ __device__ __forceinline__ void multiply_rows(float (&s)[kM][kN][4], uint32_t a_
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         ptx::ldmatrix_x4(high[m], A::at(a_start, 2 * d) + m * 16 * A::kRowBytes);
-        ptx::ldmatrix_x4(low[m],
-                         A::at(a_start, 2 * d) + m * 16 * A::kRowBytes + TileA::kLowBytes);
+        ptx::ldmatrix_x4(low[m], A::at(a_start, 2 * d) + m * 16 * A::kRowBytes + TileA::kLowBytes);
       }
       constexpr int kBatch = kN % 4 == 0 ? 4 : 2;  // mma of one accumulator keep a distance
 #pragma unroll
@@ -66,8 +67,7 @@ __device__ __forceinline__ void multiply_rows(float (&s)[kM][kN][4], uint32_t a_
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
 #pragma unroll
-          for (int m = 0; m < kM; ++m)
-            ptx::mma_m16n8k16_f16(s[m][n + i], low[m], b[i][0], b[i][1]);
+          for (int m = 0; m < kM; ++m) ptx::mma_m16n8k16_f16(s[m][n + i], low[m], b[i][0], b[i][1]);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
 #pragma unroll
@@ -122,10 +122,9 @@ struct Operand {
 // o += factor * A B for an operand in registers and the rows of tile B. kTogether: n8 blocks of o
 // that are summed up at a time.
 template <class TileB, int kDim, int kTogether = 4, int kM, int kN>
-__device__ __forceinline__ void multiply_dims(float (&o)[kM][kDim / 8][4],
-                                              const Operand<kM, kN>& a, uint32_t b_mixed,
-                                              uint32_t b_high, const float (&factor)[kM][2],
-                                              bool three) {
+__device__ __forceinline__ void multiply_dims(float (&o)[kM][kDim / 8][4], const Operand<kM, kN>& a,
+                                              uint32_t b_mixed, uint32_t b_high,
+                                              const float (&factor)[kM][2], bool three) {
   using B = typename TileB::Rows;
   constexpr int kBlocks = kDim / 8;
   constexpr int kGroup = kBlocks % kTogether == 0 ? kTogether : 2;
@@ -159,8 +158,7 @@ __device__ __forceinline__ void multiply_dims(float (&o)[kM][kDim / 8][4],
 #pragma unroll
         for (int d = 0; d < kGroup; ++d)
 #pragma unroll
-          for (int m = 0; m < kM; ++m)
-            ptx::mma_m16n8k16_f16(sum[m][d], high[m], b[d][2], b[d][3]);
+          for (int m = 0; m < kM; ++m) ptx::mma_m16n8k16_f16(sum[m][d], high[m], b[d][2], b[d][3]);
       }
     }
 #pragma unroll

@@ -72,10 +72,10 @@ __device__ __forceinline__ void load_raw(uint32_t tile, const float* __restrict_
 template <int kRows, int kDim, int kThreads>
 struct alignas(128) StreamStorage {
   using Tile = HalvesTile<kRows, kDim>;
-  float raw[2][kRows * kDim];             // [tensor, position, Chunks<kDim / 4>]
-  Tile halves[2];                         // [tensor]
-  uint8_t hidden[kRows];                  // [row]: not in this pass
-  int32_t largest[2][kThreads / 32];      // [tensor, warp]: exponents
+  float raw[2][kRows * kDim];         // [tensor, position, Chunks<kDim / 4>]
+  Tile halves[2];                     // [tensor]
+  uint8_t hidden[kRows];              // [row]: not in this pass
+  int32_t largest[2][kThreads / 32];  // [tensor, warp]: exponents
 };
 
 template <int kRows, int kDim, int kThreads>
@@ -84,7 +84,7 @@ struct Stream {
   using Tile = typename Storage::Tile;
   static constexpr int kAtMost = kThreads > kRows ? kThreads / kRows : 1;
   static constexpr int kParts = kAtMost < kDim / 8 ? kAtMost : kDim / 8;  // threads of a row
-  static constexpr int kEach = kThreads < kRows ? kRows / kThreads : 1;  // rows of a thread
+  static constexpr int kEach = kThreads < kRows ? kRows / kThreads : 1;   // rows of a thread
   using Row = RawRow<kDim, kParts>;
   static constexpr uint32_t kAllPending = (1u << kEach) - 1;
   static constexpr int kRange = 13;  // binades between the rows of a pass
