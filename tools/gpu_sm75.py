@@ -23,18 +23,24 @@ import torch
 
 from flashsci import check as checks
 from flashsci.registry import BackendError
-from flashsci.testing import TRAPS, Case, Skipped, generate, variants
+from flashsci.testing import TRAPS, Case, Skipped, Variant, generate, traps, variants
 from flashsci.testing.cases import BULK_LENGTHS, LARGE_LENGTHS
 from tools.launchers import install
 
 NAME = "sm75"
 DIM_FORWARD, DIM_BACKWARD = 256, 128
-# Traps of other dtypes or machines, or of gigabytes.
 SKIPPED = ("second_device",)
 
 
 def worker(path: str) -> None:
     torch.set_num_threads(1)
+    # Every trap in the one dtype these kernels have.
+    original = traps._require
+    half = {"dtype": "float16"}
+    traps.DTYPES = ("float16",)
+    traps.Variant = lambda **arguments: Variant(**arguments | half)
+    traps._require = lambda *arguments, dtypes=(): original(*arguments, dtypes=traps.DTYPES)
+    traps._randn.__kwdefaults__["dtype"] = torch.float16
     install(NAME, path, "sm75_fp16", torch.float16, max_dim_backward=DIM_BACKWARD)
 
 
@@ -78,7 +84,7 @@ def check(path: str, count: int, seed: int, order: int, workers: int, seconds: f
         ("trap", t.name, order) for t in TRAPS.values() if not t.gigabytes and t.name not in SKIPPED
     ]
     tasks += [("cases", cases[i::40], order) for i in range(40) if cases[i::40]]
-    total, traps = checks.Tally(), {}
+    total, sprung = checks.Tally(), {}
     with multiprocessing.get_context("spawn").Pool(workers, worker, (path,)) as pool:
         results = pool.imap_unordered(judge, tasks)
         for _ in tasks:
@@ -89,17 +95,17 @@ def check(path: str, count: int, seed: int, order: int, workers: int, seconds: f
                 total.fail(Case(), "out of time")
                 break
             if kind == "trap":
-                traps[found[0]] = found[1]
+                sprung[found[0]] = found[1]
             else:
                 total.add(found)
-    for name, outcome in traps.items():
+    for name, outcome in sprung.items():
         print(f"trap {name}: {outcome}")
     reasons: dict[str, list[str]] = defaultdict(list)
     for failure in total.failures:
         reasons[failure["problem"].splitlines()[-1][:160]].append(failure["case"])
     for problem, which in list(reasons.items())[:25]:
         print(f"FAILED {problem}  ({len(which)} such)\n    {which[0]}")
-    bad = len(total.failures) + sum(x.startswith("FAILED") for x in traps.values())
+    bad = len(total.failures) + sum(x.startswith("FAILED") for x in sprung.values())
     for tensor, ratios in total.worst.items():
         print(f"{tensor}: worst error, gain, spread over allowance", *(f"{r:.2f}" for r in ratios))
     print("caught when scaled", {t: f"{a}/{b}" for t, (a, b) in total.caught.items()})

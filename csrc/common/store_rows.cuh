@@ -8,16 +8,15 @@
 
 namespace flashsci {
 
-// Rows m * 16 + half * 8 + lane / 4 of c times factor[m][half] go through warp_tile, a Tile of this
-// warp alone, to `target` [rows, columns]. vector: rows start at multiples of 16 bytes and columns
-// is a multiple of 8.
+// c times factor goes through warp_tile, a Tile of this warp alone, to `target` [rows, columns].
+// vector: rows start at multiples of 16 bytes and columns is a multiple of 8.
 template <class Op, int kCols, int kM>
-__device__ __forceinline__ void store_rows(const float (&c)[kM][kCols / 8][4],
-                                           const float (&factor)[kM][2], uint32_t warp_tile,
-                                           uint16_t* __restrict__ target, int64_t row_stride,
-                                           int rows, int columns, bool vector) {
+__device__ __forceinline__ void store_rows(const float (&c)[kM][kCols / 8][4], float factor,
+                                           uint32_t warp_tile, uint16_t* __restrict__ target,
+                                           int64_t row_stride, int rows, int columns, bool vector) {
   using T = Tile<kCols>;
   const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  __syncwarp();  // nobody reads what the tile held before
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -25,8 +24,7 @@ __device__ __forceinline__ void store_rows(const float (&c)[kM][kCols / 8][4],
 #pragma unroll
       for (int d = 0; d < kCols / 8; ++d)
         ptx::st_shared(warp_tile + T::offset(m * 16 + half * 8 + group, d) + quad * 4,
-                       Op::pack2(c[m][d][half * 2] * factor[m][half],
-                                 c[m][d][half * 2 + 1] * factor[m][half]));
+                       Op::pack2(c[m][d][half * 2] * factor, c[m][d][half * 2 + 1] * factor));
   __syncwarp();
   constexpr int kLanesPerRow = T::kGroup;
 #pragma unroll

@@ -27,12 +27,14 @@ __device__ __forceinline__ uint4 fetch_chunk(const uint16_t* __restrict__ source
   return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-// Rows [0, kRows) of a row-major global matrix. kVector: every row starts at a multiple of 16 bytes
-// and cols_valid is a multiple of 8; otherwise copy_bytes (8, 4 or 2) divides where rows start.
-template <int kRows, int kCols, int kThreads, bool kVector>
+// Rows [0, kRows) of a row-major global matrix.
+template <int kRows, int kCols, int kThreads>
 struct TileRegisters {
   using T = Tile<kCols>;
-  static constexpr int kThreadsPerRow = T::kGroup;
+  // All chunks of a row where they are a power of two, and rows enough for all threads.
+  static constexpr bool kWholeRows =
+      (T::kChunks & (T::kChunks - 1)) == 0 && kThreads / T::kChunks % 8 == 0;
+  static constexpr int kThreadsPerRow = kWholeRows ? T::kChunks : T::kGroup;
   static constexpr int kRowStep = kThreads / kThreadsPerRow;
   static constexpr int kPasses = kRows / kRowStep, kBlocks = T::kChunks / kThreadsPerRow;
   static_assert(kThreads % kThreadsPerRow == 0 && kRows % kRowStep == 0, "whole passes");
@@ -40,7 +42,10 @@ struct TileRegisters {
 
   uint4 chunk[kPasses][kBlocks];  // [rows first_row + pass * kRowStep, chunks first_chunk + ...]
 
-  // Rows >= rows_valid and columns >= cols_valid become zeros and are not read.
+  // Rows >= rows_valid and columns >= cols_valid become zeros and are not read. kVector: every row
+  // starts at a multiple of 16 bytes and cols_valid is a multiple of 8; otherwise copy_bytes (8, 4
+  // or 2) divides where rows start.
+  template <bool kVector>
   __device__ __forceinline__ void fetch(const uint16_t* __restrict__ global,  // [rows_valid, row]
                                         int64_t row_stride, int rows_valid, int cols_valid,
                                         int copy_bytes) {
@@ -75,8 +80,9 @@ struct TileRegisters {
     for (int pass = 0; pass < kPasses; ++pass)
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block)
-        ptx::st_shared(start + pass * kRowStep * T::kRowBytes + block * T::kGroup * kChunkBytes,
-                       chunk[pass][block]);
+        ptx::st_shared(
+            start + pass * kRowStep * T::kRowBytes + block * kThreadsPerRow * kChunkBytes,
+            chunk[pass][block]);
   }
 };
 

@@ -110,16 +110,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const uint32_t storage = ptx::shared_address(&shared);
   const uint32_t warp_tile = storage + warp * C::kRows * T::kRowBytes;  // Q, output
 
-  TileRegisters<C::kBlockK, C::kHeadDim, C::kThreads, kVector> moving;  // a K or V tile
+  TileRegisters<C::kBlockK, C::kHeadDim, C::kThreads> moving;  // a K or V tile
   const auto fetch_k = [&](int tile) {
     const int first = tile * C::kBlockK;
-    moving.fetch(k + first * p.k_strides.row, p.k_strides.row, work.seq_k - first, p.head_dim,
-                 p.copy_bytes);
+    moving.template fetch<kVector>(k + first * p.k_strides.row, p.k_strides.row, work.seq_k - first,
+                                   p.head_dim, p.copy_bytes);
   };
   const auto fetch_v = [&](int tile) {
     const int first = tile * C::kBlockK;
-    moving.fetch(v + first * p.v_strides.row, p.v_strides.row, work.seq_k - first, p.head_dim_v,
-                 p.copy_bytes);
+    moving.template fetch<kVector>(v + first * p.v_strides.row, p.v_strides.row, work.seq_k - first,
+                                   p.head_dim_v, p.copy_bytes);
   };
 
   uint32_t q[C::kM][C::kHeadDim / 16][4];  // [m16, k16 of D, fragment]
@@ -136,10 +136,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   uint32_t stage = 0;  // bytes to the stage of tile n
   if (first_tile < end_tile) {
     {
-      TileRegisters<C::kBlockQ, C::kHeadDim, C::kThreads, kVector> rows;
-      rows.fetch(static_cast<const uint16_t*>(p.q) + place.offset(p.q_strides, place.head) +
-                     (work.first_q + tile_row) * p.q_strides.row,
-                 p.q_strides.row, work.seq_q - tile_row, p.head_dim, p.copy_bytes);
+      TileRegisters<C::kBlockQ, C::kHeadDim, C::kThreads> rows;
+      rows.template fetch<kVector>(
+          static_cast<const uint16_t*>(p.q) + place.offset(p.q_strides, place.head) +
+              (work.first_q + tile_row) * p.q_strides.row,
+          p.q_strides.row, work.seq_q - tile_row, p.head_dim, p.copy_bytes);
       rows.store(storage);
     }
     fetch_k(end_tile - 1);
@@ -161,7 +162,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     const uint32_t other = storage + (stage ^ (2 * kTileBytes));
     float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
     if (more) fetch_k(tile - 1);
-    if (active) multiply_transposed<Op, C::kHeadDim>(s, q, k_start + stage);
+    if (active) {
+      set_zero(s);
+      multiply_transposed<Op, C::kHeadDim>(s, q, k_start + stage);
+    }
     if (more) {
       moving.store(other);
       fetch_v(tile - 1);
@@ -186,21 +190,25 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const int row = work.first_q + warp_row, rows = work.seq_q - warp_row;
   const Place home(opaque(blockIdx.x), plan.tiles, p.heads_q, p.batch1);  // found again, not kept
   float* lse = p.lse + static_cast<int64_t>(home.batch_head) * p.seq_q + row;
-  float inverse[C::kM][2];
 #pragma unroll
   for (int m = 0; m < C::kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = quad_sum(row_sum[m][half]);
-      inverse[m][half] = sum == 0.f ? 0.f : 1.f / sum;
+      const float inverse = sum == 0.f ? 0.f : 1.f / sum;
       const int i = m * 16 + half * 8 + lane / 4;
       if (lane % 4 == 0 && i < rows)
         lse[i] = sum == 0.f ? -INFINITY : fmaf(row_max[m][half], plan.scores.lse_scale, logf(sum));
+#pragma unroll
+      for (int d = 0; d < C::kDimBlocks; ++d) {
+        o[m][d][half * 2] *= inverse;
+        o[m][d][half * 2 + 1] *= inverse;
+      }
     }
   }
   auto* out = static_cast<uint16_t*>(p.out) + home.offset(p.out_strides, home.head) +
               row * p.out_strides.row;
-  store_rows<Op, C::kHeadDim>(o, inverse, warp_tile, out, p.out_strides.row, rows, p.head_dim_v,
+  store_rows<Op, C::kHeadDim>(o, 1.f, warp_tile, out, p.out_strides.row, rows, p.head_dim_v,
                               plan.vector_out != 0);
 }
 

@@ -86,32 +86,6 @@ struct BackwardWork {
 };
 
 template <int kHeadDim>
-BiasPlan plan_bias(const FlashsciBackwardParams& p) {
-  using C = BiasTiles<kHeadDim>;
-  const int64_t sizes[5] = {p.batch0, p.batch1, p.heads_q, p.seq_q, p.seq_k};
-  const int64_t strides[5] = {p.dbias_strides.batch0, p.dbias_strides.batch1, p.dbias_strides.head,
-                              p.dbias_strides.row, p.dbias_strides.column};
-  const int64_t blocks[5] = {1, 1, 1, C::kBlockQ, C::kBlockK};
-  BiasPlan plan{};
-  plan.elements = 1;
-  int64_t owners = 1, members = 1;
-  for (int i = 0; i < 5; ++i) {
-    const int64_t count = (sizes[i] + blocks[i] - 1) / blocks[i];
-    const bool own = strides[i] != 0 || sizes[i] == 1;
-    if (own) plan.elements *= sizes[i];
-    plan.own[i] = static_cast<uint32_t>(own ? count : 1);
-    plan.members[i] = static_cast<uint32_t>(own ? 1 : count);
-    owners *= plan.own[i];
-    members *= plan.members[i];
-  }
-  plan.member_count = static_cast<uint32_t>(std::min<int64_t>(members, UINT32_MAX));
-  constexpr int64_t kEnough = 1024;  // CTAs: a few for each SM of a large device
-  plan.splits = static_cast<uint32_t>(
-      std::clamp<int64_t>(owners > 0 ? kEnough / owners : 1, 1, std::max<int64_t>(members, 1)));
-  return plan;
-}
-
-template <int kHeadDim>
 BackwardWork plan_work(const FlashsciBackwardParams& p) {
   using Large = typename KeyTiles<kHeadDim>::Large;
   using Small = typename KeyTiles<kHeadDim>::Small;
@@ -138,7 +112,7 @@ BackwardWork plan_work(const FlashsciBackwardParams& p) {
   if (work.adds_dq)
     work.sums_bytes = rounded(heads * work.query_slots * block_q * kHeadDim * int64_t{4});
   if (wants_bias) {
-    work.bias_plan = plan_bias<kHeadDim>(p);
+    work.bias_plan = plan_bias<BiasTiles<kHeadDim>>(p);
     work.writes_bias = work.keys && work.bias_plan.member_count == 1 && p.softcap == 0.f;
     work.bias = !work.writes_bias;
     if (work.bias && work.bias_plan.splits > 1)

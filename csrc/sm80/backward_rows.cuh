@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_row(float (&x)[kChunkElements],
 }
 
 template <class Op>
-__global__ void __launch_bounds__(kRowThreads, 6)
+__global__ void __launch_bounds__(kRowThreads, 4)
     statistics_kernel(const __grid_constant__ FlashsciBackwardParams p,
                       const __grid_constant__ BackwardPlan plan, uint32_t tiles, int lanes,
                       int vector, int64_t sums_float4) {
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kRowThreads, 6)
 
 // A thread turns what the four lanes of a quad have of one row of one n8 block.
 template <class Op, class C>
-__global__ void __launch_bounds__(kRowThreads, 6)
+__global__ void __launch_bounds__(kRowThreads, 4)
     dq_kernel(const __grid_constant__ FlashsciBackwardParams p,
               const __grid_constant__ BackwardPlan plan) {
   const BackwardPlace place(blockIdx.x, plan.query_slots, p.heads_q, p);

@@ -9,6 +9,8 @@
 // Pipeline  With two stages the tiles of the next member fly during the products of this one.
 // Limits    Two products a member and tile, and the loads from L2.
 #pragma once
+#include <algorithm>
+
 #include "backward_queries.cuh"
 
 namespace flashsci::sm80 {
@@ -17,12 +19,38 @@ namespace flashsci::sm80 {
 // key tiles. A dim is in one of the two, and 1 in the other.
 struct BiasPlan {
   uint32_t own[5], members[5];
-  uint32_t member_count, splits;
+  uint32_t member_count, splits, shared;  // shared: the number of dims that the bias lacks
   int64_t elements;  // of dbias
 };
 
 template <int kHeadDim_, int kBlockQ_, int kBlockK_, int kStages_, int kMinBlocks_>
 struct BiasTiling : QueryTiling<kHeadDim_, kBlockQ_, kBlockK_, kStages_, kMinBlocks_> {};
+
+template <class C>
+BiasPlan plan_bias(const FlashsciBackwardParams& p) {
+  const int64_t sizes[5] = {p.batch0, p.batch1, p.heads_q, p.seq_q, p.seq_k};
+  const int64_t strides[5] = {p.dbias_strides.batch0, p.dbias_strides.batch1, p.dbias_strides.head,
+                              p.dbias_strides.row, p.dbias_strides.column};
+  const int64_t blocks[5] = {1, 1, 1, C::kBlockQ, C::kBlockK};
+  BiasPlan plan{};
+  plan.elements = 1;
+  int64_t owners = 1, members = 1;
+  for (int i = 0; i < 5; ++i) {
+    const int64_t count = (sizes[i] + blocks[i] - 1) / blocks[i];
+    const bool own = strides[i] != 0 || sizes[i] == 1;
+    if (own) plan.elements *= sizes[i];
+    plan.own[i] = static_cast<uint32_t>(own ? count : 1);
+    plan.members[i] = static_cast<uint32_t>(own ? 1 : count);
+    owners *= plan.own[i];
+    members *= plan.members[i];
+    plan.shared += !own;
+  }
+  plan.member_count = static_cast<uint32_t>(std::min<int64_t>(members, UINT32_MAX));
+  constexpr int64_t kEnough = 1024;  // CTAs: a few for each SM of a large device
+  plan.splits = static_cast<uint32_t>(
+      std::clamp<int64_t>(owners > 0 ? kEnough / owners : 1, 1, std::max<int64_t>(members, 1)));
+  return plan;
+}
 
 template <class C>
 struct alignas(128) BiasShared {
@@ -226,7 +254,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
 // dbias = the sum of the splits, in order.
 template <class Op>
-__global__ void __launch_bounds__(256, 6)
+__global__ void __launch_bounds__(256, 4)
     bias_sum_kernel(const __grid_constant__ FlashsciBackwardParams p,
                     const __grid_constant__ BackwardPlan plan, uint32_t splits, int64_t elements) {
   for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < elements;
