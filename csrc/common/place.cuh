@@ -7,20 +7,21 @@
 namespace flashsci {
 
 struct Place {
-  uint32_t batch_head, batch0, batch1, head;
+  uint32_t tile, batch_head, batch, batch0, batch1, head;
 
   // block = ((b0 * batch1 + b1) * heads + head) * tiles + tile.
   __device__ __forceinline__ Place(uint32_t block, uint32_t tiles, int heads, int64_t batch1_) {
     batch_head = block / tiles;
-    const uint32_t batch = batch_head / static_cast<uint32_t>(heads);
+    tile = block - batch_head * tiles;
+    batch = batch_head / static_cast<uint32_t>(heads);
     head = batch_head - batch * static_cast<uint32_t>(heads);
     batch0 = batch / static_cast<uint32_t>(batch1_);
     batch1 = batch - batch0 * static_cast<uint32_t>(batch1_);
   }
 
-  // Elements from the start of a tensor, in 64 bits.
-  __device__ __forceinline__ int64_t offset(const FlashsciStrides& strides,
-                                            uint32_t of_head) const {
+  // Elements from the start of a tensor, in 64 bits; of FlashsciStrides or FlashsciPairStrides.
+  template <class Strides>
+  __device__ __forceinline__ int64_t offset(const Strides& strides, uint32_t of_head) const {
     return batch0 * strides.batch0 + batch1 * strides.batch1 + of_head * strides.head;
   }
 };

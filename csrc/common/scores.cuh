@@ -27,18 +27,27 @@ inline ScorePlan plan_scores(float scale, float softcap, bool natural) {
   return plan;
 }
 
-template <int kM, int kN>
-__device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const ScorePlan& plan) {
+// slope(m, n, e, x) is called with the slope of the softcap at each score.
+template <int kM, int kN, class Slope>
+__device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const ScorePlan& plan,
+                                             const Slope& slope) {
   if (plan.mode == kSoftcap) {
 #pragma unroll
     for (int i = 0; i < kM * kN * 4; ++i) {
-      float& x = s[i / (4 * kN)][i / 4 % kN][i % 4];
-      x = plan.outer * tanh_accurate(plan.inner * x);
+      const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
+      const float t = tanh_accurate(plan.inner * s[m][n][e]);
+      s[m][n][e] = plan.outer * t;
+      slope(m, n, e, fmaf(-t, t, 1.f));
     }
   } else if (plan.mode == kLinear) {
 #pragma unroll
     for (int i = 0; i < kM * kN * 4; ++i) s[i / (4 * kN)][i / 4 % kN][i % 4] *= plan.inner;
   }
+}
+
+template <int kM, int kN>
+__device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const ScorePlan& plan) {
+  scale_scores(s, plan, [](int, int, int, float) {});
 }
 
 }  // namespace flashsci

@@ -22,23 +22,34 @@
 #include "../common/store_rows.cuh"
 #include "../common/tile_registers.cuh"
 #include "../common/window.cuh"
-#include "../sm80/backward_plan.cuh"
+#include "backward_plan.cuh"
 
 namespace flashsci::sm75 {
 
-template <int kHeadDim_, int kBlockK_, int kBlockQ_, int kSteps_, int kWarps_, int kMinBlocks_>
+template <int kHeadDim_, int kBlockK_, int kBlockQ_, int kWarps_, int kMinBlocks_>
 struct KeyTiling {
   static constexpr int kHeadDim = kHeadDim_, kBlockK = kBlockK_, kBlockQ = kBlockQ_;
   static constexpr int kWarps = kWarps_, kMinBlocks = kMinBlocks_, kThreads = 32 * kWarps;
-  static constexpr int kKeys = kBlockK / kWarps, kM = kKeys / 16;                   // of a warp
-  static constexpr int kSteps = kSteps_, kStep = kBlockQ / kSteps, kN = kStep / 8;  // queries
+  static constexpr int kKeys = kBlockK / kWarps, kM = kKeys / 16;  // of a warp
+  static constexpr int kStep = kBlockQ / 2, kN = kStep / 8;        // queries at a time
   static constexpr int kDimBlocks = kHeadDim / 8;
   // Registers hold the fragments of these columns of V, and all of K; a tile in shared memory the
   // rest of V.
   static constexpr int kHeldV = kHeadDim <= 96 ? kHeadDim : kHeadDim / 2;
   static constexpr int kRestV = kHeadDim - kHeldV;
   static_assert(kKeys % 16 == 0 && kStep % 16 == 0 && kBlockQ <= kThreads, "whole mma tiles");
-  static_assert(kSteps == 1 || kSteps == 2, "two loads for each tile");
+};
+
+// What a CTA works on, in shared memory: the loop has no registers for it.
+struct KeyWork {
+  const uint16_t* volatile q;         // [head of the group, query of the sequence, D]
+  const uint16_t* volatile dout;      // [head of the group, query of the sequence, Dv]
+  const float2* volatile statistics;  // [head of the group, query of the sequence]
+  volatile int first_key, keys;       // of the sequence
+  volatile int queries;
+  // Query tiles that see any key of the CTA: of every head, `tiles` from `first` on. Tile n of the
+  // loop, n < total, is one of head n / tiles of the group.
+  volatile int first, tiles, total;
 };
 
 template <class C>
@@ -48,15 +59,7 @@ struct alignas(128) KeyStorage {
   uint16_t tiles[kRows * C::kHeadDim];                     // [kRows, kHeadDim]
   uint16_t v[C::kRestV > 0 ? C::kBlockK * C::kRestV : 8];  // [kBlockK, kRestV]
   float2 statistics[2][C::kBlockQ];                        // [stage, kBlockQ]: -lse, -delta
-  int4 work[2];  // KeyWork: no registers are left to keep it in
-};
-
-// What one CTA works on.
-struct KeyWork {
-  int first_key, keys, first_query, queries;  // rows of the sequence
-  // Query tiles that see any of its keys: of every query head of the group, `tiles` from `first`
-  // on. Tile n of the loop, n < total, is one of head n / tiles.
-  int first, tiles, total, unused;
+  KeyWork work;
 };
 
 // (-lse, -delta) of two neighbouring queries.
@@ -66,58 +69,65 @@ __device__ __forceinline__ float4 load_statistics(uint32_t shared) {
                      __uint_as_float(x.w));
 }
 
-// A tile of rows on its way, whatever the rows are aligned to. kAny: the plan says.
+// A tile of rows on its way, whatever the rows are aligned to. kAny: vector says.
 template <bool kAny, class Moving>
-__device__ __forceinline__ void fetch_rows(Moving& moving, const void* data, int64_t offset,
-                                           const FlashsciStrides& strides, int row, int rows_valid,
-                                           int columns, int copy_bytes, bool vector) {
-  const auto* rows = static_cast<const uint16_t*>(data) + offset + row * strides.row;
+__device__ __forceinline__ void fetch_rows(Moving& moving, const uint16_t* rows, int64_t row_stride,
+                                           int rows_valid, int columns, int copy_bytes,
+                                           bool vector) {
   if (!kAny || vector)
-    moving.template fetch<true>(rows, strides.row, rows_valid, columns, copy_bytes);
+    moving.template fetch<true>(rows, row_stride, rows_valid, columns, copy_bytes);
   else
-    moving.template fetch<false>(rows, strides.row, rows_valid, columns, copy_bytes);
+    moving.template fetch<false>(rows, row_stride, rows_valid, columns, copy_bytes);
+}
+
+// Rows from `row` on of one head.
+__device__ __forceinline__ const uint16_t* rows_of(const void* data, const FlashsciStrides& strides,
+                                                   const Place& place, uint32_t head, int row) {
+  return static_cast<const uint16_t*>(data) + place.offset(strides, head) + row * strides.row;
 }
 
 // kAny: with bias or mask, or rows of any alignment.
 template <class Op, class C, bool kAny>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     backward_keys_kernel(const __grid_constant__ FlashsciBackwardParams p,
-                         const __grid_constant__ sm80::BackwardPlan plan, uint32_t tiles) {
+                         const __grid_constant__ BackwardPlan plan, uint32_t tiles) {
   using T = Tile<C::kHeadDim>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<KeyStorage<C>*>(shared_memory);
 
   // Which key tile of which key head; in what find_tile gives, keys are queries and queries keys.
-  const sm80::BackwardPlace place(blockIdx.x, tiles, p.heads_k, p);
-  TileOfSequence work;
+  const Place place(blockIdx.x, tiles, p.heads_k, p.batch1);
+  TileOfSequence found;
   if (p.cu_seqlens_q != nullptr) {
-    work = find_tile<C::kBlockK>(place.tile, p.cu_seqlens_k, p.cu_seqlens_q, p.num_seqs, p.seq_k,
-                                 p.seq_q);
+    found = find_tile<C::kBlockK>(place.tile, p.cu_seqlens_k, p.cu_seqlens_q, p.num_seqs, p.seq_k,
+                                  p.seq_q);
   } else {
-    work = {static_cast<int>(place.tile), 0, p.seq_k, 0, p.seq_q};
+    found = {static_cast<int>(place.tile), 0, p.seq_k, 0, p.seq_q};
   }
-  const int tile_key = work.tile * C::kBlockK;
-  if (work.tile < 0 || tile_key >= work.seq_q) return;
+  const int tile_key = found.tile * C::kBlockK;
+  if (found.tile < 0 || tile_key >= found.seq_q) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_key = tile_key + warp * C::kKeys;
-  {
-    const int keys = work.seq_q, queries = work.seq_k;
+  KeyWork& work = shared.work;
+  if (threadIdx.x == 0) {
+    const int keys = found.seq_q, queries = found.seq_k, group = p.heads_q / p.heads_k;
     const Window window(p.window_left, p.window_right, p.lower_right != 0, queries, keys);
     const int begin = window.first_query(tile_key);
     const int end = window.end_query(min(tile_key + C::kBlockK, keys) - 1, queries);
-    const int first = begin / C::kBlockQ;
-    const int count = begin < end ? (end + C::kBlockQ - 1) / C::kBlockQ - first : 0;
-    if (threadIdx.x == 0) {
-      shared.work[0] = make_int4(work.first_q, keys, work.first_k, queries);
-      shared.work[1] = make_int4(first, count, count * (p.heads_q / p.heads_k), 0);
-    }
+    const uint32_t head = place.head * group;
+    work.q = rows_of(p.q, p.q_strides, place, head, found.first_k);
+    work.dout = rows_of(p.dout, p.dout_strides, place, head, found.first_k);
+    work.statistics = plan.statistics +
+                      (static_cast<int64_t>(place.batch) * p.heads_q + head) * p.seq_q +
+                      found.first_k;
+    work.first_key = found.first_q;
+    work.keys = keys;
+    work.queries = queries;
+    work.first = begin / C::kBlockQ;
+    work.tiles = begin < end ? (end + C::kBlockQ - 1) / C::kBlockQ - begin / C::kBlockQ : 0;
+    work.total = work.tiles * group;
   }
   __syncthreads();
-  const auto load_work = [&] {
-    const uint32_t at = ptx::shared_address(shared.work);
-    const uint4 a = ptx::ld_shared_v4(at), b = ptx::ld_shared_v4(at + 16);
-    return KeyWork{int(a.x), int(a.y), int(a.z), int(a.w), int(b.x), int(b.y), int(b.z), int(b.w)};
-  };
 
   constexpr int kTileBytes = C::kBlockQ * T::kRowBytes;
   const uint32_t storage = ptx::shared_address(shared.tiles);
@@ -134,23 +144,20 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   float2 moving_statistics;                                    // of row threadIdx.x of it
   // what = 0: Q and the statistics, 1: dO.
   const auto fetch = [&](int what, int n) {
-    const sm80::BackwardPlace here(opaque(blockIdx.x), tiles, p.heads_k, p);  // found, not kept
-    const KeyWork work = load_work();
-    const int member = n / work.tiles;
-    const uint32_t head = here.head * (p.heads_q / p.heads_k) + member;
-    const int row = (work.first + n - member * work.tiles) * C::kBlockQ;
+    const int tiles_of_head = work.tiles, member = n / tiles_of_head;
+    const int row = (work.first + n - member * tiles_of_head) * C::kBlockQ;
     const int left = work.queries - row;
     const FlashsciStrides& strides = what == 0 ? p.q_strides : p.dout_strides;
-    fetch_rows<kAny>(moving, what == 0 ? p.q : p.dout, here.offset(strides, head), strides,
-                     work.first_query + row, what == 0 || p.dout != nullptr ? left : 0,
+    fetch_rows<kAny>(moving,
+                     (what == 0 ? work.q : work.dout) + member * strides.head + row * strides.row,
+                     strides.row, what == 0 || p.dout != nullptr ? left : 0,
                      what == 0 ? p.head_dim : p.head_dim_v, p.copy_bytes, plan.vector);
     if (what != 0) return;
     // A row that is not there has no probability, whatever its scores.
     moving_statistics = make_float2(-INFINITY, 0.f);
     if (static_cast<int>(threadIdx.x) < min(C::kBlockQ, left))
       moving_statistics =
-          __ldg(plan.statistics + (static_cast<int64_t>(here.batch) * p.heads_q + head) * p.seq_q +
-                work.first_query + row + threadIdx.x);
+          __ldg(work.statistics + static_cast<int64_t>(member) * p.seq_q + row + threadIdx.x);
   };
   const auto store = [&](int what, int stage) {
     moving.store(storage + (stage * 2 + what) * kTileBytes);
@@ -160,14 +167,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           make_uint2(__float_as_uint(moving_statistics.x), __float_as_uint(moving_statistics.y)));
   };
 
-  if (load_work().total > 0) {
-    const int row = work.first_q + tile_key, left = work.seq_q - tile_key;
+  if (work.total > 0) {
+    const int row = found.first_q + tile_key, left = found.seq_q - tile_key;
+    const uint16_t* v_global = rows_of(p.v, p.v_strides, place, place.head, row);
     TileRegisters<C::kBlockK, C::kHeadDim, C::kThreads> rows;
-    fetch_rows<kAny>(rows, p.k, place.offset(p.k_strides, place.head), p.k_strides, row, left,
+    fetch_rows<kAny>(rows, rows_of(p.k, p.k_strides, place, place.head, row), p.k_strides.row, left,
                      p.head_dim, p.copy_bytes, plan.vector);
     rows.store(storage);
-    fetch_rows<kAny>(rows, p.v, place.offset(p.v_strides, place.head), p.v_strides, row, left,
-                     p.head_dim_v, p.copy_bytes, plan.vector);
+    fetch_rows<kAny>(rows, v_global, p.v_strides.row, left, p.head_dim_v, p.copy_bytes,
+                     plan.vector);
     __syncthreads();
     load_rows<C::kHeadDim>(k, warp_tile + row_fragment<C::kHeadDim>(lane));
     __syncthreads();
@@ -180,8 +188,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     fetch(1, 0);
     if constexpr (C::kRestV > 0) {
       TileRegisters<C::kBlockK, C::kRestV, C::kThreads> rest;
-      fetch_rows<kAny>(rest, p.v, place.offset(p.v_strides, place.head) + C::kHeldV, p.v_strides,
-                       row, left, p.head_dim_v - C::kHeldV, p.copy_bytes, plan.vector);
+      fetch_rows<kAny>(rest, v_global + C::kHeldV, p.v_strides.row, left, p.head_dim_v - C::kHeldV,
+                       p.copy_bytes, plan.vector);
       rest.store(ptx::shared_address(shared.v));
     }
     store(1, 0);
@@ -192,31 +200,30 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
              row_fragment<C::kRestV>(lane);
 
 #pragma unroll 1
-  for (int n = 0; n < load_work().total; ++n) {
+  for (int n = 0; n < work.total; ++n) {
     __syncthreads();  // Q_n and dO_n are there; nobody reads the other stage any more
     const int stage = n % 2;
 #pragma unroll 1
-    for (int part = 0; part < C::kSteps; ++part) {
-      const bool more = n + 1 < load_work().total;
-      if (more) fetch(part, n + 1);
+    for (int half = 0; half < 2; ++half) {
+      const bool more = n + 1 < work.total;
+      if (more) fetch(half, n + 1);
       // Some of these queries see some of this warp's keys; all see all.
-      const KeyWork work = load_work();
-      const Window window(p.window_left, p.window_right, p.lower_right != 0, work.queries,
-                          work.keys);
-      const int step = part * C::kStep;
+      const int keys = work.keys, queries = work.queries;
+      const Window window(p.window_left, p.window_right, p.lower_right != 0, queries, keys);
+      const int step = half * C::kStep;
       const int query = (work.first + n % work.tiles) * C::kBlockQ + step;
-      const int last_query = min(query + C::kStep, work.queries) - 1;
-      const int last_key = min(warp_key + C::kKeys, work.keys) - 1;
-      const bool active = query < work.queries && window.begin(query) <= last_key &&
-                          window.end(last_query) > warp_key;
+      const int last_query = min(query + C::kStep, queries) - 1;
+      const int last_key = min(warp_key + C::kKeys, keys) - 1;
+      const bool active =
+          query < queries && window.begin(query) <= last_key && window.end(last_query) > warp_key;
       const bool full =
           window.begin(last_query) <= warp_key && window.end(query) >= warp_key + C::kKeys;
-      float s[C::kM][C::kN][4];   // S^T, then P^T: [m16 of keys, n8 of queries, fragment]
-      float dp[C::kM][C::kN][4];  // dP^T - delta, then dS^T
-      const uint32_t q_rows = storage + stage * 2 * kTileBytes + step * T::kRowBytes;
-      const uint32_t dout_rows = q_rows + kTileBytes;
-      const uint32_t pair = statistics + (stage * C::kBlockQ + step + lane % 4 * 2) * 8;
       if (active) {
+        float s[C::kM][C::kN][4];   // S^T, then P^T: [m16 of keys, n8 of queries, fragment]
+        float dp[C::kM][C::kN][4];  // dP^T - delta, then dS^T
+        const uint32_t q_rows = storage + stage * 2 * kTileBytes + step * T::kRowBytes;
+        const uint32_t dout_rows = q_rows + kTileBytes;
+        const uint32_t pair = statistics + (stage * C::kBlockQ + step + lane % 4 * 2) * 8;
         set_zero(s);
         multiply_transposed<Op, C::kHeadDim>(s, k, q_rows + column_fragment<C::kHeadDim>(lane));
 #pragma unroll
@@ -227,19 +234,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         }
         multiply_transposed<Op, C::kHeadDim>(dp, v, dout_rows + column_fragment<C::kHeadDim>(lane),
                                              v_rest);
-      }
-      if (C::kSteps == 1 && more) {
-        store(0, stage ^ 1);
-        fetch(1, n + 1);
-      }
-      if (active) {
-        if (plan.score_mode != sm80::kScaled) shape_scores(s, dp, plan);
+        scale_scores(s, plan.scores,
+                     [&](int m, int j, int e, float slope) { dp[m][j][e] *= slope; });
         const int key = warp_key + lane / 4, column = query + lane % 4 * 2;
         if constexpr (kAny) {
-          const sm80::BackwardPlace here(opaque(blockIdx.x), tiles, p.heads_k, p);
+          const Place here(opaque(blockIdx.x), tiles, p.heads_k, p.batch1);
           const uint32_t head = here.head * (p.heads_q / p.heads_k) + n / work.tiles;
           apply_pairs<Op, true>(s, PairsView(p.pairs, here.batch0, here.batch1, head), key, column,
-                                work.queries, work.keys, plan.bias_factor);
+                                queries, keys, 1.f);
         }
         if (!full) mask_scores_transposed(s, window, key, column);
 #pragma unroll
@@ -248,7 +250,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
           for (int i = 0; i < C::kM * 4; ++i) {
             const int m = i / 4, e = i % 4;
-            s[m][j][e] = ptx::ex2_approx(fmaf(s[m][j][e], plan.exp_scale, e % 2 == 0 ? x.x : x.z));
+            s[m][j][e] =
+                ptx::ex2_approx(fmaf(s[m][j][e], plan.scores.exp_scale, e % 2 == 0 ? x.x : x.z));
             dp[m][j][e] *= s[m][j][e];
           }
         }
@@ -265,14 +268,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           multiply_16<Op, C::kHeadDim>(dk, ds16[j], q_rows + rows);
         }
       }
-      if (more) store(C::kSteps == 1 ? 1 : part, stage ^ 1);
+      if (more) store(half, stage ^ 1);
     }
   }
 
   __syncthreads();  // the stages are free for dV and dK
-  const int rows = load_work().keys - warp_key;
-  const int64_t row = load_work().first_key + warp_key;
-  const sm80::BackwardPlace home(opaque(blockIdx.x), tiles, p.heads_k, p);  // found again, not kept
+  const int rows = work.keys - warp_key;
+  const int64_t row = work.first_key + warp_key;
+  const Place home(opaque(blockIdx.x), tiles, p.heads_k, p.batch1);  // found again, not kept
   if (p.dv != nullptr)
     store_rows<Op, C::kHeadDim>(dv, 1.f, warp_tile,
                                 static_cast<uint16_t*>(p.dv) +

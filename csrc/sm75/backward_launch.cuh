@@ -25,28 +25,28 @@ template <int kHeadDim>
 struct BackwardShapes;
 template <>
 struct BackwardShapes<32> {
-  using Keys = KeyTiling<32, 128, 32, 2, 4, 2>;
+  using Keys = KeyTiling<32, 128, 32, 4, 2>;
   using Queries = QueryTiling<32, 128, 32, 4, 2>;
   using AnyQueries = QueryTiling<32, 64, 32, 4, 2>;
   using Bias = sm80::BiasTiling<32, 64, 64, 1, 2>;
 };
 template <>
 struct BackwardShapes<64> {
-  using Keys = KeyTiling<64, 64, 32, 2, 4, 3>;
+  using Keys = KeyTiling<64, 64, 32, 4, 3>;
   using Queries = QueryTiling<64, 128, 32, 4, 2>;
   using AnyQueries = QueryTiling<64, 64, 32, 4, 2>;
   using Bias = sm80::BiasTiling<64, 64, 64, 1, 2>;
 };
 template <>
 struct BackwardShapes<96> {
-  using Keys = KeyTiling<96, 64, 32, 2, 4, 2>;
+  using Keys = KeyTiling<96, 64, 32, 4, 2>;
   using Queries = QueryTiling<96, 64, 32, 4, 2>;
   using AnyQueries = Queries;
   using Bias = sm80::BiasTiling<96, 64, 32, 1, 1>;
 };
 template <>
 struct BackwardShapes<128> {
-  using Keys = KeyTiling<128, 128, 32, 2, 8, 1>;
+  using Keys = KeyTiling<128, 128, 32, 8, 1>;
   using Queries = QueryTiling<128, 128, 32, 8, 1>;
   using AnyQueries = Queries;
   using Bias = sm80::BiasTiling<128, 64, 32, 1, 1>;
@@ -95,19 +95,19 @@ constexpr bool fits(size_t bytes) {
 }
 
 template <class Op, class C, bool kAny>
-cudaError_t launch_keys(const FlashsciBackwardParams& p, const sm80::BackwardPlan& plan,
+cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& plan,
                         cudaStream_t stream) {
   static_assert(fits<C>(sizeof(KeyStorage<C>)), "the CTAs of an SM of Turing");
   const int64_t tiles = p.cu_seqlens_q != nullptr
                             ? num_slots<C::kBlockK>(p.seq_k, p.num_seqs)
                             : (int64_t{p.seq_k} + C::kBlockK - 1) / C::kBlockK;
-  return launch<backward_keys_kernel<Op, C, kAny>>(
-      tiles * p.heads_k * p.batch0 * p.batch1, C::kThreads, sizeof(KeyStorage<C>), p.device, stream,
-      p, plan, static_cast<uint32_t>(tiles));
+  return launch<backward_keys_kernel<Op, C, kAny>>(tiles * p.heads_k * p.batch0 * p.batch1,
+                                                   C::kThreads, sizeof(KeyStorage<C>), p.device,
+                                                   stream, p, plan, static_cast<uint32_t>(tiles));
 }
 
 template <class Op, class C, bool kAny>
-cudaError_t launch_queries(const FlashsciBackwardParams& p, const sm80::BackwardPlan& plan,
+cudaError_t launch_queries(const FlashsciBackwardParams& p, const BackwardPlan& plan,
                            cudaStream_t stream) {
   static_assert(fits<C>(sizeof(QueryStorage<C>)), "the CTAs of an SM of Turing");
   const int64_t tiles = p.cu_seqlens_q != nullptr
@@ -127,9 +127,9 @@ cudaError_t launch_bias(const FlashsciBackwardParams& p, const sm80::BackwardPla
   cudaError_t error = launch<sm80::bias_gradient_kernel<Op, C>>(
       blocks, C::kThreads, sizeof(sm80::BiasShared<C>), p.device, stream, p, plan, bias);
   if (error == cudaSuccess && bias.splits > 1)
-    error = launch<sm80::bias_sum_kernel<Op>>(std::min<int64_t>((bias.elements + 255) / 256, 4096),
-                                              256, 0, p.device, stream, p, plan, bias.splits,
-                                              bias.elements);
+    error =
+        launch<sm80::bias_sum_kernel<Op>>(std::min<int64_t>((bias.elements + 255) / 256, 4096), 256,
+                                          0, p.device, stream, p, plan, bias.splits, bias.elements);
   return error;
 }
 
@@ -139,22 +139,26 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
   const BackwardWork work = plan_work<kHeadDim>(p);
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
   if (heads > INT32_MAX) return cudaErrorInvalidValue;
-  sm80::BackwardPlan plan{};
   auto* workspace = static_cast<unsigned char*>(p.workspace);
+  BackwardPlan plan{};
   plan.statistics = reinterpret_cast<float2*>(workspace);
-  plan.bias_sums = reinterpret_cast<float*>(workspace + work.statistics_bytes);
-  const ScorePlan scores = plan_scores(p.scale, p.softcap, p.pairs.bias != nullptr);
-  plan.score_mode = scores.mode;
-  plan.score_inner = scores.inner;
-  plan.score_outer = scores.outer;
-  plan.exp_scale = scores.exp_scale;
-  plan.bias_factor = 1.f;
-  plan.vector = p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 &&
-                p.head_dim_v % kChunkElements == 0;
+  plan.scores = plan_scores(p.scale, p.softcap, p.pairs.bias != nullptr);
+  plan.vector =
+      p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
   plan.vector_dq = sm80::takes_vectors(p.dq, p.dq_strides, p.head_dim);
   plan.vector_dk = sm80::takes_vectors(p.dk, p.dk_strides, p.head_dim);
   plan.vector_dv = sm80::takes_vectors(p.dv, p.dv_strides, p.head_dim_v);
   plan.writes_bias = work.writes_bias;
+  // The same for the kernels of sm80 that this generation uses.
+  sm80::BackwardPlan rows{};
+  rows.statistics = reinterpret_cast<float2*>(workspace);
+  rows.bias_sums = reinterpret_cast<float*>(workspace + work.statistics_bytes);
+  rows.score_mode = plan.scores.mode;
+  rows.score_inner = plan.scores.inner;
+  rows.score_outer = plan.scores.outer;
+  rows.exp_scale = plan.scores.exp_scale;
+  rows.bias_factor = 1.f;
+  rows.vector = plan.vector;
 
   const bool windowed = p.window_left >= 0 || p.window_right >= 0;
   if (p.dbias != nullptr && (p.seq_q == 0 || p.seq_k == 0 || (work.writes_bias && windowed))) {
@@ -170,15 +174,14 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
     const int vector = plan.vector && (p.dout == nullptr ||
                                        sm80::takes_vectors(p.out, p.out_strides, p.head_dim_v));
     const cudaError_t error = launch<sm80::statistics_kernel<Op>>(
-        tiles * heads, sm80::kRowThreads, 0, p.device, stream, p, plan,
+        tiles * heads, sm80::kRowThreads, 0, p.device, stream, p, rows,
         static_cast<uint32_t>(tiles), lanes, vector, int64_t{0});
     if (error != cudaSuccess) return error;
   }
   const bool any = !plan.vector || p.pairs.bias != nullptr || p.pairs.mask != nullptr;
   if (work.keys) {
-    const cudaError_t error =
-        any ? launch_keys<Op, typename Shapes::Keys, true>(p, plan, stream)
-            : launch_keys<Op, typename Shapes::Keys, false>(p, plan, stream);
+    const cudaError_t error = any ? launch_keys<Op, typename Shapes::Keys, true>(p, plan, stream)
+                                  : launch_keys<Op, typename Shapes::Keys, false>(p, plan, stream);
     if (error != cudaSuccess) return error;
   }
   if (work.queries) {
@@ -188,7 +191,7 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
     if (error != cudaSuccess) return error;
   }
   if (work.bias && p.seq_q > 0 && p.seq_k > 0)
-    return launch_bias<Op, typename Shapes::Bias>(p, plan, work.bias_plan, stream);
+    return launch_bias<Op, typename Shapes::Bias>(p, rows, work.bias_plan, stream);
   return cudaSuccess;
 }
 

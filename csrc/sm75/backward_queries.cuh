@@ -5,7 +5,8 @@
 //           kBlockQ / kWarps query rows each, whose Q, dO and dQ stay in registers; they share the
 //           tiles of K and V. Nothing is added to memory that another CTA adds to: with
 //           backward_keys.cuh 7 products where 5 would do, and equal bits in every run.
-// Shared    Two stages of K and V: `QueryStorage`. Q and dO before the loop, dQ after it pass through
+// Shared    Two stages of K and V: `QueryStorage`. Q and dO before the loop, dQ after it pass
+// through
 //           the same bytes.
 // Pipeline  As in the forward: K_n+1 is fetched during S = Q K_n^T and stored behind it, V_n+1
 //           likewise during the rest; one barrier a tile.
@@ -53,12 +54,12 @@ __device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4]
 template <class Op, class C, bool kAny>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     backward_queries_kernel(const __grid_constant__ FlashsciBackwardParams p,
-                            const __grid_constant__ sm80::BackwardPlan plan, uint32_t tiles) {
+                            const __grid_constant__ BackwardPlan plan, uint32_t tiles) {
   using T = Tile<C::kHeadDim>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<QueryStorage<C>*>(shared_memory);
 
-  const sm80::BackwardPlace place(blockIdx.x, tiles, p.heads_q, p);
+  const Place place(blockIdx.x, tiles, p.heads_q, p.batch1);
   TileOfSequence work;
   if (p.cu_seqlens_q != nullptr) {
     work = find_tile<C::kBlockQ>(place.tile, p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q,
@@ -98,24 +99,24 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   TileRegisters<C::kBlockK, C::kHeadDim, C::kThreads> moving;  // a K or V tile
   const auto fetch_k = [&](int tile) {
     const int row = tile * C::kBlockK;
-    fetch_rows<kAny>(moving, p.k, place.offset(p.k_strides, head_k), p.k_strides,
-                     work.first_k + row, work.seq_k - row, p.head_dim, p.copy_bytes, plan.vector);
+    fetch_rows<kAny>(moving, rows_of(p.k, p.k_strides, place, head_k, work.first_k + row),
+                     p.k_strides.row, work.seq_k - row, p.head_dim, p.copy_bytes, plan.vector);
   };
   const auto fetch_v = [&](int tile) {
     const int row = tile * C::kBlockK;
-    fetch_rows<kAny>(moving, p.v, place.offset(p.v_strides, head_k), p.v_strides,
-                     work.first_k + row, work.seq_k - row, p.head_dim_v, p.copy_bytes,
-                     plan.vector);
+    fetch_rows<kAny>(moving, rows_of(p.v, p.v_strides, place, head_k, work.first_k + row),
+                     p.v_strides.row, work.seq_k - row, p.head_dim_v, p.copy_bytes, plan.vector);
   };
 
   if (first_tile < end_tile) {
     const int row = work.first_q + tile_row, rows_valid = work.seq_q - tile_row;
     TileRegisters<C::kBlockQ, C::kHeadDim, C::kThreads> rows;
-    fetch_rows<kAny>(rows, p.q, place.offset(p.q_strides, place.head), p.q_strides, row, rows_valid,
-                     p.head_dim, p.copy_bytes, plan.vector);
+    fetch_rows<kAny>(rows, rows_of(p.q, p.q_strides, place, place.head, row), p.q_strides.row,
+                     rows_valid, p.head_dim, p.copy_bytes, plan.vector);
     rows.store(storage);
-    fetch_rows<kAny>(rows, p.dout, place.offset(p.dout_strides, place.head), p.dout_strides, row,
-                     p.dout != nullptr ? rows_valid : 0, p.head_dim_v, p.copy_bytes, plan.vector);
+    fetch_rows<kAny>(rows, rows_of(p.dout, p.dout_strides, place, place.head, row),
+                     p.dout_strides.row, p.dout != nullptr ? rows_valid : 0, p.head_dim_v,
+                     p.copy_bytes, plan.vector);
     __syncthreads();
     load_rows<C::kHeadDim>(q, warp_tile + row_fragment<C::kHeadDim>(lane));
     __syncthreads();
@@ -127,9 +128,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     moving.store(storage);
     fetch_v(first_tile);
     moving.store(storage + kTileBytes);
-    const float2* source =
-        plan.statistics + (static_cast<int64_t>(place.batch) * p.heads_q + place.head) * p.seq_q +
-        work.first_q;
+    const float2* source = plan.statistics +
+                           (static_cast<int64_t>(place.batch) * p.heads_q + place.head) * p.seq_q +
+                           work.first_q;
 #pragma unroll
     for (int i = 0; i < C::kM * 2; ++i) {
       const int at = warp_row + i * 8 + lane / 4;
@@ -163,17 +164,18 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       for (int i = 0; i < C::kM * C::kN * 4; ++i)
         dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] = statistics[i / (4 * C::kN)][i % 4 / 2].y;
       multiply_transposed<Op, C::kHeadDim>(dp, dout, v_tile + column_fragment<C::kHeadDim>(lane));
-      if (plan.score_mode != sm80::kScaled) shape_scores(s, dp, plan);
+      scale_scores(s, plan.scores, [&](int m, int n, int e, float slope) { dp[m][n][e] *= slope; });
       const int row = warp_row + lane / 4, column = first_key + lane % 4 * 2;
       if constexpr (kAny)
         apply_pairs<Op>(s, PairsView(p.pairs, place.batch0, place.batch1, place.head), row, column,
-                        work.seq_q, work.seq_k, plan.bias_factor);
+                        work.seq_q, work.seq_k, 1.f);
       if (first_key < full_begin || first_key + C::kBlockK > full_end)
         mask_scores(s, window, row, column);
 #pragma unroll
       for (int i = 0; i < C::kM * C::kN * 4; ++i) {
         const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-        dp[m][n][e] *= ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
+        dp[m][n][e] *=
+            ptx::ex2_approx(fmaf(s[m][n][e], plan.scores.exp_scale, statistics[m][e / 2].x));
       }
       if constexpr (kAny) {
         if (plan.writes_bias)
@@ -186,7 +188,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
   __syncthreads();  // the stages are free for dQ
   if (p.dq == nullptr) return;
-  const sm80::BackwardPlace home(opaque(blockIdx.x), tiles, p.heads_q, p);  // found again, not kept
+  const Place home(opaque(blockIdx.x), tiles, p.heads_q, p.batch1);  // found again, not kept
   store_rows<Op, C::kHeadDim>(dq, p.scale, warp_tile,
                               static_cast<uint16_t*>(p.dq) + home.offset(p.dq_strides, home.head) +
                                   static_cast<int64_t>(work.first_q + warp_row) * p.dq_strides.row,

@@ -72,14 +72,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
   // Which query tile of which head.
   const Place place(blockIdx.x, plan.tiles, p.heads_q, p.batch1);
-  const uint32_t slot = blockIdx.x - place.batch_head * plan.tiles;
   TileOfSequence work;
   if (p.cu_seqlens_q != nullptr) {
-    work =
-        find_tile<C::kBlockQ>(slot, p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q, p.seq_k);
+    work = find_tile<C::kBlockQ>(place.tile, p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q,
+                                 p.seq_k);
   } else {
-    work = {static_cast<int>(p.window_right >= 0 ? plan.tiles - 1 - slot : slot), 0, p.seq_q, 0,
-            p.seq_k};
+    work = {static_cast<int>(p.window_right >= 0 ? plan.tiles - 1 - place.tile : place.tile), 0,
+            p.seq_q, 0, p.seq_k};
   }
   const int tile_row = work.tile * C::kBlockQ;
   if (work.tile < 0 || tile_row >= work.seq_q) return;

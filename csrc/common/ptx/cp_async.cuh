@@ -1,5 +1,5 @@
-// PTX ISA "Data Movement and Conversion: Non-bulk copy" (sm_80 and newer). On Turing the same through
-// a register: the copy is done when the call is, and there is nothing to wait for.
+// PTX ISA "Data Movement and Conversion: Non-bulk copy" (sm_80 and newer). On Turing the same
+// through a register: the copy is done when the call is, and there is nothing to wait for.
 #pragma once
 #include <cstdint>
 
