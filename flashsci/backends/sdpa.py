@@ -84,6 +84,12 @@ def _four_dims(x: Tensor | None, batch: torch.Size) -> Tensor | None:
     )
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """x, copied if it begins off the 16 bytes that SDPA's kernels assume without asking."""
+    readable = x.is_cuda and not torch.compiler.is_compiling()
+    return x.clone() if readable and x.data_ptr() % 16 else x
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, *scalars: Any
 ) -> Tensor:
@@ -94,10 +100,14 @@ def _attend(
     merged = (
         None if causal else _merged_mask(q, k, bias, mask, window_left, window_right, lower_right)
     )
-    if merged is not None and merged.dim() < q.dim():
-        merged = merged.reshape(*(1,) * (q.dim() - merged.dim()), *merged.shape)
+    if merged is not None:
+        if merged.dim() < q.dim():
+            merged = merged.reshape(*(1,) * (q.dim() - merged.dim()), *merged.shape)
+        # SDPA broadcasts every dim but the last, and reads that one with stride 1.
+        merged = merged.expand(*merged.shape[:-1], k.shape[-2])
+        merged = merged if merged.stride(-1) == 1 else merged.contiguous()
     shape, batch = (*q.shape[:-1], v.shape[-1]), q.shape[:-3]
-    q, k, v = (x if x.dim() == 4 else _four_dims(x, batch) for x in (q, k, v))  # type: ignore[assignment]
+    q, k, v = (_aligned(x if x.dim() == 4 else _four_dims(x, batch)) for x in (q, k, v))  # type: ignore[arg-type]
     merged = _four_dims(merged, batch)
     arguments: dict[str, Any] = dict(attn_mask=merged, is_causal=causal, scale=scale)
     if q.shape[1] != k.shape[1]:

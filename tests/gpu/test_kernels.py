@@ -191,6 +191,18 @@ def test_tf32_is_as_good_as_tf32():
     Judge(inputs).require(evaluate(inputs, "triton"))
 
 
+@pytest.mark.parametrize("layout", ("shifted", "strided", "expanded"))
+@pytest.mark.parametrize("mask", (None, (1, 1), (1, 7), (5, 1)))
+@pytest.mark.parametrize("dim", (7, 64))
+def test_sdpa_takes_every_stride_and_broadcast(layout, mask, dim):
+    """Its kernels fault on rows off 16 bytes and on a last mask dim that is broadcast."""
+    variant = Variant(dtype="float16", head_dim=dim, head_dim_v=dim, mask=mask is not None)
+    given = dict(layout=layout, lead=(2,), heads_k=2, seq_q=5, seq_k=7, mask_shape=mask)
+    inputs = make_inputs(Case(seed=3, variant=variant, **given), DEVICE)
+    found = evaluate(inputs, "sdpa", lse=False, deterministic=False)
+    Judge(inputs).require(found)
+
+
 def test_auto_uses_a_kernel_of_ours():
     q = torch.randn(1, 2, 64, 64, device=DEVICE, dtype=torch.bfloat16)
     assert (
