@@ -85,9 +85,17 @@ def _four_dims(x: Tensor | None, batch: torch.Size) -> Tensor | None:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x, copied if it begins off the 16 bytes that SDPA's kernels assume without asking."""
-    readable = x.is_cuda and not torch.compiler.is_compiling()
-    return x.clone() if readable and x.data_ptr() % 16 else x
+    """x, copied if its rows begin off the 16 bytes that SDPA's kernels assume without asking."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return x
+    size = x.element_size()
+    strides = [
+        n * size for n, length in zip(x.stride()[:-1], x.shape[:-1], strict=True) if length > 1
+    ]
+    whole_rows = x.shape[-1] * size % 16 == 0  # SDPA pads the others itself
+    if x.data_ptr() % 16 == 0 and not (whole_rows and any(n % 16 for n in strides)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _attend(
