@@ -122,14 +122,16 @@ void Call::refuse(const char* what) const {
   std::abort();  // not reached
 }
 
-#define FORWARD(generation, unit) {generation, flashsci_forward_##unit, nullptr, nullptr}
+#define FORWARD(generation, unit) {generation, flashsci_forward_##unit, nullptr, nullptr, nullptr}
+#define FORWARD_IN_WORKSPACE(generation, unit) \
+  {generation, flashsci_forward_##unit, flashsci_forward_##unit##_workspace, nullptr, nullptr}
 #define BACKWARD(generation, unit) \
-  {generation, nullptr, flashsci_backward_##unit, flashsci_backward_##unit##_workspace}
+  {generation, nullptr, nullptr, flashsci_backward_##unit, flashsci_backward_##unit##_workspace}
 
 const Kernels* kernels_of(int32_t dtype) {
   static const Kernels half[] = {
 #ifdef FLASHSCI_HAVE_FORWARD_SM90_FP16
-      FORWARD(90, sm90_fp16),
+      FORWARD_IN_WORKSPACE(90, sm90_fp16),
 #endif
 #ifdef FLASHSCI_HAVE_FORWARD_SM80_FP16
       FORWARD(80, sm80_fp16),
@@ -146,7 +148,7 @@ const Kernels* kernels_of(int32_t dtype) {
       {}};
   static const Kernels brain[] = {
 #ifdef FLASHSCI_HAVE_FORWARD_SM90_BF16
-      FORWARD(90, sm90_bf16),
+      FORWARD_IN_WORKSPACE(90, sm90_bf16),
 #endif
 #ifdef FLASHSCI_HAVE_FORWARD_SM80_BF16
       FORWARD(80, sm80_bf16),

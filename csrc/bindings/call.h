@@ -88,6 +88,7 @@ struct Call {
 struct Kernels {
   int generation;
   int (*forward)(const FlashsciForwardParams*, FlashsciStream);
+  int64_t (*forward_workspace)(const FlashsciForwardParams*);  // or null: none
   int (*backward)(const FlashsciBackwardParams*, FlashsciStream);
   int64_t (*workspace)(const FlashsciBackwardParams*);
 };

@@ -33,7 +33,15 @@ std::tuple<Tensor, Tensor> cuda_forward(const Tensor& q, const Tensor& k, const 
   p.copy_bytes = static_cast<int32_t>(bits & -bits);
   void* stream = current_stream(call.device);
   launch_first(call, "forward", [&](const Kernels& kernels) -> int {
-    return kernels.forward == nullptr ? cudaErrorNotSupported : kernels.forward(&p, stream);
+    if (kernels.forward == nullptr) return cudaErrorNotSupported;
+    const int64_t bytes[] = {kernels.forward_workspace == nullptr ? 0
+                                                                  : kernels.forward_workspace(&p)};
+    if (bytes[0] == 0) return kernels.forward(&p, stream);
+    Tensor workspace = empty_contiguous(1, bytes, dtypes().byte, call.device);
+    p.workspace = workspace.mutable_data_ptr();
+    const int error = kernels.forward(&p, stream);
+    p.workspace = nullptr;
+    return error;
   });
   return {std::move(out), std::move(lse)};
 }

@@ -272,6 +272,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
           ptx::schedule_fence(part[3]);
         }
         pv_done();
+        // Else ptxas releases V last, and with two stages the next V comes late.
+        if constexpr (kHeadDim == 256) ptx::schedule_fence(a.p.seq_k);
         exponentials<C::kEarly, kBlockK / 2>(s, rows.offset, a.exp_scale, part);
         float sum[2] = {part[0] + part[1], part[2] + part[3]};
         pack(s);

@@ -91,8 +91,10 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   plan.heads = static_cast<uint32_t>(heads);
   plan.descending = causal;
   const bool uneven = kPacked || (causal && tiles > 1);
-  plan.counter =
-      uneven && heads * tiles > processors ? static_cast<uint32_t*>(p.workspace) : nullptr;
+  const bool counted = kPacked || p.seq_k >= C::kCountedKeys;
+  plan.counter = uneven && counted && heads * tiles > processors
+                     ? static_cast<uint32_t*>(p.workspace)
+                     : nullptr;
   plan.order = Order::kAsIs;
   if (!kPacked && uneven && heads * tiles > processors)
     plan.order = plan.counter != nullptr ? Order::kLongestFirst : Order::kBalanced;
@@ -206,8 +208,9 @@ inline int64_t forward_workspace(const FlashsciForwardParams& p) {
   return causal || p.cu_seqlens_q != nullptr ? sizeof(uint32_t) : 0;
 }
 
-// cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
-template <class Op>
+// cudaErrorNotSupported: another kernel must serve this call, nothing was launched. kDims: the
+// buckets of head dimensions that are compiled.
+template <class Op, int kDims = 64 | 128 | 256>
 cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
   const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
   if (p.seq_k == 0 || p.head_dim_v % 8 != 0 || !aligned(p.batch0, p.out_strides.batch0) ||
@@ -222,15 +225,13 @@ cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) 
   a.score_outer = p.softcap;
   a.exp_scale = a.score_mode == kScaled ? p.scale * kLog2e : kLog2e;
   const int dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-#if defined(FLASHSCI_SM90_ONLY)  // experiments: one head dimension compiles in seconds
-  return dim <= FLASHSCI_SM90_ONLY ? launch_padded<Op, FLASHSCI_SM90_ONLY>(a, stream)
-                                   : cudaErrorNotSupported;
-#else
-  if (dim <= 64) return launch_padded<Op, 64>(a, stream);
-  if (dim <= 128) return launch_padded<Op, 128>(a, stream);
-  if (dim <= 256) return launch_padded<Op, 256>(a, stream);
+  if constexpr (kDims & 64)
+    if (dim <= 64) return launch_padded<Op, 64>(a, stream);
+  if constexpr (kDims & 128)
+    if (dim <= 128) return launch_padded<Op, 128>(a, stream);
+  if constexpr (kDims & 256)
+    if (dim <= 256) return launch_padded<Op, 256>(a, stream);
   return cudaErrorNotSupported;
-#endif
 }
 
 }  // namespace flashsci::sm90

@@ -29,6 +29,8 @@ struct Tiling {
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   // Scores whose exponentials come before the wait for P V of the block before.
   static constexpr int kEarly = kHeadDim == 64 ? 0 : kBlockK / 4;
+  // Causal calls with fewer keys do not earn the memset of a counter.
+  static constexpr int kCountedKeys = kHeadDim == 256 ? 8192 : 2048;
   static constexpr int kBiasBytes = kPairs ? 64 * 64 * 4 : 0;  // of one consumer and stage
   static constexpr int kMaskBytes = kPairs ? 64 * 64 : 0;
   static_assert(!kPairs || kBlockK == 64);

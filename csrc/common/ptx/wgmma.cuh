@@ -36,6 +36,14 @@ __device__ __forceinline__ void schedule_fence(float x) {
       : "memory");
 }
 
+// The same; x: a value >= 0 that is the same in all lanes.
+__device__ __forceinline__ void schedule_fence(int x) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.lt.s32 p, %0, 0;\n@!p bra.uni PASSED;\n"
+      "nanosleep.u32 1;\nPASSED:\n}\n" ::"r"(x)
+      : "memory");
+}
+
 // Descriptor of an operand in 128-byte swizzle, 1024-byte aligned tiles as TMA writes them: K-major
 // tiles have group_bytes (SBO) from 8 rows to the next; MN-major ones also block_bytes (LBO) from
 // 64 columns to the next.
