@@ -181,6 +181,7 @@ class _TwiceDifferentiable(torch.autograd.Function):
                 out, _ = reference.forward(*arguments)
         else:
             out, inputs = ctx.inner
+            dout = _aligned(dout)
         wanted = [i for i in range(4) if ctx.needs_input_grad[i]]
         found = torch.autograd.grad(
             out, [inputs[i] for i in wanted], dout, create_graph=twice, retain_graph=True
