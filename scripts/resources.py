@@ -44,6 +44,13 @@ TILING_SM90 = re.compile(
 )
 # sm80, fp32: head dim, warps, m16 blocks of a warp, n8 blocks of keys, CTAs per SM; bias or mask.
 TILE_FP32 = re.compile(r"ForwardTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
+# ... its backward: kernel; the same with columns for keys; what a CTA owns (0: queries), bias or mask.
+BACKWARD_FP32 = re.compile(
+    r"(backward|bias_gradient)_fp32_kernelINS0_12BackwardTile"
+    r"ILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+(?:Li(\d)ELb([01])E)?"
+)
+# ... of short rows of keys: head dim, warps, queries of a chunk, CTAs per SM.
+SHORT_FP32 = re.compile(r"ShortTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E")
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 
 
@@ -79,6 +86,8 @@ class Kernel:
                 return None
             dim, rows, keys, warps, blocks, vector, _ = (int(x) for x in found.groups())
             return dim, rows, keys, warps, 2, blocks, vector
+        if self.unit == "sm80/backward_fp32.cu":
+            return self.backward_fp32
         if found := TILE_FP32.search(self.name):
             dim, warps, m, n, blocks, _ = (int(x) for x in found.groups())
             return dim, 16 * m * warps, 8 * n, warps, 1, blocks, 1
@@ -104,8 +113,29 @@ class Kernel:
         return dim, rows, keys, warps, 2, blocks, 1 - either
 
     @property
+    def backward_fp32(self) -> tuple[int, ...]:
+        """The same of an fp32 backward kernel, which copies any rows in one stage."""
+        if found := SHORT_FP32.search(self.name):
+            dim, warps, queries, blocks = map(int, found.groups())
+            return dim, queries, 32 * warps, warps, 1, blocks, 0
+        if found := BACKWARD_FP32.search(self.name):
+            dim, warps, m, n, blocks = (int(x) for x in found.groups()[1:6])
+            rows, columns = 16 * m * warps, 8 * n
+            of_queries = found[7] in (None, "0")
+            tile = (rows, columns) if of_queries else (columns, rows)
+            return dim, *tile, warps, 1, blocks, 0
+        return 0, 0, 0, 8, 0, 4, 0
+
+    @property
     def variant(self) -> str:
         """What else the kernel is compiled for."""
+        if self.unit == "sm80/backward_fp32.cu":
+            if found := BACKWARD_FP32.search(self.name):
+                kind = {None: "bias gradient", "0": "queries", "1": "keys", "2": "keys, dk"}
+                name = kind.get(found[7], "keys, dv")
+                return name + (", bias or mask" if found[8] == "1" else "")
+            kind = re.search(r"\d([a-z_]+)_fp32_kernel", self.name)
+            return kind[1].replace("backward_short", "short rows of keys").replace("_", " ")
         if self.unit.startswith("sm75/backward"):
             kind = re.search(r"\d([a-z_]+)_kernel", self.name)
             name = kind[1].replace("_", " ") if kind else self.name
@@ -131,6 +161,17 @@ class Kernel:
         if self.tiling is None:
             return 0
         dim, rows, keys, warps, stages, _, _ = self.tiling
+        if self.unit == "sm80/backward_fp32.cu":
+            if not dim:
+                return 0
+            if SHORT_FP32.search(self.name):  # halves, their scales, statistics, dQ
+                halves = 8 * dim * (rows + keys)
+                return (halves + 8 * keys + 16 * rows + 4 * rows * (dim + 8) + 127) // 128 * 128
+            # Halves of rows, raw and halves of columns; scales, statistics, what is hidden.
+            if "_fp32_kernel" in self.name and self.variant.startswith("keys"):
+                rows, keys = keys, rows
+            stream = (16 * keys * dim + keys + 8 * warps + 127) // 128 * 128
+            return (8 * rows * dim + stream + 8 * rows + 16 * keys + 127) // 128 * 128
         if TILE_FP32.search(
             self.name
         ):  # halves of Q, K and V, raw K and V, a scale for each row of Q
@@ -155,7 +196,8 @@ class Kernel:
     @property
     def chosen(self) -> bool:
         """Whether a device of this architecture ever runs it: one or two stages is decided by the shared memory of an SM."""
-        if self.tiling is None or TILE_FP32.search(self.name) or not self.unit.startswith("sm80"):
+        fp32 = self.unit.endswith("_fp32.cu")
+        if self.tiling is None or fp32 or not self.unit.startswith("sm80"):
             return True
         dim, rows, keys, _, stages, blocks, vector = self.tiling
         if not vector or dim > 128 or rows <= 64:
