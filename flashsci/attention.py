@@ -78,8 +78,9 @@ def attention(
         deterministic: True demands results that are bitwise equal run to run; None follows
             ``torch.use_deterministic_algorithms``. (All flashsci kernels are deterministic; SDPA's
             are not.)
-        precision: of float32 inputs: "ieee" or "tf32x3" (float32 accuracy; None picks the faster),
-            or "tf32". Other dtypes ignore it.
+        precision: of float32 inputs: "ieee" or "tf32x3" (float32 accuracy, by three products of
+            halves on tensor cores; None picks the faster), or "tf32" (one product: 11 significant
+            bits). Other dtypes ignore it.
         backend: "auto", "reference", "sdpa", "triton" or "cuda"; see :func:`flashsci.explain`.
 
     Returns:

@@ -59,9 +59,7 @@ def extremes() -> list[tuple[str, Inputs]]:
     """Inputs whose rows differ in size by more than fp16 spans; hidden keys that hold anything."""
     found = []
     kinds = ("hidden", "rows", "tiny", "huge", "columns")
-    for seed, (dim, seq, kind) in enumerate(
-        itertools.product((8, 32, 64, 128), (40, 200), kinds)
-    ):
+    for seed, (dim, seq, kind) in enumerate(itertools.product((8, 32, 64, 128), (40, 200), kinds)):
         g = torch.Generator("cuda").manual_seed(seed)
         rand = lambda *s: torch.randn(*s, device="cuda", generator=g)  # noqa: E731
         q, k, v, dout = (rand(2, 2, seq, dim) for _ in range(4))

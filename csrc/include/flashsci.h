@@ -37,7 +37,8 @@ typedef struct FlashsciPairs {
   int32_t bias_is_fp32;
 } FlashsciPairs;
 
-// How fp32 products are computed; ignored for other dtypes.
+// What fp32 products are as exact as, whatever they are made of: fp32 (three products of halves of
+// the operands) or TF32 (one product). Ignored for other dtypes.
 enum { FLASHSCI_TF32X3 = 0, FLASHSCI_TF32 = 1 };
 
 // out = softmax(scale * q k^T, softcapped, + bias, masked) v, lse = log of its denominator.

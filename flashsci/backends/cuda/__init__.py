@@ -167,7 +167,7 @@ def _refusal(kind: str, problem: Problem, generation: int = 0) -> str | None:
     if problem.varlen and problem.bias:
         return "it has no bias for packed sequences"
     if problem.dtype == torch.float32 and problem.precision == "ieee":
-        return "its float32 products are 3xTF32 or TF32, not IEEE"
+        return "its float32 products are three of fp16 halves (fp32 accuracy) or one, not IEEE"
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         dims = f"{problem.head_dim} and {problem.head_dim_v}"
         return f"its head dims end at {MAX_HEAD_DIM}, and these are {dims}"
