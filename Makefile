@@ -22,7 +22,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc cmake -type f 2>/dev/
 export PATH := $(if $(VENV),$(abspath $(VENV))/bin:,)$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install build build-manual demo test test-fast lint format types docs bench check sweep env wheel clean
+.PHONY: help install build build-manual demo force-field test test-fast lint format types docs bench check sweep env wheel clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ build-manual: ## the same kernels by a short nvcc/g++ script, without CMake or p
 
 demo: install ## the main job: crystals and molecules through every backend; writes demo-output/
 	$(PY) examples/crystals.py
+
+force-field: install ## train a potential on forces, run it, compare with SDPA; writes force-field-output/
+	PYTHONPATH=examples $(PY) -m force_field
 
 test: install ## every test that this machine can run
 	@# tests/cpu interprets Triton, which only a process without a GPU does: where there is one, two runs.
@@ -102,5 +105,5 @@ wheel: $(STATE)/.flashsci-tools ## one py3-none wheel in dist/
 	$(PIP) wheel -v --no-build-isolation --no-deps -w dist .
 
 clean: ## remove what was built (not .venv)
-	rm -rf build dist site demo-output .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
+	rm -rf build dist site demo-output force-field-output .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
 	rm -f $(STATE)/.flashsci-installed

@@ -1,0 +1,3 @@
+from force_field.train import app
+
+app()
