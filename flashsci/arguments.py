@@ -31,14 +31,14 @@ def shape_of(x: Tensor) -> list[int]:
     return list(x.shape)
 
 
-def check_types(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> None:
+def check_types(q: Any, k: Any, v: Any, bias: Any, mask: Any, key_weight: Any = None) -> None:
     """Raises TypeError for what is not a tensor."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         name, x = next(
             (n, x) for n, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor)
         )
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    for name, x in (("bias", bias), ("mask", mask)):
+    for name, x in (("bias", bias), ("mask", mask), ("key_weight", key_weight)):
         if x is not None and not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
 
@@ -95,6 +95,15 @@ def check_bias_dtype(bias: Tensor, dtype: torch.dtype) -> None:
         raise TypeError(f"bias must have q's dtype ({dtype}) or float32, got {bias.dtype}")
 
 
+def check_key_weight_dtype(key_weight: Tensor, dtype: torch.dtype) -> None:
+    if key_weight.dtype == torch.bool:
+        raise TypeError("key_weight is a bool tensor; a bool pattern goes in mask= (True = attend)")
+    if key_weight.dtype not in (dtype, torch.float32):
+        raise TypeError(
+            f"key_weight must have q's dtype ({dtype}) or float32, got {key_weight.dtype}"
+        )
+
+
 def check_mask_dtype(mask: Tensor) -> None:
     if mask.dtype != torch.bool:
         raise TypeError(
@@ -103,14 +112,16 @@ def check_mask_dtype(mask: Tensor) -> None:
         )
 
 
-def check_broadcast(name: str, shape: Sequence[int], full: Sequence[int]) -> None:
-    """``shape`` broadcasts to ``full`` without growing it."""
+def check_broadcast(
+    name: str, shape: Sequence[int], full: Sequence[int], dims: str = "Hq, Sq, Sk"
+) -> None:
+    """``shape`` broadcasts to ``full``, whose last dims are ``dims``, without growing it."""
     fits = len(shape) <= len(full) and all(
         a == 1 or a == b for a, b in zip(reversed(shape), reversed(full), strict=False)
     )
     if not fits:
         raise ValueError(
-            f"{name} of shape {list(shape)} does not broadcast to [..., Hq, Sq, Sk] = "
+            f"{name} of shape {list(shape)} does not broadcast to [..., {dims}] = "
             f"{list(full)}; "
             "each of its dims must be 1 or match, aligned from the right"
         )
@@ -200,8 +211,10 @@ class Options(NamedTuple):
             self.deterministic,
         )
 
-    def features(self, bias: Tensor | None, needs_grad: bool) -> dict[str, Any]:
-        """The fields of a Problem that options and bias decide."""
+    def features(
+        self, bias: Tensor | None, key_weight: Tensor | None, needs_grad: bool
+    ) -> dict[str, Any]:
+        """The fields of a Problem that options, bias and key weights decide."""
         # A compiler may keep floats symbolic; whether there is a softcap or dropout is all it needs.
         static = torch.compiler.is_compiling()
         return dict(
@@ -216,6 +229,8 @@ class Options(NamedTuple):
             requires_grad=needs_grad,
             bias_dtype=None if bias is None else bias.dtype,
             bias_grad=needs_grad and bias is not None and bias.requires_grad,
+            key_weight=key_weight is not None,
+            key_weight_grad=needs_grad and key_weight is not None and key_weight.requires_grad,
         )
 
 

@@ -36,6 +36,7 @@ def attention(
     v: Tensor,
     *,
     bias: Tensor | None = None,
+    key_weight: Tensor | None = None,
     mask: Tensor | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -50,7 +51,7 @@ def attention(
     backend: str = "auto",
 ) -> Any:
     """Exact softmax attention, ``softmax(softcap(scale q k^T) + bias) v``, differentiable in q, k,
-    v, bias and lse.
+    v, bias, key_weight and lse.
 
     Args:
         q: queries ``[..., Hq, Sq, D]``; float16, bfloat16, float32 or float64. Leading dims may be
@@ -61,6 +62,11 @@ def attention(
         bias: added to the scores, in natural-log units; broadcastable to ``[..., Hq, Sq, Sk]``, q's
             dtype or float32, any strides, -inf allowed. Its gradient has its own shape and dtype,
             accumulated in float32 or better.
+        key_weight: multiplies the exponential of every score of its key, ``P = w e^S / sum w e^S``:
+            the smooth cutoff of an interatomic potential. Non-negative, broadcastable to
+            ``[..., Hk, Sk]``, q's dtype or float32. Zeros are exact, and so is the gradient there (a
+            bias of ``log w`` has none). Negative weights, which only a synchronisation could find,
+            give undefined results, as their logarithm would.
         mask: bool, broadcastable to ``[..., Hq, Sq, Sk]``, True = attend. mask, -inf in bias,
             causal and window are ANDed.
         causal: query i sees keys up to its own position.
@@ -85,7 +91,7 @@ def attention(
 
     Returns:
         out ``[..., Hq, Sq, Dv]`` in q's dtype and memory layout. With ``return_lse``, also lse
-        ``[..., Hq, Sq]``: the natural log of the sum of exponentials of the scores, float32
+        ``[..., Hq, Sq]``: the natural log of the (weighted) sum of exponentials of the scores, float32
         (float64 for float64), differentiable. A row with no key to attend to has out 0, lse -inf
         and zero gradients.
 
@@ -107,16 +113,20 @@ def attention(
         (torch.Size([2, 4, 10, 16]), torch.Size([2, 4, 10]))
         >>> out.sum().backward(); distance.grad.shape
         torch.Size([2, 1, 10, 10])
+        >>> cutoff = torch.linspace(1, 0, 10)  # the last key counts for nothing
+        >>> weighted = flashsci.attention(q, k, v, key_weight=cutoff)
+        >>> torch.allclose(weighted, flashsci.attention(q, k, v, bias=cutoff.log()), atol=1e-6)
+        True
 
     Source: Milakov, Gimelshein, arXiv:1805.02867 (online softmax); Dao et al., arXiv:2205.14135 and
         2307.08691.
     """
-    arguments.check_types(q, k, v, bias, mask)
+    arguments.check_types(q, k, v, bias, mask, key_weight)
     if q.is_nested:
         from flashsci import nested
 
         return nested.attention(
-            q, k, v, bias=bias, mask=mask, causal=causal, window=window, align=align, scale=scale,
+            q, k, v, bias=bias, key_weight=key_weight, mask=mask, causal=causal, window=window, align=align, scale=scale,
             softcap=softcap, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
             deterministic=deterministic, precision=precision, backend=backend,
         )  # fmt: skip
@@ -124,13 +134,14 @@ def attention(
         causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
     )
     q, k, v = autocast(q, k, v)
-    needs_grad = arguments.needs_grad(q, k, v, bias)
-    plan = _plan(q, k, v, bias, mask, options, needs_grad, backend)
+    needs_grad = arguments.needs_grad(q, k, v, bias, key_weight)
+    plan = _plan(q, k, v, bias, key_weight, mask, options, needs_grad, backend)
     if dropout_p:
         dropout_seed = seed_for(q, dropout_p, dropout_seed)
     if plan.leading is not None:
-        q, k, v, bias, mask = _aligned(q, k, v, bias, mask, plan.leading)
-    out, lse = run(plan, (q, k, v, bias, mask, None, None, None, dropout_seed), needs_grad)
+        q, k, v, bias, key_weight, mask = _aligned(q, k, v, bias, key_weight, mask, plan.leading)
+    tensors = q, k, v, bias, key_weight, mask, None, None, None, dropout_seed
+    out, lse = run(plan, tensors, needs_grad)
     if plan.leading is not None and len(plan.leading) > 2:
         out = out.unflatten(0, plan.leading[:-1])
         lse = None if lse is None else lse.unflatten(0, plan.leading[:-1])
@@ -177,6 +188,7 @@ def _plan(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_weight: Tensor | None,
     mask: Tensor | None,
     options: arguments.Options,
     needs_grad: bool,
@@ -184,16 +196,19 @@ def _plan(
 ) -> Plan:
     """The plan of a dense call, from the cache where an equal call was planned before."""
     if torch.compiler.is_compiling():
-        return _make_plan(q, k, v, bias, mask, options, needs_grad, backend)
+        return _make_plan(q, k, v, bias, key_weight, mask, options, needs_grad, backend)
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         None if bias is None else (bias.shape, bias.dtype, bias.device, bias.requires_grad),
+        None
+        if key_weight is None
+        else (key_weight.shape, key_weight.dtype, key_weight.device, key_weight.requires_grad),
         None if mask is None else (mask.shape, mask.dtype, mask.device),
         options, needs_grad, registry.requested(backend),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        plan = _make_plan(q, k, v, bias, mask, options, needs_grad, backend)
+        plan = _make_plan(q, k, v, bias, key_weight, mask, options, needs_grad, backend)
         if len(_plans) >= 4096:
             _plans.clear()
         _plans[key] = plan
@@ -205,14 +220,17 @@ def _make_plan(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_weight: Tensor | None,
     mask: Tensor | None,
     options: arguments.Options,
     needs_grad: bool,
     backend: str,
 ) -> Plan:
-    call = describe(q, k, v, bias, mask, options, needs_grad)
+    call = describe(q, k, v, bias, key_weight, mask, options, needs_grad)
     name = registry.decide(*call, backend)
     ranks = {x.dim() for x in (q, k, v, bias, mask) if x is not None}
+    if key_weight is not None:
+        ranks.add(key_weight.dim() + 1)
     equal = q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and len(ranks) == 1 and q.dim() <= 5
     leading = None if equal else _leading(q, k, v)
     return Plan(name, registry.LOADED[name], options.scalars(q.shape[-1]), leading)
@@ -233,6 +251,7 @@ def describe(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_weight: Tensor | None,
     mask: Tensor | None,
     options: arguments.Options,
     needs_grad: bool,
@@ -265,8 +284,12 @@ def describe(
     if mask is not None:
         arguments.check_mask_dtype(mask)
         arguments.check_broadcast("mask", mask.shape, full)
-    arguments.same_device(q, bias=bias, mask=mask)
-    features = options.features(bias, needs_grad)
+    if key_weight is not None:
+        arguments.check_key_weight_dtype(key_weight, q.dtype)
+        keys = (*batch, *(heads and (heads_k,)), k.shape[-2])
+        arguments.check_broadcast("key_weight", key_weight.shape, keys, "Hk, Sk")
+    arguments.same_device(q, bias=bias, key_weight=key_weight, mask=mask)
+    features = options.features(bias, key_weight, needs_grad)
     features["mask"] = mask is not None
     if torch.compiler.is_compiling():
         features["bias_shape"] = None if bias is None else ()
@@ -281,11 +304,12 @@ def _aligned(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_weight: Tensor | None,
     mask: Tensor | None,
     leading: tuple[int, ...],
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """All of one rank: leading dims of q, k, v expanded; bias and mask with dims of 1 in front; at
-    most two leading dims."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """All of one rank (key_weight: one less): leading dims of q, k, v expanded; others with dims of 1
+    in front; at most two leading dims."""
     rank = max(q.dim(), k.dim(), v.dim())
 
     def same_rank(x: Tensor) -> Tensor:
@@ -304,8 +328,9 @@ def _aligned(
     q, k, v = (same_rank(x) for x in (q, k, v))
     if rank > 3:
         q, k, v = (x.expand(*leading, *x.shape[-3:]) for x in (q, k, v))
-    bias, mask = (None if x is None else fold(same_rank(x)) for x in (bias, mask))
-    return fold(q), fold(k), fold(v), bias, mask
+    rows = None if key_weight is None else key_weight.unsqueeze(-2)  # [*, Hk, 1, Sk]
+    bias, rows, mask = (None if x is None else fold(same_rank(x)) for x in (bias, rows, mask))
+    return fold(q), fold(k), fold(v), bias, None if rows is None else rows.squeeze(-2), mask
 
 
 def explain(
@@ -339,13 +364,13 @@ def explain(
     given = bound.arguments
     shared = arguments.Options.of(*(given[name] for name in arguments.SHARED))
     q, k, v = autocast(q, k, v)
-    bias = given["bias"]
-    needs_grad = arguments.needs_grad(q, k, v, bias)
+    bias, weight = given["bias"], given["key_weight"]
+    needs_grad = arguments.needs_grad(q, k, v, bias, weight)
     if entry is attention:
-        arguments.check_types(q, k, v, bias, given["mask"])
-        call = describe(q, k, v, bias, given["mask"], shared, needs_grad)
+        arguments.check_types(q, k, v, bias, given["mask"], weight)
+        call = describe(q, k, v, bias, weight, given["mask"], shared, needs_grad)
     else:
         call = varlen.describe(
-            q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], bias, shared, needs_grad
+            q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], bias, weight, shared, needs_grad
         )
     return registry.explain(registry.problem_of(*call), *registry.requested(backend))

@@ -8,7 +8,7 @@ Four nodes, so that a derivative of a derivative has somewhere to go, in reverse
     DoubleBackward  backward: itself + Backward, in the tangents it is linear in; refused in all else
 
 The double backward of <tx, dx> is the tangent of the backward along tx, so one kernel serves both. out and
-lse enter every node but the first detached: the formulas hold their dependence on q, k, v, bias
+lse enter every node but the first detached: the formulas hold their dependence on the others
 already. A backend without second-order kernels of its own has Triton's, from the same q, k, v, out and
 lse. Third order raises, under ``loss.backward()`` and ``torch.autograd.grad(loss, parameters)`` alike.
 """
@@ -25,10 +25,12 @@ from flashsci import registry
 from flashsci.ops import LIBRARY, SCALARS, TENSORS
 from flashsci.tracing import transforming
 
+_LEAVES = 5  # q, k, v, bias, key_weight: what has gradients
 _TENSORS, _SCALARS = len(TENSORS), len(SCALARS)
-_REST = _TENSORS - 4 + _SCALARS  # arguments after q, k, v, bias
+_SAVED = _TENSORS + 2  # with out and lse
+_REST = _TENSORS - _LEAVES + _SCALARS  # arguments after those with gradients
 _Gradients = tuple[Tensor | None, ...]
-_NOTHING: _Gradients = (None,) * 4
+_NOTHING: _Gradients = (None,) * _LEAVES
 
 
 def _refuse(what: str) -> Any:
@@ -115,7 +117,8 @@ def _needed(found: Any, need: int) -> _Gradients:
 
 
 def _backward(backend: str, dout: Any, dlse: Any, rest: tuple[Any, ...], need: int) -> _Gradients:
-    """Gradients of q, k, v, bias, None where not needed; ``rest`` is ops.TENSORS, out, lse, ops.SCALARS."""
+    """Gradients of q, k, v, bias, key_weight, None where not needed; ``rest`` is ops.TENSORS, out, lse,
+    ops.SCALARS."""
     if (dout is None and dlse is None) or not need:
         return _NOTHING
     if torch.is_grad_enabled() or transforming():
@@ -128,11 +131,11 @@ def _backward(backend: str, dout: Any, dlse: Any, rest: tuple[Any, ...], need: i
 def _double_backward(
     backend: str, tangents: Any, dout: Any, dlse: Any, rest: tuple[Any, ...], need: int
 ) -> _Gradients:
-    """Gradients of q, k, v, bias, dout, dlse of <tangents, gradients of q, k, v, bias>."""
+    """Gradients of q, k, v, bias, key_weight, dout, dlse of <tangents, gradients of the first five>."""
     if all(t is None for t in tangents) or not need:
-        return (None,) * 6
-    fixed = guarded((dout, dlse, *rest[: _TENSORS + 2]), THIRD)
-    found = DoubleBackward.apply(backend, *tangents, *fixed, *rest[_TENSORS + 2 :], need)
+        return (None,) * (_LEAVES + 2)
+    fixed = guarded((dout, dlse, *rest[:_SAVED]), THIRD)
+    found = DoubleBackward.apply(backend, *tangents, *fixed, *rest[_SAVED:], need)
     return _needed(found, need)
 
 
@@ -146,9 +149,9 @@ def _along(
     rest: tuple[Any, ...],
     need: int,
 ) -> _Gradients:
-    """The tangent of the backward's results along tangents of q, k, v, bias, dout and dlse, in which dout
-    and dlse are linear."""
-    first = _double_backward(backend, tangents, dout, dlse, rest, need)[:4]
+    """The tangent of the backward's results along tangents of what has gradients and of dout and dlse, in
+    which it is linear."""
+    first = _double_backward(backend, tangents, dout, dlse, rest, need)[:_LEAVES]
     second = _backward(backend, tdout, tdlse, rest, need)
     return tuple(
         b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True)
@@ -171,12 +174,12 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        need = _need(ctx.needs_input_grad[1:5])
+        need = _need(ctx.needs_input_grad[1 : 1 + _LEAVES])
         return (None, *_backward(ctx.backend, dout, dlse, _rest(ctx), need), *(None,) * _REST)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        return Jvp.apply(ctx.backend, *tangents[:4], *_rest(ctx))
+        return Jvp.apply(ctx.backend, *tangents[:_LEAVES], *_rest(ctx))
 
 
 class EagerForward(torch.autograd.Function):
@@ -206,7 +209,7 @@ def _rest(ctx: Any) -> tuple[Any, ...]:
 
 
 class Backward(torch.autograd.Function):
-    """dq, dk, dv, dbias; inputs are the backend's name, dout, dlse, ops.TENSORS, out, lse,
+    """dq, dk, dv, dbias, dkey_weight; inputs are the backend's name, dout, dlse, ops.TENSORS, out, lse,
     ops.SCALARS and ``need``."""
 
     generate_vmap_rule = True
@@ -219,28 +222,28 @@ class Backward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         ctx.backend, ctx.need = inputs[0], inputs[-1]
-        tensors = inputs[1 : _TENSORS + 5]
+        tensors = inputs[1 : 3 + _SAVED]
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
-        ctx.scalars = inputs[_TENSORS + 5 : -1]
+        ctx.scalars = inputs[3 + _SAVED : -1]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         dout, dlse, *rest = ctx.saved_tensors
-        wanted_dout, wanted_dlse, *wanted = ctx.needs_input_grad[1:7]
+        wanted_dout, wanted_dlse, *wanted = ctx.needs_input_grad[1 : 3 + _LEAVES]
         found = _double_backward(
             ctx.backend, cotangents, dout, dlse, (*rest, *ctx.scalars), _need((*wanted, wanted_dout, wanted_dlse))
         )  # fmt: skip
-        return (None, *found[4:], *found[:4], *(None,) * (_REST + 3))
+        return (None, *found[_LEAVES:], *found[:_LEAVES], *(None,) * (_REST + 3))
 
     @staticmethod
     def jvp(ctx: Any, _: Any, tdout: Any, tdlse: Any, *tangents: Any) -> Any:
         dout, dlse, *rest = ctx.saved_tensors
         found = _along(
-            ctx.backend, tangents[:4], tdout, tdlse, dout, dlse, (*rest, *ctx.scalars), ctx.need
+            ctx.backend, tangents[:_LEAVES], tdout, tdlse, dout, dlse, (*rest, *ctx.scalars), ctx.need
         )
         # Tangents must be tensors, also those of results that are empty.
-        likes = (*rest[:3], rest[0] if rest[3] is None else rest[3])
+        likes = (rest[0] if x is None else x for x in rest[:_LEAVES])
         return tuple(
             x.new_zeros(x.shape if ctx.need >> i & 1 else 0) if t is None else t
             for i, (x, t) in enumerate(zip(likes, found, strict=True))
@@ -248,31 +251,34 @@ class Backward(torch.autograd.Function):
 
 
 class Jvp(torch.autograd.Function):
-    """Tangents of out and lse; inputs are the backend's name, tangents of q, k, v, bias, ops.TENSORS, out, lse,
-    ops.SCALARS."""
+    """Tangents of out and lse; inputs are the backend's name, tangents of q, k, v, bias, key_weight, ops.TENSORS,
+    out, lse, ops.SCALARS."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(backend: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-        return _second_order(backend, arguments[4], arguments[6]).jvp(*arguments)
+        return _second_order(backend, arguments[_LEAVES], arguments[_LEAVES + 2]).jvp(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
         ctx.backend = inputs[0]
-        ctx.save_for_backward(*inputs[1 : _TENSORS + 7])
-        ctx.save_for_forward(*inputs[1 : _TENSORS + 7])  # vmap needs it, if only to refuse
-        ctx.scalars = inputs[_TENSORS + 7 :]
+        saved = inputs[1 : 1 + _LEAVES + _SAVED]
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)  # vmap needs it, if only to refuse
+        ctx.scalars = inputs[1 + _LEAVES + _SAVED :]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        tangents, rest = ctx.saved_tensors[:4], (*ctx.saved_tensors[4:], *ctx.scalars)
+        saved = ctx.saved_tensors
+        tangents, rest = saved[:_LEAVES], (*saved[_LEAVES:], *ctx.scalars)
         need = ctx.needs_input_grad
-        first = _backward(ctx.backend, dout, dlse, rest, _need(need[1:5]))
+        first = _backward(ctx.backend, dout, dlse, rest, _need(need[1 : 1 + _LEAVES]))
         second = _NOTHING
         if dout is not None or dlse is not None:
-            second = _double_backward(ctx.backend, tangents, dout, dlse, rest, _need(need[5:9]))[:4]
+            wanted = _need(need[1 + _LEAVES : 1 + 2 * _LEAVES])
+            second = _double_backward(ctx.backend, tangents, dout, dlse, rest, wanted)[:_LEAVES]
         return (None, *first, *second, *(None,) * (_REST + 2))
 
     @staticmethod
@@ -281,30 +287,32 @@ class Jvp(torch.autograd.Function):
 
 
 class DoubleBackward(torch.autograd.Function):
-    """Gradients of q, k, v, bias, dout, dlse; inputs are the backend's name, cotangents of dq, dk, dv, dbias, then those of
-    :class:`Backward`."""
+    """Gradients of q, k, v, bias, key_weight, dout, dlse; inputs are the backend's name, cotangents of the first
+    five's gradients, then those of :class:`Backward`."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(backend: str, *arguments: Any) -> tuple[Tensor, ...]:
-        return _second_order(backend, arguments[6], arguments[8]).double_backward(*arguments)
+        q, _, v = arguments[_LEAVES + 2 : _LEAVES + 5]
+        return _second_order(backend, q, v).double_backward(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         ctx.backend = inputs[0]
-        ctx.save_for_backward(*inputs[5 : _TENSORS + 9])
-        ctx.save_for_forward(*inputs[5 : _TENSORS + 9])
-        ctx.scalars = inputs[_TENSORS + 9 : -1]
+        saved = inputs[1 + _LEAVES : 3 + _LEAVES + _SAVED]
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+        ctx.scalars = inputs[3 + _LEAVES + _SAVED : -1]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         dout, dlse, *rest = ctx.saved_tensors
         *along, tdout, tdlse = cotangents
-        need = _need(ctx.needs_input_grad[1:5])
+        need = _need(ctx.needs_input_grad[1 : 1 + _LEAVES])
         found = _along(ctx.backend, along, tdout, tdlse, dout, dlse, (*rest, *ctx.scalars), need)
-        return (None, *found, *(None,) * (_TENSORS + 4 + _SCALARS + 1))
+        return (None, *found, *(None,) * (2 + _SAVED + _SCALARS + 1))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -92,7 +92,7 @@ def attention_backward(
     needs_grad = arguments.needs_grad(dout, dlse, q, k, v, bias, out, lse)
     kernel_bias, bias_offsets = bias, None
     if cu_seqlens_q is None:
-        call = describe(q, k, v, bias, mask, options, needs_grad)
+        call = describe(q, k, v, bias, None, mask, options, needs_grad)
         if len({(x.dim(), x.shape[:-3]) for x in (q, k, v)}) > 1 or q.dim() > 5:
             raise ValueError(
                 "attention_backward takes q, k, v with equal leading dims, at most two before "
@@ -104,7 +104,7 @@ def attention_backward(
         if mask is not None:
             raise ValueError("packed sequences take no mask; put -inf in a per-pair bias")
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        call = varlen.describe(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, options, needs_grad)
+        call = varlen.describe(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, None, options, needs_grad)
         kernel_bias, bias_offsets = varlen.kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
         lse_shape = (q.shape[1], q.shape[0])
     out_shape = (*q.shape[:-1], v.shape[-1])
@@ -123,7 +123,7 @@ def attention_backward(
         q, k, v, out = (x.transpose(0, 1) for x in (q, k, v, out))
         dout = None if dout is None else dout.transpose(0, 1)
     tensors = (
-        q, k, v, kernel_bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
+        q, k, v, kernel_bias, None, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
     )  # fmt: skip
     scalars = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
     need = NEED_Q | NEED_K | NEED_V | (0 if bias is None else NEED_BIAS)
@@ -137,9 +137,9 @@ def attention_backward(
 
         # The second-order formulas take out and lse for functions of this q, k, v, bias. Here they are given.
         inputs = tuple(guarded(inputs, "a second derivative, through attention_backward,"))
-        dq, dk, dv, dbias = Backward.apply(name, *inputs)
+        dq, dk, dv, dbias, _ = Backward.apply(name, *inputs)
     else:
-        dq, dk, dv, dbias = module.backward(*inputs)
+        dq, dk, dv, dbias, _ = module.backward(*inputs)
     if cu_seqlens_q is not None:
         dq, dk, dv = (x.transpose(0, 1) for x in (dq, dk, dv))
     return Gradients(dq, dk, dv, None if bias is None else dbias.reshape(bias.shape))

@@ -11,7 +11,7 @@ from flashsci.varlen import varlen_attention
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Any, mask: Any, return_lse: bool, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Any, key_weight: Any, mask: Any, return_lse: bool, **options: Any
 ) -> Any:
     """Attention of jagged ``[B, H, j, D]`` tensors (SDPA's convention: ``[B, j, H, D]`` transposed)
     or ``[B, j, D]``.
@@ -20,12 +20,12 @@ def attention(
         out, jagged like q; with ``return_lse`` also lse, jagged ``[B, H, j]`` (``[B, j]``).
 
     Raises:
-        ValueError: a bias or mask (use :func:`flashsci.varlen_attention`), or tensors that are not
+        ValueError: a bias, key_weight or mask (use :func:`flashsci.varlen_attention`), or tensors that are not
             jagged alike.
     """
-    if bias is not None or mask is not None:
+    if bias is not None or key_weight is not None or mask is not None:
         raise ValueError(
-            "nested tensors take no bias or mask; call varlen_attention on .values() with a "
+            "nested tensors take no bias, key_weight or mask; call varlen_attention on .values() with a "
             "ragged bias"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):

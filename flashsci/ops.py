@@ -16,12 +16,13 @@ from torch import Tensor
 
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 
-# Arguments of forward and of backward that all backends share, in order.
+# Arguments of forward and of backward that all backends share, in order. The first five have gradients.
 TENSORS = (
     "q",
     "k",
     "v",
     "bias",
+    "key_weight",
     "mask",
     "cu_seqlens_q",
     "cu_seqlens_k",
@@ -41,9 +42,8 @@ SCALARS = (
     "deterministic",
 )
 _TENSOR_ARGS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? cu_seqlens_q, Tensor? "
-    "cu_seqlens_k, "
-    "Tensor? bias_offsets, Tensor? dropout_seed"
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_weight, Tensor? mask, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? bias_offsets, Tensor? dropout_seed"
 )
 _SCALAR_ARGS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, "
@@ -54,11 +54,11 @@ FORWARD_SCHEMA = f"({_TENSOR_ARGS}, {_SCALAR_ARGS}) -> (Tensor out, Tensor lse)"
 BACKWARD_SCHEMA = (
     f"(Tensor? dout, Tensor? dlse, {_TENSOR_ARGS}, Tensor out, Tensor lse, {_SCALAR_ARGS}, int "
     "need) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dkey_weight)"
 )
 
-# Tangents of q, k, v, bias; in the double backward, cotangents of dq, dk, dv, dbias.
-_TANGENT_ARGS = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias"
+# Tangents of what has gradients; in the double backward, cotangents of those.
+_TANGENT_ARGS = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias, Tensor? tkey_weight"
 JVP_SCHEMA = (
     f"({_TANGENT_ARGS}, {_TENSOR_ARGS}, Tensor out, Tensor lse, {_SCALAR_ARGS}) -> (Tensor tout, "
     "Tensor tlse)"
@@ -66,10 +66,11 @@ JVP_SCHEMA = (
 DOUBLE_BACKWARD_SCHEMA = (
     f"({_TANGENT_ARGS}, Tensor? dout, Tensor? dlse, {_TENSOR_ARGS}, Tensor out, Tensor lse, "
     f"{_SCALAR_ARGS}, int need) "
-    "-> (Tensor gq, Tensor gk, Tensor gv, Tensor gbias, Tensor gdout, Tensor gdlse)"
+    "-> (Tensor gq, Tensor gk, Tensor gv, Tensor gbias, Tensor gkey_weight, Tensor gdout, "
+    "Tensor gdlse)"
 )
 
-NEED_Q, NEED_K, NEED_V, NEED_BIAS, NEED_DOUT, NEED_DLSE = 1, 2, 4, 8, 16, 32
+NEED_Q, NEED_K, NEED_V, NEED_BIAS, NEED_KEY_WEIGHT, NEED_DOUT, NEED_DLSE = 1, 2, 4, 8, 16, 32, 64
 
 
 def _memory_order(x: Tensor) -> list[int]:
@@ -133,8 +134,9 @@ def fake_backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_weight: Tensor | None,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shapes, strides and dtypes of every backend's backward; a gradient that is not needed is
     empty."""
     need = rest[-1]
@@ -142,10 +144,13 @@ def fake_backward(
     def gradient(like: Tensor, bit: int) -> Tensor:
         return empty_like_layout(like, like.shape) if need & bit else like.new_empty((0,))
 
-    dbias = (q if bias is None else bias).new_empty(
-        bias.shape if bias is not None and need & NEED_BIAS else (0,)
-    )
-    return gradient(q, NEED_Q), gradient(k, NEED_K), gradient(v, NEED_V), dbias
+    def summed(like: Tensor | None, bit: int) -> Tensor:
+        if like is None:
+            return q.new_empty((0,))
+        return like.new_empty(like.shape if need & bit else (0,))
+
+    dbias, dweight = summed(bias, NEED_BIAS), summed(key_weight, NEED_KEY_WEIGHT)
+    return gradient(q, NEED_Q), gradient(k, NEED_K), gradient(v, NEED_V), dbias, dweight
 
 
 def fake_jvp(
@@ -153,6 +158,7 @@ def fake_jvp(
     tk: Tensor | None,
     tv: Tensor | None,
     tbias: Tensor | None,
+    tkey_weight: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -167,6 +173,7 @@ def fake_double_backward(
     tk: Tensor | None,
     tv: Tensor | None,
     tbias: Tensor | None,
+    tkey_weight: Tensor | None,
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     """Those of the backward, then dout's and dlse's."""

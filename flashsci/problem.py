@@ -31,6 +31,8 @@ class Problem:
     bias_dtype: torch.dtype | None = None
     bias_grad: bool = False
     ragged_bias: bool = False
+    key_weight: bool = False
+    key_weight_grad: bool = False
     mask: bool = False
     window_left: int = -1
     window_right: int = -1

@@ -22,6 +22,7 @@ def varlen_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     bias: Tensor | None = None,
+    key_weight: Tensor | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     align: str = "upper_left",
@@ -51,6 +52,7 @@ def varlen_attention(
         bias: per pair, ``[Hb, sum_n Sq_n * Sk_n]`` with Hb = 1 or Hq, the row-major blocks ``[Sq_n,
             Sk_n]`` one after the other; or per key, ``[Hb, Tk]`` or ``[Hb, 1, Tk]``. q's dtype or
             float32; its gradient has its own shape.
+        key_weight: ``[Tk]`` or ``[Hw, Tk]`` with Hw = 1 or Hk; as in :func:`flashsci.attention`.
         causal, window, align: as in :func:`flashsci.attention`, for each sequence by its own
             lengths.
         validate: check the contents of cu_seqlens and the size of a per-pair bias on CUDA too,
@@ -73,14 +75,14 @@ def varlen_attention(
         >>> flashsci.varlen_attention(q, k, v, offsets, bias=pairs).shape
         torch.Size([13, 4, 16])
     """
-    arguments.check_types(q, k, v, bias, None)
+    arguments.check_types(q, k, v, bias, None, key_weight)
     options = arguments.Options.of(
         causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
     )
     q, k, v = autocast(q, k, v)
-    needs_grad = arguments.needs_grad(q, k, v, bias)
+    needs_grad = arguments.needs_grad(q, k, v, bias, key_weight)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    call = describe(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, options, needs_grad)
+    call = describe(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, options, needs_grad)
     if not torch.compiler.is_compiling() and (validate or q.device.type == "cpu"):
         check_contents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias)
     name = registry.decide(*call, backend)
@@ -90,12 +92,14 @@ def varlen_attention(
     if dropout_p:
         dropout_seed = seed_for(q, dropout_p, dropout_seed)
     bias, bias_offsets = kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
+    if key_weight is not None and key_weight.dim() == 1:
+        key_weight = key_weight.unsqueeze(0)
     heads_first = (x.transpose(0, 1) for x in (q, k, v))
     out, lse = run(
         plan,
-        (*heads_first, bias, None, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed),
+        (*heads_first, bias, key_weight, None, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed),
         needs_grad,
-    )
+    )  # fmt: skip
     out = out.transpose(0, 1)
     return (out, lse) if return_lse else out
 
@@ -107,6 +111,7 @@ def describe(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
     bias: Tensor | None,
+    key_weight: Tensor | None,
     options: arguments.Options,
     needs_grad: bool,
 ) -> tuple[Any, ...]:
@@ -136,7 +141,7 @@ def describe(
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must hold the same number of sequences, got {counts}"
         )
-    features = options.features(bias, needs_grad)
+    features = options.features(bias, key_weight, needs_grad)
     features["varlen"] = True
     if bias is not None:
         arguments.check_bias_dtype(bias, q.dtype)
@@ -150,6 +155,15 @@ def describe(
             )
         features["ragged_bias"] = _per_pair(bias, k.shape[0])
         features["bias_shape"] = () if torch.compiler.is_compiling() else tuple(bias.shape)
+    if key_weight is not None:
+        arguments.check_key_weight_dtype(key_weight, q.dtype)
+        arguments.same_device(q, key_weight=key_weight)
+        shape = arguments.shape_of(key_weight)
+        if shape not in ([k.shape[0]], [1, k.shape[0]], [heads_k, k.shape[0]]):
+            raise ValueError(
+                f"a packed key_weight must be [Tk = {k.shape[0]}] or [Hw, Tk] with Hw 1 or "
+                f"{heads_k}, got {shape}"
+            )
     if not torch.compiler.is_compiling():
         features.update(batch=(), seq_q=q.shape[0], seq_k=k.shape[0])
     return registry.call(q, v, heads_q, heads_k, features)

@@ -1,15 +1,16 @@
 """The specification as code: every feature in plain PyTorch, on any device and dtype,
 differentiable to any order.
 
-    S = softcap(scale Q K^T) + bias, masked;  L = logsumexp_j S;  P = exp(S - L);  O = (P o R) V
+    S = softcap(scale Q K^T) + bias, masked;  L = log sum_j w e^S;  P = w exp(S - L);  O = (P o R) V
 
-with R the dropout keep mask divided by 1 - p. Memory is O(Sq * Sk). Run in float64 this is the
+with R the dropout keep mask divided by 1 - p, and w the key weights (1 without). Memory is O(Sq * Sk). Run in float64 this is the
 oracle of all tests; run in a lower dtype it is "plain PyTorch in the same dtype", the baseline of
 the two-error rule.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -113,6 +114,21 @@ def _scores(
     return scores, tanh
 
 
+def _weights(key_weight: Tensor, heads_q: int, dtype: torch.dtype) -> Tensor:
+    """Key weights [*, Hk or 1, Sk] as they multiply the exponentials of scores, [*, Hq or 1, 1, Sk]."""
+    weights = key_weight.to(dtype)
+    if weights.dim() > 1 and weights.shape[-2] not in (1, heads_q):
+        weights = weights.repeat_interleave(heads_q // weights.shape[-2], dim=-2)
+    return weights.unsqueeze(-2)
+
+
+def weights_as_bias(key_weight: Tensor, bias: Tensor | None, heads_q: int) -> Tensor:
+    """bias + log w: the same attention, whose derivative by a weight of zero is lost."""
+    dtype = torch.promote_types(torch.float32, key_weight.dtype)
+    logarithm = _weights(key_weight, heads_q, dtype).log()
+    return logarithm if bias is None else bias + logarithm
+
+
 def _keep(seed: Tensor, dropout_p: float, scores: Tensor, batch_offset: int) -> Tensor:
     heads = scores.shape[-3] if scores.dim() > 2 else 1
     leading = scores.shape[:-2]
@@ -127,6 +143,7 @@ def _dense_forward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_weight: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
     scale: float,
@@ -140,20 +157,30 @@ def _dense_forward(
     scores, _ = _scores(q, k, bias, mask, scale, softcap, window_left, window_right, lower_right)
     # The maximum only guards the exponential: softmax does not depend on it, so neither do
     # gradients.
-    top = (
-        scores.detach().amax(-1, keepdim=True)
-        if k.shape[-2]
-        else scores.new_zeros(*scores.shape[:-1], 1)
-    )
+    peaks = scores.detach()
+    weights = None
+    if key_weight is not None:
+        weights = _weights(key_weight, q.shape[-3] if q.dim() > 2 else 1, scores.dtype)
+        peaks = peaks + weights.detach().log()
+    top = peaks.amax(-1, keepdim=True) if k.shape[-2] else peaks.new_zeros(*peaks.shape[:-1], 1)
     top = torch.where(top == float("-inf"), torch.zeros_like(top), top)
-    weights = torch.exp(scores - top)
-    total = weights.sum(-1, keepdim=True)
-    empty = total == 0
+    terms = scores - top
+    if weights is None:
+        terms = torch.exp(terms)
+        total = terms.sum(-1, keepdim=True)
+        empty = total == 0
+    else:
+        # A key of weight zero may have any score: 0 * inf must not happen.
+        most = math.log(torch.finfo(terms.dtype).max) - 8
+        terms = weights * torch.exp(torch.where(weights == 0, terms.clamp(max=most), terms))
+        total = terms.sum(-1, keepdim=True)
+        empty = total == 0
+        terms = terms.masked_fill(empty, 0)  # no gradient of weights that are all zero
     total = torch.where(empty, torch.ones_like(total), total)
     lse = torch.where(empty, torch.full_like(total, float("-inf")), torch.log(total) + top).squeeze(
         -1
     )
-    p = weights / total
+    p = terms / total
     if dropout_p:
         assert seed is not None
         p = torch.where(
@@ -248,6 +275,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_weight: Tensor | None,
     mask: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
@@ -264,20 +292,20 @@ def forward(
     precision: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64), differentiable in q, k, v
-    and bias."""
+    """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64), differentiable in q, k, v,
+    bias and key_weight."""
     rule = (scale, softcap, window_left, window_right, lower_right, dropout_p)
     if cu_seqlens_q is None:
-        out, lse = _dense_forward(q, k, v, bias, mask, dropout_seed, *rule)
+        out, lse = _dense_forward(q, k, v, bias, key_weight, mask, dropout_seed, *rule)
     else:
         assert cu_seqlens_k is not None
         packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
         qs = _pieces(q, packed.sizes_q, -2)
         ks, vs = (_pieces(x, packed.sizes_k, -2) for x in (k, v))
-        biases = packed.biases(bias)
+        biases, weights = packed.biases(bias), _pieces(key_weight, packed.sizes_k, -1)
         results = [
             _dense_forward(
-                qs[n], ks[n], vs[n], biases[n], None, dropout_seed, *rule, batch_offset=n
+                qs[n], ks[n], vs[n], biases[n], weights[n], None, dropout_seed, *rule, batch_offset=n
             )  # type: ignore[arg-type]
             for n in range(packed.count)
         ]
@@ -296,10 +324,12 @@ def backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_weight: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and bias from a given out and lse (which may be those of a larger set of
-    keys)."""
+    keys); attention_backward has no key_weight."""
+    assert key_weight is None
     mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, out, lse = rest[:7]
     _, _, scale, softcap, window_left, window_right, lower_right, dropout_p, _, _, need = rest[7:]
     rule = (scale, softcap, window_left, window_right, lower_right, dropout_p)
@@ -331,9 +361,9 @@ def backward(
         if bias is not None:
             blocks = [f[3].flatten(-2) if packed.ragged_bias else f[3] for f in found]  # type: ignore[union-attr]
             dbias = packed.join(blocks, bias, -1)  # type: ignore[arg-type]
-    unneeded = [x.new_empty(0) for x in (q, k, v, q if bias is None else bias)]
-    wanted = [need & bit for bit in (1, 2, 4, 8)]
-    gradients = (dq, dk, dv, dbias)
+    unneeded = [x.new_empty(0) for x in (q, k, v, q if bias is None else bias, q)]
+    wanted = [need & bit for bit in (1, 2, 4, 8, 16)]
+    gradients = (dq, dk, dv, dbias, None)
     return tuple(
         g if w and g is not None else u for g, w, u in zip(gradients, wanted, unneeded, strict=True)
     )

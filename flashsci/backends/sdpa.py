@@ -31,6 +31,16 @@ def rejects(problem: Problem) -> str | None:
         return "SDPA has no softcap; use backend='triton' or 'reference'"
     if problem.dropout_p:
         return "SDPA cannot drop by a given seed; use backend='triton' or 'reference'"
+    if problem.key_weight_grad:
+        return (
+            "SDPA takes key_weight as its logarithm, whose derivative at zero is lost; use "
+            "backend='triton' or 'reference'"
+        )
+    if problem.key_weight and problem.dtype.itemsize == 2:
+        return (
+            "SDPA takes key_weight as its logarithm and would round it to 16 bits; use "
+            "backend='triton' or 'reference'"
+        )
     if problem.return_lse:
         return "SDPA does not return the lse; use backend='triton' or 'reference'"
     if problem.deterministic and problem.device_type == "cuda" and problem.requires_grad:
@@ -171,7 +181,7 @@ class _TwiceDifferentiable(torch.autograd.Function):
         twice = torch.is_grad_enabled()
         if twice:
             inputs = ctx.saved_tensors
-            arguments = (*inputs, ctx.mask, *(None,) * 4, *ctx.rest)
+            arguments = (*inputs, None, ctx.mask, *(None,) * 4, *ctx.rest)
             if _triton_serves(inputs[0], inputs[2]):
                 from flashsci.attention import inner_contiguous
                 from flashsci.autograd import Forward
@@ -193,14 +203,22 @@ class _TwiceDifferentiable(torch.autograd.Function):
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, *rest: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """out [*, Hq, Sq, Dv]; SDPA has no lse to give."""
     scalars = rest[4:]
     if q.numel() == 0 or k.numel() == 0 or transforming():
         # Nothing to attend to, or a functorch or forward-mode level that autograd.Function cannot
         # follow.
-        return reference.forward(q, k, v, bias, mask, *rest)[0], None
+        return reference.forward(q, k, v, bias, key_weight, mask, *rest)[0], None
+    if key_weight is not None:
+        bias = reference.weights_as_bias(key_weight, bias, q.shape[-3] if q.dim() > 2 else 1)
     traced = torch.compiler.is_compiling() or not torch.is_grad_enabled()
     if traced or not any(x is not None and x.requires_grad for x in (q, k, v, bias)):
         return _attend(q, k, v, bias, mask, *scalars), None

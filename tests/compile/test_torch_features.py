@@ -51,7 +51,7 @@ def close(a: Tensor, b: Tensor) -> None:
 def test_opcheck_of_the_triton_ops(bias: str | None) -> None:
     q, k, v = qkv(grad=False)
     extra = None if bias is None else torch.randn(2, 1, 12, 12, device=DEVICE)
-    tensors = (q, k.transpose(0, 1).contiguous().transpose(0, 1), v, extra, *(None,) * 5)
+    tensors = (q, k.transpose(0, 1).contiguous().transpose(0, 1), v, extra, *(None,) * 6)
     forward = torch.ops.flashsci.triton_forward.default
     torch.library.opcheck(forward, (*tensors, *SCALARS))
     out, lse = forward(*tensors, *SCALARS)

@@ -27,7 +27,7 @@ def _narrow(x, like):
 class Call:
     """P and what surrounds it, for one call."""
 
-    def __init__(self, q, k, v, bias, mask, *rest, scale, softcap, right):
+    def __init__(self, q, k, v, bias, weight, mask, *rest, scale, softcap, right):
         self.q, self.heads, self.scale, self.softcap = (
             q,
             q.shape[-3] if q.dim() > 2 else 1,
@@ -44,12 +44,30 @@ class Call:
             s = s.masked_fill(~mask, -torch.inf)
         if right == 0:
             s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-        self.s = s
-        self.lse = torch.logsumexp(s, -1)
+        self.s, self.weight = s, weight
+        self.w = torch.ones(()) if weight is None else self.per_head(weight)
+        self.lse = torch.logsumexp(s + self.w.log(), -1)
 
-    def p(self, lse):
+    def per_head(self, x):
+        """[*, Hk or 1, Sk] as [*, Hq or 1, 1, Sk]."""
+        if x.dim() > 1 and x.shape[-2] > 1:
+            x = x.repeat_interleave(self.heads // x.shape[-2], -2)
+        return x.unsqueeze(-2)
+
+    def summed(self, x):
+        """The transpose, of [*, Hq, Sq, Sk] to the shape of the weights."""
+        x = x.sum(-2)
+        if x.dim() > 1:
+            x = x.unflatten(-2, (self.k0.shape[-3], -1)).sum(-2)
+        return x.sum_to_size(self.weight.shape)
+
+    def bare(self, lse):
+        """P without the weights."""
         dead = lse == -torch.inf
         return torch.exp(self.s - lse.masked_fill(dead, torch.inf).unsqueeze(-1))
+
+    def p(self, lse):
+        return self.w * self.bare(lse)
 
 
 def _call(arguments, scalars):
@@ -64,7 +82,7 @@ def _fill(need, likes, found):
 
 
 def forward(*arguments):
-    c = _call(arguments[:9], arguments[9:])
+    c = _call(arguments[:10], arguments[10:])
     return c.p(c.lse) @ c.v, c.lse
 
 
@@ -75,7 +93,7 @@ def _first(c, p, dout, dlse, out):
 
 
 def backward(dout, dlse, *arguments):
-    tensors, (out, lse, *scalars) = arguments[:9], arguments[9:]
+    tensors, (out, lse, *scalars) = arguments[:10], arguments[10:]
     c = _call(tensors, scalars)
     p = c.p(lse)
     dout, _, u = _first(c, p, dout, dlse, out)
@@ -86,11 +104,18 @@ def backward(dout, dlse, *arguments):
         _narrow(c.scale * raw.mT @ c.q, c.k0),
         _narrow(p.mT @ dout, c.v0),
         e if c.bias is None else e.sum_to_size(c.bias.shape),
+        None if c.weight is None else c.summed(c.bare(lse) * u),
     )
-    return _fill(scalars[-1], (c.q, c.k0, c.v0, c.q if c.bias is None else c.bias), found)
+    return _fill(scalars[-1], (c.q, c.k0, c.v0, *_likes(c)), found)
 
 
-def _tangent(c, p, tq, tk, tv, tbias, out):
+def _likes(c):
+    return (c.q if x is None else x for x in (c.bias, c.weight))
+
+
+def _tangent(c, lse, tq, tk, tv, tbias, tweight, out):
+    p = c.p(lse)
+    extra = torch.zeros(()) if tweight is None else c.per_head(tweight) * c.bare(lse)
     zero = torch.zeros_like
     tq = zero(c.q) if tq is None else tq
     tk = zero(c.k) if tk is None else _wide(tk, c.heads)
@@ -98,26 +123,29 @@ def _tangent(c, p, tq, tk, tv, tbias, out):
     raw = c.scale * (tq @ c.k.mT + c.q @ tk.mT)
     t = raw if c.tanh is None else raw * (1 - c.tanh**2)
     t = t if tbias is None else t + tbias
-    m = (p * t).sum(-1)
-    return tq, tk, tv, raw, t - m.unsqueeze(-1), m, (p * t) @ c.v + p @ tv - m.unsqueeze(-1) * out
+    m = (p * t + extra).sum(-1)
+    t = t - m.unsqueeze(-1)
+    w = p * t + extra
+    return tq, tk, tv, raw, t, w, m, w @ c.v + p @ tv
 
 
 def jvp(*arguments):
-    tensors, (out, lse, *scalars) = arguments[4:13], arguments[13:]
+    tensors, (out, lse, *scalars) = arguments[5:15], arguments[15:]
     c = _call(tensors, scalars)
-    *_, m, tout = _tangent(c, c.p(lse), *arguments[:4], out)
+    *_, m, tout = _tangent(c, lse, *arguments[:5], out)
     return tout, m
 
 
 def double_backward(*arguments):
-    tangents, (dout, dlse), tensors = arguments[:4], arguments[4:6], arguments[6:15]
-    out, lse, *scalars = arguments[15:]
+    tangents, (dout, dlse), tensors = arguments[:5], arguments[5:7], arguments[7:17]
+    out, lse, *scalars = arguments[17:]
     c = _call(tensors, scalars)
     p = c.p(lse)
-    tq, tk, tv, traw, t, m, tout = _tangent(c, p, *tangents, out)
+    tq, tk, tv, traw, t, w, m, tout = _tangent(c, lse, *tangents, out)
     dout, _, u = _first(c, p, dout, dlse, out)
     e = p * u
-    f = e * t + p * (dout @ tv.mT - (dout * tout).sum(-1, keepdim=True))
+    y = dout @ tv.mT - (dout * tout).sum(-1, keepdim=True)
+    f = w * u + p * y
     e_raw, f_raw = e, f
     if c.tanh is not None:
         slope = 1 - c.tanh**2
@@ -125,12 +153,13 @@ def double_backward(*arguments):
     found = (
         c.scale * (f_raw @ c.k + e_raw @ tk),
         _narrow(c.scale * (f_raw.mT @ c.q + e_raw.mT @ tq), c.k0),
-        _narrow((p * t).mT @ dout, c.v0),
+        _narrow(w.mT @ dout, c.v0),
         f if c.bias is None else f.sum_to_size(c.bias.shape),
+        None if c.weight is None else c.summed(c.bare(lse) * (u * t + y)),
         tout,
         m,
     )
-    return _fill(scalars[-1], (c.q, c.k0, c.v0, c.q if c.bias is None else c.bias, tout, m), found)
+    return _fill(scalars[-1], (c.q, c.k0, c.v0, *_likes(c), tout, m), found)
 
 
 def fake_lse(like: Tensor):
@@ -145,11 +174,11 @@ def define() -> dict:
     if _OPS:
         return _OPS
     made = (
-        ("forward", ops.FORWARD_SCHEMA, forward, ops.fake_forward, (0, 1, 2, 3, 4)),
-        ("backward", ops.BACKWARD_SCHEMA, backward, ops.fake_backward, (0, 1, 2, 3, 4, 5, 6, 11, 12)),
-        ("jvp", ops.JVP_SCHEMA, jvp, ops.fake_jvp, (0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 14)),
+        ("forward", ops.FORWARD_SCHEMA, forward, ops.fake_forward, tuple(range(6))),
+        ("backward", ops.BACKWARD_SCHEMA, backward, ops.fake_backward, (*range(8), 12, 13)),
+        ("jvp", ops.JVP_SCHEMA, jvp, ops.fake_jvp, (*range(11), 15, 16)),
         ("double_backward", ops.DOUBLE_BACKWARD_SCHEMA, double_backward, ops.fake_double_backward,
-         (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 15, 16)),
+         (*range(13), 17, 18)),
     )  # fmt: skip
     for name, schema, kernel, fake, mapped in made:
         op = ops.define(f"opaque_{name}", schema, kernel, fake, ("CPU",))

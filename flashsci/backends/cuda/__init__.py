@@ -63,7 +63,7 @@ def _load() -> str | None:
         found = namespace.cuda_forward.default, namespace.cuda_backward.default
         for op, fake, tensors in zip(
             found,
-            (ops.fake_forward, ops.fake_backward),
+            (ops.fake_forward, _fake_backward),
             ((0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5, 6, 9, 10)),
             strict=True,
         ):
@@ -75,6 +75,11 @@ def _load() -> str | None:
         reasons = [str(e) for e in (error, error.__cause__) if e is not None]
         _problem = f"the CUDA library {path} cannot be loaded ({'; '.join(reasons)}); build it again for this torch"
     return _problem
+
+
+def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """The library's op knows no key weights."""
+    return ops.fake_backward(*arguments[:6], None, *arguments[6:])[:4]
 
 
 def build_info() -> dict[str, Any] | None:
@@ -164,6 +169,8 @@ def _refusal(kind: str, problem: Problem, generation: int = 0) -> str | None:
     """Why the library's forward or backward cannot serve a call that its dtype allows; None if it can."""
     if problem.dropout_p:
         return "it has no dropout"
+    if problem.key_weight:
+        return "it has no key_weight"
     if problem.varlen and problem.bias:
         return "it has no bias for packed sequences"
     if problem.dtype == torch.float32 and problem.precision == "ieee":
@@ -234,6 +241,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_weight: Tensor | None,
     mask: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
@@ -256,10 +264,11 @@ def forward(
         reason = _load()
         if reason is not None:
             raise flashsci.BackendError(f"flashsci: {reason}")
-    if dropout_p or (cu_seqlens_q is not None and bias is not None):
+    packed_bias = cu_seqlens_q is not None and bias is not None
+    if dropout_p or key_weight is not None or packed_bias:
         raise flashsci.BackendError(
-            "flashsci: the cuda backend has no dropout and no bias of packed sequences; use "
-            "backend='triton'"
+            "flashsci: the cuda backend has no dropout, no key_weight and no bias of packed "
+            "sequences; use backend='triton'"
         )
     result: tuple[Tensor, Tensor] = _ops[0](
         q,
@@ -301,10 +310,10 @@ def _serves_backward(
     return _refusal("backward", problem, generation) is None
 
 
-def backward(*arguments: Any, generation: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dbias, with the contract's signature."""
-    dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, _, _, out, lse = arguments[:13]
-    *scalars, dropout_p, precision, deterministic, need = arguments[13:]
+def backward(*arguments: Any, generation: int = 0) -> tuple[Tensor, ...]:
+    """dq, dk, dv, dbias, dkey_weight, with the contract's signature."""
+    dout, dlse, q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, _, _, out, lse = arguments[:14]
+    *scalars, dropout_p, precision, deterministic, need = arguments[14:]
     pairs = bias is not None or mask is not None
     if (
         dropout_p
@@ -313,13 +322,13 @@ def backward(*arguments: Any, generation: int = 0) -> tuple[Tensor, Tensor, Tens
         or not _serves_backward(q.device, q.dtype, q.shape[-1], v.shape[-1], pairs, generation)
     ):
         # Dropout and packed biases come from attention_backward alone: this forward refuses them.
-        gradients: tuple[Tensor, Tensor, Tensor, Tensor] = _triton().backward(*arguments)
+        gradients: tuple[Tensor, ...] = _triton().backward(*arguments)
         return gradients
     if dout is not None and dout.stride(-1) != 1:
         dout = dout.contiguous()
     if out.stride(-1) != 1:
         out = out.contiguous()
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = _ops[1](
+    result: tuple[Tensor, ...] = _ops[1](
         dout,
         dlse,
         q,
@@ -337,7 +346,7 @@ def backward(*arguments: Any, generation: int = 0) -> tuple[Tensor, Tensor, Tens
         generation,
         need,
     )
-    return result
+    return *result, q.new_empty(0)
 
 
 def _held_to(generation: int) -> SimpleNamespace:

@@ -34,10 +34,10 @@ double_backward = ops.define(
     _KEYS,
 )
 # Positions of the arguments with leading dims, the ones torch.vmap may map.
-ops.register_vmap(forward, (0, 1, 2, 3, 4))
-ops.register_vmap(backward, (0, 1, 2, 3, 4, 5, 6, 11, 12))
-ops.register_vmap(jvp, (0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 14))
-ops.register_vmap(double_backward, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 15, 16))
+ops.register_vmap(forward, (0, 1, 2, 3, 4, 5))
+ops.register_vmap(backward, (0, 1, 2, 3, 4, 5, 6, 7, 12, 13))
+ops.register_vmap(jvp, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 15, 16))
+ops.register_vmap(double_backward, (*range(13), 17, 18))
 
 FUSED = True
 

@@ -18,13 +18,14 @@ from .tile import (
     dense_place,
     dot,
     dropout_keep,
-    exponential,
     head_pointer,
     load_row,
     load_tile,
+    load_weights,
     packed_place,
     packed_span,
     plane_place,
+    probabilities,
     query_range,
     score_dot,
     scores,
@@ -43,9 +44,11 @@ def score_product(queries, keys, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.co
 
 @triton.jit(do_not_specialize=RUNTIME_BACKWARD)
 def dkdv_kernel(
-    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, reference, delta, dk, dv, column_sums,
+    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, reference, delta, dk, dv, column_sums,
+    weight_sums,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,  # of (b0, b1, head, row)
     bias_strides, mask_strides,  # of (b0, b1, head, row, column)
+    weight_strides,  # of (b0, b1, key head, key)
     bias_total, batch1, heads, group, heads_total, section, tiles, sequences,
     size_q, size_k, head_dim, head_dim_v,
     scale, softcap, left, right, lower_right, threshold, keep_scale,
@@ -55,7 +58,8 @@ def dkdv_kernel(
     EVEN_D: tl.constexpr, EVEN_V: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, COLUMN_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv, and the sums of dS over queries (fp32, one per query head and key) if COLUMN_SUMS.
+    """dk, dv, the sums of dS over queries (fp32, one per query head and key) if COLUMN_SUMS, and the
+    gradient of key weights (weight_sums, unless None: fp32, one per key head and key).
 
     `heads` and `heads_total` count key heads here. Columns beyond the keys compute on zeros, whatever that gives
     (inf included) stays in their own rows of dk and dv, which are not stored.
@@ -125,6 +129,11 @@ def dkdv_kernel(
             not EVEN_V,
         )
         dv1 = tl.zeros([BLOCK_N, V1], tl.float32)
+
+    weights = None
+    if weight is not None:
+        weights = load_weights(weight, weight_strides, b0, b1, hk, start_k, j, len_k)
+    weight_sum = tl.zeros([BLOCK_N], tl.float32)
 
     low, whole, cut, high = query_range(
         j0, tl.minimum(j0 + BLOCK_N, len_k), len_q, shift, left, right, BLOCK_M, WINDOW
@@ -225,7 +234,7 @@ def dkdv_kernel(
                     TRANSPOSED,
                 )
                 row_reference = row_reference[None, :] if TRANSPOSED else row_reference[:, None]
-                p = exponential(s, row_reference, scale, FOLD)
+                p, bare = probabilities(s, row_reference, weights, scale, FOLD, TRANSPOSED)
                 g0 = load_tile(
                     dout_tile,
                     dout_strides[3],
@@ -263,7 +272,7 @@ def dkdv_kernel(
                     dv0 = dot(kept, g0, dv0, PRECISION)
                     if V1 > 0:
                         dv1 = dot(kept, g1, dv1, PRECISION)
-                if NEED_DK or COLUMN_SUMS:
+                if NEED_DK or COLUMN_SUMS or weight_sums is not None:
                     row_delta = load_row(delta + row0 + i, i < len_q, 0.0, TRANSPOSED)
                     dp = score_product(g0, v0, None, TRANSPOSED, PRECISION)
                     if V1 > 0:
@@ -271,7 +280,10 @@ def dkdv_kernel(
                     if DROPOUT:
                         dp = tl.where(keep, dp * keep_scale, 0.0)
                     row_delta = row_delta[None, :] if TRANSPOSED else row_delta[:, None]
-                    ds = p * (dp - row_delta)
+                    dp -= row_delta
+                    ds = p * dp
+                    if weight_sums is not None:
+                        weight_sum += tl.sum(bare * dp, 1 if TRANSPOSED else 0)
                     if COLUMN_SUMS:
                         sums += tl.sum(ds, 1 if TRANSPOSED else 0)
                     if NEED_DK:
@@ -287,6 +299,9 @@ def dkdv_kernel(
             row = h if PACKED else stream
             tl.store(column_sums + row.to(tl.int64) * size_k + start_k + j, sums, mask=j < len_k)
 
+    if weight_sums is not None:
+        first = hk.to(tl.int64) if PACKED else b.to(tl.int64) * heads + hk
+        tl.store(weight_sums + first * size_k + start_k + j, weight_sum, mask=j < len_k)
     if NEED_DK:
         dk_tile = head_pointer(dk, dk_strides, b0, b1, hk, VECTOR)
         dk_tile += (start_k + j0).to(tl.int64) * aligned(dk_strides[3], VECTOR)

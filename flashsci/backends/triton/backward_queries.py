@@ -18,14 +18,15 @@ from .tile import (
     dense_place,
     dot,
     dropout_keep,
-    exponential,
     head_pointer,
     key_range,
     load_tile,
+    load_weights,
     packed_place,
     packed_span,
     plane_place,
     plane_pointers,
+    probabilities,
     score_dot,
     scores,
     store_tile,
@@ -122,9 +123,10 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME_BACKWARD)
 def dq_kernel(
-    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, reference, delta, dq, dbias,
+    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, reference, delta, dq, dbias,
     q_strides, k_strides, v_strides, dout_strides, dq_strides,  # of (b0, b1, head, row)
     bias_strides, mask_strides, dbias_strides,  # of (b0, b1, head, row, column)
+    weight_strides,  # of (b0, b1, key head, key)
     bias_total, batch1, heads, group, heads_total, section, tiles, sequences,
     size_q, size_k, head_dim, head_dim_v,
     scale, softcap, left, right, lower_right, threshold, keep_scale,
@@ -339,7 +341,12 @@ def dq_kernel(
                 MASK_VECTOR,
                 False,
             )
-            p = exponential(s, row_reference[:, None], scale, FOLD)
+            weights = None
+            if weight is not None:
+                weights = load_weights(
+                    weight, weight_strides, b0, b1, h // group, start_k, j, len_k
+                )
+            p, _bare = probabilities(s, row_reference[:, None], weights, scale, FOLD, False)
             if DROPOUT:
                 keep = dropout_keep(
                     dropout_seed, stream, i0, start, threshold, BLOCK_M, BLOCK_N, False

@@ -16,11 +16,12 @@ from .tile import (
     aligned,
     dot,
     dropout_keep,
-    exponential,
     head_pointer,
     load_tile,
+    load_weights,
     plane_place,
     plane_pointers,
+    probabilities,
     score_dot,
     scores,
     sequence_edge,
@@ -58,11 +59,21 @@ def store_zeros(
             )  # fmt: skip
 
 
+@triton.jit
+def store_zero_values(pointer, length, COUNT: tl.constexpr):
+    if pointer is not None:
+        for i in tl.range(0, length, COUNT):
+            place = i + tl.arange(0, COUNT)
+            tl.store(pointer + place, tl.zeros([COUNT], tl.float32), mask=place < length)
+
+
 @triton.jit(do_not_specialize=RUNTIME_BACKWARD)
 def small_backward_kernel(
-    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, out, lse, dlse, dq, dk, dv, dbias,
+    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, out, lse, dlse, dq, dk, dv, dbias,
+    weight_sums,
     q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides, dk_strides, dv_strides,  # of (b0, b1, head, row)
     bias_strides, mask_strides, dbias_strides,  # of (b0, b1, head, row, column)
+    weight_strides,  # of (b0, b1, key head, key)
     bias_total, batch1, heads, group, sequences,  # heads: of keys
     size_q, size_k, head_dim, head_dim_v,
     scale, softcap, left, right, lower_right, threshold, keep_scale,
@@ -103,13 +114,9 @@ def small_backward_kernel(
                 dq_head = head_pointer(dq, dq_strides, b0, b1, h, VECTOR)
                 store_zeros(dq_head, dq_strides, start_q, len_q, head_dim, BLOCK_M, D0, D1, VECTOR)
                 if BIAS_GRADIENT == COLUMN_SUMS:
-                    for column in tl.range(0, len_k, BLOCK_N):
-                        position = h.to(tl.int64) * size_k + start_k + column
-                        tl.store(
-                            dbias + position + j,
-                            tl.zeros([BLOCK_N], tl.float32),
-                            mask=column + j < len_k,
-                        )
+                    store_zero_values(dbias + h.to(tl.int64) * size_k + start_k, len_k, BLOCK_N)
+            if weight_sums is not None:
+                store_zero_values(weight_sums + hk.to(tl.int64) * size_k + start_k, len_k, BLOCK_N)
             return
         # Whatever cu_seqlens says, a program stays within its tile.
         len_q = tl.minimum(len_q, BLOCK_M)
@@ -138,6 +145,11 @@ def small_backward_kernel(
             v_tile + V0, v_strides[3], len_k, head_dim_v - V0, BLOCK_N, V1, VECTOR, True, not EVEN_V
         )
         dv1 = tl.zeros([BLOCK_N, V1], tl.float32)
+
+    weights = None
+    if weight is not None:
+        weights = load_weights(weight, weight_strides, b0, b1, hk, start_k, j, len_k)
+    weight_sum = tl.zeros([BLOCK_N], tl.float32)
 
     for member in tl.range(0, group):
         h = hk * group + member
@@ -223,7 +235,7 @@ def small_backward_kernel(
             s, i, j, plane, plane_strides, bias_rows, mask_head, mask_head_strides, len_q, len_k, shift, left, right, scale,
             softcap, True, WINDOW, SOFTCAP, q0.dtype == tl.float32, FOLD, BIAS, BIAS_VECTOR, MASK, MASK_VECTOR, False,
         )  # fmt: skip
-        p = exponential(s, row_reference[:, None], scale, FOLD)
+        p, bare = probabilities(s, row_reference[:, None], weights, scale, FOLD, False)
         kept = p
         if DROPOUT:
             keep = dropout_keep(dropout_seed, stream, 0, 0, threshold, BLOCK_M, BLOCK_N, False)
@@ -233,7 +245,10 @@ def small_backward_kernel(
         dv0 = dot(kept, g0, dv0, PRECISION)
         if V1 > 0:
             dv1 = dot(kept, g1, dv1, PRECISION)
-        ds = p * (dp - row_delta[:, None])
+        dp -= row_delta[:, None]
+        ds = p * dp
+        if weight_sums is not None:
+            weight_sum += tl.sum(bare * dp, 0)
         if BIAS_GRADIENT == STORE:
             dplane, dplane_strides, dbias_rows = plane_place(
                 dbias, dbias_strides, b0, b1, h, n, start_k, len_q, len_k, bias_offsets, bias_total, DBIAS_VECTOR, RAGGED
@@ -268,6 +283,9 @@ def small_backward_kernel(
             store_tile(dq_tile + D0, dq_strides[3], len_q, head_dim - D0, dq1, BLOCK_M, D1, VECTOR)
             dk1 = dot(ds.T, q1, dk1, PRECISION)
 
+    if weight_sums is not None:
+        first = hk.to(tl.int64) if PACKED else b.to(tl.int64) * heads + hk
+        tl.store(weight_sums + first * size_k + start_k + j, weight_sum, mask=j < len_k)
     dk_tile = dk_head + start_k.to(tl.int64) * aligned(dk_strides[3], VECTOR)
     dv_tile = dv_head + start_k.to(tl.int64) * aligned(dv_strides[3], VECTOR)
     store_tile(dk_tile, dk_strides[3], len_k, head_dim, dk0 * scale, BLOCK_N, D0, VECTOR)

@@ -16,14 +16,15 @@ from .tile import (
     PLANE,
     aligned,
     dropout_keep,
-    exponential,
     head_pointer,
     load_plane,
     load_tile,
+    load_weights,
     packed_place,
     packed_span,
     plane_place,
     plane_pointers,
+    probabilities,
     score_dot,
     scores,
 )
@@ -50,9 +51,10 @@ def indices(x, sizes):
 
 @triton.jit(do_not_specialize=RUNTIME_BIAS)
 def bias_gradient_kernel(
-    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, reference, delta, dbias,
+    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, reference, delta, dbias,
     q_strides, k_strides, v_strides, dout_strides,  # of (b0, b1, head, row)
     bias_strides, mask_strides, dbias_strides,  # of (b0, b1, head, row, column)
+    weight_strides,  # of (b0, b1, key head, key)
     own, shared,  # sizes over (b0, b1, head): of the bias, and of what shares it (one of the two is 1 in every dim)
     members, members_per_split, blocks, tiles_k, split_stride,
     bias_total, batch1, heads, group, tiles, sequences,
@@ -284,7 +286,12 @@ def bias_gradient_kernel(
                 reference + row0 + rows, mask=rows < rows_left, other=float("inf")
             )
             row_delta = tl.load(delta + row0 + rows, mask=rows < rows_left, other=0.0)
-            p = exponential(s, row_reference[:, None], scale, FOLD)
+            weights = None
+            if weight is not None:
+                weights = load_weights(
+                    weight, weight_strides, b0, b1, h // group, start_k, j, len_k
+                )
+            p, _bare = probabilities(s, row_reference[:, None], weights, scale, FOLD, False)
             if DROPOUT:
                 keep = dropout_keep(
                     dropout_seed, b * heads + h, i0, j0, threshold, BLOCK_M, BLOCK_N, False

@@ -21,6 +21,7 @@ from .tile import (
     head_pointer,
     key_range,
     load_tile,
+    load_weights,
     packed_place,
     packed_span,
     plane_place,
@@ -36,6 +37,7 @@ RUNTIME = (
     "out_strides",
     "bias_strides",
     "mask_strides",
+    "weight_strides",
     "bias_total",
     "batch1",
     "heads",
@@ -57,9 +59,10 @@ RUNTIME = (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def forward_kernel(
-    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse,
+    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse,
     q_strides, k_strides, v_strides, out_strides,  # of (b0, b1, head, row)
     bias_strides, mask_strides,  # of (b0, b1, head, row, column)
+    weight_strides,  # of (b0, b1, key head, key)
     bias_total,  # elements of a ragged bias per head
     batch1, heads, group, heads_total, section, tiles, sequences,
     size_q, size_k, head_dim, head_dim_v,  # size: rows of the tensor, which are the sequence when dense
@@ -217,6 +220,13 @@ def forward_kernel(
                 MASK_VECTOR,
                 False,
             )
+            if weight is not None:
+                weights = load_weights(
+                    weight, weight_strides, b0, b1, h // group, start_k, j, len_k
+                )
+                nothing = weights == 0.0
+                logarithm = tl.log(tl.where(nothing, 1.0, weights))
+                s += tl.where(nothing, float("-inf"), logarithm)[None, :]
 
             tile_max = tl.max(s, 1)
             if FOLD:

@@ -8,7 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, empty_like_layout
+from flashsci.ops import (
+    NEED_BIAS,
+    NEED_K,
+    NEED_KEY_WEIGHT,
+    NEED_Q,
+    NEED_V,
+    empty_like_layout,
+)
 
 from . import launch
 from .backward_keys import dkdv_kernel
@@ -25,6 +32,12 @@ NO_STRIDES = (0, 0, 0, 0, 0)
 def strides4(stride: tuple[int, ...]) -> tuple[int, ...]:
     """(b0, b1, head, row) strides of a tensor of rank 2 to 5."""
     return (0, 0, 0, 0, *stride[:-1])[-4:]
+
+
+def weight_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """(b0, b1, head, key) strides of key weights; 0 in the dims they are broadcast along."""
+    stride = tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True))
+    return (0, 0, 0, 0, *stride)[-4:]
 
 
 def plane_strides(shape: tuple[int, ...], stride: tuple[int, ...], ragged: bool) -> tuple[int, ...]:
@@ -102,7 +115,7 @@ class Launch:
 class Plan:
     """What the launches of one kind of call share. Made by `plan`."""
 
-    def __init__(self, device, dtype, shapes, strides, bias, mask, sequences, longest, ragged, scale, softcap,
+    def __init__(self, device, dtype, shapes, strides, bias, weight, mask, sequences, longest, ragged, scale, softcap,
                  window_left, window_right, lower_right, dropout_p, precision):  # fmt: skip
         q_shape, k_shape, v_shape = shapes
         self.device, self.dtype = device, dtype
@@ -117,9 +130,7 @@ class Plan:
         self.packed, self.sequences = sequences >= 0, sequences
         self.empty = self.batch * self.heads * self.size_q * self.size_k == 0
         self.launches: dict[tuple, Launch] = {}
-        self.seconds: dict[
-            tuple | None, object
-        ] = {}  # host_second.py's, by layout of the bias tangent
+        self.seconds: dict[tuple, object] = {}  # host_second.py's, by layout of two tangents
         # Typical lengths, to choose tiles by; those of packed sequences vary about the mean.
         self.lengths = self.size_q, self.size_k
         self.longest = longest if self.packed else max(self.lengths)
@@ -160,6 +171,7 @@ class Plan:
         threshold = min(math.floor(dropout_p * 2**32), 2**32 - 1)
         self.arguments = {
             "bias_strides": self.bias_strides, "mask_strides": self.mask_strides,
+            "weight_strides": NO_STRIDES[:4] if weight is None else weight_strides(*weight[:2]),
             "bias_total": self.bias_total, "batch1": self.lead[1], "sequences": max(sequences, 0),
             "size_q": self.size_q, "size_k": self.size_k, "group": self.group,
             "head_dim": self.head_dim, "head_dim_v": self.head_dim_v,
@@ -169,7 +181,7 @@ class Plan:
             "threshold": threshold - (1 << 32) if threshold >= 1 << 31 else threshold,
             "keep_scale": 1.0 / (1.0 - dropout_p) if dropout and dropout_p < 1.0 else float(not dropout),
             "PACKED": self.packed, "WINDOW": self.window, "SOFTCAP": softcap > 0.0, "DROPOUT": dropout,
-            "FOLD": bias is None and softcap == 0.0 and scale > 0.0, "RAGGED": ragged,
+            "FOLD": bias is None and weight is None and softcap == 0.0 and scale > 0.0, "RAGGED": ragged,
             "BIAS": bias_kind, "BIAS_VECTOR": bias_vector, "MASK": mask_kind, "MASK_VECTOR": mask_vector,
             "D0": d0, "D1": d1, "V0": v0, "V1": v1,
             "EVEN_D": d0 + d1 == self.head_dim, "EVEN_V": v0 + v1 == self.head_dim_v,
@@ -288,6 +300,11 @@ class Plan:
             self.launches[key] = Launch(small_backward_kernel, programs, arguments)
         return self.launches[key]
 
+    def weight_sums(self, like) -> torch.Tensor:
+        """What kernels fill with the gradient of key weights: fp32, one per key head and key."""
+        shape = (*self.score_shape[:-3], *(self.score_shape[-3:-2] and (self.heads_k,)), self.size_k)
+        return like.new_empty(shape, dtype=torch.float32)
+
     def bias_gradient(self, bias) -> tuple[Launch, int]:
         """The launch for a bias that heads or batch members share, and its number of partial sums."""
         if "bias_gradient" not in self.launches:
@@ -331,7 +348,7 @@ def plan(*key) -> Plan:
     return Plan(*key)
 
 
-def plan_of(tensors, bias, mask, cu_seqlens_q, bias_offsets, longest, options) -> Plan:
+def plan_of(tensors, bias, weight, mask, cu_seqlens_q, bias_offsets, longest, options) -> Plan:
     q, k, v = tensors[:3]
     return plan(
         device_of(q.device),
@@ -339,6 +356,7 @@ def plan_of(tensors, bias, mask, cu_seqlens_q, bias_offsets, longest, options) -
         (q.shape, k.shape, v.shape),
         tuple([x.stride() for x in tensors]),
         None if bias is None else (bias.shape, bias.stride(), bias.element_size()),
+        None if weight is None else (weight.shape, weight.stride(), weight.element_size()),
         None if mask is None else (mask.shape, mask.stride()),
         -1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
         longest,
@@ -372,32 +390,33 @@ def on_device_of(position: int):
 
 @on_device_of(0)
 def forward(
-    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
+    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
     max_seqlen_q, max_seqlen_k, *options,
 ):  # fmt: skip
     """out, lse; arguments as flashsci.ops.TENSORS and SCALARS. Longest lengths are not needed, and
     all kernels are deterministic."""
     *options, _ = options
-    p = plan_of((q, k, v), bias, mask, cu_seqlens_q, bias_offsets, 0, options)
+    p = plan_of((q, k, v), bias, weight, mask, cu_seqlens_q, bias_offsets, 0, options)
     out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if p.empty:
         return out.zero_(), lse.fill_(float("-inf"))
     p.forward(out)(
-        q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse
+        q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse
     )  # fmt: skip
     return out, lse
 
 
 @on_device_of(2)
 def backward(
-    dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse,
+    dout, dlse, q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse,
     max_seqlen_q, max_seqlen_k, *options_and_need,
 ):  # fmt: skip
-    """dq, dk, dv, dbias; those that `need` does not name are empty."""
+    """dq, dk, dv, dbias, dweight; those that `need` does not name are empty."""
     *options, _, need = options_and_need
     need_dq, need_dk, need_dv = bool(need & NEED_Q), bool(need & NEED_K), bool(need & NEED_V)
     need_dbias = bias is not None and bool(need & NEED_BIAS)
+    need_dweight = weight is not None and bool(need & NEED_KEY_WEIGHT)
     if dout is None:
         dout = torch.zeros_like(out)
     elif dout.stride(-1) != 1:
@@ -405,39 +424,45 @@ def backward(
     if out.stride(-1) != 1:
         out = out.contiguous()
     longest = longest_class(max_seqlen_q, max_seqlen_k)
-    p = plan_of((q, k, v, dout, out), bias, mask, cu_seqlens_q, bias_offsets, longest, options)
+    p = plan_of(
+        (q, k, v, dout, out), bias, weight, mask, cu_seqlens_q, bias_offsets, longest, options
+    )
     dq = empty_like_layout(q, q.shape) if need_dq else q.new_empty(0)
     dk = empty_like_layout(k, k.shape) if need_dk else q.new_empty(0)
     dv = empty_like_layout(v, v.shape) if need_dv else q.new_empty(0)
     if p.empty:
         like = q if bias is None else bias
         dbias = like.new_zeros(bias.shape) if need_dbias else like.new_empty(0)
-        return dq.zero_(), dk.zero_(), dv.zero_(), dbias
+        dweight = weight_result(q, weight, None) if not need_dweight else torch.zeros_like(weight)
+        return dq.zero_(), dk.zero_(), dv.zero_(), dbias, dweight
 
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     use, dbias, sums, shared = bias_route(p, bias, lse) if need_dbias else NO_ROUTE
+    weight_sums = p.weight_sums(q) if need_dweight else None
     if p.small and need_dq and need_dk and need_dv and not shared:
         kind = COLUMN_SUMS.value if sums is not None else use
         p.small_backward(dq, dk, dv, kind, dbias)(
-            q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, out, lse, dlse,
-            dq, dk, dv, dbias if sums is None else sums,
+            q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, dout, out, lse, dlse,
+            dq, dk, dv, dbias if sums is None else sums, weight_sums,
         )  # fmt: skip
     else:
         reference, delta = torch.empty_like(lse), torch.empty_like(lse)
         p.delta()(dout, out, lse, dlse, reference, delta)
-        common = (q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
+        common = (q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
                   dout, reference, delta)  # fmt: skip
         if need_dq or use:
             p.dq(dq, need_dq, use, dbias)(*common, dq, dbias)
-        if need_dk or need_dv or sums is not None:
-            p.dkdv(dk, dv, need_dk, need_dv, sums is not None)(*common, dk, dv, sums)
+        if need_dk or need_dv or sums is not None or need_dweight:
+            run = p.dkdv(dk, dv, need_dk, need_dv, sums is not None)
+            run(*common, dk, dv, sums, weight_sums)
 
     if shared:
         run, splits = p.bias_gradient(bias)
         dbias = bias_parts(p, bias, splits)
         run(*common, dbias)
-    return dq, dk, dv, bias_result(q, bias, use, dbias, sums, shared)
+    dbias = bias_result(q, bias, use, dbias, sums, shared)
+    return dq, dk, dv, dbias, weight_result(q, weight, weight_sums)
 
 
 NO_ROUTE = NO_BIAS_GRADIENT.value, None, None, False
@@ -477,6 +502,13 @@ def bias_result(q, bias, use: int, found, sums, shared: bool) -> torch.Tensor:
     if shared:
         return found[0] if len(found) == 1 else found.sum(0).to(bias.dtype)
     return (q if bias is None else bias).new_empty(0) if found is None else found
+
+
+def weight_result(q, weight, sums) -> torch.Tensor:
+    """The gradient of key weights from what `Plan.weight_sums` had filled; empty if it was not wanted."""
+    if sums is None:
+        return (q if weight is None else weight).new_empty(0)
+    return reduce_to(sums, weight)
 
 
 def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from flashsci.ops import (
     NEED_DLSE,
     NEED_DOUT,
     NEED_K,
+    NEED_KEY_WEIGHT,
     NEED_Q,
     NEED_V,
     empty_like_layout,
@@ -29,6 +30,8 @@ from .host import (
     plane_strides,
     plane_vector,
     strides4,
+    weight_result,
+    weight_strides,
 )
 from .jvp import jvp_kernel
 from .second_bias import second_bias_kernel
@@ -47,16 +50,16 @@ def inner(x):
 
 
 class Second:
-    """The launches of one plan for one layout of the bias tangent."""
+    """The launches of one plan for one layout of the tangents of bias and key weights."""
 
-    def __init__(self, plan: Plan, tbias):
+    def __init__(self, plan: Plan, tbias, tweight):
         self.plan = plan
         self.launches: dict = {}
         width = max(sum(plan.arguments[n] for n in names) for names in (("D0", "D1"), ("V0", "V1")))
         self.small = launch.second_small_config(
             plan.device.capability, plan.dtype, width, plan.longest
         )
-        self.tangent = {"tbias_strides": NO_STRIDES, "TBIAS": ABSENT.value, "TBIAS_VECTOR": 0}
+        self.tangent: dict = {"tbias_strides": NO_STRIDES, "TBIAS": ABSENT.value, "TBIAS_VECTOR": 0}
         if tbias is not None:
             shape, stride, itemsize = tbias
             strides = plane_strides(shape, stride, plan.ragged)
@@ -65,6 +68,9 @@ class Second:
                 "TBIAS": PLANE.value if plan.ragged or strides[3] != 0 else KEY.value,
                 "TBIAS_VECTOR": plane_vector(strides, plan.size_k, itemsize, plan.packed),
             }
+        self.tangent["tweight_strides"] = (
+            NO_STRIDES[:4] if tweight is None else weight_strides(*tweight)
+        )
 
     def arguments(self, kernel: str, names: tuple[str, ...]) -> tuple[int, dict]:
         """Programs of a kernel and its arguments, with the strides of the tensors named."""
@@ -142,49 +148,54 @@ class Second:
         return self.launches["bias"]
 
 
-def second_of(tensors, tbias, bias, *rest) -> Second:
+def second_of(tensors, tbias, tweight, *rest) -> Second:
     """The launches for these tensors, in the order of STRIDED; an absent tangent is laid out like what it belongs to."""
     q, k, v, dout, out, tq, tk, tv = tensors
     dout, tq, tk, tv = (
         like if x is None else x for x, like in ((dout, out), (tq, q), (tk, k), (tv, v))
     )
-    plan = plan_of((q, k, v, dout, out, tq, tk, tv), bias, *rest)
-    key = None if tbias is None else (tbias.shape, tbias.stride(), tbias.element_size())
+    plan = plan_of((q, k, v, dout, out, tq, tk, tv), *rest)
+    key = (
+        None if tbias is None else (tbias.shape, tbias.stride(), tbias.element_size()),
+        None if tweight is None else (tweight.shape, tweight.stride()),
+    )
     if key not in plan.seconds:
-        plan.seconds[key] = Second(plan, key)
+        plan.seconds[key] = Second(plan, *key)
     return plan.seconds[key]
 
 
-@on_device_of(4)
+@on_device_of(5)
 def jvp(
-    tq, tk, tv, tbias, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse,
+    tq, tk, tv, tbias, tweight, q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse,
     max_seqlen_q, max_seqlen_k, *options,
 ):  # fmt: skip
-    """Tangents of out and lse; those of q, k, v, bias may be None, for zero."""
+    """Tangents of out and lse; those of q, k, v, bias, key weights may be None, for zero."""
     *options, _ = options  # all kernels are deterministic
     tq, tk, tv, out, lse = inner(tq), inner(tk), inner(tv), inner(out), lse.contiguous()
     tout, mean = empty_like_layout(q, out.shape), torch.empty_like(lse)
-    if tout.numel() == 0 or k.shape[-2] == 0 or (tq is tk is tv is tbias is None):
+    if tout.numel() == 0 or k.shape[-2] == 0 or (tq is tk is tv is tbias is tweight is None):
         return tout.zero_(), mean.zero_()
     second = second_of(
-        (q, k, v, None, out, tq, tk, tv), tbias, bias, mask, cu_seqlens_q, bias_offsets, 0, options
-    )
+        (q, k, v, None, out, tq, tk, tv), tbias, tweight, bias, weight, mask, cu_seqlens_q, bias_offsets, 0, options
+    )  # fmt: skip
     second.jvp(tout)(
-        q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse, None, None,
-        tq, tk, tv, tbias, tout, mean, None, None,
+        q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse, None, None,
+        tq, tk, tv, tbias, tweight, tout, mean, None, None,
     )  # fmt: skip
     return tout, mean
 
 
-@on_device_of(6)
+@on_device_of(7)
 def double_backward(
-    tq, tk, tv, tbias, dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse,
+    tq, tk, tv, tbias, tweight, dout, dlse, q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets,
+    dropout_seed, out, lse,
     max_seqlen_q, max_seqlen_k, *options_and_need,
 ):  # fmt: skip
-    """Gradients of q, k, v, bias, dout, dlse for the cotangents tq, tk, tv, tbias of dq, dk, dv, dbias (None: zero);
+    """Gradients of q, k, v, bias, key weights, dout, dlse for the cotangents tq, ... of the first five's gradients (None: zero);
     those that `need` does not name are empty."""
     *options, _, need = options_and_need
     need_bias = bias is not None and bool(need & NEED_BIAS)
+    need_weight = weight is not None and bool(need & NEED_KEY_WEIGHT)
     tq, tk, tv, out, lse = inner(tq), inner(tk), inner(tv), inner(out), lse.contiguous()
     dout = torch.zeros_like(out) if dout is None else inner(dout)
     dlse = None if dlse is None else dlse.contiguous()
@@ -192,44 +203,49 @@ def double_backward(
     gk = empty_like_layout(k, k.shape) if need & NEED_K else None
     gv = empty_like_layout(v, v.shape) if need & NEED_V else None
     tout, mean = empty_like_layout(q, out.shape), torch.empty_like(lse)
-    if tout.numel() == 0 or k.shape[-2] == 0 or (tq is tk is tv is tbias is None):
+    if tout.numel() == 0 or k.shape[-2] == 0 or (tq is tk is tv is tbias is tweight is None):
         for x in (gq, gk, gv, tout, mean):
             if x is not None:
                 x.zero_()
         gbias = (q if bias is None else bias).new_zeros(bias.shape if need_bias else 0)
+        gweight = torch.zeros_like(weight) if need_weight else weight_result(q, weight, None)
     else:
         second = second_of(
-            (q, k, v, dout, out, tq, tk, tv), tbias, bias, mask, cu_seqlens_q, bias_offsets,
+            (q, k, v, dout, out, tq, tk, tv), tbias, tweight, bias, weight, mask, cu_seqlens_q, bias_offsets,
             longest_class(max_seqlen_q, max_seqlen_k), options,
         )  # fmt: skip
         p = second.plan
         use, gbias, sums, shared = bias_route(p, bias, lse) if need_bias else NO_ROUTE
+        weight_sums = p.weight_sums(q) if need_weight else None
         inputs = (
-            q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
+            q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
         )  # fmt: skip
         if second.small and not shared:
             kind = use if sums is None else COLUMN_SUMS.value
             second.whole(gq, gk, gv, tout, kind, gbias)(
-                *inputs, out, lse, dout, dlse, tq, tk, tv, tbias, gq, gk, gv, gbias if sums is None else sums, tout, mean
+                *inputs, out, lse, dout, dlse, tq, tk, tv, tbias, tweight, gq, gk, gv, gbias if sums is None else sums,
+                weight_sums, tout, mean,
             )  # fmt: skip
         else:
             delta, zeta = torch.empty_like(lse), torch.empty_like(lse)
             second.jvp(tout)(
-                *inputs, out, lse, dout, dlse, tq, tk, tv, tbias, tout, mean, delta, zeta
+                *inputs, out, lse, dout, dlse, tq, tk, tv, tbias, tweight, tout, mean, delta, zeta
             )
-            common = (*inputs, lse, dout, tq, tk, tv, tbias, mean, delta, zeta)
+            common = (*inputs, lse, dout, tq, tk, tv, tbias, tweight, mean, delta, zeta)
             if gq is not None or use:
                 second.queries(gq, use, gbias)(*common, gq, gbias)
-            if gk is not None or gv is not None or sums is not None:
-                second.keys(gk, gv, sums is not None)(*common, gk, gv, sums)
+            if gk is not None or gv is not None or sums is not None or need_weight:
+                second.keys(gk, gv, sums is not None)(*common, gk, gv, sums, weight_sums)
             if shared:
                 run, splits = second.bias(bias)
                 gbias = bias_parts(p, bias, splits)
                 run(*common, gbias)
         gbias = bias_result(q, bias, use, gbias, sums, shared)
+        gweight = weight_result(q, weight, weight_sums)
     return (
         *(q.new_empty(0) if x is None else x for x in (gq, gk, gv)),
         gbias,
+        gweight,
         tout if need & NEED_DOUT else q.new_empty(0),
         mean if need & NEED_DLSE else lse.new_empty(0),
     )

@@ -1,10 +1,10 @@
 """Tangents of out and lse, one query tile per program; for the double backward also two sums of each row.
 
-Maths     see tangents.py: m = sum_j P T, tO = sum_j R P (T V + tV) - m O; delta = dO . O - dlse, zeta = dO . tO
+Maths     see tangents.py: m = sum_j P T + N tw, tO = sum_j R ((P T + N tw) V + P tV) - m O; delta = dO . O - dlse, zeta = dO . tO
 Grid      as in forward.py
 Tiles     q, tq and the fp32 tO stay on chip; k, tk, v, tv stream: 5 products a tile, lse and O are those of the forward
 Centre    m is known at the end only. Until then T - c stands for T - m, with c the mean over the first tile that a row sees:
-          tO = sum_j R P ((T - c) V + tV) - (m - c) O. Without it, 16-bit roundings would grow with a common part of T, which
+          tO = sum_j R ((P (T - c) + N tw) V + P tV) - (m - c) O. Without it, 16-bit roundings would grow with a common part of T, which
           softmax does not see
 Limits    tensor cores; at D = 64 the exponentials hide behind five products
 """
@@ -24,14 +24,23 @@ from .chunks import (
     zero_chunks,
 )
 from .tangents import RUNTIME_SECOND, reference_of, tangent_scores
-from .tile import aligned, dropout_keep, exponential, key_range, plane_place, scores
+from .tile import (
+    aligned,
+    dropout_keep,
+    key_range,
+    load_weights,
+    plane_place,
+    probabilities,
+    scores,
+)
 
 
 @triton.jit(do_not_specialize=RUNTIME_SECOND)
 def jvp_kernel(
-    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse, dout, dlse, tq, tk, tv, tbias,
+    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse, dout, dlse, tq, tk, tv, tbias, tweight,
     tout, mean, delta, zeta,
     q_strides, k_strides, v_strides, out_strides, dout_strides, tq_strides, tk_strides, tv_strides, tout_strides,
+    weight_strides, tweight_strides,  # of (b0, b1, key head, key)
     bias_strides, mask_strides, tbias_strides,  # of (b0, b1, head, row, column); those above of (b0, b1, head, row)
     bias_total, batch1, heads, group, heads_total, section, tiles, sequences,
     size_q, size_k, head_dim, head_dim_v,
@@ -119,14 +128,24 @@ def jvp_kernel(
                 softcap, part != 1, 0 if part == 1 else WINDOW, SOFTCAP, q_rows[0].dtype == tl.float32, FOLD,
                 BIAS, BIAS_VECTOR, MASK, MASK_VECTOR, False,
             )  # fmt: skip
-            p = exponential(s, reference[:, None], scale, FOLD)
+            weights = None
+            tweights = None
+            if weight is not None:
+                weights = load_weights(
+                    weight, weight_strides, b0, b1, h // group, start_k, j, len_k
+                )
+            if tweight is not None:
+                tweights = load_weights(
+                    tweight, tweight_strides, b0, b1, h // group, start_k, j, len_k
+                )
+            p, bare = probabilities(s, reference[:, None], weights, scale, FOLD, False)
             kept = p
             if DROPOUT:
                 keep = dropout_keep(
                     dropout_seed, b * heads + h, i0, start, threshold, BLOCK_M, BLOCK_N, False
                 )
                 kept = tl.where(keep, p * keep_scale, 0.0)
-            if tq is not None or tk is not None or TBIAS:
+            if tq is not None or tk is not None or TBIAS or tweight is not None:
                 tk_rows = None
                 if tk is not None:
                     tk_rows = load_chunks(
@@ -137,17 +156,24 @@ def jvp_kernel(
                     q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, tbias_strides, bias_rows, len_k, scale,
                     BLOCK_M, BLOCK_N, D1, SOFTCAP, TBIAS, TBIAS_VECTOR, PRECISION, False,
                 )  # fmt: skip
-                weight = tl.sum(p, 1)
+                mass = tl.sum(p, 1)
                 moment = tl.sum(p * t, 1)
-                fresh = (weight > 1e-30) & (centred == 0)
-                centre = tl.where(fresh, moment / tl.where(fresh, weight, 1.0), centre)
+                fresh = (mass > 1e-30) & (centred == 0)
+                centre = tl.where(fresh, moment / tl.where(fresh, mass, 1.0), centre)
                 centred = centred | fresh
-                excess += moment - centre * weight
+                excess += moment - centre * mass
+                change = kept * (t - centre[:, None])
+                if tweight is not None:
+                    extra = bare * tweights[None, :]
+                    excess += tl.sum(extra, 1)
+                    if DROPOUT:
+                        extra = tl.where(keep, extra * keep_scale, 0.0)
+                    change += extra
                 v_rows = load_chunks(
                     v_head + step * aligned(v_strides[3], VECTOR), v_strides, keys_left, head_dim_v,
                     BLOCK_N, V0, V1, EVEN_V, VECTOR, part != 1,
                 )  # fmt: skip
-                acc = add_product(kept * (t - centre[:, None]), v_rows, acc, V1, PRECISION)
+                acc = add_product(change, v_rows, acc, V1, PRECISION)
             if tv is not None:
                 tv_rows = load_chunks(
                     tv_head + step * aligned(tv_strides[3], VECTOR), tv_strides, keys_left, head_dim_v,

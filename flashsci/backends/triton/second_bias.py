@@ -22,21 +22,23 @@ from .tile import (
     PLANE,
     aligned,
     dropout_keep,
-    exponential,
     load_plane,
+    load_weights,
     packed_place,
     packed_span,
     plane_place,
     plane_pointers,
+    probabilities,
     scores,
 )
 
 
 @triton.jit(do_not_specialize=(*RUNTIME_BIAS, *RUNTIME_SECOND))
 def second_bias_kernel(
-    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, lse, dout, tq, tk, tv, tbias,
+    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, lse, dout, tq, tk, tv, tbias, tweight,
     mean, delta, zeta, gbias,
     q_strides, k_strides, v_strides, dout_strides, tq_strides, tk_strides, tv_strides,  # of (b0, b1, head, row)
+    weight_strides, tweight_strides,  # of (b0, b1, key head, key)
     bias_strides, mask_strides, tbias_strides, dbias_strides,  # of (b0, b1, head, row, column); dbias: of gbias
     own, shared, members, members_per_split, blocks, tiles_k, split_stride,  # as in bias_gradient.py
     bias_total, batch1, heads, group, tiles, sequences,
@@ -151,7 +153,18 @@ def second_bias_kernel(
             )  # fmt: skip
             s += bias_tile.to(tl.float32)
             row_lse = tl.load(lse + position, mask=inside, other=float("-inf"))
-            p = exponential(s, reference_of(row_lse, FOLD)[:, None], scale, FOLD)
+            weights = None
+            tweights = None
+            if weight is not None:
+                weights = load_weights(
+                    weight, weight_strides, b0, b1, h // group, start_k, j, len_k
+                )
+            if tweight is not None:
+                tweights = load_weights(
+                    tweight, tweight_strides, b0, b1, h // group, start_k, j, len_k
+                )
+            reference = reference_of(row_lse, FOLD)[:, None]
+            p, bare = probabilities(s, reference, weights, scale, FOLD, False)
             t, raw_t = tangent_scores(
                 q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, tbias_strides, bias_rows, len_k, scale,
                 BLOCK_M, BLOCK_N, D1, SOFTCAP, TBIAS, TBIAS_VECTOR, PRECISION, False,
@@ -176,9 +189,9 @@ def second_bias_kernel(
             row_mean = tl.load(mean + position, mask=inside, other=0.0)
             row_delta = tl.load(delta + position, mask=inside, other=0.0)
             row_zeta = tl.load(zeta + position, mask=inside, other=0.0)
-            _w, f, _e_raw, _f_raw = second_order(
-                p, t, raw_t, dp, tdp, row_mean, row_delta, row_zeta, slope, bend, SOFTCAP, False
-            )
+            _w, f, _e_raw, _f_raw, _g = second_order(
+                p, bare, t, raw_t, tweights, dp, tdp, row_mean, row_delta, row_zeta, slope, bend, SOFTCAP, False
+            )  # fmt: skip
             total += f
         pointers, found = plane_pointers(
             gbias, dbias_strides, i[:, None], j[None, :], bias_rows, len_k, PLANE, GBIAS_VECTOR

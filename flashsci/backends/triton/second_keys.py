@@ -31,9 +31,10 @@ from .tile import (
     PLANE,
     aligned,
     dropout_keep,
-    exponential,
     load_row,
+    load_weights,
     plane_place,
+    probabilities,
     query_range,
     scores,
 )
@@ -41,9 +42,10 @@ from .tile import (
 
 @triton.jit(do_not_specialize=RUNTIME_SECOND)
 def second_keys_kernel(
-    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, lse, dout, tq, tk, tv, tbias,
-    mean, delta, zeta, gk, gv, column_sums,
+    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, lse, dout, tq, tk, tv, tbias, tweight,
+    mean, delta, zeta, gk, gv, column_sums, weight_sums,
     q_strides, k_strides, v_strides, dout_strides, tq_strides, tk_strides, tv_strides, gk_strides, gv_strides,
+    weight_strides, tweight_strides,  # of (b0, b1, key head, key)
     bias_strides, mask_strides, tbias_strides,  # of (b0, b1, head, row, column); those above of (b0, b1, head, row)
     bias_total, batch1, heads, group, heads_total, section, tiles, sequences,  # heads: of keys
     size_q, size_k, head_dim, head_dim_v,
@@ -55,7 +57,8 @@ def second_keys_kernel(
     EVEN_D: tl.constexpr, EVEN_V: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     COLUMN_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """gk, gv (unless None), and the sums of F over queries (fp32, one per query head and key) if COLUMN_SUMS.
+    """gk, gv (unless None), the sums of F over queries (fp32, one per query head and key) if COLUMN_SUMS, and gw (weight_sums,
+    unless None: fp32, one per key head and key).
 
     Columns beyond the keys compute on zeros; whatever that gives stays in their own rows, which are not stored.
     """
@@ -92,6 +95,14 @@ def second_keys_kernel(
         )
     acc_k = zero_chunks(BLOCK_N, D0, D1)
     acc_v = zero_chunks(BLOCK_N, V0, V1)
+
+    weights = None
+    tweights = None
+    if weight is not None:
+        weights = load_weights(weight, weight_strides, b0, b1, hk, start_k, j, len_k)
+    if tweight is not None:
+        tweights = load_weights(tweight, tweight_strides, b0, b1, hk, start_k, j, len_k)
+    weight_sum = tl.zeros([BLOCK_N], tl.float32)
 
     low, whole, cut, high = query_range(
         j0, tl.minimum(j0 + BLOCK_N, len_k), len_q, shift, left, right, BLOCK_M, WINDOW
@@ -158,7 +169,7 @@ def second_keys_kernel(
                 row_lse = load_row(lse + position, inside, float("-inf"), TRANSPOSED)
                 reference = reference_of(row_lse, FOLD)
                 reference = reference[None, :] if TRANSPOSED else reference[:, None]
-                p = exponential(s, reference, scale, FOLD)
+                p, bare = probabilities(s, reference, weights, scale, FOLD, TRANSPOSED)
                 t, raw_t = tangent_scores(
                     q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tplane, tplane_strides, bias_rows, len_k, scale,
                     BLOCK_M, BLOCK_N, D1, SOFTCAP, TBIAS, TBIAS_VECTOR, PRECISION, TRANSPOSED,
@@ -183,11 +194,13 @@ def second_keys_kernel(
                 row_mean = load_row(mean + position, inside, 0.0, TRANSPOSED)
                 row_delta = load_row(delta + position, inside, 0.0, TRANSPOSED)
                 row_zeta = load_row(zeta + position, inside, 0.0, TRANSPOSED)
-                w, f, e_raw, f_raw = second_order(
-                    p, t, raw_t, dp, tdp, row_mean, row_delta, row_zeta, slope, bend, SOFTCAP, TRANSPOSED
+                w, f, e_raw, f_raw, g = second_order(
+                    p, bare, t, raw_t, tweights, dp, tdp, row_mean, row_delta, row_zeta, slope, bend, SOFTCAP, TRANSPOSED
                 )  # fmt: skip
                 if COLUMN_SUMS:
                     sums += tl.sum(f, 1 if TRANSPOSED else 0)
+                if weight_sums is not None:
+                    weight_sum += tl.sum(g, 1 if TRANSPOSED else 0)
                 if gv is not None:
                     if DROPOUT:
                         w = tl.where(keep, w * keep_scale, 0.0)
@@ -207,6 +220,9 @@ def second_keys_kernel(
             first = h.to(tl.int64) if PACKED else b.to(tl.int64) * (heads * group) + h
             tl.store(column_sums + first * size_k + start_k + j, sums, mask=j < len_k)
 
+    if weight_sums is not None:
+        first = hk.to(tl.int64) if PACKED else b.to(tl.int64) * heads + hk
+        tl.store(weight_sums + first * size_k + start_k + j, weight_sum, mask=j < len_k)
     if gk is not None:
         gk_tile = rows_of(gk, gk_strides, b0, b1, hk, row, VECTOR)
         found = (acc_k[0] * scale, acc_k[1] * scale)

@@ -31,19 +31,21 @@ from .tile import (
     PLANE,
     aligned,
     dropout_keep,
-    exponential,
     key_range,
+    load_weights,
     plane_place,
     plane_pointers,
+    probabilities,
     scores,
 )
 
 
 @triton.jit(do_not_specialize=RUNTIME_SECOND)
 def second_queries_kernel(
-    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, lse, dout, tq, tk, tv, tbias,
+    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, lse, dout, tq, tk, tv, tbias, tweight,
     mean, delta, zeta, gq, gbias,
     q_strides, k_strides, v_strides, dout_strides, tq_strides, tk_strides, tv_strides, gq_strides,
+    weight_strides, tweight_strides,  # of (b0, b1, key head, key)
     bias_strides, mask_strides, tbias_strides, gbias_strides,  # of (b0, b1, head, row, column); above of (b0, b1, head, row)
     bias_total, batch1, heads, group, heads_total, section, tiles, sequences,
     size_q, size_k, head_dim, head_dim_v,
@@ -151,7 +153,17 @@ def second_queries_kernel(
                 softcap, part != 1, 0 if part == 1 else WINDOW, SOFTCAP, q_rows[0].dtype == tl.float32, FOLD,
                 BIAS, BIAS_VECTOR, MASK, MASK_VECTOR, False,
             )  # fmt: skip
-            p = exponential(s, reference[:, None], scale, FOLD)
+            weights = None
+            tweights = None
+            if weight is not None:
+                weights = load_weights(
+                    weight, weight_strides, b0, b1, h // group, start_k, j, len_k
+                )
+            if tweight is not None:
+                tweights = load_weights(
+                    tweight, tweight_strides, b0, b1, h // group, start_k, j, len_k
+                )
+            p, bare = probabilities(s, reference[:, None], weights, scale, FOLD, False)
             t, raw_t = tangent_scores(
                 q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, tbias_strides, bias_rows, len_k, scale,
                 BLOCK_M, BLOCK_N, D1, SOFTCAP, TBIAS, TBIAS_VECTOR, PRECISION, False,
@@ -174,9 +186,9 @@ def second_queries_kernel(
             bend = 0.0
             if SOFTCAP:
                 bend = softcap_bend(products, slope, scale, softcap, q_rows[0].dtype == tl.float32)
-            _w, f, e_raw, f_raw = second_order(
-                p, t, raw_t, dp, tdp, row_mean, row_delta, row_zeta, slope, bend, SOFTCAP, False
-            )
+            _w, f, e_raw, f_raw, _g = second_order(
+                p, bare, t, raw_t, tweights, dp, tdp, row_mean, row_delta, row_zeta, slope, bend, SOFTCAP, False
+            )  # fmt: skip
             if BIAS_GRADIENT == STORE:
                 pointers, found = plane_pointers(
                     gbias, gbias_strides, i[:, None], j[None, :], bias_rows, len_k, PLANE, GBIAS_VECTOR

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .backward_queries import ROW_SUMS, STORE
-from .backward_small import COLUMN_SUMS, packed_rows, store_zeros
+from .backward_small import COLUMN_SUMS, packed_rows, store_zero_values, store_zeros
 from .chunks import (
     add_product,
     load_chunks,
@@ -31,10 +31,11 @@ from .tangents import (
 from .tile import (
     PLANE,
     dropout_keep,
-    exponential,
     head_pointer,
+    load_weights,
     plane_place,
     plane_pointers,
+    probabilities,
     scores,
 )
 
@@ -49,20 +50,13 @@ def store_zero_rows(
         store_zeros(head, strides, start, length, width, ROWS, W0, W1, VECTOR)
 
 
-@triton.jit
-def store_zero_values(pointer, length, COUNT: tl.constexpr):
-    if pointer is not None:
-        for i in tl.range(0, length, COUNT):
-            place = i + tl.arange(0, COUNT)
-            tl.store(pointer + place, tl.zeros([COUNT], tl.float32), mask=place < length)
-
-
 @triton.jit(do_not_specialize=RUNTIME_SECOND)
 def second_small_kernel(
-    q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse, dout, dlse, tq, tk, tv, tbias,
-    gq, gk, gv, gbias, tout, mean,
+    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse, dout, dlse, tq, tk, tv, tbias, tweight,
+    gq, gk, gv, gbias, weight_sums, tout, mean,
     q_strides, k_strides, v_strides, out_strides, dout_strides, tq_strides, tk_strides, tv_strides,
     gq_strides, gk_strides, gv_strides, tout_strides,  # of (b0, b1, head, row)
+    weight_strides, tweight_strides,  # of (b0, b1, key head, key)
     bias_strides, mask_strides, tbias_strides, gbias_strides,  # of (b0, b1, head, row, column)
     bias_total, batch1, heads, group, sequences,  # heads: of keys
     size_q, size_k, head_dim, head_dim_v,
@@ -74,7 +68,7 @@ def second_small_kernel(
     EVEN_D: tl.constexpr, EVEN_V: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BIAS_GRADIENT: tl.constexpr, GBIAS_VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """What of gq, gk, gv, gbias (or its sums), tout, mean is not None."""
+    """What of gq, gk, gv, gbias (or its sums), weight_sums (gw, one per key head and key), tout, mean is not None."""
     pid = tl.program_id(0)
     hk = pid % heads
     i = tl.arange(0, BLOCK)
@@ -103,6 +97,8 @@ def second_small_kernel(
                     store_zero_values(mean + h.to(tl.int64) * size_q + start_q, len_q, BLOCK)
                 if BIAS_GRADIENT == COLUMN_SUMS:
                     store_zero_values(gbias + h.to(tl.int64) * size_k + start_k, len_k, BLOCK)
+            if weight_sums is not None:
+                store_zero_values(weight_sums + hk.to(tl.int64) * size_k + start_k, len_k, BLOCK)
             return
         # Whatever cu_seqlens says, a program stays within its tile.
         len_q = tl.minimum(len_q, BLOCK)
@@ -135,6 +131,14 @@ def second_small_kernel(
         )
     acc_k = zero_chunks(BLOCK, D0, D1)
     acc_v = zero_chunks(BLOCK, V0, V1)
+
+    weights = None
+    tweights = None
+    if weight is not None:
+        weights = load_weights(weight, weight_strides, b0, b1, hk, start_k, i, len_k)
+    if tweight is not None:
+        tweights = load_weights(tweight, tweight_strides, b0, b1, hk, start_k, i, len_k)
+    weight_sum = tl.zeros([BLOCK], tl.float32)
 
     for member in tl.range(0, group):
         h = hk * group + member
@@ -180,13 +184,17 @@ def second_small_kernel(
             False,
         )  # fmt: skip
         row_lse = tl.load(lse + position, mask=inside, other=float("-inf"))
-        p = exponential(s, reference_of(row_lse, FOLD)[:, None], scale, FOLD)
+        reference = reference_of(row_lse, FOLD)[:, None]
+        p, bare = probabilities(s, reference, weights, scale, FOLD, False)
         t, raw_t = tangent_scores(
             q_rows, k_rows, tq_rows, tk_rows, slope, i, i, tplane, tplane_strides, bias_rows, len_k, scale,
             BLOCK, BLOCK, D1, SOFTCAP, TBIAS, TBIAS_VECTOR, PRECISION, False,
         )  # fmt: skip
         row_mean = tl.sum(p * t, 1)
         kept = p
+        if tweight is not None:
+            kept_extra = bare * tweights[None, :]
+            row_mean += tl.sum(kept_extra, 1)
         dp = score_chunks(dout_rows, v_rows, None, V1, PRECISION, False)
         tdp = tl.zeros([BLOCK, BLOCK], tl.float32)
         if tv is not None:
@@ -197,7 +205,12 @@ def second_small_kernel(
             kept = tl.where(keep, p * keep_scale, 0.0)
             dp = tl.where(keep, dp * keep_scale, 0.0)
             tdp = tl.where(keep, tdp * keep_scale, 0.0)
-        w_kept = (kept * (t - row_mean[:, None])).to(q_rows[0].dtype)
+            if tweight is not None:
+                kept_extra = tl.where(keep, kept_extra * keep_scale, 0.0)
+        w_kept = kept * (t - row_mean[:, None])
+        if tweight is not None:
+            w_kept += kept_extra
+        w_kept = w_kept.to(q_rows[0].dtype)
         tout_rows = add_product(w_kept, v_rows, zero_chunks(BLOCK, V0, V1), V1, PRECISION)
         if tv is not None:
             tout_rows = add_product(kept, tv_rows, tout_rows, V1, PRECISION)
@@ -218,9 +231,11 @@ def second_small_kernel(
         bend = 0.0
         if SOFTCAP:
             bend = softcap_bend(products, slope, scale, softcap, q_rows[0].dtype == tl.float32)
-        _w, f, e_raw, f_raw = second_order(
-            p, t, raw_t, dp, tdp, row_mean, row_delta, row_zeta, slope, bend, SOFTCAP, False
-        )
+        _w, f, e_raw, f_raw, g = second_order(
+            p, bare, t, raw_t, tweights, dp, tdp, row_mean, row_delta, row_zeta, slope, bend, SOFTCAP, False
+        )  # fmt: skip
+        if weight_sums is not None:
+            weight_sum += tl.sum(g, 0)
         if BIAS_GRADIENT == STORE:
             gplane, gplane_strides, _rows = plane_place(
                 gbias, gbias_strides, b0, b1, h, b, start_k, len_q, len_k, bias_offsets, bias_total, GBIAS_VECTOR, RAGGED
@@ -255,6 +270,9 @@ def second_small_kernel(
             if tq is not None:
                 acc_k = add_product(e_raw.T, tq_rows, acc_k, D1, PRECISION)
 
+    if weight_sums is not None:
+        first = hk.to(tl.int64) if PACKED else b.to(tl.int64) * heads + hk
+        tl.store(weight_sums + first * size_k + start_k + i, weight_sum, mask=i < len_k)
     if gk is not None:
         gk_tile = rows_of(gk, gk_strides, b0, b1, hk, start_k, VECTOR)
         acc_k = (acc_k[0] * scale, acc_k[1] * scale)

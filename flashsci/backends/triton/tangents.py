@@ -1,14 +1,19 @@
 """Scores, their tangents and their second-order gradients on one tile: the algebra that all second-order kernels share.
 
-    S  = softcap(scale Q K^T) + B;  P = e^(S - lse);  R = dropout's keep / (1 - p)
+    S  = softcap(scale Q K^T) + B;  N = e^(S - lse);  P = w N;  R = dropout's keep / (1 - p)
     T' = scale (tQ K^T + Q tK^T);   T = slope T' + tB            tangent of S
-    m  = sum_j P T                                              tangent of lse
-    tO = sum_j R P ((T - m) V + tV)                             tangent of O
+    m  = sum_j P T + N tw                                       tangent of lse
+    W  = P (T - m) + N tw                                       tangent of P
+    tO = sum_j R (W V + P tV)                                   tangent of O
     U  = R (dO V^T) - delta;        delta = dO . O - dlse
-    E  = P U;  F = P (U (T - m) + R (dO tV^T) - zeta);  zeta = dO . tO     dS and its tangent
+    Y  = R (dO tV^T) - zeta;        zeta = dO . tO               tangent of U
+    E  = P U;  F = W U + P Y                                    dS and its tangent
+    dw = sum_i N U;  gw = sum_i N (U (T - m) + Y)               gradient of the key weights w and its tangent
 
-tQ, tK, tV, tB are tangents of q, k, v, bias in forward mode, and cotangents of dq, dk, dv, dbias in double backward: the
-same numbers, because the double backward of <tx, dx> is the tangent of the backward. Any of them may be absent (None), for
+Without key weights w is 1, tw is 0. At w = 0, N is what is left: nothing here divides by w.
+
+tQ, tK, tV, tB, tw are tangents of q, k, v, bias, w in forward mode, and cotangents of dq, dk, dv, dbias, dw in double
+backward: the same numbers, because the double backward of <tx, dx> is the tangent of the backward. Any of them may be absent (None), for
 zero, and then costs nothing.
 """
 
@@ -31,6 +36,7 @@ RUNTIME_SECOND = (
     "gk_strides",
     "gv_strides",
     "gbias_strides",
+    "tweight_strides",
 )
 
 
@@ -71,16 +77,25 @@ def softcap_bend(products, slope, scale, softcap, ACCURATE: tl.constexpr):
 
 @triton.jit
 def second_order(
-    p, t, raw_t, h, y, mean, delta, zeta, slope, bend, SOFTCAP: tl.constexpr, TRANSPOSED: tl.constexpr
+    p, bare, t, raw_t, tweights, h, y, mean, delta, zeta, slope, bend, SOFTCAP: tl.constexpr, TRANSPOSED: tl.constexpr
 ):  # fmt: skip
-    """P (T - m), F, and E, F with respect to scores before the softcap. mean, delta, zeta: [M]."""
+    """W, F, E and F with respect to scores before the softcap, and the terms of gw. bare: N; mean, delta, zeta: [M];
+    tweights: tw [N] or None."""
     mean = mean[None, :] if TRANSPOSED else mean[:, None]
     delta = delta[None, :] if TRANSPOSED else delta[:, None]
     zeta = zeta[None, :] if TRANSPOSED else zeta[:, None]
-    e = p * (h - delta)
-    w = p * (t - mean)
-    f = e * (t - mean) + p * (y - zeta)
+    u = h - delta
+    t -= mean
+    y -= zeta
+    e = p * u
+    w = p * t
+    f = e * t + p * y
+    if tweights is not None:
+        extra = bare * (tweights[:, None] if TRANSPOSED else tweights[None, :])
+        w += extra
+        f += extra * u
+    g = bare * (u * t + y)
     if SOFTCAP:
-        return w, f, e * slope, f * slope + bend * raw_t * e
+        return w, f, e * slope, f * slope + bend * raw_t * e, g
     else:
-        return w, f, e, f
+        return w, f, e, f, g

@@ -356,6 +356,31 @@ def exponential(s, reference, scale, FOLD: tl.constexpr):
         return tl.exp2((s - reference) * LOG2E)
 
 
+# e^(S - lse) without a key's weight has no bound; with this one, a weight of zero makes it zero.
+LARGEST = tl.constexpr(1e38)
+
+
+@triton.jit
+def load_weights(pointer, strides, b0, b1, h, start_k, j, len_k):
+    """Key weights (or what is one per key) of key head h at columns j, zero outside: fp32 [N].
+    strides: of (b0, b1, head, key)."""
+    head = head_pointer(pointer, strides, b0, b1, h, 1)
+    columns = (start_k + j).to(tl.int64) * strides[3]
+    return tl.load(head + columns, mask=j < len_k, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def probabilities(s, reference, weights, scale, FOLD: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """P = w e^(s - reference), and the same without the weights w [N] (None: 1): what a derivative by a
+    weight has, also where the weight is zero."""
+    bare = exponential(s, reference, scale, FOLD)
+    if weights is None:
+        return bare, bare
+    else:
+        bare = tl.minimum(bare, LARGEST)
+        return bare * (weights[:, None] if TRANSPOSED else weights[None, :]), bare
+
+
 @triton.jit
 def dropout_keep(
     seed, stream, i0, j0, threshold, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr
