@@ -202,7 +202,7 @@ def timing(names: list[str], libraries: list[str], peers: list[str], rounds: int
         if "mask" in z:
             mask = torch.arange(z["S"], device="cuda").expand(z["mask"]) < z["S"] - z["S"] // 16
         causal = z.get("causal", False)
-        tensors = (q, k, v, bias, mask, None, None, None, None)
+        tensors = (q, k, v, bias, None, mask, None, None, None, None)
         runs: dict[str, dict[str, Any]] = {"forward": {}, "backward": {}}
         expect: list[torch.Tensor] = []
         if "sdpa" in peers:

@@ -144,19 +144,19 @@ def kernel_run(name, kernel, config):
         options = (d**-0.5, 0.0, -1, -1, False, 0.0, precision or "default")
         host.plan.cache_clear()
         second = host_second.second_of(
-            (q, k, v, dout, out, tq, tk, tv), None, None, None, None, None, 0, options
+            (q, k, v, dout, out, tq, tk, tv), None, None, None, None, None, None, None, 0, options
         )
-        nothing = (None,) * 6
-        common = (q, k, v, *nothing, lse, dout, tq, tk, tv, None, mean, delta, zeta)
+        nothing = (None,) * 7
+        common = (q, k, v, *nothing, lse, dout, tq, tk, tv, None, None, mean, delta, zeta)
         if kernel == "jvp":
             run, given = second.jvp(result), (
-                q, k, v, *nothing, out, lse, dout, None, tq, tk, tv, None, result, mean, delta, zeta,
+                q, k, v, *nothing, out, lse, dout, None, tq, tk, tv, None, None, result, mean, delta, zeta,
             )  # fmt: skip
         elif kernel == "second_queries":
             run, given = second.queries(result, 0, None), (*common, result, None)
         else:
             run, given = second.keys(result, torch.empty_like(result), False), (
-                *common, result, torch.empty_like(result), None,
+                *common, result, torch.empty_like(result), None, None,
             )  # fmt: skip
     finally:
         launch.config = honest

@@ -173,7 +173,7 @@ class Call:
             "default",
             False,
         )
-        self.tensors = (self.q, self.k, self.v, self.bias, self.mask, None, None, None, None)
+        self.tensors = (self.q, self.k, self.v, self.bias, None, self.mask, None, None, None, None)
         self.flops = 2 * b0 * b1 * h * sq * sk * (d + dv) / (2 if causal else 1)
         self.out, self.lse = self.forward()
 

@@ -127,7 +127,7 @@ class Launchers:
     def rejects(self, problem: Any) -> str | None:
         if problem.dtype != self.dtype:
             return f"{self.unit} is compiled for {self.dtype}"
-        if problem.dropout_p or (problem.varlen and problem.bias):
+        if problem.dropout_p or problem.key_weight or (problem.varlen and problem.bias):
             return f"{self.unit} has neither dropout nor a packed bias"
         limit = self.limits[problem.requires_grad]
         if max(problem.head_dim, problem.head_dim_v) > limit:
@@ -138,7 +138,7 @@ class Launchers:
 
     def params(self, kind: Any, tensors: tuple[Any, ...], scalars: tuple[Any, ...]) -> Any:
         """What forward and backward have in common, filled in."""
-        q, k, v, bias, mask, cu_q, cu_k, _, _ = tensors
+        q, k, v, bias, _, mask, cu_q, cu_k, _, _ = tensors
         max_q, max_k, scale, softcap, left, right, lower_right, _, precision, _ = scalars
         batch0, batch1, heads_q, seq_q, head_dim = (1,) * (5 - q.dim()) + q.shape
         p = kind(
@@ -172,7 +172,7 @@ class Launchers:
         return c.c_void_p(torch.cuda.current_stream().cuda_stream)
 
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        tensors, scalars = arguments[:9], arguments[9:]
+        tensors, scalars = arguments[:10], arguments[10:]
         q, k, v = tensors[:3]
         out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -184,7 +184,7 @@ class Launchers:
         return out, lse
 
     def backward(self, dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-        tensors, (out, lse), scalars, need = rest[:9], rest[9:11], rest[11:-1], rest[-1]
+        tensors, (out, lse), scalars, need = rest[:10], rest[10:12], rest[12:-1], rest[-1]
         q, k, v, bias = tensors[:4]
         if dout is not None and dout.stride(-1) != 1:
             dout = dout.contiguous()
@@ -219,7 +219,7 @@ class Launchers:
             workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=q.device)
             p.workspace = _pointer(workspace)
             self.check(self.launch_backward(c.byref(p), self.stream()))
-        return dq, dk, dv, dbias
+        return dq, dk, dv, dbias, q.new_empty(0)
 
 
 class _Installed(registry.Backend):

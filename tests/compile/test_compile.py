@@ -19,12 +19,13 @@ def draw(*shape, grad=True, dtype=torch.float32):
 def raw_arguments(kind):
     """Arguments of a raw forward op: every feature that changes shapes, dtypes or aliasing."""
     q, k, v = (draw(1, h, n, d, grad=False) for h, n, d in ((2, 5, 16), (1, 7, 16), (1, 7, 8)))
-    tensors = [q, k, v, *(None,) * 6]
+    tensors = [q, k, v, *(None,) * 7]
     scalars = [-1, -1, 0.25, 0.0, -1, 0, True, 0.0, "default", False]
     if kind == "features":
         tensors[3] = draw(1, 2, 1, 7, grad=False)
-        tensors[4] = torch.ones(1, 1, 5, 7, dtype=torch.bool, device=DEVICE)
-        tensors[8] = torch.tensor([1, 2], device=DEVICE)
+        tensors[4] = draw(1, 1, 7, grad=False).abs()
+        tensors[5] = torch.ones(1, 1, 5, 7, dtype=torch.bool, device=DEVICE)
+        tensors[9] = torch.tensor([1, 2], device=DEVICE)
         scalars[7] = 0.5
     if kind == "packed":
         tensors[:3] = (
@@ -35,8 +36,8 @@ def raw_arguments(kind):
                 draw(8, 1, 8, grad=False),
             )
         )
-        tensors[5] = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
-        tensors[6] = torch.tensor([0, 6, 8], dtype=torch.int32, device=DEVICE)
+        tensors[6] = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
+        tensors[7] = torch.tensor([0, 6, 8], dtype=torch.int32, device=DEVICE)
         scalars[:2] = (5, 6)
     if kind == "empty":
         tensors[1], tensors[2] = tensors[1][:, :, :0], tensors[2][:, :, :0]
@@ -55,7 +56,7 @@ def test_opcheck_forward_and_backward(kind):
     torch.library.opcheck(triton.forward, (*tensors, *scalars), test_utils=CHECKS)
     out, lse = triton.forward(*tensors, *scalars)
     dlse = torch.randn_like(lse)
-    need = 7 if tensors[3] is None else 15
+    need = 7 if tensors[3] is None else 31
     torch.library.opcheck(
         triton.backward, (None, dlse, *tensors, out, lse, *scalars, need), test_utils=CHECKS
     )
@@ -66,10 +67,10 @@ def test_what_is_not_needed_is_empty():
 
     tensors, scalars = raw_arguments("features")
     out, lse = triton.forward(*tensors, *scalars)
-    everything = triton.backward(torch.ones_like(out), None, *tensors, out, lse, *scalars, 15)
-    for need in (0, 1, 6, 8):
+    everything = triton.backward(torch.ones_like(out), None, *tensors, out, lse, *scalars, 31)
+    for need in (0, 1, 6, 8, 16):
         found = triton.backward(torch.ones_like(out), None, *tensors, out, lse, *scalars, need)
-        for bit, x, full in zip((1, 2, 4, 8), found, everything, strict=True):
+        for bit, x, full in zip((1, 2, 4, 8, 16), found, everything, strict=True):
             assert x.dtype == full.dtype
             if need & bit:
                 torch.testing.assert_close(x, full)

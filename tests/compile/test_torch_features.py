@@ -51,19 +51,21 @@ def close(a: Tensor, b: Tensor) -> None:
 def test_opcheck_of_the_triton_ops(bias: str | None) -> None:
     q, k, v = qkv(grad=False)
     extra = None if bias is None else torch.randn(2, 1, 12, 12, device=DEVICE)
-    tensors = (q, k.transpose(0, 1).contiguous().transpose(0, 1), v, extra, *(None,) * 6)
+    weight = None if bias is None else torch.rand(2, 1, 12, device=DEVICE)
+    keys = k.transpose(0, 1).contiguous().transpose(0, 1)
+    tensors = (q, keys, v, extra, weight, *(None,) * 5)
     forward = torch.ops.flashsci.triton_forward.default
     torch.library.opcheck(forward, (*tensors, *SCALARS))
     out, lse = forward(*tensors, *SCALARS)
-    for need in (ops.NEED_Q, ops.NEED_K | ops.NEED_V, 7 if bias is None else 15):
+    for need in (ops.NEED_Q, ops.NEED_K | ops.NEED_V, 7 if bias is None else 31):
         arguments = (torch.randn_like(out), None, *tensors, out, lse, *SCALARS, need)
         torch.library.opcheck(torch.ops.flashsci.triton_backward.default, arguments)
-    tangents = (torch.randn_like(q), None, torch.randn_like(v), None)
+    tangents = (torch.randn_like(q), None, torch.randn_like(v), None, None)
     if bias is not None:
-        tangents = (None, torch.randn_like(k), None, torch.randn(2, 1, 12, 12, device=DEVICE))
+        tangents = (None, torch.randn_like(k), None, torch.randn_like(extra), torch.randn_like(weight))
     given = (*tensors, out, lse, *SCALARS)
     torch.library.opcheck(torch.ops.flashsci.triton_jvp.default, (*tangents, *given))
-    for need in (ops.NEED_DOUT, ops.NEED_Q | ops.NEED_DLSE, 55 if bias is None else 63):
+    for need in (ops.NEED_DOUT, ops.NEED_Q | ops.NEED_DLSE, 103 if bias is None else 127):
         arguments = (*tangents, torch.randn_like(out), torch.randn_like(lse), *given, need)
         torch.library.opcheck(torch.ops.flashsci.triton_double_backward.default, arguments)
 

@@ -30,9 +30,9 @@ def calls(architecture):
         "bias",
         "float32",
         (32, 32),
-        {"bias": (1, 2, 48, 96), "mask": (2, 1, 1, 96), "dropout_p": 0.1},
+        {"bias": (1, 2, 48, 96), "weight": (2, 1, 96), "mask": (2, 1, 1, 96), "dropout_p": 0.1},
     )
-    yield "short", "float16", (48, 16), {"seq": (31, 17), "bias": (2, 2, 31, 17), "softcap": 9.0}
+    yield "short", "float16", (48, 16), {"seq": (31, 17), "bias": (2, 2, 31, 17), "weight": (1, 1, 17), "softcap": 9.0}
     yield (
         "short, no longer small on Turing",
         "float16",
@@ -53,7 +53,7 @@ def arguments(torch, dtype, dims, options):
     q = torch.zeros(*lead, 2, seq_q, head_dim, dtype=dtype)
     k = torch.zeros(*lead, 1, seq_k, head_dim, dtype=dtype)
     v = torch.zeros(*lead, 1, seq_k, head_dim_v, dtype=dtype)
-    bias = mask = cu_q = cu_k = offsets = seed = None
+    bias = weight = mask = cu_q = cu_k = offsets = seed = None
     if options.get("packed"):
         cu_q = torch.tensor([0, 20, 48], dtype=torch.int32)
         cu_k = torch.tensor([0, 40, 96], dtype=torch.int32)
@@ -62,6 +62,8 @@ def arguments(torch, dtype, dims, options):
         bias = torch.zeros(1, int(offsets[-1]), dtype=dtype)
     elif options.get("bias"):
         bias = torch.zeros(options["bias"], dtype=dtype)
+    if options.get("weight"):
+        weight = torch.zeros(options["weight"])
     if options.get("mask"):
         mask = torch.ones(options["mask"], dtype=torch.bool)
     if options.get("dropout_p"):
@@ -70,9 +72,9 @@ def arguments(torch, dtype, dims, options):
     lse = torch.zeros(q.shape[:-1])
     scalars = (-1, -1, 0.125, options.get("softcap", 0.0), options.get("window_left", -1), options.get("window_right", -1),
                False, options.get("dropout_p", 0.0), "default", False)  # fmt: skip
-    tensors = (q, k, v, bias, mask, cu_q, cu_k, offsets, seed)
+    tensors = (q, k, v, bias, weight, mask, cu_q, cu_k, offsets, seed)
     given = (*tensors, out, lse, *scalars)
-    return tensors, scalars, (out, lse, *given, 15), (q, k, v, bias, out, lse, *given, 63)
+    return tensors, scalars, (out, lse, *given, 31), (q, k, v, bias, weight, out, lse, *given, 127)
 
 
 class Recorder:

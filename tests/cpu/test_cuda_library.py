@@ -146,7 +146,7 @@ def test_absent_library_is_a_reason(fresh_backend, monkeypatch, tmp_path):
     assert "was not built" in reason and "nvcc" in reason
     assert fresh_backend.build_info() is None and fresh_backend.stale() is None
     with pytest.raises(flashsci.BackendError, match="was not built"):
-        fresh_backend.forward(*(None,) * 9, -1, -1, 1.0, 0.0, -1, -1, False, 0.0, "default", False)
+        fresh_backend.forward(*(None,) * 10, -1, -1, 1.0, 0.0, -1, -1, False, 0.0, "default", False)
 
 
 def test_broken_library_is_a_reason(fresh_backend, monkeypatch, tmp_path):
@@ -220,7 +220,7 @@ def test_features_that_were_refused_do_not_pass_silently():
     q = torch.zeros(1, 4, 8)
     with pytest.raises(flashsci.BackendError, match="no dropout and no bias of packed"):
         backend.forward(
-            q, q, q, *(None,) * 6, -1, -1, 1.0, 0.0, -1, -1, False, 0.5, "default", False
+            q, q, q, *(None,) * 7, -1, -1, 1.0, 0.0, -1, -1, False, 0.5, "default", False
         )
 
 

@@ -182,7 +182,7 @@ def test_row_in_no_sequence():
     q, k, v = torch.randn(3, 1, 6, 4).unbind(0)
     offsets = torch.tensor([0, 2, 4], dtype=torch.int32)
     scalars = (-1, -1, 0.5, 0.0, -1, -1, False, 0.0, "default", False)
-    out, lse = reference.forward(q, k, v, None, None, offsets, offsets, None, None, *scalars)
+    out, lse = reference.forward(q, k, v, *(None,) * 3, offsets, offsets, None, None, *scalars)
     assert (
         out[:, 4:].eq(0).all() and lse[:, 4:].eq(-torch.inf).all() and lse[:, :4].isfinite().all()
     )
