@@ -12,15 +12,14 @@ from flashsci.testing import traps_second  # noqa: F401  (registers its traps)
 from flashsci.testing.bounds import TENSORS, Finding, Judge, assert_accurate, evaluate, exact_matmul
 from flashsci.testing.cases import (
     Case,
-    Inputs,
     Variant,
     cases,
     draw_case,
     generate,
-    make_inputs,
     second_order_variants,
     variants,
 )
+from flashsci.testing.inputs import Inputs, make_inputs
 from flashsci.testing.poison import embed, poison_value, poisoned_memory
 from flashsci.testing.traps import TRAPS, Skipped, Trap
 

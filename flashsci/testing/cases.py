@@ -1,4 +1,4 @@
-"""Generated problems: one frozen dataclass, one drawing function, and the tensors a case stands for.
+"""Generated problems: one frozen dataclass and one drawing function; inputs.py makes the tensors that a case stands for.
 
 The same :func:`draw_case` serves a seeded generator (:func:`generate`, no dependencies) and Hypothesis (:func:`cases`):
 both only supply choices.
@@ -12,9 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
-
-from flashsci.testing.poison import embed
 
 T = TypeVar("T")
 
@@ -52,6 +49,8 @@ class Variant:
     )
     bias_float: bool = False  # bias in fp32 whatever the inputs' dtype
     bias_grad: bool = False
+    key_weight: str | None = None  # "inputs": in the inputs' dtype; "float": in fp32
+    key_weight_grad: bool = False
     mask: bool = False
     window: bool = False
     softcap: bool = False
@@ -59,7 +58,7 @@ class Variant:
     varlen: bool = False
     lse_grad: bool = False
     tangents: str = (
-        ""  # second order: which of "qkvb" (b: bias) have tangents, of dq, dk, dv, dbias cotangents
+        ""  # second order: which of "qkvbw" (bias, key_weight) have tangents, their gradients cotangents
     )
 
     @property
@@ -96,6 +95,9 @@ class Case:
     bias_shape: tuple[int, ...] | None = None
     bias_view: str = "contiguous"  # "transposed", "padded", "expanded"
     bias_holes: bool = False  # some entries, and where possible one whole row, are -inf
+    weight_shape: tuple[int, ...] | None = None
+    weight_view: str = "contiguous"  # as bias_view
+    weight_zeros: str = "some"  # "none"; "rows": all weights of the first batch member, or head
     mask_shape: tuple[int, ...] | None = None
     mask_kind: str = "random"  # "rows": some rows see nothing; "keys": a tail of keys is hidden; "none": nothing is visible
     mask_view: str = "contiguous"
@@ -113,57 +115,15 @@ class Case:
         return (*self.lead, heads, seq, dim)[-self.rank :]
 
     @property
-    def score_shape(self) -> tuple[int, ...]:
-        return self.shape(self.heads_q, self.seq_q, self.seq_k)
-
-
-@dataclass
-class Inputs:
-    """The tensors and options of one attention call, with the cotangents of its backward.
-
-    Dense: q [..., Hq, Sq, D], k [..., Hk, Sk, D], v [..., Hk, Sk, Dv], as :func:`flashsci.attention`. Packed, when
-    ``cu_seqlens_q`` is given: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv], as :func:`flashsci.varlen_attention`.
-    ``dout`` has out's shape and ``dlse`` that of lse; None means zero. ``tangents`` by name ("tq", "tk", "tv", "tbias"), in the
-    shapes of what they belong to, ask for the second order: absent means zero.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None = None
-    mask: Tensor | None = None
-    dout: Tensor | None = None
-    dlse: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    dropout_seed: Tensor | None = None
-    bias_grad: bool = True
-    options: dict[str, Any] = field(default_factory=dict)
-    tangents: dict[str, Tensor] = field(default_factory=dict)
+    def key_shape(self) -> tuple[int, ...]:
+        """[*, Hk, Sk], what key weights broadcast to."""
+        if self.variant.varlen:
+            return self.heads_k, sum(self.lens_k)
+        return (*self.lead, self.heads_k, self.seq_k)[1 - self.rank :]
 
     @property
-    def varlen(self) -> bool:
-        return self.cu_seqlens_q is not None
-
-    def to(self, dtype: torch.dtype | None) -> Inputs:
-        """Every floating-point tensor contiguous and as ``dtype`` (None: as it is); masks, seeds and
-        offsets untouched."""
-
-        def cast(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.detach().to(dtype or x.dtype).contiguous()
-
-        return replace(
-            self,
-            q=cast(self.q),
-            k=cast(self.k),
-            v=cast(self.v),
-            bias=cast(self.bias),
-            dout=cast(self.dout),
-            dlse=cast(self.dlse),
-            tangents={
-                n: x.detach().to(dtype or x.dtype).contiguous() for n, x in self.tangents.items()
-            },
-        )
+    def score_shape(self) -> tuple[int, ...]:
+        return self.shape(self.heads_q, self.seq_q, self.seq_k)
 
 
 # Sizes around the tiles of every kernel, and small ones: most bugs live at edges.
@@ -216,9 +176,9 @@ def variants(
 ) -> list[Variant]:
     """A fixed list of at most ``count`` kernel variants covering every dtype, head dim and feature, and many pairs of them.
 
-    ``features=False`` leaves out bias, mask, dropout and gradients of lse (what the simplest kernels lack).
+    ``features=False`` leaves out bias, key weights, mask, dropout and gradients of lse (what the simplest kernels lack).
     """
-    choices = SeededChoices(20)
+    choices, weights = SeededChoices(20), SeededChoices(22)
     dims = [d for d in HEAD_DIMS if max(d) <= max_dim]
     found: dict[Variant, None] = {}
     for i in range(4 * count):
@@ -228,6 +188,7 @@ def variants(
         bias = choices.one_of(("pair", "pair", "key")) if rare(2) else None
         varlen = choices.integer(1, 4) == 1
         dim, dim_v = dims[i % len(dims)]
+        weighted = features and weights.integer(1, 6) == 1
         variant = Variant(
             dtype=dtypes[(i + i // len(dims)) % len(dtypes)],
             head_dim=dim,
@@ -235,6 +196,8 @@ def variants(
             bias=bias,
             bias_float=bias is not None and rare(2),
             bias_grad=bias is not None and choices.integer(1, 3) > 1,
+            key_weight=weights.one_of(("inputs", "float", "float")) if weighted else None,
+            key_weight_grad=weighted and weights.integer(1, 4) > 1,
             mask=not varlen and rare(3),
             window=choices.integer(1, 3) == 1,
             softcap=choices.integer(1, 6) == 1,
@@ -252,9 +215,12 @@ def second_order_variants(count: int = 48, **limits: Any) -> list[Variant]:
     found: dict[Variant, None] = {}
     for variant in variants(count, **limits):
         some = choices.one_of(("q", "k", "v", "b", "qk", "kv", "qb", "kvb"))
-        tangents = "qkvb" if choices.integer(1, 3) > 1 else some
+        everything = choices.integer(1, 3) > 1
+        tangents = "qkvb" if everything else some
         if not variant.bias_grad:
             tangents = tangents.replace("b", "")
+        if variant.key_weight_grad and (everything or variant.head_dim % 2 == 0):
+            tangents += "w"
         found[replace(variant, tangents=tangents or "qkv")] = None
     return list(found)
 
@@ -303,7 +269,23 @@ def draw_case(
     )
     if variant.bias:
         case = replace(case, bias_holes=not often(3))
+    if variant.key_weight:
+        case = _draw_weights(choices, case)
     return _draw_second_order(choices, case)
+
+
+def _draw_weights(choices: Choices, case: Case) -> Case:
+    full = case.key_shape
+    shape = tuple(n if choices.integer(0, 3) else 1 for n in full[:-1])
+    shape = (*shape, full[-1])
+    if choices.integer(0, 3) == 0:  # fewer dims broadcast too
+        shape = shape[choices.integer(0, len(shape) - 1) :]
+    return replace(
+        case,
+        weight_shape=shape,
+        weight_view=choices.one_of(("contiguous", "contiguous", "padded", "transposed")),
+        weight_zeros=choices.one_of(("some", "some", "none", "rows")),
+    )
 
 
 def _draw_second_order(choices: Choices, case: Case) -> Case:
@@ -442,8 +424,12 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
             heads = 1 if shape[0] == 1 else heads_k * group
             per_key = len(shape) == 3 or case.variant.bias == "key" or pairs == keys
             shape = (heads, 1, keys) if per_key else (heads, pairs)
-        return replace(case, lens_q=lens_q, lens_k=lens_k, bias_shape=shape)
-    before = case.score_shape
+        resized = replace(case, lens_q=lens_q, lens_k=lens_k, bias_shape=shape)
+        weights = case.weight_shape
+        if weights is not None:
+            weights = (*(1 if n == 1 else heads_k for n in weights[:-1]), sum(lens_k))
+        return replace(resized, weight_shape=weights)
+    before, keys_before = case.score_shape, case.key_shape
     seq_q = like(case.seq_q)
     seq_k = seq_q if case.seq_k == case.seq_q else like(case.seq_k)
     lead = tuple(choices.one_of((2, 3, 5)) for _ in case.lead)
@@ -451,16 +437,23 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
         lead = tuple(max(1, n - 1) for n in lead)
     case = replace(case, seq_q=seq_q, seq_k=seq_k, lead=lead)
 
-    def spread(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    def spread(
+        shape: tuple[int, ...] | None, before: tuple[int, ...], after: tuple[int, ...]
+    ) -> tuple[int, ...] | None:
         if shape is None:
             return None
-        old, new = before[len(before) - len(shape) :], case.score_shape[len(before) - len(shape) :]
+        old, new = before[len(before) - len(shape) :], after[len(after) - len(shape) :]
         return tuple(
             1 if n == 1 and (m != 1 or k == 1) else k
             for n, m, k in zip(shape, old, new, strict=True)
         )
 
-    return replace(case, bias_shape=spread(case.bias_shape), mask_shape=spread(case.mask_shape))
+    return replace(
+        case,
+        bias_shape=spread(case.bias_shape, before, case.score_shape),
+        weight_shape=spread(case.weight_shape, keys_before, case.key_shape),
+        mask_shape=spread(case.mask_shape, before, case.score_shape),
+    )
 
 
 def _length_class(n: int) -> tuple[bool, int, bool]:
@@ -487,161 +480,6 @@ def cases(pool: Sequence[Variant] | None = None, **limits: Any) -> Any:
         return draw_case(Drawn(draw), variants() if pool is None else pool, **limits)
 
     return strategy()
-
-
-def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
-    """The tensors of a case: values depend on the case alone, memory around and between them holds NaN.
-
-    q, k, v and bias are leaves that require grad (bias as the variant says). Masks are surrounded by True, offsets by
-    huge integers: whatever is read outside the tensors shows in the result.
-    """
-    return _Maker(case, torch.device(device)).inputs()
-
-
-class _Maker:
-    def __init__(self, case: Case, device: torch.device):
-        self.case, self.device = case, device
-        self.random = torch.Generator().manual_seed(case.seed)
-
-    def normal(self, shape: Sequence[int]) -> Tensor:
-        return torch.randn(tuple(shape), generator=self.random)
-
-    def uniform(self, shape: Sequence[int]) -> Tensor:
-        return torch.rand(tuple(shape), generator=self.random)
-
-    def inputs(self) -> Inputs:
-        case, variant = self.case, self.case.variant
-        dim, dim_v, packed = variant.head_dim, variant.head_dim_v, variant.varlen
-        if packed:
-            tq, tk = sum(case.lens_q), sum(case.lens_k)
-            shapes = (tq, case.heads_q, dim), (tk, case.heads_k, dim), (tk, case.heads_k, dim_v)
-            out_shape, lse_shape = (tq, case.heads_q, dim_v), (case.heads_q, tq)
-        else:
-            shapes = (
-                case.shape(case.heads_q, case.seq_q, dim),
-                case.shape(case.heads_k, case.seq_k, dim),
-                case.shape(case.heads_k, case.seq_k, dim_v),
-            )
-            out_shape = case.shape(case.heads_q, case.seq_q, dim_v)
-            lse_shape = out_shape[:-1]
-        q, k, v = (self.normal(s) for s in shapes)
-        q, k, v = self.magnitude(q, k, v)
-        bias = self.bias()
-        dout, dlse = self.normal(out_shape), self.normal(lse_shape) if variant.lse_grad else None
-        leaves = [self.place(x).requires_grad_() for x in (q, k, v)]
-        options: dict[str, Any] = {
-            "causal": case.causal,
-            "window": case.window,
-            "align": case.align,
-            "scale": case.scale,
-            "softcap": case.softcap,
-            "dropout_p": case.dropout_p,
-        }
-        if case.precision:
-            options["precision"] = case.precision
-        if packed and case.known_lengths:
-            options["max_seqlen_q"] = max(case.lens_q)
-            if not case.self_attention:
-                options["max_seqlen_k"] = max(case.lens_k)
-        return Inputs(
-            *leaves,
-            bias=None if bias is None else bias.requires_grad_(variant.bias_grad),
-            mask=self.mask(),
-            dout=self.place(dout),
-            dlse=None if dlse is None else embed(dlse.to(self.device)),
-            cu_seqlens_q=self.offsets(case.lens_q) if packed else None,
-            cu_seqlens_k=self.offsets(case.lens_k) if packed and not case.self_attention else None,
-            dropout_seed=torch.tensor([case.seed * 7919, case.seed % 97], device=self.device)
-            if variant.dropout
-            else None,
-            bias_grad=variant.bias_grad,
-            options=options,
-            tangents=self.tangents(*leaves, bias) if variant.tangents else {},
-        )
-
-    def tangents(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
-        found = {}
-        for letter, x in zip("qkvb", (q, k, v, bias), strict=True):
-            if x is None or letter not in self.case.variant.tangents:
-                continue
-            tangent = self.normal(x.shape)
-            if self.case.tangent_magnitude == "offset" and letter in "kb":
-                tangent += 4
-            if letter == "b":
-                kind = "contiguous" if self.case.bias_view == "expanded" else self.case.bias_view
-                found["tbias"] = self.view(tangent.to(x.dtype), kind)
-            else:
-                found[f"t{letter}"] = self.place(tangent)
-        return found
-
-    def magnitude(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        kind, dim = self.case.magnitude, max(1, q.shape[-1])
-        if kind == "peaked":
-            return q * 4, k * 4, v
-        if kind == "low":  # every score near -150: exp underflows in fp32, row lse far below -88.7
-            scale = self.case.scale if self.case.scale is not None else dim**-0.5
-            shift = (150 / (scale * dim)) ** 0.5
-            return 0.3 * q + shift, 0.3 * k - shift, v
-        scaled = {"small_v": 1e-3, "large_v": 30.0}.get(kind, 1.0) * v
-        return q, k, scaled + 3 if kind == "offset_v" else scaled
-
-    def place(self, x: Tensor) -> Tensor:
-        """x in the inputs' dtype, laid out in poisoned memory as the case says."""
-        x, rank = x.to(self.case.variant.torch_dtype).to(self.device), x.dim()
-        layout = self.case.layout
-        heads_first = (*range(rank - 3), rank - 2, rank - 3, rank - 1) if rank > 2 else None
-        if layout == "bshd":
-            return embed(x, order=heads_first)
-        if layout == "packed":  # one of three slices of a joint projection
-            order, heads = (None, 1) if self.case.variant.varlen else (heads_first, rank - 3)
-            return embed(x, order=order, pad={heads: 2 * x.shape[heads]})
-        if layout == "strided":
-            return embed(x, pad={rank - 2: 1, rank - 1: 8})
-        if layout == "shifted":  # rows that are not aligned to 16 bytes
-            return embed(x, pad={rank - 1: 1}, offset=1)
-        if layout == "expanded" and rank > 3:
-            return embed(x[:1]).expand_as(x)
-        return embed(x)
-
-    def view(self, x: Tensor, kind: str) -> Tensor:
-        x = x.to(self.device)
-        if kind == "transposed" and x.dim() > 1:
-            return embed(x, order=(*range(x.dim() - 2), x.dim() - 1, x.dim() - 2))
-        if kind == "padded":
-            return embed(x, pad={x.dim() - 1: 5}, offset=1)
-        if kind == "expanded" and not self.case.variant.varlen:
-            return embed(x).expand(self.case.score_shape)
-        return embed(x)
-
-    def bias(self) -> Tensor | None:
-        case, variant = self.case, self.case.variant
-        if case.bias_shape is None:
-            return None
-        bias = self.normal(case.bias_shape)
-        if case.bias_holes:
-            bias[self.uniform(case.bias_shape) < 0.2] = -torch.inf
-            if not variant.varlen and bias.dim() > 1 and bias.numel():
-                bias.select(-2, 0).fill_(-torch.inf)
-        return self.view(
-            bias.float() if variant.bias_float else bias.to(variant.torch_dtype), case.bias_view
-        )
-
-    def mask(self) -> Tensor | None:
-        shape = self.case.mask_shape
-        if shape is None:
-            return None
-        mask = self.uniform(shape) < 0.7
-        if self.case.mask_kind == "keys":
-            visible = int(self.uniform((1,)).item() * (shape[-1] + 1))
-            mask = (torch.arange(shape[-1]) < visible).expand(shape).contiguous()
-        elif self.case.mask_kind == "rows":
-            mask &= self.uniform((*shape[:-1], 1)) < 0.7
-        elif self.case.mask_kind == "none":
-            mask = torch.zeros(shape, dtype=torch.bool)
-        return self.view(mask, self.case.mask_view)
-
-    def offsets(self, lens: Sequence[int]) -> Tensor:
-        return embed(torch.tensor([0, *lens]).cumsum(0).to(torch.int32).to(self.device))
 
 
 def _product(sizes: Sequence[int]) -> int:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Gradients of <tx, dx>, summed over x, by q, k, v, bias, dout and dlse; tangents of out and lse in forward mode.
-SECOND_ORDER = ("gq", "gk", "gv", "gbias", "gdout", "gdlse", "tout", "tlse")
+# Gradients of <tx, dx>, summed over x, by q, k, v, bias, key_weight, dout and dlse; tangents of out and lse in forward mode.
+SECOND_ORDER = ("gq", "gk", "gv", "gbias", "gkey_weight", "gdout", "gdlse", "tout", "tlse")
 
 
 class Sized(NamedTuple):
@@ -74,6 +74,7 @@ def second_order(
     v: Sized,
     dout: Sized,
     p: Sized,
+    bare: Sized,
     keep: Sized,
     scale: float,
     slope: Sized | None,
@@ -82,29 +83,33 @@ def second_order(
     delta: Sized,
     rounded: Callable[[Tensor], Tensor],
 ) -> dict[str, Sized]:
-    """All of SECOND_ORDER, per query head; "gbias" in the shape of the scores.
+    """All of SECOND_ORDER, per query head; "gbias" and "gkey_weight" in the shape of the scores. ``bare``: P without key weights.
 
     Everything but results is [*, Hq, Sq, Sk], [*, Hq, S, D] or, for rows, [*, Hq, Sq, 1]. ``rounded`` perturbs what kernels round
     before a product.
     """
     nothing = p.map(torch.zeros_like)
     tq, tk, tv, tbias = (tangents.get(n) for n in ("tq", "tk", "tv", "tbias"))
+    extra = bare.times(tangents["tkey_weight"]) if "tkey_weight" in tangents else None
     t_raw = nothing if tq is None else tq.matmul(k.turned())
     t_raw = (t_raw if tk is None else t_raw.plus(q.matmul(tk.turned()))).scaled(scale)
     t = t_raw if slope is None else t_raw.times(slope)
     if tbias is not None:
         t = t.plus(tbias.map(lambda x: x.expand(t.value.shape)))
-    mean = p.times(t).row()
+    mean = p.times(t) if extra is None else p.times(t).plus(extra)
+    mean = mean.row()
     t = t.minus(mean)
-    w = p.times(t)
+    w = p.times(t) if extra is None else p.times(t).plus(extra)
     tdp = nothing
     tout = w.times(keep).rounded(rounded).matmul(v)
     if tv is not None:
         tout = tout.plus(p.times(keep).rounded(rounded).matmul(tv))
         tdp = dout.matmul(tv.turned()).times(keep)
     zeta = dout.times(tout).row()
-    e = p.times(dp.minus(delta))
-    f = e.times(t).plus(p.times(tdp.minus(zeta)))
+    u, y = dp.minus(delta), tdp.minus(zeta)
+    e = p.times(u)
+    f = e.times(t).plus(p.times(y))
+    f = f if extra is None else f.plus(extra.times(u))
     e_raw, f_raw = e, f
     if slope is not None and bend is not None:
         e_raw, f_raw = e.times(slope), f.times(slope).plus(bend.times(t_raw).times(e))
@@ -119,6 +124,7 @@ def second_order(
         "gk": gk.scaled(scale),
         "gv": w.times(keep).rounded(rounded).turned().matmul(dout),
         "gbias": f,
+        "gkey_weight": bare.times(u.times(t).plus(y)),
         "gdout": tout,
         "gdlse": mean,
         "tout": tout,

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from flashsci.registry import BackendError
 from flashsci.testing.bounds import Judge, evaluate
-from flashsci.testing.cases import Case, Inputs, Variant, make_inputs
+from flashsci.testing.cases import Case, Variant
+from flashsci.testing.inputs import Inputs, make_inputs
 from flashsci.testing.poison import poisoned_memory
 
 

@@ -8,7 +8,8 @@ import torch
 
 from flashsci.registry import BackendError
 from flashsci.testing.bounds import Judge, evaluate
-from flashsci.testing.cases import Case, Variant, make_inputs
+from flashsci.testing.cases import Case, Variant
+from flashsci.testing.inputs import Inputs, make_inputs
 from flashsci.testing.traps import _require, trap
 
 ALL = "qkvb"
@@ -99,8 +100,6 @@ def second_order_of_seventy_thousand_batch_heads(backend: str, device: torch.dev
 
 @trap(order=2, cuda=True, gigabytes=20, slow=True)
 def second_order_of_strides_beyond_two_billion(backend: str, device: torch.device) -> None:
-    from flashsci.testing.cases import Inputs
-
     buffer = torch.full((2**31 + 2**20,), torch.nan, device=device, dtype=torch.bfloat16)
     for strides in ((2**31, 2**14, 64, 1), (2**15, 2**14, (2**31 - 2**16) // 70, 1)):
         x = buffer.as_strided((2, 2, 70, 64), strides)

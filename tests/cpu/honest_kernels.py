@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashsci.testing import Inputs
-from flashsci.testing.bounds import _blocks
+from flashsci.testing.formula import blocks
 
 MISTAKES = (
     "last key forgotten", "last key forgotten in the backward", "first row sees one key too few",
@@ -44,7 +44,7 @@ def flash_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
     }
     if inputs.bias is not None:
         found["dbias"] = torch.zeros(inputs.bias.shape, dtype=inputs.bias.dtype)
-    for block in _blocks(inputs.to(torch.float32)):
+    for block in blocks(inputs.to(torch.float32)):
         results = _block(block, dtype, wrong)
         for name, whole in found.items():
             block.slot(name, whole).copy_(results[name])
@@ -127,7 +127,7 @@ def second_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
     rounded before they enter a product, all else is fp32."""
     assert wrong is None or wrong in SECOND_MISTAKES
     dtype = inputs.q.dtype
-    (b,) = _blocks(inputs.to(torch.float32))
+    (b,) = blocks(inputs.to(torch.float32))
     low = lambda x: x.to(dtype).float()  # noqa: E731
     turn = lambda x: x.transpose(-1, -2)  # noqa: E731
     row = lambda x: x.sum(-1, keepdim=True)  # noqa: E731

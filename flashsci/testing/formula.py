@@ -1,0 +1,348 @@
+"""Attention and its gradients in fp64, with what the roundings of a fused kernel can do to them: what bounds.py allows.
+
+It shares no code with the reference, which it checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.testing.inputs import Inputs
+from flashsci.testing.second_order import Sized, second_order
+
+UNIFORM = 3.0**-0.5  # standard deviation of a uniform error between -1 and 1
+
+
+def finite(x: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(x), x, torch.zeros_like(x))
+
+
+@dataclass
+class Block:
+    """One dense attention problem in fp64: the whole call, or one packed sequence.
+
+    q [*, Hq, Sq, D], k [*, Hk, Sk, D], v [*, Hk, Sk, Dv], dout as out, dlse [*, Hq, Sq]; bias, visible and keep
+    (dropout, already divided by 1 - p) broadcast to the scores [*, Hq, Sq, Sk].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor | None
+    dlse: Tensor | None
+    bias: Tensor | None
+    key_weight: Tensor | None  # [*, Hk or 1, Sk or 1]
+    visible: Tensor
+    keep: Tensor
+    scale: float
+    softcap: float | None
+    place: dict[str, Any]  # tensor name -> how its slice of a whole result looks like this block's
+    tangents: dict[str, Tensor]  # "tq", "tk", "tv", "tbias" in the shapes of q, k, v, bias
+
+    def slot(self, name: str, whole: Tensor) -> Tensor:
+        """This block's part of a result, a view of it."""
+        return self.place[name](whole)
+
+
+def _visible(seq_q: int, seq_k: int, options: dict[str, Any], device: torch.device) -> Tensor:
+    """Bool [Sq, Sk] of causal, window and align."""
+    left, right = options.get("window") or (None, None)
+    if options.get("causal"):
+        right = 0 if right is None else min(right, 0)
+    shift = seq_k - seq_q if options.get("align") == "lower_right" else 0
+    ahead = (
+        torch.arange(seq_k, device=device)[None, :]
+        - torch.arange(seq_q, device=device)[:, None]
+        - shift
+    )
+    low = float("-inf") if left is None else -left
+    return (ahead >= low) & (ahead <= (float("inf") if right is None else right))
+
+
+# What the tensors of the second order look like.
+_LIKE = {"gq": "dq", "gk": "dk", "gv": "dv", "gbias": "dbias", "gkey_weight": "dkey_weight", "gdout": "out", "gdlse": "lse", "tout": "out",
+         "tlse": "lse", "tq": "dq", "tk": "dk", "tv": "dv", "tbias": "dbias", "tkey_weight": "dkey_weight"}  # fmt: skip
+
+
+def _places(first: dict[str, Any]) -> dict[str, Any]:
+    return first | {name: first[like] for name, like in _LIKE.items()}
+
+
+def blocks(inputs: Inputs) -> Iterator[Block]:
+    """The dense problems of a call in fp64."""
+    from flashsci import dropout_mask
+
+    options = inputs.options
+    p = options.get("dropout_p", 0.0)
+    scale = options.get("scale")
+    scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
+
+    def keep(shape: tuple[int, ...], index: int) -> Tensor:
+        if not p:
+            return inputs.q.new_ones(())
+        assert inputs.dropout_seed is not None
+        return dropout_mask(inputs.dropout_seed, p, shape, batch_offset=index).double() / (1 - p)
+
+    if inputs.cu_seqlens_q is None:
+        heads = (lambda x: x[None]) if inputs.q.dim() == 2 else (lambda x: x)
+        q, k, v = heads(inputs.q), heads(inputs.k), heads(inputs.v)
+        shape = (*q.shape[:-1], k.shape[-2])
+        full = lambda x: x.reshape((1,) * (len(shape) - x.dim()) + x.shape)  # noqa: E731
+        rows = lambda x: x.reshape((1,) * (len(shape) - 1 - x.dim()) + x.shape)  # noqa: E731
+        visible = _visible(shape[-2], shape[-1], options, q.device)
+        visible = visible if inputs.mask is None else visible & full(inputs.mask)
+        place = _places(dict.fromkeys(("out", "lse", "dq", "dk", "dv"), heads) | {"dbias": full, "dkey_weight": rows})
+        yield Block(
+            q,
+            k,
+            v,
+            None if inputs.dout is None else heads(inputs.dout),
+            None if inputs.dlse is None else heads(inputs.dlse),
+            None if inputs.bias is None else full(inputs.bias),
+            None if inputs.key_weight is None else rows(inputs.key_weight),
+            visible,
+            keep(shape, 0),
+            scale,
+            options.get("softcap"),
+            place,
+            {name: place[name](x) for name, x in inputs.tangents.items()},
+        )
+        return
+    starts_q = inputs.cu_seqlens_q.tolist()
+    starts_k = starts_q if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.tolist()
+    per_key = inputs.bias is not None and (
+        inputs.bias.dim() == 3 or inputs.bias.shape[1] == starts_k[-1]
+    )
+    offset = 0
+    for n in range(len(starts_q) - 1):
+        rows, keys = slice(*starts_q[n : n + 2]), slice(*starts_k[n : n + 2])
+        size = rows.stop - rows.start, keys.stop - keys.start
+        pairs = slice(offset, offset := offset + size[0] * size[1])
+
+        def rows_of(x: Tensor, rows: slice = rows) -> Tensor:
+            return x[rows].transpose(0, 1)
+
+        def keys_of(x: Tensor, keys: slice = keys) -> Tensor:
+            return x[keys].transpose(0, 1)
+
+        def bias_of(
+            x: Tensor, keys: slice = keys, pairs: slice = pairs, size: tuple[int, int] = size
+        ) -> Tensor:
+            return x.view(len(x), 1, -1)[..., keys] if per_key else x[:, pairs].unflatten(-1, size)
+
+        def weight_of(x: Tensor, keys: slice = keys) -> Tensor:
+            return (x if x.dim() == 2 else x[None])[:, keys]
+
+        def lse_of(x: Tensor, rows: slice = rows) -> Tensor:
+            return x[:, rows]
+
+        place = _places(
+            {"out": rows_of, "lse": lse_of, "dq": rows_of, "dk": keys_of, "dv": keys_of, "dbias": bias_of,
+             "dkey_weight": weight_of}
+        )  # fmt: skip
+        yield Block(
+            rows_of(inputs.q),
+            keys_of(inputs.k),
+            keys_of(inputs.v),
+            None if inputs.dout is None else rows_of(inputs.dout),
+            None if inputs.dlse is None else lse_of(inputs.dlse),
+            None if inputs.bias is None else bias_of(inputs.bias),
+            None if inputs.key_weight is None else weight_of(inputs.key_weight),
+            _visible(*size, options, inputs.q.device),
+            keep((inputs.q.shape[1], *size), n),
+            scale,
+            options.get("softcap"),
+            place,
+            {name: place[name](x) for name, x in inputs.tangents.items()},
+        )
+
+
+class Formula:
+    """Attention and its gradients in fp64, with what the roundings of a fused kernel can do to them.
+
+    ``values[name]`` is the result, ``coarse[name]`` its formula on absolute values and ``fine[name]`` the same for the
+    parts that kernels keep in fp32 (scores, statistics), all in the shape of the block's slot; errors of one rounding
+    are at most ``unit * coarse + internal * fine``. ``tiny`` is the smallest normal number: nothing rounds better.
+    """
+
+    def __init__(
+        self, b: Block, unit: float, internal: float, tiny: float, bias_unit: float, weight_unit: float
+    ):
+        self.unit = unit
+        self.leaves: list[tuple[Tensor, Tensor]] = []  # (perturbation, group of equal roundings)
+        groups = b.q.shape[-3] // b.k.shape[-3]
+        per_query = lambda x: x.repeat_interleave(groups, -3)  # noqa: E731
+        per_key = lambda x: x.unflatten(-3, (-1, groups)).sum(-3) if groups > 1 else x  # noqa: E731
+        turn = lambda x: x.transpose(-1, -2)  # noqa: E731
+        row = lambda x: x.sum(-1, keepdim=True)  # noqa: E731
+        per_pair = lambda x: (x.repeat_interleave(groups, -2) if x.shape[-2] > 1 else x)[..., None, :]  # noqa: E731
+
+        def per_weight(x: Tensor) -> Tensor:
+            """[*, Hq, Sq, Sk] summed to the shape of the key weights."""
+            return x.sum(-2).unflatten(-2, (-1, groups)).sum(-2).sum_to_size(b.key_weight.shape)
+
+        k, v = per_query(b.k), per_query(b.v)
+        q_abs, k_abs, v_abs, scale_abs = b.q.abs(), k.abs(), v.abs(), abs(b.scale)
+        zero = b.q.new_zeros(())
+
+        # Scores, their statistics and their softmax.
+        raw_abs = scale_abs * (q_abs @ turn(k_abs))
+        raw = b.scale * (b.q @ turn(k))
+        tanh = torch.tanh(raw / b.softcap) if b.softcap else None
+        capped = raw if tanh is None else b.softcap * tanh
+        bias = torch.zeros_like(raw_abs) if b.bias is None else b.bias.expand(raw.shape)
+        visible = b.visible.expand(raw.shape) & (bias > -torch.inf)
+        bias = torch.where(visible, bias, zero)
+        scores = capped + bias
+        w = zero + 1 if b.key_weight is None else per_pair(b.key_weight)
+        empty = ~(visible & (w > 0)).any(-1, keepdim=True)
+        visible = visible & ~empty
+        logarithm = torch.log(w)
+        top = torch.where(visible, scores + logarithm, -torch.inf).detach()
+        top = top.amax(-1, keepdim=True) if top.shape[-1] else raw_abs.new_zeros(*top.shape[:-1], 1)
+        top = torch.where(empty, zero, top)
+        weights = torch.where(visible, torch.exp(torch.where(visible, scores - top, zero)), zero)
+        weights = w * weights
+        total = torch.where(empty, zero + 1, row(weights))
+        lse = self.rounded(torch.log(total) + top, internal)
+        p = weights / total
+        scores_abs = torch.where(
+            visible, raw_abs + capped.abs() + bias.abs() + scores.abs() + lse.abs(), zero
+        )
+        scores_abs = scores_abs + torch.where(w > 0, logarithm.abs(), zero)
+        p_fine = p * (scores_abs + row(p * scores_abs))
+        p_abs = p + tiny * visible
+        pr, pr_abs, pr_fine = self.rounded(p * b.keep), p_abs * b.keep, p_fine * b.keep
+        out_abs, out_fine = pr_abs @ v_abs, pr_fine @ v_abs
+        out = self.rounded(pr @ v)
+        self.values = {"out": out, "lse": torch.where(empty, -torch.inf, lse).squeeze(-1)}
+        self.coarse = {"out": out_abs, "lse": zero.expand(lse.shape[:-1])}
+        self.fine = {
+            "out": out_abs + out_fine,
+            "lse": (row(p * scores_abs) + lse.abs()).squeeze(-1),
+        }
+        if b.dout is None:
+            return
+
+        # First backward, from P recomputed with the stored lse: E = dS = P o (R o (G V^T) - delta + g).
+        bare = torch.where(visible, torch.exp(torch.where(visible, scores - lse, zero)), zero)
+        bare_fine = bare * (scores_abs + row(p * scores_abs))
+        p = w * bare
+        pr = self.rounded(p * b.keep)
+        g_abs = b.dout.abs()
+        dlse = zero if b.dlse is None else b.dlse[..., None]
+        dp_abs = b.keep * (g_abs @ turn(v_abs))
+        dp = b.keep * (b.dout @ turn(v))
+        delta_abs = row(g_abs * out_abs) + dlse.abs()
+        delta = row(b.dout * out) - dlse
+        e = p * (dp - delta)
+        e_abs = p * (dp_abs + delta_abs) + tiny * visible
+        e_fine = e_abs + p_fine * (dp_abs + delta_abs) + p * row(g_abs * out_fine)
+        da, da_abs, da_fine = e, e_abs, e_fine
+        if tanh is not None:
+            slope = 1 - tanh * tanh
+            da = e * slope
+            da_abs = e_abs * slope
+            da_fine = e_fine * slope + e_abs * (
+                2 * tanh * tanh + 2 * tanh.abs() * raw_abs / b.softcap
+            )
+        da = self.rounded(da)
+        dq = [scale * (x @ y) for scale, x, y in _terms(b.scale, (da, da_abs, da_fine), k, k_abs)]
+        dk = [
+            per_key(scale * (turn(x) @ y))
+            for scale, x, y in _terms(b.scale, (da, da_abs, da_fine), b.q, q_abs)
+        ]
+        dv = [
+            per_key(turn(x) @ y)
+            for _, x, y in _terms(1.0, (pr, pr_abs, pr_abs + pr_fine), b.dout, g_abs)
+        ]
+        dbias = [] if b.bias is None else [x.sum_to_size(b.bias.shape) for x in (e, e_abs, e_fine)]
+        dweight = []
+        if b.key_weight is not None:
+            u_abs = dp_abs + delta_abs
+            n_fine = bare * u_abs + bare_fine * u_abs + bare * row(g_abs * out_fine)
+            dweight = [per_weight(x) for x in (bare * (dp - delta), bare * u_abs, n_fine)]
+        units = {"dbias": bias_unit, "dkey_weight": weight_unit}
+        for name, found in (("dq", dq), ("dk", dk), ("dv", dv), ("dbias", dbias), ("dkey_weight", dweight)):
+            if found:
+                value, self.coarse[name], self.fine[name] = found
+                self.values[name] = self.rounded(value, units.get(name, unit))
+        if b.tangents:
+            exact = lambda x: Sized(x, x.abs(), torch.zeros_like(x))  # noqa: E731
+            slope = bend = None
+            if tanh is not None:
+                slope = Sized(
+                    1 - tanh * tanh,
+                    1 - tanh * tanh,
+                    2 * tanh * tanh + 2 * tanh.abs() * raw_abs / b.softcap,
+                )
+                bend = Sized.bend(tanh, raw_abs, b.softcap)
+            spread = {"tk": per_query, "tv": per_query, "tkey_weight": per_pair}
+            found = second_order(
+                {n: exact(spread.get(n, lambda y: y)(x)) for n, x in b.tangents.items()},
+                exact(b.q), exact(k), exact(v), exact(b.dout), Sized(p, p_abs, p_fine), Sized(bare, bare, bare_fine), exact(b.keep), b.scale, slope, bend,
+                Sized(dp, dp_abs, dp_abs), Sized(delta, delta_abs, row(g_abs * out_fine) + delta_abs), self.rounded,
+            )  # fmt: skip
+            for name, x in found.items():
+                if name in ("gk", "gv"):
+                    x = x.map(per_key)
+                elif name == "gbias":
+                    if b.bias is None:
+                        continue
+                    x = x.map(lambda y: y.sum_to_size(b.bias.shape))
+                elif name == "gkey_weight":
+                    if b.key_weight is None:
+                        continue
+                    x = x.map(per_weight)
+                self.coarse[name], self.fine[name] = x.coarse, x.fine
+                last = {"gbias": bias_unit, "gkey_weight": weight_unit, "gdlse": internal, "tlse": internal}.get(
+                    name, unit
+                )
+                self.values[name] = self.rounded(x.value, last)
+
+    def rounded(self, x: Tensor, unit: float | None = None) -> Tensor:
+        """x with a perturbation, zero, that stands for its rounding to the precision ``unit``.
+
+        Equal mantissas round equally, so they share a group; values that ``unit`` represents do not round at all.
+        """
+        unit = self.unit if unit is None else unit
+        mantissa = torch.frexp(x.detach().abs()).mantissa
+        key = torch.round(mantissa * (2**16 / unit))
+        _, group = torch.unique(key, return_inverse=True)
+        exact = key % 2**15 == 0
+        leaf = torch.zeros_like(x, requires_grad=True)
+        self.leaves.append((leaf, group))
+        return x + leaf * torch.where(exact, 0.0, x.detach() * (unit * UNIFORM))
+
+    def variances(self, name: str, directions: Tensor) -> Tensor:
+        """Variance of <result, direction> for each of [n, *] directions, when groups of equal values round independently."""
+        value, found = self.values[name], directions.new_zeros(directions.shape[0])
+        if not value.numel():
+            return found
+        leaves = [leaf for leaf, _ in self.leaves]
+        changes = torch.autograd.grad(
+            finite(value),
+            leaves,
+            directions,
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=True,
+        )
+        for change, (_, group) in zip(changes, self.leaves, strict=True):
+            if change is not None and group.numel():
+                sums = change.new_zeros(len(change), int(group.max()) + 1)
+                found += sums.index_add_(1, group.flatten(), change.flatten(1)).square().sum(1)
+        return found
+
+
+def _terms(
+    scale: float, sizes: tuple[Tensor, Tensor, Tensor], y: Tensor, y_abs: Tensor
+) -> list[tuple[Any, ...]]:
+    """Factors of a product's value, of its absolute-value formula, and of the same for what is kept in fp32."""
+    value, coarse, fine = sizes
+    return [(scale, value, y), (abs(scale), coarse, y_abs), (abs(scale), fine, y_abs)]
