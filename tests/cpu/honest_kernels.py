@@ -44,12 +44,16 @@ def flash_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
     }
     if inputs.bias is not None:
         found["dbias"] = torch.zeros(inputs.bias.shape, dtype=inputs.bias.dtype)
+    if inputs.key_weight is not None:
+        found["dkey_weight"] = torch.zeros(inputs.key_weight.shape, dtype=inputs.key_weight.dtype)
     for block in blocks(inputs.to(torch.float32)):
         results = _block(block, dtype, wrong)
         for name, whole in found.items():
             block.slot(name, whole).copy_(results[name])
     if inputs.bias is not None and not inputs.bias_grad:
         del found["dbias"]
+    if inputs.key_weight is not None and not inputs.key_weight_grad:
+        del found["dkey_weight"]
     if wrong == "NaN in one place":
         found["out"].view(-1)[-1] = math.nan
     return found
@@ -73,6 +77,11 @@ def _block(b, dtype, wrong):
     if wrong == "scores times 1.01":
         scores = scores * 1.01
     scores = scores.masked_fill(~b.visible, -math.inf)
+    bare_scores = scores
+    if b.key_weight is not None:
+        w = b.key_weight
+        w = w.repeat_interleave(groups, -2) if w.shape[-2] > 1 else w
+        scores = scores + w.log()[..., None, :]
     hidden = scores.clone()
     if scores.shape[-1]:
         hidden[..., -1] = -math.inf
@@ -102,6 +111,10 @@ def _block(b, dtype, wrong):
     if b.dlse is not None and wrong != "delta without the lse's cotangent":
         delta = delta - b.dlse[..., None]
     ds = p * (keep * (b.dout @ turn(v)) - delta)
+    if b.key_weight is not None:
+        bare = torch.exp(bare_scores - torch.where(lse == -math.inf, math.inf, lse))
+        terms = bare * (keep * (b.dout @ turn(v)) - delta)
+        terms = terms.sum(-2).unflatten(-2, (-1, groups)).sum(-2)
     results = {
         "out": out,
         "lse": lse[..., 0] * (math.log2(math.e) if wrong == "lse in base 2" else 1),
@@ -112,6 +125,8 @@ def _block(b, dtype, wrong):
         part = ds * (torch.arange(len(ds)).view(-1, *(1,) * (ds.dim() - 1)) == 0) if (
             wrong == "bias gradient of one batch entry") else ds  # fmt: skip
         results["dbias"] = part.sum_to_size(b.bias.shape)
+    if b.key_weight is not None:
+        results["dkey_weight"] = terms.sum_to_size(b.key_weight.shape)
     if tanh is not None:
         ds = ds * (1 - tanh * tanh)
     ds = low(ds)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def naive(
-    q, k, v, *, bias=None, mask=None, causal=False, window=None, align="upper_left", scale=None, softcap=None,
+    q, k, v, *, bias=None, key_weight=None, mask=None, causal=False, window=None, align="upper_left", scale=None, softcap=None,
     keep=None, dropout_p=0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of q [..., Hq, Sq, D], k [..., Hk, Sk, D], v [..., Hk, Sk, Dv], differentiable.
@@ -19,7 +19,7 @@ def naive(
     """
     if q.dim() == 2:
         out, lse = naive(
-            q[None], k[None], v[None], bias=bias, mask=mask, causal=causal, window=window, align=align,
+            q[None], k[None], v[None], bias=bias, key_weight=key_weight, mask=mask, causal=causal, window=window, align=align,
             scale=scale, softcap=softcap, keep=keep, dropout_p=dropout_p,
         )  # fmt: skip
         return out[0], lse[0]
@@ -28,6 +28,7 @@ def naive(
     heads, seq_q, seq_k = q.shape[-3], q.shape[-2], k.shape[-2]
     full = (*lead, heads, seq_q, seq_k)
     bias = None if bias is None else bias.expand(full)
+    w = None if key_weight is None else key_weight.expand(*lead, k.shape[-3], seq_k)
     mask = None if mask is None else mask.expand(full)
     keep = None if keep is None else keep.expand(full)
     left, right = window or (None, None)
@@ -55,15 +56,19 @@ def naive(
                     continue
                 score = score + bias[(*place, j)]
             terms.append((j, score))
-        if not terms:
+        seen = any(w is None or w[(*key_head, j)] > 0 for j, _ in terms)
+        if not seen:
             outs.append(0 * q[place].sum() * v.new_ones(v.shape[-1]))
             lses.append(q.new_full((), -math.inf))
             continue
-        lse = torch.logsumexp(torch.stack([s for _, s in terms]), 0)
+        weight = [1.0 if w is None else w[(*key_head, j)] for j, _ in terms]
+        largest = max(s.detach() for _, s in terms)
+        lse = sum(a * torch.exp(s - largest) for a, (_, s) in zip(weight, terms, strict=True))
+        lse = torch.log(lse) + largest
         out = q.new_zeros(v.shape[-1])
-        for j, score in terms:
+        for a, (j, score) in zip(weight, terms, strict=True):
             factor = 1.0 if keep is None else float(keep[(*place, j)]) / (1 - dropout_p)
-            out = out + factor * torch.exp(score - lse) * v[(*key_head, j)]
+            out = out + factor * a * torch.exp(score - lse) * v[(*key_head, j)]
         outs.append(out)
         lses.append(lse)
     shape = (*lead, heads, seq_q)

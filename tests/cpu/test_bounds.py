@@ -45,7 +45,7 @@ def test_honest_kernels_pass_and_scaled_results_fail(dtype, record_property):
     shares = {name: caught[name] / judged[name] for name in caught}
     record_property("share of results times 1.01 that fail", shares)
     # Gradients of small or badly conditioned problems are noise beyond 1% in 16 bits: no test can judge those.
-    least = {"bfloat16": 0.6, "float16": 0.8, "float32": 0.9}[dtype]
+    least = {"bfloat16": 0.6, "float16": 0.8, "float32": 0.85}[dtype]
     assert min(shares["out"], shares["lse"]) > 0.9 and min(shares.values()) > least, shares
 
 

@@ -35,6 +35,8 @@ def test_dense_against_row_by_row(part):
         options = dict(inputs.options)
         if inputs.bias is not None:
             leaves["bias"] = inputs.bias.requires_grad_(inputs.bias_grad)
+        if inputs.key_weight is not None:
+            leaves["key_weight"] = inputs.key_weight.requires_grad_(inputs.key_weight_grad)
         if case.dropout_p:
             shape = tuple(torch.broadcast_shapes(case.score_shape))
             options["keep"] = flashsci.dropout_mask(inputs.dropout_seed, case.dropout_p, shape)
@@ -74,8 +76,9 @@ def test_packed_against_one_call_per_sequence():
                 block = inputs.bias[..., columns].reshape(
                     len(inputs.bias), *((1, b) if per_key else (a, b))
                 )
+            weight = inputs.key_weight
             one = replace(
-                inputs, q=inputs.q[rows].transpose(0, 1), k=inputs.k[keys].transpose(0, 1),
+                inputs, key_weight=None if weight is None else weight[..., keys], q=inputs.q[rows].transpose(0, 1), k=inputs.k[keys].transpose(0, 1),
                 v=inputs.v[keys].transpose(0, 1), bias=block, dout=inputs.dout[rows].transpose(0, 1),
                 dlse=None if inputs.dlse is None else inputs.dlse[:, rows], cu_seqlens_q=None, cu_seqlens_k=None,
                 options={k: v for k, v in inputs.options.items() if "seqlen" not in k},
@@ -90,6 +93,8 @@ def test_packed_against_one_call_per_sequence():
                 close(
                     found["dbias"][..., columns].reshape(alone["dbias"].shape), alone["dbias"], case
                 )
+            if "dkey_weight" in alone:
+                close(found["dkey_weight"][..., keys], alone["dkey_weight"], case)
             start_q, start_k, pairs = rows.stop, keys.stop, pairs + a * b
 
 
@@ -105,6 +110,15 @@ FEATURES = {
     },
     "mask with empty rows": {"mask_shape": (2, 3, 4), "mask_kind": "rows", "variant": Variant(mask=True), "seed": 3},
     "dropout": {"dropout_p": 0.5, "variant": Variant(dropout=True)},
+    "key weights": {"weight_shape": (2, 4), "weight_zeros": "none", "variant": Variant(key_weight="inputs", key_weight_grad=True)},
+    "key weights, bias and softcap": {
+        "weight_shape": (1, 4), "weight_zeros": "none", "bias_shape": (2, 3, 1), "softcap": 1.5,
+        "variant": Variant(key_weight="inputs", key_weight_grad=True, bias="pair", bias_grad=True),
+    },
+    "packed with key weights": {
+        "lens_q": (2, 3), "lens_k": (1, 3), "weight_shape": (4,), "weight_zeros": "none",
+        "variant": Variant(varlen=True, key_weight="inputs", key_weight_grad=True),
+    },
     "packed": {"lens_q": (2, 0, 3), "lens_k": (1, 2, 3), "variant": Variant(varlen=True)},
     "packed with ragged bias": {
         "lens_q": (2, 3), "lens_k": (1, 3), "bias_shape": (2, 11), "variant": Variant(varlen=True, bias="pair", bias_grad=True)

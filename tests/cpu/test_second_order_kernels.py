@@ -33,6 +33,7 @@ def case(variant=None, **fields):
 
 PAIR = {"bias": "pair", "bias_grad": True}
 KEY = {"bias": "key", "bias_grad": True}
+WEIGHT = {"key_weight": "float", "key_weight_grad": True, "tangents": "qkvw"}
 PACKED = {
     "rank": 3,
     "lead": (),
@@ -99,12 +100,36 @@ CASES = {
     ),
     "short, bias of keys": case(KEY, bias_shape=(2, 1, 1, 23), **SHORT),
     "short, bias of queries": case({**PAIR, "lse_grad": True}, bias_shape=(2, 1, 17, 1), **SHORT),
+    "key weights": case(WEIGHT, weight_shape=(2, 1, 37)),
+    "key weights of two heads": case({**WEIGHT, "dtype": "bfloat16", "mask": True}, heads_k=2, weight_shape=(2, 2, 37),
+                                     mask_shape=(2, 1, 40, 37), mask_kind="rows"),
+    "key weights for all, some rows without": case({**WEIGHT, "window": True}, causal=True, weight_shape=(37,)),
+    "key weights, all zero": case(WEIGHT, weight_shape=(2, 1, 37), weight_zeros="rows"),
+    "key weights in 16 bits": case({**WEIGHT, "dtype": "float16", "key_weight": "inputs"}, weight_shape=(2, 1, 37),
+                                   weight_view="padded"),
+    "key weights and everything": case(
+        {**WEIGHT, **PAIR, "dropout": True, "softcap": True, "lse_grad": True, "tangents": "qkvbw"},
+        softcap=2.0, dropout_p=0.2, bias_shape=(2, 2, 40, 37), weight_shape=(2, 1, 37),
+    ),
+    "key weights and a shared bias": case({**WEIGHT, **PAIR, "tangents": "qkvbw"}, bias_shape=(2, 1, 40, 37), weight_shape=(1, 1, 37)),
+    "key weights without gradient": case({"key_weight": "float"}, weight_shape=(2, 1, 37)),
+    "packed, key weights": case({"varlen": True, **WEIGHT}, weight_shape=(1, 62), **PACKED),
+    "short, key weights": case(WEIGHT, weight_shape=(2, 1, 23), **SHORT),
+    "short, key weights and everything": case(
+        {**WEIGHT, **PAIR, "dropout": True, "softcap": True, "lse_grad": True, "tangents": "qkvbw"},
+        softcap=2.0, dropout_p=0.2, bias_shape=(2, 2, 17, 23), weight_shape=(1, 1, 23), **SHORT,
+    ),
+    "packed, short, key weights": case({"varlen": True, **WEIGHT}, weight_shape=(45,), **SHORT_PACKED),
     "short, shared bias": case(PAIR, bias_shape=(17, 23), **SHORT),
     "packed, short": case({"varlen": True, "lse_grad": True}, **SHORT_PACKED),
     "packed, short, bias of keys": case({"varlen": True, **KEY}, bias_shape=(2, 45), **SHORT_PACKED),
     "packed, short, bias of pairs": case({"varlen": True, **PAIR}, bias_shape=(2, SHORT_PAIRS), **SHORT_PACKED),
 }  # fmt: skip
 # Absent tangents, each in the large kernels and in the one for short sequences.
+for some in ("w", "qw", "vw"):
+    variant = {**WEIGHT, "softcap": True, "tangents": some}
+    CASES[f"tangents of {some}"] = case(variant, softcap=2.0, weight_shape=(2, 1, 37))
+    CASES[f"short, tangents of {some}"] = case(variant, softcap=2.0, weight_shape=(2, 1, 23), **SHORT)
 for some in ("q", "k", "v", "b", "qk", "kv", "qvb", "kb"):
     variant = {**PAIR, "softcap": True, "tangents": some}
     CASES[f"tangents of {some}"] = case(variant, softcap=2.0, bias_shape=(2, 2, 40, 37))
@@ -132,9 +157,9 @@ def test_generated(part):
             judge.require(evaluate(judge.inputs, "triton"))
 
 
-@pytest.mark.parametrize("name", ["fp32", "short", "bias shared by heads", "packed, bias of pairs"])
+@pytest.mark.parametrize("name", ["fp32", "short", "bias shared by heads", "packed, bias of pairs", "key weights", "short, key weights"])
 def test_what_is_not_needed_is_empty_and_changes_nothing(name):
-    """Every subset of six gradients from the raw op: the same bits, the rest empty."""
+    """Every subset of seven gradients from the raw op: the same bits, the rest empty."""
     import flashsci
     from flashsci.backends import triton
 
@@ -148,12 +173,14 @@ def test_what_is_not_needed_is_empty_and_changes_nothing(name):
         triton.double_backward = honest
     *arguments, _ = calls[0]
     has_bias = inputs.bias is not None and inputs.bias_grad
-    whole = honest(*arguments, 63 if has_bias else 55)
-    subsets = [sum(s) for n in (1, 2) for s in itertools.combinations((1, 2, 4, 8, 16, 32), n)]
+    has_weight = inputs.key_weight is not None
+    whole = honest(*arguments, 127 - 8 * (not has_bias) - 16 * (not has_weight))
+    bits = (1, 2, 4, 8, 16, 32, 64)
+    subsets = [sum(s) for n in (1, 2) for s in itertools.combinations(bits, n)]
     for need in subsets:
         some = honest(*arguments, need)
         for i, (a, b) in enumerate(zip(some, whole, strict=True)):
-            if not need >> i & 1 or (i == 3 and not has_bias):
+            if not need >> i & 1 or (i == 3 and not has_bias) or (i == 4 and not has_weight):
                 assert a.numel() == 0
             else:
                 assert torch.equal(a, b), (need, i)

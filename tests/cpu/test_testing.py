@@ -27,6 +27,7 @@ def test_variants_are_few_and_cover_much():
     for name in (
         "bias_float",
         "bias_grad",
+        "key_weight_grad",
         "mask",
         "window",
         "softcap",
@@ -36,6 +37,7 @@ def test_variants_are_few_and_cover_much():
     ):
         assert {getattr(v, name) for v in pool} == {False, True}, name
     assert {v.bias for v in pool} == {None, "pair", "key"}
+    assert {v.key_weight for v in pool} == {None, "inputs", "float"}
     assert {v.dtype for v in pool} == {"bfloat16", "float16", "float32"}
     assert min(v.head_dim for v in pool) == 1 and max(v.head_dim for v in pool) == 256
     assert {(v.dtype, v.varlen) for v in pool} == {
@@ -166,6 +168,9 @@ def test_resized_cases_stay_in_their_family():
                     assert torch.broadcast_shapes(shape, case.score_shape) == torch.Size(
                         case.score_shape
                     )
+            if case.weight_shape is not None:
+                torch.broadcast_shapes(case.weight_shape, case.key_shape)
+                assert make_inputs(case).key_weight.shape == case.weight_shape
             if case.variant.varlen and case.bias_shape is not None:
                 assert case.bias_shape[0] in (1, case.heads_q)
     assert len(sizes) > 60

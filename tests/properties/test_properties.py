@@ -85,11 +85,12 @@ def test_order_of_keys_does_not_matter(backend):
             k=turn(inputs.k, -2),
             v=turn(inputs.v, -2),
             bias=turn(inputs.bias, -1),
+            key_weight=turn(inputs.key_weight, -1),
             mask=turn(inputs.mask, -1),
         )
         found = run(moved, backend)
         back = torch.argsort(order)
-        for name, dim in (("dk", -2), ("dv", -2), ("dbias", -1)):
+        for name, dim in (("dk", -2), ("dv", -2), ("dbias", -1), ("dkey_weight", -1)):
             if name in found and (found[name].shape[dim] != 1 or case.seq_k == 1):
                 found[name] = found[name].index_select(dim, back)
         Judge(inputs).require(found)
@@ -130,6 +131,7 @@ def test_parts_merged_by_their_lse_are_the_whole(backend):
             v,
             dtype="float32" if backend != "cuda" else v.dtype,
             bias=None,
+            key_weight=None,
             mask=False,
             lse_grad=False,
         )
@@ -159,13 +161,38 @@ def test_parts_merged_by_their_lse_are_the_whole(backend):
     settings(max_examples=count)(given(strategy, st.integers(0, 40))(body))()
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_key_weights_are_a_quotient_of_two_plain_attentions(backend):
+    """out = A(w v) / A(w) with A the attention without weights: a formula without logarithms, exact at zero."""
+    pool = [
+        replace(v, key_weight="float", bias=None, mask=False, dropout=False, dtype="float32")
+        for v in PLAIN
+    ]
+
+    def body(case):
+        case = replace(case, weight_shape=case.key_shape, weight_zeros="some", magnitude="unit")
+        case = replace(case, variant=replace(case.variant, key_weight_grad=False))
+        inputs = replace(make_inputs(case, DEVICE), dout=None)
+        wide = inputs.to(torch.float64)
+        w = wide.key_weight[..., None]
+        plain = replace(wide, key_weight=None)
+        above = evaluate(replace(plain, v=w * plain.v), "reference")["out"]
+        below = evaluate(replace(plain, v=w.expand_as(plain.v)), "reference")["out"]
+        out = torch.where(below == 0, 0.0, above / below)
+        found = run(inputs, backend)["out"]
+        torch.testing.assert_close(found.double(), out, rtol=1e-3, atol=1e-4)
+
+    check(backend, cases(pool, **LIMITS[backend]), body, 0.5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_causal_attention_of_a_prefix_is_the_prefix(backend):
     """Later queries and keys never matter: rows of the long call are those of the short one."""
     pool = [
         v
         for v in DENSE
-        if not (v.dropout or v.bias or v.mask or v.lse_grad or (backend == "sdpa" and v.softcap))
+        if not (v.dropout or v.bias or v.key_weight or v.mask or v.lse_grad)
+        and not (backend == "sdpa" and v.softcap)
     ]
     pool = [replace(v, window=True) for v in pool]
 
@@ -192,7 +219,7 @@ def test_causal_attention_of_a_prefix_is_the_prefix(backend):
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in ("sdpa", "reference")])
 def test_an_entry_of_a_batch_is_that_entry_alone(backend):
     """Batch invariance of fused kernels, bit for bit: results do not depend on what else is there."""
-    pool = [v for v in DENSE if not v.dropout and not v.bias and not v.mask]
+    pool = [v for v in DENSE if not (v.dropout or v.bias or v.key_weight or v.mask)]
 
     def body(case):
         case = replace(case, rank=4, lead=(2,), layout="bshd")
@@ -212,7 +239,11 @@ def test_an_entry_of_a_batch_is_that_entry_alone(backend):
 @pytest.mark.parametrize("backend", ["reference", "triton", *(["cuda"] if GPU else [])])
 def test_powers_of_two_move_between_q_and_scale(backend):
     """q times 2 and scale over 2 is the same call, bit for bit."""
-    pool = [v for v in DENSE if not v.dropout and (backend != "cuda" or not (v.bias or v.mask))]
+    pool = [
+        v
+        for v in DENSE
+        if not v.dropout and (backend != "cuda" or not (v.bias or v.key_weight or v.mask))
+    ]
 
     def body(case):
         case = replace(case, layout="bhsd", magnitude="unit")
@@ -250,7 +281,7 @@ def test_linear_in_v():
 def test_backends_agree_with_each_other(a, b):
     pool = [v for v in DENSE if not (v.softcap or v.dropout or v.lse_grad)]
     if "cuda" in (a, b):
-        pool = [v for v in pool if not (v.bias or v.mask) and v.dtype != "float32"]
+        pool = [v for v in pool if not (v.bias or v.key_weight or v.mask) and v.dtype != "float32"]
 
     def body(case):
         inputs = make_inputs(case, DEVICE)

@@ -5,7 +5,8 @@ Grid      as in forward.py
 Tiles     q, tq and the fp32 tO stay on chip; k, tk, v, tv stream: 5 products a tile, lse and O are those of the forward
 Centre    m is known at the end only. Until then T - c stands for T - m, with c the mean over the first tile that a row sees:
           tO = sum_j R ((P (T - c) + N tw) V + P tV) - (m - c) O. Without it, 16-bit roundings would grow with a common part of T, which
-          softmax does not see
+          softmax does not see. With a tangent of key weights, whose N tw has no bound where P is small, m comes from a first sweep
+          over the keys (2 more products)
 Limits    tensor cores; at D = 64 the exponentials hide behind five products
 """
 
@@ -104,82 +105,89 @@ def jvp_kernel(
     low, whole, cut, high = key_range(
         i0, tl.minimum(i0 + BLOCK_M, len_q), len_k, shift, left, right, BLOCK_N, WINDOW
     )
-    for part in tl.static_range(0 if WINDOW == 2 else 1, 3):  # as in forward.py
-        if part == 0:
-            begin, end = low, whole
-        elif part == 1:
-            begin, end = whole, cut
-        else:
-            begin, end = cut, high
-        for start in tl.range(begin, end, BLOCK_N):
-            start = tl.multiple_of(start, BLOCK_N)
-            j = start + tl.arange(0, BLOCK_N)
-            keys_left = len_k - start
-            step = start.to(tl.int64)
-            k_rows = load_chunks(
-                k_head + step * aligned(k_strides[3], VECTOR), k_strides, keys_left, head_dim,
-                BLOCK_N, D0, D1, EVEN_D, VECTOR, part != 1,
-            )  # fmt: skip
-            products = score_chunks(
-                q_rows, k_rows, None, D1, PRECISION, False
-            )  # [BLOCK_M, BLOCK_N]
-            s, slope = scores(
-                products, i, j, bias, bias_strides, bias_rows, mask, mask_strides, len_q, len_k, shift, left, right, scale,
-                softcap, part != 1, 0 if part == 1 else WINDOW, SOFTCAP, q_rows[0].dtype == tl.float32, FOLD,
-                BIAS, BIAS_VECTOR, MASK, MASK_VECTOR, False,
-            )  # fmt: skip
-            weights = None
-            tweights = None
-            if weight is not None:
-                weights = load_weights(
-                    weight, weight_strides, b0, b1, h // group, start_k, j, len_k
-                )
-            if tweight is not None:
-                tweights = load_weights(
-                    tweight, tweight_strides, b0, b1, h // group, start_k, j, len_k
-                )
-            p, bare = probabilities(s, reference[:, None], weights, scale, FOLD, False)
-            kept = p
-            if DROPOUT:
-                keep = dropout_keep(
-                    dropout_seed, b * heads + h, i0, start, threshold, BLOCK_M, BLOCK_N, False
-                )
-                kept = tl.where(keep, p * keep_scale, 0.0)
-            if tq is not None or tk is not None or TBIAS or tweight is not None:
-                tk_rows = None
-                if tk is not None:
-                    tk_rows = load_chunks(
-                        tk_head + step * aligned(tk_strides[3], VECTOR), tk_strides, keys_left, head_dim,
-                        BLOCK_N, D0, D1, EVEN_D, VECTOR, part != 1,
-                    )  # fmt: skip
-                t, _raw = tangent_scores(
-                    q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, tbias_strides, bias_rows, len_k, scale,
-                    BLOCK_M, BLOCK_N, D1, SOFTCAP, TBIAS, TBIAS_VECTOR, PRECISION, False,
+    SWEEPS: tl.constexpr = 1 if tweight is None else 2
+    for sweep in tl.static_range(0, SWEEPS):
+        for part in tl.static_range(0 if WINDOW == 2 else 1, 3):  # as in forward.py
+            if part == 0:
+                begin, end = low, whole
+            elif part == 1:
+                begin, end = whole, cut
+            else:
+                begin, end = cut, high
+            for start in tl.range(begin, end, BLOCK_N):
+                start = tl.multiple_of(start, BLOCK_N)
+                j = start + tl.arange(0, BLOCK_N)
+                keys_left = len_k - start
+                step = start.to(tl.int64)
+                k_rows = load_chunks(
+                    k_head + step * aligned(k_strides[3], VECTOR), k_strides, keys_left, head_dim,
+                    BLOCK_N, D0, D1, EVEN_D, VECTOR, part != 1,
                 )  # fmt: skip
-                mass = tl.sum(p, 1)
-                moment = tl.sum(p * t, 1)
-                fresh = (mass > 1e-30) & (centred == 0)
-                centre = tl.where(fresh, moment / tl.where(fresh, mass, 1.0), centre)
-                centred = centred | fresh
-                excess += moment - centre * mass
-                change = kept * (t - centre[:, None])
+                products = score_chunks(
+                    q_rows, k_rows, None, D1, PRECISION, False
+                )  # [BLOCK_M, BLOCK_N]
+                s, slope = scores(
+                    products, i, j, bias, bias_strides, bias_rows, mask, mask_strides, len_q, len_k, shift, left, right, scale,
+                    softcap, part != 1, 0 if part == 1 else WINDOW, SOFTCAP, q_rows[0].dtype == tl.float32, FOLD,
+                    BIAS, BIAS_VECTOR, MASK, MASK_VECTOR, False,
+                )  # fmt: skip
+                weights = None
+                tweights = None
+                if weight is not None:
+                    weights = load_weights(
+                        weight, weight_strides, b0, b1, h // group, start_k, j, len_k
+                    )
                 if tweight is not None:
-                    extra = bare * tweights[None, :]
-                    excess += tl.sum(extra, 1)
-                    if DROPOUT:
-                        extra = tl.where(keep, extra * keep_scale, 0.0)
-                    change += extra
-                v_rows = load_chunks(
-                    v_head + step * aligned(v_strides[3], VECTOR), v_strides, keys_left, head_dim_v,
-                    BLOCK_N, V0, V1, EVEN_V, VECTOR, part != 1,
-                )  # fmt: skip
-                acc = add_product(change, v_rows, acc, V1, PRECISION)
-            if tv is not None:
-                tv_rows = load_chunks(
-                    tv_head + step * aligned(tv_strides[3], VECTOR), tv_strides, keys_left, head_dim_v,
-                    BLOCK_N, V0, V1, EVEN_V, VECTOR, part != 1,
-                )  # fmt: skip
-                acc = add_product(kept, tv_rows, acc, V1, PRECISION)
+                    tweights = load_weights(
+                        tweight, tweight_strides, b0, b1, h // group, start_k, j, len_k
+                    )
+                p, bare = probabilities(s, reference[:, None], weights, scale, FOLD, False)
+                kept = p
+                if DROPOUT:
+                    keep = dropout_keep(
+                        dropout_seed, b * heads + h, i0, start, threshold, BLOCK_M, BLOCK_N, False
+                    )
+                    kept = tl.where(keep, p * keep_scale, 0.0)
+                if tq is not None or tk is not None or TBIAS or tweight is not None:
+                    tk_rows = None
+                    if tk is not None:
+                        tk_rows = load_chunks(
+                            tk_head + step * aligned(tk_strides[3], VECTOR), tk_strides, keys_left, head_dim,
+                            BLOCK_N, D0, D1, EVEN_D, VECTOR, part != 1,
+                        )  # fmt: skip
+                    t, _raw = tangent_scores(
+                        q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, tbias_strides, bias_rows, len_k, scale,
+                        BLOCK_M, BLOCK_N, D1, SOFTCAP, TBIAS, TBIAS_VECTOR, PRECISION, False,
+                    )  # fmt: skip
+                    mass = tl.sum(p, 1)
+                    moment = tl.sum(p * t, 1)
+                    if SWEEPS == 1:
+                        fresh = (mass > 1e-30) & (centred == 0)
+                        centre = tl.where(fresh, moment / tl.where(fresh, mass, 1.0), centre)
+                        centred = centred | fresh
+                    excess += moment - centre * mass
+                    change = kept * (t - centre[:, None])
+                    if tweight is not None:
+                        extra = bare * tweights[None, :]
+                        excess += tl.sum(extra, 1)
+                        if DROPOUT:
+                            extra = tl.where(keep, extra * keep_scale, 0.0)
+                        change += extra
+                    if sweep == SWEEPS - 1:
+                        v_rows = load_chunks(
+                            v_head + step * aligned(v_strides[3], VECTOR), v_strides, keys_left, head_dim_v,
+                            BLOCK_N, V0, V1, EVEN_V, VECTOR, part != 1,
+                        )  # fmt: skip
+                        acc = add_product(change, v_rows, acc, V1, PRECISION)
+                if tv is not None and sweep == SWEEPS - 1:
+                    tv_rows = load_chunks(
+                        tv_head + step * aligned(tv_strides[3], VECTOR), tv_strides, keys_left, head_dim_v,
+                        BLOCK_N, V0, V1, EVEN_V, VECTOR, part != 1,
+                    )  # fmt: skip
+                    acc = add_product(kept, tv_rows, acc, V1, PRECISION)
+        if sweep < SWEEPS - 1:
+            centre = excess
+            excess = tl.zeros([BLOCK_M], tl.float32)
 
     out_tile = rows_of(out, out_strides, b0, b1, h, row, VECTOR)
     out_rows = load_chunks(
