@@ -61,6 +61,10 @@ FEATURES: dict[str, Problem] = {
     "mask": replace(_PLAIN, mask=True),
     "bias": replace(_PLAIN, **_PAIR),
     "gradient of the bias": replace(_PLAIN, **_PAIR, bias_grad=True, requires_grad=True),
+    "key weights": replace(_PLAIN, key_weight=True),
+    "gradient of the key weights": replace(
+        _PLAIN, key_weight=True, key_weight_grad=True, requires_grad=True
+    ),
     "packed sequences": _PACKED,
     "packed, with ragged bias": replace(
         _PACKED, **{**_PAIR, "bias_shape": (4, 1 << 14)}, ragged_bias=True

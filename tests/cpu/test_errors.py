@@ -310,6 +310,50 @@ def test_packed_bias_of_another_size():
     )
 
 
+def test_key_weights():
+    for kind, message, weight in (
+        (TypeError, "key_weight must be a torch.Tensor or None, got float", 0.5),
+        (TypeError, "goes in mask=", torch.ones(6, dtype=torch.bool)),
+        (TypeError, "key_weight must have q's dtype .* or float32, got torch.float64", draw(6).double()),
+        (TypeError, "got torch.int64", torch.ones(6, dtype=torch.int64)),
+        (ValueError, r"key_weight of shape \[4, 6\] does not broadcast to \[..., Hk, Sk\] = \[2, 2, 6\]", draw(4, 6)),
+        (ValueError, "does not broadcast", draw(5)),
+        (ValueError, "does not broadcast", draw(2, 2, 1, 6)),
+        (ValueError, "key_weight is on meta but q is on cpu", torch.ones(6, device="meta")),
+    ):  # fmt: skip
+        refuses(kind, message, flashsci.attention, Q, K, K, key_weight=weight)
+    x = draw(5, 2, 8)
+    for weight in (draw(4), draw(3, 5), draw(2, 1, 5), draw(2, 1)):
+        message = r"a packed key_weight must be \[Tk = 5\] or \[Hw, Tk\] with Hw 1 or 2"
+        refuses(ValueError, message, flashsci.varlen_attention, x, x, x, offsets(0, 2, 5), key_weight=weight)  # fmt: skip
+    weight = torch.rand(6, requires_grad=True)
+    refuses(
+        flashsci.BackendError, "derivative at zero is lost", flashsci.attention, Q, K, K, key_weight=weight, backend="sdpa"
+    )  # fmt: skip
+    half = (x.to(torch.bfloat16) for x in (Q, K, K))
+    refuses(
+        flashsci.BackendError, "round it to 16 bits", flashsci.attention, *half, key_weight=weight.detach(), backend="sdpa"
+    )  # fmt: skip
+
+
+def test_keys_that_all_weigh_nothing():
+    """As a row without keys, on every backend that serves it."""
+    weight = torch.rand(2, 1, 6)
+    weight[1] = 0
+    for backend in ("reference", "sdpa"):
+        q, k, v = (x.clone().requires_grad_() for x in (Q, K, K))
+        out = flashsci.attention(q, k, v, key_weight=weight, backend=backend)
+        assert out[1].eq(0).all() and out[0].ne(0).any()
+        out.sum().backward()
+        for x in (q, k, v):
+            assert x.grad[1].eq(0).all() and x.grad.isfinite().all()
+    weight.requires_grad_()
+    out, lse = flashsci.attention(Q, K, K, key_weight=weight, return_lse=True)
+    assert lse[1].eq(-math.inf).all()
+    (out.sum() + lse[0].sum()).backward()
+    assert weight.grad[1].eq(0).all() and weight.grad[0].ne(0).all()
+
+
 def test_options():
     for message, options in (
         ("align must be one of", {"align": "left"}),
@@ -407,6 +451,7 @@ def test_messages_of_a_refusal_name_alternatives():
 def test_nested_tensors_take_no_bias():
     x = torch.nested.nested_tensor([draw(3, 8), draw(2, 8)], layout=torch.jagged)
     refuses(ValueError, "varlen_attention", flashsci.attention, x, x, x, bias=draw(1))
+    refuses(ValueError, "varlen_attention", flashsci.attention, x, x, x, key_weight=draw(1))
     refuses(ValueError, "k must be a jagged nested tensor", flashsci.attention, x, draw(2, 3, 8), x)
 
 

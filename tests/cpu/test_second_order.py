@@ -291,6 +291,95 @@ def test_a_plain_backward_records_and_saves_nothing(monkeypatch):
     torch.autograd.grad(total("triton")(q, k, v), (q, k, v))
 
 
+def weighted(backend, **options):
+    """Attention of q, k, v, key_weight and perhaps a bias."""
+
+    def call(q, k, v, w, bias=None):
+        return flashsci.attention(
+            q, k, v, key_weight=w, bias=bias, return_lse=True, backend=backend, **options
+        )
+
+    return call
+
+
+def by_hand(q, k, v, w, bias=None, *, softcap=None):
+    """The same in plain arithmetic, which knows no logarithm of a weight: weights may be 0, or -1e-6."""
+    groups = q.shape[-3] // k.shape[-3]
+    k, v = (x.repeat_interleave(groups, -3) for x in (k, v))
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    s = s if bias is None else s + bias
+    w = w if w.dim() < 2 or w.shape[-2] == 1 else w.repeat_interleave(groups, -2)
+    terms = w.unsqueeze(-2) * s.exp()
+    total = terms.sum(-1, keepdim=True)
+    return terms / total @ v, total.squeeze(-1).log()
+
+
+def test_the_formula_by_hand_is_twice_differentiable_at_zero():
+    *tensors, _ = weights_and_all({}, (2, 1, 5))
+    assert torch.autograd.gradcheck(by_hand, tensors)
+    assert torch.autograd.gradgradcheck(by_hand, tensors)
+    assert torch.autograd.gradcheck(by_hand, tensors, check_forward_ad=True)
+
+
+WEIGHTS = {
+    "plain": ({}, (2, 1, 5), {}),
+    "one for all": ({}, (5,), {}),
+    "two key heads, softcap": ({"heads": (4, 2)}, (2, 2, 5), {"softcap": 1.5}),
+    "bias": ({"bias": (2, 1, 4, 5)}, (1, 5), {}),
+}
+
+
+def weights_and_all(make, shape):
+    tensors = inputs(**make)
+    w = torch.rand(shape, dtype=torch.float64)
+    w[..., 1] = w[..., -1] = 0
+    tensors.insert(3, w.requires_grad_())
+    return [*tensors, None] if len(tensors) == 4 else tensors
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_key_weights_with_exact_zeros(name, backend):
+    """Values, gradients, gradients of gradients, forward mode and Hessian-vector products, at weights of zero."""
+    make, shape, options = WEIGHTS[name]
+    tensors = [x for x in weights_and_all(make, shape) if x is not None]
+    calls = weighted(backend, **options), lambda *x: by_hand(*x, **options)
+    primals = tuple(x.detach() for x in tensors)
+    directions = tuple(torch.randn_like(x) for x in primals)
+    ends = calls[1](*primals)
+    dout = [torch.randn_like(x).requires_grad_() for x in ends]
+    results = []
+    for call in calls:
+
+        def scalar(*x, call=call):
+            return sum((y * c.detach()).sum().sin() for y, c in zip(call(*x), dout, strict=True))
+
+        found = call(*tensors)
+        first = torch.autograd.grad(found, tensors, dout, create_graph=True)
+        second = torch.autograd.grad(first, [*tensors, *dout], directions)
+        along = torch.func.jvp(call, primals, directions)[1]
+        gradient = torch.func.grad(scalar, argnums=tuple(range(len(primals))))
+        hessian = torch.func.jvp(gradient, primals, directions)[1]
+        results.append((*found, *first, *second, *along, *hessian))
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10, msg=lambda m, i=i: f"{i}: {m}")
+    positive = [x.detach().requires_grad_() for x in tensors]
+    with torch.no_grad():
+        positive[3] += 0.1
+    assert torch.autograd.gradcheck(calls[0], positive)
+    assert torch.autograd.gradgradcheck(calls[0], positive)
+
+
+def test_key_weights_under_vmap():
+    q, k, v = inputs(grad=False)
+    w = torch.rand(3, 1, 5, dtype=torch.float64)
+    call = lambda w: weighted("triton")(q, k, v, w)[0].sin().sum()  # noqa: E731
+    found = torch.vmap(torch.func.grad(call))(w)
+    for one, x in zip(found, w, strict=True):
+        close(one, torch.func.grad(call)(x))
+
+
 # Third order.
 
 
