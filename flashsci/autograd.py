@@ -240,7 +240,14 @@ class Backward(torch.autograd.Function):
     def jvp(ctx: Any, _: Any, tdout: Any, tdlse: Any, *tangents: Any) -> Any:
         dout, dlse, *rest = ctx.saved_tensors
         found = _along(
-            ctx.backend, tangents[:_LEAVES], tdout, tdlse, dout, dlse, (*rest, *ctx.scalars), ctx.need
+            ctx.backend,
+            tangents[:_LEAVES],
+            tdout,
+            tdlse,
+            dout,
+            dlse,
+            (*rest, *ctx.scalars),
+            ctx.need,
         )
         # Tangents must be tensors, also those of results that are empty.
         likes = (rest[0] if x is None else x for x in rest[:_LEAVES])

@@ -61,7 +61,7 @@ FEATURES: dict[str, Problem] = {
     "mask": replace(_PLAIN, mask=True),
     "bias": replace(_PLAIN, **_PAIR),
     "gradient of the bias": replace(_PLAIN, **_PAIR, bias_grad=True, requires_grad=True),
-    "key weights": replace(_PLAIN, key_weight=True),
+    "key weights (fp32)": replace(_PLAIN, dtype=torch.float32, key_weight=True),
     "gradient of the key weights": replace(
         _PLAIN, key_weight=True, key_weight_grad=True, requires_grad=True
     ),

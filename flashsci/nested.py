@@ -11,7 +11,15 @@ from flashsci.varlen import varlen_attention
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Any, key_weight: Any, mask: Any, return_lse: bool, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Any,
+    key_weight: Any,
+    mask: Any,
+    return_lse: bool,
+    **options: Any,
 ) -> Any:
     """Attention of jagged ``[B, H, j, D]`` tensors (SDPA's convention: ``[B, j, H, D]`` transposed)
     or ``[B, j, D]``.

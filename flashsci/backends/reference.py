@@ -305,7 +305,15 @@ def forward(
         biases, weights = packed.biases(bias), _pieces(key_weight, packed.sizes_k, -1)
         results = [
             _dense_forward(
-                qs[n], ks[n], vs[n], biases[n], weights[n], None, dropout_seed, *rule, batch_offset=n
+                qs[n],
+                ks[n],
+                vs[n],
+                biases[n],
+                weights[n],
+                None,
+                dropout_seed,
+                *rule,
+                batch_offset=n,
             )  # type: ignore[arg-type]
             for n in range(packed.count)
         ]

@@ -57,9 +57,7 @@ class Variant:
     dropout: bool = False
     varlen: bool = False
     lse_grad: bool = False
-    tangents: str = (
-        ""  # second order: which of "qkvbw" (bias, key_weight) have tangents, their gradients cotangents
-    )
+    tangents: str = ""  # second order: which of "qkvbw" (bias, key_weight) have tangents, their gradients cotangents
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -96,7 +96,10 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
         rows = lambda x: x.reshape((1,) * (len(shape) - 1 - x.dim()) + x.shape)  # noqa: E731
         visible = _visible(shape[-2], shape[-1], options, q.device)
         visible = visible if inputs.mask is None else visible & full(inputs.mask)
-        place = _places(dict.fromkeys(("out", "lse", "dq", "dk", "dv"), heads) | {"dbias": full, "dkey_weight": rows})
+        place = _places(
+            dict.fromkeys(("out", "lse", "dq", "dk", "dv"), heads)
+            | {"dbias": full, "dkey_weight": rows}
+        )
         yield Block(
             q,
             k,
@@ -171,7 +174,13 @@ class Formula:
     """
 
     def __init__(
-        self, b: Block, unit: float, internal: float, tiny: float, bias_unit: float, weight_unit: float
+        self,
+        b: Block,
+        unit: float,
+        internal: float,
+        tiny: float,
+        bias_unit: float,
+        weight_unit: float,
     ):
         self.unit = unit
         self.leaves: list[tuple[Tensor, Tensor]] = []  # (perturbation, group of equal roundings)
@@ -180,7 +189,9 @@ class Formula:
         per_key = lambda x: x.unflatten(-3, (-1, groups)).sum(-3) if groups > 1 else x  # noqa: E731
         turn = lambda x: x.transpose(-1, -2)  # noqa: E731
         row = lambda x: x.sum(-1, keepdim=True)  # noqa: E731
-        per_pair = lambda x: (x.repeat_interleave(groups, -2) if x.shape[-2] > 1 else x)[..., None, :]  # noqa: E731
+        per_pair = lambda x: (x.repeat_interleave(groups, -2) if x.shape[-2] > 1 else x)[
+            ..., None, :
+        ]  # noqa: E731
 
         def per_weight(x: Tensor) -> Tensor:
             """[*, Hq, Sq, Sk] summed to the shape of the key weights."""
@@ -268,7 +279,13 @@ class Formula:
             n_fine = bare * u_abs + bare_fine * u_abs + bare * row(g_abs * out_fine)
             dweight = [per_weight(x) for x in (bare * (dp - delta), bare * u_abs, n_fine)]
         units = {"dbias": bias_unit, "dkey_weight": weight_unit}
-        for name, found in (("dq", dq), ("dk", dk), ("dv", dv), ("dbias", dbias), ("dkey_weight", dweight)):
+        for name, found in (
+            ("dq", dq),
+            ("dk", dk),
+            ("dv", dv),
+            ("dbias", dbias),
+            ("dkey_weight", dweight),
+        ):
             if found:
                 value, self.coarse[name], self.fine[name] = found
                 self.values[name] = self.rounded(value, units.get(name, unit))
@@ -300,9 +317,12 @@ class Formula:
                         continue
                     x = x.map(per_weight)
                 self.coarse[name], self.fine[name] = x.coarse, x.fine
-                last = {"gbias": bias_unit, "gkey_weight": weight_unit, "gdlse": internal, "tlse": internal}.get(
-                    name, unit
-                )
+                last = {
+                    "gbias": bias_unit,
+                    "gkey_weight": weight_unit,
+                    "gdlse": internal,
+                    "tlse": internal,
+                }.get(name, unit)
                 self.values[name] = self.rounded(x.value, last)
 
     def rounded(self, x: Tensor, unit: float | None = None) -> Tensor:

@@ -122,9 +122,7 @@ class _Maker:
         return Inputs(
             *leaves,
             bias=None if bias is None else bias.requires_grad_(variant.bias_grad),
-            key_weight=None
-            if weight is None
-            else weight.requires_grad_(variant.key_weight_grad),
+            key_weight=None if weight is None else weight.requires_grad_(variant.key_weight_grad),
             mask=self.mask(),
             dout=self.place(dout),
             dlse=None if dlse is None else embed(dlse.to(self.device)),

@@ -62,7 +62,13 @@ def test_opcheck_of_the_triton_ops(bias: str | None) -> None:
         torch.library.opcheck(torch.ops.flashsci.triton_backward.default, arguments)
     tangents = (torch.randn_like(q), None, torch.randn_like(v), None, None)
     if bias is not None:
-        tangents = (None, torch.randn_like(k), None, torch.randn_like(extra), torch.randn_like(weight))
+        tangents = (
+            None,
+            torch.randn_like(k),
+            None,
+            torch.randn_like(extra),
+            torch.randn_like(weight),
+        )
     given = (*tensors, out, lse, *SCALARS)
     torch.library.opcheck(torch.ops.flashsci.triton_jvp.default, (*tangents, *given))
     for need in (ops.NEED_DOUT, ops.NEED_Q | ops.NEED_DLSE, 103 if bias is None else 127):

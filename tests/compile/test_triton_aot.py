@@ -32,7 +32,12 @@ def calls(architecture):
         (32, 32),
         {"bias": (1, 2, 48, 96), "weight": (2, 1, 96), "mask": (2, 1, 1, 96), "dropout_p": 0.1},
     )
-    yield "short", "float16", (48, 16), {"seq": (31, 17), "bias": (2, 2, 31, 17), "weight": (1, 1, 17), "softcap": 9.0}
+    yield (
+        "short",
+        "float16",
+        (48, 16),
+        {"seq": (31, 17), "bias": (2, 2, 31, 17), "weight": (1, 1, 17), "softcap": 9.0},
+    )
     yield (
         "short, no longer small on Turing",
         "float16",

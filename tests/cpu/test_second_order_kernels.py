@@ -129,7 +129,9 @@ CASES = {
 for some in ("w", "qw", "vw"):
     variant = {**WEIGHT, "softcap": True, "tangents": some}
     CASES[f"tangents of {some}"] = case(variant, softcap=2.0, weight_shape=(2, 1, 37))
-    CASES[f"short, tangents of {some}"] = case(variant, softcap=2.0, weight_shape=(2, 1, 23), **SHORT)
+    CASES[f"short, tangents of {some}"] = case(
+        variant, softcap=2.0, weight_shape=(2, 1, 23), **SHORT
+    )
 for some in ("q", "k", "v", "b", "qk", "kv", "qvb", "kb"):
     variant = {**PAIR, "softcap": True, "tangents": some}
     CASES[f"tangents of {some}"] = case(variant, softcap=2.0, bias_shape=(2, 2, 40, 37))
@@ -157,7 +159,17 @@ def test_generated(part):
             judge.require(evaluate(judge.inputs, "triton"))
 
 
-@pytest.mark.parametrize("name", ["fp32", "short", "bias shared by heads", "packed, bias of pairs", "key weights", "short, key weights"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp32",
+        "short",
+        "bias shared by heads",
+        "packed, bias of pairs",
+        "key weights",
+        "short, key weights",
+    ],
+)
 def test_what_is_not_needed_is_empty_and_changes_nothing(name):
     """Every subset of seven gradients from the raw op: the same bits, the rest empty."""
     import flashsci

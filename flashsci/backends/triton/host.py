@@ -302,7 +302,11 @@ class Plan:
 
     def weight_sums(self, like) -> torch.Tensor:
         """What kernels fill with the gradient of key weights: fp32, one per key head and key."""
-        shape = (*self.score_shape[:-3], *(self.score_shape[-3:-2] and (self.heads_k,)), self.size_k)
+        shape = (
+            *self.score_shape[:-3],
+            *(self.score_shape[-3:-2] and (self.heads_k,)),
+            self.size_k,
+        )
         return like.new_empty(shape, dtype=torch.float32)
 
     def bias_gradient(self, bias) -> tuple[Launch, int]:
