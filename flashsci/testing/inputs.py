@@ -27,13 +27,13 @@ class Inputs:
     k: Tensor
     v: Tensor
     bias: Tensor | None = None
-    key_weight: Tensor | None = None
     mask: Tensor | None = None
     dout: Tensor | None = None
     dlse: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     dropout_seed: Tensor | None = None
+    key_weight: Tensor | None = None
     bias_grad: bool = True
     key_weight_grad: bool = True
     options: dict[str, Any] = field(default_factory=dict)
