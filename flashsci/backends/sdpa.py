@@ -131,8 +131,9 @@ def _attend(
     if q.shape[1] != k.shape[1]:
         arguments["enable_gqa"] = True
     attend = torch.nn.functional.scaled_dot_product_attention
-    if merged is not None and q.is_cuda:
-        # cuDNN's backward gives NaN for some masked shapes (pytorch#196678).
+    if q.is_cuda and (merged is not None or q.shape[-1] != v.shape[-1]):
+        # cuDNN's backward gives NaN for some masked shapes (pytorch#196678), and its graph misplaces
+        # some outputs of another head dim than q's.
         with sdpa_kernel(
             [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         ):

@@ -189,10 +189,9 @@ class Formula:
         per_key = lambda x: x.unflatten(-3, (-1, groups)).sum(-3) if groups > 1 else x  # noqa: E731
         turn = lambda x: x.transpose(-1, -2)  # noqa: E731
         row = lambda x: x.sum(-1, keepdim=True)  # noqa: E731
+
         def per_pair(x):
-            return (x.repeat_interleave(groups, -2) if x.shape[-2] > 1 else x)[
-                    ..., None, :
-                ]
+            return (x.repeat_interleave(groups, -2) if x.shape[-2] > 1 else x)[..., None, :]
 
         def per_weight(x: Tensor) -> Tensor:
             """[*, Hq, Sq, Sk] summed to the shape of the key weights."""
