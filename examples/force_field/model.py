@@ -31,9 +31,9 @@ ELEMENTS = 100
 
 def attend(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, backend: str) -> Tensor:
     """Attention of q, k, v [A, H, S, D] with a weight [A, S] for every key."""
-    bias = weight.clamp(min=1e-15).log()[:, None, None]
     if backend != "math":
-        return flashsci.attention(q, k, v, bias=bias, backend=backend)
+        return flashsci.attention(q, k, v, key_weight=weight[:, None], backend=backend)
+    bias = weight.clamp(min=1e-15).log()[:, None, None]  # what one writes without flashsci
     with sdpa_kernel(SDPBackend.MATH):
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
