@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import NullFormatter
 
 INK, FAINT = "#1f2933", "#9aa5b1"
 COLOURS = {"flashsci": "#6741d9", "SDPA math": "#d98e04"}
@@ -113,10 +114,12 @@ def _bars(axes, rows: list[dict], unit: str) -> None:
         axes.bar(at, values, 0.38, color=COLOURS[name], label=name)
         for x, value in zip(at, values, strict=True):
             axes.text(x, value, f"{value:,.0f}", ha="center", va="bottom", fontsize=8)
-    axes.set_xticks(range(len(rows)), [f"{row['atoms']:,}" for row in rows])
-    axes.set(xlabel="atoms a step", ylabel=unit)
+    axes.set_xticks(range(len(rows)), [f"{row['atoms']:,}\n{1 + row['places']}" for row in rows])
+    axes.set(xlabel="atoms a step, tokens of each", ylabel=unit)
     log, top = len(rows) > 1, axes.get_ylim()[1]
     axes.set(yscale="log" if log else "linear", ylim=(None, top * (3 if log else 1.25)))
+    if log:
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.legend(loc="upper left")
 
 

@@ -50,7 +50,8 @@ class Settings:
     rate: float = 2e-3
     compared: int = 50  # steps against SDPA's
     reordered: int = 3  # baselines that sum over neighbours in another order
-    sizes: Sequence[int] = (16, 64, 256)  # structures a step whose time and memory is measured
+    # Steps to measure: structures and cutoff (Angstrom).
+    sizes: Sequence[tuple[int, float]] = ((16, 5.0), (64, 5.0), (256, 5.0), (64, 7.0))
     seconds: float = 2.0  # of measuring, each
     repeat: int = 3  # molecular dynamics: the side of a Cu3Au supercell
     dynamics: int = 1000  # steps
@@ -68,7 +69,7 @@ SMALL = Settings(
     rate=5e-3,
     compared=20,
     reordered=2,
-    sizes=(3,),
+    sizes=((3, 4.0),),
     seconds=1.0,
     repeat=2,
     dynamics=200,
@@ -93,7 +94,8 @@ class Data:
         self.test, self.training = list(labelled[:tenth]), list(labelled[tenth:])
 
     def batch(self, chosen: Sequence[Sample], dtype: torch.dtype = torch.float32) -> Batch:
-        return Batch.of(chosen, self.places).to(self.device, dtype)
+        """Rounded to float32 for every dtype: they shall answer the same question."""
+        return Batch.of(chosen, self.places).to("cpu", torch.float32).to(self.device, dtype)
 
     def draws(self, size: int, seed: int) -> Iterator[list[Sample]]:
         """Random batches without end, every structure once an epoch."""
@@ -238,17 +240,19 @@ def compare(settings: Settings, data: Data) -> dict:
     }
 
 
-def measure(settings: Settings, data: Data) -> list[dict]:
+def measure(settings: Settings, device: torch.device) -> list[dict]:
     """Time and peak memory of a training step, flashsci and SDPA's math backend in turns."""
     rows = []
-    for size in settings.sizes:
-        chosen = (data.training * -(-size // len(data.training)))[:size]
-        batch = data.batch(chosen)
+    for size, cutoff in settings.sizes:
+        few = samples(min(size, 64), cutoff, settings.kinds, settings.metals)
+        data = Data(few, device)
+        batch = data.batch((few * -(-size // len(few)))[:size])
+        wide = replace(settings, potential={**settings.potential, "cutoff": cutoff})
         functions, memory = {}, {}
         for name, backend in (("flashsci", "auto"), ("SDPA math", "math")):
-            step, _ = training_step(settings, new_model(settings, data, backend))
+            step, _ = training_step(wide, new_model(wide, data, backend))
             step(batch)
-            if data.device.type == "cuda":
+            if device.type == "cuda":
                 torch.cuda.synchronize()
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
@@ -256,8 +260,8 @@ def measure(settings: Settings, data: Data) -> list[dict]:
                 torch.cuda.synchronize()
                 memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
             functions[name] = partial(step, batch)
-        times = interleave(functions, data.device, settings.seconds, (3, 50))
-        row = {"structures": size, "atoms": len(batch.numbers), "MiB": memory}
+        times = interleave(functions, device, settings.seconds, (3, 50))
+        row = {"atoms": len(batch.numbers), "places": data.places, "cutoff": cutoff, "MiB": memory}
         rows.append(row | {"ms": {name: t.median * 1e3 for name, t in times.items()}})
     return rows
 
@@ -312,13 +316,13 @@ def report(found: dict) -> list[str]:
         if not one["within rounding"]:
             problems.append("the loss curve is not that of SDPA's math backend")
     if "measure" in found:
-        table = Table("atoms a step", "", "flashsci", "SDPA math", "ratio", title="a training step")
+        table = Table("atoms a step", "tokens each", "", "flashsci", "SDPA math", "ratio")
         for row in found["measure"]:
             for unit in ("ms", "MiB"):
                 if row[unit]:
                     ours, theirs = row[unit]["flashsci"], row[unit]["SDPA math"]
                     numbers = (f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}")
-                    table.add_row(str(row["atoms"]), unit, *numbers)
+                    table.add_row(str(row["atoms"]), str(1 + row["places"]), unit, *numbers)
         console.print(table)
     return problems
 
@@ -349,7 +353,7 @@ def main(
         found.update({part: result, "machine": machine})
         path.write_text(json.dumps(found))
 
-    if {"train", "compare", "measure"} & set(parts):
+    if {"train", "compare"} & set(parts):
         with console.status(f"{chosen.structures} structures, energies and forces by EMT"):
             cutoff = chosen.potential.get("cutoff", 5.0)
             processes = 1 if small else os.cpu_count() or 1
@@ -368,7 +372,7 @@ def main(
     if "compare" in parts:
         keep("compare", compare(chosen, data))
     if "measure" in parts:
-        keep("measure", measure(chosen, data))
+        keep("measure", measure(chosen, place))
     problems = report(found)
     if "plot" in parts:
         from force_field.figure import draw
