@@ -190,7 +190,8 @@ class Formula:
         turn = lambda x: x.transpose(-1, -2)  # noqa: E731
         row = lambda x: x.sum(-1, keepdim=True)  # noqa: E731
 
-        def per_pair(x):
+        def per_pair(x: Tensor) -> Tensor:
+            """Key weights as they multiply the scores."""
             return (x.repeat_interleave(groups, -2) if x.shape[-2] > 1 else x)[..., None, :]
 
         def per_weight(x: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class _Maker:
             lse_shape = out_shape[:-1]
         q, k, v = (self.normal(s) for s in shapes)
         q, k, v = self.magnitude(q, k, v)
-        bias, weight = self.bias(), self.key_weight()
+        bias, weight = self.bias(), self.key_weight(q, k)
         dout, dlse = self.normal(out_shape), self.normal(lse_shape) if variant.lse_grad else None
         leaves = [self.place(x).requires_grad_() for x in (q, k, v)]
         options: dict[str, Any] = {
@@ -207,14 +207,21 @@ class _Maker:
             bias.float() if variant.bias_float else bias.to(variant.torch_dtype), case.bias_view
         )
 
-    def key_weight(self) -> Tensor | None:
+    def key_weight(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """Between 0.05 and 1, or exactly 0, but where a key that counts for nothing could have a score so far above
+        those that count that its weight's gradient is infinite in its dtype."""
         case = self.case
         if case.weight_shape is None:
             return None
-        weight = self.uniform(case.weight_shape)
-        if case.weight_zeros != "none":
+        weight = 0.05 + 0.95 * self.uniform(case.weight_shape)
+        dim = q.shape[-1]
+        some = (x.reshape(-1, dim)[:512] for x in (q, k))
+        products = next(some) @ next(some).T * (dim**-0.5 if case.scale is None else case.scale)
+        spread = (products.max() - products.min()).item() if products.numel() else 0.0
+        half = case.variant.key_weight == "inputs" and case.variant.dtype == "float16"
+        if case.weight_zeros != "none" and spread < (4 if half else 40):
             weight[self.uniform(case.weight_shape) < 0.25] = 0
-        if case.weight_zeros == "rows" and weight.numel():
+        if case.weight_zeros == "rows" and weight.dim() > 1 and weight.numel():
             weight[0] = 0
         if case.variant.key_weight == "inputs":
             weight = weight.to(case.variant.torch_dtype)

@@ -68,6 +68,7 @@ class Second:
                 "TBIAS": PLANE.value if plan.ragged or strides[3] != 0 else KEY.value,
                 "TBIAS_VECTOR": plane_vector(strides, plan.size_k, itemsize, plan.packed),
             }
+        self.weighted = tweight is not None
         self.tangent["tweight_strides"] = (
             NO_STRIDES[:4] if tweight is None else weight_strides(*tweight)
         )
@@ -83,6 +84,8 @@ class Second:
         if "jvp" not in self.launches:
             programs, arguments = self.arguments("jvp", STRIDED)
             arguments["tout_strides"] = strides4(tout.stride())
+            if self.weighted:  # Triton 3.6 cannot compile some of these for one warp
+                arguments["num_warps"] = max(2, arguments["num_warps"])
             self.launches["jvp"] = Launch(jvp_kernel, programs, arguments)
         return self.launches["jvp"]
 

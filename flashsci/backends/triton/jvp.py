@@ -149,24 +149,28 @@ def jvp_kernel(
                     )
                     kept = tl.where(keep, p * keep_scale, 0.0)
                 if tq is not None or tk is not None or TBIAS or tweight is not None:
-                    tk_rows = None
-                    if tk is not None:
-                        tk_rows = load_chunks(
-                            tk_head + step * aligned(tk_strides[3], VECTOR), tk_strides, keys_left, head_dim,
-                            BLOCK_N, D0, D1, EVEN_D, VECTOR, part != 1,
-                        )  # fmt: skip
-                    t, _raw = tangent_scores(
-                        q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, tbias_strides, bias_rows, len_k, scale,
-                        BLOCK_M, BLOCK_N, D1, SOFTCAP, TBIAS, TBIAS_VECTOR, PRECISION, False,
-                    )  # fmt: skip
                     mass = tl.sum(p, 1)
-                    moment = tl.sum(p * t, 1)
-                    if SWEEPS == 1:
-                        fresh = (mass > 1e-30) & (centred == 0)
-                        centre = tl.where(fresh, moment / tl.where(fresh, mass, 1.0), centre)
-                        centred = centred | fresh
-                    excess += moment - centre * mass
-                    change = kept * (t - centre[:, None])
+                    if tq is not None or tk is not None or TBIAS:
+                        tk_rows = None
+                        if tk is not None:
+                            tk_rows = load_chunks(
+                                tk_head + step * aligned(tk_strides[3], VECTOR), tk_strides, keys_left, head_dim,
+                                BLOCK_N, D0, D1, EVEN_D, VECTOR, part != 1,
+                            )  # fmt: skip
+                        t, _raw = tangent_scores(
+                            q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, tbias_strides, bias_rows, len_k, scale,
+                            BLOCK_M, BLOCK_N, D1, SOFTCAP, TBIAS, TBIAS_VECTOR, PRECISION, False,
+                        )  # fmt: skip
+                        moment = tl.sum(p * t, 1)
+                        if SWEEPS == 1:
+                            fresh = (mass > 1e-30) & (centred == 0)
+                            centre = tl.where(fresh, moment / tl.where(fresh, mass, 1.0), centre)
+                            centred = centred | fresh
+                        excess += moment - centre * mass
+                        change = kept * (t - centre[:, None])
+                    else:  # T is 0
+                        excess -= centre * mass
+                        change = -kept * centre[:, None]
                     if tweight is not None:
                         extra = bare * tweights[None, :]
                         excess += tl.sum(extra, 1)
