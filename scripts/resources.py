@@ -36,10 +36,14 @@ SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 USED = re.compile(r"Used (\d+) registers")
 # sm80: head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows.
 TILING = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
-# sm80 with bias or mask: the same, members, stages, bytes of a bias element (0: anything); 16-byte rows.
+# sm80 with bias or mask: the same, members, bytes of a bias element (0: anything); 16-byte rows.
 TILING_PAIRS = re.compile(
-    r"PairsTilingINS0_6TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)EEELi(\d)ELi(\d)ELi(\d)EEELb([01])"
+    r"PairsTilingINS0_6TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)EEELi(\d)ELi(\d)EEELb([01])"
 )
+# sm80, backward by keys: head dim, keys, query rows, warps over keys, over queries, stages, CTAs per SM.
+KEYS_SM80 = re.compile(r"BackwardTilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E")
+# ... by queries, and of a shared bias: head dim, query rows, keys, stages, CTAs per SM.
+QUERIES_SM80 = re.compile(r"(?:Query|Bias)TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E")
 # sm75: head dim, query rows, keys, warps, CTAs per SM; 16-byte rows, bias or mask.
 TILING_SM75 = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])ELb([01])E")
 # sm90: head dim, keys, consumer warpgroups, stages, bias or mask; windowed, plain scores, packed.
@@ -92,11 +96,13 @@ class Kernel:
             return dim, rows, keys, warps, 2, blocks, vector
         if self.unit == "sm80/backward_fp32.cu":
             return self.backward_fp32
+        if self.unit.startswith("sm80/backward"):
+            return self.backward_sm80
         if found := TILE_FP32.search(self.name):
             dim, warps, m, n, blocks, _ = (int(x) for x in found.groups())
             return dim, 16 * m * warps, 8 * n, warps, 1, blocks, 1
         if found := TILING_PAIRS.search(self.name):
-            return (*(int(x) for x in found.groups()[:6]), int(found[10]))
+            return (*(int(x) for x in found.groups()[:6]), int(found[9]))
         found = TILING.search(self.name)
         return tuple(int(x) for x in found.groups()) if found else None
 
@@ -117,6 +123,18 @@ class Kernel:
         else:
             return (0, 0, 0, 8, 0, 4, 0) if "sm75" in self.name else None
         return dim, rows, keys, warps, 2, blocks, 1 - either
+
+    @property
+    def backward_sm80(self) -> tuple[int, ...]:
+        """The same of a 16-bit backward kernel."""
+        if (found := KEYS_SM80.search(self.name)) and "dq_kernel" not in self.name:
+            dim, keys, rows, over_keys, over_queries, stages, blocks = map(int, found.groups())
+            plain = int("backward_kernel" in self.name)
+            return dim, rows, keys, over_keys * over_queries, stages, blocks, plain
+        if found := QUERIES_SM80.search(self.name):
+            dim, rows, keys, stages, blocks = map(int, found.groups())
+            return dim, rows, keys, 4, stages, blocks, 0
+        return 0, 0, 0, 8, 0, 4, 0
 
     @property
     def backward_fp32(self) -> tuple[int, ...]:
@@ -142,7 +160,7 @@ class Kernel:
                 return name + (", bias or mask" if found[8] == "1" else "")
             kind = re.search(r"\d([a-z_]+)_fp32_kernel", self.name)
             return kind[1].replace("backward_short", "short rows of keys").replace("_", " ")
-        if self.unit.startswith("sm75/backward"):
+        if self.unit.startswith(("sm75/backward", "sm80/backward")):
             kind = re.search(r"\d([a-z_]+)_kernel", self.name)
             name = kind[1].replace("_", " ") if kind else self.name
             return name + (", plain 16-byte rows" if self.tiling and self.tiling[-1] else "")
@@ -156,7 +174,7 @@ class Kernel:
             pairs = TILING_SM75.search(self.name) if self.unit.startswith("sm75") else None
             pairs80 = TILING_PAIRS.search(self.name)
             if pairs80 is not None:
-                kind = {"0": "any bias or mask", "2": "16-bit bias", "4": "fp32 bias"}[pairs80[9]]
+                kind = {"0": "any bias or mask", "2": "16-bit bias", "4": "fp32 bias"}[pairs80[8]]
                 return f"{rows}, {kind}" + (", two members" if pairs80[7] == "2" else "")
             return rows + (", bias or mask" if pairs and pairs[7] == "1" else "")
         pairs, windowed, plain, packed = (x == "1" for x in found.groups()[4:])
@@ -187,6 +205,8 @@ class Kernel:
         ):  # halves of Q, K and V, raw K and V, a scale for each row of Q
             padded = [-(-n // 128) * 128 for n in (keys + 8 * warps, 4 * rows)]
             return 4 * dim * (rows + 4 * keys) + sum(padded)
+        if self.unit.startswith("sm80/backward"):
+            return self.shared_of_backward_sm80
         if "KeyTiling" in self.name:  # stages of Q and dO, half of V at D 128, statistics, the work
             staged = 2 * dim * max(2 * stages * rows, keys) + dim * keys * (dim > 96)
             return (staged + 16 * (dim <= 96) + stages * rows * 8 + 32 + 127) // 128 * 128
@@ -195,10 +215,10 @@ class Kernel:
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0
         if pairs := TILING_PAIRS.search(self.name):
-            members, slots, bias = int(pairs[7]), int(pairs[8]), int(pairs[9])
+            members, bias = int(pairs[7]), int(pairs[8])
             units = 2 if dim * members * (rows // int(pairs[4]) // 16) <= 128 else 1
             stage = members * keys * (4 * dim + 1) + rows * keys * (bias or 4)
-            return units * members * rows * dim * 2 + slots * -(-stage // 128) * 128
+            return units * members * rows * dim * 2 + stages * -(-stage // 128) * 128
         q_stages = 2 if self.unit.startswith("sm90") and dim <= 128 else 1
         q_stages = 0 if self.unit.startswith("sm75") else q_stages
         tiles = 2 * dim * (q_stages * rows + 2 * stages * keys)
@@ -209,12 +229,29 @@ class Kernel:
         return tiles
 
     @property
+    def shared_of_backward_sm80(self) -> int:
+        dim, rows, keys, _, stages, _, plain = self.tiling
+        if not dim:
+            return 0
+        if KEYS_SM80.search(self.name):  # K, V, stages of Q and dO, dS and P, statistics; the work
+            roles = 1 if dim <= 64 else 2
+            tiles = (2 * keys + 2 * stages * rows) * dim * 2 + roles * keys * rows * 2
+            return -(-(tiles + stages * rows * 8) // 128) * 128 + (0 if plain else 128)
+        if "bias_gradient" in self.name:  # stages of all, statistics; two masks of keys
+            return (
+                -(-(stages * (rows + keys) * dim * 4 + stages * rows * 8 + 2 * keys) // 128) * 128
+            )
+        return (2 * rows + 2 * stages * keys) * dim * 2 + rows * 8
+
+    @property
     def chosen(self) -> bool:
         """Whether a device of this architecture ever runs it: one or two stages is decided by the shared memory of an SM."""
         special = self.unit.endswith("_fp32.cu") or TILING_PAIRS.search(self.name)
         if self.tiling is None or special or not self.unit.startswith("sm80"):
             return True
         dim, rows, keys, _, stages, blocks, vector = self.tiling
+        if self.unit.startswith("sm80/backward"):  # the largest tile that fits
+            return self.shared + 1024 <= SHARED_PER_SM[self.arch]
         if not vector or dim > 128 or rows <= 64:
             return True
         two = 2 * dim * (rows + 4 * keys)
