@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any
 
@@ -45,6 +45,11 @@ class Backend:
 
     def rejects(self, problem: Problem) -> str | None:
         return self.unavailable() or self.load().rejects(problem)
+
+    def remark(self, problem: Problem) -> str | None:
+        """What is worth knowing about a call that it serves."""
+        found: str | None = getattr(self.load(), "remark", lambda _: None)(problem)
+        return found
 
 
 BACKENDS = {
@@ -139,6 +144,7 @@ class Explanation:
     chosen: str | None
     reasons: dict[str, str | None]  # why a backend cannot serve the call; None: it can
     evidence: str = ""
+    remarks: dict[str, str] = field(default_factory=dict)  # on backends that can serve it
 
     def __str__(self) -> str:
         p = self.problem
@@ -153,9 +159,10 @@ class Explanation:
         ]
         for name, reason in self.reasons.items():
             sign = "->" if name == self.chosen else "  "
-            lines.append(
-                f" {sign} {name:<9} {'can serve this call' if reason is None else 'no: ' + reason}"
-            )
+            text = "can serve this call" if reason is None else f"no: {reason}"
+            if name in self.remarks:
+                text += f"; {self.remarks[name]}"
+            lines.append(f" {sign} {name:<9} {text}")
         if self.evidence:
             lines.append(f"    order of 'auto': {self.evidence}")
         return "\n".join(lines)
@@ -239,7 +246,9 @@ def explain(problem: Problem, name: str, strict: bool = False) -> Explanation:
     reasons = {n: find(n).rejects(problem) for n in dict.fromkeys((*BACKENDS, *candidates))}
     chosen = next((candidate for candidate in candidates if reasons[candidate] is None), None)
     order = f"{' > '.join(candidates)}: {_preference(problem).evidence}" if name == "auto" else ""
-    return Explanation(problem, name, chosen, reasons, order)
+    remarks = {n: find(n).remark(problem) for n, reason in reasons.items() if reason is None}
+    known = {n: remark for n, remark in remarks.items() if remark is not None}
+    return Explanation(problem, name, chosen, reasons, order, known)
 
 
 def choose(problem: Problem, name: str, strict: bool = False) -> str:

@@ -69,6 +69,30 @@ __device__ __forceinline__ float4 load_statistics(uint32_t shared) {
                      __uint_as_float(x.w));
 }
 
+// Scores that the window hides become -inf, where rows are keys. row: this lane's first key;
+// column: the query of its first score.
+template <int kM, int kN>
+__device__ __forceinline__ void mask_scores_transposed(float (&s)[kM][kN][4], const Window& window,
+                                                       int row, int column) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int j = row + m * 16 + half * 8;
+      const int begin = j < window.seq_k ? window.first_query(j) - column : 1 << 30;
+      const int last = j - window.before - column;  // <= 2^31 - 1
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int i = n * 8 + e;
+          if (i < begin || i > last) s[m][n][half * 2 + e] = -INFINITY;
+        }
+      }
+    }
+  }
+}
+
 template <class Op, class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     backward_kernel(const __grid_constant__ FlashsciBackwardParams p,

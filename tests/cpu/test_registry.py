@@ -238,3 +238,57 @@ def test_a_generation_serves_only_what_its_kernels_do(monkeypatch):
     blackwell = Problem("cuda", (10, 0), torch.float16, 2, 2, 64, 64)
     assert cuda.SM75.rejects(blackwell) is None and cuda.SM80.rejects(blackwell) is None
     assert "generation sm90" in cuda.SM90.rejects(blackwell)
+
+
+@pytest.fixture
+def full_build(monkeypatch):
+    """The cuda backend as if a library of everything were loaded, less a Hopper backward."""
+    from flashsci.backends import cuda
+
+    units = {
+        f"cuda/sm{generation}/{kind}_{dtype}": ""
+        for generation, dtypes in ((75, "fp16"), (80, "fp16 bf16 fp32"), (90, "fp16 bf16"))
+        for dtype in dtypes.split()
+        for kind in ("forward", "backward")
+        if (generation, kind) != (90, "backward")
+    }
+    monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["75", "80", "90"], "units": units})
+    monkeypatch.setattr(cuda, "_triton_problem", lambda problem: None)
+    return cuda
+
+
+@pytest.mark.parametrize("head_dim", [1, 24, 33, 64, 100, 127, 128, 200, 256])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sm80_takes_bias_and_mask_at_every_head_dim(full_build, head_dim, capability, dtype):
+    problem = Problem(
+        "cuda",
+        capability,
+        dtype,
+        *(4, 2, head_dim, head_dim),
+        bias_shape=(1, 4, 9, 9),
+        bias_grad=True,
+        mask=True,
+        requires_grad=True,
+    )
+    assert full_build.rejects(problem) is None and full_build.SM80.rejects(problem) is None
+    assert full_build.SM80.remark(problem) is None
+    assert "Hopper kernels" in full_build.SM90.rejects(problem) or capability[0] == 8
+    elsewhere = full_build.remark(problem)
+    assert (elsewhere is None) == (capability[0] == 8)
+    assert elsewhere is None or "gradients come from triton: on Hopper" in elsewhere
+
+
+def test_gradients_stay_where_triton_has_none(full_build, monkeypatch):
+    problem = Problem("cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64, requires_grad=True)
+    assert "faster" in full_build.remark(problem)
+    monkeypatch.setattr(full_build, "_triton_problem", lambda problem: "triton is not installed")
+    assert full_build.remark(problem) is None and full_build.rejects(problem) is None
+
+
+def test_explain_carries_remarks(full_build, monkeypatch):
+    monkeypatch.setattr(full_build, "unavailable", lambda: None)
+    problem = Problem("cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64, requires_grad=True)
+    found = registry.explain(problem, "cuda")
+    assert found.chosen == "cuda" and "gradients come from triton" in found.remarks["cuda"]
+    assert "can serve this call; its gradients come from triton" in str(found)

@@ -2,7 +2,7 @@
 
 The library picks the newest generation of kernels that serves a call. SM75, SM80 and SM90 are the
 same backend held to one generation, for tests and comparisons: ``use_backend("cuda:sm75")``. Where
-the library has no backward for a call, Triton's takes the same saved tensors.
+the library has no backward for a call, or a slower one, Triton's takes the same saved tensors.
 """
 
 from __future__ import annotations
@@ -201,6 +201,33 @@ def _refusal(kind: str, problem: Problem, generation: int = 0) -> str | None:
     )
 
 
+def _elsewhere(problem: Problem, generation: int = 0) -> str | None:
+    """Why Triton computes gradients that a kernel here could (it is the faster one), or None."""
+    hopper = problem.capability is not None and problem.capability[0] == 9
+    if generation or not hopper or problem.dtype.itemsize != 2:
+        return None
+    own = f"cuda/sm90/backward_{_DTYPES[problem.dtype]}" in (build_info() or _sources())["units"]
+    if own and _limit("backward", 90, problem) is None:
+        return None
+    return "on Hopper its backward is faster than the one written for sm80"
+
+
+def _triton_gradients(problem: Problem, generation: int = 0) -> str | None:
+    """Why gradients of a call come from the triton backend, or None."""
+    reason = _refusal("backward", problem, generation)
+    if reason is None:
+        reason = _elsewhere(problem, generation)
+        if reason is not None and _triton_problem(problem) is not None:
+            return None
+    return reason
+
+
+def remark(problem: Problem, generation: int = 0) -> str | None:
+    """What `explain` adds for a call that is served."""
+    reason = _triton_gradients(problem, generation) if problem.requires_grad else None
+    return None if reason is None else f"its gradients come from triton: {reason}"
+
+
 def rejects(problem: Problem, generation: int = 0) -> str | None:
     """Why a call cannot be served, and what to do; None if it can."""
     if problem.device_type != "cuda" or problem.capability is None:
@@ -307,7 +334,7 @@ def _serves_backward(
         *(1, 1, head_dim, head_dim_v),
         mask=pairs,
     )
-    return _refusal("backward", problem, generation) is None
+    return _triton_gradients(problem, generation) is None
 
 
 def backward(*arguments: Any, generation: int = 0) -> tuple[Tensor, ...]:
@@ -354,6 +381,7 @@ def _held_to(generation: int) -> SimpleNamespace:
         FUSED=FUSED,
         unavailable=unavailable,
         rejects=functools.partial(rejects, generation=generation),
+        remark=functools.partial(remark, generation=generation),
         forward=functools.partial(forward, generation=generation),
         backward=functools.partial(backward, generation=generation),
     )
