@@ -47,7 +47,7 @@ def plan(count: int, seed: int) -> list[Case]:
     pool = [
         v
         for v in variants(400, ("float32",), max_dim=MAX_DIM)
-        if not v.dropout and not (v.varlen and v.bias)
+        if not (v.dropout or v.key_weight or (v.varlen and v.bias))
     ]
     short = generate(seed, count - count // 8, pool, lengths=ALL_LENGTHS, score_limit=1 << 18)
     long = generate(seed + 1, count // 8, pool, lengths=LARGE_LENGTHS, score_limit=1 << 21)
