@@ -59,6 +59,10 @@ BACKWARD_FP32 = re.compile(
 )
 # ... of short rows of keys: head dim, warps, queries of a chunk, CTAs per SM.
 SHORT_FP32 = re.compile(r"ShortTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E")
+# sm90 backward: kind; head dim, query rows; packed, softcap (the main kernel alone).
+BACKWARD_SM90 = re.compile(
+    r"backward_([a-z]*)_?kernelI.*BackwardTilingILi(\d+)ELi(\d+)E+Lb([01])(?:ELb([01]))?"
+)
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 
 
@@ -75,6 +79,9 @@ class Kernel:
     @property
     def tiling(self) -> tuple[int, ...] | None:
         """(head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows) of a forward kernel."""
+        if found := BACKWARD_SM90.search(self.name):
+            dim, rows = int(found[2]), int(found[3])
+            return (dim, rows, 0, 8, 0, 1, 1) if found[1] else (dim, rows, 128, 12, 2, 1, 1)
         if self.unit.startswith("sm90"):
             if found := DECODE_SM90.search(self.name):
                 dim = int(found[1])
@@ -164,6 +171,9 @@ class Kernel:
             kind = re.search(r"\d([a-z_]+)_kernel", self.name)
             name = kind[1].replace("_", " ") if kind else self.name
             return name + (", plain 16-byte rows" if self.tiling and self.tiling[-1] else "")
+        if found := BACKWARD_SM90.search(self.name):
+            words = (found[1], "packed" * (found[4] == "1"), "softcap" * (found[5] == "1"))
+            return " ".join(filter(None, words)) or "dense"
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return "combine" if "decode_combine" in self.name else "decoding"
         if found := TILE_FP32.search(self.name):
@@ -212,6 +222,11 @@ class Kernel:
             return (staged + 16 * (dim <= 96) + stages * rows * 8 + 32 + 127) // 128 * 128
         if "BiasTiling" in self.name:
             return 2 * dim * 2 * (rows + keys)
+        if found := BACKWARD_SM90.search(self.name):
+            if found[1]:
+                return 0
+            inputs = 2 * dim * (2 * keys + 2 * stages * rows)  # K, V; Q, dO
+            return inputs + stages * rows * (2 * keys + 8) + 4 * dim * rows  # dS, statistics; dQ
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0
         if pairs := TILING_PAIRS.search(self.name):

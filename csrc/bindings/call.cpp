@@ -2,6 +2,11 @@
 
 #include <cstdlib>
 
+extern "C" {
+FLASHSCI_DECLARE_BACKWARD(sm90_fp16)
+FLASHSCI_DECLARE_BACKWARD(sm90_bf16)
+}
+
 namespace flashsci::bindings {
 
 namespace {
@@ -133,6 +138,9 @@ const Kernels* kernels_of(int32_t dtype) {
 #ifdef FLASHSCI_HAVE_FORWARD_SM90_FP16
       FORWARD_IN_WORKSPACE(90, sm90_fp16),
 #endif
+#ifdef FLASHSCI_HAVE_BACKWARD_SM90_FP16
+      BACKWARD(90, sm90_fp16),
+#endif
 #ifdef FLASHSCI_HAVE_FORWARD_SM80_FP16
       FORWARD(80, sm80_fp16),
 #endif
@@ -149,6 +157,9 @@ const Kernels* kernels_of(int32_t dtype) {
   static const Kernels brain[] = {
 #ifdef FLASHSCI_HAVE_FORWARD_SM90_BF16
       FORWARD_IN_WORKSPACE(90, sm90_bf16),
+#endif
+#ifdef FLASHSCI_HAVE_BACKWARD_SM90_BF16
+      BACKWARD(90, sm90_bf16),
 #endif
 #ifdef FLASHSCI_HAVE_FORWARD_SM80_BF16
       FORWARD(80, sm80_bf16),

@@ -237,6 +237,23 @@ def test_digest_ignores_comments_and_layout_only():
     assert "// no comment" in digest.normalised_cpp(text)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"head_dim": 128, "head_dim_v": 72, "window_left": 5, "softcap": 3.0}, None),
+        ({"deterministic": True}, None),
+        ({"varlen": True}, None),
+        ({"head_dim_v": 136}, "end at 128"),
+        ({"head_dim": 36}, "multiples of 8"),
+    ],
+)
+def test_what_the_hopper_backward_serves(monkeypatch, change, reason):
+    monkeypatch.setattr(backend, "build_info", lambda: BUILD)
+    found = backend._refusal("backward", replace(PROBLEM, **change), 90)
+    assert found is None if reason is None else reason in found
+
+
 def test_digest_of_every_unit():
     units = digest.units(ROOT)
     assert "cuda/sm80/forward_bf16" in units

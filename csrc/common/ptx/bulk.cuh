@@ -1,0 +1,32 @@
+// PTX ISA "cp.async.bulk", "cp.reduce.async.bulk" (sm_90): one thread moves contiguous bytes.
+// Addresses and sizes are multiples of 16. Groups and their waits are those of tma.cuh.
+#pragma once
+#include <cstdint>
+
+namespace flashsci::ptx {
+
+// Into shared memory; the bytes are reported to an mbarrier.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::
+          "r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// global[i] += shared[i], fp32, each element atomically.
+__device__ __forceinline__ void bulk_add_f32(void* global, uint32_t shared, uint32_t bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(global),
+      "r"(shared), "r"(bytes)
+      : "memory");
+}
+
+// Waits until at most kPending of this thread's newest groups are not yet visible to everybody.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+
+}  // namespace flashsci::ptx

@@ -1,0 +1,239 @@
+// Backward attention for Hopper: TMA, WGMMA, warp specialisation.
+//
+// Maths     p_ij = exp(s_ij - lse_i), dp_ij = do_i v_j, ds_ij = p_ij (dp_ij - delta_i), delta_i =
+//           o_i do_i - dlse_i; dv_j = sum_i p_ij do_i, dk_j = scale sum_i ds_ij q_i, dq_i = scale
+//           sum_j ds_ij k_j. Softcap: ds times its slope.
+// Roles     A CTA owns 128 keys of one head and all query heads that share it. Warpgroup 0 copies
+//           (backward_produce.cuh): warp 0 loads, warps 1 and 2 add dQ to global memory. Warpgroups
+//           1 and 2 own 64 keys each (backward_consume.cuh). Kernels before and after it:
+//           backward_rows.cuh.
+// Shared    K, V; Q, dO, lse, delta [2 stages] and dS [2 stages] in 128-byte swizzled boxes; dQ of
+//           each consumer in fp32: `BackwardStorage` (backward_layout.cuh).
+// Pipeline  Of a consumer: S^T and dP^T into registers, P^T and dS^T from there into dV and dK; dS
+//           through shared memory to both consumers for dQ, of which each computes half. S^T of
+//           the next block is issued behind dQ of this one, so that the tensor core has work while
+//           dQ is written out and the exponentials are computed beside dP^T.
+// Limits    docs/kernels/sm90_backward.md.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "../common/ptx/mbarrier.cuh"
+#include "../common/ptx/tma.cuh"
+#include "../common/ptx/warpgroup.cuh"
+#include "../include/flashsci.h"
+#include "backward_consume.cuh"
+#include "backward_layout.cuh"
+#include "backward_produce.cuh"
+#include "backward_rows.cuh"
+#include "launch.h"
+#include "tensor_map.h"
+
+namespace flashsci::sm90 {
+
+template <class Op, class C, bool kPacked, bool kSoftcap>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardArgs a) {
+  extern __shared__ unsigned char shared_memory[];
+  auto& shared = *reinterpret_cast<BackwardStorage<C>*>(
+      shared_memory + (-ptx::shared_address(shared_memory) & 1023u));
+  const KeyTile tile = find_key_tile<C, kPacked>(a, blockIdx.x);
+  if (tile.row < 0) return;
+  if (threadIdx.x == 0) {
+    shared.tile = tile;
+    const auto init = [](uint64_t& barrier, uint32_t count) {
+      ptx::mbarrier_init(ptx::shared_address(&barrier), count);
+    };
+    init(shared.kv_full, 1);
+    init(shared.ds_full, 4 * C::kConsumers);
+    for (int i = 0; i < C::kStages; ++i) {
+      init(shared.q_full[i], 1);
+      init(shared.q_empty[i], 4 * C::kConsumers);
+      init(shared.dout_full[i], 1);
+      init(shared.dout_empty[i], 4 * C::kConsumers);
+    }
+    for (int w = 0; w < C::kConsumers; ++w) {
+      for (int i = 0; i < C::kDqStages; ++i) {
+        init(shared.dq_full[i][w], 4);
+        init(shared.dq_empty[i][w], 1);
+      }
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<C::kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == 0) {
+      if (ptx::elect()) load_tiles<C, kPacked>(shared, a, shared.tile);
+    } else if (warp <= C::kConsumers) {
+      if (ptx::elect()) add_dq<C>(shared, a, shared.tile, warp - 1);
+    }
+  } else {
+    ptx::setmaxnreg_inc<C::kConsumerRegisters>();
+    consume<Op, C, kPacked, kSoftcap>(shared, a, warpgroup - 1);
+  }
+}
+
+// Bytes of a workspace part, so that the next begins aligned.
+inline int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+template <class C>
+int64_t query_tiles(const FlashsciBackwardParams& p) {
+  return p.cu_seqlens_q != nullptr ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
+                                   : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+}
+
+template <class C>
+int64_t workspace_of(const FlashsciBackwardParams& p) {
+  const int64_t tiles = p.batch0 * p.batch1 * p.heads_q * query_tiles<C>(p);
+  const int64_t rows = tiles * C::kBlockQ;
+  return 2 * padded(rows * 4) + rows * C::kHeadDim * 4 +
+         (p.deterministic ? tiles * C::kConsumers * 4 : 0);
+}
+
+template <class Op, class C, bool kPacked, bool kSoftcap>
+cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t stream) {
+  constexpr int kSharedBytes = sizeof(BackwardStorage<C>) + 1024;  // the base is aligned by hand
+  static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
+  BackwardArgs a;
+  a.p = p;
+  const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
+  const int64_t key_heads = p.batch0 * p.batch1 * p.heads_k;
+  const int64_t q_tiles = query_tiles<C>(p);
+  const int64_t k_tiles = kPacked ? num_slots<C::kBlockK>(p.seq_k, p.num_seqs)
+                                  : (int64_t{p.seq_k} + C::kBlockK - 1) / C::kBlockK;
+  if (heads * q_tiles > INT32_MAX / 2 || key_heads * k_tiles > INT32_MAX / 2)
+    return cudaErrorNotSupported;
+  a.q_tiles = static_cast<uint32_t>(q_tiles);
+  a.k_tiles = static_cast<uint32_t>(k_tiles);
+  a.key_heads = static_cast<uint32_t>(key_heads);
+  // Causal tiles differ in length: the longest first, among heads whose Q, dO and dQ fit L2.
+  const bool causal = p.window_right >= 0 && p.window_left < 0;
+  const int64_t head_bytes = int64_t{p.seq_q} * C::kHeadDim * 8 * (p.heads_q / p.heads_k) + 1;
+  a.group = causal && !kPacked ? static_cast<uint32_t>(std::min<int64_t>(
+                                     std::max<int64_t>((32 << 20) / head_bytes, 1), key_heads))
+                               : 1;
+  const int64_t rows = heads * q_tiles * C::kBlockQ;
+  auto* space = static_cast<unsigned char*>(p.workspace);
+  a.lse = reinterpret_cast<float*>(space);
+  a.delta = reinterpret_cast<float*>(space + padded(rows * 4));
+  a.dq = reinterpret_cast<float*>(space + 2 * padded(rows * 4));
+  a.turns = p.deterministic ? reinterpret_cast<int*>(a.dq + rows * C::kHeadDim) : nullptr;
+  // In turns the shortest causal tiles go first: each finds its turn come where it begins.
+  a.descending = a.turns != nullptr && causal;
+  a.dout_row_offset = p.dout == nullptr ? p.seq_q : 0;
+  a.exp_scale = p.scale * kLog2e;
+  a.cap_inner = p.softcap != 0.f ? p.scale / p.softcap : 0.f;
+  a.cap_outer = p.softcap * kLog2e;
+
+  constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
+  cudaError_t error = cudaSuccess;
+  const auto encode = [&](CUtensorMap& map, const void* base, const FlashsciStrides& strides,
+                          int64_t count, int64_t heads_of, int columns, int box_rows) {
+    if (error == cudaSuccess && base != nullptr)
+      error = encode_map(&map, base, k16Bit, columns,
+                         dense_dims(strides, count, heads_of, p.batch1, p.batch0), 64, box_rows);
+  };
+  const auto encode_loads = [&](CUtensorMap& map, CUtensorMap& cut, CUtensorMap& row,
+                                const void* base, const FlashsciStrides& strides, int64_t count,
+                                int64_t heads_of, int columns, int box_rows) {
+    encode(map, base, strides, count, heads_of, columns, box_rows);
+    if constexpr (kPacked) {
+      encode(row, base, strides, count, heads_of, columns, 1);
+      if (error == cudaSuccess)
+        error = encode_map(&cut, base, k16Bit, columns,
+                           cut_dims(strides, count, heads_of, box_rows), 64, box_rows);
+    }
+  };
+  encode_loads(a.q, a.q_cut, a.q_row, p.q, p.q_strides, p.seq_q, p.heads_q, p.head_dim, C::kBlockQ);
+  encode_loads(a.dout, a.dout_cut, a.dout_row, p.dout != nullptr ? p.dout : p.out,
+               p.dout != nullptr ? p.dout_strides : p.out_strides, p.seq_q, p.heads_q, p.head_dim_v,
+               C::kBlockQ);
+  encode_loads(a.k, a.k_cut, a.k_row, p.k, p.k_strides, p.seq_k, p.heads_k, p.head_dim, C::kBlockK);
+  encode_loads(a.v, a.v_cut, a.v_row, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v,
+               C::kBlockK);
+  encode(a.dk, p.dk, p.dk_strides, p.seq_k, p.heads_k, p.head_dim, 64);
+  encode(a.dv, p.dv, p.dv_strides, p.seq_k, p.heads_k, p.head_dim_v, 64);
+  if (error != cudaSuccess) return error;
+
+  constexpr auto kernel = backward_kernel<Op, C, kPacked, kSoftcap>;
+  static std::atomic<uint64_t> configured{0};
+  error = allow_shared(kernel, kSharedBytes, p.device, configured);
+  if (error != cudaSuccess) return error;
+  const uint32_t row_blocks = static_cast<uint32_t>(heads * q_tiles);
+  backward_prepare_kernel<Op, C, kPacked><<<row_blocks, kRowThreads, 0, stream>>>(a);
+  kernel<<<static_cast<uint32_t>(key_heads * k_tiles), C::kThreads, kSharedBytes, stream>>>(a);
+  if (p.dq != nullptr)
+    backward_finish_kernel<Op, C, kPacked><<<row_blocks, kRowThreads, 0, stream>>>(a);
+  return cudaGetLastError();
+}
+
+// The tile shapes, by padded head dimension; why: docs/kernels/sm90_backward.md.
+template <int kHeadDim, bool kSoftcap>
+struct BackwardTile {
+  using Tiling = BackwardTiling<kHeadDim, 64>;
+};
+template <>
+struct BackwardTile<64, false> {
+  using Tiling = BackwardTiling<64, 128>;
+};
+
+template <class Op, int kHeadDim>
+cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t stream) {
+  using Plain = typename BackwardTile<kHeadDim, false>::Tiling;
+#if defined(FLASHSCI_SM90_PLAIN)  // experiments: one instance
+  return launch_backward_tiling<Op, Plain, false, false>(p, stream);
+#else
+  using Softcap = typename BackwardTile<kHeadDim, true>::Tiling;
+  if (p.cu_seqlens_q != nullptr)
+    return p.softcap != 0.f ? launch_backward_tiling<Op, Softcap, true, true>(p, stream)
+                            : launch_backward_tiling<Op, Plain, true, false>(p, stream);
+  return p.softcap != 0.f ? launch_backward_tiling<Op, Softcap, false, true>(p, stream)
+                          : launch_backward_tiling<Op, Plain, false, false>(p, stream);
+#endif
+}
+
+template <int kHeadDim>
+int64_t padded_workspace(const FlashsciBackwardParams& p) {
+  return p.softcap != 0.f ? workspace_of<typename BackwardTile<kHeadDim, true>::Tiling>(p)
+                          : workspace_of<typename BackwardTile<kHeadDim, false>::Tiling>(p);
+}
+
+inline int64_t backward_workspace(const FlashsciBackwardParams& p) {
+  return std::max(p.head_dim, p.head_dim_v) <= 64 ? padded_workspace<64>(p)
+                                                  : padded_workspace<128>(p);
+}
+
+// cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
+template <class Op>
+cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream) {
+  const auto aligned = [&](const void* base, const FlashsciStrides& s, int64_t heads,
+                           int64_t rows) {
+    const auto whole = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
+    return reinterpret_cast<uintptr_t>(base) % 16 == 0 && whole(p.batch0, s.batch0) &&
+           whole(p.batch1, s.batch1) && whole(heads, s.head) && whole(rows, s.row);
+  };
+  const int dim = std::max(p.head_dim, p.head_dim_v);
+  if (dim > 128 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 || p.seq_q == 0 || p.seq_k == 0 ||
+      p.pairs.bias != nullptr || p.pairs.mask != nullptr ||
+      (p.deterministic && p.cu_seqlens_q != nullptr) ||  // offsets of any contents must not hang
+      !aligned(p.out, p.out_strides, p.heads_q, p.seq_q) ||
+      !aligned(p.dout, p.dout_strides, p.heads_q, p.seq_q) ||
+      !aligned(p.dq, p.dq_strides, p.heads_q, p.seq_q) ||
+      !aligned(p.dk, p.dk_strides, p.heads_k, p.seq_k) ||
+      !aligned(p.dv, p.dv_strides, p.heads_k, p.seq_k))
+    return cudaErrorNotSupported;
+#if defined(FLASHSCI_SM90_ONLY)  // experiments: one head dimension compiles in seconds
+  return launch_backward_padded<Op, FLASHSCI_SM90_ONLY>(p, stream);
+#else
+  return dim <= 64 ? launch_backward_padded<Op, 64>(p, stream)
+                   : launch_backward_padded<Op, 128>(p, stream);
+#endif
+}
+
+}  // namespace flashsci::sm90

@@ -1,0 +1,27 @@
+// bf16 instances of the sm90 backward, all head dimensions.
+#include "../common/dtype_bf16.cuh"
+#include "../common/ptx/wgmma_bf16.cuh"
+#include "backward.cuh"
+
+namespace {
+
+struct Op : flashsci::BFloat16 {
+  static constexpr bool kIsBf16 = true;
+  template <int kN>
+  using Wgmma = flashsci::ptx::WgmmaBf16<kN>;
+};
+
+}  // namespace
+
+extern "C" {
+FLASHSCI_DECLARE_BACKWARD(sm90_bf16)
+}
+
+extern "C" int flashsci_backward_sm90_bf16(const FlashsciBackwardParams* params,
+                                           FlashsciStream stream) {
+  return flashsci::sm90::launch_backward<Op>(*params, static_cast<cudaStream_t>(stream));
+}
+
+extern "C" int64_t flashsci_backward_sm90_bf16_workspace(const FlashsciBackwardParams* params) {
+  return flashsci::sm90::backward_workspace(*params);
+}

@@ -1,0 +1,30 @@
+// fp16 instances of the sm90 backward, all head dimensions.
+#include "../common/dtype_f16.cuh"
+#include "../common/ptx/wgmma_f16.cuh"
+#include "backward.cuh"
+
+#if defined(__CUDA_BF16_H__) || defined(BFLOAT16)
+#error "the fp16 unit must not see cuda_bf16.h"
+#endif
+namespace {
+
+struct Op : flashsci::Float16 {
+  static constexpr bool kIsBf16 = false;
+  template <int kN>
+  using Wgmma = flashsci::ptx::WgmmaF16<kN>;
+};
+
+}  // namespace
+
+extern "C" {
+FLASHSCI_DECLARE_BACKWARD(sm90_fp16)
+}
+
+extern "C" int flashsci_backward_sm90_fp16(const FlashsciBackwardParams* params,
+                                           FlashsciStream stream) {
+  return flashsci::sm90::launch_backward<Op>(*params, static_cast<cudaStream_t>(stream));
+}
+
+extern "C" int64_t flashsci_backward_sm90_fp16_workspace(const FlashsciBackwardParams* params) {
+  return flashsci::sm90::backward_workspace(*params);
+}

@@ -1,0 +1,155 @@
+// What the roles of the sm90 backward share: tile shapes, shared memory, arguments, who works on
+// what.
+#pragma once
+#include <cstdint>
+
+#include "../common/ptx/cp_async.cuh"
+#include "../common/ptx/mbarrier.cuh"
+#include "../common/ptx/redux.cuh"
+#include "../common/ptx/semaphore.cuh"
+#include "../common/sequence.cuh"
+#include "../common/window.cuh"
+#include "../include/flashsci.h"
+#include "tensor_map.h"
+
+namespace flashsci::sm90 {
+
+template <int kHeadDim_, int kBlockQ_>
+struct BackwardTiling {
+  static constexpr int kHeadDim = kHeadDim_, kBlockQ = kBlockQ_;
+  static constexpr int kConsumers = 2, kBlockK = 64 * kConsumers, kStages = 2;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kColumnBlocks = kHeadDim / 64;  // boxes side by side
+  static constexpr int kQBytes = kBlockQ * kHeadDim * 2;
+  static constexpr int kKVBytes = kBlockK * kHeadDim * 2;
+  static constexpr int kDsBytes = kBlockQ * kBlockK * 2;
+  // The consumers share dQ: 64 rows each, or half of the columns.
+  static constexpr bool kSplitRows = kBlockQ == 128;
+  static constexpr int kDqColumns = kSplitRows ? kHeadDim : kHeadDim / 2;
+  static constexpr int kDqFloats = 64 * kDqColumns;  // of one consumer
+  static constexpr int kDqStages = 1;
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static_assert(kHeadDim == 64 || kHeadDim == 128);
+  static_assert(kBlockQ == 64 || kBlockQ == 128);
+};
+
+// 128 keys of one head and the queries that see them.
+struct KeyTile {
+  int row;             // the first key in its sequence; < 0: nothing to do
+  int first_k, seq_k;  // rows of the sequence (dense: 0 and the parameter)
+  int first_q, seq_q;
+  int first_tile;            // of the sequence among the query tiles of a head
+  int begin, end;            // query tiles of the sequence that see some of the keys
+  int head, batch1, batch0;  // of keys
+  uint32_t batch;            // batch0 * B1 + batch1
+};
+
+template <class C>
+struct BackwardStorage {
+  unsigned char k[C::kKVBytes];                // [column block][128 keys][64]
+  unsigned char v[C::kKVBytes];                // the same
+  unsigned char q[C::kStages][C::kQBytes];     // [stage][column block][kBlockQ rows][64]
+  unsigned char dout[C::kStages][C::kQBytes];  // the same
+  unsigned char ds[C::kStages][C::kDsBytes];   // [stage][consumer's 64 keys][kBlockQ rows][64]
+  float dq[C::kDqStages][C::kConsumers][C::kDqFloats];  // in the order of registers
+  float lse[C::kStages][C::kBlockQ];                    // of rows, in powers of two
+  float delta[C::kStages][C::kBlockQ];                  // negative
+  KeyTile tile;
+  uint64_t kv_full;
+  uint64_t q_full[C::kStages], q_empty[C::kStages];        // Q and lse
+  uint64_t dout_full[C::kStages], dout_empty[C::kStages];  // dO and delta
+  uint64_t ds_full;
+  uint64_t dq_full[C::kDqStages][C::kConsumers], dq_empty[C::kDqStages][C::kConsumers];
+};
+
+struct alignas(128) BackwardArgs {
+  CUtensorMap q, dout;                           // boxes of kBlockQ rows
+  CUtensorMap k, v;                              // boxes of 128 rows
+  CUtensorMap dk, dv;                            // boxes of 64 rows
+  CUtensorMap q_cut, q_row, dout_cut, dout_row;  // packed: load_rows
+  CUtensorMap k_cut, k_row, v_cut, v_row;
+  FlashsciBackwardParams p;
+  float* dq;     // [head][query tile][consumer][kDqFloats]
+  float* lse;    // [head][query tile][kBlockQ], in powers of two; +inf where a row sees no key
+  float* delta;  // [head][query tile][kBlockQ], negative
+  int* turns;    // [head][query tile][consumer]: key tiles that have been added; or NULL: any order
+  bool descending;             // the last key tile first, as the diagonal brings them
+  uint32_t q_tiles, k_tiles;   // of a head; packed: slots
+  uint32_t group;              // key heads whose tiles are mixed, the longest first
+  uint32_t key_heads;          // B0 * B1 * Hk
+  int dout_row_offset;         // 0, or beyond the tensor: dO counts as zero
+  float exp_scale;             // P = exp2(exp_scale s - lse)
+  float cap_inner, cap_outer;  // softcap: s = cap_outer tanh(cap_inner q.k), in powers of two
+};
+
+__device__ __forceinline__ Window window_of(const FlashsciBackwardParams& p, int seq_q, int seq_k) {
+  return Window(p.window_left, p.window_right, p.lower_right != 0, seq_q, seq_k);
+}
+
+// A whole warp must call it.
+template <class C, bool kPacked>
+__device__ __forceinline__ KeyTile find_key_tile(const BackwardArgs& a, uint32_t item) {
+  const FlashsciBackwardParams& p = a.p;
+  const uint32_t first_head = item / (a.group * a.k_tiles) * a.group;
+  const uint32_t rest = item - first_head * a.k_tiles;
+  const uint32_t count = min(a.group, a.key_heads - first_head);
+  const uint32_t index = a.descending ? a.k_tiles - 1 - rest / count : rest / count;
+  const uint32_t batch_head = first_head + rest % count;
+  KeyTile tile;
+  tile.batch = batch_head / static_cast<uint32_t>(p.heads_k);
+  tile.head = batch_head - tile.batch * p.heads_k;
+  tile.batch0 = tile.batch / static_cast<uint32_t>(p.batch1);
+  tile.batch1 = tile.batch - tile.batch0 * static_cast<uint32_t>(p.batch1);
+  if constexpr (kPacked) {
+    const TileOfSequence found = find_tile<C::kBlockK>(
+        static_cast<int>(index), p.cu_seqlens_k, p.cu_seqlens_q, p.num_seqs, p.seq_k, p.seq_q);
+    const int segment = static_cast<int>(index) - found.tile - found.first_q / C::kBlockK;
+    tile.first_k = found.first_q, tile.seq_k = found.seq_q;
+    tile.first_q = found.first_k, tile.seq_q = found.seq_k;
+    tile.first_tile = found.first_k / C::kBlockQ + segment;
+    const bool inside = found.tile >= 0 && found.tile * C::kBlockK < found.seq_q;
+    tile.row = inside ? found.tile * C::kBlockK : -1;
+  } else {
+    tile.first_k = tile.first_q = tile.first_tile = 0;
+    tile.seq_k = p.seq_k, tile.seq_q = p.seq_q;
+    tile.row = static_cast<int>(index) * C::kBlockK;
+  }
+  const Window window = window_of(p, tile.seq_q, tile.seq_k);
+  const int last = min(tile.row + C::kBlockK, tile.seq_k) - 1;
+  const int first_query = max(tile.row - window.after + 1, 0);
+  const int end_query = min(last - window.before + 1, tile.seq_q);
+  const bool some = tile.row >= 0 && first_query < end_query;
+  tile.begin = some ? first_query / C::kBlockQ : 0;
+  tile.end = some ? (end_query + C::kBlockQ - 1) / C::kBlockQ : 0;
+  return tile;
+}
+
+// Where the statistics of a query tile are, in tiles.
+__device__ __forceinline__ int64_t statistics_tile(const BackwardArgs& a, const KeyTile& tile,
+                                                   int head_q, int block) {
+  return static_cast<int64_t>(tile.batch * a.p.heads_q + head_q) * a.q_tiles + tile.first_tile +
+         block;
+}
+
+// How many key tiles add to a query tile before this one.
+template <class C>
+__device__ __forceinline__ int turn_of(const BackwardArgs& a, const KeyTile& tile, int block) {
+  const Window window = window_of(a.p, tile.seq_q, tile.seq_k);
+  const int row = block * C::kBlockQ, last_row = min(row + C::kBlockQ, tile.seq_q) - 1;
+  const int index = tile.row / C::kBlockK;
+  return a.descending ? (window.end(last_row) - 1) / C::kBlockK - index
+                      : index - window.begin(row) / C::kBlockK;
+}
+
+__device__ __forceinline__ void wait_for(const uint64_t& barrier, uint32_t parity) {
+  ptx::mbarrier_wait(ptx::shared_address(&barrier), parity & 1);
+}
+__device__ __forceinline__ void sleep_for(const uint64_t& barrier, uint32_t parity) {
+  ptx::mbarrier_sleep(ptx::shared_address(&barrier), parity & 1);
+}
+__device__ __forceinline__ void wait_turn(const int* turn, int mine) {
+  while (ptx::load_acquire(turn) != mine) {
+  }
+}
+
+}  // namespace flashsci::sm90

@@ -1,0 +1,143 @@
+// What comes before and after the main kernel of the sm90 backward, by tiles of query rows: delta,
+// lse in powers of two and a cleared accumulator; then dQ from the accumulator.
+#pragma once
+#include <cstdint>
+
+#include "../common/sequence.cuh"
+#include "../common/softmax.cuh"
+#include "backward_layout.cuh"
+
+namespace flashsci::sm90 {
+
+// Rows of a query tile.
+struct QueryTile {
+  int row, count;  // of the tensor; count <= 0: nothing to do
+  uint32_t head, batch1, batch0;
+  __device__ __forceinline__ int64_t offset(const FlashsciStrides& strides) const {
+    return batch0 * strides.batch0 + batch1 * strides.batch1 + head * strides.head +
+           row * strides.row;
+  }
+};
+
+template <class C, bool kPacked>
+__device__ __forceinline__ QueryTile find_query_tile(const BackwardArgs& a, uint32_t item) {
+  const FlashsciBackwardParams& p = a.p;
+  const uint32_t batch_head = item / a.q_tiles, index = item - batch_head * a.q_tiles;
+  const uint32_t batch = batch_head / static_cast<uint32_t>(p.heads_q);
+  QueryTile tile;
+  tile.head = batch_head - batch * p.heads_q;
+  tile.batch0 = batch / static_cast<uint32_t>(p.batch1);
+  tile.batch1 = batch - tile.batch0 * static_cast<uint32_t>(p.batch1);
+  if constexpr (kPacked) {
+    const TileOfSequence found = find_tile<C::kBlockQ>(
+        static_cast<int>(index), p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q, p.seq_k);
+    const int inside = found.tile * C::kBlockQ;
+    tile.row = found.first_q + inside;
+    tile.count = found.tile >= 0 ? min(found.seq_q - inside, C::kBlockQ) : 0;
+  } else {
+    tile.row = index * C::kBlockQ;
+    tile.count = min(p.seq_q - tile.row, C::kBlockQ);
+  }
+  return tile;
+}
+
+inline constexpr int kRowThreads = 256;
+
+template <class Op, class C, bool kPacked>
+__global__ void __launch_bounds__(kRowThreads)
+    backward_prepare_kernel(const __grid_constant__ BackwardArgs a) {
+  constexpr int kLanes = C::kHeadDim / 8;  // of a row, 16 bytes each
+  constexpr int kStep = kRowThreads / kLanes;
+  const FlashsciBackwardParams& p = a.p;
+  const QueryTile tile = find_query_tile<C, kPacked>(a, blockIdx.x);
+  if (tile.count <= 0) return;
+  const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
+  const uint16_t* out = static_cast<const uint16_t*>(p.out) + tile.offset(p.out_strides);
+  const uint16_t* dout = static_cast<const uint16_t*>(p.dout) + tile.offset(p.dout_strides);
+  const bool mine = lane * 8 < p.head_dim_v && p.dout != nullptr;
+  const int64_t statistics = static_cast<int64_t>(blockIdx.x) * C::kBlockQ;
+  uint4 x[C::kBlockQ / kStep], y[C::kBlockQ / kStep];
+#pragma unroll
+  for (int i = 0; i < C::kBlockQ / kStep; ++i) {
+    const int row = first + i * kStep;
+    x[i] = y[i] = make_uint4(0, 0, 0, 0);
+    if (mine && row < tile.count) {
+      x[i] = *reinterpret_cast<const uint4*>(out + row * p.out_strides.row + lane * 8);
+      y[i] = *reinterpret_cast<const uint4*>(dout + row * p.dout_strides.row + lane * 8);
+    }
+  }
+  if (a.turns != nullptr && threadIdx.x < C::kConsumers)
+    a.turns[static_cast<int64_t>(blockIdx.x) * C::kConsumers + threadIdx.x] = 0;
+  if (p.dq != nullptr) {
+    float4* accumulator =
+        reinterpret_cast<float4*>(a.dq + statistics * (C::kConsumers * C::kDqFloats / C::kBlockQ));
+#pragma unroll
+    for (int i = 0; i < C::kConsumers * C::kDqFloats / 4; i += kRowThreads)
+      accumulator[i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+#pragma unroll
+  for (int i = 0; i < C::kBlockQ / kStep; ++i) {
+    const uint32_t u[4] = {x[i].x, x[i].y, x[i].z, x[i].w}, v[4] = {y[i].x, y[i].y, y[i].z, y[i].w};
+    float sum = 0.f;
+#pragma unroll
+    for (int word = 0; word < 4; ++word)
+      sum += Op::to_float(static_cast<uint16_t>(u[word])) *
+                 Op::to_float(static_cast<uint16_t>(v[word])) +
+             Op::to_float(static_cast<uint16_t>(u[word] >> 16)) *
+                 Op::to_float(static_cast<uint16_t>(v[word] >> 16));
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    const int row = first + i * kStep;
+    if (lane == 0) {
+      float lse = INFINITY, delta = 0.f;
+      if (row < tile.count) {
+        const int64_t batch_head = (tile.batch0 * p.batch1 + tile.batch1) * p.heads_q + tile.head;
+        lse = p.lse[batch_head * p.seq_q + tile.row + row] * kLog2e;
+        if (p.dlse != nullptr)
+          sum -= p.dlse[tile.offset(p.dlse_strides) + row * p.dlse_strides.row];
+        if (lse == -INFINITY)
+          lse = INFINITY;
+        else
+          delta = -sum;
+      }
+      a.lse[statistics + row] = lse;
+      a.delta[statistics + row] = delta;
+    }
+  }
+}
+
+template <class Op, class C, bool kPacked>
+__global__ void __launch_bounds__(kRowThreads)
+    backward_finish_kernel(const __grid_constant__ BackwardArgs a) {
+  constexpr int kPitch = C::kHeadDim + 8;  // elements: rows fall into different banks
+  __shared__ __align__(16) uint16_t rows[C::kBlockQ * kPitch];
+  const FlashsciBackwardParams& p = a.p;
+  const QueryTile tile = find_query_tile<C, kPacked>(a, blockIdx.x);
+  if (tile.count <= 0) return;
+  const int w = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;
+  const float4* accumulator = reinterpret_cast<const float4*>(
+      a.dq + (static_cast<int64_t>(blockIdx.x) * C::kConsumers + w) * C::kDqFloats);
+  float4 x[C::kDqColumns / 8];
+#pragma unroll
+  for (int j = 0; j < C::kDqColumns / 8; ++j) x[j] = accumulator[j * 128 + thread];
+  const int row = (C::kSplitRows ? w * 64 : 0) + thread / 32 * 16 + lane / 4;
+  const int column = (C::kSplitRows ? 0 : w * C::kDqColumns) + lane % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < C::kDqColumns / 8; ++j) {
+    auto* pair = reinterpret_cast<uint32_t*>(rows + row * kPitch + column + j * 8);
+    pair[0] = Op::pack2(x[j].x * p.scale, x[j].y * p.scale);
+    pair[8 * kPitch / 2] = Op::pack2(x[j].z * p.scale, x[j].w * p.scale);
+  }
+  __syncthreads();
+  constexpr int kLanes = C::kHeadDim / 8;
+  auto* dq = static_cast<uint16_t*>(p.dq) + tile.offset(p.dq_strides);
+#pragma unroll
+  for (int i = 0; i < C::kBlockQ; i += kRowThreads / kLanes) {
+    const int r = i + threadIdx.x / kLanes, c = threadIdx.x % kLanes * 8;
+    if (r < tile.count && c < p.head_dim)
+      *reinterpret_cast<uint4*>(dq + r * p.dq_strides.row + c) =
+          *reinterpret_cast<const uint4*>(rows + r * kPitch + c);
+  }
+}
+
+}  // namespace flashsci::sm90
