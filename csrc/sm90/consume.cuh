@@ -85,9 +85,13 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     }
   };
   const auto with_pairs = [&](auto& scores) {
-    if constexpr (C::kPairs)
-      add_pairs<Op>(scores, a, ptx::shared_address(shared.bias[head % kStages][w]),
+    if constexpr (C::kPairs) {
+      const bool scaled = a.score_mode == kSoftcap || a.p.pairs.bias == nullptr;
+      if (scaled) scale_scores(scores, a);
+      add_pairs<Op>(scores, a, scaled ? 1.f : a.score_inner,
+                    ptx::shared_address(shared.bias[head % kStages][w]),
                     ptx::shared_address(shared.mask[head % kStages][w]));
+    }
   };
   const auto write = [&](const RowStatistics& of, const PostedTile& tile) {
     write_output<Op, C, kPacked>(o, of, a, tile, kPacked ? tile.seq_q : a.p.seq_q, warp_row,
@@ -201,10 +205,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       issue_pending();
       ptx::wgmma_wait<(C::kQStages > 1)>();
       ptx::wgmma_tie(half);
-      if constexpr (C::kPairs) {
-        scale_scores(half, a);
-        with_pairs(half);
-      }
+      with_pairs(half);
       after_qk();
       if constexpr (!kPlainScores && !C::kPairs) scale_scores(half, a);
       mask_half(half, block);
@@ -216,10 +217,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       issue_pending();
       ptx::wgmma_wait<(C::kQStages > 1)>();
       ptx::wgmma_tie(s);
-      if constexpr (C::kPairs) {  // these leave with K
-        scale_scores(s, a);
-        with_pairs(s);
-      }
+      with_pairs(s);  // which leave with K
       after_qk();
       if constexpr (!kPlainScores && !C::kPairs) scale_scores(s, a);
       mask(block);
@@ -243,10 +241,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       next_turn();
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(s);
-      if constexpr (C::kPairs) {  // these leave with K
-        scale_scores(s, a);
-        with_pairs(s);
-      }
+      with_pairs(s);  // which leave with K
       after_qk();
       if constexpr (!kPlainScores && !C::kPairs) scale_scores(s, a);
       const auto rescale = [&] {

@@ -282,6 +282,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
+  ptx::launch_dependents();
   const int begin = blockIdx.x * a.plan.run;
   const int end = min(begin + a.plan.run, a.plan.sequences * a.plan.blocks);
   if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 4) {
@@ -294,6 +295,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 // One warp for each row of each sequence that has several segments.
 template <class Op, int kHeadDim>
 __global__ void __launch_bounds__(128, 8) decode_combine(const __grid_constant__ DecodeArgs a) {
+  ptx::wait_for_prerequisites();
   const DecodePlan& plan = a.plan;
   const int index = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
   const int sequence = index / plan.rows, row = index - sequence * plan.rows;
@@ -411,9 +413,18 @@ cudaError_t launch_decode(const ForwardArgs& from, cudaStream_t stream) {
   kernel<<<(total + a.plan.run - 1) / a.plan.run, C::kThreads, kSharedBytes, stream>>>(a);
   error = cudaGetLastError();
   if (error != cudaSuccess || a.plan.segments == 1) return error;
+  // It starts beside the other and waits for its end: a launch less to wait for.
   const int64_t rows = int64_t{a.plan.sequences} * a.plan.rows;
-  decode_combine<Op, kHeadDim><<<static_cast<unsigned>((rows + 3) / 4), 128, 0, stream>>>(a);
-  return cudaGetLastError();
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>((rows + 3) / 4);
+  config.blockDim = 128;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, decode_combine<Op, kHeadDim>, a);
 }
 
 }  // namespace flashsci::sm90

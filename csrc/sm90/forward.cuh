@@ -3,16 +3,17 @@
 // Maths     o_i = sum_j p_ij v_j / l_i, p_ij = exp(s_ij - m_i), l_i = sum_j p_ij,
 //           lse_i = m_i + log l_i, s = scale q k^T or softcap tanh(scale q k^T / softcap), over the
 //           keys the window shows.
-// Roles     Persistent CTAs, one per SM, walk a static list of query tiles (schedule.cuh).
-//           Warpgroup 0 loads (produce.cuh): its warp 0 K and V, warp 1 Q. Warpgroups
+// Roles     Persistent CTAs, one per SM, walk a list of query tiles (schedule.cuh). Warpgroup 0
+// loads
+//           (produce.cuh): its warp 1 plans the tiles and loads Q, warp 0 K and V. Warpgroups
 //           1 .. kConsumers own 64 query rows each, from S to the stores (consume.cuh).
 // Shared    Q [stage][consumer][64 columns][64 rows], K and V [stage][64 columns][kBlockK rows] in
-//           128-byte swizzled boxes, their barriers: `SharedStorage` (layout.cuh). The output needs
-//           none: quads transpose it with shuffles.
+//           128-byte swizzled boxes, output staging of every warp, barriers, posted tiles:
+//           `SharedStorage` (layout.cuh).
 // Pipeline  Of a consumer, right to left: S_n = Q K_n^T and O += P_n+1 V_n+1 are issued together
 //           and softmax of S_n runs beside the second, across tiles too; the consumers take turns
 //           at issuing (named barriers), so that one's softmax hides behind the products of the
-//           others. The producers run ahead across tiles.
+//           others. Planner and producer run ahead across tiles.
 // Limits    Tensor cores and power at D 256 and 128, instruction issue beside them at D 64:
 //           docs/kernels/sm90_forward.md.
 #pragma once
@@ -34,6 +35,7 @@
 #include "layout.cuh"
 #include "pairs.cuh"
 #include "produce.cuh"
+#include "produce_alone.cuh"
 #include "schedule.cuh"
 #include "tensor_map.h"
 
@@ -51,8 +53,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     ptx::prefetch_tensor_map(&a.v);
     for (int i = 0; i < C::kQStages * C::kConsumers; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&shared.q_full[0][0] + i), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[0][0] + i), 4);
+      // The producer takes part in the first, since it reads what is posted with Q.
+      ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[0][0] + i),
+                         C::kQStages > 1 && i % C::kConsumers == 0 ? 5 : 4);
     }
+    for (int i = 0; i < kPosted; ++i)
+      ptx::mbarrier_init(ptx::shared_address(&shared.planned[i]), 1);
     for (int stage = 0; stage < C::kStages; ++stage) {
       ptx::mbarrier_init(ptx::shared_address(&shared.k_full[stage]), 1);
       ptx::mbarrier_init(ptx::shared_address(&shared.v_full[stage]), 1);
@@ -65,7 +71,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
-    if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 0) produce<C, kPacked>(shared, a);
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if constexpr (C::kQStages == 1) {
+      if (warp == 0) produce_alone<C, kPacked>(shared, a);
+    } else {
+      if (warp == 1) plan<C, kPacked>(shared, a);
+      if (warp == 0 && ptx::elect()) produce<C, kPacked>(shared, a);
+    }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     consume<Op, C, kWindowed, kPlainScores, kPacked>(shared, a, warpgroup - 1);
@@ -125,17 +137,18 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
                        cut_dims(p.v_strides, p.seq_k, p.heads_k, C::kBlockK), 64, C::kBlockK);
   if constexpr (C::kPairs) {
     const auto encode_pairs = [&](CUtensorMap* map, const void* base, const MapElement& element,
-                                  const FlashsciPairStrides& s, int box_keys) {
+                                  const FlashsciPairStrides& s, int box_keys, int* box_rows) {
+      *box_rows = s.row == 0 ? 1 : 64;
       if (error != cudaSuccess || base == nullptr) return;
       const MapDims dims = {{p.seq_q, p.heads_q, p.batch1, p.batch0},
                             {s.row, s.head, s.batch1, s.batch0}};
-      error = s.column == 1 ? encode_map(map, base, element, p.seq_k, dims, box_keys, 64)
+      error = s.column == 1 ? encode_map(map, base, element, p.seq_k, dims, box_keys, *box_rows)
                             : cudaErrorNotSupported;
     };
     const bool fp32 = p.pairs.bias_is_fp32;
     encode_pairs(&a.bias, p.pairs.bias, fp32 ? kFloat32 : k16Bit, p.pairs.bias_strides,
-                 fp32 ? 32 : 64);
-    encode_pairs(&a.mask, p.pairs.mask, kByte, p.pairs.mask_strides, 64);
+                 fp32 ? 32 : 64, &a.bias_rows);
+    encode_pairs(&a.mask, p.pairs.mask, kByte, p.pairs.mask_strides, 64, &a.mask_rows);
   }
   if (error != cudaSuccess) return error;
 

@@ -37,15 +37,15 @@ struct Tiling {
   static_assert(kHeadDim % 64 == 0 && kBlockK % 16 == 0 && (kStages & (kStages - 1)) == 0);
 };
 
-// What the producer tells the consumers about a tile.
+// What the planner tells the others about a tile.
 struct PostedTile {
   int row;               // first query row in its sequence; < 0: no more tiles
-  int seq_q, seq_k;      // of the sequence (dense: not set)
+  int seq_q, seq_k;      // of the sequence
   int first_q, first_k;  // where the sequence begins
-  int head, batch1, batch0;
+  int head, head_k, batch1, batch0;
 };
-// A slot is reused when all consumers have released the Q of the tile kQStages before; by then they
-// may still owe the output of the tile before that one.
+// A slot is reused when the Q of the tile two before has been released; by then the consumers may
+// still owe the output of the tile before that one.
 inline constexpr int kPosted = 4;
 
 template <class C, bool kPairs = C::kPairs>
@@ -66,6 +66,7 @@ struct SharedStorage : PairsStorage<C> {
   uint64_t q_full[C::kQStages][C::kConsumers], q_empty[C::kQStages][C::kConsumers];
   uint64_t k_full[C::kStages], k_empty[C::kStages];
   uint64_t v_full[C::kStages], v_empty[C::kStages];
+  uint64_t planned[kPosted];  // posted, for the producer; consumers learn it with Q
   PostedTile posted[kPosted];
 };
 
@@ -75,11 +76,12 @@ struct alignas(128) ForwardArgs {
   CUtensorMap q, k, v;
   CUtensorMap out;           // boxes of 16 rows
   CUtensorMap v_cut, v_row;  // packed: load_cut_boxes
-  CUtensorMap bias, mask;    // boxes of 64 rows and 128 or 64 bytes; if there are any
+  CUtensorMap bias, mask;    // boxes of their rows and 128 or 64 bytes; if there are any
   FlashsciForwardParams p;
   SchedulePlan schedule;
-  int score_mode;     // how raw q.k becomes what is exponentiated: ScoreMode
-  float score_inner;  // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
+  int bias_rows, mask_rows;  // of a box: 64, or 1 where all rows are the same
+  int score_mode;            // how raw q.k becomes what is exponentiated: ScoreMode
+  float score_inner;         // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
   float score_outer;
   float exp_scale;  // log2(e) times what is left to multiply by
 };

@@ -1,4 +1,4 @@
-// The producer warp of the sm90 forward.
+// The planner and the producer of the sm90 forward, a warp each.
 #pragma once
 #include <cstdint>
 
@@ -27,10 +27,9 @@ __device__ __forceinline__ uint32_t take(const SchedulePlan& plan) {
 }
 
 // Loads rows [row, row + kRows); zeros beyond the tensor.
-template <class C, int kRows>
+template <class C, int kRows, class Place>
 __device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& map,
-                                           uint32_t barrier, int row, int head,
-                                           const HeadIndex& at) {
+                                           uint32_t barrier, int row, int head, const Place& at) {
 #pragma unroll
   for (int block = 0; block < C::kColumnBlocks; ++block)
     ptx::tma_load_5d(shared + block * kRows * 128, &map, barrier, block * 64, row, head, at.batch1,
@@ -41,132 +40,148 @@ __device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& m
 // neighbour's NaN is not. (Rows of Q that are too many are not stored, those of K are masked.)
 template <class C, int kRows>
 __device__ __forceinline__ void load_cut_boxes(uint32_t shared, const ForwardArgs& a,
-                                               uint32_t barrier, int row, const WorkTile& work,
-                                               const HeadIndex& at) {
-  const int rows = min(work.seq_k - row, kRows), start = work.first_k + row;
+                                               uint32_t barrier, int row, const PostedTile& tile) {
+  const int rows = min(tile.seq_k - row, kRows), start = tile.first_k + row;
   if (rows == kRows) {
-    load_boxes<C, kRows>(shared, a.v, barrier, start, at.head_k, at);
+    load_boxes<C, kRows>(shared, a.v, barrier, start, tile.head_k, tile);
   } else if (start + rows >= kRows) {
 #pragma unroll
     for (int block = 0; block < C::kColumnBlocks; ++block)
       ptx::tma_load_5d(shared + block * kRows * 128, &a.v_cut, barrier, block * 64, kRows - rows,
-                       start + rows - kRows, at.head_k, 0);
+                       start + rows - kRows, tile.head_k, 0);
   } else {  // a short first sequence: row by row, those beyond from outside the tensor
 #pragma unroll 1
     for (int i = 0; i < kRows; ++i)
 #pragma unroll 1
       for (int block = 0; block < C::kColumnBlocks; ++block)
         ptx::tma_load_5d(shared + (block * kRows + i) * 128, &a.v_row, barrier, block * 64,
-                         i < rows ? start + i : a.p.seq_k, at.head_k, 0, 0);
+                         i < rows ? start + i : a.p.seq_k, tile.head_k, 0, 0);
   }
 }
 
-// One warp, of which one elected lane issues: posts every tile, and the end; loads its Q, K and V.
+// Walks the list of tiles ahead of the loads, since its divisions take as long as a block: posts
+// every tile, and the end, and loads its Q. One warp, of which one elected lane issues.
 template <class C, bool kPacked>
-__device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardArgs& a) {
+__device__ __forceinline__ void plan(SharedStorage<C>& shared, const ForwardArgs& a) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
   uint32_t tiles = 0;  // posted: Q stage = tiles % kQStages, lap = tiles / kQStages
-  uint32_t turn = 0;   // blocks loaded: stage = turn % kStages, lap = turn / kStages
-  for (uint32_t item = first_item(a.schedule);;) {
+  uint32_t taken = 0;
+  const auto wait_q = [&] {  // for the Q of the tile kQStages before to have been read
+#pragma unroll
+    for (int w = 0; w < C::kConsumers; ++w)
+      ptx::mbarrier_sleep(address(&shared.q_empty[tiles % C::kQStages][w]),
+                          (tiles / C::kQStages & 1) ^ 1);
+  };
+  for (uint32_t item = first_item(a.schedule);; item = next_item(a.schedule, item, taken)) {
     const bool more = item < a.schedule.items;
     WorkTile work{};
+    work.row = -1;
     if (more) work = find_work<C::kBlockQ, kPacked>(a.schedule, a.p, item);
-    const Window window = window_of(a.p, work.seq_q, work.seq_k);
-    const Blocks<C> blocks(window, work.row, C::kBlockQ, work.seq_q);
-    const int count = more && work.row >= 0 ? blocks.end - blocks.first : 0;
-    int own_first[C::kConsumers], own_end[C::kConsumers];  // blocks that a consumer sees
+    const Blocks<C> blocks(window_of(a.p, work.seq_q, work.seq_k), work.row, C::kBlockQ,
+                           work.seq_q);
+    const bool posts = !more || work.row >= 0;
+    if (posts && ptx::elect()) {
+      const HeadIndex at(a.p, more ? work.batch_head : 0);
+      wait_q();
+      PostedTile& tile = shared.posted[tiles % kPosted];
+      tile.row = work.row;
+      tile.head = at.head, tile.head_k = at.head_k;
+      tile.batch1 = at.batch1, tile.batch0 = at.batch0;
+      tile.first_q = work.first_q, tile.first_k = work.first_k;
+      tile.seq_q = work.seq_q, tile.seq_k = work.seq_k;
+      ptx::mbarrier_arrive(address(&shared.planned[tiles % kPosted]));
+      const uint32_t stage = tiles % C::kQStages;
 #pragma unroll
-    for (int w = 0; w < C::kConsumers; ++w) {
-      const Blocks<C> own(window, work.row + w * 64, 64, work.seq_q);
-      own_first[w] = own.first, own_end[w] = own.end;
-    }
-    uint32_t taken = 0;
-    if (ptx::elect()) {
-      HeadIndex at(a.p, more ? work.batch_head : 0);
-      const auto post = [&] {
-        const uint32_t stage = tiles % C::kQStages;
-#pragma unroll
-        for (int w = 0; w < C::kConsumers; ++w)
-          ptx::mbarrier_sleep(address(&shared.q_empty[stage][w]), (tiles / C::kQStages & 1) ^ 1);
-        PostedTile& tile = shared.posted[tiles % kPosted];
-        tile.row = more ? work.row : -1;
-        tile.head = at.head, tile.batch1 = at.batch1, tile.batch0 = at.batch0;
-        tile.first_q = work.first_q, tile.first_k = work.first_k;
-        if constexpr (kPacked) tile.seq_q = work.seq_q, tile.seq_k = work.seq_k;
-#pragma unroll
-        for (int w = 0; w < C::kConsumers; ++w) {
-          const uint32_t full = address(&shared.q_full[stage][w]);
-          if (count > 0) {
-            ptx::mbarrier_arrive_expect(full, C::kQBytes);
-            load_boxes<C, 64>(address(shared.q[stage][w]), a.q, full,
-                              work.first_q + work.row + w * 64, at.head, at);
-          } else {
-            ptx::mbarrier_arrive(full);
-          }
+      for (int w = 0; w < C::kConsumers; ++w) {
+        const uint32_t full = address(&shared.q_full[stage][w]);
+        if (work.row >= 0 && blocks.end > blocks.first) {
+          ptx::mbarrier_arrive_expect(full, C::kQBytes);
+          load_boxes<C, 64>(address(shared.q[stage][w]), a.q, full,
+                            work.first_q + work.row + w * 64, at.head, at);
+        } else {
+          ptx::mbarrier_arrive(full);
         }
-      };
-      // Waits for a stage to be free and arrives in the name of the consumers that will not see it.
-      const auto acquire = [&](uint64_t* empty, uint32_t at_turn, int block) {
-        const uint32_t barrier = address(&empty[at_turn % C::kStages]);
-        ptx::mbarrier_sleep(barrier, (at_turn / C::kStages & 1) ^ 1);
-        uint32_t blind = 0;
-#pragma unroll
-        for (int w = 0; w < C::kConsumers; ++w)
-          blind += block < own_first[w] || block >= own_end[w];
-        if (blind > 0) ptx::mbarrier_arrive(barrier, 4 * blind);
-      };
-      const auto load_k = [&](uint32_t at_turn, int block) {
-        const uint32_t stage = at_turn % C::kStages, full = address(&shared.k_full[stage]);
-        acquire(shared.k_empty, at_turn, block);
-        uint32_t bytes = C::kKVBytes;
-        if constexpr (C::kPairs) {
-          if (a.p.pairs.bias != nullptr)
-            bytes += C::kConsumers * (a.p.pairs.bias_is_fp32 ? C::kBiasBytes : C::kBiasBytes / 2);
-          if (a.p.pairs.mask != nullptr) bytes += C::kConsumers * C::kMaskBytes;
-        }
-        ptx::mbarrier_arrive_expect(full, bytes);
-        load_boxes<C, C::kBlockK>(address(shared.k[stage]), a.k, full,
-                                  work.first_k + block * C::kBlockK, at.head_k, at);
-        if constexpr (C::kPairs) {
-          const int keys = a.p.pairs.bias_is_fp32 ? 32 : 64;  // of a box
-#pragma unroll
-          for (int w = 0; w < C::kConsumers; ++w) {
-            const int query = work.row + w * 64, key = block * C::kBlockK;
-            if (a.p.pairs.bias != nullptr)
-              for (int i = 0; i < C::kBlockK / keys; ++i)
-                ptx::tma_load_5d(address(shared.bias[stage][w] + i * 8192), &a.bias, full,
-                                 key + i * keys, query, at.head, at.batch1, at.batch0);
-            if (a.p.pairs.mask != nullptr)
-              ptx::tma_load_5d(address(shared.mask[stage][w]), &a.mask, full, key, query, at.head,
-                               at.batch1, at.batch0);
-          }
-        }
-      };
-      int block = blocks.end - 1;
-      // With two stages of Q the next is free; the only one is freed later than a stage of K.
-      if (C::kQStages == 1 && count > 0) load_k(turn, block);
-      if (!more || work.row >= 0) post();
-#pragma unroll 1
-      for (int i = 0; i < count; ++i, --block) {
-        if (i == count - 1) taken = take(a.schedule);  // used after the waits below
-        if (C::kQStages > 1 || i > 0) load_k(turn + i, block);
-        const uint32_t stage = (turn + i) % C::kStages, full = address(&shared.v_full[stage]);
-        acquire(shared.v_empty, turn + i, block);
-        ptx::mbarrier_arrive_expect(full, C::kKVBytes);
-        if constexpr (kPacked)
-          load_cut_boxes<C, C::kBlockK>(address(shared.v[stage]), a, full, block * C::kBlockK, work,
-                                        at);
-        else
-          load_boxes<C, C::kBlockK>(address(shared.v[stage]), a.v, full, block * C::kBlockK,
-                                    at.head_k, at);
       }
-      if (count == 0 && more) taken = take(a.schedule);
     }
     __syncwarp();
     if (!more) break;
-    turn += count;
-    tiles += work.row >= 0;
-    item = next_item(a.schedule, item, ptx::redux_max(taken));
+    tiles += posts;
+    if (a.schedule.counter != nullptr) {
+      // When the consumers have begun the last tile: what is taken here, no other CTA may do.
+      wait_q();
+      taken = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? take(a.schedule) : 0, 0);
+    }
+  }
+}
+
+// Loads K and V of the posted tiles. One thread.
+template <class C, bool kPacked>
+__device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardArgs& a) {
+  const auto address = [](const void* x) { return ptx::shared_address(x); };
+  uint32_t turn = 0;  // blocks loaded: stage = turn % kStages, lap = turn / kStages
+#pragma unroll 1
+  for (uint32_t tiles = 0;; ++tiles) {
+    ptx::mbarrier_sleep(address(&shared.planned[tiles % kPosted]), tiles / kPosted & 1);
+    const PostedTile& tile = shared.posted[tiles % kPosted];
+    if (tile.row < 0) break;
+    const int seq_q = kPacked ? tile.seq_q : a.p.seq_q, seq_k = kPacked ? tile.seq_k : a.p.seq_k;
+    const Window window = window_of(a.p, seq_q, seq_k);
+    const Blocks<C> blocks(window, tile.row, C::kBlockQ, seq_q);
+    int own_first[C::kConsumers], own_end[C::kConsumers];  // blocks that a consumer sees
+#pragma unroll
+    for (int w = 0; w < C::kConsumers; ++w) {
+      const Blocks<C> own(window, tile.row + w * 64, 64, seq_q);
+      own_first[w] = own.first, own_end[w] = own.end;
+    }
+    // Waits for a stage to be free and arrives in the name of the consumers that will not see it.
+    const auto acquire = [&](uint64_t* empty, int block) {
+      const uint32_t barrier = address(&empty[turn % C::kStages]);
+      ptx::mbarrier_sleep(barrier, (turn / C::kStages & 1) ^ 1);
+      uint32_t blind = 0;
+#pragma unroll
+      for (int w = 0; w < C::kConsumers; ++w) blind += block < own_first[w] || block >= own_end[w];
+      if (blind > 0) ptx::mbarrier_arrive(barrier, 4 * blind);
+    };
+#pragma unroll 1
+    for (int block = blocks.end - 1; block >= blocks.first; --block, ++turn) {
+      const uint32_t stage = turn % C::kStages;
+      const uint32_t k_full = address(&shared.k_full[stage]);
+      uint32_t bytes = C::kKVBytes;
+      if constexpr (C::kPairs) {
+        if (a.p.pairs.bias != nullptr)
+          bytes += C::kConsumers * a.bias_rows * C::kBlockK * (a.p.pairs.bias_is_fp32 ? 4 : 2);
+        if (a.p.pairs.mask != nullptr) bytes += C::kConsumers * a.mask_rows * C::kBlockK;
+      }
+      acquire(shared.k_empty, block);
+      ptx::mbarrier_arrive_expect(k_full, bytes);
+      load_boxes<C, C::kBlockK>(address(shared.k[stage]), a.k, k_full,
+                                tile.first_k + block * C::kBlockK, tile.head_k, tile);
+      if constexpr (C::kPairs) {
+        const int keys = a.p.pairs.bias_is_fp32 ? 32 : 64;  // of a box
+#pragma unroll
+        for (int w = 0; w < C::kConsumers; ++w) {
+          const int query = tile.row + w * 64, key = block * C::kBlockK;
+          if (a.p.pairs.bias != nullptr)
+            for (int i = 0; i < C::kBlockK / keys; ++i)
+              ptx::tma_load_5d(address(shared.bias[stage][w] + i * 8192), &a.bias, k_full,
+                               key + i * keys, query, tile.head, tile.batch1, tile.batch0);
+          if (a.p.pairs.mask != nullptr)
+            ptx::tma_load_5d(address(shared.mask[stage][w]), &a.mask, k_full, key, query, tile.head,
+                             tile.batch1, tile.batch0);
+        }
+      }
+      const uint32_t v_full = address(&shared.v_full[stage]);
+      acquire(shared.v_empty, block);
+      ptx::mbarrier_arrive_expect(v_full, C::kKVBytes);
+      if constexpr (kPacked)
+        load_cut_boxes<C, C::kBlockK>(address(shared.v[stage]), a, v_full, block * C::kBlockK,
+                                      tile);
+      else
+        load_boxes<C, C::kBlockK>(address(shared.v[stage]), a.v, v_full, block * C::kBlockK,
+                                  tile.head_k, tile);
+    }
+    // What is posted is not written again before we, too, have released Q.
+    ptx::mbarrier_arrive(address(&shared.q_empty[tiles % C::kQStages][0]));
   }
 }
 

@@ -123,17 +123,21 @@ int64_t pair_at(const FlashsciPairStrides& s, int b, int h, int i, int j) {
 }
 
 using Launcher = int (*)(const FlashsciForwardParams*, FlashsciStream);
+using Workspace = int64_t (*)(const FlashsciForwardParams*);
 
 struct Generation {
   const char* name;
   int capability;  // the least that runs it; sm90 needs exactly 9.x
   Launcher fp16, bf16;
+  Workspace fp16_workspace = nullptr, bf16_workspace = nullptr;
 };
 
 const Generation kGenerations[] = {
     {"sm80", 80, flashsci_forward_sm80_fp16, flashsci_forward_sm80_bf16},
 #ifdef FLASHSCI_HAVE_FORWARD_SM90_BF16
     {"sm90", 90, flashsci_forward_sm90_fp16, flashsci_forward_sm90_bf16},
+    {"sm90 with workspace", 90, flashsci_forward_sm90_fp16, flashsci_forward_sm90_bf16,
+     flashsci_forward_sm90_fp16_workspace, flashsci_forward_sm90_bf16_workspace},
 #endif
 };
 
@@ -203,11 +207,15 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
   p.copy_bytes = static_cast<int32_t>(bits & -bits);
   CUDA(cudaDeviceGetAttribute(&p.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0));
 
+  const Workspace workspace = bf16 ? generation.bf16_workspace : generation.fp16_workspace;
+  if (workspace != nullptr && workspace(&p) > 0) CUDA(cudaMalloc(&p.workspace, workspace(&p)));
+
   const auto release = [&] {
     for (const void* x :
          {p.q, p.k, p.v, static_cast<const void*>(p.out), static_cast<const void*>(p.lse),
           static_cast<const void*>(device_cu_q), static_cast<const void*>(device_cu_k),
-          p.pairs.bias, static_cast<const void*>(p.pairs.mask)})
+          p.pairs.bias, static_cast<const void*>(p.pairs.mask),
+          static_cast<const void*>(p.workspace)})
       CUDA(cudaFree(const_cast<void*>(x)));
   };
 
@@ -346,7 +354,8 @@ std::vector<Case> pair_cases() {
 
 }  // namespace
 
-int main() {
+// Arguments: names of the generations to run; none: all.
+int main(int count, char** names) {
   std::vector<Case> cases = {
       {"d64", 2, 4, 2, 150, 200, 64, 64},
       {"d64 causal", 1, 2, 2, 257, 257, 64, 64, -1, 0},
@@ -364,6 +373,10 @@ int main() {
       {"one row, one key", 3, 2, 2, 1, 1, 64, 64},
       {"no keys", 1, 2, 2, 40, 0, 64, 64},
       {"rows without keys", 1, 1, 1, 200, 30, 64, 64, 5, 5},
+      {"decoding", 3, 8, 2, 1, 700, 128, 128},
+      {"decoding, 3 rows, window", 2, 4, 4, 3, 520, 64, 64, 300, 0, true},
+      {"decoding d256 v200", 2, 4, 1, 2, 400, 256, 200, -1, 0, true},
+      {"d8 causal, many tiles", 1, 45, 5, 400, 2100, 8, 8, -1, 0},
       {"packed",
        1,
        4,
@@ -405,6 +418,10 @@ int main() {
   for (const Generation& generation : kGenerations) {
     const bool exact = generation.capability == 90;
     if (exact ? major != 9 : 10 * major + minor < generation.capability) continue;
+    const auto asked = [&](const char* name) {
+      return std::strncmp(generation.name, name, std::strlen(name)) == 0;
+    };
+    if (count > 1 && std::none_of(names + 1, names + count, asked)) continue;
     for (const Case& c : cases) {
       for (bool bf16 : {false, true}) {
         failed += !run(generation, c, bf16);

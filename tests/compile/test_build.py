@@ -174,7 +174,8 @@ def test_turing_sass_is_tensor_core_code():
 
 @needs_library
 def test_hopper_sass_uses_wgmma_and_tma():
-    """Every sm90 main loop multiplies with HGMMA, is fed by UTMALDG and stores by UTMASTG; HMMA is for the rare block only."""
+    """Every sm90 main loop multiplies with HGMMA, is fed by UTMALDG and stores by UTMASTG; HMMA is for the rare block only;
+    no local memory up to D 128."""
     if "90" not in (backend.build_info() or {"archs": []})["archs"]:
         pytest.skip("a build without sm_90a kernels")
     tool = cuobjdump()
@@ -192,6 +193,8 @@ def test_hopper_sass_uses_wgmma_and_tma():
         name = text.split("\n", 1)[0]
         assert "HGMMA.64x" in text and "UTMALDG.5D" in text and "UTMASTG.5D" in text, name
         assert text.count("HMMA.16816") <= 16, name
+        if "TilingILi256" not in name:
+            assert not re.search(r"\b(LDL|STL)\b", text), f"{name} uses local memory"
     decoding = [f for f in functions if "sm9013decode_kernel" in f.split("\n", 1)[0]]
     assert decoding and all("HGMMA.64x" in f and "UTMALDG.5D" in f for f in decoding)
     backward = [f for f in functions if "sm9015backward_kernel" in f.split("\n", 1)[0]]

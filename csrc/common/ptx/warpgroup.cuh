@@ -1,4 +1,4 @@
-// Warp and warpgroup housekeeping of sm_90: setmaxnreg, elect, named barriers.
+// Housekeeping of sm_90: setmaxnreg, elect, named barriers, dependent launches.
 #pragma once
 #include <cstdint>
 
@@ -29,6 +29,16 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
 
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Programmatic dependent launch: what follows in the stream may start once all CTAs have said so;
+// it waits for this kernel to end before it reads anything.
+__device__ __forceinline__ void launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_prerequisites() {
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
 }
 
 }  // namespace flashsci::ptx

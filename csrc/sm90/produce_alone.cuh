@@ -1,0 +1,118 @@
+// The producer warp of tiles with one stage of Q.
+#pragma once
+#include "produce.cuh"
+
+namespace flashsci::sm90 {
+
+// Planner and producer in one warp: with one stage of Q the planner cannot run ahead, and at D 256
+// whatever else loads delays K and V (measured: 4 to 7 %).
+template <class C, bool kPacked>
+__device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const ForwardArgs& a) {
+  const auto address = [](const void* x) { return ptx::shared_address(x); };
+  uint32_t tiles = 0;  // posted: Q stage = tiles % kQStages, lap = tiles / kQStages
+  uint32_t turn = 0;   // blocks loaded: stage = turn % kStages, lap = turn / kStages
+  for (uint32_t item = first_item(a.schedule);;) {
+    const bool more = item < a.schedule.items;
+    WorkTile work{};
+    if (more) work = find_work<C::kBlockQ, kPacked>(a.schedule, a.p, item);
+    const Window window = window_of(a.p, work.seq_q, work.seq_k);
+    const Blocks<C> blocks(window, work.row, C::kBlockQ, work.seq_q);
+    const int count = more && work.row >= 0 ? blocks.end - blocks.first : 0;
+    int own_first[C::kConsumers], own_end[C::kConsumers];  // blocks that a consumer sees
+#pragma unroll
+    for (int w = 0; w < C::kConsumers; ++w) {
+      const Blocks<C> own(window, work.row + w * 64, 64, work.seq_q);
+      own_first[w] = own.first, own_end[w] = own.end;
+    }
+    uint32_t taken = 0;
+    if (ptx::elect()) {
+      HeadIndex at(a.p, more ? work.batch_head : 0);
+      const auto post = [&] {
+        const uint32_t stage = tiles % C::kQStages;
+#pragma unroll
+        for (int w = 0; w < C::kConsumers; ++w)
+          ptx::mbarrier_sleep(address(&shared.q_empty[stage][w]), (tiles / C::kQStages & 1) ^ 1);
+        PostedTile& tile = shared.posted[tiles % kPosted];
+        tile.row = more ? work.row : -1;
+        tile.head = at.head, tile.head_k = at.head_k, tile.batch1 = at.batch1,
+        tile.batch0 = at.batch0;
+        tile.first_q = work.first_q, tile.first_k = work.first_k;
+        tile.seq_q = work.seq_q, tile.seq_k = work.seq_k;
+#pragma unroll
+        for (int w = 0; w < C::kConsumers; ++w) {
+          const uint32_t full = address(&shared.q_full[stage][w]);
+          if (count > 0) {
+            ptx::mbarrier_arrive_expect(full, C::kQBytes);
+            load_boxes<C, 64>(address(shared.q[stage][w]), a.q, full,
+                              work.first_q + work.row + w * 64, at.head, at);
+          } else {
+            ptx::mbarrier_arrive(full);
+          }
+        }
+      };
+      // Waits for a stage to be free and arrives in the name of the consumers that will not see it.
+      const auto acquire = [&](uint64_t* empty, uint32_t at_turn, int block) {
+        const uint32_t barrier = address(&empty[at_turn % C::kStages]);
+        ptx::mbarrier_sleep(barrier, (at_turn / C::kStages & 1) ^ 1);
+        uint32_t blind = 0;
+#pragma unroll
+        for (int w = 0; w < C::kConsumers; ++w)
+          blind += block < own_first[w] || block >= own_end[w];
+        if (blind > 0) ptx::mbarrier_arrive(barrier, 4 * blind);
+      };
+      const auto load_k = [&](uint32_t at_turn, int block) {
+        const uint32_t stage = at_turn % C::kStages, full = address(&shared.k_full[stage]);
+        acquire(shared.k_empty, at_turn, block);
+        uint32_t bytes = C::kKVBytes;
+        if constexpr (C::kPairs) {
+          if (a.p.pairs.bias != nullptr)
+            bytes += C::kConsumers * (a.p.pairs.bias_is_fp32 ? C::kBiasBytes : C::kBiasBytes / 2);
+          if (a.p.pairs.mask != nullptr) bytes += C::kConsumers * C::kMaskBytes;
+        }
+        ptx::mbarrier_arrive_expect(full, bytes);
+        load_boxes<C, C::kBlockK>(address(shared.k[stage]), a.k, full,
+                                  work.first_k + block * C::kBlockK, at.head_k, at);
+        if constexpr (C::kPairs) {
+          const int keys = a.p.pairs.bias_is_fp32 ? 32 : 64;  // of a box
+#pragma unroll
+          for (int w = 0; w < C::kConsumers; ++w) {
+            const int query = work.row + w * 64, key = block * C::kBlockK;
+            if (a.p.pairs.bias != nullptr)
+              for (int i = 0; i < C::kBlockK / keys; ++i)
+                ptx::tma_load_5d(address(shared.bias[stage][w] + i * 8192), &a.bias, full,
+                                 key + i * keys, query, at.head, at.batch1, at.batch0);
+            if (a.p.pairs.mask != nullptr)
+              ptx::tma_load_5d(address(shared.mask[stage][w]), &a.mask, full, key, query, at.head,
+                               at.batch1, at.batch0);
+          }
+        }
+      };
+      int block = blocks.end - 1;
+      // With two stages of Q the next is free; the only one is freed later than a stage of K.
+      if (C::kQStages == 1 && count > 0) load_k(turn, block);
+      if (!more || work.row >= 0) post();
+#pragma unroll 1
+      for (int i = 0; i < count; ++i, --block) {
+        if (i == count - 1) taken = take(a.schedule);  // used after the waits below
+        if (C::kQStages > 1 || i > 0) load_k(turn + i, block);
+        const uint32_t stage = (turn + i) % C::kStages, full = address(&shared.v_full[stage]);
+        acquire(shared.v_empty, turn + i, block);
+        ptx::mbarrier_arrive_expect(full, C::kKVBytes);
+        if constexpr (kPacked)
+          load_cut_boxes<C, C::kBlockK>(address(shared.v[stage]), a, full, block * C::kBlockK,
+                                        shared.posted[tiles % kPosted]);
+        else
+          load_boxes<C, C::kBlockK>(address(shared.v[stage]), a.v, full, block * C::kBlockK,
+                                    at.head_k, at);
+      }
+      if (count == 0 && more) taken = take(a.schedule);
+    }
+    __syncwarp();
+    if (!more) break;
+    turn += count;
+    tiles += work.row >= 0;
+    item = next_item(a.schedule, item, ptx::redux_max(taken));
+  }
+}
+
+}  // namespace flashsci::sm90
