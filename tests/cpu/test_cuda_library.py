@@ -218,7 +218,9 @@ def test_features_that_were_refused_do_not_pass_silently():
     if backend.library_path() is None:
         pytest.skip("no library")
     q = torch.zeros(1, 4, 8)
-    with pytest.raises(flashsci.BackendError, match="no dropout and no bias of packed"):
+    with pytest.raises(
+        flashsci.BackendError, match="no dropout, no key_weight and no bias of packed"
+    ):
         backend.forward(
             q, q, q, *(None,) * 7, -1, -1, 1.0, 0.0, -1, -1, False, 0.5, "default", False
         )

@@ -211,6 +211,11 @@ def _elsewhere(problem: Problem, generation: int = 0) -> str | None:
     hopper = problem.capability is not None and problem.capability[0] == 9
     if generation or not hopper or problem.dtype.itemsize != 2:
         return None
+    wide = max(problem.head_dim, problem.head_dim_v) > 128
+    if wide and not (
+        problem.bias or problem.mask
+    ):  # H200, D 256: sm80's takes half of Triton's time
+        return None
     own = f"cuda/sm90/backward_{_DTYPES[problem.dtype]}" in (build_info() or _sources())["units"]
     if own and _limit("backward", 90, problem) is None:
         return None
