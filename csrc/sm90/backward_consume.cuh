@@ -274,26 +274,47 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
     };
 
     wait_for(shared.kv_full, 0);
-#pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
-      float dq[C::kDqColumns / 2], s[kBlockQ / 2];
+    const auto begin_turn = [&](int turn) {
+      float s[kBlockQ / 2];
       issue_scores(s, turn);
       exponentiate(s, turn);
       issue_dv(turn);
+    };
+    const auto end_turn = [&](int turn) {
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_tie(dk);
+      release(shared.q_empty[turn % kStages]);
+    };
+    begin_turn(0);
+    share_ds(0);
+    issue_dk(0);
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_tie(dv);
+    release(shared.ds_full);
+    release(shared.dout_empty[0]);
+    end_turn(0);
+#pragma unroll 1
+    for (int turn = 1; turn < turns; ++turn) {
+      float dq[C::kDqColumns / 2];
+      begin_turn(turn);
+      wait_for(shared.ds_full, turn - 1);
       share_ds(turn);
-      release(shared.ds_full);
-      wait_for(shared.ds_full, turn);
-      issue_dq(dq, turn);
+      issue_dq(dq, turn - 1);
       issue_dk(turn);
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(dv);
       ptx::wgmma_tie(dq);
+      release(shared.ds_full);
       release(shared.dout_empty[turn % kStages]);
-      write_dq(dq, turn);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_tie(dk);
-      release(shared.q_empty[turn % kStages]);
+      write_dq(dq, turn - 1);
+      end_turn(turn);
     }
+    float dq[C::kDqColumns / 2];
+    wait_for(shared.ds_full, turns - 1);
+    issue_dq(dq, turns - 1);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_tie(dq);
+    write_dq(dq, turns - 1);
     ptx::barrier_sync(3, 128 * C::kConsumers);  // nobody reads K any more
   }
   write_rows<Op, C, kPacked>(dv, 1.f, address(shared.v), a.dv, a.p.dv, a.p.dv_strides,
