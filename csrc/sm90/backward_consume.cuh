@@ -303,7 +303,7 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       // The other consumer has shared dS of the block before, and read what is overwritten now.
       if constexpr (C::kDsStages == 2) wait_for(shared.ds_full, turn - 1);
       share_ds(turn);
-      if constexpr (kBlockQ == 128) {  // frees the registers of P
+      if constexpr (kBlockQ == 128 || kSoftcap) {  // frees the registers of P
         ptx::wgmma_wait<0>();
         ptx::wgmma_tie(dv);
       }
