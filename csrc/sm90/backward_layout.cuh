@@ -27,10 +27,7 @@ struct BackwardTiling {
   static constexpr bool kSplitRows = kBlockQ == 128;
   static constexpr int kDqColumns = kSplitRows ? kHeadDim : kHeadDim / 2;
   static constexpr int kDqFloats = 64 * kDqColumns;  // of one consumer
-#ifndef DSSTAGES
-#define DSSTAGES 2
-#endif
-  static constexpr int kDqStages = 1, kDsStages = kHeadDim == 128 ? DSSTAGES : 2;
+  static constexpr int kDqStages = 1, kDsStages = 2;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static_assert(kHeadDim == 64 || kHeadDim == 128);
   static_assert(kBlockQ == 64 || kBlockQ == 128);
