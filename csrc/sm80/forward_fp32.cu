@@ -19,7 +19,7 @@ cudaError_t launch_forward_fp32(const FlashsciForwardParams& p, cudaStream_t str
     return launch<ForwardTile<16, 1, 2, 4, 8>, ForwardTile<16, 1, 2, 4, 8>>(p, stream);
   if (dim <= 16) return launch<ForwardTile<16, 4, 1, 8, 4>, ForwardTile<16, 4, 1, 8, 2>>(p, stream);
   if (dim <= 32) return launch<ForwardTile<32, 4, 2, 8, 2>, ForwardTile<32, 4, 1, 8, 2>>(p, stream);
-  if (dim <= 64) return launch<ForwardTile<64, 4, 2, 4, 2>, ForwardTile<64, 4, 1, 8, 2>>(p, stream);
+  if (dim <= 64) return launch<ForwardTile<64, 4, 2, 8, 2>, ForwardTile<64, 4, 1, 8, 2>>(p, stream);
   if (dim <= 128)
     return launch<ForwardTile<128, 4, 1, 4, 2>, ForwardTile<128, 4, 1, 4, 1>>(p, stream);
   return cudaErrorNotSupported;

@@ -136,6 +136,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   auto& shared = *reinterpret_cast<ForwardStorage<C>*>(shared_memory);
   using QTile = HalvesTile<C::kBlockQ, C::kDim>;
   using KTile = HalvesTile<C::kBlockK, C::kDim>;
+  constexpr int kTogether = C::kM * C::kDim >= 128 ? 2 : 4;  // registers
 
   // Which query tile of which head.
   const Place place(blockIdx.x, plan.tiles, p.heads_q, p.batch1);
@@ -270,8 +271,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       Operand<C::kM, C::kN> probabilities;
       probabilities.take(s, three);
       set_all(factor, stream.factor(1));
-      multiply_dims<KTile, C::kDim>(o, probabilities, opaque(v_mixed), opaque(v_high), factor,
-                                    three);
+      multiply_dims<KTile, C::kDim, kTogether>(o, probabilities, opaque(v_mixed), opaque(v_high),
+                                               factor, three);
     } else if constexpr (kPairs) {
       if (next_key >= first_tile * C::kBlockK)
         pair_tile.load(pairs, warp_row + lane / 4, next_key + lane % 4 * 4);
@@ -279,9 +280,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   }
 
   if (warp_row >= work.seq_q) return;
-  const int row = work.first_q + warp_row;
   // Found again rather than kept through the loop.
   const Place home(opaque(blockIdx.x), plan.tiles, p.heads_q, p.batch1);
+  int row = warp_row;
+  if (p.cu_seqlens_q != nullptr)
+    row += find_tile<C::kBlockQ>(opaque(blockIdx.x) - home.batch_head * plan.tiles, p.cu_seqlens_q,
+                                 p.cu_seqlens_k, p.num_seqs, p.seq_q, p.seq_k)
+               .first_q;
   float* lse = p.lse + static_cast<int64_t>(home.batch_head) * p.seq_q + row;
   float inverse[C::kM][2];
 #pragma unroll

@@ -70,6 +70,12 @@ __device__ __forceinline__ void scale_rows(float (&s)[kM][kN][4], const float (&
     s[i / (4 * kN)][i / 4 % kN][i % 4] *= factor[i / (4 * kN)][i % 4 / 2];
 }
 
+template <int kM, int kN>
+__device__ __forceinline__ void clear(float (&x)[kM][kN][4]) {
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i) x[i / (4 * kN)][i / 4 % kN][i % 4] = 0.f;
+}
+
 template <int kM>
 __device__ __forceinline__ void set_all(float (&factor)[kM][2], float value) {
 #pragma unroll

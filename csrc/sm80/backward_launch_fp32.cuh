@@ -1,0 +1,180 @@
+// The host side of the fp32 backward: which kernels a call needs, with which tiles, in which
+// workspace.
+//
+//     statistics_fp32_kernel            always
+//     backward_fp32_kernel, of keys     dk, dv
+//     backward_fp32_kernel, of queries  dq, and dbias where it has a place for every pair
+//     bias_gradient_fp32_kernel         other dbias
+#pragma once
+#include <algorithm>
+
+#include "backward_fp32.cuh"
+#include "bias_gradient_fp32.cuh"
+
+namespace flashsci::sm80 {
+
+template <auto kKernel, class... Arguments>
+cudaError_t launch_fp32(int64_t blocks, int threads, size_t shared, int device, cudaStream_t stream,
+                        const Arguments&... arguments) {
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  const cudaError_t error = allow_shared_fp32<kKernel>(static_cast<int>(shared), device);
+  if (error != cudaSuccess) return error;
+  kKernel<<<static_cast<unsigned>(blocks), threads, shared, stream>>>(arguments...);
+  return cudaGetLastError();
+}
+
+template <class C>
+BiasFp32Plan plan_bias(const FlashsciBackwardParams& p) {
+  const int64_t sizes[5] = {p.batch0, p.batch1, p.heads_q, p.seq_q, p.seq_k};
+  const int64_t strides[5] = {p.dbias_strides.batch0, p.dbias_strides.batch1, p.dbias_strides.head,
+                              p.dbias_strides.row, p.dbias_strides.column};
+  const int64_t blocks[5] = {1, 1, 1, C::kBlockRows, C::kBlockColumns};
+  BiasFp32Plan plan{};
+  plan.elements = 1;
+  int64_t owners = 1, members = 1;
+  for (int i = 0; i < 5; ++i) {
+    const int64_t count = (sizes[i] + blocks[i] - 1) / blocks[i];
+    const bool own = strides[i] != 0 || sizes[i] == 1;
+    if (own) plan.elements *= sizes[i];
+    plan.own[i] = static_cast<uint32_t>(own ? count : 1);
+    plan.members[i] = static_cast<uint32_t>(own ? 1 : count);
+    owners *= plan.own[i];
+    members *= plan.members[i];
+    plan.shared |= !own;
+  }
+  plan.member_count = static_cast<uint32_t>(std::min<int64_t>(members, UINT32_MAX));
+  constexpr int64_t kEnough = 1024;  // CTAs: a few for each SM of a large device
+  plan.splits = static_cast<uint32_t>(
+      std::clamp<int64_t>(owners > 0 ? kEnough / owners : 1, 1, std::max<int64_t>(members, 1)));
+  return plan;
+}
+
+// What one call does, before any pointer into the workspace is known.
+struct BackwardFp32Work {
+  bool keys, queries, bias, writes_bias;
+  BiasFp32Plan bias_plan;
+  int64_t statistics_bytes, bias_bytes;  // of the workspace
+};
+
+template <class Bias>
+BackwardFp32Work plan_work(const FlashsciBackwardParams& p) {
+  const auto rounded = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
+  BackwardFp32Work work{};
+  work.keys = p.dk != nullptr || p.dv != nullptr;
+  if (p.dbias != nullptr) {
+    work.bias_plan = plan_bias<Bias>(p);
+    work.writes_bias = !work.bias_plan.shared && p.softcap == 0.f;
+    work.bias = !work.writes_bias;
+    if (work.bias && work.bias_plan.splits > 1)
+      work.bias_bytes = rounded(work.bias_plan.splits * work.bias_plan.elements * int64_t{4});
+  }
+  work.queries = p.dq != nullptr || work.writes_bias;
+  work.statistics_bytes =
+      rounded(p.batch0 * p.batch1 * p.heads_q * p.seq_q * static_cast<int64_t>(sizeof(float2)));
+  return work;
+}
+
+// Tiles without and with a bias or mask, which take registers.
+template <class Plain_, class Pairs_ = Plain_>
+struct Tiles {
+  using Plain = Plain_;
+  using Pairs = Pairs_;
+  static constexpr int kDim = Plain::kDim;
+};
+
+template <class C, int kWhat, bool kPairs>
+cudaError_t launch_tile(const FlashsciBackwardParams& p, BackwardFp32Plan plan,
+                        cudaStream_t stream) {
+  constexpr bool kKeys = kWhat != kQueries;
+  const int seq = kKeys ? p.seq_k : p.seq_q;
+  const int64_t tiles = p.cu_seqlens_q != nullptr
+                            ? num_slots<C::kBlockRows>(seq, p.num_seqs)
+                            : (int64_t{seq} + C::kBlockRows - 1) / C::kBlockRows;
+  plan.tiles = static_cast<uint32_t>(tiles);
+  const int64_t blocks = tiles * (kKeys ? p.heads_k : p.heads_q) * p.batch0 * p.batch1;
+  constexpr size_t kShared = sizeof(BackwardStorage<C>);
+  static_assert(kShared <= 99 * 1024, "a block has 99 KiB on the smallest device");
+  return launch_fp32<backward_fp32_kernel<C, kWhat, kPairs>>(blocks, C::kThreads, kShared, p.device,
+                                                             stream, p, plan);
+}
+
+template <class Tiles>
+cudaError_t launch_queries(const FlashsciBackwardParams& p, const BackwardFp32Plan& plan,
+                           cudaStream_t stream) {
+  return p.pairs.bias != nullptr || p.pairs.mask != nullptr
+             ? launch_tile<typename Tiles::Pairs, kQueries, true>(p, plan, stream)
+             : launch_tile<typename Tiles::Plain, kQueries, false>(p, plan, stream);
+}
+
+// dk and dv, one after the other where both do not fit the registers.
+template <class C, bool kPairs>
+cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardFp32Plan& plan,
+                        cudaStream_t stream) {
+  if constexpr (C::kDim <= (kPairs ? 64 : 128)) {
+    return launch_tile<C, kKeysBoth, kPairs>(p, plan, stream);
+  } else {
+    cudaError_t error = cudaSuccess;
+    if (p.dk != nullptr) error = launch_tile<C, kKeysK, kPairs>(p, plan, stream);
+    if (error == cudaSuccess && p.dv != nullptr)
+      error = launch_tile<C, kKeysV, kPairs>(p, plan, stream);
+    return error;
+  }
+}
+
+template <class Keys, class Queries, class Bias>
+cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t stream) {
+  const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
+  if (p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
+  BackwardFp32Work work = plan_work<Bias>(p);
+  BackwardFp32Plan plan{};
+  plan.statistics = static_cast<float2*>(p.workspace);
+  work.bias_plan.sums =
+      reinterpret_cast<float*>(static_cast<char*>(p.workspace) + work.statistics_bytes);
+  plan.vector = p.copy_bytes == 16 && (p.head_dim | p.head_dim_v) % 4 == 0;
+  plan.vector_dq = takes_pairs(p.dq, p.dq_strides, p.head_dim);
+  plan.vector_dk = takes_pairs(p.dk, p.dk_strides, p.head_dim);
+  plan.vector_dv = takes_pairs(p.dv, p.dv_strides, p.head_dim_v);
+  const bool pairs = p.pairs.bias != nullptr || p.pairs.mask != nullptr;
+  plan.plain = !pairs && p.softcap == 0.f && p.scale > 0.f;
+  plan.inner = p.softcap != 0.f ? p.scale / p.softcap : plan.plain ? p.scale * kLog2e : p.scale;
+  plan.cap = p.softcap;
+  plan.write_bias = work.writes_bias;
+  plan.pairs = PairsAccess::of(p.pairs, p.seq_k);
+  FlashsciPairs dbias{};
+  dbias.bias = p.dbias, dbias.bias_strides = p.dbias_strides;
+  plan.vector_dbias = PairsAccess::of(dbias, p.seq_k).vector_bias;
+
+  cudaError_t error = cudaSuccess;
+  if (heads * p.seq_q > 0) {
+    int lanes = 4;  // of a row
+    while (lanes < 32 && lanes * 4 < p.head_dim_v) lanes *= 2;
+    const int64_t tiles_of_rows = (int64_t{p.seq_q} + 256 / lanes - 1) / (256 / lanes);
+    error = launch_fp32<statistics_fp32_kernel>(
+        tiles_of_rows * heads, 256, 0, p.device, stream, p, plan.statistics,
+        static_cast<uint32_t>(tiles_of_rows), lanes, plan.vector);
+  }
+  if (error == cudaSuccess && p.dbias != nullptr && work.bias_plan.elements > 0 &&
+      ((work.writes_bias && (p.window_left >= 0 || p.window_right >= 0)) ||
+       heads * p.seq_q * p.seq_k == 0))
+    error = cudaMemsetAsync(p.dbias, 0, work.bias_plan.elements * sizeof(float), stream);
+  if (error == cudaSuccess && work.keys)
+    error = pairs ? launch_keys<typename Keys::Pairs, true>(p, plan, stream)
+                  : launch_keys<typename Keys::Plain, false>(p, plan, stream);
+  if (error == cudaSuccess && work.queries) error = launch_queries<Queries>(p, plan, stream);
+  if (error == cudaSuccess && work.bias && heads * p.seq_q * p.seq_k > 0) {
+    int64_t blocks = work.bias_plan.splits;
+    for (uint32_t own : work.bias_plan.own) blocks *= own;
+    error = launch_fp32<bias_gradient_fp32_kernel<Bias>>(blocks, Bias::kThreads,
+                                                         sizeof(BackwardStorage<Bias>), p.device,
+                                                         stream, p, plan, work.bias_plan);
+    if (error == cudaSuccess && work.bias_plan.splits > 1)
+      error = launch_fp32<bias_sum_fp32_kernel>(
+          std::min<int64_t>((work.bias_plan.elements + 255) / 256, 4096), 256, 0, p.device, stream,
+          static_cast<float*>(p.dbias), static_cast<const float*>(work.bias_plan.sums),
+          work.bias_plan.splits, work.bias_plan.elements);
+  }
+  return error;
+}
+
+}  // namespace flashsci::sm80
