@@ -150,7 +150,7 @@ struct RawRow {
   }
 
   // Writes the halves of chunks further(begin) ... times `scale`; returns the largest high halves.
-  template <class Tile, int kBatch>
+  template <class Tile, bool kPlainLow = false, int kBatch>
   static __device__ __forceinline__ uint32_t store(uint32_t tile, int row,
                                                    const float (&x)[kBatch][8], float scale,
                                                    int begin = 0) {
@@ -162,7 +162,10 @@ struct RawRow {
       uint32_t high[4], low[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        halve_stored(x[i][2 * e] * scale, x[i][2 * e + 1] * scale, high[e], low[e]);
+        if constexpr (kPlainLow)
+          halve(x[i][2 * e] * scale, x[i][2 * e + 1] * scale, high[e], low[e]);
+        else
+          halve_stored(x[i][2 * e] * scale, x[i][2 * e + 1] * scale, high[e], low[e]);
         largest = ptx::max_abs_f16x2(largest, high[e]);
       }
       const uint32_t to = Halves::at(target, further(begin + i));

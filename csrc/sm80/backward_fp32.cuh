@@ -293,10 +293,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     ptx::cp_async_commit();
     if (first < seen_end && first + C::kBlockColumns > seen_begin) {
       float s[C::kM][C::kN][4], dp[C::kM][C::kN][4];  // [m16, n8 of columns, fragment]
-      multiply_rows<RowTile, ColumnTile, C::kDim>(s, opaque(x_start), opaque(x_rows),
-                                                  opaque(x_rows_high), three);
-      multiply_rows<RowTile, ColumnTile, C::kDim>(dp, opaque(y_start), opaque(x_rows) + kToY,
-                                                  opaque(x_rows_high) + kToY, three);
+      multiply_rows<RowTile, ColumnTile, C::kDim, true>(s, opaque(x_start), opaque(x_rows),
+                                                        opaque(x_rows_high), three);
+      multiply_rows<RowTile, ColumnTile, C::kDim, true>(dp, opaque(y_start), opaque(x_rows) + kToY,
+                                                        opaque(x_rows_high) + kToY, three);
       const auto statistics_of = [&](int m, int n, int e) {
         return kKeys ? shared.statistics[1][n / 2 * 16 + lane % 4 * 4 + n % 2 * 2 + e % 2]
                      : statistics[m][e / 2];

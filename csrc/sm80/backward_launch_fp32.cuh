@@ -4,11 +4,13 @@
 //     statistics_fp32_kernel            always
 //     backward_fp32_kernel, of keys     dk, dv
 //     backward_fp32_kernel, of queries  dq, and dbias where it has a place for every pair
+//     backward_short_fp32_kernel        these two in one, where keys are few and heads small
 //     bias_gradient_fp32_kernel         other dbias
 #pragma once
 #include <algorithm>
 
 #include "backward_fp32.cuh"
+#include "backward_short_fp32.cuh"
 #include "bias_gradient_fp32.cuh"
 
 namespace flashsci::sm80 {
@@ -122,6 +124,34 @@ cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardFp32Plan&
   }
 }
 
+template <class C>
+cudaError_t launch_short(const FlashsciBackwardParams& p, BackwardFp32Plan plan,
+                         cudaStream_t stream) {
+  plan.inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
+  return launch_fp32<backward_short_fp32_kernel<C>>(
+      p.batch0 * p.batch1 * p.heads_k, (p.seq_k + 31) / 32 * 32, sizeof(ShortStorage<C>), p.device,
+      stream, p, plan);
+}
+
+// Whether one CTA takes all keys of a head, and there are CTAs enough.
+template <int kDim>
+bool takes_short(const FlashsciBackwardParams& p) {
+  constexpr int kAmpere = 160 * 1024;  // shared memory of an SM
+  return kDim <= 32 && p.cu_seqlens_q == nullptr && p.seq_k > 0 && p.seq_k <= 256 &&
+         (p.seq_k <= 32 || p.shared_per_sm > kAmpere) &&
+         (p.batch0 * p.batch1 * p.heads_k >= 64 || p.seq_q <= 256);
+}
+
+template <int kDim>
+cudaError_t launch_short_of(const FlashsciBackwardParams& p, const BackwardFp32Plan& plan,
+                            cudaStream_t stream) {
+  if constexpr (kDim <= 32) {
+    return p.seq_k <= 32 ? launch_short<ShortTile<kDim, 1, 32, 8>>(p, plan, stream)
+                         : launch_short<ShortTile<kDim, 8, 128, 1>>(p, plan, stream);
+  }
+  return cudaErrorNotSupported;
+}
+
 template <class Keys, class Queries, class Bias>
 cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t stream) {
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
@@ -158,10 +188,13 @@ cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t 
       ((work.writes_bias && (p.window_left >= 0 || p.window_right >= 0)) ||
        heads * p.seq_q * p.seq_k == 0))
     error = cudaMemsetAsync(p.dbias, 0, work.bias_plan.elements * sizeof(float), stream);
-  if (error == cudaSuccess && work.keys)
+  const bool short_keys = takes_short<Bias::kDim>(p) && (work.keys || work.queries);
+  if (error == cudaSuccess && short_keys) error = launch_short_of<Bias::kDim>(p, plan, stream);
+  if (error == cudaSuccess && work.keys && !short_keys)
     error = pairs ? launch_keys<typename Keys::Pairs, true>(p, plan, stream)
                   : launch_keys<typename Keys::Plain, false>(p, plan, stream);
-  if (error == cudaSuccess && work.queries) error = launch_queries<Queries>(p, plan, stream);
+  if (error == cudaSuccess && work.queries && !short_keys)
+    error = launch_queries<Queries>(p, plan, stream);
   if (error == cudaSuccess && work.bias && heads * p.seq_q * p.seq_k > 0) {
     int64_t blocks = work.bias_plan.splits;
     for (uint32_t own : work.bias_plan.own) blocks *= own;

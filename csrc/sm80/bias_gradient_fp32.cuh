@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       continue;
 
     float s[C::kM][C::kN][4], factor[C::kM][2];
-    multiply_rows<RowTile, ColumnTile, C::kDim>(s, q_start, k_mixed, k_high, three);
+    multiply_rows<RowTile, ColumnTile, C::kDim, true>(s, q_start, k_mixed, k_high, three);
 #pragma unroll
     for (int i = 0; i < C::kM * 2; ++i)
       factor[i / 2][i % 2] =
@@ -152,8 +152,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], kLog2e, -statistics[m][e / 2].x));
     }
     float dp[C::kM][C::kN][4];
-    multiply_rows<RowTile, ColumnTile, C::kDim>(dp, dout_start, k_mixed + kToV, k_high + kToV,
-                                                three);
+    multiply_rows<RowTile, ColumnTile, C::kDim, true>(dp, dout_start, k_mixed + kToV, k_high + kToV,
+                                                      three);
 #pragma unroll
     for (int i = 0; i < C::kM * 2; ++i)
       factor[i / 2][i % 2] = shared.y_factor[warp * C::kRows + i * 8 + lane / 4] * stream.factor(1);

@@ -194,7 +194,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   float o[C::kM][C::kDimBlocks][4];  // [m16, n8 of Dv, fragment]
   float row_max[C::kM][2];           // [m16, row g or g + 8], log2 units; stale by <= kStale
   float row_sum[C::kM][2];           // this lane's part of the sum
-  float q_factor[C::kM][2];          // from halves of Q, and units of the scores, to the plan's
 #pragma unroll
   for (int m = 0; m < C::kM; ++m) {
     row_max[m][0] = row_max[m][1] = -INFINITY;
@@ -223,12 +222,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     __syncthreads();
     convert_in_place<C::kBlockQ, C::kDim, C::kThreads>(q_tile, shared.q_factor);
     __syncthreads();
-#pragma unroll
-    for (int m = 0; m < C::kM; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        q_factor[m][half] =
-            shared.q_factor[warp * C::kRows + m * 16 + half * 8 + lane / 4] * plan.inner;
   }
 
 #pragma unroll 1
@@ -242,13 +235,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     const int next_key = stream.again ? first_key : first_key - C::kBlockK;
     if (first_key < seen_end && first_key + C::kBlockK > seen_begin) {
       float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
-      multiply_rows<QTile, KTile, C::kDim>(s, opaque(q_start), opaque(k_mixed), opaque(k_high),
-                                           three);
+      multiply_rows<QTile, KTile, C::kDim, true>(s, opaque(q_start), opaque(k_mixed),
+                                                 opaque(k_high), three);
       float factor[C::kM][2];  // from s to log2 units
 #pragma unroll
       for (int m = 0; m < C::kM; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) factor[m][half] = q_factor[m][half] * stream.factor(0);
+        for (int half = 0; half < 2; ++half)
+          factor[m][half] = shared.q_factor[warp * C::kRows + m * 16 + half * 8 + lane / 4] *
+                            (plan.inner * stream.factor(0));
       if (plan.plain) {
         keep_finite(factor);
       } else {

@@ -37,7 +37,7 @@ __device__ __forceinline__ uint32_t start_of_dims(uint32_t tile, bool mixed) {
 
 // s = A B^T for rows of tiles A (from a_start) and B (from b_mixed, b_high), in units of their
 // scales.
-template <class TileA, class TileB, int kDim, int kM, int kN>
+template <class TileA, class TileB, int kDim, bool kPlainLow = false, int kM, int kN>
 __device__ __forceinline__ void multiply_rows(float (&s)[kM][kN][4], uint32_t a_start,
                                               uint32_t b_mixed, uint32_t b_high, bool three) {
   using A = typename TileA::Rows;
@@ -56,6 +56,10 @@ __device__ __forceinline__ void multiply_rows(float (&s)[kM][kN][4], uint32_t a_
       for (int m = 0; m < kM; ++m) {
         ptx::ldmatrix_x4(high[m], A::at(a_start, 2 * d) + m * 16 * A::kRowBytes);
         ptx::ldmatrix_x4(low[m], A::at(a_start, 2 * d) + m * 16 * A::kRowBytes + TileA::kLowBytes);
+        if constexpr (kPlainLow) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) high[m][e] = ptx::mul_f16x2(high[m][e], kInverseLowScale2);
+        }
       }
       constexpr int kBatch = kN % 4 == 0 ? 4 : 2;  // mma of one accumulator keep a distance
 #pragma unroll
@@ -75,12 +79,14 @@ __device__ __forceinline__ void multiply_rows(float (&s)[kM][kN][4], uint32_t a_
             ptx::mma_m16n8k16_f16(s[m][n + i], high[m], b[i][2], b[i][3]);
       }
     }
+    if constexpr (!kPlainLow) {
 #pragma unroll
-    for (int m = 0; m < kM; ++m)
+      for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int n = 0; n < kN; ++n)
+        for (int n = 0; n < kN; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[m][n][e] *= 1.f / kLowScale;
+          for (int e = 0; e < 4; ++e) s[m][n][e] *= 1.f / kLowScale;
+    }
   }
 #pragma unroll
   for (int d = 0; d < kDim / 16; ++d) {

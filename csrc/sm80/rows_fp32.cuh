@@ -22,7 +22,7 @@ __device__ __forceinline__ void convert_in_place(uint32_t tile, float* factors) 
   row.load_some(x, 0);
   const int scale = scale_exponent(Row::exponent(x));
   __syncthreads();  // all have read
-  Row::template store<HalvesTile<kRows, kDim>>(tile, Row::row(), x, power_of_two(scale));
+  Row::template store<HalvesTile<kRows, kDim>, true>(tile, Row::row(), x, power_of_two(scale));
   if (Row::part() == 0) factors[Row::row()] = power_of_two(-scale);
 }
 
