@@ -147,7 +147,7 @@ cudaError_t launch_short_of(const FlashsciBackwardParams& p, const BackwardFp32P
                             cudaStream_t stream) {
   if constexpr (kDim <= 32) {
     return p.seq_k <= 32 ? launch_short<ShortTile<kDim, 1, 32, 8>>(p, plan, stream)
-                         : launch_short<ShortTile<kDim, 8, 128, 1>>(p, plan, stream);
+                         : launch_short<ShortTile<kDim, 8, 128, kDim <= 16 ? 2 : 1>>(p, plan, stream);
   }
   return cudaErrorNotSupported;
 }
