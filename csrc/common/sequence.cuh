@@ -18,6 +18,7 @@ struct TileOfSequence {
   int tile;  // index of the query tile inside the segment; < 0 or past the end: nothing to do
   int first_q, seq_q;  // rows of the segment
   int first_k, seq_k;  // its keys
+  int segment;         // 1 .. num_seqs; 0 and num_seqs + 1: rows of no sequence
 };
 
 // Begin of segment s in 0 .. num_seqs + 1 (and the end of the last one, at s = num_seqs + 2).
@@ -57,6 +58,7 @@ __device__ __forceinline__ TileOfSequence find_tile(int slot, const int32_t* __r
   found.seq_q = ptx::redux_max(found.seq_q);
   found.first_k = ptx::redux_max(found.first_k);
   found.seq_k = ptx::redux_max(found.seq_k);
+  found.segment = ptx::redux_max(low);
   return found;
 }
 

@@ -23,6 +23,12 @@ struct Window {
   // Keys [begin, end) that query i sees; empty if begin >= end.
   __device__ __forceinline__ int begin(int i) const { return max(i + before, 0); }
   __device__ __forceinline__ int end(int i) const { return min(i + after, seq_k); }
+
+  // Queries [first_query, end_query) of seq_q that see key j < seq_k; empty if first >= end.
+  __device__ __forceinline__ int first_query(int j) const { return max(j - after + 1, 0); }
+  __device__ __forceinline__ int end_query(int j, int seq_q) const {
+    return min(j - before, seq_q - 1) + 1;
+  }
 };
 
 // Scores of keys outside [begin(i), end(i)) become -inf. row: this lane's first query row; column:
@@ -42,6 +48,30 @@ __device__ __forceinline__ void mask_scores(float (&s)[kM][kN][4], const Window&
         for (int e = 0; e < 2; ++e) {
           const int j = n * 8 + e;
           if (j < begin || j >= end) s[m][n][half * 2 + e] = -INFINITY;
+        }
+      }
+    }
+  }
+}
+
+// The same where rows are keys: s^T. row: this lane's first key; column: the query of its first
+// score.
+template <int kM, int kN>
+__device__ __forceinline__ void mask_scores_transposed(float (&s)[kM][kN][4], const Window& window,
+                                                       int row, int column) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int j = row + m * 16 + half * 8;
+      const int begin = j < window.seq_k ? window.first_query(j) - column : 1 << 30;
+      const int last = j - window.before - column;  // <= 2^31 - 1
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int i = n * 8 + e;
+          if (i < begin || i > last) s[m][n][half * 2 + e] = -INFINITY;
         }
       }
     }

@@ -8,6 +8,11 @@ __device__ __forceinline__ void st_shared(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void st_shared(uint32_t shared, uint2 value) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};\n" ::"r"(shared), "r"(value.x), "r"(value.y)
+               : "memory");
+}
+
 __device__ __forceinline__ void st_shared(uint32_t shared, uint4 value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared), "r"(value.x),
                "r"(value.y), "r"(value.z), "r"(value.w)
