@@ -36,6 +36,10 @@ SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 USED = re.compile(r"Used (\d+) registers")
 # sm80: head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows.
 TILING = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
+# sm80 with bias or mask: the same, members, stages, bytes of a bias element (0: anything); 16-byte rows.
+TILING_PAIRS = re.compile(
+    r"PairsTilingINS0_6TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)EEELi(\d)ELi(\d)ELi(\d)EEELb([01])"
+)
 # sm75: head dim, query rows, keys, warps, CTAs per SM; 16-byte rows, bias or mask.
 TILING_SM75 = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])ELb([01])E")
 # sm90: head dim, keys, consumer warpgroups, stages, bias or mask; windowed, plain scores, packed.
@@ -82,6 +86,8 @@ class Kernel:
         if found := TILE_FP32.search(self.name):
             dim, warps, m, n, blocks, _ = (int(x) for x in found.groups())
             return dim, 16 * m * warps, 8 * n, warps, 1, blocks, 1
+        if found := TILING_PAIRS.search(self.name):
+            return (*(int(x) for x in found.groups()[:6]), int(found[10]))
         found = TILING.search(self.name)
         return tuple(int(x) for x in found.groups()) if found else None
 
@@ -118,6 +124,10 @@ class Kernel:
         if found is None:
             rows = "16-byte rows" if self.tiling and self.tiling[-1] else "any rows"
             pairs = TILING_SM75.search(self.name) if self.unit.startswith("sm75") else None
+            pairs80 = TILING_PAIRS.search(self.name)
+            if pairs80 is not None:
+                kind = {"0": "any bias or mask", "2": "16-bit bias", "4": "fp32 bias"}[pairs80[9]]
+                return f"{rows}, {kind}" + (", two members" if pairs80[7] == "2" else "")
             return rows + (", bias or mask" if pairs and pairs[7] == "1" else "")
         pairs, windowed, plain, packed = (x == "1" for x in found.groups()[4:])
         if pairs:
@@ -143,6 +153,11 @@ class Kernel:
             return 2 * dim * 2 * (rows + keys)
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0
+        if pairs := TILING_PAIRS.search(self.name):
+            members, slots, bias = int(pairs[7]), int(pairs[8]), int(pairs[9])
+            units = 2 if dim * members * (rows // int(pairs[4]) // 16) <= 128 else 1
+            stage = members * keys * (4 * dim + 1) + rows * keys * (bias or 4)
+            return units * members * rows * dim * 2 + slots * -(-stage // 128) * 128
         q_stages = 2 if self.unit.startswith("sm90") and dim <= 128 else 1
         q_stages = 0 if self.unit.startswith("sm75") else q_stages
         tiles = 2 * dim * (q_stages * rows + 2 * stages * keys)
@@ -155,7 +170,8 @@ class Kernel:
     @property
     def chosen(self) -> bool:
         """Whether a device of this architecture ever runs it: one or two stages is decided by the shared memory of an SM."""
-        if self.tiling is None or TILE_FP32.search(self.name) or not self.unit.startswith("sm80"):
+        special = TILE_FP32.search(self.name) or TILING_PAIRS.search(self.name)
+        if self.tiling is None or special or not self.unit.startswith("sm80"):
             return True
         dim, rows, keys, _, stages, blocks, vector = self.tiling
         if not vector or dim > 128 or rows <= 64:

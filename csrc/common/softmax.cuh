@@ -2,6 +2,7 @@
 // columns 2t, 2t + 1 of each n8 block (lane = 4 g + t).
 #pragma once
 #include <cmath>
+#include <cstdint>
 
 #include "ptx/math.cuh"
 
@@ -18,6 +19,20 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Element (lane, i) of the 4 x 4 words of a quad goes to (i, lane).
+__device__ __forceinline__ void transpose_quad(uint32_t (&word)[4]) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool upper = threadIdx.x & bit;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? word[i] : word[i + bit], bit);
+      (upper ? word[i] : word[i + bit]) = got;
+    }
+  }
 }
 
 // tanh to a few ulp of its value and no branch: tanh.approx.f32 (2^-11) is too coarse for a
@@ -87,6 +102,60 @@ __device__ __forceinline__ void online_softmax(float (&s)[kM][kN][4], float (&o)
           s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], exp_scale, -offset));
           row_sum[m][half] += s[m][n][e];
         }
+      }
+    }
+  }
+}
+
+// Below any score times exp_scale that is not hidden: what a row with no key yet is relative to.
+inline constexpr float kNoKey = -3e38f;
+
+// The same with less between the products: lanes of a quad compare their own maxima only, and talk
+// when one has outgrown the threshold. offset: what the exponents of a row are relative to, the
+// same in all lanes of a quad, kNoKey at first; exp_scale <= 1, so that no finite score overflows.
+template <int kM, int kN, int kDimBlocks>
+__device__ __forceinline__ void online_softmax_lazily(float (&s)[kM][kN][4],
+                                                      float (&o)[kM][kDimBlocks][4],
+                                                      float (&offset)[kM][2],
+                                                      float (&row_sum)[kM][2], float exp_scale) {
+  float lane_max[kM][2];
+  bool grew = false;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x = fmaxf(s[m][0][half * 2], s[m][0][half * 2 + 1]);
+#pragma unroll
+      for (int n = 1; n < kN; ++n) x = fmaxf(x, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
+      lane_max[m][half] = x;
+      grew |= fmaf(x, exp_scale, -offset[m][half]) > kRescaleThreshold;
+    }
+  }
+  if (__any_sync(0xffffffffu, grew)) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float next = fmaxf(offset[m][half], quad_max(lane_max[m][half]) * exp_scale);
+        const float alpha = ptx::ex2_approx(offset[m][half] - next);
+        offset[m][half] = next;
+        row_sum[m][half] *= alpha;
+#pragma unroll
+        for (int d = 0; d < kDimBlocks; ++d) {
+          o[m][d][half * 2] *= alpha;
+          o[m][d][half * 2 + 1] *= alpha;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], exp_scale, -offset[m][e / 2]));
+        row_sum[m][e / 2] += s[m][n][e];
       }
     }
   }

@@ -47,6 +47,18 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
+// Where rows of K and V go so that a lane's scores are of neighbouring keys: the columns 2 t, 2 t +
+// 1 of four n8 blocks are keys 8 t .. 8 t + 7 when key 8 t + 2 n + e is row 8 n + 2 t + e.
+__device__ __forceinline__ int interleaved_row(int key) {
+  return (key & ~30) | (key & 6) << 2 | (key & 24) >> 2;
+}
+
+// The key of score (n, e) of a lane, from the one of its first score.
+template <bool kInterleaved>
+__device__ __forceinline__ constexpr int key_of_score(int n, int e) {
+  return kInterleaved ? n / 4 * 32 + n % 4 * 2 + e : n * 8 + e;
+}
+
 // One chunk whose first `columns` elements are in the tensor (<= 0: none), from a source aligned to
 // copy_bytes only.
 __device__ __forceinline__ void load_chunk(uint32_t target, const uint16_t* __restrict__ source,
@@ -76,8 +88,10 @@ __device__ __forceinline__ void load_chunk(uint32_t target, const uint16_t* __re
 // Copies rows [0, kRows) of a row-major global matrix into a Tile. Rows >= rows_valid and columns
 // >= cols_valid become zeros and are not read. kVector: every row starts at a multiple of 16 bytes
 // and cols_valid is a multiple of 8; otherwise copy_bytes (8, 4 or 2) divides where rows start.
-// kFewRegisters: nothing is kept from one call to the next.
-template <int kRows, int kCols, int kThreads, bool kVector, bool kFewRegisters>
+// kFewRegisters: nothing is kept from one call to the next. kInterleaved: rows go where
+// interleaved_row says.
+template <int kRows, int kCols, int kThreads, bool kVector, bool kFewRegisters,
+          bool kInterleaved = false>
 __device__ __forceinline__ void load_tile(uint32_t tile,
                                           const uint16_t* __restrict__ global,  // [rows_valid, row]
                                           int64_t row_stride, int rows_valid, int cols_valid,
@@ -96,11 +110,13 @@ __device__ __forceinline__ void load_tile(uint32_t tile,
 #pragma unroll
   for (int pass = 0; pass < kRows / kRowStep; ++pass) {
     const bool row_valid = first_row + pass * kRowStep < rows_valid;
+    const uint32_t row_target =
+        kInterleaved ? tile + T::offset(interleaved_row(first_row + pass * kRowStep), first_chunk)
+                     : shared + pass * kRowStep * T::kRowBytes;
 #pragma unroll
     for (int block = 0; block < T::kChunks / kThreadsPerRow; ++block) {
       const int column = (first_chunk + block * kThreadsPerRow) * kChunkElements;
-      const uint32_t target =
-          shared + pass * kRowStep * T::kRowBytes + block * T::kGroup * kChunkBytes;
+      const uint32_t target = row_target + block * T::kGroup * kChunkBytes;
       const uint16_t* source = row_start + block * kThreadsPerRow * kChunkElements;
       if constexpr (kVector) {
         ptx::cp_async_16(target, source, row_valid && column < cols_valid);

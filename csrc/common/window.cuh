@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "tile.cuh"
+
 namespace flashsci {
 
 struct Window {
@@ -32,8 +34,8 @@ struct Window {
 };
 
 // Scores of keys outside [begin(i), end(i)) become -inf. row: this lane's first query row; column:
-// the key of its first score.
-template <int kM, int kN>
+// the key of its first score. kInterleaved: see tile.cuh.
+template <bool kInterleaved = false, int kM, int kN>
 __device__ __forceinline__ void mask_scores(float (&s)[kM][kN][4], const Window& window, int row,
                                             int column) {
 #pragma unroll
@@ -46,7 +48,7 @@ __device__ __forceinline__ void mask_scores(float (&s)[kM][kN][4], const Window&
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int j = n * 8 + e;
+          const int j = key_of_score<kInterleaved>(n, e);
           if (j < begin || j >= end) s[m][n][half * 2 + e] = -INFINITY;
         }
       }

@@ -131,17 +131,21 @@ __device__ __forceinline__ void scale_scores(float (&s)[C::kM][C::kN][4], const 
   }
 }
 
-// S = Q K^T for the rows of one warp.
+template <int kM, int kN>
+__device__ __forceinline__ void clear(float (&x)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[m][n][e] = 0.f;
+}
+
+// S += Q K^T for the rows of one warp.
 template <class Op, class C>
 __device__ __forceinline__ void multiply_qk(float (&s)[C::kM][C::kN][4], uint32_t q_start,
                                             uint32_t k_start) {
   using T = Tile<C::kHeadDim>;
-#pragma unroll
-  for (int m = 0; m < C::kM; ++m)
-#pragma unroll
-    for (int n = 0; n < C::kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[m][n][e] = 0.f;
 #pragma unroll
   for (int d = 0; d < C::kHeadDim / 16; ++d) {
     uint32_t a[C::kM][4];  // Q [kRows, 16]
@@ -335,14 +339,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   float o[C::kM][C::kDimBlocks][4];  // [m16, n8 of Dv, fragment]
   float row_max[C::kM][2];  // [m16, row g or g + 8], in units of 1 / exp_scale; stale by <= 2^8
   float row_sum[C::kM][2];  // this lane's part of the sum
+  clear(o);
 #pragma unroll
   for (int m = 0; m < C::kM; ++m) {
     row_max[m][0] = row_max[m][1] = -INFINITY;
     row_sum[m][0] = row_sum[m][1] = 0.f;
-#pragma unroll
-    for (int d = 0; d < C::kDimBlocks; ++d)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[m][d][e] = 0.f;
   }
 
   if (first_tile < end_tile) {
@@ -368,7 +369,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     const int first_key = tile * C::kBlockK;
     const bool active = first_key < seen_end && first_key + C::kBlockK > seen_begin;
     float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
-    if (active) multiply_qk<Op, C>(s, q_start, k_start);
+    if (active) {
+      clear(s);
+      multiply_qk<Op, C>(s, q_start, k_start);
+    }
     if constexpr (C::kStages == 1) {
       ptx::cp_async_wait<0>();
       __syncthreads();  // V_n has landed; nobody reads K_n any more
@@ -399,19 +403,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                       p.out_strides.row, work.seq_q - warp_row, p.head_dim_v, plan);
 }
 
-template <class Op, class C, bool kVector>
-cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
-  static_assert(
-      sizeof(SharedStorage<C>) == (C::kBlockQ + 2 * C::kStages * C::kBlockK) * C::kHeadDim * 2,
-      "the plan has no padding");
-  static_assert(sizeof(SharedStorage<C>) <= kSharedBudget, "over the budget of the tile preset");
+inline ForwardPlan plan_of(const FlashsciForwardParams& p, int64_t tiles) {
   ForwardPlan plan;
-  const int64_t tiles = p.cu_seqlens_q != nullptr
-                            ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
-                            : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
-  const int64_t blocks = tiles * p.heads_q * p.batch0 * p.batch1;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
   plan.tiles = static_cast<uint32_t>(tiles);
   plan.score_mode = p.softcap != 0.f ? kSoftcap : p.scale > 0.f ? kScaled : kLinear;
   plan.score_inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
@@ -422,22 +415,41 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   plan.vector_out = p.head_dim_v % kChunkElements == 0 && aligned(p.out_strides.batch0) &&
                     aligned(p.out_strides.batch1) && aligned(p.out_strides.head) &&
                     aligned(p.out_strides.row) && reinterpret_cast<uintptr_t>(p.out) % 16 == 0;
+  return plan;
+}
 
-  constexpr auto kernel = forward_kernel<Op, C, kVector>;
-  constexpr int kSharedBytes = sizeof(SharedStorage<C>);
+template <auto kKernel, int kSharedBytes, int kThreads, class... Arguments>
+cudaError_t launch_kernel(int device, int64_t blocks, cudaStream_t stream,
+                          const Arguments&... arguments) {
   if (kSharedBytes > 48 * 1024) {
     // Once per device; a lost race only repeats it.
     static std::atomic<uint64_t> configured{0};
-    const uint64_t bit = uint64_t{1} << (p.device & 63);
-    if (p.device >= 64 || !(configured.load(std::memory_order_relaxed) & bit)) {
+    const uint64_t bit = uint64_t{1} << (device & 63);
+    if (device >= 64 || !(configured.load(std::memory_order_relaxed) & bit)) {
       const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+          cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
       if (error != cudaSuccess) return error;
       configured.fetch_or(bit, std::memory_order_relaxed);
     }
   }
-  kernel<<<static_cast<unsigned>(blocks), C::kThreads, kSharedBytes, stream>>>(p, plan);
+  kKernel<<<static_cast<unsigned>(blocks), kThreads, kSharedBytes, stream>>>(arguments...);
   return cudaGetLastError();
+}
+
+template <class Op, class C, bool kVector>
+cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
+  static_assert(
+      sizeof(SharedStorage<C>) == (C::kBlockQ + 2 * C::kStages * C::kBlockK) * C::kHeadDim * 2,
+      "the plan has no padding");
+  static_assert(sizeof(SharedStorage<C>) <= kSharedBudget, "over the budget of the tile preset");
+  const int64_t tiles = p.cu_seqlens_q != nullptr
+                            ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
+                            : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  const int64_t blocks = tiles * p.heads_q * p.batch0 * p.batch1;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
+  return launch_kernel<forward_kernel<Op, C, kVector>, sizeof(SharedStorage<C>), C::kThreads>(
+      p.device, blocks, stream, p, plan_of(p, tiles));
 }
 
 // Two stages where two such CTAs fit an SM, and registers allow (D <= 128); else one.

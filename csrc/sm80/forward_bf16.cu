@@ -1,6 +1,7 @@
 // bf16 instances of the sm80 forward, all head dimensions.
 #include "../common/dtype_bf16.cuh"
 #include "forward.cuh"
+#include "forward_pairs.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error "bf16 units are built for compute capability 8.0 and newer only"
@@ -8,6 +9,9 @@
 
 extern "C" int flashsci_forward_sm80_bf16(const FlashsciForwardParams* params,
                                           FlashsciStream stream) {
-  return flashsci::sm80::launch_forward<flashsci::BFloat16>(*params,
-                                                            static_cast<cudaStream_t>(stream));
+  using namespace flashsci::sm80;
+  const auto launch = params->pairs.bias != nullptr || params->pairs.mask != nullptr
+                          ? launch_forward_pairs<flashsci::BFloat16>
+                          : launch_forward<flashsci::BFloat16>;
+  return launch(*params, static_cast<cudaStream_t>(stream));
 }

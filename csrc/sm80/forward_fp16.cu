@@ -1,6 +1,7 @@
 // fp16 instances of the sm80 forward, all head dimensions.
 #include "../common/dtype_f16.cuh"
 #include "forward.cuh"
+#include "forward_pairs.cuh"
 
 #if defined(__CUDA_BF16_H__) || defined(BFLOAT16)
 #error "the fp16 unit must not see cuda_bf16.h"
@@ -8,6 +9,9 @@
 
 extern "C" int flashsci_forward_sm80_fp16(const FlashsciForwardParams* params,
                                           FlashsciStream stream) {
-  return flashsci::sm80::launch_forward<flashsci::Float16>(*params,
-                                                           static_cast<cudaStream_t>(stream));
+  using namespace flashsci::sm80;
+  const auto launch = params->pairs.bias != nullptr || params->pairs.mask != nullptr
+                          ? launch_forward_pairs<flashsci::Float16>
+                          : launch_forward<flashsci::Float16>;
+  return launch(*params, static_cast<cudaStream_t>(stream));
 }

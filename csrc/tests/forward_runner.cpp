@@ -22,6 +22,14 @@
 
 namespace {
 
+// A bias or mask of shape [B, H, Sq, Sk] with size 1 along what it is broadcast over.
+struct Pair {
+  bool given = false;
+  bool batch = false, head = false, row = false, column = false;  // has these dims
+  bool transposed = false;                                        // columns before rows in memory
+  bool fp32 = false;
+};
+
 struct Case {
   const char* name;
   int batch, heads_q, heads_k, seq_q, seq_k, dim, dim_v;
@@ -30,6 +38,7 @@ struct Case {
   float softcap = 0.f, scale = 0.f;  // 0: 1 / sqrt(dim)
   bool heads_inside = false;         // [B, S, H, D] in memory
   std::vector<int> lens_q, lens_k;   // packed
+  Pair bias = {}, mask = {};
 };
 
 float bf16_to_float(uint16_t x) {
@@ -91,6 +100,28 @@ Layout layout(int64_t heads, int64_t seq, int64_t dim, bool heads_inside) {
                       : Layout{{heads * seq * dim, 0, seq * dim, dim}};
 }
 
+FlashsciPairStrides pair_strides(const Case& c, const Pair& pair) {
+  const int64_t rows = pair.row ? c.seq_q : 1, columns = pair.column ? c.seq_k : 1;
+  const int64_t plane = rows * columns;
+  return {pair.batch ? plane * (pair.head ? c.heads_q : 1) : 0, 0, pair.head ? plane : 0,
+          !pair.row         ? 0
+          : pair.transposed ? 1
+                            : columns,
+          !pair.column      ? 0
+          : pair.transposed ? rows
+                            : 1};
+}
+
+int64_t pair_size(const Case& c, const Pair& pair) {
+  return !pair.given ? 0
+                     : int64_t{pair.batch ? c.batch : 1} * (pair.head ? c.heads_q : 1) *
+                           (pair.row ? c.seq_q : 1) * (pair.column ? c.seq_k : 1);
+}
+
+int64_t pair_at(const FlashsciPairStrides& s, int b, int h, int i, int j) {
+  return b * s.batch0 + h * s.head + i * s.row + j * s.column;
+}
+
 using Launcher = int (*)(const FlashsciForwardParams*, FlashsciStream);
 
 struct Generation {
@@ -128,7 +159,29 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
   for (int n : c.lens_q) cu_q.push_back(cu_q.back() + n);
   for (int n : c.lens_k) cu_k.push_back(cu_k.back() + n);
 
+  // A tenth of the bias is -inf, a quarter of the mask hidden.
+  std::uniform_real_distribution<float> uniform;
+  std::vector<float> bias(pair_size(c, c.bias));
+  for (auto& e : bias) {
+    e = normal(random);
+    if (!c.bias.fp32) e = decode(encode(e));
+    if (uniform(random) < 0.1f) e = -INFINITY;
+  }
+  std::vector<uint16_t> half_bias;
+  for (float e : bias) half_bias.push_back(e == -INFINITY ? (bf16 ? 0xff80 : 0xfc00) : encode(e));
+  std::vector<uint8_t> mask(pair_size(c, c.mask));
+  for (auto& e : mask) e = uniform(random) < 0.75f;
+
   FlashsciForwardParams p{};
+  if (c.bias.given) {
+    p.pairs.bias = c.bias.fp32 ? static_cast<const void*>(to_device(bias)) : to_device(half_bias);
+    p.pairs.bias_is_fp32 = c.bias.fp32;
+    p.pairs.bias_strides = pair_strides(c, c.bias);
+  }
+  if (c.mask.given) {
+    p.pairs.mask = to_device(mask);
+    p.pairs.mask_strides = pair_strides(c, c.mask);
+  }
   p.q = to_device(q), p.k = to_device(k), p.v = to_device(v);
   p.out = to_device(out), p.lse = to_device(lse);
   const bool packed = !c.lens_q.empty();
@@ -153,7 +206,8 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
   const auto release = [&] {
     for (const void* x :
          {p.q, p.k, p.v, static_cast<const void*>(p.out), static_cast<const void*>(p.lse),
-          static_cast<const void*>(device_cu_q), static_cast<const void*>(device_cu_k)})
+          static_cast<const void*>(device_cu_q), static_cast<const void*>(device_cu_k),
+          p.pairs.bias, static_cast<const void*>(p.pairs.mask)})
       CUDA(cudaFree(const_cast<void*>(x)));
   };
 
@@ -196,6 +250,8 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
                  decode(k[lk.at(b, kv_head, first_k + j) + d]);
           s *= p.scale;
           if (c.softcap != 0.f) s = c.softcap * std::tanh(s / c.softcap);
+          if (c.bias.given) s += bias[pair_at(p.pairs.bias_strides, b, h, i, j)];
+          if (c.mask.given && mask[pair_at(p.pairs.mask_strides, b, h, i, j)] == 0) continue;
           scores[j] = s;
           largest = std::max(largest, s);
         }
@@ -239,10 +295,59 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
   return ok;
 }
 
+// A bias of every dtype, alignment, layout and broadcast, masks of pairs and of keys, shared by
+// members or not, odd sizes.
+std::vector<Case> pair_cases() {
+  const Pair full = {true, true, true, true, true},
+             full32 = {true, true, true, true, true, false, true};
+  const Pair shared = {true, false, true, true, true},
+             shared32 = {true, false, true, true, true, false, true};
+  const Pair columns = {true, true, true, true, true, true, true},
+             keys = {true, true, false, false, true};
+  const Pair queries = {true, true, false, true, false}, none = {};
+  const auto make = [](const char* name, int batch, int heads_q, int heads_k, int seq_q, int seq_k,
+                       int dim, int dim_v, const Pair& bias, const Pair& mask) {
+    Case c{name, batch, heads_q, heads_k, seq_q, seq_k, dim, dim_v};
+    c.bias = bias, c.mask = mask;
+    return c;
+  };
+  std::vector<Case> cases = {
+      make("bias d64", 2, 2, 2, 150, 200, 64, 64, full, none),
+      make("fp32 bias d64", 2, 2, 1, 150, 200, 64, 64, full32, none),
+      make("shared bias, key mask d32", 3, 2, 2, 140, 100, 32, 32, shared32, keys),
+      make("shared bias d32", 5, 2, 1, 70, 132, 24, 32, shared, none),
+      make("bias of all heads d48", 2, 3, 3, 64, 96, 48, 48, {true, true, false, true, true}, none),
+      make("bias of all heads, one key head", 1, 5, 1, 40, 64, 16, 16,
+           {true, true, false, true, true, false, true}, {true, false, false, true, true}),
+      make("odd keys, bias, mask", 2, 2, 2, 65, 77, 64, 64, full, full),
+      make("odd keys, fp32 bias, key mask", 2, 1, 1, 33, 33, 20, 20, full32, keys),
+      make("transposed bias, transposed mask", 1, 2, 2, 50, 70, 32, 32, columns, columns),
+      make("bias of keys, mask of queries", 2, 2, 2, 90, 90, 128, 128, keys, queries),
+      make("bias of queries", 2, 2, 2, 90, 64, 96, 96, queries, none),
+      make("mask alone", 2, 2, 2, 100, 130, 64, 64, none, full),
+      make("mask of keys alone", 2, 2, 2, 100, 128, 64, 64, none, keys),
+      make("mask of all", 2, 1, 1, 100, 128, 64, 64, none, {true}),
+      make("bias d192 v128", 1, 2, 1, 65, 129, 192, 128, full32, none),
+      make("bias d256", 1, 2, 2, 70, 64, 256, 256, shared, keys),
+      make("bias d7", 2, 2, 2, 33, 40, 7, 9, shared32, none),
+      make("bias, one row, one key", 3, 2, 2, 1, 1, 64, 64, full, full),
+      make("bias, no keys", 1, 2, 2, 40, 0, 64, 64, full, keys),
+  };
+  cases.push_back(make("bias causal", 2, 2, 2, 257, 257, 64, 64, full, none));
+  cases.back().right = 0;
+  cases.push_back(make("shared bias, window", 3, 2, 2, 200, 180, 32, 32, shared, keys));
+  cases.back().left = 40, cases.back().right = 7;
+  cases.push_back(make("bias softcap", 3, 2, 2, 70, 70, 32, 32, shared32, full));
+  cases.back().softcap = 5.f;
+  cases.push_back(make("bias negative scale", 2, 2, 2, 70, 70, 64, 64, full, none));
+  cases.back().scale = -0.3f, cases.back().heads_inside = true;
+  return cases;
+}
+
 }  // namespace
 
 int main() {
-  const std::vector<Case> cases = {
+  std::vector<Case> cases = {
       {"d64", 2, 4, 2, 150, 200, 64, 64},
       {"d64 causal", 1, 2, 2, 257, 257, 64, 64, -1, 0},
       {"d128 causal lower right", 1, 2, 1, 100, 300, 128, 128, -1, 0, true},
@@ -293,6 +398,7 @@ int main() {
        {30, 64, 2, 100, 9}},
       {"packed d33", 1, 2, 1, 64, 64, 33, 33, -1, -1, false, 0.f, 0.f, true, {40, 24}, {24, 40}},
   };
+  for (Case& c : pair_cases()) cases.push_back(std::move(c));
   int major = 0, minor = 0, failed = 0, run_cases = 0;
   CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
   CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));

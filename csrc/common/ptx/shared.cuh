@@ -19,6 +19,20 @@ __device__ __forceinline__ void st_shared(uint32_t shared, uint4 value) {
                : "memory");
 }
 
+__device__ __forceinline__ void st_shared_b16(uint32_t shared, uint16_t value) {
+  asm volatile("st.shared.b16 [%0], %1;\n" ::"r"(shared), "h"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_b8(uint32_t shared, uint32_t value) {
+  asm volatile("st.shared.b8 [%0], %1;\n" ::"r"(shared), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t ld_shared(uint32_t shared) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(value) : "r"(shared) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ uint4 ld_shared_v4(uint32_t shared) {
   uint4 value;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
