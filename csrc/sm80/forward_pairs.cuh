@@ -6,11 +6,11 @@
 //           by side, then the other members, so that a bias is read while it is in L2. Every warp
 //           works on its rows of all members in turn and starts their scores from the one bias tile
 //           that it has converted: S = Q K^T + bias / scale costs nothing beyond the product.
-// Shared    kSlots stages of 32 keys: K and V of every member (interleaved, see tile.cuh), the bias
+// Shared    Two stages of 32 keys: K and V of every member (interleaved, see tile.cuh), the bias
 //           tile, one byte a key of each member's key mask; Q of every member, of two units where
 //           CTAs are persistent: `PairsStorage`.
-// Pipeline  The copies of stage n + kSlots - 1 fly while stage n is worked on, from one unit into
-//           the next; one barrier a stage. Q stays in registers where it fits.
+// Pipeline  The copies of the next stage fly while one is worked on, from one unit into the next;
+//           one barrier a stage. Q stays in registers where it fits.
 // Limits    Issue slots and exponentials at D = 32, HMMA from D = 64 on; a bias that is not shared:
 //           HBM.
 #pragma once
@@ -124,11 +124,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const uint32_t end_unit = unit + pairs.units + (blockIdx.x < pairs.units_rest);
   PairsFetch<C, kVector> fetch(shared, unit, end_unit);
   fetch.seek(shared, p, plan, pairs, window);
-#pragma unroll 1
-  for (int i = 0; i < C::kSlots - 1; ++i) {
-    fetch.issue(shared, p, plan, pairs, window);
-    ptx::cp_async_commit();
-  }
+  fetch.issue(shared, p, plan, pairs, window);
+  ptx::cp_async_commit();
 
   uint32_t stage = ptx::shared_address(shared.stage);
 #pragma unroll 1
@@ -166,7 +163,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
 #pragma unroll 1
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile) {
-      ptx::cp_async_wait<C::kSlots - 2>();
+      ptx::cp_async_wait<0>();
       __syncthreads();  // this stage has landed; nobody reads the one before any more
       if (C::kKeepQ && tile == tiles.end - 1) {
 #pragma unroll
@@ -316,33 +313,33 @@ cudaError_t launch_pairs_padded(const FlashsciForwardParams& p, const PairsPlan&
                                 cudaStream_t stream) {
   const bool vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
-  using Tiles = Tiling<kHeadDim, (kHeadDim <= 128 ? 128 : 64), 32, 4, 2, 2>;
+  // 99 KiB are all that sm_86 and sm_89 have.
+  using Wide = Tiling<kHeadDim,
+                      (kHeadDim <= 128   ? 128
+                       : kHeadDim <= 192 ? 64
+                                         : 32),
+                      32, (kHeadDim <= 192 ? 4 : 2), 2, 2>;
+  if (!vector) {
+    // Copies without alignment need registers.
+    using Unaligned = std::conditional_t<kHeadDim == 128, Tiling<128, 64, 32, 4, 2, 2>, Wide>;
+    return launch_pairs_tiling<Op, PairsTiling<Unaligned, 1, 0>, false>(p, pairs, stream);
+  }
   if constexpr (kHeadDim <= 64) {
     const bool plain = pairs.bias_copy == 16 && (p.pairs.mask == nullptr || pairs.key_mask) &&
                        p.window_left < 0 && p.window_right < 0 && p.softcap == 0.f &&
                        scale_fits(p.scale);
-    const bool fp32 = p.pairs.bias_is_fp32 != 0;
-    if constexpr (kHeadDim == 64) {
-      if (!vector || !plain || fp32) return cudaErrorNotSupported;
-      return launch_pairs_tiling<Op, PairsTiling<Tiles, 1, 3, 2>, true>(p, pairs, stream);
-    } else {
-      if (!vector)
-        return launch_pairs_tiling<Op, PairsTiling<Tiles, 1, 3, 0>, false>(p, pairs, stream);
-      if (!plain)
-        return launch_pairs_tiling<Op, PairsTiling<Tiles, 1, 3, 0>, true>(p, pairs, stream);
-      if (pairs.shares)
-        return fp32 ? launch_pairs_tiling<Op, PairsTiling<Tiles, 2, 2, 4>, true>(p, pairs, stream)
-                    : launch_pairs_tiling<Op, PairsTiling<Tiles, 2, 3, 2>, true>(p, pairs, stream);
-      return fp32 ? launch_pairs_tiling<Op, PairsTiling<Tiles, 1, 3, 4>, true>(p, pairs, stream)
-                  : launch_pairs_tiling<Op, PairsTiling<Tiles, 1, 3, 2>, true>(p, pairs, stream);
-    }
-  } else {
-    if (vector) return launch_pairs_tiling<Op, PairsTiling<Tiles, 1, 2, 0>, true>(p, pairs, stream);
-    if constexpr (kHeadDim == 128)
-      return cudaErrorNotSupported;
-    else
-      return launch_pairs_tiling<Op, PairsTiling<Tiles, 1, 2, 0>, false>(p, pairs, stream);
+    // Two outputs of D = 64 leave no room for Q.
+    constexpr int kMost = kHeadDim <= 32 ? 2 : 1;
+    if (plain && pairs.shares)
+      return p.pairs.bias_is_fp32
+                 ? launch_pairs_tiling<Op, PairsTiling<Wide, kMost, 4>, true>(p, pairs, stream)
+                 : launch_pairs_tiling<Op, PairsTiling<Wide, kMost, 2>, true>(p, pairs, stream);
+    if (plain)
+      return p.pairs.bias_is_fp32
+                 ? launch_pairs_tiling<Op, PairsTiling<Wide, 1, 4>, true>(p, pairs, stream)
+                 : launch_pairs_tiling<Op, PairsTiling<Wide, 1, 2>, true>(p, pairs, stream);
   }
+  return launch_pairs_tiling<Op, PairsTiling<Wide, 1, 0>, true>(p, pairs, stream);
 }
 
 // All but what depends on the tile shape.
@@ -390,7 +387,7 @@ inline PairsPlan pairs_plan_of(const FlashsciForwardParams& p) {
   return pairs;
 }
 
-// Dense problems with a bias or a mask: what a GPU has checked (docs/kernels/sm80_pairs.md).
+// Dense problems with a bias or a mask, any strides.
 template <class Op>
 cudaError_t launch_forward_pairs(const FlashsciForwardParams& p, cudaStream_t stream) {
   if (p.cu_seqlens_q != nullptr) return cudaErrorNotSupported;
@@ -401,7 +398,8 @@ cudaError_t launch_forward_pairs(const FlashsciForwardParams& p, cudaStream_t st
   if (width <= 96) return launch_pairs_padded<Op, 96>(p, pairs, stream);
   if (width <= 128) return launch_pairs_padded<Op, 128>(p, pairs, stream);
   if (width <= 192) return launch_pairs_padded<Op, 192>(p, pairs, stream);
-  return width <= FLASHSCI_MAX_HEAD_DIM ? cudaErrorNotSupported : cudaErrorInvalidValue;
+  if (width <= 256) return launch_pairs_padded<Op, 256>(p, pairs, stream);
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace flashsci::sm80

@@ -12,9 +12,10 @@ namespace flashsci::sm80 {
 // 32 keys at a time: scores and bias take 64 registers, the outputs of all members dims x members,
 // Q (where it is kept) half of that. kBias_: bytes of a bias element where nothing else is special
 // (16-byte copies, no window, no softcap, scale > 0, no mask of pairs); 0: anything.
-template <class Tiling_, int kMembers_, int kSlots_, int kBias_>
+template <class Tiling_, int kMembers_, int kBias_>
 struct PairsTiling : Tiling_ {
-  static constexpr int kMembers = kMembers_, kSlots = kSlots_, kBias = kBias_;
+  static constexpr int kMembers = kMembers_, kBias = kBias_;
+  static constexpr int kSlots = 2;  // three were not faster
   static constexpr bool kKeepQ = Tiling_::kHeadDim * kMembers * Tiling_::kM <= 128;
   static constexpr bool kPersistent = kKeepQ;  // else nowhere to put the next unit's Q
   static constexpr int kUnitsQ = kPersistent ? 2 : 1;

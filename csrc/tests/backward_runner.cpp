@@ -172,14 +172,16 @@ const Precision kFp16{"fp16", 2, 1.0 / 1024, float_to_fp16, fp16_to_float};
 const Precision kFp32{"fp32", 4, 1.0 / (1 << 20), nullptr, nullptr};
 
 const Unit kUnits[] = {
-#ifdef FLASHSCI_HAVE_SM80_BACKWARD
+#ifdef FLASHSCI_HAVE_BACKWARD_SM80_FP16
     {"sm80", 80, 256, kFp16, flashsci_backward_sm80_fp16, flashsci_backward_sm80_fp16_workspace},
+#endif
+#ifdef FLASHSCI_HAVE_BACKWARD_SM80_BF16
     {"sm80", 80, 256, kBf16, flashsci_backward_sm80_bf16, flashsci_backward_sm80_bf16_workspace},
 #endif
-#ifdef FLASHSCI_HAVE_SM80_BACKWARD_FP32
+#ifdef FLASHSCI_HAVE_BACKWARD_SM80_FP32
     {"sm80", 80, 256, kFp32, flashsci_backward_sm80_fp32, flashsci_backward_sm80_fp32_workspace},
 #endif
-#ifdef FLASHSCI_HAVE_SM75_BACKWARD
+#ifdef FLASHSCI_HAVE_BACKWARD_SM75_FP16
     {"sm75", 75, 128, kFp16, flashsci_backward_sm75_fp16, flashsci_backward_sm75_fp16_workspace},
 #endif
 };
