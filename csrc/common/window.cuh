@@ -22,6 +22,9 @@ struct Window {
     after = shift + (right < 0 ? kUnbounded - 1 : min(right, kUnbounded - 1)) + 1;
   }
 
+  __device__ __forceinline__ Window(int before_, int after_, int seq_k_)
+      : before(before_), after(after_), seq_k(seq_k_) {}
+
   // Keys [begin, end) that query i sees; empty if begin >= end.
   __device__ __forceinline__ int begin(int i) const { return max(i + before, 0); }
   __device__ __forceinline__ int end(int i) const { return min(i + after, seq_k); }
@@ -50,30 +53,6 @@ __device__ __forceinline__ void mask_scores(float (&s)[kM][kN][4], const Window&
         for (int e = 0; e < 2; ++e) {
           const int j = key_of_score<kInterleaved>(n, e);
           if (j < begin || j >= end) s[m][n][half * 2 + e] = -INFINITY;
-        }
-      }
-    }
-  }
-}
-
-// The same where rows are keys: s^T. row: this lane's first key; column: the query of its first
-// score.
-template <int kM, int kN>
-__device__ __forceinline__ void mask_scores_transposed(float (&s)[kM][kN][4], const Window& window,
-                                                       int row, int column) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int j = row + m * 16 + half * 8;
-      const int begin = j < window.seq_k ? window.first_query(j) - column : 1 << 30;
-      const int last = j - window.before - column;  // <= 2^31 - 1
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int i = n * 8 + e;
-          if (i < begin || i > last) s[m][n][half * 2 + e] = -INFINITY;
         }
       }
     }

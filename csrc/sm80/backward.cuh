@@ -18,26 +18,29 @@
 //           order (backward_rows.cuh turns them), or, with one key tile, straight to memory.
 // Limits    Shared-memory reads, then HMMA issue: docs/kernels/sm80_backward.md.
 #pragma once
-#include "../common/pairs.cuh"
+#include <cstddef>
+
 #include "../common/ptx/cp_async.cuh"
 #include "../common/ptx/redux.cuh"
 #include "../common/ptx/shared.cuh"
+#include "backward_pairs.cuh"
 #include "backward_plan.cuh"
 #include "backward_store.cuh"
+#include "backward_work.cuh"
 #include "products.cuh"
 
 namespace flashsci::sm80 {
 
 template <int kHeadDim_, int kBlockK_, int kBlockQ_, int kWarpsK_, int kWarpsQ_, int kStages_,
-          int kMinBlocks_>
+          int kMinBlocks_, int kStep_ = 32>
 struct BackwardTiling {
   static constexpr int kHeadDim = kHeadDim_, kBlockK = kBlockK_, kBlockQ = kBlockQ_;
   static constexpr int kWarpsK = kWarpsK_, kWarpsQ = kWarpsQ_;
   static constexpr int kStages = kStages_, kMinBlocks = kMinBlocks_;
   static constexpr int kWarps = kWarpsK * kWarpsQ, kThreads = 32 * kWarps;
-  static constexpr int kKeys = kBlockK / kWarpsK;              // keys of a warp
-  static constexpr int kQueries = kBlockQ / kWarpsQ;           // queries of a warp
-  static constexpr int kStep = kQueries < 32 ? kQueries : 32;  // those of them at a time
+  static constexpr int kKeys = kBlockK / kWarpsK;                      // keys of a warp
+  static constexpr int kQueries = kBlockQ / kWarpsQ;                   // queries of a warp
+  static constexpr int kStep = kQueries < kStep_ ? kQueries : kStep_;  // those of them at a time
   static constexpr int kM = kKeys / 16, kN = kStep / 8;
   // Accumulators of a warp: dV and dK (one role), or one of them; all columns or half.
   static constexpr int kRoles = kWarpsQ == 1 ? 1 : 2, kSums = kWarpsQ == 1 ? 2 : 1;
@@ -62,6 +65,7 @@ struct alignas(128) BackwardShared {
   uint16_t dout[C::kStages][C::kBlockQ * C::kHeadDim];    // [stage, kBlockQ, kHeadDim]
   uint16_t products[C::kRoles][C::kBlockK * C::kBlockQ];  // dS^T, and P^T for partners
   float2 statistics[C::kStages][C::kBlockQ];              // [stage, kBlockQ]: -lse, -delta
+  KeyTileWork work;
 };
 
 // (-lse, -delta) of two neighbouring queries.
@@ -69,6 +73,25 @@ __device__ __forceinline__ float4 load_statistics(uint32_t shared) {
   const uint4 x = ptx::ld_shared_v4(shared);
   return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
                      __uint_as_float(x.w));
+}
+
+// A tile of K or V, its rows as row_of_key deals them; once per CTA.
+template <class C>
+__device__ __forceinline__ void load_keys(uint32_t tile, const uint16_t* __restrict__ global,
+                                          int64_t row_stride, int rows_valid, int cols_valid,
+                                          int copy_bytes, bool vector) {
+  using T = Tile<C::kHeadDim>;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < C::kBlockK * T::kChunks; i += C::kThreads) {
+    const int key = i / T::kChunks, chunk = i % T::kChunks;
+    const uint32_t target = tile + T::offset(row_of_key<C::kM>(key), chunk);
+    const uint16_t* source = global + key * row_stride + chunk * kChunkElements;
+    const int columns = key < rows_valid ? cols_valid - chunk * kChunkElements : 0;
+    if (vector)
+      ptx::cp_async_16(target, source, columns > 0);
+    else
+      load_chunk(target, source, min(columns, kChunkElements), copy_bytes);
+  }
 }
 
 template <class Op, class C, bool kPairs>
@@ -80,91 +103,73 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BackwardShared<C>*>(shared_memory);
 
-  // Which key tile of which key head.
-  const BackwardPlace place(blockIdx.x, tiles, p.heads_k, p);
-  int tile = static_cast<int>(place.tile), segment = 0;
-  int first_key = 0, keys = p.seq_k, first_query = 0, queries = p.seq_q;
-  if (p.cu_seqlens_q != nullptr) {
-    const TileOfSequence work = find_tile<C::kBlockK>(place.tile, p.cu_seqlens_k, p.cu_seqlens_q,
-                                                      p.num_seqs, p.seq_k, p.seq_q);
-    tile = work.tile, segment = work.segment;
-    first_key = work.first_q, keys = work.seq_q;
-    first_query = work.first_k, queries = work.seq_k;
-    if (plan.writes_dq && (segment == 0 || segment > p.num_seqs)) {  // rows of no sequence
-      first_query = segment_begin(p.cu_seqlens_q, segment, p.num_seqs, p.seq_q);
-      queries =
-          max(segment_begin(p.cu_seqlens_q, segment + 1, p.num_seqs, p.seq_q) - first_query, 0);
-    }
-  }
-  const bool owned = p.cu_seqlens_q == nullptr || (segment > 0 && segment <= p.num_seqs);
-  const int group = p.heads_q / p.heads_k;
-  if (plan.writes_dq && tile == 0 && (keys <= 0 || !owned)) {
-    for (int member = 0; member < group; ++member)
-      zero_rows(static_cast<uint16_t*>(p.dq) +
-                    place.offset(p.dq_strides, place.head * group + member) +
-                    first_query * p.dq_strides.row,
-                p.dq_strides.row, queries, p.head_dim, C::kThreads);
-  }
-  const int tile_key = tile * C::kBlockK;
-  if (tile < 0 || tile_key >= keys) return;
-  if (!owned) queries = 0;
-
   const int warp = ptx::redux_max(threadIdx.x / 32);
-  const int lane = threadIdx.x % 32;
+  // Shuffled, so that it is kept: the special register takes long to read.
+  const int lane = __shfl_sync(0xffffffffu, threadIdx.x % 32, threadIdx.x % 32);
+  if (warp == 0) shared.work.template find<C>(p, plan, tiles);
+  __syncthreads();
+  if (plan.writes_dq && shared.work.zero_rows > 0) {
+    for (int member = 0; member < plan.group; ++member)
+      zero_rows(shared.work.dq + member * p.dq_strides.head, p.dq_strides.row,
+                shared.work.zero_rows, p.head_dim, C::kThreads);
+  }
+  if (shared.work.keys <= 0) return;
+
+  const int queries = ptx::redux_max(shared.work.queries);
+  const int keys = ptx::redux_max(shared.work.keys);
+  const int first_tile = ptx::redux_max(shared.work.first_tile);
+  const int end_tile = ptx::redux_max(shared.work.end_tile);
+  const Window window(ptx::redux_max(shared.work.before), ptx::redux_max(shared.work.after), keys);
+  const auto advance = [&](int& member, int& query_tile) {
+    const bool last = query_tile + 1 == end_tile;
+    query_tile = last ? first_tile : query_tile + 1;
+    member += last;
+  };
+  const bool any = first_tile < end_tile;
   const int warp_k = warp / C::kWarpsQ, warp_q = warp % C::kWarpsQ;
   const int role = C::kRoles == 2 ? warp_q % 2 : 0, dim_part = warp_q / C::kRoles;
+  const int tile_key = ptx::redux_max(shared.work.tile_key);
   const int warp_key = tile_key + warp_k * C::kKeys;
 
-  // Query tiles that see any key of this CTA; all of them where dq is written here.
-  const Window window(p.window_left, p.window_right, p.lower_right != 0, queries, keys);
-  int begin_query = 0, end_query = queries;
-  if (!plan.writes_dq) {
-    begin_query = window.first_query(tile_key);
-    end_query = window.end_query(min(tile_key + C::kBlockK, keys) - 1, queries);
-  }
-  const int first_tile = begin_query / C::kBlockQ;
-  const int end_tile =
-      begin_query < end_query ? (end_query + C::kBlockQ - 1) / C::kBlockQ : first_tile;
-
+  using Shared = BackwardShared<C>;
+  constexpr int kFromK = offsetof(Shared, v) - offsetof(Shared, k);      // from K to V
+  constexpr int kFromQ = offsetof(Shared, dout) - offsetof(Shared, q);   // from Q to dO
+  constexpr int kFromDs = (C::kRoles - 1) * C::kBlockK * TS::kRowBytes;  // from dS^T to P^T
   const uint32_t k_tile = ptx::shared_address(shared.k);
-  const uint32_t v_tile = ptx::shared_address(shared.v);
-  const uint32_t q_tile = ptx::shared_address(shared.q);
-  const uint32_t dout_tile = ptx::shared_address(shared.dout);
-  const uint32_t ds_tile = ptx::shared_address(shared.products);
-  const uint32_t p_tile = ds_tile + (C::kRoles - 1) * C::kBlockK * TS::kRowBytes;
-  const uint32_t statistics_tile = ptx::shared_address(shared.statistics);
+  const uint32_t q_tile = k_tile + offsetof(Shared, q);
+  const uint32_t ds_tile = k_tile + offsetof(Shared, products);
+  const uint32_t statistics_tile = k_tile + offsetof(Shared, statistics);
+  const uint32_t work = k_tile + offsetof(Shared, work);
   constexpr int kStageBytes = C::kBlockQ * T::kRowBytes;
   const bool vector = !kPairs || plan.vector;
 
-  const auto load = [&](auto rows, uint32_t target, const void* data,
-                        const FlashsciStrides& strides, uint32_t head, int row, int rows_valid,
+  const auto load = [&](uint32_t target, const uint16_t* source, int64_t row_stride, int rows_valid,
                         int columns) {
-    constexpr int kRows = decltype(rows)::value;
-    const uint16_t* source =
-        static_cast<const uint16_t*>(data) + place.offset(strides, head) + row * strides.row;
     if (vector)
-      load_tile<kRows, C::kHeadDim, C::kThreads, true, true>(target, source, strides.row,
-                                                             rows_valid, columns, 16);
+      load_tile<C::kBlockQ, C::kHeadDim, C::kThreads, true, true>(target, source, row_stride,
+                                                                  rows_valid, columns, 16);
     else
-      load_tile<kRows, C::kHeadDim, C::kThreads, false, true>(target, source, strides.row,
-                                                              rows_valid, columns, p.copy_bytes);
+      load_tile<C::kBlockQ, C::kHeadDim, C::kThreads, false, true>(
+          target, source, row_stride, rows_valid, columns, p.copy_bytes);
   };
   const auto load_queries = [&](int member, int query_tile, int stage) {
-    using Rows = std::integral_constant<int, C::kBlockQ>;
-    const uint32_t head = place.head * group + member;
     const int row = query_tile * C::kBlockQ;
-    load(Rows{}, q_tile + stage * kStageBytes, p.q, p.q_strides, head, first_query + row,
-         queries - row, p.head_dim);
-    load(Rows{}, dout_tile + stage * kStageBytes, p.dout, p.dout_strides, head, first_query + row,
-         p.dout != nullptr ? queries - row : 0, p.head_dim_v);
-    const int thread = threadIdx.x;
+    load(q_tile + stage * kStageBytes,
+         kept<const uint16_t>(work + offsetof(KeyTileWork, q)) + member * p.q_strides.head +
+             row * p.q_strides.row,
+         p.q_strides.row, queries - row, p.head_dim);
+    load(q_tile + kFromQ + stage * kStageBytes,
+         kept<const uint16_t>(work + offsetof(KeyTileWork, dout)) + member * p.dout_strides.head +
+             row * p.dout_strides.row,
+         p.dout_strides.row, p.dout != nullptr ? queries - row : 0, p.head_dim_v);
+    const int thread = opaque(threadIdx.x);
     if (thread < C::kBlockQ) {
-      const float2* source = plan.statistics +
-                             (static_cast<int64_t>(place.batch) * p.heads_q + head) * p.seq_q +
-                             first_query + row;
       const uint32_t target = statistics_tile + (stage * C::kBlockQ + thread) * 8;
       if (row + thread < queries)
-        ptx::cp_async_small<8>(target, source + thread, 8);
+        ptx::cp_async_small<8>(target,
+                               kept<const float2>(work + offsetof(KeyTileWork, statistics)) +
+                                   member * int64_t{p.seq_q} + row + thread,
+                               8);
       else  // no probability, whatever the scores of rows that do not exist
         ptx::st_shared(target, make_uint2(__float_as_uint(-INFINITY), 0));
     }
@@ -174,29 +179,39 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
   for (int i = 0; i < C::kSums; ++i) set_zero(sums[i]);
 
-  if (first_tile < end_tile) {
-    using Rows = std::integral_constant<int, C::kBlockK>;
-    load(Rows{}, k_tile, p.k, p.k_strides, place.head, first_key + tile_key, keys - tile_key,
-         p.head_dim);
-    load(Rows{}, v_tile, p.v, p.v_strides, place.head, first_key + tile_key, keys - tile_key,
-         p.head_dim_v);
+  if (any) {
+    load_keys<C>(k_tile, shared.work.k, p.k_strides.row, keys - tile_key, p.head_dim, p.copy_bytes,
+                 vector);
+    load_keys<C>(k_tile + kFromK, shared.work.v, p.v_strides.row, keys - tile_key, p.head_dim_v,
+                 p.copy_bytes, vector);
     if (C::kStages == 2) load_queries(0, first_tile, 0);
     ptx::cp_async_commit();
   }
 
-  const uint32_t k_left = k_tile + warp_k * C::kKeys * T::kRowBytes + lane_by_rows<C::kHeadDim>();
-  const uint32_t v_left = k_left + (v_tile - k_tile);
   // Where this lane's fragments of P^T and dS^T go: key lane / 4, query lane % 4 * 2.
   const uint32_t products_out =
       ds_tile + warp_k * C::kKeys * TS::kRowBytes + TS::offset(lane / 4, 0) + lane % 4 * 4;
   const int dq_warp_q = warp / C::kDqWarpsD, dq_warp_d = warp % C::kDqWarpsD;
 
+  const auto bias_of = [&](int member) {
+    return kept<const unsigned char>(work + offsetof(KeyTileWork, bias)) +
+           member * p.pairs.bias_strides.head * (p.pairs.bias_is_fp32 ? 4 : 2);
+  };
+  const auto mask_of = [&](int member) {
+    return kept<const uint8_t>(work + offsetof(KeyTileWork, mask)) +
+           member * p.pairs.mask_strides.head;
+  };
+  PairsAhead<Op, C::kM, C::kN> ahead;
+  const auto load_ahead = [&](int member, int query) {
+    ahead.load(p.pairs, plan, bias_of(member), mask_of(member), query + lane % 4 * 2,
+               warp_key + lane / 4 * (2 * C::kM), member < plan.group ? queries : 0,
+               member < plan.group ? keys : 0);
+  };
+  if (kPairs) load_ahead(any ? 0 : plan.group, first_tile * C::kBlockQ + warp_q * C::kQueries);
+
   int stage = 0;
 #pragma unroll 1
-  for (int member = 0, query_tile = first_tile; member < group && query_tile < end_tile;) {
-    const bool last = query_tile + 1 == end_tile;
-    const int next_member = last ? member + 1 : member;
-    const int next_tile = last ? first_tile : query_tile + 1;
+  for (int member = 0, query_tile = first_tile; any && member < plan.group;) {
     if constexpr (C::kStages == 1) {
       __syncthreads();  // nobody reads the tile before
       load_queries(member, query_tile, 0);
@@ -205,13 +220,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     ptx::cp_async_wait<0>();
     __syncthreads();  // this stage has landed; nobody reads the other one, P or dS any more
     if constexpr (C::kStages == 2) {
-      if (next_member < group) load_queries(next_member, next_tile, stage ^ 1);
+      int next_member = member, next_tile = query_tile;
+      advance(next_member, next_tile);
+      if (next_member < plan.group) load_queries(next_member, next_tile, stage ^ 1);
       ptx::cp_async_commit();
     }
 
     const int tile_query = query_tile * C::kBlockQ;
     const uint32_t q_stage = q_tile + stage * kStageBytes;
-    const uint32_t dout_stage = dout_tile + stage * kStageBytes;
 #pragma unroll 1
     for (int step = warp_q * C::kQueries; step < (warp_q + 1) * C::kQueries; step += C::kStep) {
       const int query = tile_query + step;
@@ -226,11 +242,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       if (active) {
         float s[C::kM][C::kN][4];   // S^T, then P^T
         float dp[C::kM][C::kN][4];  // dP^T - delta, then dS^T
-        const uint32_t b_lane = lane_by_chunks<C::kHeadDim>() + step * T::kRowBytes;
+        const uint32_t k_left =
+            k_tile + warp_k * C::kKeys * T::kRowBytes + lane_by_rows<C::kHeadDim>(lane);
+        const uint32_t right = q_stage + lane_by_chunks<C::kHeadDim>(lane) + step * T::kRowBytes;
         const uint32_t statistics =
             statistics_tile + (stage * C::kBlockQ + step) * 8 + lane % 4 * 16;
-        set_zero(s);
-        multiply_rows<Op, C::kHeadDim>(s, k_left, q_stage + b_lane);
+        if constexpr (kPairs)
+          ahead.start(s, p.pairs, plan);
+        else
+          set_zero(s);
+        multiply_rows<Op, C::kHeadDim, 0, 0>(s, k_left, right);
 #pragma unroll
         for (int n = 0; n < C::kN; ++n) {
           const float4 x = load_statistics(statistics + n * 64);
@@ -240,14 +261,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
             dp[m][n][1] = dp[m][n][3] = x.w;
           }
         }
-        multiply_rows<Op, C::kHeadDim>(dp, v_left, dout_stage + b_lane);
-        if (plan.score_mode != kScaled) shape_scores(s, dp, plan);
-        const int key = warp_key + lane / 4, column = query + lane % 4 * 2;
-        if constexpr (kPairs) {
-          const PairsView view(p.pairs, place.batch0, place.batch1, place.head * group + member);
-          apply_pairs<Op, true>(s, view, key, column, queries, keys, plan.bias_factor);
-        }
-        if (!full) mask_scores_transposed(s, window, key, column);
+        multiply_rows<Op, C::kHeadDim, 0, 0>(dp, k_left + kFromK, right + kFromQ);
+        if (plan.score_mode == kSoftcap)
+          apply_softcap(s, dp, plan);
+        else if (plan.score_mode == kLinear)
+          scale_linear(s, plan.score_inner);
+        const int key = warp_key + lane / 4 * (2 * C::kM), column = query + lane % 4 * 2;
+        if constexpr (kPairs)
+          ahead.apply_rest(s, p.pairs, plan, bias_of(member), mask_of(member), column, key, queries,
+                           keys);
+        if (!full) mask_transposed(s, window, key, column);
 #pragma unroll
         for (int n = 0; n < C::kN; ++n) {
           const float4 x = load_statistics(statistics + n * 64);
@@ -263,11 +286,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         }
         if constexpr (kPairs) {
           if (plan.writes_bias) {
-            unsigned char* dbias = static_cast<unsigned char*>(p.dbias) +
-                                   place.offset(p.dbias_strides, place.head * group + member) *
-                                       (p.pairs.bias_is_fp32 ? 4 : 2);
-            store_bias_gradient<Op>(dp, dbias, p.pairs.bias_is_fp32 != 0, p.dbias_strides.row,
-                                    p.dbias_strides.column, key, column, keys, queries);
+            unsigned char* dbias = kept<unsigned char>(work + offsetof(KeyTileWork, dbias)) +
+                                   member * p.dbias_strides.head * (p.pairs.bias_is_fp32 ? 4 : 2);
+            store_bias_gradient<Op>(dp, dbias, p.pairs.bias_is_fp32 != 0, plan.dbias_vector != 0,
+                                    p.dbias_strides.row, column, key, queries, keys);
           }
         }
         pack<Op>(p16, s);
@@ -285,24 +307,22 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                                 (m * 16 + part % 2 * 8) * TS::kRowBytes;
         ptx::st_shared(target, ds16[k][m][part]);
         if (C::kRoles == 2 && (C::kDimSplit > 1 || role == 1))
-          ptx::st_shared(target + (p_tile - ds_tile), p16[k][m][part]);
+          ptx::st_shared(target + kFromDs, p16[k][m][part]);
       }
       if (active) {
         if constexpr (C::kRoles == 1) {
-          const Span<C::kHeadDim, C::kPairs> dout_right(
-              dout_stage + step * T::kRowBytes + lane_by_rows<C::kHeadDim>(), 0);
-          const Span<C::kHeadDim, C::kPairs> q_right(
-              q_stage + step * T::kRowBytes + lane_by_rows<C::kHeadDim>(), 0);
+          const Span<C::kHeadDim, C::kPairs> right(
+              q_stage + step * T::kRowBytes + lane_by_rows<C::kHeadDim>(lane), 0);
 #pragma unroll
           for (int k = 0; k < C::kN / 2; ++k)
-            multiply_16<Op>(sums[0], p16[k], dout_right, k * 16 * T::kRowBytes);
+            multiply_16<Op>(sums[0], p16[k], right, kFromQ + k * 16 * T::kRowBytes);
 #pragma unroll
           for (int k = 0; k < C::kN / 2; ++k)
-            multiply_16<Op>(sums[C::kSums - 1], ds16[k], q_right, k * 16 * T::kRowBytes);
+            multiply_16<Op>(sums[C::kSums - 1], ds16[k], right, k * 16 * T::kRowBytes);
         } else {
-          const Span<C::kHeadDim, C::kPairs> right((role == 0 ? dout_stage : q_stage) +
+          const Span<C::kHeadDim, C::kPairs> right(q_stage + (role == 0 ? kFromQ : 0) +
                                                        step * T::kRowBytes +
-                                                       lane_by_rows<C::kHeadDim>(),
+                                                       lane_by_rows<C::kHeadDim>(lane),
                                                    dim_part);
 #pragma unroll
           for (int k = 0; k < C::kN / 2; ++k) {
@@ -314,19 +334,29 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           }
         }
       }
+      if constexpr (kPairs) {
+        int next_member = member, next_query = query + C::kStep;
+        if (step + C::kStep >= (warp_q + 1) * C::kQueries) {
+          int next_tile = query_tile;
+          advance(next_member, next_tile);
+          next_query = next_tile * C::kBlockQ + warp_q * C::kQueries;
+        }
+        load_ahead(next_member, next_query);
+      }
     }
     __syncthreads();  // dS and P are written
 
     // The queries that other warps of the group had.
     if constexpr (C::kRoles == 2) {
-      const uint32_t left = (role == 0 ? p_tile : ds_tile) + warp_k * C::kKeys * TS::kRowBytes +
-                            lane_by_rows<C::kBlockQ>();
+      const uint32_t left = ds_tile + (role == 0 ? kFromDs : 0) +
+                            warp_k * C::kKeys * TS::kRowBytes + lane_by_rows<C::kBlockQ>(lane);
 #pragma unroll 1
       for (int other = 1; other < C::kWarpsQ; ++other) {
         const int from = (warp_q ^ other) * C::kQueries;
-        const Span<C::kHeadDim, C::kPairs> right(
-            (role == 0 ? dout_stage : q_stage) + from * T::kRowBytes + lane_by_rows<C::kHeadDim>(),
-            dim_part);
+        const Span<C::kHeadDim, C::kPairs> right(q_stage + (role == 0 ? kFromQ : 0) +
+                                                     from * T::kRowBytes +
+                                                     lane_by_rows<C::kHeadDim>(lane),
+                                                 dim_part);
 #pragma unroll
         for (int k = 0; k < C::kQueries / 16; ++k) {
           uint32_t a[C::kM][4];
@@ -341,8 +371,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     if (plan.adds_dq || plan.writes_dq) {
       float dq[C::kDqM][2 * C::kDqPairs][4];
       set_zero(dq);
-      const uint32_t left = ds_tile + lane_by_chunks<C::kBlockQ>();
-      const Span<C::kHeadDim, C::kDqPairs> right(k_tile + lane_by_rows<C::kHeadDim>(), dq_warp_d);
+      const uint32_t left = ds_tile + lane_by_chunks<C::kBlockQ>(lane);
+      const Span<C::kHeadDim, C::kDqPairs> right(k_tile + lane_by_rows<C::kHeadDim>(lane),
+                                                 dq_warp_d);
 #pragma unroll
       for (int k = 0; k < C::kBlockK / 16; ++k) {
         uint32_t a[C::kDqM][4];  // dS [16 kDqM queries, 16 keys]
@@ -352,47 +383,37 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
               a[m], (left ^ ((dq_warp_q * C::kDqM + m) * 32)) + k * 16 * TS::kRowBytes);
         multiply_16<Op>(dq, a, right, k * 16 * T::kRowBytes);
       }
-      const uint32_t head = place.head * group + member;
       if (plan.writes_dq) {
         const int row = tile_query + dq_warp_q * C::kDqM * 16;
-        uint16_t* target = static_cast<uint16_t*>(p.dq) + place.offset(p.dq_strides, head) +
-                           (first_query + row) * p.dq_strides.row;
+        uint16_t* target = kept<uint16_t>(work + offsetof(KeyTileWork, dq)) +
+                           member * p.dq_strides.head + row * p.dq_strides.row;
         store_rows_direct<Op>(dq, p.scale, target, p.dq_strides.row, queries - row,
                               dq_warp_d * C::kDqPairs * 16, p.head_dim, plan.vector_dq);
       } else {
-        const int64_t slot =
-            (static_cast<int64_t>(place.batch) * p.heads_q + head) * plan.query_slots +
-            (p.cu_seqlens_q != nullptr ? first_query / C::kBlockQ + segment : 0) + query_tile;
-        float* target =
-            plan.dq_sums + slot * (C::kBlockQ * C::kHeadDim) + warp * C::kDqValues * 32 + lane;
+        const int64_t slot = int64_t{member} * plan.query_slots + query_tile;
+        float* target = kept<float>(work + offsetof(KeyTileWork, dq_sums)) +
+                        slot * (C::kBlockQ * C::kHeadDim) + (warp * C::kDqValues * 32 + lane);
 #pragma unroll
         for (int i = 0; i < C::kDqValues; ++i)
           atomicAdd(target + i * 32, dq[i / (8 * C::kDqPairs)][i / 4 % (2 * C::kDqPairs)][i % 4]);
       }
     }
-    member = next_member;
-    query_tile = next_tile;
+    advance(member, query_tile);
     if (C::kStages == 2) stage ^= 1;
   }
 
   // The tiles of K and V become those of dK and dV.
   __syncthreads();
-  const int rows = keys - warp_key;
-  const int64_t row = first_key + warp_key;
-  const uint32_t warp_rows = warp_k * C::kKeys * T::kRowBytes;
+  const int rows = keys - warp_key, row = warp_key - tile_key;
   const int chunk = dim_part * C::kPairs * 2;
   if (p.dv != nullptr && (C::kRoles == 1 || role == 0))
-    store_gradient<Op, C::kHeadDim>(sums[0], 1.f, v_tile + warp_rows, chunk,
-                                    static_cast<uint16_t*>(p.dv) +
-                                        place.offset(p.dv_strides, place.head) +
-                                        row * p.dv_strides.row,
-                                    p.dv_strides.row, rows, p.head_dim_v, plan.vector_dv);
+    store_gradient<Op, C::kHeadDim, true>(sums[0], 1.f, k_tile + kFromK + row * T::kRowBytes, chunk,
+                                          shared.work.dv + row * p.dv_strides.row, p.dv_strides.row,
+                                          rows, p.head_dim_v, plan.vector_dv);
   if (p.dk != nullptr && (C::kRoles == 1 || role == 1))
-    store_gradient<Op, C::kHeadDim>(sums[C::kSums - 1], p.scale, k_tile + warp_rows, chunk,
-                                    static_cast<uint16_t*>(p.dk) +
-                                        place.offset(p.dk_strides, place.head) +
-                                        row * p.dk_strides.row,
-                                    p.dk_strides.row, rows, p.head_dim, plan.vector_dk);
+    store_gradient<Op, C::kHeadDim, true>(sums[C::kSums - 1], p.scale, k_tile + row * T::kRowBytes,
+                                          chunk, shared.work.dk + row * p.dk_strides.row,
+                                          p.dk_strides.row, rows, p.head_dim, plan.vector_dk);
 }
 
 }  // namespace flashsci::sm80

@@ -25,20 +25,22 @@ inline constexpr bool kTight = FLASHSCI_TILE_PRESET == 0;
 inline constexpr int kTilesBudget = 99 * 1024;
 
 // Tiles by padded head dim: head dim, keys, queries, warps over keys, warps over queries, stages,
-// CTAs an SM. Measured in docs/kernels/sm80_backward.md.
+// CTAs an SM (, queries at a time). Measured in docs/kernels/sm80_backward.md. Large: plain calls
+// on devices with room; Pairs: the same with a bias or mask, or unaligned rows; Small: all calls
+// elsewhere.
 template <int kHeadDim>
 struct KeyTiles;
 template <>
 struct KeyTiles<32> {
   using Large = BackwardTiling<32, 128, 64, 4, 1, 2, 3>;
-  using Pairs = BackwardTiling<32, 128, 64, 4, 1, 2, 2>;
+  using Pairs = BackwardTiling<32, 128, 64, 4, 1, 2, 3, 16>;
   using Small = Pairs;
 };
 template <>
 struct KeyTiles<64> {
   using Large = BackwardTiling<64, 128, 64, 4, 1, 2, 2>;
   using Pairs = Large;
-  using Small = std::conditional_t<kTight, BackwardTiling<64, 64, 64, 2, 1, 2, 4>, Large>;
+  using Small = std::conditional_t<kTight, BackwardTiling<64, 64, 64, 2, 1, 2, 2>, Large>;
 };
 template <>
 struct KeyTiles<96> {
@@ -49,7 +51,7 @@ struct KeyTiles<96> {
 template <>
 struct KeyTiles<128> {
   using Large = BackwardTiling<128, 128, 64, 4, 2, 2, 1>;
-  using Pairs = Large;
+  using Pairs = BackwardTiling<128, 128, 64, 4, 2, 2, 1, 16>;
   using Small = std::conditional_t<kTight, BackwardTiling<128, 32, 32, 1, 2, 2, 1>,
                                    BackwardTiling<128, 64, 32, 2, 2, 2, 1>>;
 };
@@ -152,6 +154,8 @@ BackwardWork plan_work(const FlashsciBackwardParams& p) {
   return work;
 }
 
+inline int blocks_of(int64_t count) { return static_cast<int>(count); }
+
 template <auto kKernel, class... Arguments>
 cudaError_t launch(int64_t blocks, int threads, int64_t shared, int device, cudaStream_t stream,
                    const Arguments&... arguments) {
@@ -168,7 +172,7 @@ cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& pla
                         cudaStream_t stream) {
   static_assert(sizeof(BackwardShared<C>) ==
                     (2 * C::kBlockK + 2 * C::kStages * C::kBlockQ) * C::kHeadDim * 2 +
-                        C::kRoles * C::kBlockK * C::kBlockQ * 2 + C::kStages * C::kBlockQ * 8,
+                        C::kRoles * C::kBlockK * C::kBlockQ * 2 + C::kStages * C::kBlockQ * 8 + 128,
                 "the plan has no padding");
   const int64_t tiles = p.cu_seqlens_q != nullptr
                             ? num_slots<C::kBlockK>(p.seq_k, p.num_seqs)
@@ -190,7 +194,8 @@ cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& pla
   using Large = typename KeyTiles<kHeadDim>::Large;
   using Pairs = typename KeyTiles<kHeadDim>::Pairs;
   using Small = typename KeyTiles<kHeadDim>::Small;
-  static_assert(Large::kBlockK == Pairs::kBlockK && Large::kBlockQ == Pairs::kBlockQ,
+  static_assert(sizeof(BackwardShared<Large>) == sizeof(BackwardShared<Pairs>) &&
+                    Large::kBlockK == Pairs::kBlockK && Large::kBlockQ == Pairs::kBlockQ,
                 "the workspace does not ask which");
   static_assert(
       sizeof(BackwardShared<Small>) <= (kTight && kHeadDim <= 128 ? 64 * 1024 : kTilesBudget),
@@ -245,6 +250,7 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
   plan.statistics = reinterpret_cast<float2*>(workspace);
   plan.dq_sums = reinterpret_cast<float*>(workspace + work.statistics_bytes);
   plan.bias_sums = reinterpret_cast<float*>(workspace + work.statistics_bytes + work.sums_bytes);
+  plan.group = p.heads_q / p.heads_k;
   plan.query_slots = static_cast<uint32_t>(work.query_slots);
   // A scale too small to divide by is applied by itself.
   const bool scaled = p.scale > (p.pairs.bias != nullptr ? 1e-6f : 0.f);
@@ -253,11 +259,20 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
   plan.score_outer = p.softcap;
   plan.exp_scale = plan.score_mode == kScaled ? p.scale * kLog2e : kLog2e;
   plan.bias_factor = plan.score_mode == kScaled ? 1.f / p.scale : 1.f;
+  plan.bias_first = p.pairs.bias != nullptr && plan.score_mode == kScaled;
   plan.vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
   plan.vector_dq = takes_vectors(p.dq, p.dq_strides, p.head_dim);
   plan.vector_dk = takes_vectors(p.dk, p.dk_strides, p.head_dim);
   plan.vector_dv = takes_vectors(p.dv, p.dv_strides, p.head_dim_v);
+  const auto aligned = [](const void* data, const FlashsciPairStrides& s, int size) {
+    const int64_t bits = s.batch0 | s.batch1 | s.head | s.row;
+    return s.column == 1 && bits % 4 == 0 && reinterpret_cast<uintptr_t>(data) % (4 * size) == 0;
+  };
+  const int bias_size = p.pairs.bias_is_fp32 ? 4 : 2;
+  plan.bias_vector = p.seq_k % 4 == 0 && aligned(p.pairs.bias, p.pairs.bias_strides, bias_size);
+  plan.mask_vector = p.seq_k % 4 == 0 && aligned(p.pairs.mask, p.pairs.mask_strides, 1);
+  plan.dbias_vector = p.seq_k % 4 == 0 && aligned(p.dbias, p.dbias_strides, bias_size);
   plan.adds_dq = work.adds_dq, plan.writes_dq = work.writes_dq;
   plan.writes_bias = work.writes_bias;
 

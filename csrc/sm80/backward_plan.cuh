@@ -25,15 +25,18 @@ struct BackwardPlan {
   float2* statistics;
   float* dq_sums;
   float* bias_sums;      // [splits, elements of dbias], when the members are split
+  int group;             // query heads of a key head
   uint32_t query_slots;  // query tiles of one query head in dq_sums
   int score_mode;        // how raw q.k becomes what is exponentiated
   float score_inner;     // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
   float score_outer;
   float exp_scale;    // log2(e) times what is left to multiply by
-  float bias_factor;  // from natural units to those of s
+  float bias_factor;  // from natural units to those of s; kScaled only
+  int bias_first;     // there is a bias, and scores can start from it
   int vector;         // q, k, v, dout rows take 16-byte copies
   int vector_dq, vector_dk, vector_dv;
-  int adds_dq;      // backward_kernel adds dq to dq_sums
+  int bias_vector, mask_vector, dbias_vector;  // rows of four keys are aligned and whole
+  int adds_dq;                                 // backward_kernel adds dq to dq_sums
   int writes_dq;    // backward_kernel writes dq: all keys are in its tile
   int writes_bias;  // backward_kernel writes dbias: it has a place for every pair
 };
@@ -62,22 +65,23 @@ struct BackwardPlace {
   }
 };
 
-// S becomes what is exponentiated; dP - delta takes the slope of the softcap.
+// S becomes softcap tanh(S / softcap); dP - delta takes the slope.
 template <int kM, int kN>
-__device__ __forceinline__ void shape_scores(float (&s)[kM][kN][4], float (&dp)[kM][kN][4],
-                                             const BackwardPlan& plan, bool slopes = true) {
-  if (plan.score_mode == kSoftcap) {
+__device__ __forceinline__ void apply_softcap(float (&s)[kM][kN][4], float (&dp)[kM][kN][4],
+                                              const BackwardPlan& plan, bool slopes = true) {
 #pragma unroll
-    for (int i = 0; i < kM * kN * 4; ++i) {
-      float& x = s[i / (4 * kN)][i / 4 % kN][i % 4];
-      const float t = tanh_accurate(plan.score_inner * x);
-      x = plan.score_outer * t;
-      if (slopes) dp[i / (4 * kN)][i / 4 % kN][i % 4] *= fmaf(-t, t, 1.f);
-    }
-  } else if (plan.score_mode == kLinear) {
-#pragma unroll
-    for (int i = 0; i < kM * kN * 4; ++i) s[i / (4 * kN)][i / 4 % kN][i % 4] *= plan.score_inner;
+  for (int i = 0; i < kM * kN * 4; ++i) {
+    float& x = s[i / (4 * kN)][i / 4 % kN][i % 4];
+    const float t = tanh_accurate(plan.score_inner * x);
+    x = plan.score_outer * t;
+    if (slopes) dp[i / (4 * kN)][i / 4 % kN][i % 4] *= fmaf(-t, t, 1.f);
   }
+}
+
+template <int kM, int kN>
+__device__ __forceinline__ void scale_linear(float (&s)[kM][kN][4], float factor) {
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i) s[i / (4 * kN)][i / 4 % kN][i % 4] *= factor;
 }
 
 // 16-byte loads or stores of all rows.

@@ -13,6 +13,7 @@
 //           where 5 would do: the price of bitwise equal runs, known in advance. Ordered additions
 //           would save it, but a CTA would wait for others, up to a whole grid's skew.
 #pragma once
+#include "../common/pairs.cuh"
 #include "backward.cuh"
 
 namespace flashsci::sm80 {
@@ -50,19 +51,22 @@ __device__ __forceinline__ void load_rows(uint32_t target, const void* data, int
                                                             columns, copy_bytes);
 }
 
-// Rows row, row + 8 of each m16 block: -lse and -delta; rows that are not there have no
-// probability.
-template <int kM>
-__device__ __forceinline__ void load_row_statistics(float2 (&x)[kM][2],
-                                                    const float2* __restrict__ statistics, int row,
-                                                    int rows) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = row + m * 16 + half * 8;
-      x[m][half] = i < rows ? __ldg(statistics + i) : make_float2(-INFINITY, 0.f);
-    }
+// (-lse, -delta) of kRows rows from `statistics` on; rows that are not there have no probability.
+__device__ __forceinline__ float2 load_pair(const volatile float2* x) {
+  return make_float2(x->x, x->y);
+}
+
+template <int kRows>
+__device__ __forceinline__ void load_row_statistics(float2* shared,
+                                                    const float2* __restrict__ statistics,
+                                                    int rows_valid) {
+  const int row = threadIdx.x;
+  if (row >= kRows) return;
+  const uint32_t target = ptx::shared_address(shared + row);
+  if (row < rows_valid)
+    ptx::cp_async_small<8>(target, statistics + row, 8);
+  else
+    ptx::st_shared(target, make_uint2(__float_as_uint(-INFINITY), 0));
 }
 
 template <class Op, class C>
@@ -122,15 +126,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                              p.dout_strides, work.first_q + tile_row,
                              p.dout != nullptr ? work.seq_q - tile_row : 0, p.head_dim_v,
                              p.copy_bytes, plan.vector);
-    const int row = threadIdx.x;
-    if (row < C::kBlockQ) {
-      const bool exists = tile_row + row < work.seq_q;
-      shared.statistics[row] =
-          exists ? plan.statistics[(static_cast<int64_t>(place.batch) * p.heads_q + place.head) *
-                                       p.seq_q +
-                                   work.first_q + tile_row + row]
-                 : make_float2(-INFINITY, 0.f);
-    }
+    load_row_statistics<C::kBlockQ>(
+        shared.statistics,
+        plan.statistics + (static_cast<int64_t>(place.batch) * p.heads_q + place.head) * p.seq_q +
+            work.first_q + tile_row,
+        work.seq_q - tile_row);
     if (C::kStages == 2) load_keys(first_tile, 0);
     ptx::cp_async_commit();
   }
@@ -164,17 +164,17 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       const uint32_t b_lane = lane_by_chunks<C::kHeadDim>() + step * T::kRowBytes;
       float2 statistics[C::kM][2];  // [m16, row g or g + 8]
 #pragma unroll
-      for (int i = 0; i < C::kM * 2; ++i) {
-        const volatile float2& x = shared.statistics[warp * C::kRows + i * 8 + lane / 4];
-        statistics[i / 2][i % 2] = make_float2(x.x, x.y);
-      }
+      for (int i = 0; i < C::kM * 2; ++i)
+        statistics[i / 2][i % 2] =
+            load_pair(&shared.statistics[warp * C::kRows + i * 8 + lane / 4]);
       set_zero(s);
-      multiply_rows<Op, C::kHeadDim>(s, q_left, k_stage + b_lane);
+      multiply_rows<Op, C::kHeadDim, 0, 0>(s, q_left, k_stage + b_lane);
 #pragma unroll
       for (int i = 0; i < C::kM * C::kN * 4; ++i)
         dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] = statistics[i / (4 * C::kN)][i % 4 / 2].y;
-      multiply_rows<Op, C::kHeadDim>(dp, dout_left, v_stage + b_lane);
-      if (plan.score_mode != kScaled) shape_scores(s, dp, plan);
+      multiply_rows<Op, C::kHeadDim, 0, 0>(dp, dout_left, v_stage + b_lane);
+      if (plan.score_mode == kSoftcap) apply_softcap(s, dp, plan);
+      if (plan.score_mode == kLinear) scale_linear(s, plan.score_inner);
       apply_pairs<Op>(s, view, warp_row + lane / 4, key + lane % 4 * 2, work.seq_q, work.seq_k,
                       plan.bias_factor);
       if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   }
 
   __syncwarp();  // all lanes have read their rows of Q
-  store_gradient<Op, C::kHeadDim>(
+  store_gradient<Op, C::kHeadDim, false>(
       dq, p.scale, q_tile + warp * C::kRows * T::kRowBytes, 0,
       static_cast<uint16_t*>(p.dq) + place.offset(p.dq_strides, place.head) +
           static_cast<int64_t>(work.first_q + warp_row) * p.dq_strides.row,

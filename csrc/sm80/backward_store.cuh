@@ -2,11 +2,13 @@
 #pragma once
 #include "../common/ptx/shared.cuh"
 #include "../common/tile.cuh"
+#include "backward_pairs.cuh"
 
 namespace flashsci::sm80 {
 
 // One warp's c times factor -> columns [8 chunk, ...) of its rows in a tile -> global memory.
-template <class Op, int kCols, int kM, int kN>
+// kKeys: rows are keys, dealt to the rows of the tile by row_of_key.
+template <class Op, int kCols, bool kKeys, int kM, int kN>
 __device__ __forceinline__ void store_gradient(const float (&c)[kM][kN][4], float factor,
                                                uint32_t tile, int chunk,
                                                uint16_t* __restrict__ global,  // [rows, columns]
@@ -28,7 +30,7 @@ __device__ __forceinline__ void store_gradient(const float (&c)[kM][kN][4], floa
     const int row = i / kN, at = chunk + i % kN;
     const int left = columns - at * kChunkElements;
     if (row >= rows || left <= 0) continue;
-    const uint4 value = ptx::ld_shared_v4(tile + T::offset(row, at));
+    const uint4 value = ptx::ld_shared_v4(tile + T::offset(kKeys ? row_of_key<kM>(row) : row, at));
     uint16_t* target = global + row * row_stride + at * kChunkElements;
     if (vector) {
       *reinterpret_cast<uint4*>(target) = value;
@@ -37,39 +39,6 @@ __device__ __forceinline__ void store_gradient(const float (&c)[kM][kN][4], floa
 #pragma unroll
       for (int e = 0; e < kChunkElements; ++e)
         if (e < left) target[e] = static_cast<uint16_t>(word[e / 2] >> (e % 2 * 16));
-    }
-  }
-}
-
-// dS^T of one warp to a dbias that has a place for every pair. Rows: this lane's first key;
-// columns: its first query.
-template <class Op, int kM, int kN>
-__device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4],
-                                                    unsigned char* dbias, bool fp32,
-                                                    int64_t row_stride, int64_t column_stride,
-                                                    int key, int query, int keys, int queries) {
-#pragma unroll
-  for (int n = 0; n < kN; ++n) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int i = query + n * 8 + e;
-      if (i >= queries) continue;
-      const int64_t row = i * row_stride + key * column_stride;
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int j = m * 16 + half * 8;
-          if (key + j >= keys) continue;
-          const float x = ds[m][n][half * 2 + e];
-          if (fp32) {
-            reinterpret_cast<float*>(dbias)[row + j * column_stride] = x;
-          } else {
-            reinterpret_cast<uint16_t*>(dbias)[row + j * column_stride] =
-                static_cast<uint16_t>(Op::pack2(x, x));
-          }
-        }
-      }
     }
   }
 }

@@ -18,9 +18,8 @@ namespace flashsci::sm80 {
 // tiles, key tiles. A dim is in one of the two, and 1 in the other.
 struct BiasPlan {
   uint32_t own[5], members[5];
-  uint32_t member_count, splits;
-  int64_t elements;  // of dbias
-  uint32_t shared;   // the number of dims that the bias lacks
+  uint32_t member_count, splits, shared;  // shared: the number of dims that the bias lacks
+  int64_t elements;                       // of dbias
 };
 
 template <int kHeadDim_, int kBlockQ_, int kBlockK_, int kStages_, int kMinBlocks_>
@@ -32,6 +31,8 @@ struct alignas(128) BiasShared {
   uint16_t dout[C::kStages][C::kBlockQ * C::kHeadDim];  // [stage, kBlockQ, kHeadDim]
   uint16_t k[C::kStages][C::kBlockK * C::kHeadDim];     // [stage, kBlockK, kHeadDim]
   uint16_t v[C::kStages][C::kBlockK * C::kHeadDim];     // [stage, kBlockK, kHeadDim]
+  float2 statistics[C::kStages][C::kBlockQ];            // [stage, kBlockQ]: -lse, -delta
+  alignas(16) uint8_t shown[2][C::kBlockK];             // [member % 2, kBlockK]: a mask of keys
 };
 
 // Indices of a member in own and member dims, and its tensors' place.
@@ -66,6 +67,20 @@ __device__ __forceinline__ void put_bias_sum(const FlashsciBackwardParams& p,
     static_cast<uint16_t*>(p.dbias)[at] = static_cast<uint16_t>(Op::pack2(x, x));
 }
 
+// Scores that could not start from the bias, columns from n8 block `first` of it.
+template <int kM, int kN, int kAll>
+__device__ __forceinline__ void add_late(float (&s)[kM][kN][4], const float (&addend)[kM][kAll][4],
+                                         int first, const BackwardPlan& plan) {
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i) {
+    float& x = s[i / (4 * kN)][i / 4 % kN][i % 4];
+    const float shaped = plan.score_mode == kSoftcap
+                             ? plan.score_outer * tanh_accurate(plan.score_inner * x)
+                             : plan.score_inner * x;
+    x = (x == -INFINITY ? x : shaped) + addend[i / (4 * kN)][first + i / 4 % kN][i % 4];
+  }
+}
+
 template <class Op, class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     bias_gradient_kernel(const __grid_constant__ FlashsciBackwardParams p,
@@ -76,7 +91,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BiasShared<C>*>(shared_memory);
   const uint32_t split = blockIdx.x % bias.splits;
-  BiasMember own, member;
+  BiasMember own;
   own.decode(blockIdx.x / bias.splits, bias.own);
   const uint32_t begin = static_cast<uint64_t>(bias.member_count) * split / bias.splits;
   const uint32_t end = static_cast<uint64_t>(bias.member_count) * (split + 1) / bias.splits;
@@ -113,57 +128,100 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     load_rows<C, C::kBlockK>(v_tile + stage * kStageK, p.v, x.offset(p.v_strides, head_k),
                              p.v_strides, key, p.seq_k - key, p.head_dim_v, p.copy_bytes,
                              plan.vector);
+    load_row_statistics<C::kBlockQ>(
+        shared.statistics[stage],
+        plan.statistics + ((x.index[0] * p.batch1 + x.index[1]) * p.heads_q + head) * p.seq_q + row,
+        p.seq_q - row);
+  };
+
+  // The bias is the same for all members.
+  const int own_row = own.index[3] * C::kBlockQ + warp * C::kRows + lane / 4;
+  const int own_key = own.index[4] * C::kBlockK + lane % 4 * 2;
+  float addend[C::kM][kN][4];  // [m16, n8, fragment], in units of the scores
+  set_zero(addend);
+  apply_pairs<Op>(
+      addend,
+      PairsView(
+          FlashsciPairs{p.pairs.bias, nullptr, p.pairs.bias_strides, {}, p.pairs.bias_is_fp32},
+          own.index[0], own.index[1], own.index[2]),
+      own_row, own_key, p.seq_q, p.seq_k, plan.bias_factor);
+
+  // A mask that is the same for all queries comes a byte a thread, and one member ahead.
+  const bool key_mask = p.pairs.mask != nullptr && p.pairs.mask_strides.row == 0;
+  const bool pair_mask = p.pairs.mask != nullptr && p.pairs.mask_strides.row != 0;
+  const auto load_shown = [&](const BiasMember& x) -> int {
+    const int key = x.index[4] * C::kBlockK + threadIdx.x;
+    return key_mask && threadIdx.x < C::kBlockK && key < p.seq_k
+               ? __ldg(p.pairs.mask + x.offset(p.pairs.mask_strides, x.index[2]) +
+                       key * p.pairs.mask_strides.column)
+               : 1;
   };
 
   float sum[C::kM][kN][4];  // dS summed over members: [m16, n8, fragment]
   set_zero(sum);
+  BiasMember next = find(begin);
   if (C::kStages == 2) {
-    load(find(begin), 0);
+    load(next, 0);
     ptx::cp_async_commit();
   }
-  const uint32_t left = warp * C::kRows * T::kRowBytes + lane_by_rows<C::kHeadDim>();
+  int shown = load_shown(next);
   int stage = 0;
 #pragma unroll 1
   for (uint32_t number = begin; number < end; ++number) {
-    member = find(number);
+    const BiasMember member = next;
     if constexpr (C::kStages == 1) {
       __syncthreads();  // nobody reads the member before
       load(member, 0);
       ptx::cp_async_commit();
     }
-    const int warp_row = member.index[3] * C::kBlockQ + warp * C::kRows;
-    const int warp_last_row = min(warp_row + C::kRows, p.seq_q) - 1;
-    float2 statistics[C::kM][2];
-    load_row_statistics(
-        statistics,
-        plan.statistics +
-            ((member.index[0] * p.batch1 + member.index[1]) * p.heads_q + member.index[2]) *
-                p.seq_q,
-        warp_row + lane / 4, p.seq_q);
+    if (key_mask && threadIdx.x < C::kBlockK)
+      shared.shown[number % 2][threadIdx.x] = static_cast<uint8_t>(shown);
     ptx::cp_async_wait<0>();
     __syncthreads();  // this stage has landed; nobody reads the other one
-    if constexpr (C::kStages == 2) {
-      if (number + 1 < end) load(find(number + 1), stage ^ 1);
-      ptx::cp_async_commit();
+    if (number + 1 < end) {
+      next = find(number + 1);
+      if (C::kStages == 2) load(next, stage ^ 1);
+      shown = load_shown(next);
     }
-    const PairsView view(p.pairs, member.index[0], member.index[1], member.index[2]);
+    if (C::kStages == 2) ptx::cp_async_commit();
+
+    const int tile_row = member.index[3] * C::kBlockQ, tile_key = member.index[4] * C::kBlockK;
+    const int warp_row = tile_row + warp * C::kRows;
+    const int warp_last_row = min(warp_row + C::kRows, p.seq_q) - 1;
+    const uint32_t left =
+        stage * kStageQ + warp * C::kRows * T::kRowBytes + lane_by_rows<C::kHeadDim>();
 #pragma unroll
     for (int step = 0; step < C::kBlockK; step += C::kStep) {
-      const int key = member.index[4] * C::kBlockK + step;
+      const int key = tile_key + step;
       if (warp_row >= p.seq_q || key >= window.end(warp_last_row) ||
           key + C::kStep <= window.begin(warp_row))
         continue;
       float s[C::kM][C::kN][4], dp[C::kM][C::kN][4];
-      const uint32_t right = stage * kStageK + step * T::kRowBytes + lane_by_chunks<C::kHeadDim>();
-      set_zero(s);
-      multiply_rows<Op, C::kHeadDim>(s, q_tile + stage * kStageQ + left, k_tile + right);
+      float2 statistics[C::kM][2];  // [m16, row g or g + 8]: -lse, -delta
 #pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i)
-        dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] = statistics[i / (4 * C::kN)][i % 4 / 2].y;
-      multiply_rows<Op, C::kHeadDim>(dp, dout_tile + stage * kStageQ + left, v_tile + right);
-      if (plan.score_mode != kScaled) shape_scores(s, dp, plan, false);
-      apply_pairs<Op>(s, view, warp_row + lane / 4, key + lane % 4 * 2, p.seq_q, p.seq_k,
-                      plan.bias_factor);
+      for (int i = 0; i < C::kM * 2; ++i)
+        statistics[i / 2][i % 2] = shared.statistics[stage][warp * C::kRows + i * 8 + lane / 4];
+#pragma unroll
+      for (int n = 0; n < C::kN; ++n) {
+        const uint32_t pair = key_mask ? *reinterpret_cast<const uint16_t*>(
+                                             &shared.shown[number % 2][step + n * 8 + lane % 4 * 2])
+                                       : 0x101;
+#pragma unroll
+        for (int i = 0; i < C::kM * 4; ++i) {
+          const float x = plan.bias_first ? addend[i / 4][step / 8 + n][i % 4] : 0.f;
+          s[i / 4][n][i % 4] = (i % 2 == 0 ? pair & 0xff : pair >> 8) != 0 ? x : -INFINITY;
+          dp[i / 4][n][i % 4] = statistics[i / 4][i % 4 / 2].y;
+        }
+      }
+      const uint32_t right = stage * kStageK + step * T::kRowBytes + lane_by_chunks<C::kHeadDim>();
+      multiply_rows<Op, C::kHeadDim, 0, 0>(s, q_tile + left, k_tile + right);
+      multiply_rows<Op, C::kHeadDim, 0, 0>(dp, dout_tile + left, v_tile + right);
+      if (!plan.bias_first) add_late(s, addend, step / 8, plan);
+      if (pair_mask)
+        apply_pairs<Op>(s,
+                        PairsView(FlashsciPairs{nullptr, p.pairs.mask, {}, p.pairs.mask_strides, 0},
+                                  member.index[0], member.index[1], member.index[2]),
+                        warp_row + lane / 4, key + lane % 4 * 2, p.seq_q, p.seq_k, 1.f);
       if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
         mask_scores(s, window, warp_row + lane / 4, key + lane % 4 * 2);
 #pragma unroll
@@ -179,8 +237,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   // Sums over the rows or keys of the tile itself, where the bias has one for all.
   const bool own_rows = p.dbias_strides.row != 0 || p.seq_q == 1;
   const bool own_keys = p.dbias_strides.column != 0 || p.seq_k == 1;
-  const int row = own.index[3] * C::kBlockQ + warp * C::kRows + lane / 4;
-  const int key = own.index[4] * C::kBlockK + lane % 4 * 2;
   const int64_t base = own.offset(p.dbias_strides, own.index[2]);
   if (!own_keys) {
 #pragma unroll
@@ -195,7 +251,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
     for (int i = 0; i < C::kM * kN * 4; ++i) {
       const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
-      const int at_row = row + m * 16 + e / 2 * 8, at_key = own_keys ? key + n * 8 + e % 2 : 0;
+      const int at_row = own_row + m * 16 + e / 2 * 8,
+                at_key = own_keys ? own_key + n * 8 + e % 2 : 0;
       if (at_row >= p.seq_q || at_key >= p.seq_k) continue;
       if (!own_keys && (n > 0 || e % 2 > 0 || lane % 4 > 0)) continue;
       put_bias_sum<Op>(p, plan, bias, split,

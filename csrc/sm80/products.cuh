@@ -16,13 +16,11 @@ namespace flashsci::sm80 {
 // through the transpose: 8 rows x 2 chunks, twice, so that the registers of an n8 block (of an m16
 // block) are neighbours.
 template <int kCols>
-__device__ __forceinline__ uint32_t lane_by_rows() {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ uint32_t lane_by_rows(uint32_t lane = threadIdx.x % 32) {
   return Tile<kCols>::offset(lane % 16, lane / 16);
 }
 template <int kCols>
-__device__ __forceinline__ uint32_t lane_by_chunks() {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ uint32_t lane_by_chunks(uint32_t lane = threadIdx.x % 32) {
   return Tile<kCols>::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
@@ -58,22 +56,25 @@ __device__ __forceinline__ void set_zero(float (&c)[kM][kN][4]) {
 }
 
 // C += A B^T over all columns: rows of A from a_start (by rows), rows of B from b_start (by
-// chunks).
-template <class Op, int kCols, int kM, int kN>
+// chunks). kA and kB: bytes to add to all addresses of the one and the other, multiples of 128. Two
+// products whose tiles differ by a constant then share their address registers.
+template <class Op, int kCols, int kA, int kB, int kM, int kN>
 __device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], uint32_t a_start,
                                               uint32_t b_start) {
+  static_assert(kA % 128 == 0 && kB % 128 == 0, "the swizzle is not touched");
   using T = Tile<kCols>;
-// In two halves: unrolled whole, the compiler fetches more fragments than registers hold.
-#pragma unroll(kCols / 32)
+  // In two halves: unrolled whole, the compiler fetches more fragments than registers hold.
+  constexpr int kUnroll = kCols / 32;
+#pragma unroll kUnroll
   for (int d = 0; d < kCols / 16; ++d) {
     uint32_t a[kM][4];  // A [16 kM, 16]
 #pragma unroll
     for (int m = 0; m < kM; ++m)
-      ptx::ldmatrix_x4(a[m], T::pair_address(a_start, d) + m * 16 * T::kRowBytes);
+      ptx::ldmatrix_x4(a[m], T::pair_address(a_start, d) + (kA + m * 16 * T::kRowBytes));
 #pragma unroll
     for (int n = 0; n < kN / 2; ++n) {
       uint32_t b[4];  // B [16, 16]: two n8 blocks
-      ptx::ldmatrix_x4(b, T::pair_address(b_start, d) + n * 16 * T::kRowBytes);
+      ptx::ldmatrix_x4(b, T::pair_address(b_start, d) + (kB + n * 16 * T::kRowBytes));
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         Op::mma(c[m][2 * n], a[m], b[0], b[1]);

@@ -33,6 +33,12 @@ __device__ __forceinline__ uint32_t ld_shared(uint32_t shared) {
   return value;
 }
 
+__device__ __forceinline__ uint64_t ld_shared_u64(uint32_t shared) {
+  uint64_t value;
+  asm volatile("ld.shared.u64 %0, [%1];\n" : "=l"(value) : "r"(shared) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ uint4 ld_shared_v4(uint32_t shared) {
   uint4 value;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
