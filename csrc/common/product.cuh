@@ -39,6 +39,32 @@ __device__ __forceinline__ void load_rows(uint32_t (&a)[kM][kHeld][4], uint32_t 
       ptx::ldmatrix_x4(a[m][d], T::pair_address(start, d) + m * 16 * T::kRowBytes);
 }
 
+// C += A B^T for A [16 kM rows, kCols], by row_fragment, and B [8 kN rows, kCols], by
+// column_fragment. kUnroll: steps of 16 columns at a time, where all of them fetch more fragments
+// than registers hold.
+template <class Op, int kCols, int kUnroll = kCols / 16, int kM, int kN>
+__device__ __forceinline__ void multiply_tiles(float (&c)[kM][kN][4], uint32_t a_start,
+                                               uint32_t b_start) {
+  using T = Tile<kCols>;
+#pragma unroll(kUnroll)
+  for (int d = 0; d < kCols / 16; ++d) {
+    uint32_t a[kM][4];  // A [16 kM rows, 16 columns]
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+      ptx::ldmatrix_x4(a[m], T::pair_address(a_start, d) + m * 16 * T::kRowBytes);
+#pragma unroll
+    for (int n = 0; n < kN / 2; ++n) {
+      uint32_t b[4];  // B [16 rows, 16 columns]: two n8 blocks
+      ptx::ldmatrix_x4(b, T::pair_address(b_start, d) + n * 16 * T::kRowBytes);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        Op::mma(c[m][2 * n], a[m], b[0], b[1]);
+        Op::mma(c[m][2 * n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
 // C += A B^T for B [8 kN rows, kCols]; start by column_fragment. Of A the first 16 kHeld columns
 // are in registers; the others are a tile of their own, read from rest, by row_fragment.
 template <class Op, int kCols, int kM, int kHeld, int kN>
@@ -83,14 +109,16 @@ __device__ __forceinline__ void pack(uint32_t (&a)[kM][4], const float (&p)[kM][
       a[m][i] = Op::pack2(p[m][2 * n + i / 2][i % 2 * 2], p[m][2 * n + i / 2][i % 2 * 2 + 1]);
 }
 
-// C += A B for A [16 kM rows, 16] and B [16 rows, kCols]; start by row_fragment.
+// C += A B for A [16 kM rows, 16] and B [16 rows, kCols], which begins row_bytes (known to the
+// compiler) after the tile; start by row_fragment.
 template <class Op, int kCols, int kM>
 __device__ __forceinline__ void multiply_16(float (&c)[kM][kCols / 8][4],
-                                            const uint32_t (&a)[kM][4], uint32_t start) {
+                                            const uint32_t (&a)[kM][4], uint32_t start,
+                                            uint32_t row_bytes = 0) {
 #pragma unroll
   for (int d = 0; d < kCols / 16; ++d) {
     uint32_t b[4];  // B [16 rows, 16 columns]: two n8 blocks
-    ptx::ldmatrix_x4_trans(b, Tile<kCols>::pair_address(start, d));
+    ptx::ldmatrix_x4_trans(b, Tile<kCols>::pair_address(start, d) + row_bytes);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       Op::mma(c[m][2 * d], a[m], b[0], b[1]);
@@ -107,7 +135,7 @@ __device__ __forceinline__ void multiply_accumulators(float (&c)[kM][kCols / 8][
   for (int n = 0; n < kN / 2; ++n) {
     uint32_t a[kM][4];
     pack<Op>(a, p, n);
-    multiply_16<Op, kCols>(c, a, start + n * 16 * Tile<kCols>::kRowBytes);
+    multiply_16<Op, kCols>(c, a, start, n * 16 * Tile<kCols>::kRowBytes);
   }
 }
 

@@ -8,12 +8,13 @@
 
 namespace flashsci {
 
-// c times factor goes through warp_tile, a Tile of this warp alone, to `target` [rows, columns].
-// vector: rows start at multiples of 16 bytes and columns is a multiple of 8.
+// c, times the factor of its row, goes through warp_tile, a Tile of this warp alone, to `target`
+// [rows, columns]. vector: rows start at multiples of 16 bytes and columns is a multiple of 8.
 template <class Op, int kCols, int kM>
-__device__ __forceinline__ void store_rows(const float (&c)[kM][kCols / 8][4], float factor,
-                                           uint32_t warp_tile, uint16_t* __restrict__ target,
-                                           int64_t row_stride, int rows, int columns, bool vector) {
+__device__ __forceinline__ void store_rows(const float (&c)[kM][kCols / 8][4],
+                                           const float (&factor)[kM][2], uint32_t warp_tile,
+                                           uint16_t* __restrict__ target, int64_t row_stride,
+                                           int rows, int columns, bool vector) {
   using T = Tile<kCols>;
   const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
   __syncwarp();  // nobody reads what the tile held before
@@ -24,7 +25,8 @@ __device__ __forceinline__ void store_rows(const float (&c)[kM][kCols / 8][4], f
 #pragma unroll
       for (int d = 0; d < kCols / 8; ++d)
         ptx::st_shared(warp_tile + T::offset(m * 16 + half * 8 + group, d) + quad * 4,
-                       Op::pack2(c[m][d][half * 2] * factor, c[m][d][half * 2 + 1] * factor));
+                       Op::pack2(c[m][d][half * 2] * factor[m][half],
+                                 c[m][d][half * 2 + 1] * factor[m][half]));
   __syncwarp();
   constexpr int kLanesPerRow = T::kGroup;
 #pragma unroll
@@ -48,6 +50,17 @@ __device__ __forceinline__ void store_rows(const float (&c)[kM][kCols / 8][4], f
       }
     }
   }
+}
+
+// The same with one factor for all rows.
+template <class Op, int kCols, int kM>
+__device__ __forceinline__ void store_rows(const float (&c)[kM][kCols / 8][4], float factor,
+                                           uint32_t warp_tile, uint16_t* __restrict__ target,
+                                           int64_t row_stride, int rows, int columns, bool vector) {
+  float all[kM][2];
+#pragma unroll
+  for (int i = 0; i < kM * 2; ++i) all[i / 2][i % 2] = factor;
+  store_rows<Op, kCols>(c, all, warp_tile, target, row_stride, rows, columns, vector);
 }
 
 }  // namespace flashsci

@@ -1,22 +1,20 @@
 // Forward attention for tensor cores of the mma.sync generation (Ampere, Ada; Hopper until its
 // own).
 //
-// Maths     o_i = sum_j p_ij v_j / l_i, p_ij = exp(s_ij - m_i), l_i = sum_j p_ij, lse_i = m_i + log
-// l_i,
-//           s = scale q k^T or softcap tanh(scale q k^T / softcap), over the keys the window shows.
+// Maths     o_i = sum_j p_ij v_j / l_i, p_ij = exp(s_ij - m_i), l_i = sum_j p_ij,
+//           lse_i = m_i + log l_i, s = scale q k^T or softcap tanh(scale q k^T / softcap), over the
+//           keys the window shows.
 // Roles     One CTA per (query tile, head, batch), all on grid.x, the tiles of a head side by side
-// and the
-//           longest first. kWarps warps own kBlockQ / kWarps query rows each and never talk about
-//           values: they share only the K and V tiles. Packed calls find their sequence on the
-//           device.
+//           and the longest first. kWarps warps own kBlockQ / kWarps query rows each and never talk
+//           about values: they share only the K and V tiles. Packed calls find their sequence on
+//           the device.
 // Shared    Q (later the output), kStages x K, kStages x V, all swizzled 16-byte chunks:
-// `SharedStorage`. Pipeline  kStages 1: V_n flies during S = Q K_n^T, K_n-1 flies during softmax
-// and P V_n; two barriers a
-//           tile, and the other CTA of the SM fills the gaps. kStages 2: K_n-1 and V_n-1 fly during
-//           all of tile n; one barrier a tile. Tiles go from the diagonal to the left.
+//           `SharedStorage`.
+// Pipeline  kStages 1: V_n flies during S = Q K_n^T, K_n-1 flies during softmax and P V_n; two
+//           barriers a tile, and the other CTA of the SM fills the gaps. kStages 2: K_n-1 and V_n-1
+//           fly during all of tile n; one barrier a tile. Tiles go from the diagonal to the left.
 // Limits    HMMA issue with shared-memory reads of K and V close behind (32 rows per warp: a
-// fragment
-//           feeds two mma), then exp: docs/kernels/sm80_forward.md.
+//           fragment feeds two mma), then exp: docs/kernels/sm80_forward.md.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -24,13 +22,14 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../common/place.cuh"
+#include "../common/product.cuh"
 #include "../common/ptx/cp_async.cuh"
-#include "../common/ptx/ldmatrix.cuh"
-#include "../common/ptx/math.cuh"
 #include "../common/ptx/redux.cuh"
-#include "../common/ptx/shared.cuh"
+#include "../common/scores.cuh"
 #include "../common/sequence.cuh"
 #include "../common/softmax.cuh"
+#include "../common/store_rows.cuh"
 #include "../common/tile.cuh"
 #include "../common/window.cuh"
 #include "../include/flashsci.h"
@@ -100,170 +99,35 @@ struct alignas(128) SharedStorage {
 
 // What the host derives from the parameters, once.
 struct ForwardPlan {
-  uint32_t tiles;     // grid slots of one head
-  int score_mode;     // how raw q.k becomes what is exponentiated: ScoreMode
-  float score_inner;  // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
-  float score_outer;
-  float exp_scale;  // log2(e) times what is left to multiply by
-  float lse_scale;  // from the units of the running maximum to natural log
-  int vector_out;   // output rows take 16-byte stores
+  uint32_t tiles;  // grid slots of one head
+  ScorePlan scores;
+  int vector_out;  // output rows take 16-byte stores
 };
-
-enum ScoreMode { kScaled = 0, kLinear = 1, kSoftcap = 2 };
-
-template <class C>
-__device__ __forceinline__ void scale_scores(float (&s)[C::kM][C::kN][4], const ForwardPlan& plan) {
-  if (plan.score_mode == kSoftcap) {
-#pragma unroll
-    for (int m = 0; m < C::kM; ++m)
-#pragma unroll
-      for (int n = 0; n < C::kN; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          s[m][n][e] = plan.score_outer * tanh_accurate(plan.score_inner * s[m][n][e]);
-  } else {
-#pragma unroll
-    for (int m = 0; m < C::kM; ++m)
-#pragma unroll
-      for (int n = 0; n < C::kN; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[m][n][e] *= plan.score_inner;
-  }
-}
-
-template <int kM, int kN>
-__device__ __forceinline__ void clear(float (&x)[kM][kN][4]) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[m][n][e] = 0.f;
-}
-
-// S += Q K^T for the rows of one warp.
-template <class Op, class C>
-__device__ __forceinline__ void multiply_qk(float (&s)[C::kM][C::kN][4], uint32_t q_start,
-                                            uint32_t k_start) {
-  using T = Tile<C::kHeadDim>;
-#pragma unroll
-  for (int d = 0; d < C::kHeadDim / 16; ++d) {
-    uint32_t a[C::kM][4];  // Q [kRows, 16]
-#pragma unroll
-    for (int m = 0; m < C::kM; ++m)
-      ptx::ldmatrix_x4(a[m], T::pair_address(q_start, d) + m * 16 * T::kRowBytes);
-#pragma unroll
-    for (int n = 0; n < C::kN / 2; ++n) {
-      uint32_t b[4];  // K [16 keys, 16]: two n8 blocks
-      ptx::ldmatrix_x4(b, T::pair_address(k_start, d) + n * 16 * T::kRowBytes);
-#pragma unroll
-      for (int m = 0; m < C::kM; ++m) {
-        Op::mma(s[m][2 * n], a[m], b[0], b[1]);
-        Op::mma(s[m][2 * n + 1], a[m], b[2], b[3]);
-      }
-    }
-  }
-}
-
-// O += P V; the accumulator layout of S is the operand layout of P.
-template <class Op, class C>
-__device__ __forceinline__ void multiply_pv(float (&o)[C::kM][C::kDimBlocks][4],
-                                            const float (&p)[C::kM][C::kN][4], uint32_t v_start) {
-  using T = Tile<C::kHeadDim>;
-#pragma unroll
-  for (int n = 0; n < C::kN / 2; ++n) {
-    uint32_t a[C::kM][4];  // P [kRows, 16 keys]
-#pragma unroll
-    for (int m = 0; m < C::kM; ++m) {
-      a[m][0] = Op::pack2(p[m][2 * n][0], p[m][2 * n][1]);
-      a[m][1] = Op::pack2(p[m][2 * n][2], p[m][2 * n][3]);
-      a[m][2] = Op::pack2(p[m][2 * n + 1][0], p[m][2 * n + 1][1]);
-      a[m][3] = Op::pack2(p[m][2 * n + 1][2], p[m][2 * n + 1][3]);
-    }
-#pragma unroll
-    for (int d = 0; d < C::kDimBlocks / 2; ++d) {
-      uint32_t b[4];  // V [16 keys, 16 columns]: two n8 blocks
-      ptx::ldmatrix_x4_trans(b, T::pair_address(v_start, d) + n * 16 * T::kRowBytes);
-#pragma unroll
-      for (int m = 0; m < C::kM; ++m) {
-        Op::mma(o[m][2 * d], a[m], b[0], b[1]);
-        Op::mma(o[m][2 * d + 1], a[m], b[2], b[3]);
-      }
-    }
-  }
-}
 
 // Normalises, writes lse, and sends the rows of one warp to global memory through its part of the Q
 // tile.
 template <class Op, class C>
-__device__ __forceinline__ void write_output(float (&o)[C::kM][C::kDimBlocks][4],
+__device__ __forceinline__ void write_output(const float (&o)[C::kM][C::kDimBlocks][4],
                                              const float (&row_max)[C::kM][2],
                                              const float (&row_sum)[C::kM][2], uint32_t warp_tile,
                                              uint16_t* __restrict__ out,  // [rows, Dv] of this warp
                                              float* __restrict__ lse,     // [rows] of this warp
                                              int64_t row_stride, int rows, int head_dim_v,
                                              const ForwardPlan& plan) {
-  using T = Tile<C::kHeadDim>;
-  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
-  __syncwarp();  // all lanes have read their last Q fragments
+  const int lane = threadIdx.x % 32;
+  float inverse[C::kM][2];
 #pragma unroll
-  for (int m = 0; m < C::kM; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = quad_sum(row_sum[m][half]);
-      const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-      const int row = m * 16 + half * 8 + group;
-      if (quad == 0 && row < rows)
-        lse[row] = sum == 0.f ? -INFINITY : fmaf(row_max[m][half], plan.lse_scale, logf(sum));
-#pragma unroll
-      for (int d = 0; d < C::kDimBlocks; ++d)
-        ptx::st_shared(warp_tile + T::offset(row, d) + quad * 4,
-                       Op::pack2(o[m][d][half * 2] * inverse, o[m][d][half * 2 + 1] * inverse));
-    }
+  for (int i = 0; i < C::kM * 2; ++i) {
+    const int row = i * 8 + lane / 4;
+    const float sum = quad_sum(row_sum[i / 2][i % 2]);
+    inverse[i / 2][i % 2] = sum == 0.f ? 0.f : 1.f / sum;
+    if (lane % 4 == 0 && row < rows)
+      lse[row] =
+          sum == 0.f ? -INFINITY : fmaf(row_max[i / 2][i % 2], plan.scores.lse_scale, logf(sum));
   }
-  __syncwarp();
-  constexpr int kLanesPerRow = T::kGroup;
-#pragma unroll
-  for (int pass = 0; pass < C::kRows * kLanesPerRow / 32; ++pass) {
-    const int row = pass * (32 / kLanesPerRow) + lane / kLanesPerRow;
-    if (row >= rows) break;
-#pragma unroll
-    for (int block = 0; block < T::kChunks / kLanesPerRow; ++block) {
-      const int chunk = lane % kLanesPerRow + block * kLanesPerRow;
-      const int columns = head_dim_v - chunk * kChunkElements;
-      uint16_t* target = out + row * row_stride + chunk * kChunkElements;
-      if (columns <= 0) continue;
-      const uint4 value = ptx::ld_shared_v4(warp_tile + T::offset(row, chunk));
-      if (plan.vector_out) {
-        *reinterpret_cast<uint4*>(target) = value;
-      } else {
-        const uint32_t word[4] = {value.x, value.y, value.z, value.w};
-#pragma unroll
-        for (int e = 0; e < kChunkElements; ++e)
-          if (e < columns) target[e] = static_cast<uint16_t>(word[e / 2] >> (e % 2 * 16));
-      }
-    }
-  }
+  store_rows<Op, C::kHeadDim>(o, inverse, warp_tile, out, row_stride, rows, head_dim_v,
+                              plan.vector_out != 0);
 }
-
-// Which head of which batch a block works on.
-struct Place {
-  uint32_t batch_head, batch0, batch1, head;
-
-  __device__ __forceinline__ Place(uint32_t block, const FlashsciForwardParams& p,
-                                   const ForwardPlan& plan) {
-    batch_head = block / plan.tiles;
-    const uint32_t batch = batch_head / static_cast<uint32_t>(p.heads_q);
-    head = batch_head - batch * static_cast<uint32_t>(p.heads_q);
-    batch0 = batch / static_cast<uint32_t>(p.batch1);
-    batch1 = batch - batch0 * static_cast<uint32_t>(p.batch1);
-  }
-  // Elements from the start of a tensor, in 64 bits.
-  __device__ __forceinline__ int64_t offset(const FlashsciStrides& strides,
-                                            uint32_t of_head) const {
-    return batch0 * strides.batch0 + batch1 * strides.batch1 + of_head * strides.head;
-  }
-};
 
 template <class Op, class C, bool kVector>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
@@ -274,7 +138,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   auto& shared = *reinterpret_cast<SharedStorage<C>*>(shared_memory);
 
   // Which query tile of which head.
-  const Place place(blockIdx.x, p, plan);
+  const Place place(blockIdx.x, plan.tiles, p.heads_q, p.batch1);
   const uint32_t slot = blockIdx.x - place.batch_head * plan.tiles;
   TileOfSequence work;
   if (p.cu_seqlens_q != nullptr) {
@@ -316,12 +180,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const uint32_t k_tile = ptx::shared_address(shared.k);
   const uint32_t v_tile = ptx::shared_address(shared.v);
   constexpr int kStageBytes = C::kBlockK * T::kRowBytes;
-  // The two registers of a B operand are neighbours: K fetches 8 keys x 2 chunks for each n8 block,
-  // V (through the transpose) 16 keys x 1 chunk.
   const uint32_t q_start =
-      q_tile + warp * C::kRows * T::kRowBytes + T::offset(lane % 16, lane / 16);
-  uint32_t k_start = k_tile + T::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  uint32_t v_start = v_tile + T::offset(lane % 16, lane / 16);
+      q_tile + warp * C::kRows * T::kRowBytes + row_fragment<C::kHeadDim>(lane);
+  uint32_t k_start = k_tile + column_fragment<C::kHeadDim>(lane);
+  uint32_t v_start = v_tile + row_fragment<C::kHeadDim>(lane);
 
   const auto load_k = [&](int tile, int stage) {
     const int first = tile * C::kBlockK;
@@ -339,7 +201,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   float o[C::kM][C::kDimBlocks][4];  // [m16, n8 of Dv, fragment]
   float row_max[C::kM][2];  // [m16, row g or g + 8], in units of 1 / exp_scale; stale by <= 2^8
   float row_sum[C::kM][2];  // this lane's part of the sum
-  clear(o);
+  set_zero(o);
 #pragma unroll
   for (int m = 0; m < C::kM; ++m) {
     row_max[m][0] = row_max[m][1] = -INFINITY;
@@ -370,8 +232,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     const bool active = first_key < seen_end && first_key + C::kBlockK > seen_begin;
     float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
     if (active) {
-      clear(s);
-      multiply_qk<Op, C>(s, q_start, k_start);
+      set_zero(s);
+      multiply_tiles<Op, C::kHeadDim>(s, q_start, k_start);
     }
     if constexpr (C::kStages == 1) {
       ptx::cp_async_wait<0>();
@@ -380,11 +242,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       ptx::cp_async_commit();
     }
     if (active) {
-      if (plan.score_mode != kScaled) scale_scores<C>(s, plan);
+      scale_scores(s, plan.scores);
       if (first_key < full_begin || first_key + C::kBlockK > full_end)
         mask_scores(s, window, warp_row + lane / 4, first_key + lane % 4 * 2);
-      online_softmax(s, o, row_max, row_sum, plan.exp_scale);
-      multiply_pv<Op, C>(o, s, v_start);
+      online_softmax(s, o, row_max, row_sum, plan.scores.exp_scale);
+      multiply_accumulators<Op, C::kHeadDim>(o, s, v_start);
     }
     if constexpr (C::kStages == 2) {
       stage ^= 1;
@@ -395,7 +257,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
   if (warp_row >= work.seq_q) return;
   const int row = work.first_q + warp_row;
-  const Place home(opaque(blockIdx.x), p, plan);  // found again rather than kept through the loop
+  // Found again rather than kept through the loop.
+  const Place home(opaque(blockIdx.x), plan.tiles, p.heads_q, p.batch1);
   auto* out = static_cast<uint16_t*>(p.out) + home.offset(p.out_strides, home.head) +
               row * p.out_strides.row;
   float* lse = p.lse + static_cast<int64_t>(home.batch_head) * p.seq_q + row;
@@ -406,11 +269,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 inline ForwardPlan plan_of(const FlashsciForwardParams& p, int64_t tiles) {
   ForwardPlan plan;
   plan.tiles = static_cast<uint32_t>(tiles);
-  plan.score_mode = p.softcap != 0.f ? kSoftcap : p.scale > 0.f ? kScaled : kLinear;
-  plan.score_inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
-  plan.score_outer = p.softcap;
-  plan.exp_scale = plan.score_mode == kScaled ? p.scale * kLog2e : kLog2e;
-  plan.lse_scale = plan.score_mode == kScaled ? p.scale : 1.f;
+  plan.scores = plan_scores(p.scale, p.softcap, false);
   const auto aligned = [](int64_t stride) { return stride % kChunkElements == 0; };
   plan.vector_out = p.head_dim_v % kChunkElements == 0 && aligned(p.out_strides.batch0) &&
                     aligned(p.out_strides.batch1) && aligned(p.out_strides.head) &&

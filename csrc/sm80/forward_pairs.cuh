@@ -38,31 +38,10 @@ __device__ __forceinline__ void add(float (&x)[kM][kN][4], const float (&y)[kM][
     x[i / (kN * 4)][i / 4 % kN][i % 4] += y[i / (kN * 4)][i / 4 % kN][i % 4];
 }
 
-// S += Q K^T with Q in registers.
-template <class Op, class C>
-__device__ __forceinline__ void multiply_kept_qk(float (&s)[C::kM][C::kN][4],
-                                                 const uint32_t (&q)[C::kHeadDim / 16][C::kM][4],
-                                                 uint32_t k_start) {
-  using T = Tile<C::kHeadDim>;
-#pragma unroll
-  for (int d = 0; d < C::kHeadDim / 16; ++d) {
-#pragma unroll
-    for (int n = 0; n < C::kN / 2; ++n) {
-      uint32_t b[4];  // K [16 keys, 16]: two n8 blocks
-      ptx::ldmatrix_x4(b, T::pair_address(k_start, d) + n * 16 * T::kRowBytes);
-#pragma unroll
-      for (int m = 0; m < C::kM; ++m) {
-        Op::mma(s[m][2 * n], q[d][m], b[0], b[1]);
-        Op::mma(s[m][2 * n + 1], q[d][m], b[2], b[3]);
-      }
-    }
-  }
-}
-
 // Normalises, writes lse and output from registers: the lanes of a quad exchange the words of four
 // n8 blocks, so that each has 16 bytes in a row.
 template <class Op, class C>
-__device__ __forceinline__ void store_rows(const float (&o)[C::kM][C::kDimBlocks][4],
+__device__ __forceinline__ void write_rows(const float (&o)[C::kM][C::kDimBlocks][4],
                                            const float (&offset)[C::kM][2],
                                            const float (&row_sum)[C::kM][2],
                                            uint16_t* __restrict__ out,  // [rows, Dv] of this warp
@@ -78,7 +57,7 @@ __device__ __forceinline__ void store_rows(const float (&o)[C::kM][C::kDimBlocks
       const float inverse = sum == 0.f ? 0.f : 1.f / sum;
       const int row = m * 16 + half * 8 + group;
       if (quad == 0 && row < rows)
-        lse[row] = sum == 0.f ? -INFINITY : fmaf(offset[m][half], plan.lse_scale, logf(sum));
+        lse[row] = sum == 0.f ? -INFINITY : fmaf(offset[m][half], plan.scores.lse_scale, logf(sum));
 #pragma unroll
       for (int block = 0; block < C::kDimBlocks / 4; ++block) {
         uint32_t word[4];
@@ -148,7 +127,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     } rows[kMembers];
 #pragma unroll
     for (int r = 0; r < kMembers; ++r) {
-      clear(rows[r].o);
+      set_zero(rows[r].o);
 #pragma unroll
       for (int m = 0; m < C::kM; ++m) {
         rows[r].offset[m][0] = rows[r].offset[m][1] = kNoKey;
@@ -156,10 +135,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       }
     }
     const uint32_t q_start = ptx::shared_address(shared.q[unit % C::kUnitsQ]) +
-                             warp * C::kRows * T::kRowBytes + T::offset(lane % 16, lane / 16);
+                             warp * C::kRows * T::kRowBytes + row_fragment<C::kHeadDim>(lane);
     constexpr int kQBytes = C::kBlockQ * T::kRowBytes;
     constexpr int kKeptQ = C::kKeepQ ? C::kHeadDim / 16 : 1;
-    uint32_t q_kept[kMembers][kKeptQ][C::kM][4];  // Q [kRows, D] of each member
+    uint32_t q_kept[kMembers][C::kM][kKeptQ][4];  // Q [kRows, D] of each member
 
 #pragma unroll 1
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile) {
@@ -167,11 +146,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       __syncthreads();  // this stage has landed; nobody reads the one before any more
       if (C::kKeepQ && tile == tiles.end - 1) {
 #pragma unroll
-        for (int i = 0; i < kMembers * kKeptQ * C::kM; ++i) {
-          const int r = i / (kKeptQ * C::kM), d = i / C::kM % kKeptQ, m = i % C::kM;
-          ptx::ldmatrix_x4(q_kept[r][d][m],
-                           T::pair_address(q_start, d) + r * kQBytes + m * 16 * T::kRowBytes);
-        }
+        for (int r = 0; r < kMembers; ++r) load_rows<C::kHeadDim>(q_kept[r], q_start + r * kQBytes);
         // The next copies may be of the Q after the next: into the place of this one.
         if (tile == tiles.first) __syncthreads();
       }
@@ -197,7 +172,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       float c[C::kM][C::kN][4];  // what the scores start from
       const uint32_t bias_tile = stage + offsetof(Stage, bias);
       if (kAnything && p.pairs.bias == nullptr)
-        clear(c);
+        set_zero(c);
       else if (C::kBias == 4 || (kAnything && p.pairs.bias_is_fp32))
         read_bias<Op, C, true>(c, bias_tile + bias_start<C, true>(warp), pairs.bias_factor);
       else
@@ -205,8 +180,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       if (kAnything && active && mask != nullptr && !pairs.key_mask)
         hide_pairs<C>(c, mask, p.pairs.mask_strides, pairs.aligned_mask != 0, row, key, seq_q,
                       seq_k);
-      const uint32_t k_start = stage + T::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-      const uint32_t v_start = stage + offsetof(Stage, v) + T::offset(lane % 16, lane / 16);
+      const uint32_t k_start = stage + column_fragment<C::kHeadDim>(lane);
+      const uint32_t v_start = stage + offsetof(Stage, v) + row_fragment<C::kHeadDim>(lane);
       constexpr int kTileBytes = C::kBlockK * T::kRowBytes;
 #pragma unroll
       for (int r = 0; r < kMembers; ++r) {
@@ -214,24 +189,24 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
         const auto multiply = [&] {
           if constexpr (C::kKeepQ)
-            multiply_kept_qk<Op, C>(s, q_kept[r], k_start + r * kTileBytes);
+            multiply_transposed<Op, C::kHeadDim>(s, q_kept[r], k_start + r * kTileBytes);
           else
-            multiply_qk<Op, C>(s, q_start + r * kQBytes, k_start + r * kTileBytes);
+            multiply_tiles<Op, C::kHeadDim>(s, q_start + r * kQBytes, k_start + r * kTileBytes);
         };
-        if (!kAnything || plan.score_mode == kScaled) {
+        if (!kAnything || plan.scores.mode == kScaled) {
           copy(s, c);
           multiply();
         } else {
-          clear(s);
+          set_zero(s);
           multiply();
-          scale_scores<C>(s, plan);
+          scale_scores(s, plan.scores);
           add(s, c);
         }
         if (any_hidden[r]) hide_keys<C>(s, words[r]);
         if (first_key < full_begin || first_key + C::kBlockK > full_end)
           mask_scores<true>(s, window, row, key);
-        online_softmax_lazily(s, rows[r].o, rows[r].offset, rows[r].row_sum, plan.exp_scale);
-        multiply_pv<Op, C>(rows[r].o, s, v_start + r * kTileBytes);
+        online_softmax_lazily(s, rows[r].o, rows[r].offset, rows[r].row_sum, plan.scores.exp_scale);
+        multiply_accumulators<Op, C::kHeadDim>(rows[r].o, s, v_start + r * kTileBytes);
       }
       stage = next_stage<C>(stage, shared);
     }
@@ -245,7 +220,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
     for (int r = 0; r < kMembers; ++r) {
       if (r >= home.count) break;
-      store_rows<Op, C>(rows[r].o, rows[r].offset, rows[r].row_sum, out + r * pairs.out_step,
+      write_rows<Op, C>(rows[r].o, rows[r].offset, rows[r].row_sum, out + r * pairs.out_step,
                         lse + r * pairs.lse_step, p.out_strides.row, seq_q - warp_row, p.head_dim_v,
                         plan);
     }
@@ -294,16 +269,16 @@ cudaError_t launch_pairs_tiling(const FlashsciForwardParams& p, PairsPlan pairs,
 
   ForwardPlan plan = plan_of(p, tiles);
   // Else the units of the scores are those of the exponential.
-  if (plan.score_mode == kScaled && !scale_fits(p.scale)) plan.score_mode = kLinear;
-  if (plan.score_mode == kScaled) {
+  if (plan.scores.mode == kScaled && !scale_fits(p.scale)) plan.scores.mode = kLinear;
+  if (plan.scores.mode == kScaled) {
     pairs.bias_factor = 1.f / p.scale;
   } else {
-    plan.score_inner *= plan.score_mode == kLinear ? kLog2e : 1.f;
-    plan.score_outer *= kLog2e;
-    plan.exp_scale = 1.f;
+    plan.scores.inner *= plan.scores.mode == kLinear ? kLog2e : 1.f;
+    plan.scores.outer *= kLog2e;
+    plan.scores.exp_scale = 1.f;
     pairs.bias_factor = kLog2e;
   }
-  plan.lse_scale = 1.f / kLog2e;  // offsets are powers of two
+  plan.scores.lse_scale = 1.f / kLog2e;  // offsets are powers of two
   return launch_kernel<forward_pairs_kernel<Op, C, kVector>, sizeof(Storage), C::kThreads>(
       p.device, blocks, stream, p, plan, pairs);
 }
