@@ -33,7 +33,7 @@ def problems(dtype, count, seed, **limits):
 def test_honest_kernels_pass_and_scaled_results_fail(dtype, record_property):
     """Over generated problems: no honest result fails; times 1.01, nearly all that can be judged fail."""
     caught, judged = dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 0), {}
-    for case, inputs, judge in problems(dtype, 80, seed=1):
+    for case, inputs, judge in problems(dtype, 240, seed=1):
         found = flash_like(inputs)
         wrong = [f.problem for f in judge.findings(found) if f.problem]
         assert not wrong, f"{case}: {wrong}"
@@ -45,7 +45,7 @@ def test_honest_kernels_pass_and_scaled_results_fail(dtype, record_property):
     shares = {name: caught[name] / judged[name] for name in caught}
     record_property("share of results times 1.01 that fail", shares)
     # Gradients of small or badly conditioned problems are noise beyond 1% in 16 bits: no test can judge those.
-    least = {"bfloat16": 0.6, "float16": 0.8, "float32": 0.85}[dtype]
+    least = {"bfloat16": 0.6, "float16": 0.8, "float32": 0.9}[dtype]
     assert min(shares["out"], shares["lse"]) > 0.9 and min(shares.values()) > least, shares
 
 
@@ -75,13 +75,14 @@ def test_other_summation_orders_pass(dtype):
             return x if x is None or x.dim() < -dim or x.shape[dim] == 1 else x.flip(dim)
 
         plain = inputs.to(None)
-        reverse = replace(
-            plain, k=turned(plain.k), v=turned(plain.v), bias=turned(plain.bias, -1), mask=turned(plain.mask, -1)
-        )  # fmt: skip
-        found = evaluate(reverse, "reference")
-        found |= {name: turned(found[name]) for name in ("dk", "dv")}
-        if "dbias" in found:
-            found["dbias"] = turned(found["dbias"], -1)
+        rows = {name: turned(getattr(plain, name)) for name in ("k", "v")}
+        columns = {
+            name: turned(getattr(plain, name), -1) for name in ("bias", "key_weight", "mask")
+        }
+        found = evaluate(replace(plain, **rows, **columns), "reference")
+        for name, dim in (("dk", -2), ("dv", -2), ("dbias", -1), ("dkey_weight", -1)):
+            if name in found:
+                found[name] = turned(found[name], dim)
         judge.require(found)
 
 
