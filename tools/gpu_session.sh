@@ -27,7 +27,7 @@ report() { # name, seconds, lines of the end to show, command
 for step in $steps; do
   case $step in
     check) report check 560 60 python3 -m flashsci check --minutes 9 ${CHECK:-} --out "$out/gpu-check.json" ;;
-    tests) report tests 400 25 python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n 14 --maxfail=20 --tb=short \
+    tests) report tests 500 25 python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n 14 --maxfail=20 --tb=short \
       --durations=10 tests/gpu tests/compile/test_torch_features.py tests/compile/test_compile.py tests/properties ;;
     cpu) CUDA_VISIBLE_DEVICES='' report cpu 400 25 python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n 14 \
       --maxfail=20 --tb=short --durations=10 tests/cpu ;;
