@@ -121,8 +121,10 @@ def _backward(backend: str, dout: Any, dlse: Any, rest: tuple[Any, ...], need: i
     ops.SCALARS."""
     if (dout is None and dlse is None) or not need:
         return _NOTHING
-    if torch.is_grad_enabled() or transforming():
-        found = Backward.apply(backend, dout, dlse, *rest, need)
+    transformed = transforming()
+    if torch.is_grad_enabled() or transformed:
+        node = Backward if transformed or torch.compiler.is_compiling() else EagerBackward
+        found = node.apply(backend, dout, dlse, *rest, need)
     else:
         found = registry.kernels(backend).backward(dout, dlse, *rest, need)
     return _needed(found, need)
@@ -134,8 +136,12 @@ def _double_backward(
     """Gradients of q, k, v, bias, key_weight, dout, dlse of <tangents, gradients of the first five>."""
     if all(t is None for t in tangents) or not need:
         return (None,) * (_LEAVES + 2)
-    fixed = guarded((dout, dlse, *rest[:_SAVED]), THIRD)
-    found = DoubleBackward.apply(backend, *tangents, *fixed, *rest[_SAVED:], need)
+    if torch.is_grad_enabled() or transforming():
+        fixed = guarded((dout, dlse, *rest[:_SAVED]), THIRD)
+        found = DoubleBackward.apply(backend, *tangents, *fixed, *rest[_SAVED:], need)
+    else:
+        module = _second_order(backend, rest[0], rest[2])
+        found = module.double_backward(*tangents, dout, dlse, *rest, need)
     return _needed(found, need)
 
 
@@ -220,12 +226,8 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.backend, ctx.need = inputs[0], inputs[-1]
-        tensors = inputs[1 : 3 + _SAVED]
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-        ctx.scalars = inputs[3 + _SAVED : -1]
+        _keep_backward(ctx, inputs)
+        ctx.save_for_forward(*inputs[1 : 3 + _SAVED])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
@@ -255,6 +257,24 @@ class Backward(torch.autograd.Function):
             x.new_zeros(x.shape if ctx.need >> i & 1 else 0) if t is None else t
             for i, (x, t) in enumerate(zip(likes, found, strict=True))
         )
+
+
+class EagerBackward(torch.autograd.Function):
+    """:class:`Backward` for plain eager calls, as :class:`EagerForward`."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        _keep_backward(ctx, inputs)
+        return registry.kernels(inputs[0]).backward(*inputs[1:])
+
+    backward = Backward.backward
+
+
+def _keep_backward(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.backend, ctx.need = inputs[0], inputs[-1]
+    ctx.save_for_backward(*inputs[1 : 3 + _SAVED])
+    ctx.scalars = inputs[3 + _SAVED : -1]
 
 
 class Jvp(torch.autograd.Function):
