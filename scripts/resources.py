@@ -1,10 +1,13 @@
 """Registers, spills and shared memory of every kernel, as ptxas reports them; the table lives in reports/resources.md.
 
-    python scripts/resources.py                 print the table (compiles every unit: a minute)
+    python scripts/resources.py                 print the table (compiles the units that changed)
     python scripts/resources.py --write         and update reports/resources.md
-    python scripts/resources.py --arch 90       one architecture only
+    python scripts/resources.py --all           compile every unit
+    python scripts/resources.py --arch 90       one architecture only, every unit
 
 The table names the digest of the sources it was made from, so a test knows without compiling whether it is current.
+"runs on" says which devices ever launch a kernel, by their shared memory: sm_80 code serves 8.0 and 8.6 (8.9, 12.0) alike,
+but what a launcher picks there differs.
 """
 
 from __future__ import annotations
@@ -27,7 +30,13 @@ CODE = {  # what nvcc makes of a folder of csrc, as cmake/Archs.cmake says
     "sm80": lambda archs: ("compute_80", ",".join(f"sm_{a}" for a in archs if a >= 80)),
     "sm90": lambda archs: ("compute_90a", "sm_90a"),
 }
-SHARED_PER_SM = {80: 164 * 1024, 90: 228 * 1024}
+# Devices that the code of an architecture serves: KiB of shared memory an SM has, and a block may ask for. 8.6 stands for
+# 8.9 and 12.0, too, and 8.0 for 8.7.
+SHARED_KIB = {
+    75: {"7.5": (64, 64)},
+    80: {"8.0": (164, 163), "8.6": (100, 99)},
+    90: {"9.0": (228, 227)},
+}
 sys.path.insert(0, str(ROOT / "flashsci"))
 import digest  # noqa: E402  (as a script: importing the package would need torch)
 
@@ -258,20 +267,39 @@ class Kernel:
             )
         return (2 * rows + 2 * stages * keys) * dim * 2 + rows * 8
 
-    @property
-    def chosen(self) -> bool:
-        """Whether a device of this architecture ever runs it: one or two stages is decided by the shared memory of an SM."""
-        special = self.unit.endswith("_fp32.cu") or TILING_PAIRS.search(self.name)
-        if self.tiling is None or special or not self.unit.startswith("sm80"):
-            return True
+    def runs_on(self, others: list[Kernel]) -> tuple[str, ...]:
+        """The devices that ever run it. others: all kernels."""
+        rooms = SHARED_KIB[self.arch].items()
+        if self.tiling is None or not self.unit.startswith("sm80") or "_fp32" in self.unit:
+            return tuple(SHARED_KIB[self.arch])
         dim, rows, keys, _, stages, blocks, vector = self.tiling
-        if self.unit.startswith("sm80/backward"):  # the largest tile that fits
-            return self.shared + 1024 <= SHARED_PER_SM[self.arch]
-        if not vector or dim > 128 or rows <= 64:
-            return True
+        if self.unit.startswith("sm80/backward"):
+            if not KEYS_SM80.search(self.name) or "dq_kernel" in self.name:
+                return tuple(SHARED_KIB[self.arch])
+            # The largest tile that fits.
+            same = [
+                k
+                for k in others
+                if (k.unit, k.arch) == (self.unit, self.arch)
+                and KEYS_SM80.search(k.name)
+                and (k.tiling or (0,))[0] == dim
+            ]
+            found = []
+            for device, (room, _) in rooms:
+                fits = [k for k in same if k.shared + 1024 <= room * 1024]
+                largest = max(fits, key=lambda k: k.shared).tiling or ()
+                if (rows, keys) == largest[1:3]:
+                    found.append(device)
+            return tuple(found)
+        # One or two stages, by whether two of the latter fit an SM.
+        if TILING_PAIRS.search(self.name) or not vector or dim > 128 or rows <= 64:
+            return tuple(SHARED_KIB[self.arch])
         two = 2 * dim * (rows + 4 * keys)
-        fits = two <= 99 * 1024 and blocks * (two + 1024) <= SHARED_PER_SM[self.arch]
-        return (stages == 2) == fits
+        return tuple(
+            device
+            for device, (room, _) in rooms
+            if (stages == 2) == (two <= 99 * 1024 and blocks * (two + 1024) <= room * 1024)
+        )
 
 
 def parse(unit: str, log: str) -> list[Kernel]:
@@ -303,25 +331,15 @@ def compile_unit(unit: str, archs: tuple[int, ...]) -> list[Kernel]:
     return parse(unit, result.stdout + result.stderr)
 
 
-def collect(archs: tuple[int, ...] = ARCHS) -> list[Kernel]:
-    units = [name.removeprefix("cuda/") + ".cu" for name in digest.cuda_units()]
+def collect(units: list[str], archs: tuple[int, ...] = ARCHS) -> list[Kernel]:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         kernels = [k for found in pool.map(lambda u: compile_unit(u, archs), units) for k in found]
     return sorted(kernels, key=lambda k: (k.unit, k.arch, k.tiling or (), k.name))
 
 
-def table(kernels: list[Kernel]) -> str:
-    digests = digest.cuda_units()
-    lines = [
-        "# Registers, spills and shared memory of the CUDA kernels",
-        "",
-        "Written by `python scripts/resources.py --write` from `ptxas -v`; do not edit.",
-        "",
-        *(f"- {name}: `{value}`" for name, value in sorted(digests.items())),
-        "",
-        "| unit | sm | head dim | tile (rows x keys) | warps | stages | CTAs/SM | variant | registers | spill bytes | shared KiB | chosen |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+def rows_of(kernels: list[Kernel]) -> list[str]:
+    """Lines of the table."""
+    lines = []
     for k in kernels:
         if k.tiling is None:
             cells: tuple[object, ...] = (k.unit, k.arch, k.name, *[""] * 5, k.registers)
@@ -341,10 +359,27 @@ def table(kernels: list[Kernel]) -> str:
         cells += (
             k.spill_stores + k.spill_loads,
             f"{k.shared / 1024:g}",
-            "yes" if k.chosen else "no",
+            ", ".join(k.runs_on(kernels)) or "none",
         )
         lines.append("| " + " | ".join(str(c) for c in cells) + " |")
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def table(lines: list[str]) -> str:
+    return "\n".join(
+        [
+            "# Registers, spills and shared memory of the CUDA kernels",
+            "",
+            "Written by `python scripts/resources.py --write` from `ptxas -v`; do not edit.",
+            "",
+            *(f"- {name}: `{value}`" for name, value in sorted(digest.cuda_units().items())),
+            "",
+            "| unit | sm | head dim | tile (rows x keys) | warps | stages | CTAs/SM | variant | registers | spill bytes | shared KiB | runs on |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
+            *lines,
+            "",
+        ]
+    )
 
 
 def read_table(text: str) -> tuple[dict[str, str], list[dict[str, str]]]:
@@ -361,9 +396,21 @@ def read_table(text: str) -> tuple[dict[str, str], list[dict[str, str]]]:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="update reports/resources.md")
+    parser.add_argument("--all", action="store_true", help="compile every unit, changed or not")
     parser.add_argument("--arch", type=int, action="append", help="80, 90, ... (default: all)")
     options = parser.parse_args(arguments)
-    text = table(collect(tuple(options.arch or ARCHS)))
+    kept: list[str] = []
+    before: dict[str, str] = {}
+    if TABLE.is_file() and not options.all and not options.arch:
+        written = TABLE.read_text(encoding="utf-8")
+        before, _ = read_table(written)
+        kept = [line for line in written.splitlines() if re.match(r"\| sm\d+/", line)]
+    now = digest.cuda_units()
+    changed = [f"{u.removeprefix('cuda/')}.cu" for u in now if before.get(u) != now[u]]
+    current = {f"{u.removeprefix('cuda/')}.cu" for u in now} - set(changed)
+    kept = [line for line in kept if line.split(" | ")[0].removeprefix("| ") in current]
+    made = rows_of(collect(changed, tuple(options.arch or ARCHS)))
+    text = table(sorted(kept + made, key=lambda line: line.split(" | ")[0]))
     if options.write:
         TABLE.parent.mkdir(exist_ok=True)
         TABLE.write_text(text, encoding="utf-8")

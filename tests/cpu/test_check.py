@@ -1,6 +1,7 @@
 """`python -m flashsci check`: its bookkeeping, and a small run where Triton interprets."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -146,6 +147,33 @@ def test_plans_cover_and_reproduce():
         ("cuda/sm80/forward_bf16", lambda v: v.dtype == "bfloat16"),
     ):
         assert all(wanted(c.variant) for c in check.plan_cases(100, 0, "cuda", unit))
+
+
+def test_cases_of_cuda_units_are_served():
+    """Nothing that every CUDA kernel refuses; a third of each dtype."""
+    cases = check.plan_cases(900, 1, "cuda", "cuda/sm")
+    assert not any(c.variant.dropout or c.variant.key_weight for c in cases)
+    assert not any(c.variant.varlen and c.variant.bias for c in cases)
+    for dtype in ("float16", "bfloat16", "float32"):
+        assert sum(c.variant.dtype == dtype for c in cases) > 200
+
+
+def test_large_traps_run_beside_and_are_tried_again(monkeypatch):
+    calls = []
+
+    def spring(name, backend, device):
+        calls.append(name)
+        first = name == "short" and calls.count(name) == 1
+        return name, backend, "failed: out of memory" if first else "passed"
+
+    monkeypatch.setattr(check, "_spring", spring)
+    springs = [("short", "cuda", "cuda"), ("other", "cuda", "cuda")]
+    large = check._Large(springs, time.time() + 60)
+    large.start()
+    assert large.results() == [("short", "cuda", "passed"), ("other", "cuda", "passed")]
+    assert calls == ["short", "other", "short"]
+    late = check._Large(springs, time.time() - 1)  # no time: they are missing from the report
+    assert late.results() == []
 
 
 def test_tallies_add_up():
