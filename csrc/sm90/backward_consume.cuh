@@ -12,6 +12,7 @@
 #include "../common/ptx/warpgroup.cuh"
 #include "../common/ptx/wgmma.cuh"
 #include "../common/softmax.cuh"
+#include "../common/tile.cuh"
 #include "backward_layout.cuh"
 
 namespace flashsci::sm90 {
@@ -120,10 +121,6 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
                              : kHeadDim == 64 ? w * 64
                                               : w * (kHeadDim / 128) * kBlockK * 128),
         kBlockK * 128, 1024);
-    const uint32_t ds_store = address(shared.ds) + w * (kBlockQ * 128) +
-                              (lane % 8 + lane / 16 * 8) * 128 +
-                              ((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16;
-    const uint32_t dq_store = address(shared.dq[0][w]) + threadIdx.x % 128 * 16;
     const uint32_t lse = address(shared.lse) + lane % 4 * 8;
     const uint32_t delta = address(shared.delta) + lane % 4 * 8;
 
@@ -243,9 +240,14 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       }
     };
     const auto share_ds = [&](int turn) {
+      // Addresses anew: registers are scarcer than integer instructions.
+      const int thread = opaque(threadIdx.x), matrix_row = thread % 8;
+      const uint32_t ds_store = address(shared.ds) + w * (kBlockQ * 128) +
+                                (matrix_row + thread % 32 / 16 * 8) * 128 +
+                                ((thread / 32 % 4 * 2 + thread / 8 % 2) ^ matrix_row) * 16;
 #pragma unroll
       for (int m = 0; m < kBlockQ / 16; ++m)
-        ptx::stmatrix_x4_trans(ds_store + turn % kStages * C::kDsBytes + m * 2048, ds[m]);
+        ptx::stmatrix_x4_trans(ds_store + turn % C::kDsStages * C::kDsBytes + m * 2048, ds[m]);
       ptx::fence_proxy_async();
     };
     const auto issue_dk = [&](int turn) {
@@ -253,7 +255,7 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       issue_sum(dk, ds, q_columns, turn % kStages, 0, kBlockQ / 16);
     };
     const auto issue_dq = [&](float (&dq)[C::kDqColumns / 2], int turn) {
-      const uint64_t rows = ds_rows + turn % kStages * (C::kDsBytes / 16);
+      const uint64_t rows = ds_rows + turn % C::kDsStages * (C::kDsBytes / 16);
       ptx::wgmma_fence();
 #pragma unroll
       for (int n = 0; n < kBlockK / 16; ++n)
@@ -263,6 +265,7 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
     };
     const auto write_dq = [&](const float (&dq)[C::kDqColumns / 2], int turn) {
       const int stage = turn % C::kDqStages;
+      const uint32_t dq_store = address(shared.dq[0][w]) + opaque(threadIdx.x) % 128 * 16;
       wait_for(shared.dq_empty[stage][w], turn / C::kDqStages + 1);
 #pragma unroll
       for (int j = 0; j < C::kDqColumns / 8; ++j)
@@ -274,26 +277,53 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
     };
 
     wait_for(shared.kv_full, 0);
-#pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
-      float dq[C::kDqColumns / 2], s[kBlockQ / 2];
+    const auto begin_turn = [&](int turn) {
+      float s[kBlockQ / 2];
       issue_scores(s, turn);
       exponentiate(s, turn);
       issue_dv(turn);
-      share_ds(turn);
-      release(shared.ds_full);
-      wait_for(shared.ds_full, turn);
-      issue_dq(dq, turn);
-      issue_dk(turn);
-      ptx::wgmma_wait<1>();
-      ptx::wgmma_tie(dv);
-      ptx::wgmma_tie(dq);
-      release(shared.dout_empty[turn % kStages]);
-      write_dq(dq, turn);
+    };
+    const auto end_turn = [&](int turn) {
       ptx::wgmma_wait<0>();
       ptx::wgmma_tie(dk);
       release(shared.q_empty[turn % kStages]);
+    };
+    begin_turn(0);
+    share_ds(0);
+    issue_dk(0);
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_tie(dv);
+    release(shared.ds_full);
+    release(shared.dout_empty[0]);
+    end_turn(0);
+#pragma unroll 1
+    for (int turn = 1; turn < turns; ++turn) {
+      float dq[C::kDqColumns / 2];
+      begin_turn(turn);
+      // The other consumer has shared dS of the block before, and read what is overwritten now.
+      if constexpr (C::kDsStages == 2) wait_for(shared.ds_full, turn - 1);
+      share_ds(turn);
+      if constexpr (kBlockQ == 128 || kSoftcap) {  // frees the registers of P
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_tie(dv);
+      }
+      if constexpr (C::kDsStages == 3) wait_for(shared.ds_full, turn - 1);
+      issue_dq(dq, turn - 1);
+      issue_dk(turn);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_tie(dq);
+      ptx::wgmma_tie(dv);
+      release(shared.ds_full);
+      release(shared.dout_empty[turn % kStages]);
+      write_dq(dq, turn - 1);
+      end_turn(turn);
     }
+    float dq[C::kDqColumns / 2];
+    wait_for(shared.ds_full, turns - 1);
+    issue_dq(dq, turns - 1);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_tie(dq);
+    write_dq(dq, turns - 1);
     ptx::barrier_sync(3, 128 * C::kConsumers);  // nobody reads K any more
   }
   write_rows<Op, C, kPacked>(dv, 1.f, address(shared.v), a.dv, a.p.dv, a.p.dv_strides,

@@ -27,7 +27,7 @@ struct BackwardTiling {
   static constexpr bool kSplitRows = kBlockQ == 128;
   static constexpr int kDqColumns = kSplitRows ? kHeadDim : kHeadDim / 2;
   static constexpr int kDqFloats = 64 * kDqColumns;  // of one consumer
-  static constexpr int kDqStages = 1;
+  static constexpr int kDqStages = 1, kDsStages = 2;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static_assert(kHeadDim == 64 || kHeadDim == 128);
   static_assert(kBlockQ == 64 || kBlockQ == 128);
@@ -46,11 +46,11 @@ struct KeyTile {
 
 template <class C>
 struct BackwardStorage {
-  unsigned char k[C::kKVBytes];                // [column block][128 keys][64]
-  unsigned char v[C::kKVBytes];                // the same
-  unsigned char q[C::kStages][C::kQBytes];     // [stage][column block][kBlockQ rows][64]
-  unsigned char dout[C::kStages][C::kQBytes];  // the same
-  unsigned char ds[C::kStages][C::kDsBytes];   // [stage][consumer's 64 keys][kBlockQ rows][64]
+  unsigned char k[C::kKVBytes];                 // [column block][128 keys][64]
+  unsigned char v[C::kKVBytes];                 // the same
+  unsigned char q[C::kStages][C::kQBytes];      // [stage][column block][kBlockQ rows][64]
+  unsigned char dout[C::kStages][C::kQBytes];   // the same
+  unsigned char ds[C::kDsStages][C::kDsBytes];  // [stage][consumer's 64 keys][kBlockQ rows][64]
   float dq[C::kDqStages][C::kConsumers][C::kDqFloats];  // in the order of registers
   float lse[C::kStages][C::kBlockQ];                    // of rows, in powers of two
   float delta[C::kStages][C::kBlockQ];                  // negative
