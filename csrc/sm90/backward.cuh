@@ -114,7 +114,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   a.key_heads = static_cast<uint32_t>(key_heads);
   // Causal tiles differ in length: the longest first, among heads whose Q, dO and dQ fit L2.
   const bool causal = p.window_right >= 0 && p.window_left < 0;
-  const int64_t head_bytes = int64_t{p.seq_q} * C::kHeadDim * 8 * (p.heads_q / p.heads_k) + 1;
+  const int64_t head_bytes = int64_t{p.seq_q} * C::kHeadDim * 8 * (p.heads_q / p.heads_k);
   a.group = causal && !kPacked ? static_cast<uint32_t>(std::min<int64_t>(
                                      std::max<int64_t>((32 << 20) / head_bytes, 1), key_heads))
                                : 1;

@@ -75,7 +75,7 @@ struct alignas(128) BackwardArgs {
   int* turns;    // [head][query tile][consumer]: key tiles that have been added; or NULL: any order
   bool descending;             // the last key tile first, as the diagonal brings them
   uint32_t q_tiles, k_tiles;   // of a head; packed: slots
-  uint32_t group;              // key heads whose tiles are mixed, the longest first
+  uint32_t group;              // key heads, at least, whose tiles are mixed, the longest first
   uint32_t key_heads;          // B0 * B1 * Hk
   int dout_row_offset;         // 0, or beyond the tensor: dO counts as zero
   float exp_scale;             // P = exp2(exp_scale s - lse)
@@ -90,11 +90,19 @@ __device__ __forceinline__ Window window_of(const FlashsciBackwardParams& p, int
 template <class C, bool kPacked>
 __device__ __forceinline__ KeyTile find_key_tile(const BackwardArgs& a, uint32_t item) {
   const FlashsciBackwardParams& p = a.p;
-  const uint32_t first_head = item / (a.group * a.k_tiles) * a.group;
+  // At least `group` heads at a time, as equal in number as possible: a small last group would begin
+  // its longest tiles when the others end.
+  const uint32_t groups = max(a.key_heads / a.group, 1u);
+  uint32_t size = a.key_heads / groups, first_head = 0;
+  const uint32_t larger = (a.key_heads - groups * size) * (size + 1);  // heads of larger groups
+  if (item < larger * a.k_tiles)
+    ++size;
+  else
+    first_head = larger;
+  first_head += (item - first_head * a.k_tiles) / (size * a.k_tiles) * size;
   const uint32_t rest = item - first_head * a.k_tiles;
-  const uint32_t count = min(a.group, a.key_heads - first_head);
-  const uint32_t index = a.descending ? a.k_tiles - 1 - rest / count : rest / count;
-  const uint32_t batch_head = first_head + rest % count;
+  const uint32_t index = a.descending ? a.k_tiles - 1 - rest / size : rest / size;
+  const uint32_t batch_head = first_head + rest % size;
   KeyTile tile;
   tile.batch = batch_head / static_cast<uint32_t>(p.heads_k);
   tile.head = batch_head - tile.batch * p.heads_k;
