@@ -314,8 +314,8 @@ def check(libraries, options):
                 ]:
                     for window, lower_right in WINDOWS:
                         result.dense(lib, dtype, *case, d, d, window, lower_right, repeats=10)
-                result.dense(lib, dtype, 2, 8, 8, 2048, 2048, d, d, (-1, 0), repeats=20)
-                result.dense(lib, dtype, 2, 8, 8, 2048, 2048, d, d, repeats=20)
+                result.dense(lib, dtype, 2, 8, 8, 2048, 2048, d, d, (-1, 0), repeats=100)
+                result.dense(lib, dtype, 2, 8, 8, 2048, 2048, d, d, repeats=100)
             if options.only in ("", "softcap"):
                 for window, lower_right in WINDOWS[:4]:
                     result.dense(
