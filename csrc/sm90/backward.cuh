@@ -40,8 +40,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BackwardStorage<C>*>(
       shared_memory + (-ptx::shared_address(shared_memory) & 1023u));
+  ptx::launch_dependents();
   const KeyTile tile = find_key_tile<C, kPacked>(a, blockIdx.x);
-  if (tile.row < 0) return;
+  if (tile.row < 0) {
+    ptx::wait_for_prerequisites();  // or the kernel after this one would not wait for the first
+    return;
+  }
   if (threadIdx.x == 0) {
     shared.tile = tile;
     const auto init = [](uint64_t& barrier, uint32_t count) {
@@ -167,10 +171,24 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   if (error != cudaSuccess) return error;
   const uint32_t row_blocks = static_cast<uint32_t>(heads * q_tiles);
   backward_prepare_kernel<Op, C, kPacked><<<row_blocks, kRowThreads, 0, stream>>>(a);
-  kernel<<<static_cast<uint32_t>(key_heads * k_tiles), C::kThreads, kSharedBytes, stream>>>(a);
-  if (p.dq != nullptr)
-    backward_finish_kernel<Op, C, kPacked><<<row_blocks, kRowThreads, 0, stream>>>(a);
-  return cudaGetLastError();
+  error = cudaGetLastError();
+  // The others start beside their predecessor and wait for its end: two launches less to wait for.
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  config.gridDim = static_cast<uint32_t>(key_heads * k_tiles);
+  config.blockDim = C::kThreads;
+  config.dynamicSmemBytes = kSharedBytes;
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, a);
+  if (error != cudaSuccess || p.dq == nullptr) return error;
+  config.gridDim = row_blocks;
+  config.blockDim = kRowThreads;
+  config.dynamicSmemBytes = 0;
+  return cudaLaunchKernelEx(&config, backward_finish_kernel<Op, C, kPacked>, a);
 }
 
 // The tile shapes, by padded head dimension; why: docs/kernels/sm90_backward.md.

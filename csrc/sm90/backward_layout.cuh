@@ -90,8 +90,8 @@ __device__ __forceinline__ Window window_of(const FlashsciBackwardParams& p, int
 template <class C, bool kPacked>
 __device__ __forceinline__ KeyTile find_key_tile(const BackwardArgs& a, uint32_t item) {
   const FlashsciBackwardParams& p = a.p;
-  // At least `group` heads at a time, as equal in number as possible: a small last group would begin
-  // its longest tiles when the others end.
+  // At least `group` heads at a time, as equal in number as possible: a small last group would
+  // begin its longest tiles when the others end.
   const uint32_t groups = max(a.key_heads / a.group, 1u);
   uint32_t size = a.key_heads / groups, first_head = 0;
   const uint32_t larger = (a.key_heads - groups * size) * (size + 1);  // heads of larger groups

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/ptx/warpgroup.cuh"
 #include "../common/sequence.cuh"
 #include "../common/softmax.cuh"
 #include "backward_layout.cuh"
@@ -46,6 +47,7 @@ inline constexpr int kRowThreads = 256;
 template <class Op, class C, bool kPacked>
 __global__ void __launch_bounds__(kRowThreads)
     backward_prepare_kernel(const __grid_constant__ BackwardArgs a) {
+  ptx::launch_dependents();
   constexpr int kLanes = C::kHeadDim / 8;  // of a row, 16 bytes each
   constexpr int kStep = kRowThreads / kLanes;
   const FlashsciBackwardParams& p = a.p;
@@ -114,6 +116,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const FlashsciBackwardParams& p = a.p;
   const QueryTile tile = find_query_tile<C, kPacked>(a, blockIdx.x);
   if (tile.count <= 0) return;
+  ptx::wait_for_prerequisites();
   const int w = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;
   const float4* accumulator = reinterpret_cast<const float4*>(
       a.dq + (static_cast<int64_t>(blockIdx.x) * C::kConsumers + w) * C::kDqFloats);
