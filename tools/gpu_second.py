@@ -1,8 +1,9 @@
 """Checks, sweeps and timings of the second order on a GPU; tables last. Not part of the package.
 
     python tools/gpu_second.py check=200 --part 0/2     generated cases against fp64, in a pool of processes
-    python tools/gpu_second.py sweep=bf16,fp32:tf32         tile sizes of the three large kernels
+    python tools/gpu_second.py sweep=bf16,fp32:tf32         tile sizes of the large kernels
     python tools/gpu_second.py time                     forward + backward + double backward, and JVP, against SDPA's math
+    python tools/gpu_second.py profile=pet-train-d16    kernels of a step, what the host does
 
 What is timed is first run once in a pool of processes, which fills Triton's cache on disk.
 """
@@ -113,17 +114,22 @@ SWEEPS = {
         "second_keys": [(64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 3), (32, 128, 8, 2), (64, 128, 8, 2), (16, 64, 4, 3)],
     },
     "fp32:tf32x3": {
-        "jvp": [(64, 32, 4, 1), (64, 32, 4, 2), (128, 32, 8, 1)],
-        "second_queries": [(32, 32, 4, 1), (64, 32, 4, 1)],
-        "second_keys": [(32, 32, 4, 1), (16, 32, 4, 1), (16, 64, 4, 1)],
+        "jvp": [(64, 32, 4, 1), (64, 16, 4, 1), (128, 32, 8, 1), (128, 64, 8, 1)],
+        "second_queries": [(32, 32, 4, 1), (64, 32, 4, 1), (64, 16, 4, 1), (128, 32, 8, 1), (128, 16, 8, 1), (16, 32, 4, 1)],
+        "second_keys": [
+            (32, 32, 4, 1), (16, 32, 4, 1), (32, 32, 8, 1), (64, 32, 8, 1), (16, 64, 4, 1), (32, 16, 4, 1), (16, 32, 2, 1),
+        ],
     },
     "fp32:tf32": {
-        "jvp": [(64, 32, 4, 1), (64, 32, 4, 2), (128, 32, 8, 1)],
-        "second_queries": [(32, 32, 4, 1), (64, 32, 4, 1), (32, 32, 2, 1)],
-        "second_keys": [(32, 32, 4, 1), (32, 32, 2, 1), (16, 64, 4, 1)],
+        "forward": [(64, 64, 4, 1), (64, 64, 4, 2), (128, 64, 8, 2)],
+        "dq": [(64, 64, 4, 1), (64, 64, 4, 2), (128, 64, 8, 1)],
+        "dkdv": [(32, 32, 2, 1), (32, 64, 4, 1), (64, 64, 4, 1), (64, 128, 8, 1)],
+        "jvp": [(64, 32, 4, 1), (64, 32, 4, 2), (64, 64, 4, 2), (128, 64, 8, 1)],
+        "second_queries": [(32, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 2), (128, 32, 8, 1), (128, 32, 8, 2)],
+        "second_keys": [(32, 32, 4, 1), (32, 32, 4, 2), (32, 64, 4, 1), (64, 32, 8, 1), (32, 32, 2, 2)],
     },
 }  # fmt: skip
-UNITS = {"jvp": 5, "second_queries": 7, "second_keys": 8}
+UNITS = {"forward": 2, "dq": 3, "dkdv": 4, "jvp": 5, "second_queries": 7, "second_keys": 8}
 
 
 def kernel_run(name, kernel, config):
@@ -148,7 +154,20 @@ def kernel_run(name, kernel, config):
         )
         nothing = (None,) * 7
         common = (q, k, v, *nothing, lse, dout, tq, tk, tv, None, None, mean, delta, zeta)
-        if kernel == "jvp":
+        plan = second.plan
+        if kernel == "forward":
+            run, given = plan.forward(result), (q, k, v, *nothing, result, torch.empty_like(lse))
+        elif kernel == "dq":
+            run, given = (
+                plan.dq(result, True, 0, None),
+                (q, k, v, *nothing, dout, lse, delta, result, None),
+            )
+        elif kernel == "dkdv":
+            other = torch.empty_like(result)
+            run, given = plan.dkdv(result, other, True, True, False), (
+                q, k, v, *nothing, dout, lse, delta, result, other, None, None,
+            )  # fmt: skip
+        elif kernel == "jvp":
             run, given = second.jvp(result), (
                 q, k, v, *nothing, out, lse, dout, None, tq, tk, tv, None, None, result, mean, delta, zeta,
             )  # fmt: skip
@@ -164,22 +183,23 @@ def kernel_run(name, kernel, config):
 
 
 def warm(task):
+    """Compile what a task needs: a step of a case, or a kernel in a configuration."""
     try:
-        kernel_run(*task)()
+        warm_step(*task) if len(task) == 1 else kernel_run(*task)()
     except Exception as error:
         return f"{task}: {str(error)[:200]}"
 
 
-def sweep(names, pool):
-    tasks = [
+def sweep_tasks(names):
+    return [
         (name, kernel, config)
         for name in names
         for kernel, configs in SWEEPS[name].items()
         for config in configs
     ]
-    for problem in () if pool is None else pool.imap_unordered(warm, tasks):
-        if problem:
-            print("cannot run", problem)
+
+
+def sweep(names):
     for name in names:
         _dtype, b, h, s, d = SHAPES[name.partition(":")[0]]
         for kernel, configs in SWEEPS[name].items():
@@ -330,30 +350,78 @@ def peak(torch, run):
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def timings(names, pool):
+def device_times(runs, seconds=0.8):
+    """Median milliseconds on the device alone, by the benchmark's timer."""
     import torch
 
-    if pool is not None:
-        list(pool.imap_unordered(warm_step, names))
+    from flashsci.bench.timer import interleave
+
+    found = interleave(runs, torch.device(DEVICE), seconds, (5, 50))
+    return {n: (t.median * 1e3, t.host_bound) for n, t in found.items()}
+
+
+def graphed(run):
+    """Replays of a CUDA graph of it."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def timings(names):
     for name in names:
         step = Step(name)
         ours, math = functools.partial(step.step, True), functools.partial(step.step, False)
-        runs = {"triton": ours, "math": math, **step.parts()}
+        pairs = {"step": (ours, math)}
         if name == "order2-bf16-s8192":
-            runs |= {
-                "triton jvp": functools.partial(step.jvp, True),
-                "math jvp": functools.partial(step.jvp, False),
-            }
-        memory = {n: peak(torch, run) for n, run in (("triton", ours), ("math", math))}
-        ms = interleaved(runs, budget=3.0)
-        line = f"{name:20s} triton {ms['triton']:8.3f} ms  math {ms['math']:8.3f} ms  ratio {ms['math'] / ms['triton']:6.2f}"
-        line += f"  (fwd {ms['triton fwd']:.3f}, fwd+bwd {ms['triton fwd+bwd']:.3f})"
-        line += f"  peak {memory['triton']:.0f} MiB / {memory['math']:.0f} MiB = 1/{memory['math'] / memory['triton']:.0f}"
-        print(line)
-        if "math jvp" in ms:
-            print(
-                f"{'jvp':20s} triton {ms['triton jvp']:8.3f} ms  math {ms['math jvp']:8.3f} ms  ratio {ms['math jvp'] / ms['triton jvp']:6.2f}"
-            )
+            pairs["jvp"] = functools.partial(step.jvp, True), functools.partial(step.jvp, False)
+        if name in ("pet-train-d16", "order2-fp32-s128"):
+            pairs["step in a CUDA graph"] = graphed(ours), graphed(math)
+        memory = [peak(step.torch, run) for run in (ours, math)]
+        for what, (a, b) in pairs.items():
+            device = device_times({"a": a, "b": b})
+            host = interleaved({"a": a, "b": b}, rounds=30, budget=0.5)
+            (x, bound), (y, _) = device["a"], device["b"]
+            line = f"{name:18s} {what:20s} device {x:8.3f}{'*' if bound else ' '} math {y:8.3f} ms {y / x:6.2f}x"
+            line += f" | with the host's time {host['a']:8.3f}, {host['b']:8.3f} ms {host['b'] / host['a']:6.2f}x"
+            print(line)
+        parts = {n: ms for n, (ms, _) in device_times(step.parts(), 0.3).items()}
+        print(f"{'':18s} fwd {parts['triton fwd']:.3f}, fwd+bwd {parts['triton fwd+bwd']:.3f} ms; "
+              f"peak {memory[0]:.0f} of {memory[1]:.0f} MiB = 1/{memory[1] / memory[0]:.0f}", flush=True)  # fmt: skip
+
+
+def profiled(names):
+    """Kernels and host functions of a step, from torch's profiler."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    for name in names:
+        step = Step(name)
+        for ours in (True, False):
+            for _ in range(5):
+                step.step(ours)
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+                for _ in range(10):
+                    step.step(ours)
+                torch.cuda.synchronize()
+            rows = sorted(found.key_averages(), key=lambda r: -r.self_device_time_total)
+            print(name, "ours" if ours else "math", "us a step on the device:")
+            for row in rows[:8]:
+                print(
+                    f"  {row.self_device_time_total / 10:9.1f} {row.count // 10:3d}x {row.key[:90]}"
+                )
+            print("  us a step on the host (with the profiler's own):")
+            for row in sorted(found.key_averages(), key=lambda r: -r.self_cpu_time_total)[:10]:
+                print(f"  {row.self_cpu_time_total / 10:9.1f} {row.count // 10:3d}x {row.key[:90]}")
         sys.stdout.flush()
 
 
@@ -365,16 +433,25 @@ def main():
     parser.add_argument("--cached", action="store_true", help="all is compiled already")
     options = parser.parse_args()
     until = time.time() + options.seconds
+    modes = []
     for mode in options.modes:
         mode, _, rest = mode.partition("=")
-        workers = 1 if options.cached and mode != "check" else WORKERS
-        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        everything = list(SWEEPS) if mode == "sweep" else TIMED
+        modes.append((mode, rest if mode == "check" else rest.split(",") if rest else everything))
+    with multiprocessing.get_context("spawn").Pool(WORKERS if not options.cached else 1) as pool:
+        tasks = []
+        for mode, names in modes:
+            if mode != "check" and not options.cached:
+                tasks += sweep_tasks(names) if mode == "sweep" else [(name,) for name in names]
+        tasks.sort(key=len)
+        for problem in pool.imap_unordered(warm, dict.fromkeys(tasks)):
+            if problem:
+                print("cannot run", problem)
+        for mode, names in modes:
             if mode == "check":
-                check(int(rest or 200), options.part, pool, until)
-            elif mode == "sweep":
-                sweep(rest.split(",") if rest else list(SWEEPS), None if options.cached else pool)
+                check(int(names or 200), options.part, pool, until)
             else:
-                timings(rest.split(",") if rest else TIMED, None if options.cached else pool)
+                {"sweep": sweep, "profile": profiled, "time": timings}[mode](names)
 
 
 if __name__ == "__main__":
