@@ -57,7 +57,7 @@ demo: install ## the main job: crystals and molecules through every backend; wri
 	$(PY) examples/crystals.py
 
 force-field: install ## train a potential on forces, run it, compare with SDPA; writes force-field-output/
-	PYTHONPATH=examples $(PY) -m force_field
+	$(PY) examples/force_field
 
 test: install ## every test that this machine can run
 	@# tests/cpu interprets Triton, which only a process without a GPU does: where there is one, two runs.

@@ -96,14 +96,15 @@ def _energy(axes, one: dict) -> None:
 
 
 def _agreement(axes, one: dict) -> None:
-    others = [n for n in one["away"] if n.startswith("SDPA math")]
+    others = [name for name in one["apart"] if name != "flashsci"]
     for n, name in enumerate(others):
         axes.semilogy(
-            one["away"][name], color=COLOURS["SDPA math"], lw=0.9,
-            label=None if n else "SDPA math, sums in several orders",
+            one["apart"][name], color=COLOURS["SDPA math"], lw=0.9,
+            label=None if n else "SDPA math, sums in other orders",
         )  # fmt: skip
-    axes.semilogy(one["away"]["flashsci"], color=COLOURS["flashsci"], lw=1.6, label="flashsci")
-    axes.set(xlabel="step", ylabel="loss: relative distance from float64")
+    axes.semilogy(one["apart allowed"], color=INK, lw=0.9, ls=":", label="allowed")
+    axes.semilogy(one["apart"]["flashsci"], color=COLOURS["flashsci"], lw=1.6, label="flashsci")
+    axes.set(xlabel="step", ylabel="loss: relative distance from SDPA math's")
     axes.legend(fontsize=8)
 
 

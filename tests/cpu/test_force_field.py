@@ -193,7 +193,8 @@ def test_example_from_beginning_to_end(tmp_path, capsys):
     found = json.loads((tmp_path / "results.json").read_text())
     losses = found["train"]["losses"]
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
-    assert found["compare"]["within rounding"] and len(found["compare"]["losses"]["flashsci"]) == 4
+    assert found["compare"]["within rounding"] and found["compare"]["step for step"]
+    assert len(found["compare"]["losses"]["flashsci"]) == 4
     assert found["measure"][0]["ms"].keys() == {"flashsci", "SDPA math"}
     assert (tmp_path / "force-field.png").read_bytes().startswith(b"\x89PNG")
     assert "meV/atom/ps" in capsys.readouterr().out
