@@ -254,25 +254,31 @@ class Judge:
                     name, torch.stack([block.slot(name, x) for x in directions[name]])
                 )
         self.floor, self.gain_floor, self.spread_floor, self.vanishes = {}, {}, {}, {}
+        self.square: dict[str, float] = {}
+        self.of_baseline: dict[str, tuple[float, float, float]] = {}
         for name, truth in self.truth.items():
             size = unit * coarse[name] + internal * fine[name]
-            self.floor[name] = FLOOR_ROUNDINGS * size.max().item() if size.numel() else 0.0
             # Sums in fp32 do not round independently: what they can do adds up.
             sums = internal * fine[name]
-            square = finite(truth).square().sum().item()
-            along, across = (
-                variances[name][0].sqrt().item(),
-                variances[name][1:].mean().sqrt().item(),
-            )
-            gain = SIGMAS * along + SUM_ROUNDINGS * (sums * finite(truth).abs()).sum().item()
-            self.gain_floor[name] = gain / square if square else 0.0
-            self.vanishes[name] = square**0.5 <= 2.0**-40 * fine[name].norm().item()
-            self.spread_floor[name] = SIGMAS * across + SUM_ROUNDINGS * sums.norm().item()
-            # The oracle is checked against the formula of this file, which shares no code with it.
-            difference, limit = (
+            # One wait for the device, not one for each number.
+            largest, square, along, across, sum_gain, fine_norm, sum_norm, difference = _numbers(
+                size.max() if size.numel() else size.sum(),
+                finite(truth).square().sum(),
+                variances[name][0].sqrt(),
+                variances[name][1:].mean().sqrt(),
+                (sums * finite(truth).abs()).sum(),
+                fine[name].norm(),
+                sums.norm(),
                 _largest(value[name], truth),
-                self.floor[name] * (_unit(torch.float64) / internal),
             )
+            self.floor[name] = FLOOR_ROUNDINGS * largest
+            self.square[name] = square
+            gain = SIGMAS * along + SUM_ROUNDINGS * sum_gain
+            self.gain_floor[name] = gain / square if square else 0.0
+            self.vanishes[name] = square**0.5 <= 2.0**-40 * fine_norm
+            self.spread_floor[name] = SIGMAS * across + SUM_ROUNDINGS * sum_norm
+            # The oracle is checked against the formula of this file, which shares no code with it.
+            limit = self.floor[name] * (_unit(torch.float64) / internal)
             assert difference <= max(limit, 1e-280), (
                 f"the reference in fp64 and the formula disagree on {name} by {difference:.3g} (limit {limit:.3g})"
             )
@@ -280,11 +286,21 @@ class Judge:
     def _same_finite(self, name: str, x: Tensor) -> bool:
         return torch.equal(torch.isfinite(x), torch.isfinite(self.truth[name]))
 
-    def gain(self, name: str, x: Tensor) -> float:
-        """<x - ref, ref> / <ref, ref>: by what factor, minus one, x is too large. 0 when ref is zero."""
-        truth = finite(self.truth[name])
-        square = truth.square().sum().item()
-        return ((finite(x.double()) - truth) * truth).sum().item() / square if square else 0.0
+    def errors(self, name: str, x: Tensor) -> tuple[float, float, float]:
+        """Largest error; <x - ref, ref> / <ref, ref>, by what factor, minus one, x is too large (0 when ref is zero); norm of
+        the error."""
+        truth, square = finite(self.truth[name]), self.square[name]
+        if not x.numel():
+            return 0.0, 0.0, 0.0
+        error = finite(x.double()) - truth
+        largest, along, norm = _numbers(error.abs().max(), (error * truth).sum(), error.norm())
+        return largest, along / square if square else 0.0, norm
+
+    def baseline_errors(self, name: str) -> tuple[float, float, float]:
+        """Those of plain PyTorch."""
+        if name not in self.of_baseline:
+            self.of_baseline[name] = self.errors(name, self.baseline[name])
+        return self.of_baseline[name]
 
     def judge(self, name: str, x: Tensor) -> Finding:
         """One tensor of one result."""
@@ -304,16 +320,17 @@ class Judge:
                 problem=f"{name}: {int(wrong.sum())} of {x.numel()} values are "
                 f"{x[first].item()} or the like where {truth[first].item():.3g} is due, first at {first}",
             )
-        base = _largest(baseline, truth)
+        base, base_gain, base_norm = self.baseline_errors(name)
+        error, gain, norm = self.errors(name, x)
         found = Finding(
             name,
-            error=_largest(x, truth),
+            error=error,
             allowed=BASELINE_FACTOR * base + self.floor[name],
             baseline=base,
-            gain=abs(self.gain(name, x)),
-            gain_allowed=BASELINE_FACTOR * abs(self.gain(name, baseline)) + self.gain_floor[name],
-            spread=_norm(x, truth),
-            spread_allowed=BASELINE_FACTOR * _norm(baseline, truth) + self.spread_floor[name],
+            gain=abs(gain),
+            gain_allowed=BASELINE_FACTOR * abs(base_gain) + self.gain_floor[name],
+            spread=norm,
+            spread_allowed=BASELINE_FACTOR * base_norm + self.spread_floor[name],
         )
         problem = None
         if not found.error <= found.allowed:
@@ -328,10 +345,8 @@ class Judge:
 
     def compare(self, name: str, x: Tensor, y: Tensor) -> Finding:
         """Two results against each other: they may differ by what one may differ from the truth."""
-        allowed = (
-            BASELINE_FACTOR * _largest(self.baseline[name], self.truth[name]) + self.floor[name]
-        )
-        found = Finding(name, error=_largest(x, y.double()), allowed=allowed)
+        allowed = BASELINE_FACTOR * self.baseline_errors(name)[0] + self.floor[name]
+        found = Finding(name, error=_largest(x, y.double()).item(), allowed=allowed)
         if torch.equal(torch.isfinite(x), torch.isfinite(y)) and found.error <= allowed:
             return found
         return replace(
@@ -368,9 +383,13 @@ def _signs(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randint(0, 2, x.shape, generator=generator, device=x.device).to(x.dtype) * 2 - 1
 
 
-def _norm(x: Tensor, truth: Tensor) -> float:
-    return (finite(x.double()) - finite(truth)).norm().item()
+def _numbers(*scalars: Tensor) -> list[float]:
+    """fp64 tensors of one element as numbers, with one wait for their device."""
+    return torch.stack(scalars).tolist()
 
 
-def _largest(x: Tensor, truth: Tensor) -> float:
-    return (finite(x.double()) - finite(truth)).abs().max().item() if x.numel() else 0.0
+def _largest(x: Tensor, truth: Tensor) -> Tensor:
+    """The largest error, as a tensor of one element."""
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float64)
+    return (finite(x.double()) - finite(truth)).abs().max()
