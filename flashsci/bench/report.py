@@ -264,7 +264,8 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
 def tables(records: list[Record]) -> list[Table]:
     """Everything worth showing about these records, the most telling last."""
     base, ours = ranking.split(records)
-    found = [times(records), refusals(records), geomeans(ours), standings(ours), claims(ours)]
+    found = [times(records), refusals(records), geomeans(ours), standings(ours)]
+    found += [summary(ours), claims(ours)]
     if base:
         found.append(comparison(base, ours, one_run=True))
     return [table for table in found if table.rows]
