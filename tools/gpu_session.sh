@@ -3,8 +3,12 @@
 # figures, the sanitizers; a short table last. Results go to $OUT.
 #
 #   make wheel build-manual      (here)
-#   run with carry dist, build/manual:  bash tools/gpu_session.sh [check|tests|cpu|bench|sanitize ...]
-#   CHECK='--cases 1000' adds options to the check.
+#   run with carry dist, build/manual:  bash tools/gpu_session.sh [check|generations|tests|cpu|bench|sanitize|sweep ...]
+#   CHECK='--cases 1000' adds options to the check, BENCH='--quick' to the sweep's bench.
+#
+# `sweep` is `make sweep` with that library and FlashAttention-3 where /tmp/fa3 has it; what it wrote is packed into
+# $OUT/sweep.tgz, to be unpacked over the tree. `generations` judges the older CUDA generations on cases that they serve, and
+# adds what it finds to the report of the check.
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1
@@ -32,6 +36,20 @@ for step in $steps; do
     cpu) CUDA_VISIBLE_DEVICES='' report cpu 400 25 python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n 14 \
       --maxfail=20 --tb=short --durations=10 tests/cpu ;;
     bench) report bench 240 30 python3 -m flashsci bench --suite headline --quick --seconds 1 --json "$out/headline.json" ;;
+    generations) # after check or sweep, whose report it adds to
+      cp -n reports/gpu-check.json "$out/gpu-check.json" 2>/dev/null
+      for each in sm80:2600 sm75:600; do
+        report "${each%:*}" 240 12 python3 -m flashsci check --unit "cuda/${each%:*}" --backends "cuda:${each%:*}" --seed 1 \
+          --cases "${each#*:}" --minutes 3.5 --out "$out/gpu-check.json"
+      done ;;
+    sweep)
+      mkdir -p build && touch -d '+1 day' build/.flashsci-tools && touch -d '+2 days' build/.flashsci-installed
+      [ -e /tmp/fa3/_C.so ] && export FLASHSCI_FA3=/tmp/fa3/_C.so
+      export CHECK=${CHECK:---cases 1700 --minutes 6}
+      export BENCH=${BENCH:---quick --seconds 0.6 --backends ours,sdpa:flash,sdpa:cudnn,sdpa:efficient,flex,fa3}
+      report sweep 570 75 make sweep VENV=
+      cp reports/gpu-check.json "$out/"
+      tar czf "$out/sweep.tgz" README.md docs benchmarks/results reports/gpu-check.json build/sweep ;;
     sanitize) for tool in memcheck initcheck synccheck; do
       report "$tool" 120 3 compute-sanitizer --tool "$tool" build/manual/forward_runner
     done ;;

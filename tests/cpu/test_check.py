@@ -35,7 +35,7 @@ def test_a_small_run_writes_the_report(tmp_path, monkeypatch):
     report = json.loads(out.read_text())
     assert code == 0, lines
     assert report["cases"] == 4 and report["failures"] == 0
-    assert report["units"] == {"triton/forward": "1", "cuda/sm80/forward_bf16": "2"}
+    assert report["units"] == {"triton/forward": "1"}, "no backend here runs the other"
     for name in ("triton", "reference"):
         found = report["backends"][name]
         assert found["cases"] == 4 and set(found["worst ratio of error to allowance"]) >= {
