@@ -38,9 +38,9 @@ for step in $steps; do
     bench) report bench 240 30 python3 -m flashsci bench --suite headline --quick --seconds 1 --json "$out/headline.json" ;;
     generations) # after check or sweep, whose report it adds to
       cp -n reports/gpu-check.json "$out/gpu-check.json" 2>/dev/null
-      for each in sm80:2600 sm75:600; do
-        report "${each%:*}" 240 12 python3 -m flashsci check --unit "cuda/${each%:*}" --backends "cuda:${each%:*}" --seed 1 \
-          --cases "${each#*:}" --minutes 3.5 --out "$out/gpu-check.json"
+      for each in sm80:2300 sm75:600; do
+        report "${each%:*}" 280 12 python3 -m flashsci check --unit "cuda/${each%:*}" --backends "cuda:${each%:*}" --seed 1 \
+          --cases "${each#*:}" --minutes 4 --out "$out/gpu-check.json"
       done ;;
     sweep)
       mkdir -p build && touch -d '+1 day' build/.flashsci-tools && touch -d '+2 days' build/.flashsci-installed
