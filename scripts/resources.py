@@ -245,11 +245,12 @@ class Kernel:
             return units * members * rows * dim * 2 + stages * -(-stage // 128) * 128
         q_stages = 2 if self.unit.startswith("sm90") and dim <= 128 else 1
         q_stages = 0 if self.unit.startswith("sm75") else q_stages
-        tiles = 2 * dim * (q_stages * rows + 2 * stages * keys)
+        columns = max(dim, 64) if self.unit.startswith("sm90") else dim
+        tiles = 2 * columns * (q_stages * rows + 2 * stages * keys)
         if self.unit.startswith("sm90"):  # output staging, 2 KiB a warp once or twice; bias, mask
             pairs = self.variant == "bias or mask"
-            tiles += (warps - 4) * 2048 * (1 if dim == 64 or pairs else 2)
-            tiles += pairs * stages * rows * 64 * 5
+            tiles += (warps - 4) * 2048 * (1 if dim <= 64 or pairs else 2)
+            tiles += pairs * (120 if dim <= 64 else 80) * 1024
         return tiles
 
     @property
