@@ -50,7 +50,7 @@ class Settings:
     kinds: Sequence[str] = KINDS
     metals: Sequence[str] = METALS
     batch: int = 32  # structures
-    steps: int = 1000
+    steps: int = 600
     rate: float = 2e-3
     compared: int = 50  # steps against SDPA's
     reordered: int = 3  # baselines that sum over neighbours in another order
@@ -58,7 +58,7 @@ class Settings:
     sizes: Sequence[tuple[int, float]] = ((16, 5.0), (64, 5.0), (256, 5.0), (64, 7.0))
     seconds: float = 2.0  # of measuring, each
     repeat: int = 3  # molecular dynamics: the side of a Cu3Au supercell
-    dynamics: int = 1000  # steps
+    dynamics: int = 600  # steps
     seed: int = 0
 
 
