@@ -90,7 +90,8 @@ class Kernel:
         """(head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows) of a forward kernel."""
         if found := BACKWARD_SM90.search(self.name):
             dim, rows = int(found[2]), int(found[3])
-            return (dim, rows, 0, 8, 0, 1, 1) if found[1] else (dim, rows, 128, 12, 2, 1, 1)
+            keys = 64 if dim > 128 else 128
+            return (dim, rows, 0, 8, 0, 1, 1) if found[1] else (dim, rows, keys, 12, 2, 1, 1)
         if self.unit.startswith("sm90"):
             if found := DECODE_SM90.search(self.name):
                 dim = int(found[1])
@@ -234,6 +235,10 @@ class Kernel:
         if found := BACKWARD_SM90.search(self.name):
             if found[1]:
                 return 0
+            if dim > 128:  # K, V, two Q, dO; two dS, P; two slices of dQ; statistics
+                out = 2 if dim == 192 else 1  # stages of dO
+                inputs = 2 * dim * (2 * keys + (2 + out) * rows)
+                return inputs + 6 * rows * keys + 2 * 4 * 64 * rows + 4 * (2 + out) * rows
             inputs = 2 * dim * (2 * keys + 2 * stages * rows)  # K, V; Q, dO
             return inputs + stages * rows * (2 * keys + 8) + 4 * dim * rows  # dS, statistics; dQ
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):

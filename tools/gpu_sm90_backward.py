@@ -283,13 +283,14 @@ WINDOWS = [((-1, -1), False), ((-1, 0), False), ((-1, 0), True), ((100, 0), Fals
 def check(libraries, options):
     result = Check()
     for lib in libraries:
-        for dtype, d in itertools.product(lib.fn, lib.dims or [64, 128]):
+        for dtype, d in itertools.product(lib.fn, lib.dims or [64, 128, 192, 256]):
             if options.only in ("", "dense"):
                 for case in [(1, 1, 1, 64, 128), (1, 1, 1, 128, 128), (2, 4, 4, 512, 512), (1, 2, 1, 200, 333), (2, 3, 3, 1, 77), (1, 4, 2, 777, 129),
                              (1, 1, 1, 64, 1), (3, 6, 2, 300, 1000), (20, 8, 4, 321, 321), (1, 2, 2, 1500, 1411)]:  # fmt: skip
                     for window, lower_right in WINDOWS:
                         result.dense(lib, dtype, *case, d, d, window, lower_right)
-                for dq, dv in [(d - 56, d - 56), (d - 8, d), (d, d - 56), (d - 16, d - 16), (8, d)]:
+                wide = [(d, 128), (d - 56, 24), (24, d - 16)] if d > 128 else []
+                for dq, dv in [(d - 56, d - 56), (d - 8, d), (d, d - 56), (d - 16, d - 16), (8, d), *wide]:  # fmt: skip
                     result.dense(
                         lib, dtype, 2, 4, 2, 333, 444, dq, dv, (-1, 0), True, layout="bhsd"
                     )

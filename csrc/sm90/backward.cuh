@@ -6,7 +6,7 @@
 // Roles     A CTA owns 128 keys of one head and all query heads that share it. Warpgroup 0 copies
 //           (backward_produce.cuh): warp 0 loads, warps 1 and 2 add dQ to global memory. Warpgroups
 //           1 and 2 own 64 keys each (backward_consume.cuh). Kernels before and after it:
-//           backward_rows.cuh.
+//           backward_rows.cuh. Head dims beyond 128: backward_wide.cuh.
 // Shared    K, V; Q, dO, lse, delta [2 stages] and dS [2 stages] in 128-byte swizzled boxes; dQ of
 //           each consumer in fp32: `BackwardStorage` (backward_layout.cuh).
 // Pipeline  Of a consumer: S^T and dP^T into registers, P^T and dS^T from there into dV and dK; dS
@@ -29,6 +29,8 @@
 #include "backward_layout.cuh"
 #include "backward_produce.cuh"
 #include "backward_rows.cuh"
+#include "backward_wide.cuh"
+#include "backward_wide_consume.cuh"
 #include "launch.h"
 #include "tensor_map.h"
 
@@ -52,10 +54,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       ptx::mbarrier_init(ptx::shared_address(&barrier), count);
     };
     init(shared.kv_full, 1);
-    init(shared.ds_full, 4 * C::kConsumers);
+    init(shared.ds_full, C::kWide ? 4 : 4 * C::kConsumers);
+    if constexpr (C::kWide) {
+      init(shared.ds_empty, 4);
+      init(shared.p_full, 4);
+      init(shared.p_empty, 4);
+    }
     for (int i = 0; i < C::kStages; ++i) {
       init(shared.q_full[i], 1);
       init(shared.q_empty[i], 4 * C::kConsumers);
+      if (i >= C::kDoutStages) continue;
       init(shared.dout_full[i], 1);
       init(shared.dout_empty[i], 4 * C::kConsumers);
     }
@@ -75,11 +83,23 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (warp == 0) {
       if (ptx::elect()) load_tiles<C, kPacked>(shared, a, shared.tile);
     } else if (warp <= C::kConsumers) {
-      if (ptx::elect()) add_dq<C>(shared, a, shared.tile, warp - 1);
+      if (ptx::elect()) {
+        if constexpr (C::kWide)
+          add_dq_wide<C>(shared, a, shared.tile, warp - 1);
+        else
+          add_dq<C>(shared, a, shared.tile, warp - 1);
+      }
     }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-    consume<Op, C, kPacked, kSoftcap>(shared, a, warpgroup - 1);
+    if constexpr (C::kWide) {
+      if (warpgroup == 1)
+        consume_wide<Op, C, kPacked, kSoftcap, 0>(shared, a);
+      else
+        consume_wide<Op, C, kPacked, kSoftcap, 1>(shared, a);
+    } else {
+      consume<Op, C, kPacked, kSoftcap>(shared, a, warpgroup - 1);
+    }
   }
 }
 
@@ -97,7 +117,7 @@ int64_t workspace_of(const FlashsciBackwardParams& p) {
   const int64_t tiles = p.batch0 * p.batch1 * p.heads_q * query_tiles<C>(p);
   const int64_t rows = tiles * C::kBlockQ;
   return 2 * padded(rows * 4) + rows * C::kHeadDim * 4 +
-         (p.deterministic ? tiles * C::kConsumers * 4 : 0);
+         (p.deterministic ? tiles * C::kCounters * 4 : 0);
 }
 
 template <class Op, class C, bool kPacked, bool kSoftcap>
@@ -200,6 +220,14 @@ template <>
 struct BackwardTile<64, false> {
   using Tiling = BackwardTiling<64, 128>;
 };
+template <bool kSoftcap>
+struct BackwardTile<192, kSoftcap> {
+  using Tiling = WideBackwardTiling<192, 64>;
+};
+template <bool kSoftcap>
+struct BackwardTile<256, kSoftcap> {
+  using Tiling = WideBackwardTiling<256, 64>;
+};
 
 template <class Op, int kHeadDim>
 cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t stream) {
@@ -223,8 +251,11 @@ int64_t padded_workspace(const FlashsciBackwardParams& p) {
 }
 
 inline int64_t backward_workspace(const FlashsciBackwardParams& p) {
-  return std::max(p.head_dim, p.head_dim_v) <= 64 ? padded_workspace<64>(p)
-                                                  : padded_workspace<128>(p);
+  const int dim = std::max(p.head_dim, p.head_dim_v);
+  return dim <= 64    ? padded_workspace<64>(p)
+         : dim <= 128 ? padded_workspace<128>(p)
+         : dim <= 192 ? padded_workspace<192>(p)
+                      : padded_workspace<256>(p);
 }
 
 // cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
@@ -237,7 +268,7 @@ cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream
            whole(p.batch1, s.batch1) && whole(heads, s.head) && whole(rows, s.row);
   };
   const int dim = std::max(p.head_dim, p.head_dim_v);
-  if (dim > 128 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 || p.seq_q == 0 || p.seq_k == 0 ||
+  if (dim > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 || p.seq_q == 0 || p.seq_k == 0 ||
       p.pairs.bias != nullptr || p.pairs.mask != nullptr ||
       (p.deterministic && p.cu_seqlens_q != nullptr) ||  // offsets of any contents must not hang
       !aligned(p.out, p.out_strides, p.heads_q, p.seq_q) ||
@@ -249,8 +280,10 @@ cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream
 #if defined(FLASHSCI_SM90_ONLY)  // experiments: one head dimension compiles in seconds
   return launch_backward_padded<Op, FLASHSCI_SM90_ONLY>(p, stream);
 #else
-  return dim <= 64 ? launch_backward_padded<Op, 64>(p, stream)
-                   : launch_backward_padded<Op, 128>(p, stream);
+  return dim <= 64    ? launch_backward_padded<Op, 64>(p, stream)
+         : dim <= 128 ? launch_backward_padded<Op, 128>(p, stream)
+         : dim <= 192 ? launch_backward_padded<Op, 192>(p, stream)
+                      : launch_backward_padded<Op, 256>(p, stream);
 #endif
 }
 

@@ -40,16 +40,18 @@ __device__ __forceinline__ void hide(float (&x)[kCount], const Window& window, i
   }
 }
 
-// 64 rows of dK or dV: through shared memory of 64-column boxes of 128 rows, this warpgroup's rows.
+// 64 rows of dK or dV (of a wide tile: all): through shared memory of 64-column boxes of kBlockK
+// rows.
 template <class Op, class C, bool kPacked>
 __device__ __forceinline__ void write_rows(const float (&x)[C::kHeadDim / 2], float scale,
                                            uint32_t shared, const CUtensorMap& map, void* base,
                                            const FlashsciStrides& strides, int columns,
                                            const KeyTile& tile, int w) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int row = tile.row + w * 64, rows = ptx::redux_max(tile.seq_k - row);
+  const int part = C::kWide ? 0 : w;
+  const int row = tile.row + part * 64, rows = ptx::redux_max(tile.seq_k - row);
   if (base == nullptr || rows <= 0) return;
-  const uint32_t target = shared + w * 8192;
+  const uint32_t target = shared + part * 8192;
   const uint32_t target_row = target + (warp * 16 + lane % 16) * 128;
 #pragma unroll
   for (int j = 0; j < C::kHeadDim / 16; ++j)

@@ -17,9 +17,12 @@ namespace flashsci::sm90 {
 template <int kHeadDim_, int kBlockQ_>
 struct BackwardTiling {
   static constexpr int kHeadDim = kHeadDim_, kBlockQ = kBlockQ_;
+  static constexpr bool kWide = false;
   static constexpr int kConsumers = 2, kBlockK = 64 * kConsumers, kStages = 2;
+  static constexpr int kDoutStages = kStages, kCounters = kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kColumnBlocks = kHeadDim / 64;  // boxes side by side
+  static constexpr int kRowLanes = kHeadDim / 8;       // that take a row, 16 bytes each
   static constexpr int kQBytes = kBlockQ * kHeadDim * 2;
   static constexpr int kKVBytes = kBlockK * kHeadDim * 2;
   static constexpr int kDsBytes = kBlockQ * kBlockK * 2;
@@ -72,7 +75,7 @@ struct alignas(128) BackwardArgs {
   float* dq;     // [head][query tile][consumer][kDqFloats]
   float* lse;    // [head][query tile][kBlockQ], in powers of two; +inf where a row sees no key
   float* delta;  // [head][query tile][kBlockQ], negative
-  int* turns;    // [head][query tile][consumer]: key tiles that have been added; or NULL: any order
+  int* turns;  // [head][query tile][kCounters]: key tiles that have been added; or NULL: any order
   bool descending;             // the last key tile first, as the diagonal brings them
   uint32_t q_tiles, k_tiles;   // of a head; packed: slots
   uint32_t group;              // key heads, at least, whose tiles are mixed, the longest first

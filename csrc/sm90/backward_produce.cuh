@@ -57,8 +57,8 @@ __device__ __forceinline__ void load_tiles(BackwardStorage<C>& shared, const Bac
                    full);
   };
   const auto load_dout = [&](int head, int block, uint32_t turn) {
-    const uint32_t stage = turn % C::kStages, full = address(&shared.dout_full[stage]);
-    sleep_for(shared.dout_empty[stage], turn / C::kStages + 1);
+    const uint32_t stage = turn % C::kDoutStages, full = address(&shared.dout_full[stage]);
+    sleep_for(shared.dout_empty[stage], turn / C::kDoutStages + 1);
     ptx::mbarrier_arrive_expect(full, C::kQBytes + C::kBlockQ * 4);
     load_rows<C, C::kBlockQ, kPacked>(address(shared.dout[stage]), a.dout, a.dout_cut, a.dout_row,
                                       full, block * C::kBlockQ, tile.first_q + a.dout_row_offset,

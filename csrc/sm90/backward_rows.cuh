@@ -48,7 +48,7 @@ template <class Op, class C, bool kPacked>
 __global__ void __launch_bounds__(kRowThreads)
     backward_prepare_kernel(const __grid_constant__ BackwardArgs a) {
   ptx::launch_dependents();
-  constexpr int kLanes = C::kHeadDim / 8;  // of a row, 16 bytes each
+  constexpr int kLanes = C::kRowLanes;
   constexpr int kStep = kRowThreads / kLanes;
   const FlashsciBackwardParams& p = a.p;
   const QueryTile tile = find_query_tile<C, kPacked>(a, blockIdx.x);
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kRowThreads)
       y[i] = *reinterpret_cast<const uint4*>(dout + row * p.dout_strides.row + lane * 8);
     }
   }
-  if (a.turns != nullptr && threadIdx.x < C::kConsumers)
-    a.turns[static_cast<int64_t>(blockIdx.x) * C::kConsumers + threadIdx.x] = 0;
+  if (a.turns != nullptr && threadIdx.x < C::kCounters)
+    a.turns[static_cast<int64_t>(blockIdx.x) * C::kCounters + threadIdx.x] = 0;
   if (p.dq != nullptr) {
     float4* accumulator =
         reinterpret_cast<float4*>(a.dq + statistics * (C::kConsumers * C::kDqFloats / C::kBlockQ));
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kRowThreads)
     pair[8 * kPitch / 2] = Op::pack2(x[j].z * p.scale, x[j].w * p.scale);
   }
   __syncthreads();
-  constexpr int kLanes = C::kHeadDim / 8;
+  constexpr int kLanes = C::kRowLanes;
   auto* dq = static_cast<uint16_t*>(p.dq) + tile.offset(p.dq_strides);
 #pragma unroll
   for (int i = 0; i < C::kBlockQ; i += kRowThreads / kLanes) {

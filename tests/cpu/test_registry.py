@@ -300,7 +300,7 @@ def test_wide_heads_keep_the_sm80_backward(full_build):
         ({}, "cuda"),
         ({"requires_grad": True}, "cuda"),
         ({"head_dim": 256, "head_dim_v": 256}, "cuda"),
-        ({"head_dim": 256, "head_dim_v": 256, "requires_grad": True}, "sdpa"),
+        ({"head_dim": 256, "head_dim_v": 256, "requires_grad": True}, "cuda"),
         ({"head_dim": 20}, "sdpa"),
         ({"window_left": 9, "requires_grad": True}, "cuda"),
         ({"mask": True}, "triton"),

@@ -162,11 +162,9 @@ def _limit(kind: str, generation: int, problem: Problem) -> str | None:
         return "its Hopper kernels take a bias or a mask in some strides only"
     if generation == 75 and kind == "backward" and widest > 128:
         return f"the head dims of its Turing backward end at 128, and this call has {widest}"
-    if generation == 90 and kind == "backward":
-        if widest > 128:
-            return f"the head dims of its Hopper backward end at 128, and this call has {widest}"
-        if problem.head_dim % 8 or problem.head_dim_v % 8:
-            return "the head dims of its Hopper backward are multiples of 8"
+    odd = problem.head_dim % 8 or problem.head_dim_v % 8
+    if generation == 90 and kind == "backward" and odd:
+        return "the head dims of its Hopper backward are multiples of 8"
     return None
 
 
