@@ -44,6 +44,17 @@ def test_generated_problems(dtype, backend, number):
     Judge(inputs).require(found)
 
 
+@pytest.mark.parametrize("precision", ["tf32x3", "tf32"])
+def test_fp32_tiles_of_head_dim_64(precision):
+    """Large ones on Hopper, which no generated problem has."""
+    variant = Variant(dtype="float32", head_dim=64, head_dim_v=64, tangents="qkv")
+    case = Case(variant=variant, lead=(2,), heads_k=2, seq_q=1030, seq_k=1029, precision=precision)
+    inputs = make_inputs(case, DEVICE)
+    with poisoned_memory():
+        found = evaluate(inputs, "triton", deterministic=False)
+    Judge(inputs).require(found)
+
+
 def test_the_second_derivative_of_sdpa_is_tritons():
     """SDPA's own kernels have none: nothing of the size of the scores is made for it."""
     variant = Variant(dtype="bfloat16", head_dim=64, head_dim_v=64, tangents="qkv")
