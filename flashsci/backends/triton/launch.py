@@ -159,7 +159,7 @@ HOPPER_TENSOR_FP32 = {
         "dkdv": HOPPER_FP32["dkdv"] | {64: (64, 64, 4, 1)},
         "jvp": FP32["jvp"] | {64: (128, 64, 8, 2)},
         "second_queries": FP32["second_queries"] | {64: (128, 32, 8, 2)},
-        "second_keys": FP32["second_keys"] | {64: (32, 32, 4, 2)},
+        "second_keys": FP32["second_keys"] | {64: (64, 32, 4, 1)},
     },
 }
 TURING_FP32 = {
