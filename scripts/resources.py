@@ -68,9 +68,9 @@ BACKWARD_FP32 = re.compile(
 )
 # ... of short rows of keys: head dim, warps, queries of a chunk, CTAs per SM.
 SHORT_FP32 = re.compile(r"ShortTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E")
-# sm90 backward: kind; head dim, query rows; packed, softcap (the main kernel alone).
+# sm90 backward: kind; head dim, query rows, pairs; packed, softcap (the main kernel alone).
 BACKWARD_SM90 = re.compile(
-    r"backward_([a-z]*)_?kernelI.*BackwardTilingILi(\d+)ELi(\d+)E+Lb([01])(?:ELb([01]))?"
+    r"backward_([a-z]*)_?kernelI.*BackwardTilingILi(\d+)ELi(\d+)E(?:Lb([01])E)?E*Lb([01])(?:ELb([01]))?"
 )
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 
@@ -182,7 +182,12 @@ class Kernel:
             name = kind[1].replace("_", " ") if kind else self.name
             return name + (", plain 16-byte rows" if self.tiling and self.tiling[-1] else "")
         if found := BACKWARD_SM90.search(self.name):
-            words = (found[1], "packed" * (found[4] == "1"), "softcap" * (found[5] == "1"))
+            words = (
+                found[1],
+                "bias or mask" * (found[4] == "1"),
+                "packed" * (found[5] == "1"),
+                "softcap" * (found[6] == "1"),
+            )
             return " ".join(filter(None, words)) or "dense"
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return "combine" if "decode_combine" in self.name else "decoding"
@@ -240,7 +245,8 @@ class Kernel:
                 inputs = 2 * dim * (2 * keys + (2 + out) * rows)
                 return inputs + 6 * rows * keys + 2 * 4 * 64 * rows + 4 * (2 + out) * rows
             inputs = 2 * dim * (2 * keys + 2 * stages * rows)  # K, V; Q, dO
-            return inputs + stages * rows * (2 * keys + 8) + 4 * dim * rows  # dS, statistics; dQ
+            ds = 2 * rows * keys * (stages + int(found[4] or 0))
+            return inputs + ds + 8 * stages * rows + 4 * dim * rows  # statistics; dQ
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0
         if pairs := TILING_PAIRS.search(self.name):

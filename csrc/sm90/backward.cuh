@@ -27,6 +27,7 @@
 #include "../include/flashsci.h"
 #include "backward_consume.cuh"
 #include "backward_layout.cuh"
+#include "backward_pairs.cuh"
 #include "backward_produce.cuh"
 #include "backward_rows.cuh"
 #include "backward_wide.cuh"
@@ -40,8 +41,10 @@ template <class Op, class C, bool kPacked, bool kSoftcap>
 __global__ void __launch_bounds__(C::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardArgs a) {
   extern __shared__ unsigned char shared_memory[];
-  auto& shared = *reinterpret_cast<BackwardStorage<C>*>(
-      shared_memory + (-ptx::shared_address(shared_memory) & 1023u));
+  // Aligned by hand, but with pairs, where every byte counts: they rely on the system, which puts
+  // dynamic shared memory at 1024 where a kernel has no other.
+  const uint32_t skipped = C::kPairs ? 0 : -ptx::shared_address(shared_memory) & 1023u;
+  auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory + skipped);
   ptx::launch_dependents();
   const KeyTile tile = find_key_tile<C, kPacked>(a, blockIdx.x);
   if (tile.row < 0) {
@@ -73,6 +76,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         init(shared.dq_empty[i][w], 1);
       }
     }
+    if constexpr (C::kPairs) {
+      for (int i = 0; i < C::kDsStages; ++i) {
+        init(shared.bias_full[i], 1);
+        init(shared.ds_done[i], 4 * C::kConsumers);
+      }
+    }
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
@@ -89,6 +98,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         else
           add_dq<C>(shared, a, shared.tile, warp - 1);
       }
+    } else if constexpr (C::kPairs) {
+      if (ptx::elect()) move_pairs<C>(shared, a, shared.tile);
     }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
@@ -122,7 +133,7 @@ int64_t workspace_of(const FlashsciBackwardParams& p) {
 
 template <class Op, class C, bool kPacked, bool kSoftcap>
 cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t stream) {
-  constexpr int kSharedBytes = sizeof(BackwardStorage<C>) + 1024;  // the base is aligned by hand
+  constexpr int kSharedBytes = sizeof(BackwardStorage<C>) + (C::kPairs ? 0 : 1024);
   static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
   BackwardArgs a;
   a.p = p;
@@ -183,14 +194,21 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
                C::kBlockK);
   encode(a.dk, p.dk, p.dk_strides, p.seq_k, p.heads_k, p.head_dim, 64);
   encode(a.dv, p.dv, p.dv_strides, p.seq_k, p.heads_k, p.head_dim_v, 64);
+  if constexpr (C::kPairs) encode_pairs<C>(a, encode);
   if (error != cudaSuccess) return error;
 
+  // The same kernels before and after it with pairs and without.
+  using Rows = std::conditional_t<C::kPairs, BackwardTiling<C::kHeadDim, C::kBlockQ>, C>;
   constexpr auto kernel = backward_kernel<Op, C, kPacked, kSoftcap>;
   static std::atomic<uint64_t> configured{0};
   error = allow_shared(kernel, kSharedBytes, p.device, configured);
   if (error != cudaSuccess) return error;
+  if constexpr (C::kPairs) {
+    if (a.stores_bias) error = clear_bias(p, stream);
+    if (error != cudaSuccess) return error;
+  }
   const uint32_t row_blocks = static_cast<uint32_t>(heads * q_tiles);
-  backward_prepare_kernel<Op, C, kPacked><<<row_blocks, kRowThreads, 0, stream>>>(a);
+  backward_prepare_kernel<Op, Rows, kPacked><<<row_blocks, kRowThreads, 0, stream>>>(a);
   error = cudaGetLastError();
   // The others start beside their predecessor and wait for its end: two launches less to wait for.
   cudaLaunchAttribute attribute;
@@ -208,7 +226,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   config.gridDim = row_blocks;
   config.blockDim = kRowThreads;
   config.dynamicSmemBytes = 0;
-  return cudaLaunchKernelEx(&config, backward_finish_kernel<Op, C, kPacked>, a);
+  return cudaLaunchKernelEx(&config, backward_finish_kernel<Op, Rows, kPacked>, a);
 }
 
 // The tile shapes, by padded head dimension; why: docs/kernels/sm90_backward.md.
@@ -228,6 +246,8 @@ template <bool kSoftcap>
 struct BackwardTile<256, kSoftcap> {
   using Tiling = WideBackwardTiling<256, 64>;
 };
+template <int kHeadDim>
+using PairsTile = BackwardTiling<kHeadDim, kHeadDim == 64 ? 128 : 64, true>;
 
 template <class Op, int kHeadDim>
 cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t stream) {
@@ -239,23 +259,41 @@ cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t
   if (p.cu_seqlens_q != nullptr)
     return p.softcap != 0.f ? launch_backward_tiling<Op, Softcap, true, true>(p, stream)
                             : launch_backward_tiling<Op, Plain, true, false>(p, stream);
+  if constexpr (kHeadDim <= 128) {
+    if (has_pairs(p)) {
+      const cudaError_t error =
+          launch_backward_tiling<Op, PairsTile<kHeadDim>, false, false>(p, stream);
+      return error == cudaSuccess && sums_bias(p)
+                 ? sum_bias<Op>(p, padded(workspace_of<PairsTile<kHeadDim>>(p)), stream)
+                 : error;
+    }
+  }
   return p.softcap != 0.f ? launch_backward_tiling<Op, Softcap, false, true>(p, stream)
                           : launch_backward_tiling<Op, Plain, false, false>(p, stream);
 #endif
 }
 
-template <int kHeadDim>
+template <class Op, int kHeadDim>
 int64_t padded_workspace(const FlashsciBackwardParams& p) {
+  if constexpr (kHeadDim <= 128) {
+    if (has_pairs(p)) {
+      const int64_t own = workspace_of<PairsTile<kHeadDim>>(p);
+      if (!sums_bias(p)) return own;
+      const FlashsciBackwardParams bias = bias_alone(p);
+      return padded(own) + Op::bias_gradient_workspace(&bias);
+    }
+  }
   return p.softcap != 0.f ? workspace_of<typename BackwardTile<kHeadDim, true>::Tiling>(p)
                           : workspace_of<typename BackwardTile<kHeadDim, false>::Tiling>(p);
 }
 
-inline int64_t backward_workspace(const FlashsciBackwardParams& p) {
+template <class Op>
+int64_t backward_workspace(const FlashsciBackwardParams& p) {
   const int dim = std::max(p.head_dim, p.head_dim_v);
-  return dim <= 64    ? padded_workspace<64>(p)
-         : dim <= 128 ? padded_workspace<128>(p)
-         : dim <= 192 ? padded_workspace<192>(p)
-                      : padded_workspace<256>(p);
+  return dim <= 64    ? padded_workspace<Op, 64>(p)
+         : dim <= 128 ? padded_workspace<Op, 128>(p)
+         : dim <= 192 ? padded_workspace<Op, 192>(p)
+                      : padded_workspace<Op, 256>(p);
 }
 
 // cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
@@ -269,7 +307,7 @@ cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream
   };
   const int dim = std::max(p.head_dim, p.head_dim_v);
   if (dim > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 || p.seq_q == 0 || p.seq_k == 0 ||
-      p.pairs.bias != nullptr || p.pairs.mask != nullptr ||
+      !takes_pairs(p) ||
       (p.deterministic && p.cu_seqlens_q != nullptr) ||  // offsets of any contents must not hang
       !aligned(p.out, p.out_strides, p.heads_q, p.seq_q) ||
       !aligned(p.dout, p.dout_strides, p.heads_q, p.seq_q) ||

@@ -14,6 +14,7 @@
 #include "../common/softmax.cuh"
 #include "../common/tile.cuh"
 #include "backward_layout.cuh"
+#include "backward_pairs.cuh"
 
 namespace flashsci::sm90 {
 
@@ -192,8 +193,14 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
         for (int e = 0; e < kBlockQ / 2; ++e) prob[e] = tanh_accurate(s[e] * a.cap_inner);
         hide_outside(-INFINITY);
       }
+      if constexpr (C::kPairs) {
+        const int ds_stage = turn % C::kDsStages;
+        if (a.bias_tiles) wait_for(shared.bias_full[ds_stage], turn / C::kDsStages);
+        exponentiate_pairs<Op>(prob, s, a, tile, lse + stage * (kBlockQ * 4),
+                               address(shared.ds[ds_stage]) + w * (kBlockQ * 128), w, turn);
+      }
 #pragma unroll
-      for (int n = 0; n < kBlockQ / 8; ++n) {
+      for (int n = 0; n < (C::kPairs ? 0 : kBlockQ / 8); ++n) {
         const float2 row = ptx::ld_shared_f2(lse + stage * (kBlockQ * 4) + n * 32);
 #pragma unroll
         for (int e = n * 4; e < n * 4 + 4; ++e) {
@@ -296,6 +303,7 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
     ptx::wgmma_wait<1>();
     ptx::wgmma_tie(dv);
     release(shared.ds_full);
+    if constexpr (C::kPairs) release(shared.ds_done[0]);
     release(shared.dout_empty[0]);
     end_turn(0);
 #pragma unroll 1
@@ -303,19 +311,19 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       float dq[C::kDqColumns / 2];
       begin_turn(turn);
       // The other consumer has shared dS of the block before, and read what is overwritten now.
-      if constexpr (C::kDsStages == 2) wait_for(shared.ds_full, turn - 1);
+      wait_for(shared.ds_full, turn - 1);
       share_ds(turn);
       if constexpr (kBlockQ == 128 || kSoftcap) {  // frees the registers of P
         ptx::wgmma_wait<0>();
         ptx::wgmma_tie(dv);
       }
-      if constexpr (C::kDsStages == 3) wait_for(shared.ds_full, turn - 1);
       issue_dq(dq, turn - 1);
       issue_dk(turn);
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(dq);
       ptx::wgmma_tie(dv);
       release(shared.ds_full);
+      if constexpr (C::kPairs) release(shared.ds_done[turn % C::kDsStages]);
       release(shared.dout_empty[turn % kStages]);
       write_dq(dq, turn - 1);
       end_turn(turn);

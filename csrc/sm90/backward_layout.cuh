@@ -14,10 +14,11 @@
 
 namespace flashsci::sm90 {
 
-template <int kHeadDim_, int kBlockQ_>
+// kPairs: with bias or mask (backward_pairs.cuh).
+template <int kHeadDim_, int kBlockQ_, bool kPairs_ = false>
 struct BackwardTiling {
   static constexpr int kHeadDim = kHeadDim_, kBlockQ = kBlockQ_;
-  static constexpr bool kWide = false;
+  static constexpr bool kWide = false, kPairs = kPairs_;
   static constexpr int kConsumers = 2, kBlockK = 64 * kConsumers, kStages = 2;
   static constexpr int kDoutStages = kStages, kCounters = kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -30,7 +31,7 @@ struct BackwardTiling {
   static constexpr bool kSplitRows = kBlockQ == 128;
   static constexpr int kDqColumns = kSplitRows ? kHeadDim : kHeadDim / 2;
   static constexpr int kDqFloats = 64 * kDqColumns;  // of one consumer
-  static constexpr int kDqStages = 1, kDsStages = 2;
+  static constexpr int kDqStages = 1, kDsStages = kPairs ? 3 : 2;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static_assert(kHeadDim == 64 || kHeadDim == 128);
   static_assert(kBlockQ == 64 || kBlockQ == 128);
@@ -63,6 +64,8 @@ struct BackwardStorage {
   uint64_t dout_full[C::kStages], dout_empty[C::kStages];  // dO and delta
   uint64_t ds_full;
   uint64_t dq_full[C::kDqStages][C::kConsumers], dq_empty[C::kDqStages][C::kConsumers];
+  uint64_t bias_full[C::kDsStages];  // the bias, where dS will be
+  uint64_t ds_done[C::kDsStages];    // dS is there, and that of the block before has been read
 };
 
 struct alignas(128) BackwardArgs {
@@ -76,13 +79,15 @@ struct alignas(128) BackwardArgs {
   float* lse;    // [head][query tile][kBlockQ], in powers of two; +inf where a row sees no key
   float* delta;  // [head][query tile][kBlockQ], negative
   int* turns;  // [head][query tile][kCounters]: key tiles that have been added; or NULL: any order
-  bool descending;             // the last key tile first, as the diagonal brings them
-  uint32_t q_tiles, k_tiles;   // of a head; packed: slots
-  uint32_t group;              // key heads, at least, whose tiles are mixed, the longest first
-  uint32_t key_heads;          // B0 * B1 * Hk
-  int dout_row_offset;         // 0, or beyond the tensor: dO counts as zero
-  float exp_scale;             // P = exp2(exp_scale s - lse)
-  float cap_inner, cap_outer;  // softcap: s = cap_outer tanh(cap_inner q.k), in powers of two
+  bool descending;               // the last key tile first, as the diagonal brings them
+  uint32_t q_tiles, k_tiles;     // of a head; packed: slots
+  uint32_t group;                // key heads, at least, whose tiles are mixed, the longest first
+  uint32_t key_heads;            // B0 * B1 * Hk
+  int dout_row_offset;           // 0, or beyond the tensor: dO counts as zero
+  float exp_scale;               // P = exp2(exp_scale s - lse)
+  float cap_inner, cap_outer;    // softcap: s = cap_outer tanh(cap_inner q.k), in powers of two
+  CUtensorMap bias, dbias;       // boxes of kBlockQ rows and 64 keys
+  bool bias_tiles, stores_bias;  // the bias comes by tiles; dbias leaves by tiles
 };
 
 __device__ __forceinline__ Window window_of(const FlashsciBackwardParams& p, int seq_q, int seq_k) {
