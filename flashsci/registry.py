@@ -150,6 +150,12 @@ PREFERENCES = (
         "written for this generation; not measured on it yet",
     ),
     Preference(
+        ("cuda", "triton", "sdpa", "reference"),
+        lambda p: _hopper(p) and p.dtype == torch.float32 and _plain(p) and 32 < p.head_dim <= 128,
+        "H200, dense fp32 from S 2048: D 64 against Triton forward 2.1, backward 1.6; D 128 against "
+        "SDPA (efficient) 1.4 and 1.0",
+    ),
+    Preference(
         ("triton", "cuda", "sdpa", "reference"),
         lambda p: True,
         "H200: Triton leads SDPA by 2.1 to 5.9 with bias, and the sm80 kernels by 1.3 to 1.5 "
