@@ -442,6 +442,8 @@ def check_pairs(lib, dtype, d, failures):
             if kind == "least":  # where every row has a key: it counts as -inf
                 win, lr = (-1, -1), False
             cap, scale = (20.0, None) if n == 5 else (0.0, -0.2 if n == 6 else None)
+            if mask is not None and dq <= 32:  # sm80's
+                continue
             launch, out, lse = lib.prepare(q, k, v, scale, cap, win, lr, bias=bias, mask=mask)
             try:
                 launch()
