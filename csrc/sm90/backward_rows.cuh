@@ -47,10 +47,21 @@ inline constexpr int kRowThreads = 256;
 template <class Op, class C, bool kPacked>
 __global__ void __launch_bounds__(kRowThreads)
     backward_prepare_kernel(const __grid_constant__ BackwardArgs a) {
-  ptx::launch_dependents();
   constexpr int kLanes = C::kRowLanes;
   constexpr int kStep = kRowThreads / kLanes;
   const FlashsciBackwardParams& p = a.p;
+  ptx::launch_dependents();
+  if (a.handed_out != nullptr && blockIdx.x == 0) {
+    bool ascending = true;
+    if (kPacked && a.turns != nullptr)
+      for (int i = threadIdx.x; i < p.num_seqs + 2; i += kRowThreads)
+        ascending &= segment_begin(p.cu_seqlens_q, i, p.num_seqs, p.seq_q) <=
+                         segment_begin(p.cu_seqlens_q, i + 1, p.num_seqs, p.seq_q) &&
+                     segment_begin(p.cu_seqlens_k, i, p.num_seqs, p.seq_k) <=
+                         segment_begin(p.cu_seqlens_k, i + 1, p.num_seqs, p.seq_k);
+    ascending = __syncthreads_and(ascending);
+    if (threadIdx.x == 0) a.handed_out[0] = a.known, a.handed_out[1] = ascending;
+  }
   const QueryTile tile = find_query_tile<C, kPacked>(a, blockIdx.x);
   if (tile.count <= 0) return;
   const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
