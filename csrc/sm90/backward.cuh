@@ -3,16 +3,18 @@
 // Maths     p_ij = exp(s_ij - lse_i), dp_ij = do_i v_j, ds_ij = p_ij (dp_ij - delta_i), delta_i =
 //           o_i do_i - dlse_i; dv_j = sum_i p_ij do_i, dk_j = scale sum_i ds_ij q_i, dq_i = scale
 //           sum_j ds_ij k_j. Softcap: ds times its slope.
-// Roles     A CTA owns 128 keys of one head and all query heads that share it. Warpgroup 0 copies
-//           (backward_produce.cuh): warp 0 loads, warps 1 and 2 add dQ to global memory. Warpgroups
-//           1 and 2 own 64 keys each (backward_consume.cuh). Kernels before and after it:
-//           backward_rows.cuh. Head dims beyond 128: backward_wide.cuh.
+// Roles     A CTA on every SM takes tiles of 128 keys of one head, and with them all query heads
+//           that share it, until none is left. Warpgroup 0 copies (backward_produce.cuh): warp 0
+//           takes and loads, warps 1 and 2 add dQ to global memory. Warpgroups 1 and 2 own 64 keys
+//           each (backward_consume.cuh). Kernels before and after it: backward_rows.cuh.
+//           Head dims beyond 128: backward_wide.cuh.
 // Shared    K, V; Q, dO, lse, delta [2 stages] and dS [2 stages] in 128-byte swizzled boxes; dQ of
-//           each consumer in fp32: `BackwardStorage` (backward_layout.cuh).
+//           each consumer in fp32: `BackwardStorage` (backward_layout.cuh). dV and dK leave through
+//           dS and dQ, while K and V of the next tile come.
 // Pipeline  Of a consumer: S^T and dP^T into registers, P^T and dS^T from there into dV and dK; dS
-//           through shared memory to both consumers for dQ, of which each computes half. S^T of
-//           the next block is issued behind dQ of this one, so that the tensor core has work while
-//           dQ is written out and the exponentials are computed beside dP^T.
+//           through shared memory to both consumers for dQ, of which each computes half, a block
+//           late: so they wait little for each other, and one's exponentials meet the other's
+//           products.
 // Limits    docs/kernels/sm90_backward.md.
 #pragma once
 #include <cuda_runtime.h>
@@ -46,70 +48,56 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const uint32_t skipped = C::kPairs ? 0 : -ptx::shared_address(shared_memory) & 1023u;
   auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory + skipped);
   ptx::launch_dependents();
-  const KeyTile tile = find_key_tile<C, kPacked>(a, blockIdx.x);
-  if (tile.row < 0) {
-    ptx::wait_for_prerequisites();  // or the kernel after this one would not wait for the first
-    return;
-  }
-  if (threadIdx.x == 0) {
-    shared.tile = tile;
-    const auto init = [](uint64_t& barrier, uint32_t count) {
-      ptx::mbarrier_init(ptx::shared_address(&barrier), count);
-    };
-    init(shared.kv_full, 1);
-    init(shared.ds_full, C::kWide ? 4 : 4 * C::kConsumers);
-    if constexpr (C::kWide) {
-      init(shared.ds_empty, 4);
-      init(shared.p_full, 4);
-      init(shared.p_empty, 4);
-    }
-    for (int i = 0; i < C::kStages; ++i) {
-      init(shared.q_full[i], 1);
-      init(shared.q_empty[i], 4 * C::kConsumers);
-      if (i >= C::kDoutStages) continue;
-      init(shared.dout_full[i], 1);
-      init(shared.dout_empty[i], 4 * C::kConsumers);
-    }
-    for (int w = 0; w < C::kConsumers; ++w) {
-      for (int i = 0; i < C::kDqStages; ++i) {
-        init(shared.dq_full[i][w], 4);
-        init(shared.dq_empty[i][w], 1);
-      }
-    }
-    if constexpr (C::kPairs) {
-      for (int i = 0; i < C::kDsStages; ++i) {
-        init(shared.bias_full[i], 1);
-        init(shared.ds_done[i], 4 * C::kConsumers);
-      }
-    }
-    ptx::mbarrier_init_fence();
-  }
-  __syncthreads();
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<C::kProducerRegisters>();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (warp == 0) {
-      if (ptx::elect()) load_tiles<C, kPacked>(shared, a, shared.tile);
-    } else if (warp <= C::kConsumers) {
-      if (ptx::elect()) {
-        if constexpr (C::kWide)
-          add_dq_wide<C, kPacked>(shared, a, shared.tile, warp - 1);
-        else
-          add_dq<C, kPacked>(shared, a, shared.tile, warp - 1);
-      }
-    } else if constexpr (C::kPairs) {
-      if (ptx::elect()) move_pairs<C>(shared, a, shared.tile);
-    }
+  if constexpr (C::kWide) {
+    backward_wide<Op, C, kPacked, kSoftcap>(shared, a);
   } else {
-    ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-    if constexpr (C::kWide) {
-      if (warpgroup == 1)
-        consume_wide<Op, C, kPacked, kSoftcap, 0>(shared, a);
-      else
-        consume_wide<Op, C, kPacked, kSoftcap, 1>(shared, a);
+    if (threadIdx.x == 0) {
+      const auto init = [](uint64_t& barrier, uint32_t count) {
+        ptx::mbarrier_init(ptx::shared_address(&barrier), count);
+      };
+      shared.tiles = shared.blocks = 0;
+      init(shared.kv_full, 1);
+      init(shared.kv_empty, 4 * C::kConsumers);
+      for (int i = 0; i < 2; ++i) {
+        init(shared.tile_full[i], 1);
+        init(shared.tile_empty[i], 4 * C::kConsumers + C::kConsumers);
+      }
+      init(shared.ds_full, 4 * C::kConsumers);
+      for (int i = 0; i < C::kStages; ++i) {
+        init(shared.q_full[i], 1);
+        init(shared.q_empty[i], 4 * C::kConsumers);
+        init(shared.dout_full[i], 1);
+        init(shared.dout_empty[i], 4 * C::kConsumers);
+      }
+      for (int w = 0; w < C::kConsumers; ++w) {
+        for (int i = 0; i < C::kDqStages; ++i) {
+          init(shared.dq_full[i][w], 4);
+          init(shared.dq_empty[i][w], 1);
+        }
+      }
+      if constexpr (C::kPairs) {
+        for (int i = 0; i < C::kDsStages; ++i) {
+          init(shared.bias_full[i], 1);
+          init(shared.ds_done[i], 4 * C::kConsumers);
+        }
+      }
+      ptx::mbarrier_init_fence();
+    }
+    __syncthreads();
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    if (warpgroup == 0) {
+      ptx::setmaxnreg_dec<C::kProducerRegisters>();
+      const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+      if (warp == 0) {
+        load_tiles<C, kPacked>(shared, a);
+      } else if (warp <= C::kConsumers) {
+        if (ptx::elect()) add_dq<C, kPacked>(shared, a, warp - 1);
+      } else if constexpr (C::kPairs) {
+        if (ptx::elect()) move_pairs<C>(shared, a);
+      }
     } else {
-      consume<Op, C, kPacked, kSoftcap>(shared, a, warpgroup - 1);
+      ptx::setmaxnreg_inc<C::kConsumerRegisters>();
+      consume<Op, C, kPacked, kSoftcap>(shared, a, ptx::redux_max(warpgroup - 1));
     }
   }
 }
@@ -128,7 +116,24 @@ int64_t workspace_of(const FlashsciBackwardParams& p) {
   const int64_t tiles = p.batch0 * p.batch1 * p.heads_q * query_tiles<C>(p);
   const int64_t rows = tiles * C::kBlockQ;
   return 2 * padded(rows * 4) + rows * C::kHeadDim * 4 +
-         (p.deterministic ? (tiles * C::kCounters + 1) * 4 : 0);
+         (p.deterministic ? tiles * C::kCounters * 4 : 0) + 8;
+}
+
+// A CTA for every SM, or for every key tile. The first hides how a tile begins and ends, and its
+// blocks of queries take 1 to 6% longer: worth it up to kShortBlocks of them, on average (measured
+// at S 512 to 16384).
+#if !defined(FLASHSCI_SM90_SHORT_BLOCKS)  // experiments: 0 never, 1 << 30 always
+#define FLASHSCI_SM90_SHORT_BLOCKS 16
+#endif
+template <class C>
+bool takes_tile_after_tile(const FlashsciBackwardParams& p) {
+  if (C::kWide || C::kPairs) return false;  // they count on one tile
+  int64_t rows = p.cu_seqlens_q != nullptr ? p.seq_q / std::max(p.num_seqs, 1) : p.seq_q;
+  if (p.window_left >= 0 && p.window_right >= 0)
+    rows = std::min<int64_t>(rows, int64_t{p.window_left} + p.window_right + C::kBlockK);
+  else if (p.window_left >= 0 || p.window_right >= 0)
+    rows /= 2;
+  return rows * (p.heads_q / p.heads_k) <= int64_t{FLASHSCI_SM90_SHORT_BLOCKS} * C::kBlockQ;
 }
 
 template <class Op, class C, bool kPacked, bool kSoftcap>
@@ -158,14 +163,21 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   a.lse = reinterpret_cast<float*>(space);
   a.delta = reinterpret_cast<float*>(space + padded(rows * 4));
   a.dq = reinterpret_cast<float*>(space + 2 * padded(rows * 4));
-  a.turns = p.deterministic ? reinterpret_cast<int*>(a.dq + rows * C::kHeadDim) : nullptr;
-  a.ascending = a.turns + heads * q_tiles * C::kCounters;
+  int* after = reinterpret_cast<int*>(a.dq + rows * C::kHeadDim);
+  a.handed_out = reinterpret_cast<uint32_t*>(after);
+  a.ascending = after + 1;
+  a.turns = p.deterministic ? after + 2 : nullptr;
   // In turns the shortest causal tiles go first: each finds its turn come where it begins.
   a.descending = a.turns != nullptr && causal;
   a.dout_row_offset = p.dout == nullptr ? p.seq_q : 0;
   a.exp_scale = p.scale * kLog2e;
   a.cap_inner = p.softcap != 0.f ? p.scale / p.softcap : 0.f;
   a.cap_outer = p.softcap * kLog2e;
+
+  const int64_t tiles = key_heads * k_tiles;
+  const uint32_t ctas = static_cast<uint32_t>(
+      takes_tile_after_tile<C>(p) ? std::min<int64_t>(tiles, multiprocessors(p.device)) : tiles);
+  a.known = a.turns != nullptr && ctas < tiles ? 0 : ctas;
 
   constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
   cudaError_t error = cudaSuccess;
@@ -195,6 +207,10 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
                C::kBlockK);
   encode(a.dk, p.dk, p.dk_strides, p.seq_k, p.heads_k, p.head_dim, 64);
   encode(a.dv, p.dv, p.dv_strides, p.seq_k, p.heads_k, p.head_dim_v, 64);
+  if constexpr (kPacked) {
+    encode(a.dk_row, p.dk, p.dk_strides, p.seq_k, p.heads_k, p.head_dim, 1);
+    encode(a.dv_row, p.dv, p.dv_strides, p.seq_k, p.heads_k, p.head_dim_v, 1);
+  }
   if constexpr (C::kPairs) encode_pairs<C>(a, encode);
   if (error != cudaSuccess) return error;
 
@@ -219,7 +235,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  config.gridDim = static_cast<uint32_t>(key_heads * k_tiles);
+  config.gridDim = ctas;
   config.blockDim = C::kThreads;
   config.dynamicSmemBytes = kSharedBytes;
   if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, a);
@@ -239,6 +255,7 @@ template <>
 struct BackwardTile<64, false> {
   using Tiling = BackwardTiling<64, 128>;
 };
+
 template <bool kSoftcap>
 struct BackwardTile<192, kSoftcap> {
   using Tiling = WideBackwardTiling<192, 64>;

@@ -41,63 +41,58 @@ __device__ __forceinline__ void hide(float (&x)[kCount], const Window& window, i
   }
 }
 
-// 64 rows of dK or dV (of a wide tile: all): through shared memory of 64-column boxes of kBlockK
-// rows.
-template <class Op, class C, bool kPacked>
-__device__ __forceinline__ void write_rows(const float (&x)[C::kHeadDim / 2], float scale,
-                                           uint32_t shared, const CUtensorMap& map, void* base,
-                                           const FlashsciStrides& strides, int columns,
-                                           const KeyTile& tile, int w) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int part = C::kWide ? 0 : w;
-  const int row = tile.row + part * 64, rows = ptx::redux_max(tile.seq_k - row);
-  if (base == nullptr || rows <= 0) return;
-  const uint32_t target = shared + part * 8192;
-  const uint32_t target_row = target + (warp * 16 + lane % 16) * 128;
+// This warpgroup's 64 rows of dK or dV, as boxes of 64 columns, into shared memory.
+template <class Op, class C>
+__device__ __forceinline__ void stage_rows(const float (&x)[C::kHeadDim / 2], float scale,
+                                           uint32_t target, int pitch) {
+  const int thread = opaque(threadIdx.x), lane = thread % 32, warp = thread / 32 % 4;
+  const uint32_t row = target + (warp * 16 + lane % 16) * 128;
 #pragma unroll
   for (int j = 0; j < C::kHeadDim / 16; ++j)
-    ptx::stmatrix_x4(
-        target_row + j / 4 * (C::kBlockK * 128) + ((j % 4 * 2 + lane / 16) ^ (lane % 8)) * 16,
-        Op::pack2(x[j * 8] * scale, x[j * 8 + 1] * scale),
-        Op::pack2(x[j * 8 + 2] * scale, x[j * 8 + 3] * scale),
-        Op::pack2(x[j * 8 + 4] * scale, x[j * 8 + 5] * scale),
-        Op::pack2(x[j * 8 + 6] * scale, x[j * 8 + 7] * scale));
-  ptx::fence_proxy_async();
-  ptx::barrier_sync(1 + w, 128);
-  if (!kPacked || rows >= 64) {
-    if (warp == 0 && ptx::elect()) {
-#pragma unroll
-      for (int block = 0; block < C::kColumnBlocks; ++block)
-        ptx::tma_store_5d(&map, target + block * (C::kBlockK * 128), block * 64, tile.first_k + row,
-                          tile.head, tile.batch1, tile.batch0);
-      ptx::bulk_commit();
-    }
-  } else {  // where a packed sequence ends
-    const int thread = threadIdx.x % 128;
-    auto* out = static_cast<uint16_t*>(base) + tile.head * strides.head +
-                (tile.first_k + row) * strides.row;
-#pragma unroll 1
-    for (int i = thread / 8; i < rows; i += 16) {
-#pragma unroll
-      for (int block = 0; block < C::kColumnBlocks; ++block) {
-        const int column = block * 64 + thread % 8 * 8;
-        if (column < columns)
-          *reinterpret_cast<uint4*>(out + i * strides.row + column) = ptx::ld_shared_v4(
-              target + block * (C::kBlockK * 128) + i * 128 + ((thread % 8) ^ (i % 8)) * 16);
-      }
-    }
-  }
+    ptx::stmatrix_x4(row + j / 4 * pitch + ((j % 4 * 2 + lane / 16) ^ (lane % 8)) * 16,
+                     Op::pack2(x[j * 8] * scale, x[j * 8 + 1] * scale),
+                     Op::pack2(x[j * 8 + 2] * scale, x[j * 8 + 3] * scale),
+                     Op::pack2(x[j * 8 + 4] * scale, x[j * 8 + 5] * scale),
+                     Op::pack2(x[j * 8 + 6] * scale, x[j * 8 + 7] * scale));
 }
 
+// From there to global memory; row: of the sequence. Where a packed sequence ends, row by row.
+template <class C, bool kPacked>
+__device__ __forceinline__ void write_rows(uint32_t source, int pitch, const CUtensorMap& map,
+                                           const CUtensorMap& map_row, const KeyTile& tile,
+                                           int row) {
+  const int rows = ptx::redux_max(tile.seq_k - row);
+  if (rows <= 0 || opaque(threadIdx.x) / 32 % 4 != 0 || !ptx::elect()) return;
+#pragma unroll
+  for (int block = 0; block < C::kColumnBlocks; ++block) {
+    if (!kPacked || rows >= 64) {
+      ptx::tma_store_5d(&map, source + block * pitch, block * 64, tile.first_k + row, tile.head,
+                        tile.batch1, tile.batch0);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < rows; ++i)
+        ptx::tma_store_5d(&map_row, source + block * pitch + i * 128, block * 64,
+                          tile.first_k + row + i, tile.head, 0, 0);
+    }
+  }
+  ptx::bulk_commit();
+}
+
+// A tile of keys. turn: blocks that are done, and in the upper two bits tiles: a register less.
 template <class Op, class C, bool kPacked, bool kSoftcap>
-__device__ __forceinline__ void consume(BackwardStorage<C>& shared, const BackwardArgs& a, int w) {
+__device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const BackwardArgs& a,
+                                             int w, uint32_t& turn) {
   constexpr int kHeadDim = C::kHeadDim, kBlockQ = C::kBlockQ, kBlockK = C::kBlockK;
   constexpr int kStages = C::kStages;
   using MmaS = typename Op::template Wgmma<kBlockQ>;
   using MmaKV = typename Op::template Wgmma<kHeadDim>;
   using MmaDq = typename Op::template Wgmma<C::kDqColumns>;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int lane = threadIdx.x % 32;
   const auto address = [](const void* x) { return ptx::shared_address(x); };
+  const auto release = [&](uint64_t& barrier) {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(address(&barrier));
+  };
 
   float dk[kHeadDim / 2], dv[kHeadDim / 2];
 #pragma unroll
@@ -105,10 +100,13 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
 
   // In shared memory, as registers are scarce; the same in all lanes, which only redux tells the
   // compiler: wgmma wants uniform control flow.
-  const KeyTile& tile = shared.tile;
-  const int begin_block = ptx::redux_max(tile.begin), end_block = ptx::redux_max(tile.end);
-  const int turns = (end_block - begin_block) * (a.p.heads_q / a.p.heads_k);
-  if (turns > 0) {
+  const KeyTile& tile = shared.tile[turn >> 30 & 1];
+  wait_for(shared.kv_full, turn >> 30);
+  ptx::bulk_wait_read<0>();  // what dK and dV of the tile before go out through is read
+  ptx::barrier_sync(4 + w, 128);
+  if (ptx::redux_max(tile.end - tile.begin) <= 0) {
+    release(shared.kv_empty);
+  } else {
     float prob[kBlockQ / 2], dp[kBlockQ / 2];
     uint32_t p[kBlockQ / 16][4], ds[kBlockQ / 16][4];  // P^T and dS^T as operands, per 16 queries
     const uint64_t k_rows = ptx::wgmma_descriptor(address(shared.k + w * 8192), 16, 1024);
@@ -154,39 +152,27 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       for (int e = begin * 8; e < end * 8; e += 2)
         p[e / 8][e / 2 % 4] = Op::pack2(prob[e], prob[e + 1]);
     };
-    const auto release = [&](uint64_t& barrier) {
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(address(&barrier));
-    };
-
-    // Blocks [full_begin, full_end) see all of the 64 keys.
-    int full_begin, full_end;
-    {
-      const Window window = window_of(a.p, tile.seq_q, tile.seq_k);
-      const int first_key = tile.row + w * 64;
-      const int first_query = max(first_key + 64 - window.after, 0);
-      const bool all = first_key + 64 <= tile.seq_k;
-      full_begin = ptx::redux_max(all ? (first_query + kBlockQ - 1) / kBlockQ : INT32_MAX);
-      full_end = ptx::redux_max(max(first_key - window.before + 1, 0) / kBlockQ);
-    }
-    int block = begin_block;
-    const auto issue_scores = [&](float (&s)[kBlockQ / 2], int turn) {
+    const auto issue_scores = [&](float (&s)[kBlockQ / 2], uint32_t turn) {
       wait_for(shared.q_full[turn % kStages], turn / kStages);
       ptx::wgmma_fence();
       issue_product(s, k_rows, q_rows, turn % kStages);
     };
-    // dP^T, beside it P^T; then all products are done.
-    const auto exponentiate = [&](float (&s)[kBlockQ / 2], int turn) {
+    // dP^T, beside it P^T; then all products are done. Returns `block_and_flags`.
+    const auto exponentiate = [&](float (&s)[kBlockQ / 2], uint32_t turn) {
       const uint32_t stage = turn % kStages;
       wait_for(shared.dout_full[stage], turn / kStages);
       ptx::wgmma_fence();
       issue_product(dp, v_rows, dout_rows, stage);
+      const int block = ptx::redux_max(shared.block[stage]);
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(s);
       const auto hide_outside = [&](float value) {
-        if (block < full_begin || block >= full_end)
+        if (block >> (29 + w) & 1) {
+          const int thread = opaque(threadIdx.x);  // 128 of consumer 0 are those before
           hide(prob, window_of(a.p, tile.seq_q, tile.seq_k),
-               tile.row + w * 64 + warp * 16 + lane / 4, block * kBlockQ + lane % 4 * 2, value);
+               tile.row + (thread / 32 - 4) * 16 + thread % 32 / 4,
+               (block & ((1 << 27) - 1)) * kBlockQ + thread % 4 * 2, value);
+        }
       };
       if constexpr (kSoftcap) {
 #pragma unroll
@@ -203,33 +189,29 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       for (int n = 0; n < (C::kPairs ? 0 : kBlockQ / 8); ++n) {
         const float2 row = ptx::ld_shared_f2(lse + stage * (kBlockQ * 4) + n * 32);
 #pragma unroll
-        for (int e = n * 4; e < n * 4 + 4; ++e) {
-          const float offset = e % 2 == 0 ? row.x : row.y;
-          if constexpr (kSoftcap)
-            s[e] = ptx::ex2_approx(fmaf(prob[e], a.cap_outer, -offset));
-          else
-            prob[e] = ptx::ex2_approx(fmaf(s[e], a.exp_scale, -offset));
+        for (int e = n * 4; e < n * 4 + 4; e += 2) {
+          if constexpr (kSoftcap) {  // P as operand of dV; for dS it takes the slope
+            const float p0 = ptx::ex2_approx(fmaf(prob[e], a.cap_outer, -row.x));
+            const float p1 = ptx::ex2_approx(fmaf(prob[e + 1], a.cap_outer, -row.y));
+            p[e / 8][e / 2 % 4] = Op::pack2(p0, p1);
+            prob[e] = p0 * fmaxf(fmaf(-prob[e], prob[e], 1.f), 0.f);
+            prob[e + 1] = p1 * fmaxf(fmaf(-prob[e + 1], prob[e + 1], 1.f), 0.f);
+          } else {
+            prob[e] = ptx::ex2_approx(fmaf(s[e], a.exp_scale, -row.x));
+            prob[e + 1] = ptx::ex2_approx(fmaf(s[e + 1], a.exp_scale, -row.y));
+          }
         }
       }
       if constexpr (!kSoftcap) hide_outside(0.f);
-      if (++block == end_block) block = begin_block;
-      if constexpr (kSoftcap) {  // P as operand of dV; for dS it takes the slope
-#pragma unroll
-        for (int e = 0; e < kBlockQ / 2; e += 2) p[e / 8][e / 2 % 4] = Op::pack2(s[e], s[e + 1]);
-#pragma unroll
-        for (int e = 0; e < kBlockQ / 2; ++e)
-          prob[e] = s[e] * fmaxf(fmaf(-prob[e], prob[e], 1.f), 0.f);
-        ptx::wgmma_tie(prob);
-      } else {
-        ptx::wgmma_tie(prob);
-        pack(0, kBlockQ / 16 / kParts);
-      }
+      ptx::wgmma_tie(prob);
+      if constexpr (!kSoftcap) pack(0, kBlockQ / 16 / kParts);
       ptx::schedule_fence(prob[kBlockQ / 2 - 1]);
       ptx::wgmma_wait<0>();
       ptx::wgmma_tie(dp);
+      return block;
     };
     // dV, and dS^T as operand.
-    const auto issue_dv = [&](int turn) {
+    const auto issue_dv = [&](uint32_t turn) {
       const uint32_t stage = turn % kStages;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -248,7 +230,7 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
         }
       }
     };
-    const auto share_ds = [&](int turn) {
+    const auto share_ds = [&](uint32_t turn) {
       // Addresses anew: registers are scarcer than integer instructions.
       const int thread = opaque(threadIdx.x), matrix_row = thread % 8;
       const uint32_t ds_store = address(shared.ds) + w * (kBlockQ * 128) +
@@ -259,11 +241,11 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
         ptx::stmatrix_x4_trans(ds_store + turn % C::kDsStages * C::kDsBytes + m * 2048, ds[m]);
       ptx::fence_proxy_async();
     };
-    const auto issue_dk = [&](int turn) {
+    const auto issue_dk = [&](uint32_t turn) {
       ptx::wgmma_fence();
       issue_sum(dk, ds, q_columns, turn % kStages, 0, kBlockQ / 16);
     };
-    const auto issue_dq = [&](float (&dq)[C::kDqColumns / 2], int turn) {
+    const auto issue_dq = [&](float (&dq)[C::kDqColumns / 2], uint32_t turn) {
       const uint64_t rows = ds_rows + turn % C::kDsStages * (C::kDsBytes / 16);
       ptx::wgmma_fence();
 #pragma unroll
@@ -272,8 +254,8 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
                               k_columns + n * (2048 / 16), n > 0);
       ptx::wgmma_commit();
     };
-    const auto write_dq = [&](const float (&dq)[C::kDqColumns / 2], int turn) {
-      const int stage = turn % C::kDqStages;
+    const auto write_dq = [&](const float (&dq)[C::kDqColumns / 2], uint32_t turn) {
+      const uint32_t stage = turn % C::kDqStages;
       const uint32_t dq_store = address(shared.dq[0][w]) + opaque(threadIdx.x) % 128 * 16;
       wait_for(shared.dq_empty[stage][w], turn / C::kDqStages + 1);
 #pragma unroll
@@ -285,31 +267,18 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       release(shared.dq_full[stage][w]);
     };
 
-    wait_for(shared.kv_full, 0);
-    const auto begin_turn = [&](int turn) {
+    const auto begin_turn = [&]() {
       float s[kBlockQ / 2];
       issue_scores(s, turn);
-      exponentiate(s, turn);
+      const int block = exponentiate(s, turn);
       issue_dv(turn);
+      return block;
     };
-    const auto end_turn = [&](int turn) {
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_tie(dk);
-      release(shared.q_empty[turn % kStages]);
-    };
-    begin_turn(0);
-    share_ds(0);
-    issue_dk(0);
-    ptx::wgmma_wait<1>();
-    ptx::wgmma_tie(dv);
-    release(shared.ds_full);
-    if constexpr (C::kPairs) release(shared.ds_done[0]);
-    release(shared.dout_empty[0]);
-    end_turn(0);
+    bool last;
 #pragma unroll 1
-    for (int turn = 1; turn < turns; ++turn) {
+    do {
       float dq[C::kDqColumns / 2];
-      begin_turn(turn);
+      const int block = begin_turn();
       // The other consumer has shared dS of the block before, and read what is overwritten now.
       wait_for(shared.ds_full, turn - 1);
       share_ds(turn);
@@ -317,7 +286,7 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
         ptx::wgmma_wait<0>();
         ptx::wgmma_tie(dv);
       }
-      issue_dq(dq, turn - 1);
+      issue_dq(dq, turn - 1);  // of the first block whatever: a branch would part the products
       issue_dk(turn);
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(dq);
@@ -325,21 +294,54 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       release(shared.ds_full);
       if constexpr (C::kPairs) release(shared.ds_done[turn % C::kDsStages]);
       release(shared.dout_empty[turn % kStages]);
-      write_dq(dq, turn - 1);
-      end_turn(turn);
-    }
+      if (!(block >> 27 & 1)) write_dq(dq, turn - 1);
+      last = block >> 28 & 1;
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_tie(dk);
+      release(shared.q_empty[turn % kStages]);
+      ++turn;
+    } while (!last);
     float dq[C::kDqColumns / 2];
-    wait_for(shared.ds_full, turns - 1);
-    issue_dq(dq, turns - 1);
+    wait_for(shared.ds_full, turn - 1);
+    issue_dq(dq, turn - 1);
     ptx::wgmma_wait<0>();
     ptx::wgmma_tie(dq);
-    write_dq(dq, turns - 1);
-    ptx::barrier_sync(3, 128 * C::kConsumers);  // nobody reads K any more
+    release(shared.kv_empty);
+    write_dq(dq, turn - 1);
+    ptx::barrier_sync(3, 128 * C::kConsumers);  // nobody reads dS any more
   }
-  write_rows<Op, C, kPacked>(dv, 1.f, address(shared.v), a.dv, a.p.dv, a.p.dv_strides,
-                             a.p.head_dim_v, tile, w);
-  write_rows<Op, C, kPacked>(dk, a.p.scale, address(shared.k), a.dk, a.p.dk, a.p.dk_strides,
-                             a.p.head_dim, tile, w);
+  // dV goes out through dS, and so does dK at D 64, else through dQ when that has been copied.
+  // (More than 196 KiB of shared memory cost 8%.) With pairs, where dS may still be on its way out
+  // and no tile follows, through V and K.
+  const int row = tile.row + w * 64;
+  constexpr bool kDkInDs = kHeadDim == 64 || C::kPairs;
+  constexpr int kDvPitch = C::kPairs ? kBlockK * 128 : C::kDsBytes;
+  constexpr int kDkPitch = C::kPairs ? kBlockK * 128 : 64 * 128;
+  const uint32_t staged_dv =
+      C::kPairs ? address(shared.v) + w * 8192 : address(shared.ds[0]) + w * (kBlockQ * 128);
+  const uint32_t staged_dk = C::kPairs ? address(shared.k) + w * 8192
+                             : kDkInDs ? staged_dv + C::kDsBytes
+                                       : address(shared.dq[0][w]);
+  stage_rows<Op, C>(dv, 1.f, staged_dv, kDvPitch);
+  if constexpr (!kDkInDs) wait_for(shared.dq_empty[0][w], turn + 1);
+  stage_rows<Op, C>(dk, a.p.scale, staged_dk, kDkPitch);
+  ptx::fence_proxy_async();
+  ptx::barrier_sync(4 + w, 128);
+  if (a.p.dv != nullptr) write_rows<C, kPacked>(staged_dv, kDvPitch, a.dv, a.dv_row, tile, row);
+  if (a.p.dk != nullptr) write_rows<C, kPacked>(staged_dk, kDkPitch, a.dk, a.dk_row, tile, row);
+  release(shared.tile_empty[turn >> 30 & 1]);
+}
+
+template <class Op, class C, bool kPacked, bool kSoftcap>
+__device__ __forceinline__ void consume(BackwardStorage<C>& shared, const BackwardArgs& a, int w) {
+  uint32_t turn = 0;
+#pragma unroll 1
+  for (;; turn += 1u << 30) {
+    const uint32_t slot = turn >> 30 & 1;
+    wait_for(shared.tile_full[slot], turn >> 31);
+    if (ptx::redux_max(shared.tile[slot].row) < 0) break;
+    consume_tile<Op, C, kPacked, kSoftcap>(shared, a, w, turn);
+  }
   ptx::bulk_wait_read<0>();
 }
 

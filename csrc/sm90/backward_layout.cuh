@@ -39,7 +39,7 @@ struct BackwardTiling {
 
 // 128 keys of one head and the queries that see them.
 struct KeyTile {
-  int row;             // the first key in its sequence; < 0: nothing to do
+  int row;             // the first key in its sequence; < 0: nothing to do, or the end
   int first_k, seq_k;  // rows of the sequence (dense: 0 and the parameter)
   int first_q, seq_q;
   int first_tile;            // of the sequence among the query tiles of a head
@@ -58,8 +58,11 @@ struct BackwardStorage {
   float dq[C::kDqStages][C::kConsumers][C::kDqFloats];  // in the order of registers
   float lse[C::kStages][C::kBlockQ];                    // of rows, in powers of two
   float delta[C::kStages][C::kBlockQ];                  // negative
-  KeyTile tile;
-  uint64_t kv_full;
+  uint32_t tiles, blocks;                               // that the loader has done
+  int block[C::kStages];  // of the tile's queries, and flags: `block_and_flags`
+  KeyTile tile[2];        // the loader is one ahead of those who compute and write
+  uint64_t tile_full[2], tile_empty[2];
+  uint64_t kv_full, kv_empty;
   uint64_t q_full[C::kStages], q_empty[C::kStages];        // Q and lse
   uint64_t dout_full[C::kStages], dout_empty[C::kStages];  // dO and delta
   uint64_t ds_full;
@@ -88,7 +91,12 @@ struct alignas(128) BackwardArgs {
   float cap_inner, cap_outer;    // softcap: s = cap_outer tanh(cap_inner q.k), in powers of two
   CUtensorMap bias, dbias;       // boxes of kBlockQ rows and 64 keys
   bool bias_tiles, stores_bias;  // the bias comes by tiles; dbias leaves by tiles
-  int* ascending;  // packed, in turns: whether offsets ascend; if not, turns would never come
+  CUtensorMap dk_row, dv_row;    // packed: one row
+  int* ascending;        // packed, in turns: whether offsets ascend; if not, turns would never come
+  uint32_t* handed_out;  // key tiles that CTAs have taken, `known` to begin with
+  // CTAs whose first tile is that of their index: all of them (where every tile has one, they take
+  // no other), or in turns none.
+  uint32_t known;
 };
 
 __device__ __forceinline__ Window window_of(const FlashsciBackwardParams& p, int seq_q, int seq_k) {
@@ -139,6 +147,24 @@ __device__ __forceinline__ KeyTile find_key_tile(const BackwardArgs& a, uint32_t
   tile.begin = some ? first_query / C::kBlockQ : 0;
   tile.end = some ? (end_query + C::kBlockQ - 1) / C::kBlockQ : 0;
   return tile;
+}
+
+// A block of queries; in bit 27 whether it is the first of the tile, in bit 28 the last, in bit 29
+// + w whether consumer w has pairs to hide there.
+template <class C>
+__device__ __forceinline__ int block_and_flags(const BackwardArgs& a, const KeyTile& tile,
+                                               int block, bool first, bool last) {
+  const Window window = window_of(a.p, tile.seq_q, tile.seq_k);
+  const int row = block * C::kBlockQ;
+  int result = block | first << 27 | last << 28;
+#pragma unroll
+  for (int w = 0; w < C::kConsumers; ++w) {
+    const int key = tile.row + w * 64;
+    const bool all = key + 64 <= tile.seq_k && row >= key + 64 - window.after &&
+                     row + C::kBlockQ <= key - window.before + 1;
+    if (!all) result |= 1 << (29 + w);
+  }
+  return result;
 }
 
 // Where the statistics of a query tile are, in tiles.

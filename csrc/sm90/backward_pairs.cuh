@@ -91,9 +91,10 @@ void encode_pairs(BackwardArgs& a, const Encode& encode) {
 
 // The copying warp, one thread: the bias of block after block, and dS of those that are done.
 template <class C>
-__device__ __forceinline__ void move_pairs(BackwardStorage<C>& shared, const BackwardArgs& a,
-                                           const KeyTile& tile) {
+__device__ __forceinline__ void move_pairs(BackwardStorage<C>& shared, const BackwardArgs& a) {
   if (!a.bias_tiles) return;
+  const KeyTile& tile = shared.tile[0];
+  sleep_for(shared.tile_full[0], 0);
   const int blocks = tile.end - tile.begin, group = a.p.heads_q / a.p.heads_k;
   const int turns = blocks * group;
   const auto boxes = [&](int turn, const auto& move) {

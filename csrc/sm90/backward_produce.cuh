@@ -8,6 +8,7 @@
 #include "../common/ptx/semaphore.cuh"
 #include "../common/ptx/tma.cuh"
 #include "../common/ptx/warpgroup.cuh"
+#include "../common/tile.cuh"
 #include "backward_layout.cuh"
 
 namespace flashsci::sm90 {
@@ -40,89 +41,147 @@ __device__ __forceinline__ void load_rows(uint32_t shared, const CUtensorMap& ma
   }
 }
 
+// K, V and the stream of Q and dO of a tile, the count-th of this CTA.
 template <class C, bool kPacked>
-__device__ __forceinline__ void load_tiles(BackwardStorage<C>& shared, const BackwardArgs& a,
-                                           const KeyTile& tile) {
+__device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const BackwardArgs& a,
+                                          const KeyTile& tile, uint32_t count) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
   const FlashsciBackwardParams& p = a.p;
-  const auto load_q = [&](int head, int block, uint32_t turn) {
+  const int heads = p.heads_q / p.heads_k;
+  uint32_t turn = shared.blocks;
+  const auto load_q = [&](int head, int block) {
     const uint32_t stage = turn % C::kStages, full = address(&shared.q_full[stage]);
     sleep_for(shared.q_empty[stage], turn / C::kStages + 1);
+    shared.block[stage] =
+        block_and_flags<C>(a, tile, block, block == tile.begin && head == tile.head * heads,
+                           block + 1 == tile.end && head + 1 == (tile.head + 1) * heads);
     ptx::mbarrier_arrive_expect(full, C::kQBytes + C::kBlockQ * 4);
     load_rows<C, C::kBlockQ, kPacked>(address(shared.q[stage]), a.q, a.q_cut, a.q_row, full,
                                       block * C::kBlockQ, tile.first_q, tile.seq_q, p.seq_q, head,
-                                      tile.batch1, tile.batch0);
+                                      kPacked ? 0 : tile.batch1, kPacked ? 0 : tile.batch0);
     ptx::bulk_load(address(shared.lse[stage]),
                    a.lse + statistics_tile(a, tile, head, block) * C::kBlockQ, C::kBlockQ * 4,
                    full);
   };
-  const auto load_dout = [&](int head, int block, uint32_t turn) {
-    const uint32_t stage = turn % C::kDoutStages, full = address(&shared.dout_full[stage]);
-    sleep_for(shared.dout_empty[stage], turn / C::kDoutStages + 1);
+  const auto load_dout = [&](int head, int block) {
+    const uint32_t stage = turn % C::kStages, full = address(&shared.dout_full[stage]);
+    sleep_for(shared.dout_empty[stage], turn / C::kStages + 1);
     ptx::mbarrier_arrive_expect(full, C::kQBytes + C::kBlockQ * 4);
     load_rows<C, C::kBlockQ, kPacked>(address(shared.dout[stage]), a.dout, a.dout_cut, a.dout_row,
                                       full, block * C::kBlockQ, tile.first_q + a.dout_row_offset,
-                                      tile.seq_q, p.seq_q, head, tile.batch1, tile.batch0);
+                                      tile.seq_q, p.seq_q, head, kPacked ? 0 : tile.batch1,
+                                      kPacked ? 0 : tile.batch0);
     ptx::bulk_load(address(shared.delta[stage]),
                    a.delta + statistics_tile(a, tile, head, block) * C::kBlockQ, C::kBlockQ * 4,
                    full);
   };
-  const int heads = p.heads_q / p.heads_k;
-  if (tile.begin < tile.end) {
-    const uint32_t full = address(&shared.kv_full);
-    ptx::mbarrier_arrive_expect(full, 2 * C::kKVBytes);
-    load_rows<C, C::kBlockK, kPacked>(address(shared.k), a.k, a.k_cut, a.k_row, full, tile.row,
-                                      tile.first_k, tile.seq_k, p.seq_k, tile.head, tile.batch1,
-                                      tile.batch0);
-    load_rows<C, C::kBlockK, kPacked>(address(shared.v), a.v, a.v_cut, a.v_row, full, tile.row,
-                                      tile.first_k, tile.seq_k, p.seq_k, tile.head, tile.batch1,
-                                      tile.batch0);
-  }
-  ptx::wait_for_prerequisites();  // lse and delta
-  uint32_t turn = 0;
+  const auto load_kv = [&]() {
+    const uint32_t kv_full = address(&shared.kv_full);
+    sleep_for(shared.kv_empty, count + 1);
+    ptx::mbarrier_arrive_expect(kv_full, 2 * C::kKVBytes);
+    load_rows<C, C::kBlockK, kPacked>(address(shared.k), a.k, a.k_cut, a.k_row, kv_full, tile.row,
+                                      tile.first_k, tile.seq_k, p.seq_k, tile.head,
+                                      kPacked ? 0 : tile.batch1, kPacked ? 0 : tile.batch0);
+    load_rows<C, C::kBlockK, kPacked>(address(shared.v), a.v, a.v_cut, a.v_row, kv_full, tile.row,
+                                      tile.first_k, tile.seq_k, p.seq_k, tile.head,
+                                      kPacked ? 0 : tile.batch1, kPacked ? 0 : tile.batch0);
+  };
+  // The first K and V do not wait for the kernel before; others wait for their place longer than Q.
+  if (kPacked || count == 0 || tile.begin >= tile.end) load_kv();
+  ptx::wait_for_prerequisites();
+#pragma unroll 1
   for (int head = tile.head * heads; head < (tile.head + 1) * heads; ++head) {
 #pragma unroll 1
     for (int block = tile.begin; block < tile.end; ++block, ++turn) {
-      load_q(head, block, turn);
-      load_dout(head, block, turn);
+      load_q(head, block);
+      load_dout(head, block);
+      if (!kPacked && count > 0 && head == tile.head * heads && block == tile.begin) load_kv();
     }
+  }
+  shared.blocks = turn;
+}
+
+// A warp: takes key tiles one after the other, tells the others, and loads what they need.
+template <class C, bool kPacked>
+__device__ __forceinline__ void load_tiles(BackwardStorage<C>& shared, const BackwardArgs& a) {
+  const auto address = [](const void* x) { return ptx::shared_address(x); };
+  const uint32_t tiles = opaque(a.key_heads) * a.k_tiles;
+  // The first tile is known, but in turns: then none is taken before those that it waits for are.
+  const auto take = [&]() {
+    if (a.known >= tiles) return tiles;  // each CTA has one
+    ptx::wait_for_prerequisites();
+    const uint32_t taken = threadIdx.x == 0 ? atomicAdd(a.handed_out, 1u) : 0;
+    return __shfl_sync(0xffffffffu, taken, 0);
+  };
+  uint32_t item = a.known != 0 ? blockIdx.x : take();
+#pragma unroll 1
+  for (;;) {
+    const uint32_t count = *const_cast<volatile uint32_t*>(&shared.tiles);
+    KeyTile& tile = shared.tile[count % 2];
+    sleep_for(shared.tile_empty[count % 2], count / 2 + 1);
+    const bool some = item < tiles;
+    if (some) {
+      const KeyTile found = find_key_tile<C, kPacked>(a, item);
+      if (kPacked && found.row < 0) {
+        item = take();
+        continue;
+      }
+      if (threadIdx.x == 0) tile = found;
+    } else if (threadIdx.x == 0) {
+      tile.row = -1;
+    }
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_arrive(address(&shared.tile_full[count % 2]));
+      if (some) load_tile<C, kPacked>(shared, a, tile, count);
+      shared.tiles = count + 1;
+    }
+    __syncwarp();
+    if (!some) break;
+    item = take();
   }
 }
 
 // dQ of consumer w, tile by tile.
 template <class C, bool kPacked>
-__device__ __forceinline__ void add_dq(BackwardStorage<C>& shared, const BackwardArgs& a,
-                                       const KeyTile& tile, int w) {
-  ptx::wait_for_prerequisites();  // the accumulator
+__device__ __forceinline__ void add_dq(BackwardStorage<C>& shared, const BackwardArgs& a, int w) {
+  ptx::wait_for_prerequisites();  // the cleared accumulator
   const bool come = turns_come<kPacked>(a);
   const int heads = a.p.heads_q / a.p.heads_k;
   uint32_t turn = 0;
-  for (int head = tile.head * heads; head < (tile.head + 1) * heads; ++head) {
 #pragma unroll 1
-    for (int block = tile.begin; block < tile.end; ++block, ++turn) {
-      const uint32_t stage = turn % C::kDqStages;
-      sleep_for(shared.dq_full[stage][w], turn / C::kDqStages);
-      if (a.p.dq != nullptr) {
-        const int64_t part = statistics_tile(a, tile, head, block) * C::kConsumers + w;
-        if (a.turns != nullptr && come) {
-          wait_turn(a.turns + part, turn_of<C>(a, tile, block));
-          ptx::fence_proxy_async_global();
+  for (uint32_t count = 0;; ++count) {
+    sleep_for(shared.tile_full[count % 2], count / 2);
+    const KeyTile& tile = shared.tile[count % 2];
+    if (tile.row < 0) break;
+#pragma unroll 1
+    for (int head = tile.head * heads; head < (tile.head + 1) * heads; ++head) {
+#pragma unroll 1
+      for (int block = tile.begin; block < tile.end; ++block, ++turn) {
+        const uint32_t stage = turn % C::kDqStages;
+        sleep_for(shared.dq_full[stage][w], turn / C::kDqStages);
+        if (a.p.dq != nullptr) {
+          const int64_t part = statistics_tile(a, tile, head, block) * C::kConsumers + w;
+          if (a.turns != nullptr && come) {
+            wait_turn(a.turns + part, turn_of<C>(a, tile, block));
+            ptx::fence_proxy_async_global();
+          }
+          ptx::bulk_add_f32(a.dq + part * C::kDqFloats, ptx::shared_address(shared.dq[stage][w]),
+                            C::kDqFloats * 4);
+          ptx::bulk_commit();
+          if (a.turns != nullptr && come) {
+            ptx::bulk_wait<0>();
+            ptx::fence_proxy_async_global();
+            ptx::add_release(a.turns + part, 1);
+          } else {
+            ptx::bulk_wait_read<C::kDqStages - 1>();
+          }
         }
-        ptx::bulk_add_f32(a.dq + part * C::kDqFloats, ptx::shared_address(shared.dq[stage][w]),
-                          C::kDqFloats * 4);
-        ptx::bulk_commit();
-        if (a.turns != nullptr && come) {
-          ptx::bulk_wait<0>();
-          ptx::fence_proxy_async_global();
-          ptx::add_release(a.turns + part, 1);
-        } else {
-          ptx::bulk_wait_read<C::kDqStages - 1>();
-        }
+        // The copy before has been read (in turns this one too, which is of no use yet).
+        if (turn + 1 >= C::kDqStages)
+          ptx::mbarrier_arrive(ptx::shared_address(&shared.dq_empty[(turn + 1) % C::kDqStages][w]));
       }
-      // The copy before has been read (in turns this one too, which is of no use yet).
-      if (turn + 1 >= C::kDqStages)
-        ptx::mbarrier_arrive(ptx::shared_address(&shared.dq_empty[(turn + 1) % C::kDqStages][w]));
     }
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.tile_empty[count % 2]));
   }
   ptx::bulk_wait<0>();
 }

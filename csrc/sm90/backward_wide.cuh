@@ -8,6 +8,7 @@
 #include "../common/ptx/tma.cuh"
 #include "../common/ptx/warpgroup.cuh"
 #include "backward_layout.cuh"
+#include "backward_produce.cuh"
 
 namespace flashsci::sm90 {
 
@@ -58,6 +59,56 @@ struct BackwardStorage<WideBackwardTiling<kHeadDim, kBlockQ>> {
   uint64_t p_full, p_empty, ds_full, ds_empty;
   uint64_t dq_full[C::kDqStages][C::kConsumers], dq_empty[C::kDqStages][C::kConsumers];
 };
+
+// K, V and the stream of Q and dO of a tile.
+template <class C, bool kPacked>
+__device__ __forceinline__ void load_wide_tile(BackwardStorage<C>& shared, const BackwardArgs& a,
+                                               const KeyTile& tile) {
+  const auto address = [](const void* x) { return ptx::shared_address(x); };
+  const FlashsciBackwardParams& p = a.p;
+  const auto load_q = [&](int head, int block, uint32_t turn) {
+    const uint32_t stage = turn % C::kStages, full = address(&shared.q_full[stage]);
+    sleep_for(shared.q_empty[stage], turn / C::kStages + 1);
+    ptx::mbarrier_arrive_expect(full, C::kQBytes + C::kBlockQ * 4);
+    load_rows<C, C::kBlockQ, kPacked>(address(shared.q[stage]), a.q, a.q_cut, a.q_row, full,
+                                      block * C::kBlockQ, tile.first_q, tile.seq_q, p.seq_q, head,
+                                      tile.batch1, tile.batch0);
+    ptx::bulk_load(address(shared.lse[stage]),
+                   a.lse + statistics_tile(a, tile, head, block) * C::kBlockQ, C::kBlockQ * 4,
+                   full);
+  };
+  const auto load_dout = [&](int head, int block, uint32_t turn) {
+    const uint32_t stage = turn % C::kDoutStages, full = address(&shared.dout_full[stage]);
+    sleep_for(shared.dout_empty[stage], turn / C::kDoutStages + 1);
+    ptx::mbarrier_arrive_expect(full, C::kQBytes + C::kBlockQ * 4);
+    load_rows<C, C::kBlockQ, kPacked>(address(shared.dout[stage]), a.dout, a.dout_cut, a.dout_row,
+                                      full, block * C::kBlockQ, tile.first_q + a.dout_row_offset,
+                                      tile.seq_q, p.seq_q, head, tile.batch1, tile.batch0);
+    ptx::bulk_load(address(shared.delta[stage]),
+                   a.delta + statistics_tile(a, tile, head, block) * C::kBlockQ, C::kBlockQ * 4,
+                   full);
+  };
+  const int heads = p.heads_q / p.heads_k;
+  if (tile.begin < tile.end) {
+    const uint32_t full = address(&shared.kv_full);
+    ptx::mbarrier_arrive_expect(full, 2 * C::kKVBytes);
+    load_rows<C, C::kBlockK, kPacked>(address(shared.k), a.k, a.k_cut, a.k_row, full, tile.row,
+                                      tile.first_k, tile.seq_k, p.seq_k, tile.head, tile.batch1,
+                                      tile.batch0);
+    load_rows<C, C::kBlockK, kPacked>(address(shared.v), a.v, a.v_cut, a.v_row, full, tile.row,
+                                      tile.first_k, tile.seq_k, p.seq_k, tile.head, tile.batch1,
+                                      tile.batch0);
+  }
+  ptx::wait_for_prerequisites();  // lse and delta
+  uint32_t turn = 0;
+  for (int head = tile.head * heads; head < (tile.head + 1) * heads; ++head) {
+#pragma unroll 1
+    for (int block = tile.begin; block < tile.end; ++block, ++turn) {
+      load_q(head, block, turn);
+      load_dout(head, block, turn);
+    }
+  }
+}
 
 // dQ of consumer w: of the first block nothing, then its first slice, and with each later block the
 // last slice of the block before and the first of this one; the very last slice ends it.

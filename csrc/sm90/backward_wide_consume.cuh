@@ -28,6 +28,52 @@
 
 namespace flashsci::sm90 {
 
+// The rows of dK or dV: through shared memory of 64-column boxes.
+template <class Op, class C, bool kPacked>
+__device__ __forceinline__ void write_wide_rows(const float (&x)[C::kHeadDim / 2], float scale,
+                                                uint32_t shared, const CUtensorMap& map, void* base,
+                                                const FlashsciStrides& strides, int columns,
+                                                const KeyTile& tile, int w) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int row = tile.row, rows = ptx::redux_max(tile.seq_k - row);
+  if (base == nullptr || rows <= 0) return;
+  const uint32_t target = shared;
+  const uint32_t target_row = target + (warp * 16 + lane % 16) * 128;
+#pragma unroll
+  for (int j = 0; j < C::kHeadDim / 16; ++j)
+    ptx::stmatrix_x4(
+        target_row + j / 4 * (C::kBlockK * 128) + ((j % 4 * 2 + lane / 16) ^ (lane % 8)) * 16,
+        Op::pack2(x[j * 8] * scale, x[j * 8 + 1] * scale),
+        Op::pack2(x[j * 8 + 2] * scale, x[j * 8 + 3] * scale),
+        Op::pack2(x[j * 8 + 4] * scale, x[j * 8 + 5] * scale),
+        Op::pack2(x[j * 8 + 6] * scale, x[j * 8 + 7] * scale));
+  ptx::fence_proxy_async();
+  ptx::barrier_sync(1 + w, 128);
+  if (!kPacked || rows >= 64) {
+    if (warp == 0 && ptx::elect()) {
+#pragma unroll
+      for (int block = 0; block < C::kColumnBlocks; ++block)
+        ptx::tma_store_5d(&map, target + block * (C::kBlockK * 128), block * 64, tile.first_k + row,
+                          tile.head, tile.batch1, tile.batch0);
+      ptx::bulk_commit();
+    }
+  } else {  // where a packed sequence ends
+    const int thread = threadIdx.x % 128;
+    auto* out = static_cast<uint16_t*>(base) + tile.head * strides.head +
+                (tile.first_k + row) * strides.row;
+#pragma unroll 1
+    for (int i = thread / 8; i < rows; i += 16) {
+#pragma unroll
+      for (int block = 0; block < C::kColumnBlocks; ++block) {
+        const int column = block * 64 + thread % 8 * 8;
+        if (column < columns)
+          *reinterpret_cast<uint4*>(out + i * strides.row + column) = ptx::ld_shared_v4(
+              target + block * (C::kBlockK * 128) + i * 128 + ((thread % 8) ^ (i % 8)) * 16);
+      }
+    }
+  }
+}
+
 // Accumulator element e of a lane is key 16 warp + lane / 4 + 8 ((e >> 1) & 1) and query 8 (e >> 2)
 // + 2 (lane % 4) + (e & 1) of the block.
 template <class Op, class C, bool kPacked, bool kSoftcap, int w>
@@ -258,12 +304,64 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
     ptx::barrier_sync(3, 128 * C::kConsumers);  // nobody reads K or V any more
   }
   if constexpr (w == 0)
-    write_rows<Op, C, kPacked>(sum, 1.f, address(shared.v), a.dv, a.p.dv, a.p.dv_strides,
-                               a.p.head_dim_v, tile, w);
+    write_wide_rows<Op, C, kPacked>(sum, 1.f, address(shared.v), a.dv, a.p.dv, a.p.dv_strides,
+                                    a.p.head_dim_v, tile, w);
   else
-    write_rows<Op, C, kPacked>(sum, a.p.scale, address(shared.k), a.dk, a.p.dk, a.p.dk_strides,
-                               a.p.head_dim, tile, w);
+    write_wide_rows<Op, C, kPacked>(sum, a.p.scale, address(shared.k), a.dk, a.p.dk, a.p.dk_strides,
+                                    a.p.head_dim, tile, w);
   ptx::bulk_wait_read<0>();
+}
+
+// The kernel: a CTA for every tile.
+template <class Op, class C, bool kPacked, bool kSoftcap>
+__device__ __forceinline__ void backward_wide(BackwardStorage<C>& shared, const BackwardArgs& a) {
+  const KeyTile tile = find_key_tile<C, kPacked>(a, blockIdx.x);
+  if (tile.row < 0) {
+    ptx::wait_for_prerequisites();  // or the kernel after this one would not wait for the first
+    return;
+  }
+  if (threadIdx.x == 0) {
+    shared.tile = tile;
+    const auto init = [](uint64_t& barrier, uint32_t count) {
+      ptx::mbarrier_init(ptx::shared_address(&barrier), count);
+    };
+    init(shared.kv_full, 1);
+    init(shared.ds_full, 4);
+    init(shared.ds_empty, 4);
+    init(shared.p_full, 4);
+    init(shared.p_empty, 4);
+    for (int i = 0; i < C::kStages; ++i) {
+      init(shared.q_full[i], 1);
+      init(shared.q_empty[i], 4 * C::kConsumers);
+      if (i >= C::kDoutStages) continue;
+      init(shared.dout_full[i], 1);
+      init(shared.dout_empty[i], 4 * C::kConsumers);
+    }
+    for (int w = 0; w < C::kConsumers; ++w) {
+      for (int i = 0; i < C::kDqStages; ++i) {
+        init(shared.dq_full[i][w], 4);
+        init(shared.dq_empty[i][w], 1);
+      }
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<C::kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == 0) {
+      if (ptx::elect()) load_wide_tile<C, kPacked>(shared, a, shared.tile);
+    } else if (warp <= C::kConsumers) {
+      if (ptx::elect()) add_dq_wide<C, kPacked>(shared, a, shared.tile, warp - 1);
+    }
+  } else {
+    ptx::setmaxnreg_inc<C::kConsumerRegisters>();
+    if (warpgroup == 1)
+      consume_wide<Op, C, kPacked, kSoftcap, 0>(shared, a);
+    else
+      consume_wide<Op, C, kPacked, kSoftcap, 1>(shared, a);
+  }
 }
 
 }  // namespace flashsci::sm90
