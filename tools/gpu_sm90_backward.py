@@ -416,6 +416,7 @@ def check(libraries, options):
                     (1, 6, 2, 777, 129),
                     (3, 6, 2, 300, 1000),
                     (2, 4, 2, 1500, 1411),
+                    (40, 8, 8, 130, 300),  # many tiles for each SM
                 ]:
                     for window, lower_right in WINDOWS:
                         result.dense(lib, dtype, *case, d, d, window, lower_right, repeats=10)
@@ -424,6 +425,8 @@ def check(libraries, options):
                 lens = [300, 1000, 17, 640, 64, 2000, 5]
                 for window in ((-1, -1), (-1, 0)):
                     result.packed(lib, dtype, d, d, window, True, lens_q=lens, lens_k=lens[::-1], repeats=100)  # fmt: skip
+                    result.packed(lib, dtype, d, d, window, True, heads=(48, 24), repeats=20)
+                result.packed(lib, dtype, d, d, (-1, 0), True, softcap=5.0, heads=(48, 24), repeats=20)  # fmt: skip
                 result.dense(lib, dtype, 2, 8, 8, 2048, 2048, d, d, (-1, 0), repeats=100)
                 result.dense(lib, dtype, 2, 8, 8, 2048, 2048, d, d, repeats=100)
             if options.only in ("", "softcap"):
@@ -437,6 +440,9 @@ def check(libraries, options):
                 for window, lower_right in WINDOWS:
                     result.packed(lib, dtype, d, d, window, lower_right)
                 result.packed(lib, dtype, d - 8, d, (-1, 0), True)
+                result.packed(
+                    lib, dtype, d, d, (-1, 0), False, heads=(48, 24)
+                )  # many tiles for each SM
                 result.packed(lib, dtype, d, d, (-1, 0), True, softcap=5.0)
                 result.packed(
                     lib,

@@ -3,11 +3,11 @@
 // Maths     p_ij = exp(s_ij - lse_i), dp_ij = do_i v_j, ds_ij = p_ij (dp_ij - delta_i), delta_i =
 //           o_i do_i - dlse_i; dv_j = sum_i p_ij do_i, dk_j = scale sum_i ds_ij q_i, dq_i = scale
 //           sum_j ds_ij k_j. Softcap: ds times its slope.
-// Roles     A CTA on every SM takes tiles of 128 keys of one head, and with them all query heads
-//           that share it, until none is left. Warpgroup 0 copies (backward_produce.cuh): warp 0
-//           takes and loads, warps 1 and 2 add dQ to global memory. Warpgroups 1 and 2 own 64 keys
-//           each (backward_consume.cuh). Kernels before and after it: backward_rows.cuh.
-//           Head dims beyond 128: backward_wide.cuh.
+// Roles     A CTA takes tiles of 128 keys of one head, and with them all query heads that share it,
+//           until none is left; where tiles are long, there is a CTA for each. Warpgroup 0 copies
+//           (backward_produce.cuh): warp 0 takes and loads, warps 1 and 2 add dQ to global memory.
+//           Warpgroups 1 and 2 own 64 keys each (backward_consume.cuh). Kernels before and after
+//           it: backward_rows.cuh. Head dims beyond 128: backward_wide.cuh.
 // Shared    K, V; Q, dO, lse, delta [2 stages] and dS [2 stages] in 128-byte swizzled boxes; dQ of
 //           each consumer in fp32: `BackwardStorage` (backward_layout.cuh). dV and dK leave through
 //           dS and dQ, while K and V of the next tile come.
