@@ -196,7 +196,7 @@ def _spring(name: str, backend: str, device: str) -> tuple[str, str, str]:
 
 class _Large(threading.Thread):
     """Traps that need much of the device's memory, one after the other, beside the processes that judge the cases: those
-    mostly compile. What fails beside them is tried again alone, for want of memory proves nothing."""
+    mostly compile. What found no memory beside them is tried again alone; no other failure is."""
 
     def __init__(self, springs: list[tuple[str, str, str]], until: float):
         super().__init__(daemon=True)
@@ -205,7 +205,8 @@ class _Large(threading.Thread):
 
     def run(self) -> None:
         for spring in self.springs:
-            if time.time() < self.until and self.outcomes.get(spring, "failed")[:6] == "failed":
+            outcome = self.outcomes.get(spring)
+            if time.time() < self.until and (outcome is None or "out of memory" in outcome):
                 *_, self.outcomes[spring] = _spring(*spring)
                 torch.cuda.empty_cache()
 

@@ -158,20 +158,25 @@ def test_cases_of_cuda_units_are_served():
         assert sum(c.variant.dtype == dtype for c in cases) > 200
 
 
-def test_large_traps_run_beside_and_are_tried_again(monkeypatch):
+def test_large_traps_run_beside_and_wait_for_memory(monkeypatch):
     calls = []
 
     def spring(name, backend, device):
         calls.append(name)
-        first = name == "short" and calls.count(name) == 1
-        return name, backend, "failed: out of memory" if first else "passed"
+        first = calls.count(name) == 1
+        failures = {"short": "failed: CUDA out of memory", "wrong": "failed: dq differs"}
+        return name, backend, failures.get(name, "passed") if first else "passed"
 
     monkeypatch.setattr(check, "_spring", spring)
-    springs = [("short", "cuda", "cuda"), ("other", "cuda", "cuda")]
+    springs = [(name, "cuda", "cuda") for name in ("short", "other", "wrong")]
     large = check._Large(springs, time.time() + 60)
     large.start()
-    assert large.results() == [("short", "cuda", "passed"), ("other", "cuda", "passed")]
-    assert calls == ["short", "other", "short"]
+    assert large.results() == [
+        ("short", "cuda", "passed"),
+        ("other", "cuda", "passed"),
+        ("wrong", "cuda", "failed: dq differs"),
+    ]
+    assert calls == ["short", "other", "wrong", "short"], "only want of memory is tried again"
     late = check._Large(springs, time.time() - 1)  # no time: they are missing from the report
     assert late.results() == []
 
