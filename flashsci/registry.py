@@ -107,7 +107,7 @@ def _hopper_kernels(p: Problem) -> bool:
     """What the sm90 kernels take (strides apart): the forward, and with gradients the backward."""
     aligned = p.head_dim % 8 == 0 and p.head_dim_v % 8 == 0
     pairs = p.bias or p.mask or p.key_weight
-    if p.requires_grad and (max(p.head_dim, p.head_dim_v) > 128 or (p.varlen and p.deterministic)):
+    if p.requires_grad and p.varlen and p.deterministic:
         return False
     return _hopper(p) and _half(p) and aligned and not (pairs or p.dropout_p)
 
@@ -129,7 +129,8 @@ PREFERENCES = (
         ("cuda", "sdpa", "triton", "reference"),
         lambda p: _hopper_kernels(p) and _plain(p),
         "H200, dense bf16, against SDPA's best (cuDNN): 36 cells forward 1.08 to 1.41, 1.20 in the "
-        "geometric mean; 12 cells backward, D 64 and 128, 0.99 to 1.09, 1.02 in the mean",
+        "geometric mean; 12 cells backward, D 64 and 128, 0.99 to 1.09, 1.02 in the mean, "
+        "D 192 and 256 (docs/kernels/sm90_backward.md) 1.10 to 1.69",
     ),
     Preference(
         ("cuda", "triton", "sdpa", "reference"),
@@ -147,6 +148,12 @@ PREFERENCES = (
         ("cuda", "triton", "sdpa", "reference"),
         lambda p: _ampere(p) and _half(p),
         "written for this generation; not measured on it yet",
+    ),
+    Preference(
+        ("cuda", "triton", "sdpa", "reference"),
+        lambda p: _hopper(p) and p.dtype == torch.float32 and _plain(p) and 32 < p.head_dim <= 128,
+        "H200, dense fp32 from S 2048: D 64 against Triton forward 2.1, backward 1.6; D 128 against "
+        "SDPA (efficient) 1.4 and 1.0",
     ),
     Preference(
         ("triton", "cuda", "sdpa", "reference"),

@@ -68,9 +68,9 @@ BACKWARD_FP32 = re.compile(
 )
 # ... of short rows of keys: head dim, warps, queries of a chunk, CTAs per SM.
 SHORT_FP32 = re.compile(r"ShortTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E")
-# sm90 backward: kind; head dim, query rows; packed, softcap (the main kernel alone).
+# sm90 backward: kind; head dim, query rows, pairs; packed, softcap (the main kernel alone).
 BACKWARD_SM90 = re.compile(
-    r"backward_([a-z]*)_?kernelI.*BackwardTilingILi(\d+)ELi(\d+)E+Lb([01])(?:ELb([01]))?"
+    r"backward_([a-z]*)_?kernelI.*BackwardTilingILi(\d+)ELi(\d+)E(?:Lb([01])E)?E*Lb([01])(?:ELb([01]))?"
 )
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 
@@ -90,7 +90,8 @@ class Kernel:
         """(head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows) of a forward kernel."""
         if found := BACKWARD_SM90.search(self.name):
             dim, rows = int(found[2]), int(found[3])
-            return (dim, rows, 0, 8, 0, 1, 1) if found[1] else (dim, rows, 128, 12, 2, 1, 1)
+            keys = 64 if dim > 128 else 128
+            return (dim, rows, 0, 8, 0, 1, 1) if found[1] else (dim, rows, keys, 12, 2, 1, 1)
         if self.unit.startswith("sm90"):
             if found := DECODE_SM90.search(self.name):
                 dim = int(found[1])
@@ -181,7 +182,12 @@ class Kernel:
             name = kind[1].replace("_", " ") if kind else self.name
             return name + (", plain 16-byte rows" if self.tiling and self.tiling[-1] else "")
         if found := BACKWARD_SM90.search(self.name):
-            words = (found[1], "packed" * (found[4] == "1"), "softcap" * (found[5] == "1"))
+            words = (
+                found[1],
+                "bias or mask" * (found[4] == "1"),
+                "packed" * (found[5] == "1"),
+                "softcap" * (found[6] == "1"),
+            )
             return " ".join(filter(None, words)) or "dense"
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return "combine" if "decode_combine" in self.name else "decoding"
@@ -234,8 +240,13 @@ class Kernel:
         if found := BACKWARD_SM90.search(self.name):
             if found[1]:
                 return 0
+            if dim > 128:  # K, V, two Q, dO; two dS, P; two slices of dQ; statistics
+                out = 2 if dim == 192 else 1  # stages of dO
+                inputs = 2 * dim * (2 * keys + (2 + out) * rows)
+                return inputs + 6 * rows * keys + 2 * 4 * 64 * rows + 4 * (2 + out) * rows
             inputs = 2 * dim * (2 * keys + 2 * stages * rows)  # K, V; Q, dO
-            return inputs + stages * rows * (2 * keys + 8) + 4 * dim * rows  # dS, statistics; dQ
+            ds = 2 * rows * keys * (stages + int(found[4] or 0))
+            return inputs + ds + 8 * stages * rows + 4 * dim * rows  # statistics; dQ
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0
         if pairs := TILING_PAIRS.search(self.name):
@@ -245,11 +256,12 @@ class Kernel:
             return units * members * rows * dim * 2 + stages * -(-stage // 128) * 128
         q_stages = 2 if self.unit.startswith("sm90") and dim <= 128 else 1
         q_stages = 0 if self.unit.startswith("sm75") else q_stages
-        tiles = 2 * dim * (q_stages * rows + 2 * stages * keys)
+        columns = max(dim, 64) if self.unit.startswith("sm90") else dim
+        tiles = 2 * columns * (q_stages * rows + 2 * stages * keys)
         if self.unit.startswith("sm90"):  # output staging, 2 KiB a warp once or twice; bias, mask
             pairs = self.variant == "bias or mask"
-            tiles += (warps - 4) * 2048 * (1 if dim == 64 or pairs else 2)
-            tiles += pairs * stages * rows * 64 * 5
+            tiles += (warps - 4) * 2048 * (1 if dim <= 64 or pairs else 2)
+            tiles += pairs * (120 if dim <= 64 else 80) * 1024
         return tiles
 
     @property

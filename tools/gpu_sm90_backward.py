@@ -16,7 +16,7 @@ import time as clock
 
 import torch
 
-from tools.launchers import BackwardParams, _pointer, _strides
+from tools.launchers import BackwardParams, Pairs, _pair_strides, _pointer, _strides
 
 START = clock.time()
 SEED = [0]
@@ -28,23 +28,30 @@ class Library:
         self.name, self.dims = name, [int(x) for x in dims.split("+") if x]
         lib = c.CDLL(path)
         self.fn = {}
+        unit = "sm80" if name.startswith("sm80") else "sm90"
         for dtype, suffix in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
-            fn = getattr(lib, f"flashsci_backward_sm90_{suffix}", None)
+            fn = getattr(lib, f"flashsci_backward_{unit}_{suffix}", None)
             if fn is not None:
-                size = getattr(lib, f"flashsci_backward_sm90_{suffix}_workspace")
+                size = getattr(lib, f"flashsci_backward_{unit}_{suffix}_workspace")
                 size.restype = c.c_int64
                 self.fn[dtype] = fn, size
 
     def prepare(self, dout, q, k, v, out, lse, *, scale=None, softcap=0.0, window=(-1, -1), lower_right=False, dlse=None, cu=None,
-                deterministic=False, need=7):  # fmt: skip
-        """Rank 4 or 5 [B.., H, S, D], or rank 3 [H, T, D] with cu = (cu_q, cu_k). Returns (launch, dq, dk, dv)."""
+                deterministic=False, need=7, bias=None, mask=None):  # fmt: skip
+        """Rank 4 or 5 [B.., H, S, D], or rank 3 [H, T, D] with cu = (cu_q, cu_k). Returns (launch, dq, dk, dv), and dbias with
+        a bias."""
         grads = [torch.empty_like(x).fill_(float("nan")) for x in (q, k, v)]
+        if bias is not None:
+            grads.append(torch.full(bias.shape, float("nan"), dtype=bias.dtype, device="cuda"))
         lead = (1,) * (5 - q.dim()) + tuple(q.shape)
         p = BackwardParams(
             q=_pointer(q), k=_pointer(k), v=_pointer(v), out=_pointer(out), dout=_pointer(dout),
             lse=_pointer(lse), dlse=_pointer(dlse),
             dq=_pointer(grads[0]) if need & 1 else None, dk=_pointer(grads[1]) if need & 2 else None,
             dv=_pointer(grads[2]) if need & 4 else None,
+            dbias=_pointer(grads[3]) if need & 8 else None, dbias_strides=_pair_strides(grads[3] if need & 8 else None),
+            pairs=Pairs(_pointer(bias), _pointer(mask), _pair_strides(bias), _pair_strides(mask),
+                        bias is not None and bias.dtype == torch.float32),
             cu_seqlens_q=_pointer(cu and cu[0]), cu_seqlens_k=_pointer(cu and cu[1]),
             q_strides=_strides(q), k_strides=_strides(k), v_strides=_strides(v), out_strides=_strides(out),
             dout_strides=_strides(dout), dlse_strides=_strides(dlse, last=False),
@@ -60,7 +67,7 @@ class Library:
         p.workspace = _pointer(space)
         stream = c.c_void_p(torch.cuda.current_stream().cuda_stream)
 
-        def launch(keep=(dout, q, k, v, out, lse, dlse, cu, grads, space)):
+        def launch(keep=(dout, q, k, v, out, lse, dlse, cu, grads, space, bias, mask)):
             error = fn(c.byref(p), stream)
             if error:
                 raise RuntimeError(f"launch error {error}")
@@ -83,12 +90,16 @@ def scores(q, k, scale, softcap, window, lower_right):
     return s, s.masked_fill(~seen, float("-inf"))
 
 
-def gradients(dout, q, k, v, out, lse, dlse, scale, softcap, window, lower_right, dtype):
-    """dq, dk, dv of the formulas in this dtype, and of their absolute values (a floor for errors)."""
+def gradients(
+    dout, q, k, v, out, lse, dlse, scale, softcap, window, lower_right, dtype, addend=None, bias=()
+):
+    """dq, dk, dv, and dbias of a bias of this shape, of the formulas in this dtype, and of their absolute values (a floor for errors)."""
     group = q.shape[-3] // k.shape[-3]
     q, k, v, dout, out = (x.to(dtype) for x in (q, k, v, dout, out))
     kk, vv = k.repeat_interleave(group, -3), v.repeat_interleave(group, -3)
     raw, s = scores(q, kk, scale, softcap, window, lower_right)
+    if addend is not None:
+        s = s + addend.to(dtype)
     p = torch.exp(s.to(lse.dtype) - lse[..., None]).nan_to_num(0.0, posinf=0.0)
     p = torch.where(lse[..., None] == float("-inf"), 0.0, p).to(dtype)
     dp = dout @ vv.transpose(-1, -2)
@@ -107,6 +118,7 @@ def gradients(dout, q, k, v, out, lse, dlse, scale, softcap, window, lower_right
             scale * (ds @ kk),
             fold(scale * (ds.transpose(-1, -2) @ q)),
             fold(p.transpose(-1, -2) @ dout),
+            ds.sum_to_size(bias),
         )
 
     return products(p, ds, q, kk, dout), products(p, dsa, q.abs(), kk.abs(), dout.abs())
@@ -123,10 +135,12 @@ def make(shape, dtype, layout="bhsd", scale=1.0):
     return (x * scale).to(dtype)
 
 
-def forward(q, k, v, options):
+def forward(q, k, v, options, addend=None):
     group = q.shape[-3] // k.shape[-3]
     kk, vv = (x.double().repeat_interleave(group, -3) for x in (k, v))
     _, s = scores(q.double(), kk, *options)
+    if addend is not None:
+        s = s + addend
     lse = torch.logsumexp(s, -1)
     out = torch.softmax(s, -1).nan_to_num(0.0) @ vv
     return out, lse
@@ -136,14 +150,20 @@ class Check:
     def __init__(self):
         self.failures, self.count, self.worst = [], 0, 0.0
 
-    def compare(self, name, got, arguments, options, dtype):
+    def compare(self, name, got, arguments, options, dtype, addend=None, bias=()):
         want, floors = gradients(
-            *(None if x is None else x.double() for x in arguments), *options, torch.float64
+            *(None if x is None else x.double() for x in arguments),
+            *options,
+            torch.float64,
+            addend,
+            bias,
         )
-        base, _ = gradients(*arguments, *options, dtype)
+        base, _ = gradients(*arguments, *options, dtype, addend, bias)
         eps = torch.finfo(dtype).eps
         text = []
-        for label, g, w, b, f in zip(("dq", "dk", "dv"), got, want, base, floors, strict=True):
+        for label, g, w, b, f in zip(
+            ("dq", "dk", "dv", "dbias"), got, want, base, floors, strict=False
+        ):
             if g.numel() == 0:
                 continue
             error = (g.double() - w).abs().max().item()
@@ -199,6 +219,58 @@ class Check:
         if need != 7:
             got = [g if need >> i & 1 else g.new_empty(0) for i, g in enumerate(got)]
         self.compare(name, got, (dout * (not no_dout), q, k, v, out, lse, grad_lse), options, dtype)
+
+    def pairs(self, lib, dtype, b, h, hk, sq, sk, d, dv, bias=None, bias_dtype=None, mask=None, window=(-1, -1), lower_right=False,
+              hidden=0.0, need=15, repeats=0, pad=0, refused=False):  # fmt: skip
+        name = f"{lib.name} {dtype} pairs b{b} h{h}/{hk} s{sq}x{sk} d{d}/{dv} bias {bias} {bias_dtype} mask {mask} {window} {lower_right} hidden {hidden} need {need} pad {pad}"
+        options = (d**-0.5, 0.0, window, lower_right)
+        q, k, v, dout = (
+            make((b, h, sq, d), dtype, "bshd"), make((b, hk, sk, d), dtype, "bshd"),
+            make((b, hk, sk, dv), dtype, "bshd"), make((b, h, sq, dv), dtype, "bshd"),
+        )  # fmt: skip
+        addend = torch.zeros((), device="cuda", dtype=torch.float64)
+        x = y = None
+        if bias is not None:  # rows of the memory are longer by `pad`, which is NaN
+            x = make((*bias[:-1], bias[-1] + pad), bias_dtype or dtype)
+            x[..., bias[-1] :] = float("nan")
+            x = x[..., : bias[-1]]
+            if hidden:
+                x.masked_fill_(torch.rand(x.shape, device="cuda") < hidden, float("-inf"))
+                x[..., :: max(x.shape[-2] // 5, 1), :] = float("-inf")  # rows without keys
+            addend = addend + x.double()
+        if mask is not None:
+            y = torch.rand(mask, device="cuda") < 0.6
+            addend = (
+                torch.zeros(y.shape, device="cuda").double().masked_fill(~y, float("-inf")) + addend
+            )
+        out, lse = forward(q, k, v, options, addend)
+        out, lse = out.to(dtype), lse.float()
+        launch, *got = lib.prepare(dout, q, k, v, out, lse, window=window, lower_right=lower_right, bias=x, mask=y,
+                                   need=need if x is not None else need & 7, deterministic=repeats > 0)  # fmt: skip
+        try:
+            launch()
+            torch.cuda.synchronize()
+        except RuntimeError as e:
+            if not (refused and "error 801" in str(e)):
+                self.failures.append(name)
+                print("FAIL", name, e, flush=True)
+            if "launch error" not in str(e):
+                sys.exit(1)
+            return
+        if refused:
+            self.failures.append(name)
+            print("FAIL not refused", name, flush=True)
+        for _ in range(repeats):
+            first = [g.clone() for g in got]
+            for g in got:
+                g.fill_(float("nan"))
+            launch()
+            if not all(torch.equal(a, b) for a, b in zip(first, got, strict=True)):
+                self.failures.append(name)
+                print("FAIL not repeatable", name, flush=True)
+                break
+        got = [g if need >> i & 1 else g.new_empty(0) for i, g in enumerate(got)]
+        self.compare(name, got, (dout, q, k, v, out, lse, None), options, dtype, addend, bias or ())
 
     def packed(
         self,
@@ -280,16 +352,53 @@ class Check:
 WINDOWS = [((-1, -1), False), ((-1, 0), False), ((-1, 0), True), ((100, 0), False), ((37, 50), True), ((-1, 300), False), ((64, -1), False)]  # fmt: skip
 
 
+def check_pairs(result, lib, dtype, d):
+    def case(b, h, hk, sq, sk, *shape, **options):
+        sizes = [(b, h, sq, sk)[i] if x else 1 for i, x in enumerate(shape)]
+        result.pairs(lib, dtype, b, h, hk, sq, sk, d, d, sizes, **options)
+
+    for sizes in [(1, 2, 2, 128, 128), (2, 4, 4, 512, 512), (1, 2, 1, 200, 336), (3, 6, 2, 300, 1000), (1, 2, 2, 1, 80), (2, 2, 2, 1500, 1408)]:  # fmt: skip
+        for window, lower_right in WINDOWS[:5]:
+            case(*sizes, 1, 1, 1, 1, window=window, lower_right=lower_right, hidden=0.1)
+    for shape in [(1, 1, 1, 1), (0, 1, 1, 1), (1, 0, 1, 1), (0, 0, 1, 1), (1, 1, 0, 1), (1, 0, 0, 1), (0, 0, 0, 1)]:  # fmt: skip
+        for sizes in [(3, 4, 2, 257, 264), (2, 6, 6, 640, 384)]:
+            case(*sizes, *shape)
+            case(*sizes, *shape, hidden=0.3, window=(-1, 0), lower_right=True)
+            case(*sizes, *shape, need=7)
+            case(*sizes, *shape, need=8)
+            case(*sizes, *shape, mask=(sizes[0], 1, 1, sizes[4]))
+    for shape in [(1, 1, 0, 1), (1, 0, 0, 1), (0, 0, 0, 1)]:
+        case(2, 4, 2, 200, 333, *shape, bias_dtype=torch.float32)
+        case(2, 4, 2, 200, 333, *shape, hidden=0.2)
+    for mask in [(2, 4, 1, 333), (2, 1, 1, 333), (1, 1, 1, 333)]:
+        result.pairs(lib, dtype, 2, 4, 2, 200, 333, d, d, mask=mask)
+        result.pairs(lib, dtype, 2, 4, 2, 200, 333, d - 8, d - 16, mask=mask, window=(-1, 0))
+    for dq, dv in [(d - 56, d - 56), (d - 8, d), (d, d - 56)]:
+        result.pairs(lib, dtype, 2, 4, 2, 333, 448, dq, dv, (2, 4, 333, 448), window=(50, 70))
+        result.pairs(lib, dtype, 2, 4, 2, 333, 448, dq, dv, (1, 4, 333, 448))
+    case(2, 4, 2, 333, 441, 1, 1, 1, 1, pad=7, need=7)  # rows of the bias are longer than it
+    case(2, 4, 2, 333, 441, 0, 1, 1, 1, pad=7)
+    for need in (1, 2, 4, 9, 14):
+        case(2, 4, 2, 333, 448, 1, 1, 1, 1, need=need)
+    for window in [(-1, -1), (-1, 0)]:
+        case(2, 8, 8, 1024, 1024, 1, 1, 1, 1, window=window, repeats=50)
+        case(2, 4, 2, 1500, 1408, 0, 1, 1, 1, window=window, repeats=10)
+    for options in [dict(bias_dtype=torch.float32), dict(mask=(1, 1, 333, 448))]:
+        case(2, 4, 2, 333, 448, 1, 1, 1, 1, refused=True, **options)
+    case(2, 4, 2, 333, 441, 1, 1, 1, 1, refused=True)
+
+
 def check(libraries, options):
     result = Check()
     for lib in libraries:
-        for dtype, d in itertools.product(lib.fn, lib.dims or [64, 128]):
+        for dtype, d in itertools.product(lib.fn, lib.dims or [64, 128, 192, 256]):
             if options.only in ("", "dense"):
                 for case in [(1, 1, 1, 64, 128), (1, 1, 1, 128, 128), (2, 4, 4, 512, 512), (1, 2, 1, 200, 333), (2, 3, 3, 1, 77), (1, 4, 2, 777, 129),
                              (1, 1, 1, 64, 1), (3, 6, 2, 300, 1000), (20, 8, 4, 321, 321), (1, 2, 2, 1500, 1411)]:  # fmt: skip
                     for window, lower_right in WINDOWS:
                         result.dense(lib, dtype, *case, d, d, window, lower_right)
-                for dq, dv in [(d - 56, d - 56), (d - 8, d), (d, d - 56), (d - 16, d - 16), (8, d)]:
+                wide = [(d, 128), (d - 56, 24), (24, d - 16)] if d > 128 else []
+                for dq, dv in [(d - 56, d - 56), (d - 8, d), (d, d - 56), (d - 16, d - 16), (8, d), *wide]:  # fmt: skip
                     result.dense(
                         lib, dtype, 2, 4, 2, 333, 444, dq, dv, (-1, 0), True, layout="bhsd"
                     )
@@ -314,13 +423,15 @@ def check(libraries, options):
                 ]:
                     for window, lower_right in WINDOWS:
                         result.dense(lib, dtype, *case, d, d, window, lower_right, repeats=10)
-                result.dense(lib, dtype, 2, 8, 8, 2048, 2048, d, d, (-1, 0), repeats=20)
-                result.dense(lib, dtype, 2, 8, 8, 2048, 2048, d, d, repeats=20)
+                result.dense(lib, dtype, 2, 8, 8, 2048, 2048, d, d, (-1, 0), repeats=100)
+                result.dense(lib, dtype, 2, 8, 8, 2048, 2048, d, d, repeats=100)
             if options.only in ("", "softcap"):
                 for window, lower_right in WINDOWS[:4]:
                     result.dense(
                         lib, dtype, 2, 4, 2, 333, 444, d, d, window, lower_right, softcap=3.0
                     )
+            if options.only in ("", "pairs"):
+                check_pairs(result, lib, dtype, d)
             if options.only in ("", "packed"):
                 for window, lower_right in WINDOWS:
                     result.packed(lib, dtype, d, d, window, lower_right)
@@ -392,6 +503,61 @@ def triton(q, k, v, dout, causal):
     return lambda: module.backward(dout, None, q, k, v, *[None] * 7, out, lse, *options)
 
 
+def efficient(q, k, v, dout, bias, mask, grad):
+    """SDPA's memory-efficient kernel, with the bias and mask that it takes: a bias in q's dtype."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    a = [x.detach().requires_grad_() for x in (q, k, v)]
+    added = mask if bias is None else bias.detach().to(q.dtype).requires_grad_(grad)
+    full = added.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        out = torch.nn.functional.scaled_dot_product_attention(*a, attn_mask=full)
+    wanted = [*a, *([added] if grad else [])]
+    return lambda: torch.autograd.grad(out, wanted, dout, retain_graph=True)
+
+
+PAIR_CASES = {  # B, H, Sq, Sk, D, bias, mask, bias_grad
+    "af3-pair": (4, 16, 768, 768, 64, (4, 16, 768, 768), None, True),
+    "long-bias": (1, 16, 4096, 4096, 64, (1, 16, 4096, 4096), None, True),
+    "long-bias, no grad": (1, 16, 4096, 4096, 64, (1, 16, 4096, 4096), None, False),
+    "D 128": (2, 16, 2048, 2048, 128, (2, 16, 2048, 2048), None, True),
+    "D 32": (4, 16, 768, 768, 32, (4, 16, 768, 768), None, True),
+    "D 24": (1, 16, 768, 768, 24, (1, 16, 768, 768), None, True),
+    "batch shares": (8, 16, 1024, 1024, 64, (1, 16, 1024, 1024), None, True),
+    "batch shares, D 32": (256, 4, 256, 256, 32, (1, 4, 256, 256), None, True),
+    "batch shares, D 128": (8, 16, 1024, 1024, 128, (1, 16, 1024, 1024), None, True),
+    "key mask": (4, 16, 2048, 2048, 64, None, (4, 1, 1, 2048), False),
+    "key mask, D 32": (64, 16, 256, 256, 32, None, (64, 1, 1, 256), False),
+    "key mask, D 128": (4, 16, 2048, 2048, 128, None, (4, 1, 1, 2048), False),
+}
+
+
+def measure_pairs(libraries, options):
+    from flashsci.backends import triton as module
+
+    dtype = getattr(torch, options.dtype)
+    names = [lib.name for lib in libraries]
+    print("microseconds".ljust(22), *[n.rjust(9) for n in [*names, *options.peers.split(",")]])
+    for name, (b, h, sq, sk, d, bias, mask, grad) in PAIR_CASES.items():
+        q, k, v, dout = (make((b, h, s, d), dtype, "bshd") for s in (sq, sk, sk, sq))
+        x = None if bias is None else make(bias, dtype)
+        y = None if mask is None else torch.rand(mask, device="cuda") < 0.8
+        out = torch.empty_like(q).normal_() * 0.05
+        lse = torch.full((b, h, sq), 9.0, device="cuda")
+        need = 15 if grad else 7
+        launchers = {
+            lib.name: lib.prepare(dout, q, k, v, out, lse, bias=x, mask=y, need=need)[0]
+            for lib in libraries
+        }
+        scalars = (-1, -1, d**-0.5, 0.0, -1, -1, False, 0.0, "default", False, need)
+        if "triton" in options.peers:
+            launchers["triton"] = lambda a=(dout, None, q, k, v, x, y, *[None] * 5, out, lse, *scalars): module.backward(*a)  # fmt: skip
+        if "efficient" in options.peers:
+            launchers["efficient"] = efficient(q, k, v, dout, x, y, grad)
+        times = timed(launchers, options.rounds)
+        print(name.ljust(22), *[f"{t * 1e3:9.1f}" for t in times.values()], flush=True)
+
+
 def timed(launchers, rounds):
     """Median milliseconds of each launcher, interleaved launch by launch."""
     times = {name: [] for name in launchers}
@@ -459,7 +625,7 @@ def measure(libraries, options):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("check", "time", "both"))
+    parser.add_argument("what", choices=("check", "time", "pairs", "both"))
     parser.add_argument("libraries", nargs="+")
     parser.add_argument("--dims", default="64,128")
     parser.add_argument("--seqs", default="512,1024,2048,4096,8192,16384")
@@ -468,15 +634,19 @@ def main():
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--fa3", default="/tmp/fa3")
-    parser.add_argument("--only", default="", choices=("", "dense", "packed", "softcap", "turns"))
+    parser.add_argument(
+        "--only", default="", choices=("", "dense", "packed", "softcap", "turns", "pairs")
+    )
     options = parser.parse_args()
     options.causal = [x == "1" for x in options.causal.split(",")]
     options.dims, options.seqs = (
         [int(x) for x in text.split(",")] for text in (options.dims, options.seqs)
     )
     libraries = [Library(*spec.split("=", 1)) for spec in options.libraries]
-    failures = check(libraries, options) if options.what != "time" else []
-    if options.what != "check":
+    failures = check(libraries, options) if options.what in ("check", "both") else []
+    if options.what == "pairs":
+        measure_pairs(libraries, options)
+    elif options.what != "check":
         measure(libraries, options)
     sys.exit(bool(failures))
 

@@ -138,7 +138,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const int warp_key = tile_key + warp_k * C::kKeys;
 
   // Query tiles that see any key of this CTA; all of them where dq is written here.
-  const Window window(p.window_left, p.window_right, p.lower_right != 0, queries, keys);
+  Window window(p.window_left, p.window_right, p.lower_right != 0, queries, keys);
+  window.before = ptx::redux_max(window.before);
+  window.after = ptx::redux_max(window.after);
   int begin_query = 0, end_query = queries;
   if (!plan.writes_dq) {
     begin_query = window.first_query(tile_key);

@@ -203,6 +203,7 @@ __device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4]
                                                     int64_t row_stride, int query, int key,
                                                     int queries, int keys) {
   constexpr int kKeys = 2 * kM;
+  key = opaque(key);  // no address is worth a register through the loop
   const int64_t row_bytes = row_stride * (fp32 ? 4 : 2);
   for_queries<kN>(dbias, row_bytes, query, queries, [&](int c, unsigned char* row, bool exists) {
     if (!exists) return;

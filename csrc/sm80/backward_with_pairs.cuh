@@ -7,10 +7,11 @@
 // Shared    as there, and where everything is: the loop has no registers for pointers
 //           (backward_work.cuh).
 // Pipeline  as there; the bias and a mask of keys come one step ahead, in registers.
-// Limits    Registers: 12 % slower than the plain kernel on plain calls.
+// Limits    Registers: docs/kernels/sm80_backward.md.
 #pragma once
 #include <cstddef>
 
+#include "../common/ptx/red.cuh"
 #include "backward.cuh"
 #include "backward_pairs.cuh"
 #include "backward_work.cuh"
@@ -68,11 +69,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const int first_tile = ptx::redux_max(shared.work.first_tile);
   const int end_tile = ptx::redux_max(shared.work.end_tile);
   const Window window(ptx::redux_max(shared.work.before), ptx::redux_max(shared.work.after), keys);
-  const auto advance = [&](int& member, int& query_tile) {
-    const bool last = query_tile + 1 == end_tile;
-    query_tile = last ? first_tile : query_tile + 1;
-    member += last;
-  };
   const bool any = first_tile < end_tile;
   const int warp_k = warp / C::kWarpsQ, warp_q = warp % C::kWarpsQ;
   const int role = C::kRoles == 2 ? warp_q % 2 : 0, dim_part = warp_q / C::kRoles;
@@ -89,6 +85,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const uint32_t statistics_tile = k_tile + offsetof(Tiles, statistics);
   const uint32_t work = k_tile + offsetof(BackwardPairsShared<C>, work);
   constexpr int kStageBytes = C::kBlockQ * T::kRowBytes;
+  const auto advance = [&](int& member, int& query_tile) {
+    const uint64_t ends = ptx::ld_shared_u64(work + offsetof(KeyTileWork, first_tile));
+    const bool last = query_tile + 1 == static_cast<int>(ends >> 32);
+    query_tile = last ? static_cast<int>(ends) : query_tile + 1;
+    member += last;
+  };
   const bool vector = plan.vector != 0;
 
   const auto load = [&](uint32_t target, const uint16_t* source, int64_t row_stride, int rows_valid,
@@ -190,8 +192,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       if (active) {
         float s[C::kM][C::kN][4];   // S^T, then P^T
         float dp[C::kM][C::kN][4];  // dP^T - delta, then dS^T
+        // opaque: no address is worth a register through the loop.
         const uint32_t k_left =
-            k_tile + warp_k * C::kKeys * T::kRowBytes + lane_by_rows<C::kHeadDim>(lane);
+            k_tile + warp_k * C::kKeys * T::kRowBytes + lane_by_rows<C::kHeadDim>(opaque(lane));
         const uint32_t right = q_stage + lane_by_chunks<C::kHeadDim>(lane) + step * T::kRowBytes;
         const uint32_t statistics =
             statistics_tile + (stage * C::kBlockQ + step) * 8 + lane % 4 * 16;
@@ -214,7 +217,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         const int key = warp_key + lane / 4 * (2 * C::kM), column = query + lane % 4 * 2;
         ahead.apply_rest(s, p.pairs, plan, bias_of(member), mask_of(member), column, key, queries,
                          keys);
-        if (!full) mask_transposed(s, window, key, column);
+        if (!full) mask_transposed(s, window, opaque(key), column);
 #pragma unroll
         for (int n = 0; n < C::kN; ++n) {
           const float4 x = load_statistics(statistics + n * 64);
@@ -313,8 +316,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     if (plan.adds_dq || plan.writes_dq) {
       float dq[C::kDqM][2 * C::kDqPairs][4];
       set_zero(dq);
-      const uint32_t left = ds_tile + lane_by_chunks<C::kBlockQ>(lane);
-      const Span<C::kHeadDim, C::kDqPairs> right(k_tile + lane_by_rows<C::kHeadDim>(lane),
+      const uint32_t left = ds_tile + lane_by_chunks<C::kBlockQ>(opaque(lane));
+      const Span<C::kHeadDim, C::kDqPairs> right(k_tile + lane_by_rows<C::kHeadDim>(opaque(lane)),
                                                  dq_warp_d);
 #pragma unroll
       for (int k = 0; k < C::kBlockK / 16; ++k) {
@@ -334,10 +337,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       } else {
         const int64_t slot = int64_t{member} * plan.query_slots + query_tile;
         float* target = kept<float>(work + offsetof(KeyTileWork, dq_sums)) +
-                        slot * (C::kBlockQ * C::kHeadDim) + (warp * C::kDqValues * 32 + lane);
+                        slot * (C::kBlockQ * C::kHeadDim) + warp * C::kDqValues * 32 +
+                        opaque(threadIdx.x) % 32;
 #pragma unroll
         for (int i = 0; i < C::kDqValues; ++i)
-          atomicAdd(target + i * 32, dq[i / (8 * C::kDqPairs)][i / 4 % (2 * C::kDqPairs)][i % 4]);
+          ptx::red_add(target + i * 32,
+                       dq[i / (8 * C::kDqPairs)][i / 4 % (2 * C::kDqPairs)][i % 4]);
       }
     }
     advance(member, query_tile);

@@ -24,8 +24,8 @@ struct alignas(128) KeyTileWork {
   unsigned char* dbias;       // [member, queries, keys]
   int before, after;          // the window, see window.cuh
   int keys, queries;          // of the sequence; keys 0: there is no tile
-  int tile_key;               // first key of the tile in its sequence
   int first_tile, end_tile;   // query tiles that see keys of the tile
+  int tile_key;               // first key of the tile in its sequence
   int zero_rows;              // queries without keys, whose dq is written here
 
   // By one whole warp.

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const int warp = ptx::redux_max(threadIdx.x / 32);
   const int lane = threadIdx.x % 32;
   const Window window(p.window_left, p.window_right, p.lower_right != 0, p.seq_q, p.seq_k);
-  const uint32_t group = p.heads_q / p.heads_k;
+  const uint32_t group = plan.group;
   const uint32_t q_tile = ptx::shared_address(shared.q);
   const uint32_t dout_tile = ptx::shared_address(shared.dout);
   const uint32_t k_tile = ptx::shared_address(shared.k);
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                                   member.index[0], member.index[1], member.index[2]),
                         warp_row + lane / 4, key + lane % 4 * 2, p.seq_q, p.seq_k, 1.f);
       if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
-        mask_scores(s, window, warp_row + lane / 4, key + lane % 4 * 2);
+        mask_scores(s, window, warp_row + opaque(lane) / 4, key + opaque(lane) % 4 * 2);
 #pragma unroll
       for (int i = 0; i < C::kM * C::kN * 4; ++i) {
         const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;

@@ -6,7 +6,7 @@
 // Roles     A CTA owns 128 keys of one head and all query heads that share it. Warpgroup 0 copies
 //           (backward_produce.cuh): warp 0 loads, warps 1 and 2 add dQ to global memory. Warpgroups
 //           1 and 2 own 64 keys each (backward_consume.cuh). Kernels before and after it:
-//           backward_rows.cuh.
+//           backward_rows.cuh. Head dims beyond 128: backward_wide.cuh.
 // Shared    K, V; Q, dO, lse, delta [2 stages] and dS [2 stages] in 128-byte swizzled boxes; dQ of
 //           each consumer in fp32: `BackwardStorage` (backward_layout.cuh).
 // Pipeline  Of a consumer: S^T and dP^T into registers, P^T and dS^T from there into dV and dK; dS
@@ -27,8 +27,11 @@
 #include "../include/flashsci.h"
 #include "backward_consume.cuh"
 #include "backward_layout.cuh"
+#include "backward_pairs.cuh"
 #include "backward_produce.cuh"
 #include "backward_rows.cuh"
+#include "backward_wide.cuh"
+#include "backward_wide_consume.cuh"
 #include "launch.h"
 #include "tensor_map.h"
 
@@ -38,20 +41,32 @@ template <class Op, class C, bool kPacked, bool kSoftcap>
 __global__ void __launch_bounds__(C::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardArgs a) {
   extern __shared__ unsigned char shared_memory[];
-  auto& shared = *reinterpret_cast<BackwardStorage<C>*>(
-      shared_memory + (-ptx::shared_address(shared_memory) & 1023u));
+  // Aligned by hand, but with pairs, where every byte counts: they rely on the system, which puts
+  // dynamic shared memory at 1024 where a kernel has no other.
+  const uint32_t skipped = C::kPairs ? 0 : -ptx::shared_address(shared_memory) & 1023u;
+  auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory + skipped);
+  ptx::launch_dependents();
   const KeyTile tile = find_key_tile<C, kPacked>(a, blockIdx.x);
-  if (tile.row < 0) return;
+  if (tile.row < 0) {
+    ptx::wait_for_prerequisites();  // or the kernel after this one would not wait for the first
+    return;
+  }
   if (threadIdx.x == 0) {
     shared.tile = tile;
     const auto init = [](uint64_t& barrier, uint32_t count) {
       ptx::mbarrier_init(ptx::shared_address(&barrier), count);
     };
     init(shared.kv_full, 1);
-    init(shared.ds_full, 4 * C::kConsumers);
+    init(shared.ds_full, C::kWide ? 4 : 4 * C::kConsumers);
+    if constexpr (C::kWide) {
+      init(shared.ds_empty, 4);
+      init(shared.p_full, 4);
+      init(shared.p_empty, 4);
+    }
     for (int i = 0; i < C::kStages; ++i) {
       init(shared.q_full[i], 1);
       init(shared.q_empty[i], 4 * C::kConsumers);
+      if (i >= C::kDoutStages) continue;
       init(shared.dout_full[i], 1);
       init(shared.dout_empty[i], 4 * C::kConsumers);
     }
@@ -59,6 +74,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       for (int i = 0; i < C::kDqStages; ++i) {
         init(shared.dq_full[i][w], 4);
         init(shared.dq_empty[i][w], 1);
+      }
+    }
+    if constexpr (C::kPairs) {
+      for (int i = 0; i < C::kDsStages; ++i) {
+        init(shared.bias_full[i], 1);
+        init(shared.ds_done[i], 4 * C::kConsumers);
       }
     }
     ptx::mbarrier_init_fence();
@@ -71,11 +92,25 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (warp == 0) {
       if (ptx::elect()) load_tiles<C, kPacked>(shared, a, shared.tile);
     } else if (warp <= C::kConsumers) {
-      if (ptx::elect()) add_dq<C>(shared, a, shared.tile, warp - 1);
+      if (ptx::elect()) {
+        if constexpr (C::kWide)
+          add_dq_wide<C>(shared, a, shared.tile, warp - 1);
+        else
+          add_dq<C>(shared, a, shared.tile, warp - 1);
+      }
+    } else if constexpr (C::kPairs) {
+      if (ptx::elect()) move_pairs<C>(shared, a, shared.tile);
     }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-    consume<Op, C, kPacked, kSoftcap>(shared, a, warpgroup - 1);
+    if constexpr (C::kWide) {
+      if (warpgroup == 1)
+        consume_wide<Op, C, kPacked, kSoftcap, 0>(shared, a);
+      else
+        consume_wide<Op, C, kPacked, kSoftcap, 1>(shared, a);
+    } else {
+      consume<Op, C, kPacked, kSoftcap>(shared, a, warpgroup - 1);
+    }
   }
 }
 
@@ -93,12 +128,12 @@ int64_t workspace_of(const FlashsciBackwardParams& p) {
   const int64_t tiles = p.batch0 * p.batch1 * p.heads_q * query_tiles<C>(p);
   const int64_t rows = tiles * C::kBlockQ;
   return 2 * padded(rows * 4) + rows * C::kHeadDim * 4 +
-         (p.deterministic ? tiles * C::kConsumers * 4 : 0);
+         (p.deterministic ? tiles * C::kCounters * 4 : 0);
 }
 
 template <class Op, class C, bool kPacked, bool kSoftcap>
 cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t stream) {
-  constexpr int kSharedBytes = sizeof(BackwardStorage<C>) + 1024;  // the base is aligned by hand
+  constexpr int kSharedBytes = sizeof(BackwardStorage<C>) + (C::kPairs ? 0 : 1024);
   static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
   BackwardArgs a;
   a.p = p;
@@ -114,7 +149,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   a.key_heads = static_cast<uint32_t>(key_heads);
   // Causal tiles differ in length: the longest first, among heads whose Q, dO and dQ fit L2.
   const bool causal = p.window_right >= 0 && p.window_left < 0;
-  const int64_t head_bytes = int64_t{p.seq_q} * C::kHeadDim * 8 * (p.heads_q / p.heads_k) + 1;
+  const int64_t head_bytes = int64_t{p.seq_q} * C::kHeadDim * 8 * (p.heads_q / p.heads_k);
   a.group = causal && !kPacked ? static_cast<uint32_t>(std::min<int64_t>(
                                      std::max<int64_t>((32 << 20) / head_bytes, 1), key_heads))
                                : 1;
@@ -159,18 +194,39 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
                C::kBlockK);
   encode(a.dk, p.dk, p.dk_strides, p.seq_k, p.heads_k, p.head_dim, 64);
   encode(a.dv, p.dv, p.dv_strides, p.seq_k, p.heads_k, p.head_dim_v, 64);
+  if constexpr (C::kPairs) encode_pairs<C>(a, encode);
   if (error != cudaSuccess) return error;
 
+  // The same kernels before and after it with pairs and without.
+  using Rows = std::conditional_t<C::kPairs, BackwardTiling<C::kHeadDim, C::kBlockQ>, C>;
   constexpr auto kernel = backward_kernel<Op, C, kPacked, kSoftcap>;
   static std::atomic<uint64_t> configured{0};
   error = allow_shared(kernel, kSharedBytes, p.device, configured);
   if (error != cudaSuccess) return error;
+  if constexpr (C::kPairs) {
+    if (a.stores_bias) error = clear_bias(p, stream);
+    if (error != cudaSuccess) return error;
+  }
   const uint32_t row_blocks = static_cast<uint32_t>(heads * q_tiles);
-  backward_prepare_kernel<Op, C, kPacked><<<row_blocks, kRowThreads, 0, stream>>>(a);
-  kernel<<<static_cast<uint32_t>(key_heads * k_tiles), C::kThreads, kSharedBytes, stream>>>(a);
-  if (p.dq != nullptr)
-    backward_finish_kernel<Op, C, kPacked><<<row_blocks, kRowThreads, 0, stream>>>(a);
-  return cudaGetLastError();
+  backward_prepare_kernel<Op, Rows, kPacked><<<row_blocks, kRowThreads, 0, stream>>>(a);
+  error = cudaGetLastError();
+  // The others start beside their predecessor and wait for its end: two launches less to wait for.
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  config.gridDim = static_cast<uint32_t>(key_heads * k_tiles);
+  config.blockDim = C::kThreads;
+  config.dynamicSmemBytes = kSharedBytes;
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, a);
+  if (error != cudaSuccess || p.dq == nullptr) return error;
+  config.gridDim = row_blocks;
+  config.blockDim = kRowThreads;
+  config.dynamicSmemBytes = 0;
+  return cudaLaunchKernelEx(&config, backward_finish_kernel<Op, Rows, kPacked>, a);
 }
 
 // The tile shapes, by padded head dimension; why: docs/kernels/sm90_backward.md.
@@ -182,6 +238,16 @@ template <>
 struct BackwardTile<64, false> {
   using Tiling = BackwardTiling<64, 128>;
 };
+template <bool kSoftcap>
+struct BackwardTile<192, kSoftcap> {
+  using Tiling = WideBackwardTiling<192, 64>;
+};
+template <bool kSoftcap>
+struct BackwardTile<256, kSoftcap> {
+  using Tiling = WideBackwardTiling<256, 64>;
+};
+template <int kHeadDim>
+using PairsTile = BackwardTiling<kHeadDim, kHeadDim == 64 ? 128 : 64, true>;
 
 template <class Op, int kHeadDim>
 cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t stream) {
@@ -193,20 +259,41 @@ cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t
   if (p.cu_seqlens_q != nullptr)
     return p.softcap != 0.f ? launch_backward_tiling<Op, Softcap, true, true>(p, stream)
                             : launch_backward_tiling<Op, Plain, true, false>(p, stream);
+  if constexpr (kHeadDim <= 128) {
+    if (has_pairs(p)) {
+      const cudaError_t error =
+          launch_backward_tiling<Op, PairsTile<kHeadDim>, false, false>(p, stream);
+      return error == cudaSuccess && sums_bias(p)
+                 ? sum_bias<Op>(p, padded(workspace_of<PairsTile<kHeadDim>>(p)), stream)
+                 : error;
+    }
+  }
   return p.softcap != 0.f ? launch_backward_tiling<Op, Softcap, false, true>(p, stream)
                           : launch_backward_tiling<Op, Plain, false, false>(p, stream);
 #endif
 }
 
-template <int kHeadDim>
+template <class Op, int kHeadDim>
 int64_t padded_workspace(const FlashsciBackwardParams& p) {
+  if constexpr (kHeadDim <= 128) {
+    if (has_pairs(p)) {
+      const int64_t own = workspace_of<PairsTile<kHeadDim>>(p);
+      if (!sums_bias(p)) return own;
+      const FlashsciBackwardParams bias = bias_alone(p);
+      return padded(own) + Op::bias_gradient_workspace(&bias);
+    }
+  }
   return p.softcap != 0.f ? workspace_of<typename BackwardTile<kHeadDim, true>::Tiling>(p)
                           : workspace_of<typename BackwardTile<kHeadDim, false>::Tiling>(p);
 }
 
-inline int64_t backward_workspace(const FlashsciBackwardParams& p) {
-  return std::max(p.head_dim, p.head_dim_v) <= 64 ? padded_workspace<64>(p)
-                                                  : padded_workspace<128>(p);
+template <class Op>
+int64_t backward_workspace(const FlashsciBackwardParams& p) {
+  const int dim = std::max(p.head_dim, p.head_dim_v);
+  return dim <= 64    ? padded_workspace<Op, 64>(p)
+         : dim <= 128 ? padded_workspace<Op, 128>(p)
+         : dim <= 192 ? padded_workspace<Op, 192>(p)
+                      : padded_workspace<Op, 256>(p);
 }
 
 // cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
@@ -219,8 +306,8 @@ cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream
            whole(p.batch1, s.batch1) && whole(heads, s.head) && whole(rows, s.row);
   };
   const int dim = std::max(p.head_dim, p.head_dim_v);
-  if (dim > 128 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 || p.seq_q == 0 || p.seq_k == 0 ||
-      p.pairs.bias != nullptr || p.pairs.mask != nullptr ||
+  if (dim > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 || p.seq_q == 0 || p.seq_k == 0 ||
+      !takes_pairs(p) ||
       (p.deterministic && p.cu_seqlens_q != nullptr) ||  // offsets of any contents must not hang
       !aligned(p.out, p.out_strides, p.heads_q, p.seq_q) ||
       !aligned(p.dout, p.dout_strides, p.heads_q, p.seq_q) ||
@@ -231,8 +318,10 @@ cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream
 #if defined(FLASHSCI_SM90_ONLY)  // experiments: one head dimension compiles in seconds
   return launch_backward_padded<Op, FLASHSCI_SM90_ONLY>(p, stream);
 #else
-  return dim <= 64 ? launch_backward_padded<Op, 64>(p, stream)
-                   : launch_backward_padded<Op, 128>(p, stream);
+  return dim <= 64    ? launch_backward_padded<Op, 64>(p, stream)
+         : dim <= 128 ? launch_backward_padded<Op, 128>(p, stream)
+         : dim <= 192 ? launch_backward_padded<Op, 192>(p, stream)
+                      : launch_backward_padded<Op, 256>(p, stream);
 #endif
 }
 

@@ -9,6 +9,9 @@ struct Op : flashsci::BFloat16 {
   static constexpr bool kIsBf16 = true;
   template <int kN>
   using Wgmma = flashsci::ptx::WgmmaBf16<kN>;
+
+  static constexpr auto bias_gradient = flashsci_backward_sm80_bf16;
+  static constexpr auto bias_gradient_workspace = flashsci_backward_sm80_bf16_workspace;
 };
 
 }  // namespace
@@ -23,5 +26,5 @@ extern "C" int flashsci_backward_sm90_bf16(const FlashsciBackwardParams* params,
 }
 
 extern "C" int64_t flashsci_backward_sm90_bf16_workspace(const FlashsciBackwardParams* params) {
-  return flashsci::sm90::backward_workspace(*params);
+  return flashsci::sm90::backward_workspace<Op>(*params);
 }

@@ -12,7 +12,9 @@
 #include "../common/ptx/warpgroup.cuh"
 #include "../common/ptx/wgmma.cuh"
 #include "../common/softmax.cuh"
+#include "../common/tile.cuh"
 #include "backward_layout.cuh"
+#include "backward_pairs.cuh"
 
 namespace flashsci::sm90 {
 
@@ -39,16 +41,18 @@ __device__ __forceinline__ void hide(float (&x)[kCount], const Window& window, i
   }
 }
 
-// 64 rows of dK or dV: through shared memory of 64-column boxes of 128 rows, this warpgroup's rows.
+// 64 rows of dK or dV (of a wide tile: all): through shared memory of 64-column boxes of kBlockK
+// rows.
 template <class Op, class C, bool kPacked>
 __device__ __forceinline__ void write_rows(const float (&x)[C::kHeadDim / 2], float scale,
                                            uint32_t shared, const CUtensorMap& map, void* base,
                                            const FlashsciStrides& strides, int columns,
                                            const KeyTile& tile, int w) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int row = tile.row + w * 64, rows = ptx::redux_max(tile.seq_k - row);
+  const int part = C::kWide ? 0 : w;
+  const int row = tile.row + part * 64, rows = ptx::redux_max(tile.seq_k - row);
   if (base == nullptr || rows <= 0) return;
-  const uint32_t target = shared + w * 8192;
+  const uint32_t target = shared + part * 8192;
   const uint32_t target_row = target + (warp * 16 + lane % 16) * 128;
 #pragma unroll
   for (int j = 0; j < C::kHeadDim / 16; ++j)
@@ -120,10 +124,6 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
                              : kHeadDim == 64 ? w * 64
                                               : w * (kHeadDim / 128) * kBlockK * 128),
         kBlockK * 128, 1024);
-    const uint32_t ds_store = address(shared.ds) + w * (kBlockQ * 128) +
-                              (lane % 8 + lane / 16 * 8) * 128 +
-                              ((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16;
-    const uint32_t dq_store = address(shared.dq[0][w]) + threadIdx.x % 128 * 16;
     const uint32_t lse = address(shared.lse) + lane % 4 * 8;
     const uint32_t delta = address(shared.delta) + lane % 4 * 8;
 
@@ -193,8 +193,14 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
         for (int e = 0; e < kBlockQ / 2; ++e) prob[e] = tanh_accurate(s[e] * a.cap_inner);
         hide_outside(-INFINITY);
       }
+      if constexpr (C::kPairs) {
+        const int ds_stage = turn % C::kDsStages;
+        if (a.bias_tiles) wait_for(shared.bias_full[ds_stage], turn / C::kDsStages);
+        exponentiate_pairs<Op>(prob, s, a, tile, lse + stage * (kBlockQ * 4),
+                               address(shared.ds[ds_stage]) + w * (kBlockQ * 128), w, turn);
+      }
 #pragma unroll
-      for (int n = 0; n < kBlockQ / 8; ++n) {
+      for (int n = 0; n < (C::kPairs ? 0 : kBlockQ / 8); ++n) {
         const float2 row = ptx::ld_shared_f2(lse + stage * (kBlockQ * 4) + n * 32);
 #pragma unroll
         for (int e = n * 4; e < n * 4 + 4; ++e) {
@@ -243,9 +249,14 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       }
     };
     const auto share_ds = [&](int turn) {
+      // Addresses anew: registers are scarcer than integer instructions.
+      const int thread = opaque(threadIdx.x), matrix_row = thread % 8;
+      const uint32_t ds_store = address(shared.ds) + w * (kBlockQ * 128) +
+                                (matrix_row + thread % 32 / 16 * 8) * 128 +
+                                ((thread / 32 % 4 * 2 + thread / 8 % 2) ^ matrix_row) * 16;
 #pragma unroll
       for (int m = 0; m < kBlockQ / 16; ++m)
-        ptx::stmatrix_x4_trans(ds_store + turn % kStages * C::kDsBytes + m * 2048, ds[m]);
+        ptx::stmatrix_x4_trans(ds_store + turn % C::kDsStages * C::kDsBytes + m * 2048, ds[m]);
       ptx::fence_proxy_async();
     };
     const auto issue_dk = [&](int turn) {
@@ -253,7 +264,7 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       issue_sum(dk, ds, q_columns, turn % kStages, 0, kBlockQ / 16);
     };
     const auto issue_dq = [&](float (&dq)[C::kDqColumns / 2], int turn) {
-      const uint64_t rows = ds_rows + turn % kStages * (C::kDsBytes / 16);
+      const uint64_t rows = ds_rows + turn % C::kDsStages * (C::kDsBytes / 16);
       ptx::wgmma_fence();
 #pragma unroll
       for (int n = 0; n < kBlockK / 16; ++n)
@@ -263,6 +274,7 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
     };
     const auto write_dq = [&](const float (&dq)[C::kDqColumns / 2], int turn) {
       const int stage = turn % C::kDqStages;
+      const uint32_t dq_store = address(shared.dq[0][w]) + opaque(threadIdx.x) % 128 * 16;
       wait_for(shared.dq_empty[stage][w], turn / C::kDqStages + 1);
 #pragma unroll
       for (int j = 0; j < C::kDqColumns / 8; ++j)
@@ -274,26 +286,54 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
     };
 
     wait_for(shared.kv_full, 0);
-#pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
-      float dq[C::kDqColumns / 2], s[kBlockQ / 2];
+    const auto begin_turn = [&](int turn) {
+      float s[kBlockQ / 2];
       issue_scores(s, turn);
       exponentiate(s, turn);
       issue_dv(turn);
-      share_ds(turn);
-      release(shared.ds_full);
-      wait_for(shared.ds_full, turn);
-      issue_dq(dq, turn);
-      issue_dk(turn);
-      ptx::wgmma_wait<1>();
-      ptx::wgmma_tie(dv);
-      ptx::wgmma_tie(dq);
-      release(shared.dout_empty[turn % kStages]);
-      write_dq(dq, turn);
+    };
+    const auto end_turn = [&](int turn) {
       ptx::wgmma_wait<0>();
       ptx::wgmma_tie(dk);
       release(shared.q_empty[turn % kStages]);
+    };
+    begin_turn(0);
+    share_ds(0);
+    issue_dk(0);
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_tie(dv);
+    release(shared.ds_full);
+    if constexpr (C::kPairs) release(shared.ds_done[0]);
+    release(shared.dout_empty[0]);
+    end_turn(0);
+#pragma unroll 1
+    for (int turn = 1; turn < turns; ++turn) {
+      float dq[C::kDqColumns / 2];
+      begin_turn(turn);
+      // The other consumer has shared dS of the block before, and read what is overwritten now.
+      wait_for(shared.ds_full, turn - 1);
+      share_ds(turn);
+      if constexpr (kBlockQ == 128 || kSoftcap) {  // frees the registers of P
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_tie(dv);
+      }
+      issue_dq(dq, turn - 1);
+      issue_dk(turn);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_tie(dq);
+      ptx::wgmma_tie(dv);
+      release(shared.ds_full);
+      if constexpr (C::kPairs) release(shared.ds_done[turn % C::kDsStages]);
+      release(shared.dout_empty[turn % kStages]);
+      write_dq(dq, turn - 1);
+      end_turn(turn);
     }
+    float dq[C::kDqColumns / 2];
+    wait_for(shared.ds_full, turns - 1);
+    issue_dq(dq, turns - 1);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_tie(dq);
+    write_dq(dq, turns - 1);
     ptx::barrier_sync(3, 128 * C::kConsumers);  // nobody reads K any more
   }
   write_rows<Op, C, kPacked>(dv, 1.f, address(shared.v), a.dv, a.p.dv, a.p.dv_strides,

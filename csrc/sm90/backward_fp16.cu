@@ -12,6 +12,9 @@ struct Op : flashsci::Float16 {
   static constexpr bool kIsBf16 = false;
   template <int kN>
   using Wgmma = flashsci::ptx::WgmmaF16<kN>;
+
+  static constexpr auto bias_gradient = flashsci_backward_sm80_fp16;
+  static constexpr auto bias_gradient_workspace = flashsci_backward_sm80_fp16_workspace;
 };
 
 }  // namespace
@@ -26,5 +29,5 @@ extern "C" int flashsci_backward_sm90_fp16(const FlashsciBackwardParams* params,
 }
 
 extern "C" int64_t flashsci_backward_sm90_fp16_workspace(const FlashsciBackwardParams* params) {
-  return flashsci::sm90::backward_workspace(*params);
+  return flashsci::sm90::backward_workspace<Op>(*params);
 }

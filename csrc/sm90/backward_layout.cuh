@@ -14,12 +14,16 @@
 
 namespace flashsci::sm90 {
 
-template <int kHeadDim_, int kBlockQ_>
+// kPairs: with bias or mask (backward_pairs.cuh).
+template <int kHeadDim_, int kBlockQ_, bool kPairs_ = false>
 struct BackwardTiling {
   static constexpr int kHeadDim = kHeadDim_, kBlockQ = kBlockQ_;
+  static constexpr bool kWide = false, kPairs = kPairs_;
   static constexpr int kConsumers = 2, kBlockK = 64 * kConsumers, kStages = 2;
+  static constexpr int kDoutStages = kStages, kCounters = kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kColumnBlocks = kHeadDim / 64;  // boxes side by side
+  static constexpr int kRowLanes = kHeadDim / 8;       // that take a row, 16 bytes each
   static constexpr int kQBytes = kBlockQ * kHeadDim * 2;
   static constexpr int kKVBytes = kBlockK * kHeadDim * 2;
   static constexpr int kDsBytes = kBlockQ * kBlockK * 2;
@@ -27,7 +31,7 @@ struct BackwardTiling {
   static constexpr bool kSplitRows = kBlockQ == 128;
   static constexpr int kDqColumns = kSplitRows ? kHeadDim : kHeadDim / 2;
   static constexpr int kDqFloats = 64 * kDqColumns;  // of one consumer
-  static constexpr int kDqStages = 1;
+  static constexpr int kDqStages = 1, kDsStages = kPairs ? 3 : 2;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static_assert(kHeadDim == 64 || kHeadDim == 128);
   static_assert(kBlockQ == 64 || kBlockQ == 128);
@@ -46,11 +50,11 @@ struct KeyTile {
 
 template <class C>
 struct BackwardStorage {
-  unsigned char k[C::kKVBytes];                // [column block][128 keys][64]
-  unsigned char v[C::kKVBytes];                // the same
-  unsigned char q[C::kStages][C::kQBytes];     // [stage][column block][kBlockQ rows][64]
-  unsigned char dout[C::kStages][C::kQBytes];  // the same
-  unsigned char ds[C::kStages][C::kDsBytes];   // [stage][consumer's 64 keys][kBlockQ rows][64]
+  unsigned char k[C::kKVBytes];                 // [column block][128 keys][64]
+  unsigned char v[C::kKVBytes];                 // the same
+  unsigned char q[C::kStages][C::kQBytes];      // [stage][column block][kBlockQ rows][64]
+  unsigned char dout[C::kStages][C::kQBytes];   // the same
+  unsigned char ds[C::kDsStages][C::kDsBytes];  // [stage][consumer's 64 keys][kBlockQ rows][64]
   float dq[C::kDqStages][C::kConsumers][C::kDqFloats];  // in the order of registers
   float lse[C::kStages][C::kBlockQ];                    // of rows, in powers of two
   float delta[C::kStages][C::kBlockQ];                  // negative
@@ -60,6 +64,8 @@ struct BackwardStorage {
   uint64_t dout_full[C::kStages], dout_empty[C::kStages];  // dO and delta
   uint64_t ds_full;
   uint64_t dq_full[C::kDqStages][C::kConsumers], dq_empty[C::kDqStages][C::kConsumers];
+  uint64_t bias_full[C::kDsStages];  // the bias, where dS will be
+  uint64_t ds_done[C::kDsStages];    // dS is there, and that of the block before has been read
 };
 
 struct alignas(128) BackwardArgs {
@@ -72,14 +78,16 @@ struct alignas(128) BackwardArgs {
   float* dq;     // [head][query tile][consumer][kDqFloats]
   float* lse;    // [head][query tile][kBlockQ], in powers of two; +inf where a row sees no key
   float* delta;  // [head][query tile][kBlockQ], negative
-  int* turns;    // [head][query tile][consumer]: key tiles that have been added; or NULL: any order
-  bool descending;             // the last key tile first, as the diagonal brings them
-  uint32_t q_tiles, k_tiles;   // of a head; packed: slots
-  uint32_t group;              // key heads whose tiles are mixed, the longest first
-  uint32_t key_heads;          // B0 * B1 * Hk
-  int dout_row_offset;         // 0, or beyond the tensor: dO counts as zero
-  float exp_scale;             // P = exp2(exp_scale s - lse)
-  float cap_inner, cap_outer;  // softcap: s = cap_outer tanh(cap_inner q.k), in powers of two
+  int* turns;  // [head][query tile][kCounters]: key tiles that have been added; or NULL: any order
+  bool descending;               // the last key tile first, as the diagonal brings them
+  uint32_t q_tiles, k_tiles;     // of a head; packed: slots
+  uint32_t group;                // key heads, at least, whose tiles are mixed, the longest first
+  uint32_t key_heads;            // B0 * B1 * Hk
+  int dout_row_offset;           // 0, or beyond the tensor: dO counts as zero
+  float exp_scale;               // P = exp2(exp_scale s - lse)
+  float cap_inner, cap_outer;    // softcap: s = cap_outer tanh(cap_inner q.k), in powers of two
+  CUtensorMap bias, dbias;       // boxes of kBlockQ rows and 64 keys
+  bool bias_tiles, stores_bias;  // the bias comes by tiles; dbias leaves by tiles
 };
 
 __device__ __forceinline__ Window window_of(const FlashsciBackwardParams& p, int seq_q, int seq_k) {
@@ -90,11 +98,19 @@ __device__ __forceinline__ Window window_of(const FlashsciBackwardParams& p, int
 template <class C, bool kPacked>
 __device__ __forceinline__ KeyTile find_key_tile(const BackwardArgs& a, uint32_t item) {
   const FlashsciBackwardParams& p = a.p;
-  const uint32_t first_head = item / (a.group * a.k_tiles) * a.group;
+  // At least `group` heads at a time, as equal in number as possible: a small last group would
+  // begin its longest tiles when the others end.
+  const uint32_t groups = max(a.key_heads / a.group, 1u);
+  uint32_t size = a.key_heads / groups, first_head = 0;
+  const uint32_t larger = (a.key_heads - groups * size) * (size + 1);  // heads of larger groups
+  if (item < larger * a.k_tiles)
+    ++size;
+  else
+    first_head = larger;
+  first_head += (item - first_head * a.k_tiles) / (size * a.k_tiles) * size;
   const uint32_t rest = item - first_head * a.k_tiles;
-  const uint32_t count = min(a.group, a.key_heads - first_head);
-  const uint32_t index = a.descending ? a.k_tiles - 1 - rest / count : rest / count;
-  const uint32_t batch_head = first_head + rest % count;
+  const uint32_t index = a.descending ? a.k_tiles - 1 - rest / size : rest / size;
+  const uint32_t batch_head = first_head + rest % size;
   KeyTile tile;
   tile.batch = batch_head / static_cast<uint32_t>(p.heads_k);
   tile.head = batch_head - tile.batch * p.heads_k;

@@ -57,8 +57,8 @@ __device__ __forceinline__ void load_tiles(BackwardStorage<C>& shared, const Bac
                    full);
   };
   const auto load_dout = [&](int head, int block, uint32_t turn) {
-    const uint32_t stage = turn % C::kStages, full = address(&shared.dout_full[stage]);
-    sleep_for(shared.dout_empty[stage], turn / C::kStages + 1);
+    const uint32_t stage = turn % C::kDoutStages, full = address(&shared.dout_full[stage]);
+    sleep_for(shared.dout_empty[stage], turn / C::kDoutStages + 1);
     ptx::mbarrier_arrive_expect(full, C::kQBytes + C::kBlockQ * 4);
     load_rows<C, C::kBlockQ, kPacked>(address(shared.dout[stage]), a.dout, a.dout_cut, a.dout_row,
                                       full, block * C::kBlockQ, tile.first_q + a.dout_row_offset,
@@ -68,21 +68,22 @@ __device__ __forceinline__ void load_tiles(BackwardStorage<C>& shared, const Bac
                    full);
   };
   const int heads = p.heads_q / p.heads_k;
+  if (tile.begin < tile.end) {
+    const uint32_t full = address(&shared.kv_full);
+    ptx::mbarrier_arrive_expect(full, 2 * C::kKVBytes);
+    load_rows<C, C::kBlockK, kPacked>(address(shared.k), a.k, a.k_cut, a.k_row, full, tile.row,
+                                      tile.first_k, tile.seq_k, p.seq_k, tile.head, tile.batch1,
+                                      tile.batch0);
+    load_rows<C, C::kBlockK, kPacked>(address(shared.v), a.v, a.v_cut, a.v_row, full, tile.row,
+                                      tile.first_k, tile.seq_k, p.seq_k, tile.head, tile.batch1,
+                                      tile.batch0);
+  }
+  ptx::wait_for_prerequisites();  // lse and delta
   uint32_t turn = 0;
   for (int head = tile.head * heads; head < (tile.head + 1) * heads; ++head) {
 #pragma unroll 1
     for (int block = tile.begin; block < tile.end; ++block, ++turn) {
       load_q(head, block, turn);
-      if (turn == 0) {
-        const uint32_t full = address(&shared.kv_full);
-        ptx::mbarrier_arrive_expect(full, 2 * C::kKVBytes);
-        load_rows<C, C::kBlockK, kPacked>(address(shared.k), a.k, a.k_cut, a.k_row, full, tile.row,
-                                          tile.first_k, tile.seq_k, p.seq_k, tile.head, tile.batch1,
-                                          tile.batch0);
-        load_rows<C, C::kBlockK, kPacked>(address(shared.v), a.v, a.v_cut, a.v_row, full, tile.row,
-                                          tile.first_k, tile.seq_k, p.seq_k, tile.head, tile.batch1,
-                                          tile.batch0);
-      }
       load_dout(head, block, turn);
     }
   }
@@ -92,6 +93,7 @@ __device__ __forceinline__ void load_tiles(BackwardStorage<C>& shared, const Bac
 template <class C>
 __device__ __forceinline__ void add_dq(BackwardStorage<C>& shared, const BackwardArgs& a,
                                        const KeyTile& tile, int w) {
+  ptx::wait_for_prerequisites();  // the accumulator
   const int heads = a.p.heads_q / a.p.heads_k;
   uint32_t turn = 0;
   for (int head = tile.head * heads; head < (tile.head + 1) * heads; ++head) {

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/ptx/warpgroup.cuh"
 #include "../common/sequence.cuh"
 #include "../common/softmax.cuh"
 #include "backward_layout.cuh"
@@ -46,7 +47,8 @@ inline constexpr int kRowThreads = 256;
 template <class Op, class C, bool kPacked>
 __global__ void __launch_bounds__(kRowThreads)
     backward_prepare_kernel(const __grid_constant__ BackwardArgs a) {
-  constexpr int kLanes = C::kHeadDim / 8;  // of a row, 16 bytes each
+  ptx::launch_dependents();
+  constexpr int kLanes = C::kRowLanes;
   constexpr int kStep = kRowThreads / kLanes;
   const FlashsciBackwardParams& p = a.p;
   const QueryTile tile = find_query_tile<C, kPacked>(a, blockIdx.x);
@@ -66,8 +68,8 @@ __global__ void __launch_bounds__(kRowThreads)
       y[i] = *reinterpret_cast<const uint4*>(dout + row * p.dout_strides.row + lane * 8);
     }
   }
-  if (a.turns != nullptr && threadIdx.x < C::kConsumers)
-    a.turns[static_cast<int64_t>(blockIdx.x) * C::kConsumers + threadIdx.x] = 0;
+  if (a.turns != nullptr && threadIdx.x < C::kCounters)
+    a.turns[static_cast<int64_t>(blockIdx.x) * C::kCounters + threadIdx.x] = 0;
   if (p.dq != nullptr) {
     float4* accumulator =
         reinterpret_cast<float4*>(a.dq + statistics * (C::kConsumers * C::kDqFloats / C::kBlockQ));
@@ -114,6 +116,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const FlashsciBackwardParams& p = a.p;
   const QueryTile tile = find_query_tile<C, kPacked>(a, blockIdx.x);
   if (tile.count <= 0) return;
+  ptx::wait_for_prerequisites();
   const int w = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;
   const float4* accumulator = reinterpret_cast<const float4*>(
       a.dq + (static_cast<int64_t>(blockIdx.x) * C::kConsumers + w) * C::kDqFloats);
@@ -129,7 +132,7 @@ __global__ void __launch_bounds__(kRowThreads)
     pair[8 * kPitch / 2] = Op::pack2(x[j].z * p.scale, x[j].w * p.scale);
   }
   __syncthreads();
-  constexpr int kLanes = C::kHeadDim / 8;
+  constexpr int kLanes = C::kRowLanes;
   auto* dq = static_cast<uint16_t*>(p.dq) + tile.offset(p.dq_strides);
 #pragma unroll
   for (int i = 0; i < C::kBlockQ; i += kRowThreads / kLanes) {

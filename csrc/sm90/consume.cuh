@@ -18,7 +18,8 @@ template <class Op, class C, bool kWindowed, bool kPlainScores, bool kPacked>
 __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardArgs& a, int w) {
   constexpr int kBlockK = C::kBlockK, kStages = C::kStages, kHeadDim = C::kHeadDim;
   using MmaQK = typename Op::template Wgmma<kBlockK>;
-  using MmaQKHalf = typename Op::template Wgmma<kBlockK / 2>;
+  constexpr bool kHalves = kBlockK > 32;  // a first block of half width
+  using MmaQKHalf = typename Op::template Wgmma<kHalves ? kBlockK / 2 : kBlockK>;
   using MmaPV = typename Op::template Wgmma<kHeadDim>;
   const int lane = threadIdx.x % 32;
   const int warp_row = w * 64 + threadIdx.x / 32 % 4 * 16;  // in the tile
@@ -30,6 +31,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   uint32_t p[kBlockK / 16][4];  // P as operand, per 16 keys
   RowStatistics rows;
   float alpha[2];
+  PairsRing ring;
   uint32_t head = 0;   // K blocks behind us: they tell stage and phase of the next
   uint32_t tiles = 0;  // tiles behind us
   bool pending =
@@ -82,15 +84,40 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     for (; count > 0; --count) {
       my_turn();
       next_turn();
+      if constexpr (C::kPairs) ring.next(a.pairs);
     }
   };
-  const auto with_pairs = [&](auto& scores) {
+  // What is added to the scores of a block, or of its first half: a bias of 16 bits is fetched
+  // while they are computed.
+  constexpr bool kAhead = C::kPairs && (kHeadDim == 32 || kHeadDim == 128);  // measured
+  const auto place = [&]() -> uint32_t {
+    if constexpr (C::kPairs)
+      return ptx::shared_address(shared.pairs) + ring.stage * a.pairs.stage_bytes;
+    return 0;
+  };
+  const auto fetch = [&](auto& words) {
+    fetch_16_bit<kBlockK>(words, a.pairs, place() + w * a.pairs.bias_step);
+  };
+  const auto fetch_ahead = [&](auto& words) {
+    if constexpr (C::kPairs) wait(shared.pairs_full[ring.stage], ring.lap);
+    if constexpr (kAhead) fetch(words);
+  };
+  const auto with_pairs = [&](auto& scores, auto& words) {
     if constexpr (C::kPairs) {
-      const bool scaled = a.score_mode == kSoftcap || a.p.pairs.bias == nullptr;
+      const FlashsciPairs& pairs = a.p.pairs;
+      const bool scaled = a.score_mode == kSoftcap || pairs.bias == nullptr;
       if (scaled) scale_scores(scores, a);
-      add_pairs<Op>(scores, a, scaled ? 1.f : a.score_inner,
-                    ptx::shared_address(shared.bias[head % kStages][w]),
-                    ptx::shared_address(shared.mask[head % kStages][w]));
+      const float inner = scaled ? 1.f : a.score_inner;
+      if (pairs.bias != nullptr && pairs.bias_is_fp32) {
+        add_fp32<kBlockK>(scores, a.pairs, inner, place() + w * a.pairs.bias_step);
+      } else if (pairs.bias != nullptr) {
+        if constexpr (!kAhead) fetch(words);
+        add_16_bit<Op>(scores, words, inner);
+      }
+      if (pairs.mask != nullptr)
+        hide<kBlockK>(scores, a.pairs, place() + a.pairs.mask + w * a.pairs.mask_step);
+      release(shared.pairs_empty[ring.stage]);
+      ring.next(a.pairs);
     }
   };
   const auto write = [&](const RowStatistics& of, const PostedTile& tile) {
@@ -199,15 +226,19 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     my_turn();
     ptx::wgmma_fence();
     // The diagonal or the end often cuts it: half a block costs half.
-    if (own.end_key <= block * kBlockK + kBlockK / 2) {
-      float half[kBlockK / 4];
+    if (kHalves && own.end_key <= block * kBlockK + kBlockK / 2) {
+      float half[kHalves ? kBlockK / 4 : kBlockK / 2];
       issue_qk(MmaQKHalf{}, half);
       issue_pending();
+      uint32_t words[kHalves ? kBlockK / 8 : kBlockK / 4];
+      fetch_ahead(words);
       ptx::wgmma_wait<(C::kQStages > 1)>();
       ptx::wgmma_tie(half);
-      with_pairs(half);
       after_qk();
-      if constexpr (!kPlainScores && !C::kPairs) scale_scores(half, a);
+      if constexpr (C::kPairs)
+        with_pairs(half, words);
+      else if constexpr (!kPlainScores)
+        scale_scores(half, a);
       mask_half(half, block);
       softmax_first(half, rows, a.exp_scale);
       after_pv();
@@ -215,11 +246,15 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     } else {
       issue_qk(MmaQK{}, s);
       issue_pending();
+      uint32_t words[kBlockK / 4];
+      fetch_ahead(words);
       ptx::wgmma_wait<(C::kQStages > 1)>();
       ptx::wgmma_tie(s);
-      with_pairs(s);  // which leave with K
       after_qk();
-      if constexpr (!kPlainScores && !C::kPairs) scale_scores(s, a);
+      if constexpr (C::kPairs)
+        with_pairs(s, words);
+      else if constexpr (!kPlainScores)
+        scale_scores(s, a);
       mask(block);
       softmax_first(s, rows, a.exp_scale);
       after_pv();
@@ -229,6 +264,17 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     accumulate = 0;
     pending = true;
     ++head;
+    // Blocks are not masked, but bias or mask may have hidden all keys of a row so far.
+    bool searching = false;
+    const auto look = [&] {
+      if constexpr (C::kOptimistic) {
+        const int row = tile_row + row_in_tile;
+        const bool found = (rows.offset[0] != kNoKey || row >= seq_q) &&
+                           (rows.offset[1] != kNoKey || row + 8 >= seq_q);
+        searching = ptx::redux_max(!ptx::barrier_all(8 + w, 128, found));
+      }
+    };
+    look();
 
     const auto step = [&](auto masked) {
       wait_k();
@@ -239,11 +285,15 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       wait_v(at);
       issue_pv(at);
       next_turn();
+      uint32_t words[kBlockK / 4];
+      fetch_ahead(words);
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(s);
-      with_pairs(s);  // which leave with K
       after_qk();
-      if constexpr (!kPlainScores && !C::kPairs) scale_scores(s, a);
+      if constexpr (C::kPairs)
+        with_pairs(s, words);
+      else if constexpr (!kPlainScores)
+        scale_scores(s, a);
       const auto rescale = [&] {
 #pragma unroll
         for (int e = 0; e < kHeadDim / 2; ++e) o[e] *= alpha[e >> 1 & 1];
@@ -253,7 +303,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
         ptx::wgmma_tie(o);
         release(shared.v_empty[at % kStages]);
       };
-      if constexpr (decltype(masked)::value || !kPlainScores) {
+      if constexpr (decltype(masked)::value || (!kPlainScores && !C::kOptimistic)) {
         if constexpr (decltype(masked)::value) mask(block);
         const bool grew = softmax_next(s, rows, alpha, a.exp_scale);
         pv_done();
@@ -274,7 +324,13 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
         pack(s);
         if (__any_sync(0xffffffffu, sum[0] > kOverflow || sum[1] > kOverflow)) {
           if (__any_sync(0xffffffffu, sum[0] == INFINITY || sum[1] == INFINITY)) {
-            recompute_scores<Op>(s, a, tile, tile.row + row_in_tile, seq_q, block * kBlockK);
+            const int row = tile.row + row_in_tile, key = block * kBlockK;
+            // Rolled where it is long.
+            recompute_scores<Op, C::kPairs ? 1 : kBlockK / 8>(
+                s, a, tile, row, seq_q, key, [&](auto& c, int n) {
+                  if constexpr (C::kPairs)
+                    add_pairs_again<Op>(c, a, tile, row, key + n * 8 + lane % 4 * 2);
+                });
             sum[0] = sum[1] = 0.f;
             alpha[0] = alpha[1] = 1.f;
             softmax_next(s, rows, alpha, a.exp_scale);
@@ -297,7 +353,10 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       const int whole_down_to = max((full_begin + kBlockK - 1) / kBlockK, own.first);
       while (block >= own.first) {
 #pragma unroll 1
-        for (; block >= masked_down_to; --block) step(std::true_type{});
+        for (; block >= own.first && (block >= masked_down_to || searching); --block) {
+          step(std::true_type{});
+          if (searching) look();
+        }
 #pragma unroll 1
         for (; block >= whole_down_to; --block) step(std::false_type{});
         masked_down_to = own.first;

@@ -4,9 +4,9 @@
 //           lse_i = m_i + log l_i, s = scale q k^T or softcap tanh(scale q k^T / softcap), over the
 //           keys the window shows.
 // Roles     Persistent CTAs, one per SM, walk a list of query tiles (schedule.cuh). Warpgroup 0
-// loads
-//           (produce.cuh): its warp 1 plans the tiles and loads Q, warp 0 K and V. Warpgroups
-//           1 .. kConsumers own 64 query rows each, from S to the stores (consume.cuh).
+//           loads (produce.cuh): its warp 1 plans the tiles and loads Q, warp 0 K and V, warp 2
+//           bias and mask (produce_pairs.cuh). Warpgroups 1 .. kConsumers own 64 query rows each,
+//           from S to the stores (consume.cuh).
 // Shared    Q [stage][consumer][64 columns][64 rows], K and V [stage][64 columns][kBlockK rows] in
 //           128-byte swizzled boxes, output staging of every warp, barriers, posted tiles:
 //           `SharedStorage` (layout.cuh).
@@ -36,6 +36,7 @@
 #include "pairs.cuh"
 #include "produce.cuh"
 #include "produce_alone.cuh"
+#include "produce_pairs.cuh"
 #include "schedule.cuh"
 #include "tensor_map.h"
 
@@ -53,9 +54,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     ptx::prefetch_tensor_map(&a.v);
     for (int i = 0; i < C::kQStages * C::kConsumers; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&shared.q_full[0][0] + i), 1);
-      // The producer takes part in the first, since it reads what is posted with Q.
-      ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[0][0] + i),
-                         C::kQStages > 1 && i % C::kConsumers == 0 ? 5 : 4);
+      // Producers take part in the first, since they read what is posted with Q.
+      const int readers = C::kQStages > 1 && i % C::kConsumers == 0 ? 1 + C::kPairs : 0;
+      ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[0][0] + i), 4 + readers);
     }
     for (int i = 0; i < kPosted; ++i)
       ptx::mbarrier_init(ptx::shared_address(&shared.planned[i]), 1);
@@ -64,6 +65,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       ptx::mbarrier_init(ptx::shared_address(&shared.v_full[stage]), 1);
       ptx::mbarrier_init(ptx::shared_address(&shared.k_empty[stage]), 4 * C::kConsumers);
       ptx::mbarrier_init(ptx::shared_address(&shared.v_empty[stage]), 4 * C::kConsumers);
+    }
+    if constexpr (C::kPairs) {
+      for (int stage = 0; stage < kPairStages; ++stage) {
+        ptx::mbarrier_init(ptx::shared_address(&shared.pairs_full[stage]), 1);
+        ptx::mbarrier_init(ptx::shared_address(&shared.pairs_empty[stage]), 4 * C::kConsumers);
+      }
     }
     ptx::mbarrier_init_fence();
   }
@@ -77,6 +84,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else {
       if (warp == 1) plan<C, kPacked>(shared, a);
       if (warp == 0 && ptx::elect()) produce<C, kPacked>(shared, a);
+      if constexpr (C::kPairs)
+        if (warp == 2 && ptx::elect()) produce_pairs<C>(shared, a);
     }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
@@ -136,10 +145,20 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
     error = encode_map(&a.v_cut, p.v, k16Bit, p.head_dim_v,
                        cut_dims(p.v_strides, p.seq_k, p.heads_k, C::kBlockK), 64, C::kBlockK);
   if constexpr (C::kPairs) {
+    PairsPlan& plan = a.pairs;
+    plan = {};
     const auto encode_pairs = [&](CUtensorMap* map, const void* base, const MapElement& element,
-                                  const FlashsciPairStrides& s, int box_keys, int* box_rows) {
-      *box_rows = s.row == 0 ? 1 : 64;
+                                  const FlashsciPairStrides& s, int box_keys, int* box_rows,
+                                  int* step) {
       if (error != cudaSuccess || base == nullptr) return;
+      *box_rows = s.row == 0 ? 1 : 64;
+      const int boxes = C::kBlockK / box_keys;
+      const int box_bytes = std::max(1024, *box_rows * box_keys * element.bytes);
+      const int consumers = *box_rows == 1 ? 1 : C::kConsumers;
+      *step = *box_rows == 1 ? 0 : boxes * box_bytes;
+      if (element.bytes == 4) plan.box_step = box_bytes;
+      plan.stage_bytes += consumers * boxes * box_bytes;
+      plan.loaded += consumers * *box_rows * C::kBlockK * element.bytes;
       const MapDims dims = {{p.seq_q, p.heads_q, p.batch1, p.batch0},
                             {s.row, s.head, s.batch1, s.batch0}};
       error = s.column == 1 ? encode_map(map, base, element, p.seq_k, dims, box_keys, *box_rows)
@@ -147,8 +166,11 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
     };
     const bool fp32 = p.pairs.bias_is_fp32;
     encode_pairs(&a.bias, p.pairs.bias, fp32 ? kFloat32 : k16Bit, p.pairs.bias_strides,
-                 fp32 ? 32 : 64, &a.bias_rows);
-    encode_pairs(&a.mask, p.pairs.mask, kByte, p.pairs.mask_strides, 64, &a.mask_rows);
+                 fp32 ? 32 : C::kBlockK, &plan.bias_rows, &plan.bias_step);
+    plan.mask = plan.stage_bytes;
+    encode_pairs(&a.mask, p.pairs.mask, kByte, p.pairs.mask_strides, C::kBlockK, &plan.mask_rows,
+                 &plan.mask_step);
+    plan.stages = std::min(kPairStages, C::kPairsBytes / std::max(plan.stage_bytes, 1));
   }
   if (error != cudaSuccess) return error;
 
@@ -173,6 +195,10 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
 template <int kHeadDim>
 struct Tiles;
 template <>
+struct Tiles<32> {  // in boxes of 64 columns, half of them zeros
+  using Pairs = Tiling<32, 64, 3, 2, true>;
+};
+template <>
 struct Tiles<64> {
   using Full = Tiling<64, 128, 3, 4>;
   using Windowed = Tiling<64, 128, 3, 4>;
@@ -188,6 +214,7 @@ template <>
 struct Tiles<256> {
   using Full = Tiling<256, 64, 2, 2>;
   using Windowed = Tiling<256, 64, 2, 2>;
+  using Pairs = Tiling<256, 32, 2, 2, true>;
 };
 
 template <class Op, int kHeadDim>
@@ -203,15 +230,15 @@ cudaError_t launch_padded(ForwardArgs& a, cudaStream_t stream) {
   if (a.p.cu_seqlens_q != nullptr)
     return plain ? launch_tiling<Op, Windowed, true, true, true>(a, stream)
                  : launch_tiling<Op, Windowed, true, false, true>(a, stream);
-  if (a.p.pairs.bias != nullptr || a.p.pairs.mask != nullptr) {
-    if constexpr (kHeadDim > 128)
-      return cudaErrorNotSupported;
-    else
-      return launch_tiling<Op, typename T::Pairs, true, false, false>(a, stream);
-  }
   if (!plain) return launch_tiling<Op, Windowed, true, false, false>(a, stream);
   if (windowed) return launch_tiling<Op, Windowed, true, true, false>(a, stream);
   return launch_tiling<Op, typename T::Full, false, true, false>(a, stream);
+}
+
+template <class Op, int kHeadDim>
+cudaError_t launch_pairs(ForwardArgs& a, cudaStream_t stream) {
+  if (a.p.cu_seqlens_q != nullptr) return cudaErrorNotSupported;
+  return launch_tiling<Op, typename Tiles<kHeadDim>::Pairs, true, false, false>(a, stream);
 }
 
 // Bytes of workspace: partial results of a decoding call, or the counter of the schedule.
@@ -223,7 +250,7 @@ inline int64_t forward_workspace(const FlashsciForwardParams& p) {
 
 // cudaErrorNotSupported: another kernel must serve this call, nothing was launched. kDims: the
 // buckets of head dimensions that are compiled.
-template <class Op, int kDims = 64 | 128 | 256>
+template <class Op, int kDims = 32 | 64 | 128 | 256>
 cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
   const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
   if (p.seq_k == 0 || p.head_dim_v % 8 != 0 || !aligned(p.batch0, p.out_strides.batch0) ||
@@ -238,12 +265,21 @@ cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) 
   a.score_outer = p.softcap;
   a.exp_scale = a.score_mode == kScaled ? p.scale * kLog2e : kLog2e;
   const int dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+  const auto launch = [&](auto padded) {
+    constexpr int kHeadDim = decltype(padded)::value;
+    return pairs ? launch_pairs<Op, kHeadDim>(a, stream) : launch_padded<Op, kHeadDim>(a, stream);
+  };
+  // sm80's kernel skips blocks that a mask hides and reads a bias once for two batch rows: measured
+  // faster here, and only here.
+  if (p.pairs.mask != nullptr && dim <= 32) return cudaErrorNotSupported;
+  if constexpr (kDims & 32)
+    if (pairs && dim <= 32) return launch_pairs<Op, 32>(a, stream);
   if constexpr (kDims & 64)
-    if (dim <= 64) return launch_padded<Op, 64>(a, stream);
+    if (dim <= 64) return launch(std::integral_constant<int, 64>{});
   if constexpr (kDims & 128)
-    if (dim <= 128) return launch_padded<Op, 128>(a, stream);
+    if (dim <= 128) return launch(std::integral_constant<int, 128>{});
   if constexpr (kDims & 256)
-    if (dim <= 256) return launch_padded<Op, 256>(a, stream);
+    if (dim <= 256) return launch(std::integral_constant<int, 256>{});
   return cudaErrorNotSupported;
 }
 

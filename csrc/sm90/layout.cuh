@@ -20,21 +20,24 @@ struct Tiling {
   static constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;  // shared memory of an SM
   static constexpr int kBlockQ = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kStaging = kHeadDim == 64 || kPairs ? 1 : 2;
-  static constexpr int kColumnBlocks = kHeadDim / 64;      // boxes side by side
-  static constexpr int kQBytes = 64 * kHeadDim * 2;        // of one consumer
-  static constexpr int kKVBytes = kBlockK * kHeadDim * 2;  // of one stage of K or V
+  static constexpr int kStaging = kHeadDim <= 64 || kPairs ? 1 : 2;
+  static constexpr int kColumnBlocks = (kHeadDim + 63) / 64;      // boxes side by side
+  static constexpr int kQBytes = 64 * kColumnBlocks * 128;        // of one consumer
+  static constexpr int kKVBytes = kBlockK * kColumnBlocks * 128;  // of one stage of K or V
   // The registers of the launch bounds (168 at 384 threads, 128 at 512) redistributed.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kPairs ? 40 : 24;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kPairs ? 232 : 240;
   // Scores whose exponentials come before the wait for P V of the block before.
-  static constexpr int kEarly = kHeadDim == 64 ? 0 : kBlockK / 4;
+  static constexpr int kEarly = kHeadDim <= 64 ? 0 : kBlockK / 4;
   // Causal calls with fewer keys do not earn the memset of a counter.
   static constexpr int kCountedKeys = kHeadDim == 256 ? 8192 : 2048;
-  static constexpr int kBiasBytes = kPairs ? 64 * 64 * 4 : 0;  // of one consumer and stage
-  static constexpr int kMaskBytes = kPairs ? 64 * 64 : 0;
-  static_assert(!kPairs || kBlockK == 64);
-  static_assert(kHeadDim % 64 == 0 && kBlockK % 16 == 0 && (kStages & (kStages - 1)) == 0);
+  // With a bias: without looking for the maximum of blocks once every row has seen a key.
+  static constexpr bool kOptimistic = kPairs && kHeadDim <= 128;
+  // For the stages of bias and mask, as many as fit: PairsPlan.
+  static constexpr int kPairsBytes = (kHeadDim > 64 ? 80 : 120) * 1024;
+  static_assert(!kPairs || kBlockK == 32 || kBlockK == 64);
+  static_assert((kHeadDim == 32 || kHeadDim % 64 == 0) && kBlockK % 16 == 0 &&
+                (kStages & (kStages - 1)) == 0);
 };
 
 // What the planner tells the others about a tile.
@@ -48,12 +51,14 @@ struct PostedTile {
 // still owe the output of the tile before that one.
 inline constexpr int kPosted = 4;
 
+// At most, of bias and mask.
+inline constexpr int kPairStages = 8;
+
 template <class C, bool kPairs = C::kPairs>
 struct PairsStorage {};
 template <class C>
 struct PairsStorage<C, true> {  // pairs.cuh
-  unsigned char bias[C::kStages][C::kConsumers][C::kBiasBytes];
-  unsigned char mask[C::kStages][C::kConsumers][C::kMaskBytes];
+  unsigned char pairs[C::kPairsBytes];
 };
 
 template <class C>
@@ -66,8 +71,28 @@ struct SharedStorage : PairsStorage<C> {
   uint64_t q_full[C::kQStages][C::kConsumers], q_empty[C::kQStages][C::kConsumers];
   uint64_t k_full[C::kStages], k_empty[C::kStages];
   uint64_t v_full[C::kStages], v_empty[C::kStages];
+  uint64_t pairs_full[kPairStages], pairs_empty[kPairStages];
   uint64_t planned[kPosted];  // posted, for the producer; consumers learn it with Q
   PostedTile posted[kPosted];
+};
+
+// Where bias and mask of a block lie in their stage. All in bytes, multiples of 1024.
+struct PairsPlan {
+  int stages, stage_bytes;
+  int bias_rows, mask_rows;  // of a box: 64, or 1 where all rows are the same
+  int bias_step, mask_step;  // from one consumer to the next; 0 where all rows are the same
+  int box_step;              // from 32 keys of an fp32 bias to the next
+  int mask;                  // its first byte
+  int loaded;                // bytes that arrive
+};
+
+// Where a role stands in the ring of bias and mask.
+struct PairsRing {
+  int stage = 0;
+  uint32_t lap = 0;
+  __device__ __forceinline__ void next(const PairsPlan& plan) {
+    if (++stage == plan.stages) stage = 0, ++lap;
+  }
 };
 
 enum ScoreMode { kScaled = 0, kLinear = 1, kSoftcap = 2 };
@@ -79,9 +104,9 @@ struct alignas(128) ForwardArgs {
   CUtensorMap bias, mask;    // boxes of their rows and 128 or 64 bytes; if there are any
   FlashsciForwardParams p;
   SchedulePlan schedule;
-  int bias_rows, mask_rows;  // of a box: 64, or 1 where all rows are the same
-  int score_mode;            // how raw q.k becomes what is exponentiated: ScoreMode
-  float score_inner;         // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
+  PairsPlan pairs;
+  int score_mode;     // how raw q.k becomes what is exponentiated: ScoreMode
+  float score_inner;  // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
   float score_outer;
   float exp_scale;  // log2(e) times what is left to multiply by
 };

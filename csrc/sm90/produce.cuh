@@ -146,30 +146,10 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardA
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++turn) {
       const uint32_t stage = turn % C::kStages;
       const uint32_t k_full = address(&shared.k_full[stage]);
-      uint32_t bytes = C::kKVBytes;
-      if constexpr (C::kPairs) {
-        if (a.p.pairs.bias != nullptr)
-          bytes += C::kConsumers * a.bias_rows * C::kBlockK * (a.p.pairs.bias_is_fp32 ? 4 : 2);
-        if (a.p.pairs.mask != nullptr) bytes += C::kConsumers * a.mask_rows * C::kBlockK;
-      }
       acquire(shared.k_empty, block);
-      ptx::mbarrier_arrive_expect(k_full, bytes);
+      ptx::mbarrier_arrive_expect(k_full, C::kKVBytes);
       load_boxes<C, C::kBlockK>(address(shared.k[stage]), a.k, k_full,
                                 tile.first_k + block * C::kBlockK, tile.head_k, tile);
-      if constexpr (C::kPairs) {
-        const int keys = a.p.pairs.bias_is_fp32 ? 32 : 64;  // of a box
-#pragma unroll
-        for (int w = 0; w < C::kConsumers; ++w) {
-          const int query = tile.row + w * 64, key = block * C::kBlockK;
-          if (a.p.pairs.bias != nullptr)
-            for (int i = 0; i < C::kBlockK / keys; ++i)
-              ptx::tma_load_5d(address(shared.bias[stage][w] + i * 8192), &a.bias, k_full,
-                               key + i * keys, query, tile.head, tile.batch1, tile.batch0);
-          if (a.p.pairs.mask != nullptr)
-            ptx::tma_load_5d(address(shared.mask[stage][w]), &a.mask, k_full, key, query, tile.head,
-                             tile.batch1, tile.batch0);
-        }
-      }
       const uint32_t v_full = address(&shared.v_full[stage]);
       acquire(shared.v_empty, block);
       ptx::mbarrier_arrive_expect(v_full, C::kKVBytes);

@@ -1,6 +1,7 @@
 // The producer warp of tiles with one stage of Q.
 #pragma once
 #include "produce.cuh"
+#include "produce_pairs.cuh"
 
 namespace flashsci::sm90 {
 
@@ -10,7 +11,8 @@ template <class C, bool kPacked>
 __device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const ForwardArgs& a) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
   uint32_t tiles = 0;  // posted: Q stage = tiles % kQStages, lap = tiles / kQStages
-  uint32_t turn = 0;   // blocks loaded: stage = turn % kStages, lap = turn / kStages
+  PairsRing ring;
+  uint32_t turn = 0;  // blocks loaded: stage = turn % kStages, lap = turn / kStages
   for (uint32_t item = first_item(a.schedule);;) {
     const bool more = item < a.schedule.items;
     WorkTile work{};
@@ -50,42 +52,28 @@ __device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const Fo
           }
         }
       };
-      // Waits for a stage to be free and arrives in the name of the consumers that will not see it.
-      const auto acquire = [&](uint64_t* empty, uint32_t at_turn, int block) {
-        const uint32_t barrier = address(&empty[at_turn % C::kStages]);
-        ptx::mbarrier_sleep(barrier, (at_turn / C::kStages & 1) ^ 1);
+      const auto blind_to = [&](int block) {
         uint32_t blind = 0;
 #pragma unroll
         for (int w = 0; w < C::kConsumers; ++w)
           blind += block < own_first[w] || block >= own_end[w];
+        return blind;
+      };
+      // Waits for a stage to be free and arrives in the name of the consumers that will not see it.
+      const auto acquire = [&](uint64_t* empty, uint32_t at_turn, int block) {
+        const uint32_t barrier = address(&empty[at_turn % C::kStages]);
+        ptx::mbarrier_sleep(barrier, (at_turn / C::kStages & 1) ^ 1);
+        const uint32_t blind = blind_to(block);
         if (blind > 0) ptx::mbarrier_arrive(barrier, 4 * blind);
       };
       const auto load_k = [&](uint32_t at_turn, int block) {
         const uint32_t stage = at_turn % C::kStages, full = address(&shared.k_full[stage]);
         acquire(shared.k_empty, at_turn, block);
-        uint32_t bytes = C::kKVBytes;
-        if constexpr (C::kPairs) {
-          if (a.p.pairs.bias != nullptr)
-            bytes += C::kConsumers * (a.p.pairs.bias_is_fp32 ? C::kBiasBytes : C::kBiasBytes / 2);
-          if (a.p.pairs.mask != nullptr) bytes += C::kConsumers * C::kMaskBytes;
-        }
-        ptx::mbarrier_arrive_expect(full, bytes);
+        ptx::mbarrier_arrive_expect(full, C::kKVBytes);
         load_boxes<C, C::kBlockK>(address(shared.k[stage]), a.k, full,
                                   work.first_k + block * C::kBlockK, at.head_k, at);
-        if constexpr (C::kPairs) {
-          const int keys = a.p.pairs.bias_is_fp32 ? 32 : 64;  // of a box
-#pragma unroll
-          for (int w = 0; w < C::kConsumers; ++w) {
-            const int query = work.row + w * 64, key = block * C::kBlockK;
-            if (a.p.pairs.bias != nullptr)
-              for (int i = 0; i < C::kBlockK / keys; ++i)
-                ptx::tma_load_5d(address(shared.bias[stage][w] + i * 8192), &a.bias, full,
-                                 key + i * keys, query, at.head, at.batch1, at.batch0);
-            if (a.p.pairs.mask != nullptr)
-              ptx::tma_load_5d(address(shared.mask[stage][w]), &a.mask, full, key, query, at.head,
-                               at.batch1, at.batch0);
-          }
-        }
+        if constexpr (C::kPairs)
+          load_pairs<C>(shared, a, ring, blind_to(block), work.row, block, at);
       };
       int block = blocks.end - 1;
       // With two stages of Q the next is free; the only one is freed later than a stage of K.

@@ -47,7 +47,8 @@ __device__ __forceinline__ void mask_scores(float (&s)[kCount], const Window& wi
 }
 
 // Before a row's first key: so low that whatever comes next overflows and is noticed, while hidden
-// keys (-inf) still add 0.
+// keys (-inf) still add 0. A bias of about -3.4e38, which overflows in powers of two, hides as -inf
+// does.
 inline constexpr float kNoKey = -3e38f;
 // A lane's sum of one block beyond which the offset must follow: P stays inside fp16.
 inline constexpr float kOverflow = 32768.f;
@@ -57,14 +58,20 @@ struct RowStatistics {  // of rows g and g + 8
   float sum[2];         // this lane's part of the sum of P
 };
 
+// Of what this lane holds of its two rows.
 template <int kCount>
-__device__ __forceinline__ void row_max(const float (&s)[kCount], float (&maximum)[2]) {
+__device__ __forceinline__ void lane_max(const float (&s)[kCount], float (&maximum)[2]) {
   maximum[0] = s[0], maximum[1] = s[2];
 #pragma unroll
   for (int e = 0; e < kCount; e += 4) {
     maximum[0] = fmaxf(maximum[0], fmaxf(s[e], s[e + 1]));
     maximum[1] = fmaxf(maximum[1], fmaxf(s[e + 2], s[e + 3]));
   }
+}
+
+template <int kCount>
+__device__ __forceinline__ void row_max(const float (&s)[kCount], float (&maximum)[2]) {
+  lane_max(s, maximum);
   maximum[0] = quad_max(maximum[0]);
   maximum[1] = quad_max(maximum[1]);
 }
@@ -96,8 +103,7 @@ __device__ __forceinline__ void softmax_first(float (&s)[kCount], RowStatistics&
   float maximum[2];
   row_max(s, maximum);
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
-    rows.offset[half] = maximum[half] == -INFINITY ? kNoKey : maximum[half] * exp_scale;
+  for (int half = 0; half < 2; ++half) rows.offset[half] = fmaxf(maximum[half] * exp_scale, kNoKey);
   exponentials(s, rows.offset, exp_scale, rows.sum);
 }
 
@@ -106,14 +112,14 @@ template <int kCount>
 __device__ __forceinline__ bool softmax_next(float (&s)[kCount], RowStatistics& rows,
                                              float (&alpha)[2], float exp_scale) {
   float maximum[2];
-  row_max(s, maximum);
+  lane_max(s, maximum);
   const bool grew =
       __any_sync(0xffffffffu, fmaf(maximum[0], exp_scale, -rows.offset[0]) > kRescaleThreshold ||
                                   fmaf(maximum[1], exp_scale, -rows.offset[1]) > kRescaleThreshold);
   if (grew) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float next = fmaxf(rows.offset[half], maximum[half] * exp_scale);
+      const float next = fmaxf(rows.offset[half], quad_max(maximum[half]) * exp_scale);
       alpha[half] = ptx::ex2_approx(rows.offset[half] - next);
       rows.offset[half] = next;
       rows.sum[half] *= alpha[half];
@@ -146,11 +152,11 @@ __device__ __forceinline__ void follow_growth(float (&p)[kCount], RowStatistics&
 
 // Q K^T of 16 rows and kCount / 2 keys once more, from global memory and by mma: for the rare block
 // whose exponentials overflowed, when its tiles may have left shared memory. row: this lane's first
-// query row in the sequence.
-template <class Op, int kCount>
+// query row in the sequence. finish(c, n) may change the four scores of keys 8 n .. 8 n + 7.
+template <class Op, int kUnrolled, int kCount, class Finish>
 __device__ __forceinline__ void recompute_scores(float (&s)[kCount], const ForwardArgs& a,
                                                  const PostedTile& tile, int row, int seq_q,
-                                                 int first_key) {
+                                                 int first_key, const Finish& finish) {
   const auto* q = static_cast<const uint16_t*>(a.p.q) +
                   offset_of(a.p.q_strides, tile, tile.head, tile.first_q + row);
   const auto* k = static_cast<const uint16_t*>(a.p.k) +
@@ -160,8 +166,8 @@ __device__ __forceinline__ void recompute_scores(float (&s)[kCount], const Forwa
   const auto pair = [&](const uint16_t* from, int column, bool valid) {
     return valid && column < a.p.head_dim ? *reinterpret_cast<const uint32_t*>(from + column) : 0u;
   };
-#pragma unroll
-  for (int n = 0; n < kCount; n += 4, k += 8 * a.p.k_strides.row) {
+#pragma unroll kUnrolled
+  for (int n = 0; n < kCount / 4; ++n, k += 8 * a.p.k_strides.row) {
     float c[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
     for (int d = threadIdx.x % 4 * 2; d < a.p.head_dim; d += 16) {
@@ -171,8 +177,9 @@ __device__ __forceinline__ void recompute_scores(float (&s)[kCount], const Forwa
                                    pair(below, d + 8, rows_left > 8)};
       Op::mma(c, q_pairs, pair(k, d, true), pair(k, d + 8, true));
     }
+    finish(c, n);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) s[n + e] = c[e];
+    for (int e = 0; e < kCount; ++e) s[e] = e / 4 == n ? c[e % 4] : s[e];
   }
 }
 
@@ -204,14 +211,14 @@ __device__ __forceinline__ void write_output(const float (&o)[C::kHeadDim / 2],
   }
   const bool whole = !kPacked || rows_left >= 16;
 #pragma unroll
-  for (int block = 0; block < C::kHeadDim / 64; ++block) {
+  for (int block = 0; block < C::kColumnBlocks; ++block) {
     const uint32_t target = ptx::shared_address(staging[block % C::kStaging]);
     ptx::bulk_wait_read<C::kStaging - 1>();
     __syncwarp();
     // Rows of 128 bytes, their 16-byte chunks permuted by the row.
     const uint32_t target_row = target + lane % 16 * 128;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {  // 16 columns
+    for (int j = 0; j < (C::kHeadDim < 64 ? C::kHeadDim / 16 : 4); ++j) {  // 16 columns
       const int e = block * 32 + j * 8;
       ptx::stmatrix_x4(target_row + ((j * 2 + lane / 16) ^ (lane % 8)) * 16,
                        Op::pack2(o[e] * inverse[0], o[e + 1] * inverse[0]),

@@ -57,7 +57,7 @@ inline constexpr MapElement kFloat16 = {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2};
 inline constexpr MapElement kFloat32 = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4};
 inline constexpr MapElement kByte = {CU_TENSOR_MAP_DATA_TYPE_UINT8, 1};
 
-// Boxes of box_columns (64 or 128 bytes: the swizzle) and box_rows; zeros beyond the tensor. Not
+// Boxes of box_columns (32, 64 or 128 bytes: the swizzle) and box_rows; zeros beyond the tensor. Not
 // supported: a base that is not 16-byte aligned, strides that are not multiples of 16 bytes or
 // reach 2^40.
 inline cudaError_t encode_map(CUtensorMap* map, const void* base, const MapElement& element,
@@ -78,10 +78,13 @@ inline cudaError_t encode_map(CUtensorMap* map, const void* base, const MapEleme
     size[i + 1] = static_cast<cuuint64_t>(dims.size[i]);
     stride[i] = static_cast<cuuint64_t>(bytes);
   }
+  const int span = box_columns * element.bytes;
+  const CUtensorMapSwizzle swizzle = span == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : span == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                  : CU_TENSOR_MAP_SWIZZLE_32B;
   const CUresult result = encode(
       map, element.type, 5, const_cast<void*>(base), size, stride, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      box_columns * element.bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorNotSupported;
 }

@@ -19,6 +19,11 @@
 
 #include "../include/flashsci.h"
 
+extern "C" {
+FLASHSCI_DECLARE_BACKWARD(sm90_fp16)
+FLASHSCI_DECLARE_BACKWARD(sm90_bf16)
+}
+
 namespace {
 
 struct Case {
@@ -180,6 +185,12 @@ const Unit kUnits[] = {
 #endif
 #ifdef FLASHSCI_HAVE_BACKWARD_SM80_FP32
     {"sm80", 80, 256, kFp32, flashsci_backward_sm80_fp32, flashsci_backward_sm80_fp32_workspace},
+#endif
+#ifdef FLASHSCI_HAVE_BACKWARD_SM90_FP16
+    {"sm90", 90, 256, kFp16, flashsci_backward_sm90_fp16, flashsci_backward_sm90_fp16_workspace},
+#endif
+#ifdef FLASHSCI_HAVE_BACKWARD_SM90_BF16
+    {"sm90", 90, 256, kBf16, flashsci_backward_sm90_bf16, flashsci_backward_sm90_bf16_workspace},
 #endif
 #ifdef FLASHSCI_HAVE_BACKWARD_SM75_FP16
     {"sm75", 75, 128, kFp16, flashsci_backward_sm75_fp16, flashsci_backward_sm75_fp16_workspace},
@@ -435,6 +446,7 @@ std::vector<Case> cases() {
       {"one row, one key", 3, 2, 2, 1, 1, 64, 64},
       {"no keys", 1, 2, 2, 40, 0, 64, 64},
       {"no rows", 1, 2, 2, 0, 40, 64, 64},
+      {"more tiles than CTAs", 1, 72, 72, 140, 260, 64, 64, -1, 0},
       {"rows without keys", 1, 1, 1, 200, 30, 64, 64, 5, 5},
   };
   all[0].dlse = all[1].heads_inside = all[5].dlse = all[7].heads_inside = true;
@@ -494,7 +506,7 @@ int main(int count, char** words) {
   CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
   CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
   for (const Unit& unit : kUnits) {
-    if (10 * major + minor < unit.capability) continue;
+    if (10 * major + minor < unit.capability || (unit.capability == 90 && major != 9)) continue;
     for (const Case& c : cases()) {
       if (std::max(c.dim, c.dim_v) > unit.max_dim) continue;
       if (std::string(c.name).find(only) == std::string::npos) continue;

@@ -246,7 +246,8 @@ def test_digest_ignores_comments_and_layout_only():
         ({"head_dim": 128, "head_dim_v": 72, "window_left": 5, "softcap": 3.0}, None),
         ({"deterministic": True}, None),
         ({"varlen": True}, None),
-        ({"head_dim_v": 136}, "end at 128"),
+        ({"head_dim": 192, "head_dim_v": 136}, None),
+        ({"head_dim_v": 256}, None),
         ({"head_dim": 36}, "multiples of 8"),
     ],
 )

@@ -280,6 +280,34 @@ def test_sm80_takes_bias_and_mask_at_every_head_dim(full_build, head_dim, capabi
     assert elsewhere is None or "gradients come from triton: on Hopper" in elsewhere
 
 
+@pytest.mark.parametrize(
+    "shape, stride, dtype, need, takes",
+    [
+        ((2, 4, 16, 24), None, torch.bfloat16, 15, True),
+        ((2, 4, 16, 24), (1536, 384, 1, 16), torch.bfloat16, 7, False),  # transposed
+        ((2, 4, 16, 23), None, torch.bfloat16, 7, False),  # rows off 16 bytes
+        ((2, 4, 16, 24), None, torch.float32, 7, False),
+        ((1, 4, 16, 24), None, torch.bfloat16, 7, True),
+        ((1, 4, 16, 24), None, torch.bfloat16, 15, False),  # a shared gradient is Triton's
+        ((2, 4, 16, 1), None, torch.bfloat16, 7, False),
+        ((2, 1, 1, 23), None, torch.float32, 7, True),
+    ],
+)
+def test_what_the_hopper_backward_takes_of_a_bias(shape, stride, dtype, need, takes):
+    from flashsci.backends.cuda import _hopper_takes
+
+    q = v = torch.empty(2, 4, 16, 64, dtype=torch.bfloat16)
+    bias = torch.empty(shape, dtype=dtype)
+    if stride is not None:
+        bias = torch.empty(2 * stride[0], dtype=dtype).as_strided(shape, stride)
+    assert _hopper_takes(q, v, bias, None, 0.0, need) is takes
+    assert not _hopper_takes(q, v, bias, None, 5.0, need)
+    keys, pairs = torch.ones(2, 1, 1, shape[-1]) > 0, torch.ones(2, 1, 16, shape[-1]) > 0
+    assert _hopper_takes(q, v, bias, keys, 0.0, need) is takes
+    assert _hopper_takes(q, v, None, keys, 0.0, need)
+    assert not _hopper_takes(q, v, bias, pairs, 0.0, need)
+
+
 def test_gradients_stay_where_triton_has_none(full_build, monkeypatch):
     problem = Problem("cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64, requires_grad=True)
     assert "faster" in full_build.remark(problem)
@@ -300,7 +328,7 @@ def test_wide_heads_keep_the_sm80_backward(full_build):
         ({}, "cuda"),
         ({"requires_grad": True}, "cuda"),
         ({"head_dim": 256, "head_dim_v": 256}, "cuda"),
-        ({"head_dim": 256, "head_dim_v": 256, "requires_grad": True}, "sdpa"),
+        ({"head_dim": 256, "head_dim_v": 256, "requires_grad": True}, "cuda"),
         ({"head_dim": 20}, "sdpa"),
         ({"window_left": 9, "requires_grad": True}, "cuda"),
         ({"mask": True}, "triton"),
@@ -308,7 +336,9 @@ def test_wide_heads_keep_the_sm80_backward(full_build):
         ({"dropout_p": 0.1}, "sdpa"),
         ({"varlen": True}, "triton"),
         ({"varlen": True, "head_dim": 128, "head_dim_v": 128, "requires_grad": True}, "cuda"),
-        ({"dtype": torch.float32}, "triton"),
+        ({"dtype": torch.float32}, "cuda"),
+        ({"dtype": torch.float32, "mask": True}, "triton"),
+        ({"dtype": torch.float32, "head_dim": 32, "head_dim_v": 32}, "triton"),
         ({"capability": (8, 0)}, "cuda"),
         ({"capability": (7, 5), "dtype": torch.float16}, "sdpa"),
     ],

@@ -27,6 +27,18 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Whether x holds in all of them.
+__device__ __forceinline__ bool barrier_all(int id, int threads, bool x) {
+  int all;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.b32 p, %3, 0;\nbarrier.cta.red.and.pred q, %1, %2, p;\n"
+      "selp.b32 %0, 1, 0, q;\n}\n"
+      : "=r"(all)
+      : "r"(id), "r"(threads), "r"(static_cast<int>(x))
+      : "memory");
+  return all != 0;
+}
+
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }

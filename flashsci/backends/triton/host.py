@@ -196,6 +196,7 @@ class Plan:
             kernel,
             self.device.capability,
             self.dtype,
+            self.arguments["PRECISION"],
             self.head_dim,
             self.head_dim_v,
             self.pairs,

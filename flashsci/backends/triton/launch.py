@@ -147,6 +147,21 @@ HOPPER_FP32 = FP32 | {
     "dq": FP32["dq"] | {32: (64, 64, 4, 1), 64: (64, 64, 4, 1), 128: (32, 32, 4, 2)},
     "dkdv": FP32["dkdv"] | {32: (64, 64, 4, 1), 64: (32, 32, 2, 1), 128: (32, 32, 4, 1)},
 }
+# Without a bias or mask for each pair, which take shared memory, and by tensor cores.
+HOPPER_TENSOR_FP32 = {
+    "tf32x3": HOPPER_FP32
+    | {
+        "jvp": FP32["jvp"] | {64: (128, 64, 8, 1)},
+        "second_queries": FP32["second_queries"] | {64: (128, 32, 8, 1)},
+    },
+    "tf32": HOPPER_FP32
+    | {
+        "dkdv": HOPPER_FP32["dkdv"] | {64: (64, 64, 4, 1)},
+        "jvp": FP32["jvp"] | {64: (128, 64, 8, 2)},
+        "second_queries": FP32["second_queries"] | {64: (128, 32, 8, 2)},
+        "second_keys": FP32["second_keys"] | {64: (64, 32, 4, 1)},
+    },
+}
 TURING_FP32 = {
     name: {d: (min(m, 32), min(n, 32), 4, 1) for d, (m, n, _, _) in rows.items()}
     for name, rows in FP32.items()
@@ -182,6 +197,7 @@ def config(
     kernel: str,
     capability: tuple[int, int] | None,
     dtype: torch.dtype,
+    precision: str,
     head_dim: int,
     head_dim_v: int,
     pairs: bool,
@@ -192,7 +208,9 @@ def config(
     if capability is None:
         table = INTERPRETER
     elif dtype == torch.float32:
-        table = TURING_FP32 if capability < (8, 0) else HOPPER_FP32 if capability[0] == 9 else FP32
+        table = TURING_FP32 if capability < (8, 0) else FP32
+        if capability[0] == 9:
+            table = HOPPER_FP32 if pairs else HOPPER_TENSOR_FP32.get(precision, HOPPER_FP32)
     elif capability < (8, 0):
         table = TURING_16BIT
     elif capability[0] == 9:

@@ -1,0 +1,106 @@
+// The sm90 backward at head dims beyond 128: tiles, shared memory, and who adds dQ.
+#pragma once
+#include <cstdint>
+
+#include "../common/ptx/bulk.cuh"
+#include "../common/ptx/mbarrier.cuh"
+#include "../common/ptx/semaphore.cuh"
+#include "../common/ptx/tma.cuh"
+#include "../common/ptx/warpgroup.cuh"
+#include "backward_layout.cuh"
+
+namespace flashsci::sm90 {
+
+// 64 keys by 64 queries: consumer 0 computes S^T and dV, consumer 1 dP^T and dK, each half of the
+// columns of dQ.
+template <int kHeadDim_, int kBlockQ_>
+struct WideBackwardTiling {
+  static constexpr bool kWide = true, kPairs = false;
+  static constexpr int kHeadDim = kHeadDim_, kBlockQ = kBlockQ_, kBlockK = 64;
+  static constexpr int kConsumers = 2, kStages = 2, kDoutStages = kHeadDim == 192 ? 2 : 1;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kColumnBlocks = kHeadDim / 64, kRowLanes = 32;
+  static constexpr int kQBytes = kBlockQ * kHeadDim * 2;
+  static constexpr int kKVBytes = kBlockK * kHeadDim * 2;
+  static constexpr bool kSplitRows = false;
+  static constexpr int kDqColumns = kHeadDim / 2;
+  static constexpr int kDqFloats = 64 * kDqColumns;  // of one consumer
+  static constexpr int kSlices = 2;                  // of them, one after the other
+  static constexpr int kDqStages = 1, kCounters = kConsumers * kSlices;
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static_assert((kHeadDim == 192 || kHeadDim == 256) && kBlockQ == 64);
+
+  // Columns of a slice of consumer w, within 64 of shared memory, and where they begin.
+  static constexpr __host__ __device__ int slice_columns(int w, int slice) {
+    return kHeadDim == 256 || w == slice ? 64 : 32;
+  }
+  static constexpr __host__ __device__ int slice_begin(int w, int slice) {
+    return w * kDqColumns + slice * slice_columns(w, 0);
+  }
+};
+
+template <int kHeadDim, int kBlockQ>
+struct BackwardStorage<WideBackwardTiling<kHeadDim, kBlockQ>> {
+  using C = WideBackwardTiling<kHeadDim, kBlockQ>;
+  unsigned char k[C::kKVBytes];                    // [column block][64 keys][64]
+  unsigned char v[C::kKVBytes];                    // the same
+  unsigned char q[C::kStages][C::kQBytes];         // [stage][column block][64 rows][64]
+  unsigned char dout[C::kDoutStages][C::kQBytes];  // the same
+  unsigned char ds[2][64 * 64 * 2];                // dS of two blocks: [64 queries][64 keys]
+  uint4 p[4][128];                                 // P^T: [16 queries][thread], as operand
+  float dq[C::kDqStages][C::kConsumers][64 * 64];  // in the order of registers
+  float lse[C::kStages][C::kBlockQ];               // of rows, in powers of two
+  float delta[C::kDoutStages][C::kBlockQ];         // negative
+  KeyTile tile;
+  uint64_t kv_full;
+  uint64_t q_full[C::kStages], q_empty[C::kStages];                // Q and lse
+  uint64_t dout_full[C::kDoutStages], dout_empty[C::kDoutStages];  // dO and delta
+  uint64_t p_full, p_empty, ds_full, ds_empty;
+  uint64_t dq_full[C::kDqStages][C::kConsumers], dq_empty[C::kDqStages][C::kConsumers];
+};
+
+// dQ of consumer w: of the first block nothing, then its first slice, and with each later block the
+// last slice of the block before and the first of this one; the very last slice ends it.
+template <class C>
+__device__ __forceinline__ void add_dq_wide(BackwardStorage<C>& shared, const BackwardArgs& a,
+                                            const KeyTile& tile, int w) {
+  ptx::wait_for_prerequisites();  // the accumulator
+  uint32_t count = 0;
+  const auto wait = [&] { sleep_for(shared.dq_full[0][w], count++); };
+  const auto pass = [&] { ptx::mbarrier_arrive(ptx::shared_address(&shared.dq_empty[0][w])); };
+  if (tile.begin < tile.end) wait(), pass();
+  const int heads = a.p.heads_q / a.p.heads_k;
+  for (int head = tile.head * heads; head < (tile.head + 1) * heads; ++head) {
+#pragma unroll 1
+    for (int block = tile.begin; block < tile.end; ++block) {
+#pragma unroll 1
+      for (int slice = 0; slice < C::kSlices; ++slice) {
+        wait();
+        const int column = C::slice_begin(w, slice);
+        const bool wanted = a.p.dq != nullptr && column < a.p.head_dim;
+        const bool in_turn = wanted && a.turns != nullptr;
+        const int64_t query_tile = statistics_tile(a, tile, head, block);
+        int* const turn = a.turns + query_tile * C::kCounters + w * C::kSlices + slice;
+        if (in_turn) {
+          wait_turn(turn, turn_of<C>(a, tile, block));
+          ptx::fence_proxy_async_global();
+        }
+        if (wanted) {
+          ptx::bulk_add_f32(a.dq + (query_tile * C::kHeadDim + column) * 64,
+                            ptx::shared_address(shared.dq[0][w]), C::slice_columns(w, slice) * 256);
+          ptx::bulk_commit();
+          ptx::bulk_wait_read<0>();
+        }
+        pass();
+        if (in_turn) {
+          ptx::bulk_wait<0>();
+          ptx::fence_proxy_async_global();
+          ptx::add_release(turn, 1);
+        }
+      }
+    }
+  }
+  ptx::bulk_wait<0>();
+}
+
+}  // namespace flashsci::sm90
