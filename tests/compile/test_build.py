@@ -109,7 +109,9 @@ def test_turing_build_has_no_bf16(build, tmp_path):
 def test_manual_build_is_the_same_library(tmp_path):
     info = backend.build_info()
     preset = {"t4_safe": "0", "ampere_balanced": "1"}.get(info["tile_preset"], "")
-    library = build_manual(tmp_path, ",".join(info["archs"]), FA_TILE_PRESET=preset)
+    # One architecture for each folder of kernels is enough to see its symbols: sm_90 has the units of sm_80.
+    archs = [a for a in info["archs"] if a != "80" or "90" not in info["archs"]]
+    library = build_manual(tmp_path, ",".join(archs), FA_TILE_PRESET=preset)
     assert exported(library) == exported(backend.library_path())
     assert (tmp_path / "forward_runner").exists() == any(int(a) >= 80 for a in info["archs"])
 
