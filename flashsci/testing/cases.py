@@ -188,7 +188,8 @@ def variants(
         dim, dim_v = dims[i % len(dims)]
         weighted = features and weights.integer(1, 6) == 1
         variant = Variant(
-            dtype=dtypes[(i + i // len(dims)) % len(dtypes)],
+            # A step of len(dims) is one dtype further: a head dim meets them all, round by round.
+            dtype=dtypes[(i % len(dims) + i // len(dims)) % len(dtypes)],
             head_dim=dim,
             head_dim_v=dim_v,
             bias=bias,

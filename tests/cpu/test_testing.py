@@ -39,7 +39,12 @@ def test_variants_are_few_and_cover_much():
     assert {v.bias for v in pool} == {None, "pair", "key"}
     assert {v.key_weight for v in pool} == {None, "inputs", "float"}
     assert {v.dtype for v in pool} == {"bfloat16", "float16", "float32"}
-    assert min(v.head_dim for v in pool) == 1 and max(v.head_dim for v in pool) == 256
+    dims = {(v.head_dim, v.head_dim_v) for v in pool}
+    assert (1, 1) in dims and (64, 64) in dims and (256, 256) in dims
+    dtypes = {"bfloat16", "float16", "float32"}
+    assert {(v.head_dim, v.head_dim_v, v.dtype) for v in pool} == {
+        (*d, t) for d in dims for t in dtypes
+    }
     assert {(v.dtype, v.varlen) for v in pool} == {
         (d, p) for d in ("bfloat16", "float16", "float32") for p in (False, True)
     }
