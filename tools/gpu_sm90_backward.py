@@ -13,6 +13,7 @@ import itertools
 import statistics
 import sys
 import time as clock
+from pathlib import Path
 
 import torch
 
@@ -26,7 +27,7 @@ class Library:
     def __init__(self, name, path):
         path, _, dims = path.partition("@")  # name=path@64+128: only those head dims
         self.name, self.dims = name, [int(x) for x in dims.split("+") if x]
-        lib = c.CDLL(path)
+        lib = c.CDLL(str(Path(path).resolve()))
         self.fn = {}
         unit = "sm80" if name.startswith("sm80") else "sm90"
         for dtype, suffix in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
@@ -184,6 +185,17 @@ class Check:
             if len(self.failures) < 25:
                 print("FAIL", name, *text, sep="\n    ", flush=True)
 
+    def repeat(self, name, launch, got, repeats):
+        first = [g.clone() for g in got]
+        for _ in range(repeats):
+            for g in got:
+                g.fill_(float("nan"))
+            launch()
+            if not all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(first, got, strict=True)):  # fmt: skip
+                self.failures.append(name)
+                print("FAIL not repeatable", name, flush=True)
+                break
+
     def dense(self, lib, dtype, b, h, hk, sq, sk, d, dv, window=(-1, -1), lower_right=False, softcap=0.0, scale=None, layout="bshd",
               size=1.0, dlse=False, extra=0.0, need=7, no_dout=False, repeats=0):  # fmt: skip
         name = f"{lib.name} {dtype} b{b} h{h}/{hk} s{sq}x{sk} d{d}/{dv} {window} {lower_right} cap{softcap} scale{scale} {layout} size{size} dlse{dlse} extra{extra} need{need}"
@@ -207,15 +219,7 @@ class Check:
             if "launch error" not in str(e):
                 sys.exit(1)
             return
-        for _ in range(repeats):
-            first = [g.clone() for g in got]
-            for g in got:
-                g.fill_(float("nan"))
-            launch()
-            if not all(torch.equal(a, b) for a, b in zip(first, got, strict=True)):
-                self.failures.append(name)
-                print("FAIL not repeatable", name, flush=True)
-                break
+        self.repeat(name, launch, got, repeats)
         if need != 7:
             got = [g if need >> i & 1 else g.new_empty(0) for i, g in enumerate(got)]
         self.compare(name, got, (dout * (not no_dout), q, k, v, out, lse, grad_lse), options, dtype)
@@ -260,15 +264,7 @@ class Check:
         if refused:
             self.failures.append(name)
             print("FAIL not refused", name, flush=True)
-        for _ in range(repeats):
-            first = [g.clone() for g in got]
-            for g in got:
-                g.fill_(float("nan"))
-            launch()
-            if not all(torch.equal(a, b) for a, b in zip(first, got, strict=True)):
-                self.failures.append(name)
-                print("FAIL not repeatable", name, flush=True)
-                break
+        self.repeat(name, launch, got, repeats)
         got = [g if need >> i & 1 else g.new_empty(0) for i, g in enumerate(got)]
         self.compare(name, got, (dout, q, k, v, out, lse, None), options, dtype, addend, bias or ())
 
@@ -285,6 +281,7 @@ class Check:
         lens_q=None,
         lens_k=None,
         head=3,
+        repeats=0,
     ):
         lens_q = lens_q or [0, 1, 130, 63, 64, 0, 400, 193, 7, 128]
         lens_k = lens_k or [5, 1, 77, 64, 200, 9, 300, 0, 129, 128]
@@ -320,11 +317,11 @@ class Check:
             x[:, bounds[at][poison] : bounds[at][poison + 1]] = nan
             x[:, : bounds[at][0]] = nan
             x[:, bounds[at][-1] :] = nan
-        launch, *got = lib.prepare(
-            dout, q, k, v, out, lse, softcap=softcap, window=window, lower_right=lower_right, cu=cu
-        )
+        launch, *got = lib.prepare(dout, q, k, v, out, lse, softcap=softcap, window=window, lower_right=lower_right, cu=cu,
+                                   deterministic=repeats > 0)  # fmt: skip
         launch()
         torch.cuda.synchronize()
+        self.repeat(f"packed d{d} {window} {lower_right} {lens_q}", launch, got, repeats)
         for n in range(len(lens_q)):
             if n == poison:
                 continue
@@ -342,9 +339,8 @@ class Check:
             torch.randint(-(2**31), 2**31 - 1, (len(lens_q) + 1,), device="cuda").int()
             for _ in range(2)
         ]
-        launch, *_ = lib.prepare(
-            dout, q, k, v, out, lse, window=window, lower_right=lower_right, cu=garbage
-        )
+        launch, *_ = lib.prepare(dout, q, k, v, out, lse, window=window, lower_right=lower_right, cu=garbage,
+                                 deterministic=repeats > 0)  # fmt: skip
         launch()
         torch.cuda.synchronize()
 
@@ -423,6 +419,11 @@ def check(libraries, options):
                 ]:
                     for window, lower_right in WINDOWS:
                         result.dense(lib, dtype, *case, d, d, window, lower_right, repeats=10)
+                for window, lower_right in WINDOWS:
+                    result.packed(lib, dtype, d, d, window, lower_right, repeats=10)
+                lens = [300, 1000, 17, 640, 64, 2000, 5]
+                for window in ((-1, -1), (-1, 0)):
+                    result.packed(lib, dtype, d, d, window, True, lens_q=lens, lens_k=lens[::-1], repeats=100)  # fmt: skip
                 result.dense(lib, dtype, 2, 8, 8, 2048, 2048, d, d, (-1, 0), repeats=100)
                 result.dense(lib, dtype, 2, 8, 8, 2048, 2048, d, d, repeats=100)
             if options.only in ("", "softcap"):

@@ -94,9 +94,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else if (warp <= C::kConsumers) {
       if (ptx::elect()) {
         if constexpr (C::kWide)
-          add_dq_wide<C>(shared, a, shared.tile, warp - 1);
+          add_dq_wide<C, kPacked>(shared, a, shared.tile, warp - 1);
         else
-          add_dq<C>(shared, a, shared.tile, warp - 1);
+          add_dq<C, kPacked>(shared, a, shared.tile, warp - 1);
       }
     } else if constexpr (C::kPairs) {
       if (ptx::elect()) move_pairs<C>(shared, a, shared.tile);
@@ -128,7 +128,7 @@ int64_t workspace_of(const FlashsciBackwardParams& p) {
   const int64_t tiles = p.batch0 * p.batch1 * p.heads_q * query_tiles<C>(p);
   const int64_t rows = tiles * C::kBlockQ;
   return 2 * padded(rows * 4) + rows * C::kHeadDim * 4 +
-         (p.deterministic ? tiles * C::kCounters * 4 : 0);
+         (p.deterministic ? (tiles * C::kCounters + 1) * 4 : 0);
 }
 
 template <class Op, class C, bool kPacked, bool kSoftcap>
@@ -159,6 +159,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   a.delta = reinterpret_cast<float*>(space + padded(rows * 4));
   a.dq = reinterpret_cast<float*>(space + 2 * padded(rows * 4));
   a.turns = p.deterministic ? reinterpret_cast<int*>(a.dq + rows * C::kHeadDim) : nullptr;
+  a.ascending = a.turns + heads * q_tiles * C::kCounters;
   // In turns the shortest causal tiles go first: each finds its turn come where it begins.
   a.descending = a.turns != nullptr && causal;
   a.dout_row_offset = p.dout == nullptr ? p.seq_q : 0;
@@ -307,9 +308,7 @@ cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream
   };
   const int dim = std::max(p.head_dim, p.head_dim_v);
   if (dim > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 || p.seq_q == 0 || p.seq_k == 0 ||
-      !takes_pairs(p) ||
-      (p.deterministic && p.cu_seqlens_q != nullptr) ||  // offsets of any contents must not hang
-      !aligned(p.out, p.out_strides, p.heads_q, p.seq_q) ||
+      !takes_pairs(p) || !aligned(p.out, p.out_strides, p.heads_q, p.seq_q) ||
       !aligned(p.dout, p.dout_strides, p.heads_q, p.seq_q) ||
       !aligned(p.dq, p.dq_strides, p.heads_q, p.seq_q) ||
       !aligned(p.dk, p.dk_strides, p.heads_k, p.seq_k) ||

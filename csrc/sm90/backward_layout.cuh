@@ -88,6 +88,7 @@ struct alignas(128) BackwardArgs {
   float cap_inner, cap_outer;    // softcap: s = cap_outer tanh(cap_inner q.k), in powers of two
   CUtensorMap bias, dbias;       // boxes of kBlockQ rows and 64 keys
   bool bias_tiles, stores_bias;  // the bias comes by tiles; dbias leaves by tiles
+  int* ascending;  // packed, in turns: whether offsets ascend; if not, turns would never come
 };
 
 __device__ __forceinline__ Window window_of(const FlashsciBackwardParams& p, int seq_q, int seq_k) {
@@ -145,6 +146,12 @@ __device__ __forceinline__ int64_t statistics_tile(const BackwardArgs& a, const 
                                                    int head_q, int block) {
   return static_cast<int64_t>(tile.batch * a.p.heads_q + head_q) * a.q_tiles + tile.first_tile +
          block;
+}
+
+// Whether turns come, after the first kernel.
+template <bool kPacked>
+__device__ __forceinline__ bool turns_come(const BackwardArgs& a) {
+  return !kPacked || a.turns == nullptr || ptx::load_acquire(a.ascending) != 0;
 }
 
 // How many key tiles add to a query tile before this one.

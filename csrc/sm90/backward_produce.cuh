@@ -90,10 +90,11 @@ __device__ __forceinline__ void load_tiles(BackwardStorage<C>& shared, const Bac
 }
 
 // dQ of consumer w, tile by tile.
-template <class C>
+template <class C, bool kPacked>
 __device__ __forceinline__ void add_dq(BackwardStorage<C>& shared, const BackwardArgs& a,
                                        const KeyTile& tile, int w) {
   ptx::wait_for_prerequisites();  // the accumulator
+  const bool come = turns_come<kPacked>(a);
   const int heads = a.p.heads_q / a.p.heads_k;
   uint32_t turn = 0;
   for (int head = tile.head * heads; head < (tile.head + 1) * heads; ++head) {
@@ -103,14 +104,14 @@ __device__ __forceinline__ void add_dq(BackwardStorage<C>& shared, const Backwar
       sleep_for(shared.dq_full[stage][w], turn / C::kDqStages);
       if (a.p.dq != nullptr) {
         const int64_t part = statistics_tile(a, tile, head, block) * C::kConsumers + w;
-        if (a.turns != nullptr) {
+        if (a.turns != nullptr && come) {
           wait_turn(a.turns + part, turn_of<C>(a, tile, block));
           ptx::fence_proxy_async_global();
         }
         ptx::bulk_add_f32(a.dq + part * C::kDqFloats, ptx::shared_address(shared.dq[stage][w]),
                           C::kDqFloats * 4);
         ptx::bulk_commit();
-        if (a.turns != nullptr) {
+        if (a.turns != nullptr && come) {
           ptx::bulk_wait<0>();
           ptx::fence_proxy_async_global();
           ptx::add_release(a.turns + part, 1);

@@ -51,6 +51,20 @@ __global__ void __launch_bounds__(kRowThreads)
   constexpr int kLanes = C::kRowLanes;
   constexpr int kStep = kRowThreads / kLanes;
   const FlashsciBackwardParams& p = a.p;
+  if constexpr (kPacked) {
+    if (a.turns != nullptr && blockIdx.x == 0) {
+      bool ascending = true;
+      const auto check = [&](const int32_t* cu_seqlens, int total) {
+        for (int i = threadIdx.x; i < p.num_seqs + 2; i += kRowThreads)
+          ascending &= segment_begin(cu_seqlens, i, p.num_seqs, total) <=
+                       segment_begin(cu_seqlens, i + 1, p.num_seqs, total);
+      };
+      check(p.cu_seqlens_q, p.seq_q);
+      check(p.cu_seqlens_k, p.seq_k);
+      ascending = __syncthreads_and(ascending);
+      if (threadIdx.x == 0) *a.ascending = ascending;
+    }
+  }
   const QueryTile tile = find_query_tile<C, kPacked>(a, blockIdx.x);
   if (tile.count <= 0) return;
   const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes;

@@ -61,10 +61,11 @@ struct BackwardStorage<WideBackwardTiling<kHeadDim, kBlockQ>> {
 
 // dQ of consumer w: of the first block nothing, then its first slice, and with each later block the
 // last slice of the block before and the first of this one; the very last slice ends it.
-template <class C>
+template <class C, bool kPacked>
 __device__ __forceinline__ void add_dq_wide(BackwardStorage<C>& shared, const BackwardArgs& a,
                                             const KeyTile& tile, int w) {
   ptx::wait_for_prerequisites();  // the accumulator
+  const bool come = turns_come<kPacked>(a);
   uint32_t count = 0;
   const auto wait = [&] { sleep_for(shared.dq_full[0][w], count++); };
   const auto pass = [&] { ptx::mbarrier_arrive(ptx::shared_address(&shared.dq_empty[0][w])); };
@@ -78,7 +79,7 @@ __device__ __forceinline__ void add_dq_wide(BackwardStorage<C>& shared, const Ba
         wait();
         const int column = C::slice_begin(w, slice);
         const bool wanted = a.p.dq != nullptr && column < a.p.head_dim;
-        const bool in_turn = wanted && a.turns != nullptr;
+        const bool in_turn = wanted && a.turns != nullptr && come;
         const int64_t query_tile = statistics_tile(a, tile, head, block);
         int* const turn = a.turns + query_tile * C::kCounters + w * C::kSlices + slice;
         if (in_turn) {
