@@ -99,7 +99,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
           add_dq<C, kPacked>(shared, a, shared.tile, warp - 1);
       }
     } else if constexpr (C::kPairs) {
-      if (ptx::elect()) move_pairs<C>(shared, a, shared.tile);
+      if (ptx::elect()) {
+        if constexpr (C::kApart)
+          move_pairs_apart<C>(shared, a, shared.tile);
+        else
+          move_pairs<C>(shared, a, shared.tile);
+      }
     }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
@@ -195,7 +200,9 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
                C::kBlockK);
   encode(a.dk, p.dk, p.dk_strides, p.seq_k, p.heads_k, p.head_dim, 64);
   encode(a.dv, p.dv, p.dv_strides, p.seq_k, p.heads_k, p.head_dim_v, 64);
-  if constexpr (C::kPairs) encode_pairs<C>(a, encode);
+  if constexpr (C::kPairs) {
+    if (error == cudaSuccess) error = encode_pairs<C>(a, k16Bit);
+  }
   if (error != cudaSuccess) return error;
 
   // The same kernels before and after it with pairs and without.
@@ -248,7 +255,24 @@ struct BackwardTile<256, kSoftcap> {
   using Tiling = WideBackwardTiling<256, 64>;
 };
 template <int kHeadDim>
-using PairsTile = BackwardTiling<kHeadDim, kHeadDim == 64 ? 128 : 64, true>;
+using InPlaceTile = BackwardTiling<kHeadDim, kHeadDim == 64 ? 128 : 64, PairTiles::kInPlace>;
+template <int kHeadDim>
+using ApartTile = BackwardTiling<kHeadDim, 64, PairTiles::kApart>;
+
+template <class Op, class C>
+cudaError_t launch_pairs(const FlashsciBackwardParams& p, cudaStream_t stream) {
+  const cudaError_t error = launch_backward_tiling<Op, C, false, false>(p, stream);
+  return error == cudaSuccess && sums_bias(p) ? sum_bias<Op>(p, padded(workspace_of<C>(p)), stream)
+                                              : error;
+}
+
+template <class Op, class C>
+int64_t pairs_workspace(const FlashsciBackwardParams& p) {
+  const int64_t own = workspace_of<C>(p);
+  if (!sums_bias(p)) return own;
+  const FlashsciBackwardParams bias = bias_alone(p);
+  return padded(own) + Op::bias_gradient_workspace(&bias);
+}
 
 template <class Op, int kHeadDim>
 cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t stream) {
@@ -261,13 +285,8 @@ cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t
     return p.softcap != 0.f ? launch_backward_tiling<Op, Softcap, true, true>(p, stream)
                             : launch_backward_tiling<Op, Plain, true, false>(p, stream);
   if constexpr (kHeadDim <= 128) {
-    if (has_pairs(p)) {
-      const cudaError_t error =
-          launch_backward_tiling<Op, PairsTile<kHeadDim>, false, false>(p, stream);
-      return error == cudaSuccess && sums_bias(p)
-                 ? sum_bias<Op>(p, padded(workspace_of<PairsTile<kHeadDim>>(p)), stream)
-                 : error;
-    }
+    if (has_pairs_apart(p)) return launch_pairs<Op, ApartTile<kHeadDim>>(p, stream);
+    if (has_pairs(p)) return launch_pairs<Op, InPlaceTile<kHeadDim>>(p, stream);
   }
   return p.softcap != 0.f ? launch_backward_tiling<Op, Softcap, false, true>(p, stream)
                           : launch_backward_tiling<Op, Plain, false, false>(p, stream);
@@ -277,12 +296,8 @@ cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t
 template <class Op, int kHeadDim>
 int64_t padded_workspace(const FlashsciBackwardParams& p) {
   if constexpr (kHeadDim <= 128) {
-    if (has_pairs(p)) {
-      const int64_t own = workspace_of<PairsTile<kHeadDim>>(p);
-      if (!sums_bias(p)) return own;
-      const FlashsciBackwardParams bias = bias_alone(p);
-      return padded(own) + Op::bias_gradient_workspace(&bias);
-    }
+    if (has_pairs_apart(p)) return pairs_workspace<Op, ApartTile<kHeadDim>>(p);
+    if (has_pairs(p)) return pairs_workspace<Op, InPlaceTile<kHeadDim>>(p);
   }
   return p.softcap != 0.f ? workspace_of<typename BackwardTile<kHeadDim, true>::Tiling>(p)
                           : workspace_of<typename BackwardTile<kHeadDim, false>::Tiling>(p);

@@ -13,6 +13,7 @@
 #include "../common/ptx/wgmma.cuh"
 #include "../common/softmax.cuh"
 #include "../common/tile.cuh"
+#include "backward_apart.cuh"
 #include "backward_layout.cuh"
 #include "backward_pairs.cuh"
 
@@ -194,10 +195,15 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
         hide_outside(-INFINITY);
       }
       if constexpr (C::kPairs) {
-        const int ds_stage = turn % C::kDsStages;
-        if (a.bias_tiles) wait_for(shared.bias_full[ds_stage], turn / C::kDsStages);
-        exponentiate_pairs<Op>(prob, s, a, tile, lse + stage * (kBlockQ * 4),
-                               address(shared.ds[ds_stage]) + w * (kBlockQ * 128), w, turn);
+        const int pair_stage = turn % C::kPairStages;
+        if (C::kApart || a.bias_tiles)
+          wait_for(shared.bias_full[pair_stage], turn / C::kPairStages);
+        uint32_t bias;
+        if constexpr (C::kApart)
+          bias = address(shared.pairs[pair_stage]);
+        else
+          bias = address(shared.ds[pair_stage]) + w * (kBlockQ * 128);
+        exponentiate_pairs<Op, C>(prob, s, a, tile, lse + stage * (kBlockQ * 4), bias, w, turn);
       }
 #pragma unroll
       for (int n = 0; n < (C::kPairs ? 0 : kBlockQ / 8); ++n) {
@@ -242,11 +248,15 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
         for (int n = first * 2; n < (first + kSteps) * 2; ++n) {
           const float2 row = ptx::ld_shared_f2(delta + stage * (kBlockQ * 4) + n * 32);
 #pragma unroll
-          for (int e = n * 4; e < n * 4 + 4; e += 2)
-            ds[e / 8][e / 2 % 4] =
-                Op::pack2(prob[e] * (dp[e] + row.x), prob[e + 1] * (dp[e + 1] + row.y));
+          for (int e = n * 4; e < n * 4 + 4; e += 2) {
+            prob[e] *= dp[e] + row.x;
+            prob[e + 1] *= dp[e + 1] + row.y;
+            ds[e / 8][e / 2 % 4] = Op::pack2(prob[e], prob[e + 1]);
+          }
         }
       }
+      if constexpr (C::kApart)
+        leave_apart(prob, a, ApartBias<C>(address(shared.pairs[turn % C::kPairStages]), w));
     };
     const auto share_ds = [&](int turn) {
       // Addresses anew: registers are scarcer than integer instructions.
@@ -258,6 +268,7 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       for (int m = 0; m < kBlockQ / 16; ++m)
         ptx::stmatrix_x4_trans(ds_store + turn % C::kDsStages * C::kDsBytes + m * 2048, ds[m]);
       ptx::fence_proxy_async();
+      if constexpr (C::kApart) release(shared.ds_done[turn % C::kPairStages]);
     };
     const auto issue_dk = [&](int turn) {
       ptx::wgmma_fence();
@@ -303,7 +314,7 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
     ptx::wgmma_wait<1>();
     ptx::wgmma_tie(dv);
     release(shared.ds_full);
-    if constexpr (C::kPairs) release(shared.ds_done[0]);
+    if constexpr (C::kPairs && !C::kApart) release(shared.ds_done[0]);
     release(shared.dout_empty[0]);
     end_turn(0);
 #pragma unroll 1
@@ -323,7 +334,7 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       ptx::wgmma_tie(dq);
       ptx::wgmma_tie(dv);
       release(shared.ds_full);
-      if constexpr (C::kPairs) release(shared.ds_done[turn % C::kDsStages]);
+      if constexpr (C::kPairs && !C::kApart) release(shared.ds_done[turn % C::kDsStages]);
       release(shared.dout_empty[turn % kStages]);
       write_dq(dq, turn - 1);
       end_turn(turn);

@@ -14,11 +14,15 @@
 
 namespace flashsci::sm90 {
 
-// kPairs: with bias or mask (backward_pairs.cuh).
-template <int kHeadDim_, int kBlockQ_, bool kPairs_ = false>
+// Bias and mask: none; a bias in q's dtype where dS will be (backward_pairs.cuh); an fp32 bias or a
+// mask by pairs in buffers of their own (backward_apart.cuh).
+enum class PairTiles { kNone, kInPlace, kApart };
+
+template <int kHeadDim_, int kBlockQ_, PairTiles kPairTiles = PairTiles::kNone>
 struct BackwardTiling {
   static constexpr int kHeadDim = kHeadDim_, kBlockQ = kBlockQ_;
-  static constexpr bool kWide = false, kPairs = kPairs_;
+  static constexpr bool kWide = false, kPairs = kPairTiles != PairTiles::kNone;
+  static constexpr bool kApart = kPairTiles == PairTiles::kApart;
   static constexpr int kConsumers = 2, kBlockK = 64 * kConsumers, kStages = 2;
   static constexpr int kDoutStages = kStages, kCounters = kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -31,7 +35,13 @@ struct BackwardTiling {
   static constexpr bool kSplitRows = kBlockQ == 128;
   static constexpr int kDqColumns = kSplitRows ? kHeadDim : kHeadDim / 2;
   static constexpr int kDqFloats = 64 * kDqColumns;  // of one consumer
-  static constexpr int kDqStages = 1, kDsStages = kPairs ? 3 : 2;
+  static constexpr int kDqStages = 1, kDsStages = kPairs && !kApart ? 3 : 2;
+  static constexpr int kPairStages = kApart && kHeadDim == 128 ? 1 : kDsStages;
+  // Beside the fp32 bias of a block there is room for its mask only where heads are narrow.
+  static constexpr int kBiasBytes = kBlockQ * kBlockK * 4, kMaskBytes = kBlockQ * kBlockK;
+  static constexpr bool kMaskBeside = kHeadDim == 64;
+  static constexpr int kMaskAt = kMaskBeside ? kBiasBytes : 0;
+  static constexpr int kApartBytes = kBiasBytes + (kMaskBeside ? kMaskBytes : 0);
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static_assert(kHeadDim == 64 || kHeadDim == 128);
   static_assert(kBlockQ == 64 || kBlockQ == 128);
@@ -48,8 +58,16 @@ struct KeyTile {
   uint32_t batch;            // batch0 * B1 + batch1
 };
 
+template <int kStages, int kBytes>
+struct PairBuffers {
+  // [stage]: bias, fp32 [32 keys][kBlockQ rows][32]; mask [consumer's 64 keys][kBlockQ rows][64]
+  unsigned char pairs[kStages][kBytes];
+};
+template <int kBytes>
+struct PairBuffers<0, kBytes> {};
+
 template <class C>
-struct BackwardStorage {
+struct BackwardStorage : PairBuffers<C::kApart ? C::kPairStages : 0, C::kApartBytes> {
   unsigned char k[C::kKVBytes];                 // [column block][128 keys][64]
   unsigned char v[C::kKVBytes];                 // the same
   unsigned char q[C::kStages][C::kQBytes];      // [stage][column block][kBlockQ rows][64]
@@ -64,8 +82,9 @@ struct BackwardStorage {
   uint64_t dout_full[C::kStages], dout_empty[C::kStages];  // dO and delta
   uint64_t ds_full;
   uint64_t dq_full[C::kDqStages][C::kConsumers], dq_empty[C::kDqStages][C::kConsumers];
-  uint64_t bias_full[C::kDsStages];  // the bias, where dS will be
-  uint64_t ds_done[C::kDsStages];    // dS is there, and that of the block before has been read
+  uint64_t bias_full[C::kDsStages];  // the bias, where dS will be; apart: or the mask
+  uint64_t ds_done[C::kDsStages];    // dS is there, and that of the block before has been read;
+                                     // apart: dS is where the bias was, the mask has been read
 };
 
 struct alignas(128) BackwardArgs {
@@ -89,6 +108,8 @@ struct alignas(128) BackwardArgs {
   CUtensorMap bias, dbias;       // boxes of kBlockQ rows and 64 keys
   bool bias_tiles, stores_bias;  // the bias comes by tiles; dbias leaves by tiles
   int* ascending;  // packed, in turns: whether offsets ascend; if not, turns would never come
+  bool mask_tiles, adds_bias;    // apart: the mask comes by tiles; tiles are added to dbias
+  CUtensorMap mask;
 };
 
 __device__ __forceinline__ Window window_of(const FlashsciBackwardParams& p, int seq_q, int seq_k) {

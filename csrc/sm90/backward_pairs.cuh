@@ -8,7 +8,7 @@
 //           What is the same for all queries comes straight from global memory.
 // Shared    No more than a third stage of dS.
 // Limits    The bias by tiles is what TMA takes: q's dtype, keys side by side, strides multiples of
-//           16 bytes. The rest (fp32 by pairs, a mask by pairs, softcap) stays with sm80.
+//           16 bytes. fp32 or a mask by pairs: backward_apart.cuh. Softcap stays with sm80.
 #pragma once
 #include <cstdint>
 
@@ -19,6 +19,7 @@
 #include "../common/ptx/shared.cuh"
 #include "../common/ptx/tma.cuh"
 #include "../common/softmax.cuh"
+#include "backward_apart.cuh"
 #include "backward_layout.cuh"
 
 namespace flashsci::sm90 {
@@ -36,12 +37,31 @@ inline bool has_bias_tiles(const FlashsciBackwardParams& p) {
   return p.pairs.bias != nullptr && !is_of_keys(p.pairs.bias_strides, p.seq_q);
 }
 
-// dbias has a place for every pair, in q's dtype.
-inline bool stores_bias(const FlashsciBackwardParams& p) {
+inline bool has_mask_tiles(const FlashsciBackwardParams& p) {
+  return p.pairs.mask != nullptr && !is_of_keys(p.pairs.mask_strides, p.seq_q);
+}
+
+// Served by backward_apart.cuh.
+inline bool has_pairs_apart(const FlashsciBackwardParams& p) {
+  return has_mask_tiles(p) || (has_bias_tiles(p) && p.pairs.bias_is_fp32);
+}
+
+// dbias has a place for every pair.
+inline bool owns_bias(const FlashsciBackwardParams& p) {
   const auto own = [](int64_t size, int64_t stride) { return size == 1 || stride != 0; };
   const FlashsciPairStrides& s = p.dbias_strides;
-  return p.dbias != nullptr && has_bias_tiles(p) && own(p.batch0, s.batch0) &&
-         own(p.batch1, s.batch1) && own(p.heads_q, s.head);
+  return own(p.batch0, s.batch0) && own(p.batch1, s.batch1) && own(p.heads_q, s.head);
+}
+
+// dS is added to the tiles of a shared dbias, in any order.
+inline bool adds_bias(const FlashsciBackwardParams& p) {
+  return p.dbias != nullptr && has_bias_tiles(p) && !owns_bias(p) && p.pairs.bias_is_fp32 &&
+         !p.deterministic && p.seq_k % 4 == 0;
+}
+
+// dbias leaves by tiles.
+inline bool stores_bias(const FlashsciBackwardParams& p) {
+  return p.dbias != nullptr && has_bias_tiles(p) && (owns_bias(p) || adds_bias(p));
 }
 
 inline bool sums_bias(const FlashsciBackwardParams& p) {
@@ -52,8 +72,12 @@ inline bool takes_pairs(const FlashsciBackwardParams& p) {
   if (!has_pairs(p)) return true;
   if (p.softcap != 0.f || p.cu_seqlens_q != nullptr || p.head_dim > 128 || p.head_dim_v > 128)
     return false;
-  if (p.pairs.mask != nullptr && !is_of_keys(p.pairs.mask_strides, p.seq_q)) return false;
-  return !has_bias_tiles(p) || (!p.pairs.bias_is_fp32 && p.pairs.bias_strides.column == 1);
+  if (has_mask_tiles(p)) {  // with a bias by pairs: fp32, at narrow heads
+    const bool narrow = p.head_dim <= 64 && p.head_dim_v <= 64;
+    if (p.pairs.mask_strides.column != 1) return false;
+    if (has_bias_tiles(p) && !(p.pairs.bias_is_fp32 && narrow)) return false;
+  }
+  return !has_bias_tiles(p) || p.pairs.bias_strides.column == 1;
 }
 
 inline FlashsciBackwardParams bias_alone(const FlashsciBackwardParams& p) {
@@ -69,24 +93,37 @@ cudaError_t sum_bias(const FlashsciBackwardParams& p, int64_t used, cudaStream_t
   return static_cast<cudaError_t>(Op::bias_gradient(&bias, stream));
 }
 
-// Tiles that the window hides are not visited.
+// Tiles that the window hides are not visited, and others may be added to what is there.
 inline cudaError_t clear_bias(const FlashsciBackwardParams& p, cudaStream_t stream) {
-  if (p.window_left < 0 && p.window_right < 0) return cudaSuccess;
-  return cudaMemsetAsync(p.dbias, 0, p.batch0 * p.batch1 * p.heads_q * p.seq_q * p.seq_k * 2,
-                         stream);
+  if (p.window_left < 0 && p.window_right < 0 && !adds_bias(p)) return cudaSuccess;
+  const auto own = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };
+  const FlashsciPairStrides& s = p.dbias_strides;
+  const int64_t rows = own(p.batch0, s.batch0) * own(p.batch1, s.batch1) *
+                       own(p.heads_q, s.head) * p.seq_q;
+  return cudaMemsetAsync(p.dbias, 0, rows * p.seq_k * (p.pairs.bias_is_fp32 ? 4 : 2), stream);
 }
 
-// encode(map, base, strides, rows, heads, columns, box_rows)
-template <class C, class Encode>
-void encode_pairs(BackwardArgs& a, const Encode& encode) {
+// element: of q.
+template <class C>
+cudaError_t encode_pairs(BackwardArgs& a, MapElement element) {
   const FlashsciBackwardParams& p = a.p;
-  const auto encode_tiles = [&](CUtensorMap& map, const void* base, const FlashsciPairStrides& s) {
-    encode(map, base, FlashsciStrides{s.batch0, s.batch1, s.head, s.row}, p.seq_q, p.heads_q,
-           p.seq_k, C::kBlockQ);
+  if (p.pairs.bias_is_fp32) element = kFloat32;
+  cudaError_t error = cudaSuccess;
+  const auto encode = [&](CUtensorMap& map, const void* base, const FlashsciPairStrides& s,
+                          const MapElement& of, int box_keys) {
+    const FlashsciStrides rows = {s.batch0, s.batch1, s.head, s.row};
+    if (error == cudaSuccess)
+      error = encode_map(&map, base, of, p.seq_k,
+                         dense_dims(rows, p.seq_q, p.heads_q, p.batch1, p.batch0), box_keys,
+                         C::kBlockQ);
   };
   a.bias_tiles = has_bias_tiles(p), a.stores_bias = stores_bias(p);
-  if (a.bias_tiles) encode_tiles(a.bias, p.pairs.bias, p.pairs.bias_strides);
-  if (a.stores_bias) encode_tiles(a.dbias, p.dbias, p.dbias_strides);
+  a.mask_tiles = has_mask_tiles(p), a.adds_bias = adds_bias(p);
+  if (a.bias_tiles)
+    encode(a.bias, p.pairs.bias, p.pairs.bias_strides, element, 128 / element.bytes);
+  if (a.stores_bias) encode(a.dbias, p.dbias, p.dbias_strides, element, 128 / element.bytes);
+  if (a.mask_tiles) encode(a.mask, p.pairs.mask, p.pairs.mask_strides, kByte, 64);
+  return error;
 }
 
 // The copying warp, one thread: the bias of block after block, and dS of those that are done.
@@ -138,8 +175,8 @@ __device__ __forceinline__ int64_t offset_of_key(const FlashsciPairStrides& s,
 }
 
 // P^T, with what is added to S^T; of accumulator elements as in backward_consume.cuh. lse: of the
-// lane's first query in shared memory; bias: of consumer w there.
-template <class Op, int kCount>
+// lane's first query in shared memory; bias: of consumer w there; apart: the buffers of the block.
+template <class Op, class C, int kCount>
 __device__ __forceinline__ void exponentiate_pairs(float (&p)[kCount], const float (&s)[kCount],
                                                    const BackwardArgs& a, const KeyTile& tile,
                                                    uint32_t lse, uint32_t bias, int w, int turn) {
@@ -150,7 +187,9 @@ __device__ __forceinline__ void exponentiate_pairs(float (&p)[kCount], const flo
     return offset_of_key(s, a, tile, turn / (tile.end - tile.begin),
                          w * 64 + thread / 32 % 4 * 16 + thread % 32 / 4 + half * 8);
   };
-  if (a.bias_tiles) {
+  if (C::kApart && a.bias_tiles) {
+    exponentiate_apart(p, s, a, lse, ApartBias<C>(bias, w));
+  } else if (a.bias_tiles) {
     const int thread = opaque(threadIdx.x), matrix_row = thread % 8;
     bias += (matrix_row + thread % 32 / 16 * 8) * 128 +
             ((thread / 32 % 4 * 2 + thread / 8 % 2) ^ matrix_row) * 16;
@@ -189,7 +228,9 @@ __device__ __forceinline__ void exponentiate_pairs(float (&p)[kCount], const flo
       p[e + 1] = ptx::ex2_approx(fmaf(s[e + 1], a.exp_scale, add - row.y));
     }
   }
-  if (pairs.mask != nullptr) {
+  if (C::kApart && a.mask_tiles) {
+    hide_apart<C>(p, bias, w);
+  } else if (pairs.mask != nullptr) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t at = offset(pairs.mask_strides, half);

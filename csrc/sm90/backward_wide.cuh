@@ -15,7 +15,7 @@ namespace flashsci::sm90 {
 // columns of dQ.
 template <int kHeadDim_, int kBlockQ_>
 struct WideBackwardTiling {
-  static constexpr bool kWide = true, kPairs = false;
+  static constexpr bool kWide = true, kPairs = false, kApart = false;
   static constexpr int kHeadDim = kHeadDim_, kBlockQ = kBlockQ_, kBlockK = 64;
   static constexpr int kConsumers = 2, kStages = 2, kDoutStages = kHeadDim == 192 ? 2 : 1;
   static constexpr int kThreads = 128 * (kConsumers + 1);
