@@ -173,6 +173,8 @@ class Check:
                 + 8 * eps * f.max().item()
                 + 1e-30
             )
+            if g.dtype != dtype:  # fp32: nothing in its way is rounded to 16 bits
+                bound = 2**-13 * f.max().item() + 1e-30
             self.worst = max(self.worst, error / bound)
             if not error <= bound:
                 bad = (~((g.double() - w).abs() <= bound)).nonzero()
@@ -379,9 +381,51 @@ def check_pairs(result, lib, dtype, d):
     for window in [(-1, -1), (-1, 0)]:
         case(2, 8, 8, 1024, 1024, 1, 1, 1, 1, window=window, repeats=50)
         case(2, 4, 2, 1500, 1408, 0, 1, 1, 1, window=window, repeats=10)
-    for options in [dict(bias_dtype=torch.float32), dict(mask=(1, 1, 333, 448))]:
-        case(2, 4, 2, 333, 448, 1, 1, 1, 1, refused=True, **options)
+    case(2, 4, 2, 333, 448, 1, 1, 1, 1, refused=True, mask=(1, 1, 333, 448))
     case(2, 4, 2, 333, 441, 1, 1, 1, 1, refused=True)
+
+
+def check_apart(result, lib, dtype, d):
+    """fp32 by pairs, masks by pairs."""
+    fp32 = torch.float32
+
+    def case(b, h, hk, sq, sk, *shape, **options):
+        sizes = [(b, h, sq, sk)[i] if x else 1 for i, x in enumerate(shape)]
+        result.pairs(lib, dtype, b, h, hk, sq, sk, d, d, sizes, bias_dtype=fp32, **options)
+
+    for sizes in [(1, 2, 2, 128, 128), (2, 4, 4, 512, 512), (1, 2, 1, 200, 332), (3, 6, 2, 300, 1000), (1, 2, 2, 2, 80), (2, 2, 2, 1500, 1412)]:  # fmt: skip
+        for window, lower_right in WINDOWS[:5]:
+            case(*sizes, 1, 1, 1, 1, window=window, lower_right=lower_right, hidden=0.1)
+            case(*sizes, 0, 1, 1, 1, window=window, lower_right=lower_right, hidden=0.1)
+    for shape in [(1, 1, 1, 1), (0, 1, 1, 1), (1, 0, 1, 1), (0, 0, 1, 1)]:
+        for sizes in [(3, 4, 2, 257, 268), (2, 6, 6, 640, 384), (40, 4, 4, 384, 384)]:
+            case(*sizes, *shape)
+            case(*sizes, *shape, hidden=0.3, window=(-1, 0), lower_right=True)
+            case(*sizes, *shape, need=7)
+            case(*sizes, *shape, need=8)
+            case(*sizes, *shape, mask=(sizes[0], 1, 1, sizes[4]))
+    for dq, dv in [(d - 56, d - 56), (d - 8, d), (d, d - 56), (d - 40, d - 40)]:
+        for batch in (1, 2):
+            result.pairs(lib, dtype, 2, 4, 2, 333, 444, dq, dv, (batch, 4, 333, 444), fp32, window=(50, 70))  # fmt: skip
+    case(2, 4, 2, 333, 441, 1, 1, 1, 1, pad=3, need=7)  # rows of the bias are longer than it
+    case(2, 4, 2, 333, 441, 1, 1, 1, 1, pad=3, refused=True)  # nothing for rows of its gradient
+    case(2, 4, 2, 333, 441, 0, 1, 1, 1, pad=3)  # sm80's kernel sums
+    case(2, 4, 2, 333, 441, 1, 1, 1, 1, refused=True)
+    for need in (1, 2, 4, 9, 14):
+        case(2, 4, 2, 333, 448, 1, 1, 1, 1, need=need)
+        case(2, 4, 2, 333, 448, 0, 1, 1, 1, need=need)
+    for window in [(-1, -1), (-1, 0)]:  # deterministic
+        case(2, 8, 8, 1024, 1024, 1, 1, 1, 1, window=window, repeats=50)
+        case(2, 4, 2, 1500, 1408, 0, 1, 1, 1, window=window, repeats=10)
+    for b, h, sq, sk, shape in [(2, 4, 333, 448, (1, 1)), (2, 4, 200, 336, (2, 1)), (2, 4, 64, 16, (2, 4)), (1, 2, 1500, 1424, (1, 2)), (3, 6, 257, 272, (1, 6))]:  # fmt: skip
+        mask = (*shape, sq, sk)
+        for window, lower_right in WINDOWS[:3]:
+            result.pairs(lib, dtype, b, h, h // 2, sq, sk, d, d, None, mask=mask, window=window, lower_right=lower_right)  # fmt: skip
+            result.pairs(lib, dtype, b, h, h // 2, sq, sk, d, d, (b, 1, 1, sk), mask=mask, window=window, lower_right=lower_right)  # fmt: skip
+            for batches in {1, b}:
+                case(b, h, h // 2, sq, sk, b == batches, 1, 1, 1, mask=mask, window=window,
+                     lower_right=lower_right, hidden=0.1, refused=d > 64)  # fmt: skip
+    result.pairs(lib, dtype, 2, 4, 2, 333, 441, d, d, None, mask=(2, 1, 333, 441), refused=True)
 
 
 def check(libraries, options):
@@ -433,6 +477,7 @@ def check(libraries, options):
                     )
             if options.only in ("", "pairs"):
                 check_pairs(result, lib, dtype, d)
+                check_apart(result, lib, dtype, d)
             if options.only in ("", "packed"):
                 for window, lower_right in WINDOWS:
                     result.packed(lib, dtype, d, d, window, lower_right)
@@ -509,7 +554,12 @@ def efficient(q, k, v, dout, bias, mask, grad):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     a = [x.detach().requires_grad_() for x in (q, k, v)]
-    added = mask if bias is None else bias.detach().to(q.dtype).requires_grad_(grad)
+    added = mask
+    if bias is not None:
+        added = bias.detach().to(q.dtype)
+        if mask is not None:
+            added = added.masked_fill(~mask, float("-inf"))  # as large as both: of batches too
+        added = added.requires_grad_(grad)
     full = added.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         out = torch.nn.functional.scaled_dot_product_attention(*a, attn_mask=full)
@@ -517,7 +567,19 @@ def efficient(q, k, v, dout, bias, mask, grad):
     return lambda: torch.autograd.grad(out, wanted, dout, retain_graph=True)
 
 
-PAIR_CASES = {  # B, H, Sq, Sk, D, bias, mask, bias_grad
+PAIR_CASES = {  # B, H, Sq, Sk, D, bias, mask, bias_grad[, fp32]
+    "triangle-384": (384, 4, 384, 384, 32, (1, 4, 384, 384), (384, 1, 1, 384), True, True),
+    "triangle-768": (768, 4, 768, 768, 32, (1, 4, 768, 768), (768, 1, 1, 768), True, True),
+    "af3-pairformer-384": (1, 16, 384, 384, 24, (1, 16, 384, 384), None, True, True),
+    "af3-pairformer-768": (1, 16, 768, 768, 24, (1, 16, 768, 768), None, True, True),
+    "af3-diffusion": (48, 16, 384, 384, 48, (1, 16, 384, 384), None, True, True),
+    "fp32, no grad": (48, 16, 384, 384, 48, (1, 16, 384, 384), None, False, True),
+    "af3-pair, fp32": (4, 16, 768, 768, 64, (4, 16, 768, 768), None, True, True),
+    "fp32, D 128": (2, 16, 2048, 2048, 128, (2, 16, 2048, 2048), None, True, True),
+    "mask": (4, 16, 2048, 2048, 64, None, (4, 1, 2048, 2048), False),
+    "mask, D 32": (64, 16, 256, 256, 32, None, (64, 1, 256, 256), False),
+    "mask, D 128": (4, 16, 2048, 2048, 128, None, (4, 1, 2048, 2048), False),
+    "fp32 and mask": (4, 16, 768, 768, 64, (4, 16, 768, 768), (4, 1, 768, 768), True, True),
     "af3-pair": (4, 16, 768, 768, 64, (4, 16, 768, 768), None, True),
     "long-bias": (1, 16, 4096, 4096, 64, (1, 16, 4096, 4096), None, True),
     "long-bias, no grad": (1, 16, 4096, 4096, 64, (1, 16, 4096, 4096), None, False),
@@ -539,9 +601,11 @@ def measure_pairs(libraries, options):
     dtype = getattr(torch, options.dtype)
     names = [lib.name for lib in libraries]
     print("microseconds".ljust(22), *[n.rjust(9) for n in [*names, *options.peers.split(",")]])
-    for name, (b, h, sq, sk, d, bias, mask, grad) in PAIR_CASES.items():
+    for name, (b, h, sq, sk, d, bias, mask, grad, *fp32) in PAIR_CASES.items():
+        if options.cases not in name:
+            continue
         q, k, v, dout = (make((b, h, s, d), dtype, "bshd") for s in (sq, sk, sk, sq))
-        x = None if bias is None else make(bias, dtype)
+        x = None if bias is None else make(bias, torch.float32 if fp32 else dtype)
         y = None if mask is None else torch.rand(mask, device="cuda") < 0.8
         out = torch.empty_like(q).normal_() * 0.05
         lse = torch.full((b, h, sq), 9.0, device="cuda")
@@ -635,6 +699,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--fa3", default="/tmp/fa3")
+    parser.add_argument("--cases", default="", help="pairs: those whose name holds this")
     parser.add_argument(
         "--only", default="", choices=("", "dense", "packed", "softcap", "turns", "pairs")
     )

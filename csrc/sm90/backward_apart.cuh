@@ -4,8 +4,8 @@
 // Roles     Warp 3 of the copying warpgroup brings a block's bias and mask; the consumers read them
 //           element by element and leave dS where the bias was, each lane where it read. The warp
 //           sends it away: into dbias, or added to a dbias that batches or heads share.
-// Shared    Bias: boxes of 32 keys and all queries, 128-byte swizzle. Mask: boxes of 64 keys, 64-byte
-//           swizzle. Both without bank conflicts for the layout of S^T.
+// Shared    Bias: boxes of 32 keys and all queries, 128-byte swizzle. Mask: boxes of 64 keys, by
+//           64-byte swizzle. Both without bank conflicts for the layout of S^T.
 // Pipeline  Two stages at D 64, one at D 128: there the bias of a block comes when dS of the one
 //           before has been read by the copy engine.
 // Limits    Both at once: D 64. Keys side by side, other strides multiples of 16 bytes.
@@ -119,8 +119,9 @@ __device__ __forceinline__ void exponentiate_apart(float (&p)[kCount], const flo
 template <class C, int kCount>
 __device__ __forceinline__ void leave_apart(const float (&ds)[kCount], const BackwardArgs& a,
                                             const ApartBias<C>& bias) {
+  if (!a.stores_bias) return;
 #pragma unroll
-  for (int e = 0; e < kCount; ++e) ptx::st_shared_if(a.stores_bias, bias[e], ds[e]);
+  for (int e = 0; e < kCount; ++e) ptx::st_shared(bias[e], __float_as_uint(ds[e]));
 }
 
 // What the mask hides becomes zero.

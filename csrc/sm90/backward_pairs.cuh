@@ -98,8 +98,8 @@ inline cudaError_t clear_bias(const FlashsciBackwardParams& p, cudaStream_t stre
   if (p.window_left < 0 && p.window_right < 0 && !adds_bias(p)) return cudaSuccess;
   const auto own = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };
   const FlashsciPairStrides& s = p.dbias_strides;
-  const int64_t rows = own(p.batch0, s.batch0) * own(p.batch1, s.batch1) *
-                       own(p.heads_q, s.head) * p.seq_q;
+  const int64_t rows =
+      own(p.batch0, s.batch0) * own(p.batch1, s.batch1) * own(p.heads_q, s.head) * p.seq_q;
   return cudaMemsetAsync(p.dbias, 0, rows * p.seq_k * (p.pairs.bias_is_fp32 ? 4 : 2), stream);
 }
 

@@ -482,6 +482,13 @@ std::vector<Case> cases() {
     for (bool fp32 : {false, true})
       biased(fp32 ? "aligned bias fp32" : "aligned bias", {2, 2, 70, 132}, fp32,
              [=](Case& c) { c.seq_k = 132, c.dim = c.dim_v = dim, c.mask = {2, 2, 70, 132}; });
+  for (int dim : {64, 128})  // rows of the mask that TMA takes
+    biased("aligned mask", {}, false, [=](Case& c) {
+      c.heads_q = 4, c.heads_k = 2, c.seq_q = 200, c.seq_k = 272, c.dim = c.dim_v = dim;
+      c.mask = {2, 1, 200, 272};
+    });
+  biased("shared bias fp32, aligned mask", {1, 2, 200, 272}, true,
+         [](Case& c) { c.seq_q = 200, c.seq_k = 272, c.right = 0, c.mask = {2, 2, 200, 272}; });
   Case packed{"packed", 1, 4, 2, 300, 310, 64, 64};
   packed.heads_inside = true;
   packed.lens_q = {100, 0, 1, 130, 60}, packed.lens_k = {90, 10, 0, 150, 60};

@@ -286,7 +286,11 @@ def test_sm80_takes_bias_and_mask_at_every_head_dim(full_build, head_dim, capabi
         ((2, 4, 16, 24), None, torch.bfloat16, 15, True),
         ((2, 4, 16, 24), (1536, 384, 1, 16), torch.bfloat16, 7, False),  # transposed
         ((2, 4, 16, 23), None, torch.bfloat16, 7, False),  # rows off 16 bytes
-        ((2, 4, 16, 24), None, torch.float32, 7, False),
+        ((2, 4, 16, 24), None, torch.float32, 15, True),
+        ((2, 4, 16, 20), None, torch.float32, 15, True),  # rows of 80 bytes
+        ((2, 4, 16, 22), None, torch.float32, 7, False),
+        ((1, 4, 16, 24), None, torch.float32, 15, True),  # added to by tiles
+        ((2, 1, 1, 24), None, torch.float32, 15, False),
         ((1, 4, 16, 24), None, torch.bfloat16, 7, True),
         ((1, 4, 16, 24), None, torch.bfloat16, 15, False),  # a shared gradient is Triton's
         ((2, 4, 16, 1), None, torch.bfloat16, 7, False),
@@ -305,7 +309,19 @@ def test_what_the_hopper_backward_takes_of_a_bias(shape, stride, dtype, need, ta
     keys, pairs = torch.ones(2, 1, 1, shape[-1]) > 0, torch.ones(2, 1, 16, shape[-1]) > 0
     assert _hopper_takes(q, v, bias, keys, 0.0, need) is takes
     assert _hopper_takes(q, v, None, keys, 0.0, need)
-    assert not _hopper_takes(q, v, bias, pairs, 0.0, need)
+    assert not _hopper_takes(q, v, bias, pairs, 0.0, need)  # rows of 24 bytes
+
+
+@pytest.mark.parametrize("dim, dtype, both", [(64, torch.float32, True), (64, torch.float16, False), (72, torch.float32, False)])  # fmt: skip
+def test_what_the_hopper_backward_takes_of_a_mask_by_pairs(dim, dtype, both):
+    from flashsci.backends.cuda import _hopper_takes
+
+    q = v = torch.empty(2, 4, 16, dim, dtype=torch.float16)
+    mask, bias = torch.ones(2, 1, 16, 32) > 0, torch.empty(2, 4, 16, 32, dtype=dtype)
+    assert _hopper_takes(q, v, None, mask, 0.0, 7)
+    assert not _hopper_takes(q, v, None, mask[..., 1:], 0.0, 7)
+    assert _hopper_takes(q, v, bias, mask, 0.0, 15) is both
+    assert _hopper_takes(q, v, bias[:, :, :1], mask, 0.0, 7)
 
 
 def test_gradients_stay_where_triton_has_none(full_build, monkeypatch):

@@ -27,15 +27,6 @@ __device__ __forceinline__ void st_shared_b8(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.b8 [%0], %1;\n" ::"r"(shared), "r"(value) : "memory");
 }
 
-// Without a branch, which products under way would not survive.
-__device__ __forceinline__ void st_shared_if(bool wanted, uint32_t shared, float value) {
-  asm volatile(
-      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %0, 0;\n@wanted st.shared.f32 [%1], %2;\n}\n" ::
-          "r"(static_cast<int>(wanted)),
-      "r"(shared), "f"(value)
-      : "memory");
-}
-
 __device__ __forceinline__ uint32_t ld_shared(uint32_t shared) {
   uint32_t value;
   asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(value) : "r"(shared) : "memory");

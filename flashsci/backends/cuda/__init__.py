@@ -353,8 +353,8 @@ def _hopper_takes(
 ) -> bool:
     """Whether the Hopper backward serves a call with a bias or mask, and faster than Triton's.
 
-    What it takes: csrc/sm90/backward_pairs.cuh. H200, head dims to 64, a bias that is shared: Triton sums its
-    gradient in 0.83 to 0.89 of the time.
+    What it takes: csrc/sm90/backward_pairs.cuh, backward_apart.cuh. H200, head dims to 64, a 16-bit bias that is
+    shared: Triton sums its gradient in 0.83 to 0.89 of the time. fp32 and masks by pairs are not measured yet.
     """
     dims = q.shape[-1], v.shape[-1]
     if softcap or max(dims) > 128 or any(dim % 8 for dim in dims):
@@ -363,20 +363,31 @@ def _hopper_takes(
     def of_keys(x: Tensor) -> bool:
         return x.shape[-2] == 1 or x.stride(-2) == 0
 
-    if mask is not None and not of_keys(mask):
+    def by_tiles(x: Tensor) -> bool:
+        unit = 16 // x.element_size()
+        return (
+            x.shape[-1] > 1
+            and x.stride(-1) == 1
+            and x.storage_offset() % unit == 0
+            and all(n == 1 or s % unit == 0 for n, s in zip(x.shape[:-1], x.stride(), strict=False))
+        )
+
+    masked = mask is not None and not of_keys(mask)
+    if mask is not None and masked and not by_tiles(mask):
         return False
     if bias is None:
         return True
-    shared = of_keys(bias) or bias.shape[:-2] != q.shape[:-2]
-    if need & ops.NEED_BIAS and (bias.shape[-1] % 8 if not shared else max(dims) <= 64):
+    tiles, apart = not of_keys(bias), bias.dtype == torch.float32
+    if tiles and masked and not (apart and max(dims) <= 64):
         return False
-    return of_keys(bias) or (
-        bias.dtype == q.dtype
-        and bias.shape[-1] > 1
-        and bias.stride(-1) == 1
-        and bias.storage_offset() % 8 == 0
-        and all(n == 1 or s % 8 == 0 for n, s in zip(bias.shape[:-1], bias.stride(), strict=False))
-    )
+    if need & ops.NEED_BIAS:
+        added = tiles and apart  # a shared gradient too
+        if not added and (not tiles or bias.shape[:-2] != q.shape[:-2]):
+            if max(dims) <= 64:
+                return False
+        elif bias.shape[-1] * bias.element_size() % 16:
+            return False
+    return not tiles or ((apart or bias.dtype == q.dtype) and by_tiles(bias))
 
 
 def backward(*arguments: Any, generation: int = 0) -> tuple[Tensor, ...]:
