@@ -68,9 +68,10 @@ BACKWARD_FP32 = re.compile(
 )
 # ... of short rows of keys: head dim, warps, queries of a chunk, CTAs per SM.
 SHORT_FP32 = re.compile(r"ShortTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E")
-# sm90 backward: kind; head dim, query rows, pairs; packed, softcap (the main kernel alone).
+# sm90 backward: kind; head dim, query rows, bias or mask (2: apart); packed, softcap (the main
+# kernel alone).
 BACKWARD_SM90 = re.compile(
-    r"backward_([a-z]*)_?kernelI.*BackwardTilingILi(\d+)ELi(\d+)E(?:Lb([01])E)?E*Lb([01])(?:ELb([01]))?"
+    r"backward_([a-z]*)_?kernelI.*BackwardTilingILi(\d+)ELi(\d+)E(?:LNS0_9PairTilesE([012])E)?E*Lb([01])(?:ELb([01]))?"
 )
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 
@@ -184,7 +185,7 @@ class Kernel:
         if found := BACKWARD_SM90.search(self.name):
             words = (
                 found[1],
-                "bias or mask" * (found[4] == "1"),
+                {"1": "bias or mask", "2": "fp32 bias or mask by pairs"}.get(found[4], ""),
                 "packed" * (found[5] == "1"),
                 "softcap" * (found[6] == "1"),
             )
@@ -245,7 +246,9 @@ class Kernel:
                 inputs = 2 * dim * (2 * keys + (2 + out) * rows)
                 return inputs + 6 * rows * keys + 2 * 4 * 64 * rows + 4 * (2 + out) * rows
             inputs = 2 * dim * (2 * keys + 2 * stages * rows)  # K, V; Q, dO
-            ds = 2 * rows * keys * (stages + int(found[4] or 0))
+            ds = 2 * rows * keys * (stages + (found[4] == "1"))
+            if found[4] == "2":  # fp32, up to D 64 two stages of it and of a mask
+                ds += rows * keys * (2 * 5 if dim == 64 else 4)
             return inputs + ds + 8 * stages * rows + 4 * dim * rows  # statistics; dQ
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0

@@ -611,7 +611,18 @@ def measure_pairs(libraries, options):
         lse = torch.full((b, h, sq), 9.0, device="cuda")
         need = 15 if grad else 7
         launchers = {
-            lib.name: lib.prepare(dout, q, k, v, out, lse, bias=x, mask=y, need=need)[0]
+            lib.name: lib.prepare(
+                dout,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                bias=x,
+                mask=y,
+                need=need,
+                deterministic=lib.name.startswith("det"),
+            )[0]  # fmt: skip
             for lib in libraries
         }
         scalars = (-1, -1, d**-0.5, 0.0, -1, -1, False, 0.0, "default", False, need)

@@ -57,12 +57,6 @@ __device__ __forceinline__ float2 ld_shared_f2(uint32_t shared) {
   return value;
 }
 
-__device__ __forceinline__ uint32_t ld_shared_u8(uint32_t shared) {
-  uint32_t value;
-  asm volatile("ld.shared.u8 %0, [%1];\n" : "=r"(value) : "r"(shared) : "memory");
-  return value;
-}
-
 __device__ __forceinline__ uint32_t ld_shared_u16(uint32_t shared) {
   uint16_t value;
   asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(value) : "r"(shared) : "memory");

@@ -26,16 +26,6 @@ __device__ __forceinline__ void tma_store_5d(const void* map, uint32_t shared, i
       : "memory");
 }
 
-// The same, added to what is there: fp32, in any order.
-__device__ __forceinline__ void tma_add_5d(const void* map, uint32_t shared, int c0, int c1, int c2,
-                                           int c3, int c4) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.tile.bulk_group "
-      "[%0, {%2, %3, %4, %5, %6}], [%1];\n" ::"l"(map),
-      "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-      : "memory");
-}
-
 // Stores of this thread since the last one become a group.
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
