@@ -622,7 +622,7 @@ def measure_pairs(libraries, options):
                 mask=y,
                 need=need,
                 deterministic=lib.name.startswith("det"),
-            )[0]  # fmt: skip
+            )[0]
             for lib in libraries
         }
         scalars = (-1, -1, d**-0.5, 0.0, -1, -1, False, 0.0, "default", False, need)
