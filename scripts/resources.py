@@ -218,9 +218,14 @@ class Kernel:
         if self.unit == "sm80/backward_fp32.cu":
             if not dim:
                 return 0
-            if SHORT_FP32.search(self.name):  # halves, their scales, statistics, dQ
+            if SHORT_FP32.search(self.name):  # halves, their scales, statistics, dQ, the place
                 halves = 8 * dim * (rows + keys)
-                return (halves + 8 * keys + 16 * rows + 4 * rows * (dim + 8) + 127) // 128 * 128
+                place = 20
+                return (
+                    (halves + 8 * keys + 16 * rows + 4 * rows * (dim + 8) + place + 127)
+                    // 128
+                    * 128
+                )
             # Halves of rows, raw and halves of columns; scales, statistics, what is hidden.
             if "_fp32_kernel" in self.name and self.variant.startswith("keys"):
                 rows, keys = keys, rows

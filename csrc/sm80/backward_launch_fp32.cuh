@@ -145,7 +145,7 @@ template <int kDim>
 cudaError_t launch_short_of(const FlashsciBackwardParams& p, const BackwardFp32Plan& plan,
                             cudaStream_t stream) {
   if constexpr (kDim <= 16)
-    if (p.seq_k > 32) return launch_short<ShortTile<kDim, 8, 128, 1>>(p, plan, stream);
+    if (p.seq_k > 32) return launch_short<ShortTile<kDim, 8, 128, 2>>(p, plan, stream);
   if constexpr (kDim <= 32) return launch_short<ShortTile<kDim, 1, 32, 8>>(p, plan, stream);
   return cudaErrorNotSupported;
 }

@@ -36,6 +36,8 @@ struct alignas(128) ShortStorage {
   float k_factor[C::kKeys], v_factor[C::kKeys];  // what to multiply the halves of a row by
   float4 queries[C::kQueries];                   // lse in log2 units, delta, factors of Q, of dO
   float dq[C::kQueries * C::kSumStride];
+  Place place[1];       // batch_head is that of the batch alone
+  uint32_t first_head;  // of the queries
 };
 
 // Keys of a warp: a lane has four neighbours, 4 g ... 4 g + 3, as rows g, g + 8 of both m16 blocks.
@@ -88,23 +90,21 @@ __device__ __forceinline__ void load_halves(uint32_t tile, const float* __restri
   }
 }
 
-// Four neighbouring keys of one query, for each of a lane's four queries [n8, column].
+// Four neighbouring keys of each of two neighbouring queries.
 template <class Element, class Vector>
-__device__ __forceinline__ void load_pairs(Vector (&to)[2][2], const Element* from, int64_t row,
+__device__ __forceinline__ void load_pairs(Vector (&to)[2], const Element* from, int64_t row,
                                            int64_t column, int queries, int keys, bool vector) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int query = i / 2 * 8 + i % 2;
-    const Element* at = from + query * row;
-    Vector& x = to[i / 2][i % 2];
-    x = Vector{};
-    if (query >= queries) continue;
+  for (int c = 0; c < 2; ++c) {
+    const Element* at = from + c * row;
+    to[c] = Vector{};
+    if (c >= queries) continue;
     if (vector) {
-      if (keys > 0) x = __ldg(reinterpret_cast<const Vector*>(at));
+      if (keys > 0) to[c] = __ldg(reinterpret_cast<const Vector*>(at));
     } else {
 #pragma unroll
       for (int r = 0; r < 4; ++r)
-        if (r < keys) reinterpret_cast<Element*>(&x)[r] = __ldg(at + r * column);
+        if (r < keys) reinterpret_cast<Element*>(&to[c])[r] = __ldg(at + r * column);
     }
   }
 }
@@ -121,12 +121,24 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   auto& shared = *reinterpret_cast<ShortStorage<C>*>(shared_memory);
   using KeyTile = HalvesTile<C::kKeys, C::kDim>;
   using QueryTile = HalvesTile<C::kQueries, C::kDim>;
-  const Place place(blockIdx.x, 1, p.heads_k, p.batch1);
-  const uint32_t group = static_cast<uint32_t>(p.heads_q / p.heads_k);
   const int warp = ptx::redux_max(threadIdx.x / 32), warps = blockDim.x / 32;
   const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    Place place(blockIdx.x, 1, p.heads_k, p.batch1);
+    place.batch_head /= static_cast<uint32_t>(p.heads_k);
+    shared.place[0] = place;
+    shared.first_head = place.head * static_cast<uint32_t>(p.heads_q / p.heads_k);
+  }
+  __syncthreads();
+  // The place, read again rather than kept in registers.
+  const auto offset_of_keys = [&](const FlashsciStrides& strides) {
+    const Place place = shared.place[opaque(0)];
+    return place.offset(strides, place.head);
+  };
   const bool three = p.precision == FLASHSCI_TF32X3;
-  const Window window(p.window_left, p.window_right, p.lower_right != 0, p.seq_q, p.seq_k);
+  Window window(p.window_left, p.window_right, p.lower_right != 0, p.seq_q, p.seq_k);
+  window.before = ptx::redux_max(window.before);
+  window.after = ptx::redux_max(window.after);
   const int first_key = warp * 32, lane_key = first_key + lane / 4 * 4;
 
   const uint32_t k_tile = ptx::shared_address(&shared.k), v_tile = ptx::shared_address(&shared.v);
@@ -135,54 +147,70 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const uint32_t k_start = start_of_a<KeyTile>(k_tile, first_key);
   const int warp_bytes = first_key * KeyTile::Rows::kRowBytes;
   load_halves<KeyTile, C::kDim, true>(
-      k_tile, static_cast<const float*>(p.k) + place.offset(p.k_strides, place.head),
-      p.k_strides.row, blockDim.x, p.seq_k, p.head_dim, plan.vector != 0,
+      k_tile, static_cast<const float*>(p.k) + offset_of_keys(p.k_strides), p.k_strides.row,
+      blockDim.x, p.seq_k, p.head_dim, plan.vector != 0,
       [&](int row, float factor) { shared.k_factor[row] = factor; });
   load_halves<KeyTile, C::kDim, true>(
-      v_tile, static_cast<const float*>(p.v) + place.offset(p.v_strides, place.head),
-      p.v_strides.row, blockDim.x, p.seq_k, p.head_dim_v, plan.vector != 0,
+      v_tile, static_cast<const float*>(p.v) + offset_of_keys(p.v_strides), p.v_strides.row,
+      blockDim.x, p.seq_k, p.head_dim_v, plan.vector != 0,
       [&](int row, float factor) { shared.v_factor[row] = factor; });
 
   float dk[2][C::kDimBlocks][4], dv[2][C::kDimBlocks][4];  // [m16 of keys, n8 of dims, fragment]
   clear(dk);
   clear(dv);
 
+  const auto find = [&](int member, uint32_t& head) {
+    const Place place = shared.place[opaque(0)];
+    head = shared.first_head + member;
+    return place;
+  };
 #pragma unroll 1
-  for (uint32_t head = place.head * group; head < (place.head + 1) * group; ++head) {
+  for (int member = p.heads_q / p.heads_k - 1; member >= 0; --member) {
 #pragma unroll 1
     for (int chunk = 0; chunk < p.seq_q; chunk += C::kQueries) {
       const int rows = min(p.seq_q - chunk, C::kQueries), tiles = (rows + 15) / 16;
       __syncthreads();  // nobody reads the chunk before
-      load_halves<QueryTile, C::kDim, false>(
-          q_tile,
-          static_cast<const float*>(p.q) + place.offset(p.q_strides, head) +
-              chunk * p.q_strides.row,
-          p.q_strides.row, tiles * 16, rows, p.head_dim, plan.vector != 0,
-          [&](int row, float factor) { shared.queries[row].z = factor; });
-      load_halves<QueryTile, C::kDim, false>(
-          q_tile + kToDout,
-          static_cast<const float*>(p.dout) + place.offset(p.dout_strides, head) +
-              chunk * p.dout_strides.row,
-          p.dout_strides.row, tiles * 16, p.dout != nullptr ? rows : 0, p.head_dim_v,
-          plan.vector != 0, [&](int row, float factor) { shared.queries[row].w = factor; });
-      const uint32_t batch = place.batch_head / static_cast<uint32_t>(p.heads_k);
-      const float2* statistics =
-          plan.statistics + (static_cast<int64_t>(batch) * p.heads_q + head) * p.seq_q + chunk;
-      for (int i = threadIdx.x; i < tiles * 16; i += blockDim.x) {
-        const float2 x = i < rows ? __ldg(statistics + i) : make_float2(INFINITY, 0.f);
-        shared.queries[i].x = x.x, shared.queries[i].y = x.y;
+      const auto load = [&](uint32_t to, const void* from, const FlashsciStrides& strides,
+                            int valid, int columns, auto&& put) {
+        uint32_t head;
+        const Place place = find(member, head);
+        const int64_t offset = place.offset(strides, head);
+        load_halves<QueryTile, C::kDim, false>(
+            to, static_cast<const float*>(from) + offset + chunk * strides.row, strides.row,
+            tiles * 16, valid, columns, plan.vector != 0, put);
+      };
+      load(q_tile, p.q, p.q_strides, rows, p.head_dim,
+           [&](int row, float factor) { shared.queries[row].z = factor; });
+      load(q_tile + kToDout, p.dout, p.dout_strides, p.dout != nullptr ? rows : 0, p.head_dim_v,
+           [&](int row, float factor) { shared.queries[row].w = factor; });
+      {
+        uint32_t head;
+        const Place place = find(member, head);
+        const float2* statistics =
+            plan.statistics +
+            (static_cast<int64_t>(place.batch_head) * p.heads_q + head) * p.seq_q + chunk;
+        for (int i = threadIdx.x; i < tiles * 16; i += blockDim.x) {
+          const float2 x = i < rows ? __ldg(statistics + i) : make_float2(INFINITY, 0.f);
+          shared.queries[i].x = x.x, shared.queries[i].y = x.y;
+        }
       }
+#pragma unroll 1
       for (int i = threadIdx.x; i < tiles * 16 * C::kSumStride; i += blockDim.x) shared.dq[i] = 0.f;
       __syncthreads();
 
+      const auto pair_offset = [&](const FlashsciPairStrides& s) {
+        uint32_t of;
+        const Place at = find(member, of);
+        return PairsOfHead<>::offset(s, at, of);
+      };
       const int steps = max(tiles, warps);
       // The bias of 16 queries on its way to the second-level cache, a step ahead.
       const auto prefetch = [&](int tile) {
         const FlashsciPairStrides& s = p.pairs.bias_strides;
         if (!plan.pairs.vector_bias || tile >= tiles || lane_key >= p.seq_k) return;
         const int query = chunk + tile * 16 + lane % 4 * 2;
-        const float* from = static_cast<const float*>(p.pairs.bias) +
-                            PairsOfHead<>::offset(s, place, head) + lane_key * s.column;
+        const float* from =
+            static_cast<const float*>(p.pairs.bias) + pair_offset(s) + lane_key * s.column;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           ptx::prefetch_l2(from + min(query + i / 2 * 8 + i % 2, p.seq_q - 1) * s.row);
@@ -199,85 +227,95 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           const int tile_bytes = tile * 16 * QueryTile::Rows::kRowBytes;
           float s[2][2][4], dp[2][2][4];  // [m16 of keys, n8 of queries, fragment]
           multiply_rows<KeyTile, QueryTile, C::kDim>(
-              s, opaque(k_start), start_of_rows<QueryTile>(q_tile, true) + tile_bytes,
-              start_of_rows<QueryTile>(q_tile, false) + tile_bytes, three);
+              s, opaque(k_start), start_of_rows<QueryTile>(opaque(q_tile), true) + tile_bytes,
+              start_of_rows<QueryTile>(opaque(q_tile), false) + tile_bytes, three);
           multiply_rows<KeyTile, QueryTile, C::kDim>(
               dp, opaque(k_start) + kToV,
-              start_of_rows<QueryTile>(q_tile, true) + tile_bytes + kToDout,
-              start_of_rows<QueryTile>(q_tile, false) + tile_bytes + kToDout, three);
-          float4 bias[2][2];
-          uchar4 shown[2][2];
-          if (p.pairs.bias != nullptr) {
-            const FlashsciPairStrides& s = p.pairs.bias_strides;
-            load_pairs(
-                bias,
-                static_cast<const float*>(p.pairs.bias) + PairsOfHead<>::offset(s, place, head) +
-                    query * s.row + lane_key * s.column,
-                s.row, s.column, p.seq_q - query, p.seq_k - lane_key, plan.pairs.vector_bias != 0);
-          }
-          if (p.pairs.mask != nullptr) {
-            const FlashsciPairStrides& s = p.pairs.mask_strides;
-            load_pairs(shown,
-                       p.pairs.mask + PairsOfHead<>::offset(s, place, head) + query * s.row +
-                           lane_key * s.column,
-                       s.row, s.column, p.seq_q - query, p.seq_k - lane_key,
-                       plan.pairs.vector_mask != 0);
-          }
-          const float4 k_factor = *reinterpret_cast<const float4*>(shared.k_factor + lane_key);
-          const float4 v_factor = *reinterpret_cast<const float4*>(shared.v_factor + lane_key);
+              start_of_rows<QueryTile>(opaque(q_tile), true) + tile_bytes + kToDout,
+              start_of_rows<QueryTile>(opaque(q_tile), false) + tile_bytes + kToDout, three);
           const float4* queries = shared.queries + tile * 16 + lane % 4 * 2;
           const bool partial = window.begin(last) > first_key || window.end(first) < first_key + 32;
+          const int keys = p.seq_k - lane_key;  // from this lane's first on
 #pragma unroll
-          for (int i = 0; i < 16; ++i) {
-            const int m = i / 8, n = i / 4 % 2, e = i % 4, r = m * 2 + e / 2, c = e % 2;
-            const float4 of = queries[n * 8 + c];
-            float& x = s[m][n][e];
-            float& y = dp[m][n][e];
-            x *= part(k_factor, r) * plan.inner * of.z;
-            y = fmaf(y, part(v_factor, r) * of.w, -of.y);
+          for (int n = 0; n < 2; ++n) {  // one after the other: registers
+            const int row = query + n * 8;
+            const float4 of[2] = {queries[n * 8], queries[n * 8 + 1]};
+            const int here = opaque(lane_key);  // read again rather than kept
+            const float4 k_factor = *reinterpret_cast<const float4*>(shared.k_factor + here);
+            const float4 v_factor = *reinterpret_cast<const float4*>(shared.v_factor + here);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              const int m = i / 4, e = i % 4, r = m * 2 + e / 2;
+              s[m][n][e] *= part(k_factor, r) * plan.inner * of[e % 2].z;
+              dp[m][n][e] = fmaf(dp[m][n][e], part(v_factor, r) * of[e % 2].w, -of[e % 2].y);
+            }
             if (plan.cap != 0.f) {
-              const float t = tanh_accurate(x);
-              x = plan.cap * t;
-              y *= fmaf(-t, t, 1.f);
+#pragma unroll
+              for (int i = 0; i < 8; ++i) {
+                float& x = s[i / 4][n][i % 4];
+                const float t = tanh_accurate(x);
+                x = plan.cap * t;
+                dp[i / 4][n][i % 4] *= fmaf(-t, t, 1.f);
+              }
             }
-            if (p.pairs.bias != nullptr) x += part(bias[n][c], r);
-          }
-          if (partial || p.pairs.mask != nullptr) {
+            if (p.pairs.bias != nullptr) {
+              const FlashsciPairStrides& strides = p.pairs.bias_strides;
+              float4 bias[2];
+              load_pairs(bias,
+                         static_cast<const float*>(p.pairs.bias) + pair_offset(strides) +
+                             row * strides.row + lane_key * strides.column,
+                         strides.row, strides.column, p.seq_q - row, keys,
+                         plan.pairs.vector_bias != 0);
 #pragma unroll
-            for (int i = 0; i < 16; ++i) {
-              const int m = i / 8, n = i / 4 % 2, e = i % 4, r = m * 2 + e / 2, c = e % 2;
-              const int row = query + n * 8 + c, key = lane_key + r;
-              bool hidden = key < window.begin(row) || key >= window.end(row);
-              if (p.pairs.mask != nullptr)
-                hidden |= reinterpret_cast<const uint8_t*>(&shown[n][c])[r] == 0;
-              if (hidden) s[m][n][e] = -INFINITY, dp[m][n][e] = 0.f;
+              for (int i = 0; i < 8; ++i)
+                s[i / 4][n][i % 4] += part(bias[i % 2], i / 4 * 2 + i % 4 / 2);
             }
-          }
+            if (p.pairs.mask != nullptr) {
+              const FlashsciPairStrides& strides = p.pairs.mask_strides;
+              uchar4 shown[2];
+              load_pairs(shown,
+                         p.pairs.mask + pair_offset(strides) + row * strides.row +
+                             lane_key * strides.column,
+                         strides.row, strides.column, p.seq_q - row, keys,
+                         plan.pairs.vector_mask != 0);
 #pragma unroll
-          for (int i = 0; i < 16; ++i) {
-            const int m = i / 8, n = i / 4 % 2, e = i % 4;
-            s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], kLog2e, -queries[n * 8 + e % 2].x));
-            dp[m][n][e] *= s[m][n][e];
-          }
-          if (plan.write_bias) {
-            const FlashsciPairStrides& strides = p.dbias_strides;
-            float* target = static_cast<float*>(p.dbias) +
-                            PairsOfHead<>::offset(strides, place, head) + query * strides.row +
-                            lane_key * strides.column;
-            const int keys = p.seq_k - lane_key;
+              for (int i = 0; i < 8; ++i) {
+                const int r = i / 4 * 2 + i % 4 / 2;
+                if (reinterpret_cast<const uint8_t*>(&shown[i % 2])[r] == 0)
+                  s[i / 4][n][i % 4] = -INFINITY, dp[i / 4][n][i % 4] = 0.f;
+              }
+            }
+            if (partial) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int n = i / 2, c = i % 2;
-              if (query + n * 8 + c >= p.seq_q) continue;
-              float* to = target + (n * 8 + c) * strides.row;
-              if (plan.vector_dbias) {
-                if (keys > 0)
-                  *reinterpret_cast<float4*>(to) =
-                      make_float4(dp[0][n][c], dp[0][n][c + 2], dp[1][n][c], dp[1][n][c + 2]);
-              } else {
+              for (int i = 0; i < 8; ++i) {
+                const int key = lane_key + i / 4 * 2 + i % 4 / 2;
+                if (key < window.begin(row + i % 2) || key >= window.end(row + i % 2))
+                  s[i / 4][n][i % 4] = -INFINITY, dp[i / 4][n][i % 4] = 0.f;
+              }
+            }
 #pragma unroll
-                for (int r = 0; r < 4; ++r)
-                  if (r < keys) to[r * strides.column] = dp[r / 2][n][r % 2 * 2 + c];
+            for (int i = 0; i < 8; ++i) {
+              float& x = s[i / 4][n][i % 4];
+              x = ptx::ex2_approx(fmaf(x, kLog2e, -of[i % 2].x));
+              dp[i / 4][n][i % 4] *= x;
+            }
+            if (plan.write_bias) {
+              const FlashsciPairStrides& strides = p.dbias_strides;
+              float* target = static_cast<float*>(p.dbias) + pair_offset(strides) +
+                              row * strides.row + lane_key * strides.column;
+#pragma unroll
+              for (int c = 0; c < 2; ++c) {
+                if (row + c >= p.seq_q) continue;
+                float* to = target + c * strides.row;
+                if (plan.vector_dbias) {
+                  if (keys > 0)
+                    *reinterpret_cast<float4*>(to) =
+                        make_float4(dp[0][n][c], dp[0][n][c + 2], dp[1][n][c], dp[1][n][c + 2]);
+                } else {
+#pragma unroll
+                  for (int r = 0; r < 4; ++r)
+                    if (r < keys) to[r * strides.column] = dp[r / 2][n][r % 2 * 2 + c];
+                }
               }
             }
           }
@@ -309,6 +347,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           if (p.dq != nullptr) {
             // Scales by query, which are columns; then the halves turn into rows of queries.
             float of_column[2][2];
+            const float4 k_factor =
+                *reinterpret_cast<const float4*>(shared.k_factor + opaque(lane_key));
 #pragma unroll
             for (int i = 0; i < 16; ++i)
               dp[i / 8][i / 4 % 2][i % 4] *= part(k_factor, i / 8 * 2 + i % 4 / 2);
@@ -360,9 +400,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         __syncthreads();  // the warps change places
       }
       if (p.dq != nullptr) {
+        uint32_t head;
+        const Place place = find(member, head);
         float* target =
             static_cast<float*>(p.dq) + place.offset(p.dq_strides, head) + chunk * p.dq_strides.row;
-        for (int i = threadIdx.x; i < rows * C::kDim; i += blockDim.x) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < min(p.seq_q - chunk, C::kQueries) * C::kDim;
+             i += blockDim.x) {
           const int row = i / C::kDim, d = i % C::kDim;
           if (d < p.head_dim)
             target[row * p.dq_strides.row + d] = shared.dq[row * C::kSumStride + d] * p.scale;
@@ -375,8 +419,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const auto store = [&](const float (&x)[2][C::kDimBlocks][4], void* to,
                          const FlashsciStrides& strides, int columns, float scale) {
     if (to == nullptr) return;
-    float* target = static_cast<float*>(to) + place.offset(strides, place.head) +
-                    lane_key * strides.row + lane % 4 * 2;
+    float* target =
+        static_cast<float*>(to) + offset_of_keys(strides) + lane_key * strides.row + lane % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       if (lane_key + r >= p.seq_k) continue;
