@@ -258,6 +258,13 @@ CASES: dict[str, Case] = {
 }
 
 
+#: The pass of a forward and a backward by the host's clock, Python and launching included, and the
+#: cases that have it: what torch's users see who train.
+STEP = "training step"
+TRAINING_STEPS = tuple(
+    f"dense-bf16-d{d}-{mode}-s4096" for d in (64, 128) for mode in ("full", "causal")
+)
+
 _BIAS_CLAIMS = (
     "triangle-bf16-s384",
     "triangle-fp32-s384",
@@ -296,7 +303,7 @@ class Claim:
     text: str
     ours: str
     baseline: str | None
-    kind: str  # "forward", "backward", "host" or "host, with gradients"
+    kind: str  # "forward", "backward", "training step", "host" or "host, with gradients"
     cases: tuple[str, ...]
     target: float
     each: bool = False
@@ -315,6 +322,8 @@ def _claims() -> Iterable[Claim]:
         yield Claim(f"dense, D 64 and 128, {kind}", "triton", "flex", kind, some, 1)
         for id in ("triangle-bf16-s384", "af3-pair"):
             yield Claim(f"{id}, {kind}", "triton", "sdpa:efficient", kind, (id,), 1.5)
+    for id in TRAINING_STEPS:
+        yield Claim(f"{STEP}, Python included, {id}", "cuda", "sdpa:default", STEP, (id,), 1.0)
     small = ("small-call",)
     yield Claim("one small call, on the host", "cuda", None, "host", small, 15)
     yield Claim(

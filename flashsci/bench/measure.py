@@ -22,7 +22,7 @@ from torch import Tensor
 from flashsci.bench import candidates as ways
 from flashsci.bench import revision
 from flashsci.bench.candidates import BASE, OURS
-from flashsci.bench.cases import BenchError, Case
+from flashsci.bench.cases import STEP, TRAINING_STEPS, BenchError, Case
 from flashsci.bench.inputs import (
     DTYPES,
     Inputs,
@@ -57,7 +57,8 @@ def run(
     on_step: Progress = lambda text: None,
     on_case: Callable[[list[dict]], object] = lambda records: None,
 ) -> list[dict]:
-    """One record per case, pass ("forward", "backward"; small calls also "host") and candidate.
+    """One record per case, pass ("forward", "backward"; of some cases "training step", of small calls
+    "host") and candidate.
 
     Args:
         cases: see `flashsci.bench.select`.
@@ -132,6 +133,9 @@ class _Measurement:
         if self.case.suite == "latency":
             for kind, times in self._host_times().items():
                 found += [self._record(n, kind, times, clock) for n in self.names if n in times]
+        if self.case.id in TRAINING_STEPS and self.backward:
+            times = self._step_times()
+            found += [self._record(n, STEP, times, clock) for n in self.names if n in times]
         return found
 
     def _prepare(self, name: str) -> None:
@@ -219,14 +223,26 @@ class _Measurement:
             found["host, with gradients"] = self._host(able)
         return found
 
+    def _step_times(self) -> dict[str, Times]:
+        """Forward and backward by the host's clock, from an idle device until it is idle again."""
+        self.on_step(f"{self.case.id}: timing {STEP}")
+        leaves = list(self.inputs.leaves.values())
+
+        def step(function: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(function(), leaves, self.inputs.dout)
+
+        able = {n: partial(step, f) for n, f in self._able("backward").items()}
+        return host_time(able, self.device, self.seconds, calls=1, to_end=True) if able else {}
+
     def _host(self, functions: dict[str, Callable[[], Tensor]]) -> dict[str, Times]:
         self.on_step(f"{self.case.id}: host time")
         return host_time(functions, self.device, self.seconds) if functions else {}
 
     def _record(self, name: str, kind: str, times: dict[str, Times], clock: int | None) -> dict:
-        on_host = kind.startswith("host")
-        verdict = self.verdicts.get((name, "forward" if on_host else kind))
-        refusal = self.refusals.get((name, "forward" if on_host else kind))
+        on_host = kind == STEP or kind.startswith("host")
+        judged = "backward" if kind == STEP else "forward" if on_host else kind
+        verdict = self.verdicts.get((name, judged))
+        refusal = self.refusals.get((name, judged))
         time = times.get(name)
         if refusal:
             gate = f"refused: {refusal}"

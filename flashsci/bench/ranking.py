@@ -88,7 +88,7 @@ def standings(records: list[Record]) -> list[Standing]:
     for (_, kind), by in _timed(records).items():
         ours = [r for n, r in by.items() if n in names]
         peers = [r for n, r in by.items() if n in BASELINES]
-        if not kind.startswith("host") and any(n in by for n in SDPA_KERNELS):
+        if kind in ("forward", "backward") and any(n in by for n in SDPA_KERNELS):
             # What torch picks by itself is one of its kernels; the host sees the picking.
             peers = [r for r in peers if r["backend"] != "sdpa:default"]
         if names and (ours or peers):

@@ -175,14 +175,23 @@ class _GpuClock:
 
 
 def host_time(
-    functions: Mapping[str, Function], device: torch.device, seconds: float = 1.0, calls: int = 50
+    functions: Mapping[str, Function],
+    device: torch.device,
+    seconds: float = 1.0,
+    calls: int = 50,
+    to_end: bool = False,
 ) -> dict[str, Times]:
-    """Seconds the host spends in one call, the GPU's work not included: what an eager small model
-    is bound by.
+    """Seconds by the host's clock: what it spends in one call, the GPU's work not included (what an
+    eager small model is bound by), or with `to_end` until the GPU is done.
 
     Each sample is `calls` calls in a row on an idle device; the device is drained between samples,
     so that a full launch queue never blocks the host. `seconds` is about the whole time spent.
     """
+
+    def drain() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         for _ in range(10):
@@ -190,12 +199,12 @@ def host_time(
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(next(iter(samples.values()))) < 3:
         for name, function in functions.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            drain()
             start = time.perf_counter()
             for _ in range(calls):
                 function()
+            if to_end:
+                drain()
             samples[name].append((time.perf_counter() - start) / calls)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    drain()
     return {name: Times.of(s, calls) for name, s in samples.items()}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashsci import bench
-from flashsci.bench import ahead, candidates, cases, inputs, timer
+from flashsci.bench import ahead, candidates, cases, inputs, measure, timer
 from flashsci.bench.verify import Sample
 
 CPU = torch.device("cpu")
@@ -133,6 +133,15 @@ def test_host_times_of_the_small_call():
     found = bench.run([case], ["sdpa:default"], "cpu", seconds=0.01, check=False)
     assert [r["pass"] for r in found] == ["forward", "backward", "host", "host, with gradients"]
     assert all(r["gate"] == "not checked" for r in found)
+
+
+def test_training_step_is_forward_and_backward_to_the_end(monkeypatch):
+    case = small()
+    monkeypatch.setattr(measure, "TRAINING_STEPS", (case.id,))
+    found = bench.run([case], ["sdpa:default"], "cpu", seconds=0.01)
+    assert [r["pass"] for r in found] == ["forward", "backward", "training step"]
+    times = [r["time_us"]["min"] for r in found]
+    assert times[2] > times[0] and found[2]["gate"] == "passed"
 
 
 def test_what_has_no_gradient_runs_forward_alone(monkeypatch):
