@@ -107,8 +107,6 @@ def _hopper_kernels(p: Problem) -> bool:
     """What the sm90 kernels take (strides apart): the forward, and with gradients the backward."""
     aligned = p.head_dim % 8 == 0 and p.head_dim_v % 8 == 0
     pairs = p.bias or p.mask or p.key_weight
-    if p.requires_grad and p.varlen and p.deterministic:
-        return False
     return _hopper(p) and _half(p) and aligned and not (pairs or p.dropout_p)
 
 
