@@ -57,8 +57,8 @@ inline constexpr MapElement kFloat16 = {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2};
 inline constexpr MapElement kFloat32 = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4};
 inline constexpr MapElement kByte = {CU_TENSOR_MAP_DATA_TYPE_UINT8, 1};
 
-// Boxes of box_columns (32, 64 or 128 bytes: the swizzle) and box_rows; zeros beyond the tensor. Not
-// supported: a base that is not 16-byte aligned, strides that are not multiples of 16 bytes or
+// Boxes of box_columns (32, 64 or 128 bytes: the swizzle) and box_rows; zeros beyond the tensor.
+// Not supported: a base that is not 16-byte aligned, strides that are not multiples of 16 bytes or
 // reach 2^40.
 inline cudaError_t encode_map(CUtensorMap* map, const void* base, const MapElement& element,
                               int columns, const MapDims& dims, int box_columns, int box_rows) {
@@ -82,10 +82,17 @@ inline cudaError_t encode_map(CUtensorMap* map, const void* base, const MapEleme
   const CUtensorMapSwizzle swizzle = span == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
                                      : span == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                   : CU_TENSOR_MAP_SWIZZLE_32B;
-  const CUresult result = encode(
-      map, element.type, 5, const_cast<void*>(base), size, stride, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto write = [&] {
+    return encode(map, element.type, 5, const_cast<void*>(base), size, stride, box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = write();
+  int device;
+  // The first call of a thread: the runtime would bind the context by itself, the driver does not.
+  if (result != CUDA_SUCCESS && result != CUDA_ERROR_INVALID_VALUE &&
+      cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess)
+    result = write();
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorNotSupported;
 }
 

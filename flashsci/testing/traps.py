@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -353,6 +354,33 @@ def side_stream(backend: str, device: torch.device) -> None:
         assert torch.equal(x, found[name]), f"{name} differs on a side stream"
     # Without it, sums may be in any order: no equal bits.
     Judge(inputs).require(evaluate_late(deterministic=False))
+
+
+@trap(cuda=True)
+def first_call_of_a_thread(backend: str, device: torch.device) -> None:
+    """A new thread has no CUDA context yet: the same kernels serve its first call, to the bit."""
+    import flashsci
+
+    case = Case(
+        seed=12, variant=Variant(dtype="bfloat16", head_dim=64, head_dim_v=64), seq_q=300, seq_k=300
+    )
+    inputs = make_inputs(case, device)
+    q, k, v = inputs.q, inputs.k, inputs.v
+
+    def call() -> list[Tensor]:
+        with torch.no_grad(), flashsci.use_backend(backend, strict=True):
+            out, lse = flashsci.attention(q, k, v, return_lse=True)
+            gradients = flashsci.attention_backward(
+                inputs.dout, q, k, v, out, lse, deterministic=True
+            )
+        return [out, lse, gradients.dq, gradients.dk, gradients.dv]
+
+    expected = call()
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(call).result()
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), expected, found, strict=True):
+            assert torch.equal(x, y), f"{name} differs in a thread of its own"
 
 
 @trap(cuda=True)
