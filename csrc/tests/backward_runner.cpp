@@ -12,12 +12,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "../include/flashsci.h"
+#include "runner.h"
 
 extern "C" {
 FLASHSCI_DECLARE_BACKWARD(sm90_fp16)
@@ -39,46 +38,6 @@ struct Case {
 };
 
 enum { kNeedQ = 1, kNeedK = 2, kNeedV = 4, kNeedBias = 8 };
-
-float bf16_to_float(uint16_t x) {
-  const uint32_t bits = static_cast<uint32_t>(x) << 16;
-  float y;
-  std::memcpy(&y, &bits, 4);
-  return y;
-}
-
-uint16_t float_to_bf16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-float fp16_to_float(uint16_t x) {
-  const int exponent = (x >> 10) & 31, mantissa = x & 1023;
-  const float magnitude = exponent == 31  ? (mantissa ? NAN : INFINITY)
-                          : exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
-                                          : std::ldexp(1024.f + mantissa, exponent - 25);
-  return x & 0x8000 ? -magnitude : magnitude;
-}
-
-// Rounds towards zero, which is as good as any for drawing inputs of normal size.
-uint16_t float_to_fp16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const int exponent = static_cast<int>((bits >> 23) & 255) - 112;
-  if (std::isinf(x)) return static_cast<uint16_t>((bits >> 16 & 0x8000) | 0x7c00);
-  if (exponent <= 0) return 0;
-  return static_cast<uint16_t>((bits >> 16 & 0x8000) | exponent << 10 | (bits >> 13 & 1023));
-}
-
-#define CUDA(call)                                                        \
-  do {                                                                    \
-    const cudaError_t error = (call);                                     \
-    if (error != cudaSuccess) {                                           \
-      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(error)); \
-      std::exit(255);                                                     \
-    }                                                                     \
-  } while (false)
 
 using Numbers = std::vector<float>;
 
@@ -132,15 +91,6 @@ Numbers from_device(const void* device, size_t count, const Precision& t) {
   return x;
 }
 
-FlashsciStrides layout(int64_t heads, int64_t seq, int64_t dim, bool heads_inside) {
-  return heads_inside ? FlashsciStrides{seq * heads * dim, 0, dim, heads * dim}
-                      : FlashsciStrides{heads * seq * dim, 0, seq * dim, dim};
-}
-
-int64_t at(const FlashsciStrides& s, int b, int h, int row) {
-  return b * s.batch0 + h * s.head + row * s.row;
-}
-
 // Contiguous strides of shape [B, Hq, Sq, Sk] with 0 where a size is 1.
 FlashsciPairStrides pair_layout(const std::vector<int>& shape) {
   int64_t stride[4], step = 1;
@@ -149,10 +99,6 @@ FlashsciPairStrides pair_layout(const std::vector<int>& shape) {
     step *= shape[i];
   }
   return {stride[0], 0, stride[1], stride[2], stride[3]};
-}
-
-int64_t at(const FlashsciPairStrides& s, int b, int h, int i, int j) {
-  return b * s.batch0 + h * s.head + i * s.row + j * s.column;
 }
 
 size_t size_of(const std::vector<int>& shape) {

@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "../include/flashsci.h"
+#include "runner.h"
 
 namespace {
 
@@ -41,63 +41,12 @@ struct Case {
   Pair bias = {}, mask = {};
 };
 
-float bf16_to_float(uint16_t x) {
-  const uint32_t bits = static_cast<uint32_t>(x) << 16;
-  float y;
-  std::memcpy(&y, &bits, 4);
-  return y;
-}
-
-uint16_t float_to_bf16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-float fp16_to_float(uint16_t x) {
-  const int exponent = (x >> 10) & 31, mantissa = x & 1023;
-  const float magnitude = exponent == 31  ? (mantissa ? NAN : INFINITY)
-                          : exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
-                                          : std::ldexp(1024.f + mantissa, exponent - 25);
-  return x & 0x8000 ? -magnitude : magnitude;
-}
-
-// Rounds towards zero, which is as good as any for drawing inputs of normal size.
-uint16_t float_to_fp16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const int exponent = static_cast<int>((bits >> 23) & 255) - 112;
-  if (exponent <= 0) return 0;
-  return static_cast<uint16_t>((bits >> 16 & 0x8000) | exponent << 10 | (bits >> 13 & 1023));
-}
-
-#define CUDA(call)                                                        \
-  do {                                                                    \
-    const cudaError_t error = (call);                                     \
-    if (error != cudaSuccess) {                                           \
-      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(error)); \
-      std::exit(255);                                                     \
-    }                                                                     \
-  } while (false)
-
 template <class T>
 T* to_device(const std::vector<T>& host) {
   T* device = nullptr;
   CUDA(cudaMalloc(&device, std::max<size_t>(host.size(), 1) * sizeof(T)));
   CUDA(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
   return device;
-}
-
-struct Layout {
-  FlashsciStrides strides;
-  int64_t at(int b, int h, int row) const {
-    return b * strides.batch0 + h * strides.head + row * strides.row;
-  }
-};
-
-Layout layout(int64_t heads, int64_t seq, int64_t dim, bool heads_inside) {
-  return heads_inside ? Layout{{seq * heads * dim, 0, dim, heads * dim}}
-                      : Layout{{heads * seq * dim, 0, seq * dim, dim}};
 }
 
 FlashsciPairStrides pair_strides(const Case& c, const Pair& pair) {
@@ -116,10 +65,6 @@ int64_t pair_size(const Case& c, const Pair& pair) {
   return !pair.given ? 0
                      : int64_t{pair.batch ? c.batch : 1} * (pair.head ? c.heads_q : 1) *
                            (pair.row ? c.seq_q : 1) * (pair.column ? c.seq_k : 1);
-}
-
-int64_t pair_at(const FlashsciPairStrides& s, int b, int h, int i, int j) {
-  return b * s.batch0 + h * s.head + i * s.row + j * s.column;
 }
 
 using Launcher = int (*)(const FlashsciForwardParams*, FlashsciStream);
@@ -153,10 +98,10 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
   };
   const auto q = draw(c.heads_q, c.seq_q, c.dim), k = draw(c.heads_k, c.seq_k, c.dim),
              v = draw(c.heads_k, c.seq_k, c.dim_v);
-  const Layout lq = layout(c.heads_q, c.seq_q, c.dim, c.heads_inside),
-               lk = layout(c.heads_k, c.seq_k, c.dim, c.heads_inside),
-               lv = layout(c.heads_k, c.seq_k, c.dim_v, c.heads_inside),
-               lo = layout(c.heads_q, c.seq_q, c.dim_v, c.heads_inside);
+  const FlashsciStrides lq = layout(c.heads_q, c.seq_q, c.dim, c.heads_inside),
+                        lk = layout(c.heads_k, c.seq_k, c.dim, c.heads_inside),
+                        lv = layout(c.heads_k, c.seq_k, c.dim_v, c.heads_inside),
+                        lo = layout(c.heads_q, c.seq_q, c.dim_v, c.heads_inside);
   std::vector<uint16_t> out(int64_t{c.batch} * c.heads_q * c.seq_q * c.dim_v, 0xffff);  // NaN
   std::vector<float> lse(int64_t{c.batch} * c.heads_q * c.seq_q, NAN);
   std::vector<int32_t> cu_q{0}, cu_k{0};
@@ -172,7 +117,7 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
     if (uniform(random) < 0.1f) e = -INFINITY;
   }
   std::vector<uint16_t> half_bias;
-  for (float e : bias) half_bias.push_back(e == -INFINITY ? (bf16 ? 0xff80 : 0xfc00) : encode(e));
+  for (float e : bias) half_bias.push_back(encode(e));
   std::vector<uint8_t> mask(pair_size(c, c.mask));
   for (auto& e : mask) e = uniform(random) < 0.75f;
 
@@ -192,8 +137,7 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
   int32_t *device_cu_q = packed ? to_device(cu_q) : nullptr,
           *device_cu_k = packed ? to_device(cu_k) : nullptr;
   p.cu_seqlens_q = device_cu_q, p.cu_seqlens_k = device_cu_k;
-  p.q_strides = lq.strides, p.k_strides = lk.strides, p.v_strides = lv.strides;
-  p.out_strides = lo.strides;
+  p.q_strides = lq, p.k_strides = lk, p.v_strides = lv, p.out_strides = lo;
   p.batch0 = c.batch, p.batch1 = 1;
   p.heads_q = c.heads_q, p.heads_k = c.heads_k, p.seq_q = c.seq_q, p.seq_k = c.seq_k;
   p.num_seqs = static_cast<int>(c.lens_q.size()), p.max_seqlen_q = -1;
@@ -202,8 +146,8 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
   p.softcap = c.softcap, p.window_left = c.left, p.window_right = c.right;
   p.lower_right = c.lower_right;
   uint64_t bits = 16;
-  for (const Layout* l : {&lq, &lk, &lv})
-    bits |= 2 * static_cast<uint64_t>(l->strides.batch0 | l->strides.head | l->strides.row);
+  for (const FlashsciStrides* l : {&lq, &lk, &lv})
+    bits |= 2 * static_cast<uint64_t>(l->batch0 | l->head | l->row);
   p.copy_bytes = static_cast<int32_t>(bits & -bits);
   CUDA(cudaDeviceGetAttribute(&p.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0));
 
@@ -254,12 +198,12 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
           if ((c.left >= 0 && distance < -c.left) || (c.right >= 0 && distance > c.right)) continue;
           double s = 0;
           for (int d = 0; d < c.dim; ++d)
-            s += static_cast<double>(decode(q[lq.at(b, h, row) + d])) *
-                 decode(k[lk.at(b, kv_head, first_k + j) + d]);
+            s += static_cast<double>(decode(q[at(lq, b, h, row) + d])) *
+                 decode(k[at(lk, b, kv_head, first_k + j) + d]);
           s *= p.scale;
           if (c.softcap != 0.f) s = c.softcap * std::tanh(s / c.softcap);
-          if (c.bias.given) s += bias[pair_at(p.pairs.bias_strides, b, h, i, j)];
-          if (c.mask.given && mask[pair_at(p.pairs.mask_strides, b, h, i, j)] == 0) continue;
+          if (c.bias.given) s += bias[at(p.pairs.bias_strides, b, h, i, j)];
+          if (c.mask.given && mask[at(p.pairs.mask_strides, b, h, i, j)] == 0) continue;
           scores[j] = s;
           largest = std::max(largest, s);
         }
@@ -271,7 +215,7 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
           const double weight = std::exp(scores[j] - largest);
           denominator += weight;
           for (int d = 0; d < c.dim_v; ++d) {
-            const double x = weight * decode(v[lv.at(b, kv_head, first_k + j) + d]);
+            const double x = weight * decode(v[at(lv, b, kv_head, first_k + j) + d]);
             sum[d] += x;
             magnitude[d] += std::fabs(x);
           }
@@ -279,7 +223,7 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
         const double eps = bf16 ? 1.0 / 128 : 1.0 / 1024;
         for (int d = 0; d < c.dim_v; ++d) {
           const double want = denominator > 0 ? sum[d] / denominator : 0;
-          const double got = decode(out[lo.at(b, h, row) + d]);
+          const double got = decode(out[at(lo, b, h, row) + d]);
           const double scale = denominator > 0 ? magnitude[d] / denominator + 1e-3 : 1e-30;
           const double error = std::fabs(got - want) / (scale * eps);
           worst = error <= worst ? worst : error;  // NaN counts as worse
