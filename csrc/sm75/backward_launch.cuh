@@ -10,6 +10,7 @@
 #pragma once
 #include <algorithm>
 
+#include "../common/launch.cuh"
 #include "../common/scores.cuh"
 #include "backward_queries.cuh"
 #include "backward_rows.cuh"
@@ -66,7 +67,9 @@ BackwardWork plan_work(const FlashsciBackwardParams& p) {
   const auto rounded = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
   work.keys = p.dk != nullptr || p.dv != nullptr;
   if (p.dbias != nullptr) {
-    work.bias_plan = plan_bias<typename BackwardShapes<kHeadDim>::Bias>(p);
+    using Bias = typename BackwardShapes<kHeadDim>::Bias;
+    work.bias_plan = plan_bias_tiles(p, Bias::kBlockQ, Bias::kBlockK);
+    work.bias_plan.splits = splits_for_any_device(work.bias_plan);
     work.writes_bias = work.bias_plan.shared == 0 && p.softcap == 0.f;
     work.bias = !work.writes_bias;
     if (work.bias && work.bias_plan.splits > 1)
@@ -76,17 +79,6 @@ BackwardWork plan_work(const FlashsciBackwardParams& p) {
   work.statistics_bytes =
       rounded(p.batch0 * p.batch1 * p.heads_q * p.seq_q * static_cast<int64_t>(sizeof(float2)));
   return work;
-}
-
-template <auto kKernel, class... Arguments>
-cudaError_t launch(int64_t blocks, int threads, int64_t shared, int device, cudaStream_t stream,
-                   const Arguments&... arguments) {
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  const cudaError_t error = allow_shared<kKernel>(static_cast<int>(shared), device);
-  if (error != cudaSuccess) return error;
-  kKernel<<<static_cast<unsigned>(blocks), threads, shared, stream>>>(arguments...);
-  return cudaGetLastError();
 }
 
 template <class C>
@@ -122,10 +114,8 @@ template <class Op, class C>
 cudaError_t launch_bias(const FlashsciBackwardParams& p, const BackwardPlan& plan,
                         const BiasPlan& bias, cudaStream_t stream) {
   static_assert(fits<C>(sizeof(BiasShared<C>)), "the CTAs of an SM of Turing");
-  int64_t blocks = bias.splits;
-  for (uint32_t count : bias.own) blocks *= count;
   cudaError_t error = launch<bias_gradient_kernel<Op, C>>(
-      blocks, C::kThreads, sizeof(BiasShared<C>), p.device, stream, p, plan, bias);
+      bias.blocks(), C::kThreads, sizeof(BiasShared<C>), p.device, stream, p, plan, bias);
   if (error == cudaSuccess && bias.splits > 1)
     error = launch<bias_sum_kernel<Op>>(std::min<int64_t>((bias.elements + 255) / 256, 4096), 256,
                                         0, p.device, stream, p, plan, bias.splits, bias.elements);

@@ -3,10 +3,10 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <cstdint>
 #include <type_traits>
 
+#include "../common/backward_place.cuh"
 #include "../common/scores.cuh"
 #include "../common/sequence.cuh"
 #include "../common/tile.cuh"
@@ -32,30 +32,6 @@ struct BackwardPlan {
   int writes_bias;  // dbias has a place for every pair
 };
 
-// Which head of which batch a block works on: `heads` heads of `tiles` blocks each.
-struct BackwardPlace {
-  uint32_t tile, batch, batch0, batch1, head;
-
-  __device__ __forceinline__ BackwardPlace(uint32_t block, uint32_t tiles, int heads,
-                                           const FlashsciBackwardParams& p) {
-    const uint32_t batch_head = block / tiles;
-    tile = block - batch_head * tiles;
-    batch = batch_head / static_cast<uint32_t>(heads);
-    head = batch_head - batch * static_cast<uint32_t>(heads);
-    batch0 = batch / static_cast<uint32_t>(p.batch1);
-    batch1 = batch - batch0 * static_cast<uint32_t>(p.batch1);
-  }
-  // Elements from the start of a tensor, in 64 bits.
-  __device__ __forceinline__ int64_t offset(const FlashsciStrides& strides,
-                                            uint32_t of_head) const {
-    return batch0 * strides.batch0 + batch1 * strides.batch1 + of_head * strides.head;
-  }
-  __device__ __forceinline__ int64_t offset(const FlashsciPairStrides& strides,
-                                            uint32_t of_head) const {
-    return batch0 * strides.batch0 + batch1 * strides.batch1 + of_head * strides.head;
-  }
-};
-
 // S becomes what is exponentiated; dP - delta takes the slope of the softcap.
 template <int kM, int kN>
 __device__ __forceinline__ void shape_scores(float (&s)[kM][kN][4], float (&dp)[kM][kN][4],
@@ -72,25 +48,6 @@ __device__ __forceinline__ void shape_scores(float (&s)[kM][kN][4], float (&dp)[
 #pragma unroll
     for (int i = 0; i < kM * kN * 4; ++i) s[i / (4 * kN)][i / 4 % kN][i % 4] *= plan.score_inner;
   }
-}
-
-// 16-byte loads or stores of all rows.
-inline bool takes_vectors(const void* data, const FlashsciStrides& s, int head_dim) {
-  const uint64_t bits = static_cast<uint64_t>(s.batch0 | s.batch1 | s.head | s.row | head_dim);
-  return bits % kChunkElements == 0 && reinterpret_cast<uintptr_t>(data) % kChunkBytes == 0;
-}
-
-// Allows a kernel more than 48 KiB of shared memory, once per device; a lost race only repeats it.
-template <auto kKernel>
-cudaError_t allow_shared(int bytes, int device) {
-  static std::atomic<uint64_t> configured{0};
-  if (bytes <= 48 * 1024) return cudaSuccess;
-  const uint64_t bit = uint64_t{1} << (device & 63);
-  if (device < 64 && (configured.load(std::memory_order_relaxed) & bit)) return cudaSuccess;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) configured.fetch_or(bit, std::memory_order_relaxed);
-  return error;
 }
 
 }  // namespace flashsci::sm75

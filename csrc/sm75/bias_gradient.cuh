@@ -10,21 +10,12 @@
 // Pipeline  With two stages the tiles of the next member fly during the products of this one.
 // Limits    Two products a member and tile, and the loads from L2.
 #pragma once
-#include <algorithm>
-
+#include "../common/bias_sum.cuh"
 #include "../common/pairs.cuh"
 #include "../common/product.cuh"
 #include "backward_plan.cuh"
 
 namespace flashsci::sm75 {
-
-// What the tiles of dbias are, and what one of them is summed over: batch0, batch1, head, row
-// tiles, key tiles. A dim is in one of the two, and 1 in the other.
-struct BiasPlan {
-  uint32_t own[5], members[5];
-  uint32_t member_count, splits, shared;  // shared: the number of dims that the bias lacks
-  int64_t elements;                       // of dbias
-};
 
 template <int kHeadDim_, int kBlockQ_, int kBlockK_, int kMinBlocks_>
 struct BiasTiling {
@@ -35,21 +26,6 @@ struct BiasTiling {
   static constexpr int kStep = 32, kN = kStep / 8;  // keys at a time
   static_assert(kRows % 16 == 0 && kBlockK % kStep == 0, "whole mma tiles");
 };
-
-// A tile of a tensor, its rows [row, row + rows_valid) of one head.
-template <class C, int kRows>
-__device__ __forceinline__ void load_tile_rows(uint32_t target, const void* data, int64_t offset,
-                                               const FlashsciStrides& strides, int row,
-                                               int rows_valid, int columns, int copy_bytes,
-                                               bool vector) {
-  const uint16_t* source = static_cast<const uint16_t*>(data) + offset + row * strides.row;
-  if (vector)
-    load_tile<kRows, C::kHeadDim, C::kThreads, true, true>(target, source, strides.row, rows_valid,
-                                                           columns, 16);
-  else
-    load_tile<kRows, C::kHeadDim, C::kThreads, false, true>(target, source, strides.row, rows_valid,
-                                                            columns, copy_bytes);
-}
 
 // Rows row, row + 8 of each m16 block: -lse and -delta; rows that are not there have no
 // probability.
@@ -92,70 +68,12 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], uint32_t a_
 }
 
 template <class C>
-BiasPlan plan_bias(const FlashsciBackwardParams& p) {
-  const int64_t sizes[5] = {p.batch0, p.batch1, p.heads_q, p.seq_q, p.seq_k};
-  const int64_t strides[5] = {p.dbias_strides.batch0, p.dbias_strides.batch1, p.dbias_strides.head,
-                              p.dbias_strides.row, p.dbias_strides.column};
-  const int64_t blocks[5] = {1, 1, 1, C::kBlockQ, C::kBlockK};
-  BiasPlan plan{};
-  plan.elements = 1;
-  int64_t owners = 1, members = 1;
-  for (int i = 0; i < 5; ++i) {
-    const int64_t count = (sizes[i] + blocks[i] - 1) / blocks[i];
-    const bool own = strides[i] != 0 || sizes[i] == 1;
-    if (own) plan.elements *= sizes[i];
-    plan.own[i] = static_cast<uint32_t>(own ? count : 1);
-    plan.members[i] = static_cast<uint32_t>(own ? 1 : count);
-    owners *= plan.own[i];
-    members *= plan.members[i];
-    plan.shared += !own;
-  }
-  plan.member_count = static_cast<uint32_t>(std::min<int64_t>(members, UINT32_MAX));
-  constexpr int64_t kEnough = 1024;  // CTAs: a few for each SM of a large device
-  plan.splits = static_cast<uint32_t>(
-      std::clamp<int64_t>(owners > 0 ? kEnough / owners : 1, 1, std::max<int64_t>(members, 1)));
-  return plan;
-}
-
-template <class C>
 struct alignas(128) BiasShared {
   uint16_t q[C::kStages][C::kBlockQ * C::kHeadDim];     // [stage, kBlockQ, kHeadDim]
   uint16_t dout[C::kStages][C::kBlockQ * C::kHeadDim];  // [stage, kBlockQ, kHeadDim]
   uint16_t k[C::kStages][C::kBlockK * C::kHeadDim];     // [stage, kBlockK, kHeadDim]
   uint16_t v[C::kStages][C::kBlockK * C::kHeadDim];     // [stage, kBlockK, kHeadDim]
 };
-
-// Indices of a member in own and member dims, and its tensors' place.
-struct BiasMember {
-  uint32_t index[5];
-
-  __device__ __forceinline__ void decode(uint32_t number, const uint32_t (&sizes)[5]) {
-#pragma unroll
-    for (int i = 4; i > 0; --i) {
-      const uint32_t rest = number / sizes[i];
-      index[i] = number - rest * sizes[i];
-      number = rest;
-    }
-    index[0] = number;
-  }
-  template <class Strides>
-  __device__ __forceinline__ int64_t offset(const Strides& s, uint32_t head) const {
-    return index[0] * s.batch0 + index[1] * s.batch1 + head * s.head;
-  }
-};
-
-// One value of dbias, or of this split's partial sums.
-template <class Op>
-__device__ __forceinline__ void put_bias_sum(const FlashsciBackwardParams& p,
-                                             const BackwardPlan& plan, const BiasPlan& bias,
-                                             uint32_t split, int64_t at, float x) {
-  if (bias.splits > 1)
-    plan.bias_sums[split * bias.elements + at] = x;
-  else if (p.pairs.bias_is_fp32)
-    static_cast<float*>(p.dbias)[at] = x;
-  else
-    static_cast<uint16_t*>(p.dbias)[at] = static_cast<uint16_t>(Op::pack2(x, x));
-}
 
 template <class Op, class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
@@ -271,51 +189,25 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   // Sums over the rows or keys of the tile itself, where the bias has one for all.
   const bool own_rows = p.dbias_strides.row != 0 || p.seq_q == 1;
   const bool own_keys = p.dbias_strides.column != 0 || p.seq_k == 1;
-  const int row = own.index[3] * C::kBlockQ + warp * C::kRows + lane / 4;
-  const int key = own.index[4] * C::kBlockK + lane % 4 * 2;
+  const int own_row = own.index[3] * C::kBlockQ + warp * C::kRows + lane / 4;
+  const int own_key = own.index[4] * C::kBlockK + lane % 4 * 2;
   const int64_t base = own.offset(p.dbias_strides, own.index[2]);
-  if (!own_keys) {
-#pragma unroll
-    for (int i = 0; i < C::kM * 2; ++i) {
-      float x = 0.f;
-#pragma unroll
-      for (int n = 0; n < kN; ++n) x += sum[i / 2][n][i % 2 * 2] + sum[i / 2][n][i % 2 * 2 + 1];
-      sum[i / 2][0][i % 2 * 2] = quad_sum(x);
-    }
-  }
+  if (!own_keys) add_keys(sum);
   if (own_rows) {
 #pragma unroll
     for (int i = 0; i < C::kM * kN * 4; ++i) {
       const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
-      const int at_row = row + m * 16 + e / 2 * 8, at_key = own_keys ? key + n * 8 + e % 2 : 0;
-      if (at_row >= p.seq_q || at_key >= p.seq_k) continue;
+      const int row = own_row + m * 16 + e / 2 * 8, key = own_keys ? own_key + n * 8 + e % 2 : 0;
+      if (row >= p.seq_q || key >= p.seq_k) continue;
       if (!own_keys && (n > 0 || e % 2 > 0 || lane % 4 > 0)) continue;
       put_bias_sum<Op>(p, plan, bias, split,
-                       base + at_row * p.dbias_strides.row + at_key * p.dbias_strides.column,
+                       base + row * p.dbias_strides.row + key * p.dbias_strides.column,
                        sum[m][n][e]);
     }
     return;
   }
-  float* warp_sums = reinterpret_cast<float*>(shared_memory);  // [warp, key of the tile]
-  __syncthreads();                                             // nobody reads Q any more
-#pragma unroll
-  for (int i = 0; i < kN * 2; ++i) {
-    float x = 0.f;
-#pragma unroll
-    for (int j = 0; j < C::kM * 2; ++j) x += sum[j / 2][i / 2][j % 2 * 2 + i % 2];
-    x += __shfl_xor_sync(0xffffffffu, x, 4);
-    x += __shfl_xor_sync(0xffffffffu, x, 8);
-    x += __shfl_xor_sync(0xffffffffu, x, 16);
-    if (lane < 4) warp_sums[warp * C::kBlockK + i / 2 * 8 + lane * 2 + i % 2] = x;
-  }
-  __syncthreads();
-  const int column = threadIdx.x, at_key = own.index[4] * C::kBlockK + column;
-  if (column < (own_keys ? C::kBlockK : 1) && at_key < p.seq_k) {
-    float x = 0.f;
-#pragma unroll
-    for (int w = 0; w < C::kWarps; ++w) x += warp_sums[w * C::kBlockK + column];
-    put_bias_sum<Op>(p, plan, bias, split, base + at_key * p.dbias_strides.column, x);
-  }
+  put_row_sums<Op, C>(sum, own, own_keys, split, warp, lane, p, plan, bias, base,
+                      reinterpret_cast<float*>(shared_memory));
 }
 
 // dbias = the sum of the splits, in order.
@@ -323,15 +215,7 @@ template <class Op>
 __global__ void __launch_bounds__(256, 4)
     bias_sum_kernel(const __grid_constant__ FlashsciBackwardParams p,
                     const __grid_constant__ BackwardPlan plan, uint32_t splits, int64_t elements) {
-  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < elements;
-       i += int64_t{256} * gridDim.x) {
-    float x = 0.f;
-    for (uint32_t split = 0; split < splits; ++split) x += plan.bias_sums[split * elements + i];
-    if (p.pairs.bias_is_fp32)
-      static_cast<float*>(p.dbias)[i] = x;
-    else
-      static_cast<uint16_t*>(p.dbias)[i] = static_cast<uint16_t>(Op::pack2(x, x));
-  }
+  sum_splits<Op>(p, plan, splits, elements);
 }
 
 }  // namespace flashsci::sm75

@@ -11,6 +11,7 @@
 #pragma once
 #include <algorithm>
 
+#include "../common/launch.cuh"
 #include "../common/processors.cuh"
 #include "backward.cuh"
 #include "backward_queries.cuh"
@@ -99,25 +100,10 @@ struct BackwardWork {
 template <int kHeadDim>
 BiasPlan plan_bias(const FlashsciBackwardParams& p) {
   using C = BiasTiles<kHeadDim>;
-  const int64_t sizes[5] = {p.batch0, p.batch1, p.heads_q, p.seq_q, p.seq_k};
-  const int64_t strides[5] = {p.dbias_strides.batch0, p.dbias_strides.batch1, p.dbias_strides.head,
-                              p.dbias_strides.row, p.dbias_strides.column};
-  const int64_t blocks[5] = {1, 1, 1, C::kBlockQ, C::kBlockK};
-  BiasPlan plan{};
-  plan.elements = 1;
-  int64_t owners = 1, members = 1;
-  for (int i = 0; i < 5; ++i) {
-    const int64_t count = (sizes[i] + blocks[i] - 1) / blocks[i];
-    const bool own = strides[i] != 0 || sizes[i] == 1;
-    if (own) plan.elements *= sizes[i];
-    plan.own[i] = static_cast<uint32_t>(own ? count : 1);
-    plan.members[i] = static_cast<uint32_t>(own ? 1 : count);
-    owners *= plan.own[i];
-    members *= plan.members[i];
-    plan.shared += !own;
-  }
-  plan.member_count = static_cast<uint32_t>(std::min<int64_t>(members, UINT32_MAX));
+  BiasPlan plan = plan_bias_tiles(p, C::kBlockQ, C::kBlockK);
   plan.splits = 1;
+  const int64_t owners = BiasPlan::product(plan.own);
+  const int64_t members = BiasPlan::product(plan.members);
   if (owners == 0) return plan;
   // As many CTAs as the device works on at a time, or a few times that, so that the last wave is
   // full; to start and end one takes as long as kOverhead members.
@@ -169,17 +155,6 @@ BackwardWork plan_work(const FlashsciBackwardParams& p) {
       work.bias_bytes = rounded(work.bias_plan.splits * work.bias_plan.elements * int64_t{4});
   }
   return work;
-}
-
-template <auto kKernel, class... Arguments>
-cudaError_t launch(int64_t blocks, int threads, int64_t shared, int device, cudaStream_t stream,
-                   const Arguments&... arguments) {
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  const cudaError_t error = allow_shared<kKernel>(static_cast<int>(shared), device);
-  if (error != cudaSuccess) return error;
-  kKernel<<<static_cast<unsigned>(blocks), threads, shared, stream>>>(arguments...);
-  return cudaGetLastError();
 }
 
 template <class Op, class C, bool kPairs>
@@ -252,10 +227,8 @@ cudaError_t launch_bias(const FlashsciBackwardParams& p, const BackwardPlan& pla
                         const BiasPlan& bias, cudaStream_t stream) {
   using C = BiasTiles<kHeadDim>;
   static_assert(sizeof(BiasShared<C>) <= kTilesBudget, "over the budget");
-  int64_t blocks = bias.splits;
-  for (uint32_t count : bias.own) blocks *= count;
   cudaError_t error = launch<bias_gradient_kernel<Op, C>>(
-      blocks, C::kThreads, sizeof(BiasShared<C>), p.device, stream, p, plan, bias);
+      bias.blocks(), C::kThreads, sizeof(BiasShared<C>), p.device, stream, p, plan, bias);
   if (error == cudaSuccess && bias.splits > 1)
     error = launch<bias_sum_kernel<Op>>(std::min<int64_t>((bias.elements + 255) / 256, 4096), 256,
                                         0, p.device, stream, p, plan, bias.splits, bias.elements);

@@ -9,48 +9,12 @@
 #pragma once
 #include <algorithm>
 
+#include "../common/launch.cuh"
 #include "backward_fp32.cuh"
 #include "backward_short_fp32.cuh"
 #include "bias_gradient_fp32.cuh"
 
 namespace flashsci::sm80 {
-
-template <auto kKernel, class... Arguments>
-cudaError_t launch_fp32(int64_t blocks, int threads, size_t shared, int device, cudaStream_t stream,
-                        const Arguments&... arguments) {
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  const cudaError_t error = allow_shared_fp32<kKernel>(static_cast<int>(shared), device);
-  if (error != cudaSuccess) return error;
-  kKernel<<<static_cast<unsigned>(blocks), threads, shared, stream>>>(arguments...);
-  return cudaGetLastError();
-}
-
-template <class C>
-BiasFp32Plan plan_bias(const FlashsciBackwardParams& p) {
-  const int64_t sizes[5] = {p.batch0, p.batch1, p.heads_q, p.seq_q, p.seq_k};
-  const int64_t strides[5] = {p.dbias_strides.batch0, p.dbias_strides.batch1, p.dbias_strides.head,
-                              p.dbias_strides.row, p.dbias_strides.column};
-  const int64_t blocks[5] = {1, 1, 1, C::kBlockRows, C::kBlockColumns};
-  BiasFp32Plan plan{};
-  plan.elements = 1;
-  int64_t owners = 1, members = 1;
-  for (int i = 0; i < 5; ++i) {
-    const int64_t count = (sizes[i] + blocks[i] - 1) / blocks[i];
-    const bool own = strides[i] != 0 || sizes[i] == 1;
-    if (own) plan.elements *= sizes[i];
-    plan.own[i] = static_cast<uint32_t>(own ? count : 1);
-    plan.members[i] = static_cast<uint32_t>(own ? 1 : count);
-    owners *= plan.own[i];
-    members *= plan.members[i];
-    plan.shared |= !own;
-  }
-  plan.member_count = static_cast<uint32_t>(std::min<int64_t>(members, UINT32_MAX));
-  constexpr int64_t kEnough = 1024;  // CTAs: a few for each SM of a large device
-  plan.splits = static_cast<uint32_t>(
-      std::clamp<int64_t>(owners > 0 ? kEnough / owners : 1, 1, std::max<int64_t>(members, 1)));
-  return plan;
-}
 
 // What one call does, before any pointer into the workspace is known.
 struct BackwardFp32Work {
@@ -65,7 +29,8 @@ BackwardFp32Work plan_work(const FlashsciBackwardParams& p) {
   BackwardFp32Work work{};
   work.keys = p.dk != nullptr || p.dv != nullptr;
   if (p.dbias != nullptr) {
-    work.bias_plan = plan_bias<Bias>(p);
+    work.bias_plan = {plan_bias_tiles(p, Bias::kBlockRows, Bias::kBlockColumns), nullptr};
+    work.bias_plan.splits = splits_for_any_device(work.bias_plan);
     work.writes_bias = !work.bias_plan.shared && p.softcap == 0.f;
     work.bias = !work.writes_bias;
     if (work.bias && work.bias_plan.splits > 1)
@@ -97,8 +62,8 @@ cudaError_t launch_tile(const FlashsciBackwardParams& p, BackwardFp32Plan plan,
   const int64_t blocks = tiles * (kKeys ? p.heads_k : p.heads_q) * p.batch0 * p.batch1;
   constexpr size_t kShared = sizeof(BackwardStorage<C>);
   static_assert(kShared <= 99 * 1024, "a block has 99 KiB on the smallest device");
-  return launch_fp32<backward_fp32_kernel<C, kWhat, kPairs>>(blocks, C::kThreads, kShared, p.device,
-                                                             stream, p, plan);
+  return launch<backward_fp32_kernel<C, kWhat, kPairs>>(blocks, C::kThreads, kShared, p.device,
+                                                        stream, p, plan);
 }
 
 template <class Tiles>
@@ -128,9 +93,9 @@ template <class C>
 cudaError_t launch_short(const FlashsciBackwardParams& p, BackwardFp32Plan plan,
                          cudaStream_t stream) {
   plan.inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
-  return launch_fp32<backward_short_fp32_kernel<C>>(
-      p.batch0 * p.batch1 * p.heads_k, (p.seq_k + 31) / 32 * 32, sizeof(ShortStorage<C>), p.device,
-      stream, p, plan);
+  return launch<backward_short_fp32_kernel<C>>(p.batch0 * p.batch1 * p.heads_k,
+                                               (p.seq_k + 31) / 32 * 32, sizeof(ShortStorage<C>),
+                                               p.device, stream, p, plan);
 }
 
 // Whether one CTA takes all keys of a head, and there are CTAs enough.
@@ -178,9 +143,9 @@ cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t 
     int lanes = 4;  // of a row
     while (lanes < 32 && lanes * 4 < p.head_dim_v) lanes *= 2;
     const int64_t tiles_of_rows = (int64_t{p.seq_q} + 256 / lanes - 1) / (256 / lanes);
-    error = launch_fp32<statistics_fp32_kernel>(
-        tiles_of_rows * heads, 256, 0, p.device, stream, p, plan.statistics,
-        static_cast<uint32_t>(tiles_of_rows), lanes, plan.vector);
+    error = launch<statistics_fp32_kernel>(tiles_of_rows * heads, 256, 0, p.device, stream, p,
+                                           plan.statistics, static_cast<uint32_t>(tiles_of_rows),
+                                           lanes, plan.vector);
   }
   if (error == cudaSuccess && p.dbias != nullptr && work.bias_plan.elements > 0 &&
       ((work.writes_bias && (p.window_left >= 0 || p.window_right >= 0)) ||
@@ -194,13 +159,11 @@ cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t 
   if (error == cudaSuccess && work.queries && !short_keys)
     error = launch_queries<Queries>(p, plan, stream);
   if (error == cudaSuccess && work.bias && heads * p.seq_q * p.seq_k > 0) {
-    int64_t blocks = work.bias_plan.splits;
-    for (uint32_t own : work.bias_plan.own) blocks *= own;
-    error = launch_fp32<bias_gradient_fp32_kernel<Bias>>(blocks, Bias::kThreads,
-                                                         sizeof(BackwardStorage<Bias>), p.device,
-                                                         stream, p, plan, work.bias_plan);
+    error = launch<bias_gradient_fp32_kernel<Bias>>(work.bias_plan.blocks(), Bias::kThreads,
+                                                    sizeof(BackwardStorage<Bias>), p.device, stream,
+                                                    p, plan, work.bias_plan);
     if (error == cudaSuccess && work.bias_plan.splits > 1)
-      error = launch_fp32<bias_sum_fp32_kernel>(
+      error = launch<bias_sum_fp32_kernel>(
           std::min<int64_t>((work.bias_plan.elements + 255) / 256, 4096), 256, 0, p.device, stream,
           static_cast<float*>(p.dbias), static_cast<const float*>(work.bias_plan.sums),
           work.bias_plan.splits, work.bias_plan.elements);

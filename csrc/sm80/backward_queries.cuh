@@ -37,20 +37,6 @@ struct alignas(128) QueryShared {
   float2 statistics[C::kBlockQ];                     // [kBlockQ]: -lse, -delta
 };
 
-// A tile of a tensor, its rows [row, row + rows_valid) of one head.
-template <class C, int kRows>
-__device__ __forceinline__ void load_rows(uint32_t target, const void* data, int64_t offset,
-                                          const FlashsciStrides& strides, int row, int rows_valid,
-                                          int columns, int copy_bytes, bool vector) {
-  const uint16_t* source = static_cast<const uint16_t*>(data) + offset + row * strides.row;
-  if (vector)
-    load_tile<kRows, C::kHeadDim, C::kThreads, true, true>(target, source, strides.row, rows_valid,
-                                                           columns, 16);
-  else
-    load_tile<kRows, C::kHeadDim, C::kThreads, false, true>(target, source, strides.row, rows_valid,
-                                                            columns, copy_bytes);
-}
-
 // (-lse, -delta) of kRows rows from `statistics` on; rows that are not there have no probability.
 __device__ __forceinline__ float2 load_pair(const volatile float2* x) {
   return make_float2(x->x, x->y);
@@ -108,24 +94,24 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   constexpr int kStageBytes = C::kBlockK * T::kRowBytes;
   const auto load_keys = [&](int tile, int stage) {
     const int row = tile * C::kBlockK;
-    load_rows<C, C::kBlockK>(k_tile + stage * kStageBytes, p.k, place.offset(p.k_strides, head_k),
-                             p.k_strides, work.first_k + row, work.seq_k - row, p.head_dim,
-                             p.copy_bytes, plan.vector);
-    load_rows<C, C::kBlockK>(v_tile + stage * kStageBytes, p.v, place.offset(p.v_strides, head_k),
-                             p.v_strides, work.first_k + row, work.seq_k - row, p.head_dim_v,
-                             p.copy_bytes, plan.vector);
+    load_tile_rows<C, C::kBlockK>(
+        k_tile + stage * kStageBytes, p.k, place.offset(p.k_strides, head_k), p.k_strides,
+        work.first_k + row, work.seq_k - row, p.head_dim, p.copy_bytes, plan.vector);
+    load_tile_rows<C, C::kBlockK>(
+        v_tile + stage * kStageBytes, p.v, place.offset(p.v_strides, head_k), p.v_strides,
+        work.first_k + row, work.seq_k - row, p.head_dim_v, p.copy_bytes, plan.vector);
   };
 
   float dq[C::kM][C::kHeadDim / 8][4];  // [m16, n8, fragment]
   set_zero(dq);
   if (first_tile < end_tile) {
-    load_rows<C, C::kBlockQ>(q_tile, p.q, place.offset(p.q_strides, place.head), p.q_strides,
-                             work.first_q + tile_row, work.seq_q - tile_row, p.head_dim,
-                             p.copy_bytes, plan.vector);
-    load_rows<C, C::kBlockQ>(dout_tile, p.dout, place.offset(p.dout_strides, place.head),
-                             p.dout_strides, work.first_q + tile_row,
-                             p.dout != nullptr ? work.seq_q - tile_row : 0, p.head_dim_v,
-                             p.copy_bytes, plan.vector);
+    load_tile_rows<C, C::kBlockQ>(q_tile, p.q, place.offset(p.q_strides, place.head), p.q_strides,
+                                  work.first_q + tile_row, work.seq_q - tile_row, p.head_dim,
+                                  p.copy_bytes, plan.vector);
+    load_tile_rows<C, C::kBlockQ>(dout_tile, p.dout, place.offset(p.dout_strides, place.head),
+                                  p.dout_strides, work.first_q + tile_row,
+                                  p.dout != nullptr ? work.seq_q - tile_row : 0, p.head_dim_v,
+                                  p.copy_bytes, plan.vector);
     load_row_statistics<C::kBlockQ>(
         shared.statistics,
         plan.statistics + (static_cast<int64_t>(place.batch) * p.heads_q + place.head) * p.seq_q +

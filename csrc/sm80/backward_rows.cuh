@@ -11,67 +11,17 @@
 // Pipeline  None: enough CTAs.
 // Limits    Memory.
 #pragma once
+#include "../common/row_statistics.cuh"
 #include "backward.cuh"
 
 namespace flashsci::sm80 {
-
-inline constexpr int kRowThreads = 256;
-
-// Elements 8 chunk .. of a row; columns past the last are 0.
-template <class Op>
-__device__ __forceinline__ void load_row(float (&x)[kChunkElements],
-                                         const uint16_t* __restrict__ row, int chunk, int columns,
-                                         bool vector) {
-  const int left = columns - chunk * kChunkElements;
-  const uint16_t* source = row + chunk * kChunkElements;
-  uint32_t word[4] = {0, 0, 0, 0};
-  if (vector) {
-    if (left > 0) {
-      const uint4 value = __ldg(reinterpret_cast<const uint4*>(source));
-      word[0] = value.x, word[1] = value.y, word[2] = value.z, word[3] = value.w;
-    }
-  } else {
-#pragma unroll
-    for (int e = 0; e < kChunkElements; ++e)
-      if (e < left) word[e / 2] |= static_cast<uint32_t>(__ldg(source + e)) << (e % 2 * 16);
-  }
-#pragma unroll
-  for (int e = 0; e < kChunkElements; ++e)
-    x[e] = Op::to_float(static_cast<uint16_t>(word[e / 2] >> (e % 2 * 16)));
-}
 
 template <class Op>
 __global__ void __launch_bounds__(kRowThreads, 6)
     statistics_kernel(const __grid_constant__ FlashsciBackwardParams p,
                       const __grid_constant__ BackwardPlan plan, uint32_t tiles, int lanes,
                       int vector, int64_t sums_float4) {
-  const BackwardPlace place(blockIdx.x, tiles, p.heads_q, p);
-  const int row = place.tile * (kRowThreads / lanes) + threadIdx.x / lanes;
-  const int chunk = threadIdx.x % lanes;
-  float sum = 0.f;
-  if (row < p.seq_q && p.dout != nullptr) {
-    const int64_t at = row;
-    float dout[kChunkElements], out[kChunkElements];
-    load_row<Op>(dout,
-                 static_cast<const uint16_t*>(p.dout) + place.offset(p.dout_strides, place.head) +
-                     at * p.dout_strides.row,
-                 chunk, p.head_dim_v, vector != 0);
-    load_row<Op>(out,
-                 static_cast<const uint16_t*>(p.out) + place.offset(p.out_strides, place.head) +
-                     at * p.out_strides.row,
-                 chunk, p.head_dim_v, vector != 0);
-#pragma unroll
-    for (int e = 0; e < kChunkElements; ++e) sum = fmaf(dout[e], out[e], sum);
-  }
-  for (int step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-  if (row < p.seq_q && chunk == 0) {
-    const int64_t at = (static_cast<int64_t>(place.batch) * p.heads_q + place.head) * p.seq_q + row;
-    const float lse = p.lse[at];
-    if (p.dlse != nullptr)
-      sum -= p.dlse[place.offset(p.dlse_strides, place.head) + row * p.dlse_strides.row];
-    plan.statistics[at] =
-        lse == -INFINITY ? make_float2(-INFINITY, 0.f) : make_float2(-lse * kLog2e, -sum);
-  }
+  find_statistics<Op>(p, plan, tiles, lanes, vector);
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kRowThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x; i < sums_float4;
        i += threads)

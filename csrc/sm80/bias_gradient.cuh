@@ -10,17 +10,10 @@
 // Pipeline  With two stages the tiles of the next member fly during the products of this one.
 // Limits    Two products a member and tile, and the loads from L2.
 #pragma once
+#include "../common/bias_sum.cuh"
 #include "backward_queries.cuh"
 
 namespace flashsci::sm80 {
-
-// What the tiles of dbias are, and what one of them is summed over: batch0, batch1, head, row
-// tiles, key tiles. A dim is in one of the two, and 1 in the other.
-struct BiasPlan {
-  uint32_t own[5], members[5];
-  uint32_t member_count, splits, shared;  // shared: the number of dims that the bias lacks
-  int64_t elements;                       // of dbias
-};
 
 template <int kHeadDim_, int kBlockQ_, int kBlockK_, int kStages_, int kMinBlocks_>
 struct BiasTiling : QueryTiling<kHeadDim_, kBlockQ_, kBlockK_, kStages_, kMinBlocks_> {};
@@ -34,47 +27,6 @@ struct alignas(128) BiasShared {
   float2 statistics[C::kStages][C::kBlockQ];            // [stage, kBlockQ]: -lse, -delta
   alignas(16) uint8_t shown[2][C::kBlockK];             // [member % 2, kBlockK]: a mask of keys
 };
-
-// Indices of a member in own and member dims, and its tensors' place.
-struct BiasMember {
-  uint32_t index[5];
-
-  __device__ __forceinline__ void decode(uint32_t number, const uint32_t (&sizes)[5]) {
-#pragma unroll
-    for (int i = 4; i > 0; --i) {
-      const uint32_t rest = number / sizes[i];
-      index[i] = number - rest * sizes[i];
-      number = rest;
-    }
-    index[0] = number;
-  }
-  // To the next member; a dim of one member is left alone.
-  __device__ __forceinline__ void advance(const uint32_t (&sizes)[5]) {
-#pragma unroll
-    for (int i = 4; i >= 0; --i) {
-      if (sizes[i] == 1) continue;
-      if (++index[i] < sizes[i]) return;
-      index[i] = 0;
-    }
-  }
-  template <class Strides>
-  __device__ __forceinline__ int64_t offset(const Strides& s, uint32_t head) const {
-    return index[0] * s.batch0 + index[1] * s.batch1 + head * s.head;
-  }
-};
-
-// One value of dbias, or of this split's partial sums.
-template <class Op>
-__device__ __forceinline__ void put_bias_sum(const FlashsciBackwardParams& p,
-                                             const BackwardPlan& plan, const BiasPlan& bias,
-                                             uint32_t split, int64_t at, float x) {
-  if (bias.splits > 1)
-    plan.bias_sums[split * bias.elements + at] = x;
-  else if (p.pairs.bias_is_fp32)
-    static_cast<float*>(p.dbias)[at] = x;
-  else
-    static_cast<uint16_t*>(p.dbias)[at] = static_cast<uint16_t>(Op::pack2(x, x));
-}
 
 // Scores that could not start from the bias, columns from n8 block `first` of it.
 template <int kM, int kN, int kAll>
@@ -118,18 +70,18 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const auto load = [&](const BiasMember& x, int stage) {
     const int row = x.index[3] * C::kBlockQ, key = x.index[4] * C::kBlockK;
     const uint32_t head = x.index[2], head_k = head / group;
-    load_rows<C, C::kBlockQ>(q_tile + stage * kStageQ, p.q, x.offset(p.q_strides, head),
-                             p.q_strides, row, p.seq_q - row, p.head_dim, p.copy_bytes,
-                             plan.vector);
-    load_rows<C, C::kBlockQ>(dout_tile + stage * kStageQ, p.dout, x.offset(p.dout_strides, head),
-                             p.dout_strides, row, p.dout != nullptr ? p.seq_q - row : 0,
-                             p.head_dim_v, p.copy_bytes, plan.vector);
-    load_rows<C, C::kBlockK>(k_tile + stage * kStageK, p.k, x.offset(p.k_strides, head_k),
-                             p.k_strides, key, p.seq_k - key, p.head_dim, p.copy_bytes,
-                             plan.vector);
-    load_rows<C, C::kBlockK>(v_tile + stage * kStageK, p.v, x.offset(p.v_strides, head_k),
-                             p.v_strides, key, p.seq_k - key, p.head_dim_v, p.copy_bytes,
-                             plan.vector);
+    load_tile_rows<C, C::kBlockQ>(q_tile + stage * kStageQ, p.q, x.offset(p.q_strides, head),
+                                  p.q_strides, row, p.seq_q - row, p.head_dim, p.copy_bytes,
+                                  plan.vector);
+    load_tile_rows<C, C::kBlockQ>(
+        dout_tile + stage * kStageQ, p.dout, x.offset(p.dout_strides, head), p.dout_strides, row,
+        p.dout != nullptr ? p.seq_q - row : 0, p.head_dim_v, p.copy_bytes, plan.vector);
+    load_tile_rows<C, C::kBlockK>(k_tile + stage * kStageK, p.k, x.offset(p.k_strides, head_k),
+                                  p.k_strides, key, p.seq_k - key, p.head_dim, p.copy_bytes,
+                                  plan.vector);
+    load_tile_rows<C, C::kBlockK>(v_tile + stage * kStageK, p.v, x.offset(p.v_strides, head_k),
+                                  p.v_strides, key, p.seq_k - key, p.head_dim_v, p.copy_bytes,
+                                  plan.vector);
     load_row_statistics<C::kBlockQ>(
         shared.statistics[stage],
         plan.statistics + ((x.index[0] * p.batch1 + x.index[1]) * p.heads_q + head) * p.seq_q + row,
@@ -243,49 +195,22 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const bool own_rows = p.dbias_strides.row != 0 || p.seq_q == 1;
   const bool own_keys = p.dbias_strides.column != 0 || p.seq_k == 1;
   const int64_t base = own.offset(p.dbias_strides, own.index[2]);
-  if (!own_keys) {
-#pragma unroll
-    for (int i = 0; i < C::kM * 2; ++i) {
-      float x = 0.f;
-#pragma unroll
-      for (int n = 0; n < kN; ++n) x += sum[i / 2][n][i % 2 * 2] + sum[i / 2][n][i % 2 * 2 + 1];
-      sum[i / 2][0][i % 2 * 2] = quad_sum(x);
-    }
-  }
+  if (!own_keys) add_keys(sum);
   if (own_rows) {
 #pragma unroll
     for (int i = 0; i < C::kM * kN * 4; ++i) {
       const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
-      const int at_row = own_row + m * 16 + e / 2 * 8,
-                at_key = own_keys ? own_key + n * 8 + e % 2 : 0;
-      if (at_row >= p.seq_q || at_key >= p.seq_k) continue;
+      const int row = own_row + m * 16 + e / 2 * 8, key = own_keys ? own_key + n * 8 + e % 2 : 0;
+      if (row >= p.seq_q || key >= p.seq_k) continue;
       if (!own_keys && (n > 0 || e % 2 > 0 || lane % 4 > 0)) continue;
       put_bias_sum<Op>(p, plan, bias, split,
-                       base + at_row * p.dbias_strides.row + at_key * p.dbias_strides.column,
+                       base + row * p.dbias_strides.row + key * p.dbias_strides.column,
                        sum[m][n][e]);
     }
     return;
   }
-  float* warp_sums = reinterpret_cast<float*>(shared_memory);  // [warp, key of the tile]
-  __syncthreads();                                             // nobody reads Q any more
-#pragma unroll
-  for (int i = 0; i < kN * 2; ++i) {
-    float x = 0.f;
-#pragma unroll
-    for (int j = 0; j < C::kM * 2; ++j) x += sum[j / 2][i / 2][j % 2 * 2 + i % 2];
-    x += __shfl_xor_sync(0xffffffffu, x, 4);
-    x += __shfl_xor_sync(0xffffffffu, x, 8);
-    x += __shfl_xor_sync(0xffffffffu, x, 16);
-    if (lane < 4) warp_sums[warp * C::kBlockK + i / 2 * 8 + lane * 2 + i % 2] = x;
-  }
-  __syncthreads();
-  const int column = threadIdx.x, at_key = own.index[4] * C::kBlockK + column;
-  if (column < (own_keys ? C::kBlockK : 1) && at_key < p.seq_k) {
-    float x = 0.f;
-#pragma unroll
-    for (int w = 0; w < C::kWarps; ++w) x += warp_sums[w * C::kBlockK + column];
-    put_bias_sum<Op>(p, plan, bias, split, base + at_key * p.dbias_strides.column, x);
-  }
+  put_row_sums<Op, C>(sum, own, own_keys, split, warp, lane, p, plan, bias, base,
+                      reinterpret_cast<float*>(shared_memory));
 }
 
 // dbias = the sum of the splits, in order.
@@ -293,15 +218,7 @@ template <class Op>
 __global__ void __launch_bounds__(256, 6)
     bias_sum_kernel(const __grid_constant__ FlashsciBackwardParams p,
                     const __grid_constant__ BackwardPlan plan, uint32_t splits, int64_t elements) {
-  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < elements;
-       i += int64_t{256} * gridDim.x) {
-    float x = 0.f;
-    for (uint32_t split = 0; split < splits; ++split) x += plan.bias_sums[split * elements + i];
-    if (p.pairs.bias_is_fp32)
-      static_cast<float*>(p.dbias)[i] = x;
-    else
-      static_cast<uint16_t*>(p.dbias)[i] = static_cast<uint16_t>(Op::pack2(x, x));
-  }
+  sum_splits<Op>(p, plan, splits, elements);
 }
 
 }  // namespace flashsci::sm80

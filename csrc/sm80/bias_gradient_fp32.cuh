@@ -9,18 +9,13 @@
 // Pipeline  None inside a CTA: the others of the SM work while one waits for its tiles.
 // Limits    Two products and four conversions to halves for each member and tile.
 #pragma once
+#include "../common/bias_sum.cuh"
 #include "backward_fp32.cuh"
 
 namespace flashsci::sm80 {
 
-// What the tiles of dbias are, and what one of them is summed over: batch0, batch1, head, row
-// tiles, key tiles. A dim is in one of the two, and 1 in the other.
-struct BiasFp32Plan {
-  uint32_t own[5], members[5];
-  uint32_t member_count, splits;
-  int shared;        // some dim is summed over
-  int64_t elements;  // of dbias
-  float* sums;       // [splits, elements], if splits > 1
+struct BiasFp32Plan : BiasPlan {
+  float* sums;  // [splits, elements], if splits > 1
 };
 
 template <class C>
@@ -32,18 +27,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory);
   using RowTile = HalvesTile<C::kBlockRows, C::kDim>;
   using ColumnTile = HalvesTile<C::kBlockColumns, C::kDim>;
-  const auto decode = [](uint32_t number, const uint32_t (&sizes)[5], uint32_t (&index)[5]) {
-#pragma unroll
-    for (int i = 4; i > 0; --i) {
-      const uint32_t rest = number / sizes[i];
-      index[i] = number - rest * sizes[i];
-      number = rest;
-    }
-    index[0] = number;
-  };
   const uint32_t split = blockIdx.x % bias.splits;
-  uint32_t own[5];
-  decode(blockIdx.x / bias.splits, bias.own, own);
+  BiasMember own;
+  own.decode(blockIdx.x / bias.splits, bias.own);
   const uint32_t begin = static_cast<uint64_t>(bias.member_count) * split / bias.splits;
   const uint32_t end = static_cast<uint64_t>(bias.member_count) * (split + 1) / bias.splits;
 
@@ -66,13 +52,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
 #pragma unroll 1
   for (uint32_t number = begin; number < end; number += stream.again ? 0 : 1) {
-    uint32_t index[5];
-    decode(number, bias.members, index);
+    BiasMember member;
+    member.decode(number, bias.members);
 #pragma unroll
-    for (int i = 0; i < 5; ++i) index[i] += own[i];
-    const int tile_row = index[3] * C::kBlockRows, tile_key = index[4] * C::kBlockColumns;
+    for (int i = 0; i < 5; ++i) member.index[i] += own.index[i];
+    const int tile_row = member.index[3] * C::kBlockRows,
+              tile_key = member.index[4] * C::kBlockColumns;
     Place place(0, 1, 1, 1);
-    place.batch0 = index[0], place.batch1 = index[1], place.head = index[2];
+    place.batch0 = member.index[0], place.batch1 = member.index[1], place.head = member.index[2];
     const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
     const int warp_row = tile_row + warp * C::kRows;
     const int warp_last_row = min(warp_row + C::kRows, p.seq_q) - 1;
@@ -83,9 +70,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     float2 statistics[C::kM][2];  // lse in log2 units, delta
     PairsTile<C::kM, C::kN> pair_tile;
     const PairsOfHead<> pairs(p.pairs, plan.pairs, place, place.head, p.seq_q, p.seq_k);
-    const float2* of_rows = plan.statistics +
-                            ((index[0] * p.batch1 + index[1]) * p.heads_q + place.head) * p.seq_q +
-                            warp_row;
+    const float2* of_rows =
+        plan.statistics +
+        ((member.index[0] * p.batch1 + member.index[1]) * p.heads_q + place.head) * p.seq_q +
+        warp_row;
     if (!stream.again) {
       __syncthreads();  // nobody reads the member before
       load_raw<C::kBlockRows, C::kDim, C::kThreads, false>(
@@ -168,21 +156,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   // Sums over the rows or keys of the tile itself, where the bias has one for all.
   const bool own_rows = p.dbias_strides.row != 0 || p.seq_q == 1;
   const bool own_keys = p.dbias_strides.column != 0 || p.seq_k == 1;
-  const int own_row = own[3] * C::kBlockRows + warp * C::kRows + lane / 4;
-  const int own_key = own[4] * C::kBlockColumns + lane % 4 * 4;
+  const int own_row = own.index[3] * C::kBlockRows + warp * C::kRows + lane / 4;
+  const int own_key = own.index[4] * C::kBlockColumns + lane % 4 * 4;
   float* target =
       bias.splits > 1 ? bias.sums + split * bias.elements : static_cast<float*>(p.dbias);
-  target += own[0] * p.dbias_strides.batch0 + own[1] * p.dbias_strides.batch1 +
-            own[2] * p.dbias_strides.head;
-  if (!own_keys) {
-#pragma unroll
-    for (int i = 0; i < C::kM * 2; ++i) {
-      float x = 0.f;
-#pragma unroll
-      for (int n = 0; n < C::kN; ++n) x += sum[i / 2][n][i % 2 * 2] + sum[i / 2][n][i % 2 * 2 + 1];
-      sum[i / 2][0][i % 2 * 2] = quad_sum(x);
-    }
-  }
+  target += own.offset(p.dbias_strides, own.index[2]);
+  if (!own_keys) add_keys(sum);
   if (own_rows) {
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
@@ -210,7 +189,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   __syncthreads();
   for (int column = threadIdx.x; column < (own_keys ? C::kBlockColumns : 1);
        column += C::kThreads) {
-    const int key = own[4] * C::kBlockColumns + column;
+    const int key = own.index[4] * C::kBlockColumns + column;
     if (key >= p.seq_k) break;
     float x = 0.f;
 #pragma unroll
