@@ -1,13 +1,19 @@
-"""The torch-free launchers of one kernel unit as a backend, by ctypes: what is tried on a GPU before the bindings know it.
+"""The torch-free launchers of kernel units by ctypes: builds of a unit beside each other, before the bindings know them.
 
-nvcc -shared -Xcompiler -fPIC -std=c++17 -O3 -gencode arch=compute_75,code=sm_90 csrc/sm75/*_fp16.cu -o sm75.so
-install("sm75", "sm75.so", "sm75_fp16", torch.float16)
-flashsci.attention(q, k, v, backend="sm75")
+    nvcc -shared -Xcompiler -fPIC -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a csrc/sm90/*_bf16.cu -o new.so
+    python -m tools.check_backward new=new.so
+    python -m tools.time_builds base=base.so new=new.so@128 --case af3-pair
+
+A build is given as `name=path`, or `name=path@64+128` for those head dims only. Of a library with several generations the newest
+counts, but for a name that starts with another (sm80...). A name that starts with det asks for deterministic gradients,
+one that starts with static launches forwards without workspace. On Hopper sm75's kernels run from their PTX
+(`-gencode arch=compute_75,code=compute_75`) or compiled from it (`code=sm_90`).
 """
 
 from __future__ import annotations
 
 import ctypes as c
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +22,10 @@ from torch import Tensor
 
 from flashsci import registry
 from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, empty_like_layout
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+FOLDERS = ("sm90", "sm80", "sm75")
+NOT_SUPPORTED = 801  # cudaErrorNotSupported: left to an older generation
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -99,51 +109,62 @@ def _copy_bytes(*tensors: Tensor | None) -> int:
     return bits & -bits
 
 
-class Launchers:
-    """A backend module (flashsci/backends) of one unit, such as sm75_fp16."""
+Run = Callable[[], None]
+
+
+class Build:
+    """One shared object: prepared launches (q [B.., H, S, D], or packed [H, T, D] with `cu`), and a backend module (flashsci/backends)."""
 
     FUSED = True
 
-    def __init__(
-        self,
-        path: str,
-        unit: str,
-        dtype: torch.dtype,
-        max_dim: int = 256,
-        max_dim_backward: int = 256,
-    ):
-        self.unit, self.dtype = unit, dtype
-        self.limits = max_dim, max_dim_backward
+    def __init__(self, given: str):
+        self.name, _, path = given.partition("=")
+        path, _, dims = path.partition("@")
+        self.dims = [int(x) for x in dims.split("+") if x]
+        self.deterministic = self.name.startswith("det")
         library = c.CDLL(str(Path(path).resolve()))
-        self.launch_forward = getattr(library, f"flashsci_forward_{unit}")
-        self.launch_backward = getattr(library, f"flashsci_backward_{unit}", None)
-        if self.launch_backward is not None:
-            self.workspace = getattr(library, f"flashsci_backward_{unit}_workspace")
-            self.workspace.restype = c.c_int64
+        folders = [f for f in FOLDERS if self.name.startswith(f)] or FOLDERS
+        self.functions: dict[tuple[str, torch.dtype], tuple[Any, Any]] = {}
+        for kind in ("forward", "backward"):
+            for dtype, suffix in DTYPES.items():
+                for symbol in (f"flashsci_{kind}_{folder}_{suffix}" for folder in folders):
+                    launch = getattr(library, symbol, None)
+                    if launch is not None:
+                        size = getattr(library, f"{symbol}_workspace", None)
+                        if size is not None:
+                            size.restype = c.c_int64
+                        self.functions[kind, dtype] = launch, size
+                        self.folder = symbol.split("_")[2]
+                        break
+        if not self.functions:
+            raise SystemExit(f"{path} has no launcher of {', '.join(folders)}")
 
-    def unavailable(self) -> str | None:
-        return None
+    def dtypes(self, kind: str) -> list[torch.dtype]:
+        """What it has a pass ("forward" or "backward") of."""
+        return [dtype for found, dtype in self.functions if found == kind]
 
-    def rejects(self, problem: Any) -> str | None:
-        if problem.dtype != self.dtype:
-            return f"{self.unit} is compiled for {self.dtype}"
-        if problem.dropout_p or problem.key_weight or (problem.varlen and problem.bias):
-            return f"{self.unit} has neither dropout nor a packed bias"
-        limit = self.limits[problem.requires_grad]
-        if max(problem.head_dim, problem.head_dim_v) > limit:
-            return f"{self.unit} ends at head dim {limit} here"
-        if problem.requires_grad and self.launch_backward is None:
-            return f"{self.unit} has no backward"
-        return None
-
-    def params(self, kind: Any, tensors: tuple[Any, ...], scalars: tuple[Any, ...]) -> Any:
-        """What forward and backward have in common, filled in."""
-        q, k, v, bias, _, mask, cu_q, cu_k, _, _ = tensors
-        max_q, max_k, scale, softcap, left, right, lower_right, _, precision, _ = scalars
+    def _params(
+        self,
+        kind: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *others: Tensor | None,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        cu: tuple[Tensor, Tensor] | None = None,
+        longest: tuple[int, int] = (-1, -1),
+        scale: float | None = None,
+        softcap: float = 0.0,
+        window: tuple[int, int] = (-1, -1),
+        lower_right: bool = False,
+        tf32: bool = False,
+    ) -> Any:
+        """What forward and backward have in common, filled in; others: whose alignment matters, too."""
         batch0, batch1, heads_q, seq_q, head_dim = (1,) * (5 - q.dim()) + q.shape
         p = kind(
             q=_pointer(q), k=_pointer(k), v=_pointer(v),
-            cu_seqlens_q=_pointer(cu_q), cu_seqlens_k=_pointer(cu_k),
+            cu_seqlens_q=_pointer(cu and cu[0]), cu_seqlens_k=_pointer(cu and cu[1]),
             q_strides=_strides(q), k_strides=_strides(k), v_strides=_strides(v),
             pairs=Pairs(
                 _pointer(bias), _pointer(mask), _pair_strides(bias), _pair_strides(mask),
@@ -152,74 +173,130 @@ class Launchers:
             batch0=batch0, batch1=batch1,
             heads_q=heads_q, heads_k=k.shape[-3] if k.dim() > 2 else 1,
             seq_q=seq_q, seq_k=k.shape[-2],
-            num_seqs=0 if cu_q is None else cu_q.numel() - 1,
-            max_seqlen_q=max_q, head_dim=head_dim, head_dim_v=v.shape[-1],
-            scale=scale, softcap=softcap,
-            window_left=min(left, 2**31 - 1), window_right=min(right, 2**31 - 1),
-            lower_right=int(lower_right), precision=int(precision == "tf32"),
-            device=q.device.index,
+            num_seqs=cu[0].numel() - 1 if cu else 0,
+            max_seqlen_q=longest[0], head_dim=head_dim, head_dim_v=v.shape[-1],
+            scale=q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap,
+            window_left=min(window[0], 2**31 - 1), window_right=min(window[1], 2**31 - 1),
+            lower_right=int(lower_right), precision=int(tf32),
+            copy_bytes=_copy_bytes(q, k, v, *others), device=q.device.index,
             shared_per_sm=torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor,
         )  # fmt: skip
         if kind is BackwardParams:
-            p.max_seqlen_k = max_k
+            p.max_seqlen_k = longest[1]
         return p
 
-    def check(self, error: int) -> None:
-        if error:
-            raise RuntimeError(f"{self.unit}: cudaError {error}")
+    def _launch(self, kind: str, p: Any, q: Tensor, *keep: Any) -> Run:
+        launch, size = self.functions[kind, q.dtype]
+        bytes_ = 0 if size is None or self.name.startswith("static") else size(c.byref(p))
+        workspace = torch.empty(max(bytes_, 1), dtype=torch.uint8, device=q.device)
+        p.workspace = _pointer(workspace) if bytes_ or kind == "backward" else None
 
-    def stream(self) -> c.c_void_p:
-        return c.c_void_p(torch.cuda.current_stream().cuda_stream)
+        def run(keep: Any = (q, workspace, *keep)) -> None:  # the tensors live as long as it
+            with torch.cuda.device(q.device):
+                error = launch(c.byref(p), c.c_void_p(torch.cuda.current_stream().cuda_stream))
+            if error == NOT_SUPPORTED:
+                raise registry.BackendError(f"{self.name} leaves this to an older generation")
+            if error:
+                raise RuntimeError(f"{self.name}: cudaError {error}")
 
-    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        tensors, scalars = arguments[:10], arguments[10:]
-        q, k, v = tensors[:3]
+        return run
+
+    def forward_launch(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> tuple[Run, Tensor, Tensor]:
+        """(run, out, lse); run fills them."""
         out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        with torch.cuda.device(q.device):
-            p = self.params(ForwardParams, tensors, scalars)
-            p.out, p.lse, p.out_strides = _pointer(out), _pointer(lse), _strides(out)
-            p.copy_bytes = _copy_bytes(q, k, v)
-            self.check(self.launch_forward(c.byref(p), self.stream()))
+        p = self._params(ForwardParams, q, k, v, **options)
+        p.out, p.lse, p.out_strides = _pointer(out), _pointer(lse), _strides(out)
+        return self._launch("forward", p, q, k, v, out, lse, options), out, lse
+
+    def backward_launch(
+        self,
+        dout: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        dlse: Tensor | None = None,
+        need: int = NEED_Q | NEED_K | NEED_V | NEED_BIAS,
+        deterministic: bool = False,
+        **options: Any,
+    ) -> tuple[Run, Tensor, Tensor, Tensor, Tensor]:
+        """(run, dq, dk, dv, dbias); those that are not needed are empty."""
+        bias, none = options.get("bias"), q.new_empty(0)
+        p = self._params(BackwardParams, q, k, v, out, dout, **options)
+        p.out, p.out_strides = _pointer(out), _strides(out)
+        p.dout, p.dout_strides = _pointer(dout), _strides(dout)
+        p.lse, p.dlse, p.dlse_strides = _pointer(lse), _pointer(dlse), _strides(dlse, last=False)
+        p.deterministic = int(deterministic or self.deterministic)
+        gradients = []
+        for name, like, bit in (("dq", q, NEED_Q), ("dk", k, NEED_K), ("dv", v, NEED_V)):
+            gradients.append(empty_like_layout(like, like.shape) if need & bit else none)
+            if need & bit:
+                setattr(p, name, _pointer(gradients[-1]))
+                setattr(p, f"{name}_strides", _strides(gradients[-1]))
+        gradients.append(none)
+        if bias is not None and need & NEED_BIAS:
+            gradients[-1] = torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
+            p.dbias, p.dbias_strides = _pointer(gradients[-1]), _pair_strides(gradients[-1])
+        keep = (k, v, dout, out, lse, dlse, gradients, options)
+        return self._launch("backward", p, q, *keep), *gradients
+
+    # The module of a backend, which `install` makes of it:
+
+    def unavailable(self) -> None:
+        return None
+
+    def rejects(self, problem: Any) -> str | None:
+        passes = ("forward", "backward")[problem.requires_grad :]  # who has no forward has Triton's
+        if all((kind, problem.dtype) not in self.functions for kind in passes):
+            return f"{self.name} is not compiled for {problem.dtype}"
+        if problem.dropout_p or problem.key_weight or (problem.varlen and problem.bias):
+            return f"{self.name} has neither dropout, nor key weights, nor a packed bias"
+        if self.dims and max(problem.head_dim, problem.head_dim_v) not in self.dims:
+            return f"{self.name} was given for head dims {self.dims}"
+        return None
+
+    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        q, k, v = arguments[:3]
+        if ("forward", q.dtype) not in self.functions:
+            from flashsci.backends import triton
+
+            return triton.forward(*arguments)
+        run, out, lse = self.forward_launch(q, k, v, **_options(arguments[:10], arguments[10:]))
+        run()
         return out, lse
 
     def backward(self, dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
         tensors, (out, lse), scalars, need = rest[:10], rest[10:12], rest[12:-1], rest[-1]
-        q, k, v, bias = tensors[:4]
         if dout is not None and dout.stride(-1) != 1:
             dout = dout.contiguous()
-        lse = lse.contiguous()
+        run, *gradients = self.backward_launch(
+            dout, *tensors[:3], out, lse.contiguous(), dlse=dlse, need=need,
+            deterministic=scalars[-1], **_options(tensors, scalars),
+        )  # fmt: skip
+        run()
+        return *gradients, tensors[0].new_empty(0)
 
-        def gradient(like: Tensor, bit: int) -> Tensor:
-            return empty_like_layout(like, like.shape) if need & bit else like.new_empty(0)
 
-        dq, dk, dv = gradient(q, NEED_Q), gradient(k, NEED_K), gradient(v, NEED_V)
-        want_bias = bias is not None and need & NEED_BIAS
-        dbias = (
-            torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
-            if want_bias
-            else q.new_empty(0)
-        )
-        with torch.cuda.device(q.device):
-            p = self.params(BackwardParams, tensors, scalars)
-            for name, x in (("out", out), ("dout", dout)):
-                setattr(p, name, _pointer(x))
-                setattr(p, f"{name}_strides", _strides(x))
-            p.lse, p.dlse = _pointer(lse), _pointer(dlse)
-            p.dlse_strides = _strides(dlse, last=False)
-            for name, x, bit in (("dq", dq, NEED_Q), ("dk", dk, NEED_K), ("dv", dv, NEED_V)):
-                if need & bit:
-                    setattr(p, name, _pointer(x))
-                    setattr(p, f"{name}_strides", _strides(x))
-            if want_bias:
-                p.dbias, p.dbias_strides = _pointer(dbias), _pair_strides(dbias)
-            p.deterministic = int(scalars[-1])
-            p.copy_bytes = _copy_bytes(q, k, v, out, dout)
-            size = self.workspace(c.byref(p))
-            workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=q.device)
-            p.workspace = _pointer(workspace)
-            self.check(self.launch_backward(c.byref(p), self.stream()))
-        return dq, dk, dv, dbias, q.new_empty(0)
+def _options(tensors: tuple[Any, ...], scalars: tuple[Any, ...]) -> dict[str, Any]:
+    """flashsci.ops.TENSORS and SCALARS as the options of a launch."""
+    _, _, _, bias, _, mask, cu_q, cu_k, _, _ = tensors
+    max_q, max_k, scale, softcap, left, right, lower_right, _, precision, _ = scalars
+    return {
+        "bias": bias,
+        "mask": mask,
+        "cu": None if cu_q is None else (cu_q, cu_k),
+        "longest": (max_q, max_k),
+        "scale": scale,
+        "softcap": softcap,
+        "window": (left, right),
+        "lower_right": lower_right,
+        "tf32": precision == "tf32",
+    }
 
 
 class _Installed(registry.Backend):
@@ -229,9 +306,9 @@ class _Installed(registry.Backend):
         return registry.LOADED[self.name]
 
 
-def install(name: str, path: str, unit: str, dtype: torch.dtype, **limits: int) -> Launchers:
-    """Make the launchers of a shared object a backend of this process."""
-    launchers = Launchers(path, unit, dtype, **limits)
-    registry.LOADED[name] = launchers  # type: ignore[assignment]
-    registry.BACKENDS[name] = _Installed(name, "")
-    return launchers
+def install(given: str) -> Build:
+    """Make a build a backend of this process, in place of the package's where it has such a name."""
+    build = Build(given)
+    registry.LOADED[build.name] = build
+    registry.BACKENDS[build.name] = _Installed(build.name, "")
+    return build
