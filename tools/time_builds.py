@@ -1,11 +1,12 @@
 """`python -m flashsci bench` with builds of single units among its candidates: any number of them, interleaved launch by launch with each other
 and with peers, each checked against fp64 first. Needs a GPU.
 
-    python -m tools.time_builds base=base.so new=new.so@64+128 --case dense-bf16-d64-full-s4096 --peers sdpa:cudnn,fa3
-    python -m tools.time_builds new=new.so det=new.so sm80=new.so --suite bias --peers triton,sdpa:efficient
-    python -m tools.time_builds new=new.so --suite bias --no-bias-grad --json new.json
+    python -m tools.time_builds base=base.so new=new.so@64+128 --dims 64,96,128 --seqs 512,16384 --peers sdpa:cudnn,fa3
+    python -m tools.time_builds new=new.so det=new.so sm80=new.so --suite bias,pairs --peers triton,sdpa:efficient
+    python -m tools.time_builds new=new.so --case long-bias --no-bias-grad --json new.json
 
-Whole libraries (make build-manual) need none of this: bench --base takes the folder of another tree.
+Cases: bench's, those of PAIRS (suite pairs), or the dense grid at any head dims. Whole libraries (make build-manual) need none of this:
+bench --base takes the folder of another tree.
 """
 
 from __future__ import annotations
@@ -20,13 +21,55 @@ from pathlib import Path
 from tools.launchers import install
 
 
+def pairs():
+    """What the kernels with bias and mask tell apart, beyond the cases that models have."""
+    from flashsci.bench import Case
+
+    def case(name: str, b: int, h: int, s: int, d: int, bias=None, mask=None, dtype="bf16") -> Case:
+        shape = lambda batch, heads, rows: (batch, heads, rows, s)  # noqa: E731
+        return Case(f"pairs-{name}", "pairs", B=b, H=h, Sq=s, Sk=s, D=d, bias=bias and shape(*bias), bias_grad=bias is not None,
+                    bias_dtype=dtype, mask=mask and shape(*mask))  # fmt: skip
+
+    return [
+        case("d24", 1, 16, 768, 24, bias=(1, 16, 768)),
+        case("d32", 4, 16, 768, 32, bias=(4, 16, 768)),
+        case("d128", 2, 16, 2048, 128, bias=(2, 16, 2048)),
+        case("d64-fp32", 4, 16, 768, 64, bias=(4, 16, 768), dtype="fp32"),
+        case("d128-fp32", 2, 16, 2048, 128, bias=(2, 16, 2048), dtype="fp32"),
+        case("d32-shared", 256, 4, 256, 32, bias=(1, 4, 256)),
+        case("d64-shared", 8, 16, 1024, 64, bias=(1, 16, 1024)),
+        case("d128-shared", 8, 16, 1024, 128, bias=(1, 16, 1024)),
+        case("d32-mask", 64, 16, 256, 32, mask=(64, 1, 256)),
+        case("d64-mask", 4, 16, 2048, 64, mask=(4, 1, 2048)),
+        case("d128-mask", 4, 16, 2048, 128, mask=(4, 1, 2048)),
+        case("d64-fp32-mask", 4, 16, 768, 64, bias=(4, 16, 768), mask=(4, 1, 768), dtype="fp32"),
+        case("d32-keys", 64, 16, 256, 32, mask=(64, 1, 1)),
+        case("d64-keys", 4, 16, 2048, 64, mask=(4, 1, 1)),
+        case("d128-keys", 4, 16, 2048, 128, mask=(4, 1, 1)),
+    ]
+
+
+def dense(dims: list[int], seqs: list[int]):
+    """The grid of the dense suite at other head dims, too."""
+    from flashsci.bench.cases import dense_grid
+
+    return [
+        replace(case, id=case.id.replace("-d64-", f"-d{d}-"), D=d, Dv=d, H=2048 // d, Hk=2048 // d)
+        for d in dims
+        for case in dense_grid()
+        if case.D == 64 and case.Sq in seqs
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("builds", nargs="+", metavar="name=path[@dims]")
-    parser.add_argument("--suite", default="", help="of bench; comma-separated")
-    parser.add_argument("--case", default="", help="of bench; comma-separated")
+    parser.add_argument("--suite", default="", help="of bench, or pairs; comma-separated")
+    parser.add_argument("--case", default="", help="ids; comma-separated")
+    parser.add_argument("--dims", default="", help="the dense grid; the default: 64,128")
+    parser.add_argument("--seqs", default="1024,4096,16384", help="lengths of the dense grid")
     parser.add_argument("--peers", default="sdpa:cudnn", help="of bench's candidates; comma-separated")  # fmt: skip
     parser.add_argument("--dtype", default="", help="instead of that of the cases")
     parser.add_argument("--order", type=int, default=1, help="0: the forward alone")
@@ -39,7 +82,11 @@ def main() -> int:
     from flashsci import bench  # now: its candidates are the backends that there are
 
     listed = lambda text: [item for item in text.split(",") if item]  # noqa: E731
-    cases = bench.select(listed(options.suite) or ([] if options.case else ["dense"]), listed(options.case))  # fmt: skip
+    bench.SUITES["pairs"] = pairs()
+    bench.CASES.update((case.id, case) for case in bench.SUITES["pairs"])
+    cases = bench.select(listed(options.suite), listed(options.case))
+    dims = listed(options.dims) or ([] if cases else ["64", "128"])
+    cases += dense([int(x) for x in dims], [int(x) for x in listed(options.seqs)])
     if options.dtype:
         cases = [bench.in_dtype(case, options.dtype) for case in cases]
     if options.no_bias_grad:
