@@ -58,7 +58,7 @@ class Check:
             run, *got = self.build.backward_launch(
                 None if no_dout else dout, q, k, v, out, lse, dlse=grad_lse, need=need, deterministic=repeats > 0, **options
             )  # fmt: skip
-        if refused and self.build.folder == "sm90":
+        if refused and self.build.folders["backward", self.dtype] == "sm90":
             try:
                 run()
                 self.record.fail(f"{name}: not refused")
@@ -280,7 +280,8 @@ def main() -> int:
         halves = [t for t in build.dtypes("backward") if t.itemsize == 2]
         for dtype, dim in itertools.product(halves, build.dims or map(int, options.dims.split(","))):  # fmt: skip
             for section in options.only.split(","):
-                if build.folder == "sm90" and dim > 128 and section in ("pairs", "apart"):
+                hopper = build.folders["backward", dtype] == "sm90"
+                if hopper and dim > 128 and section in ("pairs", "apart"):
                     continue  # sm80's
                 getattr(Check(build, dtype, dim, record), section)()
             record.show(f"{build.name} {dtype} d{dim}")

@@ -150,7 +150,11 @@ class Check:
                     mask[0] &= torch.arange(sk, device=q.device) < sk // 2
                     if n == 4:
                         mask[..., : sq // 2, :] = False
-                if mask is not None and dq <= 32 and self.build.folder == "sm90":  # sm80's
+                if (
+                    mask is not None
+                    and dq <= 32
+                    and self.build.folders["forward", self.dtype] == "sm90"
+                ):  # sm80's
                     continue
                 window, lower_right = (WINDOWS[0], WINDOWS[2], ((50, 20), False))[n % 3]
                 if kind == "least":  # where every row has a key: it counts as -inf

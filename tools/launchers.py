@@ -124,17 +124,19 @@ class Build:
         self.deterministic = self.name.startswith("det")
         library = c.CDLL(str(Path(path).resolve()))
         folders = [f for f in FOLDERS if self.name.startswith(f)] or FOLDERS
-        self.functions: dict[tuple[str, torch.dtype], tuple[Any, Any]] = {}
+        self.functions: dict[tuple[str, torch.dtype], tuple[Any, Any]] = {}  # launch, workspace
+        self.folders: dict[tuple[str, torch.dtype], str] = {}
         for kind in ("forward", "backward"):
             for dtype, suffix in DTYPES.items():
-                for symbol in (f"flashsci_{kind}_{folder}_{suffix}" for folder in folders):
+                for folder in folders:
+                    symbol = f"flashsci_{kind}_{folder}_{suffix}"
                     launch = getattr(library, symbol, None)
                     if launch is not None:
                         size = getattr(library, f"{symbol}_workspace", None)
                         if size is not None:
                             size.restype = c.c_int64
                         self.functions[kind, dtype] = launch, size
-                        self.folder = symbol.split("_")[2]
+                        self.folders[kind, dtype] = folder
                         break
         if not self.functions:
             raise SystemExit(f"{path} has no launcher of {', '.join(folders)}")
