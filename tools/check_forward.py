@@ -6,7 +6,6 @@ to block until exp2 overflows, rows of nobody, every broadcast of bias and mask,
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from typing import Any
 
@@ -189,23 +188,5 @@ class Check:
 SECTIONS = ("dense", "growing", "strided", "packed", "pairs", "decode", "repeats")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("builds", nargs="+", metavar="name=path[@dims]")
-    parser.add_argument("--dims", default="64,128,256", help="buckets of head dims")
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated")
-    options = parser.parse_args()
-    record = Record()
-    for build in map(Build, options.builds):
-        halves = [t for t in build.dtypes("forward") if t.itemsize == 2]
-        for dtype, dim in itertools.product(halves, build.dims or map(int, options.dims.split(","))):  # fmt: skip
-            for section in options.only.split(","):
-                getattr(Check(build, dtype, dim, record), section)()
-            record.show(f"{build.name} {dtype} d{dim}")
-    return int(record.failures > 0)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exact.main(__doc__, "forward", Check, SECTIONS, "64,128,256"))

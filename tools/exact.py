@@ -5,6 +5,8 @@ Lighter than flashsci.testing.Judge, which could not hold the larger of these ca
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashsci.testing import embed, poisoned_memory
-from tools.launchers import Run
+from tools.launchers import Build, Run
 
 DEVICE = "cuda"
 WINDOWS = [((-1, -1), False), ((-1, 0), False), ((-1, 0), True), ((100, 0), False),
@@ -183,3 +185,23 @@ def bound(baseline: Tensor, expected: Tensor, size: float) -> float:
     """The two-error rule: twice plain PyTorch's error in the same dtype, plus 8 roundings of a size."""
     error = (baseline.double() - expected).abs().nan_to_num(0.0).max().item()
     return 2 * error + 8 * torch.finfo(baseline.dtype).eps * size
+
+
+def main(about: str, kind: str, check: Any, sections: tuple[str, ...], dims: str) -> int:
+    """The command line of the cases of a pass: `check(build, dtype, dim, record)` has a method for each section."""
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("builds", nargs="+", metavar="name=path[@dims]")
+    parser.add_argument("--dims", default=dims, help=f"buckets of head dims (default {dims})")
+    parser.add_argument("--only", default=",".join(sections), help=f"of {', '.join(sections)}")
+    options = parser.parse_args()
+    record = Record()
+    for build in map(Build, options.builds):
+        halves = [t for t in build.dtypes(kind) if t.itemsize == 2]
+        buckets = build.dims or [int(x) for x in options.dims.split(",")]
+        for dtype, dim in itertools.product(halves, buckets):
+            for section in options.only.split(","):
+                getattr(check(build, dtype, dim, record), section)()
+            record.show(f"{build.name} {dtype} d{dim}")
+    return int(record.failures > 0)
