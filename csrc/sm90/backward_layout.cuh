@@ -108,7 +108,7 @@ struct alignas(128) BackwardArgs {
   CUtensorMap bias, dbias;       // boxes of kBlockQ rows and 64 keys
   bool bias_tiles, stores_bias;  // the bias comes by tiles; dbias leaves by tiles
   int* ascending;  // packed, in turns: whether offsets ascend; if not, turns would never come
-  bool mask_tiles, adds_bias;    // apart: the mask comes by tiles; tiles are added to dbias
+  bool mask_tiles, adds_bias;  // apart: the mask comes by tiles; tiles are added to dbias
   CUtensorMap mask;
 };
 
