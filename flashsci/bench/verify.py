@@ -24,8 +24,8 @@ from flashsci.testing import Inputs as Call
 
 Function = Callable[[], Tensor]
 
-#: Scores that the oracle may hold at once, by device type; it keeps tens of fp64 arrays of that
-#: size.
+#: Scores, or elements of keys and values, that the oracle may hold at once, by device type; it keeps
+#: tens of fp64 arrays of that size.
 BUDGET = {"cuda": 1 << 24, "cpu": 1 << 20}
 
 
@@ -68,7 +68,9 @@ class Sample:
         x, case, device = self.inputs, self.inputs.case, self.inputs.q.device
         budget = BUDGET[device.type]
         rows = _spread(case.Sq, max(1, budget // case.Sk), device)
-        room = max(1, budget // (len(rows) * case.Sk * (case.H // case.Hk)))
+        # Of one head: its scores or, where queries are few, its keys and values.
+        each = max(len(rows) * (case.H // case.Hk), case.D + case.Dv)
+        room = max(1, budget // (case.Sk * each))
         chosen = []
         for size in (case.Hk, *reversed(case.batch)):
             chosen.append(_spread(size, room, device))
