@@ -13,7 +13,8 @@ class Problem:
     """Shapes, dtypes, features and device of one call; hashable, holds no tensors.
 
     ``seq_q`` and ``seq_k`` are the packed totals when ``varlen`` is set. Sizes that a compiler
-    keeps symbolic are None: the choice of a backend never depends on them.
+    keeps symbolic are None, and of a bias it hides the shape: whether a backend can serve a call never
+    depends on them, only which of those that can is the first (`registry.PREFERENCES`).
     """
 
     device_type: str  # "cuda" or "cpu"

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mode
 
 from flashsci.bench import ranking
 from flashsci.bench.candidates import BASELINES
@@ -142,7 +143,7 @@ def summary(records: list[Record]) -> Table:
     rows = []
     for group in ranking.groups(records):
         first, lengths = group.members[0], group.lengths
-        unit = _unit(first.about)
+        unit = mode(_unit(member.about) for member in group.members)
         speed = group.mean("ours", unit)
         alone = len(group.members) == 1
         span = f"{group.name}, S {lengths[0]} to {lengths[-1]}" if not alone else ""

@@ -348,6 +348,13 @@ def test_wide_heads_keep_the_sm80_backward(full_build):
         ({"head_dim": 20}, "sdpa"),
         ({"window_left": 9, "requires_grad": True}, "cuda"),
         ({"mask": True}, "triton"),
+        ({"bias_shape": (4, 65, 128)}, "cuda"),
+        ({"bias_shape": (4, 64, 128)}, "triton"),  # short rows
+        ({"bias_shape": (4, 1, 128)}, "triton"),  # of keys
+        ({"bias_shape": ()}, "triton"),  # a compiler's
+        ({"bias_shape": (65, 65), "head_dim": 16}, "triton"),
+        ({"bias_shape": (65, 65), "capability": (12, 0)}, "triton"),
+        ({"bias_shape": (65, 65), "dtype": torch.float32, "head_dim": 8}, "cuda"),
         ({"key_weight": True}, "triton"),
         ({"dropout_p": 0.1}, "sdpa"),
         ({"varlen": True}, "triton"),
