@@ -37,7 +37,7 @@ def build_manual(folder: Path, archs: str, **environment: str) -> Path:
         env={**os.environ, "FA_ARCHS": archs, "PYTHON": sys.executable, **environment},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert result.returncode == 0, result.stderr
     return output
@@ -69,7 +69,7 @@ def build_cmake(folder: Path, archs: str) -> Path:
             env={**os.environ, "FA_ARCHS": archs},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=1800,
         )
         assert result.returncode == 0, result.stdout + result.stderr
     return folder / "_C.so"
