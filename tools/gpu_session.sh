@@ -57,9 +57,13 @@ for step in $steps; do
       report sweep 570 75 "${sweep[@]}"
       cp reports/gpu-check.json "$out/"
       tar czf "$out/sweep.tgz" README.md docs benchmarks/results reports/gpu-check.json build/sweep ;;
-    sanitize) for tool in memcheck initcheck synccheck; do
-      report "$tool" 120 3 compute-sanitizer --tool "$tool" build/manual/forward_runner
-    done ;;
+    sanitize) # all at once: each leaves most of the GPU idle
+      for tool in memcheck initcheck synccheck; do
+        for pass in forward backward; do
+          report "$tool-$pass" 180 3 compute-sanitizer --tool "$tool" "build/manual/${pass}_runner" &
+        done
+      done
+      wait ;;
     *) echo "gpu_session: no step named $step" >&2; exit 2 ;;
   esac
 done
