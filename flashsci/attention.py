@@ -82,8 +82,9 @@ def attention(
             generator. Every backend drops the same entries: see :func:`flashsci.dropout_mask`.
         return_lse: return ``(out, lse)`` instead of ``out``.
         deterministic: True demands results that are bitwise equal run to run; None follows
-            ``torch.use_deterministic_algorithms``. (All flashsci kernels are deterministic; SDPA's
-            are not.)
+            ``torch.use_deterministic_algorithms``. (Without it some CUDA backwards sum dq, and on
+            Hopper the gradient of a shared float32 bias, in any order. With it SDPA's backward on
+            CUDA, which has no fixed order, is left out.)
         precision: of float32 inputs: "ieee" or "tf32x3" (float32 accuracy, by three products of
             halves on tensor cores; None picks the faster), or "tf32" (one product: 11 significant
             bits). Other dtypes ignore it.
