@@ -98,12 +98,24 @@ cudaError_t launch_short(const FlashsciBackwardParams& p, BackwardFp32Plan plan,
                                                p.device, stream, p, plan);
 }
 
+// Up to 160 keys and head dims up to 32: both operands of all queries of such a row fit beside
+// them.
+template <int kDim>
+using WideShortTile = ShortTile<kDim, 5, 144, 1>;
+
 // Whether one CTA takes all keys of a head, and there are CTAs enough.
 template <int kDim>
 bool takes_short(const FlashsciBackwardParams& p) {
-  constexpr int kLongest = kDim <= 16 ? 256 : kDim <= 32 ? 32 : 0;
-  return p.cu_seqlens_q == nullptr && p.seq_k > 0 && p.seq_k <= kLongest &&
-         (p.batch0 * p.batch1 * p.heads_k >= 64 || p.seq_q <= 256);
+  const bool enough = p.batch0 * p.batch1 * p.heads_k >= 64 || p.seq_q <= 256;
+  if (p.cu_seqlens_q != nullptr || p.seq_k == 0 || !enough) return false;
+  if constexpr (kDim <= 16) return p.seq_k <= 256;
+  if constexpr (kDim <= 32) {
+    // One CTA an SM was slower than two kernels.
+    constexpr int kBytes = sizeof(ShortStorage<WideShortTile<kDim>>) + 1024;
+    const bool wide = p.seq_k > 96 && p.seq_k <= 160 && 2 * kBytes <= p.shared_per_sm;
+    return p.seq_k <= 32 || wide;
+  }
+  return false;
 }
 
 template <int kDim>
@@ -111,6 +123,8 @@ cudaError_t launch_short_of(const FlashsciBackwardParams& p, const BackwardFp32P
                             cudaStream_t stream) {
   if constexpr (kDim <= 16)
     if (p.seq_k > 32) return launch_short<ShortTile<kDim, 8, 128, 2>>(p, plan, stream);
+  if constexpr (kDim > 16 && kDim <= 32)
+    if (p.seq_k > 32) return launch_short<WideShortTile<kDim>>(p, plan, stream);
   if constexpr (kDim <= 32) return launch_short<ShortTile<kDim, 1, 32, 8>>(p, plan, stream);
   return cudaErrorNotSupported;
 }
