@@ -101,7 +101,7 @@ cudaError_t launch_short(const FlashsciBackwardParams& p, BackwardFp32Plan plan,
 // Up to 160 keys and head dims up to 32: both operands of all queries of such a row fit beside
 // them.
 template <int kDim>
-using WideShortTile = ShortTile<kDim, 5, 144, 1>;
+using WideShortTile = ShortTile<kDim, 5, 144, 2>;
 
 // Whether one CTA takes all keys of a head, and there are CTAs enough.
 template <int kDim>

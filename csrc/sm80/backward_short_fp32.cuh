@@ -165,10 +165,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     return place;
   };
 #pragma unroll 1
-  for (int member = p.heads_q / p.heads_k - 1; member >= 0; --member) {
+  for (int member = ptx::redux_max(p.heads_q / p.heads_k - 1); member >= 0; --member) {
 #pragma unroll 1
-    for (int chunk = 0; chunk < p.seq_q; chunk += C::kQueries) {
-      const int rows = min(p.seq_q - chunk, C::kQueries), tiles = (rows + 15) / 16;
+    for (uint32_t chunk = 0; chunk < static_cast<uint32_t>(p.seq_q); chunk += C::kQueries) {
+      const int rows = min(p.seq_q - static_cast<int>(chunk), C::kQueries),
+                tiles = (rows + 15) / 16;
       __syncthreads();  // nobody reads the chunk before
       const auto load = [&](uint32_t to, const void* from, const FlashsciStrides& strides,
                             int valid, int columns, auto&& put) {
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
               dp, opaque(k_start) + kToV,
               start_of_rows<QueryTile>(opaque(q_tile), true) + tile_bytes + kToDout,
               start_of_rows<QueryTile>(opaque(q_tile), false) + tile_bytes + kToDout, three);
-          const float4* queries = shared.queries + tile * 16 + lane % 4 * 2;
+          const float4* queries = shared.queries + tile * 16 + opaque(lane) % 4 * 2;
           const bool partial = window.begin(last) > first_key || window.end(first) < first_key + 32;
           const int keys = p.seq_k - lane_key;  // from this lane's first on
 #pragma unroll
@@ -405,7 +406,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         float* target =
             static_cast<float*>(p.dq) + place.offset(p.dq_strides, head) + chunk * p.dq_strides.row;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < min(p.seq_q - chunk, C::kQueries) * C::kDim;
+        for (int i = threadIdx.x; i < min(p.seq_q - static_cast<int>(chunk), C::kQueries) * C::kDim;
              i += blockDim.x) {
           const int row = i / C::kDim, d = i % C::kDim;
           if (d < p.head_dim)

@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t start_of_a(uint32_t tile, int row) {
 // dims.
 template <class Tile>
 __device__ __forceinline__ uint32_t start_of_rows(uint32_t tile, bool mixed) {
-  const int lane = threadIdx.x % 32;
+  const uint32_t lane = opaque(threadIdx.x) % 32;  // anew: a register less
   return mixed ? tile + Tile::Rows::offset(lane % 8, lane / 8 % 2) + lane / 16 * Tile::kLowBytes
                : tile + Tile::Rows::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
