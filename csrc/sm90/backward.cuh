@@ -325,7 +325,7 @@ cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t
     if (has_pairs(p)) return launch_pairs<Op, InPlaceTile<kHeadDim>>(p, stream);
   }
   if constexpr (kHeadDim == 128) {
-    if (p.softcap == 0.f && prefers_one_tile(p))
+    if (p.softcap == 0.f && (p.deterministic || prefers_one_tile(p)))
       return launch_backward_tiling<Op, BackwardTiling<128, 64>, false, false>(p, stream);
   }
   return p.softcap != 0.f ? launch_backward_tiling<Op, Softcap, false, true>(p, stream)

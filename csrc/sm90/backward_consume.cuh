@@ -143,7 +143,7 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
   using MmaS = typename Op::template Wgmma<kBlockQ>;
   using MmaKV = typename Op::template Wgmma<kHeadDim>;
   using MmaDq = typename Op::template Wgmma<C::kDqColumns>;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const auto address = [](const void* x) { return ptx::shared_address(x); };
   const auto release = [&](uint64_t& barrier) {
     __syncwarp();
@@ -300,7 +300,7 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
     };
     const auto share_ds = [&](Turn turn) {
       // Addresses anew: registers are scarcer than integer instructions.
-      const int thread = opaque(threadIdx.x), matrix_row = thread % 8;
+      const uint32_t thread = opaque(threadIdx.x), matrix_row = thread % 8;
       const uint32_t ds_store = address(shared.ds) + w * (kBlockQ * 128) +
                                 (matrix_row + thread % 32 / 16 * 8) * 128 +
                                 ((thread / 32 % 4 * 2 + thread / 8 % 2) ^ matrix_row) * 16;
@@ -325,7 +325,8 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
     };
     const auto write_dq = [&](const float (&dq)[C::kDqColumns / 2], Turn turn) {
       const Turn stage = turn % C::kDqStages;
-      const uint32_t dq_store = address(shared.dq[0][w]) + opaque(threadIdx.x) % 128 * 16;
+      const uint32_t thread = opaque(threadIdx.x);
+      const uint32_t dq_store = address(shared.dq[0][w]) + thread % 128 * 16;
       wait_for(shared.dq_empty[stage][w], turn / C::kDqStages + 1);
 #pragma unroll
       for (int j = 0; j < C::kDqColumns / 8; ++j)
@@ -431,12 +432,13 @@ template <class Op, class C, bool kPacked, bool kSoftcap>
 __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const BackwardArgs& a, int w) {
   uint32_t turn = 0;
   if constexpr (C::kManyTiles) {
+    w = ptx::redux_max(w);
 #pragma unroll 1
     for (;; turn += 1u << 30) {
       const uint32_t slot = turn >> 30 & 1;
       wait_for(shared.queue.tile_full[slot], turn >> 31);
       if (ptx::redux_max(shared.tile[slot].row) < 0) break;
-      consume_tile<Op, C, kPacked, kSoftcap>(shared, a, ptx::redux_max(w), turn);
+      consume_tile<Op, C, kPacked, kSoftcap>(shared, a, w, turn);
     }
   } else {
     consume_tile<Op, C, kPacked, kSoftcap>(shared, a, w, turn);

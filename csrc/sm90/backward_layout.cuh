@@ -203,6 +203,12 @@ __device__ __forceinline__ int64_t statistics_tile(const BackwardArgs& a, const 
          block;
 }
 
+// Whether consumer w has columns of dQ within the head dim; the others are never read.
+template <class C>
+__device__ __forceinline__ bool wants_dq(const BackwardArgs& a, int w) {
+  return a.p.dq != nullptr && (C::kSplitRows || w * C::kDqColumns < a.p.head_dim);
+}
+
 // Whether turns come, after the first kernel.
 template <bool kPacked>
 __device__ __forceinline__ bool turns_come(const BackwardArgs& a) {

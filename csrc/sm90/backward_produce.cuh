@@ -154,7 +154,7 @@ __device__ __forceinline__ void add_dq_of_tile(BackwardStorage<C>& shared, const
     for (int block = tile.begin; block < tile.end; ++block, ++turn) {
       const uint32_t stage = turn % C::kDqStages;
       sleep_for(shared.dq_full[stage][w], turn / C::kDqStages);
-      if (a.p.dq != nullptr) {
+      if (wants_dq<C>(a, w)) {
         const int64_t part = statistics_tile(a, tile, head, block) * C::kConsumers + w;
         if (in_turns) {
           wait_turn(a.turns + part, turn_of<C>(a, tile, block));
