@@ -3,12 +3,15 @@
 // Maths     p_ij = exp(s_ij - lse_i), dp_ij = do_i v_j, ds_ij = p_ij (dp_ij - delta_i), delta_i =
 //           o_i do_i - dlse_i; dv_j = sum_i p_ij do_i, dk_j = scale sum_i ds_ij q_i, dq_i = scale
 //           sum_j ds_ij k_j. Softcap: ds times its slope.
-// Roles     A CTA owns 128 keys of one head and all query heads that share it. Warpgroup 0 copies
-//           (backward_produce.cuh): warp 0 loads, warps 1 and 2 add dQ to global memory. Warpgroups
-//           1 and 2 own 64 keys each (backward_consume.cuh). Kernels before and after it:
-//           backward_rows.cuh. Head dims beyond 128: backward_wide.cuh.
+// Roles     A tile is 128 keys of one head, with all query heads that share it. A CTA on every SM
+//           takes tile after tile until none is left, or (a bias, long sequences of wide heads)
+//           each CTA has one. Warpgroup 0 copies (backward_produce.cuh): warp 0 takes and loads,
+//           warps 1 and 2 add dQ to global memory. Warpgroups 1 and 2 own 64 keys each
+//           (backward_consume.cuh). Kernels before and after it: backward_rows.cuh. Head dims
+//           beyond 128: backward_wide.cuh.
 // Shared    K, V; Q, dO, lse, delta [2 stages] and dS [2 stages] in 128-byte swizzled boxes; dQ of
-//           each consumer in fp32: `BackwardStorage` (backward_layout.cuh).
+//           each consumer in fp32: `BackwardStorage` (backward_layout.cuh). With tile after tile
+//           dV and dK leave through dS and dQ, while K and V of the next one come.
 // Pipeline  Of a consumer: S^T and dP^T into registers, P^T and dS^T from there into dV and dK; dS
 //           through shared memory to both consumers for dQ, of which each computes half. S^T of
 //           the next block is issued behind dQ of this one, so that the tensor core has work while
@@ -21,6 +24,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "../common/processors.cuh"
 #include "../common/ptx/mbarrier.cuh"
 #include "../common/ptx/tma.cuh"
 #include "../common/ptx/warpgroup.cuh"
@@ -46,16 +50,26 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const uint32_t skipped = C::kPairs ? 0 : -ptx::shared_address(shared_memory) & 1023u;
   auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory + skipped);
   ptx::launch_dependents();
-  const KeyTile tile = find_key_tile<C, kPacked>(a, blockIdx.x);
-  if (tile.row < 0) {
-    ptx::wait_for_prerequisites();  // or the kernel after this one would not wait for the first
-    return;
+  if constexpr (!C::kManyTiles) {
+    const KeyTile tile = find_key_tile<C, kPacked>(a, blockIdx.x);
+    if (tile.row < 0) {
+      ptx::wait_for_prerequisites();  // or the kernel after this one would not wait for the first
+      return;
+    }
+    if (threadIdx.x == 0) shared.tile[0] = tile;
   }
   if (threadIdx.x == 0) {
-    shared.tile = tile;
     const auto init = [](uint64_t& barrier, uint32_t count) {
       ptx::mbarrier_init(ptx::shared_address(&barrier), count);
     };
+    if constexpr (C::kManyTiles) {
+      shared.queue.tiles = shared.queue.blocks = 0;
+      init(shared.queue.kv_empty, 4 * C::kConsumers);
+      for (int i = 0; i < 2; ++i) {
+        init(shared.queue.tile_full[i], 1);
+        init(shared.queue.tile_empty[i], 4 * C::kConsumers + C::kConsumers);
+      }
+    }
     init(shared.kv_full, 1);
     init(shared.ds_full, C::kWide ? 4 : 4 * C::kConsumers);
     if constexpr (C::kWide) {
@@ -90,20 +104,24 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) {
-      if (ptx::elect()) load_tiles<C, kPacked>(shared, a, shared.tile);
+      if constexpr (C::kManyTiles) {
+        load_tiles<C, kPacked>(shared, a);
+      } else if (ptx::elect()) {
+        load_tile<C, kPacked>(shared, a, shared.tile[0], 0);
+      }
     } else if (warp <= C::kConsumers) {
       if (ptx::elect()) {
         if constexpr (C::kWide)
-          add_dq_wide<C, kPacked>(shared, a, shared.tile, warp - 1);
+          add_dq_wide<C, kPacked>(shared, a, shared.tile[0], warp - 1);
         else
-          add_dq<C, kPacked>(shared, a, shared.tile, warp - 1);
+          add_dq<C, kPacked>(shared, a, warp - 1);
       }
     } else if constexpr (C::kPairs) {
       if (ptx::elect()) {
         if constexpr (C::kApart)
-          move_pairs_apart<C>(shared, a, shared.tile);
+          move_pairs_apart<C>(shared, a, shared.tile[0]);
         else
-          move_pairs<C>(shared, a, shared.tile);
+          move_pairs<C>(shared, a, shared.tile[0]);
       }
     }
   } else {
@@ -133,7 +151,18 @@ int64_t workspace_of(const FlashsciBackwardParams& p) {
   const int64_t tiles = p.batch0 * p.batch1 * p.heads_q * query_tiles<C>(p);
   const int64_t rows = tiles * C::kBlockQ;
   return 2 * padded(rows * 4) + rows * C::kHeadDim * 4 +
-         (p.deterministic ? (tiles * C::kCounters + 1) * 4 : 0);
+         (p.deterministic ? tiles * C::kCounters * 4 : 0) + 8;
+}
+
+// One tile of keys for a CTA, where that many queries see it on average that what tile after tile
+// hides, how one begins and ends, is less than what it costs: docs/kernels/sm90_backward.md.
+inline bool prefers_one_tile(const FlashsciBackwardParams& p) {
+  int64_t rows = p.seq_q;
+  if (p.window_left >= 0 && p.window_right >= 0)
+    rows = std::min<int64_t>(rows, int64_t{p.window_left} + p.window_right + 128);
+  else if (p.window_left >= 0 || p.window_right >= 0)
+    rows /= 2;
+  return rows * (p.heads_q / p.heads_k) > 4096;
 }
 
 template <class Op, class C, bool kPacked, bool kSoftcap>
@@ -163,14 +192,21 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   a.lse = reinterpret_cast<float*>(space);
   a.delta = reinterpret_cast<float*>(space + padded(rows * 4));
   a.dq = reinterpret_cast<float*>(space + 2 * padded(rows * 4));
-  a.turns = p.deterministic ? reinterpret_cast<int*>(a.dq + rows * C::kHeadDim) : nullptr;
-  a.ascending = a.turns + heads * q_tiles * C::kCounters;
+  int* const after = reinterpret_cast<int*>(a.dq + rows * C::kHeadDim);
+  a.handed_out = reinterpret_cast<uint32_t*>(after);
+  a.ascending = after + 1;
+  a.turns = p.deterministic ? after + 2 : nullptr;
   // In turns the shortest causal tiles go first: each finds its turn come where it begins.
   a.descending = a.turns != nullptr && causal;
   a.dout_row_offset = p.dout == nullptr ? p.seq_q : 0;
   a.exp_scale = p.scale * kLog2e;
   a.cap_inner = p.softcap != 0.f ? p.scale / p.softcap : 0.f;
   a.cap_outer = p.softcap * kLog2e;
+
+  const int64_t tiles = key_heads * k_tiles;
+  const uint32_t ctas = static_cast<uint32_t>(
+      C::kManyTiles ? std::min<int64_t>(tiles, processors_of(p.device)) : tiles);
+  a.known = a.turns != nullptr && ctas < tiles ? 0 : ctas;
 
   constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
   cudaError_t error = cudaSuccess;
@@ -205,8 +241,8 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   }
   if (error != cudaSuccess) return error;
 
-  // The same kernels before and after it with pairs and without.
-  using Rows = std::conditional_t<C::kPairs, BackwardTiling<C::kHeadDim, C::kBlockQ>, C>;
+  // The same kernels before and after it, whatever its tiles.
+  using Rows = std::conditional_t<C::kWide, C, BackwardTiling<C::kHeadDim, C::kBlockQ>>;
   constexpr auto kernel = backward_kernel<Op, C, kPacked, kSoftcap>;
   static std::atomic<uint64_t> configured{0};
   error = allow_shared(kernel, kSharedBytes, p.device, configured);
@@ -226,7 +262,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  config.gridDim = static_cast<uint32_t>(key_heads * k_tiles);
+  config.gridDim = ctas;
   config.blockDim = C::kThreads;
   config.dynamicSmemBytes = kSharedBytes;
   if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, a);
@@ -240,11 +276,11 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
 // The tile shapes, by padded head dimension; why: docs/kernels/sm90_backward.md.
 template <int kHeadDim, bool kSoftcap>
 struct BackwardTile {
-  using Tiling = BackwardTiling<kHeadDim, 64>;
+  using Tiling = BackwardTiling<kHeadDim, 64, PairTiles::kNone, true>;
 };
 template <>
 struct BackwardTile<64, false> {
-  using Tiling = BackwardTiling<64, 128>;
+  using Tiling = BackwardTiling<64, 128, PairTiles::kNone, true>;
 };
 template <bool kSoftcap>
 struct BackwardTile<192, kSoftcap> {
@@ -287,6 +323,10 @@ cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t
   if constexpr (kHeadDim <= 128) {
     if (has_pairs_apart(p)) return launch_pairs<Op, ApartTile<kHeadDim>>(p, stream);
     if (has_pairs(p)) return launch_pairs<Op, InPlaceTile<kHeadDim>>(p, stream);
+  }
+  if constexpr (kHeadDim == 128) {
+    if (p.softcap == 0.f && (p.deterministic || prefers_one_tile(p)))
+      return launch_backward_tiling<Op, BackwardTiling<128, 64>, false, false>(p, stream);
   }
   return p.softcap != 0.f ? launch_backward_tiling<Op, Softcap, false, true>(p, stream)
                           : launch_backward_tiling<Op, Plain, false, false>(p, stream);

@@ -42,39 +42,39 @@ __device__ __forceinline__ void hide(float (&x)[kCount], const Window& window, i
   }
 }
 
-// 64 rows of dK or dV (of a wide tile: all): through shared memory of 64-column boxes of kBlockK
-// rows.
-template <class Op, class C, bool kPacked>
-__device__ __forceinline__ void write_rows(const float (&x)[C::kHeadDim / 2], float scale,
-                                           uint32_t shared, const CUtensorMap& map, void* base,
-                                           const FlashsciStrides& strides, int columns,
-                                           const KeyTile& tile, int w) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int part = C::kWide ? 0 : w;
-  const int row = tile.row + part * 64, rows = ptx::redux_max(tile.seq_k - row);
-  if (base == nullptr || rows <= 0) return;
-  const uint32_t target = shared + part * 8192;
-  const uint32_t target_row = target + (warp * 16 + lane % 16) * 128;
+// This warpgroup's 64 rows of dK or dV into shared memory: boxes of 64 columns, `pitch` bytes
+// apart.
+template <class Op, class C>
+__device__ __forceinline__ void stage_rows(const float (&x)[C::kHeadDim / 2], float scale,
+                                           uint32_t target, int pitch) {
+  const uint32_t thread = opaque(threadIdx.x), lane = thread % 32, warp = thread / 32 % 4;
+  const uint32_t row = target + (warp * 16 + lane % 16) * 128;
 #pragma unroll
   for (int j = 0; j < C::kHeadDim / 16; ++j)
-    ptx::stmatrix_x4(
-        target_row + j / 4 * (C::kBlockK * 128) + ((j % 4 * 2 + lane / 16) ^ (lane % 8)) * 16,
-        Op::pack2(x[j * 8] * scale, x[j * 8 + 1] * scale),
-        Op::pack2(x[j * 8 + 2] * scale, x[j * 8 + 3] * scale),
-        Op::pack2(x[j * 8 + 4] * scale, x[j * 8 + 5] * scale),
-        Op::pack2(x[j * 8 + 6] * scale, x[j * 8 + 7] * scale));
-  ptx::fence_proxy_async();
-  ptx::barrier_sync(1 + w, 128);
+    ptx::stmatrix_x4(row + j / 4 * pitch + ((j % 4 * 2 + lane / 16) ^ (lane % 8)) * 16,
+                     Op::pack2(x[j * 8] * scale, x[j * 8 + 1] * scale),
+                     Op::pack2(x[j * 8 + 2] * scale, x[j * 8 + 3] * scale),
+                     Op::pack2(x[j * 8 + 4] * scale, x[j * 8 + 5] * scale),
+                     Op::pack2(x[j * 8 + 6] * scale, x[j * 8 + 7] * scale));
+}
+
+// From there to global memory, when all four warps have staged theirs; row: of the sequence.
+template <class C, bool kPacked>
+__device__ __forceinline__ void send_rows(uint32_t source, int pitch, const CUtensorMap& map,
+                                          void* base, const FlashsciStrides& strides, int columns,
+                                          const KeyTile& tile, int row) {
+  const int rows = ptx::redux_max(tile.seq_k - row);
+  if (base == nullptr || rows <= 0) return;
+  const uint32_t thread = opaque(threadIdx.x) % 128;
   if (!kPacked || rows >= 64) {
-    if (warp == 0 && ptx::elect()) {
+    if (thread / 32 == 0 && ptx::elect()) {
 #pragma unroll
       for (int block = 0; block < C::kColumnBlocks; ++block)
-        ptx::tma_store_5d(&map, target + block * (C::kBlockK * 128), block * 64, tile.first_k + row,
-                          tile.head, tile.batch1, tile.batch0);
+        ptx::tma_store_5d(&map, source + block * pitch, block * 64, tile.first_k + row, tile.head,
+                          tile.batch1, tile.batch0);
       ptx::bulk_commit();
     }
   } else {  // where a packed sequence ends
-    const int thread = threadIdx.x % 128;
     auto* out = static_cast<uint16_t*>(base) + tile.head * strides.head +
                 (tile.first_k + row) * strides.row;
 #pragma unroll 1
@@ -83,22 +83,72 @@ __device__ __forceinline__ void write_rows(const float (&x)[C::kHeadDim / 2], fl
       for (int block = 0; block < C::kColumnBlocks; ++block) {
         const int column = block * 64 + thread % 8 * 8;
         if (column < columns)
-          *reinterpret_cast<uint4*>(out + i * strides.row + column) = ptx::ld_shared_v4(
-              target + block * (C::kBlockK * 128) + i * 128 + ((thread % 8) ^ (i % 8)) * 16);
+          *reinterpret_cast<uint4*>(out + i * strides.row + column) =
+              ptx::ld_shared_v4(source + block * pitch + i * 128 + ((thread % 8) ^ (i % 8)) * 16);
       }
     }
   }
 }
 
+// The blocks of queries that a consumer goes through, and where it has pairs to hide. Of one tile:
+// counted here, for [full_begin, full_end) see all of its 64 keys.
+template <class C>
+struct Blocks {
+  int begin, end, turns, full_begin, full_end, block;
+
+  __device__ __forceinline__ Blocks(const BackwardArgs& a, const KeyTile& tile, int w)
+      : begin(ptx::redux_max(tile.begin)),
+        end(ptx::redux_max(tile.end)),
+        turns((end - begin) * (a.p.heads_q / a.p.heads_k)),
+        block(begin) {
+    const Window window = window_of(a.p, tile.seq_q, tile.seq_k);
+    const int first_key = tile.row + w * 64;
+    const int first_query = max(first_key + 64 - window.after, 0);
+    const bool all = first_key + 64 <= tile.seq_k;
+    full_begin = ptx::redux_max(all ? (first_query + C::kBlockQ - 1) / C::kBlockQ : INT32_MAX);
+    full_end = ptx::redux_max(max(first_key - window.before + 1, 0) / C::kBlockQ);
+  }
+  __device__ __forceinline__ void read(const BackwardStorage<C>&, uint32_t) {}
+  __device__ __forceinline__ bool cut(int) const { return block < full_begin || block >= full_end; }
+  __device__ __forceinline__ bool first() const { return false; }
+  __device__ __forceinline__ bool more(int turn) const { return turn < turns; }
+  __device__ __forceinline__ int index() const { return block; }
+  __device__ __forceinline__ void next() {
+    if (++block == end) block = begin;
+  }
+};
+// Of many: as the loader says, `block_and_flags`.
+template <class C>
+struct FlaggedBlocks {
+  int flags = 0;
+
+  __device__ __forceinline__ FlaggedBlocks(const BackwardArgs&, const KeyTile&, int) {}
+  __device__ __forceinline__ void read(const BackwardStorage<C>& shared, uint32_t stage) {
+    flags = ptx::redux_max(shared.queue.block[stage]);
+  }
+  __device__ __forceinline__ bool cut(int w) const { return flags >> (29 + w) & 1; }
+  __device__ __forceinline__ bool first() const { return flags >> 27 & 1; }
+  __device__ __forceinline__ bool more(uint32_t) const { return !(flags >> 28 & 1); }
+  __device__ __forceinline__ int index() const { return flags & ((1 << 27) - 1); }
+  __device__ __forceinline__ void next() {}
+};
+
+// A tile of keys. turn: blocks that are done, and in the upper two bits tiles: a register less.
 template <class Op, class C, bool kPacked, bool kSoftcap>
-__device__ __forceinline__ void consume(BackwardStorage<C>& shared, const BackwardArgs& a, int w) {
+__device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const BackwardArgs& a,
+                                             int w, uint32_t& turn) {
   constexpr int kHeadDim = C::kHeadDim, kBlockQ = C::kBlockQ, kBlockK = C::kBlockK;
   constexpr int kStages = C::kStages;
+  using Turn = std::conditional_t<C::kManyTiles, uint32_t, int>;
   using MmaS = typename Op::template Wgmma<kBlockQ>;
   using MmaKV = typename Op::template Wgmma<kHeadDim>;
   using MmaDq = typename Op::template Wgmma<C::kDqColumns>;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const auto address = [](const void* x) { return ptx::shared_address(x); };
+  const auto release = [&](uint64_t& barrier) {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(address(&barrier));
+  };
 
   float dk[kHeadDim / 2], dv[kHeadDim / 2];
 #pragma unroll
@@ -106,10 +156,13 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
 
   // In shared memory, as registers are scarce; the same in all lanes, which only redux tells the
   // compiler: wgmma wants uniform control flow.
-  const KeyTile& tile = shared.tile;
-  const int begin_block = ptx::redux_max(tile.begin), end_block = ptx::redux_max(tile.end);
-  const int turns = (end_block - begin_block) * (a.p.heads_q / a.p.heads_k);
-  if (turns > 0) {
+  const KeyTile& tile = shared.tile[C::kManyTiles ? turn >> 30 & 1 : 0];
+  if constexpr (C::kManyTiles) {
+    wait_for(shared.kv_full, turn >> 30);
+    ptx::bulk_wait_read<0>();  // what dK and dV of the tile before go out through is read
+    ptx::barrier_sync(1 + w, 128);
+  }
+  if (ptx::redux_max(tile.end - tile.begin) > 0) {
     float prob[kBlockQ / 2], dp[kBlockQ / 2];
     uint32_t p[kBlockQ / 16][4], ds[kBlockQ / 16][4];  // P^T and dS^T as operands, per 16 queries
     const uint64_t k_rows = ptx::wgmma_descriptor(address(shared.k + w * 8192), 16, 1024);
@@ -155,39 +208,26 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       for (int e = begin * 8; e < end * 8; e += 2)
         p[e / 8][e / 2 % 4] = Op::pack2(prob[e], prob[e + 1]);
     };
-    const auto release = [&](uint64_t& barrier) {
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(address(&barrier));
-    };
-
-    // Blocks [full_begin, full_end) see all of the 64 keys.
-    int full_begin, full_end;
-    {
-      const Window window = window_of(a.p, tile.seq_q, tile.seq_k);
-      const int first_key = tile.row + w * 64;
-      const int first_query = max(first_key + 64 - window.after, 0);
-      const bool all = first_key + 64 <= tile.seq_k;
-      full_begin = ptx::redux_max(all ? (first_query + kBlockQ - 1) / kBlockQ : INT32_MAX);
-      full_end = ptx::redux_max(max(first_key - window.before + 1, 0) / kBlockQ);
-    }
-    int block = begin_block;
-    const auto issue_scores = [&](float (&s)[kBlockQ / 2], int turn) {
+    std::conditional_t<C::kManyTiles, FlaggedBlocks<C>, Blocks<C>> blocks(a, tile, w);
+    const auto issue_scores = [&](float (&s)[kBlockQ / 2], Turn turn) {
       wait_for(shared.q_full[turn % kStages], turn / kStages);
       ptx::wgmma_fence();
       issue_product(s, k_rows, q_rows, turn % kStages);
     };
     // dP^T, beside it P^T; then all products are done.
-    const auto exponentiate = [&](float (&s)[kBlockQ / 2], int turn) {
+    const auto exponentiate = [&](float (&s)[kBlockQ / 2], Turn turn) {
       const uint32_t stage = turn % kStages;
       wait_for(shared.dout_full[stage], turn / kStages);
       ptx::wgmma_fence();
       issue_product(dp, v_rows, dout_rows, stage);
+      blocks.read(shared, stage);
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(s);
       const auto hide_outside = [&](float value) {
-        if (block < full_begin || block >= full_end)
+        if (blocks.cut(w))
           hide(prob, window_of(a.p, tile.seq_q, tile.seq_k),
-               tile.row + w * 64 + warp * 16 + lane / 4, block * kBlockQ + lane % 4 * 2, value);
+               tile.row + w * 64 + warp * 16 + lane / 4, blocks.index() * kBlockQ + lane % 4 * 2,
+               value);
       };
       if constexpr (kSoftcap) {
 #pragma unroll
@@ -218,7 +258,7 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
         }
       }
       if constexpr (!kSoftcap) hide_outside(0.f);
-      if (++block == end_block) block = begin_block;
+      blocks.next();
       if constexpr (kSoftcap) {  // P as operand of dV; for dS it takes the slope
 #pragma unroll
         for (int e = 0; e < kBlockQ / 2; e += 2) p[e / 8][e / 2 % 4] = Op::pack2(s[e], s[e + 1]);
@@ -235,7 +275,7 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       ptx::wgmma_tie(dp);
     };
     // dV, and dS^T as operand.
-    const auto issue_dv = [&](int turn) {
+    const auto issue_dv = [&](Turn turn) {
       const uint32_t stage = turn % kStages;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -258,9 +298,9 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       if constexpr (C::kApart)
         leave_apart(prob, a, ApartBias<C>(address(shared.pairs[turn % C::kPairStages]), w));
     };
-    const auto share_ds = [&](int turn) {
+    const auto share_ds = [&](Turn turn) {
       // Addresses anew: registers are scarcer than integer instructions.
-      const int thread = opaque(threadIdx.x), matrix_row = thread % 8;
+      const uint32_t thread = opaque(threadIdx.x), matrix_row = thread % 8;
       const uint32_t ds_store = address(shared.ds) + w * (kBlockQ * 128) +
                                 (matrix_row + thread % 32 / 16 * 8) * 128 +
                                 ((thread / 32 % 4 * 2 + thread / 8 % 2) ^ matrix_row) * 16;
@@ -270,11 +310,11 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       ptx::fence_proxy_async();
       if constexpr (C::kApart) release(shared.ds_done[turn % C::kPairStages]);
     };
-    const auto issue_dk = [&](int turn) {
+    const auto issue_dk = [&](Turn turn) {
       ptx::wgmma_fence();
       issue_sum(dk, ds, q_columns, turn % kStages, 0, kBlockQ / 16);
     };
-    const auto issue_dq = [&](float (&dq)[C::kDqColumns / 2], int turn) {
+    const auto issue_dq = [&](float (&dq)[C::kDqColumns / 2], Turn turn) {
       const uint64_t rows = ds_rows + turn % C::kDsStages * (C::kDsBytes / 16);
       ptx::wgmma_fence();
 #pragma unroll
@@ -283,9 +323,10 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
                               k_columns + n * (2048 / 16), n > 0);
       ptx::wgmma_commit();
     };
-    const auto write_dq = [&](const float (&dq)[C::kDqColumns / 2], int turn) {
-      const int stage = turn % C::kDqStages;
-      const uint32_t dq_store = address(shared.dq[0][w]) + opaque(threadIdx.x) % 128 * 16;
+    const auto write_dq = [&](const float (&dq)[C::kDqColumns / 2], Turn turn) {
+      const Turn stage = turn % C::kDqStages;
+      const uint32_t thread = opaque(threadIdx.x);
+      const uint32_t dq_store = address(shared.dq[0][w]) + thread % 128 * 16;
       wait_for(shared.dq_empty[stage][w], turn / C::kDqStages + 1);
 #pragma unroll
       for (int j = 0; j < C::kDqColumns / 8; ++j)
@@ -296,61 +337,112 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       release(shared.dq_full[stage][w]);
     };
 
-    wait_for(shared.kv_full, 0);
-    const auto begin_turn = [&](int turn) {
+    const auto begin_turn = [&](Turn turn) {
       float s[kBlockQ / 2];
       issue_scores(s, turn);
       exponentiate(s, turn);
       issue_dv(turn);
     };
-    const auto end_turn = [&](int turn) {
+    const auto end_turn = [&](Turn turn) {
       ptx::wgmma_wait<0>();
       ptx::wgmma_tie(dk);
       release(shared.q_empty[turn % kStages]);
     };
-    begin_turn(0);
-    share_ds(0);
-    issue_dk(0);
-    ptx::wgmma_wait<1>();
-    ptx::wgmma_tie(dv);
-    release(shared.ds_full);
-    if constexpr (C::kPairs && !C::kApart) release(shared.ds_done[0]);
-    release(shared.dout_empty[0]);
-    end_turn(0);
+    Turn i = turn;
+    if constexpr (!C::kManyTiles) {
+      wait_for(shared.kv_full, 0);
+      begin_turn(0);
+      share_ds(0);
+      issue_dk(0);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_tie(dv);
+      release(shared.ds_full);
+      if constexpr (C::kPairs && !C::kApart) release(shared.ds_done[0]);
+      release(shared.dout_empty[0]);
+      end_turn(0);
+      i = 1;
+    }
 #pragma unroll 1
-    for (int turn = 1; turn < turns; ++turn) {
+    for (; blocks.more(i); ++i) {
       float dq[C::kDqColumns / 2];
-      begin_turn(turn);
+      begin_turn(i);
       // The other consumer has shared dS of the block before, and read what is overwritten now.
-      wait_for(shared.ds_full, turn - 1);
-      share_ds(turn);
+      wait_for(shared.ds_full, i - 1);
+      share_ds(i);
       if constexpr (kBlockQ == 128 || kSoftcap) {  // frees the registers of P
         ptx::wgmma_wait<0>();
         ptx::wgmma_tie(dv);
       }
-      issue_dq(dq, turn - 1);
-      issue_dk(turn);
+      // Of many tiles the first block, too, computes dQ, of whatever: a branch would part products.
+      issue_dq(dq, i - 1);
+      issue_dk(i);
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(dq);
       ptx::wgmma_tie(dv);
       release(shared.ds_full);
-      if constexpr (C::kPairs && !C::kApart) release(shared.ds_done[turn % C::kDsStages]);
-      release(shared.dout_empty[turn % kStages]);
-      write_dq(dq, turn - 1);
-      end_turn(turn);
+      if constexpr (C::kPairs && !C::kApart) release(shared.ds_done[i % C::kDsStages]);
+      release(shared.dout_empty[i % kStages]);
+      if (!blocks.first()) write_dq(dq, i - 1);
+      end_turn(i);
     }
+    turn = i;
     float dq[C::kDqColumns / 2];
-    wait_for(shared.ds_full, turns - 1);
-    issue_dq(dq, turns - 1);
+    wait_for(shared.ds_full, turn - 1);
+    issue_dq(dq, turn - 1);
     ptx::wgmma_wait<0>();
     ptx::wgmma_tie(dq);
-    write_dq(dq, turns - 1);
-    ptx::barrier_sync(3, 128 * C::kConsumers);  // nobody reads K any more
+    if constexpr (C::kManyTiles) release(shared.queue.kv_empty);
+    write_dq(dq, turn - 1);
+    ptx::barrier_sync(3, 128 * C::kConsumers);  // nobody reads K, or dS, any more
+  } else if constexpr (C::kManyTiles) {
+    release(shared.queue.kv_empty);
   }
-  write_rows<Op, C, kPacked>(dv, 1.f, address(shared.v), a.dv, a.p.dv, a.p.dv_strides,
-                             a.p.head_dim_v, tile, w);
-  write_rows<Op, C, kPacked>(dk, a.p.scale, address(shared.k), a.dk, a.p.dk, a.p.dk_strides,
-                             a.p.head_dim, tile, w);
+  const auto& p = a.p;
+  const int row = tile.row + w * 64;
+  const auto send = [&](uint32_t source, int pitch, const CUtensorMap& map, void* base,
+                        const FlashsciStrides& strides, int columns) {
+    send_rows<C, kPacked>(source, pitch, map, base, strides, columns, tile, row);
+  };
+  if constexpr (C::kManyTiles) {
+    // dV goes out through dS, and so does dK at D 64, else through dQ when that has been copied.
+    // (More than 196 KiB of shared memory cost 8%.)
+    const uint32_t staged_dv = address(shared.ds[0]) + w * (kBlockQ * 128);
+    const uint32_t staged_dk = kHeadDim == 64 ? staged_dv + C::kDsBytes : address(shared.dq[0][w]);
+    constexpr int kDkPitch = 64 * 128;
+    stage_rows<Op, C>(dv, 1.f, staged_dv, C::kDsBytes);
+    if constexpr (kHeadDim != 64) wait_for(shared.dq_empty[0][w], turn + 1);
+    stage_rows<Op, C>(dk, p.scale, staged_dk, kDkPitch);
+    ptx::fence_proxy_async();
+    ptx::barrier_sync(1 + w, 128);
+    send(staged_dv, C::kDsBytes, a.dv, p.dv, p.dv_strides, p.head_dim_v);
+    send(staged_dk, kDkPitch, a.dk, p.dk, p.dk_strides, p.head_dim);
+    release(shared.queue.tile_empty[turn >> 30 & 1]);
+  } else {
+    constexpr int kPitch = kBlockK * 128;
+    stage_rows<Op, C>(dv, 1.f, address(shared.v) + w * 8192, kPitch);
+    stage_rows<Op, C>(dk, p.scale, address(shared.k) + w * 8192, kPitch);
+    ptx::fence_proxy_async();
+    ptx::barrier_sync(1 + w, 128);
+    send(address(shared.v) + w * 8192, kPitch, a.dv, p.dv, p.dv_strides, p.head_dim_v);
+    send(address(shared.k) + w * 8192, kPitch, a.dk, p.dk, p.dk_strides, p.head_dim);
+  }
+}
+
+template <class Op, class C, bool kPacked, bool kSoftcap>
+__device__ __forceinline__ void consume(BackwardStorage<C>& shared, const BackwardArgs& a, int w) {
+  uint32_t turn = 0;
+  if constexpr (C::kManyTiles) {
+    w = ptx::redux_max(w);
+#pragma unroll 1
+    for (;; turn += 1u << 30) {
+      const uint32_t slot = turn >> 30 & 1;
+      wait_for(shared.queue.tile_full[slot], turn >> 31);
+      if (ptx::redux_max(shared.tile[slot].row) < 0) break;
+      consume_tile<Op, C, kPacked, kSoftcap>(shared, a, w, turn);
+    }
+  } else {
+    consume_tile<Op, C, kPacked, kSoftcap>(shared, a, w, turn);
+  }
   ptx::bulk_wait_read<0>();
 }
 

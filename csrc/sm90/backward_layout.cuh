@@ -18,11 +18,13 @@ namespace flashsci::sm90 {
 // mask by pairs in buffers of their own (backward_apart.cuh).
 enum class PairTiles { kNone, kInPlace, kApart };
 
-template <int kHeadDim_, int kBlockQ_, PairTiles kPairTiles = PairTiles::kNone>
+// kManyTiles: a CTA takes tiles of keys one after the other, else one.
+template <int kHeadDim_, int kBlockQ_, PairTiles kPairTiles = PairTiles::kNone,
+          bool kManyTiles_ = false>
 struct BackwardTiling {
   static constexpr int kHeadDim = kHeadDim_, kBlockQ = kBlockQ_;
   static constexpr bool kWide = false, kPairs = kPairTiles != PairTiles::kNone;
-  static constexpr bool kApart = kPairTiles == PairTiles::kApart;
+  static constexpr bool kApart = kPairTiles == PairTiles::kApart, kManyTiles = kManyTiles_;
   static constexpr int kConsumers = 2, kBlockK = 64 * kConsumers, kStages = 2;
   static constexpr int kDoutStages = kStages, kCounters = kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -45,11 +47,12 @@ struct BackwardTiling {
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static_assert(kHeadDim == 64 || kHeadDim == 128);
   static_assert(kBlockQ == 64 || kBlockQ == 128);
+  static_assert(!kPairs || !kManyTiles, "the warp that moves pairs has one tile");
 };
 
 // 128 keys of one head and the queries that see them.
 struct KeyTile {
-  int row;             // the first key in its sequence; < 0: nothing to do
+  int row;             // the first key in its sequence; < 0: nothing to do, or the end
   int first_k, seq_k;  // rows of the sequence (dense: 0 and the parameter)
   int first_q, seq_q;
   int first_tile;            // of the sequence among the query tiles of a head
@@ -66,6 +69,16 @@ struct PairBuffers {
 template <int kBytes>
 struct PairBuffers<0, kBytes> {};
 
+// Of a CTA that takes many tiles, of which the loader is one ahead of those who compute and write.
+template <int kStages>
+struct TileQueue {
+  uint32_t tiles, blocks;  // that the loader has done
+  int block[kStages];      // of the tile's queries, and flags: `block_and_flags`
+  uint64_t tile_full[2], tile_empty[2], kv_empty;
+};
+template <>
+struct TileQueue<0> {};
+
 template <class C>
 struct BackwardStorage : PairBuffers<C::kApart ? C::kPairStages : 0, C::kApartBytes> {
   unsigned char k[C::kKVBytes];                 // [column block][128 keys][64]
@@ -76,7 +89,8 @@ struct BackwardStorage : PairBuffers<C::kApart ? C::kPairStages : 0, C::kApartBy
   float dq[C::kDqStages][C::kConsumers][C::kDqFloats];  // in the order of registers
   float lse[C::kStages][C::kBlockQ];                    // of rows, in powers of two
   float delta[C::kStages][C::kBlockQ];                  // negative
-  KeyTile tile;
+  TileQueue<C::kManyTiles ? C::kStages : 0> queue;
+  KeyTile tile[C::kManyTiles ? 2 : 1];
   uint64_t kv_full;
   uint64_t q_full[C::kStages], q_empty[C::kStages];        // Q and lse
   uint64_t dout_full[C::kStages], dout_empty[C::kStages];  // dO and delta
@@ -107,7 +121,9 @@ struct alignas(128) BackwardArgs {
   float cap_inner, cap_outer;    // softcap: s = cap_outer tanh(cap_inner q.k), in powers of two
   CUtensorMap bias, dbias;       // boxes of kBlockQ rows and 64 keys
   bool bias_tiles, stores_bias;  // the bias comes by tiles; dbias leaves by tiles
-  int* ascending;  // packed, in turns: whether offsets ascend; if not, turns would never come
+  int* ascending;        // packed, in turns: whether offsets ascend; if not, turns would never come
+  uint32_t* handed_out;  // many tiles: how many have been taken, `known` to begin with
+  uint32_t known;        // CTAs whose first tile is that of their index: all; in turns none
   bool mask_tiles, adds_bias;  // apart: the mask comes by tiles; tiles are added to dbias
   CUtensorMap mask;
 };
@@ -162,11 +178,35 @@ __device__ __forceinline__ KeyTile find_key_tile(const BackwardArgs& a, uint32_t
   return tile;
 }
 
+// A block of queries; in bit 27 whether it is the first of the tile, in bit 28 the last, in bit 29
+// + w whether consumer w has pairs to hide there.
+template <class C>
+__device__ __forceinline__ int block_and_flags(const BackwardArgs& a, const KeyTile& tile,
+                                               int block, bool first, bool last) {
+  const Window window = window_of(a.p, tile.seq_q, tile.seq_k);
+  const int row = block * C::kBlockQ;
+  int result = block | first << 27 | last << 28;
+#pragma unroll
+  for (int w = 0; w < C::kConsumers; ++w) {
+    const int key = tile.row + w * 64;
+    const bool all = key + 64 <= tile.seq_k && row >= key + 64 - window.after &&
+                     row + C::kBlockQ <= key - window.before + 1;
+    if (!all) result |= 1 << (29 + w);
+  }
+  return result;
+}
+
 // Where the statistics of a query tile are, in tiles.
 __device__ __forceinline__ int64_t statistics_tile(const BackwardArgs& a, const KeyTile& tile,
                                                    int head_q, int block) {
   return static_cast<int64_t>(tile.batch * a.p.heads_q + head_q) * a.q_tiles + tile.first_tile +
          block;
+}
+
+// Whether consumer w has columns of dQ within the head dim; the others are never read.
+template <class C>
+__device__ __forceinline__ bool wants_dq(const BackwardArgs& a, int w) {
+  return a.p.dq != nullptr && (C::kSplitRows || w * C::kDqColumns < a.p.head_dim);
 }
 
 // Whether turns come, after the first kernel.

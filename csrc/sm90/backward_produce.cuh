@@ -8,6 +8,7 @@
 #include "../common/ptx/semaphore.cuh"
 #include "../common/ptx/tma.cuh"
 #include "../common/ptx/warpgroup.cuh"
+#include "../common/tile.cuh"
 #include "backward_layout.cuh"
 
 namespace flashsci::sm90 {
@@ -40,78 +41,129 @@ __device__ __forceinline__ void load_rows(uint32_t shared, const CUtensorMap& ma
   }
 }
 
+// K, V and the stream of Q and dO of a tile, the count-th of this CTA.
 template <class C, bool kPacked>
-__device__ __forceinline__ void load_tiles(BackwardStorage<C>& shared, const BackwardArgs& a,
-                                           const KeyTile& tile) {
+__device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const BackwardArgs& a,
+                                          const KeyTile& tile, uint32_t count) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
   const FlashsciBackwardParams& p = a.p;
-  const auto load_q = [&](int head, int block, uint32_t turn) {
+  const int heads = p.heads_q / p.heads_k;
+  const int batch1 = kPacked ? 0 : tile.batch1, batch0 = kPacked ? 0 : tile.batch0;
+  uint32_t turn = 0;
+  if constexpr (C::kManyTiles) turn = shared.queue.blocks;
+  const auto load_q = [&](int head, int block) {
     const uint32_t stage = turn % C::kStages, full = address(&shared.q_full[stage]);
     sleep_for(shared.q_empty[stage], turn / C::kStages + 1);
+    if constexpr (C::kManyTiles)
+      shared.queue.block[stage] =
+          block_and_flags<C>(a, tile, block, block == tile.begin && head == tile.head * heads,
+                             block + 1 == tile.end && head + 1 == (tile.head + 1) * heads);
     ptx::mbarrier_arrive_expect(full, C::kQBytes + C::kBlockQ * 4);
     load_rows<C, C::kBlockQ, kPacked>(address(shared.q[stage]), a.q, a.q_cut, a.q_row, full,
                                       block * C::kBlockQ, tile.first_q, tile.seq_q, p.seq_q, head,
-                                      tile.batch1, tile.batch0);
+                                      batch1, batch0);
     ptx::bulk_load(address(shared.lse[stage]),
                    a.lse + statistics_tile(a, tile, head, block) * C::kBlockQ, C::kBlockQ * 4,
                    full);
   };
-  const auto load_dout = [&](int head, int block, uint32_t turn) {
+  const auto load_dout = [&](int head, int block) {
     const uint32_t stage = turn % C::kDoutStages, full = address(&shared.dout_full[stage]);
     sleep_for(shared.dout_empty[stage], turn / C::kDoutStages + 1);
     ptx::mbarrier_arrive_expect(full, C::kQBytes + C::kBlockQ * 4);
     load_rows<C, C::kBlockQ, kPacked>(address(shared.dout[stage]), a.dout, a.dout_cut, a.dout_row,
                                       full, block * C::kBlockQ, tile.first_q + a.dout_row_offset,
-                                      tile.seq_q, p.seq_q, head, tile.batch1, tile.batch0);
+                                      tile.seq_q, p.seq_q, head, batch1, batch0);
     ptx::bulk_load(address(shared.delta[stage]),
                    a.delta + statistics_tile(a, tile, head, block) * C::kBlockQ, C::kBlockQ * 4,
                    full);
   };
-  const int heads = p.heads_q / p.heads_k;
-  if (tile.begin < tile.end) {
+  const auto load_kv = [&] {
     const uint32_t full = address(&shared.kv_full);
+    if constexpr (C::kManyTiles) sleep_for(shared.queue.kv_empty, count + 1);
     ptx::mbarrier_arrive_expect(full, 2 * C::kKVBytes);
     load_rows<C, C::kBlockK, kPacked>(address(shared.k), a.k, a.k_cut, a.k_row, full, tile.row,
-                                      tile.first_k, tile.seq_k, p.seq_k, tile.head, tile.batch1,
-                                      tile.batch0);
+                                      tile.first_k, tile.seq_k, p.seq_k, tile.head, batch1, batch0);
     load_rows<C, C::kBlockK, kPacked>(address(shared.v), a.v, a.v_cut, a.v_row, full, tile.row,
-                                      tile.first_k, tile.seq_k, p.seq_k, tile.head, tile.batch1,
-                                      tile.batch0);
-  }
+                                      tile.first_k, tile.seq_k, p.seq_k, tile.head, batch1, batch0);
+  };
+  const bool some = tile.begin < tile.end;
+  // The first K and V do not wait for the kernel before; others wait for their place longer than Q.
+  const bool late = C::kManyTiles && !kPacked && count > 0 && some;
+  if ((C::kManyTiles || some) && !late) load_kv();
   ptx::wait_for_prerequisites();  // lse and delta
-  uint32_t turn = 0;
+#pragma unroll 1
   for (int head = tile.head * heads; head < (tile.head + 1) * heads; ++head) {
 #pragma unroll 1
     for (int block = tile.begin; block < tile.end; ++block, ++turn) {
-      load_q(head, block, turn);
-      load_dout(head, block, turn);
+      load_q(head, block);
+      load_dout(head, block);
+      if (late && head == tile.head * heads && block == tile.begin) load_kv();
     }
+  }
+  if constexpr (C::kManyTiles) shared.queue.blocks = turn;
+}
+
+// A warp: takes key tiles one after the other, tells the others, and loads what they need.
+template <class C, bool kPacked>
+__device__ __forceinline__ void load_tiles(BackwardStorage<C>& shared, const BackwardArgs& a) {
+  auto& queue = shared.queue;
+  const uint32_t tiles = opaque(a.key_heads) * a.k_tiles;
+  // The first tile is known, but in turns: then none is taken before those that it waits for are.
+  const auto take = [&] {
+    ptx::wait_for_prerequisites();
+    const uint32_t taken = threadIdx.x == 0 ? atomicAdd(a.handed_out, 1u) : 0;
+    return __shfl_sync(0xffffffffu, taken, 0);
+  };
+  uint32_t item = a.known != 0 ? blockIdx.x : take();
+#pragma unroll 1
+  for (;;) {
+    const uint32_t count = *const_cast<volatile uint32_t*>(&queue.tiles);
+    KeyTile& tile = shared.tile[count % 2];
+    sleep_for(queue.tile_empty[count % 2], count / 2 + 1);
+    const bool some = item < tiles;
+    if (some) {
+      const KeyTile found = find_key_tile<C, kPacked>(a, item);
+      if (kPacked && found.row < 0) {
+        item = take();
+        continue;
+      }
+      if (threadIdx.x == 0) tile = found;
+    } else if (threadIdx.x == 0) {
+      tile.row = -1;
+    }
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_arrive(ptx::shared_address(&queue.tile_full[count % 2]));
+      if (some) load_tile<C, kPacked>(shared, a, tile, count);
+      ++*const_cast<volatile uint32_t*>(&queue.tiles);
+    }
+    __syncwarp();
+    if (!some) break;
+    item = take();
   }
 }
 
-// dQ of consumer w, tile by tile.
-template <class C, bool kPacked>
-__device__ __forceinline__ void add_dq(BackwardStorage<C>& shared, const BackwardArgs& a,
-                                       const KeyTile& tile, int w) {
-  ptx::wait_for_prerequisites();  // the accumulator
-  const bool come = turns_come<kPacked>(a);
+// dQ of consumer w from the blocks of a tile; turn: blocks before it.
+template <class C>
+__device__ __forceinline__ void add_dq_of_tile(BackwardStorage<C>& shared, const BackwardArgs& a,
+                                               const KeyTile& tile, int w, bool in_turns,
+                                               uint32_t& turn) {
   const int heads = a.p.heads_q / a.p.heads_k;
-  uint32_t turn = 0;
+#pragma unroll 1
   for (int head = tile.head * heads; head < (tile.head + 1) * heads; ++head) {
 #pragma unroll 1
     for (int block = tile.begin; block < tile.end; ++block, ++turn) {
       const uint32_t stage = turn % C::kDqStages;
       sleep_for(shared.dq_full[stage][w], turn / C::kDqStages);
-      if (a.p.dq != nullptr) {
+      if (wants_dq<C>(a, w)) {
         const int64_t part = statistics_tile(a, tile, head, block) * C::kConsumers + w;
-        if (a.turns != nullptr && come) {
+        if (in_turns) {
           wait_turn(a.turns + part, turn_of<C>(a, tile, block));
           ptx::fence_proxy_async_global();
         }
         ptx::bulk_add_f32(a.dq + part * C::kDqFloats, ptx::shared_address(shared.dq[stage][w]),
                           C::kDqFloats * 4);
         ptx::bulk_commit();
-        if (a.turns != nullptr && come) {
+        if (in_turns) {
           ptx::bulk_wait<0>();
           ptx::fence_proxy_async_global();
           ptx::add_release(a.turns + part, 1);
@@ -123,6 +175,25 @@ __device__ __forceinline__ void add_dq(BackwardStorage<C>& shared, const Backwar
       if (turn + 1 >= C::kDqStages)
         ptx::mbarrier_arrive(ptx::shared_address(&shared.dq_empty[(turn + 1) % C::kDqStages][w]));
     }
+  }
+}
+
+template <class C, bool kPacked>
+__device__ __forceinline__ void add_dq(BackwardStorage<C>& shared, const BackwardArgs& a, int w) {
+  ptx::wait_for_prerequisites();  // the accumulator
+  const bool in_turns = a.turns != nullptr && turns_come<kPacked>(a);
+  uint32_t turn = 0;
+  if constexpr (C::kManyTiles) {
+#pragma unroll 1
+    for (uint32_t count = 0;; ++count) {
+      sleep_for(shared.queue.tile_full[count % 2], count / 2);
+      const KeyTile& tile = shared.tile[count % 2];
+      if (tile.row < 0) break;
+      add_dq_of_tile<C>(shared, a, tile, w, in_turns, turn);
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.queue.tile_empty[count % 2]));
+    }
+  } else {
+    add_dq_of_tile<C>(shared, a, shared.tile[0], w, in_turns, turn);
   }
   ptx::bulk_wait<0>();
 }

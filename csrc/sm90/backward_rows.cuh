@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(kRowThreads)
     }
   }
   const QueryTile tile = find_query_tile<C, kPacked>(a, blockIdx.x);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *a.handed_out = a.known;
   if (tile.count <= 0) return;
   const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
   const uint16_t* out = static_cast<const uint16_t*>(p.out) + tile.offset(p.out_strides);
@@ -84,11 +85,13 @@ __global__ void __launch_bounds__(kRowThreads)
   }
   if (a.turns != nullptr && threadIdx.x < C::kCounters)
     a.turns[static_cast<int64_t>(blockIdx.x) * C::kCounters + threadIdx.x] = 0;
-  if (p.dq != nullptr) {
-    float4* accumulator =
-        reinterpret_cast<float4*>(a.dq + statistics * (C::kConsumers * C::kDqFloats / C::kBlockQ));
 #pragma unroll
-    for (int i = 0; i < C::kConsumers * C::kDqFloats / 4; i += kRowThreads)
+  for (int w = 0; w < C::kConsumers; ++w) {
+    if (!wants_dq<C>(a, w)) continue;
+    auto* accumulator = reinterpret_cast<float4*>(
+        a.dq + (static_cast<int64_t>(blockIdx.x) * C::kConsumers + w) * C::kDqFloats);
+#pragma unroll
+    for (int i = 0; i < C::kDqFloats / 4; i += kRowThreads)
       accumulator[i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
 #pragma unroll
@@ -134,9 +137,11 @@ __global__ void __launch_bounds__(kRowThreads)
   const int w = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;
   const float4* accumulator = reinterpret_cast<const float4*>(
       a.dq + (static_cast<int64_t>(blockIdx.x) * C::kConsumers + w) * C::kDqFloats);
-  float4 x[C::kDqColumns / 8];
+  float4 x[C::kDqColumns / 8] = {};
+  if (wants_dq<C>(a, w)) {
 #pragma unroll
-  for (int j = 0; j < C::kDqColumns / 8; ++j) x[j] = accumulator[j * 128 + thread];
+    for (int j = 0; j < C::kDqColumns / 8; ++j) x[j] = accumulator[j * 128 + thread];
+  }
   const int row = (C::kSplitRows ? w * 64 : 0) + thread / 32 * 16 + lane / 4;
   const int column = (C::kSplitRows ? 0 : w * C::kDqColumns) + lane % 4 * 2;
 #pragma unroll

@@ -15,7 +15,7 @@ namespace flashsci::sm90 {
 // columns of dQ.
 template <int kHeadDim_, int kBlockQ_>
 struct WideBackwardTiling {
-  static constexpr bool kWide = true, kPairs = false, kApart = false;
+  static constexpr bool kWide = true, kPairs = false, kApart = false, kManyTiles = false;
   static constexpr int kHeadDim = kHeadDim_, kBlockQ = kBlockQ_, kBlockK = 64;
   static constexpr int kConsumers = 2, kStages = 2, kDoutStages = kHeadDim == 192 ? 2 : 1;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -51,7 +51,7 @@ struct BackwardStorage<WideBackwardTiling<kHeadDim, kBlockQ>> {
   float dq[C::kDqStages][C::kConsumers][64 * 64];  // in the order of registers
   float lse[C::kStages][C::kBlockQ];               // of rows, in powers of two
   float delta[C::kDoutStages][C::kBlockQ];         // negative
-  KeyTile tile;
+  KeyTile tile[1];
   uint64_t kv_full;
   uint64_t q_full[C::kStages], q_empty[C::kStages];                // Q and lse
   uint64_t dout_full[C::kDoutStages], dout_empty[C::kDoutStages];  // dO and delta

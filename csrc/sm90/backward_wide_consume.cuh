@@ -43,7 +43,7 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
 #pragma unroll
   for (int e = 0; e < kHeadDim / 2; ++e) sum[e] = 0.f;
 
-  const KeyTile& tile = shared.tile;
+  const KeyTile& tile = shared.tile[0];
   const int begin_block = ptx::redux_max(tile.begin), end_block = ptx::redux_max(tile.end);
   const int turns = (end_block - begin_block) * (a.p.heads_q / a.p.heads_k);
   if (turns > 0) {
@@ -257,12 +257,17 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
     write_dq(dq_last, 2 * turns);
     ptx::barrier_sync(3, 128 * C::kConsumers);  // nobody reads K or V any more
   }
+  constexpr int kPitch = C::kBlockK * 128;
+  const uint32_t staged = address(w == 0 ? shared.v : shared.k);
+  stage_rows<Op, C>(sum, w == 0 ? 1.f : a.p.scale, staged, kPitch);
+  ptx::fence_proxy_async();
+  ptx::barrier_sync(1 + w, 128);
   if constexpr (w == 0)
-    write_rows<Op, C, kPacked>(sum, 1.f, address(shared.v), a.dv, a.p.dv, a.p.dv_strides,
-                               a.p.head_dim_v, tile, w);
+    send_rows<C, kPacked>(staged, kPitch, a.dv, a.p.dv, a.p.dv_strides, a.p.head_dim_v, tile,
+                          tile.row);
   else
-    write_rows<Op, C, kPacked>(sum, a.p.scale, address(shared.k), a.dk, a.p.dk, a.p.dk_strides,
-                               a.p.head_dim, tile, w);
+    send_rows<C, kPacked>(staged, kPitch, a.dk, a.p.dk, a.p.dk_strides, a.p.head_dim, tile,
+                          tile.row);
   ptx::bulk_wait_read<0>();
 }
 
