@@ -394,6 +394,7 @@ std::vector<Case> cases() {
       {"no rows", 1, 2, 2, 0, 40, 64, 64},
       {"more tiles than CTAs", 1, 72, 72, 140, 260, 64, 64, -1, 0},
       {"rows without keys", 1, 1, 1, 200, 30, 64, 64, 5, 5},
+      {"more tiles than CTAs, d128", 1, 72, 36, 70, 260, 128, 128},
   };
   all[0].dlse = all[1].heads_inside = all[5].dlse = all[7].heads_inside = true;
   const Case bias{"", 2, 2, 1, 70, 150, 40, 40};
@@ -412,6 +413,8 @@ std::vector<Case> cases() {
   biased("bias per key, masked", {2, 1, 1, 150}, false, [](Case& c) { c.mask = {2, 1, 70, 150}; });
   biased("bias per query", {1, 2, 70, 1}, false, [](Case& c) { c.dlse = true; });
   biased("one bias", {1, 1, 1, 1}, true, same);
+  biased("short rows of keys", {2, 2, 129, 129}, true,
+         [](Case& c) { c.seq_q = c.seq_k = 129, c.dim = c.dim_v = 24; });
   // All rows share it, and are one tile: nothing but rows is summed over.
   biased("bias per key of each head", {2, 2, 1, 150}, false, same);
   biased("bias d16, no dout", {1, 2, 70, 150}, false,
@@ -447,6 +450,10 @@ std::vector<Case> cases() {
   all.push_back(with(packed, [](Case& c) {
     c.name = "packed d33", c.seq_q = c.seq_k = 64, c.dim = c.dim_v = 33;
     c.lens_q = {40, 24}, c.lens_k = {24, 40};
+  }));
+  all.push_back(with(packed, [](Case& c) {
+    c.name = "packed, more tiles than CTAs", c.seq_q = c.seq_k = 600;
+    c.lens_q = c.lens_k = std::vector<int>(80, 7);
   }));
   return all;
 }
