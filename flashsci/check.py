@@ -457,6 +457,8 @@ def write(report: dict[str, Any], path: Path, unit: str | None) -> None:
         whole.setdefault("parts", {})[unit] = part
         if not report["failures"] and not report["unfinished"]:
             whole["units"].update(report["units"])
+            built = {u: found for u, found in report["library"].items() if u in report["units"]}
+            whole.setdefault("library", {}).update(built)
         report = whole
     path.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       init(shared.ds_empty, 4);
       init(shared.p_full, 4);
       init(shared.p_empty, 4);
+      init(shared.met, 4 * C::kConsumers);
     }
     for (int i = 0; i < C::kStages; ++i) {
       init(shared.q_full[i], 1);

@@ -56,6 +56,7 @@ struct BackwardStorage<WideBackwardTiling<kHeadDim, kBlockQ>> {
   uint64_t q_full[C::kStages], q_empty[C::kStages];                // Q and lse
   uint64_t dout_full[C::kDoutStages], dout_empty[C::kDoutStages];  // dO and delta
   uint64_t p_full, p_empty, ds_full, ds_empty;
+  uint64_t met;  // both consumers are there: at the beginning, at the end
   uint64_t dq_full[C::kDqStages][C::kConsumers], dq_empty[C::kDqStages][C::kConsumers];
 };
 
