@@ -119,6 +119,19 @@ def test_a_part_updates_the_report(tmp_path, monkeypatch):
     )
 
 
+def test_a_part_brings_its_library(tmp_path):
+    """The report names the library that each unit was checked with, whichever run that was."""
+    path = tmp_path / "report.json"
+    kept = {"cuda/a": "1", "cuda/b": "2"}
+    path.write_text(json.dumps({"units": dict(kept), "library": dict(kept)}))
+    part = {"failures": 0, "unfinished": [], "units": {"cuda/b": "3"}}
+    check.write({**part, "library": {"cuda/a": "4", "cuda/b": "3"}}, path, "cuda/b")
+    report = json.loads(path.read_text())
+    assert report["units"] == report["library"] == {"cuda/a": "1", "cuda/b": "3"}
+    check.write({**part, "failures": 1, "library": {"cuda/b": "5"}}, path, "cuda/b")
+    assert json.loads(path.read_text())["library"] == report["library"]
+
+
 def test_unknown_unit_and_missing_gpu(capsys):
     unit = next(iter(digest.units()))
     assert check.run("triton/sideways", cases=1, out=None, device="cpu") == 2
