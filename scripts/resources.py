@@ -68,10 +68,11 @@ BACKWARD_FP32 = re.compile(
 )
 # ... of short rows of keys: head dim, warps, queries of a chunk, CTAs per SM.
 SHORT_FP32 = re.compile(r"ShortTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E")
-# sm90 backward: kind; head dim, query rows, bias or mask (2: apart); packed, softcap (the main
-# kernel alone).
+# sm90 backward: kind; head dim, query rows, bias or mask (2: apart), tile after tile; packed, softcap
+# (the main kernel alone).
 BACKWARD_SM90 = re.compile(
-    r"backward_([a-z]*)_?kernelI.*BackwardTilingILi(\d+)ELi(\d+)E(?:LNS0_9PairTilesE([012])E)?E*Lb([01])(?:ELb([01]))?"
+    r"backward_([a-z]*)_?kernelI.*BackwardTilingILi(\d+)ELi(\d+)E(?:LNS0_9PairTilesE([012])ELb(?P<many>[01])E)?"
+    r"E*Lb(?P<packed>[01])(?:ELb(?P<softcap>[01]))?"
 )
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 
@@ -186,8 +187,9 @@ class Kernel:
             words = (
                 found[1],
                 {"1": "bias or mask", "2": "fp32 bias or mask by pairs"}.get(found[4], ""),
-                "packed" * (found[5] == "1"),
-                "softcap" * (found[6] == "1"),
+                "packed" * (found["packed"] == "1"),
+                "softcap" * (found["softcap"] == "1"),
+                "tile after tile" * (found["many"] == "1"),
             )
             return " ".join(filter(None, words)) or "dense"
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
@@ -290,6 +292,14 @@ class Kernel:
     def runs_on(self, others: list[Kernel]) -> tuple[str, ...]:
         """The devices that ever run it. others: all kernels."""
         rooms = SHARED_KIB[self.arch].items()
+        if self.tiling and SHORT_FP32.search(self.name):
+            dim, _, keys, _, _, blocks, _ = self.tiling
+            wide = dim > 16 and keys > 32  # only where an SM holds all its CTAs (takes_short)
+            return tuple(
+                device
+                for device, (room, _) in rooms
+                if not wide or blocks * (self.shared + 1024) <= room * 1024
+            )
         if self.tiling is None or not self.unit.startswith("sm80") or "_fp32" in self.unit:
             return tuple(SHARED_KIB[self.arch])
         dim, rows, keys, _, stages, blocks, vector = self.tiling
