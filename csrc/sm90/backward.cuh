@@ -13,9 +13,9 @@
 //           each consumer in fp32: `BackwardStorage` (backward_layout.cuh). With tile after tile
 //           dV and dK leave through dS and dQ, while K and V of the next one come.
 // Pipeline  Of a consumer: S^T and dP^T into registers, P^T and dS^T from there into dV and dK; dS
-//           through shared memory to both consumers for dQ, of which each computes half. S^T of
-//           the next block is issued behind dQ of this one, so that the tensor core has work while
-//           dQ is written out and the exponentials are computed beside dP^T.
+//           through shared memory to both consumers for dQ, of which each computes half, a block
+//           late: they wait little for each other, and one's exponentials meet the other's
+//           products.
 // Limits    docs/kernels/sm90_backward.md.
 #pragma once
 #include <cuda_runtime.h>
