@@ -16,6 +16,8 @@ namespace flashsci::sm90 {
 
 template <class Op, class C, bool kWindowed, bool kPlainScores, bool kPacked>
 __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardArgs& a, int w) {
+  // In a uniform register, and with it the addresses that follow: else windows spill.
+  if constexpr (C::kHeadDim == 256 && !C::kPairs) w = ptx::redux_max(w);
   constexpr int kBlockK = C::kBlockK, kStages = C::kStages, kHeadDim = C::kHeadDim;
   using MmaQK = typename Op::template Wgmma<kBlockK>;
   constexpr bool kHalves = kBlockK > 32;  // a first block of half width

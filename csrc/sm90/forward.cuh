@@ -202,18 +202,21 @@ template <>
 struct Tiles<64> {
   using Full = Tiling<64, 128, 3, 4>;
   using Windowed = Tiling<64, 128, 3, 4>;
+  using Capped = Windowed;
   using Pairs = Tiling<64, 64, 3, 2, true>;
 };
 template <>
 struct Tiles<128> {
   using Full = Tiling<128, 128, 2, 2>;
   using Windowed = Tiling<128, 128, 2, 2>;
+  using Capped = Windowed;
   using Pairs = Tiling<128, 64, 2, 2, true>;
 };
 template <>
 struct Tiles<256> {
   using Full = Tiling<256, 64, 2, 2>;
   using Windowed = Tiling<256, 64, 2, 2>;
+  using Capped = Tiling<256, 32, 2, 4>;  // 64 keys spill
   using Pairs = Tiling<256, 32, 2, 2, true>;
 };
 
@@ -229,8 +232,8 @@ cudaError_t launch_padded(ForwardArgs& a, cudaStream_t stream) {
   const bool plain = a.score_mode == kScaled;
   if (a.p.cu_seqlens_q != nullptr)
     return plain ? launch_tiling<Op, Windowed, true, true, true>(a, stream)
-                 : launch_tiling<Op, Windowed, true, false, true>(a, stream);
-  if (!plain) return launch_tiling<Op, Windowed, true, false, false>(a, stream);
+                 : launch_tiling<Op, typename T::Capped, true, false, true>(a, stream);
+  if (!plain) return launch_tiling<Op, typename T::Capped, true, false, false>(a, stream);
   if (windowed) return launch_tiling<Op, Windowed, true, true, false>(a, stream);
   return launch_tiling<Op, typename T::Full, false, true, false>(a, stream);
 }
