@@ -184,7 +184,8 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   a.key_heads = static_cast<uint32_t>(key_heads);
   // Causal tiles differ in length: the longest first, among heads whose Q, dO and dQ fit L2.
   const bool causal = p.window_right >= 0 && p.window_left < 0;
-  const int64_t head_bytes = int64_t{p.seq_q} * C::kHeadDim * 8 * (p.heads_q / p.heads_k);
+  const int64_t head_bytes =
+      int64_t{p.seq_q} * (C::kHeadDim * 6 + C::kHeadDimV * 2) * (p.heads_q / p.heads_k);
   a.group = causal && !kPacked ? static_cast<uint32_t>(std::min<int64_t>(
                                      std::max<int64_t>((32 << 20) / head_bytes, 1), key_heads))
                                : 1;
@@ -243,7 +244,8 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   if (error != cudaSuccess) return error;
 
   // The same kernels before and after it, whatever its tiles.
-  using Rows = std::conditional_t<C::kWide, C, BackwardTiling<C::kHeadDim, C::kBlockQ>>;
+  using Rows =
+      std::conditional_t<C::kWide, C, BackwardTiling<C::kHeadDim, C::kHeadDimV, C::kBlockQ>>;
   constexpr auto kernel = backward_kernel<Op, C, kPacked, kSoftcap>;
   static std::atomic<uint64_t> configured{0};
   error = allow_shared(kernel, kSharedBytes, p.device, configured);
@@ -274,27 +276,45 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   return cudaLaunchKernelEx(&config, backward_finish_kernel<Op, Rows, kPacked>, a);
 }
 
-// The tile shapes, by padded head dimension; why: docs/kernels/sm90_backward.md.
-template <int kHeadDim, bool kSoftcap>
-struct BackwardTile {
-  using Tiling = BackwardTiling<kHeadDim, 64, PairTiles::kNone, true>;
-};
-template <>
-struct BackwardTile<64, false> {
-  using Tiling = BackwardTiling<64, 128, PairTiles::kNone, true>;
-};
-template <bool kSoftcap>
-struct BackwardTile<192, kSoftcap> {
-  using Tiling = WideBackwardTiling<192, 64>;
-};
-template <bool kSoftcap>
-struct BackwardTile<256, kSoftcap> {
-  using Tiling = WideBackwardTiling<256, 64>;
-};
-template <int kHeadDim>
-using InPlaceTile = BackwardTiling<kHeadDim, kHeadDim == 64 ? 128 : 64, PairTiles::kInPlace>;
-template <int kHeadDim>
-using ApartTile = BackwardTiling<kHeadDim, 64, PairTiles::kApart>;
+// The tile shapes, by padded head dims of q and k, and of v; why: docs/kernels/sm90_backward.md.
+constexpr int rows_of_block(int head_dim, int head_dim_v) {
+  return head_dim == 64 && head_dim_v == 64 ? 128 : 64;
+}
+template <int kHeadDim, int kHeadDimV, bool kSoftcap>
+using BackwardTile = std::conditional_t<
+    (kHeadDim > 128 || kHeadDimV > 128), WideBackwardTiling<kHeadDim, kHeadDimV>,
+    BackwardTiling<kHeadDim, kHeadDimV, kSoftcap ? 64 : rows_of_block(kHeadDim, kHeadDimV),
+                   PairTiles::kNone, true>>;
+template <int kHeadDim, int kHeadDimV>
+using OneTile = BackwardTiling<kHeadDim, kHeadDimV, 64>;
+template <int kHeadDim, int kHeadDimV>
+using InPlaceTile = BackwardTiling<kHeadDim, kHeadDimV, rows_of_block(kHeadDim, kHeadDimV),
+                                   PairTiles::kInPlace>;
+template <int kHeadDim, int kHeadDimV>
+using ApartTile = BackwardTiling<kHeadDim, kHeadDimV, 64, PairTiles::kApart>;
+
+// work(head dim, head dim of v), padded, as constants.
+template <class Work>
+auto with_head_dims(const FlashsciBackwardParams& p, const Work& work) {
+#if defined(FLASHSCI_SM90_ONLY)  // experiments: one head dimension compiles in seconds
+  return work(Columns<FLASHSCI_SM90_ONLY>(), Columns<FLASHSCI_SM90_ONLY>());
+#else
+  const int dim = p.head_dim, dim_v = p.head_dim_v;
+  const auto with_v = [&](auto padded) {
+    return dim_v <= 128   ? work(padded, Columns<128>())
+           : dim_v <= 192 ? work(padded, Columns<192>())
+                          : work(padded, Columns<256>());
+  };
+  if (dim > 192) return with_v(Columns<256>());
+  if (dim > 128) return with_v(Columns<192>());
+  if (dim_v > 128) return with_v(Columns<128>());
+  if (dim <= 64 && dim_v <= 64) return work(Columns<64>(), Columns<64>());
+  if (dim <= 64) return work(Columns<64>(), Columns<128>());
+  if (dim_v <= 64) return work(Columns<128>(), Columns<64>());
+  if (dim <= 96 && dim_v <= 96) return work(Columns<96>(), Columns<96>());
+  return work(Columns<128>(), Columns<128>());
+#endif
+}
 
 template <class Op, class C>
 cudaError_t launch_pairs(const FlashsciBackwardParams& p, cudaStream_t stream) {
@@ -311,46 +331,45 @@ int64_t pairs_workspace(const FlashsciBackwardParams& p) {
   return padded(own) + Op::bias_gradient_workspace(&bias);
 }
 
-template <class Op, int kHeadDim>
+template <class Op, int kHeadDim, int kHeadDimV>
 cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t stream) {
-  using Plain = typename BackwardTile<kHeadDim, false>::Tiling;
+  using Plain = BackwardTile<kHeadDim, kHeadDimV, false>;
 #if defined(FLASHSCI_SM90_PLAIN)  // experiments: one instance
   return launch_backward_tiling<Op, Plain, false, false>(p, stream);
 #else
-  using Softcap = typename BackwardTile<kHeadDim, true>::Tiling;
+  using Softcap = BackwardTile<kHeadDim, kHeadDimV, true>;
   if (p.cu_seqlens_q != nullptr)
     return p.softcap != 0.f ? launch_backward_tiling<Op, Softcap, true, true>(p, stream)
                             : launch_backward_tiling<Op, Plain, true, false>(p, stream);
-  if constexpr (kHeadDim <= 128) {
-    if (has_pairs_apart(p)) return launch_pairs<Op, ApartTile<kHeadDim>>(p, stream);
-    if (has_pairs(p)) return launch_pairs<Op, InPlaceTile<kHeadDim>>(p, stream);
-  }
-  if constexpr (kHeadDim == 128) {
-    if (p.softcap == 0.f && (p.deterministic || prefers_one_tile(p)))
-      return launch_backward_tiling<Op, BackwardTiling<128, 64>, false, false>(p, stream);
+  if constexpr (!Plain::kWide) {
+    if (has_pairs_apart(p)) return launch_pairs<Op, ApartTile<kHeadDim, kHeadDimV>>(p, stream);
+    if (has_pairs(p)) return launch_pairs<Op, InPlaceTile<kHeadDim, kHeadDimV>>(p, stream);
+    if constexpr (!Plain::kNarrow) {
+      if (p.softcap == 0.f && (p.deterministic || prefers_one_tile(p)))
+        return launch_backward_tiling<Op, OneTile<kHeadDim, kHeadDimV>, false, false>(p, stream);
+    }
   }
   return p.softcap != 0.f ? launch_backward_tiling<Op, Softcap, false, true>(p, stream)
                           : launch_backward_tiling<Op, Plain, false, false>(p, stream);
 #endif
 }
 
-template <class Op, int kHeadDim>
+template <class Op, int kHeadDim, int kHeadDimV>
 int64_t padded_workspace(const FlashsciBackwardParams& p) {
-  if constexpr (kHeadDim <= 128) {
-    if (has_pairs_apart(p)) return pairs_workspace<Op, ApartTile<kHeadDim>>(p);
-    if (has_pairs(p)) return pairs_workspace<Op, InPlaceTile<kHeadDim>>(p);
+  using Plain = BackwardTile<kHeadDim, kHeadDimV, false>;
+  if constexpr (!Plain::kWide) {
+    if (has_pairs_apart(p)) return pairs_workspace<Op, ApartTile<kHeadDim, kHeadDimV>>(p);
+    if (has_pairs(p)) return pairs_workspace<Op, InPlaceTile<kHeadDim, kHeadDimV>>(p);
   }
-  return p.softcap != 0.f ? workspace_of<typename BackwardTile<kHeadDim, true>::Tiling>(p)
-                          : workspace_of<typename BackwardTile<kHeadDim, false>::Tiling>(p);
+  return p.softcap != 0.f ? workspace_of<BackwardTile<kHeadDim, kHeadDimV, true>>(p)
+                          : workspace_of<Plain>(p);
 }
 
 template <class Op>
 int64_t backward_workspace(const FlashsciBackwardParams& p) {
-  const int dim = std::max(p.head_dim, p.head_dim_v);
-  return dim <= 64    ? padded_workspace<Op, 64>(p)
-         : dim <= 128 ? padded_workspace<Op, 128>(p)
-         : dim <= 192 ? padded_workspace<Op, 192>(p)
-                      : padded_workspace<Op, 256>(p);
+  return with_head_dims(p, [&](auto dim, auto dim_v) {
+    return padded_workspace<Op, dim.value, dim_v.value>(p);
+  });
 }
 
 // cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
@@ -362,22 +381,17 @@ cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream
     return reinterpret_cast<uintptr_t>(base) % 16 == 0 && whole(p.batch0, s.batch0) &&
            whole(p.batch1, s.batch1) && whole(heads, s.head) && whole(rows, s.row);
   };
-  const int dim = std::max(p.head_dim, p.head_dim_v);
-  if (dim > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 || p.seq_q == 0 || p.seq_k == 0 ||
-      !takes_pairs(p) || !aligned(p.out, p.out_strides, p.heads_q, p.seq_q) ||
+  if (p.head_dim > 256 || p.head_dim_v > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 ||
+      p.seq_q == 0 || p.seq_k == 0 || !takes_pairs(p) ||
+      !aligned(p.out, p.out_strides, p.heads_q, p.seq_q) ||
       !aligned(p.dout, p.dout_strides, p.heads_q, p.seq_q) ||
       !aligned(p.dq, p.dq_strides, p.heads_q, p.seq_q) ||
       !aligned(p.dk, p.dk_strides, p.heads_k, p.seq_k) ||
       !aligned(p.dv, p.dv_strides, p.heads_k, p.seq_k))
     return cudaErrorNotSupported;
-#if defined(FLASHSCI_SM90_ONLY)  // experiments: one head dimension compiles in seconds
-  return launch_backward_padded<Op, FLASHSCI_SM90_ONLY>(p, stream);
-#else
-  return dim <= 64    ? launch_backward_padded<Op, 64>(p, stream)
-         : dim <= 128 ? launch_backward_padded<Op, 128>(p, stream)
-         : dim <= 192 ? launch_backward_padded<Op, 192>(p, stream)
-                      : launch_backward_padded<Op, 256>(p, stream);
-#endif
+  return with_head_dims(p, [&](auto dim, auto dim_v) {
+    return launch_backward_padded<Op, dim.value, dim_v.value>(p, stream);
+  });
 }
 
 }  // namespace flashsci::sm90

@@ -44,13 +44,13 @@ __device__ __forceinline__ void hide(float (&x)[kCount], const Window& window, i
 
 // This warpgroup's 64 rows of dK or dV into shared memory: boxes of 64 columns, `pitch` bytes
 // apart.
-template <class Op, class C>
-__device__ __forceinline__ void stage_rows(const float (&x)[C::kHeadDim / 2], float scale,
-                                           uint32_t target, int pitch) {
+template <class Op, int kCount>
+__device__ __forceinline__ void stage_rows(const float (&x)[kCount], float scale, uint32_t target,
+                                           int pitch) {
   const uint32_t thread = opaque(threadIdx.x), lane = thread % 32, warp = thread / 32 % 4;
   const uint32_t row = target + (warp * 16 + lane % 16) * 128;
 #pragma unroll
-  for (int j = 0; j < C::kHeadDim / 16; ++j)
+  for (int j = 0; j < kCount / 8; ++j)
     ptx::stmatrix_x4(row + j / 4 * pitch + ((j % 4 * 2 + lane / 16) ^ (lane % 8)) * 16,
                      Op::pack2(x[j * 8] * scale, x[j * 8 + 1] * scale),
                      Op::pack2(x[j * 8 + 2] * scale, x[j * 8 + 3] * scale),
@@ -59,7 +59,7 @@ __device__ __forceinline__ void stage_rows(const float (&x)[C::kHeadDim / 2], fl
 }
 
 // From there to global memory, when all four warps have staged theirs; row: of the sequence.
-template <class C, bool kPacked>
+template <int kBoxes, bool kPacked>
 __device__ __forceinline__ void send_rows(uint32_t source, int pitch, const CUtensorMap& map,
                                           void* base, const FlashsciStrides& strides, int columns,
                                           const KeyTile& tile, int row) {
@@ -69,8 +69,8 @@ __device__ __forceinline__ void send_rows(uint32_t source, int pitch, const CUte
   if (!kPacked || rows >= 64) {
     if (thread / 32 == 0 && ptx::elect()) {
 #pragma unroll
-      for (int block = 0; block < C::kColumnBlocks; ++block)
-        ptx::tma_store_5d(&map, source + block * pitch, block * 64, tile.first_k + row, tile.head,
+      for (int box = 0; box < kBoxes; ++box)
+        ptx::tma_store_5d(&map, source + box * pitch, box * 64, tile.first_k + row, tile.head,
                           tile.batch1, tile.batch0);
       ptx::bulk_commit();
     }
@@ -80,14 +80,32 @@ __device__ __forceinline__ void send_rows(uint32_t source, int pitch, const CUte
 #pragma unroll 1
     for (int i = thread / 8; i < rows; i += 16) {
 #pragma unroll
-      for (int block = 0; block < C::kColumnBlocks; ++block) {
-        const int column = block * 64 + thread % 8 * 8;
+      for (int box = 0; box < kBoxes; ++box) {
+        const int column = box * 64 + thread % 8 * 8;
         if (column < columns)
           *reinterpret_cast<uint4*>(out + i * strides.row + column) =
-              ptx::ld_shared_v4(source + block * pitch + i * 128 + ((thread % 8) ^ (i % 8)) * 16);
+              ptx::ld_shared_v4(source + box * pitch + i * 128 + ((thread % 8) ^ (i % 8)) * 16);
       }
     }
   }
+}
+
+// x += (P or dS)^T (dO or Q), of the 16 queries of each step; streamed: dO or Q as columns.
+template <class Op, int kCount, int kSteps>
+__device__ __forceinline__ void issue_sum(float (&x)[kCount], const uint32_t (&by)[kSteps][4],
+                                          uint64_t streamed, int begin, int end) {
+#pragma unroll
+  for (int m = begin; m < end; ++m) {
+    const uint64_t rows = streamed + m * (2048 / 16);
+    if constexpr (kCount != 96) {
+      Op::template Wgmma<kCount * 2>::template rs<1>(x, by[m], rows, 1);
+    } else {  // 192 columns: in boxes of kSteps * 16 queries and 64
+      Op::template Wgmma<128>::template rs<1>(*reinterpret_cast<float (*)[64]>(x), by[m], rows, 1);
+      Op::template Wgmma<64>::template rs<1>(*reinterpret_cast<float (*)[32]>(x + 64), by[m],
+                                             rows + 2 * (kSteps * 16 * 128) / 16, 1);
+    }
+  }
+  ptx::wgmma_commit();
 }
 
 // The blocks of queries that a consumer goes through, and where it has pairs to hide. Of one tile:
@@ -137,11 +155,11 @@ struct FlaggedBlocks {
 template <class Op, class C, bool kPacked, bool kSoftcap>
 __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const BackwardArgs& a,
                                              int w, uint32_t& turn) {
-  constexpr int kHeadDim = C::kHeadDim, kBlockQ = C::kBlockQ, kBlockK = C::kBlockK;
+  constexpr int kHeadDim = C::kHeadDim, kHeadDimV = C::kHeadDimV;
+  constexpr int kBlockQ = C::kBlockQ, kBlockK = C::kBlockK;
   constexpr int kStages = C::kStages;
   using Turn = std::conditional_t<C::kManyTiles, uint32_t, int>;
   using MmaS = typename Op::template Wgmma<kBlockQ>;
-  using MmaKV = typename Op::template Wgmma<kHeadDim>;
   using MmaDq = typename Op::template Wgmma<C::kDqColumns>;
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const auto address = [](const void* x) { return ptx::shared_address(x); };
@@ -150,9 +168,11 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
     if (lane == 0) ptx::mbarrier_arrive(address(&barrier));
   };
 
-  float dk[kHeadDim / 2], dv[kHeadDim / 2];
+  float dk[kHeadDim / 2], dv[kHeadDimV / 2];
 #pragma unroll
-  for (int e = 0; e < kHeadDim / 2; ++e) dk[e] = dv[e] = 0.f;
+  for (int e = 0; e < kHeadDim / 2; ++e) dk[e] = 0.f;
+#pragma unroll
+  for (int e = 0; e < kHeadDimV / 2; ++e) dv[e] = 0.f;
 
   // In shared memory, as registers are scarce; the same in all lanes, which only redux tells the
   // compiler: wgmma wants uniform control flow.
@@ -174,30 +194,20 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
     const uint64_t ds_rows =
         ptx::wgmma_descriptor(address(shared.ds) + (C::kSplitRows ? w * 8192 : 0), 16, 1024);
     const uint64_t k_columns = ptx::wgmma_descriptor(
-        address(shared.k) + (C::kSplitRows    ? 0
-                             : kHeadDim == 64 ? w * 64
-                                              : w * (kHeadDim / 128) * kBlockK * 128),
+        address(shared.k) + w * (C::kSplitRows    ? 0
+                                 : C::kBoxes == 1 ? 64
+                                                  : kBlockK * 128),
         kBlockK * 128, 1024);
     const uint32_t lse = address(shared.lse) + lane % 4 * 8;
     const uint32_t delta = address(shared.delta) + lane % 4 * 8;
 
     // x^T = (rows of K or V) (rows of Q or dO)^T
     const auto issue_product = [&](float (&x)[kBlockQ / 2], uint64_t mine, uint64_t streamed,
-                                   uint32_t stage) {
-      streamed += stage * (C::kQBytes / 16);
+                                   int columns) {
 #pragma unroll
-      for (int d = 0; d < kHeadDim / 16; ++d)
+      for (int d = 0; d < columns / 16; ++d)
         MmaS::template ss<0>(x, mine + (d / 4 * kBlockK * 128 + d % 4 * 32) / 16,
                              streamed + (d / 4 * kBlockQ * 128 + d % 4 * 32) / 16, d > 0);
-      ptx::wgmma_commit();
-    };
-    // x += (P or dS)^T (dO or Q)
-    const auto issue_sum = [&](float (&x)[kHeadDim / 2], const uint32_t (&by)[kBlockQ / 16][4],
-                               uint64_t streamed, uint32_t stage, int begin, int end) {
-      streamed += stage * (C::kQBytes / 16);
-#pragma unroll
-      for (int m = begin; m < end; ++m)
-        MmaKV::template rs<1>(x, by[m], streamed + m * (2048 / 16), 1);
       ptx::wgmma_commit();
     };
     // P of 128 queries becomes an operand in two parts, the second when dS of the first has freed
@@ -212,14 +222,14 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
     const auto issue_scores = [&](float (&s)[kBlockQ / 2], Turn turn) {
       wait_for(shared.q_full[turn % kStages], turn / kStages);
       ptx::wgmma_fence();
-      issue_product(s, k_rows, q_rows, turn % kStages);
+      issue_product(s, k_rows, q_rows + turn % kStages * (C::kQBytes / 16), kHeadDim);
     };
     // dP^T, beside it P^T; then all products are done.
     const auto exponentiate = [&](float (&s)[kBlockQ / 2], Turn turn) {
       const uint32_t stage = turn % kStages;
       wait_for(shared.dout_full[stage], turn / kStages);
       ptx::wgmma_fence();
-      issue_product(dp, v_rows, dout_rows, stage);
+      issue_product(dp, v_rows, dout_rows + stage * (C::kDoutBytes / 16), kHeadDimV);
       blocks.read(shared, stage);
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(s);
@@ -283,7 +293,7 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
         const int first = part * kSteps;
         if (part > 0) pack(first, first + kSteps);
         ptx::wgmma_fence();
-        issue_sum(dv, p, dout_columns, stage, first, first + kSteps);
+        issue_sum<Op>(dv, p, dout_columns + stage * (C::kDoutBytes / 16), first, first + kSteps);
 #pragma unroll
         for (int n = first * 2; n < (first + kSteps) * 2; ++n) {
           const float2 row = ptx::ld_shared_f2(delta + stage * (kBlockQ * 4) + n * 32);
@@ -312,7 +322,7 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
     };
     const auto issue_dk = [&](Turn turn) {
       ptx::wgmma_fence();
-      issue_sum(dk, ds, q_columns, turn % kStages, 0, kBlockQ / 16);
+      issue_sum<Op>(dk, ds, q_columns + turn % kStages * (C::kQBytes / 16), 0, kBlockQ / 16);
     };
     const auto issue_dq = [&](float (&dq)[C::kDqColumns / 2], Turn turn) {
       const uint64_t rows = ds_rows + turn % C::kDsStages * (C::kDsBytes / 16);
@@ -329,10 +339,12 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
       const uint32_t dq_store = address(shared.dq[0][w]) + thread % 128 * 16;
       wait_for(shared.dq_empty[stage][w], turn / C::kDqStages + 1);
 #pragma unroll
-      for (int j = 0; j < C::kDqColumns / 8; ++j)
+      for (int j = 0; j < C::kDqColumns / 8; ++j) {
+        if (j * 8 >= C::dq_columns(w)) break;
         ptx::st_shared(dq_store + stage * (C::kConsumers * C::kDqFloats * 4) + j * 2048,
                        make_uint4(__float_as_uint(dq[j * 4]), __float_as_uint(dq[j * 4 + 1]),
                                   __float_as_uint(dq[j * 4 + 2]), __float_as_uint(dq[j * 4 + 3])));
+      }
       ptx::fence_proxy_async();
       release(shared.dq_full[stage][w]);
     };
@@ -399,32 +411,35 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
   }
   const auto& p = a.p;
   const int row = tile.row + w * 64;
-  const auto send = [&](uint32_t source, int pitch, const CUtensorMap& map, void* base,
-                        const FlashsciStrides& strides, int columns) {
-    send_rows<C, kPacked>(source, pitch, map, base, strides, columns, tile, row);
+  const auto send_dv = [&](uint32_t source, int pitch) {
+    send_rows<C::kBoxesV, kPacked>(source, pitch, a.dv, p.dv, p.dv_strides, p.head_dim_v, tile, row);
+  };
+  const auto send_dk = [&](uint32_t source, int pitch) {
+    send_rows<C::kBoxes, kPacked>(source, pitch, a.dk, p.dk, p.dk_strides, p.head_dim, tile, row);
   };
   if constexpr (C::kManyTiles) {
-    // dV goes out through dS, and so does dK at D 64, else through dQ when that has been copied.
+    // dV goes out through dS, and so does dK if there is room, else through dQ when that has been
+    // copied.
     // (More than 196 KiB of shared memory cost 8%.)
     const uint32_t staged_dv = address(shared.ds[0]) + w * (kBlockQ * 128);
-    const uint32_t staged_dk = kHeadDim == 64 ? staged_dv + C::kDsBytes : address(shared.dq[0][w]);
+    const uint32_t staged_dk = C::kNarrow ? staged_dv + C::kDsBytes : address(shared.dq[0][w]);
     constexpr int kDkPitch = 64 * 128;
-    stage_rows<Op, C>(dv, 1.f, staged_dv, C::kDsBytes);
-    if constexpr (kHeadDim != 64) wait_for(shared.dq_empty[0][w], turn + 1);
-    stage_rows<Op, C>(dk, p.scale, staged_dk, kDkPitch);
+    stage_rows<Op>(dv, 1.f, staged_dv, C::kDsBytes);
+    if constexpr (!C::kNarrow) wait_for(shared.dq_empty[0][w], turn + 1);
+    stage_rows<Op>(dk, p.scale, staged_dk, kDkPitch);
     ptx::fence_proxy_async();
     ptx::barrier_sync(1 + w, 128);
-    send(staged_dv, C::kDsBytes, a.dv, p.dv, p.dv_strides, p.head_dim_v);
-    send(staged_dk, kDkPitch, a.dk, p.dk, p.dk_strides, p.head_dim);
+    send_dv(staged_dv, C::kDsBytes);
+    send_dk(staged_dk, kDkPitch);
     release(shared.queue.tile_empty[turn >> 30 & 1]);
   } else {
     constexpr int kPitch = kBlockK * 128;
-    stage_rows<Op, C>(dv, 1.f, address(shared.v) + w * 8192, kPitch);
-    stage_rows<Op, C>(dk, p.scale, address(shared.k) + w * 8192, kPitch);
+    stage_rows<Op>(dv, 1.f, address(shared.v) + w * 8192, kPitch);
+    stage_rows<Op>(dk, p.scale, address(shared.k) + w * 8192, kPitch);
     ptx::fence_proxy_async();
     ptx::barrier_sync(1 + w, 128);
-    send(address(shared.v) + w * 8192, kPitch, a.dv, p.dv, p.dv_strides, p.head_dim_v);
-    send(address(shared.k) + w * 8192, kPitch, a.dk, p.dk, p.dk_strides, p.head_dim);
+    send_dv(address(shared.v) + w * 8192, kPitch);
+    send_dk(address(shared.k) + w * 8192, kPitch);
   }
 }
 

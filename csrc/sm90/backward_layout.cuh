@@ -2,6 +2,7 @@
 // what.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "../common/ptx/cp_async.cuh"
 #include "../common/ptx/mbarrier.cuh"
@@ -14,40 +15,50 @@
 
 namespace flashsci::sm90 {
 
+template <int kCount>
+using Columns = std::integral_constant<int, kCount>;
+
 // Bias and mask: none; a bias in q's dtype where dS will be (backward_pairs.cuh); an fp32 bias or a
 // mask by pairs in buffers of their own (backward_apart.cuh).
 enum class PairTiles { kNone, kInPlace, kApart };
 
-// kManyTiles: a CTA takes tiles of keys one after the other, else one.
-template <int kHeadDim_, int kBlockQ_, PairTiles kPairTiles = PairTiles::kNone,
+// kHeadDim: columns of q and k; kHeadDimV: of v. kManyTiles: a CTA takes tiles of keys one after the
+// other, else one.
+template <int kHeadDim_, int kHeadDimV_, int kBlockQ_, PairTiles kPairTiles = PairTiles::kNone,
           bool kManyTiles_ = false>
 struct BackwardTiling {
-  static constexpr int kHeadDim = kHeadDim_, kBlockQ = kBlockQ_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockQ = kBlockQ_;
   static constexpr bool kWide = false, kPairs = kPairTiles != PairTiles::kNone;
   static constexpr bool kApart = kPairTiles == PairTiles::kApart, kManyTiles = kManyTiles_;
   static constexpr int kConsumers = 2, kBlockK = 64 * kConsumers, kStages = 2;
   static constexpr int kDoutStages = kStages, kCounters = kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kColumnBlocks = kHeadDim / 64;  // boxes side by side
-  static constexpr int kRowLanes = kHeadDim / 8;       // that take a row, 16 bytes each
-  static constexpr int kQBytes = kBlockQ * kHeadDim * 2;
-  static constexpr int kKVBytes = kBlockK * kHeadDim * 2;
+  static constexpr int kBoxes = (kHeadDim + 63) / 64, kBoxesV = (kHeadDimV + 63) / 64;
+  static constexpr bool kNarrow = kBoxes == 1 && kBoxesV == 1;
+  static constexpr int kQBytes = kBlockQ * kBoxes * 128, kDoutBytes = kBlockQ * kBoxesV * 128;
+  static constexpr int kKBytes = kBlockK * kBoxes * 128, kVBytes = kBlockK * kBoxesV * 128;
   static constexpr int kDsBytes = kBlockQ * kBlockK * 2;
-  // The consumers share dQ: 64 rows each, or half of the columns.
+  // The consumers share dQ: 64 rows each, or half of the columns in shared memory.
   static constexpr bool kSplitRows = kBlockQ == 128;
-  static constexpr int kDqColumns = kSplitRows ? kHeadDim : kHeadDim / 2;
+  static constexpr int kDqColumns = kSplitRows ? kHeadDim : kBoxes * 32;
   static constexpr int kDqFloats = 64 * kDqColumns;  // of one consumer
   static constexpr int kDqStages = 1, kDsStages = kPairs && !kApart ? 3 : 2;
-  static constexpr int kPairStages = kApart && kHeadDim == 128 ? 1 : kDsStages;
+  static constexpr int kPairStages = kApart && !kNarrow ? 1 : kDsStages;
   // Beside the fp32 bias of a block there is room for its mask only where heads are narrow.
   static constexpr int kBiasBytes = kBlockQ * kBlockK * 4, kMaskBytes = kBlockQ * kBlockK;
-  static constexpr bool kMaskBeside = kHeadDim == 64;
+  static constexpr bool kMaskBeside = kNarrow;
   static constexpr int kMaskAt = kMaskBeside ? kBiasBytes : 0;
   static constexpr int kApartBytes = kBiasBytes + (kMaskBeside ? kMaskBytes : 0);
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-  static_assert(kHeadDim == 64 || kHeadDim == 128);
-  static_assert(kBlockQ == 64 || kBlockQ == 128);
+  static_assert(kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128);
+  static_assert(kHeadDimV == 64 || kHeadDimV == 96 || kHeadDimV == 128);
+  static_assert(kBlockQ == 64 || (kBlockQ == 128 && kNarrow));
   static_assert(!kPairs || !kManyTiles, "the warp that moves pairs has one tile");
+
+  // Those of consumer w that are not beyond kHeadDim: the first ones.
+  static constexpr __host__ __device__ int dq_columns(int w) {
+    return kSplitRows || w == 0 ? kDqColumns : kHeadDim - kDqColumns;
+  }
 };
 
 // 128 keys of one head and the queries that see them.
@@ -81,10 +92,10 @@ struct TileQueue<0> {};
 
 template <class C>
 struct BackwardStorage : PairBuffers<C::kApart ? C::kPairStages : 0, C::kApartBytes> {
-  unsigned char k[C::kKVBytes];                 // [column block][128 keys][64]
-  unsigned char v[C::kKVBytes];                 // the same
-  unsigned char q[C::kStages][C::kQBytes];      // [stage][column block][kBlockQ rows][64]
-  unsigned char dout[C::kStages][C::kQBytes];   // the same
+  unsigned char k[C::kKBytes];                    // [box][128 keys][64]
+  unsigned char v[C::kVBytes];                    // the same
+  unsigned char q[C::kStages][C::kQBytes];        // [stage][box][kBlockQ rows][64]
+  unsigned char dout[C::kStages][C::kDoutBytes];  // the same
   unsigned char ds[C::kDsStages][C::kDsBytes];  // [stage][consumer's 64 keys][kBlockQ rows][64]
   float dq[C::kDqStages][C::kConsumers][C::kDqFloats];  // in the order of registers
   float lse[C::kStages][C::kBlockQ];                    // of rows, in powers of two
@@ -108,7 +119,7 @@ struct alignas(128) BackwardArgs {
   CUtensorMap q_cut, q_row, dout_cut, dout_row;  // packed: load_rows
   CUtensorMap k_cut, k_row, v_cut, v_row;
   FlashsciBackwardParams p;
-  float* dq;     // [head][query tile][consumer][kDqFloats]
+  float* dq;     // [head][query tile][consumer][its columns]: `dq_of`
   float* lse;    // [head][query tile][kBlockQ], in powers of two; +inf where a row sees no key
   float* delta;  // [head][query tile][kBlockQ], negative
   int* turns;  // [head][query tile][kCounters]: key tiles that have been added; or NULL: any order
@@ -207,6 +218,12 @@ __device__ __forceinline__ int64_t statistics_tile(const BackwardArgs& a, const 
 template <class C>
 __device__ __forceinline__ bool wants_dq(const BackwardArgs& a, int w) {
   return a.p.dq != nullptr && (C::kSplitRows || w * C::kDqColumns < a.p.head_dim);
+}
+
+// Where that is, of a query tile in the order of `statistics_tile`.
+template <class C>
+__device__ __forceinline__ float* dq_of(const BackwardArgs& a, int64_t query_tile, int w) {
+  return a.dq + query_tile * (C::kBlockQ * C::kHeadDim) + w * C::kDqFloats;
 }
 
 // Whether turns come, after the first kernel.

@@ -15,7 +15,7 @@ namespace flashsci::sm90 {
 
 // kRows rows from `row` of a sequence that begins at `first` and has `length` rows; zeros beyond
 // it: in the products its neighbours' NaN would survive a factor of 0.
-template <class C, int kRows, bool kPacked>
+template <int kBoxes, int kRows, bool kPacked>
 __device__ __forceinline__ void load_rows(uint32_t shared, const CUtensorMap& map,
                                           const CUtensorMap& map_cut, const CUtensorMap& map_row,
                                           uint32_t barrier, int row, int first, int length,
@@ -23,20 +23,20 @@ __device__ __forceinline__ void load_rows(uint32_t shared, const CUtensorMap& ma
   const int rows = min(length - row, kRows), start = first + row;
   if (!kPacked || rows == kRows) {
 #pragma unroll
-    for (int block = 0; block < C::kColumnBlocks; ++block)
-      ptx::tma_load_5d(shared + block * kRows * 128, &map, barrier, block * 64, start, head, batch1,
+    for (int box = 0; box < kBoxes; ++box)
+      ptx::tma_load_5d(shared + box * kRows * 128, &map, barrier, box * 64, start, head, batch1,
                        batch0);
   } else if (start + rows >= kRows) {
 #pragma unroll
-    for (int block = 0; block < C::kColumnBlocks; ++block)
-      ptx::tma_load_5d(shared + block * kRows * 128, &map_cut, barrier, block * 64, kRows - rows,
+    for (int box = 0; box < kBoxes; ++box)
+      ptx::tma_load_5d(shared + box * kRows * 128, &map_cut, barrier, box * 64, kRows - rows,
                        start + rows - kRows, head, 0);
   } else {  // a short first sequence: row by row, those beyond from outside the tensor
 #pragma unroll 1
     for (int i = 0; i < kRows; ++i)
 #pragma unroll 1
-      for (int block = 0; block < C::kColumnBlocks; ++block)
-        ptx::tma_load_5d(shared + (block * kRows + i) * 128, &map_row, barrier, block * 64,
+      for (int box = 0; box < kBoxes; ++box)
+        ptx::tma_load_5d(shared + (box * kRows + i) * 128, &map_row, barrier, box * 64,
                          i < rows ? start + i : total, head, 0, 0);
   }
 }
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
           block_and_flags<C>(a, tile, block, block == tile.begin && head == tile.head * heads,
                              block + 1 == tile.end && head + 1 == (tile.head + 1) * heads);
     ptx::mbarrier_arrive_expect(full, C::kQBytes + C::kBlockQ * 4);
-    load_rows<C, C::kBlockQ, kPacked>(address(shared.q[stage]), a.q, a.q_cut, a.q_row, full,
+    load_rows<C::kBoxes, C::kBlockQ, kPacked>(address(shared.q[stage]), a.q, a.q_cut, a.q_row, full,
                                       block * C::kBlockQ, tile.first_q, tile.seq_q, p.seq_q, head,
                                       batch1, batch0);
     ptx::bulk_load(address(shared.lse[stage]),
@@ -69,8 +69,8 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
   const auto load_dout = [&](int head, int block) {
     const uint32_t stage = turn % C::kDoutStages, full = address(&shared.dout_full[stage]);
     sleep_for(shared.dout_empty[stage], turn / C::kDoutStages + 1);
-    ptx::mbarrier_arrive_expect(full, C::kQBytes + C::kBlockQ * 4);
-    load_rows<C, C::kBlockQ, kPacked>(address(shared.dout[stage]), a.dout, a.dout_cut, a.dout_row,
+    ptx::mbarrier_arrive_expect(full, C::kDoutBytes + C::kBlockQ * 4);
+    load_rows<C::kBoxesV, C::kBlockQ, kPacked>(address(shared.dout[stage]), a.dout, a.dout_cut, a.dout_row,
                                       full, block * C::kBlockQ, tile.first_q + a.dout_row_offset,
                                       tile.seq_q, p.seq_q, head, batch1, batch0);
     ptx::bulk_load(address(shared.delta[stage]),
@@ -80,10 +80,10 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
   const auto load_kv = [&] {
     const uint32_t full = address(&shared.kv_full);
     if constexpr (C::kManyTiles) sleep_for(shared.queue.kv_empty, count + 1);
-    ptx::mbarrier_arrive_expect(full, 2 * C::kKVBytes);
-    load_rows<C, C::kBlockK, kPacked>(address(shared.k), a.k, a.k_cut, a.k_row, full, tile.row,
+    ptx::mbarrier_arrive_expect(full, C::kKBytes + C::kVBytes);
+    load_rows<C::kBoxes, C::kBlockK, kPacked>(address(shared.k), a.k, a.k_cut, a.k_row, full, tile.row,
                                       tile.first_k, tile.seq_k, p.seq_k, tile.head, batch1, batch0);
-    load_rows<C, C::kBlockK, kPacked>(address(shared.v), a.v, a.v_cut, a.v_row, full, tile.row,
+    load_rows<C::kBoxesV, C::kBlockK, kPacked>(address(shared.v), a.v, a.v_cut, a.v_row, full, tile.row,
                                       tile.first_k, tile.seq_k, p.seq_k, tile.head, batch1, batch0);
   };
   const bool some = tile.begin < tile.end;
@@ -142,38 +142,39 @@ __device__ __forceinline__ void load_tiles(BackwardStorage<C>& shared, const Bac
   }
 }
 
-// dQ of consumer w from the blocks of a tile; turn: blocks before it.
+// dQ of consumer w from the blocks of a tile; count: blocks before it.
 template <class C>
 __device__ __forceinline__ void add_dq_of_tile(BackwardStorage<C>& shared, const BackwardArgs& a,
                                                const KeyTile& tile, int w, bool in_turns,
-                                               uint32_t& turn) {
+                                               uint32_t& count) {
   const int heads = a.p.heads_q / a.p.heads_k;
 #pragma unroll 1
   for (int head = tile.head * heads; head < (tile.head + 1) * heads; ++head) {
 #pragma unroll 1
-    for (int block = tile.begin; block < tile.end; ++block, ++turn) {
-      const uint32_t stage = turn % C::kDqStages;
-      sleep_for(shared.dq_full[stage][w], turn / C::kDqStages);
+    for (int block = tile.begin; block < tile.end; ++block, ++count) {
+      const uint32_t stage = count % C::kDqStages;
+      sleep_for(shared.dq_full[stage][w], count / C::kDqStages);
       if (wants_dq<C>(a, w)) {
-        const int64_t part = statistics_tile(a, tile, head, block) * C::kConsumers + w;
+        const int64_t query_tile = statistics_tile(a, tile, head, block);
+        int* const turn = a.turns + query_tile * C::kConsumers + w;
         if (in_turns) {
-          wait_turn(a.turns + part, turn_of<C>(a, tile, block));
+          wait_turn(turn, turn_of<C>(a, tile, block));
           ptx::fence_proxy_async_global();
         }
-        ptx::bulk_add_f32(a.dq + part * C::kDqFloats, ptx::shared_address(shared.dq[stage][w]),
-                          C::kDqFloats * 4);
+        ptx::bulk_add_f32(dq_of<C>(a, query_tile, w), ptx::shared_address(shared.dq[stage][w]),
+                          C::dq_columns(w) * 256);
         ptx::bulk_commit();
         if (in_turns) {
           ptx::bulk_wait<0>();
           ptx::fence_proxy_async_global();
-          ptx::add_release(a.turns + part, 1);
+          ptx::add_release(turn, 1);
         } else {
           ptx::bulk_wait_read<C::kDqStages - 1>();
         }
       }
       // The copy before has been read (in turns this one too, which is of no use yet).
-      if (turn + 1 >= C::kDqStages)
-        ptx::mbarrier_arrive(ptx::shared_address(&shared.dq_empty[(turn + 1) % C::kDqStages][w]));
+      if (count + 1 >= C::kDqStages)
+        ptx::mbarrier_arrive(ptx::shared_address(&shared.dq_empty[(count + 1) % C::kDqStages][w]));
     }
   }
 }

@@ -43,12 +43,14 @@ __device__ __forceinline__ QueryTile find_query_tile(const BackwardArgs& a, uint
 }
 
 inline constexpr int kRowThreads = 256;
+// That take a row, 16 bytes each: a power of two.
+constexpr __host__ __device__ int row_lanes(int boxes) { return boxes == 3 ? 32 : boxes * 8; }
 
 template <class Op, class C, bool kPacked>
 __global__ void __launch_bounds__(kRowThreads)
     backward_prepare_kernel(const __grid_constant__ BackwardArgs a) {
   ptx::launch_dependents();
-  constexpr int kLanes = C::kRowLanes;
+  constexpr int kLanes = row_lanes(C::kBoxesV);
   constexpr int kStep = kRowThreads / kLanes;
   const FlashsciBackwardParams& p = a.p;
   if constexpr (kPacked) {
@@ -88,10 +90,9 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
   for (int w = 0; w < C::kConsumers; ++w) {
     if (!wants_dq<C>(a, w)) continue;
-    auto* accumulator = reinterpret_cast<float4*>(
-        a.dq + (static_cast<int64_t>(blockIdx.x) * C::kConsumers + w) * C::kDqFloats);
+    auto* accumulator = reinterpret_cast<float4*>(dq_of<C>(a, blockIdx.x, w));
 #pragma unroll
-    for (int i = 0; i < C::kDqFloats / 4; i += kRowThreads)
+    for (int i = 0; i < C::dq_columns(w) * 16; i += kRowThreads)
       accumulator[i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
 #pragma unroll
@@ -128,19 +129,19 @@ __global__ void __launch_bounds__(kRowThreads)
 template <class Op, class C, bool kPacked>
 __global__ void __launch_bounds__(kRowThreads)
     backward_finish_kernel(const __grid_constant__ BackwardArgs a) {
-  constexpr int kPitch = C::kHeadDim + 8;  // elements: rows fall into different banks
+  constexpr int kPitch = C::kBoxes * 64 + 8;  // elements: rows fall into different banks
   __shared__ __align__(16) uint16_t rows[C::kBlockQ * kPitch];
   const FlashsciBackwardParams& p = a.p;
   const QueryTile tile = find_query_tile<C, kPacked>(a, blockIdx.x);
   if (tile.count <= 0) return;
   ptx::wait_for_prerequisites();
   const int w = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;
-  const float4* accumulator = reinterpret_cast<const float4*>(
-      a.dq + (static_cast<int64_t>(blockIdx.x) * C::kConsumers + w) * C::kDqFloats);
+  const auto* accumulator = reinterpret_cast<const float4*>(dq_of<C>(a, blockIdx.x, w));
   float4 x[C::kDqColumns / 8] = {};
   if (wants_dq<C>(a, w)) {
 #pragma unroll
-    for (int j = 0; j < C::kDqColumns / 8; ++j) x[j] = accumulator[j * 128 + thread];
+    for (int j = 0; j < C::kDqColumns / 8; ++j)
+      if (j * 8 < C::dq_columns(w)) x[j] = accumulator[j * 128 + thread];
   }
   const int row = (C::kSplitRows ? w * 64 : 0) + thread / 32 * 16 + lane / 4;
   const int column = (C::kSplitRows ? 0 : w * C::kDqColumns) + lane % 4 * 2;
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(kRowThreads)
     pair[8 * kPitch / 2] = Op::pack2(x[j].z * p.scale, x[j].w * p.scale);
   }
   __syncthreads();
-  constexpr int kLanes = C::kRowLanes;
+  constexpr int kLanes = row_lanes(C::kBoxes);
   auto* dq = static_cast<uint16_t*>(p.dq) + tile.offset(p.dq_strides);
 #pragma unroll
   for (int i = 0; i < C::kBlockQ; i += kRowThreads / kLanes) {

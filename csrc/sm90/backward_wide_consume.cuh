@@ -32,16 +32,17 @@ namespace flashsci::sm90 {
 // + 2 (lane % 4) + (e & 1) of the block.
 template <class Op, class C, bool kPacked, bool kSoftcap, int w>
 __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const BackwardArgs& a) {
-  constexpr int kHeadDim = C::kHeadDim;
+  constexpr int kColumns = w == 0 ? C::kHeadDim : C::kHeadDimV;     // of the product of rows
+  constexpr int kSumColumns = w == 0 ? C::kHeadDimV : C::kHeadDim;  // of dV or dK
   constexpr int kBox = 64 * 128;  // bytes of 64 rows of 64 columns
   constexpr int kFirst = C::slice_begin(w, 0), kLast = C::slice_begin(w, 1);  // slices of dQ
   using MmaS = typename Op::template Wgmma<64>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const auto address = [](const void* x) { return ptx::shared_address(x); };
 
-  float sum[kHeadDim / 2];  // dV or dK
+  float sum[kSumColumns / 2];  // dV or dK
 #pragma unroll
-  for (int e = 0; e < kHeadDim / 2; ++e) sum[e] = 0.f;
+  for (int e = 0; e < kSumColumns / 2; ++e) sum[e] = 0.f;
 
   const KeyTile& tile = shared.tile[0];
   const int begin_block = ptx::redux_max(tile.begin), end_block = ptx::redux_max(tile.end);
@@ -70,34 +71,18 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
     // x = (rows of K or V) (rows of Q or dO)^T
     const auto issue_product = [&](uint64_t streamed) {
 #pragma unroll
-      for (int d = 0; d < kHeadDim / 16; ++d)
+      for (int d = 0; d < kColumns / 16; ++d)
         MmaS::template ss<0>(x, key_rows + (d / 4 * kBox + d % 4 * 32) / 16,
                              streamed + (d / 4 * kBox + d % 4 * 32) / 16, d > 0);
       ptx::wgmma_commit();
     };
-    // sum += (P or dS)^T (dO or Q)
-    const auto issue_sum = [&](uint64_t streamed) {
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const uint64_t rows = streamed + m * (2048 / 16);
-        if constexpr (kHeadDim == 256) {
-          Op::template Wgmma<256>::template rs<1>(sum, p[m], rows, 1);
-        } else {
-          auto& first = *reinterpret_cast<float (*)[64]>(sum);
-          auto& last = *reinterpret_cast<float (*)[32]>(sum + 64);
-          Op::template Wgmma<128>::template rs<1>(first, p[m], rows, 1);
-          Op::template Wgmma<64>::template rs<1>(last, p[m], rows + 2 * kBox / 16, 1);
-        }
-      }
-      ptx::wgmma_commit();
-    };
     const auto issue_dq = [&](auto& dq, int turn, int begin) {
-      constexpr int kColumns = sizeof(dq) / 2;
+      constexpr int kDqColumns = sizeof(dq) / 2;
       const uint64_t rows = ds_rows + turn % 2 * (kBox / 16);
       const uint64_t columns = k_columns + (begin / 64 * kBox + begin % 64 * 2) / 16;
 #pragma unroll
       for (int n = 0; n < 4; ++n)
-        Op::template Wgmma<kColumns>::template ss<1>(dq, rows + n * (32 / 16),
+        Op::template Wgmma<kDqColumns>::template ss<1>(dq, rows + n * (32 / 16),
                                                      columns + n * (2048 / 16), n > 0);
       ptx::wgmma_commit();
     };
@@ -185,7 +170,7 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
       const uint32_t stage = turn % C::kStages, at = stage * (C::kQBytes / 16);
-      const uint32_t dout_stage = turn % C::kDoutStages, dout_at = dout_stage * (C::kQBytes / 16);
+      const uint32_t dout_stage = turn % C::kDoutStages, dout_at = dout_stage * (C::kDoutBytes / 16);
       if constexpr (w == 0) {
         wait_for(shared.q_full[stage], turn / C::kStages);
         ptx::wgmma_fence();
@@ -197,7 +182,7 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
         release(shared.q_empty[stage]);
         wait_for(shared.dout_full[dout_stage], turn / C::kDoutStages);
         ptx::wgmma_fence();
-        issue_sum(dout_columns + dout_at);
+        issue_sum<Op>(sum, p, dout_columns + dout_at, 0, 4);
         ptx::wgmma_wait<1>();
         ptx::wgmma_tie(dq_last);
         write_dq(dq_last, 2 * turn);
@@ -240,7 +225,7 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
         release(shared.ds_full);
         wait_for(shared.q_full[stage], turn / C::kStages);
         ptx::wgmma_fence();
-        issue_sum(q_columns + at);
+        issue_sum<Op>(sum, p, q_columns + at, 0, 4);
         ptx::wgmma_wait<1>();
         ptx::wgmma_tie(dq_last);
         write_dq(dq_last, 2 * turn);
@@ -265,15 +250,15 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
   }
   constexpr int kPitch = C::kBlockK * 128;
   const uint32_t staged = address(w == 0 ? shared.v : shared.k);
-  stage_rows<Op, C>(sum, w == 0 ? 1.f : a.p.scale, staged, kPitch);
+  stage_rows<Op>(sum, w == 0 ? 1.f : a.p.scale, staged, kPitch);
   ptx::fence_proxy_async();
   ptx::barrier_sync(1 + w, 128);
   if constexpr (w == 0)
-    send_rows<C, kPacked>(staged, kPitch, a.dv, a.p.dv, a.p.dv_strides, a.p.head_dim_v, tile,
-                          tile.row);
+    send_rows<C::kBoxesV, kPacked>(staged, kPitch, a.dv, a.p.dv, a.p.dv_strides, a.p.head_dim_v,
+                                   tile, tile.row);
   else
-    send_rows<C, kPacked>(staged, kPitch, a.dk, a.p.dk, a.p.dk_strides, a.p.head_dim, tile,
-                          tile.row);
+    send_rows<C::kBoxes, kPacked>(staged, kPitch, a.dk, a.p.dk, a.p.dk_strides, a.p.head_dim, tile,
+                                  tile.row);
   ptx::bulk_wait_read<0>();
 }
 

@@ -15,8 +15,8 @@
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FLASHSCI_D16 FLASHSCI_D8(0), FLASHSCI_D8(8)
 #define FLASHSCI_D32 FLASHSCI_D16, FLASHSCI_D8(16), FLASHSCI_D8(24)
-#define FLASHSCI_D64 \
-  FLASHSCI_D32, FLASHSCI_D8(32), FLASHSCI_D8(40), FLASHSCI_D8(48), FLASHSCI_D8(56)
+#define FLASHSCI_D48 FLASHSCI_D32, FLASHSCI_D8(32), FLASHSCI_D8(40)
+#define FLASHSCI_D64 FLASHSCI_D48, FLASHSCI_D8(48), FLASHSCI_D8(56)
 #define FLASHSCI_D128                                                               \
   FLASHSCI_D64, FLASHSCI_D8(64), FLASHSCI_D8(72), FLASHSCI_D8(80), FLASHSCI_D8(88), \
       FLASHSCI_D8(96), FLASHSCI_D8(104), FLASHSCI_D8(112), FLASHSCI_D8(120)
@@ -24,9 +24,11 @@
 #define FLASHSCI_NAMES32 \
   FLASHSCI_NAMES16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define FLASHSCI_NAMES64                                                             \
-  FLASHSCI_NAMES32                                                                   \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+#define FLASHSCI_NAMES48 \
+  FLASHSCI_NAMES32       \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define FLASHSCI_NAMES64 \
+  FLASHSCI_NAMES48       \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define FLASHSCI_NAMES128                                                    \
   FLASHSCI_NAMES64                                                           \
@@ -70,6 +72,7 @@
   struct Name;                                                                                     \
   FLASHSCI_WGMMA_WIDTH(Name, type, 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")        \
   FLASHSCI_WGMMA_WIDTH(Name, type, 64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")        \
+  FLASHSCI_WGMMA_WIDTH(Name, type, 96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")        \
   FLASHSCI_WGMMA_WIDTH(Name, type, 128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")       \
   FLASHSCI_WGMMA_WIDTH(Name, type, 256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 // clang-format on
