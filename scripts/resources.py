@@ -68,10 +68,11 @@ BACKWARD_FP32 = re.compile(
 )
 # ... of short rows of keys: head dim, warps, queries of a chunk, CTAs per SM.
 SHORT_FP32 = re.compile(r"ShortTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E")
-# sm90 backward: kind; head dim, query rows, bias or mask (2: apart), tile after tile; packed, softcap
-# (the main kernel alone).
+# sm90 backward: kind; head dims of q and k and of v; up to 128 query rows, bias or mask (2: apart), tile after tile;
+# packed, softcap (the main kernel alone).
 BACKWARD_SM90 = re.compile(
-    r"backward_([a-z]*)_?kernelI.*BackwardTilingILi(\d+)ELi(\d+)E(?:LNS0_9PairTilesE([012])ELb(?P<many>[01])E)?"
+    r"backward_(?P<kind>[a-z]*)_?kernelI.*BackwardTilingILi(?P<dim>\d+)ELi(?P<dim_v>\d+)E"
+    r"(?:Li(?P<rows>\d+)ELNS0_9PairTilesE(?P<pairs>[012])ELb(?P<many>[01])E)?"
     r"E*Lb(?P<packed>[01])(?:ELb(?P<softcap>[01]))?"
 )
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
@@ -91,9 +92,8 @@ class Kernel:
     def tiling(self) -> tuple[int, ...] | None:
         """(head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows) of a forward kernel."""
         if found := BACKWARD_SM90.search(self.name):
-            dim, rows = int(found[2]), int(found[3])
-            keys = 64 if dim > 128 else 128
-            return (dim, rows, 0, 8, 0, 1, 1) if found[1] else (dim, rows, keys, 12, 2, 1, 1)
+            dim, rows, keys = int(found["dim"]), int(found["rows"] or 64), 128 if found["rows"] else 64
+            return (dim, rows, 0, 8, 0, 1, 1) if found["kind"] else (dim, rows, keys, 12, 2, 1, 1)
         if self.unit.startswith("sm90"):
             if found := DECODE_SM90.search(self.name):
                 dim = int(found[1])
@@ -185,8 +185,9 @@ class Kernel:
             return name + (", plain 16-byte rows" if self.tiling and self.tiling[-1] else "")
         if found := BACKWARD_SM90.search(self.name):
             words = (
-                found[1],
-                {"1": "bias or mask", "2": "fp32 bias or mask by pairs"}.get(found[4], ""),
+                f"v {found['dim_v']}" * (found["dim_v"] != found["dim"]),
+                found["kind"],
+                {"1": "bias or mask", "2": "fp32 bias or mask by pairs"}.get(found["pairs"], ""),
                 "packed" * (found["packed"] == "1"),
                 "softcap" * (found["softcap"] == "1"),
                 "tile after tile" * (found["many"] == "1"),
@@ -246,16 +247,19 @@ class Kernel:
         if "BiasTiling" in self.name:
             return 2 * dim * 2 * (rows + keys)
         if found := BACKWARD_SM90.search(self.name):
-            if found[1]:
+            if found["kind"]:
                 return 0
-            if dim > 128:  # K, V, two Q, dO; two dS, P; two slices of dQ; statistics
-                out = 2 if dim == 192 else 1  # stages of dO
-                inputs = 2 * dim * (2 * keys + (2 + out) * rows)
-                return inputs + 6 * rows * keys + 2 * 4 * 64 * rows + 4 * (2 + out) * rows
-            inputs = 2 * dim * (2 * keys + 2 * stages * rows)  # K, V; Q, dO
-            ds = 2 * rows * keys * (stages + (found[4] == "1"))
-            if found[4] == "2":  # fp32, up to D 64 two stages of it and of a mask
-                ds += rows * keys * (2 * 5 if dim == 64 else 4)
+            dim_v = int(found["dim_v"])
+            if not found["rows"]:  # K, V, two Q, dO; two dS, P; two slices of dQ; statistics
+                out = 2 if dim + dim_v <= 384 else 1  # stages of dO
+                inputs = 2 * (dim * (keys + 2 * rows) + dim_v * (keys + out * rows))
+                slices = 2 * 4 * rows * (32 if dim == 128 else 64)
+                return inputs + 6 * rows * keys + slices + 4 * (2 + out) * rows
+            dim, dim_v = (-(-x // 64) * 64 for x in (dim, dim_v))  # boxes
+            inputs = 2 * (dim + dim_v) * (keys + stages * rows)  # K, V; Q, dO
+            ds = 2 * rows * keys * (stages + (found["pairs"] == "1"))
+            if found["pairs"] == "2":  # fp32, up to D 64 two stages of it and of a mask
+                ds += rows * keys * (2 * 5 if dim == dim_v == 64 else 4)
             return inputs + ds + 8 * stages * rows + 4 * dim * rows  # statistics; dQ
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0

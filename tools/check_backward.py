@@ -92,6 +92,28 @@ class Check:
             self.case("low", (1, 2, 2, s, s), d, d, "bhsd", window=(16, 16), size=30.0)
             self.case("low", (1, 2, 2, s, s), d, d, "bhsd", scale=-1.0, size=8.0)
 
+    def values(self) -> None:
+        """Values with a head dim of their own."""
+        d, some, repeated = self.dim, (2, 4, 2, 333, 448), (2, 8, 4, 900, 1100)
+        for dv in (64, 96, 128, 192, 256):
+            if dv == d:
+                continue
+            for window, lower_right in WINDOWS[:5]:
+                options: dict[str, Any] = {"window": window, "lower_right": lower_right}
+                self.case("values", some, d, dv, "bhsd", dlse=True, **options)
+                self.case("values", some, d - 16, dv - 8, "bhsd", **options)
+                self.sequences(d, dv, window, lower_right)
+            for softcap in (0.0, 3.0):
+                self.case("values", (1, 2, 1, 6000, 300), d, dv, "bhsd", softcap=softcap)
+                self.case("values", some, d, dv, "bhsd", window=(-1, 0), softcap=softcap)
+                self.case("values", repeated, d, dv, "bhsd", window=(-1, 0), softcap=softcap, repeats=10)  # fmt: skip
+                self.sequences(d, dv, (-1, 0), True, softcap=softcap, repeats=10)
+            if not self.hopper or max(d, dv) <= 128:
+                for bias_dtype in (self.dtype, torch.float32):
+                    self.shared(some, 1, 1, 1, 1, dims=(d, dv), bias_dtype=bias_dtype)
+                    self.with_bias(some, 0, 1, 1, 1, dims=(d - 8, dv), bias_dtype=bias_dtype)
+                self.with_bias(some, dims=(d, dv), mask=(2, 1, 333, 448), window=(-1, 0))
+
     def softcap(self) -> None:
         for window, lower_right in WINDOWS[:4]:
             self.case("softcap", (2, 4, 2, 333, 444), self.dim, self.dim, "bhsd", window=window, lower_right=lower_right, softcap=3.0)  # fmt: skip
@@ -268,8 +290,8 @@ class Check:
             self.with_bias((2, 4, 2, 1500, 1408), 0, 1, 1, 1, window=window, repeats=10, **options)
 
 
-SECTIONS = ("dense", "turns", "softcap", "pairs", "apart", "packed")
+SECTIONS = ("dense", "values", "turns", "softcap", "pairs", "apart", "packed")
 
 
 if __name__ == "__main__":
-    raise SystemExit(exact.main(__doc__, "backward", Check, SECTIONS, "64,128,192,256"))
+    raise SystemExit(exact.main(__doc__, "backward", Check, SECTIONS, "64,96,128,192,256"))

@@ -1,7 +1,7 @@
 """`python -m flashsci bench` with builds of single units among its candidates: any number of them, interleaved launch by launch with each other
 and with peers, each checked against fp64 first. Needs a GPU.
 
-    python -m tools.time_builds base=base.so new=new.so@64+128 --dims 64,96,128 --seqs 512,16384 --peers sdpa:cudnn,fa3
+    python -m tools.time_builds base=base.so new=new.so@64+128 --dims 64,96,192/128 --seqs 512,16384 --peers sdpa:cudnn,fa3
     python -m tools.time_builds new=new.so det=new.so sm80=new.so --suite bias,pairs --peers triton,sdpa:efficient
     python -m tools.time_builds new=new.so --case long-bias --no-bias-grad --json new.json
 
@@ -49,13 +49,14 @@ def pairs():
     ]
 
 
-def dense(dims: list[int], seqs: list[int]):
-    """The grid of the dense suite at other head dims, too."""
+def dense(dims: list[str], seqs: list[int]):
+    """The grid of the dense suite at other head dims, too; "192/128": values of 128."""
     from flashsci.bench.cases import dense_grid
 
     return [
-        replace(case, id=case.id.replace("-d64-", f"-d{d}-"), D=d, Dv=d, H=2048 // d, Hk=2048 // d)
-        for d in dims
+        replace(case, id=case.id.replace("-d64-", f"-d{given}-"), D=d, Dv=dv, H=2048 // d, Hk=2048 // d)
+        for given in dims
+        for d, dv in [[int(x) for x in (given.split("/") * 2)[:2]]]
         for case in dense_grid()
         if case.D == 64 and case.Sq in seqs
     ]
@@ -86,7 +87,7 @@ def main() -> int:
     bench.CASES.update((case.id, case) for case in bench.SUITES["pairs"])
     cases = bench.select(listed(options.suite), listed(options.case))
     dims = listed(options.dims) or ([] if cases else ["64", "128"])
-    cases += dense([int(x) for x in dims], [int(x) for x in listed(options.seqs)])
+    cases += dense(dims, [int(x) for x in listed(options.seqs)])
     if options.dtype:
         cases = [bench.in_dtype(case, options.dtype) for case in cases]
     if options.no_bias_grad:

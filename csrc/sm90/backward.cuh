@@ -288,8 +288,8 @@ using BackwardTile = std::conditional_t<
 template <int kHeadDim, int kHeadDimV>
 using OneTile = BackwardTiling<kHeadDim, kHeadDimV, 64>;
 template <int kHeadDim, int kHeadDimV>
-using InPlaceTile = BackwardTiling<kHeadDim, kHeadDimV, rows_of_block(kHeadDim, kHeadDimV),
-                                   PairTiles::kInPlace>;
+using InPlaceTile =
+    BackwardTiling<kHeadDim, kHeadDimV, rows_of_block(kHeadDim, kHeadDimV), PairTiles::kInPlace>;
 template <int kHeadDim, int kHeadDimV>
 using ApartTile = BackwardTiling<kHeadDim, kHeadDimV, 64, PairTiles::kApart>;
 
@@ -307,7 +307,7 @@ auto with_head_dims(const FlashsciBackwardParams& p, const Work& work) {
   };
   if (dim > 192) return with_v(Columns<256>());
   if (dim > 128) return with_v(Columns<192>());
-  if (dim_v > 128) return with_v(Columns<128>());
+  if (dim_v > 128) return work(Columns<128>(), Columns<256>());
   if (dim <= 64 && dim_v <= 64) return work(Columns<64>(), Columns<64>());
   if (dim <= 64) return work(Columns<64>(), Columns<128>());
   if (dim_v <= 64) return work(Columns<128>(), Columns<64>());
@@ -367,9 +367,8 @@ int64_t padded_workspace(const FlashsciBackwardParams& p) {
 
 template <class Op>
 int64_t backward_workspace(const FlashsciBackwardParams& p) {
-  return with_head_dims(p, [&](auto dim, auto dim_v) {
-    return padded_workspace<Op, dim.value, dim_v.value>(p);
-  });
+  return with_head_dims(
+      p, [&](auto dim, auto dim_v) { return padded_workspace<Op, dim.value, dim_v.value>(p); });
 }
 
 // cudaErrorNotSupported: another kernel must serve this call, nothing was launched.

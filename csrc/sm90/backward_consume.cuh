@@ -193,11 +193,11 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
     const uint64_t dout_columns = ptx::wgmma_descriptor(address(shared.dout), kBlockQ * 128, 1024);
     const uint64_t ds_rows =
         ptx::wgmma_descriptor(address(shared.ds) + (C::kSplitRows ? w * 8192 : 0), 16, 1024);
-    const uint64_t k_columns = ptx::wgmma_descriptor(
-        address(shared.k) + w * (C::kSplitRows    ? 0
-                                 : C::kBoxes == 1 ? 64
-                                                  : kBlockK * 128),
-        kBlockK * 128, 1024);
+    const uint64_t k_columns =
+        ptx::wgmma_descriptor(address(shared.k) + w * (C::kSplitRows    ? 0
+                                                       : C::kBoxes == 1 ? 64
+                                                                        : kBlockK * 128),
+                              kBlockK * 128, 1024);
     const uint32_t lse = address(shared.lse) + lane % 4 * 8;
     const uint32_t delta = address(shared.delta) + lane % 4 * 8;
 
@@ -412,7 +412,8 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
   const auto& p = a.p;
   const int row = tile.row + w * 64;
   const auto send_dv = [&](uint32_t source, int pitch) {
-    send_rows<C::kBoxesV, kPacked>(source, pitch, a.dv, p.dv, p.dv_strides, p.head_dim_v, tile, row);
+    send_rows<C::kBoxesV, kPacked>(source, pitch, a.dv, p.dv, p.dv_strides, p.head_dim_v, tile,
+                                   row);
   };
   const auto send_dk = [&](uint32_t source, int pitch) {
     send_rows<C::kBoxes, kPacked>(source, pitch, a.dk, p.dk, p.dk_strides, p.head_dim, tile, row);

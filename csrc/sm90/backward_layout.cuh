@@ -22,8 +22,8 @@ using Columns = std::integral_constant<int, kCount>;
 // mask by pairs in buffers of their own (backward_apart.cuh).
 enum class PairTiles { kNone, kInPlace, kApart };
 
-// kHeadDim: columns of q and k; kHeadDimV: of v. kManyTiles: a CTA takes tiles of keys one after the
-// other, else one.
+// kHeadDim: columns of q and k; kHeadDimV: of v. kManyTiles: a CTA takes tiles of keys one after
+// the other, else one.
 template <int kHeadDim_, int kHeadDimV_, int kBlockQ_, PairTiles kPairTiles = PairTiles::kNone,
           bool kManyTiles_ = false>
 struct BackwardTiling {
@@ -57,7 +57,7 @@ struct BackwardTiling {
 
   // Those of consumer w that are not beyond kHeadDim: the first ones.
   static constexpr __host__ __device__ int dq_columns(int w) {
-    return kSplitRows || w == 0 ? kDqColumns : kHeadDim - kDqColumns;
+    return kDqColumns - w * (kSplitRows ? 0 : 2 * kDqColumns - kHeadDim);
   }
 };
 
@@ -96,7 +96,7 @@ struct BackwardStorage : PairBuffers<C::kApart ? C::kPairStages : 0, C::kApartBy
   unsigned char v[C::kVBytes];                    // the same
   unsigned char q[C::kStages][C::kQBytes];        // [stage][box][kBlockQ rows][64]
   unsigned char dout[C::kStages][C::kDoutBytes];  // the same
-  unsigned char ds[C::kDsStages][C::kDsBytes];  // [stage][consumer's 64 keys][kBlockQ rows][64]
+  unsigned char ds[C::kDsStages][C::kDsBytes];    // [stage][consumer's 64 keys][kBlockQ rows][64]
   float dq[C::kDqStages][C::kConsumers][C::kDqFloats];  // in the order of registers
   float lse[C::kStages][C::kBlockQ];                    // of rows, in powers of two
   float delta[C::kStages][C::kBlockQ];                  // negative
@@ -220,10 +220,11 @@ __device__ __forceinline__ bool wants_dq(const BackwardArgs& a, int w) {
   return a.p.dq != nullptr && (C::kSplitRows || w * C::kDqColumns < a.p.head_dim);
 }
 
-// Where that is, of a query tile in the order of `statistics_tile`.
+// Where that is; part: kConsumers times the query tile and w.
 template <class C>
-__device__ __forceinline__ float* dq_of(const BackwardArgs& a, int64_t query_tile, int w) {
-  return a.dq + query_tile * (C::kBlockQ * C::kHeadDim) + w * C::kDqFloats;
+__device__ __forceinline__ float* dq_of(const BackwardArgs& a, uint32_t part, int w) {
+  constexpr uint32_t kMean = C::kBlockQ * C::kHeadDim / C::kConsumers;
+  return a.dq + uint64_t{part} * kMean + w * (C::kDqFloats - kMean);
 }
 
 // Whether turns come, after the first kernel.

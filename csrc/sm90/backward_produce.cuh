@@ -60,8 +60,8 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
                              block + 1 == tile.end && head + 1 == (tile.head + 1) * heads);
     ptx::mbarrier_arrive_expect(full, C::kQBytes + C::kBlockQ * 4);
     load_rows<C::kBoxes, C::kBlockQ, kPacked>(address(shared.q[stage]), a.q, a.q_cut, a.q_row, full,
-                                      block * C::kBlockQ, tile.first_q, tile.seq_q, p.seq_q, head,
-                                      batch1, batch0);
+                                              block * C::kBlockQ, tile.first_q, tile.seq_q, p.seq_q,
+                                              head, batch1, batch0);
     ptx::bulk_load(address(shared.lse[stage]),
                    a.lse + statistics_tile(a, tile, head, block) * C::kBlockQ, C::kBlockQ * 4,
                    full);
@@ -70,9 +70,9 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
     const uint32_t stage = turn % C::kDoutStages, full = address(&shared.dout_full[stage]);
     sleep_for(shared.dout_empty[stage], turn / C::kDoutStages + 1);
     ptx::mbarrier_arrive_expect(full, C::kDoutBytes + C::kBlockQ * 4);
-    load_rows<C::kBoxesV, C::kBlockQ, kPacked>(address(shared.dout[stage]), a.dout, a.dout_cut, a.dout_row,
-                                      full, block * C::kBlockQ, tile.first_q + a.dout_row_offset,
-                                      tile.seq_q, p.seq_q, head, batch1, batch0);
+    load_rows<C::kBoxesV, C::kBlockQ, kPacked>(
+        address(shared.dout[stage]), a.dout, a.dout_cut, a.dout_row, full, block * C::kBlockQ,
+        tile.first_q + a.dout_row_offset, tile.seq_q, p.seq_q, head, batch1, batch0);
     ptx::bulk_load(address(shared.delta[stage]),
                    a.delta + statistics_tile(a, tile, head, block) * C::kBlockQ, C::kBlockQ * 4,
                    full);
@@ -81,10 +81,12 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
     const uint32_t full = address(&shared.kv_full);
     if constexpr (C::kManyTiles) sleep_for(shared.queue.kv_empty, count + 1);
     ptx::mbarrier_arrive_expect(full, C::kKBytes + C::kVBytes);
-    load_rows<C::kBoxes, C::kBlockK, kPacked>(address(shared.k), a.k, a.k_cut, a.k_row, full, tile.row,
-                                      tile.first_k, tile.seq_k, p.seq_k, tile.head, batch1, batch0);
-    load_rows<C::kBoxesV, C::kBlockK, kPacked>(address(shared.v), a.v, a.v_cut, a.v_row, full, tile.row,
-                                      tile.first_k, tile.seq_k, p.seq_k, tile.head, batch1, batch0);
+    load_rows<C::kBoxes, C::kBlockK, kPacked>(address(shared.k), a.k, a.k_cut, a.k_row, full,
+                                              tile.row, tile.first_k, tile.seq_k, p.seq_k,
+                                              tile.head, batch1, batch0);
+    load_rows<C::kBoxesV, C::kBlockK, kPacked>(address(shared.v), a.v, a.v_cut, a.v_row, full,
+                                               tile.row, tile.first_k, tile.seq_k, p.seq_k,
+                                               tile.head, batch1, batch0);
   };
   const bool some = tile.begin < tile.end;
   // The first K and V do not wait for the kernel before; others wait for their place longer than Q.
@@ -155,19 +157,18 @@ __device__ __forceinline__ void add_dq_of_tile(BackwardStorage<C>& shared, const
       const uint32_t stage = count % C::kDqStages;
       sleep_for(shared.dq_full[stage][w], count / C::kDqStages);
       if (wants_dq<C>(a, w)) {
-        const int64_t query_tile = statistics_tile(a, tile, head, block);
-        int* const turn = a.turns + query_tile * C::kConsumers + w;
+        const uint32_t part = statistics_tile(a, tile, head, block) * C::kConsumers + w;
         if (in_turns) {
-          wait_turn(turn, turn_of<C>(a, tile, block));
+          wait_turn(a.turns + part, turn_of<C>(a, tile, block));
           ptx::fence_proxy_async_global();
         }
-        ptx::bulk_add_f32(dq_of<C>(a, query_tile, w), ptx::shared_address(shared.dq[stage][w]),
+        ptx::bulk_add_f32(dq_of<C>(a, part, w), ptx::shared_address(shared.dq[stage][w]),
                           C::dq_columns(w) * 256);
         ptx::bulk_commit();
         if (in_turns) {
           ptx::bulk_wait<0>();
           ptx::fence_proxy_async_global();
-          ptx::add_release(turn, 1);
+          ptx::add_release(a.turns + part, 1);
         } else {
           ptx::bulk_wait_read<C::kDqStages - 1>();
         }

@@ -75,6 +75,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const uint16_t* dout = static_cast<const uint16_t*>(p.dout) + tile.offset(p.dout_strides);
   const bool mine = lane * 8 < p.head_dim_v && p.dout != nullptr;
   const int64_t statistics = static_cast<int64_t>(blockIdx.x) * C::kBlockQ;
+  const uint32_t part = blockIdx.x * C::kConsumers;
   uint4 x[C::kBlockQ / kStep], y[C::kBlockQ / kStep];
 #pragma unroll
   for (int i = 0; i < C::kBlockQ / kStep; ++i) {
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
   for (int w = 0; w < C::kConsumers; ++w) {
     if (!wants_dq<C>(a, w)) continue;
-    auto* accumulator = reinterpret_cast<float4*>(dq_of<C>(a, blockIdx.x, w));
+    auto* accumulator = reinterpret_cast<float4*>(dq_of<C>(a, part + w, w));
 #pragma unroll
     for (int i = 0; i < C::dq_columns(w) * 16; i += kRowThreads)
       accumulator[i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -136,7 +137,8 @@ __global__ void __launch_bounds__(kRowThreads)
   if (tile.count <= 0) return;
   ptx::wait_for_prerequisites();
   const int w = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;
-  const auto* accumulator = reinterpret_cast<const float4*>(dq_of<C>(a, blockIdx.x, w));
+  const uint32_t part = blockIdx.x * C::kConsumers + w;
+  const auto* accumulator = reinterpret_cast<const float4*>(dq_of<C>(a, part, w));
   float4 x[C::kDqColumns / 8] = {};
   if (wants_dq<C>(a, w)) {
 #pragma unroll

@@ -52,8 +52,8 @@ struct BackwardStorage<WideBackwardTiling<kHeadDim, kHeadDimV>> {
   unsigned char ds[2][64 * 64 * 2];                   // dS of two blocks: [64 queries][64 keys]
   uint4 p[4][128];                                    // P^T: [16 queries][thread], as operand
   float dq[C::kDqStages][C::kConsumers][64 * C::slice_columns(0, 0)];  // in the order of registers
-  float lse[C::kStages][C::kBlockQ];        // of rows, in powers of two
-  float delta[C::kDoutStages][C::kBlockQ];  // negative
+  float lse[C::kStages][C::kBlockQ];                                   // of rows, in powers of two
+  float delta[C::kDoutStages][C::kBlockQ];                             // negative
   KeyTile tile[1];
   uint64_t kv_full;
   uint64_t q_full[C::kStages], q_empty[C::kStages];                // Q and lse

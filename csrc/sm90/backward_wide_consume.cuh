@@ -83,7 +83,7 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
 #pragma unroll
       for (int n = 0; n < 4; ++n)
         Op::template Wgmma<kDqColumns>::template ss<1>(dq, rows + n * (32 / 16),
-                                                     columns + n * (2048 / 16), n > 0);
+                                                       columns + n * (2048 / 16), n > 0);
       ptx::wgmma_commit();
     };
     const auto release = [&](uint64_t& barrier) {
@@ -170,7 +170,8 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
       const uint32_t stage = turn % C::kStages, at = stage * (C::kQBytes / 16);
-      const uint32_t dout_stage = turn % C::kDoutStages, dout_at = dout_stage * (C::kDoutBytes / 16);
+      const uint32_t dout_stage = turn % C::kDoutStages,
+                     dout_at = dout_stage * (C::kDoutBytes / 16);
       if constexpr (w == 0) {
         wait_for(shared.q_full[stage], turn / C::kStages);
         ptx::wgmma_fence();
