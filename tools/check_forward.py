@@ -22,6 +22,7 @@ class Check:
 
     def __init__(self, build: Build, dtype: torch.dtype, dim: int, record: Record):
         self.build, self.dtype, self.dim, self.record = build, dtype, dim, record
+        self.dim_v = dim
 
     def tensors(self, b: int, h: int, hk: int, sq: int, sk: int, d: int, dv: int, layout: str = "bshd"):  # fmt: skip
         shapes = ((b, h, sq, d), (b, hk, sk, d), (b, hk, sk, dv))
@@ -68,12 +69,22 @@ class Check:
             self.case("scale", *self.tensors(*some, d, d, "bhsd"), scale=scale)
         self.case("scale", *self.tensors(1, 2, 2, 1000, 1000, d, d), window=(-1, 0), scale=3.0)
 
+    def values(self) -> None:
+        """Values with a head dim of their own."""
+        for self.dim_v in (40, 128, 200):
+            for size, (window, lower_right) in itertools.product([(2, 4, 2, 333, 444), (1, 2, 2, 2500, 2411)], WINDOWS):  # fmt: skip
+                tensors = self.tensors(*size, self.dim, self.dim_v)
+                for softcap in (0.0, 3.0):
+                    self.case("values", *tensors, window=window, lower_right=lower_right, softcap=softcap)  # fmt: skip
+            self.growing()
+            self.packed()
+
     def growing(self) -> None:
         """Scores that grow from block to block (right to left), up to overflow of exp."""
         for factor, (window, lower_right), what, softcap in itertools.product(
             (3.0, 12.0, 60.0), [WINDOWS[0], WINDOWS[2], ((400, 100), False)], ("ramp", "sink"), (0.0, 30.0)
         ):  # fmt: skip
-            q, k, v = self.tensors(1, 4, 2, 700, 1111, self.dim, self.dim)
+            q, k, v = self.tensors(1, 4, 2, 700, 1111, self.dim, self.dim_v)
             if what == "ramp":
                 k *= torch.linspace(factor, 0.1, 1111, device=k.device).to(self.dtype)[:, None]
             else:
@@ -102,11 +113,11 @@ class Check:
             )
             total_q, total_k = sum(lens_q) + 8, sum(lens_k) + 9
             q = make((6, total_q, self.dim), self.dtype, "bshd")
-            k, v = (make((2, total_k, self.dim), self.dtype, "bshd") for _ in range(2))
+            k, v = (make((2, total_k, d), self.dtype, "bshd") for d in (self.dim, self.dim_v))
             for x in (k, v):
                 x[:, cu[1][poison] : cu[1][poison + 1]] = float("nan")
                 x[:, :3] = x[:, cu[1][-1] :] = float("nan")
-            name = f"{self.build.name} {self.dtype} packed d{self.dim} {window} {lower_right}"
+            name = f"{self.build.name} {self.dtype} packed d{self.dim}/{self.dim_v} {window} {lower_right}"
             options = {"window": window, "lower_right": lower_right}
             found = self.launched(name, q, k, v, cu=cu, **options)
             if found is None:
@@ -185,8 +196,8 @@ class Check:
                 self.record.repeats(name, run, [out, lse], 200)
 
 
-SECTIONS = ("dense", "growing", "strided", "packed", "pairs", "decode", "repeats")
+SECTIONS = ("dense", "values", "growing", "strided", "packed", "pairs", "decode", "repeats")
 
 
 if __name__ == "__main__":
-    raise SystemExit(exact.main(__doc__, "forward", Check, SECTIONS, "64,128,256"))
+    raise SystemExit(exact.main(__doc__, "forward", Check, SECTIONS, "64,96,128,192,256"))

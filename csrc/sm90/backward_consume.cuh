@@ -95,16 +95,8 @@ template <class Op, int kCount, int kSteps>
 __device__ __forceinline__ void issue_sum(float (&x)[kCount], const uint32_t (&by)[kSteps][4],
                                           uint64_t streamed, int begin, int end) {
 #pragma unroll
-  for (int m = begin; m < end; ++m) {
-    const uint64_t rows = streamed + m * (2048 / 16);
-    if constexpr (kCount != 96) {
-      Op::template Wgmma<kCount * 2>::template rs<1>(x, by[m], rows, 1);
-    } else {  // 192 columns: in boxes of kSteps * 16 queries and 64
-      Op::template Wgmma<128>::template rs<1>(*reinterpret_cast<float (*)[64]>(x), by[m], rows, 1);
-      Op::template Wgmma<64>::template rs<1>(*reinterpret_cast<float (*)[32]>(x + 64), by[m],
-                                             rows + 2 * (kSteps * 16 * 128) / 16, 1);
-    }
-  }
+  for (int m = begin; m < end; ++m)
+    Op::template Wgmma<kCount * 2>::template rs<1>(x, by[m], streamed + m * (2048 / 16), 1);
   ptx::wgmma_commit();
 }
 

@@ -18,18 +18,21 @@ template <class Op, class C, bool kWindowed, bool kPlainScores, bool kPacked>
 __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardArgs& a, int w) {
   // In a uniform register, and with it the addresses that follow: else windows spill.
   if constexpr (C::kHeadDim == 256 && !C::kPairs) w = ptx::redux_max(w);
-  constexpr int kBlockK = C::kBlockK, kStages = C::kStages, kHeadDim = C::kHeadDim;
+  constexpr int kBlockK = C::kBlockK, kStages = C::kStages;
+  constexpr int kHeadDim = C::kHeadDim, kHeadDimV = C::kHeadDimV;
+  // Over masked and whole blocks, all of which look for the maximum: two loops spill.
+  constexpr bool kOneLoop = kHeadDim > 128 && !kPlainScores && !C::kPairs;
   using MmaQK = typename Op::template Wgmma<kBlockK>;
   constexpr bool kHalves = kBlockK > 32;  // a first block of half width
   using MmaQKHalf = typename Op::template Wgmma<kHalves ? kBlockK / 2 : kBlockK>;
-  using MmaPV = typename Op::template Wgmma<kHeadDim>;
+  using MmaPV = typename Op::template Wgmma<kHeadDimV>;
   const int lane = threadIdx.x % 32;
   const int warp_row = w * 64 + threadIdx.x / 32 % 4 * 16;  // in the tile
   const int row_in_tile = warp_row + lane / 4;              // this lane's first
   auto& staging = shared.staging[warp_row / 16];
 
   float s[kBlockK / 2];         // scores, then P
-  float o[kHeadDim / 2];        // output, unnormalised
+  float o[kHeadDimV / 2];       // output, unnormalised
   uint32_t p[kBlockK / 16][4];  // P as operand, per 16 keys
   RowStatistics rows;
   float alpha[2];
@@ -44,7 +47,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   const uint64_t v_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.v), kBlockK * 128, 1024);
   const auto issue_qk = [&](auto mma, auto& scores) {
     const uint64_t q_tile = q_desc + tiles % C::kQStages * (C::kConsumers * C::kQBytes / 16);
-    const uint64_t k_tile = k_desc + head % kStages * (C::kKVBytes / 16);
+    const uint64_t k_tile = k_desc + head % kStages * (C::kKBytes / 16);
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d)
       decltype(mma)::template ss<0>(scores, q_tile + (d / 4 * 8192 + d % 4 * 32) / 16,
@@ -53,7 +56,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   };
   uint32_t accumulate = 0;                  // 0: O counts as cleared
   const auto issue_pv = [&](uint32_t at) {  // O += P V
-    const uint64_t v_tile = v_desc + at % kStages * (C::kKVBytes / 16);
+    const uint64_t v_tile = v_desc + at % kStages * (C::kVBytes / 16);
 #pragma unroll
     for (int n = 0; n < kBlockK / 16; ++n)
       MmaPV::template rs<1>(o, p[n], v_tile + n * (2048 / 16), n > 0 ? 1 : accumulate);
@@ -141,7 +144,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
 
   const auto clear = [&] {
 #pragma unroll
-    for (int e = 0; e < kHeadDim / 2; ++e) o[e] = 0.f;
+    for (int e = 0; e < kHeadDimV / 2; ++e) o[e] = 0.f;
   };
 
   clear();
@@ -285,6 +288,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       issue_qk(MmaQK{}, s);
       const uint32_t at = head - 1;
       wait_v(at);
+      if constexpr (kOneLoop) ptx::wgmma_fence();  // or ptxas adds one, and waits for every product
       issue_pv(at);
       next_turn();
       uint32_t words[kBlockK / 4];
@@ -298,7 +302,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
         scale_scores(s, a);
       const auto rescale = [&] {
 #pragma unroll
-        for (int e = 0; e < kHeadDim / 2; ++e) o[e] *= alpha[e >> 1 & 1];
+        for (int e = 0; e < kHeadDimV / 2; ++e) o[e] *= alpha[e >> 1 & 1];
       };
       const auto pv_done = [&] {
         ptx::wgmma_wait<0>();
@@ -306,7 +310,10 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
         release(shared.v_empty[at % kStages]);
       };
       if constexpr (decltype(masked)::value || (!kPlainScores && !C::kOptimistic)) {
-        if constexpr (decltype(masked)::value) mask(block);
+        if constexpr (decltype(masked)::value) {
+          const int first_key = block * kBlockK;
+          if (!kOneLoop || first_key + kBlockK > full_end || first_key < full_begin) mask(block);
+        }
         const bool grew = softmax_next(s, rows, alpha, a.exp_scale);
         pv_done();
         if (grew) rescale();
@@ -320,7 +327,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
         }
         pv_done();
         // Else ptxas releases V last, and with two stages the next V comes late.
-        if constexpr (kHeadDim == 256) ptx::schedule_fence(a.p.seq_k);
+        if constexpr (C::kQStages == 1) ptx::schedule_fence(a.p.seq_k);
         exponentials<C::kEarly, kBlockK / 2>(s, rows.offset, a.exp_scale, part);
         float sum[2] = {part[0] + part[1], part[2] + part[3]};
         pack(s);
@@ -349,19 +356,24 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     };
     --block;
     if constexpr (kWindowed) {
-      // Masked blocks on the right, then whole ones, then masked ones on the left. Every row has
-      // seen a key before the first whole block.
-      int masked_down_to = max((full_end - 1) / kBlockK, own.first);
-      const int whole_down_to = max((full_begin + kBlockK - 1) / kBlockK, own.first);
-      while (block >= own.first) {
+      if constexpr (kOneLoop) {
 #pragma unroll 1
-        for (; block >= own.first && (block >= masked_down_to || searching); --block) {
-          step(std::true_type{});
-          if (searching) look();
+        for (; block >= own.first; --block) step(std::true_type{});
+      } else {
+        // Masked blocks on the right, then whole ones, then masked ones on the left. Every row has
+        // seen a key before the first whole block.
+        int masked_down_to = max((full_end - 1) / kBlockK, own.first);
+        const int whole_down_to = max((full_begin + kBlockK - 1) / kBlockK, own.first);
+        while (block >= own.first) {
+#pragma unroll 1
+          for (; block >= own.first && (block >= masked_down_to || searching); --block) {
+            step(std::true_type{});
+            if (searching) look();
+          }
+#pragma unroll 1
+          for (; block >= whole_down_to; --block) step(std::false_type{});
+          masked_down_to = own.first;
         }
-#pragma unroll 1
-        for (; block >= whole_down_to; --block) step(std::false_type{});
-        masked_down_to = own.first;
       }
       if (own.first > blocks.first) {
         finish(tiles);

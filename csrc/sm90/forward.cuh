@@ -191,8 +191,8 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// The tile shapes, by padded head dimension; why: docs/kernels/sm90_forward.md.
-template <int kHeadDim>
+// The tile shapes, by padded head dims of q and k, and of v; why: docs/kernels/sm90_forward.md.
+template <int kHeadDim, int kHeadDimV = kHeadDim>
 struct Tiles;
 template <>
 struct Tiles<32> {  // in boxes of 64 columns, half of them zeros
@@ -200,42 +200,42 @@ struct Tiles<32> {  // in boxes of 64 columns, half of them zeros
 };
 template <>
 struct Tiles<64> {
-  using Full = Tiling<64, 128, 3, 4>;
-  using Windowed = Tiling<64, 128, 3, 4>;
-  using Capped = Windowed;
+  using Plain = Tiling<64, 128, 3, 4>;
   using Pairs = Tiling<64, 64, 3, 2, true>;
 };
 template <>
+struct Tiles<96> {
+  using Plain = Tiling<96, 96, 3, 2>;
+};
+template <>
 struct Tiles<128> {
-  using Full = Tiling<128, 128, 2, 2>;
-  using Windowed = Tiling<128, 128, 2, 2>;
-  using Capped = Windowed;
+  using Plain = Tiling<128, 128, 2, 2>;
   using Pairs = Tiling<128, 64, 2, 2, true>;
 };
 template <>
+struct Tiles<192> {
+  using Plain = Tiling<192, 96, 2, 2>;
+};
+template <>
+struct Tiles<192, 128> {
+  using Plain = Tiling<192, 128, 2, 2, false, 128>;
+};
+template <>
 struct Tiles<256> {
-  using Full = Tiling<256, 64, 2, 2>;
-  using Windowed = Tiling<256, 64, 2, 2>;
-  using Capped = Tiling<256, 32, 2, 4>;  // 64 keys spill
+  using Plain = Tiling<256, 64, 2, 2>;
   using Pairs = Tiling<256, 32, 2, 2, true>;
 };
 
-template <class Op, int kHeadDim>
-cudaError_t launch_padded(ForwardArgs& a, cudaStream_t stream) {
-  if (a.p.workspace != nullptr && is_decoding(a.p)) {
-    const cudaError_t error = launch_decode<Op, kHeadDim>(a, stream);
-    if (error != cudaErrorNotSupported) return error;
-  }
-  using T = Tiles<kHeadDim>;
-  using Windowed = typename T::Windowed;
+template <class Op, class C>
+cudaError_t launch_plain(ForwardArgs& a, cudaStream_t stream) {
   const bool windowed = a.p.window_left >= 0 || a.p.window_right >= 0;
   const bool plain = a.score_mode == kScaled;
   if (a.p.cu_seqlens_q != nullptr)
-    return plain ? launch_tiling<Op, Windowed, true, true, true>(a, stream)
-                 : launch_tiling<Op, typename T::Capped, true, false, true>(a, stream);
-  if (!plain) return launch_tiling<Op, typename T::Capped, true, false, false>(a, stream);
-  if (windowed) return launch_tiling<Op, Windowed, true, true, false>(a, stream);
-  return launch_tiling<Op, typename T::Full, false, true, false>(a, stream);
+    return plain ? launch_tiling<Op, C, true, true, true>(a, stream)
+                 : launch_tiling<Op, C, true, false, true>(a, stream);
+  if (!plain) return launch_tiling<Op, C, true, false, false>(a, stream);
+  if (windowed) return launch_tiling<Op, C, true, true, false>(a, stream);
+  return launch_tiling<Op, C, false, true, false>(a, stream);
 }
 
 template <class Op, int kHeadDim>
@@ -251,14 +251,15 @@ inline int64_t forward_workspace(const FlashsciForwardParams& p) {
   return causal || p.cu_seqlens_q != nullptr ? sizeof(uint32_t) : 0;
 }
 
-// cudaErrorNotSupported: another kernel must serve this call, nothing was launched. kDims: the
-// buckets of head dimensions that are compiled.
-template <class Op, int kDims = 32 | 64 | 128 | 256>
+// cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
+template <class Op>
 cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
   const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
-  if (p.seq_k == 0 || p.head_dim_v % 8 != 0 || !aligned(p.batch0, p.out_strides.batch0) ||
-      !aligned(p.batch1, p.out_strides.batch1) || !aligned(p.heads_q, p.out_strides.head) ||
-      !aligned(p.seq_q, p.out_strides.row) || reinterpret_cast<uintptr_t>(p.out) % 16 != 0)
+  const int dim = std::max(p.head_dim, p.head_dim_v);
+  if (dim > 256 || p.seq_k == 0 || p.head_dim_v % 8 != 0 ||
+      !aligned(p.batch0, p.out_strides.batch0) || !aligned(p.batch1, p.out_strides.batch1) ||
+      !aligned(p.heads_q, p.out_strides.head) || !aligned(p.seq_q, p.out_strides.row) ||
+      reinterpret_cast<uintptr_t>(p.out) % 16 != 0)
     return cudaErrorNotSupported;
   ForwardArgs a;
   a.p = p;
@@ -267,23 +268,28 @@ cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) 
   a.score_inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
   a.score_outer = p.softcap;
   a.exp_scale = a.score_mode == kScaled ? p.scale * kLog2e : kLog2e;
-  const int dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  const auto launch = [&](auto padded) {
-    constexpr int kHeadDim = decltype(padded)::value;
-    return pairs ? launch_pairs<Op, kHeadDim>(a, stream) : launch_padded<Op, kHeadDim>(a, stream);
-  };
   // sm80's kernel skips blocks that a mask hides and reads a bias once for two batch rows: measured
   // faster here, and only here.
   if (p.pairs.mask != nullptr && dim <= 32) return cudaErrorNotSupported;
-  if constexpr (kDims & 32)
-    if (pairs && dim <= 32) return launch_pairs<Op, 32>(a, stream);
-  if constexpr (kDims & 64)
-    if (dim <= 64) return launch(std::integral_constant<int, 64>{});
-  if constexpr (kDims & 128)
-    if (dim <= 128) return launch(std::integral_constant<int, 128>{});
-  if constexpr (kDims & 256)
-    if (dim <= 256) return launch(std::integral_constant<int, 256>{});
-  return cudaErrorNotSupported;
+  if (pairs)
+    return dim <= 32    ? launch_pairs<Op, 32>(a, stream)
+           : dim <= 64  ? launch_pairs<Op, 64>(a, stream)
+           : dim <= 128 ? launch_pairs<Op, 128>(a, stream)
+                        : launch_pairs<Op, 256>(a, stream);
+  if (p.workspace != nullptr && is_decoding(p)) {
+    const cudaError_t error = dim <= 64    ? launch_decode<Op, 64>(a, stream)
+                              : dim <= 128 ? launch_decode<Op, 128>(a, stream)
+                                           : launch_decode<Op, 256>(a, stream);
+    if (error != cudaErrorNotSupported) return error;
+  }
+  const auto launch = [&](auto tiles) {
+    return launch_plain<Op, typename decltype(tiles)::Plain>(a, stream);
+  };
+  if (dim <= 64) return launch(Tiles<64>{});
+  if (dim <= 96) return launch(Tiles<96>{});
+  if (dim <= 128) return launch(Tiles<128>{});
+  if (dim <= 192 && p.head_dim_v <= 128) return launch(Tiles<192, 128>{});
+  return dim <= 192 ? launch(Tiles<192>{}) : launch(Tiles<256>{});
 }
 
 }  // namespace flashsci::sm90

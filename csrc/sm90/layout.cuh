@@ -12,18 +12,21 @@
 
 namespace flashsci::sm90 {
 
-template <int kHeadDim_, int kBlockK_, int kConsumers_, int kStages_, bool kPairs_ = false>
+// kHeadDim: columns of q and k; kHeadDimV: of v.
+template <int kHeadDim_, int kBlockK_, int kConsumers_, int kStages_, bool kPairs_ = false,
+          int kHeadDimV_ = kHeadDim_>
 struct Tiling {
-  static constexpr int kHeadDim = kHeadDim_, kBlockK = kBlockK_, kConsumers = kConsumers_;
-  static constexpr int kStages = kStages_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+  static constexpr int kBlockK = kBlockK_, kConsumers = kConsumers_, kStages = kStages_;
   static constexpr bool kPairs = kPairs_;                   // with bias or mask
   static constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;  // shared memory of an SM
   static constexpr int kBlockQ = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kStaging = kHeadDim <= 64 || kPairs ? 1 : 2;
-  static constexpr int kColumnBlocks = (kHeadDim + 63) / 64;      // boxes side by side
-  static constexpr int kQBytes = 64 * kColumnBlocks * 128;        // of one consumer
-  static constexpr int kKVBytes = kBlockK * kColumnBlocks * 128;  // of one stage of K or V
+  static constexpr int kStaging =
+      kHeadDim <= 64 || kConsumers == 3 || kHeadDim != kHeadDimV || kPairs ? 1 : 2;
+  static constexpr int kBoxes = (kHeadDim + 63) / 64, kBoxesV = (kHeadDimV + 63) / 64;
+  static constexpr int kQBytes = 64 * kBoxes * 128;  // of one consumer
+  static constexpr int kKBytes = kBlockK * kBoxes * 128, kVBytes = kBlockK * kBoxesV * 128;
   // The registers of the launch bounds (168 at 384 threads, 128 at 512) redistributed.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kPairs ? 40 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kPairs ? 232 : 240;
@@ -36,7 +39,7 @@ struct Tiling {
   // For the stages of bias and mask, as many as fit: PairsPlan.
   static constexpr int kPairsBytes = (kHeadDim > 64 ? 80 : 120) * 1024;
   static_assert(!kPairs || kBlockK == 32 || kBlockK == 64);
-  static_assert((kHeadDim == 32 || kHeadDim % 64 == 0) && kBlockK % 16 == 0 &&
+  static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kBlockK % 16 == 0 &&
                 (kStages & (kStages - 1)) == 0);
 };
 
@@ -63,9 +66,9 @@ struct PairsStorage<C, true> {  // pairs.cuh
 
 template <class C>
 struct SharedStorage : PairsStorage<C> {
-  unsigned char q[C::kQStages][C::kConsumers][C::kQBytes];  // [..][column block][64 rows][64]
-  unsigned char k[C::kStages][C::kKVBytes];  // [stage][column block][kBlockK rows][64]
-  unsigned char v[C::kStages][C::kKVBytes];  // the same
+  unsigned char q[C::kQStages][C::kConsumers][C::kQBytes];  // [..][box][64 rows][64]
+  unsigned char k[C::kStages][C::kKBytes];                  // [stage][box][kBlockK rows][64]
+  unsigned char v[C::kStages][C::kVBytes];                  // the same
   // Of the output: [warp][64 columns, in turn][16 rows][64], swizzled.
   unsigned char staging[C::kConsumers * 4][C::kStaging][2048];
   uint64_t q_full[C::kQStages][C::kConsumers], q_empty[C::kQStages][C::kConsumers];

@@ -27,12 +27,12 @@ __device__ __forceinline__ uint32_t take(const SchedulePlan& plan) {
 }
 
 // Loads rows [row, row + kRows); zeros beyond the tensor.
-template <class C, int kRows, class Place>
+template <int kBoxes, int kRows, class Place>
 __device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& map,
                                            uint32_t barrier, int row, int head, const Place& at) {
 #pragma unroll
-  for (int block = 0; block < C::kColumnBlocks; ++block)
-    ptx::tma_load_5d(shared + block * kRows * 128, &map, barrier, block * 64, row, head, at.batch1,
+  for (int box = 0; box < kBoxes; ++box)
+    ptx::tma_load_5d(shared + box * kRows * 128, &map, barrier, box * 64, row, head, at.batch1,
                      at.batch0);
 }
 
@@ -43,18 +43,18 @@ __device__ __forceinline__ void load_cut_boxes(uint32_t shared, const ForwardArg
                                                uint32_t barrier, int row, const PostedTile& tile) {
   const int rows = min(tile.seq_k - row, kRows), start = tile.first_k + row;
   if (rows == kRows) {
-    load_boxes<C, kRows>(shared, a.v, barrier, start, tile.head_k, tile);
+    load_boxes<C::kBoxesV, kRows>(shared, a.v, barrier, start, tile.head_k, tile);
   } else if (start + rows >= kRows) {
 #pragma unroll
-    for (int block = 0; block < C::kColumnBlocks; ++block)
-      ptx::tma_load_5d(shared + block * kRows * 128, &a.v_cut, barrier, block * 64, kRows - rows,
+    for (int box = 0; box < C::kBoxesV; ++box)
+      ptx::tma_load_5d(shared + box * kRows * 128, &a.v_cut, barrier, box * 64, kRows - rows,
                        start + rows - kRows, tile.head_k, 0);
   } else {  // a short first sequence: row by row, those beyond from outside the tensor
 #pragma unroll 1
     for (int i = 0; i < kRows; ++i)
 #pragma unroll 1
-      for (int block = 0; block < C::kColumnBlocks; ++block)
-        ptx::tma_load_5d(shared + (block * kRows + i) * 128, &a.v_row, barrier, block * 64,
+      for (int box = 0; box < C::kBoxesV; ++box)
+        ptx::tma_load_5d(shared + (box * kRows + i) * 128, &a.v_row, barrier, box * 64,
                          i < rows ? start + i : a.p.seq_k, tile.head_k, 0, 0);
   }
 }
@@ -96,8 +96,8 @@ __device__ __forceinline__ void plan(SharedStorage<C>& shared, const ForwardArgs
         const uint32_t full = address(&shared.q_full[stage][w]);
         if (work.row >= 0 && blocks.end > blocks.first) {
           ptx::mbarrier_arrive_expect(full, C::kQBytes);
-          load_boxes<C, 64>(address(shared.q[stage][w]), a.q, full,
-                            work.first_q + work.row + w * 64, at.head, at);
+          load_boxes<C::kBoxes, 64>(address(shared.q[stage][w]), a.q, full,
+                                    work.first_q + work.row + w * 64, at.head, at);
         } else {
           ptx::mbarrier_arrive(full);
         }
@@ -147,18 +147,18 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardA
       const uint32_t stage = turn % C::kStages;
       const uint32_t k_full = address(&shared.k_full[stage]);
       acquire(shared.k_empty, block);
-      ptx::mbarrier_arrive_expect(k_full, C::kKVBytes);
-      load_boxes<C, C::kBlockK>(address(shared.k[stage]), a.k, k_full,
-                                tile.first_k + block * C::kBlockK, tile.head_k, tile);
+      ptx::mbarrier_arrive_expect(k_full, C::kKBytes);
+      load_boxes<C::kBoxes, C::kBlockK>(address(shared.k[stage]), a.k, k_full,
+                                        tile.first_k + block * C::kBlockK, tile.head_k, tile);
       const uint32_t v_full = address(&shared.v_full[stage]);
       acquire(shared.v_empty, block);
-      ptx::mbarrier_arrive_expect(v_full, C::kKVBytes);
+      ptx::mbarrier_arrive_expect(v_full, C::kVBytes);
       if constexpr (kPacked)
         load_cut_boxes<C, C::kBlockK>(address(shared.v[stage]), a, v_full, block * C::kBlockK,
                                       tile);
       else
-        load_boxes<C, C::kBlockK>(address(shared.v[stage]), a.v, v_full, block * C::kBlockK,
-                                  tile.head_k, tile);
+        load_boxes<C::kBoxesV, C::kBlockK>(address(shared.v[stage]), a.v, v_full,
+                                           block * C::kBlockK, tile.head_k, tile);
     }
     // What is posted is not written again before we, too, have released Q.
     ptx::mbarrier_arrive(address(&shared.q_empty[tiles % C::kQStages][0]));

@@ -187,7 +187,7 @@ __device__ __forceinline__ void recompute_scores(float (&s)[kCount], const Forwa
 // 64 columns at a time, and the copy engine stores them. Where a packed sequence ends inside a box,
 // lanes store 16 bytes each.
 template <class Op, class C, bool kPacked>
-__device__ __forceinline__ void write_output(const float (&o)[C::kHeadDim / 2],
+__device__ __forceinline__ void write_output(const float (&o)[C::kHeadDimV / 2],
                                              const RowStatistics& rows, const ForwardArgs& a,
                                              const PostedTile& tile, int seq_q,
                                              int warp_row,  // in the tile
@@ -211,15 +211,16 @@ __device__ __forceinline__ void write_output(const float (&o)[C::kHeadDim / 2],
   }
   const bool whole = !kPacked || rows_left >= 16;
 #pragma unroll
-  for (int block = 0; block < C::kColumnBlocks; ++block) {
+  for (int block = 0; block < C::kBoxesV; ++block) {
     const uint32_t target = ptx::shared_address(staging[block % C::kStaging]);
     ptx::bulk_wait_read<C::kStaging - 1>();
     __syncwarp();
     // Rows of 128 bytes, their 16-byte chunks permuted by the row.
     const uint32_t target_row = target + lane % 16 * 128;
 #pragma unroll
-    for (int j = 0; j < (C::kHeadDim < 64 ? C::kHeadDim / 16 : 4); ++j) {  // 16 columns
+    for (int j = 0; j < 4; ++j) {  // 16 columns
       const int e = block * 32 + j * 8;
+      if (e >= C::kHeadDimV / 2) break;
       ptx::stmatrix_x4(target_row + ((j * 2 + lane / 16) ^ (lane % 8)) * 16,
                        Op::pack2(o[e] * inverse[0], o[e + 1] * inverse[0]),
                        Op::pack2(o[e + 2] * inverse[1], o[e + 3] * inverse[1]),

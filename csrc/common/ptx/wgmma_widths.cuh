@@ -14,27 +14,30 @@
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FLASHSCI_D16 FLASHSCI_D8(0), FLASHSCI_D8(8)
-#define FLASHSCI_D32 FLASHSCI_D16, FLASHSCI_D8(16), FLASHSCI_D8(24)
+#define FLASHSCI_D24 FLASHSCI_D16, FLASHSCI_D8(16)
+#define FLASHSCI_D32 FLASHSCI_D24, FLASHSCI_D8(24)
 #define FLASHSCI_D48 FLASHSCI_D32, FLASHSCI_D8(32), FLASHSCI_D8(40)
 #define FLASHSCI_D64 FLASHSCI_D48, FLASHSCI_D8(48), FLASHSCI_D8(56)
-#define FLASHSCI_D128                                                               \
-  FLASHSCI_D64, FLASHSCI_D8(64), FLASHSCI_D8(72), FLASHSCI_D8(80), FLASHSCI_D8(88), \
-      FLASHSCI_D8(96), FLASHSCI_D8(104), FLASHSCI_D8(112), FLASHSCI_D8(120)
+#define FLASHSCI_D96 \
+  FLASHSCI_D64, FLASHSCI_D8(64), FLASHSCI_D8(72), FLASHSCI_D8(80), FLASHSCI_D8(88)
+#define FLASHSCI_D128 \
+  FLASHSCI_D96, FLASHSCI_D8(96), FLASHSCI_D8(104), FLASHSCI_D8(112), FLASHSCI_D8(120)
 #define FLASHSCI_NAMES16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define FLASHSCI_NAMES32 \
-  FLASHSCI_NAMES16       \
-  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FLASHSCI_NAMES24 FLASHSCI_NAMES16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define FLASHSCI_NAMES32 FLASHSCI_NAMES24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define FLASHSCI_NAMES48 \
   FLASHSCI_NAMES32       \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define FLASHSCI_NAMES64 \
   FLASHSCI_NAMES48       \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FLASHSCI_NAMES96                                                             \
+  FLASHSCI_NAMES64                                                                   \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define FLASHSCI_NAMES128                                                    \
-  FLASHSCI_NAMES64                                                           \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75"             \
-  ", %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"             \
-  ", %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99"             \
+  FLASHSCI_NAMES96                                                           \
+  ", %96, %97, %98, %99"                                                     \
   ", %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123" \
   ", %124, %125, %126, %127"
@@ -71,8 +74,10 @@
   template <int kN>                                                                                \
   struct Name;                                                                                     \
   FLASHSCI_WGMMA_WIDTH(Name, type, 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")        \
+  FLASHSCI_WGMMA_WIDTH(Name, type, 48, 24, "%24", "%25", "%26", "%27", "%28", "%29", "%30")        \
   FLASHSCI_WGMMA_WIDTH(Name, type, 64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")        \
   FLASHSCI_WGMMA_WIDTH(Name, type, 96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")        \
   FLASHSCI_WGMMA_WIDTH(Name, type, 128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")       \
+  FLASHSCI_WGMMA_WIDTH(Name, type, 192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")    \
   FLASHSCI_WGMMA_WIDTH(Name, type, 256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 // clang-format on
