@@ -55,9 +55,9 @@ KEYS_SM80 = re.compile(r"BackwardTilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E
 QUERIES_SM80 = re.compile(r"(?:Query|Bias)TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E")
 # sm75: head dim, query rows, keys, warps, CTAs per SM; 16-byte rows, bias or mask.
 TILING_SM75 = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])ELb([01])E")
-# sm90: head dim, keys, consumer warpgroups, stages, bias or mask; windowed, plain scores, packed.
+# sm90: head dim, keys, consumer warpgroups, stages, bias or mask, head dim of v; windowed, plain scores, packed.
 TILING_SM90 = re.compile(
-    r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])E+Lb([01])ELb([01])ELb([01])E"
+    r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])ELi(\d+)E+Lb([01])ELb([01])ELb([01])E"
 )
 # sm80, fp32: head dim, warps, m16 blocks of a warp, n8 blocks of keys, CTAs per SM; bias or mask.
 TILE_FP32 = re.compile(r"ForwardTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
@@ -92,7 +92,11 @@ class Kernel:
     def tiling(self) -> tuple[int, ...] | None:
         """(head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows) of a forward kernel."""
         if found := BACKWARD_SM90.search(self.name):
-            dim, rows, keys = int(found["dim"]), int(found["rows"] or 64), 128 if found["rows"] else 64
+            dim, rows, keys = (
+                int(found["dim"]),
+                int(found["rows"] or 64),
+                128 if found["rows"] else 64,
+            )
             return (dim, rows, 0, 8, 0, 1, 1) if found["kind"] else (dim, rows, keys, 12, 2, 1, 1)
         if self.unit.startswith("sm90"):
             if found := DECODE_SM90.search(self.name):
@@ -206,10 +210,16 @@ class Kernel:
                 kind = {"0": "any bias or mask", "2": "16-bit bias", "4": "fp32 bias"}[pairs80[8]]
                 return f"{rows}, {kind}" + (", two members" if pairs80[7] == "2" else "")
             return rows + (", bias or mask" if pairs and pairs[7] == "1" else "")
-        pairs, windowed, plain, packed = (x == "1" for x in found.groups()[4:])
-        if pairs:
+        windowed, plain, packed = (x == "1" for x in found.groups()[6:])
+        if found[5] == "1":
             return "bias or mask"
-        words = ("window" if windowed else "full", "" if plain else "softcap", packed * "packed")
+        values = f"v {found[6]}" * (found[6] != found[1])
+        words = (
+            values,
+            "window" if windowed else "full",
+            "" if plain else "softcap",
+            packed * "packed",
+        )
         return " ".join(filter(None, words))
 
     @property
@@ -270,13 +280,14 @@ class Kernel:
             return units * members * rows * dim * 2 + stages * -(-stage // 128) * 128
         q_stages = 2 if self.unit.startswith("sm90") and dim <= 128 else 1
         q_stages = 0 if self.unit.startswith("sm75") else q_stages
-        columns = max(dim, 64) if self.unit.startswith("sm90") else dim
-        tiles = 2 * columns * (q_stages * rows + 2 * stages * keys)
-        if self.unit.startswith("sm90"):  # output staging, 2 KiB a warp once or twice; bias, mask
-            pairs = self.variant == "bias or mask"
-            tiles += (warps - 4) * 2048 * (1 if dim <= 64 or pairs else 2)
-            tiles += pairs * (120 if dim <= 64 else 80) * 1024
-        return tiles
+        if found := TILING_SM90.search(self.name):  # boxes of 64 columns
+            columns, values = (-(-int(found[i]) // 64) * 64 for i in (1, 6))
+            tiles = 2 * (columns * (q_stages * rows + stages * keys) + values * stages * keys)
+            pairs = found[5] == "1"  # output staging, 2 KiB a warp once or twice; bias, mask
+            once = dim <= 64 or warps == 16 or columns != values or pairs
+            tiles += (warps - 4) * 2048 * (1 if once else 2)
+            return tiles + pairs * (120 if dim <= 64 else 80) * 1024
+        return 2 * dim * (q_stages * rows + 2 * stages * keys)
 
     @property
     def shared_of_backward_sm80(self) -> int:

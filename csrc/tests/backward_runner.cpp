@@ -454,6 +454,8 @@ std::vector<Case> cases() {
     c.lower_right = true;
     c.lens_q = {10, 64, 1, 128, 7}, c.lens_k = {30, 64, 2, 100, 9}, c.dlse = true;
   }));
+  for (auto [dim, dim_v] : {std::pair{96, 96}, {64, 128}, {192, 128}, {104, 256}})
+    all.push_back(with(packed, [=](Case& c) { c.dim = dim, c.dim_v = dim_v; }));
   all.push_back(with(packed, [](Case& c) {
     c.name = "packed d33", c.seq_q = c.seq_k = 64, c.dim = c.dim_v = 33;
     c.lens_q = {40, 24}, c.lens_k = {24, 40};
@@ -468,7 +470,6 @@ std::vector<Case> cases() {
 }  // namespace
 
 int main(int count, char** words) {
-  const std::string only = count > 1 ? words[1] : "";
   int major = 0, minor = 0, failed = 0, ran = 0;
   CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
   CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
@@ -476,7 +477,7 @@ int main(int count, char** words) {
     if (10 * major + minor < unit.capability || (unit.capability == 90 && major != 9)) continue;
     for (const Case& c : cases()) {
       if (std::max(c.dim, c.dim_v) > unit.max_dim) continue;
-      if (std::string(c.name).find(only) == std::string::npos) continue;
+      if (!asked(count, words, unit.name, c.name)) continue;
       const Problem problem = make(c, unit.precision);
       for (int need : {15, 1, 2, 12, 8}) {
         if (need == 8 && c.bias.empty()) continue;

@@ -298,8 +298,8 @@ std::vector<Case> pair_cases() {
 
 }  // namespace
 
-// Arguments: names of the generations to run; none: all.
-int main(int count, char** names) {
+// Arguments: words that are in the names of the generations or cases to run; none: all.
+int main(int count, char** words) {
   std::vector<Case> cases = {
       {"d64", 2, 4, 2, 150, 200, 64, 64},
       {"d64 causal", 1, 2, 2, 257, 257, 64, 64, -1, 0},
@@ -309,6 +309,11 @@ int main(int count, char** names) {
       {"d192 v128", 1, 2, 1, 65, 129, 192, 128},
       {"d32 softcap", 1, 2, 2, 64, 64, 32, 32, -1, -1, false, 15.f},
       {"d96 heads inside", 2, 3, 3, 70, 70, 96, 96, -1, -1, false, 0.f, 0.f, true},
+      {"d96 causal, many tiles", 1, 70, 10, 200, 200, 96, 88, -1, 0},
+      {"d192 window", 1, 2, 1, 300, 260, 192, 160, 40, 7},
+      {"d192 v128 causal, many tiles", 1, 70, 10, 140, 150, 192, 128, -1, 0},
+      {"d192 v128 softcap", 1, 2, 1, 140, 300, 160, 120, -1, -1, false, 15.f},
+      {"d256 softcap, window", 1, 2, 1, 300, 260, 256, 256, 40, 7, false, 15.f},
       {"d7", 1, 3, 1, 33, 77, 7, 7},
       {"d37 v53 causal", 1, 2, 2, 140, 139, 37, 53, -1, 0},
       {"d20", 1, 2, 2, 50, 50, 20, 20},
@@ -355,6 +360,13 @@ int main(int count, char** names) {
        {30, 64, 2, 100, 9}},
       {"packed d33", 1, 2, 1, 64, 64, 33, 33, -1, -1, false, 0.f, 0.f, true, {40, 24}, {24, 40}},
   };
+  const auto packed = std::find_if(
+      cases.begin(), cases.end(), [](const Case& c) { return std::strcmp(c.name, "packed") == 0; });
+  for (auto [dim, dim_v] : {std::pair{96, 96}, {192, 192}, {192, 128}, {256, 256}}) {
+    Case c = *packed;
+    c.dim = dim, c.dim_v = dim_v;
+    cases.push_back(c);
+  }
   for (Case& c : pair_cases()) cases.push_back(std::move(c));
   int major = 0, minor = 0, failed = 0, run_cases = 0;
   CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
@@ -362,11 +374,8 @@ int main(int count, char** names) {
   for (const Generation& generation : kGenerations) {
     const bool exact = generation.capability == 90;
     if (exact ? major != 9 : 10 * major + minor < generation.capability) continue;
-    const auto asked = [&](const char* name) {
-      return std::strncmp(generation.name, name, std::strlen(name)) == 0;
-    };
-    if (count > 1 && std::none_of(names + 1, names + count, asked)) continue;
     for (const Case& c : cases) {
+      if (!asked(count, words, generation.name, c.name)) continue;
       for (bool bf16 : {false, true}) {
         failed += !run(generation, c, bf16);
         ++run_cases;

@@ -19,6 +19,14 @@
     }                                                                     \
   } while (false)
 
+// Whether each argument is in the unit's name or the case's; none: all are asked for.
+inline bool asked(int count, char** words, const char* unit, const char* name) {
+  for (int i = 1; i < count; ++i)
+    if (std::strstr(unit, words[i]) == nullptr && std::strstr(name, words[i]) == nullptr)
+      return false;
+  return true;
+}
+
 inline float bf16_to_float(uint16_t x) {
   const uint32_t bits = static_cast<uint32_t>(x) << 16;
   float y;
