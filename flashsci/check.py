@@ -449,18 +449,30 @@ def run(
 
 
 def write(report: dict[str, Any], path: Path, unit: str | None) -> None:
-    """Write a full report, or enter the result of a part into the one that is there."""
+    """Write a full report, or enter the result of a part into the one that is there, without parts that judged other kernels."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if unit:
         whole = json.loads(path.read_text()) if path.is_file() else {"units": {}}
         part = {k: v for k, v in report.items() if k != "units"}
-        whole.setdefault("parts", {})[unit] = part
+        parts = {
+            u: p for u, p in whole.get("parts", {}).items() if not _other_kernels(u, p, report)
+        }
+        whole["parts"] = {**parts, unit: part}
         if not report["failures"] and not report["unfinished"]:
             whole["units"].update(report["units"])
             built = {u: found for u, found in report["library"].items() if u in report["units"]}
             whole.setdefault("library", {}).update(built)
         report = whole
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _other_kernels(unit: str, part: dict[str, Any], report: dict[str, Any]) -> bool:
+    """Whether units of an older part have changed since, by the library of this report."""
+    return any(
+        built != report["library"].get(name, built)
+        for name, built in part["library"].items()
+        if name.startswith(unit)
+    )
 
 
 def show(report: dict[str, Any], say: Any) -> None:

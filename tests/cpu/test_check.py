@@ -132,6 +132,18 @@ def test_a_part_brings_its_library(tmp_path):
     assert json.loads(path.read_text())["library"] == report["library"]
 
 
+def test_parts_of_earlier_kernels_leave(tmp_path):
+    path = tmp_path / "report.json"
+    part = {"failures": 0, "unfinished": [], "units": {}}
+    for unit, library in (
+        ("cuda/a/back", {"cuda/a/back": "1", "cuda/b": "1"}),
+        ("cuda/b", {"cuda/a/back": "1", "cuda/b": "1"}),
+        ("cuda/a", {"cuda/a/back": "2", "cuda/b": "1"}),
+    ):
+        check.write({**part, "library": library}, path, unit)
+    assert list(json.loads(path.read_text())["parts"]) == ["cuda/b", "cuda/a"]
+
+
 def test_unknown_unit_and_missing_gpu(capsys):
     unit = next(iter(digest.units()))
     assert check.run("triton/sideways", cases=1, out=None, device="cpu") == 2
