@@ -54,7 +54,9 @@ def dense(dims: list[str], seqs: list[int]):
     from flashsci.bench.cases import dense_grid
 
     return [
-        replace(case, id=case.id.replace("-d64-", f"-d{given}-"), D=d, Dv=dv, H=2048 // d, Hk=2048 // d)
+        replace(
+            case, id=case.id.replace("-d64-", f"-d{given}-"), D=d, Dv=dv, H=2048 // d, Hk=2048 // d
+        )
         for given in dims
         for d, dv in [[int(x) for x in (given.split("/") * 2)[:2]]]
         for case in dense_grid()
