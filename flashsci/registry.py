@@ -137,9 +137,9 @@ PREFERENCES = (
     Preference(
         ("cuda", "sdpa", "triton", "reference"),
         lambda p: _hopper_kernels(p) and _plain(p),
-        "H200, dense bf16, against SDPA's best (cuDNN): 36 cells forward 1.08 to 1.41, 1.20 in the "
-        "geometric mean; 12 cells backward, D 64 and 128, 0.99 to 1.09, 1.02 in the mean, "
-        "D 192 and 256 (docs/kernels/sm90_backward.md) 1.10 to 1.69",
+        "H200, dense bf16, against SDPA's best (cuDNN): 36 cells of D 64, 128, 256 forward 1.10 to 1.39, "
+        "1.20 in the geometric mean, backward 1.06 to 1.47, 1.22; D 96 and 192 forward 1.07 to 1.53, "
+        "backward 1.15 to 1.57 (docs/kernels/sm90_*.md)",
     ),
     Preference(
         ("cuda", "triton", "sdpa", "reference"),
