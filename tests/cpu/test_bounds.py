@@ -38,6 +38,8 @@ def test_honest_kernels_pass_and_scaled_results_fail(dtype, record_property):
         wrong = [f.problem for f in judge.findings(found) if f.problem]
         assert not wrong, f"{case}: {wrong}"
         for name in caught:
+            if case.magnitude == "low" and name in ("dq", "dk"):
+                continue  # all keys (queries) share a large shift, which cancels: noise in any dtype (1 of 30 is caught in fp32)
             seen = judge.catches(name, found[name])
             if seen is not None:
                 caught[name] += seen
@@ -45,7 +47,7 @@ def test_honest_kernels_pass_and_scaled_results_fail(dtype, record_property):
     shares = {name: caught[name] / judged[name] for name in caught}
     record_property("share of results times 1.01 that fail", shares)
     # Gradients of small or badly conditioned problems are noise beyond 1% in 16 bits: no test can judge those.
-    least = {"bfloat16": 0.6, "float16": 0.8, "float32": 0.9}[dtype]
+    least = {"bfloat16": 0.7, "float16": 0.9, "float32": 0.93}[dtype]
     assert min(shares["out"], shares["lse"]) > 0.9 and min(shares.values()) > least, shares
 
 
