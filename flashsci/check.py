@@ -449,19 +449,18 @@ def run(
 
 
 def write(report: dict[str, Any], path: Path, unit: str | None) -> None:
-    """Write a full report, or enter the result of a part into the one that is there, without parts that judged other kernels."""
+    """Write a full report, or enter the result of a part into the one that is there; if it passed, parts that judged earlier kernels leave."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if unit:
         whole = json.loads(path.read_text()) if path.is_file() else {"units": {}}
         part = {k: v for k, v in report.items() if k != "units"}
-        parts = {
-            u: p for u, p in whole.get("parts", {}).items() if not _other_kernels(u, p, report)
-        }
-        whole["parts"] = {**parts, unit: part}
+        parts = whole.get("parts", {})
         if not report["failures"] and not report["unfinished"]:
+            parts = {u: p for u, p in parts.items() if not _other_kernels(u, p, report)}
             whole["units"].update(report["units"])
             built = {u: found for u, found in report["library"].items() if u in report["units"]}
             whole.setdefault("library", {}).update(built)
+        whole["parts"] = {**parts, unit: part}
         report = whole
     path.write_text(json.dumps(report, indent=1) + "\n")
 

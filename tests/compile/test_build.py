@@ -242,8 +242,8 @@ def test_resource_table_is_current_and_nothing_spills():
     assert {f"cuda/{r['unit']}" for r in rows} == {f"{unit}.cu" for unit in digests}
     for row in rows:
         # Both stage counts are in the binary; which one a device runs depends on its shared memory.
-        small = int(row["head dim"]) <= 128 or row["unit"].startswith("sm90")
-        if small and row["runs on"] != "none":
+        clean = int(row["head dim"]) <= 128 or row["unit"].startswith("sm90")
+        if clean and row["runs on"] != "none":
             assert int(row["spill bytes"]) == 0, row
         assert int(row["registers"]) <= 255
 

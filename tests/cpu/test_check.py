@@ -142,6 +142,9 @@ def test_parts_of_earlier_kernels_leave(tmp_path):
     ):
         check.write({**part, "library": library}, path, unit)
     assert list(json.loads(path.read_text())["parts"]) == ["cuda/b", "cuda/a"]
+    # What a part that failed has judged does not take the place of what passed.
+    check.write({**part, "failures": 1, "library": {"cuda/b": "3"}}, path, "cuda/b/more")
+    assert list(json.loads(path.read_text())["parts"]) == ["cuda/b", "cuda/a", "cuda/b/more"]
 
 
 def test_unknown_unit_and_missing_gpu(capsys):
