@@ -1,17 +1,34 @@
 // What the backward needs of each query row besides q and dout.
 //
-// statistics_i = (-lse_i log2(e), -delta_i), delta_i = sum_d dout_id out_id - dlse_i; (-inf, 0)
-// where a row sees no key. A row is read by 4 to 32 lanes, 16 bytes each.
+// statistics_i = (-lse_of_backward(lse_i), -delta_i), delta_i = sum_d dout_id out_id - dlse_i;
+// (-inf, 0) where a row sees no key. A row is read by 4 to 32 lanes, 16 bytes each.
 #pragma once
 #include <cmath>
 #include <cstdint>
 
 #include "backward_place.cuh"
+#include "ptx/shared.cuh"
 #include "softmax.cuh"
 
 namespace flashsci {
 
 inline constexpr int kRowThreads = 256;
+
+// (-lse, -delta) of two neighbouring queries.
+__device__ __forceinline__ float4 load_statistics(uint32_t shared) {
+  const uint4 x = ptx::ld_shared_v4(shared);
+  return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
+                     __uint_as_float(x.w));
+}
+
+// Whether the lse of any of 8 kN queries, columns of the warp's fragments, is large. statistics: of
+// this lane's first in shared memory.
+template <int kN>
+__device__ __forceinline__ bool any_large_column(uint32_t statistics) {
+  static_assert(kN <= 8 && 8 % kN == 0, "the lanes of a column share the blocks of 8 among them");
+  const float4 x = load_statistics(statistics + threadIdx.x % 32 / 4 % kN * 64);
+  return __any_sync(0xffffffffu, is_large(x.x) || is_large(x.z));
+}
 
 // Elements 8 chunk .. of a row; columns past the last are 0.
 template <class Op>
@@ -65,7 +82,7 @@ __device__ __forceinline__ void find_statistics(const FlashsciBackwardParams& p,
     if (p.dlse != nullptr)
       sum -= p.dlse[place.offset(p.dlse_strides, place.head) + row * p.dlse_strides.row];
     plan.statistics[at] =
-        lse == -INFINITY ? make_float2(-INFINITY, 0.f) : make_float2(-lse * kLog2e, -sum);
+        lse == -INFINITY ? make_float2(-INFINITY, 0.f) : make_float2(-lse_of_backward(lse), -sum);
   }
 }
 

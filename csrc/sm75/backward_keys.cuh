@@ -18,6 +18,7 @@
 #pragma once
 #include "../common/pairs.cuh"
 #include "../common/product.cuh"
+#include "../common/row_statistics.cuh"
 #include "../common/sequence.cuh"
 #include "../common/store_rows.cuh"
 #include "../common/tile_registers.cuh"
@@ -89,13 +90,6 @@ __device__ __forceinline__ void mask_scores_transposed(float (&s)[kM][kN][4], co
       }
     }
   }
-}
-
-// (-lse, -delta) of two neighbouring queries.
-__device__ __forceinline__ float4 load_statistics(uint32_t shared) {
-  const uint4 x = ptx::ld_shared_v4(shared);
-  return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
-                     __uint_as_float(x.w));
 }
 
 // A tile of rows on its way, whatever the rows are aligned to. kAny: the plan says.
@@ -279,9 +273,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           for (int i = 0; i < C::kM * 4; ++i) {
             const int m = i / 4, e = i % 4;
             s[m][j][e] = ptx::ex2_approx(fmaf(s[m][j][e], plan.exp_scale, e % 2 == 0 ? x.x : x.z));
-            dp[m][j][e] *= s[m][j][e];
           }
         }
+        if (any_large_column<C::kN>(pair)) limit_probabilities(s);
+#pragma unroll
+        for (int i = 0; i < C::kM * C::kN * 4; ++i)
+          dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] *= s[i / (4 * C::kN)][i / 4 % C::kN][i % 4];
         uint32_t p16[C::kN / 2][C::kM][4], ds16[C::kN / 2][C::kM][4];
 #pragma unroll
         for (int j = 0; j < C::kN / 2; ++j) {

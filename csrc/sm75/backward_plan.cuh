@@ -40,9 +40,10 @@ __device__ __forceinline__ void shape_scores(float (&s)[kM][kN][4], float (&dp)[
 #pragma unroll
     for (int i = 0; i < kM * kN * 4; ++i) {
       float& x = s[i / (4 * kN)][i / 4 % kN][i % 4];
-      const float t = tanh_accurate(plan.score_inner * x);
+      float slope;
+      const float t = tanh_accurate(plan.score_inner * x, slope);
       x = plan.score_outer * t;
-      if (slopes) dp[i / (4 * kN)][i / 4 % kN][i % 4] *= fmaf(-t, t, 1.f);
+      if (slopes) dp[i / (4 * kN)][i / 4 % kN][i % 4] *= slope;
     }
   } else if (plan.score_mode == kLinear) {
 #pragma unroll

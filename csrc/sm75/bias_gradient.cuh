@@ -13,6 +13,7 @@
 #include "../common/bias_sum.cuh"
 #include "../common/pairs.cuh"
 #include "../common/product.cuh"
+#include "../common/softmax.cuh"
 #include "backward_plan.cuh"
 
 namespace flashsci::sm75 {
@@ -179,8 +180,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
       for (int i = 0; i < C::kM * C::kN * 4; ++i) {
         const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-        const float x = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
-        sum[m][step / 8 + n][e] = fmaf(x, dp[m][n][e], sum[m][step / 8 + n][e]);
+        s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
+      }
+      if (any_large(statistics)) limit_probabilities(s);
+#pragma unroll
+      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+        const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
+        sum[m][step / 8 + n][e] = fmaf(s[m][n][e], dp[m][n][e], sum[m][step / 8 + n][e]);
       }
     }
     if (C::kStages == 2) stage ^= 1;

@@ -20,6 +20,7 @@
 #include "../common/ptx/cp_async.cuh"
 #include "../common/ptx/redux.cuh"
 #include "../common/ptx/shared.cuh"
+#include "../common/row_statistics.cuh"
 #include "backward_plan.cuh"
 #include "backward_store.cuh"
 #include "products.cuh"
@@ -61,13 +62,6 @@ struct alignas(128) BackwardShared {
   uint16_t products[C::kRoles][C::kBlockK * C::kBlockQ];  // dS^T, and P^T for partners
   float2 statistics[C::kStages][C::kBlockQ];              // [stage, kBlockQ]: -lse, -delta
 };
-
-// (-lse, -delta) of two neighbouring queries.
-__device__ __forceinline__ float4 load_statistics(uint32_t shared) {
-  const uint4 x = ptx::ld_shared_v4(shared);
-  return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
-                     __uint_as_float(x.w));
-}
 
 // Scores that the window hides become -inf, where rows are keys. row: this lane's first key;
 // column: the query of its first score.
@@ -275,10 +269,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
             for (int e = 0; e < 4; ++e) {
               s[m][n][e] =
                   ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, e % 2 == 0 ? x.x : x.z));
-              dp[m][n][e] *= s[m][n][e];
             }
           }
         }
+        if (any_large_column<C::kN>(statistics)) limit_probabilities(s);
+#pragma unroll
+        for (int i = 0; i < C::kM * C::kN * 4; ++i)
+          dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] *= s[i / (4 * C::kN)][i / 4 % C::kN][i % 4];
         pack<Op>(p16, s);
         pack<Op>(ds16, dp);
       } else {

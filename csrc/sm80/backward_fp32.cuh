@@ -72,19 +72,20 @@ __device__ __forceinline__ void cap_scores(float (&s)[kM][kN][4], float (&dp)[kM
 #pragma unroll
   for (int i = 0; i < kM * kN * 4; ++i) {
     const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
-    const float t = tanh_accurate(factor[m][e / 2] * s[m][n][e]);
-    s[m][n][e] = cap * t;
-    dp[m][n][e] *= fmaf(-t, t, 1.f);
+    float slope;
+    s[m][n][e] = cap * tanh_accurate(factor[m][e / 2] * s[m][n][e], slope);
+    dp[m][n][e] *= slope;
   }
   set_all(factor, 1.f);
 }
 
-// dS of one tile to dbias [rows, columns] of this head, except hidden columns.
+// dS of one tile to dbias [rows, columns] of this head, except hidden columns (state of the
+// stream).
 template <int kM, int kN>
 __device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4], float* target,
                                                     const FlashsciPairStrides& strides, int row,
                                                     int column, int rows, int columns, bool vector,
-                                                    const uint8_t* hidden) {
+                                                    const uint8_t* state) {
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -97,12 +98,12 @@ __device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4]
                             ds[m][2 * j + 1][half * 2], ds[m][2 * j + 1][half * 2 + 1]};
         const int left = columns - column - j * 16;
         float* place = target + i * strides.row + (column + j * 16) * strides.column;
-        if (vector && hidden == nullptr) {
+        if (vector && state == nullptr) {
           if (left > 0) *reinterpret_cast<float4*>(place) = make_float4(x[0], x[1], x[2], x[3]);
         } else {
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            if (e < left && (hidden == nullptr || hidden[j * 16 + e] == 0))
+            if (e < left && (state == nullptr || (state[j * 16 + e] & kRowHidden) == 0))
               place[e * strides.column] = x[e];
         }
       }
@@ -324,26 +325,45 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         }
         set_all(factor, kLog2e);
       }
-      if (stream.hide) hide_columns(s, stream.shared.hidden, lane % 4 * 4);
+      if (stream.hide) hide_columns(s, stream.shared.state, lane % 4 * 4);
       if (first < full_begin || first + C::kBlockColumns > full_end)
         mask_interleaved(s, window, warp_row + lane / 4, first + lane % 4 * 4);
       if (kPairs && head >= 0) load_pairs(head, of_head * C::kBlockColumns);
+      bool large = false;
+      if constexpr (kKeys) {
 #pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
-        const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-        s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], factor[m][e / 2], -statistics_of(m, n, e).x));
-        dp[m][n][e] *= s[m][n][e];
+        for (int i = lane; i < C::kBlockColumns; i += 32)
+          large |= is_large(shared.statistics[1][i].x);
+        large = __any_sync(0xffffffffu, large);
+      } else {
+        large = any_large(statistics);
       }
+      const auto exponentiate = [&](float most) {  // P, no more than that
+#pragma unroll
+        for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+          const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
+          const float x =
+              ptx::ex2_approx(fmaf(s[m][n][e], factor[m][e / 2], -statistics_of(m, n, e).x));
+          s[m][n][e] = most == INFINITY ? x : fminf(x, most);
+          dp[m][n][e] *= s[m][n][e];
+        }
+      };
+      // Beside the products of wide heads the limit is nothing, and a branch costs registers.
+      if (C::kDim >= 128 || large)
+        exponentiate(1.f);
+      else
+        exponentiate(INFINITY);
       if (!kKeys && kPairs && plan.write_bias)
         store_bias_gradient(dp,
                             static_cast<float*>(p.dbias) +
                                 PairsOfHead<>::offset(p.dbias_strides, place, place.head),
                             p.dbias_strides, warp_row + lane / 4, first + lane % 4 * 4, rows,
                             columns, plan.vector_dbias != 0,
-                            stream.hide ? stream.shared.hidden + lane % 4 * 4 : nullptr);
+                            stream.hide ? stream.shared.state + lane % 4 * 4 : nullptr);
       Operand<C::kM, C::kN> operand;
       if constexpr (kY) {
         if (p.dv != nullptr) {
+          drop_zero_rows(s, stream.shared.state, lane % 4 * 4, 1);
           normalise(s, factor);
 #pragma unroll
           for (int i = 0; i < C::kM * 2; ++i) factor[i / 2][i % 2] *= stream.factor(1);
@@ -354,6 +374,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       }
       if constexpr (kX) {
         if ((kKeys ? p.dk : p.dq) != nullptr) {
+          drop_zero_rows(dp, stream.shared.state, lane % 4 * 4, 0);
           normalise(dp, factor);
 #pragma unroll
           for (int i = 0; i < C::kM * 2; ++i) factor[i / 2][i % 2] *= stream.factor(0);
@@ -420,7 +441,8 @@ __global__ void __launch_bounds__(256, 4)
   if (p.dlse != nullptr)
     sum -= p.dlse[place.offset(p.dlse_strides, place.head) + row * p.dlse_strides.row];
   const float lse = p.lse[at];
-  statistics[at] = lse == -INFINITY ? make_float2(INFINITY, 0.f) : make_float2(lse * kLog2e, sum);
+  statistics[at] =
+      lse == -INFINITY ? make_float2(INFINITY, 0.f) : make_float2(lse_of_backward(lse), sum);
 }
 
 }  // namespace flashsci::sm80

@@ -168,8 +168,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
       for (int i = 0; i < C::kM * C::kN * 4; ++i) {
         const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-        dp[m][n][e] *= ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
+        s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
       }
+      if (any_large(statistics)) limit_probabilities(s);
+#pragma unroll
+      for (int i = 0; i < C::kM * C::kN * 4; ++i)
+        dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] *= s[i / (4 * C::kN)][i / 4 % C::kN][i % 4];
       uint32_t ds16[C::kN / 2][C::kM][4];
       pack<Op>(ds16, dp);
       const Span<C::kHeadDim, C::kHeadDim / 16> right(

@@ -11,7 +11,6 @@
 // Pipeline  None: enough CTAs.
 // Limits    Memory.
 #pragma once
-#include "../common/row_statistics.cuh"
 #include "backward.cuh"
 
 namespace flashsci::sm80 {

@@ -46,6 +46,8 @@ __device__ __forceinline__ int place_of_key(int key) {
 }
 
 // Rows [0, count) of a tensor to halves, zeros from rows_valid and cols_valid on; put(row, factor).
+// The factor of a row of zeros is 0: P and dS take it in, and what multiplies such a row (padding)
+// must not decide the power of two of its neighbours.
 template <class Tile, int kDim, bool kOfKeys, class Put>
 __device__ __forceinline__ void load_halves(uint32_t tile, const float* __restrict__ global,
                                             int64_t row_stride, int count, int rows_valid,
@@ -86,7 +88,7 @@ __device__ __forceinline__ void load_halves(uint32_t tile, const float* __restri
     const uint32_t to = tile + Halves::offset(kOfKeys ? place_of_key(row) : row, part);
     ptx::st_shared(to, make_uint4(high[0], high[1], high[2], high[3]));
     ptx::st_shared(to + Tile::kLowBytes, make_uint4(low[0], low[1], low[2], low[3]));
-    if (part == 0) put(row, power_of_two(-exponent));
+    if (part == 0) put(row, largest == 0.f ? 0.f : power_of_two(-exponent));
   }
 }
 
@@ -254,9 +256,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
               for (int i = 0; i < 8; ++i) {
                 float& x = s[i / 4][n][i % 4];
-                const float t = tanh_accurate(x);
-                x = plan.cap * t;
-                dp[i / 4][n][i % 4] *= fmaf(-t, t, 1.f);
+                float slope;
+                x = plan.cap * tanh_accurate(x, slope);
+                dp[i / 4][n][i % 4] *= slope;
               }
             }
             if (p.pairs.bias != nullptr) {
@@ -298,8 +300,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
             for (int i = 0; i < 8; ++i) {
               float& x = s[i / 4][n][i % 4];
               x = ptx::ex2_approx(fmaf(x, kLog2e, -of[i % 2].x));
-              dp[i / 4][n][i % 4] *= x;
             }
+            if (__any_sync(0xffffffffu, is_large(of[0].x) || is_large(of[1].x))) {
+#pragma unroll
+              for (int i = 0; i < 8; ++i) s[i / 4][n][i % 4] = fminf(s[i / 4][n][i % 4], 1.f);
+            }
+#pragma unroll
+            for (int i = 0; i < 8; ++i) dp[i / 4][n][i % 4] *= s[i / 4][n][i % 4];
             if (plan.write_bias) {
               const FlashsciPairStrides& strides = p.dbias_strides;
               float* target = static_cast<float*>(p.dbias) + pair_offset(strides) +

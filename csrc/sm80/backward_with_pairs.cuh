@@ -227,10 +227,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
             for (int e = 0; e < 4; ++e) {
               s[m][n][e] =
                   ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, e % 2 == 0 ? x.x : x.z));
-              dp[m][n][e] *= s[m][n][e];
             }
           }
         }
+        if (any_large_column<C::kN>(statistics)) limit_probabilities(s);
+#pragma unroll
+        for (int i = 0; i < C::kM * C::kN * 4; ++i)
+          dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] *= s[i / (4 * C::kN)][i / 4 % C::kN][i % 4];
         if (plan.writes_bias) {
           unsigned char* dbias = kept<unsigned char>(work + offsetof(KeyTileWork, dbias)) +
                                  member * p.dbias_strides.head * (p.pairs.bias_is_fp32 ? 4 : 2);

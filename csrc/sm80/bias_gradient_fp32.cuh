@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       set_all(factor, 1.f);
     }
     pair_tile.apply(s, pairs, factor);
-    if (stream.hide) hide_columns(s, stream.shared.hidden, lane % 4 * 4);
+    if (stream.hide) hide_columns(s, stream.shared.state, lane % 4 * 4);
     if (window.begin(warp_last_row) > tile_key ||
         window.end(warp_row) < tile_key + C::kBlockColumns)
       mask_interleaved(s, window, warp_row + lane / 4, tile_key + lane % 4 * 4);
@@ -139,6 +139,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
       s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], kLog2e, -statistics[m][e / 2].x));
     }
+    if (any_large(statistics)) limit_probabilities(s);
     float dp[C::kM][C::kN][4];
     multiply_rows<RowTile, ColumnTile, C::kDim>(dp, dout_start, k_mixed + kToV, k_high + kToV,
                                                 three);

@@ -51,6 +51,7 @@ struct ForwardFp32Plan {
   int plain;       // scores are what is exponentiated, up to a positive factor
   float inner;     // factor of the scores: to units of log2 if plain, to natural ones or those
                    // of the cap if not
+
   float cap;       // softcap or 0
   int vector_out;  // output rows take 8-byte stores
   PairsAccess pairs;
@@ -58,6 +59,7 @@ struct ForwardFp32Plan {
 
 // P is exponentiated to at most 2^15: 2^kShift at the running maximum, which may be stale.
 inline constexpr float kShift = 11.f, kStale = 4.f;
+inline constexpr float kLowest = -3.4028234664e38f;  // finite: hidden keys stay at -inf below it
 
 // s = cap tanh(factor s), of factor 1 then.
 template <int kM, int kN>
@@ -72,13 +74,16 @@ __device__ __forceinline__ void cap_scores(float (&s)[kM][kN][4], float (&factor
   set_all(factor, 1.f);
 }
 
-// S (times the row's factor: log2 units) becomes P times 2^kShift; row_max is in log2 units.
-template <int kM, int kN, int kDimBlocks>
+// S, times the row's factor in the units of row_max, becomes P times 2^kShift. These units are
+// natural ones with a bias (whose lowest numbers overflow in others), those of log2 without. The
+// factor is used up.
+template <bool kNatural, int kM, int kN, int kDimBlocks>
 __device__ __forceinline__ void online_softmax_fp32(float (&s)[kM][kN][4],
                                                     float (&o)[kM][kDimBlocks][4],
                                                     float (&row_max)[kM][2],
                                                     float (&row_sum)[kM][2],
-                                                    const float (&factor)[kM][2]) {
+                                                    float (&factor)[kM][2]) {
+  constexpr float kUnit = kNatural ? kLog2e : 1.f;  // to those of log2
   float tile_max[kM][2];
   bool grew = false;
 #pragma unroll
@@ -89,7 +94,7 @@ __device__ __forceinline__ void online_softmax_fp32(float (&s)[kM][kN][4],
 #pragma unroll
       for (int n = 1; n < kN; ++n) x = fmaxf(x, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
       tile_max[m][half] = quad_max(x) * factor[m][half];
-      grew |= tile_max[m][half] - row_max[m][half] > kStale;
+      grew |= (tile_max[m][half] - row_max[m][half]) * kUnit > kStale;
     }
   }
   if (__any_sync(0xffffffffu, grew)) {
@@ -98,7 +103,8 @@ __device__ __forceinline__ void online_softmax_fp32(float (&s)[kM][kN][4],
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float next = fmaxf(row_max[m][half], tile_max[m][half]);
-        const float alpha = next == -INFINITY ? 1.f : ptx::ex2_approx(row_max[m][half] - next);
+        const float alpha =
+            next == -INFINITY ? 1.f : ptx::ex2_approx((row_max[m][half] - next) * kUnit);
         row_max[m][half] = next;
         row_sum[m][half] *= alpha;
 #pragma unroll
@@ -109,17 +115,36 @@ __device__ __forceinline__ void online_softmax_fp32(float (&s)[kM][kN][4],
       }
     }
   }
+  float offset[kM][2];
+  bool large = false;
+#pragma unroll
+  for (int i = 0; i < kM * 2; ++i) {
+    const float maximum = row_max[i / 2][i % 2] * kUnit;
+    offset[i / 2][i % 2] = maximum == -INFINITY ? 0.f : maximum;
+    large |= row_max[i / 2][i % 2] != -INFINITY && fabsf(maximum) > kExactExponent;
+  }
+  if (__any_sync(0xffffffffu, large)) {
+    // Rounded as the maximum is, or the difference of large numbers would be anything.
+#pragma unroll
+    for (int i = 0; i < kM * kN * 4; ++i) {
+      const int m = i / (4 * kN), half = i % 4 / 2;
+      float& x = s[m][i / 4 % kN][i % 4];
+      x = __fsub_rn(__fmul_rn(x, factor[m][half]), fmaxf(row_max[m][half], kLowest));
+    }
+    set_all(factor, 1.f);
+    set_all(offset, 0.f);
+  }
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float offset = row_max[m][half] == -INFINITY ? 0.f : kShift - row_max[m][half];
       float sum = 0.f;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int e = half * 2; e < half * 2 + 2; ++e) {
-          s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], factor[m][half], offset));
+          s[m][n][e] =
+              ptx::ex2_approx(fmaf(s[m][n][e], factor[m][half] * kUnit, kShift - offset[m][half]));
           sum += s[m][n][e];
         }
       }
@@ -176,7 +201,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const int full_begin = window.begin(warp_last_row), full_end = window.end(warp_row);
 
   const uint32_t q_start = start_of_a<QTile>(ptx::shared_address(&shared.q), warp * C::kRows);
-  Stream<C::kBlockK, C::kDim, C::kThreads> stream(shared.stream);
+  constexpr bool kZerosApart = !kPairs && C::kDim == 64;
+  Stream<C::kBlockK, C::kDim, C::kThreads, kZerosApart> stream(shared.stream);
   const uint32_t k_mixed = start_of_rows<KTile>(stream.tile(0), true);
   const uint32_t k_high = start_of_rows<KTile>(stream.tile(0), false);
   const uint32_t v_mixed = start_of_dims<KTile>(stream.tile(1), true);
@@ -192,9 +218,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   };
 
   float o[C::kM][C::kDimBlocks][4];  // [m16, n8 of Dv, fragment]
-  float row_max[C::kM][2];           // [m16, row g or g + 8], log2 units; stale by <= kStale
-  float row_sum[C::kM][2];           // this lane's part of the sum
-  float q_factor[C::kM][2];          // from halves of Q, and units of the scores, to the plan's
+  float row_max[C::kM][2];   // [m16, row g or g + 8], natural or log2 units; stale by <= kStale
+  float row_sum[C::kM][2];   // this lane's part of the sum
+  float q_factor[C::kM][2];  // from halves of Q, and units of the scores, to the plan's
 #pragma unroll
   for (int m = 0; m < C::kM; ++m) {
     row_max[m][0] = row_max[m][1] = -INFINITY;
@@ -244,7 +270,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
       multiply_rows<QTile, KTile, C::kDim>(s, opaque(q_start), opaque(k_mixed), opaque(k_high),
                                            three);
-      float factor[C::kM][2];  // from s to log2 units
+      float factor[C::kM][2];  // from s to the units of row_max
 #pragma unroll
       for (int m = 0; m < C::kM; ++m)
 #pragma unroll
@@ -258,16 +284,17 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         } else {
           scale_rows(s, factor);
         }
-        set_all(factor, kLog2e);
+        set_all(factor, kPairs ? 1.f : kLog2e);
       }
-      if (stream.hide) hide_columns(s, stream.shared.hidden, lane % 4 * 4);
+      if (stream.hide) hide_columns(s, stream.shared.state, lane % 4 * 4);
       if (first_key < full_begin || first_key + C::kBlockK > full_end)
         mask_interleaved(s, window, warp_row + lane / 4, first_key + lane % 4 * 4);
       if constexpr (kPairs) {
         if (next_key >= first_tile * C::kBlockK)
           pair_tile.load(pairs, warp_row + lane / 4, next_key + lane % 4 * 4);
       }
-      online_softmax_fp32(s, o, row_max, row_sum, factor);
+      online_softmax_fp32<kPairs>(s, o, row_max, row_sum, factor);
+      if constexpr (!kZerosApart) drop_zero_rows(s, stream.shared.state, lane % 4 * 4, 1);
       Operand<C::kM, C::kN> probabilities;
       probabilities.take(s, three);
       set_all(factor, stream.factor(1));
@@ -293,13 +320,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   for (int m = 0; m < C::kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      constexpr float kLn2 = 0.6931471805599453f;
       const float sum = quad_sum(row_sum[m][half]);
       inverse[m][half] = sum == 0.f ? 0.f : 1.f / sum;
       const int of_warp = m * 16 + half * 8 + lane / 4;
       if (lane % 4 == 0 && of_warp < work.seq_q - warp_row)
         lse[of_warp] =
-            sum == 0.f ? -INFINITY : fmaf(row_max[m][half], kLn2, logf(sum * exp2f(-kShift)));
+            sum == 0.f ? -INFINITY
+                       : fmaf(row_max[m][half], kPairs ? 1.f : kLn2, logf(sum * exp2f(-kShift)));
     }
   }
   store_rows_fp32(
@@ -321,6 +348,7 @@ cudaError_t launch_forward_tile(const FlashsciForwardParams& p, cudaStream_t str
   plan.vector = p.copy_bytes == 16 && (p.head_dim | p.head_dim_v) % 4 == 0;
   plan.plain = !kPairs && p.softcap == 0.f && p.scale > 0.f;
   plan.inner = p.softcap != 0.f ? p.scale / p.softcap : plan.plain ? p.scale * kLog2e : p.scale;
+
   plan.cap = p.softcap;
   plan.vector_out = takes_pairs(p.out, p.out_strides, p.head_dim_v);
   plan.pairs = PairsAccess::of(p.pairs, p.seq_k);

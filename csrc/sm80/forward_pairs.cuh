@@ -64,7 +64,7 @@ __device__ __forceinline__ void multiply_kept_qk(float (&s)[C::kM][C::kN][4],
 // n8 blocks, so that each has 16 bytes in a row.
 template <class Op, class C>
 __device__ __forceinline__ void store_rows(const float (&o)[C::kM][C::kDimBlocks][4],
-                                           const float (&offset)[C::kM][2],
+                                           const float (&row_max)[C::kM][2],
                                            const float (&row_sum)[C::kM][2],
                                            uint16_t* __restrict__ out,  // [rows, Dv] of this warp
                                            float* __restrict__ lse,     // [rows] of this warp
@@ -79,7 +79,7 @@ __device__ __forceinline__ void store_rows(const float (&o)[C::kM][C::kDimBlocks
       const float inverse = sum == 0.f ? 0.f : 1.f / sum;
       const int row = m * 16 + half * 8 + group;
       if (quad == 0 && row < rows)
-        lse[row] = sum == 0.f ? -INFINITY : fmaf(offset[m][half], plan.lse_scale, logf(sum));
+        lse[row] = sum == 0.f ? -INFINITY : fmaf(row_max[m][half], plan.lse_scale, logf(sum));
 #pragma unroll
       for (int block = 0; block < C::kDimBlocks / 4; ++block) {
         uint32_t word[4];
@@ -144,15 +144,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
     struct Rows {
       float o[C::kM][C::kDimBlocks][4];  // [m16, n8 of Dv, fragment]
-      float offset[C::kM][2];            // [m16, row g or g + 8], what exponents are relative to
-      float row_sum[C::kM][2];           // this lane's part of the sum
+      float row_max[C::kM][2];  // [m16, row g or g + 8], in units of 1 / exp_scale; stale by <= 2^8
+      float row_sum[C::kM][2];  // this lane's part of the sum
     } rows[kMembers];
 #pragma unroll
     for (int r = 0; r < kMembers; ++r) {
       clear(rows[r].o);
 #pragma unroll
       for (int m = 0; m < C::kM; ++m) {
-        rows[r].offset[m][0] = rows[r].offset[m][1] = kNoKey;
+        rows[r].row_max[m][0] = rows[r].row_max[m][1] = -INFINITY;
         rows[r].row_sum[m][0] = rows[r].row_sum[m][1] = 0.f;
       }
     }
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         if (any_hidden[r]) hide_keys<C>(s, words[r]);
         if (first_key < full_begin || first_key + C::kBlockK > full_end)
           mask_scores<true>(s, window, row, key);
-        online_softmax_lazily(s, rows[r].o, rows[r].offset, rows[r].row_sum, plan.exp_scale);
+        online_softmax_lazily(s, rows[r].o, rows[r].row_max, rows[r].row_sum, plan.exp_scale);
         multiply_pv<Op, C>(rows[r].o, s, v_start + r * kTileBytes);
       }
       stage = next_stage<C>(stage, shared);
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
     for (int r = 0; r < kMembers; ++r) {
       if (r >= home.count) break;
-      store_rows<Op, C>(rows[r].o, rows[r].offset, rows[r].row_sum, out + r * pairs.out_step,
+      store_rows<Op, C>(rows[r].o, rows[r].row_max, rows[r].row_sum, out + r * pairs.out_step,
                         lse + r * pairs.lse_step, p.out_strides.row, seq_q - warp_row, p.head_dim_v,
                         plan);
     }
@@ -291,7 +291,7 @@ cudaError_t launch_pairs_tiling(const FlashsciForwardParams& p, PairsPlan pairs,
     plan.exp_scale = 1.f;
     pairs.bias_factor = kLog2e;
   }
-  plan.lse_scale = 1.f / kLog2e;  // offsets are powers of two
+  plan.lse_scale = plan.score_mode == kScaled ? p.scale : kLn2;
   return launch_kernel<forward_pairs_kernel<Op, C, kVector>, sizeof(Storage), C::kThreads>(
       p.device, blocks, stream, p, plan, pairs);
 }

@@ -8,6 +8,7 @@
 #include "../common/place.cuh"
 #include "../common/window.cuh"
 #include "../include/flashsci.h"
+#include "stream_fp32.cuh"
 
 namespace flashsci::sm80 {
 
@@ -181,22 +182,41 @@ __device__ __forceinline__ void mask_interleaved(float (&s)[kM][kN][4], const Wi
   }
 }
 
-// Scores of hidden columns become -inf. hidden: a byte for each; column: the first of this lane's.
+// Columns whose state (Stream) has the bit get `value`. column: the first of this lane's.
 template <int kM, int kN>
-__device__ __forceinline__ void hide_columns(float (&s)[kM][kN][4], const uint8_t* hidden,
-                                             int column) {
+__device__ __forceinline__ void set_columns(float (&x)[kM][kN][4], const uint8_t* state, int column,
+                                            uint32_t bit, float value) {
 #pragma unroll
   for (int j = 0; j < kN / 2; ++j) {
-    const uint32_t word = *reinterpret_cast<const uint32_t*>(hidden + column + j * 16);
+    const uint32_t word = *reinterpret_cast<const uint32_t*>(state + column + j * 16);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (word >> 8 * e & 255) {
+      if (word >> 8 * e & bit) {
 #pragma unroll
         for (int m = 0; m < kM; ++m)
-          s[m][2 * j + e / 2][e % 2] = s[m][2 * j + e / 2][2 + e % 2] = -INFINITY;
+          x[m][2 * j + e / 2][e % 2] = x[m][2 * j + e / 2][2 + e % 2] = value;
       }
     }
   }
+}
+
+// Scores of columns that are not in this pass of the stream become -inf.
+template <int kM, int kN>
+__device__ __forceinline__ void hide_columns(float (&s)[kM][kN][4], const uint8_t* state,
+                                             int column) {
+  set_columns(s, state, column, kRowHidden, -INFINITY);
+}
+
+// P or dS of columns whose row of that tensor is zero, which adds nothing: else they could decide
+// the power of two by which their neighbours become halves.
+template <int kM, int kN>
+__device__ __forceinline__ void drop_zero_rows(float (&x)[kM][kN][4], const uint8_t* state,
+                                               int column, int tensor) {
+  // A word of the tile's for each lane, to see whether there are any.
+  static_assert(kN * 2 <= 32, "a lane for each word");
+  const uint32_t word = reinterpret_cast<const uint32_t*>(state)[threadIdx.x % (kN * 2)];
+  if (__any_sync(0xffffffffu, word & 0x01010101u * (kRowZero << tensor)))
+    set_columns(x, state, column, kRowZero << tensor, 0.f);
 }
 
 }  // namespace flashsci::sm80

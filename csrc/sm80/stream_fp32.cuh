@@ -4,6 +4,8 @@
 // Rows of a tile may differ so much in size that one scale does not fit them all (fp16 has 5
 // exponent bits; a masked row may hold anything). The tile is then gone through in several passes,
 // each over rows of like size, largest first; the other rows are zeros in that pass, and hidden.
+// Rows of zeros (padding) fit any scale, and are marked: what multiplies them must not decide by
+// which power of two P or dS become halves.
 #pragma once
 #include <cstdint>
 
@@ -69,16 +71,21 @@ __device__ __forceinline__ void load_raw(uint32_t tile, const float* __restrict_
   }
 }
 
+inline constexpr uint32_t kRowHidden = 1;  // not in this pass
+inline constexpr uint32_t kRowZero = 2;    // of tensor 0; of tensor 1 twice that
+
 template <int kRows, int kDim, int kThreads>
 struct alignas(128) StreamStorage {
   using Tile = HalvesTile<kRows, kDim>;
   float raw[2][kRows * kDim];         // [tensor, position, Chunks<kDim / 4>]
   Tile halves[2];                     // [tensor]
-  uint8_t hidden[kRows];              // [row]: not in this pass
+  uint8_t state[kRows];               // [row]: kRowHidden, kRowZero << tensor
   int32_t largest[2][kThreads / 32];  // [tensor, warp]: exponents
 };
 
-template <int kRows, int kDim, int kThreads>
+// kZerosApart: rows of zeros in tensor 1 have a pass of their own, for kernels whose registers
+// leave no room for drop_zero_rows.
+template <int kRows, int kDim, int kThreads, bool kZerosApart = false>
 struct Stream {
   using Storage = StreamStorage<kRows, kDim, kThreads>;
   using Tile = typename Storage::Tile;
@@ -146,6 +153,7 @@ struct Stream {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       if (idle()) break;
+      uint32_t state = 0;
 #pragma unroll
       for (int tensor = 0; tensor < 2; ++tensor) {
         uint32_t high = row(tensor, i).template convert<Tile>(tile(tensor), position(i),
@@ -156,9 +164,13 @@ struct Stream {
         const uint32_t most = max(high & 0xffffu, high >> 16);
         constexpr uint32_t kTwo = 0x4000, kMost = 0x7800;  // 2 and 2^15 in fp16
         const bool doubtful = most < kTwo || most > kMost;
-        if (__any_sync(0xffffffffu, doubtful))
-          misfit |= row(tensor, i).exponent() != kNoExponent && doubtful;
+        if (__any_sync(0xffffffffu, doubtful)) {
+          const bool empty = row(tensor, i).exponent() == kNoExponent;
+          misfit |= empty ? kZerosApart && tensor == 1 : doubtful;
+          if (empty) state |= kRowZero << tensor;
+        }
       }
+      if (Row::part() == 0) shared.state[interleaved(position(i))] = static_cast<uint8_t>(state);
     }
     return __syncthreads_or(misfit);
   }
@@ -187,7 +199,9 @@ struct Stream {
     }
     largest[0] = largest_of_all(0, largest[0]);
     const auto fits = [&](int tensor, int i) {
-      return exponent[tensor][i] == kNoExponent || exponent[tensor][i] > largest[tensor] - kRange;
+      if (exponent[tensor][i] == kNoExponent)
+        return !(kZerosApart && tensor == 1) || largest[tensor] == kNoExponent;
+      return exponent[tensor][i] > largest[tensor] - kRange;
     };
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
@@ -204,15 +218,18 @@ struct Stream {
         break;
       }
       const bool now = (pending >> i & 1) && fits(0, i) && fits(1, i);
+      uint32_t state = now ? 0 : kRowHidden;
 #pragma unroll
-      for (int tensor = 0; tensor < 2; ++tensor)
+      for (int tensor = 0; tensor < 2; ++tensor) {
+        if (exponent[tensor][i] == kNoExponent) state |= kRowZero << tensor;
         if (now) {
           row(tensor, i).template convert<Tile>(tile(tensor), position(i),
                                                 power_of_two(scale[tensor]));
         } else {
           Row::template clear<Tile>(tile(tensor), position(i));
         }
-      if (Row::part() == 0) shared.hidden[interleaved(position(i))] = !now;
+      }
+      if (Row::part() == 0) shared.state[interleaved(position(i))] = static_cast<uint8_t>(state);
       missing |= !now;
       if (now) pending &= ~(1u << i);
     }

@@ -382,6 +382,7 @@ cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream
   };
   if (p.head_dim > 256 || p.head_dim_v > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 ||
       p.seq_q == 0 || p.seq_k == 0 || !takes_pairs(p) ||
+      p.softcap * kLog2e > kLargeExponent ||  // P of such scores is not limited with a softcap
       !aligned(p.out, p.out_strides, p.heads_q, p.seq_q) ||
       !aligned(p.dout, p.dout_strides, p.heads_q, p.seq_q) ||
       !aligned(p.dq, p.dq_strides, p.heads_q, p.seq_q) ||

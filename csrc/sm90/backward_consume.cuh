@@ -226,10 +226,13 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(s);
       const auto hide_outside = [&](float value) {
-        if (blocks.cut(w))
+        const bool large = !kSoftcap && flag_of(lse + stage * (kBlockQ * 4));
+        if (blocks.cut(w) || large) {
+          if constexpr (!kSoftcap) limit_probabilities(prob);
           hide(prob, window_of(a.p, tile.seq_q, tile.seq_k),
                tile.row + w * 64 + warp * 16 + lane / 4, blocks.index() * kBlockQ + lane % 4 * 2,
                value);
+        }
       };
       if constexpr (kSoftcap) {
 #pragma unroll

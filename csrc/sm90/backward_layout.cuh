@@ -8,6 +8,7 @@
 #include "../common/ptx/mbarrier.cuh"
 #include "../common/ptx/redux.cuh"
 #include "../common/ptx/semaphore.cuh"
+#include "../common/ptx/shared.cuh"
 #include "../common/sequence.cuh"
 #include "../common/window.cuh"
 #include "../include/flashsci.h"
@@ -120,7 +121,7 @@ struct alignas(128) BackwardArgs {
   CUtensorMap k_cut, k_row, v_cut, v_row;
   FlashsciBackwardParams p;
   float* dq;     // [head][query tile][consumer][its columns]: `dq_of`
-  float* lse;    // [head][query tile][kBlockQ], in powers of two; +inf where a row sees no key
+  float* lse;    // [head][query tile][kBlockQ], in powers of two; 3.4e38 where a row sees no key
   float* delta;  // [head][query tile][kBlockQ], negative
   int* turns;  // [head][query tile][kCounters]: key tiles that have been added; or NULL: any order
   bool descending;               // the last key tile first, as the diagonal brings them
@@ -138,6 +139,17 @@ struct alignas(128) BackwardArgs {
   bool mask_tiles, adds_bias;  // apart: the mask comes by tiles; tiles are added to dbias
   CUtensorMap mask;
 };
+
+// Whether the lse of some row of a query tile is large (kLargeExponent), its first rows say in
+// their last bit: an ulp of theirs, and no memory or load of its own.
+inline constexpr int kFlaggedRows = 8;  // a lane's first elements are in one of them
+__device__ __forceinline__ float flagged(float lse, bool large) {
+  return __uint_as_float((__float_as_uint(lse) & ~1u) | large);
+}
+// lse: of this lane's first row, in shared memory. The same in all lanes of a warp.
+__device__ __forceinline__ bool flag_of(uint32_t lse) {
+  return __any_sync(0xffffffffu, ptx::ld_shared(lse) & 1u);
+}
 
 __device__ __forceinline__ Window window_of(const FlashsciBackwardParams& p, int seq_q, int seq_k) {
   return Window(p.window_left, p.window_right, p.lower_right != 0, seq_q, seq_k);

@@ -96,6 +96,24 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int i = 0; i < C::dq_columns(w) * 16; i += kRowThreads)
       accumulator[i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
+  // In powers of two; finite where a row sees no key, or is none.
+  constexpr float kNothing = 3.4e38f;
+  float lse[C::kBlockQ / kStep];
+  bool large = false;
+#pragma unroll
+  for (int i = 0; i < C::kBlockQ / kStep; ++i) {
+    lse[i] = kNothing;
+    const int row = first + i * kStep;
+    if (lane == 0 && row < tile.count) {
+      const int64_t batch_head = (tile.batch0 * p.batch1 + tile.batch1) * p.heads_q + tile.head;
+      const float found = p.lse[batch_head * p.seq_q + tile.row + row];
+      if (found != -INFINITY) {
+        lse[i] = lse_of_backward(found);
+        large |= is_large(lse[i]);
+      }
+    }
+  }
+  large = __syncthreads_or(large);
 #pragma unroll
   for (int i = 0; i < C::kBlockQ / kStep; ++i) {
     const uint32_t u[4] = {x[i].x, x[i].y, x[i].z, x[i].w}, v[4] = {y[i].x, y[i].y, y[i].z, y[i].w};
@@ -110,19 +128,10 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     const int row = first + i * kStep;
     if (lane == 0) {
-      float lse = INFINITY, delta = 0.f;
-      if (row < tile.count) {
-        const int64_t batch_head = (tile.batch0 * p.batch1 + tile.batch1) * p.heads_q + tile.head;
-        lse = p.lse[batch_head * p.seq_q + tile.row + row] * kLog2e;
-        if (p.dlse != nullptr)
-          sum -= p.dlse[tile.offset(p.dlse_strides) + row * p.dlse_strides.row];
-        if (lse == -INFINITY)
-          lse = INFINITY;
-        else
-          delta = -sum;
-      }
-      a.lse[statistics + row] = lse;
-      a.delta[statistics + row] = delta;
+      if (row < tile.count && p.dlse != nullptr)
+        sum -= p.dlse[tile.offset(p.dlse_strides) + row * p.dlse_strides.row];
+      a.lse[statistics + row] = row < kFlaggedRows ? flagged(lse[i], large) : lse[i];
+      a.delta[statistics + row] = lse[i] == kNothing ? 0.f : -sum;
     }
   }
 }

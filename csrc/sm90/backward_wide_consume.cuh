@@ -121,9 +121,12 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
     const auto exponentiate = [&](int turn) {
       const uint32_t stage = turn % C::kStages;
       const auto hide_outside = [&](float value) {
-        if (block < full_begin || block >= full_end)
+        const bool large = !kSoftcap && flag_of(lse + stage * 256);
+        if (block < full_begin || block >= full_end || large) {
+          if constexpr (!kSoftcap) limit_probabilities(x);
           hide(x, window_of(a.p, tile.seq_q, tile.seq_k), tile.row + warp * 16 + lane / 4,
                block * 64 + lane % 4 * 2, value);
+        }
       };
       float tanh[kSoftcap ? 32 : 1];
       if constexpr (kSoftcap) {

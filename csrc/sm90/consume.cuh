@@ -322,17 +322,17 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
         // Without looking for the maximum first: it hardly moves, and overflow shows in the sums.
         float part[4];
         if constexpr (C::kEarly > 0) {
-          exponentials<0, C::kEarly>(s, rows.offset, a.exp_scale, part);
+          exponentials<false, 0, C::kEarly>(s, rows.offset, a.exp_scale, part);
           ptx::schedule_fence(part[3]);
         }
         pv_done();
         // Else ptxas releases V last, and with two stages the next V comes late.
         if constexpr (C::kQStages == 1) ptx::schedule_fence(a.p.seq_k);
-        exponentials<C::kEarly, kBlockK / 2>(s, rows.offset, a.exp_scale, part);
+        exponentials<false, C::kEarly, kBlockK / 2>(s, rows.offset, a.exp_scale, part);
         float sum[2] = {part[0] + part[1], part[2] + part[3]};
         pack(s);
         if (__any_sync(0xffffffffu, sum[0] > kOverflow || sum[1] > kOverflow)) {
-          if (__any_sync(0xffffffffu, sum[0] == INFINITY || sum[1] == INFINITY)) {
+          if (__any_sync(0xffffffffu, sum[0] > kHopeless || sum[1] > kHopeless)) {
             const int row = tile.row + row_in_tile, key = block * kBlockK;
             // Rolled where it is long.
             recompute_scores<Op, C::kPairs ? 1 : kBlockK / 8>(

@@ -47,16 +47,24 @@ __device__ __forceinline__ void mask_scores(float (&s)[kCount], const Window& wi
 }
 
 // Before a row's first key: so low that whatever comes next overflows and is noticed, while hidden
-// keys (-inf) still add 0. A bias of about -3.4e38, which overflows in powers of two, hides as -inf
-// does.
+// keys (-inf) still add 0.
 inline constexpr float kNoKey = -3e38f;
 // A lane's sum of one block beyond which the offset must follow: P stays inside fp16.
 inline constexpr float kOverflow = 32768.f;
+// And from which on P is computed again: it has overflowed, or its offset is so large that it
+// cannot follow by small steps.
+inline constexpr float kHopeless = 1 << 26;
 
 struct RowStatistics {  // of rows g and g + 8
   float offset[2];      // P = exp2(exp_scale S - offset); about the largest score so far
   float sum[2];         // this lane's part of the sum of P
 };
+
+// An offset at a largest score, rounded down: P of that score is at least 1. Where roundings are
+// large (masks written as -1e9, scores of 1e8) it would be anything beyond, and is limited.
+__device__ __forceinline__ float offset_at(float maximum, float exp_scale) {
+  return __fmul_rd(maximum, exp_scale);
+}
 
 // Of what this lane holds of its two rows.
 template <int kCount>
@@ -76,22 +84,25 @@ __device__ __forceinline__ void row_max(const float (&s)[kCount], float (&maximu
   maximum[1] = quad_max(maximum[1]);
 }
 
-// Elements [kBegin, kEnd) of S become P; part: this lane's sums, in four chains.
-template <int kBegin, int kEnd, int kCount>
+// Elements [kBegin, kEnd) of S become P; part: this lane's sums, in four chains. kLimited: where
+// the offset is known to have followed the maximum, exponents exceed the threshold only in rows of
+// large scores. (The limit is on the exponent: on P it costs registers.)
+template <bool kLimited, int kBegin, int kEnd, int kCount>
 __device__ __forceinline__ void exponentials(float (&s)[kCount], const float (&offset)[2],
                                              float exp_scale, float (&part)[4]) {
 #pragma unroll
   for (int e = kBegin; e < kEnd; ++e) {
-    s[e] = ptx::ex2_approx(fmaf(s[e], exp_scale, -offset[e >> 1 & 1]));
+    const float x = fmaf(s[e], exp_scale, -offset[e >> 1 & 1]);
+    s[e] = ptx::ex2_approx(kLimited ? fminf(x, kRescaleThreshold) : x);
     part[e & 3] = e < 4 ? s[e] : part[e & 3] + s[e];
   }
 }
 
 template <int kCount>
-__device__ __forceinline__ void exponentials(float (&s)[kCount], const float (&offset)[2],
-                                             float exp_scale, float (&sum)[2]) {
+__device__ __forceinline__ void limited_exponentials(float (&s)[kCount], const float (&offset)[2],
+                                                     float exp_scale, float (&sum)[2]) {
   float part[4];
-  exponentials<0, kCount>(s, offset, exp_scale, part);
+  exponentials<true, 0, kCount>(s, offset, exp_scale, part);
   sum[0] = part[0] + part[1];
   sum[1] = part[2] + part[3];
 }
@@ -103,8 +114,9 @@ __device__ __forceinline__ void softmax_first(float (&s)[kCount], RowStatistics&
   float maximum[2];
   row_max(s, maximum);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) rows.offset[half] = fmaxf(maximum[half] * exp_scale, kNoKey);
-  exponentials(s, rows.offset, exp_scale, rows.sum);
+  for (int half = 0; half < 2; ++half)
+    rows.offset[half] = fmaxf(offset_at(maximum[half], exp_scale), kNoKey);
+  limited_exponentials(s, rows.offset, exp_scale, rows.sum);
 }
 
 // Any later block: S becomes P; returns whether O must be multiplied by alpha.
@@ -119,14 +131,14 @@ __device__ __forceinline__ bool softmax_next(float (&s)[kCount], RowStatistics& 
   if (grew) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float next = fmaxf(rows.offset[half], quad_max(maximum[half]) * exp_scale);
+      const float next = fmaxf(rows.offset[half], offset_at(quad_max(maximum[half]), exp_scale));
       alpha[half] = ptx::ex2_approx(rows.offset[half] - next);
       rows.offset[half] = next;
       rows.sum[half] *= alpha[half];
     }
   }
   float sum[2];
-  exponentials(s, rows.offset, exp_scale, sum);
+  limited_exponentials(s, rows.offset, exp_scale, sum);
   rows.sum[0] += sum[0];
   rows.sum[1] += sum[1];
   return grew;
@@ -213,7 +225,12 @@ __device__ __forceinline__ void write_output(const float (&o)[C::kHeadDimV / 2],
 #pragma unroll
   for (int block = 0; block < C::kBoxesV; ++block) {
     const uint32_t target = ptx::shared_address(staging[block % C::kStaging]);
-    ptx::bulk_wait_read<C::kStaging - 1>();
+    // The store that had this place before is as many groups back as there are places; but for the
+    // first box of a tile, where boxes are no multiple of the places.
+    if (block == 0 && C::kBoxesV % C::kStaging != 0)
+      ptx::bulk_wait_read<0>();
+    else
+      ptx::bulk_wait_read<C::kStaging - 1>();
     __syncwarp();
     // Rows of 128 bytes, their 16-byte chunks permuted by the row.
     const uint32_t target_row = target + lane % 16 * 128;
