@@ -44,7 +44,7 @@ def zero_rows_of_dout(backend: str, device: torch.device) -> None:
     require(replace(packed, lens_k=(20, 33), dout_scale=1e-6, padding="tail"))
     if not tried:
         raise refusals[0]
-    if device.type == "cuda":
+    if tried and device.type == "cuda":
         for scale in (1e-3, 1e-6, 1e-9):
             _padded_triangle(backend, device, scale)
 
@@ -77,6 +77,8 @@ def _masked_as_numbers(device: torch.device, order: int) -> Iterator[tuple[Case,
     tangents = "qkvb" if order == 2 else ""
     full = device.type == "cuda"
     for i, (number, place) in enumerate(itertools.product(NUMBERS, PLACES)):
+        if order == 2 and not full and i % 4:
+            continue  # the interpreter takes seconds for each
         for dtype in DTYPES if full and order == 1 else (DTYPES[i % 3],):
             variant = Variant(
                 head_dim=32 if full else 16,
@@ -210,7 +212,7 @@ def values_of_129_to_192(backend: str, device: torch.device) -> None:
 def sharp_softcap(backend: str, device: torch.device) -> None:
     """Softcap 0.01 with scores of 30: few keys have a slope at all, and it must not be a difference of numbers near 1."""
     variant = Variant(softcap=True, head_dim=128, head_dim_v=128)
-    size = 300 if device.type == "cuda" else 24
+    size = 300 if device.type == "cuda" else 64
     case = Case(seed=36, variant=variant, lead=(1,), heads_k=2, seq_q=size, seq_k=size)
     inputs = make_inputs(replace(case, softcap=0.01), device)
     with torch.no_grad():
@@ -237,14 +239,17 @@ def scores_beyond_ten_million(backend: str, device: torch.device) -> None:
     case = Case(seed=37, lead=(2,), heads_k=2, seq_q=size[0], seq_k=size[1])
     _require(backend, device, replace(case, scale=1e8), dtypes=("bfloat16", "float32"))
     huge = replace(case, magnitude="huge", dout_scale=1e-3)
-    _require(backend, device, huge)
+    # The reference's float16 scores end at 65504: it is plain PyTorch.
+    dtypes = DTYPES if backend != "reference" else ("bfloat16", "float32")
+    _require(backend, device, huge, dtypes=dtypes)
     for causal in (False, True):
         variant = Variant(head_dim=64, head_dim_v=64, window=True)
-        _require(backend, device, replace(huge, seed=38, variant=variant, causal=causal))
+        given = replace(huge, seed=38, variant=variant, causal=causal)
+        _require(backend, device, given, dtypes=dtypes)
     capped = replace(huge, variant=Variant(softcap=True), softcap=15.0)
     _require(backend, device, capped, dtypes=("bfloat16", "float32"))
     # One score far above the others, and twice the same: exactly that value, exactly the mean of two.
-    for dtype in DTYPES:
+    for dtype in dtypes:
         top = 6e4 if dtype == "float16" else 1e9
         q, k, v = (torch.zeros(1, 1, 20, 16) for _ in range(3))
         q[..., 0] = top
