@@ -200,6 +200,8 @@ class Judge:
 
     Args:
         inputs: the call, on any device, in any dtype (fp64 is compared with the oracle at fp64 rounding).
+        fused: the results come from kernels that keep scores in fp32. False for plain PyTorch itself, which in 16 bits may
+            do as badly as it does where scores are large (hundreds, or masks written as numbers on whole rows).
 
     Raises:
         AssertionError: the oracle (reference backend in fp64) and the formula written here disagree.
@@ -212,8 +214,8 @@ class Judge:
         >>> judge.require(evaluate(judge.inputs, "sdpa", lse=False))
     """
 
-    def __init__(self, inputs: Inputs):
-        self.inputs = inputs
+    def __init__(self, inputs: Inputs, fused: bool = True):
+        self.inputs, self.fused = inputs, fused
         with exact_matmul():
             self.truth = evaluate(inputs.to(torch.float64), "reference")
             # Contiguous: torch's bf16 products on the CPU read past strided rows of one element.
@@ -264,7 +266,7 @@ class Judge:
                 variances[name] += formula.variances(
                     name, torch.stack([block.slot(name, x) for x in directions[name]])
                 )
-        if large and dtype.itemsize == 2:
+        if large and self.fused and dtype.itemsize == 2:
             # Scores in 16 bits leave plain PyTorch wrong by itself: in fp32, rounded, it is the measure.
             with exact_matmul():
                 wide = evaluate(self.inputs.to(torch.float32), "reference")

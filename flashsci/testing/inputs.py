@@ -362,8 +362,8 @@ class _Maker:
     def fitted(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """x, broadcastable to the scores, in a shape that broadcasts to them: true where it is so for any."""
         full = x.expand(self.case.score_shape)
-        full = full.flatten(0, full.dim() - len(shape)) if len(shape) < full.dim() else full[None]
-        full = full.any(0)
+        if len(shape) < full.dim():
+            full = full.flatten(0, full.dim() - len(shape) - 1).any(0)
         for dim, n in enumerate(shape):
             if n == 1 and full.shape[dim] != 1:
                 full = full.any(dim, keepdim=True)

@@ -221,3 +221,97 @@ def test_tallies_add_up():
         "out": [1, 2]
     }
     assert a.refused == {"no": 1} and eval(a.failures[0]["case"]) == Case(variant=Variant())
+
+
+def test_seed_of_the_day_and_coverage_are_in_the_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "TRAPS", {})
+    monkeypatch.setattr(digest, "units", lambda: {"triton/forward": "1"})
+    lines, out = [], tmp_path / "report.json"
+    run = {"cases": 6, "out": out, "workers": 1, "device": "cpu", "backends": ("reference",)}
+    check.run(**run, say=lines.append)
+    report = json.loads(out.read_text())
+    assert (
+        20000101 < report["seed"] < 99991231
+        and f"of seed {report['seed']}" in lines[-3:][0] + lines[-2]
+    )
+    seen = report["coverage"]["reference"]
+    assert sum(x["cases"] for name, x in seen.items() if not name.startswith("head")) == 6
+    assert all("values huge" in x["never"] or x["cases"] for x in seen.values())
+    assert any("never drawn, reference, " in line for line in lines)
+
+
+def test_parts_name_the_digests_that_they_judged(tmp_path):
+    path = tmp_path / "report.json"
+    report = {"failures": 0, "unfinished": [], "library": {}}
+    check.write({**report, "units": {"triton/a": "1"}}, path, "triton/a")
+    check.write({**report, "units": {"triton/b": "1"}}, path, "triton/b")
+    parts = json.loads(path.read_text())["parts"]
+    assert parts["triton/a"]["units"] == {"triton/a": "1"}
+    # A unit that was judged again in another form: the older part speaks of a kernel that is gone.
+    check.write({**report, "units": {"triton/a": "2", "triton/b": "1"}}, path, "triton/")
+    assert list(json.loads(path.read_text())["parts"]) == ["triton/b", "triton/"]
+
+
+def test_kernels_here_hold_every_generation_that_runs(monkeypatch):
+    units = {f"cuda/sm{g}/forward_fp16": "" for g in (75, 80, 90)}
+    monkeypatch.setattr(check, "library_units", lambda: units)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, held in (
+        ((9, 0), ["90", "80", "75"]),
+        ((8, 6), ["80", "75"]),
+        ((10, 0), ["80", "75"]),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        assert check.kernels_here() == ("triton", "cuda", *(f"cuda:sm{g}" for g in held))
+
+
+def test_a_full_run_has_cases_for_hopper_alone():
+    backends = ("triton", "cuda", "cuda:sm90", "cuda:sm80")
+    (mixed, all_of_them), (held, cuda), (second, users) = check._plans(
+        10_000, 3, "cuda", None, [1, 2], backends
+    )
+    assert (len(mixed), len(held), len(second)) == (6000, 4000, 1000)
+    assert all_of_them == backends and cuda == backends[1:] and users == ("triton", "cuda")
+    for case in held:
+        variant = case.variant
+        assert variant.dtype != "float32" and variant.head_dim % 8 == variant.head_dim_v % 8 == 0
+        assert not (variant.dropout or variant.key_weight or (variant.varlen and variant.bias))
+        assert "shifted" not in case.layout_of.values()
+    assert sum(c.variant.dtype == "float32" for c in mixed) > 1500
+    assert len({(c.variant, c.layout, c.layouts) for c in held}) > 400
+    # What the generator draws comes up in every dtype, and with every bucket of head dims.
+    from flashsci.testing.coverage import BUCKETS, Coverage, expected
+
+    coverage = Coverage()
+    for case in mixed:
+        coverage.see("any", case)
+    for dtype in ("bfloat16", "float16", "float32"):
+        never = coverage.summary(["any"])["any"][dtype]["never"]
+        assert not never, (dtype, never)
+        assert set(coverage.counts["any", dtype]) >= set(expected(dtype))
+    for limit in BUCKETS:
+        assert len(coverage.summary(["any"])["any"][f"head dims to {limit}"]["never"]) <= 5
+
+
+def test_a_pinned_backend_that_refuses_gradients_is_judged_by_its_forward(monkeypatch):
+    from flashsci.registry import BackendError
+
+    honest = check.evaluate
+
+    def evaluate(inputs, name, *arguments, **options):
+        if name == "cuda:sm90" and inputs.dout is not None:
+            raise BackendError(f"flashsci: no backward for {list(inputs.q.shape)}; use another")
+        return honest(inputs, "reference", *arguments, **options)
+
+    monkeypatch.setattr(check, "evaluate", evaluate)
+    tallies = check.judge_case(Case(), ["cuda:sm90", "reference"], "cpu")
+    found = tallies["cuda:sm90"]
+    assert found.cases == found.forward_only == 1 and set(found.worst) == {"out", "lse"}
+    assert found.refused == {"flashsci: no backward for [..]": 1}
+    assert tallies["reference"].forward_only == 0 and "dq" in tallies["reference"].worst
+
+
+def test_what_nobody_serves_needs_no_oracle(monkeypatch):
+    monkeypatch.setattr(check, "Judge", None)
+    tallies = check.judge_case(Case(), ["cuda"], "cpu")
+    assert tallies["cuda"].cases == 0 and tallies["cuda"].refused
