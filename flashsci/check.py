@@ -59,9 +59,10 @@ from flashsci.testing.cases import (
     SMALL_LENGTHS,
     SeededChoices,
     draw_case,
+    layouts_of,
     resized,
 )
-from flashsci.testing.coverage import Coverage
+from flashsci.testing.coverage import VIEWS, Coverage
 
 SCALED = 1.01  # outputs times this must fail: the test of the test
 KERNELS = ("triton", "cuda")  # backends of our own
@@ -260,8 +261,13 @@ def chosen_units(unit: str | None) -> dict[str, str]:
     return {u: d for u, d in digest.units().items() if u.startswith(starts)}
 
 
-def plan_cases(count: int, seed: int, device: str, unit: str | None, order: int = 1) -> list[Case]:
-    """The cases of a run; every sixteenth family has long sequences. Interpreter-sized on the CPU."""
+def plan_cases(
+    count: int, seed: int, device: str, unit: str | None, order: int = 1, many: bool = False
+) -> list[Case]:
+    """The cases of a run; every sixteenth family has long sequences. Interpreter-sized on the CPU.
+
+    ``many``: of more variants and layouts than Triton could compile kernels for in the time of a run.
+    """
     make = second_order_variants if order == 2 else variants
     pool = make() if device == "cuda" else make(max_dim=32)
     if unit and "bias" in unit:
@@ -272,27 +278,53 @@ def plan_cases(count: int, seed: int, device: str, unit: str | None, order: int 
         # Without what these kernels refuse: a case that nobody serves shows nothing.
         served = [
             v
-            for v in variants(512) + variants(features=False)
+            for v in variants(1024 if many else 512) + variants(features=False)
             if not (v.dropout or v.key_weight or (v.varlen and v.bias))
             and only in (None, v.dtype)
             and not (hopper and (v.dtype == "float32" or v.head_dim % 8 or v.head_dim_v % 8))
+            and not (v.dtype == "float32" and max(v.head_dim, v.head_dim_v) > 128)
         ]
-        pool = list(dict.fromkeys(served))[:64]
+        pool = list(dict.fromkeys(served))[: 256 if many else 64]
     if device != "cuda":
         return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
     # One family of problems for each variant, so that the kernels to compile stay few: within it,
-    # values, batch, heads and lengths of a class vary. CUDA kernels are there already: more families, of other layouts.
+    # values, batch, heads and lengths of a class vary.
     choices = SeededChoices(seed)
-    rounds = max(1, min(16, count // (4 * len(pool)))) if unit and unit.startswith("cuda") else 1
-    families = []
+    rounds = max(1, min(8, count // (2 * len(pool)))) if many else 2 if count >= 4000 else 1
+    families: list[Case] = []
+    met: dict[tuple[Any, ...], int] = defaultdict(int)
     for i, variant in enumerate(pool * rounds):
         lengths = LARGE_LENGTHS if i % 16 == 0 else BULK_LENGTHS
-        family = draw_case(choices, [variant], lengths)
+        family = _dealt(draw_case(choices, [variant], lengths), met)
         families.append(_aligned(family) if hopper else family)
     most = 19 if order == 2 else 21  # log2 of scores: the second order of the oracle is slow
     limits = [1 << (most if i % 16 == 0 else most - 2) for i in range(len(families))]
     n = len(families)
     return [resized(choices, families[i % n], limits[i % n]) for i in range(count)]
+
+
+def _dealt(case: Case, met: dict[tuple[Any, ...], int]) -> Case:
+    """Layouts, and views and dims of a bias, in turn, dtype by dtype: families are too few to leave that to chance. ``met``
+    counts them."""
+
+    def rarest(what: str, options: Sequence[Any]) -> Any:
+        found = min(options, key=lambda x: met[case.variant.dtype, what, x])
+        met[case.variant.dtype, what, found] += 1
+        return found
+
+    kinds = layouts_of(case)
+    layout = rarest("q", kinds)
+    others: tuple[str, ...] = ()
+    if case.layouts:  # each from another start: not all alike
+        turned = {n: kinds[i:] + kinds[:i] for i, n in enumerate(("k", "v", "dout"))}
+        others = tuple(rarest(n, of) for n, of in turned.items())
+    case = replace(case, layout=layout, layouts=others)
+    if case.bias_shape is not None and not case.variant.varlen:
+        rank = len(case.score_shape)
+        dims = rarest("dims", range(rank, 0, -1))
+        shape = ((1,) * rank + case.bias_shape)[-dims:]
+        case = replace(case, bias_view=rarest("view", VIEWS), bias_shape=shape)
+    return case
 
 
 def _aligned(case: Case) -> Case:
@@ -311,19 +343,28 @@ def _plans(
 ) -> list[tuple[list[Case], tuple[str, ...]]]:
     """Which cases are judged on which backends.
 
-    A run of everything takes two fifths for what Hopper's kernels serve, on CUDA kernels alone: no Triton kernel is compiled
-    for them. Second order is Triton's, after a forward of either.
+    Half of a run of everything, and three quarters of one of CUDA units, are for generations of CUDA kernels held to
+    themselves, in many more layouts and variants than the rest. Second order is Triton's, after a forward of either.
     """
     backends = tuple(backends)
-    held = tuple(b for b in backends if b.startswith("cuda"))
-    if unit is None and device == "cuda" and "cuda:sm90" in backends:
-        apart = 2 * count // 5
-        plans = [
-            (plan_cases(count - apart, seed, device, None), backends),
-            (plan_cases(apart, seed + 1, device, "cuda/sm90"), held),
-        ]
-    else:
-        plans = [(plan_cases(count, seed, device, unit, orders[0]), backends)]
+    # What these serve they serve themselves: no Triton kernel stands in, and none is compiled.
+    held = tuple(b for b in backends if b in ("cuda:sm90", "cuda:sm80"))
+
+    def apart(share: int, part: str, names: tuple[str, ...]) -> tuple[list[Case], tuple[str, ...]]:
+        return plan_cases(share, seed + len(plans), device, part, many=True), names
+
+    plans: list[tuple[list[Case], tuple[str, ...]]] = []
+    rest = count
+    if device == "cuda" and unit is None and "cuda:sm90" in held:
+        plans.append(apart(7 * count // 20, "cuda/sm90", held))
+        if "cuda:sm80" in held:
+            plans.append(apart(3 * count // 20, "cuda/sm80/forward_fp32", ("cuda:sm80",)))
+    elif (
+        device == "cuda" and held and unit is not None and unit.startswith("cuda") and orders != [2]
+    ):
+        plans.append(apart(3 * count // 4, unit, held))
+    rest -= sum(len(planned) for planned, _ in plans)
+    plans.insert(0, (plan_cases(rest, seed, device, unit, orders[0]), backends))
     if len(orders) > 1:
         users = tuple(b for b in backends if ":" not in b)
         plans.append((plan_cases(count // 10, seed, device, unit, orders[1]), users or backends))
@@ -445,8 +486,8 @@ def run(
 
     Args:
         unit: one unit of ``flashsci.digest.units()``, the start of its name, or "second_order"; None for all.
-        cases: how many generated problems; a run of all units takes two fifths of them for Hopper's kernels alone, where these are,
-            and adds a tenth as many of second order.
+        cases: how many generated problems; where Hopper's kernels are, a run of all units takes 7 of 20 for them alone and
+            3 of 20 for the fp32 kernels; it adds a tenth as many of second order.
         out: where the report goes; None for nowhere. A run with ``unit`` updates it.
         seed: of the generator; None for today's date as a number, so that every day draws others. The report names it.
         workers: processes; None for one per core, at most 14.

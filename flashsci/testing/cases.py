@@ -316,11 +316,16 @@ def draw_case(
     return _draw_second_order(choices, _draw_values(choices, _draw_layouts(choices, case)))
 
 
+def layouts_of(case: Case) -> list[str]:
+    """Those of LAYOUTS that differ from others at this rank."""
+    if case.rank == 2:
+        return ["bhsd", "strided", "shifted"]
+    return [x for x in LAYOUTS if x != "expanded" or case.rank > 3]
+
+
 def _draw_layouts(choices: Choices, case: Case) -> Case:
     """k, v and dout as q, or each in a layout of its own: gradients come as other operations leave them."""
-    kinds = [x for x in LAYOUTS if not (x == "expanded" and case.variant.varlen)]
-    if case.rank == 2:
-        kinds = [x for x in kinds if x in ("bhsd", "strided", "shifted")]
+    kinds = layouts_of(case)
     layout = case.layout if case.layout in kinds else "strided"
     others = tuple(choices.one_of(kinds) for _ in range(3)) if choices.integer(0, 1) else ()
     return replace(case, layout=layout, layouts=others)
@@ -329,7 +334,7 @@ def _draw_layouts(choices: Choices, case: Case) -> Case:
 def _draw_values(choices: Choices, case: Case) -> Case:
     """What no kernel is compiled for: values, as models have them."""
     variant = case.variant
-    often = lambda n: choices.integer(1, n) > 1  # noqa: E731
+    often = lambda n: choices.integer(1, n) < n  # noqa: E731  (1 is what Hypothesis shrinks to)
     case = replace(
         case,
         scale=None if often(3) else choices.one_of((0.05, 0.3, 1.0)),
@@ -389,7 +394,7 @@ def _draw_dense(choices: Choices, case: Case, lengths: Sequence[int], score_limi
     seq_k = seq_q if choices.integer(0, 1) else choices.one_of(lengths)
     scores = max(1, case.heads_q * seq_q * seq_k)
     lead = tuple(choices.one_of((1, 2, 3, 5)) for _ in range(rank - 3))
-    if lead and choices.integer(1, 40) == 40:
+    if lead and choices.integer(1, 20) == 20:
         lead = (*lead[:-1], 0)
     while scores * _product(lead) > score_limit and max((*lead, 1)) > 1:
         lead = tuple(max(1, n - 1) for n in lead)
@@ -473,6 +478,10 @@ def generate(
         yield draw_case(choices, pool, **limits)
 
 
+# Layouts between which the strides' divisors, which Triton compiles for, do not change at ordinary head dims.
+_ALIKE = ("bhsd", "bshd", "packed", "joint", "expanded")
+
+
 def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
     """Another problem for the kernels that ``case`` was compiled into: other values, batch, heads and
     lengths, where lengths stay in their class (as tile sizes see them) and broadcast dims broadcast.
@@ -487,6 +496,11 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
         align=choices.one_of(("upper_left", "lower_right")) if case.variant.window else case.align,
     )
     case = _draw_values(choices, replace(case, bias_number="", bias_holes=False))
+    if case.variant.head_dim % 8 == case.variant.head_dim_v % 8 == 0:
+        kinds = [x for x in layouts_of(case) if x in _ALIKE]
+        redrawn = [choices.one_of(kinds) if x in kinds else x for x in case.layout_of.values()]
+        layouts = tuple(redrawn[1:]) if case.layouts else ()
+        case = replace(case, layout=redrawn[0], layouts=layouts)
 
     def like(length: int) -> int:
         return choices.one_of([n for n in ALL_LENGTHS if _length_class(n) == _length_class(length)])
@@ -508,8 +522,10 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
     before, keys_before = case.score_shape, case.key_shape
     seq_q = like(case.seq_q)
     seq_k = seq_q if case.seq_k == case.seq_q else like(case.seq_k)
+    if choices.integer(1, 20) == 20:
+        seq_q, seq_k = choices.one_of(((0, seq_k), (seq_q, 0)))
     lead = tuple(choices.one_of((2, 3, 5)) for _ in case.lead)
-    if lead and choices.integer(1, 40) == 40:
+    if lead and choices.integer(1, 20) == 20:
         lead = (*lead[:-1], 0)
     while heads_k * group * seq_q * seq_k * _product(lead) > score_limit and max((*lead, 1)) > 1:
         lead = tuple(max(1, n - 1) for n in lead)
@@ -526,9 +542,14 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
             for n, m, k in zip(shape, old, new, strict=True)
         )
 
+    bias_shape = spread(case.bias_shape, before, case.score_shape)
+    if bias_shape is not None and case.bias_view in ("contiguous", "expanded"):
+        # Ones to the left, or none: one problem to a kernel, several to what calls it.
+        ones = next((i for i, n in enumerate(bias_shape[:-1]) if n != 1), len(bias_shape) - 1)
+        bias_shape = bias_shape[choices.integer(0, ones) :]
     return replace(
         case,
-        bias_shape=spread(case.bias_shape, before, case.score_shape),
+        bias_shape=bias_shape,
         weight_shape=spread(case.weight_shape, keys_before, case.key_shape),
         mask_shape=spread(case.mask_shape, before, case.score_shape),
     )

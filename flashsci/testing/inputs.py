@@ -371,7 +371,7 @@ class _Maker:
 
     def key_weight(self, q: Tensor, k: Tensor) -> Tensor | None:
         """Between 0.05 and 1, or exactly 0, but where a key that counts for nothing could have a score so far above
-        those that count that its weight's gradient is infinite in its dtype."""
+        those that count that its weight's gradient is infinite in its dtype: beside keys masked by a number, too."""
         case = self.case
         if case.weight_shape is None:
             return None
@@ -381,7 +381,8 @@ class _Maker:
         products = next(some) @ next(some).T * (dim**-0.5 if case.scale is None else case.scale)
         spread = (products.max() - products.min()).item() if products.numel() else 0.0
         half = case.variant.key_weight == "inputs" and case.variant.dtype == "float16"
-        if case.weight_zeros != "none" and spread < (4 if half else 40):
+        near = spread < (4 if half else 40) and not case.bias_number
+        if case.weight_zeros != "none" and near:
             weight[self.uniform(case.weight_shape) < 0.25] = 0
         if case.weight_zeros == "rows" and weight.dim() > 1 and weight.numel():
             weight[0] = 0
