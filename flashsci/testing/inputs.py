@@ -74,6 +74,11 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     return _Maker(case, torch.device(device)).inputs()
 
 
+def _least(dtype: torch.dtype) -> float:
+    """The least number of a dtype, or of fp32, in which values are drawn."""
+    return max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+
+
 class _Maker:
     def __init__(self, case: Case, device: torch.device):
         self.case, self.device = case, device
@@ -310,13 +315,12 @@ class _Maker:
         dtype = torch.float32 if variant.bias_float else variant.torch_dtype
         if case.bias_number:
             bias = bias + self.hidden(case.bias_shape) * self.number(dtype)
-            least = torch.finfo(dtype).min
-            bias = torch.where(bias == -torch.inf, bias, bias.clamp(min=least))
+            bias = torch.where(bias == -torch.inf, bias, bias.clamp(min=_least(dtype)))
         return self.view(bias.to(dtype), case.bias_view)
 
     def number(self, dtype: torch.dtype) -> float:
         """What stands for a hidden key in a bias of this dtype."""
-        name, least = self.case.bias_number, torch.finfo(dtype).min
+        name, least = self.case.bias_number, _least(dtype)
         if name not in NUMBERS:
             raise ValueError(f"bias_number must be one of {NUMBERS} or '', got {name!r}")
         value = {"float32_min": torch.finfo(torch.float32).min, "dtype_min": least}.get(name)

@@ -26,6 +26,7 @@ def test_a_small_run_writes_the_report(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "TRAPS", kept)
     code = check.run(
         cases=4,
+        seed=0,
         out=out,
         workers=1,
         device="cpu",
@@ -61,7 +62,7 @@ def test_a_wrong_kernel_is_reported_with_its_reproducer(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "TRAPS", {})
     lines, out = [], tmp_path / "report.json"
     code = check.run(
-        cases=4, out=out, workers=1, device="cpu", backends=("triton",), say=lines.append
+        cases=4, seed=0, out=out, workers=1, device="cpu", backends=("triton",), say=lines.append
     )
     failures = json.loads(out.read_text())["backends"]["triton"]["failures"]
     assert code == 1 and failures
@@ -106,7 +107,15 @@ def test_a_part_updates_the_report(tmp_path, monkeypatch):
         json.dumps({"cases": 2000, "units": {"triton/forward": "old", "triton/backward": "kept"}})
     )
     assert (
-        check.run("triton/forward", cases=3, out=path, workers=1, device="cpu", say=lambda *a: None)
+        check.run(
+            "triton/forward",
+            cases=3,
+            seed=0,
+            out=path,
+            workers=1,
+            device="cpu",
+            say=lambda *a: None,
+        )
         == 0
     )
     report = json.loads(path.read_text())
