@@ -29,11 +29,18 @@ from flashsci.testing.cases import NUMBERS
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def problems(dtype, count, seed, **limits):
+def problems(dtype, count, seed, fused=True, **limits):
     pool = [v for v in variants() if v.dtype == dtype]
     for case in generate(seed, count, pool, **{"score_limit": 1 << 14, **limits}):
         inputs = make_inputs(case)
-        yield case, inputs, Judge(inputs)
+        yield case, inputs, Judge(inputs, fused)
+
+
+def ordinary(case):
+    """Data of any kind that is not chosen to be hard to judge: no masks as numbers, no padding, no small gradients."""
+    plain = case.magnitude in ("unit", "peaked", "small_v", "large_v", "offset_v")
+    values = case.padding == "none" and case.dout_scale == 1 and case.softcap != 0.01
+    return plain and values and not case.bias_number
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,12 +52,13 @@ def test_honest_kernels_pass_and_scaled_results_fail(dtype, record_property):
         wrong = [f.problem for f in judge.findings(found) if f.problem]
         assert not wrong, f"{case}: {wrong}"
         for name in caught:
-            if case.magnitude == "low" and name in ("dq", "dk"):
-                continue  # all keys (queries) share a large shift, which cancels: noise in any dtype (1 of 30 is caught in fp32)
+            if not ordinary(case) and name in ("dq", "dk"):
+                continue  # shifts that cancel, rows that softmax does not move: noise in any dtype
             seen = judge.catches(name, found[name])
             if seen is not None:
                 caught[name] += seen
                 judged[name] = judged.get(name, 0) + 1
+    assert min(judged.values()) >= 25, judged
     shares = {name: caught[name] / judged[name] for name in caught}
     record_property("share of results times 1.01 that fail", shares)
     # Gradients of small or badly conditioned problems are noise beyond 1% in 16 bits: no test can judge those.
@@ -76,7 +84,9 @@ def test_large_plain_problems_are_judged_in_every_tensor(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_other_summation_orders_pass(dtype):
     """Plain PyTorch over keys in reverse order: the same function, other roundings."""
-    for case, inputs, judge in problems(dtype, 25, seed=2):
+    for case, inputs, judge in problems(dtype, 60, seed=2, fused=False, score_limit=1 << 12):
+        if not ordinary(case):
+            continue  # plain PyTorch: its own accuracy, where scores are large
         if case.variant.varlen or case.variant.window or case.variant.dropout:
             continue
 
