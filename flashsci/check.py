@@ -53,6 +53,7 @@ from flashsci.testing import (
     second_order_variants,
     variants,
 )
+from flashsci.testing.bounds import PLAIN
 from flashsci.testing.cases import (
     BULK_LENGTHS,
     LARGE_LENGTHS,
@@ -66,7 +67,6 @@ from flashsci.testing.coverage import VIEWS, Coverage
 
 SCALED = 1.01  # outputs times this must fail: the test of the test
 KERNELS = ("triton", "cuda")  # backends of our own
-PLAIN = ("reference", "sdpa")  # plain PyTorch, with its own accuracy
 DTYPE_OF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 CRITERIA = ("error", "gain", "spread")
 # Names for several units: the starts of theirs.
