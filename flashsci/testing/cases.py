@@ -343,13 +343,13 @@ def _draw_values(choices: Choices, case: Case) -> Case:
         padding="none" if often(3) else choices.one_of(PADDINGS),
         dout_scale=1.0 if often(3) else choices.one_of(DOUT_SCALES[variant.dtype]),
     )
-    if case.magnitude == "huge":
-        if variant.dtype != "float16":
-            case = replace(case, scale=choices.one_of((None, 1e8)))
-        else:  # gradients stay within float16, as far as they can
-            case = replace(
-                case, dout_scale=1e-3, magnitude="peaked" if variant.tangents else "huge"
-            )
+    if variant.dtype == "float16":  # gradients stay within it, as far as they can
+        if variant.tangents and case.magnitude in ("huge", "outliers", "sharp_and_flat"):
+            case = replace(case, magnitude="rising")
+        elif case.magnitude == "huge":
+            case = replace(case, dout_scale=1e-3)
+    elif case.magnitude == "huge":
+        case = replace(case, scale=choices.one_of((None, 1e8)))
     if variant.bias is None:
         return case
     case = replace(case, bias_holes=not often(4))
