@@ -4,7 +4,11 @@ Generated problems (flashsci.testing.cases) are judged against the fp64 oracle b
 flashsci.testing.bounds, forward, lse and all gradients, on every backend; then come the known traps
 and bitwise determinism. Worker processes share the work by kernel variant, so that each variant is
 compiled once and many are compiled at a time. The report carries one digest per kernel unit: a CPU
-test knows from it which kernels changed since.
+test knows from it which kernels changed since. It also lists what the generator draws, but did not for some
+dtype or head dims of a backend (`coverage`).
+
+"cuda" picks kernels as users get them; "cuda:sm90" and the like are held to one generation, so that what another one
+served in its place does not count. A part of the cases is drawn for the newest generation, and judged on CUDA kernels alone.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import multiprocessing
 import operator
 import os
 import platform
+import re
 import sys
 import threading
 import time
@@ -48,17 +53,21 @@ from flashsci.testing import (
     second_order_variants,
     variants,
 )
+from flashsci.testing.bounds import PLAIN
 from flashsci.testing.cases import (
     BULK_LENGTHS,
     LARGE_LENGTHS,
     SMALL_LENGTHS,
     SeededChoices,
     draw_case,
+    layouts_of,
     resized,
 )
+from flashsci.testing.coverage import VIEWS, Coverage
 
 SCALED = 1.01  # outputs times this must fail: the test of the test
 KERNELS = ("triton", "cuda")  # backends of our own
+DTYPE_OF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 CRITERIA = ("error", "gain", "spread")
 # Names for several units: the starts of theirs.
 GROUPS = {"second_order": ("triton/jvp", "triton/second_")}
@@ -75,6 +84,7 @@ class Tally:
     caught: dict[str, list[int]] = field(
         default_factory=dict
     )  # tensor -> [failed when scaled, judged]
+    forward_only: int = 0  # of the cases: those whose gradients the backend refuses
 
     def refuse(self, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1
@@ -92,6 +102,7 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         self.cases += other.cases
+        self.forward_only += other.forward_only
         self.failures += other.failures
         for reason, count in other.refused.items():
             self.refused[reason] = self.refused.get(reason, 0) + count
@@ -104,6 +115,7 @@ class Tally:
     def summary(self) -> dict[str, Any]:
         return {
             "cases": self.cases,
+            "of these forward only": self.forward_only,
             "failures": self.failures,
             "refused": self.refused,
             "worst ratio of error to allowance": {
@@ -119,44 +131,67 @@ class Tally:
 
 
 def judge_case(
-    case: Case, backends: Sequence[str], device: str, order: int = 1
+    case: Case,
+    backends: Sequence[str],
+    device: str,
+    order: int = 1,
+    coverage: Coverage | None = None,
 ) -> dict[str, Tally]:
     """Judge one case on several backends, and each pair of them against each other.
 
-    Keys are backend names and, for pairs, "a-b". ``order`` 0 leaves out the gradients.
+    Keys are backend names and, for pairs, "a-b". ``order`` 0 leaves out the gradients. A backend held to a generation that
+    refuses gradients is judged by its forward. ``coverage`` sees what was judged.
     """
     tallies: dict[str, Tally] = defaultdict(Tally)
     inputs = make_inputs(case, device)
+    forward = replace(inputs, dout=None, dlse=None, tangents={})
     if order == 0:
-        inputs = replace(inputs, dout=None, dlse=None)
-    judge = Judge(inputs)
+        inputs = forward
     results: dict[str, dict[str, torch.Tensor]] = {}
     for name in backends:
         tally = tallies[name]
-        try:
-            with poisoned_memory(cuda_bytes=0):
-                results[name] = evaluate(inputs, name, name != "sdpa", deterministic=False)
-        except BackendError as error:
-            tally.refuse(str(error))
-            continue
-        except Exception:
-            tally.fail(case, traceback.format_exc(limit=-3))
-            continue
+        for given in (inputs, forward):
+            try:
+                with poisoned_memory(cuda_bytes=0):
+                    results[name] = evaluate(given, name, name != "sdpa", deterministic=False)
+                tally.forward_only += given is not inputs
+                break
+            except BackendError as error:
+                tally.refuse(_reason(error))
+                if ":" not in name or given.dout is None:
+                    break
+            except Exception:
+                tally.fail(case, traceback.format_exc(limit=-3))
+                break
+    # The oracle is the larger part of the time: not for what nobody serves.
+    judges: dict[bool, Judge] = {}
+    for name in results:
+        tally, fused = tallies[name], name not in PLAIN
+        if fused not in judges:
+            judges[fused] = Judge(inputs, fused)
         tally.cases += 1
-        for found in judge.findings(results[name]):
+        if coverage is not None:
+            coverage.see(name, case)
+        for found in judges[fused].findings(results[name]):
             x = results[name][found.tensor]
-            tally.see(found.tensor, found.ratios, judge.catches(found.tensor, x, SCALED))
+            tally.see(found.tensor, found.ratios, judges[fused].catches(found.tensor, x, SCALED))
             if found.problem:
                 tally.fail(case, found.problem)
     for a, b in itertools.combinations(results, 2):
         tally = tallies[f"{a}-{b}"]
         tally.cases += 1
+        judge = judges[a not in PLAIN and b not in PLAIN]
         for tensor in results[a].keys() & results[b].keys():
             found = judge.compare(tensor, results[a][tensor], results[b][tensor])
             tally.see(tensor, (found.ratios[0],))
             if found.problem:
                 tally.fail(case, found.problem)
     return dict(tallies)
+
+
+def _reason(error: BackendError) -> str:
+    """An error without the shapes of its call, which would make every refusal one of its own."""
+    return re.sub(r"\[[\d, ]*\]", "[..]", str(error)).split("; use ")[0]
 
 
 def _work(task: tuple[Any, ...]) -> tuple[str, Any]:
@@ -168,15 +203,16 @@ def _work(task: tuple[Any, ...]) -> tuple[str, Any]:
         return kind, _spring(*rest)
     cases, backends, device, order = rest
     merged: dict[str, Tally] = defaultdict(Tally)
+    coverage = Coverage()
     for case in cases:
         try:
-            found = judge_case(case, backends, device, order)
+            found = judge_case(case, backends, device, order, coverage)
         except Exception:
             found = {backends[0]: Tally()}
             found[backends[0]].fail(case, traceback.format_exc(limit=-3))
         for name, tally in found.items():
             merged[name].add(tally)
-    return kind, (len(cases), dict(merged))
+    return kind, (len(cases), dict(merged), coverage)
 
 
 def _spring(name: str, backend: str, device: str) -> tuple[str, str, str]:
@@ -225,34 +261,119 @@ def chosen_units(unit: str | None) -> dict[str, str]:
     return {u: d for u, d in digest.units().items() if u.startswith(starts)}
 
 
-def plan_cases(count: int, seed: int, device: str, unit: str | None, order: int = 1) -> list[Case]:
-    """The cases of a run; every sixteenth family has long sequences. Interpreter-sized on the CPU."""
+def plan_cases(
+    count: int, seed: int, device: str, unit: str | None, order: int = 1, many: bool = False
+) -> list[Case]:
+    """The cases of a run; every sixteenth family has long sequences. Interpreter-sized on the CPU.
+
+    ``many``: of more variants and layouts than Triton could compile kernels for in the time of a run.
+    """
     make = second_order_variants if order == 2 else variants
     pool = make() if device == "cuda" else make(max_dim=32)
     if unit and "bias" in unit:
         pool = [v for v in pool if v.bias_grad]
+    hopper = bool(unit and unit.startswith("cuda/sm90"))
     if unit and unit.startswith("cuda"):
-        dtypes = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-        only = dtypes.get(unit.rsplit("_")[-1])
+        only = DTYPE_OF.get(unit.rsplit("_")[-1])
         # Without what these kernels refuse: a case that nobody serves shows nothing.
         served = [
             v
-            for v in variants(512) + variants(features=False)
-            if not (v.dropout or v.key_weight or (v.varlen and v.bias)) and only in (None, v.dtype)
+            for v in variants(1024 if many else 512) + variants(features=False)
+            if not (v.dropout or v.key_weight or (v.varlen and v.bias))
+            and only in (None, v.dtype)
+            and not (hopper and (v.dtype == "float32" or v.head_dim % 8 or v.head_dim_v % 8))
+            and not (v.dtype == "float32" and max(v.head_dim, v.head_dim_v) > 128)
         ]
-        pool = list(dict.fromkeys(served))[:64]
+        pool = list(dict.fromkeys(served))[: 256 if many else 64]
     if device != "cuda":
         return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
     # One family of problems for each variant, so that the kernels to compile stay few: within it,
     # values, batch, heads and lengths of a class vary.
     choices = SeededChoices(seed)
-    families = []
-    for i, variant in enumerate(pool):
+    rounds = max(1, min(8, count // (2 * len(pool)))) if many else 2 if count >= 4000 else 1
+    families: list[Case] = []
+    met: dict[tuple[Any, ...], int] = defaultdict(int)
+    for i, variant in enumerate(pool * rounds):
         lengths = LARGE_LENGTHS if i % 16 == 0 else BULK_LENGTHS
-        families.append(draw_case(choices, [variant], lengths))
+        family = _dealt(draw_case(choices, [variant], lengths), met)
+        families.append(_aligned(family) if hopper else family)
     most = 19 if order == 2 else 21  # log2 of scores: the second order of the oracle is slow
-    limits = [1 << (most if i % 16 == 0 else most - 2) for i in range(len(pool))]
-    return [resized(choices, families[i % len(pool)], limits[i % len(pool)]) for i in range(count)]
+    limits = [1 << (most if i % 16 == 0 else most - 2) for i in range(len(families))]
+    n = len(families)
+    return [resized(choices, families[i % n], limits[i % n]) for i in range(count)]
+
+
+def _dealt(case: Case, met: dict[tuple[Any, ...], int]) -> Case:
+    """Layouts, and views and dims of a bias, in turn, dtype by dtype: families are too few to leave that to chance. ``met``
+    counts them."""
+
+    def rarest(what: str, options: Sequence[Any]) -> Any:
+        found = min(options, key=lambda x: met[case.variant.dtype, what, x])
+        met[case.variant.dtype, what, found] += 1
+        return found
+
+    kinds = layouts_of(case)
+    layout = rarest("q", kinds)
+    others: tuple[str, ...] = ()
+    if case.layouts:  # each from another start: not all alike
+        turned = {n: kinds[i:] + kinds[:i] for i, n in enumerate(("k", "v", "dout"))}
+        others = tuple(rarest(n, of) for n, of in turned.items())
+    case = replace(case, layout=layout, layouts=others)
+    if case.bias_shape is not None and not case.variant.varlen:
+        rank = len(case.score_shape)
+        dims = rarest("dims", range(rank, 0, -1))
+        shape = ((1,) * rank + case.bias_shape)[-dims:]
+        case = replace(case, bias_view=rarest("view", VIEWS), bias_shape=shape)
+    return case
+
+
+def _aligned(case: Case) -> Case:
+    """Rows at multiples of 16 bytes, which Hopper's copies need; as drawn in other respects."""
+    kept = lambda layout: "bshd" if layout == "shifted" else layout  # noqa: E731
+    return replace(case, layout=kept(case.layout), layouts=tuple(map(kept, case.layouts)))
+
+
+def _plans(
+    count: int,
+    seed: int,
+    device: str,
+    unit: str | None,
+    orders: Sequence[int],
+    backends: Sequence[str],
+) -> list[tuple[list[Case], tuple[str, ...]]]:
+    """Which cases are judged on which backends.
+
+    Half of a run of everything, and three quarters of one of CUDA units, are for generations of CUDA kernels held to
+    themselves, in many more layouts and variants than the rest. Second order is Triton's, after a forward of either.
+    """
+    backends = tuple(backends)
+    # What these serve they serve themselves: no Triton kernel stands in, and none is compiled.
+    held = tuple(b for b in backends if b in ("cuda:sm90", "cuda:sm80"))
+
+    def apart(share: int, part: str, names: tuple[str, ...]) -> tuple[list[Case], tuple[str, ...]]:
+        return plan_cases(share, seed + len(plans), device, part, many=True), names
+
+    plans: list[tuple[list[Case], tuple[str, ...]]] = []
+    rest = count
+    if device == "cuda" and unit is None and "cuda:sm90" in held:
+        plans.append(apart(7 * count // 20, "cuda/sm90", held))
+        if "cuda:sm80" in held:
+            plans.append(apart(3 * count // 20, "cuda/sm80/forward_fp32", ("cuda:sm80",)))
+    elif (
+        device == "cuda" and held and unit is not None and unit.startswith("cuda") and orders != [2]
+    ):
+        plans.append(apart(3 * count // 4, unit, held))
+    rest -= sum(len(planned) for planned, _ in plans)
+    plans.insert(0, (plan_cases(rest, seed, device, unit, orders[0]), backends))
+    if len(orders) > 1:
+        users = tuple(b for b in backends if ":" not in b)
+        plans.append((plan_cases(count // 10, seed, device, unit, orders[1]), users or backends))
+    return plans
+
+
+def _longest_first(tasks: list[Any]) -> list[Any]:
+    """So that no worker is left with a long one at the end."""
+    return sorted(tasks, key=lambda task: -len(task[2]) * sum(map(_work_of, task[1])))
 
 
 def _tasks(cases: Iterable[Case], backends: Sequence[str], device: str, order: int) -> list[Any]:
@@ -260,16 +381,20 @@ def _tasks(cases: Iterable[Case], backends: Sequence[str], device: str, order: i
     groups: dict[Variant, list[Case]] = defaultdict(list)
     for case in cases:
         groups[case.variant].append(case)
-    # The longest first, so that no worker is left with one at the end.
-    ordered = sorted(groups.values(), key=lambda group: -sum(map(_work_of, group)))
-    return [("cases", group, tuple(backends), device, order) for group in ordered]
+    # Where nothing is compiled, nothing keeps a variant together.
+    size = 1 << 30 if "triton" in backends else 32
+    return [
+        ("cases", group[i : i + size], tuple(backends), device, order)
+        for group in groups.values()
+        for i in range(0, len(group), size)
+    ]
 
 
 def _work_of(case: Case) -> float:
     """What a case costs, roughly: scores by head dims; fp32 kernels take the longest to compile."""
     packed = case.heads_q * sum(map(operator.mul, case.lens_q, case.lens_k))
     scores = packed if case.variant.varlen else math.prod(case.score_shape)
-    dims = case.variant.head_dim + case.variant.head_dim_v
+    dims = 64 + case.variant.head_dim + case.variant.head_dim_v
     return (scores + (1 << 18)) * dims * (2 if case.variant.dtype == "float32" else 1)
 
 
@@ -295,9 +420,19 @@ def library_units() -> dict[str, str]:
 
 
 def kernels_here() -> tuple[str, ...]:
-    """The backends with kernels of ours, the generations that "cuda" would pass over included."""
-    folders = sorted({unit.split("/")[1] for unit in library_units()}, reverse=True)
-    return (*KERNELS, *(f"cuda:{folder}" for folder in folders[1:]))
+    """The backends with kernels of ours: as users get them, and every generation that runs here by itself."""
+    folders = {unit.split("/")[1] for unit in library_units()}
+    held = [f"cuda:{folder}" for folder in folders if folder.startswith("sm")]
+    return (*KERNELS, *sorted((n for n in held if _runs_here(n)), reverse=True))
+
+
+def _runs_here(backend: str) -> bool:
+    """Whether this device runs a generation of kernels: Hopper's on nothing else, the others' on what is newer."""
+    if not torch.cuda.is_available():
+        return False
+    major, minor = torch.cuda.get_device_capability()
+    wanted = int(backend.removeprefix("cuda:sm"))
+    return major == 9 if wanted == 90 else 10 * major + minor >= wanted
 
 
 def _holds(backend: str, unit: str) -> bool:
@@ -340,28 +475,31 @@ def run(
     unit: str | None = None,
     cases: int = 2000,
     out: str | Path | None = "reports/gpu-check.json",
-    seed: int = 0,
+    seed: int | None = None,
     workers: int | None = None,
     device: str = "cuda",
     backends: Sequence[str] | None = None,
-    minutes: float = 8.0,
+    minutes: float = 15.0,
     say: Any = print,
 ) -> int:
     """Check and write the report; 0 when all is right, 1 with failures, 2 when it cannot run here.
 
     Args:
         unit: one unit of ``flashsci.digest.units()``, the start of its name, or "second_order"; None for all.
-        cases: how many generated problems; a run of all units adds a quarter as many of second order.
+        cases: how many generated problems; where Hopper's kernels are, a run of all units takes 7 of 20 for them alone and
+            3 of 20 for the fp32 kernels; it adds a tenth as many of second order.
         out: where the report goes; None for nowhere. A run with ``unit`` updates it.
-        seed: of the generator.
+        seed: of the generator; None for today's date as a number, so that every day draws others. The report names it.
         workers: processes; None for one per core, at most 14.
         device: "cuda"; "cpu" tries the check itself where Triton interprets.
-        backends: which backends to judge; None for triton, cuda, and the older generations of CUDA
-            kernels that the library holds and the device runs.
+        backends: which backends to judge; None for triton, cuda, and every generation of CUDA kernels that the library
+            holds and the device runs.
         minutes: stop then, and report what was done; unfinished work is a failure.
         say: receives lines of progress.
     """
     units, chosen = digest.units(), chosen_units(unit)
+    if seed is None:
+        seed = int(datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d"))
     if not chosen:
         say(f"no kernel unit is called {unit!r}; there are: {', '.join((*units, *GROUPS))}")
         return 2
@@ -386,11 +524,14 @@ def run(
         if t.order in orders and (device == "cuda" or not (t.cuda or t.slow))
     ]
     springs = [("trap", t.name, b, device) for t in traps for b in backends if not t.gigabytes]
-    problems_of = {n: cases if n == orders[0] else cases // 4 for n in orders}
-    planned = [c for n, m in problems_of.items() for c in plan_cases(m, seed, device, unit, n)]
-    cases = len(planned)
-    tasks = springs + _tasks(planned, backends, device, order)
+    plans = _plans(cases, seed, device, unit, orders, backends)
+    cases = sum(len(planned) for planned, _ in plans)
+    tasks = _longest_first(
+        [t for planned, names in plans for t in _tasks(planned, names, device, order)]
+    )
+    tasks = springs + tasks
     tallies: dict[str, Tally] = defaultdict(Tally)
+    coverage = Coverage()
     outcomes: dict[str, dict[str, str]] = defaultdict(dict)
     done, problems = 0, 0
 
@@ -402,8 +543,9 @@ def run(
             if outcome.startswith("failed"):
                 say(f"trap {name}, {backend}: {outcome}")
         else:
-            count, found = result
+            count, found, seen = result
             done += count
+            coverage.add(seen)
             for name, tally in found.items():
                 tallies[name].add(tally)
                 for failure in tally.failures[:2]:
@@ -433,6 +575,7 @@ def run(
         "unfinished": unfinished,
         "backends": {name: tally.summary() for name, tally in sorted(tallies.items())},
         "traps": {name: outcomes[name] for name in sorted(outcomes)},
+        "coverage": coverage.summary(backends),
         "library": library_units(),
         "units": chosen,
     }
@@ -453,7 +596,7 @@ def write(report: dict[str, Any], path: Path, unit: str | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if unit:
         whole = json.loads(path.read_text()) if path.is_file() else {"units": {}}
-        part = {k: v for k, v in report.items() if k != "units"}
+        part = dict(report)
         parts = whole.get("parts", {})
         if not report["failures"] and not report["unfinished"]:
             parts = {u: p for u, p in parts.items() if not _other_kernels(u, p, report)}
@@ -466,12 +609,13 @@ def write(report: dict[str, Any], path: Path, unit: str | None) -> None:
 
 
 def _other_kernels(unit: str, part: dict[str, Any], report: dict[str, Any]) -> bool:
-    """Whether units of an older part have changed since, by the library of this report."""
-    return any(
-        built != report["library"].get(name, built)
-        for name, built in part["library"].items()
-        if name.startswith(unit)
-    )
+    """Whether units that an older part has judged have changed since, by the library and the units of this report."""
+    judged = {
+        **{name: built for name, built in part["library"].items() if name.startswith(unit)},
+        **part.get("units", {}),
+    }
+    now = {**report["library"], **report["units"]}
+    return any(found != now.get(name, found) for name, found in judged.items())
 
 
 def show(report: dict[str, Any], say: Any) -> None:
@@ -480,7 +624,8 @@ def show(report: dict[str, Any], say: Any) -> None:
     for name, found in report["backends"].items():
         refused = sum(found["refused"].values())
         say(
-            f"\n{name}: {found['cases']} cases, {len(found['failures'])} failures, {refused} refused"
+            f"\n{name}: {found['cases']} cases, {len(found['failures'])} failures, {refused} refusals, "
+            f"{found['of these forward only']} forward only"
         )
         for tensor, ratios in found["worst ratio of error to allowance"].items():
             caught = found[key].get(tensor)
@@ -492,7 +637,15 @@ def show(report: dict[str, Any], say: Any) -> None:
         for outcome in by.values():
             counts[outcome.split(":")[0]] += 1
     say(f"\ntraps: {', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}")
-    say(f"{report['cases']} cases, {report['failures']} failures, {report['seconds']} s")
+    for name, groups in report["coverage"].items():
+        for group, seen in groups.items():
+            if seen["never"]:
+                never = ", ".join(seen["never"])
+                say(f"never drawn, {name}, {group} ({seen['cases']} cases): {never}")
+    say(
+        f"{report['cases']} cases of seed {report['seed']}, {report['failures']} failures, "
+        f"{report['seconds']} s"
+    )
 
 
 def reproduce(text: str, backends: Sequence[str], device: str, say: Any = print) -> int:
@@ -511,9 +664,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--unit", help="only this kernel unit (or units that start so)")
     parser.add_argument("--cases", type=int, default=2000, help="generated problems (default 2000)")
     parser.add_argument("--out", default="reports/gpu-check.json", help="where the report goes")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed", type=int, help="of the generator (default: today's date, YYYYMMDD)"
+    )
     parser.add_argument("--workers", type=int, help="processes (default: one per core, at most 14)")
-    parser.add_argument("--minutes", type=float, default=8.0, help="stop then (default 8)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="stop then (default 15)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--backends", help="comma-separated (default: all with kernels of ours)")
     parser.add_argument("--reproduce", metavar="CASE", help="judge one case, as a report prints it")

@@ -91,22 +91,42 @@ class Case:
     softcap: float | None = None
     dropout_p: float = 0.0
     bias_shape: tuple[int, ...] | None = None
-    bias_view: str = "contiguous"  # "transposed", "padded", "expanded"
+    bias_view: str = "contiguous"  # "transposed", "padded", "expanded", "linear"
     bias_holes: bool = False  # some entries, and where possible one whole row, are -inf
+    bias_number: str = (
+        ""  # a mask written as a number: one of NUMBERS, and where it stands, one of PLACES
+    )
+    bias_number_at: str = "last"
     weight_shape: tuple[int, ...] | None = None
     weight_view: str = "contiguous"  # as bias_view
     weight_zeros: str = "some"  # "none"; "rows": all weights of the first batch member, or head
     mask_shape: tuple[int, ...] | None = None
     mask_kind: str = "random"  # "rows": some rows see nothing; "keys": a tail of keys is hidden; "none": nothing is visible
     mask_view: str = "contiguous"
-    layout: str = "bhsd"  # "bshd", "packed", "strided", "expanded", "shifted"
-    magnitude: str = "unit"  # "peaked", "low", "small_v", "large_v", "offset_v"
+    layout: str = (
+        "bhsd"  # of q, and of k, v and dout unless ``layouts`` names theirs: one of LAYOUTS
+    )
+    layouts: tuple[str, ...] = ()  # of k, v and dout
+    magnitude: str = "unit"  # or one of MAGNITUDES
+    padding: str = "none"  # or one of PADDINGS: which rows are zero
+    dout_scale: float = 1.0  # dout and dlse as a mean over many terms makes them
     precision: str | None = None
     tangent_magnitude: str = "unit"  # "offset": far from zero in what softmax does not see
 
     @property
     def heads_q(self) -> int:
         return self.heads_k * self.group
+
+    @property
+    def layout_of(self) -> dict[str, str]:
+        """Layouts of q, k, v and dout by name."""
+        return dict(
+            zip(
+                ("q", "k", "v", "dout"),
+                (self.layout, *(self.layouts or (self.layout,) * 3)),
+                strict=True,
+            )
+        )
 
     def shape(self, heads: int, seq: int, dim: int) -> tuple[int, ...]:
         """Shape of q, k, v, or of scores (dense), with the leading dims that exist at this rank."""
@@ -146,7 +166,34 @@ ALL_LENGTHS = (
     320,
     384,
 )
-MAGNITUDES = ("peaked", "low", "small_v", "large_v", "offset_v")
+# What inputs.py makes of them is said there (`_Maker.magnitude`).
+MAGNITUDES = (
+    "peaked",
+    "low",
+    "small_v",
+    "large_v",
+    "offset_v",
+    "outliers",
+    "sharp_and_flat",
+    "rising",
+    "falling",
+    "huge",
+    "tiny",
+)
+LAYOUTS = ("bhsd", "bshd", "packed", "strided", "expanded", "shifted", "joint")
+# "tail": rows of q, k, v and dout from some row of each sequence on; "tail_masked": the same, those keys hidden by the mask,
+# where there is one; "dout_tail": of dout alone; "scattered": single rows of each; "dout_scattered": of dout alone.
+PADDINGS = ("tail", "tail_masked", "dout_tail", "scattered", "dout_scattered")
+NUMBERS = ("-1e4", "-1e9", "-1e30", "float32_min", "dtype_min")
+# Keys at the end, at the start, anywhere, whole rows; "padding": the zero rows and keys of ``padding``.
+PLACES = ("last", "first", "scattered", "rows", "padding")
+DOUT_SCALES = {
+    "bfloat16": (1e-3, 1e-6, 1e-9),
+    "float16": (1e-3, 1e-3, 1e-6),  # of 1e-6 are subnormals
+    "float32": (1e-3, 1e-6, 1e-9),
+    "float64": (1e-3, 1e-6, 1e-9),
+}
+SOFTCAPS = (2.0, 15.0, 50.0, 0.01)
 SMALL_LENGTHS = (0, 1, 2, 3, 5, 15, 16, 17, 23, 33)
 HEAD_DIMS = (
     (1, 1),
@@ -234,17 +281,13 @@ def draw_case(
 ) -> Case:
     """One case of a variant in ``pool``; B * Hq * Sq * Sk stays under ``score_limit``."""
     variant = choices.one_of(pool)
-    often = lambda n: choices.integer(1, n) > 1  # noqa: E731
     case = Case(
         variant=variant,
         seed=choices.integer(0, 2**31 - 1),
-        scale=None if often(3) else choices.one_of((0.05, 0.3, 1.0)),
-        softcap=choices.one_of((2.0, 15.0, 50.0)) if variant.softcap else None,
         dropout_p=choices.one_of((0.2, 0.5))
         if variant.dropout
         else 0.0,  # 1 / (1 - p) is exact in every dtype
-        magnitude="unit" if often(3) else choices.one_of(MAGNITUDES),
-        layout=choices.one_of(("bhsd", "bshd", "packed", "strided", "expanded", "shifted")),
+        layout=choices.one_of(LAYOUTS),
         heads_k=choices.one_of((1, 1, 2, 3)),
         group=choices.one_of((1, 1, 2, 4)),
     )
@@ -268,11 +311,53 @@ def draw_case(
         if variant.varlen
         else _draw_dense(choices, case, lengths, score_limit)
     )
-    if variant.bias:
-        case = replace(case, bias_holes=not often(3))
     if variant.key_weight:
         case = _draw_weights(choices, case)
-    return _draw_second_order(choices, case)
+    return _draw_second_order(choices, _draw_values(choices, _draw_layouts(choices, case)))
+
+
+def layouts_of(case: Case) -> list[str]:
+    """Those of LAYOUTS that differ from others at this rank."""
+    if case.rank == 2:
+        return ["bhsd", "strided", "shifted"]
+    return [x for x in LAYOUTS if x != "expanded" or case.rank > 3]
+
+
+def _draw_layouts(choices: Choices, case: Case) -> Case:
+    """k, v and dout as q, or each in a layout of its own: gradients come as other operations leave them."""
+    kinds = layouts_of(case)
+    layout = case.layout if case.layout in kinds else "strided"
+    others = tuple(choices.one_of(kinds) for _ in range(3)) if choices.integer(0, 1) else ()
+    return replace(case, layout=layout, layouts=others)
+
+
+def _draw_values(choices: Choices, case: Case) -> Case:
+    """What no kernel is compiled for: values, as models have them."""
+    variant = case.variant
+    often = lambda n: choices.integer(1, n) < n  # noqa: E731  (1 is what Hypothesis shrinks to)
+    case = replace(
+        case,
+        scale=None if often(3) else choices.one_of((0.05, 0.3, 1.0)),
+        softcap=choices.one_of(SOFTCAPS) if variant.softcap else None,
+        magnitude="unit" if often(3) else choices.one_of(MAGNITUDES),
+        padding="none" if often(3) else choices.one_of(PADDINGS),
+        dout_scale=1.0 if often(3) else choices.one_of(DOUT_SCALES[variant.dtype]),
+    )
+    if variant.dtype == "float16":  # gradients stay within it, as far as they can
+        if variant.tangents and case.magnitude in ("huge", "outliers", "sharp_and_flat"):
+            case = replace(case, magnitude="rising")
+        elif case.magnitude == "huge":
+            case = replace(case, dout_scale=1e-3)
+    elif case.magnitude == "huge":
+        case = replace(case, scale=choices.one_of((None, 1e8)))
+    if variant.bias is None:
+        return case
+    case = replace(case, bias_holes=not often(4))
+    if choices.integer(0, 1):
+        case = replace(
+            case, bias_number=choices.one_of(NUMBERS), bias_number_at=choices.one_of(PLACES)
+        )
+    return case
 
 
 def _draw_weights(choices: Choices, case: Case) -> Case:
@@ -309,13 +394,13 @@ def _draw_dense(choices: Choices, case: Case, lengths: Sequence[int], score_limi
     seq_k = seq_q if choices.integer(0, 1) else choices.one_of(lengths)
     scores = max(1, case.heads_q * seq_q * seq_k)
     lead = tuple(choices.one_of((1, 2, 3, 5)) for _ in range(rank - 3))
+    if lead and choices.integer(1, 20) == 20:
+        lead = (*lead[:-1], 0)
     while scores * _product(lead) > score_limit and max((*lead, 1)) > 1:
         lead = tuple(max(1, n - 1) for n in lead)
     if scores * _product(lead) > score_limit:
         case = replace(case, heads_k=1, group=1)
     case = replace(case, rank=rank, lead=lead, seq_q=seq_q, seq_k=seq_k)
-    if rank == 2 and case.layout in ("bshd", "packed", "expanded"):
-        case = replace(case, layout="strided")
 
     def broadcast(kind: str | None) -> tuple[int, ...] | None:
         if kind is None:
@@ -327,15 +412,15 @@ def _draw_dense(choices: Choices, case: Case, lengths: Sequence[int], score_limi
         elif choices.integer(0, 1):
             shape = full
         # Fewer dims than the scores broadcast too.
-        return (
-            shape[choices.integer(0, max(0, rank - 2)) :] if choices.integer(0, 3) == 0 else shape
-        )
+        return shape[choices.integer(0, rank - 1) :] if choices.integer(0, 3) == 0 else shape
 
     views = ("contiguous", "transposed", "padded", "expanded")
     return replace(
         case,
         bias_shape=broadcast(case.variant.bias),
-        bias_view=choices.one_of(views) if case.variant.bias else "contiguous",
+        bias_view=choices.one_of((*views, "linear", "linear"))
+        if case.variant.bias
+        else "contiguous",
         mask_shape=broadcast(choices.one_of(("pair", "key")) if case.variant.mask else None),
         mask_view=choices.one_of(views) if case.variant.mask else "contiguous",
         mask_kind=choices.one_of(("random", "rows", "keys", "none"))
@@ -371,9 +456,9 @@ def _draw_packed(choices: Choices, case: Case, lengths: Sequence[int], score_lim
         lens_q=lens_q,
         lens_k=lens_k,
         bias_shape=shape,
+        bias_view=choices.one_of(("contiguous", "transposed")) if shape else "contiguous",
         self_attention=same and choices.integer(0, 1) == 1,
         known_lengths=choices.integer(0, 1) == 1,
-        layout=choices.one_of(("bhsd", "packed", "strided", "shifted")),
     )
 
 
@@ -393,25 +478,29 @@ def generate(
         yield draw_case(choices, pool, **limits)
 
 
+# Layouts between which the strides' divisors, which Triton compiles for, do not change at ordinary head dims.
+_ALIKE = ("bhsd", "bshd", "packed", "joint", "expanded")
+
+
 def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
     """Another problem for the kernels that ``case`` was compiled into: other values, batch, heads and
     lengths, where lengths stay in their class (as tile sizes see them) and broadcast dims broadcast.
     """
     group = case.group if case.rank == 2 else choices.one_of((1, 1, 2, 4))
     heads_k = case.heads_k if case.rank == 2 else choices.one_of((1, 2, 3))
-    often = lambda n: choices.integer(1, n) > 1  # noqa: E731
-    softcap = choices.one_of((2.0, 15.0, 50.0)) if case.softcap else None
     case = replace(
         case,
         seed=choices.integer(0, 2**31 - 1),
         heads_k=heads_k,
         group=group,
-        softcap=softcap,
-        scale=None if often(3) else choices.one_of((0.05, 0.3, 1.0)),
-        magnitude="unit" if often(3) else choices.one_of(MAGNITUDES),
         align=choices.one_of(("upper_left", "lower_right")) if case.variant.window else case.align,
-        bias_holes=case.variant.bias is not None and not often(3),
     )
+    case = _draw_values(choices, replace(case, bias_number="", bias_holes=False))
+    if case.variant.head_dim % 8 == case.variant.head_dim_v % 8 == 0:
+        kinds = [x for x in layouts_of(case) if x in _ALIKE]
+        redrawn = [choices.one_of(kinds) if x in kinds else x for x in case.layout_of.values()]
+        layouts = tuple(redrawn[1:]) if case.layouts else ()
+        case = replace(case, layout=redrawn[0], layouts=layouts)
 
     def like(length: int) -> int:
         return choices.one_of([n for n in ALL_LENGTHS if _length_class(n) == _length_class(length)])
@@ -433,7 +522,11 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
     before, keys_before = case.score_shape, case.key_shape
     seq_q = like(case.seq_q)
     seq_k = seq_q if case.seq_k == case.seq_q else like(case.seq_k)
+    if choices.integer(1, 20) == 20:
+        seq_q, seq_k = choices.one_of(((0, seq_k), (seq_q, 0)))
     lead = tuple(choices.one_of((2, 3, 5)) for _ in case.lead)
+    if lead and choices.integer(1, 20) == 20:
+        lead = (*lead[:-1], 0)
     while heads_k * group * seq_q * seq_k * _product(lead) > score_limit and max((*lead, 1)) > 1:
         lead = tuple(max(1, n - 1) for n in lead)
     case = replace(case, seq_q=seq_q, seq_k=seq_k, lead=lead)
@@ -449,9 +542,14 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
             for n, m, k in zip(shape, old, new, strict=True)
         )
 
+    bias_shape = spread(case.bias_shape, before, case.score_shape)
+    if bias_shape is not None and case.bias_view in ("contiguous", "expanded"):
+        # Ones to the left, or none: one problem to a kernel, several to what calls it.
+        ones = next((i for i, n in enumerate(bias_shape[:-1]) if n != 1), len(bias_shape) - 1)
+        bias_shape = bias_shape[choices.integer(0, ones) :]
     return replace(
         case,
-        bias_shape=spread(case.bias_shape, before, case.score_shape),
+        bias_shape=bias_shape,
         weight_shape=spread(case.weight_shape, keys_before, case.key_shape),
         mask_shape=spread(case.mask_shape, before, case.score_shape),
     )

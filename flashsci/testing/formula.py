@@ -15,6 +15,9 @@ from torch import Tensor
 from flashsci.testing.inputs import Inputs
 from flashsci.testing.second_order import Sized, second_order
 
+# Scores (their formula on absolute values) beyond which first-order allowances end: in fp32 they are exact to 2^-12 at best.
+FAR = 4096.0
+ROUNDINGS = 16.0  # of a score, in units of the internal precision, that such rows are allowed
 UNIFORM = 3.0**-0.5  # standard deviation of a uniform error between -1 and 1
 
 
@@ -171,6 +174,13 @@ class Formula:
     ``values[name]`` is the result, ``coarse[name]`` its formula on absolute values and ``fine[name]`` the same for the
     parts that kernels keep in fp32 (scores, statistics), all in the shape of the block's slot; errors of one rounding
     are at most ``unit * coarse + internal * fine``. ``tiny`` is the smallest normal number: nothing rounds better.
+
+    That is first order in the errors of scores. Where scores are so large (1e8, whole rows of -1e9) that these errors can be
+    near 1 or far beyond, P may move anywhere between P e^(-2 err) and min(1, P e^(2 err)), and a recomputed P need not sum to
+    1. What such *loose* rows can do to a result, as an error of its own size, is ``loose[name]``, element by element: they
+    take nothing from what is demanded of other rows, of keys that they do not reach, and of rows whose dout is zero, which
+    add zero whatever P is. ``loose`` is empty where no row is loose.
+    ``large``: scores so large that plain PyTorch in the inputs' dtype tells nothing of what a kernel may do.
     """
 
     def __init__(
@@ -182,7 +192,7 @@ class Formula:
         bias_unit: float,
         weight_unit: float,
     ):
-        self.unit = unit
+        self.unit, self.tiny = unit, tiny
         self.leaves: list[tuple[Tensor, Tensor]] = []  # (perturbation, group of equal roundings)
         groups = b.q.shape[-3] // b.k.shape[-3]
         per_query = lambda x: x.repeat_interleave(groups, -3)  # noqa: E731
@@ -221,13 +231,33 @@ class Formula:
         weights = torch.where(visible, torch.exp(torch.where(visible, scores - top, zero)), zero)
         weights = w * weights
         total = torch.where(empty, zero + 1, row(weights))
-        lse = self.rounded(torch.log(total) + top, internal)
+        lse = torch.log(total) + top
         p = weights / total
+        spread = raw_abs
+        if b.softcap:  # no error of a score is larger than it can be
+            spread = raw_abs.clamp(max=2 * b.softcap / (ROUNDINGS * internal))
         scores_abs = torch.where(
-            visible, raw_abs + capped.abs() + bias.abs() + scores.abs() + lse.abs(), zero
+            visible, spread + capped.abs() + bias.abs() + scores.abs() + lse.abs(), zero
         )
         scores_abs = scores_abs + torch.where(w > 0, logarithm.abs(), zero)
-        p_fine = p * (scores_abs + row(p * scores_abs))
+        shift = torch.where(visible & (w > 0), scores + logarithm - lse, -torch.inf).detach()
+        error = ROUNDINGS * internal * scores_abs
+        reached = shift + error > -40  # keys that may have a share at all
+        far = (reached & (scores_abs > FAR)).any(-1, keepdim=True)
+        self.large = bool((~empty & (lse.abs() * unit > 1)).any())
+        p_loose = lse_loose = worst = None
+        if far.any():
+            worst = torch.where(reached, error, zero)
+            worst = worst.amax(-1, keepdim=True)
+            most = torch.exp((shift + error + worst).clamp(max=0))
+            moved = torch.maximum(most - p, p - torch.exp(shift - error - worst))
+            # Its own roundings included.
+            p_loose = (1 + 4 * ROUNDINGS * unit) * torch.where(far & visible, moved, zero)
+            lse_loose = torch.where(far, worst + ROUNDINGS * internal * lse.abs(), zero)
+        near = ~far
+        lse = torch.where(far, lse, self.rounded(lse, internal))
+        mean_abs = row(p * scores_abs)
+        p_fine = p * (scores_abs + mean_abs) * near
         p_abs = p + tiny * visible
         pr, pr_abs, pr_fine = self.rounded(p * b.keep), p_abs * b.keep, p_fine * b.keep
         out_abs, out_fine = pr_abs @ v_abs, pr_fine @ v_abs
@@ -236,14 +266,24 @@ class Formula:
         self.coarse = {"out": out_abs, "lse": zero.expand(lse.shape[:-1])}
         self.fine = {
             "out": out_abs + out_fine,
-            "lse": (row(p * scores_abs) + lse.abs()).squeeze(-1),
+            "lse": ((mean_abs + lse.abs()) * near).squeeze(-1),
         }
+        self.loose: dict[str, Tensor] = {}
+        pr_loose = out_loose = None
+        if p_loose is not None and lse_loose is not None:
+            pr_loose = p_loose * b.keep
+            # Forward, P is normalised by its own sum: a mean of values.
+            out_loose = torch.minimum(
+                pr_loose @ v_abs,
+                1.1 * (out.abs() + b.keep.max() * v_abs.amax(-2, keepdim=True)).detach(),
+            )
+            self.loose = {"out": out_loose, "lse": lse_loose.squeeze(-1)}
         if b.dout is None:
             return
 
         # First backward, from P recomputed with the stored lse: E = dS = P o (R o (G V^T) - delta + g).
         bare = torch.where(visible, torch.exp(torch.where(visible, scores - lse, zero)), zero)
-        bare_fine = bare * (scores_abs + row(p * scores_abs))
+        bare_fine = bare * (scores_abs + mean_abs) * near
         p = w * bare
         pr = self.rounded(p * b.keep)
         g_abs = b.dout.abs()
@@ -253,16 +293,28 @@ class Formula:
         delta_abs = row(g_abs * out_abs) + dlse.abs()
         delta = row(b.dout * out) - dlse
         e = p * (dp - delta)
-        e_abs = p * (dp_abs + delta_abs) + tiny * visible
-        e_fine = e_abs + p_fine * (dp_abs + delta_abs) + p * row(g_abs * out_fine)
-        da, da_abs, da_fine = e, e_abs, e_fine
-        if tanh is not None:
+        u_abs = dp_abs + delta_abs
+        # Where dout and dlse are zero there is nothing to round.
+        e_abs = p * u_abs + tiny * (visible & (u_abs > 0))
+        e_fine = e_abs + p_fine * u_abs + p * row(g_abs * out_fine)
+        e_loose = delta_loose = None
+        if p_loose is not None and out_loose is not None:
+            delta_loose = row(g_abs * out_loose)
+            e_loose = p_loose * (u_abs + delta_loose) + p.detach() * delta_loose
+        da, da_abs, da_fine, da_loose = e, e_abs, e_fine, e_loose
+        slope_fine = zero
+        if tanh is not None and b.softcap:
             slope = 1 - tanh * tanh
+            # How far off an argument of tanh can be, and the steepest that it is from there: never more than 1.
+            off = ROUNDINGS * internal * raw_abs / b.softcap
+            steepest = 1 / torch.cosh(((raw / b.softcap).abs() - off).clamp(0, 300)) ** 2
+            slope_fine = 2 * tanh * tanh + steepest * (2 * tanh.abs() * off + 2 * off * off).clamp(
+                max=1
+            ) / (ROUNDINGS * internal)
             da = e * slope
             da_abs = e_abs * slope
-            da_fine = e_fine * slope + e_abs * (
-                2 * tanh * tanh + 2 * tanh.abs() * raw_abs / b.softcap
-            )
+            da_fine = e_fine * slope + e_abs * slope_fine
+            da_loose = None if e_loose is None else e_loose * steepest
         da = self.rounded(da)
         dq = [scale * (x @ y) for scale, x, y in _terms(b.scale, (da, da_abs, da_fine), k, k_abs)]
         dk = [
@@ -274,9 +326,25 @@ class Formula:
             for _, x, y in _terms(1.0, (pr, pr_abs, pr_abs + pr_fine), b.dout, g_abs)
         ]
         dbias = [] if b.bias is None else [x.sum_to_size(b.bias.shape) for x in (e, e_abs, e_fine)]
+        if p_loose is not None and pr_loose is not None:
+            assert e_loose is not None and da_loose is not None
+            self.loose |= {
+                "dq": scale_abs * (da_loose @ k_abs),
+                "dk": per_key(scale_abs * (turn(da_loose) @ q_abs)),
+                "dv": per_key(turn(pr_loose) @ g_abs),
+            }
+            if b.bias is not None:
+                self.loose["dbias"] = e_loose.sum_to_size(b.bias.shape)
         dweight = []
+        bare_loose = None
         if b.key_weight is not None:
-            u_abs = dp_abs + delta_abs
+            if worst is not None and delta_loose is not None:
+                grown = torch.where(visible, scores - lse, -torch.inf).detach() + error + worst
+                most = torch.where(w > 0, 1 / w, torch.inf)
+                most = torch.minimum(torch.exp(grown.clamp(max=600)), most)
+                bare_loose = torch.where(far & visible, torch.maximum(most, bare), zero).detach()
+                loose = bare_loose * (u_abs + delta_loose) + bare.detach() * delta_loose
+                self.loose["dkey_weight"] = per_weight(loose)
             n_fine = bare * u_abs + bare_fine * u_abs + bare * row(g_abs * out_fine)
             dweight = [per_weight(x) for x in (bare * (dp - delta), bare * u_abs, n_fine)]
         units = {"dbias": bias_unit, "dkey_weight": weight_unit}
@@ -294,17 +362,14 @@ class Formula:
             exact = lambda x: Sized(x, x.abs(), torch.zeros_like(x))  # noqa: E731
             slope = bend = None
             if tanh is not None:
-                slope = Sized(
-                    1 - tanh * tanh,
-                    1 - tanh * tanh,
-                    2 * tanh * tanh + 2 * tanh.abs() * raw_abs / b.softcap,
-                )
+                slope = Sized(1 - tanh * tanh, 1 - tanh * tanh, slope_fine)
                 bend = Sized.bend(tanh, raw_abs, b.softcap)
             spread = {"tk": per_query, "tv": per_query, "tkey_weight": per_pair}
             found = second_order(
                 {n: exact(spread.get(n, lambda y: y)(x)) for n, x in b.tangents.items()},
-                exact(b.q), exact(k), exact(v), exact(b.dout), Sized(p, p_abs, p_fine), Sized(bare, bare, bare_fine), exact(b.keep), b.scale, slope, bend,
-                Sized(dp, dp_abs, dp_abs), Sized(delta, delta_abs, row(g_abs * out_fine) + delta_abs), self.rounded,
+                exact(b.q), exact(k), exact(v), exact(b.dout), Sized(p, p_abs, p_fine, p_loose),
+                Sized(bare, bare, bare_fine, bare_loose if b.key_weight is not None else p_loose), exact(b.keep), b.scale, slope, bend,
+                Sized(dp, dp_abs, dp_abs), Sized(delta, delta_abs, row(g_abs * out_fine) + delta_abs, delta_loose), self.rounded, tiny,
             )  # fmt: skip
             for name, x in found.items():
                 if name in ("gk", "gv"):
@@ -318,6 +383,8 @@ class Formula:
                         continue
                     x = x.map(per_weight)
                 self.coarse[name], self.fine[name] = x.coarse, x.fine
+                if x.loose is not None:
+                    self.loose[name] = x.loose
                 last = {
                     "gbias": bias_unit,
                     "gkey_weight": weight_unit,
@@ -338,7 +405,11 @@ class Formula:
         exact = key % 2**15 == 0
         leaf = torch.zeros_like(x, requires_grad=True)
         self.leaves.append((leaf, group))
-        return x + leaf * torch.where(exact, 0.0, x.detach() * (unit * UNIFORM))
+        size = x.detach().abs()
+        if unit == self.unit:  # subnormal numbers are as far apart as the smallest normal ones
+            size = torch.where(size < self.tiny, torch.clamp(size / unit, max=self.tiny), size)
+        size = torch.where(exact & (size == x.detach().abs()), 0.0, size)
+        return x + leaf * (x.detach().sign() * size * (unit * UNIFORM))
 
     def variances(self, name: str, directions: Tensor) -> Tensor:
         """Variance of <result, direction> for each of [n, *] directions, when groups of equal values round independently."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.testing.cases import Case
+from flashsci.testing.cases import NUMBERS, Case
 from flashsci.testing.poison import embed
 
 
@@ -74,6 +74,11 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     return _Maker(case, torch.device(device)).inputs()
 
 
+def _least(dtype: torch.dtype) -> float:
+    """The least number of a dtype, or of fp32, in which values are drawn."""
+    return max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+
+
 class _Maker:
     def __init__(self, case: Case, device: torch.device):
         self.case, self.device = case, device
@@ -88,6 +93,7 @@ class _Maker:
     def inputs(self) -> Inputs:
         case, variant = self.case, self.case.variant
         dim, dim_v, packed = variant.head_dim, variant.head_dim_v, variant.varlen
+        self.rows, self.keys = self.kept()
         if packed:
             tq, tk = sum(case.lens_q), sum(case.lens_k)
             shapes = (tq, case.heads_q, dim), (tk, case.heads_k, dim), (tk, case.heads_k, dim_v)
@@ -103,8 +109,10 @@ class _Maker:
         q, k, v = (self.normal(s) for s in shapes)
         q, k, v = self.magnitude(q, k, v)
         bias, weight = self.bias(), self.key_weight(q, k)
-        dout, dlse = self.normal(out_shape), self.normal(lse_shape) if variant.lse_grad else None
-        leaves = [self.place(x).requires_grad_() for x in (q, k, v)]
+        dout = case.dout_scale * self.normal(out_shape)
+        dlse = case.dout_scale * self.normal(lse_shape) if variant.lse_grad else None
+        q, k, v, dout, dlse = self.zeroed(q, k, v, dout, dlse)
+        leaves = [x.requires_grad_() for x in self.projections(q, k, v)]
         options: dict[str, Any] = {
             "causal": case.causal,
             "window": case.window,
@@ -124,7 +132,7 @@ class _Maker:
             bias=None if bias is None else bias.requires_grad_(variant.bias_grad),
             key_weight=None if weight is None else weight.requires_grad_(variant.key_weight_grad),
             mask=self.mask(),
-            dout=self.place(dout),
+            dout=self.place(dout, "dout"),
             dlse=None if dlse is None else embed(dlse.to(self.device)),
             cu_seqlens_q=self.offsets(case.lens_q) if packed else None,
             cu_seqlens_k=self.offsets(case.lens_k) if packed and not case.self_attention else None,
@@ -146,34 +154,132 @@ class _Maker:
             tangent = self.normal(x.shape)
             if self.case.tangent_magnitude == "offset" and letter in "kb":
                 tangent += 4
+            if letter in "qkv" and self.case.padding in ("tail", "tail_masked", "scattered"):
+                tangent = self.where(self.rows if letter == "q" else self.keys, tangent)
             if letter == "b":
                 kind = "contiguous" if self.case.bias_view == "expanded" else self.case.bias_view
                 found["tbias"] = self.view(tangent.to(x.dtype), kind)
             elif letter == "w":
                 found["tkey_weight"] = self.view(tangent.to(x.dtype), self.case.weight_view)
             else:
-                found[f"t{letter}"] = self.place(tangent)
+                found[f"t{letter}"] = self.place(tangent, letter)
         return found
 
+    def kept(self) -> tuple[Tensor, Tensor]:
+        """Which rows of q and dout, and of k and v, are not padding: bool [*lead, Sq] and [*lead, Sk]; packed: [Tq], [Tk]."""
+        case = self.case
+        scattered = "scattered" in case.padding
+        if case.variant.varlen:
+            blocks: list[list[Tensor]] = [[], []]
+            for lens in zip(case.lens_q, case.lens_k, strict=True):
+                share = self.uniform(())
+                for into, n in zip(blocks, lens, strict=True):
+                    tail = torch.arange(n) < (share * (n + 1)).long()
+                    into.append(self.uniform((n,)) < 0.7 if scattered else tail)
+            rows, keys = (torch.cat([torch.ones(0, dtype=torch.bool), *x]) for x in blocks)
+            return rows, (rows if case.self_attention else keys)
+        lead = case.lead[max(0, len(case.lead) + 3 - case.rank) :] if case.rank > 3 else ()
+        share = self.uniform((*lead, 1))
+        found = []
+        for n in (case.seq_q, case.seq_k):
+            tail = torch.arange(n) < (share * (n + 1)).long()
+            found.append(self.uniform((*lead, n)) < 0.7 if scattered else tail)
+        return found[0], found[1]
+
+    def where(self, kept: Tensor, x: Tensor) -> Tensor:
+        """x [*, H, S, D] (packed: [T, H, D]) with zeros in the rows that are padding."""
+        if self.case.variant.varlen:
+            return x * kept[:, None, None]
+        return x * (kept if self.case.rank == 2 else kept.unsqueeze(-2))[..., None]
+
+    def zeroed(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """With the zero rows of ``case.padding``. Where dout alone has them, dlse has none."""
+        if self.case.padding == "none":
+            return q, k, v, dout, dlse
+        dout = self.where(self.rows, dout)
+        if self.case.padding.startswith("dout"):
+            return q, k, v, dout, dlse
+        if dlse is not None:
+            packed = self.case.variant.varlen or self.case.rank == 2
+            dlse = dlse * (self.rows if packed else self.rows.unsqueeze(-2))
+        k, v = (self.where(self.keys, x) for x in (k, v))
+        return self.where(self.rows, q), k, v, dout, dlse
+
     def magnitude(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        kind, dim = self.case.magnitude, max(1, q.shape[-1])
+        case, kind, dim = self.case, self.case.magnitude, max(1, q.shape[-1])
+        scale = case.scale if case.scale is not None else dim**-0.5
         if kind == "peaked":
             return q * 4, k * 4, v
         if kind == "low":  # every score near -150: exp underflows in fp32, row lse far below -88.7
-            scale = self.case.scale if self.case.scale is not None else dim**-0.5
             shift = (150 / (scale * dim)) ** 0.5
             return 0.3 * q + shift, 0.3 * k - shift, v
+        if kind == "outliers":  # a few channels 30 to 100 times larger, as in large language models
+            return q, self.outliers(k), self.outliers(v)
+        if kind == "sharp_and_flat":  # near-one-hot, uniform and ordinary rows side by side
+            pick = self.uniform((*q.shape[:-1], 1))
+            return q * torch.where(pick < 0.3, 0.0, torch.where(pick < 0.6, 30.0, 1.0)), k, v
+        if kind in ("rising", "falling"):  # the maximum moves at every tile, or never again
+            most = (120 / (scale * dim)) ** 0.5
+            return q + most, k + most * self.ramp(k, kind == "falling"), v
+        if kind == "huge":  # scores of 1e7 and far more: softmax is a maximum
+            size = (10.0 ** (7 + 4 * self.uniform(()).item()) / (scale * dim**0.5)) ** 0.5
+            if case.variant.dtype == "float16":
+                return (15000 * q).clamp(-6e4, 6e4), (15000 * k).clamp(-6e4, 6e4), v
+            return size * q, size * k, v
+        if kind == "tiny":  # float16: subnormals
+            least = 1e-6 if case.variant.dtype == "float16" else 1e-12
+            return q, least * k, least * v
         scaled = {"small_v": 1e-3, "large_v": 30.0}.get(kind, 1.0) * v
         return q, k, scaled + 3 if kind == "offset_v" else scaled
 
-    def place(self, x: Tensor) -> Tensor:
-        """x in the inputs' dtype, laid out in poisoned memory as the case says."""
+    def outliers(self, x: Tensor) -> Tensor:
+        factors = torch.ones(x.shape[-1])
+        chosen = torch.randperm(x.shape[-1], generator=self.random)[: 1 + x.shape[-1] // 32]
+        spread = 0 if self.case.variant.dtype == "float16" else 70  # gradients stay within float16
+        factors[chosen] = 30 + spread * self.uniform(chosen.shape)
+        return x * factors
+
+    def ramp(self, k: Tensor, falling: bool) -> Tensor:
+        """From 0 to 1 over the keys of each sequence, or back."""
+        case = self.case
+        if case.variant.varlen:
+            parts = [torch.linspace(0, 1, n) for n in case.lens_k]
+            ramp = torch.cat([torch.zeros(0), *parts])[:, None, None]
+        else:
+            ramp = torch.linspace(0, 1, case.seq_k)[:, None]
+        return 1 - ramp if falling else ramp
+
+    def projections(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """q, k, v in their layouts; those that are "joint" and have the same rows are slices of one buffer."""
+        found = dict(zip("qkv", (q, k, v), strict=True))
+        layouts, packed = self.case.layout_of, self.case.variant.varlen
+        joint = [n for n in "qkv" if layouts[n] == "joint"]
+        tokens = 0 if packed else q.dim() - 2
+        if "q" in joint and q.shape[tokens] != k.shape[tokens]:
+            joint.remove("q")
+        if len(joint) > 1:
+            # [*, tokens, heads * dims of each], as one Linear makes them.
+            turned = {n: found[n] if packed else found[n].transpose(-2, -3) for n in joint}
+            dtype = self.case.variant.torch_dtype
+            whole = torch.cat([x.flatten(-2) for x in turned.values()], -1).to(dtype)
+            parts = embed(whole.to(self.device)).split(
+                [x.shape[-2] * x.shape[-1] for x in turned.values()], -1
+            )
+            for (name, x), part in zip(turned.items(), parts, strict=True):
+                view = part.unflatten(-1, x.shape[-2:])
+                found[name] = (view if packed else view.transpose(-2, -3)).detach()
+        return [x if n in joint and len(joint) > 1 else self.place(x, n) for n, x in found.items()]
+
+    def place(self, x: Tensor, name: str) -> Tensor:
+        """x in the inputs' dtype, laid out in poisoned memory as the case says of the tensor ``name``."""
         x, rank = x.to(self.case.variant.torch_dtype).to(self.device), x.dim()
-        layout = self.case.layout
+        layout = self.case.layout_of[name]
         heads_first = (*range(rank - 3), rank - 2, rank - 3, rank - 1) if rank > 2 else None
-        if layout == "bshd":
+        if layout == "bshd" and not self.case.variant.varlen:
             return embed(x, order=heads_first)
-        if layout == "packed":  # one of three slices of a joint projection
+        if layout in ("packed", "joint"):  # one of three slices of a joint projection
             order, heads = (None, 1) if self.case.variant.varlen else (heads_first, rank - 3)
             return embed(x, order=order, pad={heads: 2 * x.shape[heads]})
         if layout == "strided":
@@ -186,7 +292,11 @@ class _Maker:
 
     def view(self, x: Tensor, kind: str) -> Tensor:
         x = x.to(self.device)
-        if kind == "transposed" and x.dim() > 1:
+        if kind == "linear" and x.dim() > 2:  # [.., Sq, Sk, H] of a Linear over pairs, permuted
+            heads = x.dim() - 3
+            order = (*range(heads), x.dim() - 2, x.dim() - 1, heads)
+            return embed(x, order=order, pad={heads: 3} if x.shape[heads] == 1 else None)
+        if kind in ("transposed", "linear") and x.dim() > 1:
             return embed(x, order=(*range(x.dim() - 2), x.dim() - 1, x.dim() - 2))
         if kind == "padded":
             return embed(x, pad={x.dim() - 1: 5}, offset=1)
@@ -203,13 +313,70 @@ class _Maker:
             bias[self.uniform(case.bias_shape) < 0.2] = -torch.inf
             if not variant.varlen and bias.dim() > 1 and bias.numel():
                 bias.select(-2, 0).fill_(-torch.inf)
-        return self.view(
-            bias.float() if variant.bias_float else bias.to(variant.torch_dtype), case.bias_view
-        )
+        dtype = torch.float32 if variant.bias_float else variant.torch_dtype
+        if case.bias_number:
+            bias = bias + self.hidden(case.bias_shape) * self.number(dtype)
+            bias = torch.where(bias == -torch.inf, bias, bias.clamp(min=_least(dtype)))
+        return self.view(bias.to(dtype), case.bias_view)
+
+    def number(self, dtype: torch.dtype) -> float:
+        """What stands for a hidden key in a bias of this dtype."""
+        name, least = self.case.bias_number, _least(dtype)
+        if name not in NUMBERS:
+            raise ValueError(f"bias_number must be one of {NUMBERS} or '', got {name!r}")
+        value = {"float32_min": torch.finfo(torch.float32).min, "dtype_min": least}.get(name)
+        return max(float(name) if value is None else value, least)
+
+    def hidden(self, shape: tuple[int, ...]) -> Tensor:
+        """Where the number stands in a bias of this shape: bool."""
+        case, place = self.case, self.case.bias_number_at
+        cut = self.uniform(()).item()
+        if place == "scattered":
+            return self.uniform(shape) < 0.3
+        if not case.variant.varlen:
+            if place == "rows":
+                return (self.uniform((*shape[:-1], 1)) < 0.3).expand(shape)
+            if place == "padding":
+                return self.fitted(self.padded_pairs(), shape)
+            position = torch.arange(shape[-1])
+            return self.of_keys(place, cut, position, shape[-1]).expand(shape)
+        by_pair = len(shape) == 2 and case.variant.bias == "pair"
+        columns = [torch.zeros(0, dtype=torch.bool)]
+        rows, keys = self.rows.split(list(case.lens_q)), self.keys.split(list(case.lens_k))
+        for kept_rows, kept_keys in zip(rows, keys, strict=True):
+            size = len(kept_rows), len(kept_keys)
+            if place == "padding":
+                part = ~kept_keys | ~kept_rows[:, None] if by_pair else ~kept_keys
+            elif place == "rows":
+                part = self.uniform((size[0], 1) if by_pair else (1,)) < 0.3
+            else:
+                part = self.of_keys(place, cut, torch.arange(size[1]), size[1])
+            columns.append(part.expand(size if by_pair else size[1:]).flatten())
+        return torch.cat(columns).expand(shape)
+
+    def of_keys(self, place: str, cut: float, position: Tensor, count: int) -> Tensor:
+        """The last or first keys of a sequence, never all."""
+        seen = 1 + int(cut * max(0, count - 1))
+        return position >= seen if place == "last" else position < count - seen
+
+    def padded_pairs(self) -> Tensor:
+        """Bool, broadcastable to the scores of a dense call: keys that are padding, and all keys of such rows."""
+        hidden = ~self.keys[..., None, :] | ~self.rows[..., None]
+        return hidden if self.case.rank == 2 else hidden.unsqueeze(-3)
+
+    def fitted(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """x, broadcastable to the scores, in a shape that broadcasts to them: true where it is so for any."""
+        full = x.expand(self.case.score_shape)
+        if len(shape) < full.dim():
+            full = full.flatten(0, full.dim() - len(shape) - 1).any(0)
+        for dim, n in enumerate(shape):
+            if n == 1 and full.shape[dim] != 1:
+                full = full.any(dim, keepdim=True)
+        return full
 
     def key_weight(self, q: Tensor, k: Tensor) -> Tensor | None:
         """Between 0.05 and 1, or exactly 0, but where a key that counts for nothing could have a score so far above
-        those that count that its weight's gradient is infinite in its dtype."""
+        those that count that its weight's gradient is infinite in its dtype: beside keys masked by a number, too."""
         case = self.case
         if case.weight_shape is None:
             return None
@@ -219,7 +386,8 @@ class _Maker:
         products = next(some) @ next(some).T * (dim**-0.5 if case.scale is None else case.scale)
         spread = (products.max() - products.min()).item() if products.numel() else 0.0
         half = case.variant.key_weight == "inputs" and case.variant.dtype == "float16"
-        if case.weight_zeros != "none" and spread < (4 if half else 40):
+        near = spread < (4 if half else 40) and not case.bias_number
+        if case.weight_zeros != "none" and near:
             weight[self.uniform(case.weight_shape) < 0.25] = 0
         if case.weight_zeros == "rows" and weight.dim() > 1 and weight.numel():
             weight[0] = 0
@@ -239,6 +407,9 @@ class _Maker:
             mask &= self.uniform((*shape[:-1], 1)) < 0.7
         elif self.case.mask_kind == "none":
             mask = torch.zeros(shape, dtype=torch.bool)
+        if self.case.padding == "tail_masked":
+            hidden = ~self.keys[..., None, :]
+            mask &= ~self.fitted(hidden if self.case.rank == 2 else hidden.unsqueeze(-3), shape)
         return self.view(mask, self.case.mask_view)
 
     def offsets(self, lens: Sequence[int]) -> Tensor:

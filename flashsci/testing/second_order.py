@@ -17,19 +17,26 @@ SECOND_ORDER = ("gq", "gk", "gv", "gbias", "gkey_weight", "gdout", "gdlse", "tou
 
 
 class Sized(NamedTuple):
-    """A value, its formula on absolute values, and the error that fp32 roundings so far can have made, in units of one."""
+    """A value, its formula on absolute values, and the error that fp32 roundings so far can have made, in units of one.
+
+    ``loose`` is the error, as it is, that comes from rows whose P may be anything (formula.py); None where there are none.
+    """
 
     value: Tensor
     coarse: Tensor
     fine: Tensor
+    loose: Tensor | None = None
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Sized:
-        """A linear map with no negative coefficients, of all three."""
-        return Sized(*(f(x) for x in self))
+        """A linear map with no negative coefficients, of all of them."""
+        return Sized(*(None if x is None else f(x) for x in self))  # type: ignore[arg-type]
 
     def plus(self, other: Sized, sign: int = 1) -> Sized:
         coarse = self.coarse + other.coarse
-        return Sized(self.value + sign * other.value, coarse, self.fine + other.fine + coarse)
+        loose = _added(self.loose, other.loose)
+        return Sized(
+            self.value + sign * other.value, coarse, self.fine + other.fine + coarse, loose
+        )
 
     def minus(self, other: Sized) -> Sized:
         return self.plus(other, -1)
@@ -43,10 +50,17 @@ class Sized(NamedTuple):
     def _product(self, other: Sized, of: Callable[[Tensor, Tensor], Tensor]) -> Sized:
         coarse = of(self.coarse, other.coarse)
         fine = of(self.fine, other.coarse) + of(self.coarse, other.fine)
-        return Sized(of(self.value, other.value), coarse, fine + coarse)
+        loose = None
+        if self.loose is not None:
+            most = other.coarse if other.loose is None else other.coarse + other.loose
+            loose = of(self.loose, most)
+        if other.loose is not None:
+            loose = _added(loose, of(self.coarse, other.loose))
+        return Sized(of(self.value, other.value), coarse, fine + coarse, loose)
 
     def scaled(self, factor: float) -> Sized:
-        return Sized(factor * self.value, abs(factor) * self.coarse, abs(factor) * self.fine)
+        sizes = self.map(lambda x: abs(factor) * x)
+        return sizes._replace(value=factor * self.value)
 
     def turned(self) -> Sized:
         return self.map(lambda x: x.transpose(-1, -2))
@@ -54,9 +68,9 @@ class Sized(NamedTuple):
     def row(self) -> Sized:
         return self.map(lambda x: x.sum(-1, keepdim=True))
 
-    def rounded(self, how: Callable[[Tensor], Tensor]) -> Sized:
-        """Rounded to the inputs' dtype: the value is perturbed, the sizes know already."""
-        return self._replace(value=how(self.value))
+    def rounded(self, how: Callable[[Tensor], Tensor], tiny: float) -> Sized:
+        """Rounded to the inputs' dtype, to which nothing below ``tiny`` is normal."""
+        return self._replace(value=how(self.value), coarse=self.coarse + tiny * (self.coarse > 0))
 
     @staticmethod
     def bend(tanh: Tensor, raw_abs: Tensor, softcap: float) -> Sized:
@@ -65,6 +79,12 @@ class Sized(NamedTuple):
         coarse = 2 / softcap * tanh.abs() * slope
         steep = 2 / softcap**2 * slope * (slope + 2 * tanh * tanh)
         return Sized(-2 / softcap * tanh * slope, coarse, coarse + steep * raw_abs)
+
+
+def _added(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    if x is None or y is None:
+        return y if x is None else x
+    return x + y
 
 
 def second_order(
@@ -82,13 +102,14 @@ def second_order(
     dp: Sized,
     delta: Sized,
     rounded: Callable[[Tensor], Tensor],
+    tiny: float,
 ) -> dict[str, Sized]:
     """All of SECOND_ORDER, per query head; "gbias" and "gkey_weight" in the shape of the scores. ``bare``: P without key weights.
 
     Everything but results is [*, Hq, Sq, Sk], [*, Hq, S, D] or, for rows, [*, Hq, Sq, 1]. ``rounded`` perturbs what kernels round
-    before a product.
+    before a product, to a dtype whose smallest normal number is ``tiny``.
     """
-    nothing = p.map(torch.zeros_like)
+    nothing = p._replace(loose=None).map(torch.zeros_like)
     tq, tk, tv, tbias = (tangents.get(n) for n in ("tq", "tk", "tv", "tbias"))
     extra = bare.times(tangents["tkey_weight"]) if "tkey_weight" in tangents else None
     t_raw = nothing if tq is None else tq.matmul(k.turned())
@@ -101,9 +122,9 @@ def second_order(
     t = t.minus(mean)
     w = p.times(t) if extra is None else p.times(t).plus(extra)
     tdp = nothing
-    tout = w.times(keep).rounded(rounded).matmul(v)
+    tout = w.times(keep).rounded(rounded, tiny).matmul(v)
     if tv is not None:
-        tout = tout.plus(p.times(keep).rounded(rounded).matmul(tv))
+        tout = tout.plus(p.times(keep).rounded(rounded, tiny).matmul(tv))
         tdp = dout.matmul(tv.turned()).times(keep)
     zeta = dout.times(tout).row()
     u, y = dp.minus(delta), tdp.minus(zeta)
@@ -113,16 +134,16 @@ def second_order(
     e_raw, f_raw = e, f
     if slope is not None and bend is not None:
         e_raw, f_raw = e.times(slope), f.times(slope).plus(bend.times(t_raw).times(e))
-    f_raw = f_raw.rounded(rounded)
+    f_raw = f_raw.rounded(rounded, tiny)
     gq, gk = f_raw.matmul(k), f_raw.turned().matmul(q)
-    e_raw = e_raw.rounded(rounded)
+    e_raw = e_raw.rounded(rounded, tiny)
     gq = gq if tk is None else gq.plus(e_raw.matmul(tk))
     gk = gk if tq is None else gk.plus(e_raw.turned().matmul(tq))
     mean = mean.map(lambda x: x.squeeze(-1))
     return {
         "gq": gq.scaled(scale),
         "gk": gk.scaled(scale),
-        "gv": w.times(keep).rounded(rounded).turned().matmul(dout),
+        "gv": w.times(keep).rounded(rounded, tiny).turned().matmul(dout),
         "gbias": f,
         "gkey_weight": bare.times(u.times(t).plus(y)),
         "gdout": tout,

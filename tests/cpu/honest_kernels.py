@@ -21,6 +21,13 @@ MISTAKES = (
     "NaN in one place", "one row not written",
 )  # fmt: skip
 
+# Mistakes that only inputs as models have them show.
+MODEL_MISTAKES = (
+    "zero rows set the exponent of halves", "offset of exp2 rounded", "recomputed P beyond 1", "zero keys left out",
+    "rows without dout not computed", "column block of the next tile", "gradient of an empty sum not written",
+    "least number hides a whole row", "padding reaches dv",
+)  # fmt: skip
+
 SECOND_MISTAKES = (
     "zeta forgotten", "mean not subtracted", "E tk forgotten", "E tq forgotten", "tv forgotten", "softcap not bent",
     "zeta too small", "tangent without the scale", "bias tangent forgotten", "last key forgotten",
@@ -30,7 +37,7 @@ SECOND_MISTAKES = (
 
 def flash_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv, dbias of one call, as a kernel would compute them."""
-    assert wrong is None or wrong in MISTAKES
+    assert wrong is None or wrong in MISTAKES + MODEL_MISTAKES
     dtype = inputs.q.dtype
     found = {
         "out": torch.zeros(*inputs.q.shape[:-1], inputs.v.shape[-1], dtype=dtype),
@@ -54,9 +61,46 @@ def flash_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
         del found["dbias"]
     if inputs.key_weight is not None and not inputs.key_weight_grad:
         del found["dkey_weight"]
+    if wrong == "gradient of an empty sum not written" and not inputs.q.numel():
+        found["dbias"] = torch.full_like(found["dbias"], 1e-3)
     if wrong == "NaN in one place":
         found["out"].view(-1)[-1] = math.nan
     return found
+
+
+def _halves(x, wrong):
+    """fp32 [*, S, D] as two fp16 numbers each, scaled by a power of two for every tile of 16 rows: what is left of them."""
+    tiles = x.split(16, -2)
+    found = []
+    for tile in tiles:
+        largest = tile.abs().amax((-2, -1), keepdim=True) if tile.numel() else tile.new_ones(())
+        if wrong:  # a row of zeros is taken for one of exponent 0
+            of_rows = tile.abs().amax(-1, keepdim=True)
+            largest = torch.where(of_rows == 0, 1.0, of_rows).amax(-2, keepdim=True)
+        exponent = torch.where(largest > 0, torch.frexp(largest).exponent, 0)
+        scaled = torch.ldexp(tile, 8 - exponent)
+        high = scaled.half().float()
+        found.append(torch.ldexp(high + (scaled - high).half().float(), exponent - 8))
+    return torch.cat(found, -2) if found else x
+
+
+def _online(scores, low, wrong):
+    """Softmax over tiles of 16 keys, the last first: unnormalised P, its largest score; a tile rescales what came before."""
+    rows = (*scores.shape[:-1], 1)
+    top, parts = scores.new_full(rows, -math.inf), []
+    factor = math.log2(math.e)
+    for tile in reversed(scores.split(16, -1)):
+        above = torch.maximum(top, tile.amax(-1, keepdim=True))
+        safe = torch.where(above == -math.inf, 0.0, above)
+        if wrong:  # fma(s, c, -offset): the product is exact, the offset is rounded
+            offset = (safe * factor).double()
+            p = low(torch.exp2(tile.double() * factor - offset).float())
+        else:
+            p = torch.exp2((tile - safe) * factor)
+        shrink = torch.exp2((torch.where(top == -math.inf, safe, top) - safe) * factor)
+        parts = [p, *(x * shrink for x in parts)]
+        top = above
+    return torch.cat(parts, -1) if parts else scores, torch.where(top == -math.inf, 0.0, top)
 
 
 def _block(b, dtype, wrong):
@@ -89,6 +133,10 @@ def _block(b, dtype, wrong):
         scores = hidden
     if wrong == "first row sees one key too few":
         scores[..., 0, -1] = -math.inf
+    if wrong == "zero keys left out":
+        scores = scores.masked_fill((k == 0).all(-1)[..., None, :], -math.inf)
+    if wrong == "least number hides a whole row":
+        scores = scores.masked_fill(scores < -1e8, -math.inf)
     keep = b.keep.float()
     top = (
         scores.amax(-1, keepdim=True)
@@ -98,6 +146,10 @@ def _block(b, dtype, wrong):
     top = torch.where(top == -math.inf, 0.0, top)
     base = 1.0 if wrong == "natural exponent for 2" else math.log2(math.e)
     p = torch.exp2((scores - top) * base)
+    if wrong == "offset of exp2 rounded":
+        p, top = _online(scores, lambda x: x.half().float(), True)
+    elif wrong is None and scores.shape[-1] > 32:
+        p, top = _online(scores, low, False)
     total = p.sum(-1, keepdim=True)
     safe = torch.where(total == 0, 1.0, total)
     lse = torch.where(total == 0, -math.inf, top + torch.log(safe))
@@ -105,7 +157,12 @@ def _block(b, dtype, wrong):
     # Backward, from P recomputed with the stored lse.
     if wrong == "last key forgotten in the backward":
         scores = hidden
-    p = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse))
+    # The stored lse of huge scores is off by more than exp can bear: no share of a row is above 1.
+    shift = scores - torch.where(lse == -math.inf, 0.0, lse)
+    p = torch.exp(shift.clamp(max=0))
+    if wrong == "recomputed P beyond 1":
+        factor = math.log2(math.e)
+        p = torch.exp2((scores.double() * factor - (lse * factor).double()).float())
     p = torch.where(lse == -math.inf, 0.0, p)
     delta = (b.dout * out).sum(-1, keepdim=True)
     if b.dlse is not None and wrong != "delta without the lse's cotangent":
@@ -115,6 +172,11 @@ def _block(b, dtype, wrong):
         bare = torch.exp(bare_scores - torch.where(lse == -math.inf, math.inf, lse))
         terms = bare * (keep * (b.dout @ turn(v)) - delta)
         terms = terms.sum(-2).unflatten(-2, (-1, groups)).sum(-2)
+    if wrong == "rows without dout not computed":
+        out = out * (b.dout != 0).any(-1, keepdim=True)
+    if wrong == "column block of the next tile" and out.shape[-2] > 16:
+        out = out.clone()
+        out[..., :8, 8:] = out[..., 16:17, 8:]
     results = {
         "out": out,
         "lse": lse[..., 0] * (math.log2(math.e) if wrong == "lse in base 2" else 1),
@@ -132,8 +194,15 @@ def _block(b, dtype, wrong):
     ds = low(ds)
     results["dq"] = (1 if wrong == "dq without the scale" else b.scale) * (ds @ k)
     results["dk"] = per_key(b.scale * (turn(ds) @ b.q))
+    if wrong == "padding reaches dv":  # by an exponent too small to see in what is not padding
+        p = p + 1e-4 * (b.dout == 0).all(-1, keepdim=True) * p
+        ds = ds + 1e-6 * (b.dout == 0).all(-1, keepdim=True)
+        results["dq"] = b.scale * (ds @ k)
     unnormalised = p * safe if wrong == "dv from unnormalised P" else p
-    results["dv"] = per_key(turn(low(unnormalised * keep)) @ b.dout)
+    dout = b.dout
+    if dtype == torch.float32 and wrong in (None, "zero rows set the exponent of halves"):
+        dout = _halves(dout, wrong)
+    results["dv"] = per_key(turn(low(unnormalised * keep)) @ dout)
     return results
 
 

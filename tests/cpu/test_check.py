@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,20 @@ def no_library(monkeypatch):
     monkeypatch.setattr(check, "library_units", dict)
 
 
-def test_a_small_run_writes_the_report(tmp_path, monkeypatch):
+@pytest.fixture
+def bearable(monkeypatch):
+    """Scores that plain PyTorch survives in float16: it is judged here, too."""
+    planned = check.plan_cases
+    monkeypatch.setattr(
+        check,
+        "plan_cases",
+        lambda *a, **k: [
+            replace(c, magnitude="unit", scale=None, bias_number="") for c in planned(*a, **k)
+        ],
+    )
+
+
+def test_a_small_run_writes_the_report(tmp_path, monkeypatch, bearable):
     lines, out = [], tmp_path / "report.json"
     units = {"triton/forward": "1", "cuda/sm80/forward_bf16": "2"}
     monkeypatch.setattr(digest, "units", lambda: units)
@@ -26,6 +40,7 @@ def test_a_small_run_writes_the_report(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "TRAPS", kept)
     code = check.run(
         cases=4,
+        seed=0,
         out=out,
         workers=1,
         device="cpu",
@@ -61,7 +76,7 @@ def test_a_wrong_kernel_is_reported_with_its_reproducer(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "TRAPS", {})
     lines, out = [], tmp_path / "report.json"
     code = check.run(
-        cases=4, out=out, workers=1, device="cpu", backends=("triton",), say=lines.append
+        cases=4, seed=0, out=out, workers=1, device="cpu", backends=("triton",), say=lines.append
     )
     failures = json.loads(out.read_text())["backends"]["triton"]["failures"]
     assert code == 1 and failures
@@ -106,7 +121,15 @@ def test_a_part_updates_the_report(tmp_path, monkeypatch):
         json.dumps({"cases": 2000, "units": {"triton/forward": "old", "triton/backward": "kept"}})
     )
     assert (
-        check.run("triton/forward", cases=3, out=path, workers=1, device="cpu", say=lambda *a: None)
+        check.run(
+            "triton/forward",
+            cases=3,
+            seed=0,
+            out=path,
+            workers=1,
+            device="cpu",
+            say=lambda *a: None,
+        )
         == 0
     )
     report = json.loads(path.read_text())
@@ -221,3 +244,112 @@ def test_tallies_add_up():
         "out": [1, 2]
     }
     assert a.refused == {"no": 1} and eval(a.failures[0]["case"]) == Case(variant=Variant())
+
+
+def test_seed_of_the_day_and_coverage_are_in_the_report(tmp_path, monkeypatch, bearable):
+    monkeypatch.setattr(check, "TRAPS", {})
+    monkeypatch.setattr(digest, "units", lambda: {"triton/forward": "1"})
+    lines, out = [], tmp_path / "report.json"
+    run = {"cases": 6, "out": out, "workers": 1, "device": "cpu", "backends": ("reference",)}
+    check.run(**run, say=lines.append)
+    report = json.loads(out.read_text())
+    assert (
+        20000101 < report["seed"] < 99991231
+        and f"of seed {report['seed']}" in lines[-3:][0] + lines[-2]
+    )
+    seen = report["coverage"]["reference"]
+    assert sum(x["cases"] for name, x in seen.items() if not name.startswith("head")) == 6
+    assert all("values huge" in x["never"] or x["cases"] for x in seen.values())
+    assert any("never drawn, reference, " in line for line in lines)
+
+
+def test_parts_name_the_digests_that_they_judged(tmp_path):
+    path = tmp_path / "report.json"
+    report = {"failures": 0, "unfinished": [], "library": {}}
+    check.write({**report, "units": {"triton/a": "1"}}, path, "triton/a")
+    check.write({**report, "units": {"triton/b": "1"}}, path, "triton/b")
+    parts = json.loads(path.read_text())["parts"]
+    assert parts["triton/a"]["units"] == {"triton/a": "1"}
+    # A unit that was judged again in another form: the older part speaks of a kernel that is gone.
+    check.write({**report, "units": {"triton/a": "2", "triton/b": "1"}}, path, "triton/")
+    assert list(json.loads(path.read_text())["parts"]) == ["triton/b", "triton/"]
+
+
+def test_kernels_here_hold_every_generation_that_runs(monkeypatch):
+    units = {f"cuda/sm{g}/forward_fp16": "" for g in (75, 80, 90)}
+    monkeypatch.setattr(check, "library_units", lambda: units)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, held in (
+        ((9, 0), ["90", "80", "75"]),
+        ((8, 6), ["80", "75"]),
+        ((10, 0), ["80", "75"]),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        assert check.kernels_here() == ("triton", "cuda", *(f"cuda:sm{g}" for g in held))
+
+
+def test_a_full_run_has_cases_for_generations_alone():
+    backends = ("triton", "cuda", "cuda:sm90", "cuda:sm80", "cuda:sm75")
+    plans = check._plans(10_000, 3, "cuda", None, [1, 2], backends)
+    assert [len(planned) for planned, _ in plans] == [5000, 3500, 1500, 1000]
+    mixed, hopper, single, _ = (planned for planned, _ in plans)
+    assert [names for _, names in plans] == [
+        backends, ("cuda:sm90", "cuda:sm80"), ("cuda:sm80",), ("triton", "cuda"),
+    ]  # fmt: skip
+    for case in hopper:
+        variant = case.variant
+        assert variant.dtype != "float32" and variant.head_dim % 8 == variant.head_dim_v % 8 == 0
+        assert not (variant.dropout or variant.key_weight or (variant.varlen and variant.bias))
+        assert "shifted" not in case.layout_of.values()
+    assert sum(c.variant.dtype == "float32" for c in mixed) > 1500
+    assert all(c.variant.dtype == "float32" for c in single)
+    of_unit = check._plans(400, 3, "cuda", "cuda/sm90", [1], ("cuda", "cuda:sm90"))
+    assert [(len(planned), names) for planned, names in of_unit] == [
+        (100, ("cuda", "cuda:sm90")), (300, ("cuda:sm90",)),
+    ]  # fmt: skip
+    one = check._plans(400, 3, "cuda", "triton/forward", [1], ("triton",))
+    assert [(len(planned), names) for planned, names in one] == [(400, ("triton",))]
+
+
+@pytest.mark.parametrize("seed", [0, 20261122])
+def test_what_the_generator_draws_comes_up_in_a_long_run(seed):
+    from flashsci.testing.coverage import Coverage
+
+    plans = check._plans(10_000, seed, "cuda", None, [1], ("triton", "cuda:sm90", "cuda:sm80"))
+    missing = {}
+    for (planned, _), name in zip(plans, ("mixed", "hopper", "single"), strict=True):
+        coverage = Coverage()
+        for case in planned:
+            coverage.see(name, case)
+        for group, found in coverage.summary([name])[name].items():
+            # Copies of Hopper take no rows off 16 bytes.
+            missing[name, group] = {
+                x for x in found["never"] if name != "hopper" or "shifted" not in x
+            }
+    for (name, group), never in missing.items():
+        most = 0 if not group.startswith("head") else 14 if name == "mixed" else 6
+        assert len(never) <= most, (name, group, never)
+
+
+def test_a_pinned_backend_that_refuses_gradients_is_judged_by_its_forward(monkeypatch):
+    from flashsci.registry import BackendError
+
+    honest = check.evaluate
+
+    def evaluate(inputs, name, *arguments, **options):
+        if name == "cuda:sm90" and inputs.dout is not None:
+            raise BackendError(f"flashsci: no backward for {list(inputs.q.shape)}; use another")
+        return honest(inputs, "reference", *arguments, **options)
+
+    monkeypatch.setattr(check, "evaluate", evaluate)
+    tallies = check.judge_case(Case(), ["cuda:sm90", "reference"], "cpu")
+    found = tallies["cuda:sm90"]
+    assert found.cases == found.forward_only == 1 and set(found.worst) == {"out", "lse"}
+    assert found.refused == {"flashsci: no backward for [..]": 1}
+    assert tallies["reference"].forward_only == 0 and "dq" in tallies["reference"].worst
+
+
+def test_what_nobody_serves_needs_no_oracle(monkeypatch):
+    monkeypatch.setattr(check, "Judge", None)
+    tallies = check.judge_case(Case(), ["cuda"], "cpu")
+    assert tallies["cuda"].cases == 0 and tallies["cuda"].refused

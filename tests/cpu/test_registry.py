@@ -241,6 +241,39 @@ def test_a_generation_serves_only_what_its_kernels_do(monkeypatch):
     assert "generation sm90" in cuda.SM90.rejects(blackwell)
 
 
+def test_held_to_hopper_nothing_else_serves(monkeypatch):
+    """A bias or mask is for the kernels to take or refuse, and their refusal is a BackendError; no gradient is Triton's."""
+    from flashsci.backends import cuda
+
+    units = {f"cuda/sm90/{kind}_bf16": "" for kind in ("forward", "backward")}
+    monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["90"], "units": units})
+    given = dict(bias_shape=(1, 2, 9, 9), mask=True, requires_grad=True)
+    hopper = Problem("cuda", (9, 0), torch.bfloat16, 2, 2, 64, 64, **given)
+    assert cuda.SM90.rejects(hopper) is None and cuda.rejects(hopper) is not None
+    odd = Problem("cuda", (9, 0), torch.bfloat16, 2, 2, 33, 64, requires_grad=True)
+    assert "no gradients of this call of its own" in cuda.SM90.rejects(odd)
+    monkeypatch.setattr(cuda, "_triton_problem", lambda problem: None)
+    assert cuda.rejects(odd) is None
+
+    def refuses(*arguments):
+        raise RuntimeError(
+            "flashsci: forward: no bfloat16 kernel of generation sm90 serves this call on compute capability 9.0 [2, 3]"
+        )
+
+    with pytest.raises(flashsci.BackendError, match="no bfloat16 kernel of generation sm90"):
+        cuda._call(refuses, 90)
+    with pytest.raises(RuntimeError) as caught:
+        cuda._call(refuses, 0)
+    assert not isinstance(caught.value, flashsci.BackendError)
+
+    def breaks(*arguments):
+        raise RuntimeError("launch failed")
+
+    with pytest.raises(RuntimeError, match="launch failed") as caught:
+        cuda._call(breaks, 90)
+    assert not isinstance(caught.value, flashsci.BackendError)
+
+
 @pytest.fixture
 def full_build(monkeypatch):
     """The cuda backend as if a library of everything were loaded, less a Hopper backward."""
@@ -274,7 +307,10 @@ def test_sm80_takes_bias_and_mask_at_every_head_dim(full_build, head_dim, capabi
     )
     assert full_build.rejects(problem) is None and full_build.SM80.rejects(problem) is None
     assert full_build.SM80.remark(problem) is None
-    assert "Hopper kernels" in full_build.SM90.rejects(problem) or capability[0] == 8
+    refusal = full_build.SM90.rejects(problem)
+    assert refusal is not None and (
+        "no gradients of this call of its own" in refusal or capability[0] == 8
+    )
     elsewhere = full_build.remark(problem)
     assert (elsewhere is None) == (capability[0] == 8)
     assert elsewhere is None or "gradients come from triton: on Hopper" in elsewhere

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 
 from flashsci.testing import (
     Case,
@@ -18,6 +18,7 @@ from flashsci.testing import (
     poisoned_memory,
     variants,
 )
+from flashsci.testing.cases import LAYOUTS, MAGNITUDES, NUMBERS, PADDINGS, PLACES
 from flashsci.testing.poison import GUARD
 
 
@@ -55,19 +56,18 @@ def test_generator_reproduces_and_covers():
     assert drawn == list(generate(3, 600)) and drawn != list(generate(4, 600))
     dense = [c for c in drawn if not c.variant.varlen]
     assert {c.rank for c in dense} == {2, 3, 4, 5}
-    assert {c.layout for c in drawn} == {"bhsd", "bshd", "packed", "strided", "expanded", "shifted"}
-    assert {c.magnitude for c in drawn} == {
-        "unit",
-        "peaked",
-        "low",
-        "small_v",
-        "large_v",
-        "offset_v",
-    }
+    assert {c.layout for c in drawn} == set(LAYOUTS)
+    assert {c.magnitude for c in drawn} == {"unit", *MAGNITUDES}
     assert {0, 1, 63, 64, 65, 127, 128, 129, 300} <= {c.seq_q for c in dense}
     assert any(c.seq_q != c.seq_k for c in dense) and any(c.group > 1 for c in drawn)
     assert {c.align for c in drawn} == {"upper_left", "lower_right"}
-    assert {c.bias_view for c in dense} == {"contiguous", "transposed", "padded", "expanded"}
+    assert {c.bias_view for c in dense} == {
+        "contiguous",
+        "transposed",
+        "padded",
+        "expanded",
+        "linear",
+    }
     assert {c.mask_kind for c in dense} == {"random", "rows", "keys", "none"}
     assert any(0 in c.lens_q for c in drawn) and any(c.lens_q != c.lens_k for c in drawn)
 
@@ -165,9 +165,20 @@ def test_resized_cases_stay_in_their_family():
     for family in generate(2, 60):
         for case in (resized(choices, family) for _ in range(4)):
             sizes.add((case.seq_q, case.lead, case.lens_q))
-            for name in ("variant", "rank", "layout", "bias_view", "mask_view", "causal", "window"):
+            for name in (
+                "variant",
+                "rank",
+                "bias_view",
+                "mask_view",
+                "causal",
+                "window",
+            ):
                 assert getattr(case, name) == getattr(family, name)
-            assert _length_class(case.seq_q) == _length_class(family.seq_q)
+            alike = ("bhsd", "bshd", "packed", "joint", "expanded")
+            for name, layout in case.layout_of.items():
+                before = family.layout_of[name]
+                assert layout == before or (layout in alike and before in alike)
+            assert case.seq_q == 0 or _length_class(case.seq_q) == _length_class(family.seq_q)
             for shape in (case.bias_shape, case.mask_shape):
                 if shape is not None and not case.variant.varlen:
                     assert torch.broadcast_shapes(shape, case.score_shape) == torch.Size(
@@ -179,3 +190,195 @@ def test_resized_cases_stay_in_their_family():
             if case.variant.varlen and case.bias_shape is not None:
                 assert case.bias_shape[0] in (1, case.heads_q)
     assert len(sizes) > 60
+
+
+def zero_rows(x, dims=(-1,)):
+    return (x == 0).all(-1)
+
+
+PADDED = {"lead": (5,), "heads_k": 2, "seq_q": 40, "seq_k": 40}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_padding_is_rows_of_zeros(padding, packed):
+    """Of q, k, v, dout and dlse, or of dout alone; at the end of sequences, from none to all of them, or anywhere."""
+    variant = Variant(varlen=packed, lse_grad=True, mask=not packed)
+    case = Case(
+        variant=variant, padding=padding, mask_shape=None if packed else (5, 1, 1, 40), **PADDED
+    )
+    if packed:
+        case = dataclasses.replace(case, rank=3, lead=(), lens_q=(40,) * 5, lens_k=(40,) * 5)
+    inputs = make_inputs(case)
+    found = {n: zero_rows(getattr(inputs, n)) for n in ("q", "k", "v", "dout")}
+    tokens = (lambda x: x[:, 0].unflatten(0, (5, 40))) if packed else (lambda x: x[:, 0])
+    rows = {n: tokens(x) for n, x in found.items()}
+    assert rows["dout"].any() and not rows["dout"].all()
+    if padding.startswith("dout"):
+        assert not any(rows[n].any() for n in "qkv") and (inputs.dlse != 0).all()
+    else:
+        assert torch.equal(rows["q"], rows["dout"]) and torch.equal(rows["k"], rows["v"])
+        silent = (inputs.dlse == 0).t() if packed else inputs.dlse == 0
+        assert torch.equal(silent, found["q"])
+    if "scattered" in padding:
+        assert (rows["dout"][:, 1:] != rows["dout"][:, :-1]).sum() > 20
+    else:
+        assert (rows["dout"][:, 1:] >= rows["dout"][:, :-1]).all(), "a tail"
+        assert len(set(rows["dout"].sum(-1).tolist())) > 1
+    if padding == "tail_masked" and not packed:
+        assert not (inputs.mask.expand(5, 2, 1, 40)[:, 0, 0] & rows["k"]).any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_gradients_of_means_are_small_and_not_zero(dtype):
+    for scale in (1e-3, 1e-6):
+        case = Case(variant=Variant(dtype=dtype, lse_grad=True), dout_scale=scale, seq_q=100)
+        inputs = make_inputs(case)
+        for x in (inputs.dout.float(), inputs.dlse):
+            assert 0.5 * scale < x.square().mean().sqrt() < 2 * scale
+    assert (inputs.dout.float().abs() < torch.finfo(torch.float16).smallest_normal).any() or (
+        dtype != "float16"
+    )
+
+
+@pytest.mark.parametrize("bias_float", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_masks_are_numbers_where_they_should(number, place, dtype, bias_float):
+    variant = Variant(dtype=dtype, bias="pair", bias_float=bias_float)
+    case = Case(
+        seed=3, variant=variant, bias_number=number, bias_number_at=place, padding="tail", **PADDED
+    )
+    for shape in ((5, 2, 40, 40), (1, 1, 40), (40,), (5, 1, 1, 40)):
+        bias = make_inputs(dataclasses.replace(case, bias_shape=shape)).bias
+        assert bias.isfinite().all() and bias.dtype == (
+            torch.float32 if bias_float else variant.torch_dtype
+        )
+        least = torch.finfo(bias.dtype).min
+        value = {"float32_min": torch.finfo(torch.float32).min, "dtype_min": least}.get(number)
+        value = max(float(number) if value is None else value, least)
+        hidden = bias.float() < value / 2
+        assert torch.allclose(bias[hidden].float(), torch.tensor(value), rtol=1e-2)
+        assert (bias[~hidden].abs() < 10).all()
+        if place == "last" and hidden.any():
+            assert (hidden[..., 1:] >= hidden[..., :-1]).all() and not hidden[..., 0].any()
+        if place == "first" and hidden.any():
+            assert (hidden[..., 1:] <= hidden[..., :-1]).all() and not hidden[..., -1].any()
+        if len(shape) == 4 and shape[2] == 40:
+            whole, some = hidden.all(-1), hidden.any(-1)
+            assert whole.any() == (place in ("rows", "padding")), place
+            assert torch.equal(whole, some) or place != "rows"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_packed_masks_are_numbers_in_each_sequence(place):
+    lens = (7, 20, 1, 12)
+    for shape in ((2, sum(n * n for n in lens)), (2, 1, 40)):
+        variant = Variant(bias="pair" if len(shape) == 2 else "key", varlen=True)
+        case = Case(seed=4, variant=variant, rank=3, lead=(), heads_k=2, lens_q=lens, lens_k=lens, bias_shape=shape,
+                    bias_number="-1e9", bias_number_at=place, padding="tail")  # fmt: skip
+        hidden = make_inputs(case).bias < -1e8
+        assert hidden.shape == shape and hidden.any() and not hidden.all()
+        ends = 0
+        for n in lens:
+            size = n * n if len(shape) == 2 else n
+            part = hidden[..., ends : ends + size].unflatten(-1, (-1, n))
+            ends += size
+            if place == "last":
+                assert not part[..., 0].any() and (part[..., 1:] >= part[..., :-1]).all()
+            if place == "first":
+                assert not part[..., -1].any() and (part[..., 1:] <= part[..., :-1]).all()
+
+
+def test_a_bias_of_a_linear_has_its_heads_innermost():
+    variant = Variant(bias="pair", bias_grad=True)
+    case = Case(variant=variant, bias_view="linear", bias_shape=(5, 2, 40, 40), **PADDED)
+    assert make_inputs(case).bias.stride() == (3200, 1, 80, 2)
+    for shape in ((5, 1, 40, 40), (40, 40), (1, 40, 40), (40,)):
+        bias = make_inputs(dataclasses.replace(case, bias_shape=shape)).bias
+        assert bias.shape == shape and (len(shape) == 1 or bias.stride(-1) > 1)
+    drawn = [c for c in generate(8, 1500) if c.bias_shape is not None and not c.variant.varlen]
+    assert {len(c.bias_shape) for c in drawn} == {1, 2, 3, 4, 5}
+    assert any(0 in c.lead and 1 in c.bias_shape for c in drawn), "a shared bias of an empty batch"
+
+
+def test_projections_share_one_buffer():
+    sizes = {
+        "lead": (2,),
+        "heads_k": 2,
+        "group": 2,
+        "seq_q": 5,
+        "variant": Variant(head_dim=8, head_dim_v=4),
+    }
+    owner = lambda x: x.untyped_storage().data_ptr()  # noqa: E731
+    inputs = make_inputs(Case(layout="joint", seq_k=5, **sizes))
+    assert owner(inputs.q) == owner(inputs.k) == owner(inputs.v) != owner(inputs.dout)
+    row = 4 * 8 + 2 * 8 + 2 * 4
+    assert inputs.q.stride() == (5 * row, 8, row, 1) and inputs.v.stride() == (5 * row, 4, row, 1)
+    cross = make_inputs(Case(layout="joint", seq_k=7, **sizes))
+    assert owner(cross.k) == owner(cross.v) != owner(cross.q)
+    packed = dict(
+        sizes, variant=Variant(head_dim=8, head_dim_v=4, varlen=True), rank=3, lead=(), seq_k=0
+    )
+    packed = make_inputs(
+        Case(layout="joint", **(packed | {"lens_q": (3, 2), "lens_k": (3, 2), "seq_q": 0}))
+    )
+    assert owner(packed.q) == owner(packed.k) == owner(packed.v) and packed.q.stride(0) == row
+    # The values are those of any other layout.
+    plain = make_inputs(Case(layout="bhsd", seq_k=5, **sizes))
+    assert all(torch.equal(getattr(plain, n), getattr(inputs, n)) for n in ("q", "k", "v", "dout"))
+
+
+def test_layouts_are_drawn_one_by_one():
+    mixed = Case(layout="bhsd", layouts=("bshd", "strided", "shifted"), lead=(2,), heads_k=3)
+    inputs = make_inputs(mixed)
+    assert inputs.q.is_contiguous() and inputs.k.stride(-3) == 16 and inputs.v.stride(-2) == 24
+    assert inputs.dout.data_ptr() % 16 != 0
+    drawn = list(generate(6, 800))
+    for name in ("q", "k", "v", "dout"):
+        assert {c.layout_of[name] for c in drawn} == set(LAYOUTS), name
+    assert sum(c.layout_of["dout"] != c.layout for c in drawn) > 200
+
+
+def test_magnitudes_are_what_they_say():
+    plain = {"lead": (2,), "seq_q": 64, "seq_k": 96}
+
+    def made(magnitude, dtype="float32", **fields):
+        variant = Variant(dtype=dtype, head_dim=32, head_dim_v=32)
+        inputs = make_inputs(Case(variant=variant, magnitude=magnitude, **plain, **fields))
+        wide = inputs.to(torch.float64)
+        return inputs, wide.q @ wide.k.mT * (fields.get("scale") or 32**-0.5)
+
+    inputs, _ = made("outliers")
+    for x in (inputs.k, inputs.v):
+        sizes = x.detach().square().mean((0, 1, 2)).sqrt()
+        assert 1 <= (sizes > 20).sum() <= 3 and sizes.median() < 2
+    inputs, scores = made("sharp_and_flat")
+    top = scores.softmax(-1).amax(-1)[0, 0, :32]
+    assert (top > 0.99).any() and torch.isclose(top, torch.tensor(1 / 96).double()).any()
+    for magnitude, sign in (("rising", 1), ("falling", -1)):
+        means = sign * made(magnitude)[1].mean((0, 1, 2)).unflatten(0, (6, 16)).mean(-1)
+        assert (means[1:] > means[:-1] + 5).all()
+    for dtype in ("float32", "bfloat16", "float16"):
+        inputs, scores = made("huge", dtype)
+        assert scores.abs().max() > 1e7 and inputs.q.isfinite().all() and inputs.k.isfinite().all()
+    assert inputs.q.abs().max() > 4e4, "the edge of float16"
+    assert made("huge", scale=1e8)[1].abs().max() > 1e7
+    v = made("tiny", "float16")[0].v
+    assert (v.abs() < torch.finfo(torch.float16).smallest_normal).any() and (v != 0).any()
+    drawn = list(generate(9, 1500))
+    assert any(c.scale == 1e8 for c in drawn) and any(c.softcap == 0.01 for c in drawn)
+
+
+def test_hypothesis_shrinks_to_the_property_that_fails():
+    """A failure that needs one property is found, and shrunk to a case with little else."""
+    for wanted in (
+        lambda c: c.padding == "tail" and c.dout_scale == 1e-6,
+        lambda c: c.bias_number == "-1e9" and c.bias_number_at == "rows",
+    ):
+        case = find(
+            cases(score_limit=1 << 12), wanted, settings=settings(max_examples=20000, database=None)
+        )
+        assert case.magnitude == "unit" and case.layouts == () and case.heads_q == 1
+        assert eval(repr(case)) == case

@@ -2,7 +2,8 @@
 
 The library picks the newest generation of kernels that serves a call. SM75, SM80 and SM90 are the
 same backend held to one generation, for tests and comparisons: ``use_backend("cuda:sm75")``. Where
-the library has no backward for a call, or a slower one, Triton's takes the same saved tensors.
+the library has no backward for a call, or a slower one, Triton's takes the same saved tensors; held to
+SM90, nothing else does: what its kernels do not take is a BackendError, of the call or of its backward.
 """
 
 from __future__ import annotations
@@ -150,15 +151,16 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _limit(kind: str, generation: int, problem: Problem) -> str | None:
-    """What the kernels of one generation leave to others, beyond dtypes and devices."""
+def _limit(kind: str, generation: int, problem: Problem, pinned: bool = False) -> str | None:
+    """What the kernels of one generation leave to others, beyond dtypes and devices; ``pinned`` to them, they refuse strides
+    themselves."""
     widest = max(problem.head_dim, problem.head_dim_v)
     if problem.dtype == torch.float32:
         if widest > 128:
             return f"the head dims of its float32 kernels end at 128, and this call has {widest}"
         return None
     # Which strides they take, a Problem does not know; the library goes on to sm80's.
-    if generation == 90 and (problem.bias or problem.mask):
+    if generation == 90 and not pinned and (problem.bias or problem.mask):
         return "its Hopper kernels take a bias or a mask in some strides only"
     if generation == 75 and kind == "backward" and widest > 128:
         return f"the head dims of its Turing backward end at 128, and this call has {widest}"
@@ -192,7 +194,7 @@ def _refusal(kind: str, problem: Problem, generation: int = 0) -> str | None:
             asked = candidate != 75 or capability < 80 or generation == 75
             runs = capability >= candidate and asked
         if runs and f"cuda/sm{candidate}/{kind}_{_DTYPES[problem.dtype]}" in info["units"]:
-            reason = _limit(kind, candidate, problem)
+            reason = _limit(kind, candidate, problem, pinned=generation != 0)
             if reason is None:
                 return None
     if reason is not None:
@@ -254,7 +256,10 @@ def rejects(problem: Problem, generation: int = 0) -> str | None:
     reason = _refusal("forward", problem, generation)
     if reason is not None:
         return f"{reason}, or use backend='triton' or 'sdpa'"
-    if problem.requires_grad and _refusal("backward", problem, generation) is not None:
+    refusal = _refusal("backward", problem, generation) if problem.requires_grad else None
+    if refusal is not None and generation == 90:
+        return f"it has no gradients of this call of its own: {refusal}; use backend='cuda'"
+    if refusal is not None:
         reason = _triton_problem(problem)
         if reason is not None:
             return f"its gradients would come from the triton backend, which cannot serve this call ({reason}); use backend='sdpa' or 'reference'"
@@ -272,6 +277,17 @@ def _triton_problem(problem: Problem) -> str | None:
         return f"it cannot be imported: {error}"
     reason: str | None = module.unavailable() or module.rejects(problem)
     return reason
+
+
+def _call(op: Any, generation: int, *arguments: Any) -> Any:
+    """An op of the library; held to a generation whose kernels do not take these strides, its refusal is a BackendError."""
+    try:
+        return op(*arguments)
+    except RuntimeError as error:
+        text = str(error).split("\n")[0]
+        if generation and "serves this call on compute capability" in text:
+            raise flashsci.BackendError(text) from None
+        raise
 
 
 def forward(
@@ -308,7 +324,9 @@ def forward(
             "flashsci: the cuda backend has no dropout, no key_weight and no bias of packed "
             "sequences; use backend='triton'"
         )
-    result: tuple[Tensor, Tensor] = _ops[0](
+    result: tuple[Tensor, Tensor] = _call(
+        _ops[0],
+        generation,
         q,
         k,
         v,
@@ -397,11 +415,17 @@ def backward(*arguments: Any, generation: int = 0) -> tuple[Tensor, ...]:
     pairs = (bias is not None or mask is not None) and (
         generation != 0 or not _hopper_takes(q, v, bias, mask, scalars[3], need)
     )
+    served = _serves_backward(q.device, q.dtype, q.shape[-1], v.shape[-1], pairs, generation)
+    if generation == 90 and not served:
+        raise flashsci.BackendError(
+            f"flashsci: the Hopper kernels have no backward for {_name(q.dtype)} and head dims {q.shape[-1]} and "
+            f"{v.shape[-1]}; use backend='cuda'"
+        )
     if (
         dropout_p
         or precision == "ieee"
         or (cu_seqlens_q is not None and bias is not None)
-        or not _serves_backward(q.device, q.dtype, q.shape[-1], v.shape[-1], pairs, generation)
+        or not served
     ):
         # Dropout and packed biases come from attention_backward alone: this forward refuses them.
         gradients: tuple[Tensor, ...] = _triton().backward(*arguments)
@@ -410,7 +434,9 @@ def backward(*arguments: Any, generation: int = 0) -> tuple[Tensor, ...]:
         dout = dout.contiguous()
     if out.stride(-1) != 1:
         out = out.contiguous()
-    result: tuple[Tensor, ...] = _ops[1](
+    result: tuple[Tensor, ...] = _call(
+        _ops[1],
+        generation,
         dout,
         dlse,
         q,

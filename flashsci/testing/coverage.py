@@ -1,0 +1,107 @@
+"""What generated cases have, as names, and which combinations of them with dtypes, head dims and backends never came up."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from flashsci.testing.cases import (
+    DOUT_SCALES,
+    LAYOUTS,
+    MAGNITUDES,
+    NUMBERS,
+    PADDINGS,
+    PLACES,
+    Case,
+)
+
+# Head dims, by the larger of the two, as kernels are made for them.
+BUCKETS = (16, 32, 64, 96, 128, 192, 256)
+VIEWS = ("contiguous", "transposed", "padded", "expanded", "linear")
+
+
+def properties(case: Case) -> list[str]:
+    """Names of what is special in a case; those of :func:`expected`, for cases that :func:`draw_case` makes."""
+    variant = case.variant
+    found = [f"{name} {layout}" for name, layout in case.layout_of.items()]
+    found += [] if case.magnitude == "unit" else [f"values {case.magnitude}"]
+    found += [] if case.padding == "none" else [f"zero rows {case.padding}"]
+    found += [] if case.dout_scale == 1 else [f"dout {case.dout_scale:g}"]
+    found += ["dout not as q"] if case.layout_of["dout"] != case.layout else []
+    found += ["scale 1e8"] if case.scale == 1e8 else []
+    found += ["softcap 0.01"] if case.softcap == 0.01 else []
+    if case.bias_shape is not None:
+        found.append(f"bias {case.bias_view}")
+        if not variant.varlen:
+            found.append(f"bias of {len(case.bias_shape)} dims")
+        if case.bias_number:
+            found += [f"bias {case.bias_number}", f"numbers {case.bias_number_at}"]
+        if case.bias_number and case.padding != "none":
+            found.append("numbers and zero rows")
+        if variant.bias_grad and not variant.varlen and 0 in case.score_shape:
+            empty = "batch" if 0 in case.lead else "queries" if case.seq_q == 0 else "keys"
+            found.append(f"bias gradient of no {empty}")
+    return found
+
+
+def expected(dtype: str, features: bool = True) -> list[str]:
+    """What should come up in this dtype; ``features``: biases, too."""
+    found = [
+        f"{name} {layout}" for name, layout in itertools.product(("q", "k", "v", "dout"), LAYOUTS)
+    ]
+    found += [f"values {x}" for x in MAGNITUDES] + [f"zero rows {x}" for x in PADDINGS]
+    found += [f"dout {x:g}" for x in dict.fromkeys(DOUT_SCALES[dtype])] + ["dout not as q"]
+    found += ["softcap 0.01"] + (["scale 1e8"] if dtype != "float16" else [])
+    if features:
+        found += [f"bias {x}" for x in (*VIEWS, *NUMBERS)] + [f"numbers {x}" for x in PLACES]
+        found += [f"bias of {n} dims" for n in range(1, 6)] + ["numbers and zero rows"]
+        found += [f"bias gradient of no {x}" for x in ("batch", "queries", "keys")]
+    return found
+
+
+def bucket(case: Case) -> int:
+    """The bucket of the larger head dim."""
+    widest = max(case.variant.head_dim, case.variant.head_dim_v)
+    return next(limit for limit in BUCKETS if widest <= limit)
+
+
+class Coverage:
+    """Counts of properties by (backend, dtype) and by (backend, bucket) of judged cases."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, str | int], dict[str, int]] = {}
+
+    def see(self, backend: str, case: Case) -> None:
+        names = properties(case)
+        for group in (case.variant.dtype, bucket(case)):
+            counts = self.counts.setdefault((backend, group), {})
+            for name in ("cases", *names):
+                counts[name] = counts.get(name, 0) + 1
+
+    def add(self, other: Coverage) -> None:
+        for key, theirs in other.counts.items():
+            mine = self.counts.setdefault(key, {})
+            for name, count in theirs.items():
+                mine[name] = mine.get(name, 0) + count
+
+    def summary(
+        self, backends: Iterable[str], dtypes: Iterable[str] = ("bfloat16", "float16", "float32")
+    ) -> dict[str, dict[str, dict[str, object]]]:
+        """Per backend, per dtype and per bucket of head dims: how many cases were judged, and what was never among them.
+
+        A group without a case is left out, with all its names: the backend has no kernels there, or none were asked for.
+        """
+        report: dict[str, dict[str, dict[str, object]]] = {}
+        for backend in backends:
+            groups: dict[str, dict[str, object]] = {}
+            for group in (*dtypes, *BUCKETS):
+                counts = self.counts.get((backend, group))
+                if not counts:
+                    continue
+                wanted = expected(group if isinstance(group, str) else "float32")
+                groups[group if isinstance(group, str) else f"head dims to {group}"] = {
+                    "cases": counts["cases"],
+                    "never": [name for name in wanted if name not in counts],
+                }
+            report[backend] = groups
+        return report

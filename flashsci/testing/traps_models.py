@@ -1,0 +1,266 @@
+"""Known traps of inputs as models have them: padding, small gradients, masks as numbers, scores of any size.
+
+Registered beside those of traps.py. On a GPU they take realistic sizes, on the CPU the interpreter's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flashsci.registry import BackendError
+from flashsci.testing.bounds import Judge, evaluate
+from flashsci.testing.cases import NUMBERS, PADDINGS, PLACES, Case, Variant
+from flashsci.testing.inputs import Inputs, make_inputs
+from flashsci.testing.poison import poisoned_memory
+from flashsci.testing.traps import DTYPES, _require, trap
+
+
+@trap()
+def zero_rows_of_dout(backend: str, device: torch.device) -> None:
+    """Padded rows and gradients of a mean: a scale taken from a tile must not come from its rows of zeros."""
+    refusals: list[BackendError] = []
+    tried = 0
+
+    def require(*cases: Case, dtypes: tuple[str, ...] = ("float32",)) -> None:
+        nonlocal tried
+        try:
+            _require(backend, device, *cases, dtypes=dtypes)
+            tried += 1
+        except BackendError as error:
+            refusals.append(error)
+
+    small = Case(seed=30, lead=(2,), heads_k=2, seq_q=40, seq_k=40, layout="bshd")
+    for scale, padding in itertools.product((1e-3, 1e-6, 1e-9), PADDINGS):
+        if device.type != "cuda" and padding not in ("tail", "dout_scattered"):
+            continue
+        require(replace(small, dout_scale=scale, padding=padding))
+    require(replace(small, padding="scattered"), dtypes=("bfloat16", "float16"))
+    packed = replace(small, rank=3, lead=(), variant=Variant(varlen=True), lens_q=(20, 33))
+    require(replace(packed, lens_k=(20, 33), dout_scale=1e-6, padding="tail"))
+    if not tried:
+        raise refusals[0]
+    if tried and device.type == "cuda":
+        for scale in (1e-3, 1e-6, 1e-9):
+            _padded_triangle(backend, device, scale)
+
+
+def _padded_triangle(backend: str, device: torch.device, scale: float) -> None:
+    """Triangle attention over 128 tokens of which 120 are there: pair bias, fp32, [1, 128, 4, 128, 32]."""
+    generator = torch.Generator().manual_seed(31)
+    shape = (1, 128, 128, 4, 32)
+    q, k, v, dout = (
+        torch.randn(shape, generator=generator).to(device).transpose(2, 3) for _ in range(4)
+    )
+    dout = scale * dout
+    dout[..., 120:, :] = 0
+    bias = torch.randn(1, 1, 128, 128, 4, generator=generator).to(device).permute(0, 1, 4, 2, 3)
+    inputs = Inputs(q, k, v, bias=bias, dout=dout)
+    with poisoned_memory():
+        found = evaluate(inputs, backend, deterministic=False)
+    some = slice(40, 44)  # of rows, whose gradients are their own
+    few = Inputs(*(x[:, some] for x in (q, k, v)), bias=bias, dout=dout[:, some], bias_grad=False)
+    Judge(few).require({n: x[:, some] for n, x in found.items() if n != "dbias"})
+    _require_zero(found["dq"][..., 120:, :], "dq of rows whose dout is zero")
+
+
+def _require_zero(x: Tensor, what: str) -> None:
+    assert bool((x == 0).all()), f"{what} is {x.abs().max().item():.3g}, must be 0"
+
+
+def _masked_as_numbers(device: torch.device, order: int) -> Iterator[tuple[Case, str]]:
+    """Every number in every place, each in every dtype on a GPU and in one on the CPU."""
+    tangents = "qkvb" if order == 2 else ""
+    full = device.type == "cuda"
+    for i, (number, place) in enumerate(itertools.product(NUMBERS, PLACES)):
+        if order == 2 and not full and i % 4:
+            continue  # the interpreter takes seconds for each
+        for dtype in DTYPES if full and order == 1 else (DTYPES[i % 3],):
+            variant = Variant(
+                head_dim=32 if full else 16,
+                head_dim_v=32 if full else 16,
+                bias="pair",
+                bias_float=i % 2 == 0,
+                bias_grad=True,
+                lse_grad=i % 3 == 0,
+                tangents=tangents,
+            )
+            size = (70, 150) if full else (18, 37)
+            # Whole rows come with padding, whose dout is zero, and without.
+            yield (
+                Case(
+                    seed=32 + i,
+                    variant=variant,
+                    lead=(2,),
+                    heads_k=2,
+                    seq_q=size[0],
+                    seq_k=size[1],
+                    bias_shape=(2, 2, *size) if i % 4 else (2, 1, 1, size[1]),
+                    bias_view="linear" if i % 5 == 1 else "contiguous",
+                    bias_number=number,
+                    bias_number_at=place,
+                    padding="tail" if place == "padding" and i % 2 else "none",
+                ),
+                dtype,
+            )
+
+
+@trap()
+def masks_as_numbers(backend: str, device: torch.device) -> None:
+    """-1e4, -1e9, -1e30 and the least numbers in a bias, on some keys and on whole rows: finite, and exact where a key is seen."""
+    refusal, tried = None, 0
+    for case, dtype in _masked_as_numbers(device, 1):
+        try:
+            _require(backend, device, case, dtypes=(dtype,))
+            tried += 1
+        except BackendError as error:
+            refusal = error
+    if not tried and refusal is not None:
+        raise refusal
+
+
+@trap()
+def whole_rows_of_numbers_without_dout_add_nothing(backend: str, device: torch.device) -> None:
+    """Whole rows of -1e9 and the like, as padding has them, with dout 0: gradients are those of the other rows, and zero."""
+    refusal, tried = None, 0
+    for number, dtype in itertools.product((-1e9, -1e30, torch.finfo(torch.float32).min), DTYPES):
+        generator = torch.Generator().manual_seed(33)
+        q, k, v, dout = (
+            torch.randn(2, 2, 48, 32, generator=generator).to(device, getattr(torch, dtype))
+            for _ in range(4)
+        )
+        bias = torch.randn(2, 1, 48, 48, generator=generator).to(device)
+        bias[..., 30:, :] += number
+        dout[..., 30:, :] = 0
+        inputs = Inputs(q, k, v, bias=bias, dout=dout)
+        try:
+            with poisoned_memory():
+                found = evaluate(inputs, backend, deterministic=False)
+        except BackendError as error:
+            refusal = error
+            continue
+        tried += 1
+        for name, x in found.items():
+            assert bool(x.isfinite().all()), f"{name} is not finite: {number:g}, {dtype}"
+        for name in ("dq", "dbias"):
+            _require_zero(found[name][..., 30:, :], f"{name} of rows whose dout is zero")
+        rows = Inputs(q[..., :30, :], k, v, bias=bias[..., :30, :], dout=dout[..., :30, :])
+        part = {n: found[n] if n in ("dk", "dv") else found[n][..., :30, :] for n in found}
+        part["lse"] = found["lse"][..., :30]
+        Judge(rows).require(part)
+    if not tried and refusal is not None:
+        raise refusal
+
+
+@trap(order=2)
+def masks_as_numbers_to_second_order(backend: str, device: torch.device) -> None:
+    refusal, tried = None, 0
+    for case, dtype in _masked_as_numbers(device, 2):
+        try:
+            _require(backend, device, case, dtypes=(dtype,))
+            tried += 1
+        except BackendError as error:
+            refusal = error
+    if not tried and refusal is not None:
+        raise refusal
+
+
+@trap()
+def shared_bias_gradient_of_an_empty_batch(backend: str, device: torch.device) -> None:
+    """Nothing is summed into the gradient of a bias that is there all the same: zeros, not memory as it was."""
+    variant = Variant(bias="pair", bias_grad=True)
+    case = Case(seed=34, variant=variant, lead=(0,), heads_k=2, seq_q=18, seq_k=20)
+    for shape in ((2, 18, 20), (1, 1, 18, 20), (20,)):
+        given = replace(case, bias_shape=shape)
+        _require(backend, device, given)
+        _require(backend, device, replace(given, lead=(3, 0), rank=5), dtypes=("float32",))
+    _require(backend, device, replace(case, lead=(2,), seq_q=0, bias_shape=(1, 1, 1, 20)))
+    _require(backend, device, replace(case, lead=(2,), seq_k=0, bias_shape=(1, 1, 18, 1)))
+
+
+@trap(cuda=True)
+def values_of_129_to_192(backend: str, device: torch.device) -> None:
+    """Short tiles, the first of them empty, and a head dim of v of three store boxes: right, and the same bits 30 times."""
+    import flashsci
+
+    generator = torch.Generator(device).manual_seed(35)
+    for dim in (160, 192):
+        q, k, v = (
+            torch.randn(60, 4, n, dim, device=device, generator=generator).bfloat16()
+            for n in (1024, 128, 128)
+        )
+        options = {"causal": True, "align": "lower_right"}
+        with torch.no_grad(), flashsci.use_backend(backend, strict=True):
+            first = flashsci.attention(q, k, v, return_lse=True, **options)
+            differ = torch.zeros((), dtype=torch.int64, device=device)
+            for _ in range(29):
+                again = flashsci.attention(q, k, v, return_lse=True, **options)
+                for x, y in zip(first, again, strict=True):
+                    differ += (x != y).sum()
+        count = int(differ)
+        assert count == 0, f"D {dim}: {count} values of 29 repeats differ from the first run's"
+        ends = torch.tensor([0, 1, 30, 59], device=device)
+        few = Inputs(q[ends], k[ends], v[ends], options=options)
+        Judge(few).require({"out": first[0][ends], "lse": first[1][ends]})
+
+
+@trap()
+def sharp_softcap(backend: str, device: torch.device) -> None:
+    """Softcap 0.01 with scores of 30: few keys have a slope at all, and it must not be a difference of numbers near 1."""
+    variant = Variant(softcap=True, head_dim=128, head_dim_v=128)
+    size = 300 if device.type == "cuda" else 64
+    case = Case(seed=36, variant=variant, lead=(1,), heads_k=2, seq_q=size, seq_k=size)
+    inputs = make_inputs(replace(case, softcap=0.01), device)
+    with torch.no_grad():
+        for x in (inputs.q, inputs.k):
+            x.mul_(30**0.5)
+    with poisoned_memory():
+        found = evaluate(inputs, backend, deterministic=False)
+    judge = Judge(inputs)
+    judge.require(found)
+    # Conditioned badly as it is: no more than some times what plain PyTorch loses.
+    for name in ("dq", "dk"):
+        error, base = judge.errors(name, found[name])[2], judge.baseline_errors(name)[2]
+        size_of = judge.truth[name].norm().item()
+        limit = 4 * base + 1e-6 * size_of
+        assert error <= limit, (
+            f"{name}: error norm {error / size_of:.3g} of its size, plain PyTorch {base / size_of:.3g}"
+        )
+
+
+@trap()
+def scores_beyond_ten_million(backend: str, device: torch.device) -> None:
+    """Scores of 1e7 to 1e11: softmax is a maximum, whose exponent is 0 however large the numbers that cancel are."""
+    size = (70, 150) if device.type == "cuda" else (18, 37)
+    case = Case(seed=37, lead=(2,), heads_k=2, seq_q=size[0], seq_k=size[1])
+    _require(backend, device, replace(case, scale=1e8), dtypes=("bfloat16", "float32"))
+    huge = replace(case, magnitude="huge", dout_scale=1e-3)
+    # The reference's float16 scores end at 65504: it is plain PyTorch.
+    dtypes = DTYPES if backend != "reference" else ("bfloat16", "float32")
+    _require(backend, device, huge, dtypes=dtypes)
+    for causal in (False, True):
+        variant = Variant(head_dim=64, head_dim_v=64, window=True)
+        given = replace(huge, seed=38, variant=variant, causal=causal)
+        _require(backend, device, given, dtypes=dtypes)
+    capped = replace(huge, variant=Variant(softcap=True), softcap=15.0)
+    _require(backend, device, capped, dtypes=("bfloat16", "float32"))
+    # One score far above the others, and twice the same: exactly that value, exactly the mean of two.
+    for dtype in dtypes:
+        top = 6e4 if dtype == "float16" else 1e9
+        q, k, v = (torch.zeros(1, 1, 20, 16) for _ in range(3))
+        q[..., 0] = top
+        k[..., 5, 0], k[..., 7, 0] = top, top
+        v[..., 5, :], v[..., 7, :], v[..., 9, :] = 1.0, 3.0, 100.0
+        q, k, v = (x.to(device, getattr(torch, dtype)) for x in (q, k, v))
+        try:
+            found = evaluate(Inputs(q, k, v), backend, lse=backend != "sdpa")
+        except BackendError:
+            continue
+        out = found["out"]
+        assert bool((out == 2).all()), (
+            f"{dtype}: two equal maxima give {out.flatten()[:3].tolist()}"
+        )
