@@ -56,6 +56,9 @@ RUNTIME = (
 )
 
 
+AGAIN_N = tl.constexpr(16)  # key tiles of what is done again: few registers
+
+
 @triton.jit
 def attend(
     q_rows, k_head, v_head, bias, bias_strides, bias_rows, weight, weight_strides, mask, mask_strides, dropout_seed,
@@ -64,11 +67,12 @@ def attend(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, FOLD: tl.constexpr,
     BIAS: tl.constexpr, BIAS_VECTOR: tl.constexpr, MASK: tl.constexpr, MASK_VECTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_V: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_V: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Running maximum, sum and accumulator of one query tile over all its keys.
 
     Under FOLD a row whose maximum was HUGE at any time gets a sum of NaN: its exponentials may have overflowed.
+    AGAIN: the way without FOLD for a tile with such a row, which few ever take: all key tiles in one loop.
     """
     i = i0 + tl.arange(0, BLOCK_M)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # log2 units under FOLD
@@ -79,15 +83,15 @@ def attend(
         i0, tl.minimum(i0 + BLOCK_M, len_q), len_k, shift, left, right, BLOCK_N, WINDOW
     )
     for part in tl.static_range(
-        0 if WINDOW == 2 else 1, 3
+        2 if AGAIN else 0 if WINDOW == 2 else 1, 3
     ):  # cut by the left edge; seen whole; cut by the right edge
         if part == 0:
             begin, end = low, whole
         elif part == 1:
             begin, end = whole, cut
         else:
-            begin, end = cut, high
-        for start in tl.range(begin, end, BLOCK_N):
+            begin, end = low if AGAIN else cut, high
+        for start in tl.range(begin, end, BLOCK_N, num_stages=1 if AGAIN else None):
             start = tl.multiple_of(start, BLOCK_N)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = len_k - start
@@ -230,7 +234,7 @@ def forward_kernel(
         k_strides, v_strides, b0, b1, h, group, stream, start_k, i0, len_q, len_k, head_dim, head_dim_v,
         scale, softcap, shift, left, right, threshold,
         WINDOW, SOFTCAP, DROPOUT, FOLD, BIAS, BIAS_VECTOR, MASK, MASK_VECTOR,
-        BLOCK_M, BLOCK_N, D0, D1, V0, V1, EVEN_D, EVEN_V, VECTOR, PRECISION,
+        BLOCK_M, BLOCK_N, D0, D1, V0, V1, EVEN_D, EVEN_V, VECTOR, PRECISION, False,
     )  # fmt: skip
     out_row = (start_q + i0).to(tl.int64) * aligned(out_strides[3], VECTOR)
     out_tile = head_pointer(out, out_strides, b0, b1, h, VECTOR) + out_row
@@ -242,7 +246,7 @@ def forward_kernel(
                 dropout_seed, k_strides, v_strides, b0, b1, h, group, stream, start_k, i0, len_q, len_k, head_dim,
                 head_dim_v, scale, softcap, shift, left, right, threshold,
                 WINDOW, SOFTCAP, DROPOUT, False, BIAS, BIAS_VECTOR, MASK, MASK_VECTOR,
-                BLOCK_M, BLOCK_N, D0, D1, V0, V1, EVEN_D, EVEN_V, VECTOR, PRECISION,
+                BLOCK_M, AGAIN_N, D0, D1, V0, V1, EVEN_D, EVEN_V, VECTOR, PRECISION, True,
             )  # fmt: skip
             finish(
                 lse + row0, out_tile, out_strides, i, len_q, rows_left, head_dim_v, row_max, row_sum, acc, keep_scale,
