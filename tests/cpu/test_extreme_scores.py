@@ -15,7 +15,7 @@ MIXED = [
     for i, number in enumerate(NUMBERS)
     for j, place in enumerate(PLACES)
     for n, kind in enumerate(KINDS)
-    if (i + 2 * j + n) % 3 == 0 or (kind == "pair" and place == "whole rows")
+    if (i + 2 * j + n) % 4 == 0
 ]
 
 
@@ -28,9 +28,8 @@ def test_masks_as_numbers(number, place, kind, dtype):
 @pytest.mark.parametrize("number", NUMBERS)
 def test_masks_as_numbers_second_order(number, kind):
     dtype = DTYPES[(NUMBERS.index(number) + KINDS.index(kind)) % 3]
-    place = PLACES[(NUMBERS.index(number) + KINDS.index(kind)) % 4]
+    place = PLACES[-1] if NUMBERS.index(number) % 2 else PLACES[KINDS.index(kind) % 3]
     extreme.masks_as_numbers("triton", "cpu", number, place, kind, dtype, order=2)
-    extreme.masks_as_numbers("triton", "cpu", number, "whole rows", kind, FP32, order=2)
 
 
 @pytest.mark.parametrize("backend", ("reference", "sdpa"))
@@ -40,11 +39,11 @@ def test_masks_as_numbers_in_plain_pytorch(backend, number, place):
     extreme.masks_as_numbers(backend, "cpu", number, place, "pair", FP32, lse=backend != "sdpa")
 
 
-@pytest.mark.parametrize("order", (1, 2))
 @pytest.mark.parametrize("kind", ("pair", "shared pair", "weights", "packed", "short"))
 @pytest.mark.parametrize("number", NUMBERS)
-def test_whole_rows_with_a_gradient(number, kind, order):
-    dtype = DTYPES[(NUMBERS.index(number) + order) % 3]
+def test_whole_rows_with_a_gradient(number, kind):
+    dtype = DTYPES[(NUMBERS.index(number) + KINDS.index(kind)) % 3]
+    order = 1 + KINDS.index(kind) % 2
     extreme.whole_rows_with_a_gradient("triton", "cpu", number, dtype, kind, order)
 
 
@@ -57,20 +56,19 @@ def test_gradients_under_a_given_lse(backend, number):
 HUGE = [
     (FP16, 61440.0, 0.125, {}),
     (FP16, 61440.0, -0.125, {}),
-    (BF16, 2.0**20, 1.0, {"causal": False, "window": (40, 40)}),
+    (BF16, 2.0**20, 1.0, {"window": (90, 90)}),
     (FP32, 1.0, 1e8, {}),
     (FP32, 4.0, -1e8, {}),
     (FP32, 2.0**15, 1e8, {}),
     (FP32, 1.0, 1e6, {}),
-    (FP32, 2.0**15, 1e3, {"softcap": 1e12}),
+    (FP32, 2.0**15, 1e3, {"softcap": 1e14}),
 ]
 
 
-@pytest.mark.parametrize("tangents", (False, True))
 @pytest.mark.parametrize("seq", (17, 80))
 @pytest.mark.parametrize("dtype, size, scale, options", HUGE)
-def test_one_key_wins(dtype, size, scale, options, seq, tangents):
-    extreme.one_key_wins("triton", "cpu", dtype, size, scale, seq, tangents=tangents, **options)
+def test_one_key_wins(dtype, size, scale, options, seq):
+    extreme.one_key_wins("triton", "cpu", dtype, size, scale, seq, tangents=seq == 17, **options)
 
 
 @pytest.mark.parametrize("size, scale", ((1.0, 1e8), (4.0, -1e8), (2.0**15, 1e8)))

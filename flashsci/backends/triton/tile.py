@@ -432,9 +432,14 @@ def probabilities(s, reference, weights, scale, FOLD: tl.constexpr, TRANSPOSED: 
         p = tl.exp2(at_most(exponent, 0.0))
         return p, p
     else:
-        bare = at_most(exponential(s, reference, scale, FOLD), LARGEST)
-        p = bare * (weights[:, None] if TRANSPOSED else weights[None, :])
-        return at_most(p, 1.0), bare
+        # w N is at most 1; of a weight of zero N is LARGEST at most, and 1 in a row that knows no better.
+        most = tl.where(weights > 0.0, tl.minimum(1.0 / weights, LARGEST), -1.0)
+        most, weights = (
+            (most[:, None], weights[:, None]) if TRANSPOSED else (most[None, :], weights[None, :])
+        )
+        most = tl.where(most < 0.0, tl.where(tl.abs(reference) < HUGE, LARGEST, 1.0), most)
+        bare = at_most(exponential(s, reference, scale, FOLD), most)
+        return bare * weights, bare
 
 
 @triton.jit
