@@ -85,6 +85,19 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _tanh(x: Tensor) -> Tensor:
+    """tanh x. torch's own has the derivative 1 - tanh^2, in which everything cancels where x is large; that of a
+    small sigmoid is exact there, and so are all higher ones."""
+    above, below = 1 - 2 * torch.sigmoid(-2 * x), 2 * torch.sigmoid(2 * x) - 1
+    return torch.where(x.abs() < 1, torch.tanh(x), torch.where(x > 0, above, below))
+
+
+def _tanh_slope(x: Tensor) -> Tensor:
+    """1 - tanh^2 x."""
+    small = torch.sigmoid(torch.where(x > 0, -2 * x, 2 * x))
+    return 4 * small * (1 - small)
+
+
 def _scores(
     q: Tensor,
     k: Tensor,
@@ -96,14 +109,14 @@ def _scores(
     window_right: int,
     lower_right: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and tanh(scale q k^T / softcap) if
-    there is a softcap."""
+    """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and scale q k^T / softcap if there is a
+    softcap."""
     keys = _per_query_head(k, q.shape[-3] if q.dim() > 2 else 1)
     scores = _product(q * scale, keys.transpose(-1, -2))
-    tanh = None
+    capped = None
     if softcap:
-        tanh = torch.tanh(scores / softcap)
-        scores = softcap * tanh
+        capped = scores / softcap
+        scores = softcap * _tanh(capped)
     if bias is not None:
         scores = scores + bias
     scores = scores.to(_statistics_dtype(scores.dtype))
@@ -111,7 +124,7 @@ def _scores(
     for hidden in (keep, mask):
         if hidden is not None:
             scores = scores.masked_fill(~hidden, float("-inf"))
-    return scores, tanh
+    return scores, capped
 
 
 def _weights(key_weight: Tensor, heads_q: int, dtype: torch.dtype) -> Tensor:
@@ -213,11 +226,13 @@ def _dense_backward(
     compute = _statistics_dtype(q.dtype)
     wide = [x.to(compute) for x in (q, k, v, dout, out)]
     q_, k_, v_, dout_, out_ = wide
-    scores, tanh = _scores(
+    scores, capped = _scores(
         q_, k_, bias, mask, scale, softcap, window_left, window_right, lower_right
     )
     lse = lse.to(compute).unsqueeze(-1)
-    p = torch.exp(scores - torch.where(lse == float("-inf"), torch.zeros_like(lse), lse))
+    exponent = scores - torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
+    # P is at most 1. Scores of -1e9 leave an lse rounded to multiples of 64, and exponents of that size above 0.
+    p = torch.exp(exponent - exponent.detach().clamp(min=0))
     p = torch.where(lse == float("-inf"), torch.zeros_like(p), p)
     keep = torch.ones_like(p)
     if dropout_p:
@@ -229,8 +244,8 @@ def _dense_backward(
     dp = keep * (dout_ @ _per_query_head(v_, heads_q).transpose(-1, -2))
     ds = p * (dp - delta)
     dbias = None if bias is None else _sum_to(ds, bias.shape).to(bias.dtype)
-    if tanh is not None:
-        ds = ds * (1 - tanh * tanh)
+    if capped is not None:
+        ds = ds * _tanh_slope(capped)
     dq = scale * (ds @ _per_query_head(k_, heads_q))
     dk = _per_key_head(scale * (ds.transpose(-1, -2) @ q_), heads_k)
     dv = _per_key_head((p * keep).transpose(-1, -2) @ dout_, heads_k)

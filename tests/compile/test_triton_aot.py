@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,7 @@ def calls(architecture):
         (48, 16),
         {"seq": (33, 17), "bias": (2, 2, 33, 17)},
     )
+    yield "negative scale", "float16", (64, 64), {"scale": -0.125}
     yield "packed", "float16", (128, 128), {"packed": True, "window_right": 0, "bias": "ragged"}
     if architecture == 80:
         yield "wide", "float32", (256, 256), {"bias": (2, 1, 1, 96)}
@@ -75,7 +77,7 @@ def arguments(torch, dtype, dims, options):
         seed = torch.zeros(2, dtype=torch.int64)
     out = torch.zeros(*q.shape[:-1], head_dim_v, dtype=dtype)
     lse = torch.zeros(q.shape[:-1])
-    scalars = (-1, -1, 0.125, options.get("softcap", 0.0), options.get("window_left", -1), options.get("window_right", -1),
+    scalars = (-1, -1, options.get("scale", 0.125), options.get("softcap", 0.0), options.get("window_left", -1), options.get("window_right", -1),
                False, options.get("dropout_p", 0.0), "default", False)  # fmt: skip
     tensors = (q, k, v, bias, weight, mask, cu_q, cu_k, offsets, seed)
     given = (*tensors, out, lse, *scalars)
@@ -149,7 +151,8 @@ def compile_for(architecture: int) -> list[dict]:
                 described, target=GPUTarget("cuda", architecture, 32), options=options
             )
             report.append({"call": call, "kernel": kernel.__name__, "shared": compiled.metadata.shared,
-                               "wgmma": "wgmma" in compiled.asm["ptx"], "mma": "mma.sync" in compiled.asm["ptx"]})  # fmt: skip
+                               "wgmma": "wgmma" in compiled.asm["ptx"], "mma": "mma.sync" in compiled.asm["ptx"],
+                               "rounded products": len(re.findall(r"fma\.rn\.f32 .*, 0f00000000;", compiled.asm["ptx"]))})  # fmt: skip
     return report
 
 
@@ -173,6 +176,11 @@ def test_compiles(architecture):
     assert missing == ({"second_small_kernel"} if architecture == 75 else set())
     most = {75: 64, 80: 163, 90: 227, 100: 227}[architecture] * 1024
     assert all(entry["shared"] <= most for entry in report), report
+    # Scores whose maximum is subtracted are numbers of their own: not contracted with the subtraction, which would leave
+    # their rounding where zero is due. "plain" has them where huge scores send it a second time.
+    forwards = {e["call"]: e for e in report if e["kernel"] == "forward_kernel"}
+    assert forwards["negative scale"]["rounded products"] >= 16, forwards
+    assert forwards["plain"]["rounded products"] >= 4, forwards
     if architecture == 90:
         plain = [
             entry

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from .forward import RUNTIME
 from .tile import (
-    LOG2E,
     PLANE,
     aligned,
     dense_place,
@@ -27,6 +26,7 @@ from .tile import (
     plane_place,
     plane_pointers,
     probabilities,
+    reference_of,
     score_dot,
     scores,
     store_tile,
@@ -116,8 +116,7 @@ def delta_kernel(
         d -= tl.load(dlse + position, mask=rows < rows_left, other=0.0)
     row_lse = tl.load(lse + position, mask=rows < rows_left, other=0.0)
     dead = row_lse == float("-inf")
-    row_lse = tl.where(dead, float("inf"), row_lse)
-    tl.store(reference + position, row_lse * LOG2E if FOLD else row_lse, mask=rows < rows_left)
+    tl.store(reference + position, reference_of(row_lse, FOLD), mask=rows < rows_left)
     tl.store(delta + position, tl.where(dead, 0.0, d), mask=rows < rows_left)
 
 

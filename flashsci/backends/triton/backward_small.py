@@ -11,7 +11,6 @@ import triton.language as tl
 
 from .backward_queries import NO_BIAS_GRADIENT, ROW_SUMS, RUNTIME_BACKWARD, STORE
 from .tile import (
-    LOG2E,
     PLANE,
     aligned,
     dot,
@@ -22,6 +21,7 @@ from .tile import (
     plane_place,
     plane_pointers,
     probabilities,
+    reference_of,
     score_dot,
     scores,
     sequence_edge,
@@ -217,7 +217,7 @@ def small_backward_kernel(
         row_lse = tl.load(lse + row0 + i, mask=i < len_q, other=float("-inf"))
         dead = row_lse == float("-inf")
         row_delta = tl.where(dead, 0.0, row_delta)
-        row_reference = tl.where(dead, float("inf"), row_lse * (LOG2E if FOLD else 1.0))
+        row_reference = reference_of(row_lse, FOLD)
 
         if BIAS:
             plane, plane_strides, bias_rows = plane_place(

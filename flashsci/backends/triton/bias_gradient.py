@@ -12,8 +12,8 @@ import triton.language as tl
 
 from .forward import RUNTIME
 from .tile import (
-    ABSENT,
     PLANE,
+    TILE,
     aligned,
     dropout_keep,
     head_pointer,
@@ -257,7 +257,7 @@ def bias_gradient_kernel(
                 s,
                 i,
                 j,
-                None,
+                bias_tile,
                 None,
                 bias_rows,
                 mask_head,
@@ -274,13 +274,12 @@ def bias_gradient_kernel(
                 SOFTCAP,
                 q0.dtype == tl.float32,
                 FOLD,
-                ABSENT,
+                TILE,
                 0,
                 MASK,
                 MASK_VECTOR,
                 False,
             )
-            s += bias_tile.to(tl.float32)
             rows = tl.arange(0, BLOCK_M)
             row_reference = tl.load(
                 reference + row0 + rows, mask=rows < rows_left, other=float("inf")

@@ -24,7 +24,7 @@ from .chunks import (
     tile_place,
     zero_chunks,
 )
-from .tangents import RUNTIME_SECOND, reference_of, tangent_scores
+from .tangents import RUNTIME_SECOND, tangent_scores
 from .tile import (
     aligned,
     dropout_keep,
@@ -32,6 +32,7 @@ from .tile import (
     load_weights,
     plane_place,
     probabilities,
+    reference_of,
     scores,
 )
 

@@ -12,14 +12,13 @@ from .bias_gradient import RUNTIME_BIAS, indices
 from .chunks import load_chunks, rows_of, score_chunks, statistics_row
 from .tangents import (
     RUNTIME_SECOND,
-    reference_of,
     second_order,
     softcap_bend,
     tangent_scores,
 )
 from .tile import (
-    ABSENT,
     PLANE,
+    TILE,
     aligned,
     dropout_keep,
     load_plane,
@@ -29,6 +28,7 @@ from .tile import (
     plane_place,
     plane_pointers,
     probabilities,
+    reference_of,
     scores,
 )
 
@@ -148,10 +148,9 @@ def second_bias_kernel(
             )  # [BLOCK_M, BLOCK_N]
             # Columns beyond the keys hold anything, and are not stored.
             s, slope = scores(
-                products, i, j, None, None, bias_rows, mask_head, mask_head_strides, len_q, len_k, shift, left, right, scale,
-                softcap, False, WINDOW, SOFTCAP, q_rows[0].dtype == tl.float32, FOLD, ABSENT, 0, MASK, MASK_VECTOR, False,
+                products, i, j, bias_tile, None, bias_rows, mask_head, mask_head_strides, len_q, len_k, shift, left, right, scale,
+                softcap, False, WINDOW, SOFTCAP, q_rows[0].dtype == tl.float32, FOLD, TILE, 0, MASK, MASK_VECTOR, False,
             )  # fmt: skip
-            s += bias_tile.to(tl.float32)
             row_lse = tl.load(lse + position, mask=inside, other=float("-inf"))
             weights = None
             tweights = None

@@ -22,7 +22,6 @@ from .chunks import (
 )
 from .tangents import (
     RUNTIME_SECOND,
-    reference_of,
     second_order,
     softcap_bend,
     tangent_scores,
@@ -36,6 +35,7 @@ from .tile import (
     plane_place,
     probabilities,
     query_range,
+    reference_of,
     scores,
 )
 

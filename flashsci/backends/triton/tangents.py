@@ -22,7 +22,7 @@ import triton.language as tl
 
 from .chunks import score_chunks
 from .forward import RUNTIME
-from .tile import ABSENT, LOG2E, load_plane, tanh
+from .tile import ABSENT, load_plane, tanh
 
 RUNTIME_SECOND = (
     *RUNTIME,
@@ -38,13 +38,6 @@ RUNTIME_SECOND = (
     "gbias_strides",
     "tweight_strides",
 )
-
-
-@triton.jit
-def reference_of(lse, FOLD: tl.constexpr):
-    """What `exponential` subtracts; +inf for rows without keys, so that their probabilities are 0."""
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    return lse * LOG2E if FOLD else lse
 
 
 @triton.jit
@@ -72,7 +65,8 @@ def tangent_scores(
 @triton.jit
 def softcap_bend(products, slope, scale, softcap, ACCURATE: tl.constexpr):
     """Derivative of the softcap's slope by its argument. (The tanh is the one of `scores`: computed once.)"""
-    return tanh(products * (scale / softcap), ACCURATE) * slope * (-2.0 / softcap)
+    t, _slope = tanh(products * (scale / softcap), ACCURATE)
+    return t * slope * (-2.0 / softcap)
 
 
 @triton.jit

@@ -11,6 +11,8 @@ Conventions of all kernels in this package
   known to be a multiple of: `aligned` tells the compiler, which then loads 16 bytes at a time.
 - Scores are natural-log scores, except under `FOLD` (no bias, no softcap, scale > 0), where they stay
   the raw products and the scale is folded into the exponent: one multiply-add per score.
+- Scores may be huge: biases of -1e30 stand for masks, and 16-bit products reach 1e11. Their maximum is subtracted
+  before anything else is done to them, from the same rounded numbers (see `rounded_product`, `HUGE`).
 """
 
 import triton
@@ -26,6 +28,7 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 ABSENT = tl.constexpr(0)
 PLANE = tl.constexpr(1)  # a value for each (i, j)
 KEY = tl.constexpr(2)  # a value for each j
+TILE = tl.constexpr(3)  # of a bias: the tile itself, loaded before
 
 
 @triton.jit
@@ -294,8 +297,20 @@ def plane_place(
 
 
 @triton.jit
+def rounded_product(x, y):
+    """x y as a number of its own. The compiler would contract x y - m to one multiply-add, which leaves the rounding
+    of x y where zero is due: of scores beyond 1e9, more than an exponential can take. Adding 0 costs nothing and, as
+    it turns -0 into 0, is not undone."""
+    return tl.fma(x, y, 0.0)
+
+
+@triton.jit
 def tanh(x, ACCURATE: tl.constexpr):
-    large = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    """tanh x and its derivative, 1 - tanh^2 = 4 e / (1 + e)^2 with e = e^(-2 |x|): nothing cancels where it is small."""
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    inverse = 1.0 / (1.0 + e)
+    large = (1.0 - e) * inverse
+    t = tl.where(x < 0.0, -large, large)
     if ACCURATE:  # near 0 the difference above loses digits that fp32 results need
         z = x * x
         series = (
@@ -306,9 +321,8 @@ def tanh(x, ACCURATE: tl.constexpr):
             * z
             - 3.33332819422e-1
         ) * z * x + x
-        return tl.where(tl.abs(x) < 0.625, series, large)
-    else:
-        return large
+        t = tl.where(tl.abs(x) < 0.625, series, t)
+    return t, 4.0 * e * inverse * inverse
 
 
 @triton.jit
@@ -322,17 +336,22 @@ def scores(
     softcap (1 without). [M, N] or, TRANSPOSED, [N, M]."""
     slope = 1.0
     s = products
+    factor = scale
     if SOFTCAP:
-        t = tanh(products * (scale / softcap), ACCURATE)
-        s = t * softcap
-        slope = 1.0 - t * t
+        s, slope = tanh(products * (scale / softcap), ACCURATE)
+        factor = softcap
+    if (
+        BIAS != ABSENT
+    ):  # one multiply-add, in every kernel the same: P is recomputed from equal scores
+        if BIAS == TILE:
+            value = bias
+        else:
+            value = load_plane(
+                bias, bias_strides, i, j, bias_rows, len_k, BIAS, BIAS_VECTOR, TRANSPOSED
+            )
+        s = tl.fma(s, factor, value.to(tl.float32))
     elif not FOLD:
-        s = products * scale
-    if BIAS != ABSENT:
-        value = load_plane(
-            bias, bias_strides, i, j, bias_rows, len_k, BIAS, BIAS_VECTOR, TRANSPOSED
-        )
-        s += value.to(tl.float32)
+        s = rounded_product(s, factor)
     if MASK != ABSENT:
         attend = load_plane(mask, mask_strides, i, j, len_q, len_k, MASK, MASK_VECTOR, TRANSPOSED)
         s = tl.where(attend != 0, s, float("-inf"))
@@ -347,15 +366,40 @@ def scores(
     return s, slope
 
 
+# A reference from here on is rounded to multiples of 2 or more: exponents next to it mean nothing.
+HUGE = tl.constexpr(16777216.0)
+
+
 @triton.jit
 def exponential(s, reference, scale, FOLD: tl.constexpr):
-    """e^(s - reference); under FOLD the reference is in log2 units, see the head of this file."""
+    """e^(s - reference); under FOLD the reference is in log2 units, see the head of this file.
+
+    Under FOLD the multiply-add sees the rounding of the reference: 2^(s c - r) is off by one factor for the whole row,
+    up to 2 where the reference is not HUGE, which a sum of exponentials with the same reference takes back.
+    """
     if FOLD:
         return tl.exp2(s * (scale * LOG2E) - reference)
     else:
         return tl.exp2((s - reference) * LOG2E)
 
 
+@triton.jit
+def reference_of(lse, FOLD: tl.constexpr):
+    """What `probabilities` subtracts: lse, in log2 units under FOLD; +inf for rows without keys, so that theirs are 0.
+
+    A HUGE lse has lost the sum of exponentials, and its roundings here and those of the scores in another kernel
+    decide between 0 and infinity. It is lowered by more than they are, so that the row's largest scores get 1.
+    """
+    reference = tl.where(lse == float("-inf"), float("inf"), lse)
+    if FOLD:
+        reference = reference * LOG2E
+    # Not to -inf, which a hidden key's score has.
+    low = tl.maximum(reference * (1.0 + 2.0**-21), LOWEST)
+    low = tl.where(reference < 0.0, low, reference * (1.0 - 2.0**-21))
+    return tl.where(tl.abs(reference) < HUGE, reference, low)
+
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 # e^(S - lse) without a key's weight has no bound; with this one, a weight of zero makes it zero.
 LARGEST = tl.constexpr(1e38)
 
@@ -370,15 +414,32 @@ def load_weights(pointer, strides, b0, b1, h, start_k, j, len_k):
 
 
 @triton.jit
+def at_most(x, most):
+    """min(x, most); NaN stays NaN."""
+    return tl.minimum(x, most, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def probabilities(s, reference, weights, scale, FOLD: tl.constexpr, TRANSPOSED: tl.constexpr):
     """P = w e^(s - reference), and the same without the weights w [N] (None: 1): what a derivative by a
-    weight has, also where the weight is zero."""
-    bare = exponential(s, reference, scale, FOLD)
+    weight has, also where the weight is zero.
+
+    lse is rounded, of scores of -1e9 to multiples of 64: P is cut at 1, its bound, or it would be infinite in such
+    rows, and NaN where it meets a zero. Elsewhere that only takes back roundings.
+    """
     if weights is None:
-        return bare, bare
+        exponent = s * (scale * LOG2E) - reference if FOLD else (s - reference) * LOG2E
+        p = tl.exp2(at_most(exponent, 0.0))
+        return p, p
     else:
-        bare = tl.minimum(bare, LARGEST)
-        return bare * (weights[:, None] if TRANSPOSED else weights[None, :]), bare
+        # w N is at most 1; of a weight of zero N is LARGEST at most, and 1 in a row that knows no better.
+        most = tl.where(weights > 0.0, tl.minimum(1.0 / weights, LARGEST), -1.0)
+        most, weights = (
+            (most[:, None], weights[:, None]) if TRANSPOSED else (most[None, :], weights[None, :])
+        )
+        most = tl.where(most < 0.0, tl.where(tl.abs(reference) < HUGE, LARGEST, 1.0), most)
+        bare = at_most(exponential(s, reference, scale, FOLD), most)
+        return bare * weights, bare
 
 
 @triton.jit

@@ -1,0 +1,121 @@
+"""Masks written as numbers, scores beyond 1e7 and sharp softcaps on the kernels: what tests/cpu interprets, in sizes that
+take several tiles, and in all dtypes."""
+
+import extreme
+import pytest
+from extreme import DTYPES, KINDS, NUMBERS, PLACES
+
+import flashsci
+from flashsci import registry
+
+KERNELS = ["triton", "cuda"]
+FP32, FP16, BF16 = DTYPES
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def loaded(request):
+    reason = registry.BACKENDS[request.node.callspec.params["backend"]].unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def check(function, backend, *arguments, **options):
+    try:
+        function(backend, "cuda", *arguments, **options)
+    except flashsci.BackendError as reason:
+        if backend == "triton":
+            raise
+        pytest.skip(f"{backend} refuses: {reason}")
+
+
+SIZES = (
+    {"sizes": (40, 37), "dim": 16},
+    {"sizes": (200, 333), "dim": 64},
+    {"sizes": (129, 384), "dim": 128},
+)
+
+
+def pick(choices, *drawn):
+    """One of the choices, another for each neighbour: the kernels to compile stay few."""
+    tables = (NUMBERS, PLACES, KINDS, DTYPES)
+    return choices[sum(t.index(x) for x in drawn for t in tables if x in t) % len(choices)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_masks_as_numbers(backend, number, place, kind, dtype):
+    check(extreme.masks_as_numbers, backend, number, place, kind, dtype, **pick(SIZES, kind, dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_masks_as_numbers_second_order(backend, number, place, kind):
+    given = {"order": 2, **pick(SIZES[:2], kind)}
+    dtype = pick(DTYPES, kind, number)
+    check(extreme.masks_as_numbers, backend, number, place, kind, dtype, **given)
+
+
+@pytest.mark.parametrize("order", (1, 2))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_whole_rows_with_a_gradient(backend, number, kind, order):
+    dtype = pick(DTYPES, number, kind)
+    check(extreme.whole_rows_with_a_gradient, backend, number, dtype, kind, order)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_gradients_under_a_given_lse(backend, number, dtype):
+    check(extreme.gradients_under_a_given_lse, backend, dtype, number)
+
+
+HUGE = [
+    (FP16, 61440.0, 0.125, {}),
+    (FP16, 61440.0, -0.125, {}),
+    (FP16, 61440.0, 0.125, {"window": (1000, 1000)}),
+    (BF16, 2.0**20, 1.0, {}),
+    (BF16, 1.0, 1e8, {}),
+    (FP32, 1.0, 1e8, {}),
+    (FP32, 4.0, -1e8, {}),
+    (FP32, 2.0**15, 1e8, {}),
+    (FP32, 1.0, 1e6, {}),
+    (FP32, 2.0**15, 1e3, {"softcap": 1e14}),
+]
+
+
+@pytest.mark.parametrize(
+    "seq, dim, tangents", ((17, 32, True), (80, 64, True), (300, 128, False), (700, 64, False))
+)
+@pytest.mark.parametrize("dtype, size, scale, options", HUGE)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_one_key_wins(backend, dtype, size, scale, options, seq, dim, tangents):
+    given = {"seq": seq, "dim": dim, "tangents": tangents, **options}
+    check(extreme.one_key_wins, backend, dtype, size, scale, **given)
+
+
+@pytest.mark.parametrize("seq", (200, 1000))
+@pytest.mark.parametrize("backend", KERNELS)
+def test_rows_of_every_size(backend, seq):
+    check(extreme.rows_of_every_size, backend, seq=seq)
+
+
+@pytest.mark.parametrize("saturation", (1, 4, 6, 9, 20, 60))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_slope_of_a_sharp_softcap(backend, dtype, saturation):
+    check(extreme.slope_of_a_sharp_softcap, backend, dtype, saturation)
+
+
+@pytest.mark.parametrize("seq, dim", ((64, 64), (512, 128)))
+@pytest.mark.parametrize("backend", KERNELS)
+def test_sharp_softcap_and_scores_of_thirty(backend, seq, dim):
+    with flashsci.testing.exact_matmul():
+        check(extreme.sharp_softcap_and_scores_of_thirty, backend, seq=seq, dim=dim)
