@@ -211,11 +211,10 @@ def _dense_backward(
     heads_q = q.shape[-3] if q.dim() > 2 else 1
     heads_k = k.shape[-3] if k.dim() > 2 else 1
     compute = _statistics_dtype(q.dtype)
-    wide = [x.to(compute) for x in (q, k, v, dout, out)]
-    q_, k_, v_, dout_, out_ = wide
-    scores, tanh = _scores(
-        q_, k_, bias, mask, scale, softcap, window_left, window_right, lower_right
-    )
+    # Scores round as the forward's did: P = exp(scores - lse) belongs to its lse then, and sums to 1.
+    scores, tanh = _scores(q, k, bias, mask, scale, softcap, window_left, window_right, lower_right)
+    scores, tanh = scores.to(compute), None if tanh is None else tanh.to(compute)
+    q_, k_, v_, dout_, out_ = (x.to(compute) for x in (q, k, v, dout, out))
     lse = lse.to(compute).unsqueeze(-1)
     p = torch.exp(scores - torch.where(lse == float("-inf"), torch.zeros_like(lse), lse))
     p = torch.where(lse == float("-inf"), torch.zeros_like(p), p)
@@ -336,7 +335,11 @@ def backward(
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and bias from a given out and lse (which may be those of a larger set of
-    keys); attention_backward has no key_weight."""
+    keys); attention_backward has no key_weight.
+
+    Scores are rounded to the inputs' dtype, like the forward's. An lse from a backend that keeps them in
+    fp32 belongs to P up to that rounding.
+    """
     assert key_weight is None
     mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, out, lse = rest[:7]
     _, _, scale, softcap, window_left, window_right, lower_right, dropout_p, _, _, need = rest[7:]
