@@ -59,7 +59,7 @@ def number(name: str, x: Any, optional: bool) -> float | None:
     if isinstance(x, (torch.SymFloat, torch.SymInt)):
         return x  # type: ignore[return-value]
     if kind is int:  # beyond float's range: infinite, which is refused with the other values
-        return float(x) if abs(x) < 1 << 1000 else math.copysign(math.inf, x)
+        return float(x) if abs(x) < 1 << 1000 else math.inf if x > 0 else -math.inf
     if kind is not bool and isinstance(x, numbers.Real):  # numpy's scalars among them
         return float(x)
     allowed = "a number or None" if optional else "a number"

@@ -94,6 +94,7 @@ def attention_backward(
     options = arguments.Options.of(
         causal, window, align, scale, softcap, dropout_p, True, deterministic, precision
     )
+    options.check()
     max_seqlen_q = arguments.length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = arguments.length("max_seqlen_k", max_seqlen_k)
     if not options.dropout_p:
