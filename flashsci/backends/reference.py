@@ -299,6 +299,13 @@ def forward(
     else:
         assert cu_seqlens_k is not None
         packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
+        if (
+            not packed.count
+        ):  # all rows belong to no sequence: one call without keys, which has gradients
+            bias, key_weight = (None if x is None else x[..., :0] for x in (bias, key_weight))
+            bias = bias.unsqueeze(-2) if bias is not None and packed.ragged_bias else bias
+            keys = k[..., :0, :], v[..., :0, :]
+            return _dense_forward(q, *keys, bias, key_weight, None, dropout_seed, *rule)
         qs = _pieces(q, packed.sizes_q, -2)
         ks, vs = (_pieces(x, packed.sizes_k, -2) for x in (k, v))
         biases, weights = packed.biases(bias), _pieces(key_weight, packed.sizes_k, -1)
