@@ -63,10 +63,10 @@ def close(found, wanted, what=None):
     assert len(found) == len(wanted) > 0
     for a, b in zip(found, wanted, strict=True):
         assert a.shape == b.shape, (what, a.shape, b.shape)
-        limit = 2e-2 if a.dtype == torch.float16 else 2e-4
+        limit = 5e-2 if a.dtype == torch.float16 else 2e-4
         torch.testing.assert_close(
-            a,
-            b,
+            a.float(),
+            b.float(),
             rtol=limit,
             atol=limit * max(1.0, float(b.abs().max())),
             msg=lambda m: f"{what}: {m}",
@@ -130,7 +130,7 @@ def test_transform(backend, dtype, name):
         make = lambda b: SCALAR[name](scalar(b, lse))  # noqa: E731
     else:
         make = lambda b: TENSORS[name](attend(b, lse=lse))  # noqa: E731
-    close(make(backend)(*x), make("reference")(*x), name)
+    close(make(backend)(*x), make("reference")(*(y.float() for y in x)), name)
 
 
 @pytest.mark.parametrize("backend", FUSED)
