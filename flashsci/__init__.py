@@ -7,6 +7,8 @@ missing or broken.
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,8 +48,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'flashsci' has no attribute {name!r}")
-    # Importing flashsci.attention binds the *module* to this name, so every public name is bound
-    # here at once.
     for public, home in _HOME.items():
         globals()[public] = getattr(importlib.import_module(home), public)
     return globals()[name]
@@ -55,3 +55,19 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
+
+
+class _Package(ModuleType):
+    """This package: the submodule `attention` never takes the place of the function of that name.
+
+    The import system binds a submodule to its name in the package once it has run, and another
+    thread that calls ``flashsci.attention`` just then would find a module.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOME and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

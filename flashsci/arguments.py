@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from collections.abc import Sequence
 from operator import index
 from typing import Any, NamedTuple
@@ -29,6 +30,84 @@ ALIGNMENTS = ("upper_left", "lower_right")
 
 def shape_of(x: Tensor) -> list[int]:
     return list(x.shape)
+
+
+_INSTEAD = {
+    "scale": "multiply q by it, which keeps its gradient, and give scale=1.0; without a gradient, give float(scale)",
+    "softcap": "give float(softcap); it has no gradient",
+    "dropout_p": "give float(dropout_p)",
+}
+
+
+def number(name: str, x: Any, optional: bool) -> float | None:
+    """An option that is a number (or, if ``optional``, None), as a float.
+
+    Plans are kept by the values of options, and kernels take them as constants: neither could follow
+    a tensor that changes, nor give it a gradient.
+
+    Raises:
+        TypeError: not a number.
+    """
+    kind = type(x)
+    if kind is float or (optional and x is None):
+        return x
+    if isinstance(x, Tensor):
+        raise TypeError(
+            f"{name} must be a number, got a tensor of shape {shape_of(x)}; options are constants of a "
+            f"call: {_INSTEAD[name]}"
+        )
+    if isinstance(x, (torch.SymFloat, torch.SymInt)):
+        return x  # type: ignore[return-value]
+    if kind is int:  # beyond float's range: infinite, which is refused with the other values
+        return float(x) if abs(x) < 1 << 1000 else math.inf if x > 0 else -math.inf
+    if kind is not bool and isinstance(x, numbers.Real):  # numpy's scalars among them
+        return float(x)
+    allowed = "a number or None" if optional else "a number"
+    raise TypeError(f"{name} must be {allowed}, got {_described(x)}")
+
+
+def flag(name: str, x: Any, advice: str = "") -> bool:
+    """An option that is True or False.
+
+    Raises:
+        TypeError: anything else, whatever it would count as.
+    """
+    if type(x) is bool or isinstance(x, torch.SymBool):
+        return x
+    if type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_"):
+        return bool(x)
+    if isinstance(x, Tensor):
+        advice = f"; bool({name}) reads it on the host"
+    raise TypeError(f"{name} must be True or False, got {_described(x)}{advice}")
+
+
+def length(name: str, x: Any) -> int | None:
+    """A longest length as a host int, or None.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: negative.
+    """
+    if x is None:
+        return None
+    if isinstance(x, Tensor):
+        raise TypeError(
+            f"{name} must be an int or None, got a tensor; int({name}) reads it on the host (which waits for the "
+            "device), and None does without"
+        )
+    if type(x) is not int:
+        if isinstance(x, torch.SymInt):
+            return x  # type: ignore[return-value]
+        if isinstance(x, bool) or not hasattr(x, "__index__"):
+            raise TypeError(f"{name} must be an int or None, got {_described(x)}")
+        x = index(x)
+    if x < 0:
+        raise ValueError(f"{name} must be >= 0, or None where it is unknown, got {x}")
+    return x
+
+
+def _described(x: Any) -> str:
+    return "a tensor" if isinstance(x, Tensor) else f"{x!r} of type {type(x).__name__}"
 
 
 def check_types(q: Any, k: Any, v: Any, bias: Any, mask: Any, key_weight: Any = None) -> None:
@@ -132,7 +211,11 @@ def window_bounds(causal: bool, window: Any) -> tuple[int, int]:
     left, right = -1, -1
     if window is not None:
         try:
-            if not isinstance(window, (tuple, list)):  # a set has no order
+            # A set has no order; True counts as 1; a tensor would be read on the host.
+            wrong = not isinstance(window, (tuple, list)) or any(
+                isinstance(side, (bool, Tensor)) for side in window
+            )
+            if wrong:
                 raise TypeError
             left, right = (-1 if side is None else index(side) for side in window)
         except (TypeError, ValueError) as error:
@@ -144,6 +227,12 @@ def window_bounds(causal: bool, window: Any) -> tuple[int, int]:
                 f"window sides must be >= 0, or -1 or None for unbounded, got {window!r}"
             )
     return left, 0 if causal else right
+
+
+_CAUSAL = (
+    "; the place of the diagonal is align='upper_left' or 'lower_right', a band is window=(left, right), "
+    "any other pattern mask="
+)
 
 
 class Options(NamedTuple):
@@ -172,9 +261,29 @@ class Options(NamedTuple):
         deterministic: bool | None,
         precision: str | None,
     ) -> Options:
-        left, right = (-1, 0 if causal else -1) if window is None else window_bounds(causal, window)
+        # Chains of identities, so that usual calls pay for no more: the kinds that hash alike (1, 1.0 and True,
+        # which the keys of plans cannot tell apart) are told apart here.
+        if type(causal) is not bool:
+            causal = flag("causal", causal, _CAUSAL)
+        if type(return_lse) is not bool:
+            return_lse = flag("return_lse", return_lse)
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
+        elif type(deterministic) is not bool:
+            deterministic = flag("deterministic", deterministic)
+        if scale is not None and type(scale) is not float:
+            scale = number("scale", scale, True)
+        if softcap is not None and type(softcap) is not float:
+            softcap = number("softcap", softcap, True)
+        if type(dropout_p) is not float:
+            dropout_p = number("dropout_p", dropout_p, False)  # type: ignore[assignment]
+        if type(align) is not str:
+            raise ValueError(f"align must be one of {ALIGNMENTS}, got {_described(align)}")
+        if precision is not None and type(precision) is not str:
+            raise ValueError(
+                f"precision must be None or one of {PRECISIONS}, got {_described(precision)}"
+            )
+        left, right = (-1, 0 if causal else -1) if window is None else window_bounds(causal, window)
         return cls(
             left, right, align, scale, softcap, dropout_p, return_lse, deterministic, precision
         )
@@ -199,8 +308,8 @@ class Options(NamedTuple):
     ) -> tuple[Any, ...]:
         """The arguments flashsci.ops.SCALARS."""
         return (
-            -1 if max_seqlen_q is None else int(max_seqlen_q),
-            -1 if max_seqlen_k is None else int(max_seqlen_k),
+            -1 if max_seqlen_q is None else max_seqlen_q,
+            -1 if max_seqlen_k is None else max_seqlen_k,
             1.0 / math.sqrt(head_dim) if self.scale is None else float(self.scale),
             float(self.softcap) if self.softcap else 0.0,
             self.window_left,

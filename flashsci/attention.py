@@ -137,8 +137,8 @@ def attention(
     q, k, v = autocast(q, k, v)
     needs_grad = arguments.needs_grad(q, k, v, bias, key_weight)
     plan = _plan(q, k, v, bias, key_weight, mask, options, needs_grad, backend)
-    if dropout_p:
-        dropout_seed = seed_for(q, dropout_p, dropout_seed)
+    # A seed without dropout is nothing that a kernel should read.
+    dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     if plan.leading is not None:
         q, k, v, bias, key_weight, mask = _aligned(q, k, v, bias, key_weight, mask, plan.leading)
     tensors = q, k, v, bias, key_weight, mask, None, None, None, dropout_seed
@@ -176,12 +176,12 @@ def inner_contiguous(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def seed_for(q: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
-    """The seed given, checked, or a fresh one."""
+    """The seed given, checked and contiguous, or a fresh one."""
     if dropout_seed is None:
         return draw_seed(q.device)
     check_dropout(dropout_p, dropout_seed)
     arguments.same_device(q, dropout_seed=dropout_seed)
-    return dropout_seed
+    return dropout_seed.contiguous()
 
 
 def _plan(
@@ -364,11 +364,11 @@ def explain(
     bound.apply_defaults()
     given = bound.arguments
     shared = arguments.Options.of(*(given[name] for name in arguments.SHARED))
-    q, k, v = autocast(q, k, v)
     bias, weight = given["bias"], given["key_weight"]
+    arguments.check_types(q, k, v, bias, given.get("mask"), weight)
+    q, k, v = autocast(q, k, v)
     needs_grad = arguments.needs_grad(q, k, v, bias, weight)
     if entry is attention:
-        arguments.check_types(q, k, v, bias, given["mask"], weight)
         call = describe(q, k, v, bias, weight, given["mask"], shared, needs_grad)
     else:
         call = varlen.describe(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashsci import arguments, registry, varlen
-from flashsci.attention import describe, inner_contiguous
+from flashsci.attention import describe, inner_contiguous, seed_for
 from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V
 from flashsci.tracing import transforming
 
@@ -82,13 +82,29 @@ def attention_backward(
     Source: Dao, arXiv:2307.08691, algorithm 2; Liu et al., arXiv:2310.01889 (ring attention).
     """
     arguments.check_types(q, k, v, bias, mask)
-    if dropout_p and dropout_seed is None:
-        raise ValueError(
-            "attention_backward needs the forward's dropout_seed to drop the same entries"
-        )
+    for name, x, optional in (
+        ("dout", dout, True),
+        ("out", out, False),
+        ("lse", lse, False),
+        ("dlse", dlse, True),
+    ):
+        if not (isinstance(x, Tensor) or (optional and x is None)):
+            kinds = "a torch.Tensor or None" if optional else "a torch.Tensor"
+            raise TypeError(f"{name} must be {kinds}, got {type(x).__name__}")
     options = arguments.Options.of(
         causal, window, align, scale, softcap, dropout_p, True, deterministic, precision
     )
+    options.check()
+    max_seqlen_q = arguments.length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = arguments.length("max_seqlen_k", max_seqlen_k)
+    if not options.dropout_p:
+        dropout_seed = None
+    elif dropout_seed is None:
+        raise ValueError(
+            "attention_backward needs the forward's dropout_seed to drop the same entries"
+        )
+    else:
+        dropout_seed = seed_for(q, options.dropout_p, dropout_seed)
     needs_grad = arguments.needs_grad(dout, dlse, q, k, v, bias, out, lse)
     kernel_bias, bias_offsets = bias, None
     if cu_seqlens_q is None:
@@ -103,8 +119,8 @@ def attention_backward(
     else:
         if mask is not None:
             raise ValueError("packed sequences take no mask; put -inf in a per-pair bias")
-        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         call = varlen.describe(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, None, options, needs_grad)
+        cu_seqlens_q, cu_seqlens_k = varlen.dense_offsets(cu_seqlens_q, cu_seqlens_k)
         kernel_bias, bias_offsets = varlen.kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
         lse_shape = (q.shape[1], q.shape[0])
     out_shape = (*q.shape[:-1], v.shape[-1])
@@ -116,7 +132,10 @@ def attention_backward(
     ):
         if x is not None and tuple(x.shape) != shape:
             raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
-    arguments.same_device(q, dout=dout, out=out, lse=lse, dlse=dlse, dropout_seed=dropout_seed)
+    arguments.same_device(q, dout=dout, out=out, lse=lse, dlse=dlse)
+    for name, x in (("dout", dout), ("out", out)):
+        if x is not None and x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype ({q.dtype}), got {x.dtype}")
     name = registry.decide(*call, backend)
     module = registry.LOADED[name]
     if cu_seqlens_q is not None:

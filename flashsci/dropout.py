@@ -95,6 +95,11 @@ def dropout_mask(
 def check_dropout(dropout_p: float, dropout_seed: Tensor | None) -> None:
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if dropout_seed is not None and not isinstance(dropout_seed, Tensor):
+        raise TypeError(
+            "dropout_seed must be an int64 tensor of shape [2] (seed, offset) or None, got "
+            f"{type(dropout_seed).__name__}; torch.tensor([seed, offset]) makes one"
+        )
     if dropout_seed is not None and (
         dropout_seed.dtype != torch.int64 or dropout_seed.shape != (2,)
     ):

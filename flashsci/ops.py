@@ -202,38 +202,58 @@ def define(
     return getattr(torch.ops.flashsci, name).default
 
 
-def register_vmap(op: Any, tensors: Sequence[int]) -> None:
-    """Teach ``op`` to run under vmap: the mapped dim becomes one more leading (batch) dim. Where q has no
-    leading dim left (two nested vmaps of ``[B, H, S, D]``), samples run one after the other.
+# What kernels read along the last dim with stride 1; and what they read as one block.
+_ROWS = frozenset(("q", "k", "v", "dout", "out", "tq", "tk", "tv"))
+_BLOCKS = frozenset(("lse", "dlse"))
 
-    ``tensors`` are the positions of the arguments that have leading dims; no other argument may be
+
+def register_vmap(op: Any, tensors: Sequence[int]) -> None:
+    """Teach ``op`` to run under vmap: the mapped dim becomes one more leading (batch) dim.
+
+    Samples run one after the other where that is not the same: where q has no leading dim left (two
+    nested vmaps of ``[B, H, S, D]``), of packed calls, whose tensors have no leading dims, under dropout,
+    whose entries depend on the index in the batch, and where another argument (offsets, a seed) is
     mapped.
+
+    ``tensors`` are the positions of the arguments that have leading dims.
     """
+    names = [argument.name for argument in op._schema.arguments]
+    packed = names.index("cu_seqlens_q")
+    dropout = names.index("dropout_p") if "dropout_p" in names else None
+
+    def laid_out(x: Tensor, position: int) -> Tensor:
+        """``x`` as the op takes it: mapping may leave any dim innermost, or expand."""
+        name = names[position]
+        if name in _BLOCKS or (name in _ROWS and x.stride(-1) != 1):
+            return x.contiguous()
+        return x
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        for position, dim in enumerate(in_dims):
-            if dim is not None and position not in tensors:
-                raise NotImplementedError(
-                    f"flashsci: torch.vmap cannot map argument {position} of {op}"
-                )
+        mapped = [p for p, dim in enumerate(in_dims) if dim is not None]
+        alone = (
+            args[packed] is not None
+            or (dropout is not None and args[dropout] != 0)
+            or any(p not in tensors for p in mapped)
+        )
         samples = {
-            position: args[position].expand(info.batch_size, *args[position].shape)
-            if in_dims[position] is None  # expanded too: its gradient is wanted per sample
-            else args[position].movedim(in_dims[position], 0)
-            for position in tensors
-            if args[position] is not None
+            p: args[p].expand(info.batch_size, *args[p].shape)
+            if in_dims[p] is None  # expanded too: its gradient is wanted per sample
+            else args[p].movedim(in_dims[p], 0)
+            for p in (*tensors, *(p for p in mapped if p not in tensors))
+            if args[p] is not None
         }
 
         def call(of: Callable[[Tensor], Tensor]) -> Any:
-            return op(*(of(samples[i]) if i in samples else x for i, x in enumerate(args)))
-
-        if all(x.dim() <= 5 for x in samples.values()):
-            results = call(lambda x: x)
-        else:
-            each = [call(lambda x, n=n: x[n]) for n in range(info.batch_size)]  # type: ignore[misc]
-            results = tuple(
-                torch.stack(ys) if ys[0].dim() > 1 else ys[0] for ys in zip(*each, strict=True)
+            return op(
+                *(laid_out(of(samples[p]), p) if p in samples else x for p, x in enumerate(args))
             )
-        return results, tuple(0 if y.dim() > 1 else None for y in results)
+
+        if not alone and all(x.dim() <= 5 for x in samples.values()):
+            results = call(lambda x: x)
+            # Gradients that are not needed have no dims of the batch.
+            return results, tuple(0 if y.dim() > 1 else None for y in results)
+        each = [call(lambda x, n=n: x[n]) for n in range(info.batch_size)]  # type: ignore[misc]
+        results = tuple(torch.stack(ys) for ys in zip(*each, strict=True))
+        return results, (0,) * len(results)
 
     torch.library.register_vmap(op, rule, lib=LIBRARY)

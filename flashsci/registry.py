@@ -221,6 +221,7 @@ class _Override(threading.local):
 
 _override = _Override()
 _warned: set[str] = set()
+_warning = threading.Lock()  # once for each reason, however many threads meet it
 _choices: dict[tuple[Problem, str, bool], str] = {}
 
 
@@ -316,8 +317,10 @@ def choose(problem: Problem, name: str, strict: bool = False) -> str:
         raise BackendError(_refusal(explain(problem, name, strict)))
     if name not in ("auto", chosen):
         reason = str(find(name).unavailable())
-        if reason not in _warned:
+        with _warning:
+            first = reason not in _warned
             _warned.add(reason)
+        if first:
             warnings.warn(
                 f"flashsci: backend {name!r} is unavailable, running {chosen!r}: {reason}",
                 stacklevel=3,

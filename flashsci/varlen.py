@@ -79,18 +79,20 @@ def varlen_attention(
     options = arguments.Options.of(
         causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
     )
+    max_seqlen_q = arguments.length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = arguments.length("max_seqlen_k", max_seqlen_k)
+    validate = arguments.flag("validate", validate)
     q, k, v = autocast(q, k, v)
     needs_grad = arguments.needs_grad(q, k, v, bias, key_weight)
-    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     call = describe(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, options, needs_grad)
+    cu_seqlens_q, cu_seqlens_k = dense_offsets(cu_seqlens_q, cu_seqlens_k)
     if not torch.compiler.is_compiling() and (validate or q.device.type == "cpu"):
         check_contents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias)
     name = registry.decide(*call, backend)
     plan = Plan(
         name, registry.LOADED[name], options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k), None
     )
-    if dropout_p:
-        dropout_seed = seed_for(q, dropout_p, dropout_seed)
+    dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     bias, bias_offsets = kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
     if key_weight is not None and key_weight.dim() == 1:
         key_weight = key_weight.unsqueeze(0)
@@ -167,6 +169,15 @@ def describe(
     if not torch.compiler.is_compiling():
         features.update(batch=(), seq_q=q.shape[0], seq_k=k.shape[0])
     return registry.call(q, v, heads_q, heads_k, features)
+
+
+def dense_offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Offsets as kernels read them: neighbours in memory, whatever views were given; one copy for both
+    where they are one."""
+    first = cu_seqlens_q.contiguous()
+    if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
+        return first, first
+    return first, cu_seqlens_k.contiguous()
 
 
 def _per_pair(bias: Tensor, total_k: int) -> bool:

@@ -29,14 +29,23 @@ if not torch.cuda.is_available():
 
 try:
     from hypothesis import HealthCheck, settings
-
-    settings.register_profile(
-        "flashsci", deadline=None, derandomize=True, print_blob=True,
+except ImportError:
+    settings = None
+else:
+    PROFILE = dict(
+        deadline=None, print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )  # fmt: skip
+    settings.register_profile("flashsci", derandomize=True, **PROFILE)
+    settings.register_profile("flashsci-seeded", **PROFILE)
     settings.load_profile("flashsci")
-except ImportError:
-    pass
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The same examples in every run, but with --hypothesis-seed those of that seed: Hypothesis does not look at a
+    seed where its profile is derandomised."""
+    if settings is not None and config.getoption("--hypothesis-seed", None) is not None:
+        settings.load_profile("flashsci-seeded")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

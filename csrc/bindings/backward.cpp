@@ -38,15 +38,6 @@ FlashsciStrides check_lse(const Tensor& x, const char* name, const Call& call) {
   return {view.stride[1], view.stride[2], view.stride[3], view.stride[4]};
 }
 
-bool is_contiguous(const Tensor& x) {
-  int64_t step = 1;
-  for (int i = static_cast<int>(x.dim()) - 1; i >= 0; --i) {
-    if (x.size(i) != 1 && x.stride(i) != step) return false;
-    step *= std::max<int64_t>(x.size(i), 1);
-  }
-  return true;
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
     const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse, const Tensor& q,
     const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
@@ -73,8 +64,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
   p.out = read(out, "out", p.out_strides);
   if (dout.has_value()) p.dout = read(*dout, "dout", p.dout_strides);
   check_lse(lse, "lse", call);
-  FLASHSCI_CHECK(is_contiguous(lse), "lse must be contiguous");
-  p.lse = static_cast<const float*>(lse.const_data_ptr());
   if (dlse.has_value()) {
     p.dlse_strides = check_lse(*dlse, "dlse", call);
     p.dlse = static_cast<const float*>(dlse->const_data_ptr());
@@ -82,6 +71,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
   p.copy_bytes = static_cast<int32_t>(bits & -bits);
 
   const OnDevice on_device(call.device);
+  // Kernels read lse as one block; vmap gives it expanded, others sliced.
+  std::optional<Tensor> copied;
+  if (!is_contiguous(lse)) copied = torch::stable::contiguous(lse);
+  p.lse = static_cast<const float*>((copied.has_value() ? *copied : lse).const_data_ptr());
   const auto gradient = [&](const Tensor& like, int bit, void*& data, FlashsciStrides& strides) {
     const int64_t nothing[] = {0};
     if (!(need & bit)) return empty_contiguous(1, nothing, call.dtype, call.device);
@@ -105,7 +98,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
   const auto results = [&] {
     return std::make_tuple(std::move(dq), std::move(dk), std::move(dv), std::move(dbias));
   };
-  if (call.q_view.size[0] * call.q_view.size[1] * call.q_view.size[2] == 0) return results();
+  // Without a score every gradient is zero, also that of a bias which the batch shares: no kernel
+  // has a block that would write it.
+  if (call.rows() == 0 || call.k_view.size[3] == 0) {
+    for (Tensor* made : {&dq, &dk, &dv, &dbias})
+      if (made->numel() != 0) torch::stable::zero_(*made);
+    return results();
+  }
 
   void* stream = current_stream(call.device);
   launch_first(call, "backward", [&](const Kernels& kernels) -> int {

@@ -17,7 +17,8 @@ void check_offsets(const Tensor& cu_seqlens, const char* name, int device) {
   FLASHSCI_CHECK(dtype_of(cu_seqlens) == dtypes().int32, name, " must be int32");
   FLASHSCI_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1 &&
                      (cu_seqlens.stride(0) == 1 || cu_seqlens.size(0) == 1),
-                 name, " must be a contiguous vector of N + 1 offsets, got ", shape_of(cu_seqlens));
+                 name, " must be a contiguous vector of N + 1 offsets, got shape ",
+                 shape_of(cu_seqlens), cu_seqlens.dim() == 1 ? "; call .contiguous()" : "");
 }
 
 // Bias or mask: q's rank, each dim 1 or that of [B0, B1, Hq, Sq, Sk].
@@ -81,7 +82,11 @@ Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optiona
   for (const View* view : {&q_view, &k_view, &v_view})
     FLASHSCI_CHECK(view->stride[4] == 1 || view->size[4] == 1,
                    "the last dim of q, k and v must be contiguous");
-  FLASHSCI_CHECK(options.softcap >= 0, "softcap must be >= 0, got ", options.softcap);
+  // As kernels have them, in float: a finite double may not be one there.
+  FLASHSCI_CHECK(std::isfinite(static_cast<float>(options.scale)), "scale must be finite, got ",
+                 options.scale);
+  FLASHSCI_CHECK(options.softcap >= 0 && std::isfinite(static_cast<float>(options.softcap)),
+                 "softcap must be >= 0 and finite, got ", options.softcap);
   FLASHSCI_CHECK(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
                  "cu_seqlens_q and cu_seqlens_k go together");
   if (cu_seqlens_q.has_value()) {

@@ -22,7 +22,13 @@ std::tuple<Tensor, Tensor> cuda_forward(const Tensor& q, const Tensor& k, const 
   Tensor out = empty_like_layout(q, call.v_view.size[4], call.dtype, call.device);
   Tensor lse = empty_contiguous(static_cast<int>(q.dim()) - 1, q.sizes().data(), dtypes().single,
                                 call.device);
-  if (call.rows() == 0) return {std::move(out), std::move(lse)};
+  if (call.rows() == 0 || call.k_view.size[3] == 0) {  // no query, or none that sees a key
+    if (call.rows() != 0) {
+      torch::stable::zero_(out);
+      torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
+    }
+    return {std::move(out), std::move(lse)};
+  }
 
   FlashsciForwardParams p{};
   call.describe_in(p);

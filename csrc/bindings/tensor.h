@@ -4,10 +4,12 @@
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -181,6 +183,17 @@ inline Tensor empty_contiguous(int rank, const int64_t* sizes, int32_t dtype, in
     step *= std::max<int64_t>(sizes[i], 1);
   }
   return empty_strided(rank, sizes, strides, dtype, device);
+}
+
+// Whether rows and all else lie as in a dense row-major tensor; dims of one row may have any
+// stride.
+inline bool is_contiguous(const Tensor& x) {
+  int64_t step = 1;
+  for (int i = static_cast<int>(x.dim()) - 1; i >= 0; --i) {
+    if (x.size(i) != 1 && x.stride(i) != step) return false;
+    step *= std::max<int64_t>(x.size(i), 1);
+  }
+  return true;
 }
 
 inline void* current_stream(int device) {

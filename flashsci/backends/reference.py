@@ -224,11 +224,12 @@ def _dense_backward(
     heads_q = q.shape[-3] if q.dim() > 2 else 1
     heads_k = k.shape[-3] if k.dim() > 2 else 1
     compute = _statistics_dtype(q.dtype)
-    wide = [x.to(compute) for x in (q, k, v, dout, out)]
-    q_, k_, v_, dout_, out_ = wide
+    # Scores round as the forward's did: P = exp(scores - lse) belongs to its lse then, and sums to 1.
     scores, capped = _scores(
-        q_, k_, bias, mask, scale, softcap, window_left, window_right, lower_right
+        q, k, bias, mask, scale, softcap, window_left, window_right, lower_right
     )
+    scores, capped = scores.to(compute), None if capped is None else capped.to(compute)
+    q_, k_, v_, dout_, out_ = (x.to(compute) for x in (q, k, v, dout, out))
     lse = lse.to(compute).unsqueeze(-1)
     exponent = scores - torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
     # P is at most 1. Scores of -1e9 leave an lse rounded to multiples of 64, and exponents of that size above 0.
@@ -315,6 +316,13 @@ def forward(
     else:
         assert cu_seqlens_k is not None
         packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
+        if (
+            not packed.count
+        ):  # all rows belong to no sequence: one call without keys, which has gradients
+            bias, key_weight = (None if x is None else x[..., :0] for x in (bias, key_weight))
+            bias = bias.unsqueeze(-2) if bias is not None and packed.ragged_bias else bias
+            keys = k[..., :0, :], v[..., :0, :]
+            return _dense_forward(q, *keys, bias, key_weight, None, dropout_seed, *rule)
         qs = _pieces(q, packed.sizes_q, -2)
         ks, vs = (_pieces(x, packed.sizes_k, -2) for x in (k, v))
         biases, weights = packed.biases(bias), _pieces(key_weight, packed.sizes_k, -1)
@@ -351,7 +359,11 @@ def backward(
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and bias from a given out and lse (which may be those of a larger set of
-    keys); attention_backward has no key_weight."""
+    keys); attention_backward has no key_weight.
+
+    Scores are rounded to the inputs' dtype, like the forward's. An lse from a backend that keeps them in
+    fp32 belongs to P up to that rounding.
+    """
     assert key_weight is None
     mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, out, lse = rest[:7]
     _, _, scale, softcap, window_left, window_right, lower_right, dropout_p, _, _, need = rest[7:]

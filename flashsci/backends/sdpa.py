@@ -1,7 +1,8 @@
 """What PyTorch ships: torch.nn.functional.scaled_dot_product_attention behind our specification.
 
 No fused SDPA kernel differentiates twice, so second derivatives go through Triton's kernels or the
-reference; first derivatives are SDPA's own.
+reference; first derivatives are SDPA's own, in autograd's own graph: what it saves, saved-tensor hooks
+see, and a graph that was freed stays so.
 """
 
 from __future__ import annotations
@@ -151,13 +152,15 @@ def _triton_serves(q: Tensor, v: Tensor) -> bool:
     return registry.BACKENDS["triton"].rejects(problem) is None
 
 
-class _TwiceDifferentiable(torch.autograd.Function):
-    """SDPA with its own first derivative; a derivative of that derivative is Triton's where it can
-    serve the call, else the reference's: both begin with a forward of their own."""
+class _SecondOrder(torch.autograd.Function):
+    """``out`` of SDPA's graph, as it is. A plain backward goes on into that graph. One that is recorded for
+    a derivative of its own turns off here: its gradients of q, k, v, bias are those of Triton's kernels
+    where they can serve the call, else the reference's, either after a forward of its own."""
 
     @staticmethod
     def forward(
         ctx: Any,
+        out: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -165,41 +168,34 @@ class _TwiceDifferentiable(torch.autograd.Function):
         mask: Tensor | None,
         *rest: Any,
     ) -> Tensor:
-        needed = [x is not None and x.requires_grad for x in (q, k, v, bias)]
-        leaves = [
-            x if x is None else x.detach().requires_grad_(n)
-            for x, n in zip((q, k, v, bias), needed, strict=True)
-        ]
-        with torch.enable_grad():
-            out = _attend(*leaves, mask, *rest)  # type: ignore[arg-type]
-        ctx.inner = out, leaves
-        ctx.mask, ctx.rest = mask, rest
-        ctx.save_for_backward(q, k, v, bias)
-        return out.detach()
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, bias, mask)
+        ctx.rest = rest
+        return (
+            out.detach()
+        )  # not a view to autograd: users may write to it, as to what SDPA returns
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        twice = torch.is_grad_enabled()
-        if twice:
-            inputs = ctx.saved_tensors
-            arguments = (*inputs, None, ctx.mask, *(None,) * 4, *ctx.rest)
-            if _triton_serves(inputs[0], inputs[2]):
-                from flashsci.attention import inner_contiguous
-                from flashsci.autograd import Forward
+    def backward(ctx: Any, dout: Tensor | None) -> tuple[Any, ...]:
+        gradients: list[Tensor | None] = [None] * (6 + len(ctx.rest))
+        if dout is None:
+            return tuple(gradients)
+        if not torch.is_grad_enabled():
+            gradients[0] = _aligned(dout)
+            return tuple(gradients)
+        *inputs, mask = ctx.saved_tensors
+        arguments = (*inputs, None, mask, *(None,) * 4, *ctx.rest)
+        if _triton_serves(inputs[0], inputs[2]):
+            from flashsci.attention import inner_contiguous
+            from flashsci.autograd import Forward
 
-                out, _ = Forward.apply("triton", *inner_contiguous(arguments))
-            else:
-                out, _ = reference.forward(*arguments)
+            out, _ = Forward.apply("triton", *inner_contiguous(arguments))
         else:
-            out, inputs = ctx.inner
-            dout = _aligned(dout)
-        wanted = [i for i in range(4) if ctx.needs_input_grad[i]]
-        found = torch.autograd.grad(
-            out, [inputs[i] for i in wanted], dout, create_graph=twice, retain_graph=True
-        )
-        gradients: list[Tensor | None] = [None] * (5 + len(ctx.rest))
+            out, _ = reference.forward(*arguments)
+        wanted = [i for i in range(4) if ctx.needs_input_grad[1 + i]]
+        found = torch.autograd.grad(out, [inputs[i] for i in wanted], dout, create_graph=True)
         for i, gradient in zip(wanted, found, strict=True):
-            gradients[i] = gradient
+            gradients[1 + i] = gradient
         return tuple(gradients)
 
 
@@ -220,7 +216,7 @@ def forward(
         return reference.forward(q, k, v, bias, key_weight, mask, *rest)[0], None
     if key_weight is not None:
         bias = reference.weights_as_bias(key_weight, bias, q.shape[-3] if q.dim() > 2 else 1)
-    traced = torch.compiler.is_compiling() or not torch.is_grad_enabled()
-    if traced or not any(x is not None and x.requires_grad for x in (q, k, v, bias)):
-        return _attend(q, k, v, bias, mask, *scalars), None
-    return _TwiceDifferentiable.apply(q, k, v, bias, mask, *scalars), None
+    out = _attend(q, k, v, bias, mask, *scalars)
+    if torch.compiler.is_compiling() or not out.requires_grad:
+        return out, None
+    return _SecondOrder.apply(out, q, k, v, bias, mask, *scalars), None

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import importlib
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ _loaded = False
 _problem: str | None = None  # why the library is not there
 _driver: str | None = None
 _driver_asked = False
+_lock = threading.RLock()  # of all of these: whoever asks first loads, others wait for the outcome
 
 
 def library_path() -> Path | None:
@@ -44,22 +46,28 @@ def library_path() -> Path | None:
 
 def _load() -> str | None:
     """Load the library once; the reason if that fails."""
-    global _ops, _library, _loaded, _problem
-    if _loaded:
-        return _problem
-    _loaded = True
+    global _problem, _loaded
+    if not _loaded:
+        with _lock:
+            if not _loaded:
+                _problem = _load_now()
+                _loaded = True  # last: a thread that sees it sees the outcome
+    return _problem
+
+
+def _load_now() -> str | None:
+    global _ops, _library
     path = library_path()
     if path is None:
-        _problem = (
+        return (
             "the CUDA library (flashsci/_C.so) was not built: flashsci was installed where nvcc was not on the PATH; "
             "install it again with the CUDA toolkit there"
         )
-        return _problem
     try:
         torch.ops.load_library(str(path))
-        _library = ctypes.CDLL(str(path))
-        _library.flashsci_build_info.restype = ctypes.c_char_p
-        _library.flashsci_driver_problem.restype = ctypes.c_char_p
+        library = ctypes.CDLL(str(path))
+        library.flashsci_build_info.restype = ctypes.c_char_p
+        library.flashsci_driver_problem.restype = ctypes.c_char_p
         namespace = torch.ops.flashsci
         found = namespace.cuda_forward.default, namespace.cuda_backward.default
         for op, fake, tensors in zip(
@@ -70,12 +78,12 @@ def _load() -> str | None:
         ):
             torch.library.register_fake(op.name(), fake, lib=ops.LIBRARY)
             ops.register_vmap(op, tensors)
-        _ops = found
+        _library, _ops = library, found
     except Exception as error:  # whatever a broken build raises is a reason, not a crash
         # load_library hides the loader's own words in __cause__.
         reasons = [str(e) for e in (error, error.__cause__) if e is not None]
-        _problem = f"the CUDA library {path} cannot be loaded ({'; '.join(reasons)}); build it again for this torch"
-    return _problem
+        return f"the CUDA library {path} cannot be loaded ({'; '.join(reasons)}); build it again for this torch"
+    return None
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -111,23 +119,28 @@ def unavailable() -> str | None:
     if problem is not None:
         return problem
     if not _driver_asked:
-        _driver_asked = True
-        if not torch.ops.flashsci.sees_torch_cuda():
-            _driver = (
-                f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
-            )
-        elif not torch.cuda.is_available():
-            _driver = "torch sees no CUDA device (no GPU, or no working NVIDIA driver)"
-        else:
-            assert _library is not None
-            reason = _library.flashsci_driver_problem()
-            if reason is not None:
-                nvcc = json.loads(_library.flashsci_build_info().decode())["nvcc"]
-                _driver = (
-                    f"the CUDA library, built with nvcc {nvcc}, cannot use this machine's driver "
-                    f"({reason.decode()}); update the driver or build flashsci with an older toolkit"
-                )
+        with _lock:
+            if not _driver_asked:
+                _driver = _ask_driver()
+                _driver_asked = True
     return _driver
+
+
+def _ask_driver() -> str | None:
+    """Why the loaded library cannot run here, or None."""
+    if not torch.ops.flashsci.sees_torch_cuda():
+        return f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device (no GPU, or no working NVIDIA driver)"
+    assert _library is not None
+    reason = _library.flashsci_driver_problem()
+    if reason is None:
+        return None
+    nvcc = json.loads(_library.flashsci_build_info().decode())["nvcc"]
+    return (
+        f"the CUDA library, built with nvcc {nvcc}, cannot use this machine's driver "
+        f"({reason.decode()}); update the driver or build flashsci with an older toolkit"
+    )
 
 
 def _device_name(capability: tuple[int, int]) -> str:

@@ -2,7 +2,7 @@
 
 One file per kernel idea: forward.py, backward_queries.py (delta, dq), backward_keys.py (dk, dv), backward_small.py,
 bias_gradient.py; of the second order jvp.py, second_queries.py, second_keys.py, second_small.py, second_bias.py. tile.py,
-chunks.py and tangents.py hold what they share, launch.py the tile sizes, host.py and host_second.py the launches. With TRITON_INTERPRET=1 in the environment before Triton is
+chunks.py and tangents.py hold what they share, launch.py the tile sizes, host.py and host_second.py the launches, checks.py what the raw ops refuse. With TRITON_INTERPRET=1 in the environment before Triton is
 imported, the same kernels run on the CPU, slowly, for tests.
 """
 
@@ -14,22 +14,28 @@ import triton
 from flashsci import ops
 from flashsci.problem import Problem
 
-from . import host, host_second, launch
+from . import checks, host, host_second, launch
 
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED:
     from . import interpreter  # noqa: F401
 
 _KEYS = ("CUDA", "CPU") if INTERPRETED else ("CUDA",)
-forward = ops.define("triton_forward", ops.FORWARD_SCHEMA, host.forward, ops.fake_forward, _KEYS)
-backward = ops.define(
-    "triton_backward", ops.BACKWARD_SCHEMA, host.backward, ops.fake_backward, _KEYS
+forward = ops.define(
+    "triton_forward", ops.FORWARD_SCHEMA, checks.forward(host.forward), ops.fake_forward, _KEYS
 )
-jvp = ops.define("triton_jvp", ops.JVP_SCHEMA, host_second.jvp, ops.fake_jvp, _KEYS)
+backward = ops.define(
+    "triton_backward",
+    ops.BACKWARD_SCHEMA,
+    checks.backward(host.backward),
+    ops.fake_backward,
+    _KEYS,
+)
+jvp = ops.define("triton_jvp", ops.JVP_SCHEMA, checks.jvp(host_second.jvp), ops.fake_jvp, _KEYS)
 double_backward = ops.define(
     "triton_double_backward",
     ops.DOUBLE_BACKWARD_SCHEMA,
-    host_second.double_backward,
+    checks.double_backward(host_second.double_backward),
     ops.fake_double_backward,
     _KEYS,
 )

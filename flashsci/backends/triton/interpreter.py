@@ -1,8 +1,11 @@
-"""Two repairs of Triton's interpreter (seen in 3.6), imported in interpreter mode only.
+"""Three repairs of Triton's interpreter (seen in 3.6), imported in interpreter mode only.
 
 - It keeps scalars as arrays of one element and calls ``int`` on them, which NumPy 2.4 refuses: loop bounds fail.
+- It replaces parts of triton.language while a kernel runs: two threads would undo each other's. One at a time.
 - It cuts fp32 to bfloat16 toward zero, where every GPU rounds to nearest: results come out too small.
 """
+
+import threading
 
 import numpy
 import triton.language as tl
@@ -27,3 +30,15 @@ def _convert_to_nearest(data, input_dtype, output_dtype, rounding_mode):
 
 interpreter._patch_lang_tensor = _patch_with_index
 interpreter._convert_float = _convert_to_nearest
+
+
+_launch = interpreter.GridExecutor.__call__
+_one_at_a_time = threading.RLock()
+
+
+def _launch_alone(self, *args, **kwargs):
+    with _one_at_a_time:
+        return _launch(self, *args, **kwargs)
+
+
+interpreter.GridExecutor.__call__ = _launch_alone

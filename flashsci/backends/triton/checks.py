@@ -1,0 +1,274 @@
+"""What stands between the raw Triton ops and pointers: tensors that do not fit are an error whoever calls.
+
+Kernels take sizes from q, k and v alone and believe the rest. Offsets and a seed that are views are copied,
+q, k, v whose rows are not contiguous too; everything else that does not fit raises. A call that was
+found well is remembered by the kinds of its tensors, so that a small one pays for a look-up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.ops import TENSORS, statistics_dtype
+
+from . import launch
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+PRECISIONS = ("default", "ieee", "tf32x3", "tf32")
+MAX_LENGTH = 1 << 29  # rows, their differences and sums with a window fit 32 bits
+_COUNT = len(TENSORS)
+_known: set[tuple[Any, ...]] = set()
+
+
+def _kind(x: Tensor | None) -> Any:
+    return None if x is None else (x.shape, x.dtype, x.device)
+
+
+def _shapes(**tensors: Tensor) -> str:
+    return ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
+
+
+def _need(condition: bool, message: str, kind: type[Exception] = ValueError) -> None:
+    if not condition:
+        raise kind(f"flashsci: {message}")
+
+
+def _same(
+    name: str, x: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: Tensor
+) -> None:
+    """x is a tensor of this shape and of one of these dtypes, on the device of ``like``."""
+    _need(x.device == like.device, f"{name} is on {x.device} but q is on {like.device}")
+    wanted = " or ".join(str(d) for d in dict.fromkeys(dtypes))
+    _need(x.dtype in dtypes, f"{name} must be {wanted}, got {x.dtype}", TypeError)
+    _need(
+        tuple(x.shape) == tuple(shape), f"{name} must have shape {list(shape)}, got {list(x.shape)}"
+    )
+
+
+def _broadcasts(
+    name: str, x: Tensor, full: Sequence[int], dtypes: Sequence[torch.dtype], like: Tensor
+) -> None:
+    """x has as many dims as ``full``, each 1 or equal."""
+    fits = x.dim() == len(full) and all(n in (1, m) for n, m in zip(x.shape, full, strict=True))
+    _need(
+        fits,
+        f"{name} must have {len(full)} dims, each 1 or that of {list(full)}, got {list(x.shape)}",
+    )
+    _same(name, x, x.shape, dtypes, like)
+
+
+def _check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, weight: Tensor | None, mask: Tensor | None,
+    cu_q: Tensor | None, cu_k: Tensor | None, bias_offsets: Tensor | None, seed: Tensor | None,
+) -> None:  # fmt: skip
+    """All that is decided by shapes, dtypes and devices of ops.TENSORS."""
+    shapes = _shapes(q=q, k=k, v=v)
+    _need(
+        q.dtype in DTYPES,
+        f"q, k and v must be float16, bfloat16 or float32, got {q.dtype}",
+        TypeError,
+    )
+    _need(
+        q.dtype == k.dtype == v.dtype,
+        f"q, k and v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}",
+        TypeError,
+    )
+    _need(
+        q.device == k.device == v.device,
+        f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}",
+    )
+    rank = q.dim()
+    _need(
+        2 <= rank <= 5 and k.dim() == v.dim() == rank,
+        f"q, k and v must have the same number of dims, 2 to 5, got {shapes}",
+    )
+    _need(
+        q.shape[:-3] == k.shape[:-3] == v.shape[:-3],
+        f"the leading dims of q, k and v differ: {shapes}",
+    )
+    _need(k.shape[:-1] == v.shape[:-1], f"k and v must have the same heads and keys: {shapes}")
+    _need(q.shape[-1] == k.shape[-1], f"q and k must have the same head dim: {shapes}")
+    dims = q.shape[-1], v.shape[-1]
+    _need(
+        min(dims) >= 1 and max(dims) <= launch.MAX_HEAD_DIM,
+        f"head dims must be 1 to {launch.MAX_HEAD_DIM}: {shapes}",
+    )
+    heads, heads_k = (x.shape[-3] if rank > 2 else 1 for x in (q, k))
+    _need(
+        heads == 0 or (heads_k > 0 and heads % heads_k == 0),
+        f"the heads of q must be a multiple of those of k: {shapes}",
+    )
+    _need(
+        max(q.shape[-2], k.shape[-2]) <= MAX_LENGTH, f"sequences are limited to 2^29 rows: {shapes}"
+    )
+    _need((cu_q is None) == (cu_k is None), "cu_seqlens_q and cu_seqlens_k go together")
+    _need(
+        cu_q is not None or bias_offsets is None,
+        "bias_offsets belong to a packed call, with cu_seqlens",
+    )
+    if cu_q is not None and cu_k is not None:
+        _need(rank == 3, f"packed tensors are [heads, tokens, dim], got {shapes}")
+        _need(mask is None, "packed calls take no mask")
+        for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+            _need(
+                x.dim() == 1 and x.shape[0] >= 1,
+                f"{name} must be a vector of N + 1 offsets, got {list(x.shape)}",
+            )
+            _same(name, x, x.shape, (torch.int32,), q)
+        _need(
+            cu_q.shape == cu_k.shape,
+            f"cu_seqlens_q and cu_seqlens_k must have the same length, got {cu_q.shape[0]} and {cu_k.shape[0]}",
+        )
+        if bias is not None and bias_offsets is None:
+            _broadcasts("bias", bias, (heads, 1, k.shape[-2]), (q.dtype, torch.float32), q)
+        elif bias is not None and bias_offsets is not None:
+            fits = bias.dim() == 2 and bias.shape[0] in (1, heads)
+            _need(
+                fits,
+                f"a bias of pairs of packed sequences must be [1 or {heads}, pairs], got {list(bias.shape)}",
+            )
+            _same("bias", bias, bias.shape, (q.dtype, torch.float32), q)
+            _same("bias_offsets", bias_offsets, cu_q.shape, (torch.int64,), q)
+    elif bias is not None:
+        _broadcasts("bias", bias, (*q.shape[:-1], k.shape[-2]), (q.dtype, torch.float32), q)
+    if mask is not None:
+        _broadcasts("mask", mask, (*q.shape[:-1], k.shape[-2]), (torch.bool,), q)
+    if weight is not None:
+        _broadcasts("key_weight", weight, k.shape[:-1], (q.dtype, torch.float32), q)
+    if seed is not None:
+        _same("dropout_seed", seed, (2,), (torch.int64,), q)
+
+
+def _check_results(
+    q: Tensor, v: Tensor, of_out: dict[str, Tensor | None], of_lse: dict[str, Tensor | None]
+) -> None:
+    for name, x in of_out.items():
+        if x is not None:
+            _same(name, x, (*q.shape[:-1], v.shape[-1]), (q.dtype,), q)
+    for name, x in of_lse.items():
+        if x is not None:
+            _same(name, x, q.shape[:-1], (statistics_dtype(q.dtype),), q)
+
+
+def _check_scalars(
+    seed: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, scale: float, softcap: float, window_left: int,
+    window_right: int, lower_right: bool, dropout_p: float, precision: str, deterministic: bool,
+) -> None:  # fmt: skip
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"flashsci: scale must be finite, got {scale}")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"flashsci: softcap must be >= 0 and finite, got {softcap}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"flashsci: dropout_p must be in [0, 1), got {dropout_p}")
+    if dropout_p and seed is None:
+        raise ValueError("flashsci: dropout needs a dropout_seed")
+    if precision not in PRECISIONS:
+        raise ValueError(f"flashsci: precision must be one of {PRECISIONS}, got {precision!r}")
+
+
+def _checked(
+    tensors: Sequence[Any], extra: Sequence[Tensor | None], check: Callable[[], None]
+) -> list[Any]:
+    """ops.TENSORS as kernels read them, after ``check``, which also sees ``extra``, unless it is known to pass."""
+    key = (*map(_kind, tensors), *map(_kind, extra))
+    if key not in _known:
+        _check_inputs(*tensors)
+        check()
+        if len(_known) >= 4096:
+            _known.clear()
+        _known.add(key)
+    found = list(tensors)
+    for i in (0, 1, 2):
+        if found[i].stride(-1) != 1:
+            found[i] = found[i].contiguous()
+    for i in (6, 7, 8, 9):
+        if found[i] is not None:
+            found[i] = found[i].contiguous()
+    return found
+
+
+def forward(kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernels`` (host.forward) behind the checks."""
+
+    def op(*arguments: Any) -> Any:
+        tensors, scalars = arguments[:_COUNT], arguments[_COUNT:]
+        _check_scalars(tensors[9], *scalars)
+        return kernels(*_checked(tensors, (), lambda: None), *scalars)
+
+    return op
+
+
+def backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """host.backward behind the checks."""
+
+    def op(*arguments: Any) -> Any:
+        dout, dlse, *tensors = arguments[: 2 + _COUNT]
+        out, lse, *scalars, need = arguments[2 + _COUNT :]
+        _check_scalars(tensors[9], *scalars)
+        q, v = tensors[0], tensors[2]
+
+        def check() -> None:
+            _check_results(q, v, {"dout": dout, "out": out}, {"dlse": dlse, "lse": lse})
+
+        checked = _checked(tensors, (dout, dlse, out, lse), check)
+        return kernels(dout, dlse, *checked, out, lse, *scalars, need)
+
+    return op
+
+
+def _check_tangents(tangents: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> None:
+    q = tensors[0]
+    assert q is not None
+    for name, x, like in zip(TENSORS, tangents, tensors[: len(tangents)], strict=False):
+        if x is not None:
+            _need(like is not None, f"a tangent of {name} needs {name}")
+            assert like is not None
+            _same(f"the tangent of {name}", x, like.shape, (like.dtype,), q)
+
+
+def jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """host_second.jvp behind the checks."""
+
+    def op(*arguments: Any) -> Any:
+        tangents, tensors = arguments[:5], arguments[5 : 5 + _COUNT]
+        out, lse, *scalars = arguments[5 + _COUNT :]
+        _check_scalars(tensors[9], *scalars)
+
+        def check() -> None:
+            _check_tangents(tangents, tensors)
+            _check_results(tensors[0], tensors[2], {"out": out}, {"lse": lse})
+
+        checked = _checked(tensors, (*tangents, out, lse), check)
+        return kernels(*tangents, *checked, out, lse, *scalars)
+
+    return op
+
+
+def double_backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """host_second.double_backward behind the checks."""
+
+    def op(*arguments: Any) -> Any:
+        tangents, dout, dlse, tensors = (
+            arguments[:5],
+            arguments[5],
+            arguments[6],
+            arguments[7 : 7 + _COUNT],
+        )
+        out, lse, *scalars, need = arguments[7 + _COUNT :]
+        _check_scalars(tensors[9], *scalars)
+
+        def check() -> None:
+            _check_tangents(tangents, tensors)
+            _check_results(
+                tensors[0], tensors[2], {"dout": dout, "out": out}, {"dlse": dlse, "lse": lse}
+            )
+
+        checked = _checked(tensors, (*tangents, dout, dlse, out, lse), check)
+        return kernels(*tangents, dout, dlse, *checked, out, lse, *scalars, need)
+
+    return op
