@@ -24,6 +24,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/processors.cuh"
 #include "../common/ptx/mbarrier.cuh"
 #include "../common/ptx/tma.cuh"
@@ -49,6 +50,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   // dynamic shared memory at 1024 where a kernel has no other.
   const uint32_t skipped = C::kPairs ? 0 : -ptx::shared_address(shared_memory) & 1023u;
   auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory + skipped);
+  poison_block(&shared, sizeof(shared));
   ptx::launch_dependents();
   if constexpr (!C::kManyTiles) {
     const KeyTile tile = find_key_tile<C, kPacked>(a, blockIdx.x);

@@ -13,6 +13,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/bulk.cuh"
 #include "../common/ptx/math.cuh"
 #include "../common/ptx/mbarrier.cuh"
@@ -39,6 +40,7 @@ __device__ __forceinline__ void move_pairs_apart(BackwardStorage<C>& shared, con
     const int stage = turn % C::kPairStages;
     const uint32_t full = ptx::shared_address(&shared.bias_full[stage]);
     const uint32_t target = ptx::shared_address(shared.pairs[stage]);
+    poison_stage(target, C::kApartBytes);
     ptx::mbarrier_arrive_expect(
         full, (a.bias_tiles ? C::kBiasBytes : 0) + (a.mask_tiles ? C::kMaskBytes : 0));
     if (a.bias_tiles) {

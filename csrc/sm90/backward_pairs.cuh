@@ -12,6 +12,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/bulk.cuh"
 #include "../common/ptx/ldmatrix.cuh"
 #include "../common/ptx/math.cuh"
@@ -142,6 +143,7 @@ __device__ __forceinline__ void move_pairs(BackwardStorage<C>& shared, const Bac
   };
   const auto load = [&](int turn) {
     const uint32_t full = ptx::shared_address(&shared.bias_full[turn % C::kDsStages]);
+    poison_stage(ptx::shared_address(shared.ds[turn % C::kDsStages]), C::kDsBytes);
     ptx::mbarrier_arrive_expect(full, C::kDsBytes);
     boxes(turn, [&](uint32_t target, int key, int row, int head) {
       ptx::tma_load_5d(target, &a.bias, full, key, row, head, tile.batch1, tile.batch0);

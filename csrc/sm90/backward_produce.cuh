@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/bulk.cuh"
 #include "../common/ptx/mbarrier.cuh"
 #include "../common/ptx/semaphore.cuh"
@@ -54,6 +55,8 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
   const auto load_q = [&](int head, int block) {
     const uint32_t stage = turn % C::kStages, full = address(&shared.q_full[stage]);
     sleep_for(shared.q_empty[stage], turn / C::kStages + 1);
+    poison_stage(address(shared.q[stage]), C::kQBytes);
+    poison_stage(address(shared.lse[stage]), C::kBlockQ * 4);
     if constexpr (C::kManyTiles)
       shared.queue.block[stage] =
           block_and_flags<C>(a, tile, block, block == tile.begin && head == tile.head * heads,
@@ -69,6 +72,8 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
   const auto load_dout = [&](int head, int block) {
     const uint32_t stage = turn % C::kDoutStages, full = address(&shared.dout_full[stage]);
     sleep_for(shared.dout_empty[stage], turn / C::kDoutStages + 1);
+    poison_stage(address(shared.dout[stage]), C::kDoutBytes);
+    poison_stage(address(shared.delta[stage]), C::kBlockQ * 4);
     ptx::mbarrier_arrive_expect(full, C::kDoutBytes + C::kBlockQ * 4);
     load_rows<C::kBoxesV, C::kBlockQ, kPacked>(
         address(shared.dout[stage]), a.dout, a.dout_cut, a.dout_row, full, block * C::kBlockQ,
@@ -80,6 +85,8 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
   const auto load_kv = [&] {
     const uint32_t full = address(&shared.kv_full);
     if constexpr (C::kManyTiles) sleep_for(shared.queue.kv_empty, count + 1);
+    poison_stage(address(shared.k), C::kKBytes);
+    poison_stage(address(shared.v), C::kVBytes);
     ptx::mbarrier_arrive_expect(full, C::kKBytes + C::kVBytes);
     load_rows<C::kBoxes, C::kBlockK, kPacked>(address(shared.k), a.k, a.k_cut, a.k_row, full,
                                               tile.row, tile.first_k, tile.seq_k, p.seq_k,

@@ -18,6 +18,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/cp_async.cuh"
 #include "../common/ptx/mbarrier.cuh"
 #include "../common/ptx/redux.cuh"
@@ -122,6 +123,7 @@ __device__ __forceinline__ void decode_load(DecodeStorage<C>& shared, const Deco
     const auto load = [&](uint64_t& empty, uint64_t& full, unsigned char* target,
                           const CUtensorMap& map) {
       ptx::mbarrier_sleep(ptx::shared_address(&empty), parity);
+      poison_stage(ptx::shared_address(target), C::kKVBytes);
       ptx::mbarrier_arrive_expect(ptx::shared_address(&full), C::kKVBytes);
 #pragma unroll
       for (int block = 0; block < C::kColumnBlocks; ++block)
@@ -270,6 +272,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<DecodeStorage<C>*>(
       shared_memory + (-ptx::shared_address(shared_memory) & 1023u));
+  poison_block(&shared, sizeof(shared));
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&a.k);
     ptx::prefetch_tensor_map(&a.v);

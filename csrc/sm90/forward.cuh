@@ -23,6 +23,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/cp_async.cuh"
 #include "../common/ptx/mbarrier.cuh"
 #include "../common/ptx/tma.cuh"
@@ -48,6 +49,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<SharedStorage<C>*>(
       shared_memory + (-ptx::shared_address(shared_memory) & 1023u));
+  poison_block(&shared, sizeof(shared));
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&a.q);
     ptx::prefetch_tensor_map(&a.k);

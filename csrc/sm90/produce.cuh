@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/cp_async.cuh"
 #include "../common/ptx/mbarrier.cuh"
 #include "../common/ptx/tma.cuh"
@@ -94,6 +95,7 @@ __device__ __forceinline__ void plan(SharedStorage<C>& shared, const ForwardArgs
 #pragma unroll
       for (int w = 0; w < C::kConsumers; ++w) {
         const uint32_t full = address(&shared.q_full[stage][w]);
+        poison_stage(address(shared.q[stage][w]), C::kQBytes);
         if (work.row >= 0 && blocks.end > blocks.first) {
           ptx::mbarrier_arrive_expect(full, C::kQBytes);
           load_boxes<C::kBoxes, 64>(address(shared.q[stage][w]), a.q, full,
@@ -147,11 +149,13 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardA
       const uint32_t stage = turn % C::kStages;
       const uint32_t k_full = address(&shared.k_full[stage]);
       acquire(shared.k_empty, block);
+      poison_stage(address(shared.k[stage]), C::kKBytes);
       ptx::mbarrier_arrive_expect(k_full, C::kKBytes);
       load_boxes<C::kBoxes, C::kBlockK>(address(shared.k[stage]), a.k, k_full,
                                         tile.first_k + block * C::kBlockK, tile.head_k, tile);
       const uint32_t v_full = address(&shared.v_full[stage]);
       acquire(shared.v_empty, block);
+      poison_stage(address(shared.v[stage]), C::kVBytes);
       ptx::mbarrier_arrive_expect(v_full, C::kVBytes);
       if constexpr (kPacked)
         load_cut_boxes<C, C::kBlockK>(address(shared.v[stage]), a, v_full, block * C::kBlockK,

@@ -43,6 +43,7 @@ __device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const Fo
 #pragma unroll
         for (int w = 0; w < C::kConsumers; ++w) {
           const uint32_t full = address(&shared.q_full[stage][w]);
+          poison_stage(address(shared.q[stage][w]), C::kQBytes);
           if (count > 0) {
             ptx::mbarrier_arrive_expect(full, C::kQBytes);
             load_boxes<C::kBoxes, 64>(address(shared.q[stage][w]), a.q, full,
@@ -69,6 +70,7 @@ __device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const Fo
       const auto load_k = [&](uint32_t at_turn, int block) {
         const uint32_t stage = at_turn % C::kStages, full = address(&shared.k_full[stage]);
         acquire(shared.k_empty, at_turn, block);
+        poison_stage(address(shared.k[stage]), C::kKBytes);
         ptx::mbarrier_arrive_expect(full, C::kKBytes);
         load_boxes<C::kBoxes, C::kBlockK>(address(shared.k[stage]), a.k, full,
                                           work.first_k + block * C::kBlockK, at.head_k, at);
@@ -85,6 +87,7 @@ __device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const Fo
         if (C::kQStages > 1 || i > 0) load_k(turn + i, block);
         const uint32_t stage = (turn + i) % C::kStages, full = address(&shared.v_full[stage]);
         acquire(shared.v_empty, turn + i, block);
+        poison_stage(address(shared.v[stage]), C::kVBytes);
         ptx::mbarrier_arrive_expect(full, C::kVBytes);
         if constexpr (kPacked)
           load_cut_boxes<C, C::kBlockK>(address(shared.v[stage]), a, full, block * C::kBlockK,
