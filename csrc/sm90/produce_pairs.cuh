@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_pairs(SharedStorage<C>& shared, const Forwa
   poison_stage(target, plan.stage_bytes);
   ptx::mbarrier_arrive_expect(full, plan.loaded);
   if (pairs.bias != nullptr) {
-    const int box_keys = pairs.bias_is_fp32 ? 32 : C::kBlockK;
+    const int box_keys = bias_box_keys<C>(pairs.bias_is_fp32);
 #pragma unroll
     for (int w = 0; w < C::kConsumers; ++w) {
       if (w > 0 && plan.bias_step == 0) break;
