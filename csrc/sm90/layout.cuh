@@ -60,8 +60,8 @@ inline constexpr int kPosted = 4;
 
 // Keys of a box of the bias.
 template <class C>
-constexpr __host__ __device__ int bias_box_keys(bool fp32) {
-  return fp32 ? 32 : C::kBlockK;
+constexpr __host__ __device__ int bias_box_keys(int is_fp32) {
+  return is_fp32 ? 32 : C::kBlockK;
 }
 
 // At most, of bias and mask.

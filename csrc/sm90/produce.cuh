@@ -27,13 +27,12 @@ __device__ __forceinline__ uint32_t take(const SchedulePlan& plan) {
   return plan.counter != nullptr ? atomicAdd(plan.counter, 1) : 0;
 }
 
-// Fills a stage with rows [row, row + B::kRows), box beside box; zeros beyond the tensor.
+// Fills a stage of kSize bytes with rows [row, row + B::kRows), box beside box; zeros beyond the
+// tensor.
 template <class B, int kSize, class Place>
-__device__ __forceinline__ void load_boxes(const unsigned char (&stage)[kSize],
-                                           const CUtensorMap& map, uint32_t barrier, int row,
-                                           int head, const Place& at) {
+__device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& map,
+                                           uint32_t barrier, int row, int head, const Place& at) {
   static_assert(kSize % B::kBytes == 0, "the barrier expects the whole stage");
-  const uint32_t shared = ptx::shared_address(stage);
 #pragma unroll
   for (int box = 0; box < kSize / B::kBytes; ++box)
     ptx::tma_load_5d(shared + box * B::kBytes, &map, barrier, box * B::kColumns, row, head,
@@ -43,17 +42,15 @@ __device__ __forceinline__ void load_boxes(const unsigned char (&stage)[kSize],
 // The same of V in a packed tensor, zeros beyond the sequence too: P is 0 there, but 0 times a
 // neighbour's NaN is not. (Rows of Q that are too many are not stored, those of K are masked.)
 template <class C, int kSize>
-__device__ __forceinline__ void load_cut_boxes(const unsigned char (&stage)[kSize],
-                                               const ForwardArgs& a, uint32_t barrier, int row,
-                                               const PostedTile& tile) {
+__device__ __forceinline__ void load_cut_boxes(uint32_t shared, const ForwardArgs& a,
+                                               uint32_t barrier, int row, const PostedTile& tile) {
   using B = typename C::KBox;
   constexpr int kRows = B::kRows;
   static_assert(kSize == C::kBoxesV * B::kBytes && B::kBytes == kRows * Box<1>::kBytes,
                 "the barrier expects the whole stage, whichever way it is filled");
-  const uint32_t shared = ptx::shared_address(stage);
   const int rows = min(tile.seq_k - row, kRows), start = tile.first_k + row;
   if (rows == kRows) {
-    load_boxes<B>(stage, a.v, barrier, start, tile.head_k, tile);
+    load_boxes<B, kSize>(shared, a.v, barrier, start, tile.head_k, tile);
   } else if (start + rows >= kRows) {
 #pragma unroll
     for (int box = 0; box < C::kBoxesV; ++box)
@@ -107,8 +104,9 @@ __device__ __forceinline__ void plan(SharedStorage<C>& shared, const ForwardArgs
         poison_stage(address(shared.q[stage][w]), C::kQBytes);
         if (work.row >= 0 && blocks.end > blocks.first) {
           ptx::mbarrier_arrive_expect(full, sizeof(shared.q[0][0]));
-          load_boxes<typename C::QBox>(shared.q[stage][w], a.q, full,
-                                       work.first_q + work.row + w * 64, at.head, at);
+          load_boxes<typename C::QBox, sizeof(shared.q[0][0])>(
+              address(shared.q[stage][w]), a.q, full, work.first_q + work.row + w * 64, at.head,
+              at);
         } else {
           ptx::mbarrier_arrive(full);
         }
@@ -160,17 +158,19 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardA
       acquire(shared.k_empty, block);
       poison_stage(address(shared.k[stage]), C::kKBytes);
       ptx::mbarrier_arrive_expect(k_full, sizeof(shared.k[0]));
-      load_boxes<typename C::KBox>(shared.k[stage], a.k, k_full, tile.first_k + block * C::kBlockK,
-                                   tile.head_k, tile);
+      load_boxes<typename C::KBox, sizeof(shared.k[0])>(address(shared.k[stage]), a.k, k_full,
+                                                        tile.first_k + block * C::kBlockK,
+                                                        tile.head_k, tile);
       const uint32_t v_full = address(&shared.v_full[stage]);
       acquire(shared.v_empty, block);
       poison_stage(address(shared.v[stage]), C::kVBytes);
       ptx::mbarrier_arrive_expect(v_full, sizeof(shared.v[0]));
       if constexpr (kPacked)
-        load_cut_boxes<C>(shared.v[stage], a, v_full, block * C::kBlockK, tile);
+        load_cut_boxes<C, sizeof(shared.v[0])>(address(shared.v[stage]), a, v_full,
+                                               block * C::kBlockK, tile);
       else
-        load_boxes<typename C::KBox>(shared.v[stage], a.v, v_full, block * C::kBlockK, tile.head_k,
-                                     tile);
+        load_boxes<typename C::KBox, sizeof(shared.v[0])>(address(shared.v[stage]), a.v, v_full,
+                                                          block * C::kBlockK, tile.head_k, tile);
     }
     // What is posted is not written again before we, too, have released Q.
     ptx::mbarrier_arrive(address(&shared.q_empty[tiles % C::kQStages][0]));

@@ -46,8 +46,9 @@ __device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const Fo
           poison_stage(address(shared.q[stage][w]), C::kQBytes);
           if (count > 0) {
             ptx::mbarrier_arrive_expect(full, sizeof(shared.q[0][0]));
-            load_boxes<typename C::QBox>(shared.q[stage][w], a.q, full,
-                                         work.first_q + work.row + w * 64, at.head, at);
+            load_boxes<typename C::QBox, sizeof(shared.q[0][0])>(
+                address(shared.q[stage][w]), a.q, full, work.first_q + work.row + w * 64, at.head,
+                at);
           } else {
             ptx::mbarrier_arrive(full);
           }
@@ -72,8 +73,8 @@ __device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const Fo
         acquire(shared.k_empty, at_turn, block);
         poison_stage(address(shared.k[stage]), C::kKBytes);
         ptx::mbarrier_arrive_expect(full, sizeof(shared.k[0]));
-        load_boxes<typename C::KBox>(shared.k[stage], a.k, full, work.first_k + block * C::kBlockK,
-                                     at.head_k, at);
+        load_boxes<typename C::KBox, sizeof(shared.k[0])>(
+            address(shared.k[stage]), a.k, full, work.first_k + block * C::kBlockK, at.head_k, at);
         if constexpr (C::kPairs)
           load_pairs<C>(shared, a, ring, blind_to(block), work.row, block, at);
       };
@@ -90,11 +91,12 @@ __device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const Fo
         poison_stage(address(shared.v[stage]), C::kVBytes);
         ptx::mbarrier_arrive_expect(full, sizeof(shared.v[0]));
         if constexpr (kPacked)
-          load_cut_boxes<C>(shared.v[stage], a, full, block * C::kBlockK,
-                            shared.posted[tiles % kPosted]);
+          load_cut_boxes<C, sizeof(shared.v[0])>(address(shared.v[stage]), a, full,
+                                                 block * C::kBlockK,
+                                                 shared.posted[tiles % kPosted]);
         else
-          load_boxes<typename C::KBox>(shared.v[stage], a.v, full, block * C::kBlockK, at.head_k,
-                                       at);
+          load_boxes<typename C::KBox, sizeof(shared.v[0])>(address(shared.v[stage]), a.v, full,
+                                                            block * C::kBlockK, at.head_k, at);
       }
       if (count == 0 && more) taken = take(a.schedule);
     }

@@ -19,10 +19,10 @@ __device__ __forceinline__ void load_pairs(SharedStorage<C>& shared, const Forwa
   const uint32_t full = ptx::shared_address(&shared.pairs_full[ring.stage]);
   ptx::mbarrier_sleep(empty, (ring.lap & 1) ^ 1);
   if (blind > 0) ptx::mbarrier_arrive(empty, 4 * blind);
+  poison_stage(ptx::shared_address(shared.pairs) + ring.stage * plan.stage_bytes, plan.stage_bytes);
+  ptx::mbarrier_arrive_expect(full, plan.loaded);
   const int key = block * C::kBlockK;
   const uint32_t target = ptx::shared_address(shared.pairs) + ring.stage * plan.stage_bytes;
-  poison_stage(target, plan.stage_bytes);
-  ptx::mbarrier_arrive_expect(full, plan.loaded);
   if (pairs.bias != nullptr) {
     const int box_keys = bias_box_keys<C>(pairs.bias_is_fp32);
 #pragma unroll
