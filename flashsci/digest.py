@@ -147,9 +147,7 @@ def units(root: Path = ROOT) -> dict[str, str]:
     return {**cuda_units(root), **triton_units(root)}
 
 
-def build_info(
-    archs: str, preset: str, nvcc: str, root: Path = ROOT, poison: bool = False
-) -> str:
+def build_info(archs: str, preset: str, nvcc: str, root: Path = ROOT, poison: bool = False) -> str:
     """What a library says about itself, as JSON. poison: a debug build (csrc/common/poison.cuh), whose results are not
     those of the code that is installed; its digests match no tree."""
     names = {"": "by architecture", "0": "t4_safe", "1": "ampere_balanced"}

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import race_cases as races
@@ -109,8 +110,7 @@ def _symbols() -> list[str]:
         if matched := re.match(r"arch = sm_(\d+)", line):
             arch = matched[1]
         elif (matched := re.search(r"STO_ENTRY\s+(_Z\w+)", line)) and arch in ("90", "75"):
-            if arch == "90" or "4sm75" in matched[1]:
-                found[matched[1]] = None
+            found[matched[1]] = None
     return list(found)
 
 
@@ -147,13 +147,22 @@ def harness(monkeypatch):
     dense = [
         Shape("many", 2, 4, 2, 20, 16),
         Shape("empty rows first", 1, 2, 1, 40, 16, lower_right=True),
+        Shape("partly judged", 3, 2, 2, 40, 16, lower_right=True, forward_only=True, judged=1),
         Shape("empty rows last", 1, 2, 1, 40, 16, window=(3, 2)),
     ]
     packed = [
         Shape("packed", 1, 2, 1, 22, 20, lens_q=(0, 5, 0, 17, 0), lens_k=(0, 0, 4, 16, 0)),
         Shape("one", 1, 1, 1, 5, 7, lens_q=(5,), lens_k=(7,), known=True),
     ]
-    monkeypatch.setattr(races, "shapes", lambda call, _: packed if call.packed else dense)
+    monkeypatch.setattr(
+        races,
+        "shapes",
+        lambda call, _: (
+            packed
+            if call.packed
+            else [s for s in dense if not (s.judged and (call.bias or call.mask))]
+        ),
+    )
     return module
 
 
@@ -163,6 +172,7 @@ def harness(monkeypatch):
         dict(causal=True),
         dict(packed=True, causal=True),
         dict(bias="shared", bias_fp32=True, mask="keys"),
+        dict(softcap=True),
         dict(bias="own", mask="own", softcap=True, causal=True),
     ],
     ids=str,
@@ -183,38 +193,34 @@ def test_honest_results_pass(harness, kind):
 def test_a_single_wrong_repeat_is_found(harness, monkeypatch, tensor, words):
     """One element, once: of the forward, of the backward in turns, of the other; and in the first run."""
     calls = {"forward": 0, "backward": 0}
-    before = reference.forward, reference.backward
+    wrong = {
+        "first": ("forward", 1),
+        "out": ("forward", 4),
+        "dk": ("backward", 4),
+        "dq": ("backward", 8),
+    }
+    kind, time = wrong[tensor]  # backwards: in any order, in turns, four of these, four of those
+
+    def now(of):
+        calls[of] += 1
+        return of == kind and calls[of] == time
 
     def forward(*arguments):
-        out, lse = before[0](*arguments)
-        calls["forward"] += 1
-        judged = out.shape[-3:] == (4, 20, 8) and out.dtype == torch.bfloat16
-        if judged and tensor == ("first" if calls["forward"] == 1 else "out"):
-            if calls["forward"] in (1, 4):
-                out[0, 0, 3, 2] += 1.0
+        out, lse = reference.forward(*arguments)
+        if now("forward"):
+            out[0, 0, 3, 2] += 1.0
         return out, lse
 
     def backward(*arguments):
-        dq, dk, *others = before[1](*arguments)
-        calls["backward"] += 1  # first in any order, first in turns, then repeats of each
-        if tensor == "dk" and calls["backward"] == 4:
-            dk[0, 0, 3, 2] += 1.0
-        if tensor == "dq" and calls["backward"] == 2 + 4 + 2:
-            dq[0, 0, 3, 2] = torch.nan
+        dq, dk, *others = reference.backward(*arguments)
+        if now("backward"):
+            (dk if tensor == "dk" else dq)[0, 0, 3, 2] = torch.nan
         return dq, dk, *others
 
-    class Module:
-        pass
-
-    Module.forward, Module.backward = staticmethod(forward), staticmethod(backward)
-    real = harness.registry.BACKENDS["reference"]
-
-    class Wrong(type(real)):
+    class Wrong(harness.registry.Backend):
         def load(self):
-            return Module
+            return SimpleNamespace(forward=forward, backward=backward, unavailable=lambda: None)
 
-    with monkeypatch.context() as patch:
-        # The judge's oracle is the reference, too: it is looked up elsewhere.
-        patch.setitem(harness.registry.BACKENDS, "wrong", Wrong("wrong", ""))
-        with pytest.raises(AssertionError, match=re.escape(words)):
-            harness.run_call(Call("wrong", "bfloat16", 16, 8, causal=True))
+    monkeypatch.setitem(harness.registry.BACKENDS, "wrong", Wrong("wrong", ""))
+    with pytest.raises(AssertionError, match=re.escape(words)):
+        harness.run_call(Call("wrong", "bfloat16", 16, 8, causal=True))

@@ -13,6 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import race_cases as races
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from flashsci import ops, registry
 from flashsci.backends import cuda as backend
-from flashsci.testing import Inputs, Judge, poisoned_memory
+from flashsci.testing import Inputs, Judge, evaluate, exact_matmul, poisoned_memory
 
 pytestmark = pytest.mark.gpu
 REPEATS = int(os.environ.get("FLASHSCI_RACE_REPEATS", "100"))
@@ -254,6 +255,22 @@ class Repeats:
         return found
 
 
+def beyond(inputs: Inputs, out: Tensor, allowed: float) -> list[str]:
+    """Whether an output is further from plain PyTorch in fp32 than twice what a judge of some batch entries allows."""
+    with exact_matmul():
+        plain = evaluate(inputs.to(torch.float32), "reference")["out"]
+    error = (out.float() - plain).abs().max().item()
+    if error <= 2 * allowed:
+        return []
+    return [f"out: off by {error:.3g} from plain fp32, allowed {2 * allowed:.3g}"]
+
+
+def entries(inputs: Inputs, count: int | None) -> Inputs:
+    """The first batch entries of a call without pairs."""
+    dout = None if inputs.dout is None else inputs.dout[:count]
+    return replace(inputs, q=inputs.q[:count], k=inputs.k[:count], v=inputs.v[:count], dout=dout)
+
+
 def run_call(call: Call) -> None:
     """All shapes of a call: judged once, then a hundred times."""
     repeats, problems = Repeats(), []
@@ -262,10 +279,13 @@ def run_call(call: Call) -> None:
             inputs = draw(call, shape)
             kernels = Kernels(call, shape, inputs)
             with torch.enable_grad():
-                judge = Judge(inputs)
+                judge = Judge(inputs if shape.judged is None else entries(inputs, shape.judged))
             with fresh_memory():
                 first = kernels.forward()
-            findings = judge.findings(first)
+            findings = judge.findings({n: x[: shape.judged] for n, x in first.items()})
+            if shape.judged is not None:
+                found = beyond(inputs, first["out"], findings[0].allowed)
+                problems += [f"{shape.name}: {problem}" for problem in found]
             gradients = {}
             if kernels.dout is not None:
                 for deterministic in (False, True):
