@@ -147,8 +147,9 @@ def units(root: Path = ROOT) -> dict[str, str]:
     return {**cuda_units(root), **triton_units(root)}
 
 
-def build_info(archs: str, preset: str, nvcc: str, root: Path = ROOT) -> str:
-    """What a library says about itself, as JSON."""
+def build_info(archs: str, preset: str, nvcc: str, root: Path = ROOT, poison: bool = False) -> str:
+    """What a library says about itself, as JSON. poison: a debug build (csrc/common/poison.cuh), whose results are not
+    those of the code that is installed; its digests match no tree."""
     names = {"": "by architecture", "0": "t4_safe", "1": "ampere_balanced"}
     wanted = {int(a.rstrip("af")) for a in archs.replace(";", ",").split(",") if a}
     folders = {
@@ -156,7 +157,8 @@ def build_info(archs: str, preset: str, nvcc: str, root: Path = ROOT) -> str:
         "sm80": any(a >= 80 for a in wanted),
         "sm90": 90 in wanted,
     }
-    built = {k: v for k, v in cuda_units(root).items() if folders[k.split("/")[1]]}
+    mark = "-poison" if poison else ""
+    built = {k: v + mark for k, v in cuda_units(root).items() if folders[k.split("/")[1]]}
     return json.dumps(
         {
             "version": VERSION,
@@ -177,9 +179,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--archs", default="")
     parser.add_argument("--preset", default="")
     parser.add_argument("--nvcc", default="")
+    parser.add_argument("--poison", action="store_true")
     options = parser.parse_args(arguments)
     if options.build_info:
-        text = json.dumps(build_info(options.archs, options.preset, options.nvcc))
+        text = json.dumps(
+            build_info(options.archs, options.preset, options.nvcc, poison=options.poison)
+        )
         target = Path(options.build_info)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text + "\n", encoding="utf-8")

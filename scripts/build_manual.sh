@@ -3,6 +3,7 @@
 #
 #   scripts/build_manual.sh [OUTPUT]      default build/manual/_C.so
 #   FA_ARCHS=80,90 FA_TILE_PRESET=1 PYTHON=.venv/bin/python NVCC=nvcc CXX=g++
+#   FLASHSCI_POISON=1                     a debug build: free memory holds NaN (csrc/common/poison.cuh)
 #
 # Same sources, flags (cmake/nvcc_flags.txt) and exported symbols as the wheel's _C.so.
 set -euo pipefail
@@ -19,6 +20,8 @@ archs=${FA_ARCHS:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/
 archs=$(echo "${archs:-75,80,90}" | tr ' ;' ',,')
 preset=${FA_TILE_PRESET:-}
 preset=${preset/t4_safe/0} preset=${preset/ampere_balanced/1}
+poison=${FLASHSCI_POISON:-}
+case ${poison,,} in 0 | off | no | false) poison= ;; esac
 
 declare -A code # of a folder of csrc: one pass of the front end, one of ptxas for each architecture
 for arch in ${archs//,/ }; do
@@ -31,7 +34,7 @@ done
 work=$(dirname "$output")/objects
 mkdir -p "$work"
 mapfile -t flags <cmake/nvcc_flags.txt
-flags+=(--compress-mode=size ${preset:+-DFLASHSCI_TILE_PRESET=$preset})
+flags+=(--compress-mode=size ${preset:+-DFLASHSCI_TILE_PRESET=$preset} ${poison:+-DFLASHSCI_POISON})
 kernels=() have=()
 for source in csrc/sm*/*.cu; do # two at a time
   folder=$(basename "$(dirname "$source")") name=$(basename "$source" .cu)
@@ -43,10 +46,10 @@ for source in csrc/sm*/*.cu; do # two at a time
 done
 while [ -n "$(jobs -p)" ]; do wait -n; done
 objects=(${kernels[@]+"${kernels[@]}"})
-"$python" flashsci/digest.py cuda --build-info "$work/build_info.inc" --archs "$archs" "--preset=$preset" "--nvcc=$version"
+"$python" flashsci/digest.py cuda --build-info "$work/build_info.inc" --archs "$archs" "--preset=$preset" "--nvcc=$version" ${poison:+--poison}
 for unit in library call forward backward info; do
   "$cxx" -std=c++17 -O2 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden ${have[@]+"${have[@]}"} \
-    -DTORCH_TARGET_VERSION=0x020a000000000000ULL -isystem "$torch/include" -isystem "$cuda/include" -I"$work" \
+    -DTORCH_TARGET_VERSION=0x020a000000000000ULL ${poison:+-DFLASHSCI_POISON} -isystem "$torch/include" -isystem "$cuda/include" -I"$work" \
     -c "csrc/bindings/$unit.cpp" -o "$work/$unit.o"
   objects+=("$work/$unit.o")
 done

@@ -143,12 +143,30 @@ struct View {
   }
 };
 
+inline void* current_stream(int device) {
+  FLASHSCI_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
+                 "this torch was built without CUDA");
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return stream;
+}
+
 inline Tensor empty_strided(int rank, const int64_t* sizes, const int64_t* strides, int32_t dtype,
                             int device) {
   static const int32_t cuda = aoti_torch_device_type_cuda();
   AtenTensorHandle handle;
   TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(rank, sizes, strides, dtype, cuda, device, &handle));
+#if defined(FLASHSCI_POISON)  // common/poison.cuh: results and workspaces are NaN until written
+  int64_t bytes = dtype == dtypes().byte ? 1 : size_of(dtype);
+  for (int i = 0; i < rank; ++i) bytes *= sizes[i];
+  void* data = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &data));
+  if (bytes > 0)
+    check_cuda(
+        cudaMemsetAsync(data, 0xff, bytes, static_cast<cudaStream_t>(current_stream(device))),
+        "poisoning memory");
+#endif
   return Tensor(handle);
 }
 
@@ -194,14 +212,6 @@ inline bool is_contiguous(const Tensor& x) {
     step *= std::max<int64_t>(x.size(i), 1);
   }
   return true;
-}
-
-inline void* current_stream(int device) {
-  FLASHSCI_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
-                 "this torch was built without CUDA");
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  return stream;
 }
 
 }  // namespace flashsci::bindings

@@ -5,6 +5,7 @@
 #pragma once
 #include <cstdint>
 
+#include "poison.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/shared.cuh"
@@ -118,6 +119,7 @@ __device__ __forceinline__ void load_tile(uint32_t tile,
       const int column = (first_chunk + block * kThreadsPerRow) * kChunkElements;
       const uint32_t target = row_target + block * T::kGroup * kChunkBytes;
       const uint16_t* source = row_start + block * kThreadsPerRow * kChunkElements;
+      poison_chunk(target);
       if constexpr (kVector) {
         ptx::cp_async_16(target, source, row_valid && column < cols_valid);
       } else {

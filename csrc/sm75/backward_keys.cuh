@@ -17,6 +17,7 @@
 //           shared memory (`KeyWork`) or found again.
 #pragma once
 #include "../common/pairs.cuh"
+#include "../common/poison.cuh"
 #include "../common/product.cuh"
 #include "../common/row_statistics.cuh"
 #include "../common/sequence.cuh"
@@ -112,6 +113,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   using T = Tile<C::kHeadDim>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<KeyStorage<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
 
   // Which key tile of which key head; in what find_tile gives, keys are queries and queries keys.
   const BackwardPlace place(blockIdx.x, tiles, p.heads_k, p);

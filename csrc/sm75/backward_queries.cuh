@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   using T = Tile<C::kHeadDim>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<QueryStorage<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
 
   const BackwardPlace place(blockIdx.x, tiles, p.heads_q, p);
   TileOfSequence work;

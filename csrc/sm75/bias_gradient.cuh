@@ -12,6 +12,7 @@
 #pragma once
 #include "../common/bias_sum.cuh"
 #include "../common/pairs.cuh"
+#include "../common/poison.cuh"
 #include "../common/product.cuh"
 #include "../common/softmax.cuh"
 #include "backward_plan.cuh"
@@ -85,6 +86,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   constexpr int kN = C::kBlockK / 8;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BiasShared<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
   const uint32_t split = blockIdx.x % bias.splits;
   BiasMember own, member;
   own.decode(blockIdx.x / bias.splits, bias.own);

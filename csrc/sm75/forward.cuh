@@ -23,6 +23,7 @@
 
 #include "../common/pairs.cuh"
 #include "../common/place.cuh"
+#include "../common/poison.cuh"
 #include "../common/product.cuh"
 #include "../common/scores.cuh"
 #include "../common/sequence.cuh"
@@ -69,6 +70,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   using T = Tile<C::kHeadDim>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<SharedStorage<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
 
   // Which query tile of which head.
   const Place place(blockIdx.x, plan.tiles, p.heads_q, p.batch1);

@@ -17,6 +17,7 @@
 //           order (backward_rows.cuh turns them), or, with one key tile, straight to memory.
 // Limits    Shared-memory reads, then HMMA issue: docs/kernels/sm80_backward.md.
 #pragma once
+#include "../common/poison.cuh"
 #include "../common/ptx/cp_async.cuh"
 #include "../common/ptx/redux.cuh"
 #include "../common/ptx/shared.cuh"
@@ -95,6 +96,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   using TS = Tile<C::kBlockQ>;  // of P^T and dS^T
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BackwardShared<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
 
   // Which key tile of which key head.
   const BackwardPlace place(blockIdx.x, tiles, p.heads_k, p);

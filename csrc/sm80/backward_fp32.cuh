@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "../common/place.cuh"
+#include "../common/poison.cuh"
 #include "../common/sequence.cuh"
 #include "../common/softmax.cuh"
 #include "../common/window.cuh"
@@ -119,6 +120,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                          const __grid_constant__ BackwardFp32Plan plan) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
   constexpr bool kKeys = kWhat != kQueries;
   constexpr bool kX = kWhat != kKeysV;                        // dQ or dK
   constexpr bool kY = kWhat == kKeysBoth || kWhat == kKeysV;  // dV

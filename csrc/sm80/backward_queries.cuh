@@ -14,6 +14,7 @@
 //           would save it, but a CTA would wait for others, up to a whole grid's skew.
 #pragma once
 #include "../common/pairs.cuh"
+#include "../common/poison.cuh"
 #include "backward.cuh"
 
 namespace flashsci::sm80 {
@@ -62,6 +63,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   using T = Tile<C::kHeadDim>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<QueryShared<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
 
   const BackwardPlace place(blockIdx.x, tiles, p.heads_q, p);
   TileOfSequence work;

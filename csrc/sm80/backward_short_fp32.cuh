@@ -10,6 +10,7 @@
 // Pipeline  None: other CTAs work while one waits. One barrier for every 16 queries.
 // Limits    Conversions to halves, three for every score: docs/kernels/sm80_fp32.md.
 #pragma once
+#include "../common/poison.cuh"
 #include "../common/ptx/movmatrix.cuh"
 #include "../common/ptx/prefetch.cuh"
 #include "backward_fp32.cuh"
@@ -121,6 +122,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                                const __grid_constant__ BackwardFp32Plan plan) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<ShortStorage<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
   using KeyTile = HalvesTile<C::kKeys, C::kDim>;
   using QueryTile = HalvesTile<C::kQueries, C::kDim>;
   const int warp = ptx::redux_max(threadIdx.x / 32), warps = blockDim.x / 32;

@@ -11,6 +11,7 @@
 #pragma once
 #include <cstddef>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/red.cuh"
 #include "backward.cuh"
 #include "backward_pairs.cuh"
@@ -36,6 +37,7 @@ __device__ __forceinline__ void load_keys(uint32_t tile, const uint16_t* __restr
     const uint32_t target = tile + T::offset(row_of_key<C::kM>(key), chunk);
     const uint16_t* source = global + key * row_stride + chunk * kChunkElements;
     const int columns = key < rows_valid ? cols_valid - chunk * kChunkElements : 0;
+    poison_chunk(target);
     if (vector)
       ptx::cp_async_16(target, source, columns > 0);
     else
@@ -51,6 +53,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   using TS = Tile<C::kBlockQ>;  // of P^T and dS^T
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BackwardPairsShared<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
 
   const int warp = ptx::redux_max(threadIdx.x / 32);
   // Shuffled, so that it is kept: the special register takes long to read.

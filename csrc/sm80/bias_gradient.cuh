@@ -11,6 +11,7 @@
 // Limits    Two products a member and tile, and the loads from L2.
 #pragma once
 #include "../common/bias_sum.cuh"
+#include "../common/poison.cuh"
 #include "backward_queries.cuh"
 
 namespace flashsci::sm80 {
@@ -51,6 +52,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   constexpr int kN = C::kBlockK / 8;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BiasShared<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
   const uint32_t split = blockIdx.x % bias.splits;
   BiasMember own;
   own.decode(blockIdx.x / bias.splits, bias.own);

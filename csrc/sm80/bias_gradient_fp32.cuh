@@ -10,6 +10,7 @@
 // Limits    Two products and four conversions to halves for each member and tile.
 #pragma once
 #include "../common/bias_sum.cuh"
+#include "../common/poison.cuh"
 #include "backward_fp32.cuh"
 
 namespace flashsci::sm80 {
@@ -25,6 +26,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                               const __grid_constant__ BiasFp32Plan bias) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
   using RowTile = HalvesTile<C::kBlockRows, C::kDim>;
   using ColumnTile = HalvesTile<C::kBlockColumns, C::kDim>;
   const uint32_t split = blockIdx.x % bias.splits;

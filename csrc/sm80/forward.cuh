@@ -24,6 +24,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/cp_async.cuh"
 #include "../common/ptx/ldmatrix.cuh"
 #include "../common/ptx/math.cuh"
@@ -272,6 +273,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   using T = Tile<C::kHeadDim>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<SharedStorage<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
 
   // Which query tile of which head.
   const Place place(blockIdx.x, p, plan);

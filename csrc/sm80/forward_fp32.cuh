@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "../common/place.cuh"
+#include "../common/poison.cuh"
 #include "../common/sequence.cuh"
 #include "../common/softmax.cuh"
 #include "../common/window.cuh"
@@ -159,6 +160,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                         const __grid_constant__ ForwardFp32Plan plan) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<ForwardStorage<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
   using QTile = HalvesTile<C::kBlockQ, C::kDim>;
   using KTile = HalvesTile<C::kBlockK, C::kDim>;
   constexpr int kTogether = C::kM * C::kDim >= 128 ? 2 : 4;  // registers

@@ -18,6 +18,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "../common/poison.cuh"
 #include "../common/processors.cuh"
 #include "forward.cuh"
 #include "pair_fetch.cuh"
@@ -112,6 +113,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   using Stage = PairsStage<C>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<PairsStorage<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
   constexpr int kMembers = C::kMembers;
   constexpr bool kAnything = C::kBias == 0;
 

@@ -209,6 +209,7 @@ struct TileCopy {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int row = this->row() + pass * kRowStep;
+      poison_chunk(tile + T::offset(kInterleaved ? interleaved_row(row) : row, chunk()));
       ptx::cp_async_16(tile + T::offset(kInterleaved ? interleaved_row(row) : row, chunk()), from,
                        column_valid && row < rows_valid);
       from += kRowStep * row_stride;

@@ -43,6 +43,8 @@ __device__ __forceinline__ void load_raw(uint32_t tile, const float* __restrict_
 #pragma unroll
     for (int pass = 0; pass < kRows / kStep; ++pass) {
       const bool valid = row < rows_valid - pass * kStep;
+      for (int block = 0; block < Raw::kChunks / kLanes; ++block)
+        poison_chunk(target + pass * kStep * Raw::kRowBytes + block * kLanes * 16);
 #pragma unroll
       for (int block = 0; block < Raw::kChunks / kLanes; ++block)
         ptx::cp_async_16(target + pass * kStep * Raw::kRowBytes + block * kLanes * 16,
@@ -59,6 +61,7 @@ __device__ __forceinline__ void load_raw(uint32_t tile, const float* __restrict_
         const uint32_t target = tile + Raw::offset(position, lane) + block * kLanes * 16;
         const float* from = source + block * kLanes * 4;
         const int left = row < rows_valid ? columns - block * kLanes * 4 : 0;
+        poison_chunk(target);
         if (vector) {
           ptx::cp_async_16(target, from, left > 0);
         } else {

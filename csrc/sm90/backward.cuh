@@ -24,6 +24,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/processors.cuh"
 #include "../common/ptx/mbarrier.cuh"
 #include "../common/ptx/tma.cuh"
@@ -49,6 +50,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   // dynamic shared memory at 1024 where a kernel has no other.
   const uint32_t skipped = C::kPairs ? 0 : -ptx::shared_address(shared_memory) & 1023u;
   auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory + skipped);
+  poison_block(&shared, sizeof(shared));
   ptx::launch_dependents();
   if constexpr (!C::kManyTiles) {
     const KeyTile tile = find_key_tile<C, kPacked>(a, blockIdx.x);
@@ -216,28 +218,32 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
                           int64_t count, int64_t heads_of, int columns, int box_rows) {
     if (error == cudaSuccess && base != nullptr)
       error = encode_map(&map, base, k16Bit, columns,
-                         dense_dims(strides, count, heads_of, p.batch1, p.batch0), 64, box_rows);
+                         dense_dims(strides, count, heads_of, p.batch1, p.batch0),
+                         C::KBox::kColumns, box_rows);
   };
   const auto encode_loads = [&](CUtensorMap& map, CUtensorMap& cut, CUtensorMap& row,
                                 const void* base, const FlashsciStrides& strides, int64_t count,
                                 int64_t heads_of, int columns, int box_rows) {
     encode(map, base, strides, count, heads_of, columns, box_rows);
     if constexpr (kPacked) {
-      encode(row, base, strides, count, heads_of, columns, 1);
+      encode(row, base, strides, count, heads_of, columns, Box<1>::kRows);
       if (error == cudaSuccess)
-        error = encode_map(&cut, base, k16Bit, columns,
-                           cut_dims(strides, count, heads_of, box_rows), 64, box_rows);
+        error =
+            encode_map(&cut, base, k16Bit, columns, cut_dims(strides, count, heads_of, box_rows),
+                       C::KBox::kColumns, box_rows);
     }
   };
-  encode_loads(a.q, a.q_cut, a.q_row, p.q, p.q_strides, p.seq_q, p.heads_q, p.head_dim, C::kBlockQ);
+  encode_loads(a.q, a.q_cut, a.q_row, p.q, p.q_strides, p.seq_q, p.heads_q, p.head_dim,
+               C::QBox::kRows);
   encode_loads(a.dout, a.dout_cut, a.dout_row, p.dout != nullptr ? p.dout : p.out,
                p.dout != nullptr ? p.dout_strides : p.out_strides, p.seq_q, p.heads_q, p.head_dim_v,
-               C::kBlockQ);
-  encode_loads(a.k, a.k_cut, a.k_row, p.k, p.k_strides, p.seq_k, p.heads_k, p.head_dim, C::kBlockK);
+               C::QBox::kRows);
+  encode_loads(a.k, a.k_cut, a.k_row, p.k, p.k_strides, p.seq_k, p.heads_k, p.head_dim,
+               C::KBox::kRows);
   encode_loads(a.v, a.v_cut, a.v_row, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v,
-               C::kBlockK);
-  encode(a.dk, p.dk, p.dk_strides, p.seq_k, p.heads_k, p.head_dim, 64);
-  encode(a.dv, p.dv, p.dv_strides, p.seq_k, p.heads_k, p.head_dim_v, 64);
+               C::KBox::kRows);
+  encode(a.dk, p.dk, p.dk_strides, p.seq_k, p.heads_k, p.head_dim, C::StoreBox::kRows);
+  encode(a.dv, p.dv, p.dv_strides, p.seq_k, p.heads_k, p.head_dim_v, C::StoreBox::kRows);
   if constexpr (C::kPairs) {
     if (error == cudaSuccess) error = encode_pairs<C>(a, k16Bit);
   }

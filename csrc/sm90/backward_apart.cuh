@@ -13,6 +13,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/bulk.cuh"
 #include "../common/ptx/math.cuh"
 #include "../common/ptx/mbarrier.cuh"
@@ -39,19 +40,22 @@ __device__ __forceinline__ void move_pairs_apart(BackwardStorage<C>& shared, con
     const int stage = turn % C::kPairStages;
     const uint32_t full = ptx::shared_address(&shared.bias_full[stage]);
     const uint32_t target = ptx::shared_address(shared.pairs[stage]);
+    poison_stage(target, C::kApartBytes);
     ptx::mbarrier_arrive_expect(
         full, (a.bias_tiles ? C::kBiasBytes : 0) + (a.mask_tiles ? C::kMaskBytes : 0));
     if (a.bias_tiles) {
 #pragma unroll
-      for (int box = 0; box < C::kBlockK / 32; ++box)
-        ptx::tma_load_5d(target + box * (C::kBlockQ * 128), &a.bias, full, tile.row + box * 32,
-                         row_of(turn), head_of(turn), tile.batch1, tile.batch0);
+      for (int box = 0; box < C::kBlockK / C::ApartBox::kColumns; ++box)
+        ptx::tma_load_5d(target + box * C::ApartBox::kBytes, &a.bias, full,
+                         tile.row + box * C::ApartBox::kColumns, row_of(turn), head_of(turn),
+                         tile.batch1, tile.batch0);
     }
     if (a.mask_tiles) {
 #pragma unroll
       for (int w = 0; w < C::kConsumers; ++w)
-        ptx::tma_load_5d(target + C::kMaskAt + w * (C::kBlockQ * 64), &a.mask, full,
-                         tile.row + w * 64, row_of(turn), head_of(turn), tile.batch1, tile.batch0);
+        ptx::tma_load_5d(target + C::kMaskAt + w * C::MaskBox::kBytes, &a.mask, full,
+                         tile.row + w * C::MaskBox::kColumns, row_of(turn), head_of(turn),
+                         tile.batch1, tile.batch0);
     }
   };
   for (int turn = 0; turn < min(turns, C::kPairStages); ++turn) load(turn);

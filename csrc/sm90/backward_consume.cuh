@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/cp_async.cuh"
 #include "../common/ptx/math.cuh"
 #include "../common/ptx/mbarrier.cuh"
@@ -309,6 +310,7 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
       const uint32_t ds_store = address(shared.ds) + w * (kBlockQ * 128) +
                                 (matrix_row + thread % 32 / 16 * 8) * 128 +
                                 ((thread / 32 % 4 * 2 + thread / 8 % 2) ^ matrix_row) * 16;
+      poison_pieces(ds_store + turn % C::kDsStages * C::kDsBytes, kBlockQ / 16, 2048);
 #pragma unroll
       for (int m = 0; m < kBlockQ / 16; ++m)
         ptx::stmatrix_x4_trans(ds_store + turn % C::kDsStages * C::kDsBytes + m * 2048, ds[m]);
@@ -333,6 +335,8 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
       const uint32_t thread = opaque(threadIdx.x);
       const uint32_t dq_store = address(shared.dq[0][w]) + thread % 128 * 16;
       wait_for(shared.dq_empty[stage][w], turn / C::kDqStages + 1);
+      poison_pieces(dq_store + stage * (C::kConsumers * C::kDqFloats * 4), C::dq_columns(w) / 8,
+                    2048);
 #pragma unroll
       for (int j = 0; j < C::kDqColumns / 8; ++j) {
         if (j * 8 >= C::dq_columns(w)) break;

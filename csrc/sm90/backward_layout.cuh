@@ -12,6 +12,7 @@
 #include "../common/sequence.cuh"
 #include "../common/window.cuh"
 #include "../include/flashsci.h"
+#include "box.cuh"
 #include "tensor_map.h"
 
 namespace flashsci::sm90 {
@@ -50,6 +51,16 @@ struct BackwardTiling {
   static constexpr bool kMaskBeside = kNarrow;
   static constexpr int kMaskAt = kMaskBeside ? kBiasBytes : 0;
   static constexpr int kApartBytes = kBiasBytes + (kMaskBeside ? kMaskBytes : 0);
+  using QBox = Box<kBlockQ>;  // of Q and dO
+  using KBox = Box<kBlockK>;
+  using StoreBox = Box<64>;              // of dK and dV
+  using BiasBox = Box<kBlockQ>;          // in place, and dbias there
+  using ApartBox = Box<kBlockQ, 32, 4>;  // the bias apart, and dbias
+  using MaskBox = Box<kBlockQ, 64, 1>;
+  static_assert(kDsBytes == kConsumers * BiasBox::kBytes &&
+                    kBiasBytes == kBlockK / ApartBox::kColumns * ApartBox::kBytes &&
+                    kMaskBytes == kConsumers * MaskBox::kBytes,
+                "barriers expect what is loaded");
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static_assert(kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128);
   static_assert(kHeadDimV == 64 || kHeadDimV == 96 || kHeadDimV == 128);

@@ -12,6 +12,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/bulk.cuh"
 #include "../common/ptx/ldmatrix.cuh"
 #include "../common/ptx/math.cuh"
@@ -115,14 +116,15 @@ cudaError_t encode_pairs(BackwardArgs& a, MapElement element) {
     if (error == cudaSuccess)
       error = encode_map(&map, base, of, p.seq_k,
                          dense_dims(rows, p.seq_q, p.heads_q, p.batch1, p.batch0), box_keys,
-                         C::kBlockQ);
+                         C::BiasBox::kRows);
   };
   a.bias_tiles = has_bias_tiles(p), a.stores_bias = stores_bias(p);
   a.mask_tiles = has_mask_tiles(p), a.adds_bias = adds_bias(p);
-  if (a.bias_tiles)
-    encode(a.bias, p.pairs.bias, p.pairs.bias_strides, element, 128 / element.bytes);
-  if (a.stores_bias) encode(a.dbias, p.dbias, p.dbias_strides, element, 128 / element.bytes);
-  if (a.mask_tiles) encode(a.mask, p.pairs.mask, p.pairs.mask_strides, kByte, 64);
+  static_assert(C::ApartBox::kRows == C::BiasBox::kRows && C::MaskBox::kRows == C::BiasBox::kRows);
+  const int box_keys = element.bytes == 4 ? C::ApartBox::kColumns : C::BiasBox::kColumns;
+  if (a.bias_tiles) encode(a.bias, p.pairs.bias, p.pairs.bias_strides, element, box_keys);
+  if (a.stores_bias) encode(a.dbias, p.dbias, p.dbias_strides, element, box_keys);
+  if (a.mask_tiles) encode(a.mask, p.pairs.mask, p.pairs.mask_strides, kByte, C::MaskBox::kColumns);
   return error;
 }
 
@@ -137,12 +139,13 @@ __device__ __forceinline__ void move_pairs(BackwardStorage<C>& shared, const Bac
     const int head = tile.head * group + turn / blocks, block = tile.begin + turn % blocks;
 #pragma unroll
     for (int w = 0; w < C::kConsumers; ++w)
-      move(ptx::shared_address(shared.ds[turn % C::kDsStages]) + w * (C::kBlockQ * 128),
-           tile.row + w * 64, block * C::kBlockQ, head);
+      move(ptx::shared_address(shared.ds[turn % C::kDsStages]) + w * C::BiasBox::kBytes,
+           tile.row + w * C::BiasBox::kColumns, block * C::kBlockQ, head);
   };
   const auto load = [&](int turn) {
     const uint32_t full = ptx::shared_address(&shared.bias_full[turn % C::kDsStages]);
-    ptx::mbarrier_arrive_expect(full, C::kDsBytes);
+    poison_stage(ptx::shared_address(shared.ds[turn % C::kDsStages]), C::kDsBytes);
+    ptx::mbarrier_arrive_expect(full, sizeof(shared.ds[0]));
     boxes(turn, [&](uint32_t target, int key, int row, int head) {
       ptx::tma_load_5d(target, &a.bias, full, key, row, head, tile.batch1, tile.batch0);
     });

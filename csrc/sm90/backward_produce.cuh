@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/bulk.cuh"
 #include "../common/ptx/mbarrier.cuh"
 #include "../common/ptx/semaphore.cuh"
@@ -13,13 +14,18 @@
 
 namespace flashsci::sm90 {
 
-// kRows rows from `row` of a sequence that begins at `first` and has `length` rows; zeros beyond
-// it: in the products its neighbours' NaN would survive a factor of 0.
-template <int kBoxes, int kRows, bool kPacked>
-__device__ __forceinline__ void load_rows(uint32_t shared, const CUtensorMap& map,
-                                          const CUtensorMap& map_cut, const CUtensorMap& map_row,
-                                          uint32_t barrier, int row, int first, int length,
-                                          int total, int head, int batch1, int batch0) {
+// Fills a stage: rows from `row` of a sequence that begins at `first` and has `length` rows; zeros
+// beyond it: in the products its neighbours' NaN would survive a factor of 0.
+template <class B, bool kPacked, int kSize>
+__device__ __forceinline__ void load_rows(const unsigned char (&stage)[kSize],
+                                          const CUtensorMap& map, const CUtensorMap& map_cut,
+                                          const CUtensorMap& map_row, uint32_t barrier, int row,
+                                          int first, int length, int total, int head, int batch1,
+                                          int batch0) {
+  constexpr int kBoxes = kSize / B::kBytes, kRows = B::kRows;
+  static_assert(kSize == kBoxes * B::kBytes && B::kBytes == kRows * Box<1>::kBytes,
+                "the barrier expects the whole stage, whichever way it is filled");
+  const uint32_t shared = ptx::shared_address(stage);
   const int rows = min(length - row, kRows), start = first + row;
   if (!kPacked || rows == kRows) {
 #pragma unroll
@@ -54,39 +60,45 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
   const auto load_q = [&](int head, int block) {
     const uint32_t stage = turn % C::kStages, full = address(&shared.q_full[stage]);
     sleep_for(shared.q_empty[stage], turn / C::kStages + 1);
+    poison_stage(address(shared.q[stage]), C::kQBytes);
+    poison_stage(address(shared.lse[stage]), C::kBlockQ * 4);
     if constexpr (C::kManyTiles)
       shared.queue.block[stage] =
           block_and_flags<C>(a, tile, block, block == tile.begin && head == tile.head * heads,
                              block + 1 == tile.end && head + 1 == (tile.head + 1) * heads);
-    ptx::mbarrier_arrive_expect(full, C::kQBytes + C::kBlockQ * 4);
-    load_rows<C::kBoxes, C::kBlockQ, kPacked>(address(shared.q[stage]), a.q, a.q_cut, a.q_row, full,
-                                              block * C::kBlockQ, tile.first_q, tile.seq_q, p.seq_q,
-                                              head, batch1, batch0);
+    ptx::mbarrier_arrive_expect(full, sizeof(shared.q[0]) + sizeof(shared.lse[0]));
+    load_rows<typename C::QBox, kPacked>(shared.q[stage], a.q, a.q_cut, a.q_row, full,
+                                         block * C::kBlockQ, tile.first_q, tile.seq_q, p.seq_q,
+                                         head, batch1, batch0);
     ptx::bulk_load(address(shared.lse[stage]),
-                   a.lse + statistics_tile(a, tile, head, block) * C::kBlockQ, C::kBlockQ * 4,
-                   full);
+                   a.lse + statistics_tile(a, tile, head, block) * C::kBlockQ,
+                   sizeof(shared.lse[0]), full);
   };
   const auto load_dout = [&](int head, int block) {
     const uint32_t stage = turn % C::kDoutStages, full = address(&shared.dout_full[stage]);
     sleep_for(shared.dout_empty[stage], turn / C::kDoutStages + 1);
-    ptx::mbarrier_arrive_expect(full, C::kDoutBytes + C::kBlockQ * 4);
-    load_rows<C::kBoxesV, C::kBlockQ, kPacked>(
-        address(shared.dout[stage]), a.dout, a.dout_cut, a.dout_row, full, block * C::kBlockQ,
-        tile.first_q + a.dout_row_offset, tile.seq_q, p.seq_q, head, batch1, batch0);
+    poison_stage(address(shared.dout[stage]), C::kDoutBytes);
+    poison_stage(address(shared.delta[stage]), C::kBlockQ * 4);
+    ptx::mbarrier_arrive_expect(full, sizeof(shared.dout[0]) + sizeof(shared.delta[0]));
+    load_rows<typename C::QBox, kPacked>(shared.dout[stage], a.dout, a.dout_cut, a.dout_row, full,
+                                         block * C::kBlockQ, tile.first_q + a.dout_row_offset,
+                                         tile.seq_q, p.seq_q, head, batch1, batch0);
     ptx::bulk_load(address(shared.delta[stage]),
-                   a.delta + statistics_tile(a, tile, head, block) * C::kBlockQ, C::kBlockQ * 4,
-                   full);
+                   a.delta + statistics_tile(a, tile, head, block) * C::kBlockQ,
+                   sizeof(shared.delta[0]), full);
   };
   const auto load_kv = [&] {
     const uint32_t full = address(&shared.kv_full);
     if constexpr (C::kManyTiles) sleep_for(shared.queue.kv_empty, count + 1);
-    ptx::mbarrier_arrive_expect(full, C::kKBytes + C::kVBytes);
-    load_rows<C::kBoxes, C::kBlockK, kPacked>(address(shared.k), a.k, a.k_cut, a.k_row, full,
-                                              tile.row, tile.first_k, tile.seq_k, p.seq_k,
-                                              tile.head, batch1, batch0);
-    load_rows<C::kBoxesV, C::kBlockK, kPacked>(address(shared.v), a.v, a.v_cut, a.v_row, full,
-                                               tile.row, tile.first_k, tile.seq_k, p.seq_k,
-                                               tile.head, batch1, batch0);
+    poison_stage(address(shared.k), C::kKBytes);
+    poison_stage(address(shared.v), C::kVBytes);
+    ptx::mbarrier_arrive_expect(full, sizeof(shared.k) + sizeof(shared.v));
+    load_rows<typename C::KBox, kPacked>(shared.k, a.k, a.k_cut, a.k_row, full, tile.row,
+                                         tile.first_k, tile.seq_k, p.seq_k, tile.head, batch1,
+                                         batch0);
+    load_rows<typename C::KBox, kPacked>(shared.v, a.v, a.v_cut, a.v_row, full, tile.row,
+                                         tile.first_k, tile.seq_k, p.seq_k, tile.head, batch1,
+                                         batch0);
   };
   const bool some = tile.begin < tile.end;
   // The first K and V do not wait for the kernel before; others wait for their place longer than Q.

@@ -23,6 +23,9 @@ struct WideBackwardTiling {
   static constexpr int kBoxes = kHeadDim / 64, kBoxesV = kHeadDimV / 64;
   static constexpr int kQBytes = kBlockQ * kHeadDim * 2, kDoutBytes = kBlockQ * kHeadDimV * 2;
   static constexpr int kKBytes = kBlockK * kHeadDim * 2, kVBytes = kBlockK * kHeadDimV * 2;
+  using QBox = Box<kBlockQ>;  // of Q and dO
+  using KBox = Box<kBlockK>;
+  using StoreBox = Box<64>;  // of dK and dV
   static constexpr bool kSplitRows = false;
   static constexpr int kDqColumns = kHeadDim / 2;
   static constexpr int kDqFloats = 64 * kDqColumns;  // of one consumer

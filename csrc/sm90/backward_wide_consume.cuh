@@ -13,6 +13,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/math.cuh"
 #include "../common/ptx/mbarrier.cuh"
 #include "../common/ptx/redux.cuh"
@@ -98,6 +99,7 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
     };
     const auto write_dq = [&](const auto& dq, int count) {
       wait_for(shared.dq_empty[0][w], count + 1);
+      poison_pieces(dq_store, int{sizeof(dq)} / 16, 2048);
 #pragma unroll
       for (int j = 0; j < int{sizeof(dq)} / 16; ++j)
         ptx::st_shared(dq_store + j * 2048,
@@ -153,6 +155,7 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
         for (int e = 0; e < 32; ++e) x[e] *= fmaxf(fmaf(-tanh[e], tanh[e], 1.f), 0.f);
       }
       wait_for(shared.p_empty, turn + 1);
+      poison_pieces(p_store, 4, 2048);
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
         const auto word = [&](int i) {
@@ -222,6 +225,7 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
         }
         release(shared.dout_empty[dout_stage]);
         wait_for(shared.ds_empty, turn + 1);
+        poison_pieces(ds_store + turn % 2 * kBox, 4, 2048);
 #pragma unroll
         for (int m = 0; m < 4; ++m)
           ptx::stmatrix_x4_trans(ds_store + turn % 2 * kBox + m * 2048, p[m]);

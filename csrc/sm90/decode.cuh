@@ -18,6 +18,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/cp_async.cuh"
 #include "../common/ptx/mbarrier.cuh"
 #include "../common/ptx/redux.cuh"
@@ -41,6 +42,8 @@ struct DecodeTiling {
   static constexpr int kThreads = 160;
   static constexpr int kQBytes = kDecodeRows * kHeadDim * 2;
   static constexpr int kKVBytes = kBlockK * kHeadDim * 2;
+  using KVBox = Box<kBlockK>;
+  static_assert(kKVBytes == kColumnBlocks * KVBox::kBytes, "a barrier expects what is loaded");
 };
 
 template <class C>
@@ -122,11 +125,13 @@ __device__ __forceinline__ void decode_load(DecodeStorage<C>& shared, const Deco
     const auto load = [&](uint64_t& empty, uint64_t& full, unsigned char* target,
                           const CUtensorMap& map) {
       ptx::mbarrier_sleep(ptx::shared_address(&empty), parity);
-      ptx::mbarrier_arrive_expect(ptx::shared_address(&full), C::kKVBytes);
+      poison_stage(ptx::shared_address(target), C::kKVBytes);
+      ptx::mbarrier_arrive_expect(ptx::shared_address(&full), sizeof(shared.k[0]));
 #pragma unroll
       for (int block = 0; block < C::kColumnBlocks; ++block)
-        ptx::tma_load_5d(ptx::shared_address(target + block * C::kBlockK * 128), &map,
-                         ptx::shared_address(&full), block * 64, row, head, batch1, batch0);
+        ptx::tma_load_5d(ptx::shared_address(target + block * C::KVBox::kBytes), &map,
+                         ptx::shared_address(&full), block * C::KVBox::kColumns, row, head, batch1,
+                         batch0);
     };
     load(shared.k_empty[stage], shared.k_full[stage], shared.k[stage], a.k);
     load(shared.v_empty[stage], shared.v_full[stage], shared.v[stage], a.v);
@@ -270,6 +275,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<DecodeStorage<C>*>(
       shared_memory + (-ptx::shared_address(shared_memory) & 1023u));
+  poison_block(&shared, sizeof(shared));
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&a.k);
     ptx::prefetch_tensor_map(&a.v);
@@ -397,13 +403,13 @@ cudaError_t launch_decode(const ForwardArgs& from, cudaStream_t stream) {
   a.plan.partial_lse =
       a.plan.partial_out + int64_t{a.plan.sequences} * a.plan.segments * a.plan.rows * kHeadDim;
   constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
-  cudaError_t error =
-      encode_map(&a.k, p.k, k16Bit, p.head_dim,
-                 dense_dims(p.k_strides, p.seq_k, p.heads_k, p.batch1, p.batch0), 64, C::kBlockK);
+  cudaError_t error = encode_map(&a.k, p.k, k16Bit, p.head_dim,
+                                 dense_dims(p.k_strides, p.seq_k, p.heads_k, p.batch1, p.batch0),
+                                 C::KVBox::kColumns, C::KVBox::kRows);
   if (error == cudaSuccess)
-    error =
-        encode_map(&a.v, p.v, k16Bit, p.head_dim_v,
-                   dense_dims(p.v_strides, p.seq_k, p.heads_k, p.batch1, p.batch0), 64, C::kBlockK);
+    error = encode_map(&a.v, p.v, k16Bit, p.head_dim_v,
+                       dense_dims(p.v_strides, p.seq_k, p.heads_k, p.batch1, p.batch0),
+                       C::KVBox::kColumns, C::KVBox::kRows);
   if (error != cudaSuccess) return error;
   constexpr auto kernel = decode_kernel<Op, C>;
   static std::atomic<uint64_t> configured{0};

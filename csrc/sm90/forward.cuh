@@ -23,6 +23,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/cp_async.cuh"
 #include "../common/ptx/mbarrier.cuh"
 #include "../common/ptx/tma.cuh"
@@ -48,6 +49,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<SharedStorage<C>*>(
       shared_memory + (-ptx::shared_address(shared_memory) & 1023u));
+  poison_block(&shared, sizeof(shared));
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&a.q);
     ptx::prefetch_tensor_map(&a.k);
@@ -126,24 +128,29 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   const int64_t groups = heads * head_bytes / (32 << 20) + 1;
   plan.group = static_cast<uint32_t>((heads + groups - 1) / groups);
 
+  using KBox = typename C::KBox;
   constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
   const auto encode = [&](CUtensorMap* map, const void* base, const FlashsciStrides& strides,
                           int64_t rows, int64_t heads_of, int head_dim, int box_rows) {
     return encode_map(map, base, k16Bit, head_dim,
-                      dense_dims(strides, rows, heads_of, p.batch1, p.batch0), 64, box_rows);
+                      dense_dims(strides, rows, heads_of, p.batch1, p.batch0), KBox::kColumns,
+                      box_rows);
   };
-  cudaError_t error = encode(&a.q, p.q, p.q_strides, p.seq_q, p.heads_q, p.head_dim, 64);
+  cudaError_t error =
+      encode(&a.q, p.q, p.q_strides, p.seq_q, p.heads_q, p.head_dim, C::QBox::kRows);
   if (error == cudaSuccess)
-    error = encode(&a.k, p.k, p.k_strides, p.seq_k, p.heads_k, p.head_dim, C::kBlockK);
+    error = encode(&a.k, p.k, p.k_strides, p.seq_k, p.heads_k, p.head_dim, KBox::kRows);
   if (error == cudaSuccess)
-    error = encode(&a.v, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, C::kBlockK);
+    error = encode(&a.v, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, KBox::kRows);
   if (error == cudaSuccess)
-    error = encode(&a.out, p.out, p.out_strides, p.seq_q, p.heads_q, p.head_dim_v, 16);
+    error =
+        encode(&a.out, p.out, p.out_strides, p.seq_q, p.heads_q, p.head_dim_v, C::OutBox::kRows);
   if (kPacked && error == cudaSuccess)
-    error = encode(&a.v_row, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, 1);
+    error = encode(&a.v_row, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, Box<1>::kRows);
   if (kPacked && error == cudaSuccess)
     error = encode_map(&a.v_cut, p.v, k16Bit, p.head_dim_v,
-                       cut_dims(p.v_strides, p.seq_k, p.heads_k, C::kBlockK), 64, C::kBlockK);
+                       cut_dims(p.v_strides, p.seq_k, p.heads_k, KBox::kRows), KBox::kColumns,
+                       KBox::kRows);
   if constexpr (C::kPairs) {
     PairsPlan& plan = a.pairs;
     plan = {};
@@ -158,7 +165,7 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
       *step = *box_rows == 1 ? 0 : boxes * box_bytes;
       if (element.bytes == 4) plan.box_step = box_bytes;
       plan.stage_bytes += consumers * boxes * box_bytes;
-      plan.loaded += consumers * *box_rows * C::kBlockK * element.bytes;
+      plan.loaded += consumers * boxes * (*box_rows * box_keys * element.bytes);
       const MapDims dims = {{p.seq_q, p.heads_q, p.batch1, p.batch0},
                             {s.row, s.head, s.batch1, s.batch0}};
       error = s.column == 1 ? encode_map(map, base, element, p.seq_k, dims, box_keys, *box_rows)
@@ -166,7 +173,7 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
     };
     const bool fp32 = p.pairs.bias_is_fp32;
     encode_pairs(&a.bias, p.pairs.bias, fp32 ? kFloat32 : k16Bit, p.pairs.bias_strides,
-                 fp32 ? 32 : C::kBlockK, &plan.bias_rows, &plan.bias_step);
+                 bias_box_keys<C>(fp32), &plan.bias_rows, &plan.bias_step);
     plan.mask = plan.stage_bytes;
     encode_pairs(&a.mask, p.pairs.mask, kByte, p.pairs.mask_strides, C::kBlockK, &plan.mask_rows,
                  &plan.mask_step);

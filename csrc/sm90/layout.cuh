@@ -7,6 +7,7 @@
 #include "../common/ptx/cp_async.cuh"
 #include "../common/window.cuh"
 #include "../include/flashsci.h"
+#include "box.cuh"
 #include "schedule.cuh"
 #include "tensor_map.h"
 
@@ -25,6 +26,9 @@ struct Tiling {
   static constexpr int kStaging =
       kHeadDim <= 64 || kConsumers == 3 || kHeadDim != kHeadDimV || kPairs ? 1 : 2;
   static constexpr int kBoxes = (kHeadDim + 63) / 64, kBoxesV = (kHeadDimV + 63) / 64;
+  using QBox = Box<64>;  // of one consumer
+  using KBox = Box<kBlockK>;
+  using OutBox = Box<16>;
   static constexpr int kQBytes = 64 * kBoxes * 128;  // of one consumer
   static constexpr int kKBytes = kBlockK * kBoxes * 128, kVBytes = kBlockK * kBoxesV * 128;
   // The registers of the launch bounds (168 at 384 threads, 128 at 512) redistributed.
@@ -53,6 +57,12 @@ struct PostedTile {
 // A slot is reused when the Q of the tile two before has been released; by then the consumers may
 // still owe the output of the tile before that one.
 inline constexpr int kPosted = 4;
+
+// Keys of a box of the bias.
+template <class C>
+constexpr __host__ __device__ int bias_box_keys(int is_fp32) {
+  return is_fp32 ? 32 : C::kBlockK;
+}
 
 // At most, of bias and mask.
 inline constexpr int kPairStages = 8;

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/cp_async.cuh"
 #include "../common/ptx/mbarrier.cuh"
 #include "../common/ptx/tma.cuh"
@@ -26,24 +27,30 @@ __device__ __forceinline__ uint32_t take(const SchedulePlan& plan) {
   return plan.counter != nullptr ? atomicAdd(plan.counter, 1) : 0;
 }
 
-// Loads rows [row, row + kRows); zeros beyond the tensor.
-template <int kBoxes, int kRows, class Place>
+// Fills a stage of kSize bytes with rows [row, row + B::kRows), box beside box; zeros beyond the
+// tensor.
+template <class B, int kSize, class Place>
 __device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& map,
                                            uint32_t barrier, int row, int head, const Place& at) {
+  static_assert(kSize % B::kBytes == 0, "the barrier expects the whole stage");
 #pragma unroll
-  for (int box = 0; box < kBoxes; ++box)
-    ptx::tma_load_5d(shared + box * kRows * 128, &map, barrier, box * 64, row, head, at.batch1,
-                     at.batch0);
+  for (int box = 0; box < kSize / B::kBytes; ++box)
+    ptx::tma_load_5d(shared + box * B::kBytes, &map, barrier, box * B::kColumns, row, head,
+                     at.batch1, at.batch0);
 }
 
 // The same of V in a packed tensor, zeros beyond the sequence too: P is 0 there, but 0 times a
 // neighbour's NaN is not. (Rows of Q that are too many are not stored, those of K are masked.)
-template <class C, int kRows>
+template <class C, int kSize>
 __device__ __forceinline__ void load_cut_boxes(uint32_t shared, const ForwardArgs& a,
                                                uint32_t barrier, int row, const PostedTile& tile) {
+  using B = typename C::KBox;
+  constexpr int kRows = B::kRows;
+  static_assert(kSize == C::kBoxesV * B::kBytes && B::kBytes == kRows * Box<1>::kBytes,
+                "the barrier expects the whole stage, whichever way it is filled");
   const int rows = min(tile.seq_k - row, kRows), start = tile.first_k + row;
   if (rows == kRows) {
-    load_boxes<C::kBoxesV, kRows>(shared, a.v, barrier, start, tile.head_k, tile);
+    load_boxes<B, kSize>(shared, a.v, barrier, start, tile.head_k, tile);
   } else if (start + rows >= kRows) {
 #pragma unroll
     for (int box = 0; box < C::kBoxesV; ++box)
@@ -94,10 +101,12 @@ __device__ __forceinline__ void plan(SharedStorage<C>& shared, const ForwardArgs
 #pragma unroll
       for (int w = 0; w < C::kConsumers; ++w) {
         const uint32_t full = address(&shared.q_full[stage][w]);
+        poison_stage(address(shared.q[stage][w]), C::kQBytes);
         if (work.row >= 0 && blocks.end > blocks.first) {
-          ptx::mbarrier_arrive_expect(full, C::kQBytes);
-          load_boxes<C::kBoxes, 64>(address(shared.q[stage][w]), a.q, full,
-                                    work.first_q + work.row + w * 64, at.head, at);
+          ptx::mbarrier_arrive_expect(full, sizeof(shared.q[0][0]));
+          load_boxes<typename C::QBox, sizeof(shared.q[0][0])>(
+              address(shared.q[stage][w]), a.q, full, work.first_q + work.row + w * 64, at.head,
+              at);
         } else {
           ptx::mbarrier_arrive(full);
         }
@@ -147,18 +156,21 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardA
       const uint32_t stage = turn % C::kStages;
       const uint32_t k_full = address(&shared.k_full[stage]);
       acquire(shared.k_empty, block);
-      ptx::mbarrier_arrive_expect(k_full, C::kKBytes);
-      load_boxes<C::kBoxes, C::kBlockK>(address(shared.k[stage]), a.k, k_full,
-                                        tile.first_k + block * C::kBlockK, tile.head_k, tile);
+      poison_stage(address(shared.k[stage]), C::kKBytes);
+      ptx::mbarrier_arrive_expect(k_full, sizeof(shared.k[0]));
+      load_boxes<typename C::KBox, sizeof(shared.k[0])>(address(shared.k[stage]), a.k, k_full,
+                                                        tile.first_k + block * C::kBlockK,
+                                                        tile.head_k, tile);
       const uint32_t v_full = address(&shared.v_full[stage]);
       acquire(shared.v_empty, block);
-      ptx::mbarrier_arrive_expect(v_full, C::kVBytes);
+      poison_stage(address(shared.v[stage]), C::kVBytes);
+      ptx::mbarrier_arrive_expect(v_full, sizeof(shared.v[0]));
       if constexpr (kPacked)
-        load_cut_boxes<C, C::kBlockK>(address(shared.v[stage]), a, v_full, block * C::kBlockK,
-                                      tile);
+        load_cut_boxes<C, sizeof(shared.v[0])>(address(shared.v[stage]), a, v_full,
+                                               block * C::kBlockK, tile);
       else
-        load_boxes<C::kBoxesV, C::kBlockK>(address(shared.v[stage]), a.v, v_full,
-                                           block * C::kBlockK, tile.head_k, tile);
+        load_boxes<typename C::KBox, sizeof(shared.v[0])>(address(shared.v[stage]), a.v, v_full,
+                                                          block * C::kBlockK, tile.head_k, tile);
     }
     // What is posted is not written again before we, too, have released Q.
     ptx::mbarrier_arrive(address(&shared.q_empty[tiles % C::kQStages][0]));

@@ -43,10 +43,12 @@ __device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const Fo
 #pragma unroll
         for (int w = 0; w < C::kConsumers; ++w) {
           const uint32_t full = address(&shared.q_full[stage][w]);
+          poison_stage(address(shared.q[stage][w]), C::kQBytes);
           if (count > 0) {
-            ptx::mbarrier_arrive_expect(full, C::kQBytes);
-            load_boxes<C::kBoxes, 64>(address(shared.q[stage][w]), a.q, full,
-                                      work.first_q + work.row + w * 64, at.head, at);
+            ptx::mbarrier_arrive_expect(full, sizeof(shared.q[0][0]));
+            load_boxes<typename C::QBox, sizeof(shared.q[0][0])>(
+                address(shared.q[stage][w]), a.q, full, work.first_q + work.row + w * 64, at.head,
+                at);
           } else {
             ptx::mbarrier_arrive(full);
           }
@@ -69,9 +71,10 @@ __device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const Fo
       const auto load_k = [&](uint32_t at_turn, int block) {
         const uint32_t stage = at_turn % C::kStages, full = address(&shared.k_full[stage]);
         acquire(shared.k_empty, at_turn, block);
-        ptx::mbarrier_arrive_expect(full, C::kKBytes);
-        load_boxes<C::kBoxes, C::kBlockK>(address(shared.k[stage]), a.k, full,
-                                          work.first_k + block * C::kBlockK, at.head_k, at);
+        poison_stage(address(shared.k[stage]), C::kKBytes);
+        ptx::mbarrier_arrive_expect(full, sizeof(shared.k[0]));
+        load_boxes<typename C::KBox, sizeof(shared.k[0])>(
+            address(shared.k[stage]), a.k, full, work.first_k + block * C::kBlockK, at.head_k, at);
         if constexpr (C::kPairs)
           load_pairs<C>(shared, a, ring, blind_to(block), work.row, block, at);
       };
@@ -85,13 +88,15 @@ __device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const Fo
         if (C::kQStages > 1 || i > 0) load_k(turn + i, block);
         const uint32_t stage = (turn + i) % C::kStages, full = address(&shared.v_full[stage]);
         acquire(shared.v_empty, turn + i, block);
-        ptx::mbarrier_arrive_expect(full, C::kVBytes);
+        poison_stage(address(shared.v[stage]), C::kVBytes);
+        ptx::mbarrier_arrive_expect(full, sizeof(shared.v[0]));
         if constexpr (kPacked)
-          load_cut_boxes<C, C::kBlockK>(address(shared.v[stage]), a, full, block * C::kBlockK,
-                                        shared.posted[tiles % kPosted]);
+          load_cut_boxes<C, sizeof(shared.v[0])>(address(shared.v[stage]), a, full,
+                                                 block * C::kBlockK,
+                                                 shared.posted[tiles % kPosted]);
         else
-          load_boxes<C::kBoxesV, C::kBlockK>(address(shared.v[stage]), a.v, full,
-                                             block * C::kBlockK, at.head_k, at);
+          load_boxes<typename C::KBox, sizeof(shared.v[0])>(address(shared.v[stage]), a.v, full,
+                                                            block * C::kBlockK, at.head_k, at);
       }
       if (count == 0 && more) taken = take(a.schedule);
     }

@@ -19,11 +19,12 @@ __device__ __forceinline__ void load_pairs(SharedStorage<C>& shared, const Forwa
   const uint32_t full = ptx::shared_address(&shared.pairs_full[ring.stage]);
   ptx::mbarrier_sleep(empty, (ring.lap & 1) ^ 1);
   if (blind > 0) ptx::mbarrier_arrive(empty, 4 * blind);
+  poison_stage(ptx::shared_address(shared.pairs) + ring.stage * plan.stage_bytes, plan.stage_bytes);
   ptx::mbarrier_arrive_expect(full, plan.loaded);
   const int key = block * C::kBlockK;
   const uint32_t target = ptx::shared_address(shared.pairs) + ring.stage * plan.stage_bytes;
   if (pairs.bias != nullptr) {
-    const int box_keys = pairs.bias_is_fp32 ? 32 : C::kBlockK;
+    const int box_keys = bias_box_keys<C>(pairs.bias_is_fp32);
 #pragma unroll
     for (int w = 0; w < C::kConsumers; ++w) {
       if (w > 0 && plan.bias_step == 0) break;

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/poison.cuh"
 #include "../common/ptx/math.cuh"
 #include "../common/ptx/redux.cuh"
 #include "../common/ptx/shared.cuh"
@@ -232,6 +233,7 @@ __device__ __forceinline__ void write_output(const float (&o)[C::kHeadDimV / 2],
     else
       ptx::bulk_wait_read<C::kStaging - 1>();
     __syncwarp();
+    poison_warp(target, 2048);
     // Rows of 128 bytes, their 16-byte chunks permuted by the row.
     const uint32_t target_row = target + lane % 16 * 128;
 #pragma unroll

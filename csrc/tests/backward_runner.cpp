@@ -35,6 +35,9 @@ struct Case {
   std::vector<int> bias = {}, mask = {};      // shape [B, Hq, Sq, Sk], 1 = broadcast
   bool bias_fp32 = false, dlse = false, no_dout = false;
   bool heads_inside = false;  // [B, S, H, D] in memory
+  float hidden = 0.f;         // the bias of the last third of the keys: a mask as a number
+  bool padded = false;        // rows of zeros
+  float dout_size = 1.f;      // of dout in fp32: that of a mean loss is small
 };
 
 enum { kNeedQ = 1, kNeedK = 2, kNeedV = 4, kNeedBias = 8 };
@@ -155,6 +158,7 @@ struct Problem {
   // What the reference computes: results and, for the bounds, their formulas on absolute values.
   Numbers out, lse;
   std::vector<double> dq, dk, dv, dbias, size_q, size_k, size_v, size_bias;
+  double floor = 1e-3;  // of the sizes of gradients
 };
 
 // Keys of one row: first key, count, row within the sequence and its length.
@@ -262,8 +266,21 @@ Problem make(const Case& c, const Precision& t) {
   };
   const size_t rows_q = size_t{1} * c.batch * c.heads_q * c.seq_q;
   const size_t rows_k = size_t{1} * c.batch * c.heads_k * c.seq_k;
+  const auto pad = [&](Numbers& y, int heads, int seq, int dim) {
+    const FlashsciStrides s = layout(heads, seq, dim, c.heads_inside);
+    for (int i = 0; i < c.batch * heads * seq; ++i) {
+      const int row = i % seq, head = i / seq % heads, batch = i / seq / heads;
+      if (c.padded && is_padding(row, seq)) std::fill_n(&y[at(s, batch, head, row)], dim, 0.f);
+    }
+  };
   x.q = draw(rows_q * c.dim), x.k = draw(rows_k * c.dim), x.v = draw(rows_k * c.dim_v);
   x.dout = draw(rows_q * c.dim_v);
+  if (t.bytes == 4) {
+    for (float& e : x.dout) e *= c.dout_size;
+    x.floor *= c.dout_size;
+  }
+  pad(x.q, c.heads_q, c.seq_q, c.dim), pad(x.dout, c.heads_q, c.seq_q, c.dim_v);
+  pad(x.k, c.heads_k, c.seq_k, c.dim), pad(x.v, c.heads_k, c.seq_k, c.dim_v);
   if (c.dlse) x.dlse = draw(rows_q);
   x.out.assign(rows_q * c.dim_v, 0), x.lse.assign(rows_q, -INFINITY);
   x.sq = layout(c.heads_q, c.seq_q, c.dim, c.heads_inside);
@@ -277,6 +294,10 @@ Problem make(const Case& c, const Precision& t) {
       e = rounded(normal(random), c.bias_fp32);
       if (random() % 16 == 0) e = -INFINITY;
     }
+    for (size_t i = 0; c.hidden != 0.f && i < x.bias.size(); ++i)
+      if (static_cast<int>(i % c.bias[3]) >= c.seq_k - c.seq_k / 3)
+        x.bias[i] =
+            rounded(number_for(c.hidden, t.encode == float_to_fp16 && !c.bias_fp32), c.bias_fp32);
   }
   if (!c.mask.empty()) {
     x.sm = pair_layout(c.mask);
@@ -293,10 +314,10 @@ Problem make(const Case& c, const Precision& t) {
 
 // Largest error in units of eps times the formula on absolute values; infinite for a NaN.
 double compare(const Numbers& got, const std::vector<double>& want, const std::vector<double>& size,
-               double eps) {
+               double eps, double floor) {
   double worst = 0;
   for (size_t i = 0; i < got.size(); ++i) {
-    const double error = std::fabs(got[i] - want[i]) / (eps * (size[i] + 1e-3));
+    const double error = std::fabs(got[i] - want[i]) / (eps * (size[i] + floor));
     worst = std::isnan(error) ? INFINITY : std::max(worst, error);
   }
   return worst;
@@ -356,7 +377,8 @@ bool run(const Unit& unit, const Problem& x, int need, bool deterministic) {
   double worst[4] = {};
   const auto check = [&](int i, const void* got, const std::vector<double>& want,
                          const std::vector<double>& size, const Precision& as) {
-    if (got != nullptr) worst[i] = compare(from_device(got, want.size(), as), want, size, t.eps);
+    if (got != nullptr)
+      worst[i] = compare(from_device(got, want.size(), as), want, size, t.eps, x.floor);
   };
   check(0, p.dq, x.dq, x.size_q, t);
   check(1, p.dk, x.dk, x.size_k, t);
@@ -464,6 +486,39 @@ std::vector<Case> cases() {
     c.name = "packed, more tiles than CTAs", c.seq_q = c.seq_k = 600;
     c.lens_q = c.lens_k = std::vector<int>(80, 7);
   }));
+  // Rows of zeros under a dout of every size; short tiles and empty ones, first and last, more of
+  // them than CTAs; masks as numbers.
+  for (auto [dim, dim_v] : {std::pair{32, 32},
+                            {64, 64},
+                            {64, 128},
+                            {96, 96},
+                            {128, 64},
+                            {128, 128},
+                            {192, 160},
+                            {256, 256}}) {
+    for (const float size : {1.f, 1e-6f, 1e-9f}) {
+      Case c{"rows of zeros", 2, 2, 1, 140, 150, dim, dim_v};
+      c.padded = true, c.dout_size = size;
+      all.push_back(c);
+    }
+    all.push_back({"short tiles", 1, 80, 20, 40, 150, dim, dim_v});
+    all.push_back({"empty tiles first", 1, 70, 70, 210, 40, dim, dim_v, -1, 0, true});
+    all.push_back({"empty tiles last", 1, 40, 20, 40, 520, dim, dim_v, -1, 0});
+    all.push_back(with(packed, [=](Case& c) {
+      c.name = "packed, empty first and last", c.dim = dim, c.dim_v = dim_v, c.right = 0;
+      c.heads_q = c.heads_k = 40, c.seq_q = 170, c.seq_k = 119;
+      c.lens_q = {0, 0, 70, 1, 0, 99, 0}, c.lens_k = {0, 9, 40, 1, 7, 62, 0};
+    }));
+  }
+  for (const float number : {-1e4f, -1e9f, -1e30f, -3.3895e38f})
+    for (const int dim : {32, 64, 128}) {
+      biased("numbers as mask", {2, 2, 70, 144}, false, [=](Case& c) {
+        c.seq_k = 144, c.dim = c.dim_v = dim, c.hidden = number, c.padded = true;
+      });
+      biased("numbers as mask, fp32, shared", {1, 2, 70, 144}, true, [=](Case& c) {
+        c.seq_k = 144, c.dim = c.dim_v = dim, c.hidden = number, c.padded = true;
+      });
+    }
   return all;
 }
 
@@ -478,6 +533,7 @@ int main(int count, char** words) {
     for (const Case& c : cases()) {
       if (std::max(c.dim, c.dim_v) > unit.max_dim) continue;
       if (!asked(count, words, unit.name, c.name)) continue;
+      if (c.dout_size != 1.f && unit.precision.bytes != 4) continue;  // the same as without
       const Problem problem = make(c, unit.precision);
       for (int need : {15, 1, 2, 12, 8}) {
         if (need == 8 && c.bias.empty()) continue;

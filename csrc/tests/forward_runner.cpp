@@ -39,6 +39,8 @@ struct Case {
   bool heads_inside = false;         // [B, S, H, D] in memory
   std::vector<int> lens_q, lens_k;   // packed
   Pair bias = {}, mask = {};
+  float hidden = 0.f;   // the bias of the last third of the keys: a mask as a number
+  bool padded = false;  // rows of zeros
 };
 
 template <class T>
@@ -91,9 +93,14 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
   std::normal_distribution<float> normal;
   const auto encode = bf16 ? float_to_bf16 : float_to_fp16;
   const auto decode = bf16 ? bf16_to_float : fp16_to_float;
-  const auto draw = [&](int64_t heads, int64_t seq, int64_t dim) {
-    std::vector<uint16_t> x(c.batch * heads * seq * dim);
+  const auto draw = [&](int heads, int seq, int dim) {
+    std::vector<uint16_t> x(int64_t{c.batch} * heads * seq * dim);
     for (auto& e : x) e = encode(normal(random));
+    const FlashsciStrides s = layout(heads, seq, dim, c.heads_inside);
+    for (int i = 0; i < c.batch * heads * seq; ++i) {
+      const int row = i % seq, head = i / seq % heads, batch = i / seq / heads;
+      if (c.padded && is_padding(row, seq)) std::fill_n(&x[at(s, batch, head, row)], dim, 0);
+    }
     return x;
   };
   const auto q = draw(c.heads_q, c.seq_q, c.dim), k = draw(c.heads_k, c.seq_k, c.dim),
@@ -116,6 +123,10 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
     if (!c.bias.fp32) e = decode(encode(e));
     if (uniform(random) < 0.1f) e = -INFINITY;
   }
+  if (c.hidden != 0.f)
+    for (size_t i = 0; i < bias.size(); ++i)
+      if (static_cast<int>(i % c.seq_k) >= c.seq_k - c.seq_k / 3)
+        bias[i] = c.bias.fp32 ? c.hidden : decode(encode(number_for(c.hidden, !bf16)));
   std::vector<uint16_t> half_bias;
   for (float e : bias) half_bias.push_back(encode(e));
   std::vector<uint8_t> mask(pair_size(c, c.mask));
@@ -152,7 +163,10 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
   CUDA(cudaDeviceGetAttribute(&p.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0));
 
   const Workspace workspace = bf16 ? generation.bf16_workspace : generation.fp16_workspace;
-  if (workspace != nullptr && workspace(&p) > 0) CUDA(cudaMalloc(&p.workspace, workspace(&p)));
+  if (workspace != nullptr && workspace(&p) > 0) {
+    CUDA(cudaMalloc(&p.workspace, workspace(&p)));
+    CUDA(cudaMemset(p.workspace, 0xff, workspace(&p)));  // NaN
+  }
 
   const auto release = [&] {
     for (const void* x :
@@ -293,6 +307,15 @@ std::vector<Case> pair_cases() {
   cases.back().softcap = 5.f;
   cases.push_back(make("bias negative scale", 2, 2, 2, 70, 70, 64, 64, full, none));
   cases.back().scale = -0.3f, cases.back().heads_inside = true;
+  // Masks as numbers: what models add to the keys of padding.
+  for (const float number : {-1e4f, -1e9f, -1e30f, -3.3895e38f}) {
+    for (const int dim : {32, 64, 128, 256}) {
+      cases.push_back(make("numbers as mask", 2, 2, 2, 70, 144, dim, dim, full, none));
+      cases.back().hidden = number;
+      cases.push_back(make("numbers as mask, fp32", 2, 2, 2, 70, 144, dim, dim, shared32, none));
+      cases.back().hidden = number, cases.back().padded = true;
+    }
+  }
   return cases;
 }
 
@@ -366,6 +389,29 @@ int main(int count, char** words) {
     Case c = *packed;
     c.dim = dim, c.dim_v = dim_v;
     cases.push_back(c);
+  }
+  // Rows of zeros; short tiles one after the other, of every number of boxes of values; empty
+  // tiles first (of causal rows that end with the keys) and last (of a window), beside full ones.
+  for (auto [dim, dim_v] : {std::pair{64, 64},
+                            {96, 96},
+                            {128, 128},
+                            {192, 128},
+                            {160, 136},
+                            {160, 160},
+                            {192, 192},
+                            {256, 256}}) {
+    Case c{"rows of zeros", 2, 2, 1, 140, 150, dim, dim_v};
+    c.padded = true;
+    cases.push_back(c);
+    cases.push_back({"short tiles", 1, 80, 20, 210, 24, dim, dim_v});
+    cases.push_back({"empty tiles first", 1, 70, 70, 420, 40, dim, dim_v, -1, 0, true});
+    cases.push_back({"empty tiles last", 1, 70, 35, 420, 40, dim, dim_v, 9, 9});
+    Case p = *std::find_if(cases.begin(), cases.end(),
+                           [](const Case& x) { return std::strcmp(x.name, "packed") == 0; });
+    p.name = "packed, empty first and last", p.dim = dim, p.dim_v = dim_v, p.right = 0;
+    p.heads_q = p.heads_k = 40, p.seq_q = 170, p.seq_k = 119;
+    p.lens_q = {0, 0, 70, 1, 0, 99, 0}, p.lens_k = {0, 9, 40, 1, 7, 62, 0};
+    cases.push_back(p);
   }
   for (Case& c : pair_cases()) cases.push_back(std::move(c));
   int major = 0, minor = 0, failed = 0, run_cases = 0;

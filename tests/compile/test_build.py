@@ -89,6 +89,17 @@ def build_cmake(folder: Path, archs: str) -> Path:
 
 
 @needs_nvcc
+@pytest.mark.slow
+def test_debug_build_compiles_and_says_what_it_is(tmp_path):
+    """FLASHSCI_POISON: the same kernels and names; digests that match no tree."""
+    library = build_manual(tmp_path, "75", FLASHSCI_POISON="1")
+    assert {s for s in exported(library) if "forward_sm75_fp16" in s}
+    info = re.search(rb'"cuda/sm75/forward_fp16": "(\w+-poison)"', library.read_bytes())
+    assert info is not None
+    assert info[1].decode() == digest.units(ROOT)["cuda/sm75/forward_fp16"] + "-poison"
+
+
+@needs_nvcc
 @pytest.mark.parametrize("build", [build_manual, build_cmake])
 def test_turing_build_has_no_bf16(build, tmp_path):
     """Nothing of bf16 may be in a library for Turing alone under any name, and nothing of other generations."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import re
 import subprocess
 import sys
@@ -291,3 +292,41 @@ def test_triton_digest_ignores_docstrings(tmp_path):
     assert digest.triton_units(tmp_path) == before
     (folder / "helper.py").write_text("def g():\n    return 2\n")
     assert digest.triton_units(tmp_path) != before
+
+
+def test_a_debug_build_matches_no_tree(tmp_path):
+    """Its kernels are not those that are installed: `check` must refuse it."""
+    command = [sys.executable, "-I", str(ROOT / "flashsci" / "digest.py"), "cuda", "--archs", "90"]
+    told = []
+    for extra in ([], ["--poison"]):
+        subprocess.run([*command, "--build-info", str(tmp_path / "info"), *extra], check=True)
+        told.append(json.loads(json.loads((tmp_path / "info").read_text())))
+    plain, poison = told
+    assert plain["units"].keys() == poison["units"].keys()
+    assert all(poison["units"][n] == f"{digest_}-poison" for n, digest_ in plain["units"].items())
+
+
+# --- bytes at barriers -------------------------------------------------------------------------
+
+
+def test_barriers_expect_the_sizes_of_what_is_loaded():
+    """A barrier that expects a byte more than its loads bring never opens, one that expects less opens too early.
+
+    Loads assert that their boxes fill a stage (csrc/sm90/box.cuh); so barriers must expect stages, not numbers of their
+    own.
+    """
+    sizes = r"sizeof\(shared\.\w+(\[0\])*\)"
+    asserted = (  # where what is loaded is known at run time: beside static_asserts of its boxes
+        "plan.loaded",
+        "(a.bias_tiles ? C::kBiasBytes : 0) + (a.mask_tiles ? C::kMaskBytes : 0)",
+    )
+    found = 0
+    for path in sorted((ROOT / "csrc" / "sm90").glob("*.cuh")):
+        text = re.sub(r"\s+", " ", path.read_text(encoding="utf-8"))
+        for call in re.findall(r"mbarrier_arrive_expect\((.*?)\);", text):
+            expected = call.rsplit(", ", 1)[1]
+            found += 1
+            assert expected in asserted or re.fullmatch(rf"{sizes}( \+ {sizes})*", expected), (
+                f"{path.name}: a barrier expects {expected}; say sizeof of the stage, which the loads fill"
+            )
+    assert found >= 10

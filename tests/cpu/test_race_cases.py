@@ -1,0 +1,226 @@
+"""That tests/gpu/test_races.py has a call for every kernel of the library; no GPU needed."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import race_cases as races
+import torch
+from race_cases import Call, Instance, Shape
+
+from flashsci.backends import cuda as backend
+from flashsci.backends import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_instance_has_calls():
+    table = races.instances()
+    assert {i.generation for i in table} == {"sm75", "sm80", "sm90"} and len(table) > 400
+    for instance in table:
+        for call in races.calls_of(instance):
+            assert call.dtype == instance.dtype and call.generation == instance.generation
+    # What a backward is compiled for must be run with one.
+    for instance in (i for i in table if i.kind == "backward"):
+        assert any(call.has_backward for call in races.calls_of(instance)), instance
+
+
+@pytest.mark.parametrize("unit", sorted(races._UNITS))
+def test_an_unknown_instance_is_an_error(unit):
+    generation, kind = re.match(r"(sm\d+)/([a-z]+)", unit).groups()
+    dtype = "float32" if "fp32" in unit else "float16"
+    with pytest.raises(KeyError, match="no call for"):
+        races.calls_of(Instance(generation, kind, dtype, 64, "64 x 64", "with sinks"))
+
+
+def test_head_dims_of_every_kind_are_called():
+    calls = races.all_calls()
+    assert len({str(c) for c in calls}) == len(calls)
+    pairs = {(c.head_dim, c.head_dim_v) for c in calls if c.generation == "sm90"}
+    assert {(64, 128), (128, 64), (192, 128), (128, 256), (256, 192), (160, 160)} <= pairs
+    assert {c.dtype for c in calls if c.packed} == set(races.DTYPES.values())
+
+
+@pytest.mark.parametrize("processors", [1, 40, 108, 132])
+def test_shapes_have_the_tiles_they_are_named_for(processors):
+    kinds = (
+        dict(causal=True),
+        dict(packed=True, causal=True),
+        dict(decoding=True),
+        dict(bias="own"),
+    )
+    for kind in kinds:
+        shapes = {
+            s.name: s for s in races.shapes(Call("sm90", "bfloat16", 64, 64, **kind), processors)
+        }
+        one, more = shapes["one"], shapes["one more than processors"]
+        assert one.batch * one.heads == 1 and one.seq_q <= 32
+        assert more.batch * more.heads == processors + 1 and more.seq_q <= 64
+        many = shapes["many"]
+        sequences = sum(n > 0 for n in many.lens_q) or -(-many.seq_q // 128)
+        if "decoding" not in kind:
+            assert many.batch * many.heads * sequences >= 2.5 * processors
+        for s in shapes.values():
+            assert s.heads % s.heads_k == 0 and len(s.lens_q) == len(s.lens_k)
+            assert s.lens_q or s.seq_k % 16 == 0, "a mask of bytes that TMA takes"
+        if "packed" in kind:
+            assert many.lens_q[0] == many.lens_q[-1] == many.lens_k[0] == many.lens_k[-1] == 0
+
+
+NAMES = {
+    "void flashsci::sm90::forward_kernel<(anonymous namespace)::Op, flashsci::sm90::Tiling<192, 128, 2, 2, false, 128>, "
+    "true, true, true>(flashsci::sm90::ForwardArgs)": (192, "128 x 128", "v 128 window packed"),
+    "void flashsci::sm90::decode_combine<(anonymous namespace)::Op, 256>(flashsci::sm90::DecodeArgs)": (256, "4 x 0", "combine"),
+    "void flashsci::sm90::backward_kernel<(anonymous namespace)::Op, flashsci::sm90::BackwardTiling<64, 64, 128, "
+    "(flashsci::sm90::PairTiles)0, true>, false, false>(flashsci::sm90::BackwardArgs)": (64, "128 x 128", "tile after tile"),
+    "void flashsci::sm90::backward_finish_kernel<(anonymous namespace)::Op, flashsci::sm90::WideBackwardTiling<256, 192>, true>"
+    "(flashsci::sm90::BackwardArgs)": (256, "64 x 0", "v 192 finish packed"),
+    "void flashsci::sm80::forward_pairs_kernel<(anonymous namespace)::Op, flashsci::sm80::PairsTiling<flashsci::sm80::Tiling<32, 128, "
+    "32, 4, 2, 2>, 2, 4>, true>(FlashsciForwardParams, flashsci::sm80::ForwardPlan, flashsci::sm80::PairsPlan)": (32, "128 x 32", "16-byte rows, fp32 bias, two members"),
+    "void flashsci::sm80::backward_queries_kernel<(anonymous namespace)::Op, flashsci::sm80::QueryTiling<256, 64, 32, 1, 2> >"
+    "(FlashsciBackwardParams, flashsci::sm80::BackwardPlan, unsigned int)": (256, "64 x 32", "backward queries"),
+    "void flashsci::sm75::backward_keys_kernel<(anonymous namespace)::Op, flashsci::sm75::KeyTiling<32, 128, 32, 2, 4, 2>, true>"
+    "(FlashsciBackwardParams, flashsci::sm75::BackwardPlan, unsigned int)": (32, "32 x 128", "backward keys"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_instances_are_known_by_the_names_that_profilers_show(name):
+    (found,) = races.launched([name], "bfloat16" if "sm75" not in name else "float16")
+    assert (found.head_dim, found.tile, found.variant) == NAMES[name]
+    assert found in races.instances()
+
+
+def _symbols() -> list[str]:
+    """Of the kernels in the built library, for sm_90 and Turing."""
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if backend.library_path() is None or shutil.which("c++filt") is None or not tool.is_file():
+        pytest.skip("no library, no cuobjdump or no c++filt")
+    dump = subprocess.run(
+        [str(tool), "-symbols", str(backend.library_path())], capture_output=True, text=True
+    ).stdout
+    found: dict[str, None] = {}
+    arch = ""
+    for line in dump.splitlines():
+        if matched := re.match(r"arch = sm_(\d+)", line):
+            arch = matched[1]
+        elif (matched := re.search(r"STO_ENTRY\s+(_Z\w+)", line)) and arch in ("90", "75"):
+            found[matched[1]] = None
+    return list(found)
+
+
+def test_every_kernel_in_the_library_is_in_the_table():
+    """By symbol, and by the name that a profiler shows for it."""
+    symbols = _symbols()
+    if not symbols:
+        pytest.skip("cuobjdump finds no kernels in this library")
+    shown = subprocess.run(
+        ["c++filt"], input="\n".join(symbols), capture_output=True, text=True
+    ).stdout.splitlines()
+    table = races.resources().TABLE.read_text(encoding="utf-8")
+    _, rows = races.resources().read_table(table)
+    known = {(r["unit"][:4], r["head dim"], r["tile (rows x keys)"], r["variant"]) for r in rows}
+    for symbol, name in zip(symbols, shown, strict=True):
+        dtype = next((d for s, d in races.DTYPES.items() if f"_{s}_" in symbol), "float32")
+        for given in (symbol, name):
+            (instance,) = races.launched([given], dtype)
+            key = (instance.generation, str(instance.head_dim), instance.tile, instance.variant)
+            assert key in known, (given, instance)
+
+
+# --- the test of the test ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    """tests/gpu/test_races.py on the CPU, with a few repeats."""
+    spec = importlib.util.spec_from_file_location("races_on_cpu", ROOT / "tests/gpu/test_races.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, value in (("REPEATS", 4), ("DEVICE", torch.device("cpu")), ("ON_GPU", False)):
+        monkeypatch.setattr(module, name, value)
+    dense = [
+        Shape("many", 2, 4, 2, 20, 16),
+        Shape("empty rows first", 1, 2, 1, 40, 16, lower_right=True),
+        Shape("partly judged", 3, 2, 2, 40, 16, lower_right=True, forward_only=True, judged=1),
+        Shape("empty rows last", 1, 2, 1, 40, 16, window=(3, 2)),
+    ]
+    packed = [
+        Shape("packed", 1, 2, 1, 22, 20, lens_q=(0, 5, 0, 17, 0), lens_k=(0, 0, 4, 16, 0)),
+        Shape("one", 1, 1, 1, 5, 7, lens_q=(5,), lens_k=(7,), known=True),
+    ]
+    monkeypatch.setattr(
+        races,
+        "shapes",
+        lambda call, _: (
+            packed
+            if call.packed
+            else [s for s in dense if not (s.judged and (call.bias or call.mask))]
+        ),
+    )
+    return module
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        dict(causal=True),
+        dict(packed=True, causal=True),
+        dict(bias="shared", bias_fp32=True, mask="keys"),
+        dict(softcap=True),
+        dict(bias="own", mask="own", softcap=True, causal=True),
+    ],
+    ids=str,
+)
+def test_honest_results_pass(harness, kind):
+    harness.run_call(Call("reference", "bfloat16", 16, 8, **kind))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        ("out", "many: out differs in 1 of 4 repeats"),
+        ("dk", "many, in turns: dk differs in 1 of 4 repeats"),
+        ("dq", "many, any order: dq is off by nan"),
+        ("first", "many: out: "),
+    ],
+)
+def test_a_single_wrong_repeat_is_found(harness, monkeypatch, tensor, words):
+    """One element, once: of the forward, of the backward in turns, of the other; and in the first run."""
+    calls = {"forward": 0, "backward": 0}
+    wrong = {
+        "first": ("forward", 1),
+        "out": ("forward", 4),
+        "dk": ("backward", 4),
+        "dq": ("backward", 8),
+    }
+    kind, time = wrong[tensor]  # backwards: in any order, in turns, four of these, four of those
+
+    def now(of):
+        calls[of] += 1
+        return of == kind and calls[of] == time
+
+    def forward(*arguments):
+        out, lse = reference.forward(*arguments)
+        if now("forward"):
+            out[0, 0, 3, 2] += 1.0
+        return out, lse
+
+    def backward(*arguments):
+        dq, dk, *others = reference.backward(*arguments)
+        if now("backward"):
+            (dk if tensor == "dk" else dq)[0, 0, 3, 2] = torch.nan
+        return dq, dk, *others
+
+    class Wrong(harness.registry.Backend):
+        def load(self):
+            return SimpleNamespace(forward=forward, backward=backward, unavailable=lambda: None)
+
+    monkeypatch.setitem(harness.registry.BACKENDS, "wrong", Wrong("wrong", ""))
+    with pytest.raises(AssertionError, match=re.escape(words)):
+        harness.run_call(Call("wrong", "bfloat16", 16, 8, causal=True))

@@ -1,0 +1,403 @@
+"""What tests/gpu/test_races.py runs: for every kernel instance of the library the calls that launch it, and their shapes.
+
+The instances are those of reports/resources.md, the table that ptxas' report of every unit becomes (a test keeps
+it current): a kernel that is added there without a call here is an error, wherever there is no GPU, too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[1]
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+PAIRS = ("own", "shared", "keys")
+
+
+@cache
+def resources() -> ModuleType:
+    """scripts/resources.py, which knows kernels by their symbols."""
+    spec = importlib.util.spec_from_file_location("resources", ROOT / "scripts" / "resources.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["resources"] = module  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A row of the table: a compiled kernel."""
+
+    generation: str  # sm90, sm80 or sm75
+    kind: str  # forward or backward
+    dtype: str
+    head_dim: int
+    tile: str
+    variant: str
+
+
+def instances(text: str | None = None) -> list[Instance]:
+    """Those that a Hopper device launches; sm75's run there from their PTX, whatever they were tuned for."""
+    table = resources()
+    _, rows = table.read_table(text or table.TABLE.read_text(encoding="utf-8"))
+    found: dict[Instance, None] = {}
+    for row in rows:
+        matched = re.fullmatch(r"(sm\d+)/([a-z]+)_(\w+)\.cu", row["unit"])
+        if matched is None:
+            raise ValueError(f"{row['unit']} is no unit such as sm90/forward_bf16.cu")
+        generation, kind, dtype = matched.groups()
+        if generation == "sm75" or (row["sm"] == "90" and "9.0" in row["runs on"].split(", ")):
+            dim = int(row["head dim"])
+            tile, variant = row["tile (rows x keys)"], row["variant"]
+            found[Instance(generation, kind, DTYPES[dtype], dim, tile, variant)] = None
+    return list(found)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a launcher chooses kernels by, but for sizes. Forward, and where there is one backward, in turns or not."""
+
+    generation: str  # or a backend that has none: triton
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    packed: bool = False
+    causal: bool = False
+    softcap: bool = False
+    bias: str | None = None  # own: [B, Hq, Sq, Sk]; shared: [1, Hq, Sq, Sk]; keys: [B, 1, 1, Sk]
+    bias_fp32: bool = False
+    mask: str | None = None  # own, keys
+    decoding: bool = False
+
+    def __str__(self) -> str:
+        words = (
+            self.generation,
+            self.dtype,
+            f"d{self.head_dim}",
+            f"v{self.head_dim_v}",
+            *(n for n in ("packed", "causal", "softcap", "decoding") if getattr(self, n)),
+            f"bias_{self.bias}{'_fp32' * self.bias_fp32}" if self.bias else "",
+            f"mask_{self.mask}" if self.mask else "",
+        )
+        return "-".join(filter(None, words))
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the generation has kernels for its gradients (csrc/*/backward*.cuh)."""
+        widest = max(self.head_dim, self.head_dim_v)
+        if not self.generation.startswith("sm"):
+            return True
+        if self.generation != "sm90":
+            return widest <= 128 or (self.generation == "sm80" and self.dtype != "float32")
+        if self.bias is None and self.mask is None:
+            return self.head_dim % 8 == self.head_dim_v % 8 == 0
+        both = self.mask == "own" and self.bias in ("own", "shared")
+        fits = widest <= 128 and not self.softcap
+        return fits and (not both or (self.bias_fp32 and widest <= 64))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one call."""
+
+    name: str
+    batch: int
+    heads: int
+    heads_k: int
+    seq_q: int
+    seq_k: int
+    lens_q: tuple[int, ...] = ()
+    lens_k: tuple[int, ...] = ()
+    known: bool = False  # the longest sequences are said
+    window: tuple[int, int] = (-1, -1)  # of calls that are not causal
+    lower_right: bool = False
+    forward_only: bool = False
+    judged: int | None = (
+        None  # so many batch entries are judged, the others held against plain fp32
+    )
+
+
+def shapes(call: Call, processors: int) -> Iterator[Shape]:
+    """Many short tiles, empty ones first and last, one tile, one more than multiprocessors, and rings that go round.
+
+    Keys are multiples of 16, for TMA's sake; rows are not.
+    """
+    more = processors + 1
+    if call.decoding:  # runs of key blocks that end within a sequence
+        yield Shape("many", 3 * processors // 4, 8, 2, 1, 320)
+        yield Shape("one", 1, 1, 1, 1, 288)
+        yield Shape("one more than processors", 1, more, more, 2, 272, lower_right=True)
+        yield Shape("long", 2, 4, 2, 3, 1200, lower_right=True)
+        return
+    if call.packed:
+        lens_q = (0, 0, 70, 1, 0, 200, 33, 129, 5, 64, 0, 130, 17, 0)
+        lens_k = (0, 9, 40, 1, 7, 48, 0, 136, 20, 64, 3, 33, 2, 0)
+        heads = -(-processors // 6) * 2
+        packed = replace(Shape("many", 1, heads, heads // 2, 0, 0), lower_right=True)
+        yield _packed(packed, lens_q, lens_k)
+        yield _packed(replace(packed, name="mostly empty", lower_right=False), (0, 0, 0, 0, 41, 0, 0, 0, 0), (0, 0, 5, 0, 9, 0, 0, 30, 0))  # fmt: skip
+        yield _packed(Shape("one", 1, 1, 1, 0, 0, known=True), (16,), (32,))
+        yield _packed(Shape("one more than processors", 1, more, more, 0, 0), (40,), (48,))
+        yield _packed(Shape("long", 1, 6, 3, 0, 0), (330, 0, 200, 40), (528, 30, 0, 700))
+        return
+    batch = -(-processors * 3 // 8)  # 1.5 heads a processor, of two tiles each at least
+    yield Shape("many", batch, 4, 2, 200, 48)
+    if call.generation == "sm90":  # CTAs that take tile after tile
+        yield Shape("few keys, short rows", 2 * batch, 4, 4, 24, 16)
+    yield Shape("one", 1, 1, 1, 16, 32)
+    yield Shape("one more than processors", 1, more, more, 40, 48)
+    yield Shape("two tiles of keys", 2 * batch // 3, 4, 2, 72, 144, lower_right=True)
+    yield Shape("long", 2, 4, 2, 330, 528)
+    if call.causal:
+        # Of causal rows that end with the keys the first see nothing, and of keys that outnumber rows the last are
+        # seen by none; a window that ends before the rows do leaves the last rows nothing.
+        yield Shape("empty rows first", 16, 4, 2, 520, 144, lower_right=True)
+        yield Shape("empty keys last", 16, 4, 2, 136, 528)
+        yield Shape("empty rows last", 16, 4, 2, 520, 144, window=(16, 16))
+        # The output of one tile leaves while that of the next is staged.
+        if call.generation == "sm90" and not (call.bias or call.mask):
+            yield Shape(
+                "short tiles one after the other", 60, 4, 4, 1024, 128,
+                lower_right=True, forward_only=True, judged=4,
+            )  # fmt: skip
+
+
+def _packed(shape: Shape, lens_q: tuple[int, ...], lens_k: tuple[int, ...]) -> Shape:
+    return replace(shape, lens_q=lens_q, lens_k=lens_k, seq_q=sum(lens_q), seq_k=sum(lens_k))
+
+
+def calls_of(instance: Instance) -> list[Call]:
+    """The calls that launch an instance, in some of their shapes.
+
+    Raises:
+        KeyError: nothing here launches it.
+    """
+    unit = f"{instance.generation}/{instance.kind}" + "_fp32" * (instance.dtype == "float32")
+    found = list(_UNITS[unit](instance)) if unit in _UNITS else []
+    if not found:
+        raise KeyError(
+            f"tests/race_cases.py has no call for {instance}; say there which calls launch such kernels"
+        )
+    return found
+
+
+def all_calls() -> list[Call]:
+    """Of all instances, in the table's order, then some that no instance asks for."""
+    found = dict.fromkeys(call for instance in instances() for call in calls_of(instance))
+    return list(found | dict.fromkeys(_others()))
+
+
+def _others() -> Iterator[Call]:
+    for dtype in ("float16", "bfloat16"):
+        # The last box of values holds 32 or 8 columns of 64.
+        yield Call("sm90", dtype, 160, 160, causal=True)
+        yield Call("sm90", dtype, 192, 136, causal=True)
+        yield Call("sm90", dtype, 80, 72, packed=True, causal=True)
+        yield Call("sm90", dtype, 40, 40, bias="shared", mask="keys")
+    for dtype, dim in (("bfloat16", 64), ("float16", 128), ("float32", 32)):
+        yield Call("triton", dtype, dim, dim, causal=True)
+        yield Call("triton", dtype, dim, dim, packed=True, causal=True)
+        yield Call("triton", dtype, dim, dim, bias="shared", bias_fp32=True)
+
+
+def _sm90_forward(instance: Instance) -> Iterator[Call]:
+    dim, variant = instance.head_dim, instance.variant
+    call = Call("sm90", instance.dtype, dim, dim)
+    if variant == "bias or mask":
+        yield replace(call, bias="own")
+        yield replace(call, bias="shared", bias_fp32=True, causal=True)
+        if dim > 32:  # masks are left to sm80 there
+            yield replace(call, bias="shared", mask="keys")
+            yield replace(call, bias="keys", bias_fp32=True, mask="own")
+            yield replace(call, mask="own", causal=True)
+    elif variant in ("decoding", "combine"):
+        yield replace(call, decoding=True)
+    elif found := re.fullmatch(r"(?:v (\d+) )?(full|window)( softcap)?( packed)?", variant):
+        values, window, softcap, packed = found.groups()
+        yield replace(
+            call,
+            head_dim_v=int(values or dim),
+            causal=window == "window",
+            softcap=softcap is not None,
+            packed=packed is not None,
+        )
+
+
+def _sm90_backward(instance: Instance) -> Iterator[Call]:
+    dim = instance.head_dim
+    found = re.fullmatch(
+        r"(?:v (?P<v>\d+) ?)?(?P<rows>finish|prepare)? ?(?P<pairs>bias or mask|fp32 bias or mask by pairs)? ?"
+        r"(?P<packed>packed)? ?(?P<softcap>softcap)? ?(tile after tile)?|dense",
+        instance.variant,
+    )
+    if found is None:
+        return
+    dim_v = int(found["v"] or dim)
+    call = Call("sm90", instance.dtype, dim, dim_v, packed=found["packed"] is not None)
+    # Head dims up to 64: blocks of 64 rows are those of softcap, of 128 all others'.
+    halves = (dim, dim_v) == (64, 64) and instance.tile.startswith("64 ")
+    if found["pairs"] == "bias or mask":
+        yield replace(call, bias="own")
+        yield replace(call, bias="shared", causal=True)
+        yield replace(call, bias="keys", mask="keys")
+    elif found["pairs"] is not None:
+        yield replace(call, bias="own", bias_fp32=True, mask="keys")
+        yield replace(call, bias="shared", bias_fp32=True, causal=True)
+        yield replace(call, mask="own")
+        if dim <= 64 and dim_v <= 64:
+            yield replace(call, bias="own", bias_fp32=True, mask="own")
+    elif found["softcap"] or halves:
+        yield replace(call, softcap=True, causal=True)
+    else:
+        yield replace(call, causal=call.packed)
+        yield replace(call, causal=True)
+
+
+def _plain(call: Call, dims: int) -> Iterator[Call]:
+    """Calls without pairs, which one kernel of sm80 or sm75 serves; dims: of q, k and v."""
+    call = replace(call, head_dim=dims, head_dim_v=dims)
+    yield replace(call, causal=True)
+    yield replace(call, packed=True, causal=True)
+
+
+def _older_forward(instance: Instance) -> Iterator[Call]:
+    """sm80 and sm75, 16 bits."""
+    dim = instance.head_dim
+    call = Call(instance.generation, instance.dtype, dim, dim)
+    odd = replace(call, head_dim=dim - 3, head_dim_v=dim - 5)
+    if instance.variant == "16-byte rows":
+        yield from _plain(call, dim)
+    elif instance.variant == "any rows":
+        yield from _plain(call, dim - 3)
+    elif instance.variant in ("16-byte rows, any bias or mask", "16-byte rows, bias or mask"):
+        yield replace(call, bias="shared", causal=True)
+        yield replace(call, bias="own", bias_fp32=True, mask="own")
+    elif instance.variant in ("any rows, any bias or mask", "any rows, bias or mask"):
+        yield replace(odd, bias="own")
+        yield replace(odd, bias="shared", bias_fp32=True, mask="keys", causal=True)
+    elif found := re.fullmatch(r"16-byte rows, (16-bit|fp32) bias(, two members)?", instance.variant):  # fmt: skip
+        fp32, two = found[1] == "fp32", found[2] is not None
+        yield replace(call, bias="shared" if two else "own", bias_fp32=fp32)
+        if not two:
+            yield replace(call, bias="own", bias_fp32=fp32, mask="keys")
+
+
+def _older_backward(instance: Instance) -> Iterator[Call]:
+    dim, variant = instance.head_dim, instance.variant
+    call = Call(instance.generation, instance.dtype, dim or 64, dim or 64)
+    if variant in ("backward, plain 16-byte rows", "backward keys, plain 16-byte rows", "backward queries, plain 16-byte rows", "statistics", "dq"):  # fmt: skip
+        yield from _plain(call, call.head_dim)
+        if not dim:  # whatever the tiles
+            yield replace(call, softcap=True)
+    elif variant in ("backward pairs", "backward keys", "backward queries"):
+        yield replace(call, bias="own", causal=True)
+        yield replace(call, bias="shared", mask="keys")
+        yield from _plain(call, call.head_dim - 3)
+    elif variant in ("bias gradient", "bias sum"):
+        yield replace(call, bias="shared", mask="keys")
+        yield replace(call, bias="keys", bias_fp32=True)
+        yield replace(call, bias="own", bias_fp32=True, softcap=True)
+
+
+def _fp32_forward(instance: Instance) -> Iterator[Call]:
+    dim = instance.head_dim
+    call = Call("sm80", "float32", dim, dim)
+    if instance.variant == "any rows":
+        yield from _plain(call, dim)
+        yield replace(call, head_dim=dim - 3, head_dim_v=dim - 5, softcap=True)
+    elif instance.variant == "any rows, bias or mask":
+        yield replace(call, bias="own", causal=True)
+        yield replace(call, bias="shared", mask="keys")
+        yield replace(call, mask="own")
+
+
+def _fp32_backward(instance: Instance) -> Iterator[Call]:
+    dim = instance.head_dim or 32
+    call = Call("sm80", "float32", dim, dim)
+    variant = instance.variant.removesuffix(", bias or mask")
+    pairs = variant != instance.variant
+    if variant in ("short rows of keys", "statistics"):
+        yield from _plain(call, dim)
+        yield replace(call, bias="own", mask="keys")
+    elif variant in ("keys", "queries", "keys, dk", "keys, dv"):
+        if pairs:
+            yield replace(call, bias="own", causal=True)
+            yield replace(call, bias="shared", mask="own")
+        else:
+            yield from _plain(call, dim)
+    elif variant in ("bias gradient", "bias sum"):
+        yield replace(call, bias="shared", mask="keys")
+        yield replace(call, bias="keys")
+        yield replace(call, bias="own", softcap=True)
+
+
+_UNITS = {
+    "sm90/forward": _sm90_forward,
+    "sm90/backward": _sm90_backward,
+    "sm80/forward": _older_forward,
+    "sm80/backward": _older_backward,
+    "sm80/forward_fp32": _fp32_forward,
+    "sm80/backward_fp32": _fp32_backward,
+    "sm75/forward": _older_forward,
+    "sm75/backward": _older_backward,
+}
+
+
+# --- which instances were launched -------------------------------------------------------------
+
+
+def launched(names: Iterable[str], dtype: str) -> set[Instance]:
+    """The instances of kernel names, as profilers show them, in calls of one dtype."""
+    found = set()
+    for name in names:
+        symbol = name if name.startswith("_Z") else symbol_of(name)
+        generation = re.search(r"4(sm\d\d)", symbol)
+        if generation is None:
+            continue
+        kind = "forward" if re.search(r"\d(forward_|decode_)", symbol) else "backward"
+        suffix = next(s for s, d in DTYPES.items() if d == dtype)
+        unit = f"{generation[1]}/{kind}_{suffix}.cu"
+        kernel = resources().Kernel(unit, 90, symbol, 0, 0, 0, 0)
+        dim, rows, keys, *_ = kernel.tiling or (0, 0, 0)
+        tile = f"{rows} x {keys}"
+        found.add(Instance(generation[1], kind, dtype, dim, tile, kernel.variant))
+    return found
+
+
+def symbol_of(name: str) -> str:
+    """A demangled kernel name as a symbol again, as far as scripts/resources.py reads it (no substitutions, no
+    arguments)."""
+    name = name.removeprefix("void ").replace("(anonymous namespace)", "_GLOBAL__N_1")
+    code, _ = _encode(name, 0)
+    return "_Z" + code
+
+
+def _encode(text: str, at: int) -> tuple[str, int]:
+    """The code of the name, number or type that begins at `at`, and where it ends."""
+    if found := re.compile(r"\(([\w:]+)\)(-?\d+)").match(text, at):  # an enumerator
+        last = found[1].rsplit("::", 1)[-1]
+        return f"LNS0_{len(last)}{last}E{found[2]}E", found.end()
+    if found := re.compile(r"true|false").match(text, at):
+        return f"Lb{int(found[0] == 'true')}E", found.end()
+    if found := re.compile(r"(-?\d+)[ul]*").match(text, at):
+        return f"Li{found[1]}E", found.end()
+    found = re.compile(r"[\w:]+").match(text, at)
+    if found is None:
+        raise ValueError(f"{text!r} is no kernel name (at {at})")
+    parts, end, arguments = found[0].split("::"), found.end(), ""
+    if text[end : end + 1] == "<":
+        end += 1
+        while text[end] != ">":
+            code, end = _encode(text, end)
+            arguments += code
+            end = re.compile(r"[, ]*").match(text, end).end()
+        end, arguments = end + 1, f"I{arguments}E"
+    head = "".join(f"{len(part)}{part}" for part in parts[:-1]) if at == 0 else "S0_"
+    return f"N{head}{len(parts[-1])}{parts[-1]}{arguments}E", end
