@@ -74,7 +74,8 @@ def attention(
             is unbounded.
         align: where the diagonal of causal and window lies when Sq != Sk: "upper_left" (as SDPA) or
             "lower_right" (as flash-attn: the last query sees the last key).
-        scale: factor of q k^T; default ``1 / sqrt(D)``.
+        scale: factor of q k^T; default ``1 / sqrt(D)``. A number, as softcap and dropout_p: a learned
+            temperature multiplies q, which keeps its gradient.
         softcap: bounds scores to ``softcap * tanh(scores / softcap)`` before the bias; None or 0
             for none.
         dropout_p: probability of dropping an entry of P, in [0, 1).
@@ -97,7 +98,7 @@ def attention(
         and zero gradients.
 
     Raises:
-        TypeError: dtypes that do not fit (a bool bias: use ``mask``).
+        TypeError: dtypes that do not fit (a bool bias: use ``mask``), options of another type.
         ValueError: shapes, devices or options that do not fit.
         BackendError: the backend asked for cannot serve the call; its message says which can.
 

@@ -26,7 +26,7 @@ _known: set[tuple[Any, ...]] = set()
 
 
 def _kind(x: Tensor | None) -> Any:
-    return None if x is None else (x.shape, x.dtype, x.device)
+    return None if x is None else (x.shape, x.dtype, x.get_device())
 
 
 def _shapes(**tensors: Tensor) -> str:
@@ -155,70 +155,14 @@ def _check_results(
             _same(name, x, q.shape[:-1], (statistics_dtype(q.dtype),), q)
 
 
-def _check_scalars(
-    seed: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, scale: float, softcap: float, window_left: int,
-    window_right: int, lower_right: bool, dropout_p: float, precision: str, deterministic: bool,
-) -> None:  # fmt: skip
-    if not -math.inf < scale < math.inf:
-        raise ValueError(f"flashsci: scale must be finite, got {scale}")
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"flashsci: softcap must be >= 0 and finite, got {softcap}")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"flashsci: dropout_p must be in [0, 1), got {dropout_p}")
-    if dropout_p and seed is None:
-        raise ValueError("flashsci: dropout needs a dropout_seed")
-    if precision not in PRECISIONS:
-        raise ValueError(f"flashsci: precision must be one of {PRECISIONS}, got {precision!r}")
-
-
-def _checked(
-    tensors: Sequence[Any], extra: Sequence[Tensor | None], check: Callable[[], None]
-) -> list[Any]:
-    """ops.TENSORS as kernels read them, after ``check``, which also sees ``extra``, unless it is known to pass."""
-    key = (*map(_kind, tensors), *map(_kind, extra))
-    if key not in _known:
-        _check_inputs(*tensors)
-        check()
-        if len(_known) >= 4096:
-            _known.clear()
-        _known.add(key)
-    found = list(tensors)
-    for i in (0, 1, 2):
-        if found[i].stride(-1) != 1:
-            found[i] = found[i].contiguous()
-    for i in (6, 7, 8, 9):
-        if found[i] is not None:
-            found[i] = found[i].contiguous()
-    return found
-
-
-def forward(kernels: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernels`` (host.forward) behind the checks."""
-
-    def op(*arguments: Any) -> Any:
-        tensors, scalars = arguments[:_COUNT], arguments[_COUNT:]
-        _check_scalars(tensors[9], *scalars)
-        return kernels(*_checked(tensors, (), lambda: None), *scalars)
-
-    return op
-
-
-def backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
-    """host.backward behind the checks."""
-
-    def op(*arguments: Any) -> Any:
-        dout, dlse, *tensors = arguments[: 2 + _COUNT]
-        out, lse, *scalars, need = arguments[2 + _COUNT :]
-        _check_scalars(tensors[9], *scalars)
-        q, v = tensors[0], tensors[2]
-
-        def check() -> None:
-            _check_results(q, v, {"dout": dout, "out": out}, {"dlse": dlse, "lse": lse})
-
-        checked = _checked(tensors, (dout, dlse, out, lse), check)
-        return kernels(dout, dlse, *checked, out, lse, *scalars, need)
-
-    return op
+def _check_scalars(seed: Tensor | None, scalars: Sequence[Any]) -> None:
+    """ops.SCALARS, of which the longest lengths are hints: any will do."""
+    _, _, scale, softcap, _, _, _, dropout_p, precision = scalars[:9]
+    _need(-math.inf < scale < math.inf, f"scale must be finite, got {scale}")
+    _need(0 <= softcap < math.inf, f"softcap must be >= 0 and finite, got {softcap}")
+    _need(0 <= dropout_p < 1, f"dropout_p must be in [0, 1), got {dropout_p}")
+    _need(not dropout_p or seed is not None, "dropout needs a dropout_seed")
+    _need(precision in PRECISIONS, f"precision must be one of {PRECISIONS}, got {precision!r}")
 
 
 def _check_tangents(tangents: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> None:
@@ -231,19 +175,78 @@ def _check_tangents(tangents: Sequence[Tensor | None], tensors: Sequence[Tensor 
             _same(f"the tangent of {name}", x, like.shape, (like.dtype,), q)
 
 
+def _checked(
+    tensors: Sequence[Any],
+    scalars: Sequence[Any],
+    tangents: Sequence[Tensor | None] = (),
+    of_out: tuple[Tensor | None, ...] = (),
+    of_lse: tuple[Tensor | None, ...] = (),
+) -> Sequence[Any]:
+    """ops.TENSORS as kernels read them. Raises for what does not fit, unless a call of these kinds did fit.
+
+    ``of_out`` is out and dout, ``of_lse`` lse and dlse, where the op has them.
+    """
+    q, k, v, bias, weight, mask, cu_q, cu_k, bias_offsets, seed = tensors
+    # Written out: this is most of what a small call pays.
+    key = (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(),
+        None if bias is None else _kind(bias),
+        None if weight is None else _kind(weight),
+        None if mask is None else _kind(mask),
+        None if cu_q is None else (_kind(cu_q), _kind(cu_k)),
+        None if bias_offsets is None else _kind(bias_offsets),
+        None if seed is None else _kind(seed),
+        *[None if x is None else _kind(x) for x in (*tangents, *of_out, *of_lse)],
+        *scalars[2:9],
+    )  # fmt: skip
+    if key not in _known:
+        _check_inputs(*tensors)
+        _check_scalars(seed, scalars)
+        _check_tangents(tangents, tensors)
+        _check_results(
+            q,
+            v,
+            dict(zip(("out", "dout"), of_out, strict=False)),
+            dict(zip(("lse", "dlse"), of_lse, strict=False)),
+        )
+        if len(_known) >= 4096:
+            _known.clear()
+        _known.add(key)
+    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and cu_q is None and seed is None:
+        return tensors
+    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    vectors = (None if x is None else x.contiguous() for x in (cu_q, cu_k, bias_offsets, seed))
+    return *rows, bias, weight, mask, *vectors
+
+
+def forward(kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernels`` (host.forward) behind the checks."""
+
+    def op(*arguments: Any) -> Any:
+        tensors, scalars = arguments[:_COUNT], arguments[_COUNT:]
+        return kernels(*_checked(tensors, scalars), *scalars)
+
+    return op
+
+
+def backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """host.backward behind the checks."""
+
+    def op(dout: Tensor | None, dlse: Tensor | None, *arguments: Any) -> Any:
+        tensors, (out, lse, *scalars) = arguments[:_COUNT], arguments[_COUNT:]
+        checked = _checked(tensors, scalars, (), (out, dout), (lse, dlse))
+        return kernels(dout, dlse, *checked, out, lse, *scalars)
+
+    return op
+
+
 def jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
     """host_second.jvp behind the checks."""
 
     def op(*arguments: Any) -> Any:
         tangents, tensors = arguments[:5], arguments[5 : 5 + _COUNT]
         out, lse, *scalars = arguments[5 + _COUNT :]
-        _check_scalars(tensors[9], *scalars)
-
-        def check() -> None:
-            _check_tangents(tangents, tensors)
-            _check_results(tensors[0], tensors[2], {"out": out}, {"lse": lse})
-
-        checked = _checked(tensors, (*tangents, out, lse), check)
+        checked = _checked(tensors, scalars, tangents, (out,), (lse,))
         return kernels(*tangents, *checked, out, lse, *scalars)
 
     return op
@@ -253,22 +256,9 @@ def double_backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
     """host_second.double_backward behind the checks."""
 
     def op(*arguments: Any) -> Any:
-        tangents, dout, dlse, tensors = (
-            arguments[:5],
-            arguments[5],
-            arguments[6],
-            arguments[7 : 7 + _COUNT],
-        )
-        out, lse, *scalars, need = arguments[7 + _COUNT :]
-        _check_scalars(tensors[9], *scalars)
-
-        def check() -> None:
-            _check_tangents(tangents, tensors)
-            _check_results(
-                tensors[0], tensors[2], {"dout": dout, "out": out}, {"dlse": dlse, "lse": lse}
-            )
-
-        checked = _checked(tensors, (*tangents, dout, dlse, out, lse), check)
-        return kernels(*tangents, dout, dlse, *checked, out, lse, *scalars, need)
+        tangents, (dout, dlse) = arguments[:5], arguments[5:7]
+        tensors, (out, lse, *scalars) = arguments[7 : 7 + _COUNT], arguments[7 + _COUNT :]
+        checked = _checked(tensors, scalars, tangents, (out, dout), (lse, dlse))
+        return kernels(*tangents, dout, dlse, *checked, out, lse, *scalars)
 
     return op
