@@ -18,6 +18,8 @@ from flashsci.testing.second_order import Sized, second_order
 # Scores (their formula on absolute values) beyond which first-order allowances end: in fp32 they are exact to 2^-12 at best.
 FAR = 4096.0
 ROUNDINGS = 16.0  # of a score, in units of the internal precision, that such rows are allowed
+# A row whose every score is below may count as one without keys: in powers of two such scores overflow.
+LOWEST = -2e38
 UNIFORM = 3.0**-0.5  # standard deviation of a uniform error between -1 and 1
 
 
@@ -243,7 +245,9 @@ class Formula:
         shift = torch.where(visible & (w > 0), scores + logarithm - lse, -torch.inf).detach()
         error = ROUNDINGS * internal * scores_abs
         reached = shift + error > -40  # keys that may have a share at all
-        far = (reached & (scores_abs > FAR)).any(-1, keepdim=True)
+        # Scores that overflow in powers of two: such a row may count as one without keys.
+        lowest = ~empty & (top < LOWEST)
+        far = (reached & (scores_abs > FAR)).any(-1, keepdim=True) | lowest
         self.large = bool((~empty & (lse.abs() * unit > 1)).any())
         p_loose = lse_loose = worst = None
         if far.any():
@@ -251,15 +255,19 @@ class Formula:
             worst = worst.amax(-1, keepdim=True)
             most = torch.exp((shift + error + worst).clamp(max=0))
             moved = torch.maximum(most - p, p - torch.exp(shift - error - worst))
+            moved = torch.where(lowest, zero + 1, moved)
             # Its own roundings included.
             p_loose = (1 + 4 * ROUNDINGS * unit) * torch.where(far & visible, moved, zero)
-            lse_loose = torch.where(far, worst + ROUNDINGS * internal * lse.abs(), zero)
+            lse_loose = worst + ROUNDINGS * internal * lse.abs()
+            lse_loose = torch.where(far, torch.where(lowest, 2 * lse.abs(), lse_loose), zero)
         near = ~far
         lse = torch.where(far, lse, self.rounded(lse, internal))
         mean_abs = row(p * scores_abs)
         p_fine = p * (scores_abs + mean_abs) * near
         p_abs = p + tiny * visible
-        pr, pr_abs, pr_fine = self.rounded(p * b.keep), p_abs * b.keep, p_fine * b.keep
+        pr, pr_abs, pr_fine = p * b.keep, p_abs * b.keep, p_fine * b.keep
+        # P is rounded as it is, or before it is normalised: then where rows have equal ratios, their roundings are equal.
+        pr = self.rounded(self.rounded(pr), like=weights * b.keep)
         out_abs, out_fine = pr_abs @ v_abs, pr_fine @ v_abs
         out = self.rounded(pr @ v)
         self.values = {"out": out, "lse": torch.where(empty, -torch.inf, lse).squeeze(-1)}
@@ -292,7 +300,9 @@ class Formula:
         dp = b.keep * (b.dout @ turn(v))
         delta_abs = row(g_abs * out_abs) + dlse.abs()
         delta = row(b.dout * out) - dlse
-        e = p * (dp - delta)
+        # Kernels of wide heads have no room for P but in the inputs' dtype.
+        wide = max(b.q.shape[-1], b.v.shape[-1]) > 128
+        e = (self.rounded(p) if wide else p) * (dp - delta)
         u_abs = dp_abs + delta_abs
         # Where dout and dlse are zero there is nothing to round.
         e_abs = p * u_abs + tiny * (visible & (u_abs > 0))
@@ -393,13 +403,14 @@ class Formula:
                 }.get(name, unit)
                 self.values[name] = self.rounded(x.value, last)
 
-    def rounded(self, x: Tensor, unit: float | None = None) -> Tensor:
+    def rounded(self, x: Tensor, unit: float | None = None, like: Tensor | None = None) -> Tensor:
         """x with a perturbation, zero, that stands for its rounding to the precision ``unit``.
 
         Equal mantissas round equally, so they share a group; values that ``unit`` represents do not round at all.
+        ``like``: what is rounded in x's place, x times a factor of its row.
         """
         unit = self.unit if unit is None else unit
-        mantissa = torch.frexp(x.detach().abs()).mantissa
+        mantissa = torch.frexp((x if like is None else like).detach().abs()).mantissa
         key = torch.round(mantissa * (2**16 / unit))
         _, group = torch.unique(key, return_inverse=True)
         exact = key % 2**15 == 0

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from flashsci.registry import BackendError
-from flashsci.testing.bounds import LOWEST, Judge, evaluate
+from flashsci.testing.bounds import Judge, evaluate
 from flashsci.testing.cases import NUMBERS, PADDINGS, PLACES, Case, Variant
+from flashsci.testing.formula import LOWEST
 from flashsci.testing.inputs import Inputs, make_inputs
 from flashsci.testing.poison import poisoned_memory
 from flashsci.testing.traps import DTYPES, _require, trap
@@ -89,7 +90,9 @@ def _masked_as_numbers(device: torch.device, order: int) -> Iterator[tuple[Case,
                 lse_grad=i % 3 == 0,
                 tangents=tangents,
             )
-            size = (70, 150) if full else (18, 37)
+            size = (
+                (70, 152) if full else (18, 37)
+            )  # rows of 16 bytes: Hopper's kernels ask for them
             # Whole rows come with padding, whose dout is zero, and without.
             yield (
                 Case(

@@ -25,7 +25,7 @@ MISTAKES = (
 MODEL_MISTAKES = (
     "zero rows set the exponent of halves", "offset of exp2 rounded", "recomputed P beyond 1", "zero keys left out",
     "rows without dout not computed", "column block of the next tile", "gradient of an empty sum not written",
-    "least number hides a whole row", "padding reaches dv",
+    "number hides a whole row", "padding reaches dv",
 )  # fmt: skip
 
 SECOND_MISTAKES = (
@@ -135,7 +135,7 @@ def _block(b, dtype, wrong):
         scores[..., 0, -1] = -math.inf
     if wrong == "zero keys left out":
         scores = scores.masked_fill((k == 0).all(-1)[..., None, :], -math.inf)
-    if wrong == "least number hides a whole row":
+    if wrong == "number hides a whole row":
         scores = scores.masked_fill(scores < -1e8, -math.inf)
     keep = b.keep.float()
     top = (

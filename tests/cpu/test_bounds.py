@@ -136,7 +136,7 @@ def model_inputs(wrong, dtype, **fields):
         "rows without dout not computed": {"padding": "dout_tail"},
         "column block of the next tile": {},
         "gradient of an empty sum not written": {"lead": (0,)},
-        "least number hides a whole row": {"bias_number": "float32_min", "bias_number_at": "rows"},
+        "number hides a whole row": {"bias_number": "-1e30", "bias_number_at": "rows"},
         "padding reaches dv": {"padding": "dout_tail"},
     }[wrong]
     if "bias_number" in given:
