@@ -212,6 +212,9 @@ def _work(task: tuple[Any, ...]) -> tuple[str, Any]:
             found[backends[0]].fail(case, traceback.format_exc(limit=-3))
         for name, tally in found.items():
             merged[name].add(tally)
+        # Many processes share the device: what a judge of a large case took goes back.
+        if device == "cuda" and torch.cuda.memory_reserved() > 1 << 30:
+            torch.cuda.empty_cache()
     return kind, (len(cases), dict(merged), coverage)
 
 

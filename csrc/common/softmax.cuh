@@ -72,7 +72,7 @@ __device__ __forceinline__ bool is_large(float exponent) {
 // lowest numbers overflow in powers of two.
 __device__ __forceinline__ float lse_of_backward(float lse) {
   const float x = fminf(fmaxf(lse * kLog2e, -3.3e38f), 3.3e38f);
-  constexpr float kMargin = 1.f / (1 << 21);  // roundings of lse, its product and the scores
+  constexpr float kMargin = 1.f / (1 << 19);  // roundings of lse, its product and the scores' sums
   return is_large(x) ? fmaf(fabsf(x), -kMargin, x) : x;
 }
 

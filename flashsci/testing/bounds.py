@@ -248,6 +248,7 @@ class Judge:
             n: torch.zeros(1 + PROBES, dtype=torch.float64, device=x.device)
             for n, x in self.truth.items()
         }
+        cells = {n: torch.zeros_like(x) for n, x in self.truth.items()}
         self.loose: dict[str, Tensor] = {}
         self.tiny = torch.finfo(dtype).smallest_normal
         large = False
@@ -261,6 +262,8 @@ class Judge:
                     (fine, formula.fine),
                 ):
                     block.slot(name, whole[name]).copy_(part[name].detach())
+                if name in formula.subnormal:
+                    block.slot(name, cells[name]).copy_(formula.subnormal[name])
                 if name in formula.loose:
                     whole = self.loose.setdefault(name, torch.zeros_like(self.truth[name]))
                     block.slot(name, whole).copy_(formula.loose[name].detach())
@@ -283,15 +286,16 @@ class Judge:
             # Nothing is rounded better than to a subnormal number.
             least = self.tiny if truth.numel() and name not in ("lse", "gdlse", "tlse") else 0.0
             size = unit * (coarse[name] + least) + internal * fine[name]
-            # Sums in fp32 do not round independently: what they can do adds up.
+            # Sums in fp32 do not round independently: what they can do adds up. Nor do subnormal numbers.
             sums = internal * fine[name]
+            cell = unit * (cells[name] + least * (finite(truth).abs() < least))
             # One wait for the device, not one for each number.
             largest, square, along, across, sum_gain, fine_norm, sum_norm, difference = _numbers(
                 size.max() if size.numel() else size.sum(),
                 finite(truth).square().sum(),
                 variances[name][0].sqrt(),
                 variances[name][1:].mean().sqrt(),
-                (sums * finite(truth).abs()).sum(),
+                ((SUM_ROUNDINGS * sums + cell) * finite(truth).abs()).sum(),
                 fine[name].norm(),
                 sums.norm(),
                 self._beyond(name, _error(value[name], truth)).max()
@@ -300,7 +304,7 @@ class Judge:
             )
             self.floor[name] = FLOOR_ROUNDINGS * largest
             self.square[name] = square
-            gain = SIGMAS * along + SUM_ROUNDINGS * sum_gain
+            gain = SIGMAS * along + sum_gain
             self.gain_floor[name] = gain / square if square else 0.0
             norm = square**0.5
             self.vanishes[name] = norm <= 2.0**-40 * fine_norm

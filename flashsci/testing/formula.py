@@ -277,6 +277,13 @@ class Formula:
             "lse": ((mean_abs + lse.abs()) * near).squeeze(-1),
         }
         self.loose: dict[str, Tensor] = {}
+
+        def subnormal(x: Tensor) -> Tensor:
+            """One rounding cell, in units of ``unit``, where x is a subnormal number: all such may round the same way."""
+            return tiny * ((x.detach().abs() < tiny) & (x.detach() != 0)).to(x.dtype)
+
+        # Of the results whose products have such factors.
+        self.subnormal = {"out": subnormal(pr) @ v_abs}
         pr_loose = out_loose = None
         if p_loose is not None and lse_loose is not None:
             pr_loose = p_loose * b.keep
@@ -336,6 +343,11 @@ class Formula:
             for _, x, y in _terms(1.0, (pr, pr_abs, pr_abs + pr_fine), b.dout, g_abs)
         ]
         dbias = [] if b.bias is None else [x.sum_to_size(b.bias.shape) for x in (e, e_abs, e_fine)]
+        self.subnormal |= {
+            "dq": scale_abs * (subnormal(da) @ k_abs),
+            "dk": per_key(scale_abs * (turn(subnormal(da)) @ q_abs)),
+            "dv": per_key(turn(subnormal(pr)) @ g_abs),
+        }
         if p_loose is not None and pr_loose is not None:
             assert e_loose is not None and da_loose is not None
             self.loose |= {
@@ -428,18 +440,23 @@ class Formula:
         if not value.numel():
             return found
         leaves = [leaf for leaf, _ in self.leaves]
-        changes = torch.autograd.grad(
-            finite(value),
-            leaves,
-            directions,
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=True,
-        )
-        for change, (_, group) in zip(changes, self.leaves, strict=True):
-            if change is not None and group.numel():
-                sums = change.new_zeros(len(change), int(group.max()) + 1)
-                found += sums.index_add_(1, group.flatten(), change.flatten(1)).square().sum(1)
+        # All directions at once where they are small, else one by one: each takes the memory of all leaves.
+        together = len(directions) if sum(x.numel() for x in leaves) < 1 << 21 else 1
+        for begin in range(0, len(directions), together):
+            part = slice(begin, begin + together)
+            changes = torch.autograd.grad(
+                finite(value),
+                leaves,
+                directions[part],
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=True,
+            )
+            for change, (_, group) in zip(changes, self.leaves, strict=True):
+                if change is not None and group.numel():
+                    sums = change.new_zeros(len(change), int(group.max()) + 1)
+                    sums.index_add_(1, group.flatten(), change.flatten(1))
+                    found[part] += sums.square().sum(1)
         return found
 
 
