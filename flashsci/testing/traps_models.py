@@ -187,6 +187,26 @@ def shared_bias_gradient_of_an_empty_batch(backend: str, device: torch.device) -
     _require(backend, device, replace(case, lead=(2,), seq_k=0, bias_shape=(1, 1, 18, 1)))
 
 
+@trap()
+def wide_heads_in_fp32_with_mask_and_dropout(backend: str, device: torch.device) -> None:
+    """Together they are compiled into wrong code by Triton 3.6, unless products are IEEE."""
+    for dim, dim_v, softcap in ((256, 256, None), (200, 136, 15.0)):
+        variant = Variant(
+            head_dim=dim, head_dim_v=dim_v, mask=True, dropout=True, softcap=softcap is not None
+        )
+        case = Case(
+            seed=36,
+            variant=variant,
+            lead=(2,),
+            seq_q=33,
+            seq_k=40,
+            softcap=softcap,
+            dropout_p=0.2,
+            mask_shape=(2, 1, 33, 40),
+        )
+        _require(backend, device, case, dtypes=("float32",))
+
+
 @trap(cuda=True)
 def values_of_129_to_192(backend: str, device: torch.device) -> None:
     """Short tiles, the first of them empty, and a head dim of v of three store boxes: right, and the same bits 30 times."""

@@ -141,6 +141,9 @@ class Plan:
         steps = (self.head_dim, self.head_dim_v, *(s for stride in strides for s in stride[:-1]))
         vector = vector if all(s % vector == 0 for s in steps) else 1
         precise = products(precision, dtype, device.capability)
+        if mask is not None and dropout_p and max(self.head_dim, self.head_dim_v) > 128:
+            # Triton 3.6 makes wrong code of these together with TF32 products (sm_90): P of some keys is lost or misplaced.
+            precise = "ieee" if dtype == torch.float32 else precise
         d0, d1 = launch.head_chunks(self.head_dim, vector > 1, precise != "tf32x3")
         v0, v1 = launch.head_chunks(self.head_dim_v, vector > 1, precise != "tf32x3")
         self.strides = tuple(strides4(stride) for stride in strides)
