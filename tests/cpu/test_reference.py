@@ -21,6 +21,12 @@ def fp64_variants(varlen):
     ]  # fmt: skip
 
 
+def cases(*arguments, **limits):
+    """Generated ones whose masks as numbers leave the scores of whole rows their digits in fp64."""
+    for case in generate(*arguments, **limits):
+        yield replace(case, bias_number="-1e4") if case.bias_number else case
+
+
 def close(found, truth, what):
     torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-11, msg=lambda m: f"{what}: {m}")
 
@@ -28,7 +34,7 @@ def close(found, truth, what):
 @pytest.mark.parametrize("part", range(4))
 def test_dense_against_row_by_row(part):
     """Forward, lse and first derivatives over generated dense problems in fp64."""
-    for case in generate(100 + part, 25, fp64_variants(False), lengths=SMALL, score_limit=200):
+    for case in cases(100 + part, 25, fp64_variants(False), lengths=SMALL, score_limit=200):
         inputs = make_inputs(case).to(torch.float64)
         found = evaluate(inputs, "reference")
         leaves = {n: getattr(inputs, n).requires_grad_() for n in ("q", "k", "v")}
@@ -63,7 +69,7 @@ def test_dense_against_row_by_row(part):
 
 def test_packed_against_one_call_per_sequence():
     """varlen_attention is attention of each sequence by itself; biases and gradients included."""
-    for case in generate(7, 40, fp64_variants(True), lengths=(0, 1, 3, 5, 8), score_limit=2000):
+    for case in cases(7, 40, fp64_variants(True), lengths=(0, 1, 3, 5, 8), score_limit=2000):
         inputs = make_inputs(case).to(torch.float64)
         found = evaluate(inputs, "reference")
         start_q = start_k = pairs = 0
