@@ -126,7 +126,10 @@ def test_every_kernel_in_the_library_is_in_the_table():
     _, rows = races.resources().read_table(table)
     known = {(r["unit"][:4], r["head dim"], r["tile (rows x keys)"], r["variant"]) for r in rows}
     for symbol, name in zip(symbols, shown, strict=True):
-        dtype = next((d for s, d in races.DTYPES.items() if f"_{s}_" in symbol), "float32")
+        # By the unit's file (sm90) or the type that the kernel is a template of.
+        named = {"BFloat16": "bfloat16", "Float16": "float16"}
+        named = {f"_{s}_": d for s, d in races.DTYPES.items()} | named
+        dtype = next((d for mark, d in named.items() if mark in symbol), "float32")
         for given in (symbol, name):
             (instance,) = races.launched([given], dtype)
             key = (instance.generation, str(instance.head_dim), instance.tile, instance.variant)
