@@ -37,7 +37,7 @@ else:
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )  # fmt: skip
     settings.register_profile("flashsci", derandomize=True, **PROFILE)
-    settings.register_profile("flashsci-seeded", **PROFILE)
+    settings.register_profile("flashsci-seeded", derandomize=False, **PROFILE)
     settings.load_profile("flashsci")
 
 

@@ -26,7 +26,7 @@ __device__ __forceinline__ void poison_fill(uint32_t shared, int bytes, int thre
 
 __device__ __forceinline__ void poison_linger() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
-  asm volatile("nanosleep.u32 200;\n" ::: "memory");
+  __nanosleep(200);
 #endif
 }
 

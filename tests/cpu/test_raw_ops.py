@@ -1,6 +1,6 @@
 """Adversarial use of the raw ops, where there is no GPU: each call raises a clear error, and none reads beyond a tensor.
 
-tests/gpu/test_raw_ops.py has the same for CUDA tensors.
+tests/gpu/test_raw_ops_on_gpu.py has the same for CUDA tensors.
 """
 
 from __future__ import annotations
