@@ -1,19 +1,15 @@
-"""The command line: `backends`, `check`, `bench`, `report`. (`env` is in flashsci/env.py and needs
-none of this.)"""
+"""The command line: `backends`, `check`, `bench`, `report`, `env`. (`env` runs without any of this where
+packages are missing: flashsci/env.py.)"""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from flashsci.problem import Problem
@@ -99,7 +95,7 @@ def support(
     return matrix
 
 
-def _console() -> Console:
+def wide_console() -> Console:
     """Wide where there is no terminal to fit into: tables in log files should not wrap."""
     return Console() if sys.stdout.isatty() else Console(width=160)
 
@@ -141,7 +137,7 @@ def backends(
                 f"| {feature} | " + " | ".join("yes" if c == "yes" else "no" for c in cells) + " |"
             )
         return
-    console = _console()
+    console = wide_console()
     table = Table(title=f"flashsci on {where}", title_justify="left")
     table.add_column("feature (of fp16, D 64)")
     for name in BACKENDS:
@@ -157,13 +153,15 @@ def backends(
         console.print(f"[{number}] {name}: {reason}", markup=False, highlight=False)
 
 
-@app.command(
-    context_settings={
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "help_option_names": [],  # --help is the suite's own
-    }
-)
+# Options, --help among them, are those of what the command runs.
+_PASSED_ON = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
+
+
+@app.command(context_settings=_PASSED_ON)
 def check(context: typer.Context) -> None:
     """Run the correctness suite on this GPU and update reports/gpu-check.json."""
     from flashsci.check import main as run_check
@@ -171,171 +169,53 @@ def check(context: typer.Context) -> None:
     raise typer.Exit(run_check(context.args) or 0)
 
 
-@app.command()
-def bench(
-    suite: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated: headline, dense, dense-fp32, bias, tiny, varlen, order2, decode, "
-            "latency, all, cpu."
-        ),
-    ] = "",
-    case: Annotated[str, typer.Option(help="Comma-separated ids of single cases.")] = "",
-    backends: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated: triton, cuda, sdpa:flash, ..., flex, fa3, cueq, or ours, baselines."
-        ),
-    ] = "",
-    order: Annotated[
-        int, typer.Option(help="Highest derivative to time: 0 forward, 1 backward too.")
-    ] = 1,
-    dtype: Annotated[
-        str, typer.Option(help="Run the cases in this dtype instead: bf16, fp16, fp32.")
-    ] = "",
-    device: Annotated[
-        str, typer.Option(help="cuda or cpu; default: the GPU if there is one.")
-    ] = "",
-    seconds: Annotated[float, typer.Option(help="Measuring time per case and pass, about.")] = 1.0,
-    quick: Annotated[bool, typer.Option(help="A fifth of the time; for a first look.")] = False,
-    check: Annotated[
-        bool, typer.Option(help="Compare with fp64 first; no speed without it.")
-    ] = True,
-    base: Annotated[
-        str,
-        typer.Option(
-            help="Another revision, by git's name or as a folder: ours run twice, interleaved."
-        ),
-    ] = "",
-    fa3: Annotated[
-        str,
-        typer.Option(envvar="FLASHSCI_FA3", help="FlashAttention-3's library, for the peer fa3."),
-    ] = "",
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the records here.")
-    ] = None,
-) -> None:
-    """Time flashsci against its peers, interleaved launch by launch, after checking the results."""
-    from flashsci import bench as core
-
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if fa3:
-        os.environ["FLASHSCI_FA3"] = fa3
-
-    def listed(text: str) -> list[str]:
-        return [item.strip() for item in text.split(",") if item.strip()]
-
-    suites = listed(suite) or ([] if case else ["headline" if where.type == "cuda" else "cpu"])
-    console = _console()
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
-
-    def save(
-        records: list[dict],
-    ) -> None:  # after every case: a run that is cut short leaves a file
-        progress.advance(task)
-        if json_path:
-            json_path.parent.mkdir(parents=True, exist_ok=True)
-            json_path.write_text(json.dumps(records, indent=1) + "\n")
-
-    try:
-        cases = core.select(suites, listed(case))
-        if dtype:
-            cases = [core.in_dtype(c, dtype) for c in cases]
-        core.names_of(listed(backends), where)
-        with progress:
-            task = progress.add_task("", total=len(cases))
-            if where.type == "cuda":
-                core.compile_ahead(
-                    cases,
-                    listed(backends),
-                    where,
-                    order,
-                    base or None,
-                    on_step=lambda text: progress.update(task, description=text),
-                )
-            records = core.run(
-                cases,
-                listed(backends),
-                where,
-                order=order,
-                seconds=seconds / 5 if quick else seconds,
-                check=check,
-                base=base or None,
-                on_step=lambda text: progress.update(task, description=text),
-                on_case=save,
-            )
-    except core.BenchError as error:
-        raise typer.BadParameter(str(error)) from error
-    core.show(core.tables(records), console)
-    if json_path:
-        console.print(f"wrote {len(records)} records to {json_path}")
+@app.command(context_settings=_PASSED_ON)
+def bench(context: typer.Context) -> None:
+    """Time flashsci against its peers, results checked first (in a clone of the repository)."""
+    raise typer.Exit(_benchmarks(["bench", *context.args]))
 
 
-@app.command()
-def report(
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            exists=True,
-            dir_okay=False,
-            help="What `bench --json` wrote; default: all in benchmarks/.",
-        ),
-    ] = None,
-    markdown: Annotated[bool, typer.Option(help="Print Markdown tables.")] = False,
-    compare: Annotated[
-        bool, typer.Option(help="Two files, OLD and NEW: what changed between them.")
-    ] = False,
-    plots: Annotated[
-        Path | None,
-        typer.Option(help="Draw speed, error and standings as PNG files in this folder."),
-    ] = None,
-    write: Annotated[
-        bool, typer.Option(help="Rewrite the tables between markers in README.md and docs/.")
-    ] = False,
-) -> None:
-    """Show records of earlier benchmarks: as tables, plots, and in the documentation."""
-    from flashsci import bench as core
+@app.command(context_settings=_PASSED_ON)
+def report(context: typer.Context) -> None:
+    """Show benchmark records as tables and plots (in a clone of the repository)."""
+    raise typer.Exit(_benchmarks(["report", *context.args]))
+
+
+@app.command(context_settings=_PASSED_ON)
+def env(context: typer.Context) -> None:
+    """What is on this machine, what is missing, how to get it; works without torch and typer."""
+    from flashsci.env import main as run_env
+
+    raise typer.Exit(run_env(context.args))
+
+
+def _benchmarks(arguments: list[str]) -> int:
+    """Run a command of benchmarks/, the package of the repository that wheels do not carry."""
     from flashsci.digest import ROOT
 
-    console = _console()
-    files = files or sorted(ROOT.glob("benchmarks/results/*/*.json"))
-    if not files:
-        raise typer.BadParameter("no files given, and none in benchmarks/results")
-    read = [json.loads(path.read_text()) for path in files]
-    if compare:
-        if len(files) != 2:
-            raise typer.BadParameter(f"--compare takes two files, OLD and NEW, not {len(files)}")
-        found = [core.comparison(*read)]
-    else:
-        found = core.tables([record for records in read for record in records])
-    if markdown:
-        print("\n\n".join(f"**{table.title}**\n\n{core.markdown(table)}" for table in found))
-    else:
-        core.show(found, console)
-    if plots:
-        from flashsci.bench.plots import draw
+    if not (ROOT / "benchmarks" / "commands.py").is_file():
+        print(
+            f"flashsci: `{arguments[0]}` is not part of the installed package (it is in {ROOT}): cases, peers and\n"
+            "results are in benchmarks/ of the repository. Clone it, and run the same command in its folder.",
+            file=sys.stderr,
+        )
+        return 2
+    if str(ROOT) not in sys.path[:1]:  # before any other package of that name
+        sys.path.insert(0, str(ROOT))
+    from benchmarks.commands import main as run_command
 
-        for path in draw([record for records in read for record in records], plots):
-            console.print(f"drew {path}")
-    if write:
-        try:
-            changed = core.refresh(ROOT)
-        except core.BenchError as error:
-            raise typer.BadParameter(str(error)) from error
-        for page in changed:
-            console.print(f"rewrote the tables of {page.relative_to(ROOT)}")
+    return run_command(arguments)
+
+
+def run(commands: typer.Typer, arguments: list[str]) -> int:
+    """Run one command of an application; returns the exit status."""
+    try:
+        commands(args=arguments, prog_name="python -m flashsci")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
 
 
 def main(arguments: list[str]) -> int:
     """Run one command; returns the exit status."""
-    try:
-        app(args=arguments, prog_name="python -m flashsci")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    return 0
+    return run(app, arguments)

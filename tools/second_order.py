@@ -21,9 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashsci
-from flashsci.bench.cases import CASES
-from flashsci.bench.inputs import make_inputs
-from flashsci.bench.timer import host_time, interleave
+from benchmarks.cases import CASES
+from benchmarks.inputs import make_inputs
+from benchmarks.timer import host_time, interleave
 
 DEVICE = torch.device("cuda")
 TIMED = ("order2-bf16-s8192", "order2-fp32-s2048@tf32x3", "order2-fp32-s2048@tf32", "pet-train-d16", "crystals-mptrj", "order2-fp32-s128")  # fmt: skip

@@ -33,7 +33,7 @@ if not __package__:
     raise SystemExit("train.py is part of a package; run: python examples/force_field")
 
 import flashsci
-from flashsci.bench.timer import interleave
+from benchmarks.timer import interleave
 from force_field.data import KINDS, METALS, Batch, Sample, offsets, samples
 from force_field.md import Learned, constant_energy
 from force_field.model import ELEMENTS, Potential

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from flashsci import bench
-from flashsci.bench import ahead, candidates, cases, inputs, measure, timer
-from flashsci.bench.verify import Sample
+import benchmarks as bench
+from benchmarks import ahead, candidates, cases, inputs, measure, timer
+from benchmarks.verify import Sample
 
 CPU = torch.device("cpu")
 

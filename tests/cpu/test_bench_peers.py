@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import flashsci
-from flashsci.bench import Case, candidates, fa3, peers
-from flashsci.bench.inputs import Unsupported, make_inputs
+from benchmarks import Case, candidates, fa3, peers
+from benchmarks.inputs import Unsupported, make_inputs
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import benchmarks as bench
 import flashsci
-from flashsci import bench
+from benchmarks import revision
 from flashsci.backends import cuda
-from flashsci.bench import revision
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -135,7 +135,7 @@ def test_cuda_libraries_of_two_revisions(tmp_path):
     program = f"""
 import pathlib, torch
 from flashsci.backends import cuda
-from flashsci.bench import revision
+from benchmarks import revision
 library = pathlib.Path({str(library)!r})
 package = revision._renamed(pathlib.Path({str(ROOT)!r}), library, pathlib.Path({str(tmp_path)!r}))
 from flashold.backends import cuda as old

@@ -81,6 +81,28 @@ def test_commands_say_what_is_not_installed(monkeypatch, capsys):
     assert "pip install 'flashsci[cli]'" in capsys.readouterr().err
 
 
+def test_help_lists_every_command(capsys):
+    from flashsci import cli
+
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for command in ("backends", "check", "bench", "report", "env"):
+        assert f" {command} " in shown
+    assert cli.main(["bench", "--help"]) == 0
+    assert "--suite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["bench"], ["bench", "--help"], ["report", "--write"]])
+def test_an_installed_package_says_where_the_benchmarks_are(command, tmp_path, monkeypatch, capsys):
+    from flashsci import cli, digest
+
+    monkeypatch.setattr(digest, "ROOT", tmp_path)  # site-packages
+    assert cli.main(command) == 2
+    said = capsys.readouterr().err
+    assert f"`{command[0]}` is not part of the installed package" in said
+    assert str(tmp_path) in said and "Clone it" in said
+
+
 def test_backends_lists_features_and_reasons(capsys):
     from flashsci import cli
 

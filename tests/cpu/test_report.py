@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flashsci import bench, cli
-from flashsci.bench import ranking, report
+import benchmarks as bench
+from benchmarks import ranking, report
+from flashsci import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -142,8 +143,16 @@ def test_speed_where_memory_is_the_ceiling():
     near = record("decode-b1-s4096", "forward", "cuda", 1.0, gbps=3900.0, tflops=10.0)
     host = [record("small-call", "host", name, 16.0) for name in ("cuda", "sdpa:default")]
     first, second = report.standings([near, *host]).rows
-    assert first[4] == "3.9e+03 GB/s"
+    assert first[4] == "3900 GB/s"
     assert second[3:5] == ["16.0 us", "-"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2237.4, "2240"), (15.0, "15"), (65.25, "65.2"), (0.01234, "0.0123"), (1.5e7, "15000000")],
+)
+def test_numbers_have_no_exponent(value, text):
+    assert report._digits(value) == text
 
 
 def test_nothing_is_said_of_whoever_was_not_asked():
@@ -217,7 +226,7 @@ def test_tables_in_this_repository_are_what_the_results_say():
 
 def test_plots(tmp_path):
     pytest.importorskip("matplotlib")
-    from flashsci.bench.plots import draw
+    from benchmarks.plots import draw
 
     written = draw(RECORDS, tmp_path / "figures")
     assert [path.name for path in written] == [

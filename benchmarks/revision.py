@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from benchmarks.cases import BenchError
 from flashsci.backends import cuda
-from flashsci.bench.cases import BenchError
 from flashsci.digest import ROOT
 
 NAME, ALIAS = "flashsci", "flashold"

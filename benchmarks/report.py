@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mode
 
-from flashsci.bench import ranking
-from flashsci.bench.candidates import BASELINES
-from flashsci.bench.cases import BenchError
-from flashsci.bench.ranking import Record
+from benchmarks import ranking
+from benchmarks.candidates import BASELINES
+from benchmarks.cases import BenchError
+from benchmarks.ranking import Record
 
 _BETWEEN_MARKERS = re.compile(
     r"^(<!-- bench:begin (\w+) (\S+) -->\n)(.*?)(^<!-- bench:end -->$)", re.M | re.S
@@ -41,11 +41,16 @@ class Table:
     note: str = ""
 
 
+def _digits(value: float, count: int = 3) -> str:
+    """So many significant digits, never with an exponent: 2240, 65.3, 0.0123."""
+    return f"{float(f'{value:.{count}g}'):.12f}".rstrip("0").rstrip(".")
+
+
 def _time(record: Record | None) -> str:
     if record is None:
         return "-"
     us = ranking.median(record)
-    return f"{us:.1f} us" if us < 1000 else f"{us / 1000:.3g} ms"
+    return f"{us:.1f} us" if us < 1000 else f"{_digits(us / 1000)} ms"
 
 
 def _unit(record: Record) -> str:
@@ -56,7 +61,7 @@ def _unit(record: Record) -> str:
 
 
 def _speed(unit: str, value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g} {'TFLOP/s' if unit == 'tflops' else 'GB/s'}"
+    return "-" if value is None else f"{_digits(value)} {'TFLOP/s' if unit == 'tflops' else 'GB/s'}"
 
 
 def _share(percent: float | None) -> str:
@@ -81,8 +86,8 @@ def times(records: list[Record]) -> Table:
             [
                 *about,
                 _time(r),
-                f"{r['tflops']:.3g}" if r["tflops"] else "-",
-                f"{r['gbps']:.3g}" if r["gbps"] else "-",
+                _digits(r["tflops"]) if r["tflops"] else "-",
+                _digits(r["gbps"]) if r["gbps"] else "-",
                 _share(r["pct_sol"]),
                 f"{r['peak_mem_mb']:.0f}" if r["peak_mem_mb"] is not None else "-",
                 f"{r['err_ratio']:.2f} of allowed" if checked else "not checked",
@@ -197,7 +202,7 @@ def comparison(old: list[Record], new: list[Record], one_run: bool = False) -> T
 
     def spread(record: Record) -> str:
         time = record["time_us"]
-        return f"{_time(record)} ({time['p20']:.4g} to {time['p80']:.4g})"
+        return f"{_time(record)} ({_digits(time['p20'], 4)} to {_digits(time['p80'], 4)})"
 
     rows = [
         [

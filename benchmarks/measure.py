@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flashsci.bench import candidates as ways
-from flashsci.bench import revision
-from flashsci.bench.candidates import BASE, OURS
-from flashsci.bench.cases import STEP, TRAINING_STEPS, BenchError, Case
-from flashsci.bench.inputs import (
+from benchmarks import candidates as ways
+from benchmarks import revision
+from benchmarks.candidates import BASE, OURS
+from benchmarks.cases import STEP, TRAINING_STEPS, BenchError, Case
+from benchmarks.inputs import (
     DTYPES,
     Inputs,
     Unsupported,
@@ -31,8 +31,8 @@ from flashsci.bench.inputs import (
     flops,
     make_inputs,
 )
-from flashsci.bench.timer import Times, host_time, interleave
-from flashsci.bench.verify import Sample, Verdict
+from benchmarks.timer import Times, host_time, interleave
+from benchmarks.verify import Sample, Verdict
 
 Progress = Callable[[str], object]
 
@@ -61,7 +61,7 @@ def run(
     "host") and candidate.
 
     Args:
-        cases: see `flashsci.bench.select`.
+        cases: see `benchmarks.select`.
         names: candidates; empty: our kernels and every baseline.
         device: default the GPU if there is one.
         order: highest derivative to time; never more than the case has.

@@ -17,8 +17,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from benchmarks.inputs import Inputs
 from flashsci.backends import reference
-from flashsci.bench.inputs import Inputs
 from flashsci.testing import Finding, Judge
 from flashsci.testing import Inputs as Call
 

@@ -1,9 +1,9 @@
 """`python -m flashsci bench` with builds of single units among its candidates: any number of them, interleaved launch by launch with each other
 and with peers, each checked against fp64 first. Needs a GPU.
 
-    python -m tools.time_builds base=base.so new=new.so@64+128 --dims 64,96,192/128 --seqs 512,16384 --peers sdpa:cudnn,fa3
-    python -m tools.time_builds new=new.so det=new.so sm80=new.so --suite bias,pairs --peers triton,sdpa:efficient
-    python -m tools.time_builds new=new.so --case long-bias --no-bias-grad --json new.json
+    python -m scripts.time_builds base=base.so new=new.so@64+128 --dims 64,96,192/128 --seqs 512,16384 --peers sdpa:cudnn,fa3
+    python -m scripts.time_builds new=new.so det=new.so sm80=new.so --suite bias,pairs --peers triton,sdpa:efficient
+    python -m scripts.time_builds new=new.so --case long-bias --no-bias-grad --json new.json
 
 Cases: bench's, those of PAIRS (suite pairs), or the dense grid at any head dims. Whole libraries (make build-manual) need none of this:
 bench --base takes the folder of another tree.
@@ -23,7 +23,7 @@ from tools.launchers import install
 
 def pairs():
     """What the kernels with bias and mask tell apart, beyond the cases that models have."""
-    from flashsci.bench import Case
+    from benchmarks import Case
 
     def case(name: str, b: int, h: int, s: int, d: int, bias=None, mask=None, dtype="bf16") -> Case:
         shape = lambda batch, heads, rows: (batch, heads, rows, s)  # noqa: E731
@@ -51,7 +51,7 @@ def pairs():
 
 def dense(dims: list[str], seqs: list[int]):
     """The grid of the dense suite at other head dims, too; "192/128": values of 128."""
-    from flashsci.bench.cases import dense_grid
+    from benchmarks.cases import dense_grid
 
     return [
         replace(
@@ -82,7 +82,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     builds = [install(given).name for given in options.builds]
-    from flashsci import bench  # now: its candidates are the backends that there are
+    import benchmarks as bench  # now: its candidates are the backends that there are
 
     listed = lambda text: [item for item in text.split(",") if item]  # noqa: E731
     bench.SUITES["pairs"] = pairs()

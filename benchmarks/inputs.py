@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from flashsci.bench.cases import Case
+from benchmarks.cases import Case
 from flashsci.problem import Problem
 
 DTYPES = {

@@ -1,9 +1,9 @@
 """What `python -m flashsci check` does not ask of a backend: deterministic gradients against fp64 and the same bits every time, fp32 in each
 precision and over more than fp16's range, traps in fp16. Of the package's own kernels, or of a build of one unit's .cu. Needs a GPU.
 
-    python -m tools.check_build cuda:sm80 --dtype fp32                   through the bindings
-    python -m tools.check_build sm75=sm75.so --dtype fp16 --cases 400    before the bindings know it
-    python -m tools.check_build cuda:sm75 --dtype fp16 --cases 0 --large the traps of many gigabytes, alone
+    python -m scripts.check_build cuda:sm80 --dtype fp32                   through the bindings
+    python -m scripts.check_build sm75=sm75.so --dtype fp16 --cases 400    before the bindings know it
+    python -m scripts.check_build cuda:sm75 --dtype fp16 --cases 0 --large the traps of many gigabytes, alone
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.inputs import DTYPES
 from flashsci import check, testing
-from flashsci.bench.inputs import DTYPES
 from flashsci.registry import BackendError
 from flashsci.testing import TRAPS, Inputs, Judge, Skipped, evaluate, make_inputs, poisoned_memory
 from tools.launchers import install

@@ -12,9 +12,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from flashsci.bench import ranking
-from flashsci.bench.candidates import OURS
-from flashsci.bench.ranking import Record
+from benchmarks import ranking
+from benchmarks.candidates import OURS
+from benchmarks.ranking import Record
 
 #: One colour and mark for each candidate, in every picture. Ours are bold.
 _LOOKS = {

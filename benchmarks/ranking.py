@@ -1,6 +1,6 @@
 """What records say: who wins where and by how much, what the claims are worth, what changed.
 
-A record is a dict as `flashsci.bench.run` documents it. Only what passed its check has a time.
+A record is a dict as `benchmarks.run` documents it. Only what passed its check has a time.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flashsci.bench import cases
-from flashsci.bench.candidates import BASE, BASELINES, OURS
-from flashsci.bench.cases import CLAIMS, Claim
+from benchmarks import cases
+from benchmarks.candidates import BASE, BASELINES, OURS
+from benchmarks.cases import CLAIMS, Claim
 
 Record = dict
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.bench.inputs import Inputs, Unsupported
-from flashsci.bench.peers import collapsed
+from benchmarks.inputs import Inputs, Unsupported
+from benchmarks.peers import collapsed
 
 VARIABLE = "FLASHSCI_FA3"
 RUNTIME = "libcudart.so.12"

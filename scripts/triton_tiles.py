@@ -1,7 +1,7 @@
 """Tile sizes of the Triton kernels, first and second order: each kernel alone, in every configuration of a list. Needs a GPU.
 
-    python -m tools.triton_tiles dense-d64 order2-tf32          sweeps by their names in SWEEPS, best tiles first
-    python -m tools.triton_tiles bias --kernels dq,dkdv
+    python -m scripts.triton_tiles dense-d64 order2-tf32          sweeps by their names in SWEEPS, best tiles first
+    python -m scripts.triton_tiles bias --kernels dq,dkdv
 
 What flashsci/backends/triton/launch.py has comes from here. A configuration is (BLOCK_M, BLOCK_N, warps, stages[, registers a thread]), of the
 kernel of whole small sequences (tile side, warps[, registers a thread]). Compiling takes longer than running: a pool of
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.cases import CASES, Case
+from benchmarks.inputs import flops, make_inputs
+from benchmarks.timer import interleave
 from flashsci.backends.triton import host, host_second, launch
-from flashsci.bench.cases import CASES, Case
-from flashsci.bench.inputs import flops, make_inputs
-from flashsci.bench.timer import interleave
 
 DEVICE = torch.device("cuda")
 Config = tuple[int, ...]

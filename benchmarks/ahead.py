@@ -16,10 +16,10 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from flashsci.bench import candidates, revision
-from flashsci.bench.candidates import BASE
-from flashsci.bench.cases import Case, series
-from flashsci.bench.inputs import make_inputs
+from benchmarks import candidates, revision
+from benchmarks.candidates import BASE
+from benchmarks.cases import Case, series
+from benchmarks.inputs import make_inputs
 
 Job = tuple[Case, str]
 

@@ -4,19 +4,19 @@
 
 or, without the command line's extras:
 
-    >>> from flashsci import bench
+    >>> import benchmarks as bench
     >>> cases = bench.select(ids=["cpu-pair-bias"])
     >>> records = bench.run(cases, ["reference", "sdpa:math"], "cpu", seconds=0.01)
     >>> [record["gate"] for record in records if record["pass"] == "forward"]
     ['passed', 'passed']
 """
 
-from flashsci.bench.ahead import compile_ahead
-from flashsci.bench.candidates import BASELINES, OURS, names_of
-from flashsci.bench.cases import CASES, CLAIMS, SUITES, BenchError, Case, Claim, select
-from flashsci.bench.measure import in_dtype, run
-from flashsci.bench.ranking import split, standings
-from flashsci.bench.report import comparison, markdown, plain, refresh, show, tables
+from benchmarks.ahead import compile_ahead
+from benchmarks.candidates import BASELINES, OURS, names_of
+from benchmarks.cases import CASES, CLAIMS, SUITES, BenchError, Case, Claim, select
+from benchmarks.measure import in_dtype, run
+from benchmarks.ranking import split, standings
+from benchmarks.report import comparison, markdown, plain, refresh, show, tables
 
 __all__ = [
     "BASELINES",

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import flashsci
+from benchmarks import fa3, peers, revision
+from benchmarks.cases import BenchError
+from benchmarks.inputs import Inputs, Unsupported
 from flashsci import registry
-from flashsci.bench import fa3, peers, revision
-from flashsci.bench.cases import BenchError
-from flashsci.bench.inputs import Inputs, Unsupported
 
 OURS = (*registry.BACKENDS, *registry.GENERATIONS, "auto")
 BASELINES = (*(f"sdpa:{kernel}" for kernel in peers.SDPA_KERNELS), "flex", "fa3", "cueq")

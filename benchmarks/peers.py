@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.inputs import Inputs, Unsupported
 from flashsci.backends import reference
-from flashsci.bench.inputs import Inputs, Unsupported
 
 SDPA_KERNELS: dict[str, SDPBackend | None] = {
     "default": None,  # what torch picks by itself

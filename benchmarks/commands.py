@@ -1,0 +1,179 @@
+"""`python -m flashsci bench` and `report`: the command line over this package."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import benchmarks as core
+from flashsci.cli import run, wide_console
+
+ROOT = Path(__file__).resolve().parent.parent
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def bench(
+    suite: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: headline, dense, dense-fp32, bias, tiny, varlen, order2, decode, "
+            "latency, all, cpu."
+        ),
+    ] = "",
+    case: Annotated[str, typer.Option(help="Comma-separated ids of single cases.")] = "",
+    backends: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: triton, cuda, sdpa:flash, ..., flex, fa3, cueq, or ours, baselines."
+        ),
+    ] = "",
+    order: Annotated[
+        int, typer.Option(help="Highest derivative to time: 0 forward, 1 backward too.")
+    ] = 1,
+    dtype: Annotated[
+        str, typer.Option(help="Run the cases in this dtype instead: bf16, fp16, fp32.")
+    ] = "",
+    device: Annotated[
+        str, typer.Option(help="cuda or cpu; default: the GPU if there is one.")
+    ] = "",
+    seconds: Annotated[float, typer.Option(help="Measuring time per case and pass, about.")] = 1.0,
+    quick: Annotated[bool, typer.Option(help="A fifth of the time; for a first look.")] = False,
+    check: Annotated[
+        bool, typer.Option(help="Compare with fp64 first; no speed without it.")
+    ] = True,
+    base: Annotated[
+        str,
+        typer.Option(
+            help="Another revision, by git's name or as a folder: ours run twice, interleaved."
+        ),
+    ] = "",
+    fa3: Annotated[
+        str,
+        typer.Option(envvar="FLASHSCI_FA3", help="FlashAttention-3's library, for the peer fa3."),
+    ] = "",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the records here.")
+    ] = None,
+) -> None:
+    """Time flashsci against its peers, interleaved launch by launch, after checking the results."""
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if fa3:
+        os.environ["FLASHSCI_FA3"] = fa3
+
+    def listed(text: str) -> list[str]:
+        return [item.strip() for item in text.split(",") if item.strip()]
+
+    suites = listed(suite) or ([] if case else ["headline" if where.type == "cuda" else "cpu"])
+    console = wide_console()
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+    def save(
+        records: list[dict],
+    ) -> None:  # after every case: a run that is cut short leaves a file
+        progress.advance(task)
+        if json_path:
+            json_path.parent.mkdir(parents=True, exist_ok=True)
+            json_path.write_text(json.dumps(records, indent=1) + "\n")
+
+    try:
+        cases = core.select(suites, listed(case))
+        if dtype:
+            cases = [core.in_dtype(c, dtype) for c in cases]
+        core.names_of(listed(backends), where)
+        with progress:
+            task = progress.add_task("", total=len(cases))
+            if where.type == "cuda":
+                core.compile_ahead(
+                    cases,
+                    listed(backends),
+                    where,
+                    order,
+                    base or None,
+                    on_step=lambda text: progress.update(task, description=text),
+                )
+            records = core.run(
+                cases,
+                listed(backends),
+                where,
+                order=order,
+                seconds=seconds / 5 if quick else seconds,
+                check=check,
+                base=base or None,
+                on_step=lambda text: progress.update(task, description=text),
+                on_case=save,
+            )
+    except core.BenchError as error:
+        raise typer.BadParameter(str(error)) from error
+    core.show(core.tables(records), console)
+    if json_path:
+        console.print(f"wrote {len(records)} records to {json_path}")
+
+
+@app.command()
+def report(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            exists=True,
+            dir_okay=False,
+            help="What `bench --json` wrote; default: all in benchmarks/.",
+        ),
+    ] = None,
+    markdown: Annotated[bool, typer.Option(help="Print Markdown tables.")] = False,
+    compare: Annotated[
+        bool, typer.Option(help="Two files, OLD and NEW: what changed between them.")
+    ] = False,
+    plots: Annotated[
+        Path | None,
+        typer.Option(help="Draw speed, error and standings as PNG files in this folder."),
+    ] = None,
+    write: Annotated[
+        bool, typer.Option(help="Rewrite the tables between markers in README.md and docs/.")
+    ] = False,
+) -> None:
+    """Show records of earlier benchmarks: as tables, plots, and in the documentation."""
+    console = wide_console()
+    files = files or sorted(ROOT.glob("benchmarks/results/*/*.json"))
+    if not files:
+        raise typer.BadParameter("no files given, and none in benchmarks/results")
+    read = [json.loads(path.read_text()) for path in files]
+    if compare:
+        if len(files) != 2:
+            raise typer.BadParameter(f"--compare takes two files, OLD and NEW, not {len(files)}")
+        found = [core.comparison(*read)]
+    else:
+        found = core.tables([record for records in read for record in records])
+    if markdown:
+        print("\n\n".join(f"**{table.title}**\n\n{core.markdown(table)}" for table in found))
+    else:
+        core.show(found, console)
+    if plots:
+        from benchmarks.plots import draw
+
+        for path in draw([record for records in read for record in records], plots):
+            console.print(f"drew {path}")
+    if write:
+        try:
+            changed = core.refresh(ROOT)
+        except core.BenchError as error:
+            raise typer.BadParameter(str(error)) from error
+        for page in changed:
+            console.print(f"rewrote the tables of {page.relative_to(ROOT)}")
+
+
+def main(arguments: list[str]) -> int:
+    """Run `bench ...` or `report ...`; returns the exit status."""
+    return run(app, arguments)
