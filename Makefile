@@ -1,12 +1,15 @@
-# flashsci: `make demo` and `make test` from a clean clone; Python >= 3.10, a C++ compiler and PyPI are all they need.
+# flashsci: `make demo` and `make test` from a clean clone; Python >= 3.10 and PyPI are all they need.
 #
 #   make test VENV=                  the present environment (torch already there, nothing downloaded) instead of .venv
 #   make test PYTHON=python3.12      another Python for .venv
-#   FA_ARCHS=90 make install         compile the CUDA kernels for one architecture (default: the GPU found, else all)
+#   FA_ARCHS=90 make build           compile the CUDA kernels, for these architectures (75,80,90: all)
 #
-# Without nvcc the package installs all the same, and `python -m flashsci backends` says that the CUDA kernels are absent.
+# The kernels need nvcc and a C++ compiler. Where there is a GPU, every target that installs compiles them for it; where there
+# is none they could not run, and are compiled only if FA_ARCHS or `make build` asks for it. What was asked for is remembered
+# until `make clean`. `python -m flashsci env` says what this machine has, and why a backend is absent.
 
 VENV ?= .venv
+comma := ,
 ifndef PYTHON
 PYTHON := $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 python3.10 python,\
   $(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && command -v $(p))))
@@ -18,11 +21,18 @@ EXTRAS  := cli,demo,test,dev
 # Two test processes; whole files stay together, for what their tests share.
 PARALLEL ?= -n 2 --dist loadfile
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc cmake -type f 2>/dev/null)
+GPU     := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
+# Architectures to compile for: FA_ARCHS; or what was asked for before; or the GPU found (empty: CMake asks it); or "none".
+BEFORE  := $(shell cat $(STATE)/.flashsci-archs 2>/dev/null)
+ARCHS   := $(or $(strip $(FA_ARCHS)),$(filter-out none,$(BEFORE)),$(if $(GPU),,none))
+# The same where somebody asks for a library: all of them instead of none.
+TO_BUILD := $(patsubst none,75$(comma)80$(comma)90,$(ARCHS))
 # The tools of the environment (ninja, cmake, ruff, ...) come before the system's.
 export PATH := $(if $(VENV),$(abspath $(VENV))/bin:,)$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install build build-manual demo force-field test test-fast lint format types docs bench check sweep env wheel clean
+.PHONY: help install build build-manual demo force-field test test-fast test-slow test-all lint format types docs bench check \
+  gpu-check sweep env wheel clean FORCE
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -37,18 +47,24 @@ ifneq ($(VENV),)
 	$(PIP) install $$(grep '^torch==' constraints.txt)
 	@# torch for CUDA brings the Triton it was built with; torch for the CPU brings none.
 	@$(PY) -c 'import triton' 2>/dev/null || $(PIP) install $$(grep '^triton==' constraints.txt)
-	$(PIP) install scikit-build-core ninja 'cmake>=3.24'
+	$(PIP) install scikit-build-core ninja 'cmake>=3.24' $$(grep -E '^(ruff|clang-format)==' constraints.txt)
 endif
 	@mkdir -p $(STATE) && touch $@
 
-$(STATE)/.flashsci-installed: $(STATE)/.flashsci-tools $(SOURCES)
+$(STATE)/.flashsci-installed: $(STATE)/.flashsci-tools $(SOURCES) $(if $(filter-out x$(BEFORE),x$(ARCHS)),FORCE)
+ifeq ($(ARCHS),none)
+	@echo "==> installing flashsci without its CUDA kernels: there is no GPU here that could run them."
+	@echo "    To compile them all the same (nvcc, some minutes): FA_ARCHS=90 make build, or FA_ARCHS=75,80,90 for all"
+else
 	@echo "==> building and installing flashsci (where there is nvcc, with its CUDA kernels: some minutes)"
-	$(PIP) install -v --no-build-isolation $(if $(VENV),-e '.[$(EXTRAS)]',--no-deps -e .)
+endif
+	FA_ARCHS='$(ARCHS)' $(PIP) install -v --no-build-isolation $(if $(VENV),-e '.[$(EXTRAS)]',--no-deps -e .)
+	@echo '$(ARCHS)' >$(STATE)/.flashsci-archs
 	@touch $@
 
-build: ## compile again what changed in csrc/, and install it
+build: ## compile the CUDA kernels (FA_ARCHS=90; default: the GPU found, else all) and install them
 	@rm -f $(STATE)/.flashsci-installed
-	@$(MAKE) --no-print-directory install
+	@$(MAKE) --no-print-directory install FA_ARCHS='$(TO_BUILD)'
 
 build-manual: ## the same kernels by a short nvcc/g++ script, without CMake or pip
 	PYTHON=$(PY) bash scripts/build_manual.sh
@@ -59,14 +75,21 @@ demo: install ## the main job: crystals and molecules through every backend; wri
 force-field: install ## train a potential on forces, run it, compare with SDPA; writes force-field-output/
 	$(PY) examples/force_field
 
-test: install ## every test that this machine can run
-	@# tests/cpu interprets Triton, which only a process without a GPU does: where there is one, two runs.
-	@if nvidia-smi -L >/dev/null 2>&1; then \
-	  CUDA_VISIBLE_DEVICES= $(PY) -m pytest $(PARALLEL) tests/cpu && \
-	  $(PY) -m pytest $(PARALLEL) tests/gpu tests/compile tests/properties; \
-	else $(PY) -m pytest $(PARALLEL); fi
+# tests/cpu interprets Triton, which only a process without a GPU does: where there is one, two runs.
+define pytest
+	$(if $(GPU),CUDA_VISIBLE_DEVICES= $(PY) -m pytest $(1) tests/cpu && \
+	  $(PY) -m pytest $(1) tests/gpu tests/compile tests/properties,$(PY) -m pytest $(1))
+endef
 
-test-fast: install ## the CPU tests only, without the slow ones
+test: install ## the tests that this machine can run, without the slow ones
+	$(call pytest,$(PARALLEL) -m "not slow")
+
+test-slow: install ## the slow tests: builds, and every Triton kernel compiled for every architecture
+	$(call pytest,-n 2 --dist worksteal -m slow)
+
+test-all: test test-slow ## every test that this machine can run
+
+test-fast: install ## the CPU tests only
 	CUDA_VISIBLE_DEVICES= $(PY) -m pytest tests/cpu -m "not slow" $(PARALLEL)
 
 lint: install ## ruff, clang-format, torch includes
@@ -95,15 +118,18 @@ bench: install ## the headline cases (GPU), or small ones (CPU); more: python -m
 check: install ## GPU machine: run the GPU suite and update reports/gpu-check.json
 	$(PY) -m flashsci check
 
+gpu-check: install ## GPU machine: check, tests, races, sanitizers, bench; options: scripts/gpu_check.py --help
+	$(PY) scripts/gpu_check.py $(GPU_CHECK)
+
 sweep: ## GPU machine: pre-flight, build, check, bench, report; stops at the first failure
 	@PY="$(PY)" VENV="$(VENV)" bash scripts/sweep.sh
 
 env: install ## what is on this machine, what is missing, how to get it
 	@$(PY) -m flashsci env
 
-wheel: $(STATE)/.flashsci-tools ## one py3-none wheel in dist/
-	$(PIP) wheel -v --no-build-isolation --no-deps -w dist .
+wheel: $(STATE)/.flashsci-tools ## one py3-none wheel in dist/, with kernels as `make build` compiles them
+	FA_ARCHS='$(TO_BUILD)' $(PIP) wheel -v --no-build-isolation --no-deps -w dist .
 
 clean: ## remove what was built (not .venv)
 	rm -rf build dist site demo-output force-field-output .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
-	rm -f $(STATE)/.flashsci-installed
+	rm -f $(STATE)/.flashsci-installed $(STATE)/.flashsci-archs

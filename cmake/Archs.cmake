@@ -4,7 +4,7 @@
 #   FLASHSCI_CODE_SM90   csrc/sm90: SASS 90a alone (when 90 is asked for): its instructions have no successor
 #   FLASHSCI_CODE_SM80   csrc/sm80: SASS of every arch >= 80 asked for, and PTX 80 for everything newer
 
-# -DFA_ARCHS=... wins over the environment; neither: the GPUs found; none: all.
+# -DFA_ARCHS=... wins over the environment; neither: the GPUs found; no GPU: all. (FA_ARCHS=none: CMakeLists.txt.)
 set(FA_ARCHS "$ENV{FA_ARCHS}" CACHE STRING "Compute capabilities to compile for, such as 75,80,90")
 set(FA_TILE_PRESET "$ENV{FA_TILE_PRESET}" CACHE STRING "t4_safe (0), ampere_balanced (1), empty: by architecture")
 # An environment variable that changed between two runs of one build directory counts.

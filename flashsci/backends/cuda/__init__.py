@@ -60,8 +60,8 @@ def _load_now() -> str | None:
     path = library_path()
     if path is None:
         return (
-            "the CUDA library (flashsci/_C.so) was not built: flashsci was installed where nvcc was not on the PATH; "
-            "install it again with the CUDA toolkit there"
+            "the CUDA library (flashsci/_C.so) was not built: flashsci was installed without nvcc on the PATH, or with "
+            "FA_ARCHS=none; install it again with the CUDA toolkit there, such as by FA_ARCHS=90 make build"
         )
     try:
         torch.ops.load_library(str(path))
