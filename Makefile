@@ -20,6 +20,7 @@ PIP     := $(PY) -m pip --disable-pip-version-check
 EXTRAS  := cli,demo,test,dev
 # Two test processes; whole files stay together, for what their tests share.
 PARALLEL ?= -n 2 --dist loadfile
+CPP      = $(shell find csrc tests/cuda '(' -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' ')' 2>/dev/null)
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc cmake -type f 2>/dev/null)
 GPU     := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 # Architectures to compile for: FA_ARCHS; or what was asked for before; or the GPU found (empty: CMake asks it); or "none".
@@ -95,13 +96,13 @@ test-fast: install ## the CPU tests only
 lint: install ## ruff, clang-format, torch includes
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' | xargs clang-format --dry-run --Werror
+	clang-format --dry-run --Werror $(CPP)
 	$(PY) scripts/check_torch_includes.py
 
 format: install ## rewrite Python and C++ in the house style
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' | xargs clang-format -i
+	clang-format -i $(CPP)
 
 types: install ## mypy on the public API
 	$(PY) -m mypy
