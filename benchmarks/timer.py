@@ -22,7 +22,7 @@ Function = Callable[[], object]
 #: An event pair resolves about half a microsecond; shorter work is repeated until it lasts this
 #: long.
 _SHORTEST_SECONDS = 100e-6
-#: `torch.cuda._sleep` counts GPU clock cycles. The highest clock of today's GPUs makes the wait
+#: `torch.cuda._sleep` counts GPU clock cycles. The highest clock of the GPUs known makes the wait
 #: long enough on all.
 _CYCLES_PER_SECOND = 2.2e9
 #: Beyond this, launching is what the function is about (or it synchronises): seconds.

@@ -100,6 +100,7 @@ def test_debug_build_compiles_and_says_what_it_is(tmp_path):
 
 
 @needs_nvcc
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [build_manual, build_cmake])
 def test_turing_build_has_no_bf16(build, tmp_path):
     """Nothing of bf16 may be in a library for Turing alone under any name, and nothing of other generations."""

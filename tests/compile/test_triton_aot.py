@@ -16,6 +16,7 @@ import tempfile
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ARCHITECTURES = (75, 80, 90, 100)
 KERNELS = {
     "forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel", "small_backward_kernel",

@@ -141,7 +141,22 @@ for some in ("q", "k", "v", "b", "qk", "kv", "qvb", "kb"):
     CASES[f"shared, tangents of {some}"] = case(variant, softcap=2.0, bias_shape=(40, 37))
 
 
-@pytest.mark.parametrize("name", CASES)
+# One of each feature for `make test`; the others, a few seconds of interpreting each, are `make test-slow`.
+QUICK = {
+    "fp32", "bf16", "odd head dims", "two chunks", "one key", "no keys", "no queries", "causal, lower right", "window",
+    "softcap and bias", "dropout", "full bias", "bias shared by heads", "mask", "nothing visible", "packed",
+    "packed, bias of pairs", "short", "short, full bias", "packed, short", "key weights", "key weights and a shared bias",
+    "short, key weights", "tangents of qvb", "short, tangents of k",
+}  # fmt: skip
+
+
+def quick_first(names, quick):
+    """All of them as parameters; those that are not quick are marked slow."""
+    assert set(quick) <= set(names)
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", quick_first(CASES, QUICK))
 def test_named(name):
     judge = Judge(make_inputs(CASES[name]))
     with poisoned_memory():
@@ -150,7 +165,7 @@ def test_named(name):
     assert {"gq", "gk", "gv", "gdout", "tout", "tlse"} <= set(found)
 
 
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("part", quick_first(range(6), {0}))
 def test_generated(part):
     pool = second_order_variants(max_dim=96)
     for generated in generate(50 + part, 5, pool, lengths=SMALL_LENGTHS, score_limit=3000):
@@ -159,17 +174,10 @@ def test_generated(part):
             judge.require(evaluate(judge.inputs, "triton"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fp32",
-        "short",
-        "bias shared by heads",
-        "packed, bias of pairs",
-        "key weights",
-        "short, key weights",
-    ],
-)
+NEEDED = ("fp32", "short", "bias shared by heads", "packed, bias of pairs", "key weights", "short, key weights")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", quick_first(NEEDED, {"short"}))
 def test_what_is_not_needed_is_empty_and_changes_nothing(name):
     """Every subset of seven gradients from the raw op: the same bits, the rest empty."""
     import flashsci
