@@ -104,7 +104,7 @@ format: install ## rewrite Python and C++ in the house style
 	$(PY) -m ruff format .
 	clang-format -i $(CPP)
 
-types: install ## mypy on the public API
+types: install ## mypy
 	$(PY) -m mypy
 
 # The extra `docs` of pyproject.toml, on demand.
