@@ -81,3 +81,26 @@ def test_nav_lists_every_page():
     nav = (ROOT / "mkdocs.yml").read_text()
     missing = [p for p in PAGES[1:] if not re.search(rf": {p.removeprefix('docs/')}$", nav, re.M)]
     assert not missing, f"pages that mkdocs.yml does not list: {missing}"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that mkdocs gives a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    plain = [
+        re.sub(r"[^\w\s-]", "", h).strip().lower() for h in re.findall(r"^#+ (.+)$", text, re.M)
+    ]
+    return {re.sub(r"[-\s]+", "-", h) for h in plain}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_resolve(page):
+    """mkdocs checks docs/ where it is installed; README.md it does not see."""
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
+        file, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / file if file else ROOT / page
+        if "://" not in link and not (
+            target.exists() and (not anchor or anchor in headings(target))
+        ):
+            dead.append(link)
+    assert not dead, f"{page} links to what is not there: {dead}"
