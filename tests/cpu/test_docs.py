@@ -62,12 +62,15 @@ def test_examples_run(page, tmp_path):
     assert done.returncode == 0, f"{page} (line numbers are the page's):\n{done.stderr}"
 
 
-def test_order_of_auto_is_documented():
-    """The table of docs/support.md has the rows of PREFERENCES: same orders, same evidence."""
-    text = (ROOT / "docs" / "support.md").read_text().split("## The order of `auto`")[1]
+@pytest.mark.parametrize(
+    ("heading", "preferences"), [("The order of `auto`", registry.PREFERENCES)]
+)
+def test_preferences_are_documented(heading, preferences):
+    """The tables of docs/support.md have the rows of the registry: same orders, same evidence."""
+    text = (ROOT / "docs" / "support.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines()]
     found = [(row[1], row[2]) for row in rows if len(row) == 3 and " > " in row[1]]
-    assert found == [(" > ".join(p.order), p.evidence) for p in registry.PREFERENCES]
+    assert found == [(" > ".join(p.order), p.evidence) for p in preferences]
 
 
 def test_readme_sections_that_the_site_includes_exist():
