@@ -18,7 +18,7 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-from tools.launchers import install
+from scripts.launchers import install
 
 
 def pairs():

@@ -16,7 +16,6 @@ import tempfile
 
 import pytest
 
-pytestmark = pytest.mark.slow
 ARCHITECTURES = (75, 80, 90, 100)
 KERNELS = {
     "forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel", "small_backward_kernel",
@@ -157,6 +156,7 @@ def compile_for(architecture: int) -> list[dict]:
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiles(architecture):
     pytest.importorskip("triton")
