@@ -24,6 +24,7 @@ def test_masks_as_numbers(number, place, kind, dtype):
     extreme.masks_as_numbers("triton", "cpu", number, place, kind, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_masks_as_numbers_second_order(number, kind):

@@ -16,7 +16,11 @@ LONG = (
 @pytest.mark.parametrize(
     "backend, name",
     [("reference", name) for name in HERE if name not in LONG]
-    + [("triton", name) for name in HERE if not TRAPS[name].slow],
+    + [
+        pytest.param("triton", name, marks=pytest.mark.slow if TRAPS[name].order > 1 else ())
+        for name in HERE
+        if not TRAPS[name].slow
+    ],
 )
 def test_trap(backend, name):
     TRAPS[name](backend, "cpu")
