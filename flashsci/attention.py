@@ -244,7 +244,8 @@ def describe(
     else:
         bias_shape = None if bias is None else tuple(bias.shape)
         features.update(batch=batch, seq_q=q.shape[-2], seq_k=k.shape[-2], bias_shape=bias_shape)
-        features["bias_summed"] = bias is not None and sums_bias(bias, (*batch, *heads))
+        if bias is not None and features["bias_grad"]:
+            features["bias_summed"] = sums_bias(bias, (*batch, *heads))
     return registry.call(q, v, heads_q, heads_k, features)
 
 

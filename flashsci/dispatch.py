@@ -41,7 +41,7 @@ def run(plan: Plan, tensors: Tensors, needs_grad: bool) -> tuple[Tensor, Tensor 
     module = plan.module
     if not module.FUSED:
         out, lse = module.forward(tensors, plan.scalars)
-        if needs_grad and getattr(module, "DIFFERENTIABLE_ONCE", False):
+        if needs_grad and plan.backend in second_order.BACKENDS:
             out = second_order.differentiable_twice(out, tensors, plan.scalars)
         return follow_layout(out, tensors.q), lse
     tensors = tensors.inner_contiguous()

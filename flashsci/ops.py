@@ -35,9 +35,9 @@ class Tensors(NamedTuple):
 
     def inner_contiguous(self) -> Tensors:
         """With copies of q, k, v where their last dim is not contiguous, which kernels need."""
-        q, k, v, *others = self
-        if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        if self.q.stride(-1) == self.k.stride(-1) == self.v.stride(-1) == 1:
             return self
+        q, k, v, *others = self
         return Tensors(q.contiguous(), k.contiguous(), v.contiguous(), *others)
 
 

@@ -90,6 +90,10 @@ GENERATIONS = {
 }
 
 
+# Backends whose gradients may be another's.
+SHARES_GRADIENTS = frozenset(("cuda", *GENERATIONS))
+
+
 @dataclass(frozen=True)
 class Preference:
     """The order in which ``auto`` tries backends for the calls that ``applies`` selects."""
@@ -356,7 +360,7 @@ def gradients(
         anywhere: leave out whether this machine can run the others.
     """
     module = find(name).load()
-    if not hasattr(module, "backward_kernels"):
+    if name not in SHARES_GRADIENTS or not hasattr(module, "backward_kernels"):
         return Gradients(name)
     generation, lacks = module.backward_kernels(problem, strides)
     order: tuple[str, ...] = (name, "triton")
@@ -410,7 +414,8 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, dbias, dkey_weight of what backend ``name`` computed, by whose kernels they should be computed."""
     module = kernels(name)
-    if hasattr(module, "backward_kernels"):
+    # By name first: a look-up of what a module has not costs as much as the rest of a small call.
+    if name in SHARES_GRADIENTS and hasattr(module, "backward_kernels"):
         module = kernels(_gradient_backend(name, module, saved, need))
     found: tuple[Tensor, ...] = module.backward(dout, dlse, saved, need)
     return found

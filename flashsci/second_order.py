@@ -12,6 +12,7 @@ from flashsci.backends.sdpa import aligned
 from flashsci.ops import Scalars, Tensors
 from flashsci.tracing import transforming
 
+BACKENDS = ("sdpa",)  # whose graphs end there
 _GRADIENTS = 4  # of q, k, v, bias: SDPA has none of key weights
 
 

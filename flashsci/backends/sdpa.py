@@ -18,7 +18,6 @@ from flashsci.problem import Problem
 from flashsci.tracing import transforming
 
 FUSED = False
-DIFFERENTIABLE_ONCE = True
 
 
 def unavailable() -> str | None:
