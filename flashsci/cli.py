@@ -83,7 +83,7 @@ def support(
     for feature, problem in FEATURES.items():
         problem = replace(problem, device_type=device, capability=capability)
         matrix[feature] = {
-            name: backend.load().rejects(problem) if hypothetical else backend.rejects(problem)
+            name: backend.rejects(problem, anywhere=hypothetical)
             for name, backend in BACKENDS.items()
         }
     # Fused backends have Triton's, from what they saved.
