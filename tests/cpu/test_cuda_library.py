@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import flashsci
-from flashsci import digest, ops
+from flashsci import digest, ops, registry
 from flashsci.backends import cuda as backend
 from flashsci.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
+SCALARS = ops.Scalars(-1, -1, 1.0, 0.0, -1, -1, False, 0.0, "default", False)
 PROBLEM = Problem(
     device_type="cuda",
     capability=(9, 0),
@@ -147,7 +148,7 @@ def test_absent_library_is_a_reason(fresh_backend, monkeypatch, tmp_path):
     assert "was not built" in reason and "nvcc" in reason
     assert fresh_backend.build_info() is None and fresh_backend.stale() is None
     with pytest.raises(flashsci.BackendError, match="was not built"):
-        fresh_backend.forward(*(None,) * 10, -1, -1, 1.0, 0.0, -1, -1, False, 0.0, "default", False)
+        fresh_backend.forward(ops.Tensors(None, None, None), SCALARS)
 
 
 def test_broken_library_is_a_reason(fresh_backend, monkeypatch, tmp_path):
@@ -196,16 +197,13 @@ def test_rejects_with_advice(monkeypatch, change, words):
 
 
 def test_gradients_need_triton(monkeypatch):
-    class Module:
-        @staticmethod
-        def unavailable():
-            return "Triton is not installed"
-
-    monkeypatch.setattr(backend, "_triton", lambda: Module)
+    triton, cuda = (registry.BACKENDS[name] for name in ("triton", "cuda"))
+    monkeypatch.setattr(triton.load(), "unavailable", lambda: "Triton is not installed")
+    monkeypatch.setattr(backend, "unavailable", lambda: None)
     forward_only = {unit: "" for unit in BUILD["units"] if "/forward" in unit}
     monkeypatch.setattr(backend, "build_info", lambda: {**BUILD, "units": forward_only})
-    assert backend.rejects(PROBLEM) is None
-    reason = backend.rejects(replace(PROBLEM, requires_grad=True))
+    assert cuda.rejects(PROBLEM) is None
+    reason = cuda.rejects(replace(PROBLEM, requires_grad=True))
     assert "Triton is not installed" in reason and "sdpa" in reason
 
 
@@ -222,9 +220,7 @@ def test_features_that_were_refused_do_not_pass_silently():
     with pytest.raises(
         flashsci.BackendError, match="no dropout, no key_weight and no bias of packed"
     ):
-        backend.forward(
-            q, q, q, *(None,) * 7, -1, -1, 1.0, 0.0, -1, -1, False, 0.5, "default", False
-        )
+        backend.forward(ops.Tensors(q, q, q), SCALARS._replace(dropout_p=0.5))
 
 
 # --- digests -----------------------------------------------------------------------------------
@@ -254,7 +250,7 @@ def test_digest_ignores_comments_and_layout_only():
 )
 def test_what_the_hopper_backward_serves(monkeypatch, change, reason):
     monkeypatch.setattr(backend, "build_info", lambda: BUILD)
-    found = backend._refusal("backward", replace(PROBLEM, **change), 90)
+    _, found = backend.SM90.backward_kernels(replace(PROBLEM, **change))
     assert found is None if reason is None else reason in found
 
 
