@@ -14,15 +14,15 @@ namespace flashsci {
 
 // The pairs of one head of one batch. The strides stay where the kernel parameters are: no register
 // holds them.
-struct PairsView {
-  const FlashsciPairs& pairs;
+struct BiasMaskView {
+  const FlashsciBiasMask& bias_mask;
   const unsigned char* bias;  // [seq_q, seq_k] or null
   const uint8_t* mask;        // [seq_q, seq_k] or null
 
-  __device__ __forceinline__ PairsView(const FlashsciPairs& p, uint32_t batch0, uint32_t batch1,
-                                       uint32_t head)
-      : pairs(p), bias(static_cast<const unsigned char*>(p.bias)), mask(p.mask) {
-    const auto offset = [&](const FlashsciPairStrides& strides) {
+  __device__ __forceinline__ BiasMaskView(const FlashsciBiasMask& p, uint32_t batch0,
+                                          uint32_t batch1, uint32_t head)
+      : bias_mask(p), bias(static_cast<const unsigned char*>(p.bias)), mask(p.mask) {
+    const auto offset = [&](const FlashsciScoreStrides& strides) {
       return batch0 * strides.batch0 + batch1 * strides.batch1 + head * strides.head;
     };
     if (bias != nullptr) bias += offset(p.bias_strides) * (p.bias_is_fp32 ? 4 : 2);
@@ -33,7 +33,7 @@ struct PairsView {
 // A matrix of elements of 1, 2 or 4 bytes, as the fragments of one lane see it. Pair is what two
 // neighbouring columns are loaded as.
 template <class Value, class Pair>
-struct PairsMatrix {
+struct BiasMaskMatrix {
   static_assert(sizeof(Pair) == 2 * sizeof(Value), "a pair is two elements");
   const Value* data;  // [rows, columns]
   int64_t row_stride, column_stride;
@@ -91,20 +91,21 @@ struct PairsMatrix {
 // outside the tensor keep their value or get some other bias: they are the window's to hide.
 // kTransposed: the rows of the fragments are keys (row < seq_k) and their columns queries.
 template <class Op, bool kTransposed = false, int kM, int kN>
-__device__ __forceinline__ void apply_pairs(float (&s)[kM][kN][4], const PairsView& view, int row,
-                                            int column, int seq_q, int seq_k, float factor) {
+__device__ __forceinline__ void apply_bias_mask(float (&s)[kM][kN][4], const BiasMaskView& view,
+                                                int row, int column, int seq_q, int seq_k,
+                                                float factor) {
   const int rows = kTransposed ? seq_k : seq_q, columns = kTransposed ? seq_q : seq_k;
   const auto visit = [&](auto value, auto pair, const void* data,
-                         const FlashsciPairStrides& strides, auto&& each) {
+                         const FlashsciScoreStrides& strides, auto&& each) {
     using Value = decltype(value);
-    PairsMatrix<Value, decltype(pair)>{static_cast<const Value*>(data),
-                                       kTransposed ? strides.column : strides.row,
-                                       kTransposed ? strides.row : strides.column, rows, columns}
+    BiasMaskMatrix<Value, decltype(pair)>{static_cast<const Value*>(data),
+                                          kTransposed ? strides.column : strides.row,
+                                          kTransposed ? strides.row : strides.column, rows, columns}
         .template visit<kM, kN>(row, column, each);
   };
   if (view.bias != nullptr) {
-    const FlashsciPairStrides& strides = view.pairs.bias_strides;
-    if (sizeof(typename Op::Storage) == 4 || view.pairs.bias_is_fp32) {
+    const FlashsciScoreStrides& strides = view.bias_mask.bias_strides;
+    if (sizeof(typename Op::Storage) == 4 || view.bias_mask.bias_is_fp32) {
       visit(float{}, float2{}, view.bias, strides, [&](int m, int half, int n, int e, float bias) {
         s[m][n][half * 2 + e] = fmaf(bias, factor, s[m][n][half * 2 + e]);
       });
@@ -116,7 +117,7 @@ __device__ __forceinline__ void apply_pairs(float (&s)[kM][kN][4], const PairsVi
     }
   }
   if (view.mask != nullptr) {
-    visit(uint8_t{}, uchar2{}, view.mask, view.pairs.mask_strides,
+    visit(uint8_t{}, uchar2{}, view.mask, view.bias_mask.mask_strides,
           [&](int m, int half, int n, int e, uint8_t shown) {
             if (shown == 0) s[m][n][half * 2 + e] = -INFINITY;
           });

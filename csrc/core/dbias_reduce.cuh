@@ -88,7 +88,7 @@ __device__ __forceinline__ void put_bias_sum(const FlashsciBackwardParams& p, co
                                              float x) {
   if (bias.splits > 1)
     plan.bias_sums[split * bias.elements + at] = x;
-  else if (p.pairs.bias_is_fp32)
+  else if (p.bias_mask.bias_is_fp32)
     static_cast<float*>(p.dbias)[at] = x;
   else
     static_cast<uint16_t*>(p.dbias)[at] = static_cast<uint16_t>(Op::pack2(x, x));
@@ -143,7 +143,7 @@ __device__ __forceinline__ void sum_splits(const FlashsciBackwardParams& p, cons
        i += int64_t{256} * gridDim.x) {
     float x = 0.f;
     for (uint32_t split = 0; split < splits; ++split) x += plan.bias_sums[split * elements + i];
-    if (p.pairs.bias_is_fp32)
+    if (p.bias_mask.bias_is_fp32)
       static_cast<float*>(p.dbias)[i] = x;
     else
       static_cast<uint16_t*>(p.dbias)[i] = static_cast<uint16_t>(Op::pack2(x, x));

@@ -6,11 +6,11 @@
 
 namespace flashsci {
 
-struct Place {
+struct HeadCoord {
   uint32_t batch_head, batch0, batch1, head;
 
   // block = ((b0 * batch1 + b1) * heads + head) * tiles + tile.
-  __device__ __forceinline__ Place(uint32_t block, uint32_t tiles, int heads, int64_t batch1_) {
+  __device__ __forceinline__ HeadCoord(uint32_t block, uint32_t tiles, int heads, int64_t batch1_) {
     batch_head = block / tiles;
     const uint32_t batch = batch_head / static_cast<uint32_t>(heads);
     head = batch_head - batch * static_cast<uint32_t>(heads);

@@ -1,5 +1,5 @@
-// Launching a kernel from the host: the multiprocessors of a device, a kernel's shared memory, and a
-// grid of no blocks or of too many, which is no launch.
+// Launching a kernel from the host: the multiprocessors of a device, a kernel's shared memory, and
+// a grid of no blocks or of too many, which is no launch.
 #pragma once
 #include <cuda_runtime.h>
 

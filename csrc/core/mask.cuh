@@ -37,7 +37,7 @@ struct Window {
 };
 
 // Scores of keys outside [begin(i), end(i)) become -inf. row: this lane's first query row; column:
-// the key of its first score. kInterleaved: see tile.cuh.
+// the key of its first score. kInterleaved: see core/smem_tile.cuh.
 template <bool kInterleaved = false, int kM, int kN>
 __device__ __forceinline__ void mask_scores(float (&s)[kM][kN][4], const Window& window, int row,
                                             int column) {

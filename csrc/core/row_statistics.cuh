@@ -6,9 +6,9 @@
 #include <cmath>
 #include <cstdint>
 
-#include "tile_coord.cuh"
 #include "../ptx/shared.cuh"
 #include "softmax.cuh"
+#include "tile_coord.cuh"
 
 namespace flashsci {
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_row(float (&x)[kChunkElements],
 template <class Op, class Plan>
 __device__ __forceinline__ void find_statistics(const FlashsciBackwardParams& p, const Plan& plan,
                                                 uint32_t tiles, int lanes, int vector) {
-  const BackwardPlace place(blockIdx.x, tiles, p.heads_q, p);
+  const TileCoord place(blockIdx.x, tiles, p.heads_q, p);
   const int row = place.tile * (kRowThreads / lanes) + threadIdx.x / lanes;
   const int chunk = threadIdx.x % lanes;
   float sum = 0.f;

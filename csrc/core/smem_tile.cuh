@@ -5,10 +5,10 @@
 #pragma once
 #include <cstdint>
 
-#include "poison.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/shared.cuh"
+#include "poison.cuh"
 
 namespace flashsci {
 
@@ -36,7 +36,8 @@ struct Tile {
   // immediate.
   static __device__ __forceinline__ uint32_t pair_address(uint32_t start, int pair) {
     constexpr int kPairs = kGroup / 2;
-    return (start ^ ((pair % kPairs) * 2 * kChunkBytes)) + (pair / kPairs) * kGroup * kChunkBytes;
+    return (start ^ ((pair % kPairs) * 2 * kChunkBytes)) +
+           (pair / kPairs) * kGroup * kChunkBytes;
   }
 };
 

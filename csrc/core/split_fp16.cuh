@@ -51,7 +51,7 @@ inline constexpr int kTopExponent = 14;                    // scaled numbers are
 
 // A tile of halves: rows of fp16.
 template <int kRows, int kDim>
-struct alignas(128) HalvesTile {
+struct alignas(128) SplitFp16Tile {
   using Rows = Chunks<kDim / 8>;
   static constexpr int kLowBytes = kRows * kDim * 2;  // from a high half to its low half
   uint16_t high[kRows * kDim];
@@ -154,8 +154,8 @@ struct RawRow {
   static __device__ __forceinline__ uint32_t store(uint32_t tile, int row,
                                                    const float (&x)[kBatch][8], float scale,
                                                    int begin = 0) {
-    using Halves = typename Tile::Rows;
-    const uint32_t target = tile + Halves::offset(row, first(part()));
+    using SplitFp16 = typename Tile::Rows;
+    const uint32_t target = tile + SplitFp16::offset(row, first(part()));
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -165,7 +165,7 @@ struct RawRow {
         halve_stored(x[i][2 * e] * scale, x[i][2 * e + 1] * scale, high[e], low[e]);
         largest = ptx::max_abs_f16x2(largest, high[e]);
       }
-      const uint32_t to = Halves::at(target, further(begin + i));
+      const uint32_t to = SplitFp16::at(target, further(begin + i));
       ptx::st_shared(to, make_uint4(high[0], high[1], high[2], high[3]));
       ptx::st_shared(to + Tile::kLowBytes, make_uint4(low[0], low[1], low[2], low[3]));
     }
@@ -188,12 +188,12 @@ struct RawRow {
 
   template <class Tile>
   static __device__ __forceinline__ void clear(uint32_t tile, int row) {
-    using Halves = typename Tile::Rows;
-    const uint32_t target = tile + Halves::offset(row, first(part()));
+    using SplitFp16 = typename Tile::Rows;
+    const uint32_t target = tile + SplitFp16::offset(row, first(part()));
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      ptx::st_shared(Halves::at(target, further(i)), make_uint4(0, 0, 0, 0));
-      ptx::st_shared(Halves::at(target, further(i)) + Tile::kLowBytes, make_uint4(0, 0, 0, 0));
+      ptx::st_shared(SplitFp16::at(target, further(i)), make_uint4(0, 0, 0, 0));
+      ptx::st_shared(SplitFp16::at(target, further(i)) + Tile::kLowBytes, make_uint4(0, 0, 0, 0));
     }
   }
 };

@@ -8,11 +8,11 @@
 namespace flashsci {
 
 // Which head of which batch a block works on: `heads` heads of `tiles` blocks each.
-struct BackwardPlace {
+struct TileCoord {
   uint32_t tile, batch, batch0, batch1, head;
 
-  __device__ __forceinline__ BackwardPlace(uint32_t block, uint32_t tiles, int heads,
-                                           const FlashsciBackwardParams& p) {
+  __device__ __forceinline__ TileCoord(uint32_t block, uint32_t tiles, int heads,
+                                       const FlashsciBackwardParams& p) {
     const uint32_t batch_head = block / tiles;
     tile = block - batch_head * tiles;
     batch = batch_head / static_cast<uint32_t>(heads);

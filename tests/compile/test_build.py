@@ -94,9 +94,9 @@ def test_debug_build_compiles_and_says_what_it_is(tmp_path):
     """FLASHSCI_POISON: the same kernels and names; digests that match no tree."""
     library = build_manual(tmp_path, "75", FLASHSCI_POISON="1")
     assert {s for s in exported(library) if "forward_sm75_fp16" in s}
-    info = re.search(rb'"cuda/sm75/forward_fp16": "(\w+-poison)"', library.read_bytes())
+    info = re.search(rb'"cuda/sm75/fwd_fp16": "(\w+-poison)"', library.read_bytes())
     assert info is not None
-    assert info[1].decode() == digest.units(ROOT)["cuda/sm75/forward_fp16"] + "-poison"
+    assert info[1].decode() == digest.units(ROOT)["cuda/sm75/fwd_fp16"] + "-poison"
 
 
 @needs_nvcc
@@ -224,7 +224,7 @@ def test_hopper_sass_uses_wgmma_and_tma():
         assert 2 * text.count("WARPGROUP.DEPBAR") < text.count("HGMMA.64x"), name
 
 
-@pytest.mark.parametrize("source", sorted(ROOT.glob("csrc/sm*/*_fp16.cu")), ids=str)
+@pytest.mark.parametrize("source", sorted(ROOT.glob("csrc/sm*/*/fp16.cu")), ids=str)
 def test_fp16_unit_sees_no_bf16_header(source):
     for path in digest.cpp_sources([source]):
         text = path.read_text(encoding="utf-8")
@@ -250,7 +250,7 @@ def test_resource_table_is_current_and_nothing_spills():
     resources = load_resources()
     digests, rows = resources.read_table(resources.TABLE.read_text(encoding="utf-8"))
     assert digests == digest.cuda_units(ROOT), "run: python scripts/resources.py --write"
-    assert {f"cuda/{r['unit']}" for r in rows} == {f"{unit}.cu" for unit in digests}
+    assert {f"cuda/{r['unit']}" for r in rows} == set(digests)
     for row in rows:
         # Both stage counts are in the binary; which one a device runs depends on its shared memory.
         clean = int(row["head dim"]) <= 128 or row["unit"].startswith("sm90")
@@ -271,7 +271,7 @@ def test_every_device_has_a_kernel_that_fits():
             _, most = resources.SHARED_KIB[int(row["sm"])][device]
             assert float(row["shared KiB"]) <= most, row
         kind = row["variant"]
-        if row["unit"].startswith(("sm80/backward_fp16", "sm80/backward_bf16")):
+        if row["unit"].startswith(("sm80/bwd_fp16", "sm80/bwd_bf16")):
             # Where the tile of plain calls does not fit, they run as calls with pairs.
             kind = kind.replace("backward, plain 16-byte rows", "backward pairs")
         key = row["unit"], row["sm"], row["head dim"], kind

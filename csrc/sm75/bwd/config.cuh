@@ -6,11 +6,11 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../../core/tile_coord.cuh"
-#include "../../core/score_mod.cuh"
-#include "../../core/varlen.cuh"
-#include "../../core/smem_tile.cuh"
 #include "../../core/mask.cuh"
+#include "../../core/score_mod.cuh"
+#include "../../core/smem_tile.cuh"
+#include "../../core/tile_coord.cuh"
+#include "../../core/varlen.cuh"
 #include "../../include/flashsci.h"
 
 namespace flashsci::sm75::bwd {

@@ -17,13 +17,13 @@
 //           shared memory (`KeyWork`) or found again.
 #pragma once
 #include "../../core/bias_mask.cuh"
-#include "../../core/poison.cuh"
-#include "../../core/warp_mma.cuh"
-#include "../../core/row_statistics.cuh"
-#include "../../core/varlen.cuh"
-#include "../../core/store_rows.cuh"
-#include "../../core/register_tile.cuh"
 #include "../../core/mask.cuh"
+#include "../../core/poison.cuh"
+#include "../../core/register_tile.cuh"
+#include "../../core/row_statistics.cuh"
+#include "../../core/store_rows.cuh"
+#include "../../core/varlen.cuh"
+#include "../../core/warp_mma.cuh"
 #include "config.cuh"
 
 namespace flashsci::sm75::bwd {
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   poison_block(&shared, sizeof(shared));
 
   // Which key tile of which key head; in what find_tile gives, keys are queries and queries keys.
-  const BackwardPlace place(blockIdx.x, tiles, p.heads_k, p);
+  const TileCoord place(blockIdx.x, tiles, p.heads_k, p);
   TileOfSequence work;
   if (p.cu_seqlens_q != nullptr) {
     work = find_tile<C::kBlockK>(place.tile, p.cu_seqlens_k, p.cu_seqlens_q, p.num_seqs, p.seq_k,
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   float2 moving_statistics;                                    // of row threadIdx.x of it
   // what = 0: Q and the statistics, 1: dO.
   const auto fetch = [&](int what, int n) {
-    const BackwardPlace here(opaque(blockIdx.x), tiles, p.heads_k, p);  // found, not kept
+    const TileCoord here(opaque(blockIdx.x), tiles, p.heads_k, p);  // found, not kept
     const KeyWork work = load_work();
     const int member = n / work.tiles;
     const uint32_t head = here.head * (p.heads_q / p.heads_k) + member;
@@ -262,10 +262,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         if (plan.score_mode != kScaled) shape_scores(s, dp, plan);
         const int key = warp_key + lane / 4, column = query + lane % 4 * 2;
         if constexpr (kAny) {
-          const BackwardPlace here(opaque(blockIdx.x), tiles, p.heads_k, p);
+          const TileCoord here(opaque(blockIdx.x), tiles, p.heads_k, p);
           const uint32_t head = here.head * (p.heads_q / p.heads_k) + n / work.tiles;
-          apply_pairs<Op, true>(s, PairsView(p.pairs, here.batch0, here.batch1, head), key, column,
-                                work.queries, work.keys, plan.bias_factor);
+          apply_bias_mask<Op, true>(s, BiasMaskView(p.bias_mask, here.batch0, here.batch1, head),
+                                    key, column, work.queries, work.keys, plan.bias_factor);
         }
         if (!full) mask_scores_transposed(s, window, key, column);
 #pragma unroll
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   __syncthreads();  // the stages are free for dV and dK
   const int rows = load_work().keys - warp_key;
   const int64_t row = load_work().first_key + warp_key;
-  const BackwardPlace home(opaque(blockIdx.x), tiles, p.heads_k, p);  // found again, not kept
+  const TileCoord home(opaque(blockIdx.x), tiles, p.heads_k, p);  // found again, not kept
   if (p.dv != nullptr)
     store_rows<Op, C::kHeadDim>(dv, 1.f, warp_tile,
                                 static_cast<uint16_t*>(p.dv) +

@@ -1,13 +1,12 @@
 // dq for Turing, and the gradient of a bias that has a place for every pair.
 //
-// Maths     As in backward_keys.cuh: dQ = scale dS K, dBias = dS.
-// Roles     One CTA per (query tile, query head, batch), all on grid.x. kWarps warps own
-//           kBlockQ / kWarps query rows each, whose Q, dO and dQ stay in registers; they share the
-//           tiles of K and V. Nothing is added to memory that another CTA adds to: with
-//           backward_keys.cuh 7 products where 5 would do, and equal bits in every run.
+// Maths     As in dkdv_kernel.cuh: dQ = scale dS K, dBias = dS.
+// Roles     One CTA per (query tile, query head, batch), all on grid.x. kWarps warps own kBlockQ /
+//           kWarps query rows each, whose Q, dO and dQ stay in registers; they share the tiles of K
+//           and V. Nothing is added to memory that another CTA adds to: with dkdv_kernel.cuh 7
+//           products where 5 would do, and equal bits in every run.
 // Shared    Two stages of K and V: `QueryStorage`. Q and dO before the loop, dQ after it pass
-// through
-//           the same bytes.
+//           through the same bytes.
 // Pipeline  As in the forward: K_n+1 is fetched during S = Q K_n^T and stored behind it, V_n+1
 //           likewise during the rest; one barrier a tile.
 // Limits    Shared-memory reads (16 rows a warp) or tensor cores (32 rows). docs/kernels/sm75.md.
@@ -36,14 +35,14 @@ template <class Op, int kM, int kN>
 __device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4],
                                                     const FlashsciBackwardParams& p, int64_t offset,
                                                     int row, int key) {
-  const FlashsciPairStrides& strides = p.dbias_strides;
+  const FlashsciScoreStrides& strides = p.dbias_strides;
 #pragma unroll
   for (int i = 0; i < kM * kN * 4; ++i) {
     const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
     const int at_row = row + m * 16 + e / 2 * 8, at_key = key + n * 8 + e % 2;
     if (at_row >= p.seq_q || at_key >= p.seq_k) continue;
     const int64_t at = offset + at_row * strides.row + at_key * strides.column;
-    if (p.pairs.bias_is_fp32)
+    if (p.bias_mask.bias_is_fp32)
       static_cast<float*>(p.dbias)[at] = ds[m][n][e];
     else
       static_cast<uint16_t*>(p.dbias)[at] =
@@ -60,7 +59,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   auto& shared = *reinterpret_cast<QueryStorage<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
 
-  const BackwardPlace place(blockIdx.x, tiles, p.heads_q, p);
+  const TileCoord place(blockIdx.x, tiles, p.heads_q, p);
   TileOfSequence work;
   if (p.cu_seqlens_q != nullptr) {
     work = find_tile<C::kBlockQ>(place.tile, p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q,
@@ -167,8 +166,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       if (plan.score_mode != kScaled) shape_scores(s, dp, plan);
       const int row = warp_row + lane / 4, column = first_key + lane % 4 * 2;
       if constexpr (kAny)
-        apply_pairs<Op>(s, PairsView(p.pairs, place.batch0, place.batch1, place.head), row, column,
-                        work.seq_q, work.seq_k, plan.bias_factor);
+        apply_bias_mask<Op>(s, BiasMaskView(p.bias_mask, place.batch0, place.batch1, place.head),
+                            row, column, work.seq_q, work.seq_k, plan.bias_factor);
       if (first_key < full_begin || first_key + C::kBlockK > full_end)
         mask_scores(s, window, row, column);
 #pragma unroll
@@ -191,7 +190,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
   __syncthreads();  // the stages are free for dQ
   if (p.dq == nullptr) return;
-  const BackwardPlace home(opaque(blockIdx.x), tiles, p.heads_q, p);  // found again, not kept
+  const TileCoord home(opaque(blockIdx.x), tiles, p.heads_q, p);  // found again, not kept
   store_rows<Op, C::kHeadDim>(dq, p.scale, warp_tile,
                               static_cast<uint16_t*>(p.dq) + home.offset(p.dq_strides, home.head) +
                                   static_cast<int64_t>(work.first_q + warp_row) * p.dq_strides.row,

@@ -12,9 +12,9 @@
 
 #include "../../core/launch.cuh"
 #include "../../core/score_mod.cuh"
+#include "../dbias/kernel.cuh"
 #include "dq_kernel.cuh"
 #include "preprocess.cuh"
-#include "../dbias/kernel.cuh"
 
 namespace flashsci::sm75::bwd {
 
@@ -134,7 +134,7 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
   auto* workspace = static_cast<unsigned char*>(p.workspace);
   plan.statistics = reinterpret_cast<float2*>(workspace);
   plan.bias_sums = reinterpret_cast<float*>(workspace + work.statistics_bytes);
-  const ScorePlan scores = plan_scores(p.scale, p.softcap, p.pairs.bias != nullptr);
+  const ScorePlan scores = plan_scores(p.scale, p.softcap, p.bias_mask.bias != nullptr);
   plan.score_mode = scores.mode;
   plan.score_inner = scores.inner;
   plan.score_outer = scores.outer;
@@ -151,7 +151,7 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
   if (p.dbias != nullptr && (p.seq_q == 0 || p.seq_k == 0 || (work.writes_bias && windowed))) {
     // Tiles that the window hides are not visited.
     const cudaError_t error = cudaMemsetAsync(
-        p.dbias, 0, work.bias_plan.elements * (p.pairs.bias_is_fp32 ? 4 : 2), stream);
+        p.dbias, 0, work.bias_plan.elements * (p.bias_mask.bias_is_fp32 ? 4 : 2), stream);
     if (error != cudaSuccess) return error;
   }
   if (p.seq_q > 0) {
@@ -165,7 +165,7 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
                                       static_cast<uint32_t>(tiles), lanes, vector);
     if (error != cudaSuccess) return error;
   }
-  const bool any = !plan.vector || p.pairs.bias != nullptr || p.pairs.mask != nullptr;
+  const bool any = !plan.vector || p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr;
   if (work.keys) {
     const cudaError_t error = any ? launch_keys<Op, typename Shapes::Keys, true>(p, plan, stream)
                                   : launch_keys<Op, typename Shapes::Keys, false>(p, plan, stream);

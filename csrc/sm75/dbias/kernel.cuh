@@ -10,11 +10,11 @@
 // Pipeline  With two stages the tiles of the next member fly during the products of this one.
 // Limits    Two products a member and tile, and the loads from L2.
 #pragma once
-#include "../../core/dbias_reduce.cuh"
 #include "../../core/bias_mask.cuh"
+#include "../../core/dbias_reduce.cuh"
 #include "../../core/poison.cuh"
-#include "../../core/warp_mma.cuh"
 #include "../../core/softmax.cuh"
+#include "../../core/warp_mma.cuh"
 #include "../bwd/config.cuh"
 
 namespace flashsci::sm75::dbias {
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       if (number + 1 < end) load(find(number + 1), stage ^ 1);
       ptx::cp_async_commit();
     }
-    const PairsView view(p.pairs, member.index[0], member.index[1], member.index[2]);
+    const BiasMaskView view(p.bias_mask, member.index[0], member.index[1], member.index[2]);
 #pragma unroll
     for (int step = 0; step < C::kBlockK; step += C::kStep) {
       const int key = member.index[4] * C::kBlockK + step;
@@ -177,8 +177,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] = statistics[i / (4 * C::kN)][i % 4 / 2].y;
       multiply_rows<Op, C::kHeadDim>(dp, dout_tile + stage * kStageQ + left, v_tile + right);
       if (plan.score_mode != kScaled) shape_scores(s, dp, plan, false);
-      apply_pairs<Op>(s, view, warp_row + lane / 4, key + lane % 4 * 2, p.seq_q, p.seq_k,
-                      plan.bias_factor);
+      apply_bias_mask<Op>(s, view, warp_row + lane / 4, key + lane % 4 * 2, p.seq_q, p.seq_k,
+                          plan.bias_factor);
       if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
         mask_scores(s, window, warp_row + lane / 4, key + lane % 4 * 2);
 #pragma unroll

@@ -8,6 +8,6 @@
 
 extern "C" int flashsci_forward_sm75_fp16(const FlashsciForwardParams* params,
                                           FlashsciStream stream) {
-  return flashsci::sm75::fwd::launch_forward<flashsci::Float16Turing>(*params,
-                                                                 static_cast<cudaStream_t>(stream));
+  return flashsci::sm75::fwd::launch_forward<flashsci::Float16Turing>(
+      *params, static_cast<cudaStream_t>(stream));
 }

@@ -20,17 +20,17 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../../core/launch.cuh"
 #include "../../core/bias_mask.cuh"
 #include "../../core/head_coord.cuh"
+#include "../../core/launch.cuh"
+#include "../../core/mask.cuh"
 #include "../../core/poison.cuh"
-#include "../../core/warp_mma.cuh"
+#include "../../core/register_tile.cuh"
 #include "../../core/score_mod.cuh"
-#include "../../core/varlen.cuh"
 #include "../../core/softmax.cuh"
 #include "../../core/store_rows.cuh"
-#include "../../core/register_tile.cuh"
-#include "../../core/mask.cuh"
+#include "../../core/varlen.cuh"
+#include "../../core/warp_mma.cuh"
 #include "../../include/flashsci.h"
 
 namespace flashsci::sm75::fwd {
@@ -63,7 +63,7 @@ struct ForwardPlan {
   int vector_out;  // output rows take 16-byte stores
 };
 
-template <class Op, class C, bool kVector, bool kPairs>
+template <class Op, class C, bool kVector, bool kHasBiasMask>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     forward_kernel(const __grid_constant__ FlashsciForwardParams p,
                    const __grid_constant__ ForwardPlan plan) {
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   poison_block(&shared, sizeof(shared));
 
   // Which query tile of which head.
-  const Place place(blockIdx.x, plan.tiles, p.heads_q, p.batch1);
+  const HeadCoord place(blockIdx.x, plan.tiles, p.heads_q, p.batch1);
   const uint32_t slot = blockIdx.x - place.batch_head * plan.tiles;
   TileOfSequence work;
   if (p.cu_seqlens_q != nullptr) {
@@ -175,9 +175,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     if (active) {
       scale_scores(s, plan.scores);
       const int row = warp_row + lane / 4, column = first_key + lane % 4 * 2;
-      if constexpr (kPairs)
-        apply_pairs<Op>(s, PairsView(p.pairs, place.batch0, place.batch1, place.head), row, column,
-                        p.seq_q, p.seq_k, 1.f);
+      if constexpr (kHasBiasMask)
+        apply_bias_mask<Op>(s, BiasMaskView(p.bias_mask, place.batch0, place.batch1, place.head),
+                            row, column, p.seq_q, p.seq_k, 1.f);
       if (first_key < full_begin || first_key + C::kBlockK > full_end)
         mask_scores(s, window, row, column);
       online_softmax(s, o, row_max, row_sum, plan.scores.exp_scale);
@@ -190,7 +190,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   __syncthreads();  // the stages are free for the output
   if (warp_row >= work.seq_q) return;
   const int row = work.first_q + warp_row, rows = work.seq_q - warp_row;
-  const Place home(opaque(blockIdx.x), plan.tiles, p.heads_q, p.batch1);  // found again, not kept
+  const HeadCoord home(opaque(blockIdx.x), plan.tiles, p.heads_q,
+                       p.batch1);  // found again, not kept
   float* lse = p.lse + static_cast<int64_t>(home.batch_head) * p.seq_q + row;
 #pragma unroll
   for (int m = 0; m < C::kM; ++m) {

@@ -8,7 +8,7 @@
 
 namespace flashsci::sm75::fwd {
 
-template <class Op, class C, bool kVector, bool kPairs>
+template <class Op, class C, bool kVector, bool kHasBiasMask>
 cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   constexpr int kSharedBytes = sizeof(SharedStorage<C>);
   static_assert(kSharedBytes == 4 * C::kBlockK * C::kHeadDim * 2, "the plan has no padding");
@@ -23,13 +23,13 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
   plan.tiles = static_cast<uint32_t>(tiles);
-  plan.scores = plan_scores(p.scale, p.softcap, p.pairs.bias != nullptr);
+  plan.scores = plan_scores(p.scale, p.softcap, p.bias_mask.bias != nullptr);
   const auto aligned = [](int64_t stride) { return stride % kChunkElements == 0; };
   plan.vector_out = p.head_dim_v % kChunkElements == 0 && aligned(p.out_strides.batch0) &&
                     aligned(p.out_strides.batch1) && aligned(p.out_strides.head) &&
                     aligned(p.out_strides.row) && reinterpret_cast<uintptr_t>(p.out) % 16 == 0;
 
-  constexpr auto kernel = forward_kernel<Op, C, kVector, kPairs>;
+  constexpr auto kernel = forward_kernel<Op, C, kVector, kHasBiasMask>;
   return launch<kernel>(blocks, C::kThreads, kSharedBytes, p.device, stream, p, plan);
 }
 
@@ -74,7 +74,7 @@ cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream) {
   using Short = typename Shapes<kHeadDim>::Short;
   const bool vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
-  if (p.pairs.bias != nullptr || p.pairs.mask != nullptr)
+  if (p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr)
     return vector ? launch_tiling<Op, Short, true, true>(p, stream)
                   : launch_tiling<Op, Short, false, true>(p, stream);
   if (!vector) return launch_tiling<Op, Long, false, false>(p, stream);

@@ -8,8 +8,8 @@
 
 extern "C" int flashsci_backward_sm80_bf16(const FlashsciBackwardParams* params,
                                            FlashsciStream stream) {
-  return flashsci::sm80::bwd::launch_backward<flashsci::BFloat16>(*params,
-                                                             static_cast<cudaStream_t>(stream));
+  return flashsci::sm80::bwd::launch_backward<flashsci::BFloat16>(
+      *params, static_cast<cudaStream_t>(stream));
 }
 
 extern "C" int64_t flashsci_backward_sm80_bf16_workspace(const FlashsciBackwardParams* params) {

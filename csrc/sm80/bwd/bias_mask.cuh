@@ -50,7 +50,7 @@ __device__ __forceinline__ void for_queries(T* start, int64_t row_stride, int qu
 // What a lane has of the bias, loaded a step before it is used, and of a mask that is the same for
 // all queries.
 template <class Op, int kM, int kN>
-struct PairsAhead {
+struct BiasMaskAhead {
   static constexpr int kKeys = 2 * kM;
   uint32_t bias[2 * kN][kKeys];  // [query, key]: fp32, or 16 bits, or (vectors) 16-bit pairs
   uint32_t mask;                 // a byte for each key
@@ -87,23 +87,23 @@ struct PairsAhead {
 
   static __device__ __forceinline__ void load_bias(uint32_t (&word)[kKeys],
                                                    const unsigned char* row,
-                                                   const FlashsciPairs& pairs,
+                                                   const FlashsciBiasMask& bias_mask,
                                                    const BackwardPlan& plan, int key, int keys) {
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) word[j] = 0;
     if (plan.bias_vector) {
       if (key < keys) {
-        if (pairs.bias_is_fp32)
+        if (bias_mask.bias_is_fp32)
           load_vector<4 * kKeys>(word, row + key * 4);
         else
           load_vector<2 * kKeys>(word, row + key * 2);
       }
     } else {
-      const int64_t stride = pairs.bias_strides.column;
+      const int64_t stride = bias_mask.bias_strides.column;
 #pragma unroll
       for (int j = 0; j < kKeys; ++j)
         if (key + j < keys)
-          word[j] = pairs.bias_is_fp32
+          word[j] = bias_mask.bias_is_fp32
                         ? __ldg(reinterpret_cast<const uint32_t*>(row) + (key + j) * stride)
                         : __ldg(reinterpret_cast<const uint16_t*>(row) + (key + j) * stride);
     }
@@ -118,22 +118,22 @@ struct PairsAhead {
 
   // From the pairs of one head; query: of the first column. With no queries nothing is loaded, but
   // all is set: what may keep its value would be alive all the time.
-  __device__ __forceinline__ void load(const FlashsciPairs& pairs, const BackwardPlan& plan,
+  __device__ __forceinline__ void load(const FlashsciBiasMask& bias_mask, const BackwardPlan& plan,
                                        const unsigned char* bias_head, const uint8_t* mask_head,
                                        int query, int key, int queries, int keys) {
     key = opaque(key);  // no address is worth a register through the loop
-    const int64_t row_bytes = pairs.bias_strides.row * (pairs.bias_is_fp32 ? 4 : 2);
+    const int64_t row_bytes = bias_mask.bias_strides.row * (bias_mask.bias_is_fp32 ? 4 : 2);
     if (!plan.bias_first) queries = 0;
     for_queries<kN>(bias_head, row_bytes, query, queries, [&](int c, auto* row, bool exists) {
-      load_bias(bias[c], row, pairs, plan, key, exists ? keys : 0);
+      load_bias(bias[c], row, bias_mask, plan, key, exists ? keys : 0);
     });
     mask = 0;
-    if (pairs.mask != nullptr && pairs.mask_strides.row == 0)
-      mask = load_mask(mask_head, plan, pairs.mask_strides.column, key, keys);
+    if (bias_mask.mask != nullptr && bias_mask.mask_strides.row == 0)
+      mask = load_mask(mask_head, plan, bias_mask.mask_strides.column, key, keys);
   }
 
   // The product of scores starts from the bias, where nothing comes between the two.
-  __device__ __forceinline__ void start(float (&s)[kM][kN][4], const FlashsciPairs& pairs,
+  __device__ __forceinline__ void start(float (&s)[kM][kN][4], const FlashsciBiasMask& bias_mask,
                                         const BackwardPlan& plan) const {
     const auto set = [&](bool fp32, bool vector) {
 #pragma unroll
@@ -144,7 +144,7 @@ struct PairsAhead {
     };
     if (!plan.bias_first)
       set_zero(s);
-    else if (pairs.bias_is_fp32)
+    else if (bias_mask.bias_is_fp32)
       set(true, false);
     else if (plan.bias_vector)
       set(false, true);
@@ -154,26 +154,27 @@ struct PairsAhead {
 
   // What is not loaded ahead: the bias after a softcap (or a scale that nothing can be divided by),
   // a mask with a place for every pair.
-  __device__ __forceinline__ void apply_rest(float (&s)[kM][kN][4], const FlashsciPairs& pairs,
+  __device__ __forceinline__ void apply_rest(float (&s)[kM][kN][4],
+                                             const FlashsciBiasMask& bias_mask,
                                              const BackwardPlan& plan,
                                              const unsigned char* bias_head,
                                              const uint8_t* mask_head, int query, int key,
                                              int queries, int keys) const {
     key = opaque(key);  // no address is worth a register through the loop
-    if (pairs.bias != nullptr && !plan.bias_first) {
-      const int64_t row_bytes = pairs.bias_strides.row * (pairs.bias_is_fp32 ? 4 : 2);
+    if (bias_mask.bias != nullptr && !plan.bias_first) {
+      const int64_t row_bytes = bias_mask.bias_strides.row * (bias_mask.bias_is_fp32 ? 4 : 2);
       for_queries<kN>(bias_head, row_bytes, query, queries, [&](int c, auto* row, bool exists) {
         uint32_t word[kKeys];
-        load_bias(word, row, pairs, plan, key, exists ? keys : 0);
+        load_bias(word, row, bias_mask, plan, key, exists ? keys : 0);
 #pragma unroll
         for (int j = 0; j < kKeys; ++j)
           s[j / 2][c / 2][j % 2 * 2 + c % 2] +=
-              value(word, j, pairs.bias_is_fp32 != 0, plan.bias_vector != 0);
+              value(word, j, bias_mask.bias_is_fp32 != 0, plan.bias_vector != 0);
         __syncwarp();  // the compiler would load all columns at once, into registers that are taken
       });
     }
-    if (pairs.mask == nullptr) return;
-    if (pairs.mask_strides.row == 0) {
+    if (bias_mask.mask == nullptr) return;
+    if (bias_mask.mask_strides.row == 0) {
 #pragma unroll
       for (int j = 0; j < kKeys; ++j) {
         const bool hidden = (mask >> 8 * j & 0xff) == 0;
@@ -182,10 +183,10 @@ struct PairsAhead {
           if (hidden) s[j / 2][c / 2][j % 2 * 2 + c % 2] = -INFINITY;
       }
     } else {
-      for_queries<kN>(mask_head, pairs.mask_strides.row, query, queries,
+      for_queries<kN>(mask_head, bias_mask.mask_strides.row, query, queries,
                       [&](int c, auto* row, bool exists) {
-                        const uint32_t word =
-                            load_mask(row, plan, pairs.mask_strides.column, key, exists ? keys : 0);
+                        const uint32_t word = load_mask(row, plan, bias_mask.mask_strides.column,
+                                                        key, exists ? keys : 0);
 #pragma unroll
                         for (int j = 0; j < kKeys; ++j)
                           if ((word >> 8 * j & 0xff) == 0)

@@ -1,11 +1,11 @@
-// The backward of backward.cuh with a bias or a mask, and with rows that take no 16-byte copies.
+// The backward of kernel.cuh with a bias or a mask, and with rows that take no 16-byte copies.
 //
 // Maths     as there, with the bias added to S and -inf where the mask hides; dS is also the
 //           gradient of a bias that has a place for every pair.
 // Roles     as there. Keys are dealt to the rows of a warp so that a lane has neighbours
-//           (backward_pairs.cuh).
+//           (bias_mask.cuh).
 // Shared    as there, and where everything is: the loop has no registers for pointers
-//           (backward_work.cuh).
+//           (scheduler.cuh).
 // Pipeline  as there; the bias and a mask of keys come one step ahead, in registers.
 // Limits    Registers: docs/kernels/sm80_backward.md.
 #pragma once
@@ -13,14 +13,14 @@
 
 #include "../../core/poison.cuh"
 #include "../../ptx/red.cuh"
-#include "kernel.cuh"
 #include "bias_mask.cuh"
+#include "kernel.cuh"
 #include "scheduler.cuh"
 
 namespace flashsci::sm80::bwd {
 
 template <class C>
-struct BackwardPairsShared {
+struct BackwardBiasMaskShared {
   BackwardShared<C> tiles;
   KeyTileWork work;
 };
@@ -47,12 +47,12 @@ __device__ __forceinline__ void load_keys(uint32_t tile, const uint16_t* __restr
 
 template <class Op, class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
-    backward_pairs_kernel(const __grid_constant__ FlashsciBackwardParams p,
-                          const __grid_constant__ BackwardPlan plan, uint32_t tiles) {
+    backward_bias_mask_kernel(const __grid_constant__ FlashsciBackwardParams p,
+                              const __grid_constant__ BackwardPlan plan, uint32_t tiles) {
   using T = Tile<C::kHeadDim>;
   using TS = Tile<C::kBlockQ>;  // of P^T and dS^T
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  auto& shared = *reinterpret_cast<BackwardPairsShared<C>*>(shared_memory);
+  auto& shared = *reinterpret_cast<BackwardBiasMaskShared<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
 
   const int warp = ptx::redux_max(threadIdx.x / 32);
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const uint32_t q_tile = k_tile + offsetof(Tiles, q);
   const uint32_t ds_tile = k_tile + offsetof(Tiles, products);
   const uint32_t statistics_tile = k_tile + offsetof(Tiles, statistics);
-  const uint32_t work = k_tile + offsetof(BackwardPairsShared<C>, work);
+  const uint32_t work = k_tile + offsetof(BackwardBiasMaskShared<C>, work);
   constexpr int kStageBytes = C::kBlockQ * T::kRowBytes;
   const auto advance = [&](int& member, int& query_tile) {
     const uint64_t ends = ptx::ld_shared_u64(work + offsetof(KeyTileWork, first_tile));
@@ -128,7 +128,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     }
   };
 
-  float sums[C::kSums][C::kM][2 * C::kPairs][4];  // dV and dK, or one of them: [m16, n8, fragment]
+  float sums[C::kSums][C::kM][2 * C::kChunkPairs]
+            [4];  // dV and dK, or one of them: [m16, n8, fragment]
 #pragma unroll
   for (int i = 0; i < C::kSums; ++i) set_zero(sums[i]);
 
@@ -148,15 +149,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
   const auto bias_of = [&](int member) {
     return kept<const unsigned char>(work + offsetof(KeyTileWork, bias)) +
-           member * p.pairs.bias_strides.head * (p.pairs.bias_is_fp32 ? 4 : 2);
+           member * p.bias_mask.bias_strides.head * (p.bias_mask.bias_is_fp32 ? 4 : 2);
   };
   const auto mask_of = [&](int member) {
     return kept<const uint8_t>(work + offsetof(KeyTileWork, mask)) +
-           member * p.pairs.mask_strides.head;
+           member * p.bias_mask.mask_strides.head;
   };
-  PairsAhead<Op, C::kM, C::kN> ahead;
+  BiasMaskAhead<Op, C::kM, C::kN> ahead;
   const auto load_ahead = [&](int member, int query) {
-    ahead.load(p.pairs, plan, bias_of(member), mask_of(member), query + lane % 4 * 2,
+    ahead.load(p.bias_mask, plan, bias_of(member), mask_of(member), query + lane % 4 * 2,
                warp_key + lane / 4 * (2 * C::kM), member < plan.group ? queries : 0,
                member < plan.group ? keys : 0);
   };
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         const uint32_t right = q_stage + lane_by_chunks<C::kHeadDim>(lane) + step * T::kRowBytes;
         const uint32_t statistics =
             statistics_tile + (stage * C::kBlockQ + step) * 8 + lane % 4 * 16;
-        ahead.start(s, p.pairs, plan);
+        ahead.start(s, p.bias_mask, plan);
         multiply_rows<Op, C::kHeadDim>(s, k_left, right);
 #pragma unroll
         for (int n = 0; n < C::kN; ++n) {
@@ -218,8 +219,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         else if (plan.score_mode == kLinear)
           scale_linear(s, plan.score_inner);
         const int key = warp_key + lane / 4 * (2 * C::kM), column = query + lane % 4 * 2;
-        ahead.apply_rest(s, p.pairs, plan, bias_of(member), mask_of(member), column, key, queries,
-                         keys);
+        ahead.apply_rest(s, p.bias_mask, plan, bias_of(member), mask_of(member), column, key,
+                         queries, keys);
         if (!full) mask_transposed(s, window, opaque(key), column);
 #pragma unroll
         for (int n = 0; n < C::kN; ++n) {
@@ -239,8 +240,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] *= s[i / (4 * C::kN)][i / 4 % C::kN][i % 4];
         if (plan.writes_bias) {
           unsigned char* dbias = kept<unsigned char>(work + offsetof(KeyTileWork, dbias)) +
-                                 member * p.dbias_strides.head * (p.pairs.bias_is_fp32 ? 4 : 2);
-          store_bias_gradient<Op>(dp, dbias, p.pairs.bias_is_fp32 != 0, plan.dbias_vector != 0,
+                                 member * p.dbias_strides.head * (p.bias_mask.bias_is_fp32 ? 4 : 2);
+          store_bias_gradient<Op>(dp, dbias, p.bias_mask.bias_is_fp32 != 0, plan.dbias_vector != 0,
                                   p.dbias_strides.row, column, key, queries, keys);
         }
         pack<Op>(p16, s);
@@ -262,7 +263,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       }
       if (active) {
         if constexpr (C::kRoles == 1) {
-          const Span<C::kHeadDim, C::kPairs> right(
+          const Span<C::kHeadDim, C::kChunkPairs> right(
               q_stage + step * T::kRowBytes + lane_by_rows<C::kHeadDim>(lane), 0);
 #pragma unroll
           for (int k = 0; k < C::kN / 2; ++k)
@@ -271,10 +272,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           for (int k = 0; k < C::kN / 2; ++k)
             multiply_16<Op>(sums[C::kSums - 1], ds16[k], right, k * 16 * T::kRowBytes);
         } else {
-          const Span<C::kHeadDim, C::kPairs> right(q_stage + (role == 0 ? kFromQ : 0) +
-                                                       step * T::kRowBytes +
-                                                       lane_by_rows<C::kHeadDim>(lane),
-                                                   dim_part);
+          const Span<C::kHeadDim, C::kChunkPairs> right(q_stage + (role == 0 ? kFromQ : 0) +
+                                                             step * T::kRowBytes +
+                                                             lane_by_rows<C::kHeadDim>(lane),
+                                                         dim_part);
 #pragma unroll
           for (int k = 0; k < C::kN / 2; ++k) {
             uint32_t a[C::kM][4];
@@ -304,10 +305,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll 1
       for (int other = 1; other < C::kWarpsQ; ++other) {
         const int from = (warp_q ^ other) * C::kQueries;
-        const Span<C::kHeadDim, C::kPairs> right(q_stage + (role == 0 ? kFromQ : 0) +
-                                                     from * T::kRowBytes +
-                                                     lane_by_rows<C::kHeadDim>(lane),
-                                                 dim_part);
+        const Span<C::kHeadDim, C::kChunkPairs> right(q_stage + (role == 0 ? kFromQ : 0) +
+                                                           from * T::kRowBytes +
+                                                           lane_by_rows<C::kHeadDim>(lane),
+                                                       dim_part);
 #pragma unroll
         for (int k = 0; k < C::kQueries / 16; ++k) {
           uint32_t a[C::kM][4];
@@ -358,7 +359,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   // The tiles of K and V become those of dK and dV.
   __syncthreads();
   const int rows = keys - warp_key, row = warp_key - tile_key;
-  const int chunk = dim_part * C::kPairs * 2;
+  const int chunk = dim_part * C::kChunkPairs * 2;
   if (p.dv != nullptr && (C::kRoles == 1 || role == 0))
     store_gradient<Op, C::kHeadDim, true>(sums[0], 1.f, k_tile + kFromK + row * T::kRowBytes, chunk,
                                           shared.work.dv + row * p.dv_strides.row, p.dv_strides.row,

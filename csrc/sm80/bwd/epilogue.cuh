@@ -1,7 +1,7 @@
 // From accumulators to gradients in global memory.
 #pragma once
-#include "../../ptx/shared.cuh"
 #include "../../core/smem_tile.cuh"
+#include "../../ptx/shared.cuh"
 #include "bias_mask.cuh"
 
 namespace flashsci::sm80::bwd {
@@ -48,7 +48,7 @@ template <class Op, int kM, int kN>
 __device__ __forceinline__ void store_rows_direct(const float (&c)[kM][kN][4], float factor,
                                                   uint16_t* __restrict__ global,  // [rows, columns]
                                                   int64_t row_stride, int rows, int first_column,
-                                                  int columns, bool pairs) {
+                                                  int columns, bool bias_mask) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void store_rows_direct(const float (&c)[kM][kN][4], f
         uint16_t* target = global + row * row_stride + column;
         const uint32_t packed =
             Op::pack2(c[m][n][half * 2] * factor, c[m][n][half * 2 + 1] * factor);
-        if (pairs && column < columns) {
+        if (bias_mask && column < columns) {
           *reinterpret_cast<uint32_t*>(target) = packed;
         } else {
           if (column < columns) target[0] = static_cast<uint16_t>(packed);

@@ -5,7 +5,7 @@
 extern "C" int flashsci_backward_sm80_fp16(const FlashsciBackwardParams* params,
                                            FlashsciStream stream) {
   return flashsci::sm80::bwd::launch_backward<flashsci::Float16>(*params,
-                                                            static_cast<cudaStream_t>(stream));
+                                                                 static_cast<cudaStream_t>(stream));
 }
 
 extern "C" int64_t flashsci_backward_sm80_fp16_workspace(const FlashsciBackwardParams* params) {

@@ -14,14 +14,14 @@
 //           for the partners: `BackwardShared`.
 // Pipeline  Two barriers a tile: stage n has landed and n - 1 is free; dS_n is written. Stage n + 1
 //           flies during all of tile n. dQ leaves by coalesced red.add to fp32 sums in fragment
-//           order (backward_rows.cuh turns them), or, with one key tile, straight to memory.
+//           order (preprocess.cuh turns them), or, with one key tile, straight to memory.
 // Limits    Shared-memory reads, then HMMA issue: docs/kernels/sm80_backward.md.
 #pragma once
 #include "../../core/poison.cuh"
+#include "../../core/row_statistics.cuh"
 #include "../../ptx/cp_async.cuh"
 #include "../../ptx/redux.cuh"
 #include "../../ptx/shared.cuh"
-#include "../../core/row_statistics.cuh"
 #include "config.cuh"
 #include "epilogue.cuh"
 #include "warp_mma.cuh"
@@ -42,7 +42,7 @@ struct BackwardTiling {
   // Accumulators of a warp: dV and dK (one role), or one of them; all columns or half.
   static constexpr int kRoles = kWarpsQ == 1 ? 1 : 2, kSums = kWarpsQ == 1 ? 2 : 1;
   static constexpr int kDimSplit = kWarpsQ / kRoles;
-  static constexpr int kPairs = kHeadDim / 16 / kDimSplit;  // chunk pairs of an accumulator
+  static constexpr int kChunkPairs = kHeadDim / 16 / kDimSplit;  // chunk pairs of an accumulator
   // dQ: warps over queries x columns, 32 queries a warp where whole pairs of chunks are left.
   static constexpr int kDqWide = kBlockQ / 32, kDqWideColumns = kHeadDim * kDqWide / kWarps;
   static constexpr int kDqWarpsQ = kDqWideColumns % 16 == 0 ? kDqWide : 2 * kDqWide;
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   poison_block(&shared, sizeof(shared));
 
   // Which key tile of which key head.
-  const BackwardPlace place(blockIdx.x, tiles, p.heads_k, p);
+  const TileCoord place(blockIdx.x, tiles, p.heads_k, p);
   int tile = static_cast<int>(place.tile), segment = 0;
   int first_key = 0, keys = p.seq_k, first_query = 0, queries = p.seq_q;
   if (p.cu_seqlens_q != nullptr) {
@@ -185,7 +185,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     }
   };
 
-  float sums[C::kSums][C::kM][2 * C::kPairs][4];  // dV and dK, or one of them: [m16, n8, fragment]
+  float sums[C::kSums][C::kM][2 * C::kChunkPairs]
+            [4];  // dV and dK, or one of them: [m16, n8, fragment]
 #pragma unroll
   for (int i = 0; i < C::kSums; ++i) set_zero(sums[i]);
 
@@ -297,9 +298,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       }
       if (active) {
         if constexpr (C::kRoles == 1) {
-          const Span<C::kHeadDim, C::kPairs> dout_right(
+          const Span<C::kHeadDim, C::kChunkPairs> dout_right(
               dout_stage + step * T::kRowBytes + lane_by_rows<C::kHeadDim>(), 0);
-          const Span<C::kHeadDim, C::kPairs> q_right(
+          const Span<C::kHeadDim, C::kChunkPairs> q_right(
               q_stage + step * T::kRowBytes + lane_by_rows<C::kHeadDim>(), 0);
 #pragma unroll
           for (int k = 0; k < C::kN / 2; ++k)
@@ -308,10 +309,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           for (int k = 0; k < C::kN / 2; ++k)
             multiply_16<Op>(sums[C::kSums - 1], ds16[k], q_right, k * 16 * T::kRowBytes);
         } else {
-          const Span<C::kHeadDim, C::kPairs> right((role == 0 ? dout_stage : q_stage) +
-                                                       step * T::kRowBytes +
-                                                       lane_by_rows<C::kHeadDim>(),
-                                                   dim_part);
+          const Span<C::kHeadDim, C::kChunkPairs> right((role == 0 ? dout_stage : q_stage) +
+                                                            step * T::kRowBytes +
+                                                            lane_by_rows<C::kHeadDim>(),
+                                                        dim_part);
 #pragma unroll
           for (int k = 0; k < C::kN / 2; ++k) {
             uint32_t a[C::kM][4];
@@ -332,7 +333,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll 1
       for (int other = 1; other < C::kWarpsQ; ++other) {
         const int from = (warp_q ^ other) * C::kQueries;
-        const Span<C::kHeadDim, C::kPairs> right(
+        const Span<C::kHeadDim, C::kChunkPairs> right(
             (role == 0 ? dout_stage : q_stage) + from * T::kRowBytes + lane_by_rows<C::kHeadDim>(),
             dim_part);
 #pragma unroll
@@ -388,7 +389,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const int rows = keys - warp_key;
   const int64_t row = first_key + warp_key;
   const uint32_t warp_rows = warp_k * C::kKeys * T::kRowBytes;
-  const int chunk = dim_part * C::kPairs * 2;
+  const int chunk = dim_part * C::kChunkPairs * 2;
   if (p.dv != nullptr && (C::kRoles == 1 || role == 0))
     store_gradient<Op, C::kHeadDim, false>(sums[0], 1.f, v_tile + warp_rows, chunk,
                                            static_cast<uint16_t*>(p.dv) +

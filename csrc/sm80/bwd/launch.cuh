@@ -12,12 +12,11 @@
 #include <algorithm>
 
 #include "../../core/launch.cuh"
-#include "../../core/launch.cuh"
-#include "kernel.cuh"
-#include "../dq/kernel.cuh"
-#include "preprocess.cuh"
-#include "bias_mask_kernel.cuh"
 #include "../dbias/kernel.cuh"
+#include "../dq/kernel.cuh"
+#include "bias_mask_kernel.cuh"
+#include "kernel.cuh"
+#include "preprocess.cuh"
 
 namespace flashsci::sm80::bwd {
 
@@ -34,45 +33,45 @@ inline constexpr int kTilesBudget = 99 * 1024;
 
 // Tiles by padded head dim: head dim, keys, queries, warps over keys, warps over queries, stages,
 // CTAs an SM (, queries at a time). Measured in docs/kernels/sm80_backward.md. Large: plain calls
-// on devices with room; Pairs: the same with a bias or mask, or unaligned rows; Small: all calls
-// elsewhere.
+// on devices with room; WithBiasMask: the same with a bias or mask, or unaligned rows; Small: all
+// calls elsewhere.
 template <int kHeadDim>
 struct KeyTiles;
 template <>
 struct KeyTiles<32> {
   using Large = BackwardTiling<32, 128, 64, 4, 1, 2, 3>;
-  using Pairs = BackwardTiling<32, 128, 64, 4, 1, 2, 3, 16>;
-  using Small = Pairs;
+  using WithBiasMask = BackwardTiling<32, 128, 64, 4, 1, 2, 3, 16>;
+  using Small = WithBiasMask;
 };
 template <>
 struct KeyTiles<64> {
   using Large = BackwardTiling<64, 128, 64, 4, 1, 2, 2>;
-  using Pairs = Large;
+  using WithBiasMask = Large;
   using Small = std::conditional_t<kTight, BackwardTiling<64, 64, 64, 2, 1, 2, 2>, Large>;
 };
 template <>
 struct KeyTiles<96> {
   using Large = BackwardTiling<96, 128, 64, 4, 2, 2, 1>;
-  using Pairs = Large;
+  using WithBiasMask = Large;
   using Small = BackwardTiling<96, 64, 32, 2, 2, 2, 1>;
 };
 template <>
 struct KeyTiles<128> {
   using Large = BackwardTiling<128, 128, 64, 4, 2, 2, 1>;
-  using Pairs = BackwardTiling<128, 128, 64, 4, 2, 2, 1, 16>;
+  using WithBiasMask = BackwardTiling<128, 128, 64, 4, 2, 2, 1, 16>;
   using Small = std::conditional_t<kTight, BackwardTiling<128, 32, 32, 1, 2, 2, 1>,
                                    BackwardTiling<128, 64, 32, 2, 2, 2, 1>>;
 };
 template <>
 struct KeyTiles<192> {
   using Large = BackwardTiling<192, 64, 64, 2, 4, 2, 1>;
-  using Pairs = Large;
+  using WithBiasMask = Large;
   using Small = BackwardTiling<192, 32, 32, 2, 2, 2, 1>;
 };
 template <>
 struct KeyTiles<256> {
   using Large = BackwardTiling<256, 64, 64, 2, 4, 2, 1>;
-  using Pairs = Large;
+  using WithBiasMask = Large;
   using Small = BackwardTiling<256, 32, 32, 2, 2, 1, 1>;
 };
 
@@ -131,8 +130,8 @@ BackwardWork plan_work(const FlashsciBackwardParams& p) {
   using Small = typename KeyTiles<kHeadDim>::Small;
   constexpr int kReserved = 1024;  // per CTA, by the system
   BackwardWork work{};
-  work.large = !kTight &&
-               static_cast<int>(sizeof(BackwardPairsShared<Large>)) + kReserved <= p.shared_per_sm;
+  work.large = !kTight && static_cast<int>(sizeof(BackwardBiasMaskShared<Large>)) + kReserved <=
+                              p.shared_per_sm;
   const int longest = p.cu_seqlens_q != nullptr ? p.max_seqlen_k : p.seq_k;
   const bool one_tile = longest >= 0 && longest <= (work.large ? Large::kBlockK : Small::kBlockK);
   const bool wants_dq = p.dq != nullptr, wants_bias = p.dbias != nullptr;
@@ -160,17 +159,18 @@ BackwardWork plan_work(const FlashsciBackwardParams& p) {
   return work;
 }
 
-template <class Op, class C, bool kPairs>
+template <class Op, class C, bool kHasBiasMask>
 cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& plan,
                         cudaStream_t stream) {
-  using Shared = std::conditional_t<kPairs, BackwardPairsShared<C>, BackwardShared<C>>;
+  using Shared = std::conditional_t<kHasBiasMask, BackwardBiasMaskShared<C>, BackwardShared<C>>;
   static_assert(sizeof(Shared) == (2 * C::kBlockK + 2 * C::kStages * C::kBlockQ) * C::kHeadDim * 2 +
                                       C::kRoles * C::kBlockK * C::kBlockQ * 2 +
-                                      C::kStages * C::kBlockQ * 8 + kPairs * sizeof(KeyTileWork),
+                                      C::kStages * C::kBlockQ * 8 +
+                                      kHasBiasMask * sizeof(KeyTileWork),
                 "the plan has no padding");
   constexpr auto kernel = [] {
-    if constexpr (kPairs)
-      return backward_pairs_kernel<Op, C>;
+    if constexpr (kHasBiasMask)
+      return backward_bias_mask_kernel<Op, C>;
     else
       return backward_kernel<Op, C>;
   }();
@@ -192,19 +192,20 @@ template <class Op, int kHeadDim>
 cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& plan, bool large,
                         cudaStream_t stream) {
   using Large = typename KeyTiles<kHeadDim>::Large;
-  using Pairs = typename KeyTiles<kHeadDim>::Pairs;
+  using WithBiasMask = typename KeyTiles<kHeadDim>::WithBiasMask;
   using Small = typename KeyTiles<kHeadDim>::Small;
-  static_assert(sizeof(BackwardPairsShared<Large>) == sizeof(BackwardPairsShared<Pairs>) &&
-                    Large::kBlockK == Pairs::kBlockK && Large::kBlockQ == Pairs::kBlockQ,
-                "the workspace does not ask which");
   static_assert(
-      sizeof(BackwardPairsShared<Small>) <= (kTight && kHeadDim <= 128 ? 64 * 1024 : kTilesBudget),
-      "over the budget of the tile preset");
-  const bool plain = plan.vector && p.pairs.bias == nullptr && p.pairs.mask == nullptr;
+      sizeof(BackwardBiasMaskShared<Large>) == sizeof(BackwardBiasMaskShared<WithBiasMask>) &&
+          Large::kBlockK == WithBiasMask::kBlockK && Large::kBlockQ == WithBiasMask::kBlockQ,
+      "the workspace does not ask which");
+  static_assert(sizeof(BackwardBiasMaskShared<Small>) <=
+                    (kTight && kHeadDim <= 128 ? 64 * 1024 : kTilesBudget),
+                "over the budget of the tile preset");
+  const bool plain = plan.vector && p.bias_mask.bias == nullptr && p.bias_mask.mask == nullptr;
   if constexpr (!kTight) {
     if (large) {
       return plain ? launch_keys<Op, Large, false>(p, plan, stream)
-                   : launch_keys<Op, Pairs, true>(p, plan, stream);
+                   : launch_keys<Op, WithBiasMask, true>(p, plan, stream);
     }
   }
   if constexpr (kTight || Large::kBlockK != Small::kBlockK)
@@ -251,25 +252,26 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
   plan.group = p.heads_q / p.heads_k;
   plan.query_slots = static_cast<uint32_t>(work.query_slots);
   // A scale too small to divide by is applied by itself.
-  const bool scaled = p.scale > (p.pairs.bias != nullptr ? 1e-6f : 0.f);
+  const bool scaled = p.scale > (p.bias_mask.bias != nullptr ? 1e-6f : 0.f);
   plan.score_mode = p.softcap != 0.f ? kSoftcap : scaled ? kScaled : kLinear;
   plan.score_inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
   plan.score_outer = p.softcap;
   plan.exp_scale = plan.score_mode == kScaled ? p.scale * kLog2e : kLog2e;
   plan.bias_factor = plan.score_mode == kScaled ? 1.f / p.scale : 1.f;
-  plan.bias_first = p.pairs.bias != nullptr && plan.score_mode == kScaled;
+  plan.bias_first = p.bias_mask.bias != nullptr && plan.score_mode == kScaled;
   plan.vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
   plan.vector_dq = takes_vectors(p.dq, p.dq_strides, p.head_dim);
   plan.vector_dk = takes_vectors(p.dk, p.dk_strides, p.head_dim);
   plan.vector_dv = takes_vectors(p.dv, p.dv_strides, p.head_dim_v);
-  const auto aligned = [](const void* data, const FlashsciPairStrides& s, int size) {
+  const auto aligned = [](const void* data, const FlashsciScoreStrides& s, int size) {
     const int64_t bits = s.batch0 | s.batch1 | s.head | s.row;
     return s.column == 1 && bits % 4 == 0 && reinterpret_cast<uintptr_t>(data) % (4 * size) == 0;
   };
-  const int bias_size = p.pairs.bias_is_fp32 ? 4 : 2;
-  plan.bias_vector = p.seq_k % 4 == 0 && aligned(p.pairs.bias, p.pairs.bias_strides, bias_size);
-  plan.mask_vector = p.seq_k % 4 == 0 && aligned(p.pairs.mask, p.pairs.mask_strides, 1);
+  const int bias_size = p.bias_mask.bias_is_fp32 ? 4 : 2;
+  plan.bias_vector =
+      p.seq_k % 4 == 0 && aligned(p.bias_mask.bias, p.bias_mask.bias_strides, bias_size);
+  plan.mask_vector = p.seq_k % 4 == 0 && aligned(p.bias_mask.mask, p.bias_mask.mask_strides, 1);
   plan.dbias_vector = p.seq_k % 4 == 0 && aligned(p.dbias, p.dbias_strides, bias_size);
   plan.adds_dq = work.adds_dq, plan.writes_dq = work.writes_dq;
   plan.writes_bias = work.writes_bias;
@@ -278,7 +280,7 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
   if (p.dbias != nullptr && (p.seq_q == 0 || p.seq_k == 0 || (work.writes_bias && windowed))) {
     // Tiles that the window hides are not visited.
     const cudaError_t error = cudaMemsetAsync(
-        p.dbias, 0, work.bias_plan.elements * (p.pairs.bias_is_fp32 ? 4 : 2), stream);
+        p.dbias, 0, work.bias_plan.elements * (p.bias_mask.bias_is_fp32 ? 4 : 2), stream);
     if (error != cudaSuccess) return error;
   }
   if (p.seq_q > 0 && (work.keys || work.queries || work.bias)) {

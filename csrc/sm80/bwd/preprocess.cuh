@@ -1,11 +1,9 @@
 // What comes before and after the backward products, row by row of the queries.
 //
 // Maths     statistics_i = (-lse_i log2(e), -delta_i), delta_i = sum_d dout_id out_id - dlse_i;
-// before
-//           that the fp32 sums of dq are zeroed. After: dq = scale * sums, rounded.
+//           before that the fp32 sums of dq are zeroed. After: dq = scale * sums, rounded.
 // Roles     statistics_kernel: a row is read by 4 to 32 lanes, 16 bytes each. dq_kernel: a CTA
-// turns
-//           one tile of sums, whose order is that of the fragments that were added
+//           turns one tile of sums, whose order is that of the fragments that were added
 //           (BackwardTiling).
 // Shared    None.
 // Pipeline  None: enough CTAs.
@@ -32,7 +30,7 @@ template <class Op, class C>
 __global__ void __launch_bounds__(kRowThreads, 6)
     dq_kernel(const __grid_constant__ FlashsciBackwardParams p,
               const __grid_constant__ BackwardPlan plan) {
-  const BackwardPlace place(blockIdx.x, plan.query_slots, p.heads_q, p);
+  const TileCoord place(blockIdx.x, plan.query_slots, p.heads_q, p);
   int tile = static_cast<int>(place.tile), first = 0, queries = p.seq_q;
   if (p.cu_seqlens_q != nullptr) {
     const TileOfSequence work = find_tile<C::kBlockQ>(place.tile, p.cu_seqlens_q, p.cu_seqlens_k,

@@ -1,4 +1,4 @@
-// What a CTA of backward.cuh works on, found by its first warp and kept in shared memory: the main
+// What a CTA of kernel.cuh works on, found by its first warp and kept in shared memory: the main
 // loop has no register to spare for pointers.
 #pragma once
 #include "../../ptx/redux.cuh"
@@ -32,7 +32,7 @@ struct alignas(128) KeyTileWork {
   template <class C>
   __device__ __forceinline__ void find(const FlashsciBackwardParams& p, const BackwardPlan& plan,
                                        uint32_t tiles) {
-    const BackwardPlace place(blockIdx.x, tiles, p.heads_k, p);
+    const TileCoord place(blockIdx.x, tiles, p.heads_k, p);
     int tile = static_cast<int>(place.tile), first_slot = 0;
     int first_key = 0, found_keys = p.seq_k, first_query = 0, found_queries = p.seq_q, zeros = 0;
     if (p.cu_seqlens_q != nullptr) {
@@ -82,10 +82,10 @@ struct alignas(128) KeyTileWork {
     dv = into(p.dv, p.dv_strides, place.head, first_key + first);
     dq_sums =
         plan.dq_sums + (batch_head * plan.query_slots + first_slot) * (C::kBlockQ * C::kHeadDim);
-    const int size = p.pairs.bias_is_fp32 ? 4 : 2;
-    bias = static_cast<const unsigned char*>(p.pairs.bias) +
-           place.offset(p.pairs.bias_strides, head) * size;
-    mask = p.pairs.mask + place.offset(p.pairs.mask_strides, head);
+    const int size = p.bias_mask.bias_is_fp32 ? 4 : 2;
+    bias = static_cast<const unsigned char*>(p.bias_mask.bias) +
+           place.offset(p.bias_mask.bias_strides, head) * size;
+    mask = p.bias_mask.mask + place.offset(p.bias_mask.mask_strides, head);
     dbias = static_cast<unsigned char*>(p.dbias) + place.offset(p.dbias_strides, head) * size;
     before = window.before, after = window.after;
     tile_key = first;

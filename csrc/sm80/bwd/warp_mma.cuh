@@ -6,8 +6,8 @@
 #pragma once
 #include <cstdint>
 
-#include "../../ptx/ldmatrix.cuh"
 #include "../../core/smem_tile.cuh"
+#include "../../ptx/ldmatrix.cuh"
 
 namespace flashsci::sm80::bwd {
 
@@ -24,17 +24,18 @@ __device__ __forceinline__ uint32_t lane_by_chunks(uint32_t lane = threadIdx.x %
   return Tile<kCols>::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-// A span of kPairs pairs of chunks (16 columns each), the part-th of its tile. Where spans and the
-// groups of the swizzle nest, the start absorbs the part; else every address is computed.
-template <int kCols, int kPairs>
+// A span of kChunkPairs pairs of chunks (16 columns each), the part-th of its tile. Where spans and
+// the groups of the swizzle nest, the start absorbs the part; else every address is computed.
+template <int kCols, int kChunkPairs>
 struct Span {
   using T = Tile<kCols>;
   static constexpr int kGroupPairs = T::kGroup / 2;
-  static constexpr bool kNested = kPairs % kGroupPairs == 0 || kGroupPairs % kPairs == 0;
+  static constexpr bool kNested = kChunkPairs % kGroupPairs == 0 || kGroupPairs % kChunkPairs == 0;
   uint32_t start;
   int first;
 
-  __device__ __forceinline__ Span(uint32_t start_, int part) : start(start_), first(part * kPairs) {
+  __device__ __forceinline__ Span(uint32_t start_, int part)
+      : start(start_), first(part * kChunkPairs) {
     if (kNested) {
       start = at_any(first);
       first = 0;
@@ -93,12 +94,12 @@ __device__ __forceinline__ void pack(uint32_t (&a)[kN / 2][kM][4], const float (
 }
 
 // C += A B for 16 rows of B, read through the transpose from b (+ row_bytes).
-template <class Op, int kCols, int kM, int kN, int kPairs>
+template <class Op, int kCols, int kM, int kN, int kChunkPairs>
 __device__ __forceinline__ void multiply_16(float (&c)[kM][kN][4], const uint32_t (&a)[kM][4],
-                                            const Span<kCols, kPairs>& b, uint32_t row_bytes) {
-  static_assert(kN == 2 * kPairs, "the span has the columns of C");
+                                            const Span<kCols, kChunkPairs>& b, uint32_t row_bytes) {
+  static_assert(kN == 2 * kChunkPairs, "the span has the columns of C");
 #pragma unroll
-  for (int n = 0; n < kPairs; ++n) {
+  for (int n = 0; n < kChunkPairs; ++n) {
     uint32_t r[4];  // B [16, 16]: two n8 blocks
     ptx::ldmatrix_x4_trans(r, b.at(n) + row_bytes);
 #pragma unroll

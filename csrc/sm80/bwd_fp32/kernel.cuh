@@ -1,8 +1,8 @@
 // Backward attention in fp32 on fp16 tensor cores (Ampere and newer), without atomics.
 //
 // Maths     P = exp(S - lse), dP = dO V^T, dS = P (dP - delta), delta_i = sum_d dO_id O_id -
-// dlse_i;
-//           dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K. Products as in forward_fp32.cuh.
+//           dlse_i; dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K. Products as in
+//           fwd_fp32/kernel.cuh.
 // Roles     One kernel twice. kKeys: a CTA owns a tile of keys and goes through the queries of all
 //           heads that share them (dK, dV: four products). Else it owns a tile of queries and goes
 //           through the keys (dQ and the gradient of a bias that is not shared: three products).
@@ -18,15 +18,15 @@
 #include <type_traits>
 
 #include "../../core/head_coord.cuh"
-#include "../../core/poison.cuh"
-#include "../../core/varlen.cuh"
-#include "../../core/softmax.cuh"
 #include "../../core/mask.cuh"
+#include "../../core/poison.cuh"
+#include "../../core/softmax.cuh"
+#include "../../core/varlen.cuh"
 #include "../../include/flashsci.h"
 #include "../fp32/bias_mask.cuh"
-#include "../fp32/warp_mma.cuh"
 #include "../fp32/rows.cuh"
 #include "../fp32/stream.cuh"
+#include "../fp32/warp_mma.cuh"
 
 namespace flashsci::sm80::bwd_fp32 {
 
@@ -44,7 +44,7 @@ struct BackwardTile {
 
 template <class C>
 struct alignas(128) BackwardStorage {
-  HalvesTile<C::kBlockRows, C::kDim> x, y;                       // Q and dO, or K and V
+  SplitFp16Tile<C::kBlockRows, C::kDim> x, y;                    // Q and dO, or K and V
   StreamStorage<C::kBlockColumns, C::kDim, C::kThreads> stream;  // K and V, or Q and dO
   float x_factor[C::kBlockRows], y_factor[C::kBlockRows];
   float2 statistics[2]
@@ -63,7 +63,7 @@ struct BackwardFp32Plan {
   float cap;    // softcap or 0
   int write_bias;  // the kernel of the queries writes dbias
   int vector_dbias;
-  PairsAccess pairs;
+  BiasMaskAccess bias_mask;
 };
 
 // S becomes cap tanh(factor S), of factor 1 then; dS, given dP - delta, takes the slope.
@@ -84,7 +84,7 @@ __device__ __forceinline__ void cap_scores(float (&s)[kM][kN][4], float (&dp)[kM
 // stream).
 template <int kM, int kN>
 __device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4], float* target,
-                                                    const FlashsciPairStrides& strides, int row,
+                                                    const FlashsciScoreStrides& strides, int row,
                                                     int column, int rows, int columns, bool vector,
                                                     const uint8_t* state) {
 #pragma unroll
@@ -114,7 +114,7 @@ __device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4]
 
 enum Rows { kQueries, kKeysBoth, kKeysK, kKeysV };  // what a CTA owns, and the gradients it makes
 
-template <class C, int kWhat, bool kPairs>
+template <class C, int kWhat, bool kHasBiasMask>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     backward_fp32_kernel(const __grid_constant__ FlashsciBackwardParams p,
                          const __grid_constant__ BackwardFp32Plan plan) {
@@ -124,12 +124,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   constexpr bool kKeys = kWhat != kQueries;
   constexpr bool kX = kWhat != kKeysV;                        // dQ or dK
   constexpr bool kY = kWhat == kKeysBoth || kWhat == kKeysV;  // dV
-  using RowTile = HalvesTile<C::kBlockRows, C::kDim>;
-  using ColumnTile = HalvesTile<C::kBlockColumns, C::kDim>;
+  using RowTile = SplitFp16Tile<C::kBlockRows, C::kDim>;
+  using ColumnTile = SplitFp16Tile<C::kBlockColumns, C::kDim>;
 
   // Which tile of which head.
   const uint32_t tiles = plan.tiles;
-  const Place place(blockIdx.x, tiles, kKeys ? p.heads_k : p.heads_q, p.batch1);
+  const HeadCoord place(blockIdx.x, tiles, kKeys ? p.heads_k : p.heads_q, p.batch1);
   const uint32_t slot = blockIdx.x - place.batch_head * tiles;
   const uint32_t group = static_cast<uint32_t>(p.heads_q / p.heads_k);
   int tile, first_row, rows, first_column, columns;
@@ -225,16 +225,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
   int head = kKeys ? static_cast<int>(group) - 1 : 0;
   const uint32_t first_head = kKeys ? place.head * group : place.head;  // of queries
-  PairsTile<kPairs ? C::kM : 1, kPairs ? C::kN : 2> pair_tile;
-  const auto load_pairs = [&](int of_group, int column) {
-    if constexpr (kPairs) {
-      const PairsOfHead<kKeys> pairs(p.pairs, plan.pairs, place, first_head + of_group, rows,
-                                     columns);
-      pair_tile.load(pairs, warp_row + lane / 4, column + lane % 4 * 4);
+  BiasMaskTile<kHasBiasMask ? C::kM : 1, kHasBiasMask ? C::kN : 2> pair_tile;
+  const auto load_bias_mask = [&](int of_group, int column) {
+    if constexpr (kHasBiasMask) {
+      const BiasMaskOfHead<kKeys> bias_mask(p.bias_mask, plan.bias_mask, place,
+                                            first_head + of_group, rows, columns);
+      pair_tile.load(bias_mask, warp_row + lane / 4, column + lane % 4 * 4);
     }
   };
   if (first_tile < end_tile) {
-    load_pairs(head, (end_tile - 1) * C::kBlockColumns);
+    load_bias_mask(head, (end_tile - 1) * C::kBlockColumns);
     const uint32_t x_tile = ptx::shared_address(&shared.x), y_tile = ptx::shared_address(&shared.y);
     const int64_t from = first_row + tile_row;
     const FlashsciStrides& xs = kKeys ? p.k_strides : p.q_strides;
@@ -318,10 +318,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         keep_finite(factor);
       } else {
         if (plan.cap != 0.f) cap_scores(s, dp, factor, plan.cap);
-        if constexpr (kPairs) {
-          const PairsOfHead<kKeys> pairs(p.pairs, plan.pairs, place, first_head + this_head, rows,
-                                         columns);
-          pair_tile.apply(s, pairs, factor);
+        if constexpr (kHasBiasMask) {
+          const BiasMaskOfHead<kKeys> bias_mask(p.bias_mask, plan.bias_mask, place,
+                                                first_head + this_head, rows, columns);
+          pair_tile.apply(s, bias_mask, factor);
         } else {
           scale_rows(s, factor);
         }
@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       if (stream.hide) hide_columns(s, stream.shared.state, lane % 4 * 4);
       if (first < full_begin || first + C::kBlockColumns > full_end)
         mask_interleaved(s, window, warp_row + lane / 4, first + lane % 4 * 4);
-      if (kPairs && head >= 0) load_pairs(head, of_head * C::kBlockColumns);
+      if (kHasBiasMask && head >= 0) load_bias_mask(head, of_head * C::kBlockColumns);
       bool large = false;
       if constexpr (kKeys) {
 #pragma unroll
@@ -355,10 +355,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         exponentiate(1.f);
       else
         exponentiate(INFINITY);
-      if (!kKeys && kPairs && plan.write_bias)
+      if (!kKeys && kHasBiasMask && plan.write_bias)
         store_bias_gradient(dp,
                             static_cast<float*>(p.dbias) +
-                                PairsOfHead<>::offset(p.dbias_strides, place, place.head),
+                                BiasMaskOfHead<>::offset(p.dbias_strides, place, place.head),
                             p.dbias_strides, warp_row + lane / 4, first + lane % 4 * 4, rows,
                             columns, plan.vector_dbias != 0,
                             stream.hide ? stream.shared.state + lane % 4 * 4 : nullptr);
@@ -385,8 +385,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                                                         opaque(x_dims_high), factor, three);
         }
       }
-    } else if (kPairs && head >= 0) {
-      load_pairs(head, of_head * C::kBlockColumns);
+    } else if (kHasBiasMask && head >= 0) {
+      load_bias_mask(head, of_head * C::kBlockColumns);
     }
   }
 
@@ -417,7 +417,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 __global__ void __launch_bounds__(256, 4)
     statistics_fp32_kernel(const __grid_constant__ FlashsciBackwardParams p, float2* statistics,
                            uint32_t tiles, int lanes, int vector) {
-  const Place place(blockIdx.x, tiles, p.heads_q, p.batch1);
+  const HeadCoord place(blockIdx.x, tiles, p.heads_q, p.batch1);
   const uint32_t tile = blockIdx.x - place.batch_head * tiles;
   const int64_t row = static_cast<int64_t>(tile) * (256 / lanes) + threadIdx.x / lanes;
   float sum = 0.f;

@@ -10,9 +10,9 @@
 #include <algorithm>
 
 #include "../../core/launch.cuh"
+#include "../dbias_fp32/kernel.cuh"
 #include "kernel.cuh"
 #include "short_kernel.cuh"
-#include "../dbias_fp32/kernel.cuh"
 
 namespace flashsci::sm80::bwd_fp32 {
 
@@ -45,14 +45,14 @@ BackwardFp32Work plan_work(const FlashsciBackwardParams& p) {
 }
 
 // Tiles without and with a bias or mask, which take registers.
-template <class Plain_, class Pairs_ = Plain_>
+template <class Plain_, class WithBiasMask_ = Plain_>
 struct Tiles {
   using Plain = Plain_;
-  using Pairs = Pairs_;
+  using WithBiasMask = WithBiasMask_;
   static constexpr int kDim = Plain::kDim;
 };
 
-template <class C, int kWhat, bool kPairs>
+template <class C, int kWhat, bool kHasBiasMask>
 cudaError_t launch_tile(const FlashsciBackwardParams& p, BackwardFp32Plan plan,
                         cudaStream_t stream) {
   constexpr bool kKeys = kWhat != kQueries;
@@ -64,29 +64,29 @@ cudaError_t launch_tile(const FlashsciBackwardParams& p, BackwardFp32Plan plan,
   const int64_t blocks = tiles * (kKeys ? p.heads_k : p.heads_q) * p.batch0 * p.batch1;
   constexpr size_t kShared = sizeof(BackwardStorage<C>);
   static_assert(kShared <= 99 * 1024, "a block has 99 KiB on the smallest device");
-  return launch<backward_fp32_kernel<C, kWhat, kPairs>>(blocks, C::kThreads, kShared, p.device,
-                                                        stream, p, plan);
+  return launch<backward_fp32_kernel<C, kWhat, kHasBiasMask>>(blocks, C::kThreads, kShared,
+                                                              p.device, stream, p, plan);
 }
 
 template <class Tiles>
 cudaError_t launch_queries(const FlashsciBackwardParams& p, const BackwardFp32Plan& plan,
                            cudaStream_t stream) {
-  return p.pairs.bias != nullptr || p.pairs.mask != nullptr
-             ? launch_tile<typename Tiles::Pairs, kQueries, true>(p, plan, stream)
+  return p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr
+             ? launch_tile<typename Tiles::WithBiasMask, kQueries, true>(p, plan, stream)
              : launch_tile<typename Tiles::Plain, kQueries, false>(p, plan, stream);
 }
 
 // dk and dv, one after the other where both do not fit the registers.
-template <class C, bool kPairs>
+template <class C, bool kHasBiasMask>
 cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardFp32Plan& plan,
                         cudaStream_t stream) {
-  if constexpr (C::kDim <= (kPairs ? 64 : 128)) {
-    return launch_tile<C, kKeysBoth, kPairs>(p, plan, stream);
+  if constexpr (C::kDim <= (kHasBiasMask ? 64 : 128)) {
+    return launch_tile<C, kKeysBoth, kHasBiasMask>(p, plan, stream);
   } else {
     cudaError_t error = cudaSuccess;
-    if (p.dk != nullptr) error = launch_tile<C, kKeysK, kPairs>(p, plan, stream);
+    if (p.dk != nullptr) error = launch_tile<C, kKeysK, kHasBiasMask>(p, plan, stream);
     if (error == cudaSuccess && p.dv != nullptr)
-      error = launch_tile<C, kKeysV, kPairs>(p, plan, stream);
+      error = launch_tile<C, kKeysV, kHasBiasMask>(p, plan, stream);
     return error;
   }
 }
@@ -141,18 +141,18 @@ cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t 
   work.bias_plan.sums =
       reinterpret_cast<float*>(static_cast<char*>(p.workspace) + work.statistics_bytes);
   plan.vector = p.copy_bytes == 16 && (p.head_dim | p.head_dim_v) % 4 == 0;
-  plan.vector_dq = takes_pairs(p.dq, p.dq_strides, p.head_dim);
-  plan.vector_dk = takes_pairs(p.dk, p.dk_strides, p.head_dim);
-  plan.vector_dv = takes_pairs(p.dv, p.dv_strides, p.head_dim_v);
-  const bool pairs = p.pairs.bias != nullptr || p.pairs.mask != nullptr;
-  plan.plain = !pairs && p.softcap == 0.f && p.scale > 0.f;
+  plan.vector_dq = takes_paired_stores(p.dq, p.dq_strides, p.head_dim);
+  plan.vector_dk = takes_paired_stores(p.dk, p.dk_strides, p.head_dim);
+  plan.vector_dv = takes_paired_stores(p.dv, p.dv_strides, p.head_dim_v);
+  const bool bias_mask = p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr;
+  plan.plain = !bias_mask && p.softcap == 0.f && p.scale > 0.f;
   plan.inner = p.softcap != 0.f ? p.scale / p.softcap : plan.plain ? p.scale * kLog2e : p.scale;
   plan.cap = p.softcap;
   plan.write_bias = work.writes_bias;
-  plan.pairs = PairsAccess::of(p.pairs, p.seq_k);
-  FlashsciPairs dbias{};
+  plan.bias_mask = BiasMaskAccess::of(p.bias_mask, p.seq_k);
+  FlashsciBiasMask dbias{};
   dbias.bias = p.dbias, dbias.bias_strides = p.dbias_strides;
-  plan.vector_dbias = PairsAccess::of(dbias, p.seq_k).vector_bias;
+  plan.vector_dbias = BiasMaskAccess::of(dbias, p.seq_k).vector_bias;
 
   cudaError_t error = cudaSuccess;
   if (heads * p.seq_q > 0) {
@@ -170,8 +170,8 @@ cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t 
   const bool short_keys = takes_short<Bias::kDim>(p) && (work.keys || work.queries);
   if (error == cudaSuccess && short_keys) error = launch_short_of<Bias::kDim>(p, plan, stream);
   if (error == cudaSuccess && work.keys && !short_keys)
-    error = pairs ? launch_keys<typename Keys::Pairs, true>(p, plan, stream)
-                  : launch_keys<typename Keys::Plain, false>(p, plan, stream);
+    error = bias_mask ? launch_keys<typename Keys::WithBiasMask, true>(p, plan, stream)
+                      : launch_keys<typename Keys::Plain, false>(p, plan, stream);
   if (error == cudaSuccess && work.queries && !short_keys)
     error = launch_queries<Queries>(p, plan, stream);
   if (error == cudaSuccess && work.bias && heads * p.seq_q * p.seq_k > 0) {

@@ -1,6 +1,6 @@
 // Backward attention in fp32 for short rows of keys and small heads: all gradients in one pass.
 //
-// Maths     As backward_fp32.cuh, with five products rather than seven: S^T = K Q^T, dP^T = V dO^T,
+// Maths     As kernel.cuh, with five products rather than seven: S^T = K Q^T, dP^T = V dO^T,
 //           dV += P^T dO, dK += dS^T Q, dQ += dS K.
 // Roles     A CTA owns all keys of one (key head, batch), a warp 32 of them, and goes through the
 //           queries in chunks of kQueries, 16 at a time. At any time its warps are at different 16
@@ -32,12 +32,12 @@ struct ShortTile {
 
 template <class C>
 struct alignas(128) ShortStorage {
-  HalvesTile<C::kKeys, C::kDim> k, v;
-  HalvesTile<C::kQueries, C::kDim> q, dout;
+  SplitFp16Tile<C::kKeys, C::kDim> k, v;
+  SplitFp16Tile<C::kQueries, C::kDim> q, dout;
   float k_factor[C::kKeys], v_factor[C::kKeys];  // what to multiply the halves of a row by
   float4 queries[C::kQueries];                   // lse in log2 units, delta, factors of Q, of dO
   float dq[C::kQueries * C::kSumStride];
-  Place place[1];       // batch_head is that of the batch alone
+  HeadCoord place[1];   // batch_head is that of the batch alone
   uint32_t first_head;  // of the queries
 };
 
@@ -50,11 +50,11 @@ __device__ __forceinline__ int place_of_key(int key) {
 // The factor of a row of zeros is 0: P and dS take it in, and what multiplies such a row (padding)
 // must not decide the power of two of its neighbours.
 template <class Tile, int kDim, bool kOfKeys, class Put>
-__device__ __forceinline__ void load_halves(uint32_t tile, const float* __restrict__ global,
-                                            int64_t row_stride, int count, int rows_valid,
-                                            int cols_valid, bool vector, Put&& put) {
+__device__ __forceinline__ void load_split_fp16(uint32_t tile, const float* __restrict__ global,
+                                                int64_t row_stride, int count, int rows_valid,
+                                                int cols_valid, bool vector, Put&& put) {
   constexpr int kParts = kDim / 8;  // threads of a row
-  using Halves = typename Tile::Rows;
+  using SplitFp16 = typename Tile::Rows;
 #pragma unroll 1
   for (int i = threadIdx.x; i < count * kParts; i += blockDim.x) {
     const int row = i / kParts, part = i % kParts, left = cols_valid - part * 8;
@@ -86,7 +86,7 @@ __device__ __forceinline__ void load_halves(uint32_t tile, const float* __restri
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       halve_stored(x[2 * e] * scale, x[2 * e + 1] * scale, high[e], low[e]);
-    const uint32_t to = tile + Halves::offset(kOfKeys ? place_of_key(row) : row, part);
+    const uint32_t to = tile + SplitFp16::offset(kOfKeys ? place_of_key(row) : row, part);
     ptx::st_shared(to, make_uint4(high[0], high[1], high[2], high[3]));
     ptx::st_shared(to + Tile::kLowBytes, make_uint4(low[0], low[1], low[2], low[3]));
     if (part == 0) put(row, largest == 0.f ? 0.f : power_of_two(-exponent));
@@ -95,8 +95,8 @@ __device__ __forceinline__ void load_halves(uint32_t tile, const float* __restri
 
 // Four neighbouring keys of each of two neighbouring queries.
 template <class Element, class Vector>
-__device__ __forceinline__ void load_pairs(Vector (&to)[2], const Element* from, int64_t row,
-                                           int64_t column, int queries, int keys, bool vector) {
+__device__ __forceinline__ void load_four_keys(Vector (&to)[2], const Element* from, int64_t row,
+                                               int64_t column, int queries, int keys, bool vector) {
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     const Element* at = from + c * row;
@@ -123,12 +123,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<ShortStorage<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
-  using KeyTile = HalvesTile<C::kKeys, C::kDim>;
-  using QueryTile = HalvesTile<C::kQueries, C::kDim>;
+  using KeyTile = SplitFp16Tile<C::kKeys, C::kDim>;
+  using QueryTile = SplitFp16Tile<C::kQueries, C::kDim>;
   const int warp = ptx::redux_max(threadIdx.x / 32), warps = blockDim.x / 32;
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    Place place(blockIdx.x, 1, p.heads_k, p.batch1);
+    HeadCoord place(blockIdx.x, 1, p.heads_k, p.batch1);
     place.batch_head /= static_cast<uint32_t>(p.heads_k);
     shared.place[0] = place;
     shared.first_head = place.head * static_cast<uint32_t>(p.heads_q / p.heads_k);
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   __syncthreads();
   // The place, read again rather than kept in registers.
   const auto offset_of_keys = [&](const FlashsciStrides& strides) {
-    const Place place = shared.place[opaque(0)];
+    const HeadCoord place = shared.place[opaque(0)];
     return place.offset(strides, place.head);
   };
   const bool three = p.precision == FLASHSCI_TF32X3;
@@ -150,11 +150,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   constexpr int kToV = sizeof(KeyTile), kToDout = sizeof(QueryTile);
   const uint32_t k_start = start_of_a<KeyTile>(k_tile, first_key);
   const int warp_bytes = first_key * KeyTile::Rows::kRowBytes;
-  load_halves<KeyTile, C::kDim, true>(
+  load_split_fp16<KeyTile, C::kDim, true>(
       k_tile, static_cast<const float*>(p.k) + offset_of_keys(p.k_strides), p.k_strides.row,
       blockDim.x, p.seq_k, p.head_dim, plan.vector != 0,
       [&](int row, float factor) { shared.k_factor[row] = factor; });
-  load_halves<KeyTile, C::kDim, true>(
+  load_split_fp16<KeyTile, C::kDim, true>(
       v_tile, static_cast<const float*>(p.v) + offset_of_keys(p.v_strides), p.v_strides.row,
       blockDim.x, p.seq_k, p.head_dim_v, plan.vector != 0,
       [&](int row, float factor) { shared.v_factor[row] = factor; });
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   clear(dv);
 
   const auto find = [&](int member, uint32_t& head) {
-    const Place place = shared.place[opaque(0)];
+    const HeadCoord place = shared.place[opaque(0)];
     head = shared.first_head + member;
     return place;
   };
@@ -178,9 +178,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       const auto load = [&](uint32_t to, const void* from, const FlashsciStrides& strides,
                             int valid, int columns, auto&& put) {
         uint32_t head;
-        const Place place = find(member, head);
+        const HeadCoord place = find(member, head);
         const int64_t offset = place.offset(strides, head);
-        load_halves<QueryTile, C::kDim, false>(
+        load_split_fp16<QueryTile, C::kDim, false>(
             to, static_cast<const float*>(from) + offset + chunk * strides.row, strides.row,
             tiles * 16, valid, columns, plan.vector != 0, put);
       };
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
            [&](int row, float factor) { shared.queries[row].w = factor; });
       {
         uint32_t head;
-        const Place place = find(member, head);
+        const HeadCoord place = find(member, head);
         const float2* statistics =
             plan.statistics +
             (static_cast<int64_t>(place.batch_head) * p.heads_q + head) * p.seq_q + chunk;
@@ -203,29 +203,29 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       for (int i = threadIdx.x; i < tiles * 16 * C::kSumStride; i += blockDim.x) shared.dq[i] = 0.f;
       __syncthreads();
 
-      const auto pair_offset = [&](const FlashsciPairStrides& s) {
+      const auto pair_offset = [&](const FlashsciScoreStrides& s) {
         uint32_t of;
-        const Place at = find(member, of);
-        return PairsOfHead<>::offset(s, at, of);
+        const HeadCoord at = find(member, of);
+        return BiasMaskOfHead<>::offset(s, at, of);
       };
       const int steps = max(tiles, warps);
       // The bias of 16 queries on its way to the second-level cache, a step ahead.
       const auto prefetch = [&](int tile) {
-        const FlashsciPairStrides& s = p.pairs.bias_strides;
-        if (!plan.pairs.vector_bias || tile >= tiles || lane_key >= p.seq_k) return;
+        const FlashsciScoreStrides& s = p.bias_mask.bias_strides;
+        if (!plan.bias_mask.vector_bias || tile >= tiles || lane_key >= p.seq_k) return;
         const int query = chunk + tile * 16 + lane % 4 * 2;
         const float* from =
-            static_cast<const float*>(p.pairs.bias) + pair_offset(s) + lane_key * s.column;
+            static_cast<const float*>(p.bias_mask.bias) + pair_offset(s) + lane_key * s.column;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           ptx::prefetch_l2(from + min(query + i / 2 * 8 + i % 2, p.seq_q - 1) * s.row);
       };
       constexpr bool kPrefetch = C::kDim <= 16;  // registers
-      if (kPrefetch && p.pairs.bias != nullptr) prefetch(warp);
+      if (kPrefetch && p.bias_mask.bias != nullptr) prefetch(warp);
 #pragma unroll 1
       for (int step = 0; step < steps; ++step) {
         const int tile = step + warp < steps ? step + warp : step + warp - steps;
-        if (kPrefetch && p.pairs.bias != nullptr) prefetch(tile + 1 < steps ? tile + 1 : 0);
+        if (kPrefetch && p.bias_mask.bias != nullptr) prefetch(tile + 1 < steps ? tile + 1 : 0);
         const int first = chunk + tile * 16, last = min(first + 16, p.seq_q) - 1;
         if (tile < tiles && window.begin(first) < first_key + 32 && window.end(last) > first_key) {
           const int query = first + lane % 4 * 2;  // this lane's first
@@ -263,26 +263,26 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                 dp[i / 4][n][i % 4] *= slope;
               }
             }
-            if (p.pairs.bias != nullptr) {
-              const FlashsciPairStrides& strides = p.pairs.bias_strides;
+            if (p.bias_mask.bias != nullptr) {
+              const FlashsciScoreStrides& strides = p.bias_mask.bias_strides;
               float4 bias[2];
-              load_pairs(bias,
-                         static_cast<const float*>(p.pairs.bias) + pair_offset(strides) +
-                             row * strides.row + lane_key * strides.column,
-                         strides.row, strides.column, p.seq_q - row, keys,
-                         plan.pairs.vector_bias != 0);
+              load_four_keys(bias,
+                             static_cast<const float*>(p.bias_mask.bias) + pair_offset(strides) +
+                                 row * strides.row + lane_key * strides.column,
+                             strides.row, strides.column, p.seq_q - row, keys,
+                             plan.bias_mask.vector_bias != 0);
 #pragma unroll
               for (int i = 0; i < 8; ++i)
                 s[i / 4][n][i % 4] += part(bias[i % 2], i / 4 * 2 + i % 4 / 2);
             }
-            if (p.pairs.mask != nullptr) {
-              const FlashsciPairStrides& strides = p.pairs.mask_strides;
+            if (p.bias_mask.mask != nullptr) {
+              const FlashsciScoreStrides& strides = p.bias_mask.mask_strides;
               uchar4 shown[2];
-              load_pairs(shown,
-                         p.pairs.mask + pair_offset(strides) + row * strides.row +
-                             lane_key * strides.column,
-                         strides.row, strides.column, p.seq_q - row, keys,
-                         plan.pairs.vector_mask != 0);
+              load_four_keys(shown,
+                             p.bias_mask.mask + pair_offset(strides) + row * strides.row +
+                                 lane_key * strides.column,
+                             strides.row, strides.column, p.seq_q - row, keys,
+                             plan.bias_mask.vector_mask != 0);
 #pragma unroll
               for (int i = 0; i < 8; ++i) {
                 const int r = i / 4 * 2 + i % 4 / 2;
@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
             for (int i = 0; i < 8; ++i) dp[i / 4][n][i % 4] *= s[i / 4][n][i % 4];
             if (plan.write_bias) {
-              const FlashsciPairStrides& strides = p.dbias_strides;
+              const FlashsciScoreStrides& strides = p.dbias_strides;
               float* target = static_cast<float*>(p.dbias) + pair_offset(strides) +
                               row * strides.row + lane_key * strides.column;
 #pragma unroll
@@ -411,7 +411,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       }
       if (p.dq != nullptr) {
         uint32_t head;
-        const Place place = find(member, head);
+        const HeadCoord place = find(member, head);
         float* target =
             static_cast<float*>(p.dq) + place.offset(p.dq_strides, head) + chunk * p.dq_strides.row;
 #pragma unroll 1

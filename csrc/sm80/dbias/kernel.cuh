@@ -98,21 +98,22 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const int own_key = own.index[4] * C::kBlockK + lane % 4 * 2;
   float addend[C::kM][kN][4];  // [m16, n8, fragment], in units of the scores
   set_zero(addend);
-  apply_pairs<Op>(
+  apply_bias_mask<Op>(
       addend,
-      PairsView(
-          FlashsciPairs{p.pairs.bias, nullptr, p.pairs.bias_strides, {}, p.pairs.bias_is_fp32},
+      BiasMaskView(
+          FlashsciBiasMask{
+              p.bias_mask.bias, nullptr, p.bias_mask.bias_strides, {}, p.bias_mask.bias_is_fp32},
           own.index[0], own.index[1], own.index[2]),
       own_row, own_key, p.seq_q, p.seq_k, plan.bias_factor);
 
   // A mask that is the same for all queries comes a byte a thread, and one member ahead.
-  const bool key_mask = p.pairs.mask != nullptr && p.pairs.mask_strides.row == 0;
-  const bool pair_mask = p.pairs.mask != nullptr && p.pairs.mask_strides.row != 0;
+  const bool key_mask = p.bias_mask.mask != nullptr && p.bias_mask.mask_strides.row == 0;
+  const bool pair_mask = p.bias_mask.mask != nullptr && p.bias_mask.mask_strides.row != 0;
   const auto load_shown = [&](const BiasMember& x) -> int {
     const int key = x.index[4] * C::kBlockK + threadIdx.x;
     return key_mask && threadIdx.x < C::kBlockK && key < p.seq_k
-               ? __ldg(p.pairs.mask + x.offset(p.pairs.mask_strides, x.index[2]) +
-                       key * p.pairs.mask_strides.column)
+               ? __ldg(p.bias_mask.mask + x.offset(p.bias_mask.mask_strides, x.index[2]) +
+                       key * p.bias_mask.mask_strides.column)
                : 1;
   };
 
@@ -180,10 +181,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       multiply_rows<Op, C::kHeadDim>(dp, dout_tile + left, v_tile + right);
       if (!plan.bias_first) add_late(s, addend, step / 8, plan);
       if (pair_mask)
-        apply_pairs<Op>(s,
-                        PairsView(FlashsciPairs{nullptr, p.pairs.mask, {}, p.pairs.mask_strides, 0},
-                                  member.index[0], member.index[1], member.index[2]),
-                        warp_row + lane / 4, key + lane % 4 * 2, p.seq_q, p.seq_k, 1.f);
+        apply_bias_mask<Op>(
+            s,
+            BiasMaskView(
+                FlashsciBiasMask{nullptr, p.bias_mask.mask, {}, p.bias_mask.mask_strides, 0},
+                member.index[0], member.index[1], member.index[2]),
+            warp_row + lane / 4, key + lane % 4 * 2, p.seq_q, p.seq_k, 1.f);
       if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
         mask_scores(s, window, warp_row + opaque(lane) / 4, key + opaque(lane) % 4 * 2);
 #pragma unroll

@@ -5,7 +5,7 @@
 //           members: the batches, heads, row tiles and key tiles that share it. Where tiles are
 //           few, `splits` CTAs share the members of one and leave partial sums to
 //           bias_sum_fp32_kernel.
-// Shared    As backward_fp32.cuh; in the end the sums of the warps.
+// Shared    As bwd_fp32/kernel.cuh; in the end the sums of the warps.
 // Pipeline  None inside a CTA: the others of the SM work while one waits for its tiles.
 // Limits    Two products and four conversions to halves for each member and tile.
 #pragma once
@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
-  using RowTile = HalvesTile<C::kBlockRows, C::kDim>;
-  using ColumnTile = HalvesTile<C::kBlockColumns, C::kDim>;
+  using RowTile = SplitFp16Tile<C::kBlockRows, C::kDim>;
+  using ColumnTile = SplitFp16Tile<C::kBlockColumns, C::kDim>;
   const uint32_t split = blockIdx.x % bias.splits;
   BiasMember own;
   own.decode(blockIdx.x / bias.splits, bias.own);
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     for (int i = 0; i < 5; ++i) member.index[i] += own.index[i];
     const int tile_row = member.index[3] * C::kBlockRows,
               tile_key = member.index[4] * C::kBlockColumns;
-    Place place(0, 1, 1, 1);
+    HeadCoord place(0, 1, 1, 1);
     place.batch0 = member.index[0], place.batch1 = member.index[1], place.head = member.index[2];
     const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
     const int warp_row = tile_row + warp * C::kRows;
@@ -72,8 +72,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       continue;  // all of the CTA: no key of the tile is seen
 
     float2 statistics[C::kM][2];  // lse in log2 units, delta
-    PairsTile<C::kM, C::kN> pair_tile;
-    const PairsOfHead<> pairs(p.pairs, plan.pairs, place, place.head, p.seq_q, p.seq_k);
+    BiasMaskTile<C::kM, C::kN> pair_tile;
+    const BiasMaskOfHead<> bias_mask(p.bias_mask, plan.bias_mask, place, place.head, p.seq_q,
+                                     p.seq_k);
     const float2* of_rows =
         plan.statistics +
         ((member.index[0] * p.batch1 + member.index[1]) * p.heads_q + place.head) * p.seq_q +
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                   p.v_strides.row, p.seq_k - tile_key, p.head_dim_v, plan.vector != 0);
       ptx::cp_async_commit();
     }
-    pair_tile.load(pairs, warp_row + lane / 4, tile_key + lane % 4 * 4);
+    pair_tile.load(bias_mask, warp_row + lane / 4, tile_key + lane % 4 * 4);
 #pragma unroll
     for (int i = 0; i < C::kM * 2; ++i) {
       const int row = i * 8 + lane / 4;
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       }
       set_all(factor, 1.f);
     }
-    pair_tile.apply(s, pairs, factor);
+    pair_tile.apply(s, bias_mask, factor);
     if (stream.hide) hide_columns(s, stream.shared.state, lane % 4 * 4);
     if (window.begin(warp_last_row) > tile_key ||
         window.end(warp_row) < tile_key + C::kBlockColumns)

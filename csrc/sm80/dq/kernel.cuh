@@ -1,15 +1,14 @@
 // dq alone, by query tiles: for deterministic calls, whose sums over key tiles need one owner, and
 // for calls that want neither dk nor dv.
 //
-// Maths     As in backward.cuh: dQ = scale dS K.
+// Maths     As in bwd/kernel.cuh: dQ = scale dS K.
 // Roles     One CTA per (query tile, query head, batch), all on grid.x, four warps with 32 (D >
-// 128:
-//           16) query rows each. dS leaves its product as left operand of the next: warps share
-//           only tiles of K and V.
+//           128: 16) query rows each. dS leaves its product as left operand of the next: warps
+//           share only tiles of K and V.
 // Shared    Q (later dQ), dO, kStages x (K, V): `QueryShared`.
 // Pipeline  As in the forward: with two stages K_n+1 and V_n+1 fly during tile n, one barrier a
-// tile. Limits    As the forward: HMMA issue, shared-memory reads. With backward.cuh 7 products a
-// tile
+//           tile.
+// Limits    As the forward: HMMA issue, shared-memory reads. With bwd/kernel.cuh 7 products a tile
 //           where 5 would do: the price of bitwise equal runs, known in advance. Ordered additions
 //           would save it, but a CTA would wait for others, up to a whole grid's skew.
 #pragma once
@@ -67,7 +66,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   auto& shared = *reinterpret_cast<QueryShared<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
 
-  const BackwardPlace place(blockIdx.x, tiles, p.heads_q, p);
+  const TileCoord place(blockIdx.x, tiles, p.heads_q, p);
   TileOfSequence work;
   if (p.cu_seqlens_q != nullptr) {
     work = find_tile<C::kBlockQ>(place.tile, p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q,
@@ -126,7 +125,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   }
   const uint32_t q_left = q_tile + warp * C::kRows * T::kRowBytes + lane_by_rows<C::kHeadDim>();
   const uint32_t dout_left = q_left + (dout_tile - q_tile);
-  const PairsView view(p.pairs, place.batch0, place.batch1, place.head);
+  const BiasMaskView view(p.bias_mask, place.batch0, place.batch1, place.head);
   int stage = 0;
 #pragma unroll 1
   for (int tile = first_tile; tile < end_tile; ++tile) {
@@ -165,8 +164,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       multiply_rows<Op, C::kHeadDim>(dp, dout_left, v_stage + b_lane);
       if (plan.score_mode == kSoftcap) apply_softcap(s, dp, plan);
       if (plan.score_mode == kLinear) scale_linear(s, plan.score_inner);
-      apply_pairs<Op>(s, view, warp_row + lane / 4, key + lane % 4 * 2, work.seq_q, work.seq_k,
-                      plan.bias_factor);
+      apply_bias_mask<Op>(s, view, warp_row + lane / 4, key + lane % 4 * 2, work.seq_q, work.seq_k,
+                          plan.bias_factor);
       if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
         mask_scores(s, window, warp_row + lane / 4, key + lane % 4 * 2);
 #pragma unroll

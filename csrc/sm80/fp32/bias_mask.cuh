@@ -13,33 +13,34 @@
 namespace flashsci::sm80 {
 
 // What the host finds out: whether four neighbours of any row are one aligned load.
-struct PairsAccess {
+struct BiasMaskAccess {
   int vector_bias, vector_mask;
 
-  static PairsAccess of(const FlashsciPairs& pairs, int seq_k) {
-    const auto aligned = [&](const void* data, const FlashsciPairStrides& s, uint64_t bytes) {
+  static BiasMaskAccess of(const FlashsciBiasMask& bias_mask, int seq_k) {
+    const auto aligned = [&](const void* data, const FlashsciScoreStrides& s, uint64_t bytes) {
       const int64_t strides = s.batch0 | s.batch1 | s.head | s.row;
       return s.column == 1 && (strides | seq_k) % 4 == 0 &&
              reinterpret_cast<uintptr_t>(data) % bytes == 0;
     };
-    return {aligned(pairs.bias, pairs.bias_strides, 16),
-            aligned(pairs.mask, pairs.mask_strides, 4)};
+    return {aligned(bias_mask.bias, bias_mask.bias_strides, 16),
+            aligned(bias_mask.mask, bias_mask.mask_strides, 4)};
   }
 };
 
 // The pairs of one head of one batch, as rows and columns of scores: queries and keys, or the other
 // way round. Strides stay where the kernel parameters are.
 template <bool kTransposed = false>
-struct PairsOfHead {
-  const FlashsciPairs& pairs;
-  const PairsAccess& access;
+struct BiasMaskOfHead {
+  const FlashsciBiasMask& bias_mask;
+  const BiasMaskAccess& access;
   const float* bias;    // [rows, columns] or null
   const uint8_t* mask;  // [rows, columns] or null
   int rows, columns;
 
-  __device__ __forceinline__ PairsOfHead(const FlashsciPairs& p, const PairsAccess& a,
-                                         const Place& place, uint32_t head, int rows_, int columns_)
-      : pairs(p),
+  __device__ __forceinline__ BiasMaskOfHead(const FlashsciBiasMask& p, const BiasMaskAccess& a,
+                                            const HeadCoord& place, uint32_t head, int rows_,
+                                            int columns_)
+      : bias_mask(p),
         access(a),
         bias(static_cast<const float*>(p.bias)),
         mask(p.mask),
@@ -48,27 +49,27 @@ struct PairsOfHead {
     if (bias != nullptr) bias += offset(p.bias_strides, place, head);
     if (mask != nullptr) mask += offset(p.mask_strides, place, head);
   }
-  static __device__ __forceinline__ int64_t offset(const FlashsciPairStrides& s, const Place& place,
-                                                   uint32_t head) {
+  static __device__ __forceinline__ int64_t offset(const FlashsciScoreStrides& s,
+                                                   const HeadCoord& place, uint32_t head) {
     return place.batch0 * s.batch0 + place.batch1 * s.batch1 + head * s.head;
   }
-  static __device__ __forceinline__ int64_t row_stride(const FlashsciPairStrides& s) {
+  static __device__ __forceinline__ int64_t row_stride(const FlashsciScoreStrides& s) {
     return kTransposed ? s.column : s.row;
   }
-  static __device__ __forceinline__ int64_t column_stride(const FlashsciPairStrides& s) {
+  static __device__ __forceinline__ int64_t column_stride(const FlashsciScoreStrides& s) {
     return kTransposed ? s.row : s.column;
   }
 };
 
 template <int kM, int kN>
-struct PairsTile {
+struct BiasMaskTile {
   float4 bias[kM][2][kN / 2];     // [m16, row g or g + 8, 16 keys]: four keys
   uint32_t shown[kM][2][kN / 2];  // a byte for each of four keys
 
   // Starts the loads. row: this lane's first; column: the first of its first four.
   template <bool kTransposed>
-  __device__ __forceinline__ void load(const PairsOfHead<kTransposed>& of, int row, int column) {
-    const auto each = [&](const FlashsciPairStrides& strides, auto&& take) {
+  __device__ __forceinline__ void load(const BiasMaskOfHead<kTransposed>& of, int row, int column) {
+    const auto each = [&](const FlashsciScoreStrides& strides, auto&& take) {
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -81,7 +82,7 @@ struct PairsTile {
         }
     };
     if (of.bias != nullptr) {
-      const FlashsciPairStrides& strides = of.pairs.bias_strides;
+      const FlashsciScoreStrides& strides = of.bias_mask.bias_strides;
       const int64_t step = of.column_stride(strides);
       if (!kTransposed && of.access.vector_bias) {
         each(strides, [&](int m, int half, int j, int64_t at) {
@@ -102,7 +103,7 @@ struct PairsTile {
       }
     }
     if (of.mask != nullptr) {
-      const FlashsciPairStrides& strides = of.pairs.mask_strides;
+      const FlashsciScoreStrides& strides = of.bias_mask.mask_strides;
       const int64_t step = of.column_stride(strides);
       if (!kTransposed && of.access.vector_mask) {
         each(strides, [&](int m, int half, int j, int64_t at) {
@@ -125,7 +126,8 @@ struct PairsTile {
 
   // s = factor s + bias, in natural units; -inf where the mask hides.
   template <bool kTransposed>
-  __device__ __forceinline__ void apply(float (&s)[kM][kN][4], const PairsOfHead<kTransposed>& of,
+  __device__ __forceinline__ void apply(float (&s)[kM][kN][4],
+                                        const BiasMaskOfHead<kTransposed>& of,
                                         const float (&factor)[kM][2]) const {
     const auto each = [&](auto&& change) {
 #pragma unroll

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "../../core/split_fp16.cuh"
 #include "../../core/softmax.cuh"
+#include "../../core/split_fp16.cuh"
 
 namespace flashsci::sm80 {
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ void convert_in_place(uint32_t tile, float* factors) 
   row.load_some(x, 0);
   const int scale = scale_exponent(Row::exponent(x));
   __syncthreads();  // all have read
-  Row::template store<HalvesTile<kRows, kDim>>(tile, Row::row(), x, power_of_two(scale));
+  Row::template store<SplitFp16Tile<kRows, kDim>>(tile, Row::row(), x, power_of_two(scale));
   if (Row::part() == 0) factors[Row::row()] = power_of_two(-scale);
 }
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ void store_rows_fp32(const float (&x)[kM][kBlocks][4]
 }
 
 // Whether rows take 8-byte stores.
-inline int takes_pairs(const void* data, const FlashsciStrides& s, int columns) {
+inline int takes_paired_stores(const void* data, const FlashsciStrides& s, int columns) {
   return ((s.batch0 | s.batch1 | s.head | s.row | columns) % 2 == 0) &&
          reinterpret_cast<uintptr_t>(data) % 8 == 0;
 }

@@ -9,10 +9,10 @@
 #pragma once
 #include <cstdint>
 
+#include "../../core/smem_tile.cuh"
 #include "../../core/split_fp16.cuh"
 #include "../../ptx/cp_async.cuh"
 #include "../../ptx/redux.cuh"
-#include "../../core/smem_tile.cuh"
 
 namespace flashsci::sm80 {
 
@@ -79,7 +79,7 @@ inline constexpr uint32_t kRowZero = 2;    // of tensor 0; of tensor 1 twice tha
 
 template <int kRows, int kDim, int kThreads>
 struct alignas(128) StreamStorage {
-  using Tile = HalvesTile<kRows, kDim>;
+  using Tile = SplitFp16Tile<kRows, kDim>;
   float raw[2][kRows * kDim];         // [tensor, position, Chunks<kDim / 4>]
   Tile halves[2];                     // [tensor]
   uint8_t state[kRows];               // [row]: kRowHidden, kRowZero << tensor
@@ -132,8 +132,8 @@ struct Stream {
     return Row(raw + tensor * kRows * kDim * 4, position(i));
   }
 
-  // Halves of the raw tile, all rows at once if they fit the scales of the last tile. A barrier is
-  // the last thing it does.
+  // Halves of the raw tile, all rows at once if they fit the scales of the last tile. A barrier
+  // is the last thing it does.
   __device__ __forceinline__ void convert() {
     hide = false;
     if (!again) {

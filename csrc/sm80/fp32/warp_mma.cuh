@@ -1,4 +1,4 @@
-// Matrix products of halves (common/halves.cuh) for one warp: three mma of fp16 for each product of
+// Matrix products of halves (core/split_fp16.cuh) for one warp: three mma of fp16 for each product of
 // fp32 (kThree), or one, which is as exact as TF32.
 //
 // Tensor cores round every partial sum towards zero. The two small products go first, when the

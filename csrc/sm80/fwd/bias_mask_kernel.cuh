@@ -1,4 +1,4 @@
-// The forward of forward.cuh with a bias or a mask.
+// The forward of kernel.cuh with a bias or a mask.
 //
 // Maths     as there, with s_ij + bias_ij before the softmax and -inf where the mask hides.
 // Roles     A unit of work is a query tile of kMembers neighbours along the dimension that shares
@@ -6,9 +6,9 @@
 //           by side, then the other members, so that a bias is read while it is in L2. Every warp
 //           works on its rows of all members in turn and starts their scores from the one bias tile
 //           that it has converted: S = Q K^T + bias / scale costs nothing beyond the product.
-// Shared    Two stages of 32 keys: K and V of every member (interleaved, see tile.cuh), the bias
+// Shared    Two stages of 32 keys: K and V of every member (interleaved, see core/smem_tile.cuh), the bias
 //           tile, one byte a key of each member's key mask; Q of every member, of two units where
-//           CTAs are persistent: `PairsStorage`.
+//           CTAs are persistent: `BiasMaskStorage`.
 // Pipeline  The copies of the next stage fly while one is worked on, from one unit into the next;
 //           one barrier a stage. Q stays in registers where it fits.
 // Limits    Issue slots and exponentials at D = 32, HMMA from D = 64 on; a bias that is not shared:
@@ -18,11 +18,11 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "../../core/poison.cuh"
 #include "../../core/launch.cuh"
-#include "kernel.cuh"
+#include "../../core/poison.cuh"
 #include "bias_mask_load.cuh"
 #include "bias_mask_tile.cuh"
+#include "kernel.cuh"
 
 namespace flashsci::sm80::fwd {
 
@@ -106,13 +106,13 @@ __device__ __forceinline__ void store_rows(const float (&o)[C::kM][C::kDimBlocks
 
 template <class Op, class C, bool kVector>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
-    forward_pairs_kernel(const __grid_constant__ FlashsciForwardParams p,
-                         const __grid_constant__ ForwardPlan plan,
-                         const __grid_constant__ PairsPlan pairs) {
+    forward_bias_mask_kernel(const __grid_constant__ FlashsciForwardParams p,
+                             const __grid_constant__ ForwardPlan plan,
+                             const __grid_constant__ BiasMaskPlan bias_mask) {
   using T = Tile<C::kHeadDim>;
-  using Stage = PairsStage<C>;
+  using Stage = BiasMaskStage<C>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  auto& shared = *reinterpret_cast<PairsStorage<C>*>(shared_memory);
+  auto& shared = *reinterpret_cast<BiasMaskStorage<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
   constexpr int kMembers = C::kMembers;
   constexpr bool kAnything = C::kBias == 0;
@@ -123,17 +123,17 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const Window window(kAnything ? p.window_left : -1, kAnything ? p.window_right : -1,
                       p.lower_right != 0, seq_q, seq_k);
 
-  uint32_t unit = blockIdx.x * pairs.units + min(blockIdx.x, pairs.units_rest);
-  const uint32_t end_unit = unit + pairs.units + (blockIdx.x < pairs.units_rest);
-  PairsFetch<C, kVector> fetch(shared, unit, end_unit);
-  fetch.seek(shared, p, plan, pairs, window);
-  fetch.issue(shared, p, plan, pairs, window);
+  uint32_t unit = blockIdx.x * bias_mask.units + min(blockIdx.x, bias_mask.units_rest);
+  const uint32_t end_unit = unit + bias_mask.units + (blockIdx.x < bias_mask.units_rest);
+  BiasMaskFetch<C, kVector> fetch(shared, unit, end_unit);
+  fetch.seek(shared, p, plan, bias_mask, window);
+  fetch.issue(shared, p, plan, bias_mask, window);
   ptx::cp_async_commit();
 
   uint32_t stage = ptx::shared_address(shared.stage);
 #pragma unroll 1
   for (; unit < end_unit; ++unit) {
-    const PairsPlace place(unit, kMembers, p, plan, pairs);
+    const BiasMaskPlace place(unit, kMembers, p, plan, bias_mask);
     const int tile_row = place.tile * C::kBlockQ, warp_row = tile_row + warp * C::kRows;
     const KeyTiles<C> tiles(window, tile_row, seq_q);
     // Of the keys, some rows of this warp see [seen_begin, seen_end), all [full_begin, full_end).
@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     const int seen_begin = window.begin(warp_row);
     const int seen_end = warp_row < seq_q ? window.end(warp_last_row) : 0;
     const int full_begin = window.begin(warp_last_row), full_end = window.end(warp_row);
-    const uint8_t* mask = p.pairs.mask;  // of pairs
-    if (kAnything && mask != nullptr) mask += place.offset(p.pairs.mask_strides, place.head);
+    const uint8_t* mask = p.bias_mask.mask;  // of pairs
+    if (kAnything && mask != nullptr) mask += place.offset(p.bias_mask.mask_strides, place.head);
 
     struct Rows {
       float o[C::kM][C::kDimBlocks][4];  // [m16, n8 of Dv, fragment]
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         // The next copies may be of the Q after the next: into the place of this one.
         if (tile == tiles.first) __syncthreads();
       }
-      fetch.issue(shared, p, plan, pairs, window);
+      fetch.issue(shared, p, plan, bias_mask, window);
       ptx::cp_async_commit();
 
       const int first_key = tile * C::kBlockK;
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       for (int r = 0; r < kMembers; ++r) {
         any_shown[r] = active && r < place.count;
         any_hidden[r] = false;
-        if (pairs.key_mask) {
+        if (bias_mask.key_mask) {
           bool shown;
           read_key_mask<C>(words[r], stage + offsetof(Stage, shown) + r * C::kBlockK, shown,
                            any_hidden[r]);
@@ -199,15 +199,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       }
       float c[C::kM][C::kN][4];  // what the scores start from
       const uint32_t bias_tile = stage + offsetof(Stage, bias);
-      if (kAnything && p.pairs.bias == nullptr)
+      if (kAnything && p.bias_mask.bias == nullptr)
         clear(c);
-      else if (C::kBias == 4 || (kAnything && p.pairs.bias_is_fp32))
-        read_bias<Op, C, true>(c, bias_tile + bias_start<C, true>(warp), pairs.bias_factor);
+      else if (C::kBias == 4 || (kAnything && p.bias_mask.bias_is_fp32))
+        read_bias<Op, C, true>(c, bias_tile + bias_start<C, true>(warp), bias_mask.bias_factor);
       else
-        read_bias<Op, C, false>(c, bias_tile + bias_start<C, false>(warp), pairs.bias_factor);
-      if (kAnything && active && mask != nullptr && !pairs.key_mask)
-        hide_pairs<C>(c, mask, p.pairs.mask_strides, pairs.aligned_mask != 0, row, key, seq_q,
-                      seq_k);
+        read_bias<Op, C, false>(c, bias_tile + bias_start<C, false>(warp), bias_mask.bias_factor);
+      if (kAnything && active && mask != nullptr && !bias_mask.key_mask)
+        hide_bias_mask<C>(c, mask, p.bias_mask.mask_strides, bias_mask.aligned_mask != 0, row, key,
+                          seq_q, seq_k);
       const uint32_t k_start = stage + T::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
       const uint32_t v_start = stage + offsetof(Stage, v) + T::offset(lane % 16, lane / 16);
       constexpr int kTileBytes = C::kBlockK * T::kRowBytes;
@@ -240,7 +240,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     }
 
     if (warp_row >= seq_q) continue;
-    const PairsPlace home(opaque(unit), kMembers, p, plan, pairs);  // not kept through the loop
+    const BiasMaskPlace home(opaque(unit), kMembers, p, plan,
+                             bias_mask);  // not kept through the loop
     auto* out = static_cast<uint16_t*>(p.out) + home.offset(p.out_strides, home.head) +
                 warp_row * p.out_strides.row;
     float* lse =
@@ -248,9 +249,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
     for (int r = 0; r < kMembers; ++r) {
       if (r >= home.count) break;
-      store_rows<Op, C>(rows[r].o, rows[r].row_max, rows[r].row_sum, out + r * pairs.out_step,
-                        lse + r * pairs.lse_step, p.out_strides.row, seq_q - warp_row, p.head_dim_v,
-                        plan);
+      store_rows<Op, C>(rows[r].o, rows[r].row_max, rows[r].row_sum, out + r * bias_mask.out_step,
+                        lse + r * bias_mask.lse_step, p.out_strides.row, seq_q - warp_row,
+                        p.head_dim_v, plan);
     }
   }
 }

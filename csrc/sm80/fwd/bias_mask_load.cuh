@@ -1,11 +1,11 @@
-// The work of forward_pairs.cuh: its units and stages, where they lie, and their copies to shared
+// The work of bias_mask_kernel.cuh: its units and stages, where they lie, and their copies to shared
 // memory.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
-#include "kernel.cuh"
 #include "bias_mask_tile.cuh"
+#include "kernel.cuh"
 
 namespace flashsci::sm80::fwd {
 
@@ -13,7 +13,7 @@ namespace flashsci::sm80::fwd {
 // Q (where it is kept) half of that. kBias_: bytes of a bias element where nothing else is special
 // (16-byte copies, no window, no softcap, scale > 0, no mask of pairs); 0: anything.
 template <class Tiling_, int kMembers_, int kBias_>
-struct PairsTiling : Tiling_ {
+struct BiasMaskTiling : Tiling_ {
   static constexpr int kMembers = kMembers_, kBias = kBias_;
   static constexpr int kSlots = 2;  // three were not faster
   static constexpr bool kKeepQ = Tiling_::kHeadDim * kMembers * Tiling_::kM <= 128;
@@ -23,7 +23,7 @@ struct PairsTiling : Tiling_ {
 };
 
 template <class C>
-struct alignas(128) PairsStage {
+struct alignas(128) BiasMaskStage {
   uint16_t k[C::kMembers][C::kBlockK * C::kHeadDim];                 // [member, kBlockK, D]
   uint16_t v[C::kMembers][C::kBlockK * C::kHeadDim];                 // [member, kBlockK, D]
   uint16_t bias[C::kBlockQ * C::kBlockK * (C::kBias == 2 ? 1 : 2)];  // [kBlockQ, kBlockK]
@@ -31,13 +31,13 @@ struct alignas(128) PairsStage {
 };
 
 template <class C>
-struct PairsStorage {
+struct BiasMaskStorage {
   uint16_t q[C::kUnitsQ][C::kMembers][C::kBlockQ * C::kHeadDim];  // [unit, member, kBlockQ, D]
-  PairsStage<C> stage[C::kSlots];
+  BiasMaskStage<C> stage[C::kSlots];
 };
 
 // What the host derives from the parameters, beyond ForwardPlan.
-struct PairsPlan {
+struct BiasMaskPlan {
   int64_t q_step, k_step, v_step, out_step, lse_step, mask_step;  // elements to the next member
   uint32_t members, groups;    // along the shared dimension; ceil(members / kMembers)
   int32_t shared_dim;          // 0 batch0, 1 batch1, 2 head
@@ -50,23 +50,24 @@ struct PairsPlan {
 };
 
 // Where the first member of a unit is.
-struct PairsPlace {
+struct BiasMaskPlace {
   uint32_t batch0, batch1, head, count, tile;
 
-  __device__ __forceinline__ PairsPlace(uint32_t unit, int of_unit, const FlashsciForwardParams& p,
-                                        const ForwardPlan& plan, const PairsPlan& pairs) {
+  __device__ __forceinline__ BiasMaskPlace(uint32_t unit, int of_unit,
+                                           const FlashsciForwardParams& p, const ForwardPlan& plan,
+                                           const BiasMaskPlan& bias_mask) {
     const uint32_t rest = unit / plan.tiles;
     tile = unit - rest * plan.tiles;
     if (p.window_right >= 0) tile = plan.tiles - 1 - tile;  // the longest first
-    const uint32_t outer = rest / pairs.groups;
-    const uint32_t member = (rest - outer * pairs.groups) * of_unit;
-    count = pairs.members - member;  // at least 1; more than of_unit: all there
+    const uint32_t outer = rest / bias_mask.groups;
+    const uint32_t member = (rest - outer * bias_mask.groups) * of_unit;
+    count = bias_mask.members - member;  // at least 1; more than of_unit: all there
     const auto heads = static_cast<uint32_t>(p.heads_q), second = static_cast<uint32_t>(p.batch1);
-    const uint32_t inner = pairs.shared_dim == 2 ? second : heads;
+    const uint32_t inner = bias_mask.shared_dim == 2 ? second : heads;
     const uint32_t a = outer / inner, b = outer - a * inner;
-    batch0 = pairs.shared_dim == 0 ? member : a;
-    batch1 = pairs.shared_dim == 0 ? a : pairs.shared_dim == 1 ? member : b;
-    head = pairs.shared_dim == 2 ? member : b;
+    batch0 = bias_mask.shared_dim == 0 ? member : a;
+    batch1 = bias_mask.shared_dim == 0 ? a : bias_mask.shared_dim == 1 ? member : b;
+    head = bias_mask.shared_dim == 2 ? member : b;
   }
   template <class Strides>
   __device__ __forceinline__ int64_t offset(const Strides& strides, uint32_t of_head) const {
@@ -88,25 +89,26 @@ struct KeyTiles {
 };
 
 template <class C>
-__device__ __forceinline__ uint32_t next_stage(uint32_t stage, PairsStorage<C>& shared) {
+__device__ __forceinline__ uint32_t next_stage(uint32_t stage, BiasMaskStorage<C>& shared) {
   const uint32_t first = ptx::shared_address(shared.stage);
-  stage += sizeof(PairsStage<C>);
-  return stage == first + C::kSlots * static_cast<uint32_t>(sizeof(PairsStage<C>)) ? first : stage;
+  stage += sizeof(BiasMaskStage<C>);
+  return stage == first + C::kSlots * static_cast<uint32_t>(sizeof(BiasMaskStage<C>)) ? first
+                                                                                      : stage;
 }
 
 // The pointers of a thread into the stage whose copies start next, where nothing is special.
 template <class C, bool kPlain = C::kBias != 0>
-struct PairsCopies {
+struct BiasMaskCopies {
   using Keys = TileCopy<C::kBlockK, C::kHeadDim, C::kThreads, true>;
   Keys k, v;
   TileCopy<C::kBlockQ, C::kBlockK * C::kBias / 2, C::kThreads, false> bias;
 };
 template <class C>
-struct PairsCopies<C, false> {};
+struct BiasMaskCopies<C, false> {};
 
 // The stage whose copies start next.
 template <class C, bool kVector>
-struct PairsFetch {
+struct BiasMaskFetch {
   uint32_t unit;
   const uint32_t end_unit;
   int tile, first_tile, tile_row;
@@ -114,17 +116,17 @@ struct PairsFetch {
   const uint16_t *k, *v;      // [seq_k, D], [seq_k, Dv] of the first member
   const unsigned char* bias;  // [rows, seq_k]
   const uint8_t* mask;        // [seq_k]
-  PairsCopies<C> copies;
+  BiasMaskCopies<C> copies;
 
-  __device__ __forceinline__ PairsFetch(PairsStorage<C>& shared, uint32_t first, uint32_t end)
+  __device__ __forceinline__ BiasMaskFetch(BiasMaskStorage<C>& shared, uint32_t first, uint32_t end)
       : unit(first), end_unit(end), stage(ptx::shared_address(shared.stage)) {}
 
   // Goes to the first unit from `unit` on that has keys, and starts the copies of its Q.
-  __device__ __forceinline__ void seek(PairsStorage<C>& shared, const FlashsciForwardParams& p,
-                                       const ForwardPlan& plan, const PairsPlan& pairs,
+  __device__ __forceinline__ void seek(BiasMaskStorage<C>& shared, const FlashsciForwardParams& p,
+                                       const ForwardPlan& plan, const BiasMaskPlan& bias_mask,
                                        const Window& window) {
     for (; unit < end_unit; ++unit) {
-      const PairsPlace place(unit, C::kMembers, p, plan, pairs);
+      const BiasMaskPlace place(unit, C::kMembers, p, plan, bias_mask);
       tile_row = place.tile * C::kBlockQ;
       const KeyTiles<C> tiles(window, tile_row, p.seq_q);
       if (tiles.first >= tiles.end) continue;
@@ -135,16 +137,16 @@ struct PairsFetch {
       for (int r = 0; r < C::kMembers; ++r)
         if (r < count)
           load_tile<C::kBlockQ, C::kHeadDim, C::kThreads, kVector, true>(
-              ptx::shared_address(shared.q[unit % C::kUnitsQ][r]), q + r * pairs.q_step,
+              ptx::shared_address(shared.q[unit % C::kUnitsQ][r]), q + r * bias_mask.q_step,
               p.q_strides.row, p.seq_q - tile_row, p.head_dim, p.copy_bytes);
       const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
       k = static_cast<const uint16_t*>(p.k) + place.offset(p.k_strides, head_k);
       v = static_cast<const uint16_t*>(p.v) + place.offset(p.v_strides, head_k);
-      const FlashsciPairStrides& bias_strides = p.pairs.bias_strides;
-      bias = static_cast<const unsigned char*>(p.pairs.bias) +
+      const FlashsciScoreStrides& bias_strides = p.bias_mask.bias_strides;
+      bias = static_cast<const unsigned char*>(p.bias_mask.bias) +
              (place.offset(bias_strides, place.head) + tile_row * bias_strides.row) *
-                 (p.pairs.bias_is_fp32 ? 4 : 2);
-      mask = p.pairs.mask + place.offset(p.pairs.mask_strides, place.head);
+                 (p.bias_mask.bias_is_fp32 ? 4 : 2);
+      mask = p.bias_mask.mask + place.offset(p.bias_mask.mask_strides, place.head);
       if constexpr (C::kBias != 0) {
         const int key = tile * C::kBlockK;
         copies.k.start(k + key * p.k_strides.row, p.k_strides.row);
@@ -157,67 +159,70 @@ struct PairsFetch {
   }
 
   __device__ __forceinline__ void copy_plainly(uint32_t to, const FlashsciForwardParams& p,
-                                               const PairsPlan& pairs, int keys) {
+                                               const BiasMaskPlan& bias_mask, int keys) {
     constexpr int kTileBytes = C::kBlockK * C::kHeadDim * 2;
 #pragma unroll
     for (int r = 0; r < C::kMembers; ++r) {
       if (r >= count) break;
-      copies.k.copy(to + offsetof(PairsStage<C>, k) + r * kTileBytes, p.k_strides.row,
-                    r * pairs.k_step, keys, p.head_dim);
-      copies.v.copy(to + offsetof(PairsStage<C>, v) + r * kTileBytes, p.v_strides.row,
-                    r * pairs.v_step, keys, p.head_dim_v);
+      copies.k.copy(to + offsetof(BiasMaskStage<C>, k) + r * kTileBytes, p.k_strides.row,
+                    r * bias_mask.k_step, keys, p.head_dim);
+      copies.v.copy(to + offsetof(BiasMaskStage<C>, v) + r * kTileBytes, p.v_strides.row,
+                    r * bias_mask.v_step, keys, p.head_dim_v);
     }
-    copies.bias.copy(to + offsetof(PairsStage<C>, bias), p.pairs.bias_strides.row * (C::kBias / 2),
-                     0, p.seq_q - tile_row, keys * (C::kBias / 2));
+    copies.bias.copy(to + offsetof(BiasMaskStage<C>, bias),
+                     p.bias_mask.bias_strides.row * (C::kBias / 2), 0, p.seq_q - tile_row,
+                     keys * (C::kBias / 2));
     copies.k.source -= C::kBlockK * p.k_strides.row;
     copies.v.source -= C::kBlockK * p.v_strides.row;
     copies.bias.source -= C::kBlockK * (C::kBias / 2);
   }
 
   __device__ __forceinline__ void copy_anything(uint32_t to, const FlashsciForwardParams& p,
-                                                const PairsPlan& pairs, int key, int keys) {
+                                                const BiasMaskPlan& bias_mask, int key, int keys) {
     constexpr int kTileBytes = C::kBlockK * C::kHeadDim * 2;
 #pragma unroll
     for (int r = 0; r < C::kMembers; ++r) {
       if (r >= count) break;
       load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector, true, true>(
-          to + offsetof(PairsStage<C>, k) + r * kTileBytes,
-          k + r * pairs.k_step + key * p.k_strides.row, p.k_strides.row, keys, p.head_dim,
+          to + offsetof(BiasMaskStage<C>, k) + r * kTileBytes,
+          k + r * bias_mask.k_step + key * p.k_strides.row, p.k_strides.row, keys, p.head_dim,
           p.copy_bytes);
       load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector, true, true>(
-          to + offsetof(PairsStage<C>, v) + r * kTileBytes,
-          v + r * pairs.v_step + key * p.v_strides.row, p.v_strides.row, keys, p.head_dim_v,
+          to + offsetof(BiasMaskStage<C>, v) + r * kTileBytes,
+          v + r * bias_mask.v_step + key * p.v_strides.row, p.v_strides.row, keys, p.head_dim_v,
           p.copy_bytes);
     }
-    if (p.pairs.bias != nullptr)
-      load_bias<C>(to + offsetof(PairsStage<C>, bias),
-                   bias + key * p.pairs.bias_strides.column * (p.pairs.bias_is_fp32 ? 4 : 2),
-                   p.pairs.bias_strides, p.pairs.bias_is_fp32 != 0, p.seq_q - tile_row, keys,
-                   pairs.bias_copy);
+    if (p.bias_mask.bias != nullptr)
+      load_bias<C>(
+          to + offsetof(BiasMaskStage<C>, bias),
+          bias + key * p.bias_mask.bias_strides.column * (p.bias_mask.bias_is_fp32 ? 4 : 2),
+          p.bias_mask.bias_strides, p.bias_mask.bias_is_fp32 != 0, p.seq_q - tile_row, keys,
+          bias_mask.bias_copy);
   }
 
   // Starts the copies of a stage and goes to the next one.
-  __device__ __forceinline__ void issue(PairsStorage<C>& shared, const FlashsciForwardParams& p,
-                                        const ForwardPlan& plan, const PairsPlan& pairs,
+  __device__ __forceinline__ void issue(BiasMaskStorage<C>& shared, const FlashsciForwardParams& p,
+                                        const ForwardPlan& plan, const BiasMaskPlan& bias_mask,
                                         const Window& window) {
     if (unit >= end_unit) return;
     const int key = tile * C::kBlockK, keys = p.seq_k - key;
     if constexpr (C::kBias != 0)
-      copy_plainly(stage, p, pairs, keys);
+      copy_plainly(stage, p, bias_mask, keys);
     else
-      copy_anything(stage, p, pairs, key, keys);
-    if (pairs.key_mask) {
+      copy_anything(stage, p, bias_mask, key, keys);
+    if (bias_mask.key_mask) {
 #pragma unroll
       for (int r = 0; r < C::kMembers; ++r)
         if (r < count)
-          load_key_mask<C::kBlockK>(stage + offsetof(PairsStage<C>, shown) + r * C::kBlockK,
-                                    mask + r * pairs.mask_step + key * p.pairs.mask_strides.column,
-                                    p.pairs.mask_strides.column, pairs.aligned_mask != 0, keys);
+          load_key_mask<C::kBlockK>(
+              stage + offsetof(BiasMaskStage<C>, shown) + r * C::kBlockK,
+              mask + r * bias_mask.mask_step + key * p.bias_mask.mask_strides.column,
+              p.bias_mask.mask_strides.column, bias_mask.aligned_mask != 0, keys);
     }
     stage = next_stage<C>(stage, shared);
     if (--tile < first_tile) {
       ++unit;
-      seek(shared, p, plan, pairs, window);
+      seek(shared, p, plan, bias_mask, window);
     }
   }
 };

@@ -1,14 +1,14 @@
 // Bias and mask of one tile of scores: how they come to shared memory, and from there to the
-// scores. Scores are interleaved (common/tile.cuh): the columns 2 t, 2 t + 1 of four n8 blocks are
+// scores. Scores are interleaved (core/tile.cuh): the columns 2 t, 2 t + 1 of four n8 blocks are
 // keys 8 t .. 8 t + 7, so that a lane reads neighbours, 16 bytes at a time.
 #pragma once
 #include <cmath>
 #include <cstdint>
 
-#include "../../ptx/cp_async.cuh"
-#include "../../ptx/shared.cuh"
 #include "../../core/smem_tile.cuh"
 #include "../../include/flashsci.h"
+#include "../../ptx/cp_async.cuh"
+#include "../../ptx/shared.cuh"
 
 namespace flashsci::sm80::fwd {
 
@@ -21,7 +21,7 @@ using BiasTile = Tile<C::kBlockK*(kFp32 ? 2 : 1)>;
 template <class C, bool kFp32, class Element>
 __device__ __forceinline__ void gather_bias(uint32_t tile,
                                             const Element* __restrict__ bias,  // [rows, keys]
-                                            const FlashsciPairStrides& strides, int rows,
+                                            const FlashsciScoreStrides& strides, int rows,
                                             int keys) {
   // Neighbours in memory go to neighbouring threads.
   const bool by_rows = strides.row < strides.column;
@@ -47,9 +47,9 @@ template <class C>
 __device__ __forceinline__ void gather_bias_rows(uint32_t tile,
                                                  const uint16_t* __restrict__ bias,  // [rows, keys]
                                                  int64_t row_stride, int rows, int keys) {
-  constexpr int kPairs = C::kBlockK / 2, kRowStep = C::kThreads / kPairs, kBatch = 8;
+  constexpr int kKeyPairs = C::kBlockK / 2, kRowStep = C::kThreads / kKeyPairs, kBatch = 8;
   static_assert(C::kBlockQ % (kRowStep * kBatch) == 0, "whole batches");
-  const int pair = threadIdx.x % kPairs, first = threadIdx.x / kPairs;
+  const int pair = threadIdx.x % kKeyPairs, first = threadIdx.x / kKeyPairs;
   const bool low = 2 * pair < keys, high = 2 * pair + 1 < keys;
   const uint16_t* source = bias + first * row_stride + 2 * pair;
 #pragma unroll 1
@@ -75,7 +75,7 @@ __device__ __forceinline__ void gather_bias_rows(uint32_t tile,
 template <class C>
 __device__ __forceinline__ void load_bias(uint32_t tile,
                                           const unsigned char* __restrict__ bias,  // [rows, keys]
-                                          const FlashsciPairStrides& strides, bool fp32, int rows,
+                                          const FlashsciScoreStrides& strides, bool fp32, int rows,
                                           int keys, int copy_bytes) {
   const auto* halves = reinterpret_cast<const uint16_t*>(bias);
   if (copy_bytes == 16) {
@@ -147,10 +147,10 @@ __device__ __forceinline__ bool hides(const uint32_t (&words)[C::kN / 2], int n,
 // Where the mask of pairs hides, the scores start from -inf. It is read where it lies. row, key:
 // this lane's first. aligned: every four keys of every row are an aligned word.
 template <class C>
-__device__ __forceinline__ void hide_pairs(float (&c)[C::kM][C::kN][4],
-                                           const uint8_t* __restrict__ mask,  // [seq_q, seq_k]
-                                           const FlashsciPairStrides& strides, bool aligned,
-                                           int row, int key, int seq_q, int seq_k) {
+__device__ __forceinline__ void hide_bias_mask(float (&c)[C::kM][C::kN][4],
+                                               const uint8_t* __restrict__ mask,  // [seq_q, seq_k]
+                                               const FlashsciScoreStrides& strides, bool aligned,
+                                               int row, int key, int seq_q, int seq_k) {
   uint32_t words[C::kM][2][C::kN / 2];
   const auto each = [&](auto&& read) {
 #pragma unroll

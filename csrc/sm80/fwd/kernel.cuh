@@ -2,21 +2,19 @@
 // own).
 //
 // Maths     o_i = sum_j p_ij v_j / l_i, p_ij = exp(s_ij - m_i), l_i = sum_j p_ij, lse_i = m_i + log
-// l_i,
-//           s = scale q k^T or softcap tanh(scale q k^T / softcap), over the keys the window shows.
+//           l_i, s = scale q k^T or softcap tanh(scale q k^T / softcap), over the keys the window
+//           shows.
 // Roles     One CTA per (query tile, head, batch), all on grid.x, the tiles of a head side by side
-// and the
-//           longest first. kWarps warps own kBlockQ / kWarps query rows each and never talk about
-//           values: they share only the K and V tiles. Packed calls find their sequence on the
-//           device.
+//           and the longest first. kWarps warps own kBlockQ / kWarps query rows each and never talk
+//           about values: they share only the K and V tiles. Packed calls find their sequence on
+//           the device.
 // Shared    Q (later the output), kStages x K, kStages x V, all swizzled 16-byte chunks:
-// `SharedStorage`. Pipeline  kStages 1: V_n flies during S = Q K_n^T, K_n-1 flies during softmax
-// and P V_n; two barriers a
-//           tile, and the other CTA of the SM fills the gaps. kStages 2: K_n-1 and V_n-1 fly during
-//           all of tile n; one barrier a tile. Tiles go from the diagonal to the left.
+//           `SharedStorage`.
+// Pipeline  kStages 1: V_n flies during S = Q K_n^T, K_n-1 flies during softmax and P V_n; two
+//           barriers a tile, and the other CTA of the SM fills the gaps. kStages 2: K_n-1 and V_n-1
+//           fly during all of tile n; one barrier a tile. Tiles go from the diagonal to the left.
 // Limits    HMMA issue with shared-memory reads of K and V close behind (32 rows per warp: a
-// fragment
-//           feeds two mma), then exp: docs/kernels/sm80_forward.md.
+//           fragment feeds two mma), then exp: docs/kernels/sm80_forward.md.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -24,17 +22,17 @@
 #include <type_traits>
 
 #include "../../core/launch.cuh"
+#include "../../core/mask.cuh"
 #include "../../core/poison.cuh"
+#include "../../core/smem_tile.cuh"
+#include "../../core/softmax.cuh"
+#include "../../core/varlen.cuh"
+#include "../../include/flashsci.h"
 #include "../../ptx/cp_async.cuh"
 #include "../../ptx/ldmatrix.cuh"
 #include "../../ptx/math.cuh"
 #include "../../ptx/redux.cuh"
 #include "../../ptx/shared.cuh"
-#include "../../core/varlen.cuh"
-#include "../../core/softmax.cuh"
-#include "../../core/smem_tile.cuh"
-#include "../../core/mask.cuh"
-#include "../../include/flashsci.h"
 
 namespace flashsci::sm80::fwd {
 
@@ -248,11 +246,11 @@ __device__ __forceinline__ void write_output(float (&o)[C::kM][C::kDimBlocks][4]
 }
 
 // Which head of which batch a block works on.
-struct Place {
+struct QueryTileCoord {
   uint32_t batch_head, batch0, batch1, head;
 
-  __device__ __forceinline__ Place(uint32_t block, const FlashsciForwardParams& p,
-                                   const ForwardPlan& plan) {
+  __device__ __forceinline__ QueryTileCoord(uint32_t block, const FlashsciForwardParams& p,
+                                            const ForwardPlan& plan) {
     batch_head = block / plan.tiles;
     const uint32_t batch = batch_head / static_cast<uint32_t>(p.heads_q);
     head = batch_head - batch * static_cast<uint32_t>(p.heads_q);
@@ -276,7 +274,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   poison_block(&shared, sizeof(shared));
 
   // Which query tile of which head.
-  const Place place(blockIdx.x, p, plan);
+  const QueryTileCoord place(blockIdx.x, p, plan);
   const uint32_t slot = blockIdx.x - place.batch_head * plan.tiles;
   TileOfSequence work;
   if (p.cu_seqlens_q != nullptr) {
@@ -397,7 +395,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
   if (warp_row >= work.seq_q) return;
   const int row = work.first_q + warp_row;
-  const Place home(opaque(blockIdx.x), p, plan);  // found again rather than kept through the loop
+  const QueryTileCoord home(opaque(blockIdx.x), p,
+                            plan);  // found again rather than kept through the loop
   auto* out = static_cast<uint16_t*>(p.out) + home.offset(p.out_strides, home.head) +
               row * p.out_strides.row;
   float* lse = p.lse + static_cast<int64_t>(home.batch_head) * p.seq_q + row;

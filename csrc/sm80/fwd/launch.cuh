@@ -63,7 +63,7 @@ cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream) {
 // Picks the smallest padded head dimension that holds D and Dv.
 template <class Op>
 cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
-  if (p.pairs.bias != nullptr || p.pairs.mask != nullptr) return cudaErrorNotSupported;
+  if (p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr) return cudaErrorNotSupported;
   const int dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
   if (dim <= 32) return launch_padded<Op, Tiles<32>>(p, stream);
   if (dim <= 64) return launch_padded<Op, Tiles<64>>(p, stream);

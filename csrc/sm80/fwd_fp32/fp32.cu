@@ -5,10 +5,10 @@ namespace flashsci::sm80::fwd_fp32 {
 namespace {
 
 // Dims, warps, m16 blocks of a warp, n8 blocks of keys, CTAs an SM; without and with pairs.
-template <class Plain, class Pairs>
+template <class Plain, class WithBiasMask>
 cudaError_t launch(const FlashsciForwardParams& p, cudaStream_t stream) {
-  return p.pairs.bias != nullptr || p.pairs.mask != nullptr
-             ? launch_forward_tile<Pairs, true>(p, stream)
+  return p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr
+             ? launch_forward_tile<WithBiasMask, true>(p, stream)
              : launch_forward_tile<Plain, false>(p, stream);
 }
 

@@ -1,7 +1,7 @@
 // Forward attention in fp32 on fp16 tensor cores (Ampere and newer).
 //
-// Maths     As sm80/forward.cuh. Products of fp32 are three products of fp16 halves
-//           (common/halves.cuh), or one in TF32 precision; everything else is fp32.
+// Maths     As sm80/fwd/kernel.cuh. Products of fp32 are three products of fp16 halves
+//           (core/split_fp16.cuh), or one in TF32 precision; everything else is fp32.
 // Roles     One CTA per (query tile, head, batch), all on grid.x. Each of kWarps warps owns 16 kM
 //           query rows; all threads make K and V into halves, a row or a part of one each.
 // Shared    Halves of Q (raw at first; scaled row by row), of K and of V; raw K and V of the next
@@ -15,17 +15,17 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../../core/launch.cuh"
 #include "../../core/head_coord.cuh"
-#include "../../core/poison.cuh"
-#include "../../core/varlen.cuh"
-#include "../../core/softmax.cuh"
+#include "../../core/launch.cuh"
 #include "../../core/mask.cuh"
+#include "../../core/poison.cuh"
+#include "../../core/softmax.cuh"
+#include "../../core/varlen.cuh"
 #include "../../include/flashsci.h"
 #include "../fp32/bias_mask.cuh"
-#include "../fp32/warp_mma.cuh"
 #include "../fp32/rows.cuh"
 #include "../fp32/stream.cuh"
+#include "../fp32/warp_mma.cuh"
 
 namespace flashsci::sm80::fwd_fp32 {
 
@@ -41,7 +41,7 @@ struct ForwardTile {
 
 template <class C>
 struct alignas(128) ForwardStorage {
-  HalvesTile<C::kBlockQ, C::kDim> q;
+  SplitFp16Tile<C::kBlockQ, C::kDim> q;
   StreamStorage<C::kBlockK, C::kDim, C::kThreads> stream;
   float q_factor[C::kBlockQ];  // what to multiply the halves of a row of Q by
 };
@@ -56,7 +56,7 @@ struct ForwardFp32Plan {
 
   float cap;       // softcap or 0
   int vector_out;  // output rows take 8-byte stores
-  PairsAccess pairs;
+  BiasMaskAccess bias_mask;
 };
 
 // P is exponentiated to at most 2^15: 2^kShift at the running maximum, which may be stale.
@@ -155,19 +155,19 @@ __device__ __forceinline__ void online_softmax_fp32(float (&s)[kM][kN][4],
   }
 }
 
-template <class C, bool kPairs>
+template <class C, bool kHasBiasMask>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     forward_fp32_kernel(const __grid_constant__ FlashsciForwardParams p,
                         const __grid_constant__ ForwardFp32Plan plan) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<ForwardStorage<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
-  using QTile = HalvesTile<C::kBlockQ, C::kDim>;
-  using KTile = HalvesTile<C::kBlockK, C::kDim>;
+  using QTile = SplitFp16Tile<C::kBlockQ, C::kDim>;
+  using KTile = SplitFp16Tile<C::kBlockK, C::kDim>;
   constexpr int kTogether = C::kM * C::kDim >= 128 ? 2 : 4;  // registers
 
   // Which query tile of which head.
-  const Place place(blockIdx.x, plan.tiles, p.heads_q, p.batch1);
+  const HeadCoord place(blockIdx.x, plan.tiles, p.heads_q, p.batch1);
   const uint32_t slot = blockIdx.x - place.batch_head * plan.tiles;
   TileOfSequence work;
   if (p.cu_seqlens_q != nullptr) {
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const int full_begin = window.begin(warp_last_row), full_end = window.end(warp_row);
 
   const uint32_t q_start = start_of_a<QTile>(ptx::shared_address(&shared.q), warp * C::kRows);
-  constexpr bool kZerosApart = !kPairs && C::kDim == 64;
+  constexpr bool kZerosApart = !kHasBiasMask && C::kDim == 64;
   Stream<C::kBlockK, C::kDim, C::kThreads, kZerosApart> stream(shared.stream);
   const uint32_t k_mixed = start_of_rows<KTile>(stream.tile(0), true);
   const uint32_t k_high = start_of_rows<KTile>(stream.tile(0), false);
@@ -234,11 +234,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       for (int e = 0; e < 4; ++e) o[m][d][e] = 0.f;
   }
 
-  const PairsOfHead<> pairs(p.pairs, plan.pairs, place, place.head, work.seq_q, work.seq_k);
-  PairsTile<kPairs ? C::kM : 1, kPairs ? C::kN : 2> pair_tile;
+  const BiasMaskOfHead<> bias_mask(p.bias_mask, plan.bias_mask, place, place.head, work.seq_q,
+                                   work.seq_k);
+  BiasMaskTile<kHasBiasMask ? C::kM : 1, kHasBiasMask ? C::kN : 2> pair_tile;
   if (first_tile < end_tile) {
-    if constexpr (kPairs)
-      pair_tile.load(pairs, warp_row + lane / 4, (end_tile - 1) * C::kBlockK + lane % 4 * 4);
+    if constexpr (kHasBiasMask)
+      pair_tile.load(bias_mask, warp_row + lane / 4, (end_tile - 1) * C::kBlockK + lane % 4 * 4);
     const uint32_t q_tile = ptx::shared_address(&shared.q);
     load_raw<C::kBlockQ, C::kDim, C::kThreads, false>(
         q_tile,
@@ -282,36 +283,36 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         keep_finite(factor);
       } else {
         if (plan.cap != 0.f) cap_scores(s, factor, plan.cap);
-        if constexpr (kPairs) {
-          pair_tile.apply(s, pairs, factor);
+        if constexpr (kHasBiasMask) {
+          pair_tile.apply(s, bias_mask, factor);
         } else {
           scale_rows(s, factor);
         }
-        set_all(factor, kPairs ? 1.f : kLog2e);
+        set_all(factor, kHasBiasMask ? 1.f : kLog2e);
       }
       if (stream.hide) hide_columns(s, stream.shared.state, lane % 4 * 4);
       if (first_key < full_begin || first_key + C::kBlockK > full_end)
         mask_interleaved(s, window, warp_row + lane / 4, first_key + lane % 4 * 4);
-      if constexpr (kPairs) {
+      if constexpr (kHasBiasMask) {
         if (next_key >= first_tile * C::kBlockK)
-          pair_tile.load(pairs, warp_row + lane / 4, next_key + lane % 4 * 4);
+          pair_tile.load(bias_mask, warp_row + lane / 4, next_key + lane % 4 * 4);
       }
-      online_softmax_fp32<kPairs>(s, o, row_max, row_sum, factor);
+      online_softmax_fp32<kHasBiasMask>(s, o, row_max, row_sum, factor);
       if constexpr (!kZerosApart) drop_zero_rows(s, stream.shared.state, lane % 4 * 4, 1);
       Operand<C::kM, C::kN> probabilities;
       probabilities.take(s, three);
       set_all(factor, stream.factor(1));
       multiply_dims<KTile, C::kDim, kTogether>(o, probabilities, opaque(v_mixed), opaque(v_high),
                                                factor, three);
-    } else if constexpr (kPairs) {
+    } else if constexpr (kHasBiasMask) {
       if (next_key >= first_tile * C::kBlockK)
-        pair_tile.load(pairs, warp_row + lane / 4, next_key + lane % 4 * 4);
+        pair_tile.load(bias_mask, warp_row + lane / 4, next_key + lane % 4 * 4);
     }
   }
 
   if (warp_row >= work.seq_q) return;
   // Found again rather than kept through the loop.
-  const Place home(opaque(blockIdx.x), plan.tiles, p.heads_q, p.batch1);
+  const HeadCoord home(opaque(blockIdx.x), plan.tiles, p.heads_q, p.batch1);
   int row = warp_row;
   if (p.cu_seqlens_q != nullptr)
     row += find_tile<C::kBlockQ>(opaque(blockIdx.x) - home.batch_head * plan.tiles, p.cu_seqlens_q,
@@ -327,9 +328,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       inverse[m][half] = sum == 0.f ? 0.f : 1.f / sum;
       const int of_warp = m * 16 + half * 8 + lane / 4;
       if (lane % 4 == 0 && of_warp < work.seq_q - warp_row)
-        lse[of_warp] =
-            sum == 0.f ? -INFINITY
-                       : fmaf(row_max[m][half], kPairs ? 1.f : kLn2, logf(sum * exp2f(-kShift)));
+        lse[of_warp] = sum == 0.f ? -INFINITY
+                                  : fmaf(row_max[m][half], kHasBiasMask ? 1.f : kLn2,
+                                         logf(sum * exp2f(-kShift)));
     }
   }
   store_rows_fp32(

@@ -8,7 +8,7 @@
 
 namespace flashsci::sm80::fwd_fp32 {
 
-template <class C, bool kPairs>
+template <class C, bool kHasBiasMask>
 cudaError_t launch_forward_tile(const FlashsciForwardParams& p, cudaStream_t stream) {
   ForwardFp32Plan plan;
   const int64_t tiles = p.cu_seqlens_q != nullptr
@@ -19,14 +19,14 @@ cudaError_t launch_forward_tile(const FlashsciForwardParams& p, cudaStream_t str
   if (blocks > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
   plan.tiles = static_cast<uint32_t>(tiles);
   plan.vector = p.copy_bytes == 16 && (p.head_dim | p.head_dim_v) % 4 == 0;
-  plan.plain = !kPairs && p.softcap == 0.f && p.scale > 0.f;
+  plan.plain = !kHasBiasMask && p.softcap == 0.f && p.scale > 0.f;
   plan.inner = p.softcap != 0.f ? p.scale / p.softcap : plan.plain ? p.scale * kLog2e : p.scale;
 
   plan.cap = p.softcap;
-  plan.vector_out = takes_pairs(p.out, p.out_strides, p.head_dim_v);
-  plan.pairs = PairsAccess::of(p.pairs, p.seq_k);
+  plan.vector_out = takes_paired_stores(p.out, p.out_strides, p.head_dim_v);
+  plan.bias_mask = BiasMaskAccess::of(p.bias_mask, p.seq_k);
 
-  constexpr auto kernel = forward_fp32_kernel<C, kPairs>;
+  constexpr auto kernel = forward_fp32_kernel<C, kHasBiasMask>;
   constexpr int kSharedBytes = sizeof(ForwardStorage<C>);
   static_assert(kSharedBytes <= 99 * 1024, "a block has 99 KiB on the smallest device");
   return launch<kernel>(blocks, C::kThreads, kSharedBytes, p.device, stream, p, plan);

@@ -8,55 +8,55 @@
 //           What is the same for all queries comes straight from global memory.
 // Shared    No more than a third stage of dS.
 // Limits    The bias by tiles is what TMA takes: q's dtype, keys side by side, strides multiples of
-//           16 bytes. fp32 or a mask by pairs: backward_apart.cuh. Softcap stays with sm80.
+//           16 bytes. fp32 or a mask by pairs: bias_staged.cuh. Softcap stays with sm80.
 #pragma once
 #include <cstdint>
 
 #include "../../core/poison.cuh"
+#include "../../core/softmax.cuh"
 #include "../../ptx/bulk.cuh"
 #include "../../ptx/ldmatrix.cuh"
 #include "../../ptx/math.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/shared.cuh"
 #include "../../ptx/tma.cuh"
-#include "../../core/softmax.cuh"
 #include "bias_staged.cuh"
 #include "config.cuh"
 
 namespace flashsci::sm90::bwd {
 
-inline bool has_pairs(const FlashsciBackwardParams& p) {
-  return p.pairs.bias != nullptr || p.pairs.mask != nullptr;
+inline bool has_bias_mask(const FlashsciBackwardParams& p) {
+  return p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr;
 }
 
 // The same for all queries.
-__host__ __device__ inline bool is_of_keys(const FlashsciPairStrides& s, int seq_q) {
+__host__ __device__ inline bool is_of_keys(const FlashsciScoreStrides& s, int seq_q) {
   return s.row == 0 || seq_q == 1;
 }
 
 inline bool has_bias_tiles(const FlashsciBackwardParams& p) {
-  return p.pairs.bias != nullptr && !is_of_keys(p.pairs.bias_strides, p.seq_q);
+  return p.bias_mask.bias != nullptr && !is_of_keys(p.bias_mask.bias_strides, p.seq_q);
 }
 
 inline bool has_mask_tiles(const FlashsciBackwardParams& p) {
-  return p.pairs.mask != nullptr && !is_of_keys(p.pairs.mask_strides, p.seq_q);
+  return p.bias_mask.mask != nullptr && !is_of_keys(p.bias_mask.mask_strides, p.seq_q);
 }
 
-// Served by backward_apart.cuh.
-inline bool has_pairs_apart(const FlashsciBackwardParams& p) {
-  return has_mask_tiles(p) || (has_bias_tiles(p) && p.pairs.bias_is_fp32);
+// Served by bias_staged.cuh.
+inline bool has_staged_bias_mask(const FlashsciBackwardParams& p) {
+  return has_mask_tiles(p) || (has_bias_tiles(p) && p.bias_mask.bias_is_fp32);
 }
 
 // dbias has a place for every pair.
 inline bool owns_bias(const FlashsciBackwardParams& p) {
   const auto own = [](int64_t size, int64_t stride) { return size == 1 || stride != 0; };
-  const FlashsciPairStrides& s = p.dbias_strides;
+  const FlashsciScoreStrides& s = p.dbias_strides;
   return own(p.batch0, s.batch0) && own(p.batch1, s.batch1) && own(p.heads_q, s.head);
 }
 
 // dS is added to the tiles of a shared dbias, in any order.
 inline bool adds_bias(const FlashsciBackwardParams& p) {
-  return p.dbias != nullptr && has_bias_tiles(p) && !owns_bias(p) && p.pairs.bias_is_fp32 &&
+  return p.dbias != nullptr && has_bias_tiles(p) && !owns_bias(p) && p.bias_mask.bias_is_fp32 &&
          !p.deterministic && p.seq_k % 4 == 0;
 }
 
@@ -69,16 +69,16 @@ inline bool sums_bias(const FlashsciBackwardParams& p) {
   return p.dbias != nullptr && !stores_bias(p);
 }
 
-inline bool takes_pairs(const FlashsciBackwardParams& p) {
-  if (!has_pairs(p)) return true;
+inline bool takes_bias_mask(const FlashsciBackwardParams& p) {
+  if (!has_bias_mask(p)) return true;
   if (p.softcap != 0.f || p.cu_seqlens_q != nullptr || p.head_dim > 128 || p.head_dim_v > 128)
     return false;
   if (has_mask_tiles(p)) {  // with a bias by pairs: fp32, at narrow heads
     const bool narrow = p.head_dim <= 64 && p.head_dim_v <= 64;
-    if (p.pairs.mask_strides.column != 1) return false;
-    if (has_bias_tiles(p) && !(p.pairs.bias_is_fp32 && narrow)) return false;
+    if (p.bias_mask.mask_strides.column != 1) return false;
+    if (has_bias_tiles(p) && !(p.bias_mask.bias_is_fp32 && narrow)) return false;
   }
-  return !has_bias_tiles(p) || p.pairs.bias_strides.column == 1;
+  return !has_bias_tiles(p) || p.bias_mask.bias_strides.column == 1;
 }
 
 inline FlashsciBackwardParams bias_alone(const FlashsciBackwardParams& p) {
@@ -98,19 +98,19 @@ cudaError_t sum_bias(const FlashsciBackwardParams& p, int64_t used, cudaStream_t
 inline cudaError_t clear_bias(const FlashsciBackwardParams& p, cudaStream_t stream) {
   if (p.window_left < 0 && p.window_right < 0 && !adds_bias(p)) return cudaSuccess;
   const auto own = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };
-  const FlashsciPairStrides& s = p.dbias_strides;
+  const FlashsciScoreStrides& s = p.dbias_strides;
   const int64_t rows =
       own(p.batch0, s.batch0) * own(p.batch1, s.batch1) * own(p.heads_q, s.head) * p.seq_q;
-  return cudaMemsetAsync(p.dbias, 0, rows * p.seq_k * (p.pairs.bias_is_fp32 ? 4 : 2), stream);
+  return cudaMemsetAsync(p.dbias, 0, rows * p.seq_k * (p.bias_mask.bias_is_fp32 ? 4 : 2), stream);
 }
 
 // element: of q.
 template <class C>
-cudaError_t encode_pairs(BackwardArgs& a, MapElement element) {
+cudaError_t encode_bias_mask(BackwardArgs& a, MapElement element) {
   const FlashsciBackwardParams& p = a.p;
-  if (p.pairs.bias_is_fp32) element = kFloat32;
+  if (p.bias_mask.bias_is_fp32) element = kFloat32;
   cudaError_t error = cudaSuccess;
-  const auto encode = [&](CUtensorMap& map, const void* base, const FlashsciPairStrides& s,
+  const auto encode = [&](CUtensorMap& map, const void* base, const FlashsciScoreStrides& s,
                           const MapElement& of, int box_keys) {
     const FlashsciStrides rows = {s.batch0, s.batch1, s.head, s.row};
     if (error == cudaSuccess)
@@ -120,56 +120,58 @@ cudaError_t encode_pairs(BackwardArgs& a, MapElement element) {
   };
   a.bias_tiles = has_bias_tiles(p), a.stores_bias = stores_bias(p);
   a.mask_tiles = has_mask_tiles(p), a.adds_bias = adds_bias(p);
-  static_assert(C::ApartBox::kRows == C::BiasBox::kRows && C::MaskBox::kRows == C::BiasBox::kRows);
-  const int box_keys = element.bytes == 4 ? C::ApartBox::kColumns : C::BiasBox::kColumns;
-  if (a.bias_tiles) encode(a.bias, p.pairs.bias, p.pairs.bias_strides, element, box_keys);
+  static_assert(C::StagedBiasBox::kRows == C::BiasBox::kRows &&
+                C::MaskBox::kRows == C::BiasBox::kRows);
+  const int box_keys = element.bytes == 4 ? C::StagedBiasBox::kColumns : C::BiasBox::kColumns;
+  if (a.bias_tiles) encode(a.bias, p.bias_mask.bias, p.bias_mask.bias_strides, element, box_keys);
   if (a.stores_bias) encode(a.dbias, p.dbias, p.dbias_strides, element, box_keys);
-  if (a.mask_tiles) encode(a.mask, p.pairs.mask, p.pairs.mask_strides, kByte, C::MaskBox::kColumns);
+  if (a.mask_tiles)
+    encode(a.mask, p.bias_mask.mask, p.bias_mask.mask_strides, kByte, C::MaskBox::kColumns);
   return error;
 }
 
 // The copying warp, one thread: the bias of block after block, and dS of those that are done.
 template <class C>
-__device__ __forceinline__ void move_pairs(BackwardStorage<C>& shared, const BackwardArgs& a,
-                                           const KeyTile& tile) {
+__device__ __forceinline__ void move_bias_mask(BackwardStorage<C>& shared, const BackwardArgs& a,
+                                               const KeyTile& tile) {
   if (!a.bias_tiles) return;
   const int blocks = tile.end - tile.begin, group = a.p.heads_q / a.p.heads_k;
-  const int turns = blocks * group;
-  const auto boxes = [&](int turn, const auto& move) {
-    const int head = tile.head * group + turn / blocks, block = tile.begin + turn % blocks;
+  const int iters = blocks * group;
+  const auto boxes = [&](int iter, const auto& move) {
+    const int head = tile.head * group + iter / blocks, block = tile.begin + iter % blocks;
 #pragma unroll
     for (int w = 0; w < C::kConsumers; ++w)
-      move(ptx::shared_address(shared.ds[turn % C::kDsStages]) + w * C::BiasBox::kBytes,
+      move(ptx::shared_address(shared.ds[iter % C::kDsStages]) + w * C::BiasBox::kBytes,
            tile.row + w * C::BiasBox::kColumns, block * C::kBlockQ, head);
   };
-  const auto load = [&](int turn) {
-    const uint32_t full = ptx::shared_address(&shared.bias_full[turn % C::kDsStages]);
-    poison_stage(ptx::shared_address(shared.ds[turn % C::kDsStages]), C::kDsBytes);
+  const auto load = [&](int iter) {
+    const uint32_t full = ptx::shared_address(&shared.bias_full[iter % C::kDsStages]);
+    poison_stage(ptx::shared_address(shared.ds[iter % C::kDsStages]), C::kDsBytes);
     ptx::mbarrier_arrive_expect(full, sizeof(shared.ds[0]));
-    boxes(turn, [&](uint32_t target, int key, int row, int head) {
+    boxes(iter, [&](uint32_t target, int key, int row, int head) {
       ptx::tma_load_5d(target, &a.bias, full, key, row, head, tile.batch1, tile.batch0);
     });
   };
-  for (int turn = 0; turn < min(turns, C::kDsStages); ++turn) load(turn);
+  for (int iter = 0; iter < min(iters, C::kDsStages); ++iter) load(iter);
   ptx::wait_for_prerequisites();  // dbias may have been cleared
 #pragma unroll 1
-  for (int turn = 0; turn < turns; ++turn) {
-    sleep_for(shared.ds_done[turn % C::kDsStages], turn / C::kDsStages);
+  for (int iter = 0; iter < iters; ++iter) {
+    sleep_for(shared.ds_done[iter % C::kDsStages], iter / C::kDsStages);
     if (a.stores_bias) {
-      boxes(turn, [&](uint32_t source, int key, int row, int head) {
+      boxes(iter, [&](uint32_t source, int key, int row, int head) {
         if (key < tile.seq_k)
           ptx::tma_store_5d(&a.dbias, source, key, row, head, tile.batch1, tile.batch0);
       });
       ptx::bulk_commit();
       ptx::bulk_wait_read<1>();
     }
-    if (turn > 0 && turn - 1 + C::kDsStages < turns) load(turn - 1 + C::kDsStages);
+    if (iter > 0 && iter - 1 + C::kDsStages < iters) load(iter - 1 + C::kDsStages);
   }
   ptx::bulk_wait<0>();
 }
 
 // Where a head's pair of this lane's key (in the tile) and any query is, in elements.
-__device__ __forceinline__ int64_t offset_of_key(const FlashsciPairStrides& s,
+__device__ __forceinline__ int64_t offset_of_key(const FlashsciScoreStrides& s,
                                                  const BackwardArgs& a, const KeyTile& tile,
                                                  int head, int key) {
   return tile.batch0 * s.batch0 + tile.batch1 * s.batch1 +
@@ -177,21 +179,22 @@ __device__ __forceinline__ int64_t offset_of_key(const FlashsciPairStrides& s,
          min(tile.row + key, tile.seq_k - 1) * s.column;
 }
 
-// P^T, with what is added to S^T; of accumulator elements as in backward_consume.cuh. lse: of the
+// P^T, with what is added to S^T; of accumulator elements as in mainloop.cuh. lse: of the
 // lane's first query in shared memory; bias: of consumer w there; apart: the buffers of the block.
 template <class Op, class C, int kCount>
-__device__ __forceinline__ void exponentiate_pairs(float (&p)[kCount], const float (&s)[kCount],
-                                                   const BackwardArgs& a, const KeyTile& tile,
-                                                   uint32_t lse, uint32_t bias, int w, int turn) {
-  const FlashsciPairs& pairs = a.p.pairs;
+__device__ __forceinline__ void exponentiate_bias_mask(float (&p)[kCount], const float (&s)[kCount],
+                                                       const BackwardArgs& a, const KeyTile& tile,
+                                                       uint32_t lse, uint32_t bias, int w,
+                                                       int iter) {
+  const FlashsciBiasMask& bias_mask = a.p.bias_mask;
   // Anew each time: registers are scarcer than integer instructions.
-  const auto offset = [&](const FlashsciPairStrides& s, int half) {
+  const auto offset = [&](const FlashsciScoreStrides& s, int half) {
     const int thread = opaque(threadIdx.x);
-    return offset_of_key(s, a, tile, turn / (tile.end - tile.begin),
+    return offset_of_key(s, a, tile, iter / (tile.end - tile.begin),
                          w * 64 + thread / 32 % 4 * 16 + thread % 32 / 4 + half * 8);
   };
-  if (C::kApart && a.bias_tiles) {
-    exponentiate_apart(p, s, a, lse, ApartBias<C>(bias, w));
+  if (C::kBiasStaged && a.bias_tiles) {
+    exponentiate_staged(p, s, a, lse, StagedBias<C>(bias, w));
   } else if (a.bias_tiles) {
     const int thread = opaque(threadIdx.x), matrix_row = thread % 8;
     bias += (matrix_row + thread % 32 / 16 * 8) * 128 +
@@ -216,12 +219,12 @@ __device__ __forceinline__ void exponentiate_pairs(float (&p)[kCount], const flo
     float addend[2] = {0.f, 0.f};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (pairs.bias == nullptr) continue;
-      const int64_t at = offset(pairs.bias_strides, half);
+      if (bias_mask.bias == nullptr) continue;
+      const int64_t at = offset(bias_mask.bias_strides, half);
       addend[half] =
-          kLog2e * (pairs.bias_is_fp32
-                        ? __ldg(static_cast<const float*>(pairs.bias) + at)
-                        : Op::to_float(__ldg(static_cast<const uint16_t*>(pairs.bias) + at)));
+          kLog2e * (bias_mask.bias_is_fp32
+                        ? __ldg(static_cast<const float*>(bias_mask.bias) + at)
+                        : Op::to_float(__ldg(static_cast<const uint16_t*>(bias_mask.bias) + at)));
     }
 #pragma unroll
     for (int e = 0; e < kCount; e += 2) {
@@ -231,13 +234,13 @@ __device__ __forceinline__ void exponentiate_pairs(float (&p)[kCount], const flo
       p[e + 1] = ptx::ex2_approx(fmaf(s[e + 1], a.exp_scale, add - row.y));
     }
   }
-  if (C::kApart && a.mask_tiles) {
-    hide_apart<C>(p, bias, w);
-  } else if (pairs.mask != nullptr) {
+  if (C::kBiasStaged && a.mask_tiles) {
+    hide_staged<C>(p, bias, w);
+  } else if (bias_mask.mask != nullptr) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t at = offset(pairs.mask_strides, half);
-      const bool shown = __ldg(pairs.mask + at) != 0;
+      const int64_t at = offset(bias_mask.mask_strides, half);
+      const bool shown = __ldg(bias_mask.mask + at) != 0;
 #pragma unroll
       for (int e = half * 2; e < kCount; e += 4) {
         p[e] = shown ? p[e] : 0.f;

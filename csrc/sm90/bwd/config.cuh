@@ -4,14 +4,14 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../../core/mask.cuh"
+#include "../../core/varlen.cuh"
+#include "../../include/flashsci.h"
 #include "../../ptx/cp_async.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/redux.cuh"
 #include "../../ptx/semaphore.cuh"
 #include "../../ptx/shared.cuh"
-#include "../../core/varlen.cuh"
-#include "../../core/mask.cuh"
-#include "../../include/flashsci.h"
 #include "../tma_box.cuh"
 #include "../tma_map.h"
 
@@ -20,18 +20,19 @@ namespace flashsci::sm90::bwd {
 template <int kCount>
 using Columns = std::integral_constant<int, kCount>;
 
-// Bias and mask: none; a bias in q's dtype where dS will be (backward_pairs.cuh); an fp32 bias or a
-// mask by pairs in buffers of their own (backward_apart.cuh).
-enum class PairTiles { kNone, kInPlace, kApart };
+// Bias and mask: none; a bias in q's dtype where dS will be (bias_aliased.cuh); an fp32 bias or a
+// mask by pairs in buffers of their own (bias_staged.cuh).
+enum class BiasMaskTiles { kNone, kAliased, kStaged };
 
 // kHeadDim: columns of q and k; kHeadDimV: of v. kManyTiles: a CTA takes tiles of keys one after
 // the other, else one.
-template <int kHeadDim_, int kHeadDimV_, int kBlockQ_, PairTiles kPairTiles = PairTiles::kNone,
-          bool kManyTiles_ = false>
+template <int kHeadDim_, int kHeadDimV_, int kBlockQ_,
+          BiasMaskTiles kBiasMaskTiles = BiasMaskTiles::kNone, bool kManyTiles_ = false>
 struct BackwardTiling {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockQ = kBlockQ_;
-  static constexpr bool kWide = false, kPairs = kPairTiles != PairTiles::kNone;
-  static constexpr bool kApart = kPairTiles == PairTiles::kApart, kManyTiles = kManyTiles_;
+  static constexpr bool kD256 = false, kHasBiasMask = kBiasMaskTiles != BiasMaskTiles::kNone;
+  static constexpr bool kBiasStaged = kBiasMaskTiles == BiasMaskTiles::kStaged,
+                        kManyTiles = kManyTiles_;
   static constexpr int kConsumers = 2, kBlockK = 64 * kConsumers, kStages = 2;
   static constexpr int kDoutStages = kStages, kCounters = kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -44,28 +45,28 @@ struct BackwardTiling {
   static constexpr bool kSplitRows = kBlockQ == 128;
   static constexpr int kDqColumns = kSplitRows ? kHeadDim : kBoxes * 32;
   static constexpr int kDqFloats = 64 * kDqColumns;  // of one consumer
-  static constexpr int kDqStages = 1, kDsStages = kPairs && !kApart ? 3 : 2;
-  static constexpr int kPairStages = kApart && !kNarrow ? 1 : kDsStages;
+  static constexpr int kDqStages = 1, kDsStages = kHasBiasMask && !kBiasStaged ? 3 : 2;
+  static constexpr int kBiasMaskStages = kBiasStaged && !kNarrow ? 1 : kDsStages;
   // Beside the fp32 bias of a block there is room for its mask only where heads are narrow.
   static constexpr int kBiasBytes = kBlockQ * kBlockK * 4, kMaskBytes = kBlockQ * kBlockK;
   static constexpr bool kMaskBeside = kNarrow;
   static constexpr int kMaskAt = kMaskBeside ? kBiasBytes : 0;
-  static constexpr int kApartBytes = kBiasBytes + (kMaskBeside ? kMaskBytes : 0);
+  static constexpr int kStagedBytes = kBiasBytes + (kMaskBeside ? kMaskBytes : 0);
   using QBox = Box<kBlockQ>;  // of Q and dO
   using KBox = Box<kBlockK>;
-  using StoreBox = Box<64>;              // of dK and dV
-  using BiasBox = Box<kBlockQ>;          // in place, and dbias there
-  using ApartBox = Box<kBlockQ, 32, 4>;  // the bias apart, and dbias
+  using StoreBox = Box<64>;                   // of dK and dV
+  using BiasBox = Box<kBlockQ>;               // in place, and dbias there
+  using StagedBiasBox = Box<kBlockQ, 32, 4>;  // the bias apart, and dbias
   using MaskBox = Box<kBlockQ, 64, 1>;
   static_assert(kDsBytes == kConsumers * BiasBox::kBytes &&
-                    kBiasBytes == kBlockK / ApartBox::kColumns * ApartBox::kBytes &&
+                    kBiasBytes == kBlockK / StagedBiasBox::kColumns * StagedBiasBox::kBytes &&
                     kMaskBytes == kConsumers * MaskBox::kBytes,
                 "barriers expect what is loaded");
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static_assert(kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128);
   static_assert(kHeadDimV == 64 || kHeadDimV == 96 || kHeadDimV == 128);
   static_assert(kBlockQ == 64 || (kBlockQ == 128 && kNarrow));
-  static_assert(!kPairs || !kManyTiles, "the warp that moves pairs has one tile");
+  static_assert(!kHasBiasMask || !kManyTiles, "the warp that moves pairs has one tile");
 
   // Those of consumer w that are not beyond kHeadDim: the first ones.
   static constexpr __host__ __device__ int dq_columns(int w) {
@@ -85,12 +86,12 @@ struct KeyTile {
 };
 
 template <int kStages, int kBytes>
-struct PairBuffers {
+struct BiasMaskBuffers {
   // [stage]: bias, fp32 [32 keys][kBlockQ rows][32]; mask [consumer's 64 keys][kBlockQ rows][64]
-  unsigned char pairs[kStages][kBytes];
+  unsigned char bias_mask[kStages][kBytes];
 };
 template <int kBytes>
-struct PairBuffers<0, kBytes> {};
+struct BiasMaskBuffers<0, kBytes> {};
 
 // Of a CTA that takes many tiles, of which the loader is one ahead of those who compute and write.
 template <int kStages>
@@ -103,7 +104,7 @@ template <>
 struct TileQueue<0> {};
 
 template <class C>
-struct BackwardStorage : PairBuffers<C::kApart ? C::kPairStages : 0, C::kApartBytes> {
+struct BackwardStorage : BiasMaskBuffers<C::kBiasStaged ? C::kBiasMaskStages : 0, C::kStagedBytes> {
   unsigned char k[C::kKBytes];                    // [box][128 keys][64]
   unsigned char v[C::kVBytes];                    // the same
   unsigned char q[C::kStages][C::kQBytes];        // [stage][box][kBlockQ rows][64]
@@ -134,8 +135,9 @@ struct alignas(128) BackwardArgs {
   float* dq;     // [head][query tile][consumer][its columns]: `dq_of`
   float* lse;    // [head][query tile][kBlockQ], in powers of two; 3.4e38 where a row sees no key
   float* delta;  // [head][query tile][kBlockQ], negative
-  int* turns;  // [head][query tile][kCounters]: key tiles that have been added; or NULL: any order
-  bool descending;               // the last key tile first, as the diagonal brings them
+  int* dq_semaphores;  // [head][query tile][kCounters]: key tiles that have been added; or NULL:
+                       // any order
+  bool descending;     // the last key tile first, as the diagonal brings them
   uint32_t q_tiles, k_tiles;     // of a head; packed: slots
   uint32_t group;                // key heads, at least, whose tiles are mixed, the longest first
   uint32_t key_heads;            // B0 * B1 * Hk
@@ -167,7 +169,7 @@ __device__ __forceinline__ Window window_of(const FlashsciBackwardParams& p, int
 }
 
 // A whole warp must call it.
-template <class C, bool kPacked>
+template <class C, bool kVarlen>
 __device__ __forceinline__ KeyTile find_key_tile(const BackwardArgs& a, uint32_t item) {
   const FlashsciBackwardParams& p = a.p;
   // At least `group` heads at a time, as equal in number as possible: a small last group would
@@ -188,7 +190,7 @@ __device__ __forceinline__ KeyTile find_key_tile(const BackwardArgs& a, uint32_t
   tile.head = batch_head - tile.batch * p.heads_k;
   tile.batch0 = tile.batch / static_cast<uint32_t>(p.batch1);
   tile.batch1 = tile.batch - tile.batch0 * static_cast<uint32_t>(p.batch1);
-  if constexpr (kPacked) {
+  if constexpr (kVarlen) {
     const TileOfSequence found = find_tile<C::kBlockK>(
         static_cast<int>(index), p.cu_seqlens_k, p.cu_seqlens_q, p.num_seqs, p.seq_k, p.seq_q);
     const int segment = static_cast<int>(index) - found.tile - found.first_q / C::kBlockK;
@@ -251,14 +253,15 @@ __device__ __forceinline__ float* dq_of(const BackwardArgs& a, uint32_t part, in
 }
 
 // Whether turns come, after the first kernel.
-template <bool kPacked>
-__device__ __forceinline__ bool turns_come(const BackwardArgs& a) {
-  return !kPacked || a.turns == nullptr || ptx::load_acquire(a.ascending) != 0;
+template <bool kVarlen>
+__device__ __forceinline__ bool semaphores_come(const BackwardArgs& a) {
+  return !kVarlen || a.dq_semaphores == nullptr || ptx::load_acquire(a.ascending) != 0;
 }
 
 // How many key tiles add to a query tile before this one.
 template <class C>
-__device__ __forceinline__ int turn_of(const BackwardArgs& a, const KeyTile& tile, int block) {
+__device__ __forceinline__ int semaphore_value(const BackwardArgs& a, const KeyTile& tile,
+                                               int block) {
   const Window window = window_of(a.p, tile.seq_q, tile.seq_k);
   const int row = block * C::kBlockQ, last_row = min(row + C::kBlockQ, tile.seq_q) - 1;
   const int index = tile.row / C::kBlockK;
@@ -272,8 +275,8 @@ __device__ __forceinline__ void wait_for(const uint64_t& barrier, uint32_t parit
 __device__ __forceinline__ void sleep_for(const uint64_t& barrier, uint32_t parity) {
   ptx::mbarrier_sleep(ptx::shared_address(&barrier), parity & 1);
 }
-__device__ __forceinline__ void wait_turn(const int* turn, int mine) {
-  while (ptx::load_acquire(turn) != mine) {
+__device__ __forceinline__ void wait_semaphore(const int* iter, int mine) {
+  while (ptx::load_acquire(iter) != mine) {
   }
 }
 

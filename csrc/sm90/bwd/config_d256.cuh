@@ -1,4 +1,4 @@
-// The sm90 backward at head dims beyond 128: tiles, shared memory, and who adds dQ.
+// The sm90 backward at head dims above 128: tiles, shared memory, and who adds dQ.
 #pragma once
 #include <cstdint>
 
@@ -14,8 +14,8 @@ namespace flashsci::sm90::bwd {
 // 64 keys by 64 queries: consumer 0 computes S^T and dV, consumer 1 dP^T and dK, each half of the
 // columns of dQ.
 template <int kHeadDim_, int kHeadDimV_>
-struct WideBackwardTiling {
-  static constexpr bool kWide = true, kPairs = false, kApart = false, kManyTiles = false;
+struct D256BackwardTiling {
+  static constexpr bool kD256 = true, kHasBiasMask = false, kBiasStaged = false, kManyTiles = false;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockQ = 64, kBlockK = 64;
   static constexpr int kConsumers = 2, kStages = 2;
   static constexpr int kDoutStages = kHeadDim + kHeadDimV <= 384 ? 2 : 1;  // as many as fit
@@ -46,8 +46,8 @@ struct WideBackwardTiling {
 };
 
 template <int kHeadDim, int kHeadDimV>
-struct BackwardStorage<WideBackwardTiling<kHeadDim, kHeadDimV>> {
-  using C = WideBackwardTiling<kHeadDim, kHeadDimV>;
+struct BackwardStorage<D256BackwardTiling<kHeadDim, kHeadDimV>> {
+  using C = D256BackwardTiling<kHeadDim, kHeadDimV>;
   unsigned char k[C::kKBytes];                        // [box][64 keys][64]
   unsigned char v[C::kVBytes];                        // the same
   unsigned char q[C::kStages][C::kQBytes];            // [stage][box][64 rows][64]

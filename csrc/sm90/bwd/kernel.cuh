@@ -5,12 +5,12 @@
 //           sum_j ds_ij k_j. Softcap: ds times its slope.
 // Roles     A tile is 128 keys of one head, with all query heads that share it. A CTA on every SM
 //           takes tile after tile until none is left, or (a bias, long sequences of wide heads)
-//           each CTA has one. Warpgroup 0 copies (backward_produce.cuh): warp 0 takes and loads,
+//           each CTA has one. Warpgroup 0 copies (load.cuh): warp 0 takes and loads,
 //           warps 1 and 2 add dQ to global memory. Warpgroups 1 and 2 own 64 keys each
-//           (backward_consume.cuh). Kernels before and after it: backward_rows.cuh. Head dims
-//           beyond 128: backward_wide.cuh.
+//           (mainloop.cuh). Kernels before and after it: preprocess.cuh, postprocess.cuh. Head dims
+//           beyond 128: config_d256.cuh.
 // Shared    K, V; Q, dO, lse, delta [2 stages] and dS [2 stages] in 128-byte swizzled boxes; dQ of
-//           each consumer in fp32: `BackwardStorage` (backward_layout.cuh). With tile after tile
+//           each consumer in fp32: `BackwardStorage` (config.cuh). With tile after tile
 //           dV and dK leave through dS and dQ, while K and V of the next one come.
 // Pipeline  Of a consumer: S^T and dP^T into registers, P^T and dS^T from there into dV and dK; dS
 //           through shared memory to both consumers for dQ, of which each computes half, a block
@@ -35,18 +35,18 @@
 
 namespace flashsci::sm90::bwd {
 
-template <class Op, class C, bool kPacked, bool kSoftcap>
+template <class Op, class C, bool kVarlen, bool kSoftcap>
 __global__ void __launch_bounds__(C::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardArgs a) {
   extern __shared__ unsigned char shared_memory[];
   // Aligned by hand, but with pairs, where every byte counts: they rely on the system, which puts
   // dynamic shared memory at 1024 where a kernel has no other.
-  const uint32_t skipped = C::kPairs ? 0 : -ptx::shared_address(shared_memory) & 1023u;
+  const uint32_t skipped = C::kHasBiasMask ? 0 : -ptx::shared_address(shared_memory) & 1023u;
   auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory + skipped);
   poison_block(&shared, sizeof(shared));
   ptx::launch_dependents();
   if constexpr (!C::kManyTiles) {
-    const KeyTile tile = find_key_tile<C, kPacked>(a, blockIdx.x);
+    const KeyTile tile = find_key_tile<C, kVarlen>(a, blockIdx.x);
     if (tile.row < 0) {
       ptx::wait_for_prerequisites();  // or the kernel after this one would not wait for the first
       return;
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       }
     }
     init(shared.kv_full, 1);
-    init(shared.ds_full, C::kWide ? 4 : 4 * C::kConsumers);
-    if constexpr (C::kWide) {
+    init(shared.ds_full, C::kD256 ? 4 : 4 * C::kConsumers);
+    if constexpr (C::kD256) {
       init(shared.ds_empty, 4);
       init(shared.p_full, 4);
       init(shared.p_empty, 4);
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         init(shared.dq_empty[i][w], 1);
       }
     }
-    if constexpr (C::kPairs) {
+    if constexpr (C::kHasBiasMask) {
       for (int i = 0; i < C::kDsStages; ++i) {
         init(shared.bias_full[i], 1);
         init(shared.ds_done[i], 4 * C::kConsumers);
@@ -101,34 +101,34 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) {
       if constexpr (C::kManyTiles) {
-        load_tiles<C, kPacked>(shared, a);
+        load_tiles<C, kVarlen>(shared, a);
       } else if (ptx::elect()) {
-        load_tile<C, kPacked>(shared, a, shared.tile[0], 0);
+        load_tile<C, kVarlen>(shared, a, shared.tile[0], 0);
       }
     } else if (warp <= C::kConsumers) {
       if (ptx::elect()) {
-        if constexpr (C::kWide)
-          add_dq_wide<C, kPacked>(shared, a, shared.tile[0], warp - 1);
+        if constexpr (C::kD256)
+          add_dq_d256<C, kVarlen>(shared, a, shared.tile[0], warp - 1);
         else
-          add_dq<C, kPacked>(shared, a, warp - 1);
+          add_dq<C, kVarlen>(shared, a, warp - 1);
       }
-    } else if constexpr (C::kPairs) {
+    } else if constexpr (C::kHasBiasMask) {
       if (ptx::elect()) {
-        if constexpr (C::kApart)
-          move_pairs_apart<C>(shared, a, shared.tile[0]);
+        if constexpr (C::kBiasStaged)
+          move_staged_bias_mask<C>(shared, a, shared.tile[0]);
         else
-          move_pairs<C>(shared, a, shared.tile[0]);
+          move_bias_mask<C>(shared, a, shared.tile[0]);
       }
     }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-    if constexpr (C::kWide) {
+    if constexpr (C::kD256) {
       if (warpgroup == 1)
-        consume_wide<Op, C, kPacked, kSoftcap, 0>(shared, a);
+        consume_d256<Op, C, kVarlen, kSoftcap, 0>(shared, a);
       else
-        consume_wide<Op, C, kPacked, kSoftcap, 1>(shared, a);
+        consume_d256<Op, C, kVarlen, kSoftcap, 1>(shared, a);
     } else {
-      consume<Op, C, kPacked, kSoftcap>(shared, a, warpgroup - 1);
+      consume<Op, C, kVarlen, kSoftcap>(shared, a, warpgroup - 1);
     }
   }
 }

@@ -46,16 +46,16 @@ inline bool prefers_one_tile(const FlashsciBackwardParams& p) {
   return rows * (p.heads_q / p.heads_k) > 4096;
 }
 
-template <class Op, class C, bool kPacked, bool kSoftcap>
+template <class Op, class C, bool kVarlen, bool kSoftcap>
 cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t stream) {
-  constexpr int kSharedBytes = sizeof(BackwardStorage<C>) + (C::kPairs ? 0 : 1024);
+  constexpr int kSharedBytes = sizeof(BackwardStorage<C>) + (C::kHasBiasMask ? 0 : 1024);
   static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
   BackwardArgs a;
   a.p = p;
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
   const int64_t key_heads = p.batch0 * p.batch1 * p.heads_k;
   const int64_t q_tiles = query_tiles<C>(p);
-  const int64_t k_tiles = kPacked ? num_slots<C::kBlockK>(p.seq_k, p.num_seqs)
+  const int64_t k_tiles = kVarlen ? num_slots<C::kBlockK>(p.seq_k, p.num_seqs)
                                   : (int64_t{p.seq_k} + C::kBlockK - 1) / C::kBlockK;
   if (heads * q_tiles > INT32_MAX / 2 || key_heads * k_tiles > INT32_MAX / 2)
     return cudaErrorNotSupported;
@@ -66,7 +66,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   const bool causal = p.window_right >= 0 && p.window_left < 0;
   const int64_t head_bytes =
       int64_t{p.seq_q} * (C::kHeadDim * 6 + C::kHeadDimV * 2) * (p.heads_q / p.heads_k);
-  a.group = causal && !kPacked ? static_cast<uint32_t>(std::min<int64_t>(
+  a.group = causal && !kVarlen ? static_cast<uint32_t>(std::min<int64_t>(
                                      std::max<int64_t>((32 << 20) / head_bytes, 1), key_heads))
                                : 1;
   const int64_t rows = heads * q_tiles * C::kBlockQ;
@@ -77,9 +77,9 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   int* const after = reinterpret_cast<int*>(a.dq + rows * C::kHeadDim);
   a.handed_out = reinterpret_cast<uint32_t*>(after);
   a.ascending = after + 1;
-  a.turns = p.deterministic ? after + 2 : nullptr;
+  a.dq_semaphores = p.deterministic ? after + 2 : nullptr;
   // In turns the shortest causal tiles go first: each finds its turn come where it begins.
-  a.descending = a.turns != nullptr && causal;
+  a.descending = a.dq_semaphores != nullptr && causal;
   a.dout_row_offset = p.dout == nullptr ? p.seq_q : 0;
   a.exp_scale = p.scale * kLog2e;
   a.cap_inner = p.softcap != 0.f ? p.scale / p.softcap : 0.f;
@@ -88,7 +88,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   const int64_t tiles = key_heads * k_tiles;
   const uint32_t ctas = static_cast<uint32_t>(
       C::kManyTiles ? std::min<int64_t>(tiles, processors_of(p.device)) : tiles);
-  a.known = a.turns != nullptr && ctas < tiles ? 0 : ctas;
+  a.known = a.dq_semaphores != nullptr && ctas < tiles ? 0 : ctas;
 
   constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
   cudaError_t error = cudaSuccess;
@@ -103,7 +103,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
                                 const void* base, const FlashsciStrides& strides, int64_t count,
                                 int64_t heads_of, int columns, int box_rows) {
     encode(map, base, strides, count, heads_of, columns, box_rows);
-    if constexpr (kPacked) {
+    if constexpr (kVarlen) {
       encode(row, base, strides, count, heads_of, columns, Box<1>::kRows);
       if (error == cudaSuccess)
         error =
@@ -122,23 +122,23 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
                C::KBox::kRows);
   encode(a.dk, p.dk, p.dk_strides, p.seq_k, p.heads_k, p.head_dim, C::StoreBox::kRows);
   encode(a.dv, p.dv, p.dv_strides, p.seq_k, p.heads_k, p.head_dim_v, C::StoreBox::kRows);
-  if constexpr (C::kPairs) {
-    if (error == cudaSuccess) error = encode_pairs<C>(a, k16Bit);
+  if constexpr (C::kHasBiasMask) {
+    if (error == cudaSuccess) error = encode_bias_mask<C>(a, k16Bit);
   }
   if (error != cudaSuccess) return error;
 
   // The same kernels before and after it, whatever its tiles.
   using Rows =
-      std::conditional_t<C::kWide, C, BackwardTiling<C::kHeadDim, C::kHeadDimV, C::kBlockQ>>;
-  constexpr auto kernel = backward_kernel<Op, C, kPacked, kSoftcap>;
+      std::conditional_t<C::kD256, C, BackwardTiling<C::kHeadDim, C::kHeadDimV, C::kBlockQ>>;
+  constexpr auto kernel = backward_kernel<Op, C, kVarlen, kSoftcap>;
   error = allow_shared<kernel>(kSharedBytes, p.device);
   if (error != cudaSuccess) return error;
-  if constexpr (C::kPairs) {
+  if constexpr (C::kHasBiasMask) {
     if (a.stores_bias) error = clear_bias(p, stream);
     if (error != cudaSuccess) return error;
   }
   const uint32_t row_blocks = static_cast<uint32_t>(heads * q_tiles);
-  backward_prepare_kernel<Op, Rows, kPacked><<<row_blocks, kRowThreads, 0, stream>>>(a);
+  backward_preprocess_kernel<Op, Rows, kVarlen><<<row_blocks, kRowThreads, 0, stream>>>(a);
   error = cudaGetLastError();
   // The others start beside their predecessor and wait for its end: two launches less to wait for.
   cudaLaunchAttribute attribute;
@@ -156,7 +156,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   config.gridDim = row_blocks;
   config.blockDim = kRowThreads;
   config.dynamicSmemBytes = 0;
-  return cudaLaunchKernelEx(&config, backward_finish_kernel<Op, Rows, kPacked>, a);
+  return cudaLaunchKernelEx(&config, backward_postprocess_kernel<Op, Rows, kVarlen>, a);
 }
 
 // The tile shapes, by padded head dims of q and k, and of v; why: docs/kernels/sm90_backward.md.
@@ -165,16 +165,16 @@ constexpr int rows_of_block(int head_dim, int head_dim_v) {
 }
 template <int kHeadDim, int kHeadDimV, bool kSoftcap>
 using BackwardTile = std::conditional_t<
-    (kHeadDim > 128 || kHeadDimV > 128), WideBackwardTiling<kHeadDim, kHeadDimV>,
+    (kHeadDim > 128 || kHeadDimV > 128), D256BackwardTiling<kHeadDim, kHeadDimV>,
     BackwardTiling<kHeadDim, kHeadDimV, kSoftcap ? 64 : rows_of_block(kHeadDim, kHeadDimV),
-                   PairTiles::kNone, true>>;
+                   BiasMaskTiles::kNone, true>>;
 template <int kHeadDim, int kHeadDimV>
 using OneTile = BackwardTiling<kHeadDim, kHeadDimV, 64>;
 template <int kHeadDim, int kHeadDimV>
-using InPlaceTile =
-    BackwardTiling<kHeadDim, kHeadDimV, rows_of_block(kHeadDim, kHeadDimV), PairTiles::kInPlace>;
+using AliasedBiasTile = BackwardTiling<kHeadDim, kHeadDimV, rows_of_block(kHeadDim, kHeadDimV),
+                                       BiasMaskTiles::kAliased>;
 template <int kHeadDim, int kHeadDimV>
-using ApartTile = BackwardTiling<kHeadDim, kHeadDimV, 64, PairTiles::kApart>;
+using StagedBiasTile = BackwardTiling<kHeadDim, kHeadDimV, 64, BiasMaskTiles::kStaged>;
 
 // work(head dim, head dim of v), padded, as constants.
 template <class Work>
@@ -200,14 +200,14 @@ auto with_head_dims(const FlashsciBackwardParams& p, const Work& work) {
 }
 
 template <class Op, class C>
-cudaError_t launch_pairs(const FlashsciBackwardParams& p, cudaStream_t stream) {
+cudaError_t launch_bias_mask(const FlashsciBackwardParams& p, cudaStream_t stream) {
   const cudaError_t error = launch_backward_tiling<Op, C, false, false>(p, stream);
   return error == cudaSuccess && sums_bias(p) ? sum_bias<Op>(p, padded(workspace_of<C>(p)), stream)
                                               : error;
 }
 
 template <class Op, class C>
-int64_t pairs_workspace(const FlashsciBackwardParams& p) {
+int64_t bias_mask_workspace(const FlashsciBackwardParams& p) {
   const int64_t own = workspace_of<C>(p);
   if (!sums_bias(p)) return own;
   const FlashsciBackwardParams bias = bias_alone(p);
@@ -224,9 +224,11 @@ cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t
   if (p.cu_seqlens_q != nullptr)
     return p.softcap != 0.f ? launch_backward_tiling<Op, Softcap, true, true>(p, stream)
                             : launch_backward_tiling<Op, Plain, true, false>(p, stream);
-  if constexpr (!Plain::kWide) {
-    if (has_pairs_apart(p)) return launch_pairs<Op, ApartTile<kHeadDim, kHeadDimV>>(p, stream);
-    if (has_pairs(p)) return launch_pairs<Op, InPlaceTile<kHeadDim, kHeadDimV>>(p, stream);
+  if constexpr (!Plain::kD256) {
+    if (has_staged_bias_mask(p))
+      return launch_bias_mask<Op, StagedBiasTile<kHeadDim, kHeadDimV>>(p, stream);
+    if (has_bias_mask(p))
+      return launch_bias_mask<Op, AliasedBiasTile<kHeadDim, kHeadDimV>>(p, stream);
     if constexpr (!Plain::kNarrow) {
       if (p.softcap == 0.f && (p.deterministic || prefers_one_tile(p)))
         return launch_backward_tiling<Op, OneTile<kHeadDim, kHeadDimV>, false, false>(p, stream);
@@ -240,9 +242,10 @@ cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t
 template <class Op, int kHeadDim, int kHeadDimV>
 int64_t padded_workspace(const FlashsciBackwardParams& p) {
   using Plain = BackwardTile<kHeadDim, kHeadDimV, false>;
-  if constexpr (!Plain::kWide) {
-    if (has_pairs_apart(p)) return pairs_workspace<Op, ApartTile<kHeadDim, kHeadDimV>>(p);
-    if (has_pairs(p)) return pairs_workspace<Op, InPlaceTile<kHeadDim, kHeadDimV>>(p);
+  if constexpr (!Plain::kD256) {
+    if (has_staged_bias_mask(p))
+      return bias_mask_workspace<Op, StagedBiasTile<kHeadDim, kHeadDimV>>(p);
+    if (has_bias_mask(p)) return bias_mask_workspace<Op, AliasedBiasTile<kHeadDim, kHeadDimV>>(p);
   }
   return p.softcap != 0.f ? workspace_of<BackwardTile<kHeadDim, kHeadDimV, true>>(p)
                           : workspace_of<Plain>(p);
@@ -264,7 +267,7 @@ cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream
            whole(p.batch1, s.batch1) && whole(heads, s.head) && whole(rows, s.row);
   };
   if (p.head_dim > 256 || p.head_dim_v > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 ||
-      p.seq_q == 0 || p.seq_k == 0 || !takes_pairs(p) ||
+      p.seq_q == 0 || p.seq_k == 0 || !takes_bias_mask(p) ||
       p.softcap * kLog2e > kLargeExponent ||  // P of such scores is not limited with a softcap
       !aligned(p.out, p.out_strides, p.heads_q, p.seq_q) ||
       !aligned(p.dout, p.dout_strides, p.heads_q, p.seq_q) ||

@@ -3,27 +3,26 @@
 #include <cstdint>
 
 #include "../../core/poison.cuh"
+#include "../../core/smem_tile.cuh"
+#include "../../core/softmax.cuh"
 #include "../../ptx/cp_async.cuh"
 #include "../../ptx/math.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/shared.cuh"
 #include "../../ptx/stmatrix.cuh"
-#include "../../ptx/stmatrix.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "../../ptx/wgmma.cuh"
-#include "../../core/softmax.cuh"
-#include "../../core/smem_tile.cuh"
+#include "bias_aliased.cuh"
 #include "bias_staged.cuh"
 #include "config.cuh"
-#include "bias_aliased.cuh"
 
 namespace flashsci::sm90::bwd {
 
 // Accumulator element e of a lane is key 16 warp + lane / 4 + 8 ((e >> 1) & 1) of the warpgroup's
 // 64 and query 8 (e >> 2) + 2 (lane % 4) + (e & 1) of the block.
 
-// Pairs outside the window get `value`. key, query: of this lane's first element.
+// WithBiasMask outside the window get `value`. key, query: of this lane's first element.
 template <int kCount>
 __device__ __forceinline__ void hide(float (&x)[kCount], const Window& window, int key, int query,
                                      float value) {
@@ -60,14 +59,14 @@ __device__ __forceinline__ void stage_rows(const float (&x)[kCount], float scale
 }
 
 // From there to global memory, when all four warps have staged theirs; row: of the sequence.
-template <int kBoxes, bool kPacked>
+template <int kBoxes, bool kVarlen>
 __device__ __forceinline__ void send_rows(uint32_t source, int pitch, const CUtensorMap& map,
                                           void* base, const FlashsciStrides& strides, int columns,
                                           const KeyTile& tile, int row) {
   const int rows = ptx::redux_max(tile.seq_k - row);
   if (base == nullptr || rows <= 0) return;
   const uint32_t thread = opaque(threadIdx.x) % 128;
-  if (!kPacked || rows >= 64) {
+  if (!kVarlen || rows >= 64) {
     if (thread / 32 == 0 && ptx::elect()) {
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box)
@@ -105,12 +104,12 @@ __device__ __forceinline__ void issue_sum(float (&x)[kCount], const uint32_t (&b
 // counted here, for [full_begin, full_end) see all of its 64 keys.
 template <class C>
 struct Blocks {
-  int begin, end, turns, full_begin, full_end, block;
+  int begin, end, iters, full_begin, full_end, block;
 
   __device__ __forceinline__ Blocks(const BackwardArgs& a, const KeyTile& tile, int w)
       : begin(ptx::redux_max(tile.begin)),
         end(ptx::redux_max(tile.end)),
-        turns((end - begin) * (a.p.heads_q / a.p.heads_k)),
+        iters((end - begin) * (a.p.heads_q / a.p.heads_k)),
         block(begin) {
     const Window window = window_of(a.p, tile.seq_q, tile.seq_k);
     const int first_key = tile.row + w * 64;
@@ -122,7 +121,7 @@ struct Blocks {
   __device__ __forceinline__ void read(const BackwardStorage<C>&, uint32_t) {}
   __device__ __forceinline__ bool cut(int) const { return block < full_begin || block >= full_end; }
   __device__ __forceinline__ bool first() const { return false; }
-  __device__ __forceinline__ bool more(int turn) const { return turn < turns; }
+  __device__ __forceinline__ bool more(int iter) const { return iter < iters; }
   __device__ __forceinline__ int index() const { return block; }
   __device__ __forceinline__ void next() {
     if (++block == end) block = begin;
@@ -145,13 +144,13 @@ struct FlaggedBlocks {
 };
 
 // A tile of keys. turn: blocks that are done, and in the upper two bits tiles: a register less.
-template <class Op, class C, bool kPacked, bool kSoftcap>
+template <class Op, class C, bool kVarlen, bool kSoftcap>
 __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const BackwardArgs& a,
-                                             int w, uint32_t& turn) {
+                                             int w, uint32_t& iter) {
   constexpr int kHeadDim = C::kHeadDim, kHeadDimV = C::kHeadDimV;
   constexpr int kBlockQ = C::kBlockQ, kBlockK = C::kBlockK;
   constexpr int kStages = C::kStages;
-  using Turn = std::conditional_t<C::kManyTiles, uint32_t, int>;
+  using Iter = std::conditional_t<C::kManyTiles, uint32_t, int>;
   using MmaS = typename Op::template Wgmma<kBlockQ>;
   using MmaDq = typename Op::template Wgmma<C::kDqColumns>;
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -169,9 +168,9 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
 
   // In shared memory, as registers are scarce; the same in all lanes, which only redux tells the
   // compiler: wgmma wants uniform control flow.
-  const KeyTile& tile = shared.tile[C::kManyTiles ? turn >> 30 & 1 : 0];
+  const KeyTile& tile = shared.tile[C::kManyTiles ? iter >> 30 & 1 : 0];
   if constexpr (C::kManyTiles) {
-    wait_for(shared.kv_full, turn >> 30);
+    wait_for(shared.kv_full, iter >> 30);
     ptx::bulk_wait_read<0>();  // what dK and dV of the tile before go out through is read
     ptx::barrier_sync(1 + w, 128);
   }
@@ -212,15 +211,15 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
         p[e / 8][e / 2 % 4] = Op::pack2(prob[e], prob[e + 1]);
     };
     std::conditional_t<C::kManyTiles, FlaggedBlocks<C>, Blocks<C>> blocks(a, tile, w);
-    const auto issue_scores = [&](float (&s)[kBlockQ / 2], Turn turn) {
-      wait_for(shared.q_full[turn % kStages], turn / kStages);
+    const auto issue_scores = [&](float (&s)[kBlockQ / 2], Iter iter) {
+      wait_for(shared.q_full[iter % kStages], iter / kStages);
       ptx::wgmma_fence();
-      issue_product(s, k_rows, q_rows + turn % kStages * (C::kQBytes / 16), kHeadDim);
+      issue_product(s, k_rows, q_rows + iter % kStages * (C::kQBytes / 16), kHeadDim);
     };
     // dP^T, beside it P^T; then all products are done.
-    const auto exponentiate = [&](float (&s)[kBlockQ / 2], Turn turn) {
-      const uint32_t stage = turn % kStages;
-      wait_for(shared.dout_full[stage], turn / kStages);
+    const auto exponentiate = [&](float (&s)[kBlockQ / 2], Iter iter) {
+      const uint32_t stage = iter % kStages;
+      wait_for(shared.dout_full[stage], iter / kStages);
       ptx::wgmma_fence();
       issue_product(dp, v_rows, dout_rows + stage * (C::kDoutBytes / 16), kHeadDimV);
       blocks.read(shared, stage);
@@ -242,19 +241,19 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
         for (int e = 0; e < kBlockQ / 2; ++e) prob[e] = tanh_accurate(s[e] * a.cap_inner);
         hide_outside(-INFINITY);
       }
-      if constexpr (C::kPairs) {
-        const int pair_stage = turn % C::kPairStages;
-        if (C::kApart || a.bias_tiles)
-          wait_for(shared.bias_full[pair_stage], turn / C::kPairStages);
+      if constexpr (C::kHasBiasMask) {
+        const int pair_stage = iter % C::kBiasMaskStages;
+        if (C::kBiasStaged || a.bias_tiles)
+          wait_for(shared.bias_full[pair_stage], iter / C::kBiasMaskStages);
         uint32_t bias;
-        if constexpr (C::kApart)
-          bias = address(shared.pairs[pair_stage]);
+        if constexpr (C::kBiasStaged)
+          bias = address(shared.bias_mask[pair_stage]);
         else
           bias = address(shared.ds[pair_stage]) + w * (kBlockQ * 128);
-        exponentiate_pairs<Op, C>(prob, s, a, tile, lse + stage * (kBlockQ * 4), bias, w, turn);
+        exponentiate_bias_mask<Op, C>(prob, s, a, tile, lse + stage * (kBlockQ * 4), bias, w, iter);
       }
 #pragma unroll
-      for (int n = 0; n < (C::kPairs ? 0 : kBlockQ / 8); ++n) {
+      for (int n = 0; n < (C::kHasBiasMask ? 0 : kBlockQ / 8); ++n) {
         const float2 row = ptx::ld_shared_f2(lse + stage * (kBlockQ * 4) + n * 32);
 #pragma unroll
         for (int e = n * 4; e < n * 4 + 4; ++e) {
@@ -283,8 +282,8 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
       ptx::wgmma_tie(dp);
     };
     // dV, and dS^T as operand.
-    const auto issue_dv = [&](Turn turn) {
-      const uint32_t stage = turn % kStages;
+    const auto issue_dv = [&](Iter iter) {
+      const uint32_t stage = iter % kStages;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         constexpr int kSteps = kBlockQ / 16 / kParts;
@@ -303,28 +302,29 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
           }
         }
       }
-      if constexpr (C::kApart)
-        leave_apart(prob, a, ApartBias<C>(address(shared.pairs[turn % C::kPairStages]), w));
+      if constexpr (C::kBiasStaged)
+        leave_staged(prob, a,
+                     StagedBias<C>(address(shared.bias_mask[iter % C::kBiasMaskStages]), w));
     };
-    const auto share_ds = [&](Turn turn) {
+    const auto share_ds = [&](Iter iter) {
       // Addresses anew: registers are scarcer than integer instructions.
       const uint32_t thread = opaque(threadIdx.x), matrix_row = thread % 8;
       const uint32_t ds_store = address(shared.ds) + w * (kBlockQ * 128) +
                                 (matrix_row + thread % 32 / 16 * 8) * 128 +
                                 ((thread / 32 % 4 * 2 + thread / 8 % 2) ^ matrix_row) * 16;
-      poison_pieces(ds_store + turn % C::kDsStages * C::kDsBytes, kBlockQ / 16, 2048);
+      poison_pieces(ds_store + iter % C::kDsStages * C::kDsBytes, kBlockQ / 16, 2048);
 #pragma unroll
       for (int m = 0; m < kBlockQ / 16; ++m)
-        ptx::stmatrix_x4_trans(ds_store + turn % C::kDsStages * C::kDsBytes + m * 2048, ds[m]);
+        ptx::stmatrix_x4_trans(ds_store + iter % C::kDsStages * C::kDsBytes + m * 2048, ds[m]);
       ptx::fence_proxy_async();
-      if constexpr (C::kApart) release(shared.ds_done[turn % C::kPairStages]);
+      if constexpr (C::kBiasStaged) release(shared.ds_done[iter % C::kBiasMaskStages]);
     };
-    const auto issue_dk = [&](Turn turn) {
+    const auto issue_dk = [&](Iter iter) {
       ptx::wgmma_fence();
-      issue_sum<Op>(dk, ds, q_columns + turn % kStages * (C::kQBytes / 16), 0, kBlockQ / 16);
+      issue_sum<Op>(dk, ds, q_columns + iter % kStages * (C::kQBytes / 16), 0, kBlockQ / 16);
     };
-    const auto issue_dq = [&](float (&dq)[C::kDqColumns / 2], Turn turn) {
-      const uint64_t rows = ds_rows + turn % C::kDsStages * (C::kDsBytes / 16);
+    const auto issue_dq = [&](float (&dq)[C::kDqColumns / 2], Iter iter) {
+      const uint64_t rows = ds_rows + iter % C::kDsStages * (C::kDsBytes / 16);
       ptx::wgmma_fence();
 #pragma unroll
       for (int n = 0; n < kBlockK / 16; ++n)
@@ -332,11 +332,11 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
                               k_columns + n * (2048 / 16), n > 0);
       ptx::wgmma_commit();
     };
-    const auto write_dq = [&](const float (&dq)[C::kDqColumns / 2], Turn turn) {
-      const Turn stage = turn % C::kDqStages;
+    const auto write_dq = [&](const float (&dq)[C::kDqColumns / 2], Iter iter) {
+      const Iter stage = iter % C::kDqStages;
       const uint32_t thread = opaque(threadIdx.x);
       const uint32_t dq_store = address(shared.dq[0][w]) + thread % 128 * 16;
-      wait_for(shared.dq_empty[stage][w], turn / C::kDqStages + 1);
+      wait_for(shared.dq_empty[stage][w], iter / C::kDqStages + 1);
       poison_pieces(dq_store + stage * (C::kConsumers * C::kDqFloats * 4), C::dq_columns(w) / 8,
                     2048);
 #pragma unroll
@@ -350,35 +350,35 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
       release(shared.dq_full[stage][w]);
     };
 
-    const auto begin_turn = [&](Turn turn) {
+    const auto begin_iter = [&](Iter iter) {
       float s[kBlockQ / 2];
-      issue_scores(s, turn);
-      exponentiate(s, turn);
-      issue_dv(turn);
+      issue_scores(s, iter);
+      exponentiate(s, iter);
+      issue_dv(iter);
     };
-    const auto end_turn = [&](Turn turn) {
+    const auto end_iter = [&](Iter iter) {
       ptx::wgmma_wait<0>();
       ptx::wgmma_tie(dk);
-      release(shared.q_empty[turn % kStages]);
+      release(shared.q_empty[iter % kStages]);
     };
-    Turn i = turn;
+    Iter i = iter;
     if constexpr (!C::kManyTiles) {
       wait_for(shared.kv_full, 0);
-      begin_turn(0);
+      begin_iter(0);
       share_ds(0);
       issue_dk(0);
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(dv);
       release(shared.ds_full);
-      if constexpr (C::kPairs && !C::kApart) release(shared.ds_done[0]);
+      if constexpr (C::kHasBiasMask && !C::kBiasStaged) release(shared.ds_done[0]);
       release(shared.dout_empty[0]);
-      end_turn(0);
+      end_iter(0);
       i = 1;
     }
 #pragma unroll 1
     for (; blocks.more(i); ++i) {
       float dq[C::kDqColumns / 2];
-      begin_turn(i);
+      begin_iter(i);
       // The other consumer has shared dS of the block before, and read what is overwritten now.
       wait_for(shared.ds_full, i - 1);
       share_ds(i);
@@ -393,19 +393,19 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
       ptx::wgmma_tie(dq);
       ptx::wgmma_tie(dv);
       release(shared.ds_full);
-      if constexpr (C::kPairs && !C::kApart) release(shared.ds_done[i % C::kDsStages]);
+      if constexpr (C::kHasBiasMask && !C::kBiasStaged) release(shared.ds_done[i % C::kDsStages]);
       release(shared.dout_empty[i % kStages]);
       if (!blocks.first()) write_dq(dq, i - 1);
-      end_turn(i);
+      end_iter(i);
     }
-    turn = i;
+    iter = i;
     float dq[C::kDqColumns / 2];
-    wait_for(shared.ds_full, turn - 1);
-    issue_dq(dq, turn - 1);
+    wait_for(shared.ds_full, iter - 1);
+    issue_dq(dq, iter - 1);
     ptx::wgmma_wait<0>();
     ptx::wgmma_tie(dq);
     if constexpr (C::kManyTiles) release(shared.queue.kv_empty);
-    write_dq(dq, turn - 1);
+    write_dq(dq, iter - 1);
     ptx::barrier_sync(3, 128 * C::kConsumers);  // nobody reads K, or dS, any more
   } else if constexpr (C::kManyTiles) {
     release(shared.queue.kv_empty);
@@ -413,11 +413,11 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
   const auto& p = a.p;
   const int row = tile.row + w * 64;
   const auto send_dv = [&](uint32_t source, int pitch) {
-    send_rows<C::kBoxesV, kPacked>(source, pitch, a.dv, p.dv, p.dv_strides, p.head_dim_v, tile,
+    send_rows<C::kBoxesV, kVarlen>(source, pitch, a.dv, p.dv, p.dv_strides, p.head_dim_v, tile,
                                    row);
   };
   const auto send_dk = [&](uint32_t source, int pitch) {
-    send_rows<C::kBoxes, kPacked>(source, pitch, a.dk, p.dk, p.dk_strides, p.head_dim, tile, row);
+    send_rows<C::kBoxes, kVarlen>(source, pitch, a.dk, p.dk, p.dk_strides, p.head_dim, tile, row);
   };
   if constexpr (C::kManyTiles) {
     // dV goes out through dS, and so does dK if there is room, else through dQ when that has been
@@ -427,13 +427,13 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
     const uint32_t staged_dk = C::kNarrow ? staged_dv + C::kDsBytes : address(shared.dq[0][w]);
     constexpr int kDkPitch = 64 * 128;
     stage_rows<Op>(dv, 1.f, staged_dv, C::kDsBytes);
-    if constexpr (!C::kNarrow) wait_for(shared.dq_empty[0][w], turn + 1);
+    if constexpr (!C::kNarrow) wait_for(shared.dq_empty[0][w], iter + 1);
     stage_rows<Op>(dk, p.scale, staged_dk, kDkPitch);
     ptx::fence_proxy_async();
     ptx::barrier_sync(1 + w, 128);
     send_dv(staged_dv, C::kDsBytes);
     send_dk(staged_dk, kDkPitch);
-    release(shared.queue.tile_empty[turn >> 30 & 1]);
+    release(shared.queue.tile_empty[iter >> 30 & 1]);
   } else {
     constexpr int kPitch = kBlockK * 128;
     stage_rows<Op>(dv, 1.f, address(shared.v) + w * 8192, kPitch);
@@ -445,20 +445,20 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
   }
 }
 
-template <class Op, class C, bool kPacked, bool kSoftcap>
+template <class Op, class C, bool kVarlen, bool kSoftcap>
 __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const BackwardArgs& a, int w) {
-  uint32_t turn = 0;
+  uint32_t iter = 0;
   if constexpr (C::kManyTiles) {
     w = ptx::redux_max(w);
 #pragma unroll 1
-    for (;; turn += 1u << 30) {
-      const uint32_t slot = turn >> 30 & 1;
-      wait_for(shared.queue.tile_full[slot], turn >> 31);
+    for (;; iter += 1u << 30) {
+      const uint32_t slot = iter >> 30 & 1;
+      wait_for(shared.queue.tile_full[slot], iter >> 31);
       if (ptx::redux_max(shared.tile[slot].row) < 0) break;
-      consume_tile<Op, C, kPacked, kSoftcap>(shared, a, w, turn);
+      consume_tile<Op, C, kVarlen, kSoftcap>(shared, a, w, iter);
     }
   } else {
-    consume_tile<Op, C, kPacked, kSoftcap>(shared, a, w, turn);
+    consume_tile<Op, C, kVarlen, kSoftcap>(shared, a, w, iter);
   }
   ptx::bulk_wait_read<0>();
 }

@@ -1,10 +1,9 @@
-// The consumer warpgroups of the sm90 backward at head dims beyond 128.
+// The consumer warpgroups of the sm90 backward at head dims above 128.
 //
-// Maths     as in backward.cuh, of 64 keys and blocks of 64 queries.
+// Maths     as in kernel.cuh, of 64 keys and blocks of 64 queries.
 // Roles     Consumer 0 computes S^T, P^T and dV, consumer 1 dP^T, dS^T and dK, and each half of the
 //           columns of dQ.
-// Shared    BackwardStorage<WideBackwardTiling> (backward_wide.cuh): P^T goes from consumer 0 to 1
-// as
+// Shared    BackwardStorage<D256BackwardTiling> (config_d256.cuh): P^T goes from consumer 0 to 1 as
 //           it is in registers, dS to both.
 // Pipeline  dV and dK take P^T and dS^T from registers. dQ comes in two slices of columns, the
 //           second one block late: the tensor core has it while the exponentials are computed, and
@@ -14,6 +13,7 @@
 #include <cstdint>
 
 #include "../../core/poison.cuh"
+#include "../../core/softmax.cuh"
 #include "../../ptx/math.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/redux.cuh"
@@ -22,17 +22,16 @@
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "../../ptx/wgmma.cuh"
-#include "../../core/softmax.cuh"
-#include "mainloop.cuh"
 #include "config.cuh"
 #include "config_d256.cuh"
+#include "mainloop.cuh"
 
 namespace flashsci::sm90::bwd {
 
 // Accumulator element e of a lane is key 16 warp + lane / 4 + 8 ((e >> 1) & 1) and query 8 (e >> 2)
 // + 2 (lane % 4) + (e & 1) of the block.
-template <class Op, class C, bool kPacked, bool kSoftcap, int w>
-__device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const BackwardArgs& a) {
+template <class Op, class C, bool kVarlen, bool kSoftcap, int w>
+__device__ __forceinline__ void consume_d256(BackwardStorage<C>& shared, const BackwardArgs& a) {
   constexpr int kColumns = w == 0 ? C::kHeadDim : C::kHeadDimV;     // of the product of rows
   constexpr int kSumColumns = w == 0 ? C::kHeadDimV : C::kHeadDim;  // of dV or dK
   constexpr int kBox = 64 * 128;  // bytes of 64 rows of 64 columns
@@ -47,8 +46,8 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
 
   const KeyTile& tile = shared.tile[0];
   const int begin_block = ptx::redux_max(tile.begin), end_block = ptx::redux_max(tile.end);
-  const int turns = (end_block - begin_block) * (a.p.heads_q / a.p.heads_k);
-  if (turns > 0) {
+  const int iters = (end_block - begin_block) * (a.p.heads_q / a.p.heads_k);
+  if (iters > 0) {
     float x[32];  // S^T or dP^T
     float dq_first[C::slice_columns(w, 0) / 2], dq_last[C::slice_columns(w, 1) / 2];
 
@@ -77,9 +76,9 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
                              streamed + (d / 4 * kBox + d % 4 * 32) / 16, d > 0);
       ptx::wgmma_commit();
     };
-    const auto issue_dq = [&](auto& dq, int turn, int begin) {
+    const auto issue_dq = [&](auto& dq, int iter, int begin) {
       constexpr int kDqColumns = sizeof(dq) / 2;
-      const uint64_t rows = ds_rows + turn % 2 * (kBox / 16);
+      const uint64_t rows = ds_rows + iter % 2 * (kBox / 16);
       const uint64_t columns = k_columns + (begin / 64 * kBox + begin % 64 * 2) / 16;
 #pragma unroll
       for (int n = 0; n < 4; ++n)
@@ -120,8 +119,8 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
     }
     int block = begin_block;
     // P^T as operand, and, times the slope of softcap, for dS^T.
-    const auto exponentiate = [&](int turn) {
-      const uint32_t stage = turn % C::kStages;
+    const auto exponentiate = [&](int iter) {
+      const uint32_t stage = iter % C::kStages;
       const auto hide_outside = [&](float value) {
         const bool large = !kSoftcap && flag_of(lse + stage * 256);
         if (block < full_begin || block >= full_end || large) {
@@ -154,7 +153,7 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
 #pragma unroll
         for (int e = 0; e < 32; ++e) x[e] *= fmaxf(fmaf(-tanh[e], tanh[e], 1.f), 0.f);
       }
-      wait_for(shared.p_empty, turn + 1);
+      wait_for(shared.p_empty, iter + 1);
       poison_pieces(p_store, 4, 2048);
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
@@ -174,37 +173,37 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
     meet(0);
     wait_for(shared.kv_full, 0);
 #pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
-      const uint32_t stage = turn % C::kStages, at = stage * (C::kQBytes / 16);
-      const uint32_t dout_stage = turn % C::kDoutStages,
+    for (int iter = 0; iter < iters; ++iter) {
+      const uint32_t stage = iter % C::kStages, at = stage * (C::kQBytes / 16);
+      const uint32_t dout_stage = iter % C::kDoutStages,
                      dout_at = dout_stage * (C::kDoutBytes / 16);
       if constexpr (w == 0) {
-        wait_for(shared.q_full[stage], turn / C::kStages);
+        wait_for(shared.q_full[stage], iter / C::kStages);
         ptx::wgmma_fence();
         issue_product(q_rows + at);
-        issue_dq(dq_last, turn + 1, kLast);  // of the block before
+        issue_dq(dq_last, iter + 1, kLast);  // of the block before
         ptx::wgmma_wait<1>();
         ptx::wgmma_tie(x);
-        exponentiate(turn);
+        exponentiate(iter);
         release(shared.q_empty[stage]);
-        wait_for(shared.dout_full[dout_stage], turn / C::kDoutStages);
+        wait_for(shared.dout_full[dout_stage], iter / C::kDoutStages);
         ptx::wgmma_fence();
         issue_sum<Op>(sum, p, dout_columns + dout_at, 0, 4);
         ptx::wgmma_wait<1>();
         ptx::wgmma_tie(dq_last);
-        write_dq(dq_last, 2 * turn);
-        wait_for(shared.ds_full, turn);
+        write_dq(dq_last, 2 * iter);
+        wait_for(shared.ds_full, iter);
         ptx::wgmma_fence();
-        issue_dq(dq_first, turn, kFirst);
+        issue_dq(dq_first, iter, kFirst);
         ptx::wgmma_wait<1>();
         ptx::wgmma_tie(sum);
         release(shared.dout_empty[dout_stage]);
       } else {
-        wait_for(shared.dout_full[dout_stage], turn / C::kDoutStages);
+        wait_for(shared.dout_full[dout_stage], iter / C::kDoutStages);
         ptx::wgmma_fence();
         issue_product(dout_rows + dout_at);
-        issue_dq(dq_last, turn + 1, kLast);  // of the block before
-        wait_for(shared.p_full, turn);
+        issue_dq(dq_last, iter + 1, kLast);  // of the block before
+        wait_for(shared.p_full, iter);
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
           const uint4 words = ptx::ld_shared_v4(p_store + m * 2048);
@@ -224,22 +223,22 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
           }
         }
         release(shared.dout_empty[dout_stage]);
-        wait_for(shared.ds_empty, turn + 1);
-        poison_pieces(ds_store + turn % 2 * kBox, 4, 2048);
+        wait_for(shared.ds_empty, iter + 1);
+        poison_pieces(ds_store + iter % 2 * kBox, 4, 2048);
 #pragma unroll
         for (int m = 0; m < 4; ++m)
-          ptx::stmatrix_x4_trans(ds_store + turn % 2 * kBox + m * 2048, p[m]);
+          ptx::stmatrix_x4_trans(ds_store + iter % 2 * kBox + m * 2048, p[m]);
         ptx::fence_proxy_async();
         release(shared.ds_full);
-        wait_for(shared.q_full[stage], turn / C::kStages);
+        wait_for(shared.q_full[stage], iter / C::kStages);
         ptx::wgmma_fence();
         issue_sum<Op>(sum, p, q_columns + at, 0, 4);
         ptx::wgmma_wait<1>();
         ptx::wgmma_tie(dq_last);
-        write_dq(dq_last, 2 * turn);
-        wait_for(shared.ds_full, turn);
+        write_dq(dq_last, 2 * iter);
+        wait_for(shared.ds_full, iter);
         ptx::wgmma_fence();
-        issue_dq(dq_first, turn, kFirst);
+        issue_dq(dq_first, iter, kFirst);
         ptx::wgmma_wait<1>();
         ptx::wgmma_tie(sum);
         release(shared.q_empty[stage]);
@@ -247,13 +246,13 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
       ptx::wgmma_wait<0>();
       ptx::wgmma_tie(dq_first);
       if constexpr (w == 0) release(shared.ds_empty);
-      write_dq(dq_first, 2 * turn + 1);
+      write_dq(dq_first, 2 * iter + 1);
     }
     ptx::wgmma_fence();
-    issue_dq(dq_last, turns + 1, kLast);
+    issue_dq(dq_last, iters + 1, kLast);
     ptx::wgmma_wait<0>();
     ptx::wgmma_tie(dq_last);
-    write_dq(dq_last, 2 * turns);
+    write_dq(dq_last, 2 * iters);
     meet(1);  // nobody reads K or V any more
   }
   constexpr int kPitch = C::kBlockK * 128;
@@ -262,10 +261,10 @@ __device__ __forceinline__ void consume_wide(BackwardStorage<C>& shared, const B
   ptx::fence_proxy_async();
   ptx::barrier_sync(1 + w, 128);
   if constexpr (w == 0)
-    send_rows<C::kBoxesV, kPacked>(staged, kPitch, a.dv, a.p.dv, a.p.dv_strides, a.p.head_dim_v,
+    send_rows<C::kBoxesV, kVarlen>(staged, kPitch, a.dv, a.p.dv, a.p.dv_strides, a.p.head_dim_v,
                                    tile, tile.row);
   else
-    send_rows<C::kBoxes, kPacked>(staged, kPitch, a.dk, a.p.dk, a.p.dk_strides, a.p.head_dim, tile,
+    send_rows<C::kBoxes, kVarlen>(staged, kPitch, a.dk, a.p.dk, a.p.dk_strides, a.p.head_dim, tile,
                                   tile.row);
   ptx::bulk_wait_read<0>();
 }

@@ -1,4 +1,5 @@
-// After the main kernel of the sm90 backward, by tiles of query rows: dQ out of its fp32 accumulator.
+// After the main kernel of the sm90 backward, by tiles of query rows: dQ out of its fp32
+// accumulator.
 #pragma once
 #include <cstdint>
 
@@ -8,13 +9,13 @@
 
 namespace flashsci::sm90::bwd {
 
-template <class Op, class C, bool kPacked>
+template <class Op, class C, bool kVarlen>
 __global__ void __launch_bounds__(kRowThreads)
-    backward_finish_kernel(const __grid_constant__ BackwardArgs a) {
+    backward_postprocess_kernel(const __grid_constant__ BackwardArgs a) {
   constexpr int kPitch = C::kBoxes * 64 + 8;  // elements: rows fall into different banks
   __shared__ __align__(16) uint16_t rows[C::kBlockQ * kPitch];
   const FlashsciBackwardParams& p = a.p;
-  const QueryTile tile = find_query_tile<C, kPacked>(a, blockIdx.x);
+  const QueryTile tile = find_query_tile<C, kVarlen>(a, blockIdx.x);
   if (tile.count <= 0) return;
   ptx::wait_for_prerequisites();
   const int w = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;

@@ -3,9 +3,9 @@
 #pragma once
 #include <cstdint>
 
-#include "../../ptx/warpgroup.cuh"
-#include "../../core/varlen.cuh"
 #include "../../core/softmax.cuh"
+#include "../../core/varlen.cuh"
+#include "../../ptx/warpgroup.cuh"
 #include "config.cuh"
 
 namespace flashsci::sm90::bwd {
@@ -20,7 +20,7 @@ struct QueryTile {
   }
 };
 
-template <class C, bool kPacked>
+template <class C, bool kVarlen>
 __device__ __forceinline__ QueryTile find_query_tile(const BackwardArgs& a, uint32_t item) {
   const FlashsciBackwardParams& p = a.p;
   const uint32_t batch_head = item / a.q_tiles, index = item - batch_head * a.q_tiles;
@@ -29,7 +29,7 @@ __device__ __forceinline__ QueryTile find_query_tile(const BackwardArgs& a, uint
   tile.head = batch_head - batch * p.heads_q;
   tile.batch0 = batch / static_cast<uint32_t>(p.batch1);
   tile.batch1 = batch - tile.batch0 * static_cast<uint32_t>(p.batch1);
-  if constexpr (kPacked) {
+  if constexpr (kVarlen) {
     const TileOfSequence found = find_tile<C::kBlockQ>(
         static_cast<int>(index), p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q, p.seq_k);
     const int inside = found.tile * C::kBlockQ;
@@ -46,17 +46,17 @@ inline constexpr int kRowThreads = 256;
 // That take a row, 16 bytes each: a power of two.
 constexpr __host__ __device__ int row_lanes(int boxes) { return boxes == 3 ? 32 : boxes * 8; }
 
-template <class Op, class C, bool kPacked>
+template <class Op, class C, bool kVarlen>
 __global__ void __launch_bounds__(kRowThreads)
-    backward_prepare_kernel(const __grid_constant__ BackwardArgs a) {
+    backward_preprocess_kernel(const __grid_constant__ BackwardArgs a) {
   __shared__ float sums[C::kBlockQ];  // of a row: out times dout
   static_assert(C::kBlockQ <= kRowThreads);
   ptx::launch_dependents();
   constexpr int kLanes = row_lanes(C::kBoxesV);
   constexpr int kStep = kRowThreads / kLanes;
   const FlashsciBackwardParams& p = a.p;
-  if constexpr (kPacked) {
-    if (a.turns != nullptr && blockIdx.x == 0) {
+  if constexpr (kVarlen) {
+    if (a.dq_semaphores != nullptr && blockIdx.x == 0) {
       bool ascending = true;
       const auto check = [&](const int32_t* cu_seqlens, int total) {
         for (int i = threadIdx.x; i < p.num_seqs + 2; i += kRowThreads)
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kRowThreads)
       if (threadIdx.x == 0) *a.ascending = ascending;
     }
   }
-  const QueryTile tile = find_query_tile<C, kPacked>(a, blockIdx.x);
+  const QueryTile tile = find_query_tile<C, kVarlen>(a, blockIdx.x);
   if (blockIdx.x == 0 && threadIdx.x == 0) *a.handed_out = a.known;
   if (tile.count <= 0) return;
   const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(kRowThreads)
       y[i] = *reinterpret_cast<const uint4*>(dout + row * p.dout_strides.row + lane * 8);
     }
   }
-  if (a.turns != nullptr && threadIdx.x < C::kCounters)
-    a.turns[static_cast<int64_t>(blockIdx.x) * C::kCounters + threadIdx.x] = 0;
+  if (a.dq_semaphores != nullptr && threadIdx.x < C::kCounters)
+    a.dq_semaphores[static_cast<int64_t>(blockIdx.x) * C::kCounters + threadIdx.x] = 0;
 #pragma unroll
   for (int w = 0; w < C::kConsumers; ++w) {
     if (!wants_dq<C>(a, w)) continue;

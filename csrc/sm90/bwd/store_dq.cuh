@@ -1,4 +1,5 @@
-// The warps of the sm90 backward that add dQ of a consumer to its fp32 accumulator in global memory.
+// The warps of the sm90 backward that add dQ of a consumer to its fp32 accumulator in global
+// memory.
 #pragma once
 #include <cstdint>
 
@@ -26,7 +27,7 @@ __device__ __forceinline__ void add_dq_of_tile(BackwardStorage<C>& shared, const
       if (wants_dq<C>(a, w)) {
         const uint32_t part = statistics_tile(a, tile, head, block) * C::kConsumers + w;
         if (in_turns) {
-          wait_turn(a.turns + part, turn_of<C>(a, tile, block));
+          wait_semaphore(a.dq_semaphores + part, semaphore_value<C>(a, tile, block));
           ptx::fence_proxy_async_global();
         }
         ptx::bulk_add_f32(dq_of<C>(a, part, w), ptx::shared_address(shared.dq[stage][w]),
@@ -35,7 +36,7 @@ __device__ __forceinline__ void add_dq_of_tile(BackwardStorage<C>& shared, const
         if (in_turns) {
           ptx::bulk_wait<0>();
           ptx::fence_proxy_async_global();
-          ptx::add_release(a.turns + part, 1);
+          ptx::add_release(a.dq_semaphores + part, 1);
         } else {
           ptx::bulk_wait_read<C::kDqStages - 1>();
         }
@@ -47,22 +48,22 @@ __device__ __forceinline__ void add_dq_of_tile(BackwardStorage<C>& shared, const
   }
 }
 
-template <class C, bool kPacked>
+template <class C, bool kVarlen>
 __device__ __forceinline__ void add_dq(BackwardStorage<C>& shared, const BackwardArgs& a, int w) {
   ptx::wait_for_prerequisites();  // the accumulator
-  const bool in_turns = a.turns != nullptr && turns_come<kPacked>(a);
-  uint32_t turn = 0;
+  const bool in_turns = a.dq_semaphores != nullptr && semaphores_come<kVarlen>(a);
+  uint32_t iter = 0;
   if constexpr (C::kManyTiles) {
 #pragma unroll 1
     for (uint32_t count = 0;; ++count) {
       sleep_for(shared.queue.tile_full[count % 2], count / 2);
       const KeyTile& tile = shared.tile[count % 2];
       if (tile.row < 0) break;
-      add_dq_of_tile<C>(shared, a, tile, w, in_turns, turn);
+      add_dq_of_tile<C>(shared, a, tile, w, in_turns, iter);
       ptx::mbarrier_arrive(ptx::shared_address(&shared.queue.tile_empty[count % 2]));
     }
   } else {
-    add_dq_of_tile<C>(shared, a, shared.tile[0], w, in_turns, turn);
+    add_dq_of_tile<C>(shared, a, shared.tile[0], w, in_turns, iter);
   }
   ptx::bulk_wait<0>();
 }

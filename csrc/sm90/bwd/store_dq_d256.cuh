@@ -1,4 +1,4 @@
-// Adds dQ to its fp32 accumulator, at head dims beyond 128: in slices of columns.
+// Adds dQ to its fp32 accumulator, at head dims above 128: in slices of columns.
 #pragma once
 #include <cstdint>
 
@@ -14,11 +14,11 @@ namespace flashsci::sm90::bwd {
 
 // dQ of consumer w: of the first block nothing, then its first slice, and with each later block the
 // last slice of the block before and the first of this one; the very last slice ends it.
-template <class C, bool kPacked>
-__device__ __forceinline__ void add_dq_wide(BackwardStorage<C>& shared, const BackwardArgs& a,
+template <class C, bool kVarlen>
+__device__ __forceinline__ void add_dq_d256(BackwardStorage<C>& shared, const BackwardArgs& a,
                                             const KeyTile& tile, int w) {
   ptx::wait_for_prerequisites();  // the accumulator
-  const bool come = turns_come<kPacked>(a);
+  const bool come = semaphores_come<kVarlen>(a);
   uint32_t count = 0;
   const auto wait = [&] { sleep_for(shared.dq_full[0][w], count++); };
   const auto pass = [&] { ptx::mbarrier_arrive(ptx::shared_address(&shared.dq_empty[0][w])); };
@@ -32,11 +32,11 @@ __device__ __forceinline__ void add_dq_wide(BackwardStorage<C>& shared, const Ba
         wait();
         const int column = C::slice_begin(w, slice);
         const bool wanted = a.p.dq != nullptr && column < a.p.head_dim;
-        const bool in_turn = wanted && a.turns != nullptr && come;
+        const bool in_turn = wanted && a.dq_semaphores != nullptr && come;
         const int64_t query_tile = statistics_tile(a, tile, head, block);
-        int* const turn = a.turns + query_tile * C::kCounters + w * C::kSlices + slice;
+        int* const iter = a.dq_semaphores + query_tile * C::kCounters + w * C::kSlices + slice;
         if (in_turn) {
-          wait_turn(turn, turn_of<C>(a, tile, block));
+          wait_semaphore(iter, semaphore_value<C>(a, tile, block));
           ptx::fence_proxy_async_global();
         }
         if (wanted) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void add_dq_wide(BackwardStorage<C>& shared, const Ba
         if (in_turn) {
           ptx::bulk_wait<0>();
           ptx::fence_proxy_async_global();
-          ptx::add_release(turn, 1);
+          ptx::add_release(iter, 1);
         }
       }
     }

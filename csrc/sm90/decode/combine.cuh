@@ -26,15 +26,15 @@ __global__ void __launch_bounds__(128, 8) decode_combine(const __grid_constant__
   for (int i = 0; i < segments; ++i)
     maximum = fmaxf(maximum, plan.partial_lse[first + i * plan.rows]);
   const float reference = maximum == -INFINITY ? 0.f : maximum;
-  constexpr int kPairs = kHeadDim / 64;  // of columns, of a lane
-  float2 sum[kPairs] = {};
+  constexpr int kColumnPairs = kHeadDim / 64;  // of columns, of a lane
+  float2 sum[kColumnPairs] = {};
   float weights = 0.f;
   for (int i = 0; i < segments; ++i) {
     const int64_t at = first + i * plan.rows;
     const float weight = ptx::ex2_approx(plan.partial_lse[at] - reference);
     weights += weight;
 #pragma unroll
-    for (int n = 0; n < kPairs; ++n) {
+    for (int n = 0; n < kColumnPairs; ++n) {
       const float2 part =
           *reinterpret_cast<const float2*>(plan.partial_out + at * kHeadDim + n * 64 + lane * 2);
       sum[n].x = fmaf(weight, part.x, sum[n].x);
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(128, 8) decode_combine(const __grid_constant__
   const DecodeRow place(a, sequence, row);
   auto* out = static_cast<uint16_t*>(a.p.out) + place.offset(a.p.out_strides);
 #pragma unroll
-  for (int n = 0; n < kPairs; ++n)
+  for (int n = 0; n < kColumnPairs; ++n)
     if (n * 64 + lane * 2 < a.p.head_dim_v)
       *reinterpret_cast<uint32_t*>(out + n * 64 + lane * 2) =
           Op::pack2(sum[n].x * inverse, sum[n].y * inverse);

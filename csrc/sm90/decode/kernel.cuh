@@ -1,6 +1,6 @@
 // Forward attention for few queries and many keys (decoding), Hopper.
 //
-// Maths     That of forward.cuh. All queries of all heads that share a head of K and V (at most 64
+// Maths     That of fwd/kernel.cuh. All queries of all heads that share a head of K and V (at most 64
 //           rows) are one tile, so that K and V are read once; the keys are split among CTAs, whose
 //           partial results a second kernel combines: o = sum_i w_i o_i / sum_i w_i,
 //           w_i = 2^(lse_i - max lse).
@@ -111,7 +111,7 @@ __device__ __forceinline__ void decode_compute(DecodeStorage<C>& shared, const D
     ptx::fence_proxy_async();
     ptx::barrier_sync(1, 128);
     RowStatistics rows;
-    rows.offset[0] = rows.offset[1] = kNoKey;
+    rows.row_max_log2[0] = rows.row_max_log2[1] = kUninitializedMax;
     rows.sum[0] = rows.sum[1] = 0.f;
 #pragma unroll
     for (int e = 0; e < kHeadDim / 2; ++e) o[e] = 0.f;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void decode_compute(DecodeStorage<C>& shared, const D
       const int r = row + 8 * half;
       const float sum = quad_sum(rows.sum[half]);
       const float inverse = sum == 0.f ? 0.f : ptx::rcp_approx(sum);
-      const float lse = sum == 0.f ? -INFINITY : rows.offset[half] + ptx::lg2_approx(sum);
+      const float lse = sum == 0.f ? -INFINITY : rows.row_max_log2[half] + ptx::lg2_approx(sum);
       if (r >= a.plan.rows) continue;
       if (segment.alone) {
         const DecodeRow place(a, segment.sequence, r);

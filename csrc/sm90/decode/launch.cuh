@@ -41,7 +41,7 @@ inline DecodePlan decode_plan(const FlashsciForwardParams& p) {
 
 // Few queries, and keys enough for a CTA to have a run of them.
 inline bool is_decoding(const FlashsciForwardParams& p) {
-  return p.cu_seqlens_q == nullptr && p.pairs.bias == nullptr && p.pairs.mask == nullptr &&
+  return p.cu_seqlens_q == nullptr && p.bias_mask.bias == nullptr && p.bias_mask.mask == nullptr &&
          int64_t{p.seq_q} * (p.heads_q / p.heads_k) <= kDecodeRows && p.seq_q > 0 &&
          decode_plan(p).blocks > 1 && decode_plan(p).run > 0;
 }

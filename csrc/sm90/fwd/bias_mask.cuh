@@ -1,12 +1,12 @@
-// Bias and mask in the sm90 forward. A producer of their own (produce_pairs.cuh) brings them, a box
+// Bias and mask in the sm90 forward. A producer of their own (load_bias_mask.cuh) brings them, a box
 // of 64 rows for each consumer (one row for all where all rows are the same); the consumer adds
 // them to its accumulators.
 //
 // Shared  A stage: for each consumer the bias [64 rows][keys of a block] (fp32: 32 keys after the
 //         other), then for each the mask [64 rows][keys], swizzled by the bytes of a row:
-//         PairsPlan.
+//         BiasMaskPlan.
 // Limits  What TMA takes: neighbouring keys are neighbours in memory, all other strides (0 too) are
-//         multiples of 16 bytes. The rest stays with sm80 (common/pairs.cuh).
+//         multiples of 16 bytes. The rest stays with sm80 (core/bias_mask.cuh).
 #pragma once
 #include <cstdint>
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
 
 // s = inner s + bias; inner s is in units of the natural exponent.
 template <int kKeys, int kCount>
-__device__ __forceinline__ void add_fp32(float (&s)[kCount], const PairsPlan& plan, float inner,
+__device__ __forceinline__ void add_fp32(float (&s)[kCount], const BiasMaskPlan& plan, float inner,
                                          uint32_t bias) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   const int row = plan.bias_rows == 1 ? 0 : warp_row + lane / 4;  // row + 8 has the same swizzle
@@ -51,7 +51,7 @@ __device__ __forceinline__ void add_fp32(float (&s)[kCount], const PairsPlan& pl
 
 // A bias of 16 bits, in the order of the scores, two in a word.
 template <int kKeys, int kWords>
-__device__ __forceinline__ void fetch_16_bit(uint32_t (&words)[kWords], const PairsPlan& plan,
+__device__ __forceinline__ void fetch_16_bit(uint32_t (&words)[kWords], const BiasMaskPlan& plan,
                                              uint32_t bias) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   const int row = plan.bias_rows == 1 ? 0 : warp_row + lane % 16;
@@ -76,7 +76,7 @@ __device__ __forceinline__ void add_16_bit(float (&s)[2 * kWords], const uint32_
 
 // -inf where the mask hides.
 template <int kKeys, int kCount>
-__device__ __forceinline__ void hide(float (&s)[kCount], const PairsPlan& plan, uint32_t mask) {
+__device__ __forceinline__ void hide(float (&s)[kCount], const BiasMaskPlan& plan, uint32_t mask) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   if (plan.mask_rows == 1) {  // a mask of keys: of most blocks it hides nothing or all
     const uint32_t shown = ptx::ld_shared_u16(mask + lane * 2 % kKeys);
@@ -111,25 +111,27 @@ __device__ __forceinline__ void hide(float (&s)[kCount], const PairsPlan& plan, 
 // What all of the above do, from global memory: to the four scores of a lane in 8 keys that are
 // computed a second time. row, key: of the first.
 template <class Op>
-__device__ __forceinline__ void add_pairs_again(float (&s)[4], const ForwardArgs& a,
-                                                const PostedTile& tile, int row, int key) {
-  const FlashsciPairs& pairs = a.p.pairs;
-  const auto place = [&](const FlashsciPairStrides& strides) {
+__device__ __forceinline__ void add_bias_mask_again(float (&s)[4], const ForwardArgs& a,
+                                                    const TileInfo& tile, int row, int key) {
+  const FlashsciBiasMask& bias_mask = a.p.bias_mask;
+  const auto place = [&](const FlashsciScoreStrides& strides) {
     return tile.batch0 * strides.batch0 + tile.batch1 * strides.batch1 + tile.head * strides.head +
            row * strides.row + key;
   };
-  const int64_t bias = place(pairs.bias_strides), mask = place(pairs.mask_strides);
+  const int64_t bias = place(bias_mask.bias_strides), mask = place(bias_mask.mask_strides);
   scale_scores(s, a);
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const int below = e / 2 * 8;
     if (row + below >= a.p.seq_q) continue;
-    if (pairs.bias != nullptr) {
-      const int64_t at = bias + below * pairs.bias_strides.row + e % 2;
-      s[e] += pairs.bias_is_fp32 ? static_cast<const float*>(pairs.bias)[at]
-                                 : Op::to_float(static_cast<const uint16_t*>(pairs.bias)[at]);
+    if (bias_mask.bias != nullptr) {
+      const int64_t at = bias + below * bias_mask.bias_strides.row + e % 2;
+      s[e] += bias_mask.bias_is_fp32
+                  ? static_cast<const float*>(bias_mask.bias)[at]
+                  : Op::to_float(static_cast<const uint16_t*>(bias_mask.bias)[at]);
     }
-    if (pairs.mask != nullptr && pairs.mask[mask + below * pairs.mask_strides.row + e % 2] == 0)
+    if (bias_mask.mask != nullptr &&
+        bias_mask.mask[mask + below * bias_mask.mask_strides.row + e % 2] == 0)
       s[e] = -INFINITY;
   }
 }

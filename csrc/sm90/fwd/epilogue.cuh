@@ -18,17 +18,17 @@ namespace flashsci::sm90::fwd {
 // Normalises, writes lse and the output: every warp stages its rows in shared memory of its own,
 // 64 columns at a time, and the copy engine stores them. Where a packed sequence ends inside a box,
 // lanes store 16 bytes each.
-template <class Op, class C, bool kPacked>
+template <class Op, class C, bool kVarlen>
 __device__ __forceinline__ void write_output(const float (&o)[C::kHeadDimV / 2],
                                              const RowStatistics& rows, const ForwardArgs& a,
-                                             const PostedTile& tile, int seq_q,
+                                             const TileInfo& tile, int seq_q,
                                              int warp_row,  // in the tile
                                              unsigned char (&staging)[C::kStaging][2048]) {
   const int lane = threadIdx.x % 32;
   const int row = ptx::redux_max(tile.row + warp_row);  // of this warp's 16 the first
   const int rows_left = ptx::redux_max(seq_q) - row;
   if (rows_left <= 0) return;
-  const int tensor_row = kPacked ? tile.first_q + row : row;
+  const int tensor_row = kVarlen ? tile.first_q + row : row;
   float inverse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -38,10 +38,10 @@ __device__ __forceinline__ void write_output(const float (&o)[C::kHeadDimV / 2],
     if (lane % 4 == 0 && i < rows_left) {
       const int64_t batch_head = (tile.batch0 * a.p.batch1 + tile.batch1) * a.p.heads_q + tile.head;
       a.p.lse[batch_head * a.p.seq_q + tensor_row + i] =
-          sum == 0.f ? -INFINITY : (rows.offset[half] + ptx::lg2_approx(sum)) * kLn2;
+          sum == 0.f ? -INFINITY : (rows.row_max_log2[half] + ptx::lg2_approx(sum)) * kLn2;
     }
   }
-  const bool whole = !kPacked || rows_left >= 16;
+  const bool whole = !kVarlen || rows_left >= 16;
 #pragma unroll
   for (int block = 0; block < C::kBoxesV; ++block) {
     const uint32_t target = ptx::shared_address(staging[block % C::kStaging]);

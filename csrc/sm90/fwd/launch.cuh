@@ -1,4 +1,5 @@
-// The host side of the sm90 forward: tile shapes, tensor maps, the order of the tiles, which kernel.
+// The host side of the sm90 forward: tile shapes, tensor maps, the order of the tiles, which
+// kernel.
 #pragma once
 #include <cuda_runtime.h>
 #include <algorithm>
@@ -15,14 +16,14 @@
 
 namespace flashsci::sm90::fwd {
 
-template <class Op, class C, bool kWindowed, bool kPlainScores, bool kPacked>
+template <class Op, class C, bool kWindowed, bool kPlainScores, bool kVarlen>
 cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   constexpr int kSharedBytes = sizeof(SharedStorage<C>) + 1024;  // the base is aligned by hand
   static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
   const FlashsciForwardParams& p = a.p;
   const bool causal = p.window_right >= 0 && p.window_left < 0;
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
-  const int64_t tiles = kPacked ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
+  const int64_t tiles = kVarlen ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
                                 : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
   if (heads == 0 || p.seq_q == 0) return cudaSuccess;
   if (heads * tiles > INT32_MAX / 2) return cudaErrorNotSupported;
@@ -33,13 +34,13 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   plan.tiles_per_head = static_cast<uint32_t>(tiles);
   plan.heads = static_cast<uint32_t>(heads);
   plan.descending = causal;
-  const bool uneven = kPacked || (causal && tiles > 1);
-  const bool counted = kPacked || p.seq_k >= C::kCountedKeys;
+  const bool uneven = kVarlen || (causal && tiles > 1);
+  const bool counted = kVarlen || p.seq_k >= C::kCountedKeys;
   plan.counter = uneven && counted && heads * tiles > processors
                      ? static_cast<uint32_t*>(p.workspace)
                      : nullptr;
   plan.order = Order::kAsIs;
-  if (!kPacked && uneven && heads * tiles > processors)
+  if (!kVarlen && uneven && heads * tiles > processors)
     plan.order = plan.counter != nullptr ? Order::kLongestFirst : Order::kBalanced;
   if (plan.order == Order::kBalanced)
     plan.items = static_cast<uint32_t>((heads + 1) / 2 * tiles * 2);
@@ -65,18 +66,18 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   if (error == cudaSuccess)
     error =
         encode(&a.out, p.out, p.out_strides, p.seq_q, p.heads_q, p.head_dim_v, C::OutBox::kRows);
-  if (kPacked && error == cudaSuccess)
+  if (kVarlen && error == cudaSuccess)
     error = encode(&a.v_row, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, Box<1>::kRows);
-  if (kPacked && error == cudaSuccess)
+  if (kVarlen && error == cudaSuccess)
     error = encode_map(&a.v_cut, p.v, k16Bit, p.head_dim_v,
                        cut_dims(p.v_strides, p.seq_k, p.heads_k, KBox::kRows), KBox::kColumns,
                        KBox::kRows);
-  if constexpr (C::kPairs) {
-    PairsPlan& plan = a.pairs;
+  if constexpr (C::kHasBiasMask) {
+    BiasMaskPlan& plan = a.bias_mask;
     plan = {};
-    const auto encode_pairs = [&](CUtensorMap* map, const void* base, const MapElement& element,
-                                  const FlashsciPairStrides& s, int box_keys, int* box_rows,
-                                  int* step) {
+    const auto encode_bias_mask = [&](CUtensorMap* map, const void* base, const MapElement& element,
+                                      const FlashsciScoreStrides& s, int box_keys, int* box_rows,
+                                      int* step) {
       if (error != cudaSuccess || base == nullptr) return;
       *box_rows = s.row == 0 ? 1 : 64;
       const int boxes = C::kBlockK / box_keys;
@@ -91,17 +92,17 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
       error = s.column == 1 ? encode_map(map, base, element, p.seq_k, dims, box_keys, *box_rows)
                             : cudaErrorNotSupported;
     };
-    const bool fp32 = p.pairs.bias_is_fp32;
-    encode_pairs(&a.bias, p.pairs.bias, fp32 ? kFloat32 : k16Bit, p.pairs.bias_strides,
-                 bias_box_keys<C>(fp32), &plan.bias_rows, &plan.bias_step);
+    const bool fp32 = p.bias_mask.bias_is_fp32;
+    encode_bias_mask(&a.bias, p.bias_mask.bias, fp32 ? kFloat32 : k16Bit, p.bias_mask.bias_strides,
+                     bias_box_keys<C>(fp32), &plan.bias_rows, &plan.bias_step);
     plan.mask = plan.stage_bytes;
-    encode_pairs(&a.mask, p.pairs.mask, kByte, p.pairs.mask_strides, C::kBlockK, &plan.mask_rows,
-                 &plan.mask_step);
-    plan.stages = std::min(kPairStages, C::kPairsBytes / std::max(plan.stage_bytes, 1));
+    encode_bias_mask(&a.mask, p.bias_mask.mask, kByte, p.bias_mask.mask_strides, C::kBlockK,
+                     &plan.mask_rows, &plan.mask_step);
+    plan.stages = std::min(kBiasMaskStages, C::kBiasMaskBytes / std::max(plan.stage_bytes, 1));
   }
   if (error != cudaSuccess) return error;
 
-  constexpr auto kernel = forward_kernel<Op, C, kWindowed, kPlainScores, kPacked>;
+  constexpr auto kernel = forward_kernel<Op, C, kWindowed, kPlainScores, kVarlen>;
   error = allow_shared<kernel>(kSharedBytes, p.device);
   if (error != cudaSuccess) return error;
   if (plan.counter != nullptr) {
@@ -110,7 +111,7 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   }
   // Packed without a counter: the hardware hands out the slots as SMs become free.
   const uint32_t starts = plan.order == Order::kBalanced ? plan.items / 2 : plan.items;
-  const uint32_t grid = kPacked && plan.counter == nullptr
+  const uint32_t grid = kVarlen && plan.counter == nullptr
                             ? starts
                             : std::min(starts, static_cast<uint32_t>(processors));
   kernel<<<grid, C::kThreads, kSharedBytes, stream>>>(a);
@@ -122,12 +123,12 @@ template <int kHeadDim, int kHeadDimV = kHeadDim>
 struct Tiles;
 template <>
 struct Tiles<32> {  // in boxes of 64 columns, half of them zeros
-  using Pairs = Tiling<32, 64, 3, 2, true>;
+  using WithBiasMask = Tiling<32, 64, 3, 2, true>;
 };
 template <>
 struct Tiles<64> {
   using Plain = Tiling<64, 128, 3, 4>;
-  using Pairs = Tiling<64, 64, 3, 2, true>;
+  using WithBiasMask = Tiling<64, 64, 3, 2, true>;
 };
 template <>
 struct Tiles<96> {
@@ -136,7 +137,7 @@ struct Tiles<96> {
 template <>
 struct Tiles<128> {
   using Plain = Tiling<128, 128, 2, 2>;
-  using Pairs = Tiling<128, 64, 2, 2, true>;
+  using WithBiasMask = Tiling<128, 64, 2, 2, true>;
 };
 template <>
 struct Tiles<192> {
@@ -149,7 +150,7 @@ struct Tiles<192, 128> {
 template <>
 struct Tiles<256> {
   using Plain = Tiling<256, 64, 2, 2>;
-  using Pairs = Tiling<256, 32, 2, 2, true>;
+  using WithBiasMask = Tiling<256, 32, 2, 2, true>;
 };
 
 template <class Op, class C>
@@ -165,9 +166,9 @@ cudaError_t launch_plain(ForwardArgs& a, cudaStream_t stream) {
 }
 
 template <class Op, int kHeadDim>
-cudaError_t launch_pairs(ForwardArgs& a, cudaStream_t stream) {
+cudaError_t launch_bias_mask(ForwardArgs& a, cudaStream_t stream) {
   if (a.p.cu_seqlens_q != nullptr) return cudaErrorNotSupported;
-  return launch_tiling<Op, typename Tiles<kHeadDim>::Pairs, true, false, false>(a, stream);
+  return launch_tiling<Op, typename Tiles<kHeadDim>::WithBiasMask, true, false, false>(a, stream);
 }
 
 // Bytes of workspace: partial results of a decoding call, or the counter of the schedule.
@@ -189,19 +190,19 @@ cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) 
     return cudaErrorNotSupported;
   ForwardArgs a;
   a.p = p;
-  const bool pairs = p.pairs.bias != nullptr || p.pairs.mask != nullptr;
-  a.score_mode = p.softcap != 0.f ? kSoftcap : p.scale > 0.f && !pairs ? kScaled : kLinear;
+  const bool bias_mask = p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr;
+  a.score_mode = p.softcap != 0.f ? kSoftcap : p.scale > 0.f && !bias_mask ? kScaled : kLinear;
   a.score_inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
   a.score_outer = p.softcap;
   a.exp_scale = a.score_mode == kScaled ? p.scale * kLog2e : kLog2e;
   // sm80's kernel skips blocks that a mask hides and reads a bias once for two batch rows: measured
   // faster here, and only here.
-  if (p.pairs.mask != nullptr && dim <= 32) return cudaErrorNotSupported;
-  if (pairs)
-    return dim <= 32    ? launch_pairs<Op, 32>(a, stream)
-           : dim <= 64  ? launch_pairs<Op, 64>(a, stream)
-           : dim <= 128 ? launch_pairs<Op, 128>(a, stream)
-                        : launch_pairs<Op, 256>(a, stream);
+  if (p.bias_mask.mask != nullptr && dim <= 32) return cudaErrorNotSupported;
+  if (bias_mask)
+    return dim <= 32    ? launch_bias_mask<Op, 32>(a, stream)
+           : dim <= 64  ? launch_bias_mask<Op, 64>(a, stream)
+           : dim <= 128 ? launch_bias_mask<Op, 128>(a, stream)
+                        : launch_bias_mask<Op, 256>(a, stream);
   if (p.workspace != nullptr && decode::is_decoding(p)) {
     const cudaError_t error = dim <= 64    ? decode::launch_decode<Op, 64>(a, stream)
                               : dim <= 128 ? decode::launch_decode<Op, 128>(a, stream)

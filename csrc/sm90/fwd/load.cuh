@@ -1,4 +1,4 @@
-// The planner and the producer of the sm90 forward, a warp each.
+// The scheduler and the producer of the sm90 forward, a warp each.
 #pragma once
 #include <cstdint>
 
@@ -12,9 +12,9 @@
 namespace flashsci::sm90::fwd {
 
 // Index of a (batch, head) along the dims of a dense tensor.
-struct HeadIndex {
+struct KvHeadCoord {
   int head, head_k, batch1, batch0;
-  __device__ __forceinline__ HeadIndex(const FlashsciForwardParams& p, uint32_t batch_head) {
+  __device__ __forceinline__ KvHeadCoord(const FlashsciForwardParams& p, uint32_t batch_head) {
     const uint32_t batch = batch_head / static_cast<uint32_t>(p.heads_q);
     head = batch_head - batch * p.heads_q;
     head_k = static_cast<uint32_t>(head) / static_cast<uint32_t>(p.heads_q / p.heads_k);
@@ -23,15 +23,15 @@ struct HeadIndex {
   }
 };
 
-__device__ __forceinline__ uint32_t take(const SchedulePlan& plan) {
+__device__ __forceinline__ uint32_t fetch_next(const SchedulePlan& plan) {
   return plan.counter != nullptr ? atomicAdd(plan.counter, 1) : 0;
 }
 
 // Fills a stage of kSize bytes with rows [row, row + B::kRows), box beside box; zeros beyond the
 // tensor.
-template <class B, int kSize, class Place>
+template <class B, int kSize, class Coord>
 __device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& map,
-                                           uint32_t barrier, int row, int head, const Place& at) {
+                                           uint32_t barrier, int row, int head, const Coord& at) {
   static_assert(kSize % B::kBytes == 0, "the barrier expects the whole stage");
 #pragma unroll
   for (int box = 0; box < kSize / B::kBytes; ++box)
@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& m
 // neighbour's NaN is not. (Rows of Q that are too many are not stored, those of K are masked.)
 template <class C, int kSize>
 __device__ __forceinline__ void load_cut_boxes(uint32_t shared, const ForwardArgs& a,
-                                               uint32_t barrier, int row, const PostedTile& tile) {
+                                               uint32_t barrier, int row, const TileInfo& tile) {
   using B = typename C::KBox;
   constexpr int kRows = B::kRows;
   static_assert(kSize == C::kBoxesV * B::kBytes && B::kBytes == kRows * Box<1>::kBytes,
@@ -66,12 +66,12 @@ __device__ __forceinline__ void load_cut_boxes(uint32_t shared, const ForwardArg
   }
 }
 
-// Walks the list of tiles ahead of the loads, since its divisions take as long as a block: posts
-// every tile, and the end, and loads its Q. One warp, of which one elected lane issues.
-template <class C, bool kPacked>
-__device__ __forceinline__ void plan(SharedStorage<C>& shared, const ForwardArgs& a) {
+// Walks the list of tiles ahead of the loads, since its divisions take as long as a block:
+// posts every tile, and the end, and loads its Q. One warp, of which one elected lane issues.
+template <class C, bool kVarlen>
+__device__ __forceinline__ void schedule_tiles(SharedStorage<C>& shared, const ForwardArgs& a) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
-  uint32_t tiles = 0;  // posted: Q stage = tiles % kQStages, lap = tiles / kQStages
+  uint32_t tiles = 0;  // published: Q stage = tiles % kQStages, phase = tiles / kQStages
   uint32_t taken = 0;
   const auto wait_q = [&] {  // for the Q of the tile kQStages before to have been read
 #pragma unroll
@@ -83,20 +83,20 @@ __device__ __forceinline__ void plan(SharedStorage<C>& shared, const ForwardArgs
     const bool more = item < a.schedule.items;
     WorkTile work{};
     work.row = -1;
-    if (more) work = find_work<C::kBlockQ, kPacked>(a.schedule, a.p, item);
+    if (more) work = find_work<C::kBlockQ, kVarlen>(a.schedule, a.p, item);
     const Blocks<C> blocks(window_of(a.p, work.seq_q, work.seq_k), work.row, C::kBlockQ,
                            work.seq_q);
     const bool posts = !more || work.row >= 0;
     if (posts && ptx::elect()) {
-      const HeadIndex at(a.p, more ? work.batch_head : 0);
+      const KvHeadCoord at(a.p, more ? work.batch_head : 0);
       wait_q();
-      PostedTile& tile = shared.posted[tiles % kPosted];
+      TileInfo& tile = shared.tile_info[tiles % kTileSlots];
       tile.row = work.row;
       tile.head = at.head, tile.head_k = at.head_k;
       tile.batch1 = at.batch1, tile.batch0 = at.batch0;
       tile.first_q = work.first_q, tile.first_k = work.first_k;
       tile.seq_q = work.seq_q, tile.seq_k = work.seq_k;
-      ptx::mbarrier_arrive(address(&shared.planned[tiles % kPosted]));
+      ptx::mbarrier_arrive(address(&shared.tile_ready[tiles % kTileSlots]));
       const uint32_t stage = tiles % C::kQStages;
 #pragma unroll
       for (int w = 0; w < C::kConsumers; ++w) {
@@ -118,22 +118,22 @@ __device__ __forceinline__ void plan(SharedStorage<C>& shared, const ForwardArgs
     if (a.schedule.counter != nullptr) {
       // When the consumers have begun the last tile: what is taken here, no other CTA may do.
       wait_q();
-      taken = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? take(a.schedule) : 0, 0);
+      taken = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? fetch_next(a.schedule) : 0, 0);
     }
   }
 }
 
-// Loads K and V of the posted tiles. One thread.
-template <class C, bool kPacked>
-__device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardArgs& a) {
+// Loads K and V of the published tiles. One thread.
+template <class C, bool kVarlen>
+__device__ __forceinline__ void load_kv(SharedStorage<C>& shared, const ForwardArgs& a) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
-  uint32_t turn = 0;  // blocks loaded: stage = turn % kStages, lap = turn / kStages
+  uint32_t turn = 0;  // blocks loaded: stage = turn % kStages, phase = turn / kStages
 #pragma unroll 1
   for (uint32_t tiles = 0;; ++tiles) {
-    ptx::mbarrier_sleep(address(&shared.planned[tiles % kPosted]), tiles / kPosted & 1);
-    const PostedTile& tile = shared.posted[tiles % kPosted];
+    ptx::mbarrier_sleep(address(&shared.tile_ready[tiles % kTileSlots]), tiles / kTileSlots & 1);
+    const TileInfo& tile = shared.tile_info[tiles % kTileSlots];
     if (tile.row < 0) break;
-    const int seq_q = kPacked ? tile.seq_q : a.p.seq_q, seq_k = kPacked ? tile.seq_k : a.p.seq_k;
+    const int seq_q = kVarlen ? tile.seq_q : a.p.seq_q, seq_k = kVarlen ? tile.seq_k : a.p.seq_k;
     const Window window = window_of(a.p, seq_q, seq_k);
     const Blocks<C> blocks(window, tile.row, C::kBlockQ, seq_q);
     int own_first[C::kConsumers], own_end[C::kConsumers];  // blocks that a consumer sees
@@ -142,14 +142,15 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardA
       const Blocks<C> own(window, tile.row + w * 64, 64, seq_q);
       own_first[w] = own.first, own_end[w] = own.end;
     }
-    // Waits for a stage to be free and arrives in the name of the consumers that will not see it.
+    // Waits for a stage to be free and pre-arrives for the consumers that skip this block.
     const auto acquire = [&](uint64_t* empty, int block) {
       const uint32_t barrier = address(&empty[turn % C::kStages]);
       ptx::mbarrier_sleep(barrier, (turn / C::kStages & 1) ^ 1);
-      uint32_t blind = 0;
+      uint32_t skipping = 0;
 #pragma unroll
-      for (int w = 0; w < C::kConsumers; ++w) blind += block < own_first[w] || block >= own_end[w];
-      if (blind > 0) ptx::mbarrier_arrive(barrier, 4 * blind);
+      for (int w = 0; w < C::kConsumers; ++w)
+        skipping += block < own_first[w] || block >= own_end[w];
+      if (skipping > 0) ptx::mbarrier_arrive(barrier, 4 * skipping);
     };
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++turn) {
@@ -165,14 +166,14 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const ForwardA
       acquire(shared.v_empty, block);
       poison_stage(address(shared.v[stage]), C::kVBytes);
       ptx::mbarrier_arrive_expect(v_full, sizeof(shared.v[0]));
-      if constexpr (kPacked)
+      if constexpr (kVarlen)
         load_cut_boxes<C, sizeof(shared.v[0])>(address(shared.v[stage]), a, v_full,
                                                block * C::kBlockK, tile);
       else
         load_boxes<typename C::KBox, sizeof(shared.v[0])>(address(shared.v[stage]), a.v, v_full,
                                                           block * C::kBlockK, tile.head_k, tile);
     }
-    // What is posted is not written again before we, too, have released Q.
+    // What is published is not written again before we, too, have released Q.
     ptx::mbarrier_arrive(address(&shared.q_empty[tiles % C::kQStages][0]));
   }
 }

@@ -5,18 +5,18 @@
 
 namespace flashsci::sm90::fwd {
 
-// Planner and producer in one warp: with one stage of Q the planner cannot run ahead, and at D 256
+// Scheduler and producer in one warp: with one stage of Q the scheduler cannot run ahead, and at D 256
 // whatever else loads delays K and V (measured: 4 to 7 %).
-template <class C, bool kPacked>
-__device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const ForwardArgs& a) {
+template <class C, bool kVarlen>
+__device__ __forceinline__ void load_and_schedule(SharedStorage<C>& shared, const ForwardArgs& a) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
-  uint32_t tiles = 0;  // posted: Q stage = tiles % kQStages, lap = tiles / kQStages
-  PairsRing ring;
-  uint32_t turn = 0;  // blocks loaded: stage = turn % kStages, lap = turn / kStages
+  uint32_t tiles = 0;  // published: Q stage = tiles % kQStages, phase = tiles / kQStages
+  BiasMaskRing ring;
+  uint32_t turn = 0;  // blocks loaded: stage = turn % kStages, phase = turn / kStages
   for (uint32_t item = first_item(a.schedule);;) {
     const bool more = item < a.schedule.items;
     WorkTile work{};
-    if (more) work = find_work<C::kBlockQ, kPacked>(a.schedule, a.p, item);
+    if (more) work = find_work<C::kBlockQ, kVarlen>(a.schedule, a.p, item);
     const Window window = window_of(a.p, work.seq_q, work.seq_k);
     const Blocks<C> blocks(window, work.row, C::kBlockQ, work.seq_q);
     const int count = more && work.row >= 0 ? blocks.end - blocks.first : 0;
@@ -28,13 +28,13 @@ __device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const Fo
     }
     uint32_t taken = 0;
     if (ptx::elect()) {
-      HeadIndex at(a.p, more ? work.batch_head : 0);
+      KvHeadCoord at(a.p, more ? work.batch_head : 0);
       const auto post = [&] {
         const uint32_t stage = tiles % C::kQStages;
 #pragma unroll
         for (int w = 0; w < C::kConsumers; ++w)
           ptx::mbarrier_sleep(address(&shared.q_empty[stage][w]), (tiles / C::kQStages & 1) ^ 1);
-        PostedTile& tile = shared.posted[tiles % kPosted];
+        TileInfo& tile = shared.tile_info[tiles % kTileSlots];
         tile.row = more ? work.row : -1;
         tile.head = at.head, tile.head_k = at.head_k, tile.batch1 = at.batch1,
         tile.batch0 = at.batch0;
@@ -54,19 +54,19 @@ __device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const Fo
           }
         }
       };
-      const auto blind_to = [&](int block) {
-        uint32_t blind = 0;
+      const auto consumers_skipping = [&](int block) {
+        uint32_t skipping = 0;
 #pragma unroll
         for (int w = 0; w < C::kConsumers; ++w)
-          blind += block < own_first[w] || block >= own_end[w];
-        return blind;
+          skipping += block < own_first[w] || block >= own_end[w];
+        return skipping;
       };
-      // Waits for a stage to be free and arrives in the name of the consumers that will not see it.
+      // Waits for a stage to be free and pre-arrives for the consumers that skip this block.
       const auto acquire = [&](uint64_t* empty, uint32_t at_turn, int block) {
         const uint32_t barrier = address(&empty[at_turn % C::kStages]);
         ptx::mbarrier_sleep(barrier, (at_turn / C::kStages & 1) ^ 1);
-        const uint32_t blind = blind_to(block);
-        if (blind > 0) ptx::mbarrier_arrive(barrier, 4 * blind);
+        const uint32_t skipping = consumers_skipping(block);
+        if (skipping > 0) ptx::mbarrier_arrive(barrier, 4 * skipping);
       };
       const auto load_k = [&](uint32_t at_turn, int block) {
         const uint32_t stage = at_turn % C::kStages, full = address(&shared.k_full[stage]);
@@ -75,8 +75,8 @@ __device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const Fo
         ptx::mbarrier_arrive_expect(full, sizeof(shared.k[0]));
         load_boxes<typename C::KBox, sizeof(shared.k[0])>(
             address(shared.k[stage]), a.k, full, work.first_k + block * C::kBlockK, at.head_k, at);
-        if constexpr (C::kPairs)
-          load_pairs<C>(shared, a, ring, blind_to(block), work.row, block, at);
+        if constexpr (C::kHasBiasMask)
+          load_bias_mask<C>(shared, a, ring, consumers_skipping(block), work.row, block, at);
       };
       int block = blocks.end - 1;
       // With two stages of Q the next is free; the only one is freed later than a stage of K.
@@ -84,21 +84,21 @@ __device__ __forceinline__ void produce_alone(SharedStorage<C>& shared, const Fo
       if (!more || work.row >= 0) post();
 #pragma unroll 1
       for (int i = 0; i < count; ++i, --block) {
-        if (i == count - 1) taken = take(a.schedule);  // used after the waits below
+        if (i == count - 1) taken = fetch_next(a.schedule);  // used after the waits below
         if (C::kQStages > 1 || i > 0) load_k(turn + i, block);
         const uint32_t stage = (turn + i) % C::kStages, full = address(&shared.v_full[stage]);
         acquire(shared.v_empty, turn + i, block);
         poison_stage(address(shared.v[stage]), C::kVBytes);
         ptx::mbarrier_arrive_expect(full, sizeof(shared.v[0]));
-        if constexpr (kPacked)
+        if constexpr (kVarlen)
           load_cut_boxes<C, sizeof(shared.v[0])>(address(shared.v[stage]), a, full,
                                                  block * C::kBlockK,
-                                                 shared.posted[tiles % kPosted]);
+                                                 shared.tile_info[tiles % kTileSlots]);
         else
           load_boxes<typename C::KBox, sizeof(shared.v[0])>(address(shared.v[stage]), a.v, full,
                                                             block * C::kBlockK, at.head_k, at);
       }
-      if (count == 0 && more) taken = take(a.schedule);
+      if (count == 0 && more) taken = fetch_next(a.schedule);
     }
     __syncwarp();
     if (!more) break;

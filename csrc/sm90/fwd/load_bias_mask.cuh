@@ -9,22 +9,23 @@ namespace flashsci::sm90::fwd {
 
 // Loads bias and mask of a tile's rows and a block's keys once their stage is free. blind:
 // consumers that will not see them.
-template <class C, class Place>
-__device__ __forceinline__ void load_pairs(SharedStorage<C>& shared, const ForwardArgs& a,
-                                           PairsRing& ring, uint32_t blind, int row, int block,
-                                           const Place& at) {
-  const FlashsciPairs& pairs = a.p.pairs;
-  const PairsPlan& plan = a.pairs;
-  const uint32_t empty = ptx::shared_address(&shared.pairs_empty[ring.stage]);
-  const uint32_t full = ptx::shared_address(&shared.pairs_full[ring.stage]);
-  ptx::mbarrier_sleep(empty, (ring.lap & 1) ^ 1);
-  if (blind > 0) ptx::mbarrier_arrive(empty, 4 * blind);
-  poison_stage(ptx::shared_address(shared.pairs) + ring.stage * plan.stage_bytes, plan.stage_bytes);
+template <class C, class Coord>
+__device__ __forceinline__ void load_bias_mask(SharedStorage<C>& shared, const ForwardArgs& a,
+                                               BiasMaskRing& ring, uint32_t skipping, int row,
+                                               int block, const Coord& at) {
+  const FlashsciBiasMask& bias_mask = a.p.bias_mask;
+  const BiasMaskPlan& plan = a.bias_mask;
+  const uint32_t empty = ptx::shared_address(&shared.bias_mask_empty[ring.stage]);
+  const uint32_t full = ptx::shared_address(&shared.bias_mask_full[ring.stage]);
+  ptx::mbarrier_sleep(empty, (ring.phase & 1) ^ 1);
+  if (skipping > 0) ptx::mbarrier_arrive(empty, 4 * skipping);
+  poison_stage(ptx::shared_address(shared.bias_mask) + ring.stage * plan.stage_bytes,
+               plan.stage_bytes);
   ptx::mbarrier_arrive_expect(full, plan.loaded);
   const int key = block * C::kBlockK;
-  const uint32_t target = ptx::shared_address(shared.pairs) + ring.stage * plan.stage_bytes;
-  if (pairs.bias != nullptr) {
-    const int box_keys = bias_box_keys<C>(pairs.bias_is_fp32);
+  const uint32_t target = ptx::shared_address(shared.bias_mask) + ring.stage * plan.stage_bytes;
+  if (bias_mask.bias != nullptr) {
+    const int box_keys = bias_box_keys<C>(bias_mask.bias_is_fp32);
 #pragma unroll
     for (int w = 0; w < C::kConsumers; ++w) {
       if (w > 0 && plan.bias_step == 0) break;
@@ -34,7 +35,7 @@ __device__ __forceinline__ void load_pairs(SharedStorage<C>& shared, const Forwa
                          key + i * box_keys, row + w * 64, at.head, at.batch1, at.batch0);
     }
   }
-  if (pairs.mask != nullptr) {
+  if (bias_mask.mask != nullptr) {
 #pragma unroll
     for (int w = 0; w < C::kConsumers; ++w) {
       if (w > 0 && plan.mask_step == 0) break;
@@ -45,27 +46,27 @@ __device__ __forceinline__ void load_pairs(SharedStorage<C>& shared, const Forwa
   ring.next(plan);
 }
 
-// Beside `produce` (produce.cuh), along the same list. One thread.
+// Beside `produce` (load.cuh), along the same list. One thread.
 template <class C>
-__device__ __forceinline__ void produce_pairs(SharedStorage<C>& shared, const ForwardArgs& a) {
+__device__ __forceinline__ void stream_bias_mask(SharedStorage<C>& shared, const ForwardArgs& a) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
   const Window window = window_of(a.p, a.p.seq_q, a.p.seq_k);
-  PairsRing ring;
+  BiasMaskRing ring;
 #pragma unroll 1
   for (uint32_t tiles = 0;; ++tiles) {
-    ptx::mbarrier_sleep(address(&shared.planned[tiles % kPosted]), tiles / kPosted & 1);
-    const PostedTile& tile = shared.posted[tiles % kPosted];
+    ptx::mbarrier_sleep(address(&shared.tile_ready[tiles % kTileSlots]), tiles / kTileSlots & 1);
+    const TileInfo& tile = shared.tile_info[tiles % kTileSlots];
     if (tile.row < 0) break;
     const Blocks<C> blocks(window, tile.row, C::kBlockQ, a.p.seq_q);
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block) {
-      uint32_t blind = 0;
+      uint32_t skipping = 0;
 #pragma unroll
       for (int w = 0; w < C::kConsumers; ++w) {
         const Blocks<C> own(window, tile.row + w * 64, 64, a.p.seq_q);
-        blind += block < own.first || block >= own.end;
+        skipping += block < own.first || block >= own.end;
       }
-      load_pairs<C>(shared, a, ring, blind, tile.row, block, tile);
+      load_bias_mask<C>(shared, a, ring, skipping, tile.row, block, tile);
     }
     ptx::mbarrier_arrive(address(&shared.q_empty[tiles % C::kQStages][0]));
   }

@@ -8,22 +8,22 @@
 #include "../../ptx/redux.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "../../ptx/wgmma.cuh"
-#include "config.cuh"
 #include "bias_mask.cuh"
-#include "softmax.cuh"
+#include "config.cuh"
 #include "epilogue.cuh"
 #include "overflow.cuh"
+#include "softmax.cuh"
 
 namespace flashsci::sm90::fwd {
 
-template <class Op, class C, bool kWindowed, bool kPlainScores, bool kPacked>
+template <class Op, class C, bool kWindowed, bool kPlainScores, bool kVarlen>
 __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardArgs& a, int w) {
   // In a uniform register, and with it the addresses that follow: else windows spill.
-  if constexpr (C::kHeadDim == 256 && !C::kPairs) w = ptx::redux_max(w);
+  if constexpr (C::kHeadDim == 256 && !C::kHasBiasMask) w = ptx::redux_max(w);
   constexpr int kBlockK = C::kBlockK, kStages = C::kStages;
   constexpr int kHeadDim = C::kHeadDim, kHeadDimV = C::kHeadDimV;
   // Over masked and whole blocks, all of which look for the maximum: two loops spill.
-  constexpr bool kOneLoop = kHeadDim > 128 && !kPlainScores && !C::kPairs;
+  constexpr bool kOneLoop = kHeadDim > 128 && !kPlainScores && !C::kHasBiasMask;
   using MmaQK = typename Op::template Wgmma<kBlockK>;
   constexpr bool kHalves = kBlockK > 32;  // a first block of half width
   using MmaQKHalf = typename Op::template Wgmma<kHalves ? kBlockK / 2 : kBlockK>;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   uint32_t p[kBlockK / 16][4];  // P as operand, per 16 keys
   RowStatistics rows;
   float alpha[2];
-  PairsRing ring;
+  BiasMaskRing ring;
   uint32_t head = 0;   // K blocks behind us: they tell stage and phase of the next
   uint32_t tiles = 0;  // tiles behind us
   bool pending =
@@ -80,8 +80,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     ptx::mbarrier_wait(ptx::shared_address(&barrier), parity & 1);
   };
   // One warpgroup waits, one arrives.
-  const auto my_turn = [&] { ptx::barrier_sync(1 + w, 256); };
-  const auto next_turn = [&] { ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, 256); };
+  const auto pingpong_wait = [&] { ptx::barrier_sync(1 + w, 256); };
+  const auto pingpong_arrive = [&] { ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, 256); };
   const auto wait_k = [&] { wait(shared.k_full[head % kStages], head / kStages); };
   const auto wait_v = [&](uint32_t at) { wait(shared.v_full[at % kStages], at / kStages); };
   // Blocks that this warpgroup's rows do not see; the producer hands them on.
@@ -89,46 +89,46 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     head += count;
 #pragma unroll 1
     for (; count > 0; --count) {
-      my_turn();
-      next_turn();
-      if constexpr (C::kPairs) ring.next(a.pairs);
+      pingpong_wait();
+      pingpong_arrive();
+      if constexpr (C::kHasBiasMask) ring.next(a.bias_mask);
     }
   };
   // What is added to the scores of a block, or of its first half: a bias of 16 bits is fetched
   // while they are computed.
-  constexpr bool kAhead = C::kPairs && (kHeadDim == 32 || kHeadDim == 128);  // measured
+  constexpr bool kAhead = C::kHasBiasMask && (kHeadDim == 32 || kHeadDim == 128);  // measured
   const auto place = [&]() -> uint32_t {
-    if constexpr (C::kPairs)
-      return ptx::shared_address(shared.pairs) + ring.stage * a.pairs.stage_bytes;
+    if constexpr (C::kHasBiasMask)
+      return ptx::shared_address(shared.bias_mask) + ring.stage * a.bias_mask.stage_bytes;
     return 0;
   };
   const auto fetch = [&](auto& words) {
-    fetch_16_bit<kBlockK>(words, a.pairs, place() + w * a.pairs.bias_step);
+    fetch_16_bit<kBlockK>(words, a.bias_mask, place() + w * a.bias_mask.bias_step);
   };
   const auto fetch_ahead = [&](auto& words) {
-    if constexpr (C::kPairs) wait(shared.pairs_full[ring.stage], ring.lap);
+    if constexpr (C::kHasBiasMask) wait(shared.bias_mask_full[ring.stage], ring.phase);
     if constexpr (kAhead) fetch(words);
   };
-  const auto with_pairs = [&](auto& scores, auto& words) {
-    if constexpr (C::kPairs) {
-      const FlashsciPairs& pairs = a.p.pairs;
-      const bool scaled = a.score_mode == kSoftcap || pairs.bias == nullptr;
+  const auto with_bias_mask = [&](auto& scores, auto& words) {
+    if constexpr (C::kHasBiasMask) {
+      const FlashsciBiasMask& bias_mask = a.p.bias_mask;
+      const bool scaled = a.score_mode == kSoftcap || bias_mask.bias == nullptr;
       if (scaled) scale_scores(scores, a);
       const float inner = scaled ? 1.f : a.score_inner;
-      if (pairs.bias != nullptr && pairs.bias_is_fp32) {
-        add_fp32<kBlockK>(scores, a.pairs, inner, place() + w * a.pairs.bias_step);
-      } else if (pairs.bias != nullptr) {
+      if (bias_mask.bias != nullptr && bias_mask.bias_is_fp32) {
+        add_fp32<kBlockK>(scores, a.bias_mask, inner, place() + w * a.bias_mask.bias_step);
+      } else if (bias_mask.bias != nullptr) {
         if constexpr (!kAhead) fetch(words);
         add_16_bit<Op>(scores, words, inner);
       }
-      if (pairs.mask != nullptr)
-        hide<kBlockK>(scores, a.pairs, place() + a.pairs.mask + w * a.pairs.mask_step);
-      release(shared.pairs_empty[ring.stage]);
-      ring.next(a.pairs);
+      if (bias_mask.mask != nullptr)
+        hide<kBlockK>(scores, a.bias_mask, place() + a.bias_mask.mask + w * a.bias_mask.mask_step);
+      release(shared.bias_mask_empty[ring.stage]);
+      ring.next(a.bias_mask);
     }
   };
-  const auto write = [&](const RowStatistics& of, const PostedTile& tile) {
-    write_output<Op, C, kPacked>(o, of, a, tile, kPacked ? tile.seq_q : a.p.seq_q, warp_row,
+  const auto write = [&](const RowStatistics& of, const TileInfo& tile) {
+    write_output<Op, C, kVarlen>(o, of, a, tile, kVarlen ? tile.seq_q : a.p.seq_q, warp_row,
                                  staging);
   };
   // The last product of the tile that is pending, and its output.
@@ -140,7 +140,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     ptx::wgmma_wait<0>();
     ptx::wgmma_tie(o);
     release(shared.v_empty[at % kStages]);
-    write(rows, shared.posted[tile % kPosted]);
+    write(rows, shared.tile_info[tile % kTileSlots]);
     pending = false;
   };
 
@@ -152,20 +152,20 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   clear();
 #pragma unroll
   for (int n = 0; n < kBlockK / 16; ++n) p[n][0] = p[n][1] = p[n][2] = p[n][3] = 0;
-  rows.offset[0] = rows.offset[1] = rows.sum[0] = rows.sum[1] = 0.f;
-  if (w == C::kConsumers - 1) next_turn();
+  rows.row_max_log2[0] = rows.row_max_log2[1] = rows.sum[0] = rows.sum[1] = 0.f;
+  if (w == C::kConsumers - 1) pingpong_arrive();
 #pragma unroll 1
   for (;; ++tiles) {
     // With one Q stage the next Q is not there yet: the last product and the output hide its load.
     if (C::kQStages == 1 && pending) finish(tiles - 1);
     const uint32_t q_stage = tiles % C::kQStages;
     wait(shared.q_full[q_stage][w], tiles / C::kQStages);
-    const PostedTile& tile = shared.posted[tiles % kPosted];
+    const TileInfo& tile = shared.tile_info[tiles % kTileSlots];
     // The same in all lanes, which only redux tells the compiler: wgmma wants uniform control flow.
     const int tile_row = ptx::redux_max(tile.row);
     if (tile_row < 0) break;
-    const int seq_q = kPacked ? ptx::redux_max(tile.seq_q) : a.p.seq_q;
-    const int seq_k = kPacked ? ptx::redux_max(tile.seq_k) : a.p.seq_k;
+    const int seq_q = kVarlen ? ptx::redux_max(tile.seq_q) : a.p.seq_q;
+    const int seq_k = kVarlen ? ptx::redux_max(tile.seq_k) : a.p.seq_k;
     const Window window = window_of(a.p, seq_q, seq_k);
     const int first_row = tile_row + w * 64;
     const Blocks<C> blocks(window, tile_row, C::kBlockQ, seq_q);
@@ -188,7 +188,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     const int full_begin = window.begin(first_row + 63), full_end = max(window.end(first_row), 0);
     const auto mask_half = [&](auto& scores, int block) {
       const Window window =
-          kPacked ? window_of(a.p, tile.seq_q, tile.seq_k)
+          kVarlen ? window_of(a.p, tile.seq_q, tile.seq_k)
                   : window_of(a.p, a.p.seq_q, a.p.seq_k);  // again: registers are scarce
       const int first_key = block * kBlockK, column = first_key + lane % 4 * 2;
       const int row = tile.row + row_in_tile;
@@ -200,7 +200,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     const auto mask = [&](int block) {
       mask_half(s, block);
       const Window window =
-          kPacked ? window_of(a.p, tile.seq_q, tile.seq_k) : window_of(a.p, a.p.seq_q, a.p.seq_k);
+          kVarlen ? window_of(a.p, tile.seq_q, tile.seq_k) : window_of(a.p, a.p.seq_q, a.p.seq_k);
       const int first_key = block * kBlockK, column = first_key + lane % 4 * 2;
       const int row = tile.row + row_in_tile;
       if (first_key + kBlockK > full_end)
@@ -215,10 +215,10 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
     const auto issue_pending = [&] {
       if constexpr (C::kQStages > 1) {
         if (pending) wait_v(pending_v);
-        // Of nobody's interest if nothing is pending, but wgmma allows no branch here.
+        // No-op if nothing is pending; a branch would serialise wgmma (C7520).
         issue_pv(pending_v);
       }
-      next_turn();
+      pingpong_arrive();
     };
     const auto after_qk = [&] {
       release(shared.k_empty[head % kStages]);
@@ -230,7 +230,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       if (pending) release(shared.v_empty[pending_v % kStages]);
     };
     wait_k();
-    my_turn();
+    pingpong_wait();
     ptx::wgmma_fence();
     // The diagonal or the end often cuts it: half a block costs half.
     if (kHalves && own.end_key <= block * kBlockK + kBlockK / 2) {
@@ -242,8 +242,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       ptx::wgmma_wait<(C::kQStages > 1)>();
       ptx::wgmma_tie(half);
       after_qk();
-      if constexpr (C::kPairs)
-        with_pairs(half, words);
+      if constexpr (C::kHasBiasMask)
+        with_bias_mask(half, words);
       else if constexpr (!kPlainScores)
         scale_scores(half, a);
       mask_half(half, block);
@@ -258,8 +258,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       ptx::wgmma_wait<(C::kQStages > 1)>();
       ptx::wgmma_tie(s);
       after_qk();
-      if constexpr (C::kPairs)
-        with_pairs(s, words);
+      if constexpr (C::kHasBiasMask)
+        with_bias_mask(s, words);
       else if constexpr (!kPlainScores)
         scale_scores(s, a);
       mask(block);
@@ -267,39 +267,39 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
       after_pv();
       pack(s);
     }
-    if (C::kQStages > 1 && pending) write(rows_before, shared.posted[(tiles - 1) % kPosted]);
+    if (C::kQStages > 1 && pending) write(rows_before, shared.tile_info[(tiles - 1) % kTileSlots]);
     accumulate = 0;
     pending = true;
     ++head;
     // Blocks are not masked, but bias or mask may have hidden all keys of a row so far.
     bool searching = false;
-    const auto look = [&] {
+    const auto check_rows = [&] {
       if constexpr (C::kOptimistic) {
         const int row = tile_row + row_in_tile;
-        const bool found = (rows.offset[0] != kNoKey || row >= seq_q) &&
-                           (rows.offset[1] != kNoKey || row + 8 >= seq_q);
+        const bool found = (rows.row_max_log2[0] != kUninitializedMax || row >= seq_q) &&
+                           (rows.row_max_log2[1] != kUninitializedMax || row + 8 >= seq_q);
         searching = ptx::redux_max(!ptx::barrier_all(8 + w, 128, found));
       }
     };
-    look();
+    check_rows();
 
     const auto step = [&](auto masked) {
       wait_k();
-      my_turn();
+      pingpong_wait();
       ptx::wgmma_fence();
       issue_qk(MmaQK{}, s);
       const uint32_t at = head - 1;
       wait_v(at);
       if constexpr (kOneLoop) ptx::wgmma_fence();  // or ptxas adds one, and waits for every product
       issue_pv(at);
-      next_turn();
+      pingpong_arrive();
       uint32_t words[kBlockK / 4];
       fetch_ahead(words);
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(s);
       after_qk();
-      if constexpr (C::kPairs)
-        with_pairs(s, words);
+      if constexpr (C::kHasBiasMask)
+        with_bias_mask(s, words);
       else if constexpr (!kPlainScores)
         scale_scores(s, a);
       const auto rescale = [&] {
@@ -324,23 +324,23 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
         // Without looking for the maximum first: it hardly moves, and overflow shows in the sums.
         float part[4];
         if constexpr (C::kEarly > 0) {
-          exponentials<false, 0, C::kEarly>(s, rows.offset, a.exp_scale, part);
+          exponentials<false, 0, C::kEarly>(s, rows.row_max_log2, a.exp_scale, part);
           ptx::schedule_fence(part[3]);
         }
         pv_done();
         // Else ptxas releases V last, and with two stages the next V comes late.
         if constexpr (C::kQStages == 1) ptx::schedule_fence(a.p.seq_k);
-        exponentials<false, C::kEarly, kBlockK / 2>(s, rows.offset, a.exp_scale, part);
+        exponentials<false, C::kEarly, kBlockK / 2>(s, rows.row_max_log2, a.exp_scale, part);
         float sum[2] = {part[0] + part[1], part[2] + part[3]};
         pack(s);
         if (__any_sync(0xffffffffu, sum[0] > kOverflow || sum[1] > kOverflow)) {
           if (__any_sync(0xffffffffu, sum[0] > kHopeless || sum[1] > kHopeless)) {
             const int row = tile.row + row_in_tile, key = block * kBlockK;
             // Rolled where it is long.
-            recompute_scores<Op, C::kPairs ? 1 : kBlockK / 8>(
+            recompute_scores<Op, C::kHasBiasMask ? 1 : kBlockK / 8>(
                 s, a, tile, row, seq_q, key, [&](auto& c, int n) {
-                  if constexpr (C::kPairs)
-                    add_pairs_again<Op>(c, a, tile, row, key + n * 8 + lane % 4 * 2);
+                  if constexpr (C::kHasBiasMask)
+                    add_bias_mask_again<Op>(c, a, tile, row, key + n * 8 + lane % 4 * 2);
                 });
             sum[0] = sum[1] = 0.f;
             alpha[0] = alpha[1] = 1.f;
@@ -370,7 +370,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
 #pragma unroll 1
           for (; block >= own.first && (block >= masked_down_to || searching); --block) {
             step(std::true_type{});
-            if (searching) look();
+            if (searching) check_rows();
           }
 #pragma unroll 1
           for (; block >= whole_down_to; --block) step(std::false_type{});
@@ -388,7 +388,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardA
   }
   if (pending) finish(tiles - 1);
   ptx::bulk_wait_read<0>();
-  if (w == 0) my_turn();  // the last turn handed round, so that the barrier ends balanced
+  if (w == 0) pingpong_wait();  // the last turn handed round, so that the barrier ends balanced
 }
 
 }  // namespace flashsci::sm90::fwd

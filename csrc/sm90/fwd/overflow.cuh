@@ -17,7 +17,7 @@ __device__ __forceinline__ void follow_growth(float (&p)[kCount], RowStatistics&
   for (int half = 0; half < 2; ++half) {
     const int exponent = min(max((__float_as_int(maximum[half]) >> 23) - 127, 0), 126);
     alpha[half] = __int_as_float((127 - exponent) << 23);
-    rows.offset[half] += static_cast<float>(exponent);
+    rows.row_max_log2[half] += static_cast<float>(exponent);
     rows.sum[half] *= alpha[half];
     sum[half] *= alpha[half];
   }
@@ -30,7 +30,7 @@ __device__ __forceinline__ void follow_growth(float (&p)[kCount], RowStatistics&
 // query row in the sequence. finish(c, n) may change the four scores of keys 8 n .. 8 n + 7.
 template <class Op, int kUnrolled, int kCount, class Finish>
 __device__ __forceinline__ void recompute_scores(float (&s)[kCount], const ForwardArgs& a,
-                                                 const PostedTile& tile, int row, int seq_q,
+                                                 const TileInfo& tile, int row, int seq_q,
                                                  int first_key, const Finish& finish) {
   const auto* q = static_cast<const uint16_t*>(a.p.q) +
                   offset_of(a.p.q_strides, tile, tile.head, tile.first_q + row);

@@ -3,17 +3,17 @@
 //
 // Tiles of one cost (no causal mask): item i is tile i % tiles of head i / tiles, CTA c takes
 // c, c + grid, ...; the tiles of a head come together, so that its K and V stay in L2.
-// Causal tiles grow with their position. With a counter in the workspace, CTAs take the next item
-// as they become free: groups of heads whose K and V fit L2, in a group the longest first. Without
-// one, item 2 u + half is a tile of unit u, all units cost the same: the longest tile of one head
-// and the shortest of the next, the second longest and the second shortest, ...
-// Packed: item i is slot i % tiles (sequence.cuh) of head i / tiles.
+// Causal tiles grow with their position. With a counter in the workspace, CTAs take the next
+// item as they become free: groups of heads whose K and V fit L2, in a group the longest first.
+// Without one, item 2 u + half is a tile of unit u, all units cost the same: the longest tile of
+// one head and the shortest of the next, the second longest and the second shortest, ... Packed:
+// item i is slot i % tiles (core/varlen.cuh) of head i / tiles.
 #pragma once
 #include <cstdint>
 
-#include "../../ptx/redux.cuh"
 #include "../../core/varlen.cuh"
 #include "../../include/flashsci.h"
+#include "../../ptx/redux.cuh"
 
 namespace flashsci::sm90::fwd {
 
@@ -50,19 +50,19 @@ __device__ __forceinline__ uint32_t next_item(const SchedulePlan& plan, uint32_t
 }
 
 // Packed: a whole warp must call it.
-template <int kBlockQ, bool kPacked>
+template <int kBlockQ, bool kVarlen>
 __device__ __forceinline__ WorkTile find_work(const SchedulePlan& plan,
                                               const FlashsciForwardParams& p, uint32_t item) {
   const uint32_t tiles = plan.tiles_per_head;
   WorkTile work;
   uint32_t index;  // tile of the head, or slot
-  if (!kPacked && plan.order == Order::kBalanced) {
+  if (!kVarlen && plan.order == Order::kBalanced) {
     // Turned by one from round to round: the units of a CTA are not all of one position.
     const uint32_t unit = item / 2, half = item % 2, two_heads = unit / tiles;
     const uint32_t m = (unit - two_heads * tiles + two_heads * tiles / gridDim.x) % tiles;
     index = half == 0 ? tiles - 1 - m : m;
     work.batch_head = two_heads * 2 + half;
-  } else if (!kPacked && plan.order == Order::kLongestFirst) {
+  } else if (!kVarlen && plan.order == Order::kLongestFirst) {
     const uint32_t first_head = item / (plan.group * tiles) * plan.group;
     const uint32_t rest = item - first_head * tiles;
     const uint32_t count = min(plan.group, plan.heads - first_head);
@@ -72,7 +72,7 @@ __device__ __forceinline__ WorkTile find_work(const SchedulePlan& plan,
     work.batch_head = item / tiles;
     index = item - work.batch_head * tiles;
   }
-  if constexpr (kPacked) {
+  if constexpr (kVarlen) {
     const TileOfSequence found = find_tile<kBlockQ>(static_cast<int>(index), p.cu_seqlens_q,
                                                     p.cu_seqlens_k, p.num_seqs, p.seq_q, p.seq_k);
     work.first_q = found.first_q, work.seq_q = found.seq_q;

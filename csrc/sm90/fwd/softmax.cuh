@@ -43,16 +43,16 @@ __device__ __forceinline__ void mask_scores(float (&s)[kCount], const Window& wi
 
 // Before a row's first key: so low that whatever comes next overflows and is noticed, while hidden
 // keys (-inf) still add 0.
-inline constexpr float kNoKey = -3e38f;
+inline constexpr float kUninitializedMax = -3e38f;
 // A lane's sum of one block beyond which the offset must follow: P stays inside fp16.
 inline constexpr float kOverflow = 32768.f;
 // And from which on P is computed again: it has overflowed, or its offset is so large that it
 // cannot follow by small steps.
 inline constexpr float kHopeless = 1 << 26;
 
-struct RowStatistics {  // of rows g and g + 8
-  float offset[2];      // P = exp2(exp_scale S - offset); about the largest score so far
-  float sum[2];         // this lane's part of the sum of P
+struct RowStatistics {    // of rows g and g + 8
+  float row_max_log2[2];  // P = exp2(exp_scale S - offset); about the largest score so far
+  float sum[2];           // this lane's part of the sum of P
 };
 
 // An offset at a largest score, rounded down: P of that score is at least 1. Where roundings are
@@ -110,8 +110,8 @@ __device__ __forceinline__ void softmax_first(float (&s)[kCount], RowStatistics&
   row_max(s, maximum);
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    rows.offset[half] = fmaxf(offset_at(maximum[half], exp_scale), kNoKey);
-  limited_exponentials(s, rows.offset, exp_scale, rows.sum);
+    rows.row_max_log2[half] = fmaxf(offset_at(maximum[half], exp_scale), kUninitializedMax);
+  limited_exponentials(s, rows.row_max_log2, exp_scale, rows.sum);
 }
 
 // Any later block: S becomes P; returns whether O must be multiplied by alpha.
@@ -120,20 +120,21 @@ __device__ __forceinline__ bool softmax_next(float (&s)[kCount], RowStatistics& 
                                              float (&alpha)[2], float exp_scale) {
   float maximum[2];
   lane_max(s, maximum);
-  const bool grew =
-      __any_sync(0xffffffffu, fmaf(maximum[0], exp_scale, -rows.offset[0]) > kRescaleThreshold ||
-                                  fmaf(maximum[1], exp_scale, -rows.offset[1]) > kRescaleThreshold);
+  const bool grew = __any_sync(
+      0xffffffffu, fmaf(maximum[0], exp_scale, -rows.row_max_log2[0]) > kRescaleThreshold ||
+                       fmaf(maximum[1], exp_scale, -rows.row_max_log2[1]) > kRescaleThreshold);
   if (grew) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float next = fmaxf(rows.offset[half], offset_at(quad_max(maximum[half]), exp_scale));
-      alpha[half] = ptx::ex2_approx(rows.offset[half] - next);
-      rows.offset[half] = next;
+      const float next =
+          fmaxf(rows.row_max_log2[half], offset_at(quad_max(maximum[half]), exp_scale));
+      alpha[half] = ptx::ex2_approx(rows.row_max_log2[half] - next);
+      rows.row_max_log2[half] = next;
       rows.sum[half] *= alpha[half];
     }
   }
   float sum[2];
-  limited_exponentials(s, rows.offset, exp_scale, sum);
+  limited_exponentials(s, rows.row_max_log2, exp_scale, sum);
   rows.sum[0] += sum[0];
   rows.sum[1] += sum[1];
   return grew;

@@ -229,7 +229,7 @@ def _elsewhere(problem: Problem, generation: int = 0) -> str | None:
         problem.bias or problem.mask
     ):  # H200, D 256: sm80's takes half of Triton's time
         return None
-    own = f"cuda/sm90/backward_{_DTYPES[problem.dtype]}" in (build_info() or _sources())["units"]
+    own = f"cuda/sm90/bwd_{_DTYPES[problem.dtype]}" in (build_info() or _sources())["units"]
     if own and _limit("backward", 90, problem) is None:
         return None
     reason = "on Hopper its backward is faster than the one written for sm80"
