@@ -54,7 +54,9 @@ def kernels(file: Path) -> list[tuple[str, str, str]]:
         if name:
             found.append((arch, name, code.hexdigest()[:16]))
 
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if match := _FUNCTION.match(line):

@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_and_schedule(SharedStorage<C>& shared, cons
           }
         }
       };
-      const auto consumers_skipping = [&](int block) {
+      const auto skipped_by = [&](int block) {
         uint32_t skipping = 0;
 #pragma unroll
         for (int w = 0; w < C::kConsumers; ++w)
@@ -65,7 +65,7 @@ __device__ __forceinline__ void load_and_schedule(SharedStorage<C>& shared, cons
       const auto acquire = [&](uint64_t* empty, uint32_t at_turn, int block) {
         const uint32_t barrier = address(&empty[at_turn % C::kStages]);
         ptx::mbarrier_sleep(barrier, (at_turn / C::kStages & 1) ^ 1);
-        const uint32_t skipping = consumers_skipping(block);
+        const uint32_t skipping = skipped_by(block);
         if (skipping > 0) ptx::mbarrier_arrive(barrier, 4 * skipping);
       };
       const auto load_k = [&](uint32_t at_turn, int block) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ void load_and_schedule(SharedStorage<C>& shared, cons
         load_boxes<typename C::KBox, sizeof(shared.k[0])>(
             address(shared.k[stage]), a.k, full, work.first_k + block * C::kBlockK, at.head_k, at);
         if constexpr (C::kHasBiasMask)
-          load_bias_mask<C>(shared, a, ring, consumers_skipping(block), work.row, block, at);
+          load_bias_mask<C>(shared, a, ring, skipped_by(block), work.row, block, at);
       };
       int block = blocks.end - 1;
       // With two stages of Q the next is free; the only one is freed later than a stage of K.
