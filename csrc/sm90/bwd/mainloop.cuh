@@ -1,4 +1,7 @@
 // A consumer warpgroup of the sm90 backward: 64 keys, from S^T to dK and dV, and its part of dQ.
+//
+// `Consumer::run` is the loop over blocks of queries, its steps are named by what they issue. dQ
+// comes a block late: its dS must have been shared by both consumers.
 #pragma once
 #include <cstdint>
 
@@ -18,6 +21,12 @@
 #include "config.cuh"
 
 namespace flashsci::sm90::bwd {
+
+// Hardware barriers; 0 is that of __syncthreads.
+enum NamedBarrier {
+  kConsumer = 1,      // + w: the warps of consumer w
+  kAllConsumers = 3,  // both
+};
 
 // Accumulator element e of a lane is key 16 warp + lane / 4 + 8 ((e >> 1) & 1) of the warpgroup's
 // 64 and query 8 (e >> 2) + 2 (lane % 4) + (e & 1) of the block.
@@ -143,228 +152,245 @@ struct FlaggedBlocks {
   __device__ __forceinline__ void next() {}
 };
 
-// A tile of keys. turn: blocks that are done, and in the upper two bits tiles: a register less.
+// The work of consumer w on a tile of keys.
 template <class Op, class C, bool kVarlen, bool kSoftcap>
-__device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const BackwardArgs& a,
-                                             int w, uint32_t& iter) {
-  constexpr int kHeadDim = C::kHeadDim, kHeadDimV = C::kHeadDimV;
-  constexpr int kBlockQ = C::kBlockQ, kBlockK = C::kBlockK;
-  constexpr int kStages = C::kStages;
+struct Consumer {
+  static constexpr int kHeadDim = C::kHeadDim, kHeadDimV = C::kHeadDimV;
+  static constexpr int kBlockQ = C::kBlockQ, kBlockK = C::kBlockK;
+  static constexpr int kStages = C::kStages;
+  // P of 128 queries becomes an operand in two parts, the second when dS of the first has freed
+  // registers.
+  static constexpr int kParts = kBlockQ == 128 && !kSoftcap ? 2 : 1;
   using Iter = std::conditional_t<C::kManyTiles, uint32_t, int>;
   using MmaS = typename Op::template Wgmma<kBlockQ>;
   using MmaDq = typename Op::template Wgmma<C::kDqColumns>;
+
+  BackwardStorage<C>& shared;
+  const BackwardArgs& a;
+  const int w;
+  // In shared memory, as registers are scarce.
+  const KeyTile& tile;
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const auto address = [](const void* x) { return ptx::shared_address(x); };
-  const auto release = [&](uint64_t& barrier) {
+  float (&dk)[kHeadDim / 2], (&dv)[kHeadDimV / 2];
+  float prob[kBlockQ / 2], dp[kBlockQ / 2];
+  uint32_t p[kBlockQ / 16][4], ds[kBlockQ / 16][4];  // P^T and dS^T as operands, per 16 queries
+  uint64_t k_rows, v_rows, q_rows, dout_rows;        // descriptors of operands: rows as they are,
+  uint64_t q_columns, dout_columns, ds_rows, k_columns;  // or transposed
+  uint32_t lse, delta;                                   // where this lane reads
+  std::conditional_t<C::kManyTiles, FlaggedBlocks<C>, Blocks<C>> blocks;
+
+  __device__ __forceinline__ static uint32_t address(const void* x) {
+    return ptx::shared_address(x);
+  }
+
+  __device__ __forceinline__ Consumer(BackwardStorage<C>& shared_, const BackwardArgs& a_, int w_,
+                                      const KeyTile& tile_, float (&dk_)[kHeadDim / 2],
+                                      float (&dv_)[kHeadDimV / 2])
+      : shared(shared_),
+        a(a_),
+        w(w_),
+        tile(tile_),
+        dk(dk_),
+        dv(dv_),
+        k_rows(ptx::wgmma_descriptor(address(shared.k + w * 8192), 16, 1024)),
+        v_rows(ptx::wgmma_descriptor(address(shared.v + w * 8192), 16, 1024)),
+        q_rows(ptx::wgmma_descriptor(address(shared.q), 16, 1024)),
+        dout_rows(ptx::wgmma_descriptor(address(shared.dout), 16, 1024)),
+        q_columns(ptx::wgmma_descriptor(address(shared.q), kBlockQ * 128, 1024)),
+        dout_columns(ptx::wgmma_descriptor(address(shared.dout), kBlockQ * 128, 1024)),
+        ds_rows(
+            ptx::wgmma_descriptor(address(shared.ds) + (C::kSplitRows ? w * 8192 : 0), 16, 1024)),
+        k_columns(ptx::wgmma_descriptor(address(shared.k) + w * (C::kSplitRows    ? 0
+                                                                 : C::kBoxes == 1 ? 64
+                                                                                  : kBlockK * 128),
+                                        kBlockK * 128, 1024)),
+        lse(address(shared.lse) + lane % 4 * 8),
+        delta(address(shared.delta) + lane % 4 * 8),
+        blocks(a, tile, w) {}
+
+  __device__ __forceinline__ void release(uint64_t& barrier) const {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(address(&barrier));
-  };
-
-  float dk[kHeadDim / 2], dv[kHeadDimV / 2];
-#pragma unroll
-  for (int e = 0; e < kHeadDim / 2; ++e) dk[e] = 0.f;
-#pragma unroll
-  for (int e = 0; e < kHeadDimV / 2; ++e) dv[e] = 0.f;
-
-  // In shared memory, as registers are scarce; the same in all lanes, which only redux tells the
-  // compiler: wgmma wants uniform control flow.
-  const KeyTile& tile = shared.tile[C::kManyTiles ? iter >> 30 & 1 : 0];
-  if constexpr (C::kManyTiles) {
-    wait_for(shared.kv_full, iter >> 30);
-    ptx::bulk_wait_read<0>();  // what dK and dV of the tile before go out through is read
-    ptx::barrier_sync(1 + w, 128);
   }
-  if (ptx::redux_max(tile.end - tile.begin) > 0) {
-    float prob[kBlockQ / 2], dp[kBlockQ / 2];
-    uint32_t p[kBlockQ / 16][4], ds[kBlockQ / 16][4];  // P^T and dS^T as operands, per 16 queries
-    const uint64_t k_rows = ptx::wgmma_descriptor(address(shared.k + w * 8192), 16, 1024);
-    const uint64_t v_rows = ptx::wgmma_descriptor(address(shared.v + w * 8192), 16, 1024);
-    const uint64_t q_rows = ptx::wgmma_descriptor(address(shared.q), 16, 1024);
-    const uint64_t dout_rows = ptx::wgmma_descriptor(address(shared.dout), 16, 1024);
-    const uint64_t q_columns = ptx::wgmma_descriptor(address(shared.q), kBlockQ * 128, 1024);
-    const uint64_t dout_columns = ptx::wgmma_descriptor(address(shared.dout), kBlockQ * 128, 1024);
-    const uint64_t ds_rows =
-        ptx::wgmma_descriptor(address(shared.ds) + (C::kSplitRows ? w * 8192 : 0), 16, 1024);
-    const uint64_t k_columns =
-        ptx::wgmma_descriptor(address(shared.k) + w * (C::kSplitRows    ? 0
-                                                       : C::kBoxes == 1 ? 64
-                                                                        : kBlockK * 128),
-                              kBlockK * 128, 1024);
-    const uint32_t lse = address(shared.lse) + lane % 4 * 8;
-    const uint32_t delta = address(shared.delta) + lane % 4 * 8;
 
-    // x^T = (rows of K or V) (rows of Q or dO)^T
-    const auto issue_product = [&](float (&x)[kBlockQ / 2], uint64_t mine, uint64_t streamed,
-                                   int columns) {
+  // x^T = (rows of K or V) (rows of Q or dO)^T
+  __device__ __forceinline__ void issue_product(float (&x)[kBlockQ / 2], uint64_t mine,
+                                                uint64_t streamed, int columns) {
 #pragma unroll
-      for (int d = 0; d < columns / 16; ++d)
-        MmaS::template ss<0>(x, mine + (d / 4 * kBlockK * 128 + d % 4 * 32) / 16,
-                             streamed + (d / 4 * kBlockQ * 128 + d % 4 * 32) / 16, d > 0);
-      ptx::wgmma_commit();
+    for (int d = 0; d < columns / 16; ++d)
+      MmaS::template ss<0>(x, mine + (d / 4 * kBlockK * 128 + d % 4 * 32) / 16,
+                           streamed + (d / 4 * kBlockQ * 128 + d % 4 * 32) / 16, d > 0);
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void pack(int begin, int end) {
+#pragma unroll
+    for (int e = begin * 8; e < end * 8; e += 2)
+      p[e / 8][e / 2 % 4] = Op::pack2(prob[e], prob[e + 1]);
+  }
+
+  __device__ __forceinline__ void issue_scores(float (&s)[kBlockQ / 2], Iter iter) {
+    wait_for(shared.q_full[iter % kStages], iter / kStages);
+    ptx::wgmma_fence();
+    issue_product(s, k_rows, q_rows + iter % kStages * (C::kQBytes / 16), kHeadDim);
+  }
+
+  // dP^T, beside it P^T; then all products are done.
+  __device__ __forceinline__ void exponentiate(float (&s)[kBlockQ / 2], Iter iter) {
+    const uint32_t stage = iter % kStages;
+    wait_for(shared.dout_full[stage], iter / kStages);
+    ptx::wgmma_fence();
+    issue_product(dp, v_rows, dout_rows + stage * (C::kDoutBytes / 16), kHeadDimV);
+    blocks.read(shared, stage);
+    // Known before S^T is: what the exponentials would wait for here is on the critical path.
+    const bool large = !kSoftcap && flag_of(lse + stage * (kBlockQ * 4));
+    const bool cut = blocks.cut(w) || large;
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_tie(s);
+    const auto hide_outside = [&](float value) {
+      if (cut) {
+        if constexpr (!kSoftcap) limit_probabilities(prob);
+        hide(prob, window_of(a.p, tile.seq_q, tile.seq_k), tile.row + w * 64 + warp * 16 + lane / 4,
+             blocks.index() * kBlockQ + lane % 4 * 2, value);
+      }
     };
-    // P of 128 queries becomes an operand in two parts, the second when dS of the first has freed
-    // registers.
-    constexpr int kParts = kBlockQ == 128 && !kSoftcap ? 2 : 1;
-    const auto pack = [&](int begin, int end) {
+    if constexpr (kSoftcap) {
 #pragma unroll
-      for (int e = begin * 8; e < end * 8; e += 2)
-        p[e / 8][e / 2 % 4] = Op::pack2(prob[e], prob[e + 1]);
-    };
-    std::conditional_t<C::kManyTiles, FlaggedBlocks<C>, Blocks<C>> blocks(a, tile, w);
-    const auto issue_scores = [&](float (&s)[kBlockQ / 2], Iter iter) {
-      wait_for(shared.q_full[iter % kStages], iter / kStages);
-      ptx::wgmma_fence();
-      issue_product(s, k_rows, q_rows + iter % kStages * (C::kQBytes / 16), kHeadDim);
-    };
-    // dP^T, beside it P^T; then all products are done.
-    const auto exponentiate = [&](float (&s)[kBlockQ / 2], Iter iter) {
-      const uint32_t stage = iter % kStages;
-      wait_for(shared.dout_full[stage], iter / kStages);
-      ptx::wgmma_fence();
-      issue_product(dp, v_rows, dout_rows + stage * (C::kDoutBytes / 16), kHeadDimV);
-      blocks.read(shared, stage);
-      // Known before S^T is: what the exponentials would wait for here is on the critical path.
-      const bool large = !kSoftcap && flag_of(lse + stage * (kBlockQ * 4));
-      const bool cut = blocks.cut(w) || large;
-      ptx::wgmma_wait<1>();
-      ptx::wgmma_tie(s);
-      const auto hide_outside = [&](float value) {
-        if (cut) {
-          if constexpr (!kSoftcap) limit_probabilities(prob);
-          hide(prob, window_of(a.p, tile.seq_q, tile.seq_k),
-               tile.row + w * 64 + warp * 16 + lane / 4, blocks.index() * kBlockQ + lane % 4 * 2,
-               value);
-        }
-      };
-      if constexpr (kSoftcap) {
-#pragma unroll
-        for (int e = 0; e < kBlockQ / 2; ++e) prob[e] = tanh_accurate(s[e] * a.cap_inner);
-        hide_outside(-INFINITY);
-      }
-      if constexpr (C::kHasBiasMask) {
-        const int pair_stage = iter % C::kBiasMaskStages;
-        if (C::kBiasStaged || a.bias_tiles)
-          wait_for(shared.bias_full[pair_stage], iter / C::kBiasMaskStages);
-        uint32_t bias;
-        if constexpr (C::kBiasStaged)
-          bias = address(shared.bias_mask[pair_stage]);
-        else
-          bias = address(shared.ds[pair_stage]) + w * (kBlockQ * 128);
-        exponentiate_bias_mask<Op, C>(prob, s, a, tile, lse + stage * (kBlockQ * 4), bias, w, iter);
-      }
-#pragma unroll
-      for (int n = 0; n < (C::kHasBiasMask ? 0 : kBlockQ / 8); ++n) {
-        const float2 row = ptx::ld_shared_f2(lse + stage * (kBlockQ * 4) + n * 32);
-#pragma unroll
-        for (int e = n * 4; e < n * 4 + 4; ++e) {
-          const float offset = e % 2 == 0 ? row.x : row.y;
-          if constexpr (kSoftcap)
-            s[e] = ptx::ex2_approx(fmaf(prob[e], a.cap_outer, -offset));
-          else
-            prob[e] = ptx::ex2_approx(fmaf(s[e], a.exp_scale, -offset));
-        }
-      }
-      if constexpr (!kSoftcap) hide_outside(0.f);
-      blocks.next();
-      if constexpr (kSoftcap) {  // P as operand of dV; for dS it takes the slope
-#pragma unroll
-        for (int e = 0; e < kBlockQ / 2; e += 2) p[e / 8][e / 2 % 4] = Op::pack2(s[e], s[e + 1]);
-#pragma unroll
-        for (int e = 0; e < kBlockQ / 2; ++e)
-          prob[e] = s[e] * fmaxf(fmaf(-prob[e], prob[e], 1.f), 0.f);
-        ptx::wgmma_tie(prob);
-      } else {
-        ptx::wgmma_tie(prob);
-        pack(0, kBlockQ / 16 / kParts);
-      }
-      ptx::schedule_fence(prob[kBlockQ / 2 - 1]);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_tie(dp);
-    };
-    // dV, and dS^T as operand.
-    const auto issue_dv = [&](Iter iter) {
-      const uint32_t stage = iter % kStages;
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        constexpr int kSteps = kBlockQ / 16 / kParts;
-        const int first = part * kSteps;
-        if (part > 0) pack(first, first + kSteps);
-        ptx::wgmma_fence();
-        issue_sum<Op>(dv, p, dout_columns + stage * (C::kDoutBytes / 16), first, first + kSteps);
-#pragma unroll
-        for (int n = first * 2; n < (first + kSteps) * 2; ++n) {
-          const float2 row = ptx::ld_shared_f2(delta + stage * (kBlockQ * 4) + n * 32);
-#pragma unroll
-          for (int e = n * 4; e < n * 4 + 4; e += 2) {
-            prob[e] *= dp[e] + row.x;
-            prob[e + 1] *= dp[e + 1] + row.y;
-            ds[e / 8][e / 2 % 4] = Op::pack2(prob[e], prob[e + 1]);
-          }
-        }
-      }
+      for (int e = 0; e < kBlockQ / 2; ++e) prob[e] = tanh_accurate(s[e] * a.cap_inner);
+      hide_outside(-INFINITY);
+    }
+    if constexpr (C::kHasBiasMask) {
+      const int pair_stage = iter % C::kBiasMaskStages;
+      if (C::kBiasStaged || a.bias_tiles)
+        wait_for(shared.bias_full[pair_stage], iter / C::kBiasMaskStages);
+      uint32_t bias;
       if constexpr (C::kBiasStaged)
-        leave_staged(prob, a,
-                     StagedBias<C>(address(shared.bias_mask[iter % C::kBiasMaskStages]), w));
-    };
-    const auto share_ds = [&](Iter iter) {
-      // Addresses anew: registers are scarcer than integer instructions.
-      const uint32_t thread = opaque(threadIdx.x), matrix_row = thread % 8;
-      const uint32_t ds_store = address(shared.ds) + w * (kBlockQ * 128) +
-                                (matrix_row + thread % 32 / 16 * 8) * 128 +
-                                ((thread / 32 % 4 * 2 + thread / 8 % 2) ^ matrix_row) * 16;
-      poison_pieces(ds_store + iter % C::kDsStages * C::kDsBytes, kBlockQ / 16, 2048);
+        bias = address(shared.bias_mask[pair_stage]);
+      else
+        bias = address(shared.ds[pair_stage]) + w * (kBlockQ * 128);
+      exponentiate_bias_mask<Op, C>(prob, s, a, tile, lse + stage * (kBlockQ * 4), bias, w, iter);
+    }
 #pragma unroll
-      for (int m = 0; m < kBlockQ / 16; ++m)
-        ptx::stmatrix_x4_trans(ds_store + iter % C::kDsStages * C::kDsBytes + m * 2048, ds[m]);
-      ptx::fence_proxy_async();
-      if constexpr (C::kBiasStaged) release(shared.ds_done[iter % C::kBiasMaskStages]);
-    };
-    const auto issue_dk = [&](Iter iter) {
-      ptx::wgmma_fence();
-      issue_sum<Op>(dk, ds, q_columns + iter % kStages * (C::kQBytes / 16), 0, kBlockQ / 16);
-    };
-    const auto issue_dq = [&](float (&dq)[C::kDqColumns / 2], Iter iter) {
-      const uint64_t rows = ds_rows + iter % C::kDsStages * (C::kDsBytes / 16);
-      ptx::wgmma_fence();
+    for (int n = 0; n < (C::kHasBiasMask ? 0 : kBlockQ / 8); ++n) {
+      const float2 row = ptx::ld_shared_f2(lse + stage * (kBlockQ * 4) + n * 32);
 #pragma unroll
-      for (int n = 0; n < kBlockK / 16; ++n)
-        MmaDq::template ss<1>(dq, rows + (n / 4 * kBlockQ * 128 + n % 4 * 32) / 16,
-                              k_columns + n * (2048 / 16), n > 0);
-      ptx::wgmma_commit();
-    };
-    const auto write_dq = [&](const float (&dq)[C::kDqColumns / 2], Iter iter) {
-      const Iter stage = iter % C::kDqStages;
-      const uint32_t thread = opaque(threadIdx.x);
-      const uint32_t dq_store = address(shared.dq[0][w]) + thread % 128 * 16;
-      wait_for(shared.dq_empty[stage][w], iter / C::kDqStages + 1);
-      poison_pieces(dq_store + stage * (C::kConsumers * C::kDqFloats * 4), C::dq_columns(w) / 8,
-                    2048);
-#pragma unroll
-      for (int j = 0; j < C::kDqColumns / 8; ++j) {
-        if (j * 8 >= C::dq_columns(w)) break;
-        ptx::st_shared(dq_store + stage * (C::kConsumers * C::kDqFloats * 4) + j * 2048,
-                       make_uint4(__float_as_uint(dq[j * 4]), __float_as_uint(dq[j * 4 + 1]),
-                                  __float_as_uint(dq[j * 4 + 2]), __float_as_uint(dq[j * 4 + 3])));
+      for (int e = n * 4; e < n * 4 + 4; ++e) {
+        const float offset = e % 2 == 0 ? row.x : row.y;
+        if constexpr (kSoftcap)
+          s[e] = ptx::ex2_approx(fmaf(prob[e], a.cap_outer, -offset));
+        else
+          prob[e] = ptx::ex2_approx(fmaf(s[e], a.exp_scale, -offset));
       }
-      ptx::fence_proxy_async();
-      release(shared.dq_full[stage][w]);
-    };
+    }
+    if constexpr (!kSoftcap) hide_outside(0.f);
+    blocks.next();
+    if constexpr (kSoftcap) {  // P as operand of dV; for dS it takes the slope
+#pragma unroll
+      for (int e = 0; e < kBlockQ / 2; e += 2) p[e / 8][e / 2 % 4] = Op::pack2(s[e], s[e + 1]);
+#pragma unroll
+      for (int e = 0; e < kBlockQ / 2; ++e)
+        prob[e] = s[e] * fmaxf(fmaf(-prob[e], prob[e], 1.f), 0.f);
+      ptx::wgmma_tie(prob);
+    } else {
+      ptx::wgmma_tie(prob);
+      pack(0, kBlockQ / 16 / kParts);
+    }
+    ptx::schedule_fence(prob[kBlockQ / 2 - 1]);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_tie(dp);
+  }
 
-    const auto begin_iter = [&](Iter iter) {
-      float s[kBlockQ / 2];
-      issue_scores(s, iter);
-      exponentiate(s, iter);
-      issue_dv(iter);
-    };
-    const auto end_iter = [&](Iter iter) {
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_tie(dk);
-      release(shared.q_empty[iter % kStages]);
-    };
+  // dV, and dS^T as operand.
+  __device__ __forceinline__ void issue_dv(Iter iter) {
+    const uint32_t stage = iter % kStages;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      constexpr int kSteps = kBlockQ / 16 / kParts;
+      const int first = part * kSteps;
+      if (part > 0) pack(first, first + kSteps);
+      ptx::wgmma_fence();
+      issue_sum<Op>(dv, p, dout_columns + stage * (C::kDoutBytes / 16), first, first + kSteps);
+#pragma unroll
+      for (int n = first * 2; n < (first + kSteps) * 2; ++n) {
+        const float2 row = ptx::ld_shared_f2(delta + stage * (kBlockQ * 4) + n * 32);
+#pragma unroll
+        for (int e = n * 4; e < n * 4 + 4; e += 2) {
+          prob[e] *= dp[e] + row.x;
+          prob[e + 1] *= dp[e + 1] + row.y;
+          ds[e / 8][e / 2 % 4] = Op::pack2(prob[e], prob[e + 1]);
+        }
+      }
+    }
+    if constexpr (C::kBiasStaged)
+      leave_staged(prob, a, StagedBias<C>(address(shared.bias_mask[iter % C::kBiasMaskStages]), w));
+  }
+
+  __device__ __forceinline__ void share_ds(Iter iter) {
+    // Addresses anew: registers are scarcer than integer instructions.
+    const uint32_t thread = opaque(threadIdx.x), matrix_row = thread % 8;
+    const uint32_t ds_store = address(shared.ds) + w * (kBlockQ * 128) +
+                              (matrix_row + thread % 32 / 16 * 8) * 128 +
+                              ((thread / 32 % 4 * 2 + thread / 8 % 2) ^ matrix_row) * 16;
+    poison_pieces(ds_store + iter % C::kDsStages * C::kDsBytes, kBlockQ / 16, 2048);
+#pragma unroll
+    for (int m = 0; m < kBlockQ / 16; ++m)
+      ptx::stmatrix_x4_trans(ds_store + iter % C::kDsStages * C::kDsBytes + m * 2048, ds[m]);
+    ptx::fence_proxy_async();
+    if constexpr (C::kBiasStaged) release(shared.ds_done[iter % C::kBiasMaskStages]);
+  }
+
+  __device__ __forceinline__ void issue_dk(Iter iter) {
+    ptx::wgmma_fence();
+    issue_sum<Op>(dk, ds, q_columns + iter % kStages * (C::kQBytes / 16), 0, kBlockQ / 16);
+  }
+
+  __device__ __forceinline__ void issue_dq(float (&dq)[C::kDqColumns / 2], Iter iter) {
+    const uint64_t rows = ds_rows + iter % C::kDsStages * (C::kDsBytes / 16);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < kBlockK / 16; ++n)
+      MmaDq::template ss<1>(dq, rows + (n / 4 * kBlockQ * 128 + n % 4 * 32) / 16,
+                            k_columns + n * (2048 / 16), n > 0);
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void write_dq(const float (&dq)[C::kDqColumns / 2], Iter iter) {
+    const Iter stage = iter % C::kDqStages;
+    const uint32_t thread = opaque(threadIdx.x);
+    const uint32_t dq_store = address(shared.dq[0][w]) + thread % 128 * 16;
+    wait_for(shared.dq_empty[stage][w], iter / C::kDqStages + 1);
+    poison_pieces(dq_store + stage * (C::kConsumers * C::kDqFloats * 4), C::dq_columns(w) / 8,
+                  2048);
+#pragma unroll
+    for (int j = 0; j < C::kDqColumns / 8; ++j) {
+      if (j * 8 >= C::dq_columns(w)) break;
+      ptx::st_shared(dq_store + stage * (C::kConsumers * C::kDqFloats * 4) + j * 2048,
+                     make_uint4(__float_as_uint(dq[j * 4]), __float_as_uint(dq[j * 4 + 1]),
+                                __float_as_uint(dq[j * 4 + 2]), __float_as_uint(dq[j * 4 + 3])));
+    }
+    ptx::fence_proxy_async();
+    release(shared.dq_full[stage][w]);
+  }
+
+  __device__ __forceinline__ void begin_block(Iter iter) {
+    float s[kBlockQ / 2];
+    issue_scores(s, iter);
+    exponentiate(s, iter);
+    issue_dv(iter);
+  }
+
+  __device__ __forceinline__ void end_block(Iter iter) {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_tie(dk);
+    release(shared.q_empty[iter % kStages]);
+  }
+
+  // All blocks of a tile that has some. iter: blocks that are done before, and after.
+  __device__ __forceinline__ void run(uint32_t& iter) {
     Iter i = iter;
     if constexpr (!C::kManyTiles) {
       wait_for(shared.kv_full, 0);
-      begin_iter(0);
+      begin_block(0);
       share_ds(0);
       issue_dk(0);
       ptx::wgmma_wait<1>();
@@ -372,13 +398,13 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
       release(shared.ds_full);
       if constexpr (C::kHasBiasMask && !C::kBiasStaged) release(shared.ds_done[0]);
       release(shared.dout_empty[0]);
-      end_iter(0);
+      end_block(0);
       i = 1;
     }
 #pragma unroll 1
     for (; blocks.more(i); ++i) {
       float dq[C::kDqColumns / 2];
-      begin_iter(i);
+      begin_block(i);
       // The other consumer has shared dS of the block before, and read what is overwritten now.
       wait_for(shared.ds_full, i - 1);
       share_ds(i);
@@ -396,7 +422,7 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
       if constexpr (C::kHasBiasMask && !C::kBiasStaged) release(shared.ds_done[i % C::kDsStages]);
       release(shared.dout_empty[i % kStages]);
       if (!blocks.first()) write_dq(dq, i - 1);
-      end_iter(i);
+      end_block(i);
     }
     iter = i;
     float dq[C::kDqColumns / 2];
@@ -406,18 +432,33 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
     ptx::wgmma_tie(dq);
     if constexpr (C::kManyTiles) release(shared.queue.kv_empty);
     write_dq(dq, iter - 1);
-    ptx::barrier_sync(3, 128 * C::kConsumers);  // nobody reads K, or dS, any more
-  } else if constexpr (C::kManyTiles) {
-    release(shared.queue.kv_empty);
+    ptx::barrier_sync(kAllConsumers, 128 * C::kConsumers);  // K and dS have been read
   }
-  const auto& p = a.p;
+};
+
+// dK and dV, in shared memory at first; iter: blocks that are done.
+template <class Op, class C, bool kVarlen>
+__device__ __forceinline__ void write_gradients(BackwardStorage<C>& shared, const BackwardArgs& a,
+                                                int w, const KeyTile& tile,
+                                                const float (&dk)[C::kHeadDim / 2],
+                                                const float (&dv)[C::kHeadDimV / 2],
+                                                uint32_t iter) {
+  constexpr int kBlockQ = C::kBlockQ, kBlockK = C::kBlockK;
+  const uint32_t lane = threadIdx.x % 32;
+  const auto address = [](const void* x) { return ptx::shared_address(x); };
+  const auto release = [&](uint64_t& barrier) {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(address(&barrier));
+  };
+  const FlashsciBackwardParams& given = a.p;
   const int row = tile.row + w * 64;
   const auto send_dv = [&](uint32_t source, int pitch) {
-    send_rows<C::kBoxesV, kVarlen>(source, pitch, a.dv, p.dv, p.dv_strides, p.head_dim_v, tile,
-                                   row);
+    send_rows<C::kBoxesV, kVarlen>(source, pitch, a.dv, given.dv, given.dv_strides,
+                                   given.head_dim_v, tile, row);
   };
   const auto send_dk = [&](uint32_t source, int pitch) {
-    send_rows<C::kBoxes, kVarlen>(source, pitch, a.dk, p.dk, p.dk_strides, p.head_dim, tile, row);
+    send_rows<C::kBoxes, kVarlen>(source, pitch, a.dk, given.dk, given.dk_strides, given.head_dim,
+                                  tile, row);
   };
   if constexpr (C::kManyTiles) {
     // dV goes out through dS, and so does dK if there is room, else through dQ when that has been
@@ -428,21 +469,46 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
     constexpr int kDkPitch = 64 * 128;
     stage_rows<Op>(dv, 1.f, staged_dv, C::kDsBytes);
     if constexpr (!C::kNarrow) wait_for(shared.dq_empty[0][w], iter + 1);
-    stage_rows<Op>(dk, p.scale, staged_dk, kDkPitch);
+    stage_rows<Op>(dk, given.scale, staged_dk, kDkPitch);
     ptx::fence_proxy_async();
-    ptx::barrier_sync(1 + w, 128);
+    ptx::barrier_sync(kConsumer + w, 128);
     send_dv(staged_dv, C::kDsBytes);
     send_dk(staged_dk, kDkPitch);
     release(shared.queue.tile_empty[iter >> 30 & 1]);
   } else {
     constexpr int kPitch = kBlockK * 128;
     stage_rows<Op>(dv, 1.f, address(shared.v) + w * 8192, kPitch);
-    stage_rows<Op>(dk, p.scale, address(shared.k) + w * 8192, kPitch);
+    stage_rows<Op>(dk, given.scale, address(shared.k) + w * 8192, kPitch);
     ptx::fence_proxy_async();
-    ptx::barrier_sync(1 + w, 128);
+    ptx::barrier_sync(kConsumer + w, 128);
     send_dv(address(shared.v) + w * 8192, kPitch);
     send_dk(address(shared.k) + w * 8192, kPitch);
   }
+}
+
+// A tile of keys. iter: blocks that are done, and in the upper two bits tiles: a register less.
+template <class Op, class C, bool kVarlen, bool kSoftcap>
+__device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const BackwardArgs& a,
+                                             int w, uint32_t& iter) {
+  float dk[C::kHeadDim / 2], dv[C::kHeadDimV / 2];
+#pragma unroll
+  for (int e = 0; e < C::kHeadDim / 2; ++e) dk[e] = 0.f;
+#pragma unroll
+  for (int e = 0; e < C::kHeadDimV / 2; ++e) dv[e] = 0.f;
+  const KeyTile& tile = shared.tile[C::kManyTiles ? iter >> 30 & 1 : 0];
+  if constexpr (C::kManyTiles) {
+    wait_for(shared.kv_full, iter >> 30);
+    ptx::bulk_wait_read<0>();  // what dK and dV of the tile before go out through is read
+    ptx::barrier_sync(kConsumer + w, 128);
+  }
+  // The same in all lanes, which only redux tells the compiler: wgmma wants uniform control flow.
+  if (ptx::redux_max(tile.end - tile.begin) > 0)
+    Consumer<Op, C, kVarlen, kSoftcap>(shared, a, w, tile, dk, dv).run(iter);
+  else if constexpr (C::kManyTiles) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.queue.kv_empty));
+  }
+  write_gradients<Op, C, kVarlen>(shared, a, w, tile, dk, dv, iter);
 }
 
 template <class Op, class C, bool kVarlen, bool kSoftcap>
