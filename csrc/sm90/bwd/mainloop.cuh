@@ -176,7 +176,6 @@ struct Consumer {
   uint32_t p[kBlockQ / 16][4], ds[kBlockQ / 16][4];  // P^T and dS^T as operands, per 16 queries
   uint64_t k_rows, v_rows, q_rows, dout_rows;        // descriptors of operands: rows as they are,
   uint64_t q_columns, dout_columns, ds_rows, k_columns;  // or transposed
-  uint32_t lse, delta;                                   // where this lane reads
   std::conditional_t<C::kManyTiles, FlaggedBlocks<C>, Blocks<C>> blocks;
 
   __device__ __forceinline__ static uint32_t address(const void* x) {
@@ -204,9 +203,11 @@ struct Consumer {
                                                                  : C::kBoxes == 1 ? 64
                                                                                   : kBlockK * 128),
                                         kBlockK * 128, 1024)),
-        lse(address(shared.lse) + lane % 4 * 8),
-        delta(address(shared.delta) + lane % 4 * 8),
         blocks(a, tile, w) {}
+
+  // Where this lane reads.
+  __device__ __forceinline__ uint32_t lse() const { return address(shared.lse) + lane % 4 * 8; }
+  __device__ __forceinline__ uint32_t delta() const { return address(shared.delta) + lane % 4 * 8; }
 
   __device__ __forceinline__ void release(uint64_t& barrier) const {
     __syncwarp();
@@ -243,7 +244,7 @@ struct Consumer {
     issue_product(dp, v_rows, dout_rows + stage * (C::kDoutBytes / 16), kHeadDimV);
     blocks.read(shared, stage);
     // Known before S^T is: what the exponentials would wait for here is on the critical path.
-    const bool large = !kSoftcap && flag_of(lse + stage * (kBlockQ * 4));
+    const bool large = !kSoftcap && flag_of(lse() + stage * (kBlockQ * 4));
     const bool cut = blocks.cut(w) || large;
     ptx::wgmma_wait<1>();
     ptx::wgmma_tie(s);
@@ -268,11 +269,11 @@ struct Consumer {
         bias = address(shared.bias_mask[pair_stage]);
       else
         bias = address(shared.ds[pair_stage]) + w * (kBlockQ * 128);
-      exponentiate_bias_mask<Op, C>(prob, s, a, tile, lse + stage * (kBlockQ * 4), bias, w, iter);
+      exponentiate_bias_mask<Op, C>(prob, s, a, tile, lse() + stage * (kBlockQ * 4), bias, w, iter);
     }
 #pragma unroll
     for (int n = 0; n < (C::kHasBiasMask ? 0 : kBlockQ / 8); ++n) {
-      const float2 row = ptx::ld_shared_f2(lse + stage * (kBlockQ * 4) + n * 32);
+      const float2 row = ptx::ld_shared_f2(lse() + stage * (kBlockQ * 4) + n * 32);
 #pragma unroll
       for (int e = n * 4; e < n * 4 + 4; ++e) {
         const float offset = e % 2 == 0 ? row.x : row.y;
@@ -312,7 +313,7 @@ struct Consumer {
       issue_sum<Op>(dv, p, dout_columns + stage * (C::kDoutBytes / 16), first, first + kSteps);
 #pragma unroll
       for (int n = first * 2; n < (first + kSteps) * 2; ++n) {
-        const float2 row = ptx::ld_shared_f2(delta + stage * (kBlockQ * 4) + n * 32);
+        const float2 row = ptx::ld_shared_f2(delta() + stage * (kBlockQ * 4) + n * 32);
 #pragma unroll
         for (int e = n * 4; e < n * 4 + 4; e += 2) {
           prob[e] *= dp[e] + row.x;
