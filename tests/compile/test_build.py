@@ -257,7 +257,6 @@ LONG_FUNCTIONS = {
     "sm80/fwd/bias_mask_kernel.cuh: forward_bias_mask_kernel": 151,
     "sm80/fwd/kernel.cuh: forward_kernel": 139,
     "sm80/fwd_fp32/kernel.cuh: forward_fp32_kernel": 183,
-    "sm90/bwd/mainloop_d256.cuh: consume_d256": 240,
 }
 
 
