@@ -25,7 +25,7 @@ def test_every_instance_has_calls():
         for call in races.calls_of(instance):
             assert call.dtype == instance.dtype and call.generation == instance.generation
     # What a backward is compiled for must be run with one.
-    for instance in (i for i in table if i.kind == "backward"):
+    for instance in (i for i in table if i.kind == "bwd"):
         assert any(call.has_backward for call in races.calls_of(instance)), instance
 
 
@@ -195,12 +195,12 @@ def test_honest_results_pass(harness, kind):
 )
 def test_a_single_wrong_repeat_is_found(harness, monkeypatch, tensor, words):
     """One element, once: of the forward, of the backward in turns, of the other; and in the first run."""
-    calls = {"forward": 0, "backward": 0}
+    calls = {"fwd": 0, "bwd": 0}
     wrong = {
-        "first": ("forward", 1),
-        "out": ("forward", 4),
-        "dk": ("backward", 4),
-        "dq": ("backward", 8),
+        "first": ("fwd", 1),
+        "out": ("fwd", 4),
+        "dk": ("bwd", 4),
+        "dq": ("bwd", 8),
     }
     kind, time = wrong[tensor]  # backwards: in any order, in turns, four of these, four of those
 
@@ -210,13 +210,13 @@ def test_a_single_wrong_repeat_is_found(harness, monkeypatch, tensor, words):
 
     def forward(*arguments):
         out, lse = reference.forward(*arguments)
-        if now("forward"):
+        if now("fwd"):
             out[0, 0, 3, 2] += 1.0
         return out, lse
 
     def backward(*arguments):
         dq, dk, *others = reference.backward(*arguments)
-        if now("backward"):
+        if now("bwd"):
             (dk if tensor == "dk" else dq)[0, 0, 3, 2] = torch.nan
         return dq, dk, *others
 

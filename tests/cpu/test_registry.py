@@ -231,7 +231,7 @@ def test_a_generation_serves_only_what_its_kernels_do(monkeypatch):
     from flashsci.backends import cuda
 
     units = {f"cuda/sm{g}/forward_{d}": "" for g in (75, 80, 90) for d in ("fp16", "bf16")}
-    del units["cuda/sm75/forward_bf16"]
+    del units["cuda/sm75/fwd_bf16"]
     monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["75", "80", "90"], "units": units})
     hopper = Problem("cuda", (9, 0), torch.bfloat16, 2, 2, 64, 64)
     assert cuda.SM90.rejects(hopper) is None and cuda.SM80.rejects(hopper) is None
