@@ -233,7 +233,7 @@ def _sm90_forward(instance: Instance) -> Iterator[Call]:
 def _sm90_backward(instance: Instance) -> Iterator[Call]:
     dim = instance.head_dim
     found = re.fullmatch(
-        r"(?:v (?P<v>\d+) ?)?(?P<rows>finish|prepare)? ?(?P<pairs>bias or mask|fp32 bias or mask by pairs)? ?"
+        r"(?:v (?P<v>\d+) ?)?(?P<rows>postprocess|preprocess)? ?(?P<pairs>bias or mask|fp32 bias or mask by pairs)? ?"
         r"(?P<packed>packed)? ?(?P<softcap>softcap)? ?(tile after tile)?|dense",
         instance.variant,
     )

@@ -156,7 +156,7 @@ def test_sass_is_tensor_core_code():
         text=True,
     ).stdout
     functions = re.split(r"Function : ", sass)[1:]
-    forward = [f for f in functions if f.startswith("_ZN8flashsci4sm8014forward_kernel")]
+    forward = [f for f in functions if f.startswith("_ZN8flashsci4sm803fwd14forward_kernel")]
     assert len(forward) >= 2 * 6
     for text in forward:
         name = text.split("\n", 1)[0]
@@ -181,7 +181,7 @@ def test_turing_sass_is_tensor_core_code():
         return subprocess.run(command, capture_output=True, text=True).stdout
 
     functions = re.split(r"Function : ", listing("-sass", "-arch", "sm_75"))[1:]
-    forward = [f for f in functions if "sm7514forward_kernel" in f.split("\n", 1)[0]]
+    forward = [f for f in functions if "sm753fwd14forward_kernel" in f.split("\n", 1)[0]]
     assert len(forward) >= 4 * 6
     for text in forward:
         name = text.split("\n", 1)[0]
@@ -206,7 +206,7 @@ def test_hopper_sass_uses_wgmma_and_tma():
         text=True,
     ).stdout
     functions = re.split(r"Function : ", sass)[1:]
-    forward = [f for f in functions if "sm9014forward_kernel" in f.split("\n", 1)[0]]
+    forward = [f for f in functions if "sm903fwd14forward_kernel" in f.split("\n", 1)[0]]
     assert len(forward) >= 2 * 3
     for text in forward:
         name = text.split("\n", 1)[0]
@@ -214,9 +214,9 @@ def test_hopper_sass_uses_wgmma_and_tma():
         assert text.count("HMMA.16816") <= 16, name
         if "TilingILi256" not in name:
             assert not re.search(r"\b(LDL|STL)\b", text), f"{name} uses local memory"
-    decoding = [f for f in functions if "sm9013decode_kernel" in f.split("\n", 1)[0]]
+    decoding = [f for f in functions if "sm906decode13decode_kernel" in f.split("\n", 1)[0]]
     assert decoding and all("HGMMA.64x" in f and "UTMALDG.5D" in f for f in decoding)
-    backward = [f for f in functions if "sm9015backward_kernel" in f.split("\n", 1)[0]]
+    backward = [f for f in functions if "sm903bwd15backward_kernel" in f.split("\n", 1)[0]]
     assert len(backward) >= 2 * 4 * 4
     for text in backward:
         name = text.split("\n", 1)[0]

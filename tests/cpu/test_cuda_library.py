@@ -200,7 +200,7 @@ def test_gradients_need_triton(monkeypatch):
     triton, cuda = (registry.BACKENDS[name] for name in ("triton", "cuda"))
     monkeypatch.setattr(triton.load(), "unavailable", lambda: "Triton is not installed")
     monkeypatch.setattr(backend, "unavailable", lambda: None)
-    forward_only = {unit: "" for unit in BUILD["units"] if "/forward" in unit}
+    forward_only = {unit: "" for unit in BUILD["units"] if "/fwd" in unit}
     monkeypatch.setattr(backend, "build_info", lambda: {**BUILD, "units": forward_only})
     assert cuda.rejects(PROBLEM) is None
     reason = cuda.rejects(replace(PROBLEM, requires_grad=True))
@@ -270,7 +270,7 @@ def test_digest_of_every_unit():
 
 def test_digest_sees_every_included_header():
     csrc = ROOT / "csrc"
-    sources = digest.cpp_sources([csrc / "sm80" / "forward_bf16.cu"])
+    sources = digest.cpp_sources([csrc / "sm80" / "fwd" / "bf16.cu"])
     names = {str(p.relative_to(csrc)) for p in sources}
     assert {"include/flashsci.h", "common/tile.cuh", "common/ptx/mma_bf16.cuh"} <= names
 

@@ -230,7 +230,7 @@ def test_one_generation_of_cuda_kernels_on_request(fresh_registry):
 def test_a_generation_serves_only_what_its_kernels_do(monkeypatch):
     from flashsci.backends import cuda
 
-    units = {f"cuda/sm{g}/forward_{d}": "" for g in (75, 80, 90) for d in ("fp16", "bf16")}
+    units = {f"cuda/sm{g}/fwd_{d}": "" for g in (75, 80, 90) for d in ("fp16", "bf16")}
     del units["cuda/sm75/fwd_bf16"]
     monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["75", "80", "90"], "units": units})
     hopper = Problem("cuda", (9, 0), torch.bfloat16, 2, 2, 64, 64)
