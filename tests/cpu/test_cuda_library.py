@@ -38,7 +38,7 @@ BUILD = {  # of everything
         f"cuda/{folder}/{kind}_{dtype}": ""
         for folder, dtypes in (("sm75", "fp16"), ("sm80", "fp16 bf16 fp32"), ("sm90", "fp16 bf16"))
         for dtype in dtypes.split()
-        for kind in ("forward", "backward")
+        for kind in ("fwd", "bwd")
     },
 }
 needs_library = pytest.mark.skipif(
@@ -272,7 +272,7 @@ def test_digest_sees_every_included_header():
     csrc = ROOT / "csrc"
     sources = digest.cpp_sources([csrc / "sm80" / "fwd" / "bf16.cu"])
     names = {str(p.relative_to(csrc)) for p in sources}
-    assert {"include/flashsci.h", "common/tile.cuh", "common/ptx/mma_bf16.cuh"} <= names
+    assert {"include/flashsci.h", "core/smem_tile.cuh", "ptx/mma_bf16.cuh"} <= names
 
 
 def test_triton_digest_ignores_docstrings(tmp_path):
@@ -308,7 +308,7 @@ def test_a_debug_build_matches_no_tree(tmp_path):
 def test_barriers_expect_the_sizes_of_what_is_loaded():
     """A barrier that expects a byte more than its loads bring never opens, one that expects less opens too early.
 
-    Loads assert that their boxes fill a stage (csrc/sm90/box.cuh); so barriers must expect stages, not numbers of their
+    Loads assert that their boxes fill a stage (csrc/sm90/tma_box.cuh); so barriers must expect stages, not numbers of their
     own.
     """
     sizes = r"sizeof\(shared\.\w+(\[0\])*\)"
@@ -317,7 +317,7 @@ def test_barriers_expect_the_sizes_of_what_is_loaded():
         "(a.bias_tiles ? C::kBiasBytes : 0) + (a.mask_tiles ? C::kMaskBytes : 0)",
     )
     found = 0
-    for path in sorted((ROOT / "csrc" / "sm90").glob("*.cuh")):
+    for path in sorted((ROOT / "csrc" / "sm90").rglob("*.cuh")):
         text = re.sub(r"\s+", " ", path.read_text(encoding="utf-8"))
         for call in re.findall(r"mbarrier_arrive_expect\((.*?)\);", text):
             expected = call.rsplit(", ", 1)[1]
