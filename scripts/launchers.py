@@ -1,6 +1,6 @@
 """The torch-free launchers of kernel units by ctypes: builds of a unit beside each other, before the bindings know them.
 
-    nvcc -shared -Xcompiler -fPIC -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a csrc/sm90/*_bf16.cu -o new.so
+    nvcc -shared -Xcompiler -fPIC -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a csrc/sm90/*/bf16.cu -o new.so
     python -m scripts.time_builds base=base.so new=new.so@128 --case af3-pair
 
 A build is given as `name=path`, or `name=path@64+128` for those head dims only. Of a library with several generations the newest
