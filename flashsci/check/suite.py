@@ -92,7 +92,7 @@ def run(
         workers: processes; None for one per core, at most 14.
         device: "cuda"; "cpu" tries the check itself where Triton interprets.
         backends: which backends to judge; None for triton, cuda, and every generation of CUDA kernels that the library
-            holds and the device runs.
+            holds and the device runs; on the CPU for triton.
         minutes: stop then, and report what was done; unfinished work is a failure.
         say: receives lines of progress.
         part: a name; the results are added to the report under it, beside the whole run and other parts. None: the name of
@@ -109,7 +109,8 @@ def run(
     if reason:
         say(reason)
         return 2
-    backends = units.kernels_here() if backends is None else backends
+    if backends is None:
+        backends = units.kernels_here() if device == "cuda" else ("triton",)
     second = {u for u in chosen if u.startswith(units.GROUPS["second_order"])}
     # Triton's second order serves what any backend's forward saved.
     if unit and len(second) < len(chosen):
