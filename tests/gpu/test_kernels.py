@@ -222,20 +222,3 @@ def test_autocast(backend):
     assert out.dtype == torch.float16
     assert torch.equal(out, flashsci.attention(q.half(), k.half(), v.half(), backend=backend))
     assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.sum(), (q, k, v)))
-
-
-def test_held_to_hopper_a_bias_is_served_or_refused():
-    """In strides that its kernels take, by them and nothing else; in others, BackendError, and never Triton's gradients."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    variant = Variant("bfloat16", 64, 64, bias="pair", bias_float=True, bias_grad=True)
-    case = Case(
-        variant=variant, seed=2, lead=(2,), heads_k=2, seq_q=80, seq_k=96, bias_shape=(2, 2, 80, 96)
-    )
-    inputs = make_inputs(case, DEVICE)
-    with poisoned_memory():
-        found = evaluate(inputs, "cuda:sm90", deterministic=False)
-    Judge(inputs).require(found)
-    odd = make_inputs(replace(case, layout="shifted"), DEVICE)
-    with pytest.raises(flashsci.BackendError, match="of generation sm90 serves this call"):
-        evaluate(odd, "cuda:sm90", deterministic=False)
