@@ -166,7 +166,7 @@ def _execute(
     minutes: float,
     results: Results,
 ) -> None:
-    """All tasks, until the time is up: small traps first, large ones beside the worker processes."""
+    """All tasks, until the time is up: small traps and cases, large traps beside the worker processes."""
     processes = min(14, os.cpu_count() or 1) if processes is None else processes
     until = results.started + 60 * minutes
     springs = [("trap", t.name, b, device) for t in traps for b in backends if not t.gigabytes]
@@ -174,7 +174,9 @@ def _execute(
     large = LargeTraps([(t.name, b, device) for t in traps for b in backends if t.gigabytes], until)
     if processes > 1:
         large.start()
-    tasks = [*springs, *longest_first(judged)]
+    judged = longest_first(judged)
+    # A trap keeps the interpreter busy longer than many of its small cases.
+    tasks = [*springs, *judged] if device == "cuda" else [*judged, *springs]
     for kind, result in results_of(tasks, processes, until):
         results.take(kind, result)
     for name, backend, outcome in large.results():

@@ -166,7 +166,8 @@ def fully_masked_rows(backend: str, device: torch.device) -> None:
         assert found["dq"].masked_select(hidden).eq(0).all()
         assert found["lse"].masked_select(hidden[..., 0]).eq(-torch.inf).all()
 
-    each_served(functools.partial(exactly, dtype) for dtype in DTYPES)
+    dtypes = DTYPES if device.type == "cuda" else ("float32",)
+    each_served(functools.partial(exactly, dtype) for dtype in dtypes)
 
 
 @trap()
