@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import flashsci
-from flashsci import registry
 from flashsci.testing import Judge, evaluate, generate, make_inputs, poisoned_memory, variants
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("loaded")]
 BACKENDS = ("triton", "cuda:sm90", "cuda:sm80", "cuda:sm75")
 SOME = variants()[1::3] + variants(features=False)[::4]
 PRECISIONS = (None, "tf32x3", "tf32")
@@ -20,9 +19,6 @@ RUNS = 5
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("index", range(len(SOME)))
 def test_generated_problems(backend, index):
-    reason = registry.find(backend).unavailable()
-    if reason is not None:
-        pytest.skip(f"{backend}: {reason}")
     variant, tried = SOME[index], 0
     for i, case in enumerate(generate(17, 3, [variant])):
         if variant.dtype == "float32":

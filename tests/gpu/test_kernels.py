@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import flashsci
-from flashsci import registry
 from flashsci.testing import (
     TRAPS,
     Case,
@@ -26,19 +25,7 @@ from flashsci.testing import (
 KERNELS = ["triton", "cuda"]
 DEVICE = torch.device("cuda")
 SOME = variants()[::3]  # `check` judges them all
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def loaded(request):
-    """A backend that this machine lacks is a reason to skip, never a pass."""
-    name = (
-        request.node.callspec.params.get("backend") if hasattr(request.node, "callspec") else None
-    )
-    if name is not None:
-        reason = registry.find(name).unavailable()
-        if reason is not None:
-            pytest.skip(f"{name}: {reason}")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("loaded")]
 
 
 @pytest.mark.parametrize("backend", KERNELS)
