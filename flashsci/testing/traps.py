@@ -320,7 +320,7 @@ def more_than_two_billion_elements(backend: str, device: torch.device, dtype: st
     q, k, v, dout = (_randn(batch, 1, seq, dim, device=device, dtype=dtype) for _ in range(4))
     found = evaluate(Inputs(q, k, v, dout=dout), backend)
     ends = torch.tensor([0, 1, batch // 2, batch - 2, batch - 1], device=device)
-    Judge(Inputs(*(x[ends] for x in (q, k, v)), dout=dout[ends])).require(
+    Judge(Inputs(q[ends], k[ends], v[ends], dout=dout[ends])).require(
         {name: x[ends] for name, x in found.items()}
     )
 

@@ -9,6 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,8 @@ def _padded_triangle(backend: str, device: torch.device, scale: float, dtype: st
     with poisoned_memory():
         found = evaluate(inputs, backend, deterministic=False)
     some = slice(40, 44)  # of rows, whose gradients are their own
-    few = Inputs(*(x[:, some] for x in (q, k, v)), bias=bias, dout=dout[:, some], bias_grad=False)
+    rows = q[:, some], k[:, some], v[:, some]
+    few = Inputs(*rows, bias, dout=dout[:, some], bias_grad=False)
     Judge(few).require({n: x[:, some] for n, x in found.items() if n != "dbias"})
     _require_zero(found["dq"][..., 120:, :], "dq of rows whose dout is zero")
 
@@ -205,7 +207,7 @@ def values_of_129_to_192(backend: str, device: torch.device, dtype: str) -> None
             torch.randn(60, 4, n, dim, device=device, generator=generator).to(getattr(torch, dtype))
             for n in (1024, 128, 128)
         )
-        options = {"causal": True, "align": "lower_right"}
+        options: dict[str, Any] = {"causal": True, "align": "lower_right"}
         with torch.no_grad(), flashsci.use_backend(backend, strict=True):
             first = flashsci.attention(q, k, v, return_lse=True, **options)
             differ = torch.zeros((), dtype=torch.int64, device=device)
