@@ -224,11 +224,13 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
       ptx::wgmma_fence();
       issue_product(dp, v_rows, dout_rows + stage * (C::kDoutBytes / 16), kHeadDimV);
       blocks.read(shared, stage);
+      // Known before S^T is: what the exponentials would wait for here is on the critical path.
+      const bool large = !kSoftcap && flag_of(lse + stage * (kBlockQ * 4));
+      const bool cut = blocks.cut(w) || large;
       ptx::wgmma_wait<1>();
       ptx::wgmma_tie(s);
       const auto hide_outside = [&](float value) {
-        const bool large = !kSoftcap && flag_of(lse + stage * (kBlockQ * 4));
-        if (blocks.cut(w) || large) {
+        if (cut) {
           if constexpr (!kSoftcap) limit_probabilities(prob);
           hide(prob, window_of(a.p, tile.seq_q, tile.seq_k),
                tile.row + w * 64 + warp * 16 + lane / 4, blocks.index() * kBlockQ + lane % 4 * 2,

@@ -49,6 +49,8 @@ constexpr __host__ __device__ int row_lanes(int boxes) { return boxes == 3 ? 32 
 template <class Op, class C, bool kPacked>
 __global__ void __launch_bounds__(kRowThreads)
     backward_prepare_kernel(const __grid_constant__ BackwardArgs a) {
+  __shared__ float sums[C::kBlockQ];  // of a row: out times dout
+  static_assert(C::kBlockQ <= kRowThreads);
   ptx::launch_dependents();
   constexpr int kLanes = row_lanes(C::kBoxesV);
   constexpr int kStep = kRowThreads / kLanes;
@@ -76,6 +78,15 @@ __global__ void __launch_bounds__(kRowThreads)
   const bool mine = lane * 8 < p.head_dim_v && p.dout != nullptr;
   const int64_t statistics = static_cast<int64_t>(blockIdx.x) * C::kBlockQ;
   const uint32_t part = blockIdx.x * C::kConsumers;
+  // A thread for each row's lse, asked for before out and dout are.
+  const bool row_thread = threadIdx.x < C::kBlockQ;
+  const bool row_exists = row_thread && static_cast<int>(threadIdx.x) < tile.count;
+  const int64_t batch_head = (tile.batch0 * p.batch1 + tile.batch1) * p.heads_q + tile.head;
+  const float natural_lse =
+      row_exists ? p.lse[batch_head * p.seq_q + tile.row + threadIdx.x] : -INFINITY;
+  const float dlse = row_exists && p.dlse != nullptr
+                         ? p.dlse[tile.offset(p.dlse_strides) + threadIdx.x * p.dlse_strides.row]
+                         : 0.f;
   uint4 x[C::kBlockQ / kStep], y[C::kBlockQ / kStep];
 #pragma unroll
   for (int i = 0; i < C::kBlockQ / kStep; ++i) {
@@ -96,24 +107,6 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int i = 0; i < C::dq_columns(w) * 16; i += kRowThreads)
       accumulator[i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
-  // In powers of two; finite where a row sees no key, or is none.
-  constexpr float kNothing = 3.4e38f;
-  float lse[C::kBlockQ / kStep];
-  bool large = false;
-#pragma unroll
-  for (int i = 0; i < C::kBlockQ / kStep; ++i) {
-    lse[i] = kNothing;
-    const int row = first + i * kStep;
-    if (lane == 0 && row < tile.count) {
-      const int64_t batch_head = (tile.batch0 * p.batch1 + tile.batch1) * p.heads_q + tile.head;
-      const float found = p.lse[batch_head * p.seq_q + tile.row + row];
-      if (found != -INFINITY) {
-        lse[i] = lse_of_backward(found);
-        large |= is_large(lse[i]);
-      }
-    }
-  }
-  large = __syncthreads_or(large);
 #pragma unroll
   for (int i = 0; i < C::kBlockQ / kStep; ++i) {
     const uint32_t u[4] = {x[i].x, x[i].y, x[i].z, x[i].w}, v[4] = {y[i].x, y[i].y, y[i].z, y[i].w};
@@ -126,13 +119,15 @@ __global__ void __launch_bounds__(kRowThreads)
                  Op::to_float(static_cast<uint16_t>(v[word] >> 16));
 #pragma unroll
     for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    const int row = first + i * kStep;
-    if (lane == 0) {
-      if (row < tile.count && p.dlse != nullptr)
-        sum -= p.dlse[tile.offset(p.dlse_strides) + row * p.dlse_strides.row];
-      a.lse[statistics + row] = row < kFlaggedRows ? flagged(lse[i], large) : lse[i];
-      a.delta[statistics + row] = lse[i] == kNothing ? 0.f : -sum;
-    }
+    if (lane == 0) sums[first + i * kStep] = sum;
+  }
+  // lse in powers of two; finite where a row sees no key, or is none.
+  const bool sees_none = natural_lse == -INFINITY;
+  const float lse = sees_none ? 3.4e38f : lse_of_backward(natural_lse);
+  const bool large = __syncthreads_or(!sees_none && is_large(lse));
+  if (row_thread) {
+    a.lse[statistics + threadIdx.x] = threadIdx.x < kFlaggedRows ? flagged(lse, large) : lse;
+    a.delta[statistics + threadIdx.x] = sees_none ? 0.f : dlse - sums[threadIdx.x];
   }
 }
 
