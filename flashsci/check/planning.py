@@ -120,7 +120,7 @@ def plans_of(
     if device == "cuda" and unit is None and "cuda:sm90" in held:
         plans.append(apart(7 * count // 20, "cuda/sm90", held))
         if "cuda:sm80" in held:
-            plans.append(apart(3 * count // 20, "cuda/sm80/forward_fp32", ("cuda:sm80",)))
+            plans.append(apart(3 * count // 20, "cuda/sm80/fwd_fp32", ("cuda:sm80",)))
     elif (
         device == "cuda" and held and unit is not None and unit.startswith("cuda") and orders != [2]
     ):

@@ -119,7 +119,8 @@ def run(
     chosen = {
         u: d for u, d in chosen.items() if u in second or any(units.holds(b, u) for b in backends)
     }
-    order = 0 if unit and all("/forward" in u for u in chosen) else 1
+    forwards = all(u.split("/")[-1].startswith(("forward", "fwd_")) for u in chosen)
+    order = 0 if unit and forwards else 1
     orders = [1] if not second else [2] if len(second) == len(chosen) else [1, 2]
     traps = [
         t

@@ -9,7 +9,7 @@ from flashsci.registry import BACKENDS
 
 KERNELS = ("triton", "cuda")  # backends of our own
 # Names for several units: the starts of theirs.
-GROUPS = {"second_order": ("triton/jvp", "triton/second_")}
+GROUPS = {"second_order": ("triton/jvp", "triton/double_backward_")}
 
 
 def chosen_units(unit: str | None) -> dict[str, str]:
@@ -41,7 +41,7 @@ def _runs_here(backend: str) -> bool:
 
 
 def holds(backend: str, unit: str) -> bool:
-    """Whether a backend, such as "cuda:sm80", runs a unit, such as "cuda/sm80/forward_bf16"."""
+    """Whether a backend, such as "cuda:sm80", runs a unit, such as "cuda/sm80/fwd_bf16"."""
     family, generation, *_ = unit.split("/")
     return backend in (family, f"{family}:{generation}")
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import race_cases as races
+import raw_calls
 import torch
 from race_cases import Call, Shape
 from torch import Tensor
 
 from flashsci import ops, registry
-from flashsci.backends import cuda as backend
 from flashsci.testing import Inputs, Judge, evaluate, exact_matmul, poisoned_memory
 
 pytestmark = pytest.mark.gpu
@@ -38,17 +38,8 @@ def unavailable(generation: str, dtype: str) -> str | None:
     """Why this machine cannot run a generation's kernels, or None."""
     if generation in registry.BACKENDS:
         return registry.BACKENDS[generation].unavailable()
-    reason = backend.unavailable()
-    if reason is not None:
-        return reason
     suffix = next(s for s, d in races.DTYPES.items() if d == dtype)
-    unit = f"cuda/{generation}/forward_{suffix}"
-    if unit not in (backend.build_info() or {}).get("units", {}):
-        return f"this build has no {unit}"
-    major, minor = torch.cuda.get_device_capability()
-    if major != 9 if generation == "sm90" else 10 * major + minor < int(generation[2:]):
-        return f"{generation} does not run on {torch.cuda.get_device_name()}"
-    return None
+    return raw_calls.unavailable(generation, suffix)
 
 
 def require(generation: str, dtype: str) -> None:
