@@ -3,6 +3,7 @@
 `python -m flashsci check` judges thousands of problems; this is the part of it that runs in a minute, and the rest.
 """
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("loaded")]
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("name", TRAPS)
 def test_trap(name, backend):
+    gigabytes, processes = TRAPS[name].gigabytes, os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+    if gigabytes and processes != "1":
+        pytest.skip(
+            f"takes {gigabytes} GiB, and {processes} processes share the device: -n 0, or `python -m flashsci check`"
+        )
     try:
         TRAPS[name](backend, DEVICE)
     except Skipped as reason:
