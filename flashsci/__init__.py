@@ -12,10 +12,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flashsci.attention import attention, explain
+    from flashsci.attention import attention
     from flashsci.backward import Gradients, attention_backward
     from flashsci.dropout import dropout_mask
-    from flashsci.registry import BackendError, Explanation, use_backend
+    from flashsci.errors import BackendError
+    from flashsci.explain import explain
+    from flashsci.registry import Explanation, use_backend
     from flashsci.varlen import varlen_attention
 
 __version__ = "0.1.0"
@@ -23,12 +25,12 @@ __version__ = "0.1.0"
 _HOME = {
     "attention": "flashsci.attention",
     "attention_backward": "flashsci.backward",
-    "explain": "flashsci.attention",
+    "explain": "flashsci.explain",
     "Gradients": "flashsci.backward",
     "varlen_attention": "flashsci.varlen",
     "dropout_mask": "flashsci.dropout",
     "use_backend": "flashsci.registry",
-    "BackendError": "flashsci.registry",
+    "BackendError": "flashsci.errors",
     "Explanation": "flashsci.registry",
 }
 
@@ -58,7 +60,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This package: the submodule `attention` never takes the place of the function of that name.
+    """This package: the submodules `attention` and `explain` never take the place of the functions of these names.
 
     The import system binds a submodule to its name in the package once it has run, and another
     thread that calls ``flashsci.attention`` just then would find a module.

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashsci.ops import Scalars
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 SHARED = (
@@ -73,7 +75,7 @@ def flag(name: str, x: Any, advice: str = "") -> bool:
         TypeError: anything else, whatever it would count as.
     """
     if type(x) is bool or isinstance(x, torch.SymBool):
-        return x
+        return x  # type: ignore[return-value]
     if type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_"):
         return bool(x)
     if isinstance(x, Tensor):
@@ -305,9 +307,9 @@ class Options(NamedTuple):
 
     def scalars(
         self, head_dim: int, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None
-    ) -> tuple[Any, ...]:
-        """The arguments flashsci.ops.SCALARS."""
-        return (
+    ) -> Scalars:
+        """As kernels take them, with defaults filled in."""
+        return Scalars(
             -1 if max_seqlen_q is None else max_seqlen_q,
             -1 if max_seqlen_k is None else max_seqlen_k,
             1.0 / math.sqrt(head_dim) if self.scale is None else float(self.scale),

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashsci import arguments, registry
-from flashsci.dropout import check_dropout, draw_seed
-from flashsci.ops import follow_layout
-from flashsci.tracing import autocast, transforming
-
-
-class Plan(NamedTuple):
-    """What a call's shapes, dtypes and options decide, kept so that the next such call skips it
-    all."""
-
-    backend: str
-    module: ModuleType
-    scalars: tuple[Any, ...]
-    leading: (
-        tuple[int, ...] | None
-    )  # leading dims to expand q, k, v to; None: equal ranks and dims already
-
-
-_plans: dict[tuple[Any, ...], Plan] = {}
+from flashsci.dispatch import Plan, keep, plans, run, seed_for
+from flashsci.ops import Tensors
+from flashsci.problem import sums_bias
+from flashsci.tracing import autocast
 
 
 def attention(
@@ -142,47 +126,12 @@ def attention(
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     if plan.leading is not None:
         q, k, v, bias, key_weight, mask = _aligned(q, k, v, bias, key_weight, mask, plan.leading)
-    tensors = q, k, v, bias, key_weight, mask, None, None, None, dropout_seed
+    tensors = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed)
     out, lse = run(plan, tensors, needs_grad)
     if plan.leading is not None and len(plan.leading) > 2:
         out = out.unflatten(0, plan.leading[:-1])
         lse = None if lse is None else lse.unflatten(0, plan.leading[:-1])
     return (out, lse) if return_lse else out
-
-
-def run(plan: Plan, tensors: tuple[Any, ...], needs_grad: bool) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of the backend that a plan names, for tensors in the order of ops.TENSORS, wired
-    into autograd."""
-    module = plan.module
-    if not module.FUSED:
-        out, lse = module.forward(*tensors, *plan.scalars)
-        return follow_layout(out, tensors[0]), lse
-    tensors = inner_contiguous(tensors)
-    # A compiler does not say what transforms it traces: there, a gradient may always be wanted.
-    transformed = torch.compiler.is_compiling() or transforming()
-    if needs_grad or transformed:
-        from flashsci import autograd
-
-        node = autograd.Forward if transformed else autograd.EagerForward
-        return node.apply(plan.backend, *tensors, *plan.scalars)
-    return module.forward(*tensors, *plan.scalars)
-
-
-def inner_contiguous(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copies of q, k, v where their last dim is not contiguous, which kernels need."""
-    q, k, v = tensors[:3]
-    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        return tensors
-    return (q.contiguous(), k.contiguous(), v.contiguous(), *tensors[3:])
-
-
-def seed_for(q: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
-    """The seed given, checked and contiguous, or a fresh one."""
-    if dropout_seed is None:
-        return draw_seed(q.device)
-    check_dropout(dropout_p, dropout_seed)
-    arguments.same_device(q, dropout_seed=dropout_seed)
-    return dropout_seed.contiguous()
 
 
 def _plan(
@@ -208,12 +157,9 @@ def _plan(
         None if mask is None else (mask.shape, mask.dtype, mask.device),
         options, needs_grad, registry.requested(backend),
     )  # fmt: skip
-    plan = _plans.get(key)
+    plan = plans.get(key)
     if plan is None:
-        plan = _make_plan(q, k, v, bias, key_weight, mask, options, needs_grad, backend)
-        if len(_plans) >= 4096:
-            _plans.clear()
-        _plans[key] = plan
+        plan = keep(key, _make_plan(q, k, v, bias, key_weight, mask, options, needs_grad, backend))
     return plan
 
 
@@ -298,6 +244,8 @@ def describe(
     else:
         bias_shape = None if bias is None else tuple(bias.shape)
         features.update(batch=batch, seq_q=q.shape[-2], seq_k=k.shape[-2], bias_shape=bias_shape)
+        if bias is not None and features["bias_grad"]:
+            features["bias_summed"] = sums_bias(bias, (*batch, *heads))
     return registry.call(q, v, heads_q, heads_k, features)
 
 
@@ -333,46 +281,3 @@ def _aligned(
     rows = None if key_weight is None else key_weight.unsqueeze(-2)  # [*, Hk, 1, Sk]
     bias, rows, mask = (None if x is None else fold(same_rank(x)) for x in (bias, rows, mask))
     return fold(q), fold(k), fold(v), bias, None if rows is None else rows.squeeze(-2), mask
-
-
-def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options: Any
-) -> registry.Explanation:
-    """Which backend would serve ``attention(q, k, v, ...)`` (or ``varlen_attention``, given
-    ``cu_seqlens_q``), and why.
-
-    Args:
-        q, k, v, options: as for the call in question.
-        backend: as for the call in question.
-
-    Returns:
-        An :class:`Explanation`: who was asked, who was chosen, the reason of each backend that
-        refused. Printing it gives a table.
-
-    Raises:
-        TypeError, ValueError: the arguments do not fit, as in the call itself.
-
-    Example:
-        >>> import torch, flashsci
-        >>> q = k = v = torch.randn(2, 4, 8, 16)
-        >>> flashsci.explain(q, k, v, causal=True).chosen
-        'sdpa'
-    """
-    from flashsci import varlen
-
-    entry = varlen.varlen_attention if "cu_seqlens_q" in options else attention
-    bound = inspect.signature(entry).bind(q, k, v, **options)
-    bound.apply_defaults()
-    given = bound.arguments
-    shared = arguments.Options.of(*(given[name] for name in arguments.SHARED))
-    bias, weight = given["bias"], given["key_weight"]
-    arguments.check_types(q, k, v, bias, given.get("mask"), weight)
-    q, k, v = autocast(q, k, v)
-    needs_grad = arguments.needs_grad(q, k, v, bias, weight)
-    if entry is attention:
-        call = describe(q, k, v, bias, weight, given["mask"], shared, needs_grad)
-    else:
-        call = varlen.describe(
-            q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], bias, weight, shared, needs_grad
-        )
-    return registry.explain(registry.problem_of(*call), *registry.requested(backend))

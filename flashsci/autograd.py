@@ -15,26 +15,28 @@ lse. Third order raises, under ``loss.backward()`` and ``torch.autograd.grad(los
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashsci import registry
-from flashsci.ops import LIBRARY, SCALARS, TENSORS
+from flashsci.errors import BackendError
+from flashsci.ops import LIBRARY, Saved, Scalars, Tangents, Tensors
 from flashsci.tracing import transforming
 
-_LEAVES = 5  # q, k, v, bias, key_weight: what has gradients
-_TENSORS, _SCALARS = len(TENSORS), len(SCALARS)
+# Nodes take their tensors one by one, for autograd sees no other, and a call's options as one Scalars.
+_TENSORS = len(Tensors._fields)
+_LEAVES = len(Tangents._fields)  # the first of the tensors: what has gradients
 _SAVED = _TENSORS + 2  # with out and lse
-_REST = _TENSORS - _LEAVES + _SCALARS  # arguments after those with gradients
+_REST = _TENSORS - _LEAVES  # tensors without gradients
 _Gradients = tuple[Tensor | None, ...]
 _NOTHING: _Gradients = (None,) * _LEAVES
 
 
 def _refuse(what: str) -> Any:
-    raise registry.BackendError(
+    raise BackendError(
         f"flashsci: {what} is not supported (it would otherwise be dropped silently); "
         "compute this call with backend='reference', which differentiates to any order"
     )
@@ -87,26 +89,6 @@ def guarded(tensors: Any, what: str) -> list[Any]:
     ]
 
 
-def _second_order(backend: str, q: Tensor, v: Tensor) -> Any:
-    """The module with the second-order kernels for what a backend computed: its own, or Triton's."""
-    module = registry.kernels(backend)
-    if not hasattr(module, "double_backward"):
-        reason = _triton_rejects(q.device, q.dtype, q.shape[-1], v.shape[-1])
-        if reason is not None:
-            raise registry.BackendError(
-                f"flashsci: second derivatives come from the triton backend, and {reason}; compute "
-                "this call with backend='reference'"
-            )
-        module = registry.kernels("triton")
-    return module
-
-
-@functools.lru_cache
-def _triton_rejects(device: torch.device, dtype: torch.dtype, d: int, dv: int) -> str | None:
-    problem = registry.problem_of(device.type, device.index, dtype, 1, 1, d, dv, ())
-    return registry.BACKENDS["triton"].rejects(problem)
-
-
 def _need(wanted: Any) -> int:
     """The bits (ops.NEED_Q, ...) of the gradients wanted, given as booleans in order."""
     return sum(1 << i for i, x in enumerate(wanted) if x)
@@ -116,76 +98,91 @@ def _needed(found: Any, need: int) -> _Gradients:
     return tuple(g if need >> i & 1 else None for i, g in enumerate(found))
 
 
-def _backward(backend: str, dout: Any, dlse: Any, rest: tuple[Any, ...], need: int) -> _Gradients:
-    """Gradients of q, k, v, bias, key_weight, None where not needed; ``rest`` is ops.TENSORS, out, lse,
-    ops.SCALARS."""
+def _flat(saved: Saved) -> tuple[Any, ...]:
+    """As nodes take it."""
+    return *saved.tensors, saved.out, saved.lse, saved.scalars
+
+
+def _grouped(tensors: Sequence[Any], scalars: Scalars) -> Saved:
+    """From Tensors, out, lse, one after the other."""
+    *tensors, out, lse = tensors
+    return Saved(Tensors(*tensors), out, lse, scalars)
+
+
+def _backward(backend: str, dout: Any, dlse: Any, saved: Saved, need: int) -> _Gradients:
+    """Gradients of q, k, v, bias, key_weight, None where not needed."""
     if (dout is None and dlse is None) or not need:
         return _NOTHING
     transformed = transforming()
     if torch.is_grad_enabled() or transformed:
         node = Backward if transformed or torch.compiler.is_compiling() else EagerBackward
-        found = node.apply(backend, dout, dlse, *rest, need)
+        found = node.apply(backend, dout, dlse, *_flat(saved), need)
     else:
-        found = registry.kernels(backend).backward(dout, dlse, *rest, need)
+        found = registry.backward(backend, dout, dlse, saved, need)
     return _needed(found, need)
 
 
 def _double_backward(
-    backend: str, tangents: Any, dout: Any, dlse: Any, rest: tuple[Any, ...], need: int
+    backend: str, tangents: Tangents, dout: Any, dlse: Any, saved: Saved, need: int
 ) -> _Gradients:
     """Gradients of q, k, v, bias, key_weight, dout, dlse of <tangents, gradients of the first five>."""
     if all(t is None for t in tangents) or not need:
         return (None,) * (_LEAVES + 2)
     if torch.is_grad_enabled() or transforming():
-        fixed = guarded((dout, dlse, *rest[:_SAVED]), THIRD)
-        found = DoubleBackward.apply(backend, *tangents, *fixed, *rest[_SAVED:], need)
+        fixed = guarded((dout, dlse, *saved.tensors, saved.out, saved.lse), THIRD)
+        found = DoubleBackward.apply(backend, *tangents, *fixed, saved.scalars, need)
     else:
-        module = _second_order(backend, rest[0], rest[2])
-        found = module.double_backward(*tangents, dout, dlse, *rest, need)
+        module = registry.second_order(backend, saved.tensors)
+        found = module.double_backward(tangents, dout, dlse, saved, need)
     return _needed(found, need)
 
 
 def _along(
     backend: str,
-    tangents: Any,
+    tangents: Tangents,
     tdout: Any,
     tdlse: Any,
     dout: Any,
     dlse: Any,
-    rest: tuple[Any, ...],
+    saved: Saved,
     need: int,
 ) -> _Gradients:
     """The tangent of the backward's results along tangents of what has gradients and of dout and dlse, in
     which it is linear."""
-    first = _double_backward(backend, tangents, dout, dlse, rest, need)[:_LEAVES]
-    second = _backward(backend, tdout, tdlse, rest, need)
+    first = _double_backward(backend, tangents, dout, dlse, saved, need)[:_LEAVES]
+    second = _backward(backend, tdout, tdlse, saved, need)
     return tuple(
         b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True)
     )
 
 
 class Forward(torch.autograd.Function):
-    """out, lse = attention; inputs are the backend's name, then ops.TENSORS and ops.SCALARS."""
+    """out, lse = attention; inputs are the backend's name, those of Tensors, Scalars."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(backend: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-        return registry.kernels(backend).forward(*arguments)
+    def forward(backend: str, *inputs: Any) -> tuple[Tensor, Tensor]:
+        *tensors, scalars = inputs
+        result: tuple[Tensor, Tensor] = registry.kernels(backend).forward(
+            Tensors(*tensors), scalars
+        )
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _keep(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[1 : 1 + _TENSORS], *output)
+        ctx.save_for_forward(*inputs[1:-1], *output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         need = _need(ctx.needs_input_grad[1 : 1 + _LEAVES])
-        return (None, *_backward(ctx.backend, dout, dlse, _rest(ctx), need), *(None,) * _REST)
+        found = _backward(ctx.backend, dout, dlse, _saved(ctx), need)
+        return (None, *found, *(None,) * (_REST + 1))
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        return Jvp.apply(ctx.backend, *tangents[:_LEAVES], *_rest(ctx))
+        return Jvp.apply(ctx.backend, *tangents[:_LEAVES], *_flat(_saved(ctx)))
 
 
 class EagerForward(torch.autograd.Function):
@@ -194,7 +191,7 @@ class EagerForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = registry.kernels(inputs[0]).forward(*inputs[1:])
+        output = Forward.forward(*inputs)
         _keep(ctx, inputs, output)
         return output
 
@@ -203,56 +200,50 @@ class EagerForward(torch.autograd.Function):
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.backend = inputs[0]
-    ctx.save_for_backward(*inputs[1 : 1 + _TENSORS], *output)
-    ctx.scalars = inputs[1 + _TENSORS :]
+    ctx.backend, ctx.scalars = inputs[0], inputs[-1]
+    ctx.save_for_backward(*inputs[1:-1], *output)
 
 
-def _rest(ctx: Any) -> tuple[Any, ...]:
-    """ops.TENSORS, out, lse, ops.SCALARS of a forward."""
+def _saved(ctx: Any) -> Saved:
+    """What a forward left."""
     *tensors, out, lse = ctx.saved_tensors
-    return *tensors, out.detach(), lse.detach(), *ctx.scalars
+    return Saved(Tensors(*tensors), out.detach(), lse.detach(), ctx.scalars)
 
 
 class Backward(torch.autograd.Function):
-    """dq, dk, dv, dbias, dkey_weight; inputs are the backend's name, dout, dlse, ops.TENSORS, out, lse,
-    ops.SCALARS and ``need``."""
+    """dq, dk, dv, dbias, dkey_weight; inputs are the backend's name, dout, dlse, those of Saved (tensors one by one)
+    and ``need``."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(backend: str, *arguments: Any) -> tuple[Tensor, ...]:
-        return registry.kernels(backend).backward(*arguments)
+    def forward(
+        backend: str, dout: Tensor | None, dlse: Tensor | None, *inputs: Any
+    ) -> tuple[Tensor, ...]:
+        *tensors, scalars, need = inputs
+        return registry.backward(backend, dout, dlse, _grouped(tensors, scalars), need)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _keep_backward(ctx, inputs)
-        ctx.save_for_forward(*inputs[1 : 3 + _SAVED])
+        ctx.save_for_forward(*inputs[1:-2])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        dout, dlse, *rest = ctx.saved_tensors
+        dout, dlse, *tensors = ctx.saved_tensors
+        saved = _grouped(tensors, ctx.scalars)
         wanted_dout, wanted_dlse, *wanted = ctx.needs_input_grad[1 : 3 + _LEAVES]
-        found = _double_backward(
-            ctx.backend, cotangents, dout, dlse, (*rest, *ctx.scalars), _need((*wanted, wanted_dout, wanted_dlse))
-        )  # fmt: skip
-        return (None, *found[_LEAVES:], *found[:_LEAVES], *(None,) * (_REST + 3))
+        need = _need((*wanted, wanted_dout, wanted_dlse))
+        found = _double_backward(ctx.backend, Tangents(*cotangents), dout, dlse, saved, need)
+        return (None, *found[_LEAVES:], *found[:_LEAVES], *(None,) * (_REST + 4))
 
     @staticmethod
     def jvp(ctx: Any, _: Any, tdout: Any, tdlse: Any, *tangents: Any) -> Any:
-        dout, dlse, *rest = ctx.saved_tensors
-        found = _along(
-            ctx.backend,
-            tangents[:_LEAVES],
-            tdout,
-            tdlse,
-            dout,
-            dlse,
-            (*rest, *ctx.scalars),
-            ctx.need,
-        )
+        dout, dlse, *tensors = ctx.saved_tensors
+        along, saved = Tangents(*tangents[:_LEAVES]), _grouped(tensors, ctx.scalars)
+        found = _along(ctx.backend, along, tdout, tdlse, dout, dlse, saved, ctx.need)
         # Tangents must be tensors, also those of results that are empty.
-        likes = (rest[0] if x is None else x for x in rest[:_LEAVES])
+        likes = (saved.tensors.q if x is None else x for x in tensors[:_LEAVES])
         return tuple(
             x.new_zeros(x.shape if ctx.need >> i & 1 else 0) if t is None else t
             for i, (x, t) in enumerate(zip(likes, found, strict=True))
@@ -265,48 +256,48 @@ class EagerBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         _keep_backward(ctx, inputs)
-        return registry.kernels(inputs[0]).backward(*inputs[1:])
+        return Backward.forward(*inputs)
 
     backward = Backward.backward
 
 
 def _keep_backward(ctx: Any, inputs: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.backend, ctx.need = inputs[0], inputs[-1]
-    ctx.save_for_backward(*inputs[1 : 3 + _SAVED])
-    ctx.scalars = inputs[3 + _SAVED : -1]
+    ctx.backend, ctx.scalars, ctx.need = inputs[0], inputs[-2], inputs[-1]
+    ctx.save_for_backward(*inputs[1:-2])
 
 
 class Jvp(torch.autograd.Function):
-    """Tangents of out and lse; inputs are the backend's name, tangents of q, k, v, bias, key_weight, ops.TENSORS,
-    out, lse, ops.SCALARS."""
+    """Tangents of out and lse; inputs are the backend's name, those of Tangents and those of Saved (tensors one by
+    one)."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(backend: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-        return _second_order(backend, arguments[_LEAVES], arguments[_LEAVES + 2]).jvp(*arguments)
+    def forward(backend: str, *inputs: Any) -> tuple[Tensor, Tensor]:
+        *tensors, scalars = inputs
+        saved = _grouped(tensors[_LEAVES:], scalars)
+        module = registry.second_order(backend, saved.tensors)
+        result: tuple[Tensor, Tensor] = module.jvp(Tangents(*tensors[:_LEAVES]), saved)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.backend = inputs[0]
-        saved = inputs[1 : 1 + _LEAVES + _SAVED]
-        ctx.save_for_backward(*saved)
-        ctx.save_for_forward(*saved)  # vmap needs it, if only to refuse
-        ctx.scalars = inputs[1 + _LEAVES + _SAVED :]
+        ctx.backend, ctx.scalars = inputs[0], inputs[-1]
+        ctx.save_for_backward(*inputs[1:-1])
+        ctx.save_for_forward(*inputs[1:-1])  # vmap needs it, if only to refuse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        tangents, rest = saved[:_LEAVES], (*saved[_LEAVES:], *ctx.scalars)
-        need = ctx.needs_input_grad
-        first = _backward(ctx.backend, dout, dlse, rest, _need(need[1 : 1 + _LEAVES]))
+        tensors, need = ctx.saved_tensors, ctx.needs_input_grad
+        tangents, saved = Tangents(*tensors[:_LEAVES]), _grouped(tensors[_LEAVES:], ctx.scalars)
+        first = _backward(ctx.backend, dout, dlse, saved, _need(need[1 : 1 + _LEAVES]))
         second = _NOTHING
         if dout is not None or dlse is not None:
             wanted = _need(need[1 + _LEAVES : 1 + 2 * _LEAVES])
-            second = _double_backward(ctx.backend, tangents, dout, dlse, rest, wanted)[:_LEAVES]
-        return (None, *first, *second, *(None,) * (_REST + 2))
+            second = _double_backward(ctx.backend, tangents, dout, dlse, saved, wanted)[:_LEAVES]
+        return (None, *first, *second, *(None,) * (_REST + 3))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -320,26 +311,30 @@ class DoubleBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(backend: str, *arguments: Any) -> tuple[Tensor, ...]:
-        q, _, v = arguments[_LEAVES + 2 : _LEAVES + 5]
-        return _second_order(backend, q, v).double_backward(*arguments)
+    def forward(backend: str, *inputs: Any) -> tuple[Tensor, ...]:
+        *tensors, scalars, need = inputs
+        tangents, (dout, dlse) = Tangents(*tensors[:_LEAVES]), tensors[_LEAVES : _LEAVES + 2]
+        saved = _grouped(tensors[_LEAVES + 2 :], scalars)
+        module = registry.second_order(backend, saved.tensors)
+        result: tuple[Tensor, ...] = module.double_backward(tangents, dout, dlse, saved, need)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.backend = inputs[0]
-        saved = inputs[1 + _LEAVES : 3 + _LEAVES + _SAVED]
-        ctx.save_for_backward(*saved)
-        ctx.save_for_forward(*saved)
-        ctx.scalars = inputs[3 + _LEAVES + _SAVED : -1]
+        ctx.backend, ctx.scalars = inputs[0], inputs[-2]
+        tensors = inputs[1 + _LEAVES : -2]
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        dout, dlse, *rest = ctx.saved_tensors
+        dout, dlse, *tensors = ctx.saved_tensors
+        saved = _grouped(tensors, ctx.scalars)
         *along, tdout, tdlse = cotangents
         need = _need(ctx.needs_input_grad[1 : 1 + _LEAVES])
-        found = _along(ctx.backend, along, tdout, tdlse, dout, dlse, (*rest, *ctx.scalars), need)
-        return (None, *found, *(None,) * (2 + _SAVED + _SCALARS + 1))
+        found = _along(ctx.backend, Tangents(*along), tdout, tdlse, dout, dlse, saved, need)
+        return (None, *found, *(None,) * (2 + _SAVED + 2))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from flashsci import arguments, registry, varlen
-from flashsci.attention import describe, inner_contiguous, seed_for
-from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V
+from flashsci.attention import describe
+from flashsci.dispatch import seed_for
+from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Saved, Tensors
 from flashsci.tracing import transforming
 
 
@@ -141,24 +142,25 @@ def attention_backward(
     if cu_seqlens_q is not None:
         q, k, v, out = (x.transpose(0, 1) for x in (q, k, v, out))
         dout = None if dout is None else dout.transpose(0, 1)
-    tensors = (
+    tensors = Tensors(
         q, k, v, kernel_bias, None, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
-    )  # fmt: skip
+    ).inner_contiguous()  # fmt: skip
     scalars = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
     need = NEED_Q | NEED_K | NEED_V | (0 if bias is None else NEED_BIAS)
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = lse.to(statistics).contiguous()
     dlse = None if dlse is None else dlse.to(statistics).contiguous()
-    inputs = (dout, dlse, *inner_contiguous(tensors), out, lse, *scalars, need)
     transformed = torch.compiler.is_compiling() or transforming()
     if module.FUSED and (needs_grad or transformed):
-        from flashsci.autograd import Backward, guarded
+        from flashsci.autograd import Backward, guarded  # imports the compiler
 
         # The second-order formulas take out and lse for functions of this q, k, v, bias. Here they are given.
-        inputs = tuple(guarded(inputs, "a second derivative, through attention_backward,"))
-        dq, dk, dv, dbias, _ = Backward.apply(name, *inputs)
+        given = dout, dlse, *tensors, out, lse
+        inputs = guarded(given, "a second derivative, through attention_backward,")
+        dq, dk, dv, dbias, _ = Backward.apply(name, *inputs, scalars, need)
     else:
-        dq, dk, dv, dbias, _ = module.backward(*inputs)
+        saved = Saved(tensors, out, lse, scalars)
+        dq, dk, dv, dbias, _ = registry.backward(name, dout, dlse, saved, need)
     if cu_seqlens_q is not None:
         dq, dk, dv = (x.transpose(0, 1) for x in (dq, dk, dv))
     return Gradients(dq, dk, dv, None if bias is None else dbias.reshape(bias.shape))

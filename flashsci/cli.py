@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -39,7 +39,7 @@ _PLAIN = Problem(
     seq_k=128,
 )
 _PACKED = replace(_PLAIN, batch=None, varlen=True)
-_PAIR = {"bias_shape": (1, 4, 128, 128), "bias_dtype": torch.float32}
+_PAIR: dict[str, Any] = {"bias_shape": (1, 4, 128, 128), "bias_dtype": torch.float32}
 
 #: The rows of the support matrix: what a call may ask for, each as the smallest call that asks for
 #: it.
@@ -87,7 +87,7 @@ def support(
     for feature, problem in FEATURES.items():
         problem = replace(problem, device_type=device, capability=capability)
         matrix[feature] = {
-            name: backend.load().rejects(problem) if hypothetical else backend.rejects(problem)
+            name: backend.rejects(problem, anywhere=hypothetical)
             for name, backend in BACKENDS.items()
         }
     # Fused backends have Triton's, from what they saved.

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 #: Environment variables that change what flashsci, Triton or CUDA do.
 VARIABLES = (
@@ -72,7 +73,7 @@ def _run(command: list[str], timeout: float = 20.0) -> str:
     return done.stdout.strip()
 
 
-def _python(code: str, timeout: float = 120.0):
+def _python(code: str, timeout: float = 120.0) -> Any:
     """The JSON that `code` prints last, run by this Python in a child process."""
     return json.loads(_run([sys.executable, "-c", code], timeout).splitlines()[-1])
 

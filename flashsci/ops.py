@@ -1,46 +1,81 @@
-"""What the raw ops of every backend share: the rule for output layouts, fake kernels, and batching
-under vmap.
+"""What the raw ops of every backend share: their arguments, grouped and flat, the rule for output layouts,
+fake kernels, and batching under vmap.
 
 The ops themselves are defined where their kernels are: ``flashsci::cuda_*`` in C++ (csrc/bindings),
 ``flashsci::triton_*`` in flashsci/backends/triton. They are functional, and know nothing of
-autograd: flashsci/autograd.py wires them.
+autograd: flashsci/autograd.py wires them. Python passes :class:`Tensors`, :class:`Scalars`, :class:`Saved` and
+:class:`Tangents`; schemas are flat, and :data:`PASSES` is the one place that goes from one to the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 
-# Arguments of forward and of backward that all backends share, in order. The first five have gradients.
-TENSORS = (
-    "q",
-    "k",
-    "v",
-    "bias",
-    "key_weight",
-    "mask",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "bias_offsets",
-    "dropout_seed",
-)
-SCALARS = (
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "scale",
-    "softcap",
-    "window_left",
-    "window_right",
-    "lower_right",
-    "dropout_p",
-    "precision",
-    "deterministic",
-)
+
+class Tensors(NamedTuple):
+    """The tensors of one call, as kernels take them (docs/extending.md has shapes and strides). The first five
+    have gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+    key_weight: Tensor | None = None
+    mask: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    bias_offsets: Tensor | None = None
+    dropout_seed: Tensor | None = None
+
+    def inner_contiguous(self) -> Tensors:
+        """With copies of q, k, v where their last dim is not contiguous, which kernels need."""
+        if self.q.stride(-1) == self.k.stride(-1) == self.v.stride(-1) == 1:
+            return self
+        q, k, v, *others = self
+        return Tensors(q.contiguous(), k.contiguous(), v.contiguous(), *others)
+
+
+class Scalars(NamedTuple):
+    """The options of one call, as kernels take them: what is off is 0 (softcap, dropout) or -1 (windows, longest
+    lengths that are unknown)."""
+
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scale: float
+    softcap: float
+    window_left: int
+    window_right: int
+    lower_right: bool
+    dropout_p: float
+    precision: str
+    deterministic: bool
+
+
+class Saved(NamedTuple):
+    """What a forward leaves for derivatives. ``out`` and ``lse`` are detached."""
+
+    tensors: Tensors
+    out: Tensor
+    lse: Tensor
+    scalars: Scalars
+
+
+class Tangents(NamedTuple):
+    """One for each of the tensors that have gradients; None for zero."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None
+    key_weight: Tensor | None
+
+
 _TENSOR_ARGS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_weight, Tensor? mask, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? bias_offsets, Tensor? dropout_seed"
@@ -121,25 +156,17 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def fake_forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
     """Shapes, strides and dtypes of every backend's forward."""
-    out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
+    q = tensors.q
+    out = empty_like_layout(q, (*q.shape[:-1], tensors.v.shape[-1]))
     return out, q.new_empty(q.shape[:-1], dtype=statistics_dtype(q.dtype))
 
 
-def fake_backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_weight: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def fake_backward(tensors: Tensors, need: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shapes, strides and dtypes of every backend's backward; a gradient that is not needed is
     empty."""
-    need = rest[-1]
+    q, k, v, bias, key_weight = tensors[:5]
 
     def gradient(like: Tensor, bit: int) -> Tensor:
         return empty_like_layout(like, like.shape) if need & bit else like.new_empty((0,))
@@ -153,71 +180,117 @@ def fake_backward(
     return gradient(q, NEED_Q), gradient(k, NEED_K), gradient(v, NEED_V), dbias, dweight
 
 
-def fake_jvp(
-    tq: Tensor | None,
-    tk: Tensor | None,
-    tv: Tensor | None,
-    tbias: Tensor | None,
-    tkey_weight: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: Any,
-) -> tuple[Tensor, Tensor]:
-    """Those of the forward."""
-    return fake_forward(q, k, v)
-
-
-def fake_double_backward(
-    tq: Tensor | None,
-    tk: Tensor | None,
-    tv: Tensor | None,
-    tbias: Tensor | None,
-    tkey_weight: Tensor | None,
-    *arguments: Any,
-) -> tuple[Tensor, ...]:
+def fake_double_backward(tensors: Tensors, need: int) -> tuple[Tensor, ...]:
     """Those of the backward, then dout's and dlse's."""
-    need, q, v = arguments[-1], arguments[2], arguments[4]
-    dout = q.new_empty(0)
+    q, v = tensors.q, tensors.v
+    gout = q.new_empty(0)
     if need & NEED_DOUT:
-        dout = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
+        gout = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
     shape = q.shape[:-1] if need & NEED_DLSE else (0,)
-    dlse = q.new_empty(shape, dtype=statistics_dtype(q.dtype))
-    return (*fake_backward(*arguments), dout, dlse)
+    glse = q.new_empty(shape, dtype=statistics_dtype(q.dtype))
+    return (*fake_backward(tensors, need), gout, glse)
+
+
+_T, _S, _L = len(Tensors._fields), len(Scalars._fields), len(Tangents._fields)
+
+
+def _saved(flat: Sequence[Any]) -> Saved:
+    """From what ``(*tensors, out, lse, *scalars)`` became."""
+    return Saved(Tensors(*flat[:_T]), flat[_T], flat[_T + 1], Scalars(*flat[_T + 2 :]))
+
+
+class Pass(NamedTuple):
+    """One of the four things a backend computes: the schema of its raw op, and its arguments both ways."""
+
+    schema: str
+    fake: Callable[..., Any]
+    flat: Callable[..., tuple[Any, ...]]  # the arguments of a backend's function -> those of the op
+    grouped: Callable[..., tuple[Any, ...]]  # and back
+
+
+PASSES = {
+    "forward": Pass(
+        FORWARD_SCHEMA,
+        lambda tensors, scalars: fake_forward(tensors),
+        lambda tensors, scalars: (*tensors, *scalars),
+        lambda *flat: (Tensors(*flat[:_T]), Scalars(*flat[_T:])),
+    ),
+    "backward": Pass(
+        BACKWARD_SCHEMA,
+        lambda dout, dlse, saved, need: fake_backward(saved.tensors, need),
+        lambda dout, dlse, saved, need: (
+            dout, dlse, *saved.tensors, saved.out, saved.lse, *saved.scalars, need,
+        ),
+        lambda dout, dlse, *flat: (dout, dlse, _saved(flat[:-1]), flat[-1]),
+    ),
+    "jvp": Pass(
+        JVP_SCHEMA,
+        lambda tangents, saved: fake_forward(saved.tensors),
+        lambda tangents, saved: (
+            *tangents, *saved.tensors, saved.out, saved.lse, *saved.scalars,
+        ),
+        lambda *flat: (Tangents(*flat[:_L]), _saved(flat[_L:])),
+    ),
+    "double_backward": Pass(
+        DOUBLE_BACKWARD_SCHEMA,
+        lambda tangents, dout, dlse, saved, need: fake_double_backward(saved.tensors, need),
+        lambda tangents, dout, dlse, saved, need: (
+            *tangents, dout, dlse, *saved.tensors, saved.out, saved.lse, *saved.scalars, need,
+        ),
+        lambda *flat: (
+            Tangents(*flat[:_L]), flat[_L], flat[_L + 1], _saved(flat[_L + 2 : -1]), flat[-1],
+        ),
+    ),
+}  # fmt: skip
 
 
 def define(
-    name: str,
-    schema: str,
-    kernel: Callable[..., Any],
-    fake: Callable[..., Any],
-    keys: Sequence[str],
-) -> Any:
-    """Define ``flashsci::name`` from Python with one kernel for the given dispatch keys; returns
-    its default overload."""
+    backend: str, what: str, kernel: Callable[..., Any], keys: Sequence[str]
+) -> Callable[..., Any]:
+    """Define ``flashsci::<backend>_<what>`` from Python, with one kernel for the given dispatch keys, a fake kernel
+    and a rule for vmap.
+
+    Args:
+        what: a key of :data:`PASSES`.
+        kernel: takes that pass's grouped arguments.
+
+    Returns:
+        What calls the op, with grouped arguments, as a backend's module offers it.
+    """
+    schema, fake, flat, grouped = PASSES[what]
+    name = f"{backend}_{what}"
     LIBRARY.define(name + schema)
     for key in keys:
-        LIBRARY.impl(name, kernel, key)
-    torch.library.register_fake(f"flashsci::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.flashsci, name).default
+        LIBRARY.impl(name, lambda *arguments: kernel(*grouped(*arguments)), key)
+    torch.library.register_fake(
+        f"flashsci::{name}", lambda *arguments: fake(*grouped(*arguments)), lib=LIBRARY
+    )
+    op = getattr(torch.ops.flashsci, name).default
+    register_vmap(op)
+
+    def call(*arguments: Any) -> Any:
+        return op(*flat(*arguments))
+
+    return call
 
 
 # What kernels read along the last dim with stride 1; and what they read as one block.
 _ROWS = frozenset(("q", "k", "v", "dout", "out", "tq", "tk", "tv"))
 _BLOCKS = frozenset(("lse", "dlse"))
+# Arguments with leading dims, the ones torch.vmap may map.
+_MAPPED = _ROWS | _BLOCKS | {"bias", "key_weight", "mask", "tbias", "tkey_weight"}
 
 
-def register_vmap(op: Any, tensors: Sequence[int]) -> None:
+def register_vmap(op: Any) -> None:
     """Teach ``op`` to run under vmap: the mapped dim becomes one more leading (batch) dim.
 
     Samples run one after the other where that is not the same: where q has no leading dim left (two
     nested vmaps of ``[B, H, S, D]``), of packed calls, whose tensors have no leading dims, under dropout,
     whose entries depend on the index in the batch, and where another argument (offsets, a seed) is
     mapped.
-
-    ``tensors`` are the positions of the arguments that have leading dims.
     """
     names = [argument.name for argument in op._schema.arguments]
+    tensors = tuple(p for p, name in enumerate(names) if name in _MAPPED)
     packed = names.index("cu_seqlens_q")
     dropout = names.index("dropout_p") if "dropout_p" in names else None
 

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+
+def sums_bias(bias: Tensor, leading: Sequence[int]) -> bool:
+    """Whether tiles of dS do not hold the gradient of a bias: it is a sum over queries or, of 16 bits, over some of the
+    ``leading`` dims of the scores (batch and heads). In fp32 tiles can be added to it one by one."""
+    if bias.dim() < 2 or bias.shape[-2] == 1 or bias.stride(-2) == 0:
+        return True
+    own = (*(1,) * (len(leading) + 2 - bias.dim()), *bias.shape[:-2])
+    return bias.dtype != torch.float32 and own != tuple(leading)
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,7 @@ class Problem:
     bias_shape: tuple[int, ...] | None = None
     bias_dtype: torch.dtype | None = None
     bias_grad: bool = False
+    bias_summed: bool = False  # see `sums_bias`
     ragged_bias: bool = False
     key_weight: bool = False
     key_weight_grad: bool = False

@@ -1,7 +1,12 @@
-"""Which backend serves a call, and why: names, reasons, the preference table, overrides."""
+"""Which backend serves a call, which one its gradients come from, and why: names, reasons, preferences, overrides.
+
+Backends say what they can compute. What they should is decided here alone: :data:`PREFERENCES` for the call,
+:data:`GRADIENT_PREFERENCES` for the gradients of what the cuda backend computed, each row with its evidence.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import threading
@@ -10,17 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashsci.problem import Problem
-
-
-class BackendError(RuntimeError):
-    """No backend, or not the one asked for, can serve the call; the message says why and what else
-    can."""
+from flashsci.errors import BackendError
+from flashsci.ops import NEED_BIAS, Saved, Tensors
+from flashsci.problem import Problem, sums_bias
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,26 @@ class Backend:
         except ImportError as error:
             return f"cannot be imported: {error}"
 
-    def rejects(self, problem: Problem) -> str | None:
-        return self.unavailable() or self.load().rejects(problem)
+    def rejects(self, problem: Problem, anywhere: bool = False) -> str | None:
+        """Why it cannot serve a call, gradients included, or None. ``anywhere``: leave out whether this machine can run
+        it."""
+        reason = (None if anywhere else self.unavailable()) or self.load().rejects(problem)
+        if reason is None and problem.requires_grad:
+            found = gradients(self.name, problem, anywhere=anywhere)
+            reason = found.reason if found.backend is None else None
+        return reason
 
     def remark(self, problem: Problem) -> str | None:
-        """What is worth knowing about a call that it serves."""
-        found: str | None = getattr(self.load(), "remark", lambda _: None)(problem)
-        return found
+        """What is worth knowing about a call that it serves: whose its gradients are, if they are another's."""
+        if not problem.requires_grad:
+            return None
+        found = gradients(self.name, problem)
+        if found.backend == self.name:
+            return None
+        where = ""
+        if gradients(self.name, problem, strides=True).backend == self.name:
+            where = ", where its Hopper backward does not take the strides of bias or mask"
+        return f"its gradients come from {found.backend}{where}: {found.reason}"
 
 
 BACKENDS = {
@@ -63,7 +78,7 @@ BACKENDS = {
 }
 
 
-# The cuda backend held to one generation of its kernels, on any device that runs them: for tests and
+# The cuda backend restricted to one generation of its kernels, on any device that runs them: for tests and
 # comparisons. Never chosen by "auto".
 GENERATIONS = {
     backend.name: backend
@@ -73,6 +88,10 @@ GENERATIONS = {
         Backend("cuda:sm90", "flashsci.backends.cuda", "SM90"),
     )
 }
+
+
+# Backends whose gradients may be another's.
+SHARES_GRADIENTS = frozenset(("cuda", *GENERATIONS))
 
 
 @dataclass(frozen=True)
@@ -180,6 +199,58 @@ PREFERENCES = (
 
 
 @dataclass(frozen=True)
+class GradientPreference:
+    """Who computes the gradients of what the cuda backend computed forward, in order, for the calls that ``applies``
+    selects, given the generation of kernels that the library would take for them."""
+
+    order: tuple[str, ...]
+    applies: Callable[[Problem, int], bool]
+    evidence: str
+
+
+def _unbiased(p: Problem) -> bool:
+    return not (p.bias or p.mask)
+
+
+def _widest(p: Problem) -> int:
+    return max(p.head_dim, p.head_dim_v)
+
+
+# First match wins. Only cuda and triton take each other's out and lse.
+GRADIENT_PREFERENCES = (
+    GradientPreference(
+        ("cuda", "triton"),
+        lambda p, generation: not (_hopper(p) and _half(p)),
+        "H200, fp32: Triton takes 1.6 times as long (dense, D 64), with bias 0.98 to 1.74; other devices are not "
+        "measured yet",
+    ),
+    GradientPreference(
+        ("triton", "cuda"),
+        lambda p, generation: (
+            generation == 90 and p.bias_grad and p.bias_summed and _widest(p) <= 64
+        ),
+        "H200, head dims to 64: Triton sums the gradient of a 16-bit bias that is shared in 0.83 to 0.89 of the time",
+    ),
+    GradientPreference(
+        ("cuda", "triton"),
+        lambda p, generation: generation == 90,
+        "H200, the Hopper backward: Triton takes 1.6 times as long with a window of 1,024, 1.4 on packed documents, "
+        "1.33 in the mean of 10 cases with bias, 1.3 to 1.7 with a shared bias of fp32",
+    ),
+    GradientPreference(
+        ("cuda", "triton"),
+        lambda p, generation: _unbiased(p) and _widest(p) > 128,
+        "H200, D 256: the backward written for sm80 takes half of Triton's time",
+    ),
+    GradientPreference(
+        ("triton", "cuda"),
+        lambda p, generation: True,
+        "on Hopper its backward is faster than the one written for sm80",
+    ),
+)
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Who was asked for a call, who refused and why. Its ``str`` is made to be read."""
 
@@ -270,6 +341,129 @@ def requested(backend: str) -> tuple[str, bool]:
 def find(name: str) -> Backend:
     """The backend of a checked name."""
     return BACKENDS.get(name) or GENERATIONS[name]
+
+
+class Gradients(NamedTuple):
+    """Whose kernels compute the gradients of what a backend computed."""
+
+    backend: str | None  # None: nobody's
+    reason: str | None = None  # why it is not the backend itself
+
+
+def gradients(
+    name: str, problem: Problem, strides: bool = False, anywhere: bool = False
+) -> Gradients:
+    """The choice for the gradients of a call that backend ``name`` serves.
+
+    Args:
+        strides: bias and mask lie in memory as the Hopper backward takes them; a Problem does not know.
+        anywhere: leave out whether this machine can run the others.
+    """
+    module = find(name).load()
+    if name not in SHARES_GRADIENTS or not hasattr(module, "backward_kernels"):
+        return Gradients(name)
+    generation, lacks = module.backward_kernels(problem, strides)
+    order: tuple[str, ...] = (name, "triton")
+    why = lacks
+    if name == "cuda:sm90":  # for tests of these kernels: no other may answer
+        order = (name,)
+    elif name == "cuda" and lacks is None:
+        row = next(p for p in GRADIENT_PREFERENCES if p.applies(problem, generation))
+        order, why = row.order, row.evidence
+    for candidate in order:
+        if candidate == name:
+            reason = lacks
+        else:
+            other = find(candidate)
+            reason = (None if anywhere else other.unavailable()) or other.load().rejects(problem)
+        if reason is None:
+            return Gradients(candidate, None if candidate == name else why)
+    if order == (name,):
+        advice = "use backend='cuda'"
+        return Gradients(None, f"it has no gradients of this call of its own: {lacks}; {advice}")
+    return Gradients(
+        None,
+        f"its gradients would come from the {order[-1]} backend, which cannot serve this call ({reason}); "
+        "use backend='sdpa' or 'reference'",
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _gradients_of(
+    name: str,
+    strides: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    **features: Any,
+) -> str:
+    """The backend that computes gradients, by what decides it."""
+    sizes = 1, 1, head_dim, head_dim_v
+    problem = problem_of(device.type, device.index, dtype, *sizes, tuple(features.items()))
+    found = gradients(name, problem, strides)
+    if found.backend is None:
+        raise BackendError(
+            f"flashsci: backend {name!r} has no backward for this call: {found.reason}"
+        )
+    return found.backend
+
+
+def backward(
+    name: str, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv, dbias, dkey_weight of what backend ``name`` computed, by whose kernels they should be computed."""
+    module = kernels(name)
+    # By name first: a look-up of what a module has not costs as much as the rest of a small call.
+    if name in SHARES_GRADIENTS and hasattr(module, "backward_kernels"):
+        module = kernels(_gradient_backend(name, module, saved, need))
+    found: tuple[Tensor, ...] = module.backward(dout, dlse, saved, need)
+    return found
+
+
+def _gradient_backend(name: str, module: Any, saved: Saved, need: int) -> str:
+    q, _, v, bias, key_weight, mask, cu_seqlens_q, *_ = saved.tensors
+    scalars = saved.scalars
+    features: dict[str, Any] = {}
+    if bias is not None:
+        features["bias_shape"] = ()  # there is one; a compiler may hide its sizes
+        features["bias_grad"] = bool(need & NEED_BIAS)
+        features["bias_summed"] = sums_bias(bias, q.shape[:-2])
+    return _gradients_of(
+        name, module.hopper_takes(saved, need), q.device, q.dtype, q.shape[-1], v.shape[-1], mask=mask is not None, key_weight=key_weight is not None,
+        varlen=cu_seqlens_q is not None, dropout_p=0.5 if scalars.dropout_p else 0.0, precision=scalars.precision,
+        requires_grad=True, **features,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _triton_rejects(device: torch.device, dtype: torch.dtype, d: int, dv: int) -> str | None:
+    problem = problem_of(device.type, device.index, dtype, 1, 1, d, dv, ())
+    return BACKENDS["triton"].rejects(problem)
+
+
+def triton_rejects(tensors: Tensors) -> str | None:
+    """Why Triton's kernels cannot compute second derivatives of a call, or None."""
+    q, v = tensors.q, tensors.v
+    return _triton_rejects(q.device, q.dtype, q.shape[-1], v.shape[-1])
+
+
+def second_order(name: str, tensors: Tensors) -> Any:
+    """The module with the second-order kernels for what a fused backend computed: its own, or Triton's.
+
+    Raises:
+        BackendError: neither has them.
+    """
+    module = kernels(name)
+    if hasattr(module, "double_backward"):
+        return module
+    reason = triton_rejects(tensors)
+    if reason is not None:
+        raise BackendError(
+            f"flashsci: second derivatives come from the triton backend, and {reason}; compute "
+            "this call with backend='reference'"
+        )
+    return kernels("triton")
 
 
 def _candidates(problem: Problem, name: str, strict: bool) -> tuple[str, ...]:

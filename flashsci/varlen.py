@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from flashsci import arguments, registry
-from flashsci.attention import Plan, run, seed_for
+from flashsci.dispatch import Plan, run, seed_for
+from flashsci.ops import Tensors
 from flashsci.tracing import autocast
 
 
@@ -89,19 +90,17 @@ def varlen_attention(
     if not torch.compiler.is_compiling() and (validate or q.device.type == "cpu"):
         check_contents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias)
     name = registry.decide(*call, backend)
-    plan = Plan(
-        name, registry.LOADED[name], options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k), None
-    )
+    scalars = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
+    plan = Plan(name, registry.LOADED[name], scalars)
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     bias, bias_offsets = kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
     if key_weight is not None and key_weight.dim() == 1:
         key_weight = key_weight.unsqueeze(0)
-    heads_first = (x.transpose(0, 1) for x in (q, k, v))
-    out, lse = run(
-        plan,
-        (*heads_first, bias, key_weight, None, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed),
-        needs_grad,
-    )  # fmt: skip
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    tensors = Tensors(
+        q, k, v, bias, key_weight, None, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed
+    )
+    out, lse = run(plan, tensors, needs_grad)
     out = out.transpose(0, 1)
     return (out, lse) if return_lse else out
 

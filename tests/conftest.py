@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import zlib
 
 import pytest
@@ -96,7 +95,8 @@ def fresh_registry(monkeypatch: pytest.MonkeyPatch):
     for name in ("_warned", "_choices"):
         if hasattr(registry, name):
             monkeypatch.setattr(registry, name, type(getattr(registry, name))())
-    plans = sys.modules["flashsci.attention"]._plans
+    from flashsci.dispatch import plans
+
     saved = dict(plans)
     plans.clear()
     yield registry

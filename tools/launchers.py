@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 from flashsci import registry
-from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, empty_like_layout
+from flashsci.ops import (
+    NEED_BIAS,
+    NEED_K,
+    NEED_Q,
+    NEED_V,
+    Saved,
+    Scalars,
+    Tensors,
+    empty_like_layout,
+)
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FOLDERS = ("sm90", "sm80", "sm75")
@@ -262,30 +271,32 @@ class Build:
             return f"{self.name} was given for head dims {self.dims}"
         return None
 
-    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        q, k, v = arguments[:3]
+    def forward(self, tensors: Tensors, scalars: Scalars) -> tuple[Tensor, Tensor]:
+        q, k, v = tensors[:3]
         if ("forward", q.dtype) not in self.functions:
             from flashsci.backends import triton
 
-            return triton.forward(*arguments)
-        run, out, lse = self.forward_launch(q, k, v, **_options(arguments[:10], arguments[10:]))
+            return triton.forward(tensors, scalars)
+        run, out, lse = self.forward_launch(q, k, v, **_options(tensors, scalars))
         run()
         return out, lse
 
-    def backward(self, dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-        tensors, (out, lse), scalars, need = rest[:10], rest[10:12], rest[12:-1], rest[-1]
+    def backward(
+        self, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
+    ) -> tuple[Tensor, ...]:
+        tensors, out, lse, scalars = saved
         if dout is not None and dout.stride(-1) != 1:
             dout = dout.contiguous()
         run, *gradients = self.backward_launch(
             dout, *tensors[:3], out, lse.contiguous(), dlse=dlse, need=need,
-            deterministic=scalars[-1], **_options(tensors, scalars),
+            deterministic=scalars.deterministic, **_options(tensors, scalars),
         )  # fmt: skip
         run()
         return *gradients, tensors[0].new_empty(0)
 
 
-def _options(tensors: tuple[Any, ...], scalars: tuple[Any, ...]) -> dict[str, Any]:
-    """flashsci.ops.TENSORS and SCALARS as the options of a launch."""
+def _options(tensors: Tensors, scalars: Scalars) -> dict[str, Any]:
+    """The options of a launch."""
     _, _, _, bias, _, mask, cu_q, cu_k, _, _ = tensors
     max_q, max_k, scale, softcap, left, right, lower_right, _, precision, _ = scalars
     return {

@@ -26,6 +26,7 @@ from flashsci.backends.triton import host, host_second, launch
 from flashsci.bench.cases import CASES, Case
 from flashsci.bench.inputs import flops, make_inputs
 from flashsci.bench.timer import interleave
+from flashsci.ops import Saved, Scalars, Tensors
 
 DEVICE = torch.device("cuda")
 Config = tuple[int, ...]
@@ -120,15 +121,18 @@ class Problem:
         self.case = case_of(id)
         x = make_inputs(self.case, DEVICE).detached()
         self.q, self.k, self.v, self.bias, self.dout = x.q, x.k, x.v, x.bias, x.dout
-        self.tensors = (x.q, x.k, x.v, x.bias, None, x.mask, None, None, None, None)
+        self.tensors = Tensors(x.q, x.k, x.v, x.bias, None, x.mask)
         self.options = (self.case.D**-0.5, 0.0, -1, 0 if self.case.causal else -1, False, 0.0, precision)  # fmt: skip
         self.out, self.lse = self.forward()
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        return host.forward(*self.tensors, -1, -1, *self.options, False)
+        return host.forward(self.tensors, Scalars(-1, -1, *self.options, False))
 
     def backward(self, need: int) -> tuple[Tensor, ...]:
-        return host.backward(self.dout, None, *self.tensors, self.out, self.lse, -1, -1, *self.options, False, need)  # fmt: skip
+        scalars = Scalars(-1, -1, *self.options, False)
+        return host.backward(
+            self.dout, None, Saved(self.tensors, self.out, self.lse, scalars), need
+        )
 
     def launch(self, kernel: str, config: Config) -> tuple[Callable[[], Any], Tensor | None]:
         """(run, a result that it fills)."""

@@ -11,12 +11,12 @@ the two-error rule.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashsci.dropout import keep_mask
+from flashsci.ops import Saved, Scalars, Tensors
 from flashsci.problem import Problem
 
 FUSED = False
@@ -103,16 +103,13 @@ def _scores(
     k: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
-    scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
+    scalars: Scalars,
 ) -> tuple[Tensor, Tensor | None]:
     """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and scale q k^T / softcap if there is a
     softcap."""
+    softcap = scalars.softcap
     keys = _per_query_head(k, q.shape[-3] if q.dim() > 2 else 1)
-    scores = _product(q * scale, keys.transpose(-1, -2))
+    scores = _product(q * scalars.scale, keys.transpose(-1, -2))
     capped = None
     if softcap:
         capped = scores / softcap
@@ -120,7 +117,8 @@ def _scores(
     if bias is not None:
         scores = scores + bias
     scores = scores.to(_statistics_dtype(scores.dtype))
-    keep = visible(q.shape[-2], k.shape[-2], window_left, window_right, lower_right, q.device)
+    window = scalars.window_left, scalars.window_right, scalars.lower_right
+    keep = visible(q.shape[-2], k.shape[-2], *window, q.device)
     for hidden in (keep, mask):
         if hidden is not None:
             scores = scores.masked_fill(~hidden, float("-inf"))
@@ -159,15 +157,10 @@ def _dense_forward(
     key_weight: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
-    scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
-    dropout_p: float,
+    scalars: Scalars,
     batch_offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    scores, _ = _scores(q, k, bias, mask, scale, softcap, window_left, window_right, lower_right)
+    scores, _ = _scores(q, k, bias, mask, scalars)
     # The maximum only guards the exponential: softmax does not depend on it, so neither do
     # gradients.
     peaks = scores.detach()
@@ -194,6 +187,7 @@ def _dense_forward(
         -1
     )
     p = terms / total
+    dropout_p = scalars.dropout_p
     if dropout_p:
         assert seed is not None
         p = torch.where(
@@ -213,21 +207,14 @@ def _dense_backward(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
-    dropout_p: float,
+    scalars: Scalars,
     batch_offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     heads_q = q.shape[-3] if q.dim() > 2 else 1
     heads_k = k.shape[-3] if k.dim() > 2 else 1
     compute = _statistics_dtype(q.dtype)
     # Scores round as the forward's did: P = exp(scores - lse) belongs to its lse then, and sums to 1.
-    scores, capped = _scores(
-        q, k, bias, mask, scale, softcap, window_left, window_right, lower_right
-    )
+    scores, capped = _scores(q, k, bias, mask, scalars)
     scores, capped = scores.to(compute), None if capped is None else capped.to(compute)
     q_, k_, v_, dout_, out_ = (x.to(compute) for x in (q, k, v, dout, out))
     lse = lse.to(compute).unsqueeze(-1)
@@ -236,6 +223,7 @@ def _dense_backward(
     p = torch.exp(exponent - exponent.detach().clamp(min=0))
     p = torch.where(lse == float("-inf"), torch.zeros_like(p), p)
     keep = torch.ones_like(p)
+    scale, dropout_p = scalars.scale, scalars.dropout_p
     if dropout_p:
         assert seed is not None
         keep = _keep(seed, dropout_p, scores, batch_offset).to(compute) / (1 - dropout_p)
@@ -253,12 +241,14 @@ def _dense_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
 
 
-def _pieces(x: Tensor | None, sizes: list[int], dim: int) -> tuple[Tensor | None, ...]:
+def _pieces(x: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
     """``x`` cut along ``dim`` into the packed sequences, and what is left after the last. One split:
     slices would each add a gradient of the size of ``x``."""
-    if x is None:
-        return (None,) * (len(sizes) + 1)
     return x.split([*sizes, x.shape[dim] - sum(sizes)], dim)
+
+
+def _pieces_if_any(x: Tensor | None, sizes: list[int], dim: int) -> tuple[Tensor | None, ...]:
+    return (None,) * (len(sizes) + 1) if x is None else _pieces(x, sizes, dim)
 
 
 class _Packed:
@@ -273,7 +263,7 @@ class _Packed:
 
     def biases(self, bias: Tensor | None) -> list[Tensor | None]:
         """The bias of each sequence, [Hq or 1, Sq or 1, Sk]."""
-        blocks = _pieces(bias, self.bias_sizes, -1)[: self.count]
+        blocks = _pieces_if_any(bias, self.bias_sizes, -1)[: self.count]
         if not self.ragged_bias:
             return list(blocks)
         return [
@@ -286,33 +276,12 @@ class _Packed:
         return torch.cat([*parts, torch.zeros_like(whole.narrow(dim, 0, left))], dim)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_weight: Tensor | None,
-    mask: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    bias_offsets: Tensor | None,
-    dropout_seed: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
-    dropout_p: float,
-    precision: str,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, Tensor]:
     """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64), differentiable in q, k, v,
     bias and key_weight."""
-    rule = (scale, softcap, window_left, window_right, lower_right, dropout_p)
+    q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed = tensors
     if cu_seqlens_q is None:
-        out, lse = _dense_forward(q, k, v, bias, key_weight, mask, dropout_seed, *rule)
+        out, lse = _dense_forward(q, k, v, bias, key_weight, mask, seed, scalars)
     else:
         assert cu_seqlens_k is not None
         packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
@@ -322,10 +291,11 @@ def forward(
             bias, key_weight = (None if x is None else x[..., :0] for x in (bias, key_weight))
             bias = bias.unsqueeze(-2) if bias is not None and packed.ragged_bias else bias
             keys = k[..., :0, :], v[..., :0, :]
-            return _dense_forward(q, *keys, bias, key_weight, None, dropout_seed, *rule)
+            return _dense_forward(q, *keys, bias, key_weight, None, seed, scalars)
         qs = _pieces(q, packed.sizes_q, -2)
         ks, vs = (_pieces(x, packed.sizes_k, -2) for x in (k, v))
-        biases, weights = packed.biases(bias), _pieces(key_weight, packed.sizes_k, -1)
+        biases = packed.biases(bias)
+        weights = _pieces_if_any(key_weight, packed.sizes_k, -1)
         results = [
             _dense_forward(
                 qs[n],
@@ -334,10 +304,10 @@ def forward(
                 biases[n],
                 weights[n],
                 None,
-                dropout_seed,
-                *rule,
+                seed,
+                scalars,
                 batch_offset=n,
-            )  # type: ignore[arg-type]
+            )
             for n in range(packed.count)
         ]
         # Rows after the last sequence: out 0, lse -inf.
@@ -349,14 +319,7 @@ def forward(
 
 
 def backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_weight: Tensor | None,
-    *rest: Any,
+    dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and bias from a given out and lse (which may be those of a larger set of
     keys); attention_backward has no key_weight.
@@ -364,38 +327,47 @@ def backward(
     Scores are rounded to the inputs' dtype, like the forward's. An lse from a backend that keeps them in
     fp32 belongs to P up to that rounding.
     """
+    q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed = saved.tensors
+    out, lse, scalars = saved.out, saved.lse, saved.scalars
     assert key_weight is None
-    mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, out, lse = rest[:7]
-    _, _, scale, softcap, window_left, window_right, lower_right, dropout_p, _, _, need = rest[7:]
-    rule = (scale, softcap, window_left, window_right, lower_right, dropout_p)
     dout = torch.zeros_like(out) if dout is None else dout
     if cu_seqlens_q is None:
-        dq, dk, dv, dbias = _dense_backward(dout, dlse, q, k, v, bias, mask, seed, out, lse, *rule)
+        dq, dk, dv, dbias = _dense_backward(
+            dout, dlse, q, k, v, bias, mask, seed, out, lse, scalars
+        )
     else:
+        assert cu_seqlens_k is not None
         packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
-        by_query = [_pieces(x, packed.sizes_q, d) for x, d in ((dout, -2), (dlse, -1), (q, -2))]
-        by_key = [_pieces(x, packed.sizes_k, -2) for x in (k, v)]
-        outs, lses = _pieces(out, packed.sizes_q, -2), _pieces(lse, packed.sizes_q, -1)
+        qs, outs, douts = (_pieces(x, packed.sizes_q, -2) for x in (q, out, dout))
+        lses, dlses = _pieces(lse, packed.sizes_q, -1), _pieces_if_any(dlse, packed.sizes_q, -1)
+        ks, vs = (_pieces(x, packed.sizes_k, -2) for x in (k, v))
         biases = packed.biases(bias)
         found = [
             _dense_backward(
-                *(x[n] for x in by_query),
-                *(x[n] for x in by_key),
+                douts[n],
+                dlses[n],
+                qs[n],
+                ks[n],
+                vs[n],
                 biases[n],
                 None,
                 seed,
                 outs[n],
                 lses[n],
-                *rule,
+                scalars,
                 batch_offset=n,
             )
             for n in range(packed.count)
         ]
-        dq, dk, dv = (packed.join([f[i] for f in found], x, -2) for i, x in enumerate((q, k, v)))
+        dq = packed.join([f[0] for f in found], q, -2)
+        dk = packed.join([f[1] for f in found], k, -2)
+        dv = packed.join([f[2] for f in found], v, -2)
         dbias = None
         if bias is not None:
-            blocks = [f[3].flatten(-2) if packed.ragged_bias else f[3] for f in found]  # type: ignore[union-attr]
-            dbias = packed.join(blocks, bias, -1)  # type: ignore[arg-type]
+            blocks = [f[3] for f in found if f[3] is not None]
+            if packed.ragged_bias:
+                blocks = [block.flatten(-2) for block in blocks]
+            dbias = packed.join(blocks, bias, -1)
     unneeded = [x.new_empty(0) for x in (q, k, v, q if bias is None else bias, q)]
     wanted = [need & bit for bit in (1, 2, 4, 8, 16)]
     gradients = (dq, dk, dv, dbias, None)

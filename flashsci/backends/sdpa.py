@@ -1,8 +1,7 @@
 """What PyTorch ships: torch.nn.functional.scaled_dot_product_attention behind our specification.
 
-No fused SDPA kernel differentiates twice, so second derivatives go through Triton's kernels or the
-reference; first derivatives are SDPA's own, in autograd's own graph: what it saves, saved-tensor hooks
-see, and a graph that was freed stays so.
+First derivatives are SDPA's own, in autograd's own graph: what it saves, saved-tensor hooks see, and a graph that
+was freed stays so. No fused SDPA kernel differentiates twice; second derivatives are flashsci/second_order.py's.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashsci import registry
 from flashsci.backends import reference
+from flashsci.ops import Scalars, Tensors
 from flashsci.problem import Problem
 from flashsci.tracing import transforming
 
@@ -66,14 +65,11 @@ def _merged_mask(
     k: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
+    scalars: Scalars,
 ) -> Tensor | None:
     """bias, mask, causal and window as the one attn_mask that SDPA takes."""
-    keep = reference.visible(
-        q.shape[-2], k.shape[-2], window_left, window_right, lower_right, q.device
-    )
+    window = scalars.window_left, scalars.window_right, scalars.lower_right
+    keep = reference.visible(q.shape[-2], k.shape[-2], *window, q.device)
     if mask is not None:
         keep = mask if keep is None else keep & mask
     if bias is None:
@@ -95,7 +91,7 @@ def _four_dims(x: Tensor | None, batch: torch.Size) -> Tensor | None:
     )
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """x, copied if its rows begin off the 16 bytes that SDPA's kernels assume without asking."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return x
@@ -110,15 +106,11 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, *scalars: Any
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scalars: Scalars
 ) -> Tensor:
-    scale, _, window_left, window_right, lower_right = scalars[2:7]
-    causal = (
-        window_left < 0 and window_right == 0 and not lower_right and bias is None and mask is None
-    )
-    merged = (
-        None if causal else _merged_mask(q, k, bias, mask, window_left, window_right, lower_right)
-    )
+    causal = scalars.window_left < 0 and scalars.window_right == 0 and not scalars.lower_right
+    causal = causal and bias is None and mask is None
+    merged = None if causal else _merged_mask(q, k, bias, mask, scalars)
     if merged is not None:
         if merged.dim() < q.dim():
             merged = merged.reshape(*(1,) * (q.dim() - merged.dim()), *merged.shape)
@@ -126,9 +118,9 @@ def _attend(
         merged = merged.expand(*merged.shape[:-1], k.shape[-2])
         merged = merged if merged.stride(-1) == 1 else merged.contiguous()
     shape, batch = (*q.shape[:-1], v.shape[-1]), q.shape[:-3]
-    q, k, v = (_aligned(x if x.dim() == 4 else _four_dims(x, batch)) for x in (q, k, v))  # type: ignore[arg-type]
+    q, k, v = (aligned(x if x.dim() == 4 else _four_dims(x, batch)) for x in (q, k, v))  # type: ignore[arg-type]
     merged = _four_dims(merged, batch)
-    arguments: dict[str, Any] = dict(attn_mask=merged, is_causal=causal, scale=scale)
+    arguments: dict[str, Any] = dict(attn_mask=merged, is_causal=causal, scale=scalars.scale)
     if q.shape[1] != k.shape[1]:
         arguments["enable_gqa"] = True
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -142,81 +134,13 @@ def _attend(
     return attend(q, k, v, **arguments).reshape(shape)
 
 
-def _triton_serves(q: Tensor, v: Tensor) -> bool:
-    if not q.is_cuda:
-        return False
-    heads = q.shape[-3] if q.dim() > 2 else 1
-    problem = registry.problem_of(
-        "cuda", q.device.index, q.dtype, heads, heads, q.shape[-1], v.shape[-1], ()
-    )
-    return registry.BACKENDS["triton"].rejects(problem) is None
-
-
-class _SecondOrder(torch.autograd.Function):
-    """``out`` of SDPA's graph, as it is. A plain backward goes on into that graph. One that is recorded for
-    a derivative of its own turns off here: its gradients of q, k, v, bias are those of Triton's kernels
-    where they can serve the call, else the reference's, either after a forward of its own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        mask: Tensor | None,
-        *rest: Any,
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, bias, mask)
-        ctx.rest = rest
-        return (
-            out.detach()
-        )  # not a view to autograd: users may write to it, as to what SDPA returns
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None) -> tuple[Any, ...]:
-        gradients: list[Tensor | None] = [None] * (6 + len(ctx.rest))
-        if dout is None:
-            return tuple(gradients)
-        if not torch.is_grad_enabled():
-            gradients[0] = _aligned(dout)
-            return tuple(gradients)
-        *inputs, mask = ctx.saved_tensors
-        arguments = (*inputs, None, mask, *(None,) * 4, *ctx.rest)
-        if _triton_serves(inputs[0], inputs[2]):
-            from flashsci.attention import inner_contiguous
-            from flashsci.autograd import Forward
-
-            out, _ = Forward.apply("triton", *inner_contiguous(arguments))
-        else:
-            out, _ = reference.forward(*arguments)
-        wanted = [i for i in range(4) if ctx.needs_input_grad[1 + i]]
-        found = torch.autograd.grad(out, [inputs[i] for i in wanted], dout, create_graph=True)
-        for i, gradient in zip(wanted, found, strict=True):
-            gradients[1 + i] = gradient
-        return tuple(gradients)
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_weight: Tensor | None,
-    mask: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, Tensor | None]:
+def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, Tensor | None]:
     """out [*, Hq, Sq, Dv]; SDPA has no lse to give."""
-    scalars = rest[4:]
+    q, k, v, bias, key_weight, mask, *_ = tensors
     if q.numel() == 0 or k.numel() == 0 or transforming():
         # Nothing to attend to, or a functorch or forward-mode level that autograd.Function cannot
         # follow.
-        return reference.forward(q, k, v, bias, key_weight, mask, *rest)[0], None
+        return reference.forward(tensors, scalars)[0], None
     if key_weight is not None:
         bias = reference.weights_as_bias(key_weight, bias, q.shape[-3] if q.dim() > 2 else 1)
-    out = _attend(q, k, v, bias, mask, *scalars)
-    if torch.compiler.is_compiling() or not out.requires_grad:
-        return out, None
-    return _SecondOrder.apply(out, q, k, v, bias, mask, *scalars), None
+    return _attend(q, k, v, bias, mask, scalars), None

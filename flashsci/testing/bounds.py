@@ -60,15 +60,15 @@ def evaluate(
     import flashsci
 
     lse = lse or inputs.dlse is not None
-    leaves = {
+    leaves: dict[str, Tensor] = {
         n: getattr(inputs, n).detach().requires_grad_(inputs.dout is not None)
         for n in ("q", "k", "v")
     }
-    for name, wanted in (("bias", inputs.bias_grad), ("key_weight", inputs.key_weight_grad)):
+    for name, learnt in (("bias", inputs.bias_grad), ("key_weight", inputs.key_weight_grad)):
         x = getattr(inputs, name)
         if x is not None:
-            leaves[name] = x.detach().requires_grad_(inputs.dout is not None and wanted)
-    arguments = dict(inputs.options, return_lse=lse, backend=backend)
+            leaves[name] = x.detach().requires_grad_(inputs.dout is not None and learnt)
+    arguments: dict[str, Any] = dict(inputs.options, return_lse=lse, backend=backend)
     if inputs.dropout_seed is not None:
         arguments["dropout_seed"] = inputs.dropout_seed
     arguments.update(options)
@@ -88,7 +88,7 @@ def evaluate(
                 result = flashsci.attention(q, k, v, mask=inputs.mask, **given)
         return result if lse else (result,)
 
-    tensors = [leaves.get(n) for n in LEAVES]
+    tensors: list[Any] = [leaves.get(n) for n in LEAVES]
     found = dict(zip(("out", "lse"), call(*tensors), strict=False))
     if inputs.dout is not None:
         wanted = {f"d{n}": x for n, x in leaves.items() if x.requires_grad}
@@ -265,8 +265,8 @@ class Judge:
                 if name in formula.subnormal:
                     block.slot(name, cells[name]).copy_(formula.subnormal[name])
                 if name in formula.loose:
-                    whole = self.loose.setdefault(name, torch.zeros_like(self.truth[name]))
-                    block.slot(name, whole).copy_(formula.loose[name].detach())
+                    sums = self.loose.setdefault(name, torch.zeros_like(self.truth[name]))
+                    block.slot(name, sums).copy_(formula.loose[name].detach())
                 variances[name] += formula.variances(
                     name, torch.stack([block.slot(name, x) for x in directions[name]])
                 )

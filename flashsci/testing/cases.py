@@ -439,7 +439,7 @@ def _draw_packed(choices: Choices, case: Case, lengths: Sequence[int], score_lim
         and len(lens_q) > 1
     ):
         lens_q, lens_k = lens_q[1:], lens_k[1:]
-    shape = None
+    shape: tuple[int, ...] | None = None
     if case.variant.bias:
         heads, keys = choices.one_of((1, case.heads_q)), sum(lens_k)
         pairs = sum(a * b for a, b in zip(lens_q, lens_k, strict=True))

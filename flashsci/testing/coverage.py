@@ -92,9 +92,10 @@ class Coverage:
         A group without a case is left out, with all its names: the backend has no kernels there, or none were asked for.
         """
         report: dict[str, dict[str, dict[str, object]]] = {}
+        kinds: tuple[str | int, ...] = (*dtypes, *BUCKETS)
         for backend in backends:
             groups: dict[str, dict[str, object]] = {}
-            for group in (*dtypes, *BUCKETS):
+            for group in kinds:
                 counts = self.counts.get((backend, group))
                 if not counts:
                     continue

@@ -98,12 +98,12 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
         q, k, v = heads(inputs.q), heads(inputs.k), heads(inputs.v)
         shape = (*q.shape[:-1], k.shape[-2])
         full = lambda x: x.reshape((1,) * (len(shape) - x.dim()) + x.shape)  # noqa: E731
-        rows = lambda x: x.reshape((1,) * (len(shape) - 1 - x.dim()) + x.shape)  # noqa: E731
+        by_key = lambda x: x.reshape((1,) * (len(shape) - 1 - x.dim()) + x.shape)  # noqa: E731
         visible = _visible(shape[-2], shape[-1], options, q.device)
         visible = visible if inputs.mask is None else visible & full(inputs.mask)
         place = _places(
             dict.fromkeys(("out", "lse", "dq", "dk", "dv"), heads)
-            | {"dbias": full, "dkey_weight": rows}
+            | {"dbias": full, "dkey_weight": by_key}
         )
         yield Block(
             q,
@@ -112,7 +112,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             None if inputs.dout is None else heads(inputs.dout),
             None if inputs.dlse is None else heads(inputs.dlse),
             None if inputs.bias is None else full(inputs.bias),
-            None if inputs.key_weight is None else rows(inputs.key_weight),
+            None if inputs.key_weight is None else by_key(inputs.key_weight),
             visible,
             keep(shape, 0),
             scale,
@@ -209,6 +209,7 @@ class Formula:
 
         def per_weight(x: Tensor) -> Tensor:
             """[*, Hq, Sq, Sk] summed to the shape of the key weights."""
+            assert b.key_weight is not None
             return x.sum(-2).unflatten(-2, (-1, groups)).sum(-2).sum_to_size(b.key_weight.shape)
 
         k, v = per_query(b.k), per_query(b.v)
@@ -219,7 +220,7 @@ class Formula:
         raw_abs = scale_abs * (q_abs @ turn(k_abs))
         raw = b.scale * (b.q @ turn(k))
         tanh = torch.tanh(raw / b.softcap) if b.softcap else None
-        capped = raw if tanh is None else b.softcap * tanh
+        capped = raw if tanh is None or not b.softcap else b.softcap * tanh
         bias = torch.zeros_like(raw_abs) if b.bias is None else b.bias.expand(raw.shape)
         visible = b.visible.expand(raw.shape) & (bias > -torch.inf)
         bias = torch.where(visible, bias, zero)
@@ -383,24 +384,26 @@ class Formula:
                 self.values[name] = self.rounded(value, units.get(name, unit))
         if b.tangents:
             exact = lambda x: Sized(x, x.abs(), torch.zeros_like(x))  # noqa: E731
-            slope = bend = None
-            if tanh is not None:
-                slope = Sized(1 - tanh * tanh, 1 - tanh * tanh, slope_fine)
+            inclined: Sized | None = None
+            bend: Sized | None = None
+            if tanh is not None and b.softcap:
+                inclined = Sized(1 - tanh * tanh, 1 - tanh * tanh, slope_fine)
                 bend = Sized.bend(tanh, raw_abs, b.softcap)
             spread = {"tk": per_query, "tv": per_query, "tkey_weight": per_pair}
-            found = second_order(
+            results = second_order(
                 {n: exact(spread.get(n, lambda y: y)(x)) for n, x in b.tangents.items()},
                 exact(b.q), exact(k), exact(v), exact(b.dout), Sized(p, p_abs, p_fine, p_loose),
-                Sized(bare, bare, bare_fine, bare_loose if b.key_weight is not None else p_loose), exact(b.keep), b.scale, slope, bend,
+                Sized(bare, bare, bare_fine, bare_loose if b.key_weight is not None else p_loose), exact(b.keep), b.scale, inclined, bend,
                 Sized(dp, dp_abs, dp_abs), Sized(delta, delta_abs, row(g_abs * out_fine) + delta_abs, delta_loose), self.rounded, tiny,
             )  # fmt: skip
-            for name, x in found.items():
+            for name, x in results.items():
                 if name in ("gk", "gv"):
                     x = x.map(per_key)
                 elif name == "gbias":
                     if b.bias is None:
                         continue
-                    x = x.map(lambda y: y.sum_to_size(b.bias.shape))
+                    shape = b.bias.shape
+                    x = x.map(lambda y: y.sum_to_size(shape))  # noqa: B023  (called at once)
                 elif name == "gkey_weight":
                     if b.key_weight is None:
                         continue

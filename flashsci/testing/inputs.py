@@ -47,7 +47,7 @@ class Inputs:
         """Every floating-point tensor contiguous and as ``dtype`` (None: as it is); masks, seeds and
         offsets untouched."""
 
-        def cast(x: Tensor | None) -> Tensor | None:
+        def cast(x: Any) -> Any:  # a Tensor, or None where there is none
             return None if x is None else x.detach().to(dtype or x.dtype).contiguous()
 
         return replace(
@@ -96,6 +96,9 @@ class _Maker:
         self.rows, self.keys = self.kept()
         if packed:
             tq, tk = sum(case.lens_q), sum(case.lens_k)
+            shapes: tuple[tuple[int, ...], ...]
+            out_shape: tuple[int, ...]
+            lse_shape: tuple[int, ...]
             shapes = (tq, case.heads_q, dim), (tk, case.heads_k, dim), (tk, case.heads_k, dim_v)
             out_shape, lse_shape = (tq, case.heads_q, dim_v), (case.heads_q, tq)
         else:
@@ -112,7 +115,7 @@ class _Maker:
         dout = case.dout_scale * self.normal(out_shape)
         dlse = case.dout_scale * self.normal(lse_shape) if variant.lse_grad else None
         q, k, v, dout, dlse = self.zeroed(q, k, v, dout, dlse)
-        leaves = [x.requires_grad_() for x in self.projections(q, k, v)]
+        q, k, v = (x.requires_grad_() for x in self.projections(q, k, v))
         options: dict[str, Any] = {
             "causal": case.causal,
             "window": case.window,
@@ -128,7 +131,9 @@ class _Maker:
             if not case.self_attention:
                 options["max_seqlen_k"] = max(case.lens_k)
         return Inputs(
-            *leaves,
+            q,
+            k,
+            v,
             bias=None if bias is None else bias.requires_grad_(variant.bias_grad),
             key_weight=None if weight is None else weight.requires_grad_(variant.key_weight_grad),
             mask=self.mask(),
@@ -142,7 +147,7 @@ class _Maker:
             bias_grad=variant.bias_grad,
             key_weight_grad=variant.key_weight_grad,
             options=options,
-            tangents=self.tangents(*leaves, bias, weight) if variant.tangents else {},
+            tangents=self.tangents(q, k, v, bias, weight) if variant.tangents else {},
         )
 
     def tangents(self, *tensors: Tensor | None) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,8 @@ def poisoned_memory(cuda_bytes: int = 1 << 28) -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    switches: Any = torch.utils.deterministic  # its switch is a property that stubs do not have
+    fill = switches.fill_uninitialized_memory
     try:
         if torch.cuda.is_available() and cuda_bytes:
             blocks = [
@@ -76,8 +78,8 @@ def poisoned_memory(cuda_bytes: int = 1 << 28) -> Iterator[None]:
             ]
             del blocks
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        switches.fill_uninitialized_memory = True
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        switches.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -44,32 +44,37 @@ def raw_arguments(kind):
     return tensors, scalars
 
 
+def raw_ops():
+    import flashsci.backends.triton  # noqa: F401  (defines them)
+
+    ops = torch.ops.flashsci
+    return ops.triton_forward.default, ops.triton_backward.default
+
+
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 @pytest.mark.parametrize("kind", ["features", "packed", "empty"])
 def test_opcheck_forward_and_backward(kind):
     """Schema, fake kernel and dispatch of the raw Triton ops: functional, shapes and strides as declared."""
-    from flashsci.backends import triton
-
+    forward, backward = raw_ops()
     tensors, scalars = raw_arguments(kind)
-    torch.library.opcheck(triton.forward, (*tensors, *scalars), test_utils=CHECKS)
-    out, lse = triton.forward(*tensors, *scalars)
+    torch.library.opcheck(forward, (*tensors, *scalars), test_utils=CHECKS)
+    out, lse = forward(*tensors, *scalars)
     dlse = torch.randn_like(lse)
     need = 7 if tensors[3] is None else 31
     torch.library.opcheck(
-        triton.backward, (None, dlse, *tensors, out, lse, *scalars, need), test_utils=CHECKS
+        backward, (None, dlse, *tensors, out, lse, *scalars, need), test_utils=CHECKS
     )
 
 
 def test_what_is_not_needed_is_empty():
-    from flashsci.backends import triton
-
+    forward, backward = raw_ops()
     tensors, scalars = raw_arguments("features")
-    out, lse = triton.forward(*tensors, *scalars)
-    everything = triton.backward(torch.ones_like(out), None, *tensors, out, lse, *scalars, 31)
+    out, lse = forward(*tensors, *scalars)
+    everything = backward(torch.ones_like(out), None, *tensors, out, lse, *scalars, 31)
     for need in (0, 1, 6, 8, 16):
-        found = triton.backward(torch.ones_like(out), None, *tensors, out, lse, *scalars, need)
+        found = backward(torch.ones_like(out), None, *tensors, out, lse, *scalars, need)
         for bit, x, full in zip((1, 2, 4, 8, 16), found, everything, strict=True):
             assert x.dtype == full.dtype
             if need & bit:

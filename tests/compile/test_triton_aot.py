@@ -128,6 +128,7 @@ def compile_for(architecture: int) -> list[dict]:
     import triton
     from triton.backends.compiler import GPUTarget
 
+    from flashsci import ops
     from flashsci.backends.triton import host, host_second
 
     capability = divmod(architecture, 10)
@@ -142,9 +143,9 @@ def compile_for(architecture: int) -> list[dict]:
             dtype = "bfloat16"
         launches.clear()
         tensors, scalars, backward, double_backward = arguments(torch, dtype, dims, features)
-        host.forward(*tensors, *scalars)
-        host.backward(*backward)
-        host_second.double_backward(*double_backward)
+        host.forward(*ops.PASSES["forward"].grouped(*tensors, *scalars))
+        host.backward(*ops.PASSES["backward"].grouped(*backward))
+        host_second.double_backward(*ops.PASSES["double_backward"].grouped(*double_backward))
         for kernel, args, kwargs in launches:
             described, options = source(triton, torch, kernel, args, kwargs)
             compiled = triton.compile(

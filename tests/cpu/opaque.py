@@ -6,7 +6,6 @@ It shares no code with the kernels or the reference, so what the wiring makes of
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from flashsci import ops
 
@@ -70,8 +69,9 @@ class Call:
         return self.w * self.bare(lse)
 
 
-def _call(arguments, scalars):
-    return Call(*arguments, scale=scalars[2], softcap=scalars[3], right=scalars[5])
+def _call(tensors, scalars):
+    rule = dict(scale=scalars.scale, softcap=scalars.softcap, right=scalars.window_right)
+    return Call(*tensors, **rule)
 
 
 def _fill(need, likes, found):
@@ -81,8 +81,8 @@ def _fill(need, likes, found):
     )
 
 
-def forward(*arguments):
-    c = _call(arguments[:10], arguments[10:])
+def forward(tensors, scalars):
+    c = _call(tensors, scalars)
     return c.p(c.lse) @ c.v, c.lse
 
 
@@ -92,8 +92,8 @@ def _first(c, p, dout, dlse, out):
     return dout, delta, dout @ c.v.mT - delta
 
 
-def backward(dout, dlse, *arguments):
-    tensors, (out, lse, *scalars) = arguments[:10], arguments[10:]
+def backward(dout, dlse, saved, need):
+    tensors, out, lse, scalars = saved
     c = _call(tensors, scalars)
     p = c.p(lse)
     dout, _, u = _first(c, p, dout, dlse, out)
@@ -106,7 +106,7 @@ def backward(dout, dlse, *arguments):
         e if c.bias is None else e.sum_to_size(c.bias.shape),
         None if c.weight is None else c.summed(c.bare(lse) * u),
     )
-    return _fill(scalars[-1], (c.q, c.k0, c.v0, *_likes(c)), found)
+    return _fill(need, (c.q, c.k0, c.v0, *_likes(c)), found)
 
 
 def _likes(c):
@@ -129,16 +129,15 @@ def _tangent(c, lse, tq, tk, tv, tbias, tweight, out):
     return tq, tk, tv, raw, t, w, m, w @ c.v + p @ tv
 
 
-def jvp(*arguments):
-    tensors, (out, lse, *scalars) = arguments[5:15], arguments[15:]
+def jvp(tangents, saved):
+    tensors, out, lse, scalars = saved
     c = _call(tensors, scalars)
-    *_, m, tout = _tangent(c, lse, *arguments[:5], out)
+    *_, m, tout = _tangent(c, lse, *tangents, out)
     return tout, m
 
 
-def double_backward(*arguments):
-    tangents, (dout, dlse), tensors = arguments[:5], arguments[5:7], arguments[7:17]
-    out, lse, *scalars = arguments[17:]
+def double_backward(tangents, dout, dlse, saved, need):
+    tensors, out, lse, scalars = saved
     c = _call(tensors, scalars)
     p = c.p(lse)
     tq, tk, tv, traw, t, w, m, tout = _tangent(c, lse, *tangents, out)
@@ -159,11 +158,7 @@ def double_backward(*arguments):
         tout,
         m,
     )
-    return _fill(scalars[-1], (c.q, c.k0, c.v0, *_likes(c), tout, m), found)
-
-
-def fake_lse(like: Tensor):
-    return like.double()
+    return _fill(need, (c.q, c.k0, c.v0, *_likes(c), tout, m), found)
 
 
 _OPS = {}
@@ -173,15 +168,7 @@ def define() -> dict:
     """The four ops, once: what replaces the functions of a backend's module."""
     if _OPS:
         return _OPS
-    made = (
-        ("forward", ops.FORWARD_SCHEMA, forward, ops.fake_forward, tuple(range(6))),
-        ("backward", ops.BACKWARD_SCHEMA, backward, ops.fake_backward, (*range(8), 12, 13)),
-        ("jvp", ops.JVP_SCHEMA, jvp, ops.fake_jvp, (*range(11), 15, 16)),
-        ("double_backward", ops.DOUBLE_BACKWARD_SCHEMA, double_backward, ops.fake_double_backward,
-         (*range(13), 17, 18)),
-    )  # fmt: skip
-    for name, schema, kernel, fake, mapped in made:
-        op = ops.define(f"opaque_{name}", schema, kernel, fake, ("CPU",))
-        ops.register_vmap(op, mapped)
-        _OPS[name] = op
+    for kernel in (forward, backward, jvp, double_backward):
+        name = kernel.__name__
+        _OPS[name] = ops.define("opaque", name, kernel, ("CPU",))
     return _OPS

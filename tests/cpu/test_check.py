@@ -327,7 +327,7 @@ def test_parts_name_the_digests_that_they_judged(tmp_path):
 
 
 def test_kernels_here_hold_every_generation_that_runs(monkeypatch):
-    built = {f"cuda/sm{g}/forward_fp16": "" for g in (75, 80, 90)}
+    built = {f"cuda/sm{g}/fwd_fp16": "" for g in (75, 80, 90)}
     monkeypatch.setattr(units, "library_units", lambda: built)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, held in (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashsci
-from flashsci.backends import cuda, triton
+from flashsci.backends import cuda
 
 NAMES = (
     "q", "k", "v", "bias", "key_weight", "mask", "cu_seqlens_q", "cu_seqlens_k", "bias_offsets", "dropout_seed",
@@ -45,15 +45,16 @@ def call(op, values):
     """One of the four Triton ops with the values given by name."""
     of = lambda names: [values.get(name) for name in names]  # noqa: E731
     scalars = [values.get(name, default) for name, default in SCALARS.items()]
+    raw = torch.ops.flashsci
     if op == "forward":
-        return triton.forward(*of(NAMES), *scalars)
+        return raw.triton_forward(*of(NAMES), *scalars)
     if op == "backward":
-        return triton.backward(
+        return raw.triton_backward(
             *of(("dout", "dlse", *NAMES, "out", "lse")), *scalars, values.get("need", 31)
         )
     if op == "jvp":
-        return triton.jvp(*of((*TANGENTS, *NAMES, "out", "lse")), *scalars)
-    return triton.double_backward(
+        return raw.triton_jvp(*of((*TANGENTS, *NAMES, "out", "lse")), *scalars)
+    return raw.triton_double_backward(
         *of((*TANGENTS, "dout", "dlse", *NAMES, "out", "lse")), *scalars, values.get("need", 127)
     )
 

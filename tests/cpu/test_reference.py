@@ -198,11 +198,13 @@ def test_forward_mode_and_hessian_of_the_reference():
 def test_row_in_no_sequence():
     """Raw op: packed rows behind the last offset get out 0 and lse -inf."""
     from flashsci.backends import reference
+    from flashsci.ops import Scalars, Tensors
 
     q, k, v = torch.randn(3, 1, 6, 4).unbind(0)
     offsets = torch.tensor([0, 2, 4], dtype=torch.int32)
-    scalars = (-1, -1, 0.5, 0.0, -1, -1, False, 0.0, "default", False)
-    out, lse = reference.forward(q, k, v, *(None,) * 3, offsets, offsets, None, None, *scalars)
+    scalars = Scalars(-1, -1, 0.5, 0.0, -1, -1, False, 0.0, "default", False)
+    tensors = Tensors(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    out, lse = reference.forward(tensors, scalars)
     assert (
         out[:, 4:].eq(0).all() and lse[:, 4:].eq(-torch.inf).all() and lse[:, :4].isfinite().all()
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashsci
-from flashsci import registry
+from flashsci import ops, registry
 from flashsci.problem import Problem
 
 Q = torch.randn(2, 4, 5, 8)
@@ -172,7 +172,7 @@ def test_every_refusal_says_what_to_do():
         plain = Problem(device, capability, dtype, 4, 4, dim, dim)
         for problem in (plain, *(registry_replace(plain, f) for f in FEATURES)):
             for backend in registry.BACKENDS.values():
-                reason = backend.load().rejects(problem)
+                reason = backend.rejects(problem, anywhere=True)
                 assert reason is None or any(word in reason for word in actions), (
                     backend.name,
                     reason,
@@ -230,8 +230,8 @@ def test_one_generation_of_cuda_kernels_on_request(fresh_registry):
 def test_a_generation_serves_only_what_its_kernels_do(monkeypatch):
     from flashsci.backends import cuda
 
-    units = {f"cuda/sm{g}/forward_{d}": "" for g in (75, 80, 90) for d in ("fp16", "bf16")}
-    del units["cuda/sm75/forward_bf16"]
+    units = {f"cuda/sm{g}/fwd_{d}": "" for g in (75, 80, 90) for d in ("fp16", "bf16")}
+    del units["cuda/sm75/fwd_bf16"]
     monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["75", "80", "90"], "units": units})
     hopper = Problem("cuda", (9, 0), torch.bfloat16, 2, 2, 64, 64)
     assert cuda.SM90.rejects(hopper) is None and cuda.SM80.rejects(hopper) is None
@@ -245,15 +245,14 @@ def test_held_to_hopper_nothing_else_serves(monkeypatch):
     """A bias or mask is for the kernels to take or refuse, and their refusal is a BackendError; no gradient is Triton's."""
     from flashsci.backends import cuda
 
-    units = {f"cuda/sm90/{kind}_bf16": "" for kind in ("forward", "backward")}
+    units = {f"cuda/sm90/{kind}_bf16": "" for kind in ("fwd", "bwd")}
     monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["90"], "units": units})
     given = dict(bias_shape=(1, 2, 9, 9), mask=True, requires_grad=True)
     hopper = Problem("cuda", (9, 0), torch.bfloat16, 2, 2, 64, 64, **given)
-    assert cuda.SM90.rejects(hopper) is None and cuda.rejects(hopper) is not None
+    assert rejects("cuda:sm90", hopper) is None and rejects("cuda", hopper) is not None
     odd = Problem("cuda", (9, 0), torch.bfloat16, 2, 2, 33, 64, requires_grad=True)
-    assert "no gradients of this call of its own" in cuda.SM90.rejects(odd)
-    monkeypatch.setattr(cuda, "_triton_problem", lambda problem: None)
-    assert cuda.rejects(odd) is None
+    assert "no gradients of this call of its own" in rejects("cuda:sm90", odd)
+    assert rejects("cuda", odd) is None, "Triton has them"
 
     def refuses(*arguments):
         raise RuntimeError(
@@ -274,27 +273,57 @@ def test_held_to_hopper_nothing_else_serves(monkeypatch):
     assert not isinstance(caught.value, flashsci.BackendError)
 
 
+def rejects(name, problem):
+    """Why a backend cannot serve a call, gradients included, on a machine that could run every backend."""
+    return registry.find(name).rejects(problem, anywhere=True)
+
+
+def remark(name, problem):
+    return registry.find(name).remark(problem)
+
+
+def pretend(monkeypatch, units, triton=None):
+    """The cuda backend as if a library of these units were loaded, and Triton as if it could run here."""
+    from flashsci.backends import cuda
+    from flashsci.backends import triton as module
+
+    info = {"archs": ["75", "80", "90"], "units": dict.fromkeys(units, "")}
+    monkeypatch.setattr(cuda, "build_info", lambda: info)
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    monkeypatch.setattr(module, "unavailable", lambda: triton)
+    registry._gradients_of.cache_clear()
+
+
+EVERYTHING = [
+    f"cuda/sm{generation}/{kind}_{dtype}"
+    for generation, dtypes in ((75, "fp16"), (80, "fp16 bf16 fp32"), (90, "fp16 bf16"))
+    for dtype in dtypes.split()
+    for kind in ("fwd", "bwd")
+]
+
+
+@pytest.fixture
+def no_hopper_backward(monkeypatch):
+    """A library of everything less a Hopper backward."""
+    pretend(monkeypatch, [unit for unit in EVERYTHING if "sm90/bwd" not in unit])
+    yield
+    registry._gradients_of.cache_clear()
+
+
 @pytest.fixture
 def full_build(monkeypatch):
-    """The cuda backend as if a library of everything were loaded, less a Hopper backward."""
-    from flashsci.backends import cuda
-
-    units = {
-        f"cuda/sm{generation}/{kind}_{dtype}": ""
-        for generation, dtypes in ((75, "fp16"), (80, "fp16 bf16 fp32"), (90, "fp16 bf16"))
-        for dtype in dtypes.split()
-        for kind in ("forward", "backward")
-        if (generation, kind) != (90, "backward")
-    }
-    monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["75", "80", "90"], "units": units})
-    monkeypatch.setattr(cuda, "_triton_problem", lambda problem: None)
-    return cuda
+    """A library of everything."""
+    pretend(monkeypatch, EVERYTHING)
+    yield
+    registry._gradients_of.cache_clear()
 
 
 @pytest.mark.parametrize("head_dim", [1, 24, 33, 64, 100, 127, 128, 200, 256])
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sm80_takes_bias_and_mask_at_every_head_dim(full_build, head_dim, capability, dtype):
+def test_sm80_takes_bias_and_mask_at_every_head_dim(
+    no_hopper_backward, head_dim, capability, dtype
+):
     problem = Problem(
         "cuda",
         capability,
@@ -305,73 +334,130 @@ def test_sm80_takes_bias_and_mask_at_every_head_dim(full_build, head_dim, capabi
         mask=True,
         requires_grad=True,
     )
-    assert full_build.rejects(problem) is None and full_build.SM80.rejects(problem) is None
-    assert full_build.SM80.remark(problem) is None
-    refusal = full_build.SM90.rejects(problem)
+    assert rejects("cuda", problem) is None and rejects("cuda:sm80", problem) is None
+    assert remark("cuda:sm80", problem) is None
+    refusal = rejects("cuda:sm90", problem)
     assert refusal is not None and (
         "no gradients of this call of its own" in refusal or capability[0] == 8
     )
-    elsewhere = full_build.remark(problem)
+    elsewhere = remark("cuda", problem)
     assert (elsewhere is None) == (capability[0] == 8)
     assert elsewhere is None or "gradients come from triton: on Hopper" in elsewhere
 
 
+def saved_of(q, v, bias, mask, softcap=0.0):
+    scalars = ops.Scalars(-1, -1, 1.0, softcap, -1, -1, False, 0.0, "default", False)
+    return ops.Saved(ops.Tensors(q, v, v, bias, mask=mask), v, v, scalars)
+
+
+def whose(saved, need):
+    """The backend of the gradients of what the cuda backend computed on a Hopper GPU."""
+    module, known = registry.find("cuda").load(), registry.problem_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            registry,
+            "problem_of",
+            lambda *a: replace(known(*a), device_type="cuda", capability=(9, 0)),
+        )
+        return registry._gradient_backend("cuda", module, saved, need)
+
+
 @pytest.mark.parametrize(
-    "shape, stride, dtype, need, takes",
+    "shape, stride, dtype, need, takes, backend",
     [
-        ((2, 4, 16, 24), None, torch.bfloat16, 15, True),
-        ((2, 4, 16, 24), (1536, 384, 1, 16), torch.bfloat16, 7, False),  # transposed
-        ((2, 4, 16, 23), None, torch.bfloat16, 7, False),  # rows off 16 bytes
-        ((2, 4, 16, 24), None, torch.float32, 15, True),
-        ((2, 4, 16, 20), None, torch.float32, 15, True),  # rows of 80 bytes
-        ((2, 4, 16, 22), None, torch.float32, 7, False),
-        ((1, 4, 16, 24), None, torch.float32, 15, True),  # added to by tiles
-        ((2, 1, 1, 24), None, torch.float32, 15, False),
-        ((1, 4, 16, 24), None, torch.bfloat16, 7, True),
-        ((1, 4, 16, 24), None, torch.bfloat16, 15, False),  # a shared gradient is Triton's
-        ((2, 4, 16, 1), None, torch.bfloat16, 7, False),
-        ((2, 1, 1, 23), None, torch.float32, 7, True),
+        ((2, 4, 16, 24), None, torch.bfloat16, 15, True, "cuda"),
+        ((2, 4, 16, 24), (1536, 384, 1, 16), torch.bfloat16, 7, False, "triton"),  # transposed
+        ((2, 4, 16, 23), None, torch.bfloat16, 7, False, "triton"),  # rows off 16 bytes
+        ((2, 4, 16, 24), None, torch.float32, 15, True, "cuda"),
+        ((2, 4, 16, 20), None, torch.float32, 15, True, "cuda"),  # rows of 80 bytes
+        ((2, 4, 16, 22), None, torch.float32, 7, False, "triton"),
+        ((1, 4, 16, 24), None, torch.float32, 15, True, "cuda"),  # added to by tiles
+        ((2, 1, 1, 24), None, torch.float32, 15, True, "triton"),
+        ((1, 4, 16, 24), None, torch.bfloat16, 7, True, "cuda"),
+        ((1, 4, 16, 24), None, torch.bfloat16, 15, True, "triton"),  # a shared gradient
+        ((2, 4, 16, 1), None, torch.bfloat16, 7, False, "triton"),
+        ((2, 1, 1, 23), None, torch.float32, 7, True, "cuda"),
     ],
 )
-def test_what_the_hopper_backward_takes_of_a_bias(shape, stride, dtype, need, takes):
-    from flashsci.backends.cuda import _hopper_takes
+def test_who_computes_gradients_with_a_bias_on_hopper(
+    full_build, shape, stride, dtype, need, takes, backend
+):
+    """What the Hopper backward takes, which is not always what it should."""
+    from flashsci.backends.cuda import hopper_takes
 
     q = v = torch.empty(2, 4, 16, 64, dtype=torch.bfloat16)
     bias = torch.empty(shape, dtype=dtype)
     if stride is not None:
         bias = torch.empty(2 * stride[0], dtype=dtype).as_strided(shape, stride)
-    assert _hopper_takes(q, v, bias, None, 0.0, need) is takes
-    assert not _hopper_takes(q, v, bias, None, 5.0, need)
     keys, pairs = torch.ones(2, 1, 1, shape[-1]) > 0, torch.ones(2, 1, 16, shape[-1]) > 0
-    assert _hopper_takes(q, v, bias, keys, 0.0, need) is takes
-    assert _hopper_takes(q, v, None, keys, 0.0, need)
-    assert not _hopper_takes(q, v, bias, pairs, 0.0, need)  # rows of 24 bytes
+    for mask in (None, keys):
+        saved = saved_of(q, v, bias, mask)
+        assert hopper_takes(saved, need) is takes
+        assert whose(saved, need) == backend
+    capped = saved_of(q, v, bias, None, softcap=5.0)
+    assert not hopper_takes(capped, need) and whose(capped, need) == "triton"
+    assert hopper_takes(saved_of(q, v, None, keys), need)
+    assert not hopper_takes(saved_of(q, v, bias, pairs), need)  # rows of 24 bytes
 
 
 @pytest.mark.parametrize("dim, dtype, both", [(64, torch.float32, True), (64, torch.float16, False), (72, torch.float32, False)])  # fmt: skip
 def test_what_the_hopper_backward_takes_of_a_mask_by_pairs(dim, dtype, both):
-    from flashsci.backends.cuda import _hopper_takes
+    from flashsci.backends.cuda import hopper_takes
 
     q = v = torch.empty(2, 4, 16, dim, dtype=torch.float16)
     mask, bias = torch.ones(2, 1, 16, 32) > 0, torch.empty(2, 4, 16, 32, dtype=dtype)
-    assert _hopper_takes(q, v, None, mask, 0.0, 7)
-    assert not _hopper_takes(q, v, None, mask[..., 1:], 0.0, 7)
-    assert _hopper_takes(q, v, bias, mask, 0.0, 15) is both
-    assert _hopper_takes(q, v, bias[:, :, :1], mask, 0.0, 7)
+    assert hopper_takes(saved_of(q, v, None, mask), 7)
+    assert not hopper_takes(saved_of(q, v, None, mask[..., 1:]), 7)
+    assert hopper_takes(saved_of(q, v, bias, mask), 15) is both
+    assert hopper_takes(saved_of(q, v, bias[:, :, :1], mask), 7)
 
 
-def test_gradients_stay_where_triton_has_none(full_build, monkeypatch):
+@pytest.mark.parametrize(
+    "changes, generation, first",
+    [
+        ({}, 90, "cuda"),
+        ({}, 80, "triton"),
+        ({"head_dim": 256}, 80, "cuda"),
+        ({"head_dim": 256, "mask": True}, 80, "triton"),
+        ({"bias_shape": (), "bias_grad": True, "bias_summed": True}, 90, "triton"),
+        ({"bias_shape": (), "bias_grad": True, "bias_summed": True, "head_dim": 72}, 90, "cuda"),
+        ({"bias_shape": (), "bias_summed": True}, 90, "cuda"),
+        ({"capability": (8, 0)}, 80, "cuda"),
+        ({"dtype": torch.float32}, 80, "cuda"),
+    ],
+)
+def test_the_order_of_gradients(changes, generation, first):
+    problem = replace(Problem("cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64), **changes)
+    rows = registry.GRADIENT_PREFERENCES
+    assert next(p for p in rows if p.applies(problem, generation)).order[0] == first
+    assert all(set(p.order) == {"cuda", "triton"} and p.evidence for p in rows)
+
+
+def test_explain_says_where_strides_decide(full_build):
+    given = dict(requires_grad=True, bias_shape=(4, 128, 128), bias_grad=True)
+    problem = Problem("cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64, **given)
+    assert "from triton, where its Hopper backward does not take" in remark("cuda", problem)
+    assert "from triton: H200" in remark("cuda", replace(problem, bias_summed=True)) or (
+        "from triton: on Hopper" in remark("cuda", replace(problem, bias_summed=True))
+    )
+    assert remark("cuda", replace(problem, bias_shape=None, bias_grad=False)) is None
+
+
+def test_gradients_stay_where_triton_has_none(no_hopper_backward, monkeypatch):
     problem = Problem("cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64, requires_grad=True)
-    assert "faster" in full_build.remark(problem)
-    monkeypatch.setattr(full_build, "_triton_problem", lambda problem: "triton is not installed")
-    assert full_build.remark(problem) is None and full_build.rejects(problem) is None
+    assert "faster" in remark("cuda", problem)
+    from flashsci.backends import triton
+
+    monkeypatch.setattr(triton, "unavailable", lambda: "triton is not installed")
+    assert remark("cuda", problem) is None
+    assert registry.find("cuda").rejects(problem) is None
 
 
-def test_wide_heads_keep_the_sm80_backward(full_build):
+def test_wide_heads_keep_the_sm80_backward(no_hopper_backward):
     """Twice as fast as Triton's there, on an H200 at D 256; with a bias nobody measured it."""
     problem = Problem("cuda", (9, 0), torch.bfloat16, 4, 4, 256, 256, requires_grad=True)
-    assert full_build.remark(problem) is None
-    assert "faster" in full_build.remark(replace(problem, mask=True))
+    assert remark("cuda", problem) is None
+    assert "faster" in remark("cuda", replace(problem, mask=True))
 
 
 @pytest.mark.parametrize(
@@ -407,8 +493,7 @@ def test_the_order_of_auto(changes, first):
     assert next(p for p in registry.PREFERENCES if p.applies(problem)).order[0] == first
 
 
-def test_explain_carries_remarks(full_build, monkeypatch):
-    monkeypatch.setattr(full_build, "unavailable", lambda: None)
+def test_explain_carries_remarks(no_hopper_backward):
     problem = Problem("cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64, requires_grad=True)
     found = registry.explain(problem, "cuda")
     assert found.chosen == "cuda" and "gradients come from triton" in found.remarks["cuda"]

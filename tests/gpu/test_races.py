@@ -117,6 +117,9 @@ class Kernels:
         scale, softcap = call.head_dim**-0.5, inputs.options["softcap"] or 0.0
         self.scalars = (*longest, scale, softcap, left, right, shape.lower_right)
         self.offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+        self.tensors = ops.Tensors(
+            self.q, self.k, self.v, inputs.bias, None, inputs.mask, *self.offsets
+        )
         self.need = ops.NEED_Q | ops.NEED_K | ops.NEED_V
         self.need |= ops.NEED_BIAS if inputs.bias is not None else 0
 
@@ -128,11 +131,9 @@ class Kernels:
     def _forward(self) -> Callable[[], tuple[Tensor, ...]]:
         x = self.inputs
         if self.call.generation in registry.BACKENDS:
-            return functools.partial(
-                registry.BACKENDS[self.call.generation].load().forward,
-                self.q, self.k, self.v, x.bias, None, x.mask, *self.offsets, None, None,
-                *self.scalars, 0.0, "default", True,
-            )  # fmt: skip
+            scalars = ops.Scalars(*self.scalars, 0.0, "default", True)
+            forward = registry.BACKENDS[self.call.generation].load().forward
+            return functools.partial(forward, self.tensors, scalars)
         return functools.partial(
             torch.ops.flashsci.cuda_forward.default,
             self.q, self.k, self.v, x.bias, x.mask, *self.offsets,
@@ -150,11 +151,10 @@ class Kernels:
         x, need = self.inputs, self.need if need is None else need
         out, lse = self._swap(results["out"]), results["lse"]
         if self.call.generation in registry.BACKENDS:
-            call = functools.partial(
-                registry.BACKENDS[self.call.generation].load().backward,
-                self.dout, None, self.q, self.k, self.v, x.bias, None, x.mask, *self.offsets, None, None,
-                out, lse, *self.scalars, 0.0, "default", deterministic, need,
-            )  # fmt: skip
+            scalars = ops.Scalars(*self.scalars, 0.0, "default", deterministic)
+            saved = ops.Saved(self.tensors, out, lse, scalars)
+            backward = registry.BACKENDS[self.call.generation].load().backward
+            call = functools.partial(backward, self.dout, None, saved, need)
         else:
             call = functools.partial(
                 torch.ops.flashsci.cuda_backward.default,

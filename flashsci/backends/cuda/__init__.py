@@ -1,18 +1,19 @@
 """The CUDA backend: loads flashsci/_C.so, says what it serves, and maps the contract onto its ops.
 
 The library picks the newest generation of kernels that serves a call. SM75, SM80 and SM90 are the
-same backend held to one generation, for tests and comparisons: ``use_backend("cuda:sm75")``. Where
-the library has no backward for a call, or a slower one, Triton's takes the same saved tensors; held to
-SM90, nothing else does: what its kernels do not take is a BackendError, of the call or of its backward.
+same backend restricted to one generation, for tests and comparisons: ``use_backend("cuda:sm75")``. This file says
+what the library *can* compute, forward and backward apart: where it has no backward for a call, or a slower one,
+flashsci/registry.py names another backend, which takes the same saved tensors.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import json
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,14 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import flashsci
 from flashsci import ops
-from flashsci.problem import Problem
+from flashsci.errors import BackendError
+from flashsci.ops import NEED_BIAS, Saved, Scalars, Tensors
+from flashsci.problem import Problem, sums_bias
 
 FUSED = True
 MAX_HEAD_DIM = 256
 GENERATIONS = (90, 80, 75)  # newest first, as the library tries them
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_UNITS = {"forward": "fwd", "backward": "bwd"}
 
 _ops: Any = None  # (forward, backward)
 _library: ctypes.CDLL | None = None
@@ -40,7 +43,8 @@ _lock = threading.RLock()  # of all of these: whoever asks first loads, others w
 
 def library_path() -> Path | None:
     """The newest _C*.so of the package; an editable install spreads it over two folders."""
-    found = [path for folder in flashsci.__path__ for path in Path(folder).glob("_C*.so")]
+    folders = sys.modules["flashsci"].__path__
+    found = [path for folder in folders for path in Path(folder).glob("_C*.so")]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
@@ -70,14 +74,10 @@ def _load_now() -> str | None:
         library.flashsci_driver_problem.restype = ctypes.c_char_p
         namespace = torch.ops.flashsci
         found = namespace.cuda_forward.default, namespace.cuda_backward.default
-        for op, fake, tensors in zip(
-            found,
-            (ops.fake_forward, _fake_backward),
-            ((0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5, 6, 9, 10)),
-            strict=True,
-        ):
+        fakes: tuple[Callable[..., Any], ...] = (_fake_forward, _fake_backward)
+        for op, fake in zip(found, fakes, strict=True):
             torch.library.register_fake(op.name(), fake, lib=ops.LIBRARY)
-            ops.register_vmap(op, tensors)
+            ops.register_vmap(op)
         _library, _ops = library, found
     except Exception as error:  # whatever a broken build raises is a reason, not a crash
         # load_library hides the loader's own words in __cause__.
@@ -86,9 +86,21 @@ def _load_now() -> str | None:
     return None
 
 
-def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return ops.fake_forward(Tensors(q, k, v))
+
+
+def _fake_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
     """The library's op knows no key weights."""
-    return ops.fake_backward(*arguments[:6], None, *arguments[6:])[:4]
+    return ops.fake_backward(Tensors(q, k, v, bias), rest[-1])[:4]
 
 
 def build_info() -> dict[str, Any] | None:
@@ -164,16 +176,15 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _limit(kind: str, generation: int, problem: Problem, pinned: bool = False) -> str | None:
-    """What the kernels of one generation leave to others, beyond dtypes and devices; ``pinned`` to them, they refuse strides
-    themselves."""
+def _limit(kind: str, generation: int, problem: Problem, strides: bool) -> str | None:
+    """What the kernels of one generation do not take, beyond dtypes and devices. ``strides``: whether those of bias and mask
+    are known to be such as Hopper's kernels take (a Problem has none)."""
     widest = max(problem.head_dim, problem.head_dim_v)
     if problem.dtype == torch.float32:
         if widest > 128:
             return f"the head dims of its float32 kernels end at 128, and this call has {widest}"
         return None
-    # Which strides they take, a Problem does not know; the library goes on to sm80's.
-    if generation == 90 and not pinned and (problem.bias or problem.mask):
+    if generation == 90 and not strides and (problem.bias or problem.mask):
         return "its Hopper kernels take a bias or a mask in some strides only"
     if generation == 75 and kind == "backward" and widest > 128:
         return f"the head dims of its Turing backward end at 128, and this call has {widest}"
@@ -183,19 +194,25 @@ def _limit(kind: str, generation: int, problem: Problem, pinned: bool = False) -
     return None
 
 
-def _refusal(kind: str, problem: Problem, generation: int = 0) -> str | None:
-    """Why the library's forward or backward cannot serve a call that its dtype allows; None if it can."""
+def _kernels(
+    kind: str, problem: Problem, generation: int = 0, strides: bool = False
+) -> tuple[int, str | None]:
+    """The generation of the library's kernels that computes the forward or backward of a call whose dtype it has, or 0 and the
+    reason why none does. ``generation``: the only one to ask; it refuses strides itself."""
     if problem.dropout_p:
-        return "it has no dropout"
+        return 0, "it has no dropout"
     if problem.key_weight:
-        return "it has no key_weight"
+        return 0, "it has no key_weight"
     if problem.varlen and problem.bias:
-        return "it has no bias for packed sequences"
+        return 0, "it has no bias for packed sequences"
     if problem.dtype == torch.float32 and problem.precision == "ieee":
-        return "its float32 products are three of fp16 halves (fp32 accuracy) or one, not IEEE"
+        return (
+            0,
+            "its float32 products are three of fp16 halves (fp32 accuracy) or one, not IEEE",
+        )
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         dims = f"{problem.head_dim} and {problem.head_dim_v}"
-        return f"its head dims end at {MAX_HEAD_DIM}, and these are {dims}"
+        return 0, f"its head dims end at {MAX_HEAD_DIM}, and these are {dims}"
     assert problem.capability is not None
     capability = problem.capability[0] * 10 + problem.capability[1]
     info = build_info() or _sources()
@@ -206,56 +223,23 @@ def _refusal(kind: str, problem: Problem, generation: int = 0) -> str | None:
         else:  # Turing's kernels run on what is newer, but only for who asks for them
             asked = candidate != 75 or capability < 80 or generation == 75
             runs = capability >= candidate and asked
-        if runs and f"cuda/sm{candidate}/{kind}_{_DTYPES[problem.dtype]}" in info["units"]:
-            reason = _limit(kind, candidate, problem, pinned=generation != 0)
+        unit = f"cuda/sm{candidate}/{_UNITS[kind]}_{_DTYPES[problem.dtype]}"
+        if runs and unit in info["units"]:
+            reason = _limit(kind, candidate, problem, strides or generation != 0)
             if reason is None:
-                return None
+                return candidate, None
     if reason is not None:
-        return reason
+        return 0, reason
     only = f" of generation sm{generation}" if generation else ""
     return (
+        0,
         f"this build (FA_ARCHS={','.join(info['archs'])}) has no {_name(problem.dtype)} {kind} "
-        f"kernel{only} for {_device_name(problem.capability)}; build with FA_ARCHS={capability}"
+        f"kernel{only} for {_device_name(problem.capability)}; build with FA_ARCHS={capability}",
     )
 
 
-def _elsewhere(problem: Problem, generation: int = 0) -> str | None:
-    """Why Triton computes gradients that a kernel here could (it is the faster one), or None."""
-    hopper = problem.capability is not None and problem.capability[0] == 9
-    if generation or not hopper or problem.dtype.itemsize != 2:
-        return None
-    wide = max(problem.head_dim, problem.head_dim_v) > 128
-    if wide and not (
-        problem.bias or problem.mask
-    ):  # H200, D 256: sm80's takes half of Triton's time
-        return None
-    own = f"cuda/sm90/backward_{_DTYPES[problem.dtype]}" in (build_info() or _sources())["units"]
-    if own and _limit("backward", 90, problem) is None:
-        return None
-    reason = "on Hopper its backward is faster than the one written for sm80"
-    if own and not wide and (problem.bias or problem.mask):
-        reason += ", which is left with what the Hopper backward does not take of a bias or mask"
-    return reason
-
-
-def _triton_gradients(problem: Problem, generation: int = 0) -> str | None:
-    """Why gradients of a call come from the triton backend, or None."""
-    reason = _refusal("backward", problem, generation)
-    if reason is None:
-        reason = _elsewhere(problem, generation)
-        if reason is not None and _triton_problem(problem) is not None:
-            return None
-    return reason
-
-
-def remark(problem: Problem, generation: int = 0) -> str | None:
-    """What `explain` adds for a call that is served."""
-    reason = _triton_gradients(problem, generation) if problem.requires_grad else None
-    return None if reason is None else f"its gradients come from triton: {reason}"
-
-
 def rejects(problem: Problem, generation: int = 0) -> str | None:
-    """Why a call cannot be served, and what to do; None if it can."""
+    """Why the forward of a call cannot be computed, and what to do; None if it can."""
     if problem.device_type != "cuda" or problem.capability is None:
         return f"its kernels run on CUDA devices and the tensors are on {problem.device_type}; use backend='sdpa' or 'reference'"
     if problem.dtype not in _DTYPES:
@@ -266,129 +250,26 @@ def rejects(problem: Problem, generation: int = 0) -> str | None:
             f"bfloat16 needs compute capability 8.0 and this device ({_device_name(problem.capability)}) has no bfloat16 "
             "tensor cores; use float16, float32 with backend='triton', or backend='sdpa'"
         )
-    reason = _refusal("forward", problem, generation)
-    if reason is not None:
-        return f"{reason}, or use backend='triton' or 'sdpa'"
-    refusal = _refusal("backward", problem, generation) if problem.requires_grad else None
-    if refusal is not None and generation == 90:
-        return f"it has no gradients of this call of its own: {refusal}; use backend='cuda'"
-    if refusal is not None:
-        reason = _triton_problem(problem)
-        if reason is not None:
-            return f"its gradients would come from the triton backend, which cannot serve this call ({reason}); use backend='sdpa' or 'reference'"
-    return None
+    _, reason = _kernels("forward", problem, generation)
+    return None if reason is None else f"{reason}, or use backend='triton' or 'sdpa'"
 
 
-def _triton() -> Any:
-    return importlib.import_module("flashsci.backends.triton")
+def backward_kernels(
+    problem: Problem, strides: bool = False, generation: int = 0
+) -> tuple[int, str | None]:
+    """The generation of kernels that computes the gradients of a call that `rejects` lets pass, or 0 and the reason why
+    none does. ``strides``: of bias and mask, what :func:`hopper_takes` says."""
+    return _kernels("backward", problem, generation, strides)
 
 
-def _triton_problem(problem: Problem) -> str | None:
-    try:
-        module = _triton()
-    except ImportError as error:
-        return f"it cannot be imported: {error}"
-    reason: str | None = module.unavailable() or module.rejects(problem)
-    return reason
-
-
-def _call(op: Any, generation: int, *arguments: Any) -> Any:
-    """An op of the library; held to a generation whose kernels do not take these strides, its refusal is a BackendError."""
-    try:
-        return op(*arguments)
-    except RuntimeError as error:
-        text = str(error).split("\n")[0]
-        if generation and "serves this call on compute capability" in text:
-            raise flashsci.BackendError(text) from None
-        raise
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_weight: Tensor | None,
-    mask: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    bias_offsets: Tensor | None,
-    dropout_seed: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
-    dropout_p: float,
-    precision: str,
-    deterministic: bool,
-    generation: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """out, lse; what `rejects` refuses must not come here."""
-    if _ops is None:
-        reason = _load()
-        if reason is not None:
-            raise flashsci.BackendError(f"flashsci: {reason}")
-    packed_bias = cu_seqlens_q is not None and bias is not None
-    if dropout_p or key_weight is not None or packed_bias:
-        raise flashsci.BackendError(
-            "flashsci: the cuda backend has no dropout, no key_weight and no bias of packed "
-            "sequences; use backend='triton'"
-        )
-    result: tuple[Tensor, Tensor] = _call(
-        _ops[0],
-        generation,
-        q,
-        k,
-        v,
-        bias,
-        mask,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        scale,
-        softcap,
-        window_left,
-        window_right,
-        lower_right,
-        precision == "tf32",
-        generation,
-    )
-    return result
-
-
-@functools.lru_cache(maxsize=1024)
-def _serves_backward(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    head_dim_v: int,
-    pairs: bool,
-    generation: int,
-) -> bool:
-    problem = Problem(
-        "cuda",
-        torch.cuda.get_device_capability(device),
-        dtype,
-        *(1, 1, head_dim, head_dim_v),
-        mask=pairs,
-    )
-    return _triton_gradients(problem, generation) is None
-
-
-def _hopper_takes(
-    q: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, softcap: float, need: int
-) -> bool:
-    """Whether the Hopper backward serves a call with a bias or mask, and faster than Triton's.
-
-    What it takes: csrc/sm90/backward_pairs.cuh, backward_apart.cuh. H200, head dims to 64, a 16-bit bias that is
-    shared: Triton sums its gradient in 0.83 to 0.89 of the time. In fp32 Triton takes 1.3 to 1.7 times as long.
-    """
+def hopper_takes(saved: Saved, need: int) -> bool:
+    """Whether the Hopper backward takes bias and mask of a call as they lie in memory: what `takes_pairs` of csrc/sm90 and TMA
+    allow, found here because a kernel that another backend replaces must not be launched."""
+    q, _, v, bias, _, mask, *_ = saved.tensors
+    if bias is None and mask is None:
+        return True
     dims = q.shape[-1], v.shape[-1]
-    if softcap or max(dims) > 128 or any(dim % 8 for dim in dims):
+    if saved.scalars.softcap or max(dims) > 128 or any(dim % 8 for dim in dims):
         return False
 
     def of_keys(x: Tensor) -> bool:
@@ -406,79 +287,78 @@ def _hopper_takes(
     masked = mask is not None and not of_keys(mask)
     if mask is not None and masked and not by_tiles(mask):
         return False
-    if bias is None:
+    if bias is None or of_keys(bias):
         return True
-    tiles, apart = not of_keys(bias), bias.dtype == torch.float32
-    if tiles and masked and not (apart and max(dims) <= 64):
+    apart = bias.dtype == torch.float32
+    if masked and not (apart and max(dims) <= 64):
         return False
-    if need & ops.NEED_BIAS:
-        added = tiles and apart  # a shared gradient too
-        if not added and (not tiles or bias.shape[:-2] != q.shape[:-2]):
-            if max(dims) <= 64:
-                return False
-        elif bias.shape[-1] * bias.element_size() % 16:
-            return False
-    return not tiles or ((apart or bias.dtype == q.dtype) and by_tiles(bias))
+    # A gradient that leaves by tiles: rows of whole 16 bytes.
+    whole = bias.shape[-1] * bias.element_size() % 16 == 0
+    if need & NEED_BIAS and not sums_bias(bias, q.shape[:-2]) and not whole:
+        return False
+    return (apart or bias.dtype == q.dtype) and by_tiles(bias)
 
 
-def backward(*arguments: Any, generation: int = 0) -> tuple[Tensor, ...]:
-    """dq, dk, dv, dbias, dkey_weight, with the contract's signature."""
-    dout, dlse, q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, _, _, out, lse = arguments[:14]
-    *scalars, dropout_p, precision, deterministic, need = arguments[14:]
-    pairs = (bias is not None or mask is not None) and (
-        generation != 0 or not _hopper_takes(q, v, bias, mask, scalars[3], need)
-    )
-    served = _serves_backward(q.device, q.dtype, q.shape[-1], v.shape[-1], pairs, generation)
-    if generation == 90 and not served:
-        raise flashsci.BackendError(
-            f"flashsci: the Hopper kernels have no backward for {_name(q.dtype)} and head dims {q.shape[-1]} and "
-            f"{v.shape[-1]}; use backend='cuda'"
+def _call(op: Any, generation: int, *arguments: Any) -> Any:
+    """An op of the library. Restricted to a generation whose kernels do not take these strides, its refusal is a
+    BackendError."""
+    try:
+        return op(*arguments)
+    except RuntimeError as error:
+        text = str(error).split("\n")[0]
+        if generation and "serves this call on compute capability" in text:
+            raise BackendError(text) from None
+        raise
+
+
+def forward(tensors: Tensors, scalars: Scalars, generation: int = 0) -> tuple[Tensor, Tensor]:
+    """out, lse; what `rejects` refuses must not come here."""
+    if _ops is None:
+        reason = _load()
+        if reason is not None:
+            raise BackendError(f"flashsci: {reason}")
+    q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, _, _ = tensors
+    *options, dropout_p, precision, _ = scalars
+    packed_bias = cu_seqlens_q is not None and bias is not None
+    if dropout_p or key_weight is not None or packed_bias:
+        raise BackendError(
+            "flashsci: the cuda backend has no dropout, no key_weight and no bias of packed "
+            "sequences; use backend='triton'"
         )
-    if (
-        dropout_p
-        or precision == "ieee"
-        or (cu_seqlens_q is not None and bias is not None)
-        or not served
-    ):
-        # Dropout and packed biases come from attention_backward alone: this forward refuses them.
-        gradients: tuple[Tensor, ...] = _triton().backward(*arguments)
-        return gradients
+    inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k
+    result: tuple[Tensor, Tensor] = _call(
+        _ops[0], generation, *inputs, *options, precision == "tf32", generation
+    )
+    return result
+
+
+def backward(
+    dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int, generation: int = 0
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv, dbias, dkey_weight; what `backward_kernels` refuses must not come here."""
+    q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, _, _ = saved.tensors
+    *options, _, precision, deterministic = saved.scalars
+    out, lse = saved.out, saved.lse.contiguous()
     if dout is not None and dout.stride(-1) != 1:
         dout = dout.contiguous()
     if out.stride(-1) != 1:
         out = out.contiguous()
-    result: tuple[Tensor, ...] = _call(
-        _ops[1],
-        generation,
-        dout,
-        dlse,
-        q,
-        k,
-        v,
-        bias,
-        mask,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        out,
-        lse.contiguous(),
-        *scalars,
-        precision == "tf32",
-        deterministic,
-        generation,
-        need,
-    )
+    inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, out, lse
+    held = precision == "tf32", deterministic, generation, need
+    result: tuple[Tensor, ...] = _call(_ops[1], generation, dout, dlse, *inputs, *options, *held)
     return *result, q.new_empty(0)
 
 
-def _held_to(generation: int) -> SimpleNamespace:
+def _restricted_to(generation: int) -> SimpleNamespace:
     return SimpleNamespace(
         FUSED=FUSED,
         unavailable=unavailable,
         rejects=functools.partial(rejects, generation=generation),
-        remark=functools.partial(remark, generation=generation),
+        backward_kernels=functools.partial(backward_kernels, generation=generation),
+        hopper_takes=hopper_takes,
         forward=functools.partial(forward, generation=generation),
         backward=functools.partial(backward, generation=generation),
     )
 
 
-SM75, SM80, SM90 = (_held_to(generation) for generation in (75, 80, 90))
+SM75, SM80, SM90 = (_restricted_to(generation) for generation in (75, 80, 90))

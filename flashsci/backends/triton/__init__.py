@@ -21,29 +21,12 @@ if INTERPRETED:
     from . import interpreter  # noqa: F401
 
 _KEYS = ("CUDA", "CPU") if INTERPRETED else ("CUDA",)
-forward = ops.define(
-    "triton_forward", ops.FORWARD_SCHEMA, checks.forward(host.forward), ops.fake_forward, _KEYS
-)
-backward = ops.define(
-    "triton_backward",
-    ops.BACKWARD_SCHEMA,
-    checks.backward(host.backward),
-    ops.fake_backward,
-    _KEYS,
-)
-jvp = ops.define("triton_jvp", ops.JVP_SCHEMA, checks.jvp(host_second.jvp), ops.fake_jvp, _KEYS)
+forward = ops.define("triton", "forward", checks.forward(host.forward), _KEYS)
+backward = ops.define("triton", "backward", checks.backward(host.backward), _KEYS)
+jvp = ops.define("triton", "jvp", checks.jvp(host_second.jvp), _KEYS)
 double_backward = ops.define(
-    "triton_double_backward",
-    ops.DOUBLE_BACKWARD_SCHEMA,
-    checks.double_backward(host_second.double_backward),
-    ops.fake_double_backward,
-    _KEYS,
+    "triton", "double_backward", checks.double_backward(host_second.double_backward), _KEYS
 )
-# Positions of the arguments with leading dims, the ones torch.vmap may map.
-ops.register_vmap(forward, (0, 1, 2, 3, 4, 5))
-ops.register_vmap(backward, (0, 1, 2, 3, 4, 5, 6, 7, 12, 13))
-ops.register_vmap(jvp, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 15, 16))
-ops.register_vmap(double_backward, (*range(13), 17, 18))
 
 FUSED = True
 

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.ops import TENSORS, statistics_dtype
+from flashsci.ops import Saved, Scalars, Tangents, Tensors, statistics_dtype
 
 from . import launch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PRECISIONS = ("default", "ieee", "tf32x3", "tf32")
 MAX_LENGTH = 1 << 29  # rows, their differences and sums with a window fit 32 bits
-_COUNT = len(TENSORS)
 _known: set[tuple[Any, ...]] = set()
 
 
@@ -66,7 +65,7 @@ def _check_inputs(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, weight: Tensor | None, mask: Tensor | None,
     cu_q: Tensor | None, cu_k: Tensor | None, bias_offsets: Tensor | None, seed: Tensor | None,
 ) -> None:  # fmt: skip
-    """All that is decided by shapes, dtypes and devices of ops.TENSORS."""
+    """All that is decided by shapes, dtypes and devices of ops.Tensors."""
     shapes = _shapes(q=q, k=k, v=v)
     _need(
         q.dtype in DTYPES,
@@ -155,9 +154,9 @@ def _check_results(
             _same(name, x, q.shape[:-1], (statistics_dtype(q.dtype),), q)
 
 
-def _check_scalars(seed: Tensor | None, scalars: Sequence[Any]) -> None:
-    """ops.SCALARS, of which the longest lengths are hints: any will do."""
-    _, _, scale, softcap, _, _, _, dropout_p, precision = scalars[:9]
+def _check_scalars(seed: Tensor | None, scalars: Scalars) -> None:
+    """The longest lengths are hints: any will do."""
+    _, _, scale, softcap, _, _, _, dropout_p, precision, _ = scalars
     _need(-math.inf < scale < math.inf, f"scale must be finite, got {scale}")
     _need(0 <= softcap < math.inf, f"softcap must be >= 0 and finite, got {softcap}")
     _need(0 <= dropout_p < 1, f"dropout_p must be in [0, 1), got {dropout_p}")
@@ -165,10 +164,9 @@ def _check_scalars(seed: Tensor | None, scalars: Sequence[Any]) -> None:
     _need(precision in PRECISIONS, f"precision must be one of {PRECISIONS}, got {precision!r}")
 
 
-def _check_tangents(tangents: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> None:
-    q = tensors[0]
-    assert q is not None
-    for name, x, like in zip(TENSORS, tangents, tensors[: len(tangents)], strict=False):
+def _check_tangents(tangents: Sequence[Tensor | None], tensors: Tensors) -> None:
+    q = tensors.q
+    for name, x, like in zip(Tensors._fields, tangents, tensors, strict=False):
         if x is not None:
             _need(like is not None, f"a tangent of {name} needs {name}")
             assert like is not None
@@ -176,13 +174,13 @@ def _check_tangents(tangents: Sequence[Tensor | None], tensors: Sequence[Tensor 
 
 
 def _checked(
-    tensors: Sequence[Any],
-    scalars: Sequence[Any],
+    tensors: Tensors,
+    scalars: Scalars,
     tangents: Sequence[Tensor | None] = (),
     of_out: tuple[Tensor | None, ...] = (),
     of_lse: tuple[Tensor | None, ...] = (),
-) -> Sequence[Any]:
-    """ops.TENSORS as kernels read them. Raises for what does not fit, unless a call of these kinds did fit.
+) -> Tensors:
+    """The tensors as kernels read them. Raises for what does not fit, unless a call of these kinds did fit.
 
     ``of_out`` is out and dout, ``of_lse`` lse and dlse, where the op has them.
     """
@@ -214,17 +212,18 @@ def _checked(
         _known.add(key)
     if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and cu_q is None and seed is None:
         return tensors
-    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    vectors = (None if x is None else x.contiguous() for x in (cu_q, cu_k, bias_offsets, seed))
-    return *rows, bias, weight, mask, *vectors
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    cu_q, cu_k, bias_offsets, seed = (
+        None if x is None else x.contiguous() for x in (cu_q, cu_k, bias_offsets, seed)
+    )
+    return Tensors(q, k, v, bias, weight, mask, cu_q, cu_k, bias_offsets, seed)
 
 
 def forward(kernels: Callable[..., Any]) -> Callable[..., Any]:
     """``kernels`` (host.forward) behind the checks."""
 
-    def op(*arguments: Any) -> Any:
-        tensors, scalars = arguments[:_COUNT], arguments[_COUNT:]
-        return kernels(*_checked(tensors, scalars), *scalars)
+    def op(tensors: Tensors, scalars: Scalars) -> Any:
+        return kernels(_checked(tensors, scalars), scalars)
 
     return op
 
@@ -232,10 +231,10 @@ def forward(kernels: Callable[..., Any]) -> Callable[..., Any]:
 def backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
     """host.backward behind the checks."""
 
-    def op(dout: Tensor | None, dlse: Tensor | None, *arguments: Any) -> Any:
-        tensors, (out, lse, *scalars) = arguments[:_COUNT], arguments[_COUNT:]
+    def op(dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) -> Any:
+        tensors, out, lse, scalars = saved
         checked = _checked(tensors, scalars, (), (out, dout), (lse, dlse))
-        return kernels(dout, dlse, *checked, out, lse, *scalars)
+        return kernels(dout, dlse, Saved(checked, out, lse, scalars), need)
 
     return op
 
@@ -243,11 +242,10 @@ def backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
 def jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
     """host_second.jvp behind the checks."""
 
-    def op(*arguments: Any) -> Any:
-        tangents, tensors = arguments[:5], arguments[5 : 5 + _COUNT]
-        out, lse, *scalars = arguments[5 + _COUNT :]
+    def op(tangents: Tangents, saved: Saved) -> Any:
+        tensors, out, lse, scalars = saved
         checked = _checked(tensors, scalars, tangents, (out,), (lse,))
-        return kernels(*tangents, *checked, out, lse, *scalars)
+        return kernels(tangents, Saved(checked, out, lse, scalars))
 
     return op
 
@@ -255,10 +253,11 @@ def jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
 def double_backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
     """host_second.double_backward behind the checks."""
 
-    def op(*arguments: Any) -> Any:
-        tangents, (dout, dlse) = arguments[:5], arguments[5:7]
-        tensors, (out, lse, *scalars) = arguments[7 : 7 + _COUNT], arguments[7 + _COUNT :]
+    def op(
+        tangents: Tangents, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
+    ) -> Any:
+        tensors, out, lse, scalars = saved
         checked = _checked(tensors, scalars, tangents, (out, dout), (lse, dlse))
-        return kernels(*tangents, dout, dlse, *checked, out, lse, *scalars)
+        return kernels(tangents, dout, dlse, Saved(checked, out, lse, scalars), need)
 
     return op

@@ -14,6 +14,9 @@ from flashsci.ops import (
     NEED_KEY_WEIGHT,
     NEED_Q,
     NEED_V,
+    Saved,
+    Scalars,
+    Tensors,
     empty_like_layout,
 )
 
@@ -380,12 +383,13 @@ def longest_class(max_seqlen_q: int, max_seqlen_k: int) -> int:
 
 
 def on_device_of(position: int):
-    """Runs a function with the device of one of its arguments current."""
+    """Runs a function with the device of one of its arguments, Tensors or Saved, current."""
 
     def decorate(function):
         @functools.wraps(function)
         def wrapper(*arguments):
-            device = arguments[position].device
+            given = arguments[position]
+            device = (given.tensors if isinstance(given, Saved) else given).q.device
             if device.type == "cuda" and device.index != torch.cuda.current_device():
                 with torch.cuda.device(device):
                     return function(*arguments)
@@ -397,13 +401,10 @@ def on_device_of(position: int):
 
 
 @on_device_of(0)
-def forward(
-    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
-    max_seqlen_q, max_seqlen_k, *options,
-):  # fmt: skip
-    """out, lse; arguments as flashsci.ops.TENSORS and SCALARS. Longest lengths are not needed, and
-    all kernels are deterministic."""
-    *options, _ = options
+def forward(tensors: Tensors, scalars: Scalars):
+    """out, lse. Longest lengths are not needed, and all kernels are deterministic."""
+    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed = tensors
+    _, _, *options, _ = scalars
     p = plan_of((q, k, v), bias, weight, mask, cu_seqlens_q, bias_offsets, 0, options)
     out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -416,12 +417,11 @@ def forward(
 
 
 @on_device_of(2)
-def backward(
-    dout, dlse, q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse,
-    max_seqlen_q, max_seqlen_k, *options_and_need,
-):  # fmt: skip
+def backward(dout, dlse, saved: Saved, need: int):
     """dq, dk, dv, dbias, dweight; those that `need` does not name are empty."""
-    *options, _, need = options_and_need
+    tensors, out, lse, scalars = saved
+    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed = tensors
+    max_seqlen_q, max_seqlen_k, *options, _ = scalars
     need_dq, need_dk, need_dv = bool(need & NEED_Q), bool(need & NEED_K), bool(need & NEED_V)
     need_dbias = bias is not None and bool(need & NEED_BIAS)
     need_dweight = weight is not None and bool(need & NEED_KEY_WEIGHT)

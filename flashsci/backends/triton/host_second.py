@@ -10,6 +10,8 @@ from flashsci.ops import (
     NEED_KEY_WEIGHT,
     NEED_Q,
     NEED_V,
+    Saved,
+    Tangents,
     empty_like_layout,
 )
 
@@ -167,13 +169,13 @@ def second_of(tensors, tbias, tweight, *rest) -> Second:
     return plan.seconds[key]
 
 
-@on_device_of(5)
-def jvp(
-    tq, tk, tv, tbias, tweight, q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, out, lse,
-    max_seqlen_q, max_seqlen_k, *options,
-):  # fmt: skip
+@on_device_of(1)
+def jvp(tangents: Tangents, saved: Saved):
     """Tangents of out and lse; those of q, k, v, bias, key weights may be None, for zero."""
-    *options, _ = options  # all kernels are deterministic
+    tensors, out, lse, scalars = saved
+    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed = tensors
+    tq, tk, tv, tbias, tweight = tangents
+    _, _, *options, _ = scalars  # all kernels are deterministic
     tq, tk, tv, out, lse = inner(tq), inner(tk), inner(tv), inner(out), lse.contiguous()
     tout, mean = empty_like_layout(q, out.shape), torch.empty_like(lse)
     if tout.numel() == 0 or k.shape[-2] == 0 or (tq is tk is tv is tbias is tweight is None):
@@ -188,15 +190,14 @@ def jvp(
     return tout, mean
 
 
-@on_device_of(7)
-def double_backward(
-    tq, tk, tv, tbias, tweight, dout, dlse, q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets,
-    dropout_seed, out, lse,
-    max_seqlen_q, max_seqlen_k, *options_and_need,
-):  # fmt: skip
+@on_device_of(3)
+def double_backward(tangents: Tangents, dout, dlse, saved: Saved, need: int):
     """Gradients of q, k, v, bias, key weights, dout, dlse for the cotangents tq, ... of the first five's gradients (None: zero);
     those that `need` does not name are empty."""
-    *options, _, need = options_and_need
+    tensors, out, lse, scalars = saved
+    q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed = tensors
+    tq, tk, tv, tbias, tweight = tangents
+    max_seqlen_q, max_seqlen_k, *options, _ = scalars
     need_bias = bias is not None and bool(need & NEED_BIAS)
     need_weight = weight is not None and bool(need & NEED_KEY_WEIGHT)
     tq, tk, tv, out, lse = inner(tq), inner(tk), inner(tv), inner(out), lse.contiguous()

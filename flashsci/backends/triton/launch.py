@@ -10,7 +10,8 @@ BY_BIAS = ("bias_gradient", "second_bias")  # and those that own tiles of a bias
 
 # (BLOCK_M, BLOCK_N, warps, stages[, registers a thread at most]) for head dims up to the key;
 # max(D, Dv) after padding selects the row.
-HOPPER_16BIT = {
+Tiles = dict[str, dict[int, tuple[int, ...]]]
+HOPPER_16BIT: Tiles = {
     "forward": {
         64: (64, 64, 4, 3),
         128: (64, 64, 4, 3),
@@ -62,7 +63,7 @@ HOPPER_16BIT_PAIRS = HOPPER_16BIT | {
     "dkdv": HOPPER_16BIT["dkdv"] | {128: (64, 64, 4, 2), 256: (32, 64, 4, 1)},
     "forward": HOPPER_16BIT["forward"] | {256: (64, 64, 4, 2)},
 }
-AMPERE_16BIT = {
+AMPERE_16BIT: Tiles = {
     "forward": {
         64: (128, 64, 4, 3),
         128: (128, 64, 8, 3),
@@ -92,7 +93,7 @@ AMPERE_16BIT = {
         512: (16, 16, 4, 1),
     },
 }
-TURING_16BIT = {  # 64 KiB of shared memory, no asynchronous copies
+TURING_16BIT: Tiles = {  # 64 KiB of shared memory, no asynchronous copies
     "forward": {64: (64, 64, 4, 1), 128: (64, 32, 4, 1), 256: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "dq": {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
     "dkdv": {64: (32, 64, 4, 1), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
@@ -103,7 +104,7 @@ TURING_16BIT = {  # 64 KiB of shared memory, no asynchronous copies
     "second_bias": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
 }
 # fp32: three tf32 products hold two halves of every operand in registers; IEEE products run on the plain cores.
-FP32 = {
+FP32: Tiles = {
     "forward": {
         32: (64, 64, 4, 2),
         64: (64, 32, 4, 2),
@@ -162,11 +163,11 @@ HOPPER_TENSOR_FP32 = {
         "second_keys": FP32["second_keys"] | {64: (64, 32, 4, 1)},
     },
 }
-TURING_FP32 = {
+TURING_FP32: Tiles = {
     name: {d: (min(m, 32), min(n, 32), 4, 1) for d, (m, n, _, _) in rows.items()}
     for name, rows in FP32.items()
 }
-INTERPRETER = {
+INTERPRETER: Tiles = {
     name: {512: (32, 16, 4, 1)} for name in FP32
 }  # small, so that small tests have several tiles
 
@@ -219,6 +220,7 @@ def config(
         table = AMPERE_16BIT
     width = max(sum(head_chunks(head_dim)), sum(head_chunks(head_dim_v)))
     rows = table[kernel]
+    registers: list[int]
     block_m, block_n, warps, stages, *registers = rows[min(d for d in rows if d >= width)]
     # Short sequences: smaller tiles, and no more warps than they feed. Few sizes, so that few
     # kernels are compiled.

@@ -1,0 +1,63 @@
+"""Second derivatives of what SDPA computed, whose own graph ends at the first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci import registry
+from flashsci.backends.sdpa import aligned
+from flashsci.ops import Scalars, Tensors
+from flashsci.tracing import transforming
+
+BACKENDS = ("sdpa",)  # whose graphs end there
+_GRADIENTS = 4  # of q, k, v, bias: SDPA has none of key weights
+
+
+def differentiable_twice(out: Tensor, tensors: Tensors, scalars: Scalars) -> Tensor:
+    """``out`` of SDPA's graph, for a second derivative too where one may be asked for."""
+    if torch.compiler.is_compiling() or not out.requires_grad or transforming():
+        return out
+    result: Tensor = SecondOrder.apply(out, scalars, *tensors)
+    return result
+
+
+class SecondOrder(torch.autograd.Function):
+    """``out`` of SDPA's graph, as it is. A plain backward goes on into that graph. One that is recorded for
+    a derivative of its own turns off here: its gradients of q, k, v, bias are those of Triton's kernels
+    where they can serve the call, else the reference's, either after a forward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, scalars: Scalars, *tensors: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.scalars = scalars
+        # Not a view to autograd: users may write to it, as to what SDPA returns.
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None) -> tuple[Any, ...]:
+        gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if dout is None:
+            return tuple(gradients)
+        if not torch.is_grad_enabled():
+            gradients[0] = aligned(dout)
+            return tuple(gradients)
+        tensors = Tensors(*ctx.saved_tensors)
+        if tensors.q.is_cuda and registry.triton_rejects(tensors) is None:
+            from flashsci.autograd import Forward  # imports the compiler
+
+            out, _ = Forward.apply("triton", *tensors.inner_contiguous(), ctx.scalars)
+        else:
+            out, _ = registry.kernels("reference").forward(tensors, ctx.scalars)
+        leaves = {
+            2 + i: x
+            for i, x in enumerate(tensors[:_GRADIENTS])
+            if x is not None and ctx.needs_input_grad[2 + i]
+        }
+        found = torch.autograd.grad(out, list(leaves.values()), dout, create_graph=True)
+        for i, gradient in zip(leaves, found, strict=True):
+            gradients[i] = gradient
+        return tuple(gradients)
