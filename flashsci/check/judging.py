@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from flashsci.check.tally import SCALED, Tally
-from flashsci.registry import BackendError
+from flashsci.errors import BackendError
 from flashsci.testing import (
     TRAPS,
     Case,

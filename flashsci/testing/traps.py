@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.registry import BackendError
+from flashsci.errors import BackendError
 from flashsci.testing.bounds import PLAIN, Judge, evaluate
 from flashsci.testing.cases import Case, Variant
 from flashsci.testing.inputs import Inputs, make_inputs

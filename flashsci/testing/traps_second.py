@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashsci.registry import BackendError
+from flashsci.errors import BackendError
 from flashsci.testing.bounds import Judge, evaluate
 from flashsci.testing.cases import Case, Variant
 from flashsci.testing.inputs import Inputs, make_inputs

@@ -7,7 +7,7 @@ import pytest
 import torch
 from raw_calls import HALVES, WINDOWS, Findings, require
 
-from flashsci.registry import BackendError
+from flashsci.errors import BackendError
 from flashsci.testing import Case, Judge, Variant, evaluate, make_inputs, poisoned_memory
 
 pytestmark = pytest.mark.gpu
