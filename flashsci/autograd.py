@@ -15,7 +15,6 @@ lse. Third order raises, under ``loss.backward()`` and ``torch.autograd.grad(los
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,11 +25,11 @@ from flashsci.errors import BackendError
 from flashsci.ops import LIBRARY, Saved, Scalars, Tangents, Tensors
 from flashsci.tracing import transforming
 
-# Nodes take their tensors one by one, for autograd sees no other, and a call's options as one Scalars.
-_TENSORS = len(Tensors._fields)
+# Nodes take tensors and options one by one: autograd looks for tensors no deeper, nor does functorch for tangents.
+_TENSORS, _SCALARS = len(Tensors._fields), len(Scalars._fields)
 _LEAVES = len(Tangents._fields)  # the first of the tensors: what has gradients
 _SAVED = _TENSORS + 2  # with out and lse
-_REST = _TENSORS - _LEAVES  # tensors without gradients
+_REST = _TENSORS - _LEAVES + _SCALARS  # what is without
 _Gradients = tuple[Tensor | None, ...]
 _NOTHING: _Gradients = (None,) * _LEAVES
 
@@ -98,17 +97,6 @@ def _needed(found: Any, need: int) -> _Gradients:
     return tuple(g if need >> i & 1 else None for i, g in enumerate(found))
 
 
-def _flat(saved: Saved) -> tuple[Any, ...]:
-    """As nodes take it."""
-    return *saved.tensors, saved.out, saved.lse, saved.scalars
-
-
-def _grouped(tensors: Sequence[Any], scalars: Scalars) -> Saved:
-    """From Tensors, out, lse, one after the other."""
-    *tensors, out, lse = tensors
-    return Saved(Tensors(*tensors), out, lse, scalars)
-
-
 def _backward(backend: str, dout: Any, dlse: Any, saved: Saved, need: int) -> _Gradients:
     """Gradients of q, k, v, bias, key_weight, None where not needed."""
     if (dout is None and dlse is None) or not need:
@@ -116,7 +104,7 @@ def _backward(backend: str, dout: Any, dlse: Any, saved: Saved, need: int) -> _G
     transformed = transforming()
     if torch.is_grad_enabled() or transformed:
         node = Backward if transformed or torch.compiler.is_compiling() else EagerBackward
-        found = node.apply(backend, dout, dlse, *_flat(saved), need)
+        found = node.apply(backend, dout, dlse, *saved.flat(), need)
     else:
         found = registry.backward(backend, dout, dlse, saved, need)
     return _needed(found, need)
@@ -130,7 +118,7 @@ def _double_backward(
         return (None,) * (_LEAVES + 2)
     if torch.is_grad_enabled() or transforming():
         fixed = guarded((dout, dlse, *saved.tensors, saved.out, saved.lse), THIRD)
-        found = DoubleBackward.apply(backend, *tangents, *fixed, saved.scalars, need)
+        found = DoubleBackward.apply(backend, *tangents, *fixed, *saved.scalars, need)
     else:
         module = registry.second_order(backend, saved.tensors)
         found = module.double_backward(tangents, dout, dlse, saved, need)
@@ -157,32 +145,30 @@ def _along(
 
 
 class Forward(torch.autograd.Function):
-    """out, lse = attention; inputs are the backend's name, those of Tensors, Scalars."""
+    """out, lse = attention; inputs are the backend's name, those of Tensors, those of Scalars."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(backend: str, *inputs: Any) -> tuple[Tensor, Tensor]:
-        *tensors, scalars = inputs
-        result: tuple[Tensor, Tensor] = registry.kernels(backend).forward(
-            Tensors(*tensors), scalars
-        )
+        tensors, scalars = Tensors(*inputs[:_TENSORS]), Scalars(*inputs[_TENSORS:])
+        result: tuple[Tensor, Tensor] = registry.kernels(backend).forward(tensors, scalars)
         return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _keep(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[1:-1], *output)
+        ctx.save_for_forward(*inputs[1 : 1 + _TENSORS], *output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         need = _need(ctx.needs_input_grad[1 : 1 + _LEAVES])
         found = _backward(ctx.backend, dout, dlse, _saved(ctx), need)
-        return (None, *found, *(None,) * (_REST + 1))
+        return (None, *found, *(None,) * _REST)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        return Jvp.apply(ctx.backend, *tangents[:_LEAVES], *_flat(_saved(ctx)))
+        return Jvp.apply(ctx.backend, *tangents[:_LEAVES], *_saved(ctx).flat())
 
 
 class EagerForward(torch.autograd.Function):
@@ -200,19 +186,19 @@ class EagerForward(torch.autograd.Function):
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.backend, ctx.scalars = inputs[0], inputs[-1]
-    ctx.save_for_backward(*inputs[1:-1], *output)
+    ctx.backend, ctx.scalars = inputs[0], inputs[1 + _TENSORS :]
+    ctx.save_for_backward(*inputs[1 : 1 + _TENSORS], *output)
 
 
 def _saved(ctx: Any) -> Saved:
     """What a forward left."""
     *tensors, out, lse = ctx.saved_tensors
-    return Saved(Tensors(*tensors), out.detach(), lse.detach(), ctx.scalars)
+    return Saved(Tensors(*tensors), out.detach(), lse.detach(), Scalars(*ctx.scalars))
 
 
 class Backward(torch.autograd.Function):
-    """dq, dk, dv, dbias, dkey_weight; inputs are the backend's name, dout, dlse, those of Saved (tensors one by one)
-    and ``need``."""
+    """dq, dk, dv, dbias, dkey_weight; inputs are the backend's name, dout, dlse, those of Saved and
+    ``need``."""
 
     generate_vmap_rule = True
 
@@ -220,27 +206,26 @@ class Backward(torch.autograd.Function):
     def forward(
         backend: str, dout: Tensor | None, dlse: Tensor | None, *inputs: Any
     ) -> tuple[Tensor, ...]:
-        *tensors, scalars, need = inputs
-        return registry.backward(backend, dout, dlse, _grouped(tensors, scalars), need)
+        return registry.backward(backend, dout, dlse, Saved.of(inputs[:-1]), inputs[-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _keep_backward(ctx, inputs)
-        ctx.save_for_forward(*inputs[1:-2])
+        ctx.save_for_forward(*inputs[1 : 3 + _SAVED])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         dout, dlse, *tensors = ctx.saved_tensors
-        saved = _grouped(tensors, ctx.scalars)
+        saved = Saved.of((*tensors, *ctx.scalars))
         wanted_dout, wanted_dlse, *wanted = ctx.needs_input_grad[1 : 3 + _LEAVES]
         need = _need((*wanted, wanted_dout, wanted_dlse))
         found = _double_backward(ctx.backend, Tangents(*cotangents), dout, dlse, saved, need)
-        return (None, *found[_LEAVES:], *found[:_LEAVES], *(None,) * (_REST + 4))
+        return (None, *found[_LEAVES:], *found[:_LEAVES], *(None,) * (_REST + 3))
 
     @staticmethod
     def jvp(ctx: Any, _: Any, tdout: Any, tdlse: Any, *tangents: Any) -> Any:
         dout, dlse, *tensors = ctx.saved_tensors
-        along, saved = Tangents(*tangents[:_LEAVES]), _grouped(tensors, ctx.scalars)
+        along, saved = Tangents(*tangents[:_LEAVES]), Saved.of((*tensors, *ctx.scalars))
         found = _along(ctx.backend, along, tdout, tdlse, dout, dlse, saved, ctx.need)
         # Tangents must be tensors, also those of results that are empty.
         likes = (saved.tensors.q if x is None else x for x in tensors[:_LEAVES])
@@ -263,41 +248,41 @@ class EagerBackward(torch.autograd.Function):
 
 def _keep_backward(ctx: Any, inputs: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.backend, ctx.scalars, ctx.need = inputs[0], inputs[-2], inputs[-1]
-    ctx.save_for_backward(*inputs[1:-2])
+    ctx.backend, ctx.scalars, ctx.need = inputs[0], inputs[3 + _SAVED : -1], inputs[-1]
+    ctx.save_for_backward(*inputs[1 : 3 + _SAVED])
 
 
 class Jvp(torch.autograd.Function):
-    """Tangents of out and lse; inputs are the backend's name, those of Tangents and those of Saved (tensors one by
-    one)."""
+    """Tangents of out and lse; inputs are the backend's name, those of Tangents and those of Saved."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(backend: str, *inputs: Any) -> tuple[Tensor, Tensor]:
-        *tensors, scalars = inputs
-        saved = _grouped(tensors[_LEAVES:], scalars)
+        tangents, saved = Tangents(*inputs[:_LEAVES]), Saved.of(inputs[_LEAVES:])
         module = registry.second_order(backend, saved.tensors)
-        result: tuple[Tensor, Tensor] = module.jvp(Tangents(*tensors[:_LEAVES]), saved)
+        result: tuple[Tensor, Tensor] = module.jvp(tangents, saved)
         return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.backend, ctx.scalars = inputs[0], inputs[-1]
-        ctx.save_for_backward(*inputs[1:-1])
-        ctx.save_for_forward(*inputs[1:-1])  # vmap needs it, if only to refuse
+        ctx.backend, ctx.scalars = inputs[0], inputs[1 + _LEAVES + _SAVED :]
+        tensors = inputs[1 : 1 + _LEAVES + _SAVED]
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)  # vmap needs it, if only to refuse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         tensors, need = ctx.saved_tensors, ctx.needs_input_grad
-        tangents, saved = Tangents(*tensors[:_LEAVES]), _grouped(tensors[_LEAVES:], ctx.scalars)
+        tangents = Tangents(*tensors[:_LEAVES])
+        saved = Saved.of((*tensors[_LEAVES:], *ctx.scalars))
         first = _backward(ctx.backend, dout, dlse, saved, _need(need[1 : 1 + _LEAVES]))
         second = _NOTHING
         if dout is not None or dlse is not None:
             wanted = _need(need[1 + _LEAVES : 1 + 2 * _LEAVES])
             second = _double_backward(ctx.backend, tangents, dout, dlse, saved, wanted)[:_LEAVES]
-        return (None, *first, *second, *(None,) * (_REST + 3))
+        return (None, *first, *second, *(None,) * (_REST + 2))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -312,9 +297,8 @@ class DoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(backend: str, *inputs: Any) -> tuple[Tensor, ...]:
-        *tensors, scalars, need = inputs
-        tangents, (dout, dlse) = Tangents(*tensors[:_LEAVES]), tensors[_LEAVES : _LEAVES + 2]
-        saved = _grouped(tensors[_LEAVES + 2 :], scalars)
+        tangents, (dout, dlse) = Tangents(*inputs[:_LEAVES]), inputs[_LEAVES : _LEAVES + 2]
+        saved, need = Saved.of(inputs[_LEAVES + 2 : -1]), inputs[-1]
         module = registry.second_order(backend, saved.tensors)
         result: tuple[Tensor, ...] = module.double_backward(tangents, dout, dlse, saved, need)
         return result
@@ -322,19 +306,19 @@ class DoubleBackward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.backend, ctx.scalars = inputs[0], inputs[-2]
-        tensors = inputs[1 + _LEAVES : -2]
+        ctx.backend, ctx.scalars = inputs[0], inputs[3 + _LEAVES + _SAVED : -1]
+        tensors = inputs[1 + _LEAVES : 3 + _LEAVES + _SAVED]
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         dout, dlse, *tensors = ctx.saved_tensors
-        saved = _grouped(tensors, ctx.scalars)
+        saved = Saved.of((*tensors, *ctx.scalars))
         *along, tdout, tdlse = cotangents
         need = _need(ctx.needs_input_grad[1 : 1 + _LEAVES])
         found = _along(ctx.backend, Tangents(*along), tdout, tdlse, dout, dlse, saved, need)
-        return (None, *found, *(None,) * (2 + _SAVED + 2))
+        return (None, *found, *(None,) * (2 + _SAVED + _SCALARS + 1))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -157,7 +157,7 @@ def attention_backward(
         # The second-order formulas take out and lse for functions of this q, k, v, bias. Here they are given.
         given = dout, dlse, *tensors, out, lse
         inputs = guarded(given, "a second derivative, through attention_backward,")
-        dq, dk, dv, dbias, _ = Backward.apply(name, *inputs, scalars, need)
+        dq, dk, dv, dbias, _ = Backward.apply(name, *inputs, *scalars, need)
     else:
         saved = Saved(tensors, out, lse, scalars)
         dq, dk, dv, dbias, _ = registry.backward(name, dout, dlse, saved, need)

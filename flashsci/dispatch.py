@@ -51,7 +51,7 @@ def run(plan: Plan, tensors: Tensors, needs_grad: bool) -> tuple[Tensor, Tensor 
         from flashsci import autograd  # imports the compiler
 
         node = autograd.Forward if transformed else autograd.EagerForward
-        result: tuple[Tensor, Tensor] = node.apply(plan.backend, *tensors, plan.scalars)
+        result: tuple[Tensor, Tensor] = node.apply(plan.backend, *tensors, *plan.scalars)
         return result
     return module.forward(tensors, plan.scalars)
 

@@ -65,6 +65,14 @@ class Saved(NamedTuple):
     lse: Tensor
     scalars: Scalars
 
+    def flat(self) -> tuple[Any, ...]:
+        return *self.tensors, self.out, self.lse, *self.scalars
+
+    @classmethod
+    def of(cls, flat: Sequence[Any]) -> Saved:
+        """From what :meth:`flat` gave."""
+        return cls(Tensors(*flat[:_T]), flat[_T], flat[_T + 1], Scalars(*flat[_T + 2 :]))
+
 
 class Tangents(NamedTuple):
     """One for each of the tensors that have gradients; None for zero."""
@@ -191,12 +199,7 @@ def fake_double_backward(tensors: Tensors, need: int) -> tuple[Tensor, ...]:
     return (*fake_backward(tensors, need), gout, glse)
 
 
-_T, _S, _L = len(Tensors._fields), len(Scalars._fields), len(Tangents._fields)
-
-
-def _saved(flat: Sequence[Any]) -> Saved:
-    """From what ``(*tensors, out, lse, *scalars)`` became."""
-    return Saved(Tensors(*flat[:_T]), flat[_T], flat[_T + 1], Scalars(*flat[_T + 2 :]))
+_T, _L = len(Tensors._fields), len(Tangents._fields)
 
 
 class Pass(NamedTuple):
@@ -219,26 +222,26 @@ PASSES = {
         BACKWARD_SCHEMA,
         lambda dout, dlse, saved, need: fake_backward(saved.tensors, need),
         lambda dout, dlse, saved, need: (
-            dout, dlse, *saved.tensors, saved.out, saved.lse, *saved.scalars, need,
+            dout, dlse, *saved.flat(), need,
         ),
-        lambda dout, dlse, *flat: (dout, dlse, _saved(flat[:-1]), flat[-1]),
+        lambda dout, dlse, *flat: (dout, dlse, Saved.of(flat[:-1]), flat[-1]),
     ),
     "jvp": Pass(
         JVP_SCHEMA,
         lambda tangents, saved: fake_forward(saved.tensors),
         lambda tangents, saved: (
-            *tangents, *saved.tensors, saved.out, saved.lse, *saved.scalars,
+            *tangents, *saved.flat(),
         ),
-        lambda *flat: (Tangents(*flat[:_L]), _saved(flat[_L:])),
+        lambda *flat: (Tangents(*flat[:_L]), Saved.of(flat[_L:])),
     ),
     "double_backward": Pass(
         DOUBLE_BACKWARD_SCHEMA,
         lambda tangents, dout, dlse, saved, need: fake_double_backward(saved.tensors, need),
         lambda tangents, dout, dlse, saved, need: (
-            *tangents, dout, dlse, *saved.tensors, saved.out, saved.lse, *saved.scalars, need,
+            *tangents, dout, dlse, *saved.flat(), need,
         ),
         lambda *flat: (
-            Tangents(*flat[:_L]), flat[_L], flat[_L + 1], _saved(flat[_L + 2 : -1]), flat[-1],
+            Tangents(*flat[:_L]), flat[_L], flat[_L + 1], Saved.of(flat[_L + 2 : -1]), flat[-1],
         ),
     ),
 }  # fmt: skip

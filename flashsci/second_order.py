@@ -49,7 +49,7 @@ class SecondOrder(torch.autograd.Function):
         if tensors.q.is_cuda and registry.triton_rejects(tensors) is None:
             from flashsci.autograd import Forward  # imports the compiler
 
-            out, _ = Forward.apply("triton", *tensors.inner_contiguous(), ctx.scalars)
+            out, _ = Forward.apply("triton", *tensors.inner_contiguous(), *ctx.scalars)
         else:
             out, _ = registry.kernels("reference").forward(tensors, ctx.scalars)
         leaves = {

@@ -56,9 +56,9 @@ done
 "$cxx" -shared -o "$output" "${objects[@]}" -Wl,--version-script=cmake/exports.map,--exclude-libs,ALL,-s \
   -Wl,--no-as-needed "$torch/lib/libtorch.so" "$torch/lib/libtorch_cpu.so" \
   -L"$cuda/lib64" -L"$cuda/targets/x86_64-linux/lib" -lcudart_static -ldl -lrt -lpthread
-# The standalone runners, for compute-sanitizer and profilers (csrc/tests).
+# The standalone runners, for compute-sanitizer and profilers (tests/cuda).
 if [ -n "${code[sm80]:-}" ]; then
-  for runner in csrc/tests/*.cpp; do
+  for runner in tests/cuda/*.cpp; do
     "$cxx" -std=c++17 -O2 "${have[@]}" -isystem "$cuda/include" "$runner" "${kernels[@]}" -o "$(dirname "$output")/$(basename "$runner" .cpp)" \
       -L"$cuda/lib64" -L"$cuda/targets/x86_64-linux/lib" -lcudart_static -ldl -lrt -lpthread
   done

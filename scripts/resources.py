@@ -458,17 +458,19 @@ def carry(report: dict[str, Any], before: str, after: str) -> list[str]:
     them holds, and the report names their new digests. ``carried`` there says from which ones."""
     old, new = read_table(before)[0], read_table(after)[0]
     old_code, new_code = read_code(before), read_code(after)
-    same = [
-        unit
+    same = {
+        unit: new[unit]
         for unit, value in report["units"].items()
         if unit in new
         and value == old.get(unit) != new[unit]
         and old_code.get(unit) == new_code[unit]
-    ]
+    }
+    runs = [report, *report.get("parts", {}).values()]
+    for judged in [r[key] for r in runs for key in ("units", "judged", "library") if key in r]:
+        judged.update({u: v for u, v in same.items() if judged.get(u) == old[u]})
     for unit in same:
-        report.setdefault("carried", {})[unit] = report["units"][unit]
-        report["units"][unit] = new[unit]
-    return same
+        report.setdefault("carried", {})[unit] = old[unit]
+    return list(same)
 
 
 def read_table(text: str) -> tuple[dict[str, str], list[dict[str, str]]]:

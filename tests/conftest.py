@@ -66,6 +66,18 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
+def loaded(request: pytest.FixtureRequest) -> None:
+    """For tests with a parameter ``backend``: one that this machine lacks is a reason to skip, never a pass."""
+    from flashsci import registry
+
+    name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
+    if name is not None:
+        reason = registry.find(name).unavailable()
+        if reason is not None:
+            pytest.skip(f"{name}: {reason}")
+
+
+@pytest.fixture
 def poison():
     """torch.empty and its relatives return NaN during the test."""
     from flashsci.testing import poisoned_memory

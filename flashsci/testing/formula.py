@@ -195,7 +195,8 @@ class Formula:
         weight_unit: float,
     ):
         self.unit, self.tiny = unit, tiny
-        self.leaves: list[tuple[Tensor, Tensor]] = []  # (perturbation, group of equal roundings)
+        # (perturbation, group of equal roundings, how many groups)
+        self.leaves: list[tuple[Tensor, Tensor, int]] = []
         groups = b.q.shape[-3] // b.k.shape[-3]
         per_query = lambda x: x.repeat_interleave(groups, -3)  # noqa: E731
         per_key = lambda x: x.unflatten(-3, (-1, groups)).sum(-3) if groups > 1 else x  # noqa: E731
@@ -427,14 +428,18 @@ class Formula:
         unit = self.unit if unit is None else unit
         mantissa = torch.frexp((x if like is None else like).detach().abs()).mantissa
         key = torch.round(mantissa * (2**16 / unit))
-        _, group = torch.unique(key, return_inverse=True)
+        mantissas, group = torch.unique(key, return_inverse=True)
         exact = key % 2**15 == 0
         leaf = torch.zeros_like(x, requires_grad=True)
-        self.leaves.append((leaf, group))
         size = x.detach().abs()
         if unit == self.unit:  # subnormal numbers are as far apart as the smallest normal ones
             size = torch.where(size < self.tiny, torch.clamp(size / unit, max=self.tiny), size)
         size = torch.where(exact & (size == x.detach().abs()), 0.0, size)
+        # What does not round adds zero, to any group: masked scores are millions of equal zeros, and a GPU adds to one address
+        # one after the other.
+        count = mantissas.numel()
+        any_group = torch.arange(group.numel(), device=x.device).view_as(group) % max(count, 1)
+        self.leaves.append((leaf, torch.where(size == 0, any_group, group), count))
         return x + leaf * (x.detach().sign() * size * (unit * UNIFORM))
 
     def variances(self, name: str, directions: Tensor) -> Tensor:
@@ -442,7 +447,7 @@ class Formula:
         value, found = self.values[name], directions.new_zeros(directions.shape[0])
         if not value.numel():
             return found
-        leaves = [leaf for leaf, _ in self.leaves]
+        leaves = [leaf for leaf, _, _ in self.leaves]
         # All directions at once where they are small, else one by one: each takes the memory of all leaves.
         together = len(directions) if sum(x.numel() for x in leaves) < 1 << 21 else 1
         for begin in range(0, len(directions), together):
@@ -455,9 +460,9 @@ class Formula:
                 allow_unused=True,
                 is_grads_batched=True,
             )
-            for change, (_, group) in zip(changes, self.leaves, strict=True):
-                if change is not None and group.numel():
-                    sums = change.new_zeros(len(change), int(group.max()) + 1)
+            for change, (_, group, count) in zip(changes, self.leaves, strict=True):
+                if change is not None and count:
+                    sums = change.new_zeros(len(change), count)
                     sums.index_add_(1, group.flatten(), change.flatten(1))
                     found[part] += sums.square().sum(1)
         return found

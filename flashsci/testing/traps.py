@@ -2,13 +2,15 @@
 
 The GPU suite, `python -m flashsci check` and, for what the interpreter can bear, the CPU suite run
 the same functions. A trap raises AssertionError when a backend falls into it, BackendError when the
-backend refuses the call, :class:`Skipped` when the machine lacks what it needs.
+backend refuses all of its calls (what it refuses some of, it is judged by the others: a generation of
+CUDA kernels has few dtypes), :class:`Skipped` when the machine lacks what it needs.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.registry import BackendError
+from flashsci.errors import BackendError
 from flashsci.testing.bounds import PLAIN, Judge, evaluate
 from flashsci.testing.cases import Case, Variant
 from flashsci.testing.inputs import Inputs, make_inputs
@@ -30,14 +32,16 @@ class Skipped(Exception):
 @dataclass(frozen=True)
 class Trap:
     """One named trap. ``cuda``: it makes no sense on the CPU; ``gigabytes``: device memory it takes;
-    ``slow``: too large for Triton's interpreter; ``order``: 2 where it is about second derivatives."""
+    ``slow``: too large for Triton's interpreter; ``order``: 2 where it is about second derivatives;
+    ``one_of``: dtypes, of which ``run`` is given, as a third argument, the first that the backend takes."""
 
     name: str
-    run: Callable[[str, torch.device], None]
+    run: Callable[..., None]
     cuda: bool = False
     gigabytes: int = 0
     slow: bool = False
     order: int = 1
+    one_of: tuple[str, ...] = ()
 
     def __call__(self, backend: str, device: torch.device | str) -> None:
         device = torch.device(device)
@@ -45,14 +49,21 @@ class Trap:
             raise Skipped("needs a CUDA device")
         if self.gigabytes and torch.cuda.mem_get_info(device)[1] < self.gigabytes << 30:
             raise Skipped(f"needs {self.gigabytes} GiB of device memory")
-        self.run(backend, device)
+        if not self.one_of:
+            self.run(backend, device)
+        for dtype in self.one_of:
+            try:
+                return self.run(backend, device, dtype)
+            except BackendError:
+                if dtype == self.one_of[-1]:
+                    raise
 
 
 TRAPS: dict[str, Trap] = {}
 
 
-def trap(**needs: Any) -> Callable[[Callable[[str, torch.device], None]], Trap]:
-    def register(run: Callable[[str, torch.device], None]) -> Trap:
+def trap(**needs: Any) -> Callable[[Callable[..., None]], Trap]:
+    def register(run: Callable[..., None]) -> Trap:
         TRAPS[run.__name__] = Trap(run.__name__, run, **needs)
         return TRAPS[run.__name__]
 
@@ -60,34 +71,54 @@ def trap(**needs: Any) -> Callable[[Callable[[str, torch.device], None]], Trap]:
 
 
 DTYPES = ("bfloat16", "float16", "float32")
+HALVES = ("bfloat16", "float16")  # Turing's kernels have the second alone
 
 
-def _require(
+def each_served(parts: Iterable[Callable[[], None]]) -> None:
+    """Run the parts of a trap, each by itself: those that the backend refuses are left out.
+
+    Raises:
+        BackendError: it refuses all of them.
+    """
+    refusal: BackendError | None = None
+    served = 0
+    for part in parts:
+        try:
+            part()
+            served += 1
+        except BackendError as error:
+            refusal = error
+    if not served and refusal is not None:
+        raise refusal
+
+
+def judged(
+    backend: str, device: torch.device, *cases: Case, dtypes: Sequence[str] = DTYPES
+) -> list[Callable[[], None]]:
+    """Parts of a trap: every case in every dtype, in poisoned memory, by all criteria."""
+
+    def judge(case: Case, dtype: str) -> None:
+        inputs = make_inputs(replace(case, variant=replace(case.variant, dtype=dtype)), device)
+        with poisoned_memory():
+            results = evaluate(inputs, backend, deterministic=False)
+        Judge(inputs, backend not in PLAIN).require(results)
+
+    return [functools.partial(judge, c, t) for c, t in itertools.product(cases, dtypes)]
+
+
+def require(
     backend: str, device: torch.device, *cases: Case, dtypes: Sequence[str] = DTYPES
 ) -> None:
-    """All criteria hold in poisoned memory, of every case in every dtype that the backend takes.
+    """All criteria hold of every case in every dtype that the backend takes.
 
     Raises:
         BackendError: it takes none.
     """
-    refusal: BackendError | None = None
-    judged = 0
-    for case, dtype in itertools.product(cases, dtypes):
-        inputs = make_inputs(replace(case, variant=replace(case.variant, dtype=dtype)), device)
-        try:
-            with poisoned_memory():
-                results = evaluate(inputs, backend, deterministic=False)
-        except BackendError as error:
-            refusal = error
-            continue
-        judged += 1
-        Judge(inputs, backend not in PLAIN).require(results)
-    if not judged and refusal is not None:
-        raise refusal
+    each_served(judged(backend, device, *cases, dtypes=dtypes))
 
 
-def _randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device=device, dtype=dtype)
+def _randn(*shape: int, device: torch.device, dtype: str) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=getattr(torch, dtype))
 
 
 def _close(found: Tensor, truth: Tensor, what: str) -> None:
@@ -102,9 +133,10 @@ def masked_tail_with_lse_below_fp32_exp(backend: str, device: torch.device) -> N
     """Sequence % 128 == 64, a key mask, every row's lse below -88.7 (pytorch#196678: NaN)."""
     case = Case(seed=1, lead=(2,), heads_k=2, seq_q=192, seq_k=192, magnitude="low")
     case = replace(case, variant=Variant(head_dim=64, head_dim_v=64, mask=True, lse_grad=True))
-    _require(backend, device, replace(case, mask_shape=(2, 1, 1, 192), mask_kind="keys"))
+    keys = replace(case, mask_shape=(2, 1, 1, 192), mask_kind="keys")
     rows = replace(case, mask_shape=(2, 1, 192, 192), mask_kind="rows")
-    _require(backend, device, rows, dtypes=("bfloat16",))
+    parts = judged(backend, device, keys), judged(backend, device, rows, dtypes=("bfloat16",))
+    each_served(itertools.chain(*parts))
 
 
 @trap()
@@ -122,15 +154,20 @@ def fully_masked_rows(backend: str, device: torch.device) -> None:
         bias_shape=(4, 19, 33),
         group=2,
     )
-    _require(backend, device, case, replace(case, mask_kind="none"))
-    inputs = make_inputs(case, device)
-    found = evaluate(inputs, backend)
-    assert inputs.mask is not None
-    hidden = ~inputs.mask.expand(*found["lse"].shape, 1)
-    assert hidden.any() and not hidden.all()
-    assert found["out"].masked_select(hidden).eq(0).all()
-    assert found["dq"].masked_select(hidden).eq(0).all()
-    assert found["lse"].masked_select(hidden[..., 0]).eq(-torch.inf).all()
+    require(backend, device, case, replace(case, mask_kind="none"))
+
+    def exactly(dtype: str) -> None:
+        inputs = make_inputs(replace(case, variant=replace(case.variant, dtype=dtype)), device)
+        found = evaluate(inputs, backend)
+        assert inputs.mask is not None
+        hidden = ~inputs.mask.expand(*found["lse"].shape, 1)
+        assert hidden.any() and not hidden.all()
+        assert found["out"].masked_select(hidden).eq(0).all()
+        assert found["dq"].masked_select(hidden).eq(0).all()
+        assert found["lse"].masked_select(hidden[..., 0]).eq(-torch.inf).all()
+
+    dtypes = DTYPES if device.type == "cuda" else ("float32",)
+    each_served(functools.partial(exactly, dtype) for dtype in dtypes)
 
 
 @trap()
@@ -146,26 +183,31 @@ def minus_infinity_in_bias(backend: str, device: torch.device) -> None:
         bias_shape=(1, 2, 17, 40),
         bias_holes=True,
     )
-    _require(backend, device, case)
     turned = replace(case, bias_view="transposed", bias_shape=(17, 40))
-    _require(backend, device, turned, dtypes=("bfloat16",))
+    parts = judged(backend, device, case), judged(backend, device, turned, dtypes=("bfloat16",))
+    each_served(itertools.chain(*parts))
 
 
 @trap()
 def single_query_and_single_key(backend: str, device: torch.device) -> None:
+    parts = []
     for i, (seq_q, seq_k) in enumerate(((1, 1), (1, 70), (70, 1))):
         case = Case(seed=4, lead=(3,), heads_k=2, group=2, seq_q=seq_q, seq_k=seq_k)
         causal = replace(case, variant=Variant(window=True), causal=True, align="lower_right")
-        _require(backend, device, case, dtypes=(DTYPES[i % 2],))
-        _require(backend, device, causal, dtypes=(DTYPES[1 - i % 2],))
+        parts += judged(backend, device, case, dtypes=(DTYPES[i % 2],))
+        parts += judged(backend, device, causal, dtypes=(DTYPES[1 - i % 2],))
+    each_served(parts)
 
 
 def _odd_strides(layout: str, dtypes: Sequence[str]) -> None:
     def run(backend: str, device: torch.device) -> None:
         case = Case(seed=5, layout=layout, lead=(2,), heads_k=2, seq_q=18, seq_k=21)
         dims = Variant(head_dim=24, head_dim_v=40), Variant(head_dim=7, head_dim_v=5)
-        for variant, dtype in zip(dims, dtypes, strict=True):
-            _require(backend, device, replace(case, variant=variant), dtypes=(dtype,))
+        parts = (
+            judged(backend, device, replace(case, variant=variant), dtypes=(dtype,))
+            for variant, dtype in zip(dims, dtypes, strict=True)
+        )
+        each_served(itertools.chain.from_iterable(parts))
 
     TRAPS[f"odd_strides_{layout}"] = Trap(f"odd_strides_{layout}", run)
 
@@ -185,7 +227,7 @@ for _layout, _dtypes in (
 def empty_sequences(backend: str, device: torch.device) -> None:
     """Sq = 0, Sk = 0, packed sequences of length 0, no sequence at all."""
     packed = Case(seed=6, variant=Variant(varlen=True, lse_grad=True), rank=3, lead=(), heads_k=2)
-    _require(
+    require(
         backend,
         device,
         Case(seed=6, lead=(2,), seq_q=0),
@@ -199,24 +241,34 @@ def empty_sequences(backend: str, device: torch.device) -> None:
 
 @trap()
 def nan_stays_in_its_packed_sequence(backend: str, device: torch.device) -> None:
+    stays_in_its_sequence(backend, device, Case(seed=7, variant=Variant(varlen=True)), DTYPES)
+
+
+def stays_in_its_sequence(
+    backend: str, device: torch.device, case: Case, dtypes: Sequence[str]
+) -> None:
+    """What is NaN in the second of four packed sequences changes no bit of the others, in every dtype of these."""
     lens = (9, 30, 0, 17)
-    for dtype in DTYPES:
-        variant = Variant(dtype=dtype, varlen=True)
-        case = Case(seed=7, variant=variant, rank=3, lead=(), heads_k=2, lens_q=lens, lens_k=lens)
-        inputs = make_inputs(case, device)
+    case = replace(case, rank=3, lead=(), heads_k=2, lens_q=lens, lens_k=lens)
+
+    def poisoned(dtype: str) -> None:
+        inputs = make_inputs(replace(case, variant=replace(case.variant, dtype=dtype)), device)
         clean = evaluate(inputs, backend)
-        rows = slice(9, 39)
         with torch.no_grad():
-            for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
+            for x in (inputs.q, inputs.k, inputs.v, inputs.dout, *inputs.tangents.values()):
                 assert x is not None
-                x[rows] = torch.nan
+                x[9:39] = torch.nan
         dirty = evaluate(inputs, backend)
         for name, x in clean.items():
             y = dirty[name]
-            if name == "lse":
+            if name in ("lse", "tlse"):
                 x, y = x.t(), y.t()
             for part in (slice(0, 9), slice(39, None)):
-                assert torch.equal(x[part], y[part]), f"{name}: NaN of one sequence reached another"
+                assert torch.equal(x[part], y[part]), (
+                    f"{name}, {dtype}: NaN of one sequence reached another"
+                )
+
+    each_served(functools.partial(poisoned, dtype) for dtype in dtypes)
 
 
 @trap(slow=True)
@@ -231,18 +283,16 @@ def seventy_thousand_batch_heads(backend: str, device: torch.device) -> None:
         seq_k=5,
         bias_shape=(17500, 1, 1, 5),
     )
-    _require(
-        backend, device, replace(case, variant=Variant(head_dim=8, head_dim_v=8), bias_shape=None)
-    )
-    _require(backend, device, case)
+    plain = replace(case, variant=Variant(head_dim=8, head_dim_v=8), bias_shape=None)
+    require(backend, device, plain, case)
 
 
-@trap(slow=True)
-def seventy_thousand_packed_sequences(backend: str, device: torch.device) -> None:
+@trap(slow=True, one_of=HALVES)
+def seventy_thousand_packed_sequences(backend: str, device: torch.device, dtype: str) -> None:
     inputs = make_inputs(
         Case(
             seed=9,
-            variant=Variant(dtype="bfloat16", head_dim=16, varlen=True),
+            variant=Variant(dtype=dtype, head_dim=16, varlen=True),
             rank=3,
             lead=(),
             heads_k=1,
@@ -262,12 +312,12 @@ def seventy_thousand_packed_sequences(backend: str, device: torch.device) -> Non
     _close(found["out"][1::3], p[0, ..., None] * v[1::3] + p[1, ..., None] * v[2::3], "out")
 
 
-@trap(cuda=True, gigabytes=70, slow=True)
-def more_than_two_billion_elements(backend: str, device: torch.device) -> None:
+@trap(cuda=True, gigabytes=70, slow=True, one_of=HALVES)
+def more_than_two_billion_elements(backend: str, device: torch.device, dtype: str) -> None:
     """Offsets beyond 2^31: a large batch, forward and backward."""
     batch, seq, dim = 530_000, 64, 64
     assert batch * seq * dim > 2**31
-    q, k, v, dout = (_randn(batch, 1, seq, dim, device=device) for _ in range(4))
+    q, k, v, dout = (_randn(batch, 1, seq, dim, device=device, dtype=dtype) for _ in range(4))
     found = evaluate(Inputs(q, k, v, dout=dout), backend)
     ends = torch.tensor([0, 1, batch // 2, batch - 2, batch - 1], device=device)
     Judge(Inputs(q[ends], k[ends], v[ends], dout=dout[ends])).require(
@@ -275,12 +325,12 @@ def more_than_two_billion_elements(backend: str, device: torch.device) -> None:
     )
 
 
-@trap(cuda=True, gigabytes=40, slow=True)
-def bias_of_more_than_two_billion_elements(backend: str, device: torch.device) -> None:
+@trap(cuda=True, gigabytes=40, slow=True, one_of=HALVES)
+def bias_of_more_than_two_billion_elements(backend: str, device: torch.device, dtype: str) -> None:
     seq, dim = 46_400, 16
     assert seq * seq > 2**31
-    q, k, v, dout = (_randn(1, 1, seq, dim, device=device) for _ in range(4))
-    bias = _randn(1, 1, seq, seq, device=device)
+    q, k, v, dout = (_randn(1, 1, seq, dim, device=device, dtype=dtype) for _ in range(4))
+    bias = _randn(1, 1, seq, seq, device=device, dtype=dtype)
     found = evaluate(Inputs(q, k, v, bias=bias, dout=dout), backend)
     rows = slice(seq - 32, None)
     part = Inputs(q[:, :, rows], k, v, bias=bias[:, :, rows], dout=dout[:, :, rows])
@@ -288,14 +338,16 @@ def bias_of_more_than_two_billion_elements(backend: str, device: torch.device) -
     Judge(part).require(results)
 
 
-@trap(cuda=True, gigabytes=20, slow=True)
-def strides_of_more_than_two_billion_elements(backend: str, device: torch.device) -> None:
+@trap(cuda=True, gigabytes=20, slow=True, one_of=HALVES)
+def strides_of_more_than_two_billion_elements(
+    backend: str, device: torch.device, dtype: str
+) -> None:
     """Two batches 2^31 elements apart, and rows far apart, in one NaN-filled buffer."""
-    buffer = torch.full((2**31 + 2**20,), torch.nan, device=device, dtype=torch.bfloat16)
+    buffer = torch.full((2**31 + 2**20,), torch.nan, device=device, dtype=getattr(torch, dtype))
     for strides in ((2**31, 2**14, 64, 1), (2**15, 2**14, (2**31 - 2**16) // 70, 1)):
         x = buffer.as_strided((2, 2, 70, 64), strides)
         x.copy_(torch.randn(2, 2, 70, 64, device=device))
-        dout = torch.randn(2, 2, 70, 64, device=device, dtype=torch.bfloat16)
+        dout = _randn(2, 2, 70, 64, device=device, dtype=dtype)
         for inputs in (Inputs(x, dout, dout, dout=dout), Inputs(dout, x, x, dout=x)):
             Judge(inputs).require(evaluate(inputs, backend))
         buffer.fill_(torch.nan)
@@ -304,31 +356,29 @@ def strides_of_more_than_two_billion_elements(backend: str, device: torch.device
 @trap(cuda=True, gigabytes=40, slow=True)
 def long_sequence(backend: str, device: torch.device) -> None:
     """Some thousand keys: many tiles, sums of many terms."""
-    for dtype in ("bfloat16", "float16"):
-        variant = Variant(dtype=dtype, head_dim=64, head_dim_v=64, window=True)
-        case = Case(seed=10, variant=variant, lead=(1,), seq_q=4160, seq_k=4160, causal=True)
-        inputs = make_inputs(case, device)
-        Judge(inputs).require(evaluate(inputs, backend))
+    variant = Variant(head_dim=64, head_dim_v=64, window=True)
+    case = Case(seed=10, variant=variant, lead=(1,), seq_q=4160, seq_k=4160, causal=True)
+    require(backend, device, case, dtypes=HALVES)
 
 
-@trap(cuda=True)
-def second_device(backend: str, device: torch.device) -> None:
+@trap(cuda=True, one_of=HALVES)
+def second_device(backend: str, device: torch.device, dtype: str) -> None:
     """Tensors on a device that is not the current one."""
     if torch.cuda.device_count() < 2:
         raise Skipped("needs two GPUs")
     other = torch.device("cuda", (device.index or 0) ^ 1)
     with torch.cuda.device(device):
-        inputs = make_inputs(Case(seed=11, variant=Variant(dtype="bfloat16", head_dim=64)), other)
+        inputs = make_inputs(Case(seed=11, variant=Variant(dtype=dtype, head_dim=64)), other)
         found = evaluate(inputs, backend)
     assert all(x.device == other for x in found.values())
     Judge(inputs).require(found)
 
 
-@trap(cuda=True)
-def side_stream(backend: str, device: torch.device) -> None:
+@trap(cuda=True, one_of=HALVES)
+def side_stream(backend: str, device: torch.device, dtype: str) -> None:
     """Kernels run on the current stream: inputs are written there, late, after a long wait."""
     case = Case(
-        seed=12, variant=Variant(dtype="bfloat16", head_dim=64, head_dim_v=64), seq_q=300, seq_k=300
+        seed=12, variant=Variant(dtype=dtype, head_dim=64, head_dim_v=64), seq_q=300, seq_k=300
     )
     inputs, late = (make_inputs(case, device) for _ in range(2))
 
@@ -356,13 +406,13 @@ def side_stream(backend: str, device: torch.device) -> None:
     Judge(inputs).require(evaluate_late(deterministic=False))
 
 
-@trap(cuda=True)
-def first_call_of_a_thread(backend: str, device: torch.device) -> None:
+@trap(cuda=True, one_of=HALVES)
+def first_call_of_a_thread(backend: str, device: torch.device, dtype: str) -> None:
     """A new thread has no CUDA context yet: the same kernels serve its first call, to the bit."""
     import flashsci
 
     case = Case(
-        seed=12, variant=Variant(dtype="bfloat16", head_dim=64, head_dim_v=64), seq_q=300, seq_k=300
+        seed=12, variant=Variant(dtype=dtype, head_dim=64, head_dim_v=64), seq_q=300, seq_k=300
     )
     inputs = make_inputs(case, device)
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -383,12 +433,12 @@ def first_call_of_a_thread(backend: str, device: torch.device) -> None:
             assert torch.equal(x, y), f"{name} differs in a thread of its own"
 
 
-@trap(cuda=True)
-def cuda_graph(backend: str, device: torch.device) -> None:
+@trap(cuda=True, one_of=HALVES)
+def cuda_graph(backend: str, device: torch.device, dtype: str) -> None:
     """Forward and backward captured once, replayed on other values."""
     import flashsci
 
-    variant = Variant(dtype="bfloat16", head_dim=64, head_dim_v=64)
+    variant = Variant(dtype=dtype, head_dim=64, head_dim_v=64)
     dense = Case(seed=13, variant=variant, heads_k=2, group=2, seq_q=130, seq_k=130)
     packed = replace(
         dense,
@@ -418,10 +468,10 @@ def cuda_graph(backend: str, device: torch.device) -> None:
             assert torch.equal(x, found[name]), f"{name} differs in a replayed graph"
 
 
-@trap(cuda=True)
-def garbage_offsets(backend: str, device: torch.device) -> None:
+@trap(cuda=True, one_of=HALVES)
+def garbage_offsets(backend: str, device: torch.device, dtype: str) -> None:
     """Unchecked offsets that fall, are negative or end far outside: no access out of bounds."""
-    variant = Variant(dtype="bfloat16", head_dim=64, head_dim_v=64, varlen=True)
+    variant = Variant(dtype=dtype, head_dim=64, head_dim_v=64, varlen=True)
     case = Case(
         seed=15,
         variant=variant,
@@ -450,13 +500,13 @@ def garbage_offsets(backend: str, device: torch.device) -> None:
     Judge(inputs).require(evaluate(inputs, backend))
 
 
-@trap(slow=True)
-def bitwise_determinism(backend: str, device: torch.device) -> None:
+@trap(slow=True, one_of=HALVES)
+def bitwise_determinism(backend: str, device: torch.device, dtype: str) -> None:
     """The same call gives the same bits, run after run: results and every gradient."""
     runs = 20 if device.type == "cuda" else 2
     dense = Case(
         seed=16,
-        variant=Variant(dtype="bfloat16", head_dim=64, head_dim_v=64, lse_grad=True),
+        variant=Variant(dtype=dtype, head_dim=64, head_dim_v=64, lse_grad=True),
         lead=(3,),
         heads_k=2,
         group=2,

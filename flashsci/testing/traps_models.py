@@ -5,58 +5,54 @@ Registered beside those of traps.py. On a GPU they take realistic sizes, on the 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashsci.registry import BackendError
 from flashsci.testing.bounds import Judge, evaluate
 from flashsci.testing.cases import NUMBERS, PADDINGS, PLACES, Case, Variant
 from flashsci.testing.formula import LOWEST
 from flashsci.testing.inputs import Inputs, make_inputs
 from flashsci.testing.poison import poisoned_memory
-from flashsci.testing.traps import DTYPES, _require, trap
+from flashsci.testing.traps import DTYPES, HALVES, each_served, judged, require, trap
 
 
 @trap()
 def zero_rows_of_dout(backend: str, device: torch.device) -> None:
     """Padded rows and gradients of a mean: a scale taken from a tile must not come from its rows of zeros."""
-    refusals: list[BackendError] = []
-    tried = 0
-
-    def require(*cases: Case, dtypes: tuple[str, ...] = ("float32",)) -> None:
-        nonlocal tried
-        try:
-            _require(backend, device, *cases, dtypes=dtypes)
-            tried += 1
-        except BackendError as error:
-            refusals.append(error)
-
     small = Case(seed=30, lead=(2,), heads_k=2, seq_q=40, seq_k=40, layout="bshd")
-    for scale, padding in itertools.product((1e-3, 1e-6, 1e-9), PADDINGS):
-        if device.type != "cuda" and padding not in ("tail", "dout_scattered"):
-            continue
-        require(replace(small, dout_scale=scale, padding=padding))
-    require(replace(small, padding="scattered"), dtypes=("bfloat16", "float16"))
     packed = replace(small, rank=3, lead=(), variant=Variant(varlen=True), lens_q=(20, 33))
-    require(replace(packed, lens_k=(20, 33), dout_scale=1e-6, padding="tail"))
-    if not tried:
-        raise refusals[0]
-    if tried and device.type == "cuda":
-        for scale in (1e-3, 1e-6, 1e-9):
-            _padded_triangle(backend, device, scale)
+    packed = replace(packed, lens_k=(20, 33), dout_scale=1e-6, padding="tail")
+    full = device.type == "cuda"
+    # A bf16 gradient is as small as an fp32 one; fp16 has no numbers of 1e-9.
+    wide = ("float32", "bfloat16") if full else ("float32",)
+    parts: list[Callable[[], None]] = []
+    for scale, padding in itertools.product((1e-3, 1e-6, 1e-9), PADDINGS):
+        if full or padding in ("tail", "dout_scattered"):
+            padded = replace(small, dout_scale=scale, padding=padding)
+            parts += judged(backend, device, padded, dtypes=wide)
+    parts += judged(backend, device, replace(small, padding="scattered"), dtypes=HALVES)
+    parts += judged(backend, device, packed, dtypes=wide)
+    if full:
+        parts += [
+            functools.partial(_padded_triangle, backend, device, scale, dtype)
+            for scale, dtype in itertools.product((1e-3, 1e-6, 1e-9), wide)
+        ]
+    each_served(parts)
 
 
-def _padded_triangle(backend: str, device: torch.device, scale: float) -> None:
-    """Triangle attention over 128 tokens of which 120 are there: pair bias, fp32, [1, 128, 4, 128, 32]."""
+def _padded_triangle(backend: str, device: torch.device, scale: float, dtype: str) -> None:
+    """Triangle attention over 128 tokens of which 120 are there: pair bias in fp32, [1, 128, 4, 128, 32]."""
     generator = torch.Generator().manual_seed(31)
     shape = (1, 128, 128, 4, 32)
     q, k, v, dout = (
-        torch.randn(shape, generator=generator).to(device).transpose(2, 3) for _ in range(4)
+        torch.randn(shape, generator=generator).to(device, getattr(torch, dtype)).transpose(2, 3)
+        for _ in range(4)
     )
     dout = scale * dout
     dout[..., 120:, :] = 0
@@ -117,22 +113,15 @@ def _masked_as_numbers(device: torch.device, order: int) -> Iterator[tuple[Case,
 @trap()
 def masks_as_numbers(backend: str, device: torch.device) -> None:
     """-1e4, -1e9, -1e30 and the least numbers in a bias, on some keys and on whole rows: finite, and exact where a key is seen."""
-    refusal, tried = None, 0
-    for case, dtype in _masked_as_numbers(device, 1):
-        try:
-            _require(backend, device, case, dtypes=(dtype,))
-            tried += 1
-        except BackendError as error:
-            refusal = error
-    if not tried and refusal is not None:
-        raise refusal
+    parts = (judged(backend, device, c, dtypes=(t,)) for c, t in _masked_as_numbers(device, 1))
+    each_served(itertools.chain.from_iterable(parts))
 
 
 @trap()
 def whole_rows_of_numbers_without_dout_add_nothing(backend: str, device: torch.device) -> None:
     """Whole rows of -1e9 and the like, as padding has them, with dout 0: gradients are those of the other rows, and zero."""
-    refusal, tried = None, 0
-    for number, dtype in itertools.product((-1e9, -1e30, torch.finfo(torch.float32).min), DTYPES):
+
+    def add_nothing(number: float, dtype: str) -> None:
         generator = torch.Generator().manual_seed(33)
         q, k, v, dout = (
             torch.randn(2, 2, 48, 32, generator=generator).to(device, getattr(torch, dtype))
@@ -142,13 +131,8 @@ def whole_rows_of_numbers_without_dout_add_nothing(backend: str, device: torch.d
         bias[..., 30:, :] += number
         dout[..., 30:, :] = 0
         inputs = Inputs(q, k, v, bias=bias, dout=dout)
-        try:
-            with poisoned_memory():
-                found = evaluate(inputs, backend, deterministic=False)
-        except BackendError as error:
-            refusal = error
-            continue
-        tried += 1
+        with poisoned_memory():
+            found = evaluate(inputs, backend, deterministic=False)
         for name, x in found.items():
             # Scores that low may count as none: a row without keys has an lse of -inf.
             finite = x.isfinite() if name != "lse" or number > LOWEST else x < torch.inf
@@ -159,21 +143,18 @@ def whole_rows_of_numbers_without_dout_add_nothing(backend: str, device: torch.d
         part = {n: found[n] if n in ("dk", "dv") else found[n][..., :30, :] for n in found}
         part["lse"] = found["lse"][..., :30]
         Judge(rows).require(part)
-    if not tried and refusal is not None:
-        raise refusal
+
+    numbers = (-1e9, -1e30, torch.finfo(torch.float32).min)
+    each_served(
+        functools.partial(add_nothing, number, dtype)
+        for number, dtype in itertools.product(numbers, DTYPES)
+    )
 
 
 @trap(order=2)
 def masks_as_numbers_to_second_order(backend: str, device: torch.device) -> None:
-    refusal, tried = None, 0
-    for case, dtype in _masked_as_numbers(device, 2):
-        try:
-            _require(backend, device, case, dtypes=(dtype,))
-            tried += 1
-        except BackendError as error:
-            refusal = error
-    if not tried and refusal is not None:
-        raise refusal
+    parts = (judged(backend, device, c, dtypes=(t,)) for c, t in _masked_as_numbers(device, 2))
+    each_served(itertools.chain.from_iterable(parts))
 
 
 @trap()
@@ -181,17 +162,22 @@ def shared_bias_gradient_of_an_empty_batch(backend: str, device: torch.device) -
     """Nothing is summed into the gradient of a bias that is there all the same: zeros, not memory as it was."""
     variant = Variant(bias="pair", bias_grad=True)
     case = Case(seed=34, variant=variant, lead=(0,), heads_k=2, seq_q=18, seq_k=20)
+    without = (
+        replace(case, lead=(2,), seq_q=0, bias_shape=(1, 1, 1, 20)),
+        replace(case, lead=(2,), seq_k=0, bias_shape=(1, 1, 18, 1)),
+    )
+    parts = judged(backend, device, *without)
     for shape in ((2, 18, 20), (1, 1, 18, 20), (20,)):
         given = replace(case, bias_shape=shape)
-        _require(backend, device, given)
-        _require(backend, device, replace(given, lead=(3, 0), rank=5), dtypes=("float32",))
-    _require(backend, device, replace(case, lead=(2,), seq_q=0, bias_shape=(1, 1, 1, 20)))
-    _require(backend, device, replace(case, lead=(2,), seq_k=0, bias_shape=(1, 1, 18, 1)))
+        parts += judged(backend, device, given)
+        parts += judged(backend, device, replace(given, lead=(3, 0), rank=5), dtypes=("float32",))
+    each_served(parts)
 
 
 @trap()
 def wide_heads_in_fp32_with_mask_and_dropout(backend: str, device: torch.device) -> None:
     """Together they are compiled into wrong code by Triton 3.6, unless products are IEEE."""
+    cases = []
     for dim, dim_v, softcap in ((256, 256, None), (200, 136, 15.0)):
         variant = Variant(
             head_dim=dim, head_dim_v=dim_v, mask=True, dropout=True, softcap=softcap is not None
@@ -206,18 +192,19 @@ def wide_heads_in_fp32_with_mask_and_dropout(backend: str, device: torch.device)
             dropout_p=0.2,
             mask_shape=(2, 1, 33, 40),
         )
-        _require(backend, device, case, dtypes=("float32",))
+        cases.append(case)
+    require(backend, device, *cases, dtypes=("float32",))
 
 
-@trap(cuda=True)
-def values_of_129_to_192(backend: str, device: torch.device) -> None:
+@trap(cuda=True, one_of=HALVES)
+def values_of_129_to_192(backend: str, device: torch.device, dtype: str) -> None:
     """Short tiles, the first of them empty, and a head dim of v of three store boxes: right, and the same bits 30 times."""
     import flashsci
 
     generator = torch.Generator(device).manual_seed(35)
     for dim in (160, 192):
         q, k, v = (
-            torch.randn(60, 4, n, dim, device=device, generator=generator).bfloat16()
+            torch.randn(60, 4, n, dim, device=device, generator=generator).to(getattr(torch, dtype))
             for n in (1024, 128, 128)
         )
         options: dict[str, Any] = {"causal": True, "align": "lower_right"}
@@ -235,10 +222,10 @@ def values_of_129_to_192(backend: str, device: torch.device) -> None:
         Judge(few).require({"out": first[0][ends], "lse": first[1][ends]})
 
 
-@trap()
-def sharp_softcap(backend: str, device: torch.device) -> None:
+@trap(one_of=("float32", *HALVES))
+def sharp_softcap(backend: str, device: torch.device, dtype: str) -> None:
     """Softcap 0.01 with scores of 30: few keys have a slope at all, and it must not be a difference of numbers near 1."""
-    variant = Variant(softcap=True, head_dim=128, head_dim_v=128)
+    variant = Variant(dtype=dtype, softcap=True, head_dim=128, head_dim_v=128)
     size = 300 if device.type == "cuda" else 64
     case = Case(seed=36, variant=variant, lead=(1,), heads_k=2, seq_q=size, seq_k=size)
     inputs = make_inputs(replace(case, softcap=0.01), device)
@@ -264,30 +251,26 @@ def scores_beyond_ten_million(backend: str, device: torch.device) -> None:
     """Scores of 1e7 to 1e11: softmax is a maximum, whose exponent is 0 however large the numbers that cancel are."""
     size = (70, 150) if device.type == "cuda" else (18, 37)
     case = Case(seed=37, lead=(2,), heads_k=2, seq_q=size[0], seq_k=size[1])
-    _require(backend, device, replace(case, scale=1e8), dtypes=("bfloat16", "float32"))
-    huge = replace(case, magnitude="huge", dout_scale=1e-3)
+    wide = ("bfloat16", "float32")
     # The reference's float16 scores end at 65504: it is plain PyTorch.
-    dtypes = DTYPES if backend != "reference" else ("bfloat16", "float32")
-    _require(backend, device, huge, dtypes=dtypes)
-    for causal in (False, True):
-        variant = Variant(head_dim=64, head_dim_v=64, window=True)
-        given = replace(huge, seed=38, variant=variant, causal=causal)
-        _require(backend, device, given, dtypes=dtypes)
+    dtypes = DTYPES if backend != "reference" else wide
+    huge = replace(case, magnitude="huge", dout_scale=1e-3)
     capped = replace(huge, variant=Variant(softcap=True), softcap=15.0)
-    _require(backend, device, capped, dtypes=("bfloat16", "float32"))
-    # One score far above the others, and twice the same: exactly that value, exactly the mean of two.
-    for dtype in dtypes:
+    windowed = replace(huge, seed=38, variant=Variant(head_dim=64, head_dim_v=64, window=True))
+    parts = judged(backend, device, replace(case, scale=1e8), capped, dtypes=wide)
+    parts += judged(backend, device, huge, windowed, replace(windowed, causal=True), dtypes=dtypes)
+
+    def two_maxima(dtype: str) -> None:
+        """One score far above the others, and twice the same: exactly the mean of two values."""
         top = 6e4 if dtype == "float16" else 1e9
         q, k, v = (torch.zeros(1, 1, 20, 16) for _ in range(3))
         q[..., 0] = top
         k[..., 5, 0], k[..., 7, 0] = top, top
         v[..., 5, :], v[..., 7, :], v[..., 9, :] = 1.0, 3.0, 100.0
         q, k, v = (x.to(device, getattr(torch, dtype)) for x in (q, k, v))
-        try:
-            found = evaluate(Inputs(q, k, v), backend, lse=backend != "sdpa")
-        except BackendError:
-            continue
-        out = found["out"]
+        out = evaluate(Inputs(q, k, v), backend, lse=backend != "sdpa")["out"]
         assert bool((out == 2).all()), (
             f"{dtype}: two equal maxima give {out.flatten()[:3].tolist()}"
         )
+
+    each_served([*parts, *(functools.partial(two_maxima, dtype) for dtype in dtypes)])

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from flashsci.registry import BackendError
+from flashsci.errors import BackendError
 from flashsci.testing.bounds import Judge, evaluate
 from flashsci.testing.cases import Case, Variant
 from flashsci.testing.inputs import Inputs, make_inputs
-from flashsci.testing.traps import _require, trap
+from flashsci.testing.traps import (
+    DTYPES,
+    HALVES,
+    each_served,
+    judged,
+    require,
+    stays_in_its_sequence,
+    trap,
+)
 
 ALL = "qkvb"
 
 
-@trap(order=2)
-def second_order_of_fully_masked_rows(backend: str, device: torch.device) -> None:
+@trap(order=2, one_of=("float32", *HALVES))
+def second_order_of_fully_masked_rows(backend: str, device: torch.device, dtype: str) -> None:
     """A row without keys: zero second-order gradients and tangents, exactly, and no NaN anywhere."""
     variant = Variant(mask=True, bias="pair", bias_grad=True, lse_grad=True, tangents=ALL)
     case = Case(
@@ -32,9 +41,13 @@ def second_order_of_fully_masked_rows(backend: str, device: torch.device) -> Non
         bias_shape=(2, 19, 33),
         bias_holes=True,
     )
-    _require(backend, device, case, dtypes=("bfloat16", "float32"))
-    _require(backend, device, replace(case, mask_kind="none"), dtypes=("float16",))
-    inputs = make_inputs(case, device)
+    none = replace(case, mask_kind="none")
+    parts = (
+        judged(backend, device, case, dtypes=("bfloat16", "float32")),
+        judged(backend, device, none, dtypes=("float16",)),
+    )
+    each_served(itertools.chain(*parts))
+    inputs = make_inputs(replace(case, variant=replace(variant, dtype=dtype)), device)
     found = evaluate(inputs, backend)
     assert inputs.mask is not None
     hidden = ~inputs.mask.expand(*found["lse"].shape, 1)
@@ -45,17 +58,16 @@ def second_order_of_fully_masked_rows(backend: str, device: torch.device) -> Non
         assert found[name].masked_select(hidden[..., 0]).eq(0).all(), name
 
 
-@trap(order=2)
-def second_order_of_empty_and_single(backend: str, device: torch.device) -> None:
+@trap(order=2, one_of=("float32", *HALVES))
+def second_order_of_empty_and_single(backend: str, device: torch.device, dtype: str) -> None:
     """Sq, Sk 0 and 1, packed sequences of length 0."""
     plain = Case(seed=21, variant=Variant(tangents="qkv", lse_grad=True), lead=(2,), heads_k=2)
     packed = replace(plain, variant=replace(plain.variant, varlen=True), rank=3, lead=())
     sizes = (0, 5), (5, 0), (1, 1), (1, 40), (40, 1)
     dense = [replace(plain, seq_q=a, seq_k=b) for a, b in sizes]
     lens = ((0, 5, 0), (7, 0, 0)), ((0,), (0,)), ((3, 0), (4, 5))
-    _require(
-        backend, device, *dense, *(replace(packed, lens_q=a, lens_k=b) for a, b in lens), dtypes=("float32",)
-    )  # fmt: skip
+    cases = [*dense, *(replace(packed, lens_q=a, lens_k=b) for a, b in lens)]
+    require(backend, device, *cases, dtypes=(dtype,))
 
 
 @trap(order=2)
@@ -63,33 +75,21 @@ def second_order_of_a_common_shift(backend: str, device: torch.device) -> None:
     """Tangents of scores far from zero but nearly equal within a row: softmax sees the difference alone."""
     variant = Variant(bias="pair", bias_grad=True, tangents="kb", head_dim=32, head_dim_v=32)
     case = Case(seed=22, variant=variant, lead=(2,), seq_q=33, seq_k=90, bias_shape=(2, 1, 33, 90))
-    _require(backend, device, replace(case, tangent_magnitude="offset"))
+    require(backend, device, replace(case, tangent_magnitude="offset"))
 
 
 @trap(order=2)
 def nan_stays_in_its_packed_sequence_to_second_order(backend: str, device: torch.device) -> None:
-    lens = (9, 30, 0, 17)
-    for dtype in ("bfloat16", "float32"):
-        variant = Variant(dtype=dtype, varlen=True, tangents="qkv")
-        case = Case(seed=23, variant=variant, rank=3, lead=(), heads_k=2, lens_q=lens, lens_k=lens)
-        inputs = make_inputs(case, device)
-        clean = evaluate(inputs, backend)
-        with torch.no_grad():
-            for x in (inputs.q, inputs.k, inputs.v, inputs.dout, *inputs.tangents.values()):
-                assert x is not None
-                x[9:39] = torch.nan
-        dirty = evaluate(inputs, backend)
-        for name, x in clean.items():
-            y = dirty[name]
-            if name in ("lse", "tlse"):
-                x, y = x.t(), y.t()
-            for part in (slice(0, 9), slice(39, None)):
-                assert torch.equal(x[part], y[part]), f"{name}: NaN of one sequence reached another"
+    case = Case(seed=23, variant=Variant(varlen=True, tangents="qkv"))
+    dtypes = DTYPES if device.type == "cuda" else ("bfloat16", "float32")
+    stays_in_its_sequence(backend, device, case, dtypes)
 
 
-@trap(order=2, slow=True)
-def second_order_of_seventy_thousand_batch_heads(backend: str, device: torch.device) -> None:
-    variant = Variant(head_dim=8, head_dim_v=8, bias="key", bias_grad=True, tangents=ALL)
+@trap(order=2, slow=True, one_of=("float32", *HALVES))
+def second_order_of_seventy_thousand_batch_heads(
+    backend: str, device: torch.device, dtype: str
+) -> None:
+    variant = Variant(dtype, head_dim=8, head_dim_v=8, bias="key", bias_grad=True, tangents=ALL)
     case = Case(seed=24, variant=variant, lead=(17500,), heads_k=4, seq_q=3, seq_k=5)
     inputs = make_inputs(replace(case, bias_shape=(17500, 1, 1, 5)), device)
     found = evaluate(inputs, backend)
@@ -99,13 +99,15 @@ def second_order_of_seventy_thousand_batch_heads(backend: str, device: torch.dev
     Judge(replace(inputs, **few)).require({n: x[some] for n, x in found.items()})
 
 
-@trap(order=2, cuda=True, gigabytes=20, slow=True)
-def second_order_of_strides_beyond_two_billion(backend: str, device: torch.device) -> None:
-    buffer = torch.full((2**31 + 2**20,), torch.nan, device=device, dtype=torch.bfloat16)
+@trap(order=2, cuda=True, gigabytes=20, slow=True, one_of=HALVES)
+def second_order_of_strides_beyond_two_billion(
+    backend: str, device: torch.device, dtype: str
+) -> None:
+    buffer = torch.full((2**31 + 2**20,), torch.nan, device=device, dtype=getattr(torch, dtype))
     for strides in ((2**31, 2**14, 64, 1), (2**15, 2**14, (2**31 - 2**16) // 70, 1)):
         x = buffer.as_strided((2, 2, 70, 64), strides)
         x.copy_(torch.randn(2, 2, 70, 64, device=device))
-        y = torch.randn(2, 2, 70, 64, device=device, dtype=torch.bfloat16)
+        y = torch.randn(2, 2, 70, 64, device=device, dtype=x.dtype)
         for inputs in (
             Inputs(x, y, y, dout=y, tangents={"tk": x, "tq": y, "tv": y}),
             Inputs(y, x, x, dout=x, tangents={"tq": x, "tv": x}),
@@ -114,12 +116,12 @@ def second_order_of_strides_beyond_two_billion(backend: str, device: torch.devic
         buffer.fill_(torch.nan)
 
 
-@trap(order=2, cuda=True)
-def second_order_takes_no_quadratic_memory(backend: str, device: torch.device) -> None:
+@trap(order=2, cuda=True, one_of=HALVES)
+def second_order_takes_no_quadratic_memory(backend: str, device: torch.device, dtype: str) -> None:
     """Forward, backward and double backward of 8192 x 8192 scores within 24 tensors like q: 1/85 of one fp32 score tensor."""
     import flashsci
 
-    q, k, v, dout = torch.randn(4, 1, 4, 8192, 64, device=device, dtype=torch.bfloat16).unbind(0)
+    q, k, v, dout = torch.randn(4, 1, 4, 8192, 64, device=device, dtype=getattr(torch, dtype))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
@@ -131,9 +133,9 @@ def second_order_takes_no_quadratic_memory(backend: str, device: torch.device) -
     assert peak < 24 * q.numel() * q.element_size(), f"{peak / 2**20:.0f} MiB"
 
 
-@trap(order=2, cuda=True)
-def second_order_in_a_cuda_graph(backend: str, device: torch.device) -> None:
-    variant = Variant(dtype="bfloat16", head_dim=64, head_dim_v=64, tangents="qkv")
+@trap(order=2, cuda=True, one_of=HALVES)
+def second_order_in_a_cuda_graph(backend: str, device: torch.device, dtype: str) -> None:
+    variant = Variant(dtype=dtype, head_dim=64, head_dim_v=64, tangents="qkv")
     case = Case(seed=25, variant=variant, heads_k=2, group=2, seq_q=130, seq_k=130)
     first, second = (make_inputs(replace(case, seed=s), device) for s in (25, 26))
     truth = evaluate(second, backend)
@@ -155,11 +157,11 @@ def second_order_in_a_cuda_graph(backend: str, device: torch.device) -> None:
         assert torch.equal(x, found[name]), f"{name} differs in a replayed graph"
 
 
-@trap(order=2, slow=True)
-def second_order_repeats_bitwise(backend: str, device: torch.device) -> None:
+@trap(order=2, slow=True, one_of=HALVES)
+def second_order_repeats_bitwise(backend: str, device: torch.device, dtype: str) -> None:
     """The same bits, run after run: every second-order gradient and tangent."""
     runs = 10 if device.type == "cuda" else 2
-    variant = Variant(dtype="bfloat16", head_dim=64, head_dim_v=64, lse_grad=True, tangents="qkv")
+    variant = Variant(dtype=dtype, head_dim=64, head_dim_v=64, lse_grad=True, tangents="qkv")
     dense = Case(seed=27, variant=variant, lead=(3,), heads_k=2, group=2, seq_q=257, seq_k=300)
     biased = replace(
         variant, bias="pair", bias_grad=True, bias_float=True, dropout=True, tangents=ALL

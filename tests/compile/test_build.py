@@ -334,3 +334,25 @@ def test_resource_parser():
     )
     assert kernel.tiling == (64, 128, 128, 4, 2, 2, 1)
     assert kernel.shared == 80 * 1024
+
+
+def test_a_report_holds_for_units_of_the_same_code():
+    """One whose sources changed and whose code did not keeps what a GPU has shown; one whose code changed does not."""
+    resources = load_resources()
+
+    def table(**units):
+        return "".join(f"- cuda/{u}: `{d}`, code `{c}`\n" for u, (d, c) in units.items())
+
+    before = table(a=("a1", "x"), b=("b1", "y"), c=("c1", "z"), d=("d1", "w"))
+    after = table(a=("a2", "x"), b=("b2", "Y"), c=("c1", "z"), d=("d2", "w"))
+    units = {"cuda/a": "a1", "cuda/b": "b1", "cuda/c": "c1", "cuda/d": "d0", "triton/t": "t"}
+    report = {
+        "units": dict(units),
+        "judged": dict(units),
+        "library": dict(units),
+        "parts": {"sm80": {"units": {"cuda/a": "a1"}, "library": {"cuda/a": "a1"}}},
+    }
+    assert resources.carry(report, before, after) == ["cuda/a"]  # d was not checked as it was
+    assert report["units"] == report["judged"] == report["library"] == {**units, "cuda/a": "a2"}
+    assert report["parts"]["sm80"]["units"] == {"cuda/a": "a2"}
+    assert report["carried"] == {"cuda/a": "a1"}

@@ -1,7 +1,4 @@
-"""Calls without queries, keys, heads or batch, and offsets and seeds that are views: on every backend, every tensor.
-
-Without a GPU the Triton kernels are interpreted (tests/conftest.py); with one, the CUDA kernels take part.
-"""
+"""Calls without queries, keys, heads or batch, and offsets and seeds that are views: on every backend, every tensor."""
 
 from __future__ import annotations
 
@@ -9,28 +6,15 @@ import math
 
 import pytest
 import torch
+from everywhere import BACKENDS, DEVICE, GPU, backends
 
 import flashsci
-from flashsci import registry
 from flashsci.testing import poisoned_memory
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-BACKENDS = ("reference", "sdpa", "triton", *(["cuda"] if GPU else []))
-backends = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.usefixtures("loaded")
 dtypes = pytest.mark.parametrize(
     "dtype", [torch.float32, *([torch.bfloat16, torch.float16] if GPU else [])]
 )
-
-
-@pytest.fixture(autouse=True)
-def loaded(request):
-    """A backend that this machine lacks is a reason to skip, never a pass."""
-    backend = (
-        request.node.callspec.params.get("backend") if hasattr(request.node, "callspec") else None
-    )
-    if backend is not None and registry.BACKENDS[backend].unavailable() is not None:
-        pytest.skip(f"{backend}: {registry.BACKENDS[backend].unavailable()}")
 
 
 # batch, query heads, key heads, queries, keys

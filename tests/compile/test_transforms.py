@@ -1,33 +1,20 @@
 """Every transform of torch.func over every backend, against the reference backend and against loops over samples.
 
-Without a GPU the Triton kernels are interpreted (tests/conftest.py); with one, the CUDA kernels take part, also in fp16.
+On a GPU also in fp16.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from everywhere import BACKENDS, DEVICE, GPU, backends
 
 import flashsci
-from flashsci import registry
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-BACKENDS = ("reference", "sdpa", "triton", *(["cuda"] if GPU else []))
-backends = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.usefixtures("loaded")
 FUSED = tuple(b for b in BACKENDS if b not in ("reference", "sdpa"))
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, *([torch.float16] if GPU else [])])
 leaves = torch.utils._pytree.tree_leaves
-
-
-@pytest.fixture(autouse=True)
-def loaded(request):
-    """A backend that this machine lacks is a reason to skip, never a pass."""
-    backend = (
-        request.node.callspec.params.get("backend") if hasattr(request.node, "callspec") else None
-    )
-    if backend is not None and registry.BACKENDS[backend].unavailable() is not None:
-        pytest.skip(f"{backend}: {registry.BACKENDS[backend].unavailable()}")
 
 
 def draw(*shape, dtype=torch.float32):

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from flashsci import check, digest
+from flashsci.check import judging, planning, units, workers
+from flashsci.check.report import write
 from flashsci.testing import Case, Variant
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, run the check itself")
@@ -16,15 +18,15 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, run
 @pytest.fixture(autouse=True)
 def no_library(monkeypatch):
     """Whatever library lies in the tree, built from whatever sources: these runs know none."""
-    monkeypatch.setattr(check, "library_units", dict)
+    monkeypatch.setattr(units, "library_units", dict)
 
 
 @pytest.fixture
 def bearable(monkeypatch):
     """Scores that plain PyTorch survives in float16: it is judged here, too."""
-    planned = check.plan_cases
+    planned = planning.plan_cases
     monkeypatch.setattr(
-        check,
+        planning,
         "plan_cases",
         lambda *a, **k: [
             replace(c, magnitude="unit", scale=None, bias_number="") for c in planned(*a, **k)
@@ -34,10 +36,10 @@ def bearable(monkeypatch):
 
 def test_a_small_run_writes_the_report(tmp_path, monkeypatch, bearable):
     lines, out = [], tmp_path / "report.json"
-    units = {"triton/forward": "1", "cuda/sm80/fwd_bf16": "2"}
-    monkeypatch.setattr(digest, "units", lambda: units)
-    kept = {"minus_infinity_in_bias": check.TRAPS["minus_infinity_in_bias"]}
-    monkeypatch.setattr(check, "TRAPS", kept)
+    digests = {"triton/forward": "1", "cuda/sm80/fwd_bf16": "2"}
+    monkeypatch.setattr(digest, "units", lambda: digests)
+    kept = {"minus_infinity_in_bias": judging.TRAPS["minus_infinity_in_bias"]}
+    monkeypatch.setattr(judging, "TRAPS", kept)
     code = check.run(
         cases=4,
         seed=0,
@@ -73,7 +75,7 @@ def test_a_wrong_kernel_is_reported_with_its_reproducer(tmp_path, monkeypatch):
 
     honest = triton.forward
     monkeypatch.setattr(triton, "forward", lambda *a: (1.01 * honest(*a)[0], honest(*a)[1]))
-    monkeypatch.setattr(check, "TRAPS", {})
+    monkeypatch.setattr(judging, "TRAPS", {})
     lines, out = [], tmp_path / "report.json"
     code = check.run(
         cases=4, seed=0, out=out, workers=1, device="cpu", backends=("triton",), say=lines.append
@@ -94,8 +96,8 @@ def test_a_failing_trap_is_a_failure(monkeypatch):
 
     from flashsci.testing import Trap
 
-    monkeypatch.setattr(check, "TRAPS", {"pit": Trap("pit", fall)})
-    assert check._spring("pit", "triton", "cpu") == ("pit", "triton", "failed: fell in")
+    monkeypatch.setattr(judging, "TRAPS", {"pit": Trap("pit", fall)})
+    assert judging.spring("pit", "triton", "cpu") == ("pit", "triton", "failed: fell in")
     assert (
         check.run(
             cases=1, out=None, workers=1, device="cpu", backends=("triton",), say=lambda *a: None
@@ -105,7 +107,7 @@ def test_a_failing_trap_is_a_failure(monkeypatch):
 
 
 def test_refusals_are_counted_and_an_untried_backend_fails(monkeypatch):
-    monkeypatch.setattr(check, "TRAPS", {})
+    monkeypatch.setattr(judging, "TRAPS", {})
     lines = []
     code = check.run(
         cases=2, out=None, workers=1, device="cpu", backends=("cuda",), say=lines.append
@@ -114,7 +116,7 @@ def test_refusals_are_counted_and_an_untried_backend_fails(monkeypatch):
 
 
 def test_a_part_updates_the_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(check, "TRAPS", {})
+    monkeypatch.setattr(judging, "TRAPS", {})
     monkeypatch.setattr(digest, "units", lambda: {"triton/forward": "new", "triton/backward": "b"})
     path = tmp_path / "report.json"
     path.write_text(
@@ -142,32 +144,83 @@ def test_a_part_updates_the_report(tmp_path, monkeypatch):
     )
 
 
+def entry(units, failures=0, library=None, cases=10, seed=1):
+    """What a run reports, as far as the sums go: half of its cases are in fp32."""
+    names = dict.fromkeys(
+        f"cuda:{u.split('/')[1]}" if "/sm" in u else u.split("/")[0] for u in units
+    )
+    return {
+        "cases": cases,
+        "seed": seed,
+        "failures": failures,
+        "unfinished": [],
+        "units": units,
+        "library": library or {},
+        "backends": {n: {"cases": cases, "failures": [{}] * failures} for n in names},
+        "coverage": {n: {"float32": {"cases": cases // 2}} for n in names},
+    }
+
+
 def test_a_part_brings_its_library(tmp_path):
     """The report names the library that each unit was checked with, whichever run that was."""
     path = tmp_path / "report.json"
     kept = {"cuda/a": "1", "cuda/b": "2"}
     path.write_text(json.dumps({"units": dict(kept), "library": dict(kept)}))
-    part = {"failures": 0, "unfinished": [], "units": {"cuda/b": "3"}}
-    check.write({**part, "library": {"cuda/a": "4", "cuda/b": "3"}}, path, "cuda/b")
-    report = json.loads(path.read_text())
-    assert report["units"] == report["library"] == {"cuda/a": "1", "cuda/b": "3"}
-    check.write({**part, "failures": 1, "library": {"cuda/b": "5"}}, path, "cuda/b")
-    assert json.loads(path.read_text())["library"] == report["library"]
+    write(entry({"cuda/b": "3"}, library={"cuda/a": "4", "cuda/b": "3"}), path, "cuda/b")
+    found = json.loads(path.read_text())
+    assert found["units"] == found["library"] == {"cuda/a": "1", "cuda/b": "3"}
+    write(entry({"cuda/b": "3"}, failures=1, library={"cuda/b": "5"}), path, "cuda/b")
+    assert json.loads(path.read_text())["library"] == found["library"]
 
 
 def test_parts_of_earlier_kernels_leave(tmp_path):
     path = tmp_path / "report.json"
-    part = {"failures": 0, "unfinished": [], "units": {}}
-    for unit, library in (
-        ("cuda/a/back", {"cuda/a/back": "1", "cuda/b": "1"}),
-        ("cuda/b", {"cuda/a/back": "1", "cuda/b": "1"}),
-        ("cuda/a", {"cuda/a/back": "2", "cuda/b": "1"}),
-    ):
-        check.write({**part, "library": library}, path, unit)
+    write(entry({"cuda/a/back": "1"}), path, "cuda/a/back")
+    write(entry({"cuda/b": "1"}), path, "cuda/b")
+    write(entry({"cuda/a/back": "2", "cuda/a/front": "1"}), path, "cuda/a")
     assert list(json.loads(path.read_text())["parts"]) == ["cuda/b", "cuda/a"]
     # What a part that failed has judged does not take the place of what passed.
-    check.write({**part, "failures": 1, "library": {"cuda/b": "3"}}, path, "cuda/b/more")
+    write(entry({"cuda/b": "3"}, failures=1), path, "cuda/b/more")
     assert list(json.loads(path.read_text())["parts"]) == ["cuda/b", "cuda/a", "cuda/b/more"]
+    # A whole run replaces the last one; parts of the kernels that it has judged stay.
+    write(entry({"cuda/a/back": "2", "cuda/a/front": "2", "cuda/b": "1"}), path, None)
+    assert list(json.loads(path.read_text())["parts"]) == ["cuda/b"]
+
+
+def test_a_report_adds_up_what_was_judged_of_the_present_kernels(tmp_path):
+    path = tmp_path / "report.json"
+    now = {"cuda/sm90/a": "1", "cuda/sm80/b": "1", "triton/c": "1"}
+    write(entry(now, cases=100), path, None)
+    write(entry({"cuda/sm90/a": "1"}, cases=30, seed=2), path, "cuda/sm90")
+    write(entry(now, cases=50, seed=3), path, "another seed")
+    # The same cases again: the longer run counts.
+    found = write(entry(now, cases=40, seed=3), path, "again")["total"]
+    assert found == json.loads(path.read_text())["total"]
+    assert (found["cases"], found["runs"], found["seeds"]) == (180, 3, [1, 2, 3])
+    assert found["backends"] == {
+        "cuda:sm80": {"cases": 150, "fp32": 75, "failures": 0},
+        "cuda:sm90": {"cases": 180, "fp32": 90, "failures": 0},
+        "triton": {"cases": 150, "fp32": 75, "failures": 0},
+    }
+    # A kernel that changed: of the whole run, what other kernels were judged by still counts.
+    found = write(entry({"cuda/sm90/a": "2"}, cases=7, seed=4), path, "cuda/sm90")["total"]
+    assert (found["cases"], found["runs"]) == (7, 1)
+    assert found["backends"]["cuda:sm90"] == {"cases": 7, "fp32": 3, "failures": 0}
+    assert found["backends"]["triton"] == {"cases": 100, "fp32": 50, "failures": 0}
+
+
+def test_a_part_has_a_name_and_a_seed_of_its_own(tmp_path, monkeypatch, bearable, capsys):
+    monkeypatch.setattr(judging, "TRAPS", {})
+    monkeypatch.setattr(digest, "units", lambda: {"triton/forward": "1"})
+    out = tmp_path / "report.json"
+    call = ["--cases", "3", "--workers", "1", "--device", "cpu", "--backends", "reference"]
+    for more in ([], ["--part", "first"], ["--part", "second"]):
+        check.main([*call, "--out", str(out), *more])
+    found = json.loads(out.read_text())
+    assert list(found["parts"]) == ["first", "second"]
+    assert len(set(found["total"]["seeds"])) == 3 and found["total"]["cases"] == 9
+    assert found["total"]["backends"]["reference"]["cases"] == 9
+    assert "3 runs and parts: 9 generated cases" in capsys.readouterr().out
 
 
 def test_unknown_unit_and_missing_gpu(capsys):
@@ -179,13 +232,13 @@ def test_unknown_unit_and_missing_gpu(capsys):
 
 
 def test_a_library_from_other_sources_is_refused(monkeypatch):
-    units = digest.units()
-    monkeypatch.setattr(check, "library_units", lambda: {"cuda/sm80/fwd_bf16": "0123"})
-    if "cuda/sm80/fwd_bf16" in units:
-        reason = check.refusal(units, "cpu")
-        assert reason is not None and "built from other sources" in reason and "0123" in reason
-    monkeypatch.setattr(check, "library_units", lambda: dict(units))
-    assert check.refusal(units, "cpu") is None
+    tree = digest.units()
+    kernel = next(name for name in tree if name.startswith("cuda/"))
+    monkeypatch.setattr(units, "library_units", lambda: {kernel: "0123"})
+    reason = units.refusal(tree, "cpu")
+    assert reason is not None and "built from other sources" in reason and "0123" in reason
+    monkeypatch.setattr(units, "library_units", lambda: dict(tree))
+    assert units.refusal(tree, "cpu") is None
 
 
 def test_plans_cover_and_reproduce():
@@ -218,9 +271,9 @@ def test_large_traps_run_beside_and_wait_for_memory(monkeypatch):
         failures = {"short": "failed: CUDA out of memory", "wrong": "failed: dq differs"}
         return name, backend, failures.get(name, "passed") if first else "passed"
 
-    monkeypatch.setattr(check, "_spring", spring)
+    monkeypatch.setattr(judging, "spring", spring)
     springs = [(name, "cuda", "cuda") for name in ("short", "other", "wrong")]
-    large = check._Large(springs, time.time() + 60)
+    large = workers.LargeTraps(springs, time.time() + 60)
     large.start()
     assert large.results() == [
         ("short", "cuda", "passed"),
@@ -228,7 +281,7 @@ def test_large_traps_run_beside_and_wait_for_memory(monkeypatch):
         ("wrong", "cuda", "failed: dq differs"),
     ]
     assert calls == ["short", "other", "wrong", "short"], "only want of memory is tried again"
-    late = check._Large(springs, time.time() - 1)  # no time: they are missing from the report
+    late = workers.LargeTraps(springs, time.time() - 1)  # no time: they are missing from the report
     assert late.results() == []
 
 
@@ -247,15 +300,14 @@ def test_tallies_add_up():
 
 
 def test_seed_of_the_day_and_coverage_are_in_the_report(tmp_path, monkeypatch, bearable):
-    monkeypatch.setattr(check, "TRAPS", {})
+    monkeypatch.setattr(judging, "TRAPS", {})
     monkeypatch.setattr(digest, "units", lambda: {"triton/forward": "1"})
     lines, out = [], tmp_path / "report.json"
     run = {"cases": 6, "out": out, "workers": 1, "device": "cpu", "backends": ("reference",)}
     check.run(**run, say=lines.append)
     report = json.loads(out.read_text())
-    assert (
-        20000101 < report["seed"] < 99991231
-        and f"of seed {report['seed']}" in lines[-3:][0] + lines[-2]
+    assert 20000101 < report["seed"] < 99991231 and any(
+        f"of seed {report['seed']}" in line for line in lines
     )
     seen = report["coverage"]["reference"]
     assert sum(x["cases"] for name, x in seen.items() if not name.startswith("head")) == 6
@@ -265,19 +317,18 @@ def test_seed_of_the_day_and_coverage_are_in_the_report(tmp_path, monkeypatch, b
 
 def test_parts_name_the_digests_that_they_judged(tmp_path):
     path = tmp_path / "report.json"
-    report = {"failures": 0, "unfinished": [], "library": {}}
-    check.write({**report, "units": {"triton/a": "1"}}, path, "triton/a")
-    check.write({**report, "units": {"triton/b": "1"}}, path, "triton/b")
+    write(entry({"triton/a": "1"}), path, "triton/a")
+    write(entry({"triton/b": "1"}), path, "triton/b")
     parts = json.loads(path.read_text())["parts"]
     assert parts["triton/a"]["units"] == {"triton/a": "1"}
     # A unit that was judged again in another form: the older part speaks of a kernel that is gone.
-    check.write({**report, "units": {"triton/a": "2", "triton/b": "1"}}, path, "triton/")
+    write(entry({"triton/a": "2", "triton/b": "1"}), path, "triton/")
     assert list(json.loads(path.read_text())["parts"]) == ["triton/b", "triton/"]
 
 
 def test_kernels_here_hold_every_generation_that_runs(monkeypatch):
-    units = {f"cuda/sm{g}/fwd_fp16": "" for g in (75, 80, 90)}
-    monkeypatch.setattr(check, "library_units", lambda: units)
+    built = {f"cuda/sm{g}/fwd_fp16": "" for g in (75, 80, 90)}
+    monkeypatch.setattr(units, "library_units", lambda: built)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, held in (
         ((9, 0), ["90", "80", "75"]),
@@ -290,7 +341,7 @@ def test_kernels_here_hold_every_generation_that_runs(monkeypatch):
 
 def test_a_full_run_has_cases_for_generations_alone():
     backends = ("triton", "cuda", "cuda:sm90", "cuda:sm80", "cuda:sm75")
-    plans = check._plans(10_000, 3, "cuda", None, [1, 2], backends)
+    plans = planning.plans_of(10_000, 3, "cuda", None, [1, 2], backends)
     assert [len(planned) for planned, _ in plans] == [5000, 3500, 1500, 1000]
     mixed, hopper, single, _ = (planned for planned, _ in plans)
     assert [names for _, names in plans] == [
@@ -303,11 +354,11 @@ def test_a_full_run_has_cases_for_generations_alone():
         assert "shifted" not in case.layout_of.values()
     assert sum(c.variant.dtype == "float32" for c in mixed) > 1500
     assert all(c.variant.dtype == "float32" for c in single)
-    of_unit = check._plans(400, 3, "cuda", "cuda/sm90", [1], ("cuda", "cuda:sm90"))
+    of_unit = planning.plans_of(400, 3, "cuda", "cuda/sm90", [1], ("cuda", "cuda:sm90"))
     assert [(len(planned), names) for planned, names in of_unit] == [
         (100, ("cuda", "cuda:sm90")), (300, ("cuda:sm90",)),
     ]  # fmt: skip
-    one = check._plans(400, 3, "cuda", "triton/forward", [1], ("triton",))
+    one = planning.plans_of(400, 3, "cuda", "triton/forward", [1], ("triton",))
     assert [(len(planned), names) for planned, names in one] == [(400, ("triton",))]
 
 
@@ -315,7 +366,7 @@ def test_a_full_run_has_cases_for_generations_alone():
 def test_what_the_generator_draws_comes_up_in_a_long_run(seed):
     from flashsci.testing.coverage import Coverage
 
-    plans = check._plans(10_000, seed, "cuda", None, [1], ("triton", "cuda:sm90", "cuda:sm80"))
+    plans = planning.plans_of(10_000, seed, "cuda", None, [1], ("triton", "cuda:sm90", "cuda:sm80"))
     missing = {}
     for (planned, _), name in zip(plans, ("mixed", "hopper", "single"), strict=True):
         coverage = Coverage()
@@ -334,14 +385,14 @@ def test_what_the_generator_draws_comes_up_in_a_long_run(seed):
 def test_a_pinned_backend_that_refuses_gradients_is_judged_by_its_forward(monkeypatch):
     from flashsci.registry import BackendError
 
-    honest = check.evaluate
+    honest = judging.evaluate
 
     def evaluate(inputs, name, *arguments, **options):
         if name == "cuda:sm90" and inputs.dout is not None:
             raise BackendError(f"flashsci: no backward for {list(inputs.q.shape)}; use another")
         return honest(inputs, "reference", *arguments, **options)
 
-    monkeypatch.setattr(check, "evaluate", evaluate)
+    monkeypatch.setattr(judging, "evaluate", evaluate)
     tallies = check.judge_case(Case(), ["cuda:sm90", "reference"], "cpu")
     found = tallies["cuda:sm90"]
     assert found.cases == found.forward_only == 1 and set(found.worst) == {"out", "lse"}
@@ -350,6 +401,6 @@ def test_a_pinned_backend_that_refuses_gradients_is_judged_by_its_forward(monkey
 
 
 def test_what_nobody_serves_needs_no_oracle(monkeypatch):
-    monkeypatch.setattr(check, "Judge", None)
+    monkeypatch.setattr(judging, "Judge", None)
     tallies = check.judge_case(Case(), ["cuda"], "cpu")
     assert tallies["cuda"].cases == 0 and tallies["cuda"].refused

@@ -55,3 +55,11 @@ def test_a_seed_decides_what_is_drawn(tmp_path):
     assert one == again
     assert one != two
     assert one != draws(tmp_path) == draws(tmp_path)
+
+
+def test_names_of_modules_are_unique():
+    """Folders of tests are no packages: of two modules of one name, pytest collects neither."""
+    files = [p for p in Path(__file__).parents[1].rglob("*.py") if p.name != "conftest.py"]
+    names = [p.name for p in files]
+    twice = [str(p) for p in files if names.count(p.name) > 1]
+    assert not twice, f"rename one of {twice}"

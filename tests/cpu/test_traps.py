@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flashsci.registry import BackendError
-from flashsci.testing import TRAPS, Skipped
+from flashsci.testing import TRAPS, Skipped, Trap, traps, traps_models
 
 HERE = [name for name, trap in TRAPS.items() if not trap.cuda]
 LONG = (
@@ -38,3 +38,48 @@ def test_a_backend_that_takes_no_dtype_refuses_the_trap():
         pytest.skip("the cuda backend may serve it here")
     with pytest.raises(BackendError):
         TRAPS["odd_strides_shifted"]("cuda", "cpu")
+
+
+def refuse(dtypes, monkeypatch, *modules):
+    """A backend of these dtypes alone, as a generation of CUDA kernels is; returns those that it was asked for."""
+    asked = []
+
+    def evaluate(inputs, backend, *arguments, **options):
+        asked.append(inputs.q.dtype)
+        if inputs.q.dtype not in dtypes:
+            raise BackendError(f"no {inputs.q.dtype}")
+        return honest(inputs, "reference", *arguments, **options)
+
+    honest = traps.evaluate
+    for module in modules:
+        monkeypatch.setattr(module, "evaluate", evaluate)
+    return asked
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "name", ["zero_rows_of_dout", "fully_masked_rows", "minus_infinity_in_bias"]
+)
+def test_a_trap_judges_what_a_backend_serves_of_it(name, dtype, monkeypatch):
+    """Whichever dtype comes first: the others' refusals end nothing."""
+    served = {torch.float32} if name == "fully_masked_rows" else {dtype}
+    asked = refuse(served, monkeypatch, traps, traps_models)
+    TRAPS[name]("some", "cpu")
+    assert len(set(asked)) == 3
+    refuse(set(), monkeypatch, traps, traps_models)
+    with pytest.raises(BackendError):
+        TRAPS[name]("some", "cpu")
+
+
+def test_a_trap_of_one_dtype_takes_the_first_that_is_served(monkeypatch):
+    tried = []
+
+    def run(backend, device, dtype):
+        tried.append(dtype)
+        if dtype != "float16":
+            raise BackendError(f"no {dtype}")
+
+    Trap("pit", run, one_of=("bfloat16", "float16", "float32"))("some", "cpu")
+    assert tried == ["bfloat16", "float16"]
+    with pytest.raises(BackendError, match="no float32"):
+        Trap("pit", run, one_of=("bfloat16", "float32"))("some", "cpu")

@@ -6,18 +6,10 @@ import pytest
 from extreme import DTYPES, KINDS, NUMBERS, PLACES
 
 import flashsci
-from flashsci import registry
 
 KERNELS = ["triton", "cuda"]
 FP32, FP16, BF16 = DTYPES
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def loaded(request):
-    reason = registry.BACKENDS[request.node.callspec.params["backend"]].unavailable()
-    if reason is not None:
-        pytest.skip(reason)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("loaded")]
 
 
 def check(function, backend, *arguments, **options):

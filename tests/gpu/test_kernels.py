@@ -3,13 +3,13 @@
 `python -m flashsci check` judges thousands of problems; this is the part of it that runs in a minute, and the rest.
 """
 
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 
 import flashsci
-from flashsci import registry
 from flashsci.testing import (
     TRAPS,
     Case,
@@ -26,24 +26,17 @@ from flashsci.testing import (
 KERNELS = ["triton", "cuda"]
 DEVICE = torch.device("cuda")
 SOME = variants()[::3]  # `check` judges them all
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def loaded(request):
-    """A backend that this machine lacks is a reason to skip, never a pass."""
-    name = (
-        request.node.callspec.params.get("backend") if hasattr(request.node, "callspec") else None
-    )
-    if name is not None:
-        reason = registry.find(name).unavailable()
-        if reason is not None:
-            pytest.skip(f"{name}: {reason}")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("loaded")]
 
 
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("name", TRAPS)
 def test_trap(name, backend):
+    gigabytes, processes = TRAPS[name].gigabytes, os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+    if gigabytes and processes != "1":
+        pytest.skip(
+            f"takes {gigabytes} GiB, and {processes} processes share the device: -n 0, or `python -m flashsci check`"
+        )
     try:
         TRAPS[name](backend, DEVICE)
     except Skipped as reason:
@@ -222,20 +215,3 @@ def test_autocast(backend):
     assert out.dtype == torch.float16
     assert torch.equal(out, flashsci.attention(q.half(), k.half(), v.half(), backend=backend))
     assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.sum(), (q, k, v)))
-
-
-def test_held_to_hopper_a_bias_is_served_or_refused():
-    """In strides that its kernels take, by them and nothing else; in others, BackendError, and never Triton's gradients."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    variant = Variant("bfloat16", 64, 64, bias="pair", bias_float=True, bias_grad=True)
-    case = Case(
-        variant=variant, seed=2, lead=(2,), heads_k=2, seq_q=80, seq_k=96, bias_shape=(2, 2, 80, 96)
-    )
-    inputs = make_inputs(case, DEVICE)
-    with poisoned_memory():
-        found = evaluate(inputs, "cuda:sm90", deterministic=False)
-    Judge(inputs).require(found)
-    odd = make_inputs(replace(case, layout="shifted"), DEVICE)
-    with pytest.raises(flashsci.BackendError, match="of generation sm90 serves this call"):
-        evaluate(odd, "cuda:sm90", deterministic=False)

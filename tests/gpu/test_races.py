@@ -3,7 +3,8 @@
 tests/race_cases.py has the calls (from the table of compiled kernels) and their shapes: many short tiles, empty tiles
 first and last, one tile, one more than multiprocessors, rings that go round. Half of the repeats run beside other
 kernels on a second stream. The first run of each is judged; outputs and workspaces hold NaN before every run. Raw ops
-are called, each held to its generation: no other kernel can step in. The host waits once for each call.
+are called, each held to its generation: no other kernel can step in. Repeats are launched back to back and compared with the
+first run's results on the device; the host waits for them once for each call.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import race_cases as races
+import raw_calls
 import torch
 from race_cases import Call, Shape
 from torch import Tensor
 
 from flashsci import ops, registry
-from flashsci.backends import cuda as backend
 from flashsci.testing import Inputs, Judge, evaluate, exact_matmul, poisoned_memory
 
 pytestmark = pytest.mark.gpu
@@ -37,17 +38,8 @@ def unavailable(generation: str, dtype: str) -> str | None:
     """Why this machine cannot run a generation's kernels, or None."""
     if generation in registry.BACKENDS:
         return registry.BACKENDS[generation].unavailable()
-    reason = backend.unavailable()
-    if reason is not None:
-        return reason
     suffix = next(s for s, d in races.DTYPES.items() if d == dtype)
-    unit = f"cuda/{generation}/fwd_{suffix}"
-    if unit not in (backend.build_info() or {}).get("units", {}):
-        return f"this build has no {unit}"
-    major, minor = torch.cuda.get_device_capability()
-    if major != 9 if generation == "sm90" else 10 * major + minor < int(generation[2:]):
-        return f"{generation} does not run on {torch.cuda.get_device_name()}"
-    return None
+    return raw_calls.unavailable(generation, suffix)
 
 
 def require(generation: str, dtype: str) -> None:
@@ -135,39 +127,50 @@ class Kernels:
         """Packed: [T, H, D] as [H, T, D], which the ops take, and back."""
         return x.transpose(0, 1) if self.call.packed else x
 
-    def forward(self) -> dict[str, Tensor]:
+    @functools.cached_property
+    def _forward(self) -> Callable[[], tuple[Tensor, ...]]:
         x = self.inputs
         if self.call.generation in registry.BACKENDS:
-            out, lse = (
-                registry.BACKENDS[self.call.generation]
-                .load()
-                .forward(self.tensors, ops.Scalars(*self.scalars, 0.0, "default", True))
-            )
-        else:
-            out, lse = torch.ops.flashsci.cuda_forward.default(
-                self.q, self.k, self.v, x.bias, x.mask, *self.offsets,
-                *self.scalars, False, int(self.call.generation[2:]),
-            )  # fmt: skip
+            scalars = ops.Scalars(*self.scalars, 0.0, "default", True)
+            forward = registry.BACKENDS[self.call.generation].load().forward
+            return functools.partial(forward, self.tensors, scalars)
+        return functools.partial(
+            torch.ops.flashsci.cuda_forward.default,
+            self.q, self.k, self.v, x.bias, x.mask, *self.offsets,
+            *self.scalars, False, int(self.call.generation[2:]),
+        )  # fmt: skip
+
+    def forward(self) -> dict[str, Tensor]:
+        out, lse = self._forward()
         return {"out": self._swap(out), "lse": lse}
 
-    def backward(
+    def prepared_backward(
         self, results: dict[str, Tensor], deterministic: bool, need: int | None = None
-    ) -> dict[str, Tensor]:
+    ) -> Callable[[], dict[str, Tensor]]:
+        """What runs the backward, given the results of a forward."""
         x, need = self.inputs, self.need if need is None else need
         out, lse = self._swap(results["out"]), results["lse"]
         if self.call.generation in registry.BACKENDS:
             scalars = ops.Scalars(*self.scalars, 0.0, "default", deterministic)
             saved = ops.Saved(self.tensors, out, lse, scalars)
-            module = registry.BACKENDS[self.call.generation].load()
-            gradients = module.backward(self.dout, None, saved, need)
+            backward = registry.BACKENDS[self.call.generation].load().backward
+            call = functools.partial(backward, self.dout, None, saved, need)
         else:
-            gradients = torch.ops.flashsci.cuda_backward.default(
+            call = functools.partial(
+                torch.ops.flashsci.cuda_backward.default,
                 self.dout, None, self.q, self.k, self.v, x.bias, x.mask, *self.offsets,
                 out, lse, *self.scalars, False, deterministic, int(self.call.generation[2:]), need,
             )  # fmt: skip
         bits = (ops.NEED_Q, ops.NEED_K, ops.NEED_V, ops.NEED_BIAS)
-        found = zip(("dq", "dk", "dv", "dbias"), bits, gradients[:4], strict=True)
-        return {n: g if n == "dbias" else self._swap(g) for n, bit, g in found if need & bit}
+        names = [n for n, bit in zip(("dq", "dk", "dv", "dbias"), bits, strict=True) if need & bit]
+        indices = [i for i, bit in enumerate(bits) if need & bit]
+
+        def run() -> dict[str, Tensor]:
+            found = call()
+            swapped = (found[i] if i == 3 else self._swap(found[i]) for i in indices)
+            return dict(zip(names, swapped, strict=True))
+
+        return run
 
 
 # --- repeats -----------------------------------------------------------------------------------
@@ -205,58 +208,94 @@ def fresh_memory() -> Iterator[None]:
         yield
 
 
+@dataclass
+class Compared:
+    """One tensor of some runs against the first run's: the largest difference of every repeat, and where it is."""
+
+    label: str
+    shape: tuple[int, ...]
+    allowed: float | None  # None: bits are compared, a difference is 1
+    worst: list[Tensor] = field(default_factory=list)
+    places: list[Tensor] = field(default_factory=list)
+
+    def add(self, first: Tensor, repeats: list[Tensor]) -> None:
+        if not first.numel():
+            return
+        found = torch.stack(repeats)
+        if self.allowed is None:
+            away = (words(found) != words(first.contiguous())).view(torch.uint8)
+        else:
+            away = (found.float() - first.float()).abs()
+        worst, places = away.flatten(1).max(1)  # NaN is the largest
+        self.worst.append(worst.double())
+        self.places.append(places)
+
+    def problem(self, worst: list[float], places: list[int]) -> str | None:
+        """What is wrong, with the numbers of all repeats on the host."""
+        limit = self.allowed or 0.0
+        bad = [n for n, x in enumerate(worst) if not x <= limit]  # NaN is, too
+        if not bad:
+            return None
+        n, place, cell = bad[0], places[bad[0]], []
+        for size in reversed(self.shape):
+            place, at = divmod(place, size)
+            cell.append(at)
+        where = f"{len(bad)} of {len(worst)} repeats, first in repeat {n} at {cell[::-1]}"
+        if self.allowed is None:
+            return f"{self.label} differs in {where}"
+        return f"{self.label} is off by {worst[n]:.3g} from the first run, allowed {limit:.3g}, in {where}"
+
+
 class Repeats:
     """What a hundred runs show, without waiting for any."""
 
+    BYTES = 1 << 27  # of results that are kept until they are compared
+
     def __init__(self) -> None:
-        self.counts: dict[str, Tensor] = {}
-        self.excess: dict[str, tuple[Tensor, float]] = {}
+        self.compared: list[Compared] = []
 
-    def same(self, label: str, first: dict[str, Tensor], run: Callable[[], dict[str, Tensor]]) -> None:  # fmt: skip
-        """Bitwise."""
-        counts = {n: torch.zeros((), dtype=torch.int64, device=DEVICE) for n in first}
-        for time in range(REPEATS):
-            if 2 * time >= REPEATS:
-                disturb(time)
-            for name, x in run().items():
-                counts[name] += torch.ne(words(x), words(first[name])).any()
-        self.counts.update({f"{label}: {n}": x for n, x in counts.items()})
+    def of(
+        self,
+        label: str,
+        first: dict[str, Tensor],
+        run: Callable[[], dict[str, Tensor]],
+        allowed: dict[str, float] | None = None,
+    ) -> None:
+        """Each run has the first one's bits, or, with ``allowed``, differs from it by no more than that.
 
-    def bounded(self, label: str, judge: Judge, run: Callable[[], dict[str, Tensor]], first: dict[str, Tensor]) -> None:  # fmt: skip
-        """Within what the judge allows, of largest errors."""
-        worst = {n: torch.zeros((), dtype=torch.float64, device=DEVICE) for n in first}
-        wide = torch.float64 if judge.inputs.q.dtype == torch.float32 else torch.float32
-        truth = {n: judge.truth[n].to(wide) for n in first}
-        for time in range(REPEATS):
-            if 2 * time >= REPEATS:
-                disturb(time)
-            for name, x in run().items():
-                error = (x.to(wide) - truth[name]).abs().max() if x.numel() else worst[name]
-                worst[name] = torch.maximum(worst[name], error.double())  # NaN stays
-        for name, x in worst.items():
-            self.excess[f"{label}: {name}"] = x, judge.judge(name, first[name]).allowed
+        Runs are launched back to back, some of them at a time, and compared then.
+        """
+        tensors = {
+            name: Compared(f"{label}: {name}", tuple(x.shape), allowed and allowed[name])
+            for name, x in first.items()
+        }
+        self.compared += tensors.values()
+        size = sum(x.numel() * x.element_size() for x in first.values())
+        together = max(1, min(REPEATS, self.BYTES // max(size, 1)))
+        for begin in range(0, REPEATS, together):
+            found = []
+            with fresh_memory():
+                for time in range(begin, min(begin + together, REPEATS)):
+                    if 2 * time >= REPEATS:
+                        disturb(time)
+                    found.append(run())
+            for name, compared in tensors.items():
+                compared.add(first[name], [results[name] for results in found])
 
     def problems(self) -> list[str]:
         """With one wait for the device."""
-        counted, exceeded = list(self.counts), list(self.excess)
-        numbers = torch.stack(
-            [
-                *(self.counts[n].double() for n in counted),
-                *(self.excess[n][0] for n in exceeded),
-            ]
-        ).tolist()
-        found = [
-            f"{name} differs in {n:.0f} of {REPEATS} repeats"
-            for name, n in zip(counted, numbers, strict=False)
-            if n
-        ]
-        for name, error in zip(exceeded, numbers[len(counted) :], strict=True):
-            allowed = self.excess[name][1]
-            if not error <= allowed:  # nor NaN
-                found.append(
-                    f"{name} is off by {error:.3g} in some of {REPEATS} repeats, allowed {allowed:.3g}"
-                )
-        return found
+        compared = [c for c in self.compared if c.worst]
+        if not compared:
+            return []
+        worst = torch.stack([torch.cat(c.worst) for c in compared])
+        places = torch.stack([torch.cat(c.places) for c in compared])
+        # A place is an integer that fp64 holds.
+        worst, places = torch.stack([worst, places.double()]).tolist()
+        found = (
+            c.problem(w, [int(x) for x in p])
+            for c, w, p in zip(compared, worst, places, strict=True)
+        )
+        return [problem for problem in found if problem]
 
 
 def beyond(inputs: Inputs, out: Tensor, allowed: float) -> list[str]:
@@ -286,24 +325,25 @@ def run_call(call: Call) -> None:
                 judge = Judge(inputs if shape.judged is None else entries(inputs, shape.judged))
             with fresh_memory():
                 first = kernels.forward()
+                backward = {
+                    deterministic: kernels.prepared_backward(first, deterministic)
+                    for deterministic in ((False, True) if kernels.dout is not None else ())
+                }
+                gradients = {deterministic: run() for deterministic, run in backward.items()}
             findings = judge.findings({n: x[: shape.judged] for n, x in first.items()})
             if shape.judged is not None:
                 found = beyond(inputs, first["out"], findings[0].allowed)
                 problems += [f"{shape.name}: {problem}" for problem in found]
-            gradients = {}
-            if kernels.dout is not None:
-                for deterministic in (False, True):
-                    with fresh_memory():
-                        gradients[deterministic] = kernels.backward(first, deterministic)
-                    findings += judge.findings(gradients[deterministic])
+            allowed = {}
+            for results in gradients.values():
+                found = judge.findings(results)
+                allowed = {f.tensor: f.allowed for f in found}
+                findings += found
             problems += [f"{shape.name}: {f.problem}" for f in findings if f.problem]
-            with fresh_memory():
-                repeats.same(shape.name, first, kernels.forward)
-                if gradients:
-                    turns = functools.partial(kernels.backward, first, True)
-                    repeats.same(f"{shape.name}, in turns", gradients[True], turns)
-                    free = functools.partial(kernels.backward, first, False)
-                    repeats.bounded(f"{shape.name}, any order", judge, free, gradients[False])
+            repeats.of(shape.name, first, kernels.forward)
+            if gradients:
+                repeats.of(f"{shape.name}, in turns", gradients[True], backward[True])
+                repeats.of(f"{shape.name}, any order", gradients[False], backward[False], allowed)
         problems += repeats.problems()
     assert not problems, f"{call}\n" + "\n".join(problems)
 
@@ -336,8 +376,8 @@ def test_the_calls_launch_every_instance(generation, dtype):
                 first = kernels.forward()
                 if kernels.dout is not None:
                     for deterministic in (False, True):
-                        kernels.backward(first, deterministic)
-                    kernels.backward(first, False, need=ops.NEED_Q)
+                        kernels.prepared_backward(first, deterministic)()
+                    kernels.prepared_backward(first, False, need=ops.NEED_Q)()
         torch.cuda.synchronize()
     names = {event.name for event in profile.events() if "flashsci" in event.name}
     found = races.launched(names, dtype)

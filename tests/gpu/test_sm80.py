@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import flashsci
 from flashsci import registry
 from flashsci.testing import Case, Judge, Variant, evaluate, make_inputs, poisoned_memory
 
@@ -49,26 +48,3 @@ def test_bias_and_its_gradient(shape, seq_k, head_dim, head_dim_v, fp32, determi
     with poisoned_memory():
         found = evaluate(inputs, NAME, deterministic=deterministic)
     Judge(inputs).require(found)
-
-
-REPEATED = [
-    (dtype, d, 300) for dtype in (torch.float16, torch.bfloat16) for d in (32, 64, 128, 256)
-]
-# fp32: short rows of keys by one warp, five and eight; then two kernels.
-REPEATED += [(torch.float32, d, s) for d, s in ((24, 30), (24, 129), (16, 200), (32, 300), (64, 300), (128, 300))]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype, head_dim, seq", REPEATED)
-def test_a_hundred_repeats_are_bitwise_equal(dtype, head_dim, seq):
-    torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(2, 4, seq, head_dim, device=DEVICE, dtype=dtype) for _ in range(4))
-    bias = torch.randn(1, 4, seq, seq, device=DEVICE)
-    leaves = [x.requires_grad_() for x in (q, k, v, bias)]
-
-    def run():
-        out = flashsci.attention(q, k, v, bias=bias, deterministic=True, backend=NAME)
-        return out, *torch.autograd.grad(out, leaves, dout)
-
-    first = run()
-    for _ in range(99):
-        assert all(map(torch.equal, first, run()))

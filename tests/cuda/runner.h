@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "../include/flashsci.h"
+#include "../../csrc/include/flashsci.h"
 
 #define CUDA(call)                                                        \
   do {                                                                    \

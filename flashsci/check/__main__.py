@@ -1,0 +1,5 @@
+import sys
+
+from flashsci.check import main
+
+sys.exit(main())

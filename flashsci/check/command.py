@@ -1,0 +1,71 @@
+"""The command line, and one case judged again."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import flashsci.check
+from flashsci.check.judging import judge_case
+from flashsci.check.suite import run
+from flashsci.check.units import kernels_here
+from flashsci.testing import Case, Variant
+
+
+def reproduce(text: str, backends: Sequence[str], device: str, say: Any = print) -> int:
+    """Judge one case given as the report prints it."""
+    case = eval(text, {"Case": Case, "Variant": Variant})
+    tallies = judge_case(case, backends, device)
+    for name, tally in tallies.items():
+        what = [f["problem"] for f in tally.failures] or list(tally.refused) or ["right"]
+        say(f"{name}: " + "\n  ".join(what))
+    return int(any(t.failures for t in tallies.values()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line of `python -m flashsci check`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flashsci check", description=flashsci.check.__doc__
+    )
+    parser.add_argument("--unit", help="only this kernel unit (or units that start so)")
+    parser.add_argument(
+        "--part",
+        metavar="NAME",
+        help="add the results to the report under this name (default with --unit: the unit; else they replace "
+        "the whole run's)",
+    )
+    parser.add_argument("--cases", type=int, default=2000, help="generated problems (default 2000)")
+    parser.add_argument("--out", default="reports/gpu-check.json", help="where the report goes")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help="of the generator (default: today's date, YYYYMMDD, and for a part three digits of its name)",
+    )
+    parser.add_argument("--workers", type=int, help="processes (default: one per core, at most 14)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="stop then (default 15)")
+    parser.add_argument(
+        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: Triton interprets"
+    )
+    parser.add_argument("--backends", help="comma-separated (default: all with kernels of ours)")
+    parser.add_argument("--reproduce", metavar="CASE", help="judge one case, as a report prints it")
+    options = parser.parse_args(arguments)
+    backends = options.backends.split(",") if options.backends else None
+    if (
+        options.device == "cpu"
+    ):  # Triton decides when it is imported, here and in the worker processes
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if options.reproduce:
+        return reproduce(options.reproduce, backends or kernels_here(), options.device)
+    return run(
+        options.unit,
+        options.cases,
+        options.out,
+        options.seed,
+        options.workers,
+        options.device,
+        backends,
+        options.minutes,
+        part=options.part,
+    )

@@ -1,0 +1,105 @@
+"""One case or one trap on the backends: results against the fp64 oracle, and against each other."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import traceback
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from flashsci.check.tally import SCALED, Tally
+from flashsci.errors import BackendError
+from flashsci.testing import (
+    TRAPS,
+    Case,
+    Judge,
+    Skipped,
+    evaluate,
+    make_inputs,
+    poisoned_memory,
+)
+from flashsci.testing.bounds import PLAIN
+from flashsci.testing.coverage import Coverage
+
+
+def judge_case(
+    case: Case,
+    backends: Sequence[str],
+    device: str,
+    order: int = 1,
+    coverage: Coverage | None = None,
+) -> dict[str, Tally]:
+    """Judge one case on several backends, and each pair of them against each other.
+
+    Keys are backend names and, for pairs, "a-b". ``order`` 0 leaves out the gradients. A backend held to a generation that
+    refuses gradients is judged by its forward. ``coverage`` sees what was judged.
+    """
+    tallies: dict[str, Tally] = defaultdict(Tally)
+    inputs = make_inputs(case, device)
+    forward = replace(inputs, dout=None, dlse=None, tangents={})
+    if order == 0:
+        inputs = forward
+    results: dict[str, dict[str, torch.Tensor]] = {}
+    for name in backends:
+        tally = tallies[name]
+        for given in (inputs, forward):
+            try:
+                with poisoned_memory(cuda_bytes=0):
+                    results[name] = evaluate(given, name, name != "sdpa", deterministic=False)
+                tally.forward_only += given is not inputs
+                break
+            except BackendError as error:
+                tally.refuse(_reason(error))
+                if ":" not in name or given.dout is None:
+                    break
+            except Exception:
+                tally.fail(case, traceback.format_exc(limit=-3))
+                break
+    # The oracle is the larger part of the time: not for what nobody serves.
+    judges: dict[bool, Judge] = {}
+    for name in results:
+        tally, fused = tallies[name], name not in PLAIN
+        if fused not in judges:
+            judges[fused] = Judge(inputs, fused)
+        tally.cases += 1
+        if coverage is not None:
+            coverage.see(name, case)
+        for found in judges[fused].findings(results[name]):
+            x = results[name][found.tensor]
+            tally.see(found.tensor, found.ratios, judges[fused].catches(found.tensor, x, SCALED))
+            if found.problem:
+                tally.fail(case, found.problem)
+    for a, b in itertools.combinations(results, 2):
+        tally = tallies[f"{a}-{b}"]
+        tally.cases += 1
+        judge = judges[a not in PLAIN and b not in PLAIN]
+        for tensor in results[a].keys() & results[b].keys():
+            found = judge.compare(tensor, results[a][tensor], results[b][tensor])
+            tally.see(tensor, (found.ratios[0],))
+            if found.problem:
+                tally.fail(case, found.problem)
+    return dict(tallies)
+
+
+def _reason(error: BackendError) -> str:
+    """An error without the shapes of its call, which would make every refusal one of its own."""
+    return re.sub(r"\[[\d, ]*\]", "[..]", str(error)).split("; use ")[0]
+
+
+def spring(name: str, backend: str, device: str) -> tuple[str, str, str]:
+    """(trap, backend, outcome)."""
+    try:
+        TRAPS[name](backend, device)
+        outcome = "passed"
+    except Skipped as reason:
+        outcome = f"skipped: {reason}"
+    except BackendError as reason:
+        outcome = f"refused: {reason}"
+    except Exception as error:
+        text = str(error) if isinstance(error, AssertionError) else traceback.format_exc(limit=-3)
+        outcome = f"failed: {text}"
+    return name, backend, outcome

@@ -1,0 +1,133 @@
+"""Which generated cases are judged on which backends."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from flashsci.testing import Case, generate, second_order_variants, variants
+from flashsci.testing.cases import (
+    BULK_LENGTHS,
+    LARGE_LENGTHS,
+    SMALL_LENGTHS,
+    SeededChoices,
+    draw_case,
+    layouts_of,
+    resized,
+)
+from flashsci.testing.coverage import VIEWS
+
+Plan = tuple[list[Case], tuple[str, ...]]  # cases, and the backends that are judged by them
+DTYPE_OF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+
+def plan_cases(
+    count: int, seed: int, device: str, unit: str | None, order: int = 1, many: bool = False
+) -> list[Case]:
+    """The cases of a run; every sixteenth family has long sequences. Interpreter-sized on the CPU.
+
+    ``many``: of more variants and layouts than Triton could compile kernels for in the time of a run.
+    """
+    make = second_order_variants if order == 2 else variants
+    pool = make() if device == "cuda" else make(max_dim=32)
+    if unit and "bias" in unit:
+        pool = [v for v in pool if v.bias_grad]
+    hopper = bool(unit and unit.startswith("cuda/sm90"))
+    if unit and unit.startswith("cuda"):
+        only = DTYPE_OF.get(unit.rsplit("_")[-1])
+        # Without what these kernels refuse: a case that nobody serves shows nothing.
+        served = [
+            v
+            for v in variants(1024 if many else 512) + variants(features=False)
+            if not (v.dropout or v.key_weight or (v.varlen and v.bias))
+            and only in (None, v.dtype)
+            and not (hopper and (v.dtype == "float32" or v.head_dim % 8 or v.head_dim_v % 8))
+            and not (v.dtype == "float32" and max(v.head_dim, v.head_dim_v) > 128)
+        ]
+        pool = list(dict.fromkeys(served))[: 256 if many else 64]
+    if device != "cuda":
+        return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
+    # One family of problems for each variant, so that the kernels to compile stay few: within it,
+    # values, batch, heads and lengths of a class vary.
+    choices = SeededChoices(seed)
+    rounds = max(1, min(8, count // (2 * len(pool)))) if many else 2 if count >= 4000 else 1
+    families: list[Case] = []
+    met: dict[tuple[Any, ...], int] = defaultdict(int)
+    for i, variant in enumerate(pool * rounds):
+        lengths = LARGE_LENGTHS if i % 16 == 0 else BULK_LENGTHS
+        family = _dealt(draw_case(choices, [variant], lengths), met)
+        families.append(_aligned(family) if hopper else family)
+    most = 19 if order == 2 else 21  # log2 of scores: the second order of the oracle is slow
+    limits = [1 << (most if i % 16 == 0 else most - 2) for i in range(len(families))]
+    n = len(families)
+    return [resized(choices, families[i % n], limits[i % n]) for i in range(count)]
+
+
+def _dealt(case: Case, met: dict[tuple[Any, ...], int]) -> Case:
+    """Layouts, and views and dims of a bias, in turn, dtype by dtype: families are too few to leave that to chance. ``met``
+    counts them."""
+
+    def rarest(what: str, options: Sequence[Any]) -> Any:
+        found = min(options, key=lambda x: met[case.variant.dtype, what, x])
+        met[case.variant.dtype, what, found] += 1
+        return found
+
+    kinds = layouts_of(case)
+    layout = rarest("q", kinds)
+    others: tuple[str, ...] = ()
+    if case.layouts:  # each from another start: not all alike
+        turned = {n: kinds[i:] + kinds[:i] for i, n in enumerate(("k", "v", "dout"))}
+        others = tuple(rarest(n, of) for n, of in turned.items())
+    case = replace(case, layout=layout, layouts=others)
+    if case.bias_shape is not None and not case.variant.varlen:
+        rank = len(case.score_shape)
+        dims = rarest("dims", range(rank, 0, -1))
+        shape = ((1,) * rank + case.bias_shape)[-dims:]
+        case = replace(case, bias_view=rarest("view", VIEWS), bias_shape=shape)
+    return case
+
+
+def _aligned(case: Case) -> Case:
+    """Rows at multiples of 16 bytes, which Hopper's copies need; as drawn in other respects."""
+    kept = lambda layout: "bshd" if layout == "shifted" else layout  # noqa: E731
+    return replace(case, layout=kept(case.layout), layouts=tuple(map(kept, case.layouts)))
+
+
+def plans_of(
+    count: int,
+    seed: int,
+    device: str,
+    unit: str | None,
+    orders: Sequence[int],
+    backends: Sequence[str],
+) -> list[Plan]:
+    """Which cases are judged on which backends.
+
+    Half of a run of everything, and three quarters of one of CUDA units, are for generations of CUDA kernels held to
+    themselves, in many more layouts and variants than the rest. Second order is Triton's, after a forward of either.
+    """
+    backends = tuple(backends)
+    # What these serve they serve themselves: no Triton kernel stands in, and none is compiled.
+    held = tuple(b for b in backends if b in ("cuda:sm90", "cuda:sm80"))
+
+    def apart(share: int, part: str, names: tuple[str, ...]) -> Plan:
+        return plan_cases(share, seed + len(plans), device, part, many=True), names
+
+    plans: list[Plan] = []
+    rest = count
+    if device == "cuda" and unit is None and "cuda:sm90" in held:
+        plans.append(apart(7 * count // 20, "cuda/sm90", held))
+        if "cuda:sm80" in held:
+            plans.append(apart(3 * count // 20, "cuda/sm80/fwd_fp32", ("cuda:sm80",)))
+    elif (
+        device == "cuda" and held and unit is not None and unit.startswith("cuda") and orders != [2]
+    ):
+        plans.append(apart(3 * count // 4, unit, held))
+    rest -= sum(len(planned) for planned, _ in plans)
+    plans.insert(0, (plan_cases(rest, seed, device, unit, orders[0]), backends))
+    if len(orders) > 1:
+        users = tuple(b for b in backends if ":" not in b)
+        plans.append((plan_cases(count // 10, seed, device, unit, orders[1]), users or backends))
+    return plans

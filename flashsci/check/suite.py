@@ -1,0 +1,185 @@
+"""A whole run: cases and traps planned, judged by worker processes, counted and reported."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flashsci import digest
+from flashsci.check import judging, planning, report, units
+from flashsci.check.tally import Tally
+from flashsci.check.workers import LargeTraps, longest_first, results_of, tasks_of
+from flashsci.testing import Trap
+from flashsci.testing.coverage import Coverage
+
+Say = Callable[[str], Any]
+
+
+class Results:
+    """What the tasks of a run have shown so far."""
+
+    def __init__(self, cases: int, say: Say):
+        self.cases, self.say = cases, say  # cases: how many are planned
+        self.done = 0
+        self.started = time.time()
+        self.tallies: dict[str, Tally] = defaultdict(Tally)
+        self.coverage = Coverage()
+        self.traps: dict[str, dict[str, str]] = defaultdict(dict)  # name -> backend -> outcome
+
+    def take(self, kind: str, result: Any) -> None:
+        """What :func:`flashsci.check.workers.work` returns."""
+        if kind == "trap":
+            name, backend, outcome = result
+            self.traps[name][backend] = outcome
+            if outcome.startswith("failed"):
+                self.say(f"trap {name}, {backend}: {outcome}")
+            return
+        count, found, seen = result
+        self.done += count
+        self.coverage.add(seen)
+        for name, tally in found.items():
+            self.tallies[name].add(tally)
+            for failure in tally.failures[:2]:
+                self.say(f"{name}: {failure['problem']}\n    {failure['case']}")
+        self.say(f"{self.done} of {self.cases} cases, {time.time() - self.started:.0f} s")
+
+    def failures(self) -> int:
+        outcomes = [o for by in self.traps.values() for o in by.values()]
+        traps = sum(o.startswith("failed") for o in outcomes)
+        return sum(len(t.failures) for t in self.tallies.values()) + traps
+
+    def unfinished(self, traps: Sequence[Trap], backends: Sequence[str]) -> list[str]:
+        """What there was no time for."""
+        missing = [
+            f"{t.name} on {b}" for t in traps for b in backends if b not in self.traps[t.name]
+        ]
+        return ([f"{self.cases - self.done} cases"] if self.done < self.cases else []) + missing
+
+
+def seed_of(part: str | None) -> int:
+    """Today's date as a number, so that every day draws other cases; behind it, for a part, three digits of its name."""
+    date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d")
+    return int(date if part is None else f"{date}{zlib.crc32(part.encode()) % 1000:03d}")
+
+
+def run(
+    unit: str | None = None,
+    cases: int = 2000,
+    out: str | Path | None = "reports/gpu-check.json",
+    seed: int | None = None,
+    workers: int | None = None,
+    device: str = "cuda",
+    backends: Sequence[str] | None = None,
+    minutes: float = 15.0,
+    say: Say = print,
+    part: str | None = None,
+) -> int:
+    """Check and write the report; 0 when all is right, 1 with failures, 2 when it cannot run here.
+
+    Args:
+        unit: one unit of ``flashsci.digest.units()``, the start of its name, or "second_order"; None for all.
+        cases: how many generated problems; where Hopper's kernels are, a run of all units takes 7 of 20 for them alone and
+            3 of 20 for the fp32 kernels; it adds a tenth as many of second order.
+        out: where the report goes; None for nowhere. A part (see ``part``) is added to the report that is there.
+        seed: of the generator; None for today's date as a number, behind which a part has three digits more. The report
+            names it.
+        workers: processes; None for one per core, at most 14.
+        device: "cuda"; "cpu" tries the check itself where Triton interprets.
+        backends: which backends to judge; None for triton, cuda, and every generation of CUDA kernels that the library
+            holds and the device runs; on the CPU for triton.
+        minutes: stop then, and report what was done; unfinished work is a failure.
+        say: receives lines of progress.
+        part: a name; the results are added to the report under it, beside the whole run and other parts. None: the name of
+            the unit, or without one a whole run, which replaces the last one.
+    """
+    chosen = units.chosen_units(unit)
+    part = part or unit
+    seed = seed_of(part) if seed is None else seed
+    if not chosen:
+        known = ", ".join((*digest.units(), *units.GROUPS))
+        say(f"no kernel unit is called {unit!r}; there are: {known}")
+        return 2
+    reason = units.refusal(digest.units(), device)
+    if reason:
+        say(reason)
+        return 2
+    if backends is None:
+        backends = units.kernels_here() if device == "cuda" else ("triton",)
+    second = {u for u in chosen if u.startswith(units.GROUPS["second_order"])}
+    # Triton's second order serves what any backend's forward saved.
+    if unit and len(second) < len(chosen):
+        backends = tuple(b for b in backends if any(units.holds(b, u) for u in chosen))
+    # What none of these backends runs is not checked by them.
+    chosen = {
+        u: d for u, d in chosen.items() if u in second or any(units.holds(b, u) for b in backends)
+    }
+    forwards = all(u.split("/")[-1].startswith(("forward", "fwd_")) for u in chosen)
+    order = 0 if unit and forwards else 1
+    orders = [1] if not second else [2] if len(second) == len(chosen) else [1, 2]
+    traps = [
+        t
+        for t in judging.TRAPS.values()
+        if t.order in orders and (device == "cuda" or not (t.cuda or t.slow))
+    ]
+    plans = planning.plans_of(cases, seed, device, unit, orders, backends)
+    results = Results(sum(len(planned) for planned, _ in plans), say)
+    _execute(plans, traps, backends, device, order, workers, minutes, results)
+    found = {
+        "machine": report.machine(device),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "seconds": round(time.time() - results.started),
+        "seed": seed,
+        "cases": results.done,
+        "failures": results.failures(),
+        "unfinished": results.unfinished(traps, backends),
+        "backends": {name: tally.summary() for name, tally in sorted(results.tallies.items())},
+        "traps": {name: results.traps[name] for name in sorted(results.traps)},
+        "coverage": results.coverage.summary(backends),
+        "library": units.library_units(),
+        "units": chosen,
+    }
+    report.show(found, say)
+    if out is not None:
+        whole = report.write(found, Path(out), part)
+        report.show_total(whole, say)
+        say(f"wrote {out}")
+    untried = [b for b in backends if not results.tallies[b].cases]
+    if untried:
+        say(f"no case ran on: {', '.join(untried)}")
+    if found["unfinished"]:
+        say(f"out of time: {found['unfinished']}")
+    return 1 if found["failures"] or untried or found["unfinished"] else 0
+
+
+def _execute(
+    plans: Sequence[planning.Plan],
+    traps: Sequence[Trap],
+    backends: Sequence[str],
+    device: str,
+    order: int,
+    processes: int | None,
+    minutes: float,
+    results: Results,
+) -> None:
+    """All tasks, until the time is up: small traps and cases, large traps beside the worker processes."""
+    processes = min(14, os.cpu_count() or 1) if processes is None else processes
+    until = results.started + 60 * minutes
+    springs = [("trap", t.name, b, device) for t in traps for b in backends if not t.gigabytes]
+    judged = [t for cases, names in plans for t in tasks_of(cases, names, device, order)]
+    large = LargeTraps([(t.name, b, device) for t in traps for b in backends if t.gigabytes], until)
+    if processes > 1:
+        large.start()
+    judged = longest_first(judged)
+    # A trap keeps the interpreter busy longer than many of its small cases.
+    tasks = [*springs, *judged] if device == "cuda" else [*judged, *springs]
+    for kind, result in results_of(tasks, processes, until):
+        results.take(kind, result)
+    for name, backend, outcome in large.results():
+        results.take("trap", (name, backend, outcome))
+        results.say(f"trap {name}, {backend}: {outcome[:60]}")

@@ -1,0 +1,61 @@
+"""Kernel units and the backends that run them: which ones a check is about, and whether it would prove anything here."""
+
+from __future__ import annotations
+
+import torch
+
+from flashsci import digest
+from flashsci.registry import BACKENDS
+
+KERNELS = ("triton", "cuda")  # backends of our own
+# Names for several units: the starts of theirs.
+GROUPS = {"second_order": ("triton/jvp", "triton/double_backward_")}
+
+
+def chosen_units(unit: str | None) -> dict[str, str]:
+    """Digests of the units that ``unit`` names: one, those that start so, those of a group, or all."""
+    starts = GROUPS.get(unit or "", (unit or "",))
+    return {u: d for u, d in digest.units().items() if u.startswith(starts)}
+
+
+def library_units() -> dict[str, str]:
+    """Digests that the loaded CUDA library carries; empty without a library."""
+    info = BACKENDS["cuda"].load().build_info()
+    return {} if info is None else info["units"]
+
+
+def kernels_here() -> tuple[str, ...]:
+    """The backends with kernels of ours: as users get them, and every generation that runs here by itself."""
+    folders = {unit.split("/")[1] for unit in library_units()}
+    held = [f"cuda:{folder}" for folder in folders if folder.startswith("sm")]
+    return (*KERNELS, *sorted((n for n in held if _runs_here(n)), reverse=True))
+
+
+def _runs_here(backend: str) -> bool:
+    """Whether this device runs a generation of kernels: Hopper's on nothing else, the others' on what is newer."""
+    if not torch.cuda.is_available():
+        return False
+    major, minor = torch.cuda.get_device_capability()
+    wanted = int(backend.removeprefix("cuda:sm"))
+    return major == 9 if wanted == 90 else 10 * major + minor >= wanted
+
+
+def holds(backend: str, unit: str) -> bool:
+    """Whether a backend, such as "cuda:sm80", runs a unit, such as "cuda/sm80/fwd_bf16"."""
+    family, generation, *_ = unit.split("/")
+    return backend in (family, f"{family}:{generation}")
+
+
+def refusal(units: dict[str, str], device: str) -> str | None:
+    """Why a check here would prove nothing about this tree; None when it would."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return (
+            "torch sees no CUDA GPU here; run this on a machine with one (python -m flashsci env)"
+        )
+    for unit, found in library_units().items():
+        if units.get(unit) not in (None, found):
+            return (
+                f"the loaded CUDA library was built from other sources ({unit}: {found}, tree: "
+                f"{units[unit]}); build it again (make build) and repeat"
+            )
+    return None

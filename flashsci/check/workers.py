@@ -1,0 +1,113 @@
+"""Processes that share the work: by variant, so that each is compiled once and many at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import operator
+import threading
+import time
+import traceback
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from flashsci.check import judging
+from flashsci.check.tally import Tally
+from flashsci.testing import Case, Variant
+from flashsci.testing.coverage import Coverage
+
+
+def longest_first(tasks: list[Any]) -> list[Any]:
+    """So that no worker is left with a long one at the end."""
+    return sorted(tasks, key=lambda task: -len(task[2]) * sum(map(_work_of, task[1])))
+
+
+def tasks_of(cases: Iterable[Case], backends: Sequence[str], device: str, order: int) -> list[Any]:
+    """Cases grouped by variant: a worker compiles what it runs."""
+    groups: dict[Variant, list[Case]] = defaultdict(list)
+    for case in cases:
+        groups[case.variant].append(case)
+    # Where nothing is compiled, nothing keeps a variant together.
+    size = 1 << 30 if "triton" in backends else 32
+    return [
+        ("cases", group[i : i + size], tuple(backends), device, order)
+        for group in groups.values()
+        for i in range(0, len(group), size)
+    ]
+
+
+def _work_of(case: Case) -> float:
+    """What a case costs, roughly: scores by head dims; fp32 kernels take the longest to compile."""
+    packed = case.heads_q * sum(map(operator.mul, case.lens_q, case.lens_k))
+    scores = packed if case.variant.varlen else math.prod(case.score_shape)
+    dims = 64 + case.variant.head_dim + case.variant.head_dim_v
+    return (scores + (1 << 18)) * dims * (2 if case.variant.dtype == "float32" else 1)
+
+
+def work(task: tuple[Any, ...]) -> tuple[str, Any]:
+    """One task of a worker process: ("cases", list, backends, device, order) or ("trap", name, backend, device)."""
+    kind, *rest = task
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if kind == "trap":
+        return kind, judging.spring(*rest)
+    cases, backends, device, order = rest
+    merged: dict[str, Tally] = defaultdict(Tally)
+    coverage = Coverage()
+    for case in cases:
+        try:
+            found = judging.judge_case(case, backends, device, order, coverage)
+        except Exception:
+            found = {backends[0]: Tally()}
+            found[backends[0]].fail(case, traceback.format_exc(limit=-3))
+        for name, tally in found.items():
+            merged[name].add(tally)
+        # Many processes share the device: what a judge of a large case took goes back.
+        if device == "cuda" and torch.cuda.memory_reserved() > 1 << 30:
+            torch.cuda.empty_cache()
+    return kind, (len(cases), dict(merged), coverage)
+
+
+def results_of(tasks: list[Any], workers: int, until: float) -> Iterator[tuple[str, Any]]:
+    """Results as they come, until that time. A process is replaced after some tasks: an error of the
+    device lasts as long as the process."""
+    if workers <= 1:
+        for task in tasks:
+            if time.time() < until:
+                yield work(task)
+        return
+    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=6) as pool:
+        results = pool.imap_unordered(work, tasks)
+        with contextlib.suppress(StopIteration, multiprocessing.TimeoutError):
+            while True:
+                yield results.next(timeout=max(0.0, until - time.time()))
+
+
+class LargeTraps(threading.Thread):
+    """Traps that need much of the device's memory, one after the other, beside the processes that judge the cases: those
+    mostly compile. What found no memory beside them is tried again alone; no other failure is."""
+
+    def __init__(self, springs: list[tuple[str, str, str]], until: float):
+        super().__init__(daemon=True)
+        self.springs, self.until = springs, until
+        self.outcomes: dict[tuple[str, str, str], str] = {}
+
+    def run(self) -> None:
+        for spring in self.springs:
+            outcome = self.outcomes.get(spring)
+            if time.time() < self.until and (outcome is None or "out of memory" in outcome):
+                *_, self.outcomes[spring] = judging.spring(*spring)
+                torch.cuda.empty_cache()
+
+    def results(self) -> list[tuple[str, str, str]]:
+        """(trap, backend, outcome) of those that there was time for; to be called when nothing else runs."""
+        if self.is_alive():
+            self.join(max(0.0, self.until - time.time()))
+        if not self.is_alive():
+            self.run()
+        return [(name, backend, o) for (name, backend, _), o in list(self.outcomes.items())]
