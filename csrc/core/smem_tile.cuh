@@ -36,8 +36,7 @@ struct Tile {
   // immediate.
   static __device__ __forceinline__ uint32_t pair_address(uint32_t start, int pair) {
     constexpr int kPairs = kGroup / 2;
-    return (start ^ ((pair % kPairs) * 2 * kChunkBytes)) +
-           (pair / kPairs) * kGroup * kChunkBytes;
+    return (start ^ ((pair % kPairs) * 2 * kChunkBytes)) + (pair / kPairs) * kGroup * kChunkBytes;
   }
 };
 

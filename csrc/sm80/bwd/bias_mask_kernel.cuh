@@ -273,9 +273,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
             multiply_16<Op>(sums[C::kSums - 1], ds16[k], right, k * 16 * T::kRowBytes);
         } else {
           const Span<C::kHeadDim, C::kChunkPairs> right(q_stage + (role == 0 ? kFromQ : 0) +
-                                                             step * T::kRowBytes +
-                                                             lane_by_rows<C::kHeadDim>(lane),
-                                                         dim_part);
+                                                            step * T::kRowBytes +
+                                                            lane_by_rows<C::kHeadDim>(lane),
+                                                        dim_part);
 #pragma unroll
           for (int k = 0; k < C::kN / 2; ++k) {
             uint32_t a[C::kM][4];
@@ -306,9 +306,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       for (int other = 1; other < C::kWarpsQ; ++other) {
         const int from = (warp_q ^ other) * C::kQueries;
         const Span<C::kHeadDim, C::kChunkPairs> right(q_stage + (role == 0 ? kFromQ : 0) +
-                                                           from * T::kRowBytes +
-                                                           lane_by_rows<C::kHeadDim>(lane),
-                                                       dim_part);
+                                                          from * T::kRowBytes +
+                                                          lane_by_rows<C::kHeadDim>(lane),
+                                                      dim_part);
 #pragma unroll
         for (int k = 0; k < C::kQueries / 16; ++k) {
           uint32_t a[C::kM][4];
