@@ -157,7 +157,7 @@ def units(root: Path = ROOT) -> dict[str, str]:
 
 
 def build_info(archs: str, preset: str, nvcc: str, root: Path = ROOT, poison: bool = False) -> str:
-    """What a library says about itself, as JSON. poison: a debug build (csrc/common/poison.cuh), whose results are not
+    """What a library says about itself, as JSON. poison: a debug build (csrc/core/poison.cuh), whose results are not
     those of the code that is installed; its digests match no tree."""
     names = {"": "by architecture", "0": "t4_safe", "1": "ampere_balanced"}
     wanted = {int(a.rstrip("af")) for a in archs.replace(";", ",").split(",") if a}

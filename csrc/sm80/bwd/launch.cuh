@@ -2,9 +2,8 @@
 //
 //     statistics                    always
 //     backward_kernel               dk, dv, and dq unless its sums over key tiles must be in order
-//     backward_pairs_kernel         the same with a bias or a mask, or rows off 16 bytes; dbias
-//     where
-//                                   it has a place for every pair
+//     backward_bias_mask_kernel     the same with a bias or a mask, or rows off 16 bytes; dbias
+//                                   where it has a place for every pair
 //     dq_kernel                     after one of the two added up dq
 //     backward_queries_kernel       dq of deterministic calls, and dq alone
 //     bias_gradient_kernel          dbias of a shared bias

@@ -10,7 +10,7 @@
 // Shared    Q [64 columns][64 rows], a ring of K and V [stage][64 columns][kBlockK rows] in
 //           128-byte swizzled boxes: `DecodeStorage`.
 // Pipeline  The ring runs ahead by kStages blocks of K and V, across sequences too.
-// Limits    Memory: docs/kernels/sm90_forward.md. The tensor cores multiply rows that do not exist;
+// Limits    Memory: docs/kernels/sm90_decode.md. The tensor cores multiply rows that do not exist;
 //           they have the time.
 #pragma once
 #include <cuda_runtime.h>
