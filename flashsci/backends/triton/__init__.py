@@ -2,7 +2,7 @@
 
 One file per kernel idea: forward.py, backward_queries.py (delta, dq), backward_keys.py (dk, dv), backward_small.py,
 bias_gradient.py; of the second order jvp.py, second_queries.py, second_keys.py, second_small.py, second_bias.py. tile.py,
-chunks.py and tangents.py hold what they share, launch.py the tile sizes, host.py and host_second.py the launches, checks.py what the raw ops refuse. With TRITON_INTERPRET=1 in the environment before Triton is
+chunks.py and tangents.py hold what they share, launch.py the tile sizes, host.py and host_second_order.py the launches, checks.py what the raw ops refuse. With TRITON_INTERPRET=1 in the environment before Triton is
 imported, the same kernels run on the CPU, slowly, for tests.
 """
 
@@ -14,7 +14,7 @@ import triton
 from flashsci import ops
 from flashsci.problem import Problem
 
-from . import checks, host, host_second, launch
+from . import checks, host, host_second_order, launch
 
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED:
@@ -31,11 +31,13 @@ backward = ops.define(
     ops.fake_backward,
     _KEYS,
 )
-jvp = ops.define("triton_jvp", ops.JVP_SCHEMA, checks.jvp(host_second.jvp), ops.fake_jvp, _KEYS)
+jvp = ops.define(
+    "triton_jvp", ops.JVP_SCHEMA, checks.jvp(host_second_order.jvp), ops.fake_jvp, _KEYS
+)
 double_backward = ops.define(
     "triton_double_backward",
     ops.DOUBLE_BACKWARD_SCHEMA,
-    checks.double_backward(host_second.double_backward),
+    checks.double_backward(host_second_order.double_backward),
     ops.fake_double_backward,
     _KEYS,
 )

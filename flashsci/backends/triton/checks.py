@@ -241,7 +241,7 @@ def backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
-    """host_second.jvp behind the checks."""
+    """host_second_order.jvp behind the checks."""
 
     def op(*arguments: Any) -> Any:
         tangents, tensors = arguments[:5], arguments[5 : 5 + _COUNT]
@@ -253,7 +253,7 @@ def jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def double_backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
-    """host_second.double_backward behind the checks."""
+    """host_second_order.double_backward behind the checks."""
 
     def op(*arguments: Any) -> Any:
         tangents, (dout, dlse) = arguments[:5], arguments[5:7]

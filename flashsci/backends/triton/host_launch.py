@@ -1,0 +1,81 @@
+"""One kernel with everything but its tensors decided, and the device that it runs on."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class Device(NamedTuple):
+    index: int
+    capability: tuple[int, int] | None  # None: the interpreter
+    l2_bytes: int
+    processors: int
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return Device(-1, None, 32 << 20, 1)
+    found = torch.cuda.get_device_properties(device)
+    return Device(
+        device.index, (found.major, found.minor), found.L2_cache_size, found.multi_processor_count
+    )
+
+
+class Launch:
+    """One kernel with everything but its tensors decided.
+
+    The first launch with tensors of a kind (absent, aligned to 16 bytes, not aligned) goes through
+    Triton's own path, which compiles. Later ones hand the compiled kernel its arguments directly:
+    Triton would look at all of them again, at many times the cost.
+    """
+
+    def __init__(self, kernel, programs: int, arguments: dict):
+        self.kernel, self.programs = kernel, programs
+        # Triton 3.10 will no longer fuse multiplications with additions unless asked to.
+        self.arguments = arguments | {"enable_fp_fusion": True}
+        self.compiled: dict[int, Callable] = {}
+        self.rest: list = []
+
+    def __call__(self, *tensors) -> None:
+        """tensors: the kernel's first arguments; a tuple of them (Inputs, Tangents) is one argument."""
+        kind = kind_of(tensors)
+        run = self.compiled.get(kind)
+        if run is not None:
+            run(*tensors, *self.rest)
+            return
+        compiled = self.kernel[(self.programs,)](*tensors, **self.arguments)
+        if compiled is not None:  # None: interpreted
+            self.rest = [self.arguments[name] for name in self.kernel.arg_names[len(tensors) :]]
+            self.compiled[kind] = compiled[(self.programs, 1, 1)]
+
+
+def kind_of(tensors: tuple) -> int:
+    kind = 0
+    for x in tensors:
+        if x is None:
+            kind *= 3
+        elif isinstance(x, tuple):
+            kind = kind * 3 ** len(x) + kind_of(x)
+        else:
+            kind = 3 * kind + (1 if x.data_ptr() % 16 == 0 else 2)
+    return kind
+
+
+def on_device_of(position: int):
+    """Runs a function with the device of one of its arguments current."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def wrapper(*arguments):
+            device = arguments[position].device
+            if device.type == "cuda" and device.index != torch.cuda.current_device():
+                with torch.cuda.device(device):
+                    return function(*arguments)
+            return function(*arguments)
+
+        return wrapper
+
+    return decorate
