@@ -70,7 +70,7 @@ KERNELS = ("triton", "cuda")  # backends of our own
 DTYPE_OF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 CRITERIA = ("error", "gain", "spread")
 # Names for several units: the starts of theirs.
-GROUPS = {"second_order": ("triton/jvp", "triton/second_")}
+GROUPS = {"second_order": ("triton/jvp", "triton/double_backward_")}
 
 
 @dataclass

@@ -128,26 +128,38 @@ def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
     }
 
 
-def launches(architecture: int):
-    """(key, kernel, arguments of its launch, operations) of everything that the calls launch."""
+def recorder(architecture: int) -> tuple[dict, list]:
+    """The raw Triton ops by name, as for a device of this architecture, and the list of what they launch: (kernel, arguments,
+    options). For a process that does nothing else: Triton's own launch is replaced."""
     import torch
     from triton.runtime import jit
 
     from flashsci import ops
 
     found: dict = {}
+    launched: list = []
     ops.define = lambda name, schema, kernel, *rest: found.setdefault(name, kernel)
     ops.register_vmap = lambda *rest: None
     import flashsci.backends.triton  # noqa: F401
 
-    capability = divmod(architecture, 10)
     for name, module in list(sys.modules.items()):
         if name.startswith("flashsci.backends.triton") and hasattr(module, "device_of"):
             kind = type(module.device_of(torch.device("cpu")))
-            device = kind(0, capability, 50 << 20, 132)
+            device = kind(0, divmod(architecture, 10), 50 << 20, 132)
             module.device_of = lambda _, device=device: device
-    launched: list = []
-    jit.JITFunction.run = lambda self, *args, grid, warmup, **options: launched.append((self, args, options))  # fmt: skip
+
+    def run(self, *args, grid, warmup, **options):
+        launched.append((self, args, options))
+
+    jit.JITFunction.run = run
+    return found, launched
+
+
+def launches(architecture: int):
+    """(key, kernel, arguments, options) of everything that the calls launch."""
+    import torch
+
+    found, launched = recorder(architecture)
     for name, dtype, dims, options, operations in calls(architecture):
         given = arguments(torch, dtype, dims, options)
         for operation in operations:
@@ -202,12 +214,19 @@ def loop_operations(ttgir: str) -> str:
     return "\n\n".join(sorted(found))
 
 
-def compile_one(kernel, args, options, architecture: int) -> dict:
+def compile_launch(kernel, args, options, architecture: int):
     import triton
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget("cuda", architecture, 32)
-    compiled = triton.compile(*(lambda s, o: (s, target, o))(*described(kernel, args, options, target)))  # fmt: skip
+    source, options = described(kernel, args, options, target)
+    return triton.compile(source, target=target, options=options)
+
+
+def compile_one(kernel, args, options, architecture: int) -> dict:
+    import triton
+
+    compiled = compile_launch(kernel, args, options, architecture)
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
