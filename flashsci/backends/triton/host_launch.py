@@ -41,27 +41,30 @@ class Launch:
 
     def __call__(self, *tensors) -> None:
         """tensors: the kernel's first arguments; a tuple of them (Inputs, Tangents) is one argument."""
-        kind = kind_of(tensors)
+        kind = 0
+        given = []
+        for x in tensors:
+            if isinstance(x, tuple):
+                given.append(tuple(x))
+                for y in x:
+                    kind = 3 * kind + (0 if y is None else 1 if y.data_ptr() % 16 == 0 else 2)
+            else:
+                given.append(x)
+                kind = 3 * kind + (0 if x is None else 1 if x.data_ptr() % 16 == 0 else 2)
         run = self.compiled.get(kind)
         if run is not None:
-            run(*tensors, *self.rest)
+            run(*given, *self.rest)
             return
         compiled = self.kernel[(self.programs,)](*tensors, **self.arguments)
         if compiled is not None:  # None: interpreted
-            self.rest = [self.arguments[name] for name in self.kernel.arg_names[len(tensors) :]]
+            names = self.kernel.arg_names[len(tensors) :]
+            self.rest = [unnamed(self.arguments[name]) for name in names]
             self.compiled[kind] = compiled[(self.programs, 1, 1)]
 
 
-def kind_of(tensors: tuple) -> int:
-    kind = 0
-    for x in tensors:
-        if x is None:
-            kind *= 3
-        elif isinstance(x, tuple):
-            kind = kind * 3 ** len(x) + kind_of(x)
-        else:
-            kind = 3 * kind + (1 if x.data_ptr() % 16 == 0 else 2)
-    return kind
+def unnamed(x):
+    """Named tuples as plain ones: Triton's launcher reads these in half the time."""
+    return tuple(map(unnamed, x)) if isinstance(x, tuple) else x
 
 
 def on_device_of(position: int):
