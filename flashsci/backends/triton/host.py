@@ -55,13 +55,13 @@ def plane_strides(shape: tuple[int, ...], stride: tuple[int, ...], ragged: bool)
     return (0, 0, 0, 0, 0, *stride)[-5:]
 
 
-def plane_vector(strides: tuple[int, ...], size_k: int, itemsize: int, packed: bool) -> int:
+def plane_vector(strides: tuple[int, ...], size_k: int, itemsize: int, varlen: bool) -> int:
     """0: columns are not neighbours in memory; else how many elements a load may take at once."""
     if strides[4] != 1:
         return 0
     vector = 16 // itemsize
     whole = all(s % vector == 0 for s in strides[:4]) and size_k % vector == 0
-    return vector if whole and not packed else 1
+    return vector if whole and not varlen else 1
 
 
 def products(precision: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> str:

@@ -28,7 +28,7 @@ def general(kind, value):
     """Triton's (type, what it compiles in) of an argument, nothing compiled in."""
     if isinstance(kind, tuple):
         kinds, values = zip(*map(general, kind, value), strict=True)
-        return type(kind)(*kinds), values
+        return kinds if type(kind) is tuple else type(kind)(*kinds), values
     return "i32" if kind == "constexpr" and value == 1 else kind, None
 
 
