@@ -95,6 +95,8 @@ def compile_for(architecture: int) -> list[dict]:
     from compare_triton import compile_launch, recorder
 
     ops, launched = recorder(architecture)
+    from flashsci.backends.triton.arguments import RUNTIME
+
     report = []
     for call, dtype, dims, features in calls(architecture):
         if call == "plain" and architecture >= 80:
@@ -106,9 +108,10 @@ def compile_for(architecture: int) -> list[dict]:
         ops["triton_double_backward"](*double_backward)
         for kernel, args, options in launched:
             compiled = compile_launch(kernel, args, options, architecture)
-            ptx = compiled.asm["ptx"]
+            ptx, source = compiled.asm["ptx"], compiled.src
+            fixed = {kernel.arg_names[path[0]] for path in (*source.constants, *source.attrs)}
             report.append({"call": call, "kernel": kernel.__name__, "shared": compiled.metadata.shared,
-                               "wgmma": "wgmma" in ptx, "mma": "mma.sync" in ptx,
+                               "sizes": sorted(fixed & set(RUNTIME)), "wgmma": "wgmma" in ptx, "mma": "mma.sync" in ptx,
                                "rounded products": len(re.findall(r"fma\.rn\.f32 .*, 0f00000000;", ptx))})  # fmt: skip
     return report
 
@@ -133,6 +136,8 @@ def test_compiles(architecture):
     assert missing == ({"double_backward_small_kernel"} if architecture == 75 else set())
     most = {75: 64, 80: 163, 90: 227, 100: 227}[architecture] * 1024
     assert all(entry["shared"] <= most for entry in report), report
+    # A kernel serves every size.
+    assert not any(entry["sizes"] for entry in report), report
     # Scores whose maximum is subtracted are numbers of their own: not contracted with the subtraction, which would leave
     # their rounding where zero is due. "plain" has them where huge scores send it a second time.
     forwards = {e["call"]: e for e in report if e["kernel"] == "forward_kernel"}
