@@ -16,7 +16,7 @@ from flashsci.ops import (
 )
 
 from . import launch
-from .arguments import Chunks, Features, Inputs, InputStrides, Schedule, ScoreMod, Sharing, Sizes
+from .arguments import Chunks, Features, InputStrides, Schedule, ScoreMod, Sharing, Sizes
 from .backward_keys import dkdv_kernel
 from .backward_preprocess import delta_kernel
 from .backward_queries import COLUMN_SUMS, STORE, dq_kernel
@@ -326,8 +326,8 @@ def plan(*key) -> Plan:
     return Plan(*key)
 
 
-def plan_of(strided, inputs: Inputs, longest: int, options) -> Plan:
-    """The plan for these inputs. strided: q, k, v, then further tensors with rows, whose strides count."""
+def plan_of(strided, inputs: tuple, longest: int, options) -> Plan:
+    """The plan for these inputs (in the order of Inputs). strided: q, k, v, then further tensors with rows, whose strides count."""
     q, k, v, bias, weight, mask, cu_seqlens_q, _, bias_offsets, _ = inputs
     return plan(
         device_of(q.device),
@@ -358,7 +358,7 @@ def forward(
     """out, lse; arguments as flashsci.ops.TENSORS and SCALARS. Longest lengths are not needed, and
     all kernels are deterministic."""
     *options, _ = options
-    inputs = Inputs(q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed)  # fmt: skip
+    inputs = (q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed)  # fmt: skip
     p = plan_of((q, k, v), inputs, 0, options)
     out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -384,7 +384,7 @@ def backward(
     if out.stride(-1) != 1:
         out = out.contiguous()
     longest = longest_class(max_seqlen_q, max_seqlen_k)
-    inputs = Inputs(q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed)  # fmt: skip
+    inputs = (q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed)  # fmt: skip
     p = plan_of((q, k, v, dout, out), inputs, longest, options)
     dq = empty_like_layout(q, q.shape) if need & NEED_Q else None
     dk = empty_like_layout(k, k.shape) if need & NEED_K else None
@@ -400,7 +400,7 @@ def backward(
     dlse = None if dlse is None else dlse.contiguous()
     use, dbias, sums, shared = bias_route(p, bias, lse) if need_dbias else NO_ROUTE
     weight_sums = p.weight_sums(q) if need_dweight else None
-    if p.small and all(x is not None for x in (dq, dk, dv)) and not shared:
+    if p.small and dq is not None and dk is not None and dv is not None and not shared:
         kind = COLUMN_SUMS.value if sums is not None else use
         p.small_backward(dq, dk, dv, kind, dbias)(
             inputs, dout, out, lse, dlse, dq, dk, dv, dbias if sums is None else sums, weight_sums
@@ -420,8 +420,6 @@ def backward(
         dbias = bias_parts(p, bias, splits)
         run(inputs, dout, reference, delta, dbias)
     dbias = bias_result(q, bias, use, dbias, sums, shared)
-    return (
-        *(q.new_empty(0) if x is None else x for x in (dq, dk, dv)),
-        dbias,
-        weight_result(q, weight, weight_sums),
-    )
+    if dq is None or dk is None or dv is None:
+        dq, dk, dv = (q.new_empty(0) if x is None else x for x in (dq, dk, dv))
+    return dq, dk, dv, dbias, weight_result(q, weight, weight_sums)

@@ -14,7 +14,7 @@ from flashsci.ops import (
 )
 
 from . import launch
-from .arguments import Inputs, Tangents, TangentStrides
+from .arguments import TangentStrides
 from .backward_queries import COLUMN_SUMS
 from .double_backward_bias import double_backward_bias_kernel
 from .double_backward_keys import double_backward_keys_kernel
@@ -123,8 +123,8 @@ class SecondOrder:
         return self.launches["bias"]
 
 
-def second_order_of(inputs: Inputs, tangents: Tangents, dout, out, *rest) -> SecondOrder:
-    """The launches for these tensors. An absent tangent or dout is laid out like what it belongs to."""
+def second_order_of(inputs: tuple, tangents: tuple, dout, out, *rest) -> SecondOrder:
+    """The launches for these tensors (in the order of Inputs and Tangents). An absent tangent or dout is laid out like what it belongs to."""
     q, k, v = inputs[:3]
     tq, tk, tv, tbias, tweight = tangents
     dout, tq, tk, tv = (
@@ -151,8 +151,8 @@ def jvp(
     tout, mean = empty_like_layout(q, out.shape), torch.empty_like(lse)
     if tout.numel() == 0 or k.shape[-2] == 0 or (tq is tk is tv is tbias is tweight is None):
         return tout.zero_(), mean.zero_()
-    inputs = Inputs(q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed)  # fmt: skip
-    tangents = Tangents(tq, tk, tv, tbias, tweight)
+    inputs = (q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed)  # fmt: skip
+    tangents = (tq, tk, tv, tbias, tweight)
     second = second_order_of(inputs, tangents, None, out, 0, options)
     second.jvp(tout)(inputs, tangents, out, lse, None, None, tout, mean, None, None)
     return tout, mean
@@ -183,8 +183,8 @@ def double_backward(
         gbias = (q if bias is None else bias).new_zeros(bias.shape if need_bias else 0)
         gweight = torch.zeros_like(weight) if need_weight else weight_result(q, weight, None)
     else:
-        inputs = Inputs(q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed)  # fmt: skip
-        tangents = Tangents(tq, tk, tv, tbias, tweight)
+        inputs = (q, k, v, bias, weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed)  # fmt: skip
+        tangents = (tq, tk, tv, tbias, tweight)
         longest = longest_class(max_seqlen_q, max_seqlen_k)
         second = second_order_of(inputs, tangents, dout, out, longest, options)
         p = second.plan
