@@ -57,8 +57,7 @@ class Launch:
             run(*tensors, *self.rest)
             return
         named = [group(*x) for group, x in zip((Inputs, Tangents), tensors[:groups], strict=False)]
-        arguments = self.arguments
-        compiled = self.kernel[(self.programs,)](*named, *tensors[groups:], **arguments)
+        compiled = self.kernel[(self.programs,)](*named, *tensors[groups:], **self.arguments)
         if compiled is not None:  # None: interpreted
             names = self.kernel.arg_names[len(tensors) :]
             self.rest = [unnamed(self.arguments[name]) for name in names]
