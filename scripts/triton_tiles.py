@@ -25,7 +25,8 @@ from torch import Tensor
 from benchmarks.cases import CASES, Case
 from benchmarks.inputs import flops, make_inputs
 from benchmarks.timer import interleave
-from flashsci.backends.triton import host, host_second, launch
+from flashsci.backends.triton import host, host_second_order, launch
+from flashsci.backends.triton.arguments import Inputs, Tangents
 from flashsci.ops import Saved, Scalars, Tensors
 
 DEVICE = torch.device("cuda")
@@ -46,8 +47,8 @@ FP32 = [(64, 32, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1), (32, 64, 4, 1), (128, 32
         (32, 32, 4, 2), (64, 16, 4, 2), (16, 64, 4, 2)]  # fmt: skip
 SECOND = {
     "jvp": [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2)],
-    "second_queries": [(64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)],
-    "second_keys": [(64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 3), (32, 128, 8, 2), (64, 128, 8, 2), (16, 64, 4, 3)],
+    "double_backward_queries": [(64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)],
+    "double_backward_keys": [(64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 3), (32, 128, 8, 2), (64, 128, 8, 2), (16, 64, 4, 3)],
 }  # fmt: skip
 # Name: cases, precision, configurations of each kernel.
 SWEEPS: dict[str, tuple[tuple[str, ...], str, dict[str, list[Config]]]] = {
@@ -76,18 +77,18 @@ SWEEPS: dict[str, tuple[tuple[str, ...], str, dict[str, list[Config]]]] = {
     "order2-tf32x3": (("order2-fp32-s2048",), "tf32x3", {
         "dkdv": [(32, 32, 2, 1), (32, 32, 4, 2)],
         "jvp": [(64, 32, 4, 1), (128, 64, 8, 1)],
-        "second_queries": [(32, 32, 4, 1), (64, 32, 4, 1), (128, 32, 8, 1)],
-        "second_keys": [(32, 32, 4, 1), (32, 32, 4, 2)],
+        "double_backward_queries": [(32, 32, 4, 1), (64, 32, 4, 1), (128, 32, 8, 1)],
+        "double_backward_keys": [(32, 32, 4, 1), (32, 32, 4, 2)],
     }),
     "order2-tf32": (("order2-fp32-s2048",), "tf32", {
         "dkdv": [(32, 32, 2, 1), (64, 64, 4, 1)],
         "jvp": [(64, 32, 4, 1), (64, 64, 4, 2), (128, 64, 8, 2)],
-        "second_queries": [(32, 32, 4, 1), (128, 32, 8, 1), (128, 32, 8, 2)],
-        "second_keys": [(32, 32, 4, 1), (32, 32, 4, 2), (64, 32, 8, 1), (64, 32, 4, 1)],
+        "double_backward_queries": [(32, 32, 4, 1), (128, 32, 8, 1), (128, 32, 8, 2)],
+        "double_backward_keys": [(32, 32, 4, 1), (32, 32, 4, 2), (64, 32, 8, 1), (64, 32, 4, 1)],
     }),
 }  # fmt: skip
 # Work of a kernel over that of the forward, two products.
-PRODUCTS = {"forward": 1.0, "dq": 1.5, "dkdv": 2.0, "jvp": 2.5, "second_queries": 3.5, "second_keys": 4.0}  # fmt: skip
+PRODUCTS = {"forward": 1.0, "dq": 1.5, "dkdv": 2.0, "jvp": 2.5, "double_backward_queries": 3.5, "double_backward_keys": 4.0}  # fmt: skip
 
 
 @contextmanager
@@ -155,16 +156,16 @@ class Problem:
         q, k, v, dout, out = self.q, self.k, self.v, self.dout, self.out
         tq, tk, tv, result, other = (torch.randn_like(q) for _ in range(5))
         mean, delta, zeta = (torch.randn_like(self.lse) for _ in range(3))
-        nothing = (None,) * 7
-        second = host_second.second_of((q, k, v, dout, out, tq, tk, tv), None, None, None, None, None, None, None, 0, self.options)  # fmt: skip
-        common = (q, k, v, *nothing, self.lse, dout, tq, tk, tv, None, None, mean, delta, zeta)
+        inputs, tangents = Inputs(q, k, v, *(None,) * 7), Tangents(tq, tk, tv, None, None)
+        second = host_second_order.second_order_of(inputs, tangents, dout, out, 0, self.options)
+        common = (inputs, tangents, self.lse, dout, mean, delta, zeta)
         if kernel == "dkdv":
-            run = second.plan.dkdv(result, other, True, True, False)
-            given = (q, k, v, *nothing, dout, self.lse, delta, result, other, None, None)
+            run = second.plan.dkdv(result, other, False)
+            given = (inputs, dout, self.lse, delta, result, other, None, None)
         elif kernel == "jvp":
             run = second.jvp(result)
-            given = (q, k, v, *nothing, out, self.lse, dout, None, tq, tk, tv, None, None, result, mean, delta, zeta)  # fmt: skip
-        elif kernel == "second_queries":
+            given = (inputs, tangents, out, self.lse, dout, None, result, mean, delta, zeta)
+        elif kernel == "double_backward_queries":
             run, given = second.queries(result, 0, None), (*common, result, None)
         else:
             run, given = second.keys(result, other, False), (*common, result, other, None, None)

@@ -1,7 +1,7 @@
 """The Triton kernels compile for every target architecture, without a GPU.
 
-Each architecture compiles in a process of its own (this file as a script): the launches that flashsci.backends.triton.host
-would make there are recorded instead of made, and compiled.
+Each architecture compiles in a process of its own (this file as a script): the launches that the raw ops would make there are
+recorded instead of made, and compiled.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import re
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 ARCHITECTURES = (75, 80, 90, 100)
 KERNELS = {
     "forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel", "small_backward_kernel",
-    "jvp_kernel", "second_queries_kernel", "second_keys_kernel", "second_bias_kernel", "second_small_kernel",
+    "jvp_kernel", "double_backward_queries_kernel", "double_backward_keys_kernel", "double_backward_bias_kernel",
+    "double_backward_small_kernel",
 }  # fmt: skip
 
 
@@ -84,76 +88,31 @@ def arguments(torch, dtype, dims, options):
     return tensors, scalars, (out, lse, *given, 31), (q, k, v, bias, weight, out, lse, *given, 127)
 
 
-class Recorder:
-    """Stands in for a kernel: remembers its launches."""
-
-    def __init__(self, kernel, launches):
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
-
-
-def source(triton, torch, kernel, args, kwargs):
-    """What the compiler needs to know of a launch: types, constants, alignment."""
-    options = {name: kwargs.pop(name) for name in [*kwargs] if name not in kernel.arg_names}
-    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    constants, attributes = {}, {}
-
-    def kind(value, path, constexpr):
-        if constexpr or value is None:
-            constants[path] = value
-            return "constexpr"
-        if isinstance(value, tuple):
-            return tuple(kind(x, (*path, i), False) for i, x in enumerate(value))
-        if isinstance(value, torch.Tensor):
-            attributes[path] = [["tt.divisibility", 16]]
-            names = {
-                "float16": "fp16",
-                "bfloat16": "bf16",
-                "float32": "fp32",
-                "bool": "i1",
-                "int32": "i32",
-                "int64": "i64",
-            }
-            return "*" + names[str(value.dtype).removeprefix("torch.")]
-        return "fp32" if isinstance(value, float) else "i32"
-
-    signature = {p.name: kind(values[p.name], (p.num,), p.is_constexpr) for p in kernel.params}
-    return triton.compiler.ASTSource(kernel, signature, constants, attributes), options
-
-
 def compile_for(architecture: int) -> list[dict]:
     import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
 
-    from flashsci import ops
-    from flashsci.backends.triton import host, host_second
+    sys.path.insert(0, str(SCRIPTS))
+    from compare_triton import compile_launch, recorder
 
-    capability = divmod(architecture, 10)
-    host.device_of = lambda device: host.Device(0, capability, 32 << 20, 100)
-    launches: list = []
-    for module in (host, host_second):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            setattr(module, name, Recorder(getattr(module, name), launches))
+    ops, launched = recorder(architecture)
+    from flashsci.backends.triton.arguments import RUNTIME
+
     report = []
     for call, dtype, dims, features in calls(architecture):
-        if call == "plain" and capability >= (8, 0):
+        if call == "plain" and architecture >= 80:
             dtype = "bfloat16"
-        launches.clear()
+        launched.clear()
         tensors, scalars, backward, double_backward = arguments(torch, dtype, dims, features)
-        host.forward(*ops.PASSES["forward"].grouped(*tensors, *scalars))
-        host.backward(*ops.PASSES["backward"].grouped(*backward))
-        host_second.double_backward(*ops.PASSES["double_backward"].grouped(*double_backward))
-        for kernel, args, kwargs in launches:
-            described, options = source(triton, torch, kernel, args, kwargs)
-            compiled = triton.compile(
-                described, target=GPUTarget("cuda", architecture, 32), options=options
-            )
+        ops["triton_forward"](*tensors, *scalars)
+        ops["triton_backward"](*backward)
+        ops["triton_double_backward"](*double_backward)
+        for kernel, args, options in launched:
+            compiled = compile_launch(kernel, args, options, architecture)
+            ptx, source = compiled.asm["ptx"], compiled.src
+            fixed = {kernel.arg_names[path[0]] for path in (*source.constants, *source.attrs)}
             report.append({"call": call, "kernel": kernel.__name__, "shared": compiled.metadata.shared,
-                               "wgmma": "wgmma" in compiled.asm["ptx"], "mma": "mma.sync" in compiled.asm["ptx"],
-                               "rounded products": len(re.findall(r"fma\.rn\.f32 .*, 0f00000000;", compiled.asm["ptx"]))})  # fmt: skip
+                               "sizes": sorted(fixed & set(RUNTIME)), "wgmma": "wgmma" in ptx, "mma": "mma.sync" in ptx,
+                               "rounded products": len(re.findall(r"fma\.rn\.f32 .*, 0f00000000;", ptx))})  # fmt: skip
     return report
 
 
@@ -175,9 +134,11 @@ def test_compiles(architecture):
     report = json.loads(done.stdout.splitlines()[-1])
     missing = KERNELS - {entry["kernel"] for entry in report}
     # Turing's shared memory is too small for a whole second order.
-    assert missing == ({"second_small_kernel"} if architecture == 75 else set())
+    assert missing == ({"double_backward_small_kernel"} if architecture == 75 else set())
     most = {75: 64, 80: 163, 90: 227, 100: 227}[architecture] * 1024
     assert all(entry["shared"] <= most for entry in report), report
+    # A kernel serves every size.
+    assert not any(entry["sizes"] for entry in report), report
     # Scores whose maximum is subtracted are numbers of their own: not contracted with the subtraction, which would leave
     # their rounding where zero is due. "plain" has them where huge scores send it a second time.
     forwards = {e["call"]: e for e in report if e["kernel"] == "forward_kernel"}

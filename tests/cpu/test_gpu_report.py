@@ -72,7 +72,8 @@ def test_the_report_is_a_pass():
         shares = found["a result times 1.01 would fail"]
         assert shares["out"]["share"] > 0.9 and shares["lse"]["share"] > 0.9
     assert not [o for by in report["traps"].values() for o in by.values() if o.startswith("failed")]
-    assert report.get("total") in (None, total(report)), "a run or a digest was changed by hand"
+    if "total" in report:
+        assert report["total"] == total(report), "a run or a digest was changed by hand"
     cuda = {unit: found for unit, found in report["units"].items() if unit.startswith("cuda/")}
     assert {unit: report["library"].get(unit) for unit in cuda} == cuda
 

@@ -1,9 +1,11 @@
 """The Triton backend: every feature of the specification, on any GPU that Triton supports.
 
-One file per kernel idea: forward.py, backward_queries.py (delta, dq), backward_keys.py (dk, dv), backward_small.py,
-bias_gradient.py; of the second order jvp.py, second_queries.py, second_keys.py, second_small.py, second_bias.py. tile.py,
-chunks.py and tangents.py hold what they share, launch.py the tile sizes, host.py and host_second.py the launches, checks.py what the raw ops refuse. With TRITON_INTERPRET=1 in the environment before Triton is
-imported, the same kernels run on the CPU, slowly, for tests.
+One file per kernel idea: forward.py; backward_preprocess.py (delta), backward_queries.py (dq), backward_keys.py (dk, dv),
+backward_small.py, bias_gradient.py; of the second order jvp.py and double_backward_*.py. They share arguments.py (groups of
+arguments), coord.py (where a program works), chunks.py (tiles of rows), scores.py, dropout.py and tangents.py. launch.py has
+the tile sizes, host*.py the launches, checks.py what the raw ops refuse.
+
+With TRITON_INTERPRET=1 in the environment before Triton is imported, the same kernels run on the CPU, slowly, for tests.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import triton
 from flashsci import ops
 from flashsci.problem import Problem
 
-from . import checks, host, host_second, launch
+from . import checks, host, host_second_order, launch
 
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED:
@@ -23,9 +25,9 @@ if INTERPRETED:
 _KEYS = ("CUDA", "CPU") if INTERPRETED else ("CUDA",)
 forward = ops.define("triton", "forward", checks.forward(host.forward), _KEYS)
 backward = ops.define("triton", "backward", checks.backward(host.backward), _KEYS)
-jvp = ops.define("triton", "jvp", checks.jvp(host_second.jvp), _KEYS)
+jvp = ops.define("triton", "jvp", checks.jvp(host_second_order.jvp), _KEYS)
 double_backward = ops.define(
-    "triton", "double_backward", checks.double_backward(host_second.double_backward), _KEYS
+    "triton", "double_backward", checks.double_backward(host_second_order.double_backward), _KEYS
 )
 
 FUSED = True

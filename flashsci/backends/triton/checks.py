@@ -240,7 +240,7 @@ def backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
-    """host_second.jvp behind the checks."""
+    """host_second_order.jvp behind the checks."""
 
     def op(tangents: Tangents, saved: Saved) -> Any:
         tensors, out, lse, scalars = saved
@@ -251,7 +251,7 @@ def jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def double_backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
-    """host_second.double_backward behind the checks."""
+    """host_second_order.double_backward behind the checks."""
 
     def op(
         tangents: Tangents, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int

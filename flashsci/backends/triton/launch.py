@@ -5,8 +5,8 @@ import functools
 
 import torch
 
-BY_KEYS = ("dkdv", "second_keys")  # kernels that own key tiles
-BY_BIAS = ("bias_gradient", "second_bias")  # and those that own tiles of a bias
+BY_KEYS = ("dkdv", "double_backward_keys")  # kernels that own key tiles
+BY_BIAS = ("bias_gradient", "double_backward_bias")  # and those that own tiles of a bias
 
 # (BLOCK_M, BLOCK_N, warps, stages[, registers a thread at most]) for head dims up to the key;
 # max(D, Dv) after padding selects the row.
@@ -38,19 +38,19 @@ HOPPER_16BIT: Tiles = {
         512: (32, 32, 4, 1),
     },
     "jvp": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 4, 1), 512: (32, 16, 4, 1)},
-    "second_queries": {
+    "double_backward_queries": {
         64: (64, 64, 4, 2),
         128: (64, 32, 4, 2),
         256: (32, 32, 4, 1),
         512: (16, 16, 4, 1),
     },
-    "second_keys": {
+    "double_backward_keys": {
         64: (64, 64, 4, 2),
         128: (32, 64, 4, 1),
         256: (16, 32, 4, 1),
         512: (16, 16, 4, 1),
     },
-    "second_bias": {
+    "double_backward_bias": {
         64: (64, 64, 4, 2),
         128: (64, 32, 4, 2),
         256: (32, 32, 4, 1),
@@ -58,7 +58,7 @@ HOPPER_16BIT: Tiles = {
     },
 }
 # With a bias or mask for each pair, whose tiles go through shared memory too.
-HOPPER_16BIT_PAIRS = HOPPER_16BIT | {
+HOPPER_16BIT_BIAS_MASK = HOPPER_16BIT | {
     "dq": HOPPER_16BIT["dq"] | {64: (64, 64, 4, 3)},
     "dkdv": HOPPER_16BIT["dkdv"] | {128: (64, 64, 4, 2), 256: (32, 64, 4, 1)},
     "forward": HOPPER_16BIT["forward"] | {256: (64, 64, 4, 2)},
@@ -74,19 +74,19 @@ AMPERE_16BIT: Tiles = {
     "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 4, 1), 512: (16, 32, 4, 1)},
     "bias_gradient": {128: (64, 64, 4, 2), 256: (32, 64, 4, 1), 512: (32, 32, 4, 1)},
     "jvp": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
-    "second_queries": {
+    "double_backward_queries": {
         64: (64, 32, 4, 2),
         128: (32, 32, 4, 1),
         256: (16, 16, 4, 1),
         512: (16, 16, 4, 1),
     },
-    "second_keys": {
+    "double_backward_keys": {
         64: (32, 64, 4, 2),
         128: (32, 32, 4, 1),
         256: (16, 16, 4, 1),
         512: (16, 16, 4, 1),
     },
-    "second_bias": {
+    "double_backward_bias": {
         64: (64, 32, 4, 2),
         128: (32, 32, 4, 1),
         256: (16, 16, 4, 1),
@@ -99,9 +99,9 @@ TURING_16BIT: Tiles = {  # 64 KiB of shared memory, no asynchronous copies
     "dkdv": {64: (32, 64, 4, 1), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
     "bias_gradient": {64: (64, 64, 4, 1), 128: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "jvp": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
-    "second_queries": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
-    "second_keys": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
-    "second_bias": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "double_backward_queries": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "double_backward_keys": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "double_backward_bias": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
 }
 # fp32: three tf32 products hold two halves of every operand in registers; IEEE products run on the plain cores.
 FP32: Tiles = {
@@ -139,9 +139,9 @@ FP32: Tiles = {
         256: (16, 16, 4, 1),
         512: (16, 16, 4, 1),
     },
-    "second_queries": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
-    "second_keys": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
-    "second_bias": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "double_backward_queries": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "double_backward_keys": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "double_backward_bias": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
 }
 HOPPER_FP32 = FP32 | {
     "forward": FP32["forward"] | {32: (64, 32, 4, 2), 64: (64, 64, 4, 1), 128: (128, 32, 8, 1)},
@@ -153,14 +153,14 @@ HOPPER_TENSOR_FP32 = {
     "tf32x3": HOPPER_FP32
     | {
         "jvp": FP32["jvp"] | {64: (128, 64, 8, 1)},
-        "second_queries": FP32["second_queries"] | {64: (128, 32, 8, 1)},
+        "double_backward_queries": FP32["double_backward_queries"] | {64: (128, 32, 8, 1)},
     },
     "tf32": HOPPER_FP32
     | {
         "dkdv": HOPPER_FP32["dkdv"] | {64: (64, 64, 4, 1)},
         "jvp": FP32["jvp"] | {64: (128, 64, 8, 2)},
-        "second_queries": FP32["second_queries"] | {64: (128, 32, 8, 2)},
-        "second_keys": FP32["second_keys"] | {64: (64, 32, 4, 1)},
+        "double_backward_queries": FP32["double_backward_queries"] | {64: (128, 32, 8, 2)},
+        "double_backward_keys": FP32["double_backward_keys"] | {64: (64, 32, 4, 1)},
     },
 }
 TURING_FP32: Tiles = {
@@ -201,21 +201,21 @@ def config(
     precision: str,
     head_dim: int,
     head_dim_v: int,
-    pairs: bool,
+    bias_mask: bool,
     length_q: int,
     length_k: int,
 ) -> tuple[int, ...]:
-    """(BLOCK_M, BLOCK_N, warps, stages[, registers a thread]); lengths are typical ones when the batch is packed."""
+    """(BLOCK_M, BLOCK_N, warps, stages[, registers a thread]); lengths are typical ones when the batch is varlen."""
     if capability is None:
         table = INTERPRETER
     elif dtype == torch.float32:
         table = TURING_FP32 if capability < (8, 0) else FP32
         if capability[0] == 9:
-            table = HOPPER_FP32 if pairs else HOPPER_TENSOR_FP32.get(precision, HOPPER_FP32)
+            table = HOPPER_FP32 if bias_mask else HOPPER_TENSOR_FP32.get(precision, HOPPER_FP32)
     elif capability < (8, 0):
         table = TURING_16BIT
     elif capability[0] == 9:
-        table = HOPPER_16BIT_PAIRS if pairs else HOPPER_16BIT
+        table = HOPPER_16BIT_BIAS_MASK if bias_mask else HOPPER_16BIT
     else:
         table = AMPERE_16BIT
     width = max(sum(head_chunks(head_dim)), sum(head_chunks(head_dim_v)))
@@ -260,7 +260,7 @@ def small_config(
 
 
 @functools.lru_cache
-def second_small_config(
+def double_backward_small_config(
     capability: tuple[int, int] | None, dtype: torch.dtype, width: int, longest: int
 ) -> tuple[int, ...] | None:
     """The same for the double backward, which holds twice as much."""

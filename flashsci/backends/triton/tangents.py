@@ -21,66 +21,45 @@ import triton
 import triton.language as tl
 
 from .chunks import score_chunks
-from .forward import RUNTIME
-from .tile import ABSENT, load_plane, tanh
-
-RUNTIME_SECOND = (
-    *RUNTIME,
-    "dout_strides",
-    "tq_strides",
-    "tk_strides",
-    "tv_strides",
-    "tbias_strides",
-    "tout_strides",
-    "gq_strides",
-    "gk_strides",
-    "gv_strides",
-    "gbias_strides",
-    "tweight_strides",
-)
+from .scores import load_plane, tanh
 
 
 @triton.jit
 def tangent_scores(
-    q, k, tq, tk, slope, i, j, tbias, tbias_strides, tbias_rows, len_k, scale,
-    M: tl.constexpr, N: tl.constexpr, D1: tl.constexpr, SOFTCAP: tl.constexpr,
+    products, q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, span, mod, F: tl.constexpr,
     TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """T and T' of a tile, [M, N] or, TRANSPOSED, [N, M]; q, k and their tangents are pairs of chunks."""
-    raw = tl.zeros([N, M], tl.float32) if TRANSPOSED else tl.zeros([M, N], tl.float32)
-    if tq is not None:
-        raw = score_chunks(tq, k, raw, D1, PRECISION, TRANSPOSED)
-    if tk is not None:
-        raw = score_chunks(q, tk, raw, D1, PRECISION, TRANSPOSED)
-    raw = raw * scale
-    t = raw * slope if SOFTCAP else raw
-    if TBIAS != ABSENT:
-        value = load_plane(
-            tbias, tbias_strides, i, j, tbias_rows, len_k, TBIAS, TBIAS_VECTOR, TRANSPOSED
-        )
+    """T and T' of a tile of products q k^T, in their shape. tbias: a Plane or None."""
+    raw = tl.zeros_like(products)
+    if tq_rows is not None:
+        raw = score_chunks(tq_rows, k_rows, raw, PRECISION, TRANSPOSED)
+    if tk_rows is not None:
+        raw = score_chunks(q_rows, tk_rows, raw, PRECISION, TRANSPOSED)
+    raw = raw * mod.scale
+    t = raw * slope if F.SOFTCAP else raw
+    if tbias is not None:
+        value = load_plane(tbias, i, j, span.len_k, TBIAS, TBIAS_VECTOR, TRANSPOSED)
         t += value.to(tl.float32)
     return t, raw
 
 
 @triton.jit
-def softcap_bend(products, slope, scale, softcap, ACCURATE: tl.constexpr):
+def softcap_bend(products, slope, mod, F: tl.constexpr):
     """Derivative of the softcap's slope by its argument. (The tanh is the one of `scores`: computed once.)"""
-    t, _slope = tanh(products * (scale / softcap), ACCURATE)
-    return t * slope * (-2.0 / softcap)
+    if F.SOFTCAP:
+        t, _slope = tanh(products * (mod.scale / mod.softcap), F.ACCURATE)
+        return t * slope * (-2.0 / mod.softcap)
+    else:
+        return 0.0
 
 
 @triton.jit
 def second_order(
-    p, bare, t, raw_t, tweights, h, y, mean, delta, zeta, slope, bend, SOFTCAP: tl.constexpr, TRANSPOSED: tl.constexpr
-):  # fmt: skip
-    """W, F, E and F with respect to scores before the softcap, and the terms of gw. bare: N; mean, delta, zeta: [M];
+    p, bare, t, raw_t, tweights, u, y, mean, slope, bend, F: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """W, F, E and F with respect to scores before the softcap, and the terms of gw. bare: N; mean: m of the rows, [M];
     tweights: tw [N] or None."""
-    mean = mean[None, :] if TRANSPOSED else mean[:, None]
-    delta = delta[None, :] if TRANSPOSED else delta[:, None]
-    zeta = zeta[None, :] if TRANSPOSED else zeta[:, None]
-    u = h - delta
-    t -= mean
-    y -= zeta
+    t -= along_rows(mean, TRANSPOSED)
     e = p * u
     w = p * t
     f = e * t + p * y
@@ -89,7 +68,13 @@ def second_order(
         w += extra
         f += extra * u
     g = bare * (u * t + y)
-    if SOFTCAP:
+    if F.SOFTCAP:
         return w, f, e * slope, f * slope + bend * raw_t * e, g
     else:
         return w, f, e, f, g
+
+
+@triton.jit
+def along_rows(x, TRANSPOSED: tl.constexpr):
+    """A number per query as it meets a tile of scores."""
+    return x[None, :] if TRANSPOSED else x[:, None]

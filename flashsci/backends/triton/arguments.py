@@ -1,0 +1,125 @@
+"""What kernels are given: arguments that belong together travel as named tuples, on the host and inside kernels alike.
+
+Those annotated `tl.constexpr` in a kernel (Features, Chunks) are known to the compiler; a kernel is compiled for each of their
+values. All others reach the device as the numbers and pointers in them. Of these, what is compiled in: which tensors are absent
+(None), dtypes, which pointers are multiples of 16 bytes and which strides are 1 or multiples of 16.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Inputs(NamedTuple):
+    """flashsci.ops.TENSORS: tensors on the host, pointers in a kernel. What a call does not have is None."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    weight: Any  # of keys
+    mask: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    bias_offsets: Any
+    dropout_seed: Any
+
+
+class Tangents(NamedTuple):
+    """Tangents of the inputs of these names, see tangents.py. None: zero."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    weight: Any
+
+
+class InputStrides(NamedTuple):
+    """0 in the dims that a tensor is broadcast along."""
+
+    q: tuple[int, ...]  # (b0, b1, head, row)
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    bias: tuple[int, ...]  # (b0, b1, head, row, column)
+    weight: tuple[int, ...]  # (b0, b1, key head, key)
+    mask: tuple[int, ...]  # as of bias
+
+
+class TangentStrides(NamedTuple):
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    bias: tuple[int, ...]
+    weight: tuple[int, ...]
+
+
+class Sizes(NamedTuple):
+    bias_total: int  # elements of a ragged bias per head
+    batch1: int  # the inner one of two batch dims
+    heads: int  # of queries
+    heads_k: int
+    group: int  # query heads of a key head
+    sequences: int  # of a varlen batch
+    size_q: int  # rows of the tensor, which are the sequence in a dense batch
+    size_k: int
+    head_dim: int  # of q and k
+    head_dim_v: int
+
+
+class Schedule(NamedTuple):
+    """In which order programs take tiles, see coord.dense_tile."""
+
+    tiles: int  # of a head, over the whole varlen batch
+    section: int  # heads
+    heads_total: int  # of the whole batch; of keys where a program owns keys
+
+
+class ScoreMod(NamedTuple):
+    """What becomes of a product q k^T on its way to a probability."""
+
+    scale: float
+    softcap: float
+    left: int  # window
+    right: int
+    lower_right: int  # 1: the diagonal ends in the lower right corner
+    threshold: int  # of dropout: bits below it drop
+    keep_scale: float  # 1 / (1 - p)
+
+
+class Sharing(NamedTuple):
+    """Who sums the gradient of a bias that heads and batch members share, see bias_gradient.py."""
+
+    members: int  # of each block
+    members_per_split: int
+    blocks: int  # heads and batch members that the bias has
+    tiles_q: int
+    tiles_k: int
+    split_stride: int
+
+
+class Features(NamedTuple):
+    """Of a call; compiled in."""
+
+    VARLEN: bool
+    WINDOW: int  # 0: none, 1: a right side, 2: both
+    SOFTCAP: bool
+    DROPOUT: bool
+    ACCURATE: bool  # fp32 inputs
+    BIAS: int  # ABSENT, PLANE or KEY, see scores.py
+    BIAS_VECTOR: int  # elements in one load; 0: columns have a stride of their own
+    RAGGED: bool  # the bias is one block of pairs after the other
+    MASK: int
+    MASK_VECTOR: int
+
+
+class Chunks(NamedTuple):
+    """How a head dim is held (see chunks.py); compiled in."""
+
+    W0: int
+    W1: int  # 0: one chunk
+    PADDED: bool  # the head dim is less than W0 + W1
+    VECTOR: int  # strides and head dims are multiples of it
+
+
+# Numbers in these change from call to call: no kernel is compiled again where one of them is 1 or a multiple of 16. (Where a
+# stride is, it is: strides of one layout are alike.)
+RUNTIME = ("sizes", "schedule", "sharing", "mod", "tiles")

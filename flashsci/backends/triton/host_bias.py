@@ -1,0 +1,56 @@
+"""Where gradients of a bias and of key weights come from, by what the bias is broadcast along. p: a Plan of host.py."""
+
+import torch
+
+from .backward_queries import NO_BIAS_GRADIENT, ROW_SUMS, STORE
+
+NO_ROUTE = NO_BIAS_GRADIENT.value, None, None, False
+
+
+def bias_route(p, bias, lse) -> tuple:
+    """Where a bias gradient comes from (see the heads of the kernels' files): what the kernel by queries does with
+    it, the tensor that kernel fills, that of its sums over queries, and whether it has a kernel of its own."""
+    if bias.shape == ((p.heads, p.bias_total) if p.ragged else p.score_shape):
+        # Scores that no query tile visits are not written.
+        make = torch.zeros if p.window or p.ragged else torch.empty
+        return STORE.value, make(bias.shape, dtype=bias.dtype, device=bias.device), None, False
+    if not p.ragged and bias.shape[-2] == 1:
+        shape = (*lse.shape[:-1], p.size_k)
+        sums = torch.empty(shape, dtype=torch.float32, device=bias.device)
+        return NO_BIAS_GRADIENT.value, None, sums, False
+    if not p.ragged and bias.shape[-1] == 1:
+        return ROW_SUMS.value, torch.empty_like(lse), None, False
+    return NO_BIAS_GRADIENT.value, None, None, True
+
+
+def bias_parts(p, bias, splits: int) -> torch.Tensor:
+    """What the kernel of a shared bias fills. Blocks of a ragged bias need not cover it."""
+    return (torch.zeros if p.ragged else torch.empty)(
+        (splits, *bias.shape),
+        dtype=bias.dtype if splits == 1 else torch.float32,
+        device=bias.device,
+    )
+
+
+def bias_result(q, bias, use: int, found, sums, shared: bool) -> torch.Tensor:
+    """The bias gradient from what `bias_route` had filled; empty if there was no route."""
+    if sums is not None:
+        return reduce_to(sums.unsqueeze(-2), bias)
+    if use == ROW_SUMS.value:
+        return reduce_to(found.unsqueeze(-1), bias)
+    if shared:
+        return found[0] if len(found) == 1 else found.sum(0).to(bias.dtype)
+    return (q if bias is None else bias).new_empty(0) if found is None else found
+
+
+def weight_result(q, weight, sums) -> torch.Tensor:
+    """The gradient of key weights from what `Plan.weight_sums` had filled; empty if it was not wanted."""
+    if sums is None:
+        return (q if weight is None else weight).new_empty(0)
+    return reduce_to(sums, weight)
+
+
+def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """fp32 sums over the dims that the bias is broadcast along."""
+    dims = [d for d, (n, m) in enumerate(zip(sums.shape, bias.shape, strict=True)) if n != m]
+    return (sums.sum(dims, keepdim=True) if dims else sums).to(bias.dtype)

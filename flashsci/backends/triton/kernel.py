@@ -1,0 +1,38 @@
+"""`@kernel`: `triton.jit` for kernels whose arguments come in tuples."""
+
+import triton
+from triton.runtime.jit import JITFunction
+
+from .arguments import RUNTIME
+
+
+class Kernel(JITFunction):
+    """Triton 3.6 reads `do_not_specialize` for arguments, not for what is in a tuple: there it compiles a kernel again for every
+    number that is 1 or a multiple of 16. Here it holds for tuples, too."""
+
+    def create_binder(self):
+        *caches, binder = super().create_binder()
+
+        def bind(*args, **options):
+            bound, specialization, options = binder(*args, **options)
+            found = [
+                general(kind, value) if p.do_not_specialize else (kind, value)
+                for p, (kind, value) in zip(self.params, specialization, strict=True)
+            ]
+            return bound, found, options
+
+        return *caches, bind
+
+
+def general(kind, value):
+    """Triton's (type, what it compiles in) of an argument, nothing compiled in."""
+    if isinstance(kind, tuple):
+        kinds, values = zip(*map(general, kind, value), strict=True)
+        return kinds if type(kind) is tuple else type(kind)(*kinds), values
+    return "i32" if kind == "constexpr" and value == 1 else kind, None
+
+
+def kernel(function):
+    if triton.knobs.runtime.interpret:
+        return triton.jit(function)
+    return Kernel(function, do_not_specialize=RUNTIME)

@@ -1,0 +1,254 @@
+"""From products q k^T to probabilities: bias, mask, window, softcap, exponentials. One code for every kernel.
+
+Conventions
+- A tile of scores is [M, N], queries by keys, or, TRANSPOSED, [N, M]; bias, mask and window are written
+  once for both.
+- Scores are natural-log scores, except under `FOLD` (no bias, no softcap, scale > 0), where they stay
+  the raw products and the scale is folded into the exponent: one multiply-add per score.
+- Scores may be huge: biases of -1e30 stand for masks, and 16-bit products reach 1e11. Their maximum is subtracted
+  before anything else is done to them, from the same rounded numbers (see `rounded_product`, `HUGE`).
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .chunks import aligned, head_pointer
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# Kinds of bias and mask, as seen by the loads.
+ABSENT = tl.constexpr(0)
+PLANE = tl.constexpr(1)  # a value for each (i, j)
+KEY = tl.constexpr(2)  # a value for each j
+
+
+class Plane(NamedTuple):
+    """A bias or mask as one head sees it."""
+
+    pointer: Any
+    row_stride: Any
+    column_stride: Any
+    rows: Any  # beyond them there is nothing
+
+
+@triton.jit
+def load_row(pointers, mask, other, ALONG_COLUMNS: tl.constexpr):
+    """A vector of row statistics. One that runs along the columns of the score tile is loaded as
+    [M, 1] and summed: the compiler would otherwise load it in the layout of the scores, every
+    thread all its columns with a 64-bit pointer each, which spills."""
+    if ALONG_COLUMNS:
+        return tl.sum(tl.load(pointers[:, None], mask=mask[:, None], other=other), 1)
+    else:
+        return tl.load(pointers, mask=mask, other=other)
+
+
+@triton.jit
+def bias_of(pointer, strides, at, span, inputs, sizes, VECTOR: tl.constexpr, F: tl.constexpr):
+    """The plane of a bias, or of what has its shape, for the head `at`; None for None. strides: (b0, b1, head, row, column).
+
+    A ragged bias has one row-major [len_q, len_k] block per sequence; a block that does not lie inside the tensor counts as
+    absent.
+    """
+    if pointer is not None:
+        if F.RAGGED:
+            start = tl.load(inputs.bias_offsets + tl.maximum(at.b, 0))
+            end = start + span.len_q.to(tl.int64) * span.len_k
+            fits = (start >= 0) & (end <= sizes.bias_total)
+            start = tl.where(fits, start, 0)
+            base = pointer + at.h.to(tl.int64) * strides[2] + start * strides[4]
+            row_stride = span.len_k.to(tl.int64) * strides[4]
+            return Plane(base, row_stride, strides[4], tl.where(fits, span.len_q, 0))
+        else:
+            return dense_plane(pointer, strides, at, span, VECTOR)
+
+
+@triton.jit
+def mask_of(inputs, strides, at, span, F: tl.constexpr):
+    """The plane of the mask for the head `at`; None without a mask."""
+    if inputs.mask is not None:
+        return dense_plane(inputs.mask, strides.mask, at, span, F.MASK_VECTOR)
+
+
+@triton.jit
+def dense_plane(pointer, strides, at, span, VECTOR: tl.constexpr):
+    base = head_pointer(pointer, strides, at, at.h, VECTOR)
+    base += span.start_k.to(tl.int64) * strides[4]
+    return Plane(base, strides[3], strides[4], span.len_q)
+
+
+@triton.jit
+def plane_pointers(plane, i, j, len_k, KIND: tl.constexpr, VECTOR: tl.constexpr):
+    """Pointers to bias or mask at (i, j), and which lie inside. VECTOR 0: columns have a stride of their own."""
+    inside = j < aligned(len_k, VECTOR)
+    pointers = plane.pointer + (j if VECTOR > 0 else j.to(tl.int64) * plane.column_stride)
+    if KIND == PLANE:
+        pointers += i.to(tl.int64) * aligned(plane.row_stride, VECTOR)
+        inside = inside & (i < plane.rows)
+    return pointers, inside
+
+
+@triton.jit
+def load_plane(
+    plane, i, j, len_k, KIND: tl.constexpr, VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Bias or mask at rows i and columns j (vectors), zero outside: [M, N] or, TRANSPOSED, [N, M]."""
+    i = i[None, :] if TRANSPOSED else i[:, None]
+    j = j[:, None] if TRANSPOSED else j[None, :]
+    pointers, inside = plane_pointers(plane, i, j, len_k, KIND, VECTOR)
+    return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def store_plane(plane, i, j, len_k, value, VECTOR: tl.constexpr):
+    """value [M, N] at rows i and columns j (vectors) of a bias gradient, what of it lies inside."""
+    pointers, inside = plane_pointers(plane, i[:, None], j[None, :], len_k, PLANE, VECTOR)
+    tl.store(pointers, value.to(plane.pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rounded_product(x, y):
+    """x y as a number of its own. The compiler would contract x y - m to one multiply-add, which leaves the rounding
+    of x y where zero is due: of scores beyond 1e9, more than an exponential can take. Adding 0 costs nothing and, as
+    it turns -0 into 0, is not undone."""
+    return tl.fma(x, y, 0.0)
+
+
+@triton.jit
+def tanh(x, ACCURATE: tl.constexpr):
+    """tanh x and its derivative, 1 - tanh^2 = 4 e / (1 + e)^2 with e = e^(-2 |x|): nothing cancels where it is small."""
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    inverse = 1.0 / (1.0 + e)
+    large = (1.0 - e) * inverse
+    t = tl.where(x < 0.0, -large, large)
+    if ACCURATE:  # near 0 the difference above loses digits that fp32 results need
+        z = x * x
+        series = (
+            (
+                ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z
+                + 1.33314422036e-1
+            )
+            * z
+            - 3.33332819422e-1
+        ) * z * x + x
+        t = tl.where(tl.abs(x) < 0.625, series, t)
+    return t, 4.0 * e * inverse * inverse
+
+
+@triton.jit
+def scores(
+    products, i, j, bias, mask, span, mod, F: tl.constexpr, FOLD: tl.constexpr,
+    CHECK_KEYS: tl.constexpr, WINDOW: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Scores of a tile of products q k^T at rows i and columns j (vectors), and the slope of the
+    softcap (1 without). [M, N] or, TRANSPOSED, [N, M].
+
+    bias: a Plane, or its tile if that was loaded before, or None; mask: a Plane or None. CHECK_KEYS: the tile may lie beyond
+    the keys. WINDOW: F.WINDOW, or 0 for a tile that the window does not cut."""
+    slope = 1.0
+    s = products
+    factor = mod.scale
+    if F.SOFTCAP:
+        s, slope = tanh(products * (mod.scale / mod.softcap), F.ACCURATE)
+        factor = mod.softcap
+    if (
+        bias is not None
+    ):  # one multiply-add, in every kernel the same: P is recomputed from equal scores
+        if isinstance(bias, tl.tensor):
+            value = bias
+        else:
+            value = load_plane(bias, i, j, span.len_k, F.BIAS, F.BIAS_VECTOR, TRANSPOSED)
+        s = tl.fma(s, factor, value.to(tl.float32))
+    elif not FOLD:
+        s = rounded_product(s, factor)
+    if mask is not None:
+        attend = load_plane(mask, i, j, span.len_k, F.MASK, F.MASK_VECTOR, TRANSPOSED)
+        s = tl.where(attend != 0, s, float("-inf"))
+    i = i[None, :] if TRANSPOSED else i[:, None]
+    j = j[:, None] if TRANSPOSED else j[None, :]
+    if CHECK_KEYS:
+        s = tl.where(j < span.len_k, s, float("-inf"))
+    if WINDOW >= 1:
+        s = tl.where(j - i <= span.shift + mod.right, s, float("-inf"))
+    if WINDOW == 2:
+        s = tl.where(j - i >= span.shift - mod.left, s, float("-inf"))
+    return s, slope
+
+
+# A reference from here on is rounded to multiples of 2 or more: exponents next to it mean nothing.
+HUGE = tl.constexpr(16777216.0)
+
+
+@triton.jit
+def exponential(s, reference, scale, FOLD: tl.constexpr):
+    """e^(s - reference); under FOLD the reference is in log2 units, see the head of this file.
+
+    Under FOLD the multiply-add sees the rounding of the reference: 2^(s c - r) is off by one factor for the whole row,
+    up to 2 where the reference is not HUGE, which a sum of exponentials with the same reference takes back.
+    """
+    if FOLD:
+        return tl.exp2(s * (scale * LOG2E) - reference)
+    else:
+        return tl.exp2((s - reference) * LOG2E)
+
+
+@triton.jit
+def reference_of(lse, FOLD: tl.constexpr):
+    """What `probabilities` subtracts: lse, in log2 units under FOLD; +inf for rows without keys, so that theirs are 0.
+
+    A HUGE lse has lost the sum of exponentials, and its roundings here and those of the scores in another kernel
+    decide between 0 and infinity. It is lowered by more than they are, so that the row's largest scores get 1.
+    """
+    reference = tl.where(lse == float("-inf"), float("inf"), lse)
+    if FOLD:
+        reference = reference * LOG2E
+    # Not to -inf, which a hidden key's score has.
+    low = tl.maximum(reference * (1.0 + 2.0**-21), LOWEST)
+    low = tl.where(reference < 0.0, low, reference * (1.0 - 2.0**-21))
+    return tl.where(tl.abs(reference) < HUGE, reference, low)
+
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+# e^(S - lse) without a key's weight has no bound; with this one, a weight of zero makes it zero.
+LARGEST = tl.constexpr(1e38)
+
+
+@triton.jit
+def load_weights(pointer, strides, at, span, j):
+    """Key weights (or what is one per key) of the sequence's key head at columns j, zero outside: fp32 [N]; None for None.
+    strides: of (b0, b1, key head, key)."""
+    if pointer is not None:
+        head = head_pointer(pointer, strides, at, at.hk, 1)
+        columns = (span.start_k + j).to(tl.int64) * strides[3]
+        return tl.load(head + columns, mask=j < span.len_k, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def at_most(x, most):
+    """min(x, most); NaN stays NaN."""
+    return tl.minimum(x, most, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def probabilities(s, reference, weights, scale, FOLD: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """P = w e^(s - reference), and the same without the weights w [N] (None: 1): what a derivative by a
+    weight has, also where the weight is zero.
+
+    lse is rounded, of scores of -1e9 to multiples of 64: P is cut at 1, its bound, or it would be infinite in such
+    rows, and NaN where it meets a zero. Elsewhere that only takes back roundings.
+    """
+    if weights is None:
+        exponent = s * (scale * LOG2E) - reference if FOLD else (s - reference) * LOG2E
+        p = tl.exp2(at_most(exponent, 0.0))
+        return p, p
+    else:
+        # w N is at most 1; of a weight of zero N is LARGEST at most, and 1 in a row that knows no better.
+        most = tl.where(weights > 0.0, tl.minimum(1.0 / weights, LARGEST), -1.0)
+        most, weights = (
+            (most[:, None], weights[:, None]) if TRANSPOSED else (most[None, :], weights[None, :])
+        )
+        most = tl.where(most < 0.0, tl.where(tl.abs(reference) < HUGE, LARGEST, 1.0), most)
+        bare = at_most(exponential(s, reference, scale, FOLD), most)
+        return bare * weights, bare
