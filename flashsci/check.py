@@ -361,7 +361,7 @@ def _plans(
     if device == "cuda" and unit is None and "cuda:sm90" in held:
         plans.append(apart(7 * count // 20, "cuda/sm90", held))
         if "cuda:sm80" in held:
-            plans.append(apart(3 * count // 20, "cuda/sm80/forward_fp32", ("cuda:sm80",)))
+            plans.append(apart(3 * count // 20, "cuda/sm80/fwd_fp32", ("cuda:sm80",)))
     elif (
         device == "cuda" and held and unit is not None and unit.startswith("cuda") and orders != [2]
     ):
@@ -439,7 +439,7 @@ def _runs_here(backend: str) -> bool:
 
 
 def _holds(backend: str, unit: str) -> bool:
-    """Whether a backend, such as "cuda:sm80", runs a unit, such as "cuda/sm80/forward_bf16"."""
+    """Whether a backend, such as "cuda:sm80", runs a unit, such as "cuda/sm80/fwd_bf16"."""
     family, generation, *_ = unit.split("/")
     return backend in (family, f"{family}:{generation}")
 

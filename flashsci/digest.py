@@ -60,16 +60,25 @@ def cpp_sources(files: list[Path]) -> list[Path]:
     return sorted(found)
 
 
+def cuda_sources(root: Path = ROOT) -> dict[str, Path]:
+    """The .cu of every CUDA unit: "cuda/sm80/fwd_bf16" is csrc/sm80/fwd/bf16.cu, "cuda/sm80/fwd_fp32"
+    csrc/sm80/fwd_fp32/fp32.cu."""
+    return {
+        f"cuda/{path.parts[-3]}/{path.parts[-2].split('_')[0]}_{path.stem}": path
+        for path in sorted((root / "csrc").glob("sm*/*/*.cu"))
+    }
+
+
 def cuda_units(root: Path = ROOT) -> dict[str, str]:
     csrc = root / "csrc"
     flags = root / "cmake" / "nvcc_flags.txt"
     units: dict[str, str] = {}
-    for source in sorted(csrc.glob("sm*/*.cu")):
+    for unit, source in cuda_sources(root).items():
         digest = hashlib.sha256(" ".join(flags.read_text(encoding="utf-8").split()).encode())
         for path in cpp_sources([source]):
             digest.update(f"\0{path.relative_to(csrc.resolve())}\0".encode())
             digest.update(normalised_cpp(path.read_text(encoding="utf-8")).encode())
-        units[f"cuda/{source.parent.name}/{source.stem}"] = digest.hexdigest()[:16]
+        units[unit] = digest.hexdigest()[:16]
     return units
 
 

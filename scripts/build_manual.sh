@@ -3,7 +3,7 @@
 #
 #   scripts/build_manual.sh [OUTPUT]      default build/manual/_C.so
 #   FA_ARCHS=80,90 FA_TILE_PRESET=1 PYTHON=.venv/bin/python NVCC=nvcc CXX=g++
-#   FLASHSCI_POISON=1                     a debug build: free memory holds NaN (csrc/common/poison.cuh)
+#   FLASHSCI_POISON=1                     a debug build: free memory holds NaN (csrc/core/poison.cuh)
 #
 # Same sources, flags (cmake/nvcc_flags.txt) and exported symbols as the wheel's _C.so.
 set -euo pipefail
@@ -36,10 +36,10 @@ mkdir -p "$work"
 mapfile -t flags <cmake/nvcc_flags.txt
 flags+=(--compress-mode=size ${preset:+-DFLASHSCI_TILE_PRESET=$preset} ${poison:+-DFLASHSCI_POISON})
 kernels=() have=()
-for source in csrc/sm*/*.cu; do # two at a time
-  folder=$(basename "$(dirname "$source")") name=$(basename "$source" .cu)
+for source in csrc/sm*/*/*.cu; do # two at a time
+  IFS=/ read -r _ folder kernel name <<<"${source%.cu}"
   [ -n "${code[$folder]:-}" ] || continue
-  unit=${name%_*}_${folder}_${name##*_} # such as forward_sm80_bf16
+  unit=${folder}_${kernel%%_*}_$name # such as sm80_fwd_bf16
   [ "$(jobs -rp | wc -l)" -lt 2 ] || wait -n
   "$nvcc" "${flags[@]}" -gencode "${code[$folder]}" -c "$source" -o "$work/$unit.o" &
   kernels+=("$work/$unit.o") have+=("-DFLASHSCI_HAVE_${unit^^}=1")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import json
 import os
 import re
 import subprocess
@@ -21,9 +22,11 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "reports" / "resources.md"
+REPORT = ROOT / "reports" / "gpu-check.json"
 ARCHS = (75, 80, 90)
 CODE = {  # what nvcc makes of a folder of csrc, as cmake/Archs.cmake says
     "sm75": lambda archs: ("compute_75", "sm_75"),
@@ -38,6 +41,8 @@ SHARED_KIB = {
     90: {"9.0": (228, 227)},
 }
 sys.path.insert(0, str(ROOT / "flashsci"))
+sys.path.insert(0, str(ROOT / "scripts"))
+import compare_sass  # noqa: E402
 import digest  # noqa: E402  (as a script: importing the package would need torch)
 
 ENTRY = re.compile(r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<arch>\d+)a?'")
@@ -46,8 +51,8 @@ USED = re.compile(r"Used (\d+) registers")
 # sm80: head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows.
 TILING = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
 # sm80 with bias or mask: the same, members, bytes of a bias element (0: anything); 16-byte rows.
-TILING_PAIRS = re.compile(
-    r"PairsTilingINS0_6TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)EEELi(\d)ELi(\d)EEELb([01])"
+TILING_BIAS_MASK = re.compile(
+    r"BiasMaskTilingINS\w?_6TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)EEELi(\d)ELi(\d)EEELb([01])"
 )
 # sm80, backward by keys: head dim, keys, query rows, warps over keys, over queries, stages, CTAs per SM.
 KEYS_SM80 = re.compile(r"BackwardTilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E")
@@ -63,7 +68,7 @@ TILING_SM90 = re.compile(
 TILE_FP32 = re.compile(r"ForwardTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
 # ... its backward: kernel; the same with columns for keys; what a CTA owns (0: queries), bias or mask.
 BACKWARD_FP32 = re.compile(
-    r"(backward|bias_gradient)_fp32_kernelINS0_12BackwardTile"
+    r"(backward|bias_gradient)_fp32_kernelI\w*?12BackwardTile"
     r"ILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+(?:Li(\d)ELb([01])E)?"
 )
 # ... of short rows of keys: head dim, warps, queries of a chunk, CTAs per SM.
@@ -72,7 +77,7 @@ SHORT_FP32 = re.compile(r"ShortTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E")
 # packed, softcap (the main kernel alone).
 BACKWARD_SM90 = re.compile(
     r"backward_(?P<kind>[a-z]*)_?kernelI.*BackwardTilingILi(?P<dim>\d+)ELi(?P<dim_v>\d+)E"
-    r"(?:Li(?P<rows>\d+)ELNS0_9PairTilesE(?P<pairs>[012])ELb(?P<many>[01])E)?"
+    r"(?:Li(?P<rows>\d+)ELNS\w?_13BiasMaskTilesE(?P<bias_mask>[012])ELb(?P<many>[01])E)?"
     r"E*Lb(?P<packed>[01])(?:ELb(?P<softcap>[01]))?"
 )
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
@@ -80,7 +85,7 @@ DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 
 @dataclass(frozen=True)
 class Kernel:
-    unit: str  # source file
+    unit: str  # such as sm80/fwd_bf16
     arch: int
     name: str  # mangled
     registers: int
@@ -109,7 +114,7 @@ class Kernel:
                 return None
             dim, keys, consumers, stages = (int(x) for x in found.groups()[:4])
             return dim, 64 * consumers, keys, 4 * (consumers + 1), stages, 1, 1
-        if self.unit.startswith("sm75/backward"):
+        if self.unit.startswith("sm75/bwd"):
             return self.backward_sm75
         if self.unit.startswith("sm75"):
             found = TILING_SM75.search(self.name)
@@ -117,14 +122,14 @@ class Kernel:
                 return None
             dim, rows, keys, warps, blocks, vector, _ = (int(x) for x in found.groups())
             return dim, rows, keys, warps, 2, blocks, vector
-        if self.unit == "sm80/backward_fp32.cu":
+        if self.unit == "sm80/bwd_fp32":
             return self.backward_fp32
-        if self.unit.startswith("sm80/backward"):
+        if self.unit.startswith("sm80/bwd"):
             return self.backward_sm80
         if found := TILE_FP32.search(self.name):
             dim, warps, m, n, blocks, _ = (int(x) for x in found.groups())
             return dim, 16 * m * warps, 8 * n, warps, 1, blocks, 1
-        if found := TILING_PAIRS.search(self.name):
+        if found := TILING_BIAS_MASK.search(self.name):
             return (*(int(x) for x in found.groups()[:6]), int(found[9]))
         found = TILING.search(self.name)
         return tuple(int(x) for x in found.groups()) if found else None
@@ -176,14 +181,14 @@ class Kernel:
     @property
     def variant(self) -> str:
         """What else the kernel is compiled for."""
-        if self.unit == "sm80/backward_fp32.cu":
+        if self.unit == "sm80/bwd_fp32":
             if found := BACKWARD_FP32.search(self.name):
                 kind = {None: "bias gradient", "0": "queries", "1": "keys", "2": "keys, dk"}
                 name = kind.get(found[7], "keys, dv")
                 return name + (", bias or mask" if found[8] == "1" else "")
             kind = re.search(r"\d([a-z_]+)_fp32_kernel", self.name)
             return kind[1].replace("backward_short", "short rows of keys").replace("_", " ")
-        if self.unit.startswith(("sm75/backward", "sm80/backward")):
+        if self.unit.startswith(("sm75/bwd", "sm80/bwd")):
             kind = re.search(r"\d([a-z_]+)_kernel", self.name)
             name = kind[1].replace("_", " ") if kind else self.name
             return name + (", plain 16-byte rows" if self.tiling and self.tiling[-1] else "")
@@ -191,7 +196,9 @@ class Kernel:
             words = (
                 f"v {found['dim_v']}" * (found["dim_v"] != found["dim"]),
                 found["kind"],
-                {"1": "bias or mask", "2": "fp32 bias or mask by pairs"}.get(found["pairs"], ""),
+                {"1": "bias or mask", "2": "fp32 bias or mask by pairs"}.get(
+                    found["bias_mask"], ""
+                ),
                 "packed" * (found["packed"] == "1"),
                 "softcap" * (found["softcap"] == "1"),
                 "tile after tile" * (found["many"] == "1"),
@@ -204,12 +211,12 @@ class Kernel:
         found = TILING_SM90.search(self.name) if self.unit.startswith("sm90") else None
         if found is None:
             rows = "16-byte rows" if self.tiling and self.tiling[-1] else "any rows"
-            pairs = TILING_SM75.search(self.name) if self.unit.startswith("sm75") else None
-            pairs80 = TILING_PAIRS.search(self.name)
-            if pairs80 is not None:
-                kind = {"0": "any bias or mask", "2": "16-bit bias", "4": "fp32 bias"}[pairs80[8]]
-                return f"{rows}, {kind}" + (", two members" if pairs80[7] == "2" else "")
-            return rows + (", bias or mask" if pairs and pairs[7] == "1" else "")
+            turing = TILING_SM75.search(self.name) if self.unit.startswith("sm75") else None
+            bias_mask = TILING_BIAS_MASK.search(self.name)
+            if bias_mask is not None:
+                kind = {"0": "any bias or mask", "2": "16-bit bias", "4": "fp32 bias"}[bias_mask[8]]
+                return f"{rows}, {kind}" + (", two members" if bias_mask[7] == "2" else "")
+            return rows + (", bias or mask" if turing and turing[7] == "1" else "")
         windowed, plain, packed = (x == "1" for x in found.groups()[6:])
         if found[5] == "1":
             return "bias or mask"
@@ -228,7 +235,7 @@ class Kernel:
         if self.tiling is None:
             return 0
         dim, rows, keys, warps, stages, _, _ = self.tiling
-        if self.unit == "sm80/backward_fp32.cu":
+        if self.unit == "sm80/bwd_fp32":
             if not dim:
                 return 0
             if SHORT_FP32.search(self.name):  # halves, their scales, statistics, dQ, the place
@@ -249,7 +256,7 @@ class Kernel:
         ):  # halves of Q, K and V, raw K and V, a scale for each row of Q
             padded = [-(-n // 128) * 128 for n in (keys + 8 * warps, 4 * rows)]
             return 4 * dim * (rows + 4 * keys) + sum(padded)
-        if self.unit.startswith("sm80/backward"):
+        if self.unit.startswith("sm80/bwd"):
             return self.shared_of_backward_sm80
         if "KeyTiling" in self.name:  # stages of Q and dO, half of V at D 128, statistics, the work
             staged = 2 * dim * max(2 * stages * rows, keys) + dim * keys * (dim > 96)
@@ -267,15 +274,15 @@ class Kernel:
                 return inputs + 6 * rows * keys + slices + 4 * (2 + out) * rows
             dim, dim_v = (-(-x // 64) * 64 for x in (dim, dim_v))  # boxes
             inputs = 2 * (dim + dim_v) * (keys + stages * rows)  # K, V; Q, dO
-            ds = 2 * rows * keys * (stages + (found["pairs"] == "1"))
-            if found["pairs"] == "2":  # fp32, up to D 64 two stages of it and of a mask
+            ds = 2 * rows * keys * (stages + (found["bias_mask"] == "1"))
+            if found["bias_mask"] == "2":  # fp32, up to D 64 two stages of it and of a mask
                 ds += rows * keys * (2 * 5 if dim == dim_v == 64 else 4)
             return inputs + ds + 8 * stages * rows + 4 * dim * rows  # statistics; dQ
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0
-        if pairs := TILING_PAIRS.search(self.name):
-            members, bias = int(pairs[7]), int(pairs[8])
-            units = 2 if dim * members * (rows // int(pairs[4]) // 16) <= 128 else 1
+        if found := TILING_BIAS_MASK.search(self.name):
+            members, bias = int(found[7]), int(found[8])
+            units = 2 if dim * members * (rows // int(found[4]) // 16) <= 128 else 1
             stage = members * keys * (4 * dim + 1) + rows * keys * (bias or 4)
             return units * members * rows * dim * 2 + stages * -(-stage // 128) * 128
         q_stages = 2 if self.unit.startswith("sm90") and dim <= 128 else 1
@@ -318,7 +325,7 @@ class Kernel:
         if self.tiling is None or not self.unit.startswith("sm80") or "_fp32" in self.unit:
             return tuple(SHARED_KIB[self.arch])
         dim, rows, keys, _, stages, blocks, vector = self.tiling
-        if self.unit.startswith("sm80/backward"):
+        if self.unit.startswith("sm80/bwd"):
             if not KEYS_SM80.search(self.name) or "dq_kernel" in self.name:
                 return tuple(SHARED_KIB[self.arch])
             # The largest tile that fits.
@@ -337,7 +344,7 @@ class Kernel:
                     found.append(device)
             return tuple(found)
         # One or two stages, by whether two of the latter fit an SM.
-        if TILING_PAIRS.search(self.name) or not vector or dim > 128 or rows <= 64:
+        if TILING_BIAS_MASK.search(self.name) or not vector or dim > 128 or rows <= 64:
             return tuple(SHARED_KIB[self.arch])
         two = 2 * dim * (rows + 4 * keys)
         return tuple(
@@ -363,23 +370,32 @@ def parse(unit: str, log: str) -> list[Kernel]:
     return found
 
 
-def compile_unit(unit: str, archs: tuple[int, ...]) -> list[Kernel]:
+def compile_unit(unit: str, archs: tuple[int, ...]) -> tuple[list[Kernel], str]:
+    """The kernels of a unit, and the hash of their code."""
     virtual, code = CODE[unit.split("/")[0]](archs)
     flags = (ROOT / "cmake" / "nvcc_flags.txt").read_text(encoding="utf-8").split()
     with tempfile.TemporaryDirectory() as folder:
         command = [os.environ.get("NVCC", "nvcc"), *flags, "-Xptxas=-v"]
         command += ["-gencode", f"arch={virtual},code=[{code}]"]
-        command += ["-c", str(ROOT / "csrc" / unit), "-o", f"{folder}/unit.o"]
+        command += ["-c", str(digest.cuda_sources(ROOT)[f"cuda/{unit}"]), "-o", f"{folder}/unit.o"]
         result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise SystemExit(f"{' '.join(command)}\n{result.stderr}")
-    return parse(unit, result.stdout + result.stderr)
+        if result.returncode != 0:
+            raise SystemExit(f"{' '.join(command)}\n{result.stderr}")
+        code = compare_sass.unit_hash(compare_sass.kernels(Path(folder, "unit.o")))
+    return parse(unit, result.stdout + result.stderr), code
 
 
-def collect(units: list[str], archs: tuple[int, ...] = ARCHS) -> list[Kernel]:
+def collect(
+    units: list[str], archs: tuple[int, ...] = ARCHS
+) -> tuple[list[Kernel], dict[str, str]]:
+    """All kernels of the units, and the hash of each unit's code."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        kernels = [k for found in pool.map(lambda u: compile_unit(u, archs), units) for k in found]
-    return sorted(kernels, key=lambda k: (k.unit, k.arch, k.tiling or (), k.name))
+        made = dict(zip(units, pool.map(lambda u: compile_unit(u, archs), units), strict=True))
+    kernels = [k for found, _ in made.values() for k in found]
+    return (
+        sorted(kernels, key=lambda k: (k.unit, k.arch, k.tiling or (), k.name)),
+        {f"cuda/{unit}": code for unit, (_, code) in made.items()},
+    )
 
 
 def rows_of(kernels: list[Kernel]) -> list[str]:
@@ -410,14 +426,19 @@ def rows_of(kernels: list[Kernel]) -> list[str]:
     return lines
 
 
-def table(lines: list[str]) -> str:
+def table(lines: list[str], code: dict[str, str]) -> str:
     return "\n".join(
         [
             "# Registers, spills and shared memory of the CUDA kernels",
             "",
             "Written by `python scripts/resources.py --write` from `ptxas -v`; do not edit.",
             "",
-            *(f"- {name}: `{value}`" for name, value in sorted(digest.cuda_units().items())),
+            "The digest of each unit's sources, and the hash of its machine code (scripts/compare_sass.py):",
+            "",
+            *(
+                f"- {name}: `{value}`, code `{code[name]}`"
+                for name, value in sorted(digest.cuda_units().items())
+            ),
             "",
             "| unit | sm | head dim | tile (rows x keys) | warps | stages | CTAs/SM | variant | registers | spill bytes | shared KiB | runs on |",
             "|---|---|---|---|---|---|---|---|---|---|---|---|",
@@ -427,9 +448,32 @@ def table(lines: list[str]) -> str:
     )
 
 
+def read_code(text: str) -> dict[str, str]:
+    """The hashes of the units' code in a table written by this script."""
+    return dict(re.findall(r"^- (\S+): `\w+`, code `(\w+)`$", text, re.MULTILINE))
+
+
+def carry(report: dict[str, Any], before: str, after: str) -> list[str]:
+    """Units of reports/gpu-check.json whose code is the same in two tables while their sources changed: what a GPU showed of
+    them holds, and the report names their new digests. ``carried`` there says from which ones."""
+    old, new = read_table(before)[0], read_table(after)[0]
+    old_code, new_code = read_code(before), read_code(after)
+    same = [
+        unit
+        for unit, value in report["units"].items()
+        if unit in new
+        and value == old.get(unit) != new[unit]
+        and old_code.get(unit) == new_code[unit]
+    ]
+    for unit in same:
+        report.setdefault("carried", {})[unit] = report["units"][unit]
+        report["units"][unit] = new[unit]
+    return same
+
+
 def read_table(text: str) -> tuple[dict[str, str], list[dict[str, str]]]:
     """Digests and rows of a table written by this script."""
-    digests = dict(re.findall(r"^- (\S+): `(\w+)`$", text, re.MULTILINE))
+    digests = dict(re.findall(r"^- (\S+): `(\w+)`", text, re.MULTILINE))
     rows = [
         [c.strip() for c in line.strip("|").split("|")]
         for line in text.splitlines()
@@ -446,19 +490,26 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     kept: list[str] = []
     before: dict[str, str] = {}
+    written, code = "", {}
     if TABLE.is_file() and not options.all and not options.arch:
         written = TABLE.read_text(encoding="utf-8")
-        before, _ = read_table(written)
+        before, code = read_table(written)[0], read_code(written)
         kept = [line for line in written.splitlines() if re.match(r"\| sm\d+/", line)]
     now = digest.cuda_units()
-    changed = [f"{u.removeprefix('cuda/')}.cu" for u in now if before.get(u) != now[u]]
-    current = {f"{u.removeprefix('cuda/')}.cu" for u in now} - set(changed)
+    changed = [u.removeprefix("cuda/") for u in now if before.get(u) != now[u]]
+    current = {u.removeprefix("cuda/") for u in now} - set(changed)
     kept = [line for line in kept if line.split(" | ")[0].removeprefix("| ") in current]
-    made = rows_of(collect(changed, tuple(options.arch or ARCHS)))
-    text = table(sorted(kept + made, key=lambda line: line.split(" | ")[0]))
+    kernels, made = collect(changed, tuple(options.arch or ARCHS))
+    rows = sorted(kept + rows_of(kernels), key=lambda line: line.split(" | ")[0])
+    text = table(rows, {**code, **made})
     if options.write:
         TABLE.parent.mkdir(exist_ok=True)
         TABLE.write_text(text, encoding="utf-8")
+        report = json.loads(REPORT.read_text(encoding="utf-8"))
+        same = carry(report, written, text)
+        if same:
+            REPORT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            print(f"of the same code, so that {REPORT.name} still holds: {', '.join(same)}")
     print(text, end="")
     return 0
 

@@ -36,7 +36,7 @@ class Instance:
     """A row of the table: a compiled kernel."""
 
     generation: str  # sm90, sm80 or sm75
-    kind: str  # forward or backward
+    kind: str  # fwd or bwd
     dtype: str
     head_dim: int
     tile: str
@@ -49,9 +49,9 @@ def instances(text: str | None = None) -> list[Instance]:
     _, rows = table.read_table(text or table.TABLE.read_text(encoding="utf-8"))
     found: dict[Instance, None] = {}
     for row in rows:
-        matched = re.fullmatch(r"(sm\d+)/([a-z]+)_(\w+)\.cu", row["unit"])
+        matched = re.fullmatch(r"(sm\d+)/([a-z]+)_(\w+)", row["unit"])
         if matched is None:
-            raise ValueError(f"{row['unit']} is no unit such as sm90/forward_bf16.cu")
+            raise ValueError(f"{row['unit']} is no unit such as sm90/fwd_bf16")
         generation, kind, dtype = matched.groups()
         if generation == "sm75" or (row["sm"] == "90" and "9.0" in row["runs on"].split(", ")):
             dim = int(row["head dim"])
@@ -233,7 +233,7 @@ def _sm90_forward(instance: Instance) -> Iterator[Call]:
 def _sm90_backward(instance: Instance) -> Iterator[Call]:
     dim = instance.head_dim
     found = re.fullmatch(
-        r"(?:v (?P<v>\d+) ?)?(?P<rows>finish|prepare)? ?(?P<pairs>bias or mask|fp32 bias or mask by pairs)? ?"
+        r"(?:v (?P<v>\d+) ?)?(?P<rows>postprocess|preprocess)? ?(?P<pairs>bias or mask|fp32 bias or mask by pairs)? ?"
         r"(?P<packed>packed)? ?(?P<softcap>softcap)? ?(tile after tile)?|dense",
         instance.variant,
     )
@@ -339,14 +339,14 @@ def _fp32_backward(instance: Instance) -> Iterator[Call]:
 
 
 _UNITS = {
-    "sm90/forward": _sm90_forward,
-    "sm90/backward": _sm90_backward,
-    "sm80/forward": _older_forward,
-    "sm80/backward": _older_backward,
-    "sm80/forward_fp32": _fp32_forward,
-    "sm80/backward_fp32": _fp32_backward,
-    "sm75/forward": _older_forward,
-    "sm75/backward": _older_backward,
+    "sm90/fwd": _sm90_forward,
+    "sm90/bwd": _sm90_backward,
+    "sm80/fwd": _older_forward,
+    "sm80/bwd": _older_backward,
+    "sm80/fwd_fp32": _fp32_forward,
+    "sm80/bwd_fp32": _fp32_backward,
+    "sm75/fwd": _older_forward,
+    "sm75/bwd": _older_backward,
 }
 
 
@@ -361,9 +361,9 @@ def launched(names: Iterable[str], dtype: str) -> set[Instance]:
         generation = re.search(r"4(sm\d\d)", symbol)
         if generation is None:
             continue
-        kind = "forward" if re.search(r"\d(forward_|decode_)", symbol) else "backward"
+        kind = "fwd" if re.search(r"\d(forward_|decode_)", symbol) else "bwd"
         suffix = next(s for s, d in DTYPES.items() if d == dtype)
-        unit = f"{generation[1]}/{kind}_{suffix}.cu"
+        unit = f"{generation[1]}/{kind}_{suffix}"
         kernel = resources().Kernel(unit, 90, symbol, 0, 0, 0, 0)
         dim, rows, keys, *_ = kernel.tiling or (0, 0, 0)
         tile = f"{rows} x {keys}"

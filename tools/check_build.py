@@ -122,7 +122,7 @@ def work(task: tuple[str, str, Any, int]) -> tuple[str, str | list[str], dict[st
 
 def plan(dtype: str, count: int, seed: int, large: bool) -> list[tuple[Any, int]]:
     """(trap, number of extremes or case; repeats); one case in 25 is repeated 100 times."""
-    cases: list[Any] = check.plan_cases(count, seed, DEVICE, f"cuda/sm80/forward_{dtype}")
+    cases: list[Any] = check.plan_cases(count, seed, DEVICE, f"cuda/sm80/fwd_{dtype}")
     if dtype == "fp32":
         cases = [replace(case, precision=PRECISIONS[i % 3]) for i, case in enumerate(cases)]
         cases += range(40) if count else []

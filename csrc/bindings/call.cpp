@@ -22,17 +22,17 @@ void check_offsets(const Tensor& cu_seqlens, const char* name, int device) {
 }
 
 // Bias or mask: q's rank, each dim 1 or that of [B0, B1, Hq, Sq, Sk].
-void check_pairs(const Tensor& pairs, const char* name, const Call& call) {
-  FLASHSCI_CHECK(pairs.is_cuda() && pairs.get_device_index() == call.device, name,
+void check_bias_mask(const Tensor& bias_mask, const char* name, const Call& call) {
+  FLASHSCI_CHECK(bias_mask.is_cuda() && bias_mask.get_device_index() == call.device, name,
                  " must be on the device of q");
   FLASHSCI_CHECK(!call.cu_seqlens_q.has_value(), "packed calls take no ", name);
-  FLASHSCI_CHECK(pairs.dim() == call.q.dim(), name, " must have as many dims as q, got ",
-                 shape_of(pairs), " beside ", call.shapes());
-  const View view(pairs);
+  FLASHSCI_CHECK(bias_mask.dim() == call.q.dim(), name, " must have as many dims as q, got ",
+                 shape_of(bias_mask), " beside ", call.shapes());
+  const View view(bias_mask);
   for (int i = 0; i < kMaxRank; ++i)
     FLASHSCI_CHECK(
         view.size[i] == 1 || view.size[i] == (i < 4 ? call.q_view.size[i] : call.k_view.size[3]),
-        name, " ", shape_of(pairs), " does not broadcast to the scores of ", call.shapes());
+        name, " ", shape_of(bias_mask), " does not broadcast to the scores of ", call.shapes());
 }
 
 }  // namespace
@@ -99,13 +99,13 @@ Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optiona
     FLASHSCI_CHECK(num_seqs <= FLASHSCI_MAX_SEQ, "too many sequences");
   }
   if (bias.has_value()) {
-    check_pairs(*bias, "bias", *this);
+    check_bias_mask(*bias, "bias", *this);
     const int32_t bias_dtype = dtype_of(*bias);
     FLASHSCI_CHECK(bias_dtype == dtype || bias_dtype == dtypes().single,
                    "bias must have q's dtype or float32");
   }
   if (mask.has_value()) {
-    check_pairs(*mask, "mask", *this);
+    check_bias_mask(*mask, "mask", *this);
     FLASHSCI_CHECK(dtype_of(*mask) == dtypes().boolean, "mask must be bool");
   }
 }
@@ -140,44 +140,44 @@ void Call::refuse(const char* what) const {
 
 const Kernels* kernels_of(int32_t dtype) {
   static const Kernels half[] = {
-#ifdef FLASHSCI_HAVE_FORWARD_SM90_FP16
+#ifdef FLASHSCI_HAVE_SM90_FWD_FP16
       FORWARD_IN_WORKSPACE(90, sm90_fp16),
 #endif
-#ifdef FLASHSCI_HAVE_BACKWARD_SM90_FP16
+#ifdef FLASHSCI_HAVE_SM90_BWD_FP16
       BACKWARD(90, sm90_fp16),
 #endif
-#ifdef FLASHSCI_HAVE_FORWARD_SM80_FP16
+#ifdef FLASHSCI_HAVE_SM80_FWD_FP16
       FORWARD(80, sm80_fp16),
 #endif
-#ifdef FLASHSCI_HAVE_BACKWARD_SM80_FP16
+#ifdef FLASHSCI_HAVE_SM80_BWD_FP16
       BACKWARD(80, sm80_fp16),
 #endif
-#ifdef FLASHSCI_HAVE_FORWARD_SM75_FP16
+#ifdef FLASHSCI_HAVE_SM75_FWD_FP16
       FORWARD(75, sm75_fp16),
 #endif
-#ifdef FLASHSCI_HAVE_BACKWARD_SM75_FP16
+#ifdef FLASHSCI_HAVE_SM75_BWD_FP16
       BACKWARD(75, sm75_fp16),
 #endif
       {}};
   static const Kernels brain[] = {
-#ifdef FLASHSCI_HAVE_FORWARD_SM90_BF16
+#ifdef FLASHSCI_HAVE_SM90_FWD_BF16
       FORWARD_IN_WORKSPACE(90, sm90_bf16),
 #endif
-#ifdef FLASHSCI_HAVE_BACKWARD_SM90_BF16
+#ifdef FLASHSCI_HAVE_SM90_BWD_BF16
       BACKWARD(90, sm90_bf16),
 #endif
-#ifdef FLASHSCI_HAVE_FORWARD_SM80_BF16
+#ifdef FLASHSCI_HAVE_SM80_FWD_BF16
       FORWARD(80, sm80_bf16),
 #endif
-#ifdef FLASHSCI_HAVE_BACKWARD_SM80_BF16
+#ifdef FLASHSCI_HAVE_SM80_BWD_BF16
       BACKWARD(80, sm80_bf16),
 #endif
       {}};
   static const Kernels single[] = {
-#ifdef FLASHSCI_HAVE_FORWARD_SM80_FP32
+#ifdef FLASHSCI_HAVE_SM80_FWD_FP32
       FORWARD(80, sm80_fp32),
 #endif
-#ifdef FLASHSCI_HAVE_BACKWARD_SM80_FP32
+#ifdef FLASHSCI_HAVE_SM80_BWD_FP32
       BACKWARD(80, sm80_fp32),
 #endif
       {}};

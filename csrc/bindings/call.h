@@ -52,13 +52,13 @@ struct Call {
     p.num_seqs = static_cast<int32_t>(num_seqs);
     p.max_seqlen_q = clamp_int32(options.max_seqlen_q);
     if (bias.has_value()) {
-      p.pairs.bias = bias->const_data_ptr();
-      p.pairs.bias_strides = View(*bias).pair_strides();
-      p.pairs.bias_is_fp32 = dtype_of(*bias) == dtypes().single;
+      p.bias_mask.bias = bias->const_data_ptr();
+      p.bias_mask.bias_strides = View(*bias).pair_strides();
+      p.bias_mask.bias_is_fp32 = dtype_of(*bias) == dtypes().single;
     }
     if (mask.has_value()) {
-      p.pairs.mask = static_cast<const uint8_t*>(mask->const_data_ptr());
-      p.pairs.mask_strides = View(*mask).pair_strides();
+      p.bias_mask.mask = static_cast<const uint8_t*>(mask->const_data_ptr());
+      p.bias_mask.mask_strides = View(*mask).pair_strides();
     }
     p.batch0 = q_view.size[0];
     p.batch1 = q_view.size[1];

@@ -129,7 +129,7 @@ struct View {
   FlashsciStrides strides() const { return {stride[0], stride[1], stride[2], stride[3]}; }
 
   // Strides of a tensor whose every dim may be broadcast: 0 where the size is 1.
-  FlashsciPairStrides pair_strides() const {
+  FlashsciScoreStrides pair_strides() const {
     const auto of = [&](int i) { return size[i] == 1 ? 0 : stride[i]; };
     return {of(0), of(1), of(2), of(3), of(4)};
   }
@@ -157,7 +157,7 @@ inline Tensor empty_strided(int rank, const int64_t* sizes, const int64_t* strid
   AtenTensorHandle handle;
   TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(rank, sizes, strides, dtype, cuda, device, &handle));
-#if defined(FLASHSCI_POISON)  // common/poison.cuh: results and workspaces are NaN until written
+#if defined(FLASHSCI_POISON)  // core/poison.cuh: results and workspaces are NaN until written
   int64_t bytes = dtype == dtypes().byte ? 1 : size_of(dtype);
   for (int i = 0; i < rank; ++i) bytes *= sizes[i];
   void* data = nullptr;

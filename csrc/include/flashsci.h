@@ -24,18 +24,18 @@ typedef struct FlashsciStrides {
 } FlashsciStrides;
 
 // Element strides of a [B0, B1, Hq, Sq, Sk] tensor of any layout; 0 = broadcast.
-typedef struct FlashsciPairStrides {
+typedef struct FlashsciScoreStrides {
   int64_t batch0, batch1, head, row, column;
-} FlashsciPairStrides;
+} FlashsciScoreStrides;
 
 // What is given for each pair of a query and a key: an addend of its score (after softcap, in units
 // of the natural exponent; -inf hides the key) and whether it may be attended.
-typedef struct FlashsciPairs {
+typedef struct FlashsciBiasMask {
   const void* bias;     // [B0, B1, Hq, Sq, Sk] by bias_strides, fp32 or q's dtype; or NULL
   const uint8_t* mask;  // [B0, B1, Hq, Sq, Sk] by mask_strides, 0 = hidden; or NULL
-  FlashsciPairStrides bias_strides, mask_strides;
+  FlashsciScoreStrides bias_strides, mask_strides;
   int32_t bias_is_fp32;
-} FlashsciPairs;
+} FlashsciBiasMask;
 
 // What fp32 products are as exact as, whatever they are made of: fp32 (three products of halves of
 // the operands) or TF32 (one product). Ignored for other dtypes.
@@ -54,7 +54,7 @@ typedef struct FlashsciForwardParams {
   const int32_t* cu_seqlens_q;  // [num_seqs + 1] on the device, or NULL
   const int32_t* cu_seqlens_k;  // [num_seqs + 1] on the device, or NULL
   FlashsciStrides q_strides, k_strides, v_strides, out_strides;
-  FlashsciPairs pairs;  // dense only
+  FlashsciBiasMask bias_mask;  // dense only
   int64_t batch0, batch1;
   int32_t heads_q, heads_k;  // heads_q is a multiple of heads_k
   int32_t seq_q, seq_k;      // at most FLASHSCI_MAX_SEQ
@@ -92,8 +92,8 @@ typedef struct FlashsciBackwardParams {
   const int32_t* cu_seqlens_k;  // [num_seqs + 1] on the device, or NULL
   FlashsciStrides q_strides, k_strides, v_strides, out_strides, dout_strides, dlse_strides;
   FlashsciStrides dq_strides, dk_strides, dv_strides;
-  FlashsciPairs pairs;                // dense only
-  FlashsciPairStrides dbias_strides;  // contiguous where the bias has a size, 0 where it has none
+  FlashsciBiasMask bias_mask;          // dense only
+  FlashsciScoreStrides dbias_strides;  // contiguous where the bias has a size, 0 where it has none
   int64_t batch0, batch1;
   int32_t heads_q, heads_k;
   int32_t seq_q, seq_k;

@@ -95,7 +95,7 @@ Numbers from_device(const void* device, size_t count, const Precision& t) {
 }
 
 // Contiguous strides of shape [B, Hq, Sq, Sk] with 0 where a size is 1.
-FlashsciPairStrides pair_layout(const std::vector<int>& shape) {
+FlashsciScoreStrides pair_layout(const std::vector<int>& shape) {
   int64_t stride[4], step = 1;
   for (int i = 3; i >= 0; --i) {
     stride[i] = shape[i] == 1 ? 0 : step;
@@ -126,22 +126,22 @@ const Precision kFp16{"fp16", 2, 1.0 / 1024, float_to_fp16, fp16_to_float};
 const Precision kFp32{"fp32", 4, 1.0 / (1 << 20), nullptr, nullptr};
 
 const Unit kUnits[] = {
-#ifdef FLASHSCI_HAVE_BACKWARD_SM80_FP16
+#ifdef FLASHSCI_HAVE_SM80_BWD_FP16
     {"sm80", 80, 256, kFp16, flashsci_backward_sm80_fp16, flashsci_backward_sm80_fp16_workspace},
 #endif
-#ifdef FLASHSCI_HAVE_BACKWARD_SM80_BF16
+#ifdef FLASHSCI_HAVE_SM80_BWD_BF16
     {"sm80", 80, 256, kBf16, flashsci_backward_sm80_bf16, flashsci_backward_sm80_bf16_workspace},
 #endif
-#ifdef FLASHSCI_HAVE_BACKWARD_SM80_FP32
+#ifdef FLASHSCI_HAVE_SM80_BWD_FP32
     {"sm80", 80, 256, kFp32, flashsci_backward_sm80_fp32, flashsci_backward_sm80_fp32_workspace},
 #endif
-#ifdef FLASHSCI_HAVE_BACKWARD_SM90_FP16
+#ifdef FLASHSCI_HAVE_SM90_BWD_FP16
     {"sm90", 90, 256, kFp16, flashsci_backward_sm90_fp16, flashsci_backward_sm90_fp16_workspace},
 #endif
-#ifdef FLASHSCI_HAVE_BACKWARD_SM90_BF16
+#ifdef FLASHSCI_HAVE_SM90_BWD_BF16
     {"sm90", 90, 256, kBf16, flashsci_backward_sm90_bf16, flashsci_backward_sm90_bf16_workspace},
 #endif
-#ifdef FLASHSCI_HAVE_BACKWARD_SM75_FP16
+#ifdef FLASHSCI_HAVE_SM75_BWD_FP16
     {"sm75", 75, 128, kFp16, flashsci_backward_sm75_fp16, flashsci_backward_sm75_fp16_workspace},
 #endif
 };
@@ -151,7 +151,7 @@ struct Problem {
   Numbers q, k, v, dout, dlse, bias;
   std::vector<uint8_t> mask;
   FlashsciStrides sq, sk, sv, so;
-  FlashsciPairStrides sb, sm;
+  FlashsciScoreStrides sb, sm;
   std::vector<int32_t> cu_q{0}, cu_k{0};
   float scale;
 
@@ -337,12 +337,12 @@ bool run(const Unit& unit, const Problem& x, int need, bool deterministic) {
   if (need & kNeedV) p.dv = device.poison(x.v.size() * t.bytes);
   const Precision& tb = c.bias_fp32 ? kFp32 : t;
   if (!c.bias.empty()) {
-    p.pairs.bias = device.numbers(x.bias, tb), p.pairs.bias_strides = x.sb;
-    p.pairs.bias_is_fp32 = tb.bytes == 4;
+    p.bias_mask.bias = device.numbers(x.bias, tb), p.bias_mask.bias_strides = x.sb;
+    p.bias_mask.bias_is_fp32 = tb.bytes == 4;
     if (need & kNeedBias) p.dbias = device.poison(x.bias.size() * tb.bytes);
     p.dbias_strides = x.sb;
   }
-  if (!c.mask.empty()) p.pairs.mask = device.put(x.mask), p.pairs.mask_strides = x.sm;
+  if (!c.mask.empty()) p.bias_mask.mask = device.put(x.mask), p.bias_mask.mask_strides = x.sm;
   if (!c.lens_q.empty()) {
     p.cu_seqlens_q = device.put(x.cu_q), p.cu_seqlens_k = device.put(x.cu_k);
     p.num_seqs = static_cast<int>(c.lens_q.size());

@@ -51,7 +51,7 @@ T* to_device(const std::vector<T>& host) {
   return device;
 }
 
-FlashsciPairStrides pair_strides(const Case& c, const Pair& pair) {
+FlashsciScoreStrides pair_strides(const Case& c, const Pair& pair) {
   const int64_t rows = pair.row ? c.seq_q : 1, columns = pair.column ? c.seq_k : 1;
   const int64_t plane = rows * columns;
   return {pair.batch ? plane * (pair.head ? c.heads_q : 1) : 0, 0, pair.head ? plane : 0,
@@ -81,7 +81,7 @@ struct Generation {
 
 const Generation kGenerations[] = {
     {"sm80", 80, flashsci_forward_sm80_fp16, flashsci_forward_sm80_bf16},
-#ifdef FLASHSCI_HAVE_FORWARD_SM90_BF16
+#ifdef FLASHSCI_HAVE_SM90_FWD_BF16
     {"sm90", 90, flashsci_forward_sm90_fp16, flashsci_forward_sm90_bf16},
     {"sm90 with workspace", 90, flashsci_forward_sm90_fp16, flashsci_forward_sm90_bf16,
      flashsci_forward_sm90_fp16_workspace, flashsci_forward_sm90_bf16_workspace},
@@ -134,13 +134,14 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
 
   FlashsciForwardParams p{};
   if (c.bias.given) {
-    p.pairs.bias = c.bias.fp32 ? static_cast<const void*>(to_device(bias)) : to_device(half_bias);
-    p.pairs.bias_is_fp32 = c.bias.fp32;
-    p.pairs.bias_strides = pair_strides(c, c.bias);
+    p.bias_mask.bias =
+        c.bias.fp32 ? static_cast<const void*>(to_device(bias)) : to_device(half_bias);
+    p.bias_mask.bias_is_fp32 = c.bias.fp32;
+    p.bias_mask.bias_strides = pair_strides(c, c.bias);
   }
   if (c.mask.given) {
-    p.pairs.mask = to_device(mask);
-    p.pairs.mask_strides = pair_strides(c, c.mask);
+    p.bias_mask.mask = to_device(mask);
+    p.bias_mask.mask_strides = pair_strides(c, c.mask);
   }
   p.q = to_device(q), p.k = to_device(k), p.v = to_device(v);
   p.out = to_device(out), p.lse = to_device(lse);
@@ -172,7 +173,7 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
     for (const void* x :
          {p.q, p.k, p.v, static_cast<const void*>(p.out), static_cast<const void*>(p.lse),
           static_cast<const void*>(device_cu_q), static_cast<const void*>(device_cu_k),
-          p.pairs.bias, static_cast<const void*>(p.pairs.mask),
+          p.bias_mask.bias, static_cast<const void*>(p.bias_mask.mask),
           static_cast<const void*>(p.workspace)})
       CUDA(cudaFree(const_cast<void*>(x)));
   };
@@ -216,8 +217,8 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
                  decode(k[at(lk, b, kv_head, first_k + j) + d]);
           s *= p.scale;
           if (c.softcap != 0.f) s = c.softcap * std::tanh(s / c.softcap);
-          if (c.bias.given) s += bias[at(p.pairs.bias_strides, b, h, i, j)];
-          if (c.mask.given && mask[at(p.pairs.mask_strides, b, h, i, j)] == 0) continue;
+          if (c.bias.given) s += bias[at(p.bias_mask.bias_strides, b, h, i, j)];
+          if (c.mask.given && mask[at(p.bias_mask.mask_strides, b, h, i, j)] == 0) continue;
           scores[j] = s;
           largest = std::max(largest, s);
         }

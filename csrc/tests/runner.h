@@ -74,6 +74,6 @@ inline bool is_padding(int row, int seq) { return row >= seq - seq / 4 || row % 
 // A mask as a number, as far as a dtype has it.
 inline float number_for(float x, bool fp16) { return fp16 ? std::fmax(x, -65504.f) : x; }
 
-inline int64_t at(const FlashsciPairStrides& s, int b, int h, int i, int j) {
+inline int64_t at(const FlashsciScoreStrides& s, int b, int h, int i, int j) {
   return b * s.batch0 + h * s.head + i * s.row + j * s.column;
 }

@@ -88,7 +88,7 @@ def test_opcheck_of_the_cuda_ops() -> None:
     forward, backward = torch.ops.flashsci.cuda_forward, torch.ops.flashsci.cuda_backward
     torch.library.opcheck(forward.default, (*tensors, *scalars, 0))
     generations = [
-        g for g in cuda.GENERATIONS if f"cuda/sm{g}/backward_fp16" in cuda.build_info()["units"]
+        g for g in cuda.GENERATIONS if f"cuda/sm{g}/bwd_fp16" in cuda.build_info()["units"]
     ]
     if not generations:
         pytest.skip("this build has no CUDA backward")

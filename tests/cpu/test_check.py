@@ -34,7 +34,7 @@ def bearable(monkeypatch):
 
 def test_a_small_run_writes_the_report(tmp_path, monkeypatch, bearable):
     lines, out = [], tmp_path / "report.json"
-    units = {"triton/forward": "1", "cuda/sm80/forward_bf16": "2"}
+    units = {"triton/forward": "1", "cuda/sm80/fwd_bf16": "2"}
     monkeypatch.setattr(digest, "units", lambda: units)
     kept = {"minus_infinity_in_bias": check.TRAPS["minus_infinity_in_bias"]}
     monkeypatch.setattr(check, "TRAPS", kept)
@@ -180,8 +180,8 @@ def test_unknown_unit_and_missing_gpu(capsys):
 
 def test_a_library_from_other_sources_is_refused(monkeypatch):
     units = digest.units()
-    monkeypatch.setattr(check, "library_units", lambda: {"cuda/sm80/forward_bf16": "0123"})
-    if "cuda/sm80/forward_bf16" in units:
+    monkeypatch.setattr(check, "library_units", lambda: {"cuda/sm80/fwd_bf16": "0123"})
+    if "cuda/sm80/fwd_bf16" in units:
         reason = check.refusal(units, "cpu")
         assert reason is not None and "built from other sources" in reason and "0123" in reason
     monkeypatch.setattr(check, "library_units", lambda: dict(units))
@@ -195,7 +195,7 @@ def test_plans_cover_and_reproduce():
     assert max(max(c.seq_q, *c.lens_q, 0) for c in cases) >= 1000
     for unit, wanted in (
         ("triton/bias_gradient", lambda v: v.bias_grad),
-        ("cuda/sm80/forward_bf16", lambda v: v.dtype == "bfloat16"),
+        ("cuda/sm80/fwd_bf16", lambda v: v.dtype == "bfloat16"),
     ):
         assert all(wanted(c.variant) for c in check.plan_cases(100, 0, "cuda", unit))
 
@@ -276,7 +276,7 @@ def test_parts_name_the_digests_that_they_judged(tmp_path):
 
 
 def test_kernels_here_hold_every_generation_that_runs(monkeypatch):
-    units = {f"cuda/sm{g}/forward_fp16": "" for g in (75, 80, 90)}
+    units = {f"cuda/sm{g}/fwd_fp16": "" for g in (75, 80, 90)}
     monkeypatch.setattr(check, "library_units", lambda: units)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, held in (

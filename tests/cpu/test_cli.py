@@ -106,7 +106,7 @@ def test_readme_matrix_is_true():
     from flashsci import cli
 
     text = (ROOT / "README.md").read_text()
-    lines = text.split("## What is covered today")[1].split("\n## ")[0].splitlines()
+    lines = text.split("## What is covered")[1].split("\n## ")[0].splitlines()
     cells = [[c.strip() for c in x.strip("|").split("|")] for x in lines if x.startswith("| ")]
     table = {feature: dict(zip(BACKENDS, row, strict=True)) for feature, *row in cells}
     support = cli.support((8, 0), hypothetical=True)

@@ -38,7 +38,7 @@ BUILD = {  # of everything
         f"cuda/{folder}/{kind}_{dtype}": ""
         for folder, dtypes in (("sm75", "fp16"), ("sm80", "fp16 bf16 fp32"), ("sm90", "fp16 bf16"))
         for dtype in dtypes.split()
-        for kind in ("forward", "backward")
+        for kind in ("fwd", "bwd")
     },
 }
 needs_library = pytest.mark.skipif(
@@ -200,7 +200,7 @@ def test_gradients_need_triton(monkeypatch):
     triton, cuda = (registry.BACKENDS[name] for name in ("triton", "cuda"))
     monkeypatch.setattr(triton.load(), "unavailable", lambda: "Triton is not installed")
     monkeypatch.setattr(backend, "unavailable", lambda: None)
-    forward_only = {unit: "" for unit in BUILD["units"] if "/forward" in unit}
+    forward_only = {unit: "" for unit in BUILD["units"] if "/fwd" in unit}
     monkeypatch.setattr(backend, "build_info", lambda: {**BUILD, "units": forward_only})
     assert cuda.rejects(PROBLEM) is None
     reason = cuda.rejects(replace(PROBLEM, requires_grad=True))
@@ -256,7 +256,7 @@ def test_what_the_hopper_backward_serves(monkeypatch, change, reason):
 
 def test_digest_of_every_unit():
     units = digest.units(ROOT)
-    assert "cuda/sm80/forward_bf16" in units
+    assert "cuda/sm80/fwd_bf16" in units
     assert all(re.fullmatch(r"[0-9a-f]{16}", value) for value in units.values())
     assert any(name.startswith("triton/") for name in units)
     result = subprocess.run(
@@ -265,14 +265,14 @@ def test_digest_of_every_unit():
         text=True,
         check=True,
     )
-    assert units["cuda/sm80/forward_bf16"] in result.stdout
+    assert units["cuda/sm80/fwd_bf16"] in result.stdout
 
 
 def test_digest_sees_every_included_header():
     csrc = ROOT / "csrc"
-    sources = digest.cpp_sources([csrc / "sm80" / "forward_bf16.cu"])
+    sources = digest.cpp_sources([csrc / "sm80" / "fwd" / "bf16.cu"])
     names = {str(p.relative_to(csrc)) for p in sources}
-    assert {"include/flashsci.h", "common/tile.cuh", "common/ptx/mma_bf16.cuh"} <= names
+    assert {"include/flashsci.h", "core/smem_tile.cuh", "ptx/mma_bf16.cuh"} <= names
 
 
 def test_triton_digest_ignores_docstrings(tmp_path):
@@ -308,7 +308,7 @@ def test_a_debug_build_matches_no_tree(tmp_path):
 def test_barriers_expect_the_sizes_of_what_is_loaded():
     """A barrier that expects a byte more than its loads bring never opens, one that expects less opens too early.
 
-    Loads assert that their boxes fill a stage (csrc/sm90/box.cuh); so barriers must expect stages, not numbers of their
+    Loads assert that their boxes fill a stage (csrc/sm90/tma_box.cuh); so barriers must expect stages, not numbers of their
     own.
     """
     sizes = r"sizeof\(shared\.\w+(\[0\])*\)"
@@ -317,7 +317,7 @@ def test_barriers_expect_the_sizes_of_what_is_loaded():
         "(a.bias_tiles ? C::kBiasBytes : 0) + (a.mask_tiles ? C::kMaskBytes : 0)",
     )
     found = 0
-    for path in sorted((ROOT / "csrc" / "sm90").glob("*.cuh")):
+    for path in sorted((ROOT / "csrc" / "sm90").rglob("*.cuh")):
         text = re.sub(r"\s+", " ", path.read_text(encoding="utf-8"))
         for call in re.findall(r"mbarrier_arrive_expect\((.*?)\);", text):
             expected = call.rsplit(", ", 1)[1]

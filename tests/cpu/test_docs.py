@@ -62,12 +62,15 @@ def test_examples_run(page, tmp_path):
     assert done.returncode == 0, f"{page} (line numbers are the page's):\n{done.stderr}"
 
 
-def test_order_of_auto_is_documented():
-    """The table of docs/support.md has the rows of PREFERENCES: same orders, same evidence."""
-    text = (ROOT / "docs" / "support.md").read_text().split("## The order of `auto`")[1]
+@pytest.mark.parametrize(
+    ("heading", "preferences"), [("The order of `auto`", registry.PREFERENCES)]
+)
+def test_preferences_are_documented(heading, preferences):
+    """The tables of docs/support.md have the rows of the registry: same orders, same evidence."""
+    text = (ROOT / "docs" / "support.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines()]
     found = [(row[1], row[2]) for row in rows if len(row) == 3 and " > " in row[1]]
-    assert found == [(" > ".join(p.order), p.evidence) for p in registry.PREFERENCES]
+    assert found == [(" > ".join(p.order), p.evidence) for p in preferences]
 
 
 def test_readme_sections_that_the_site_includes_exist():
@@ -81,3 +84,26 @@ def test_nav_lists_every_page():
     nav = (ROOT / "mkdocs.yml").read_text()
     missing = [p for p in PAGES[1:] if not re.search(rf": {p.removeprefix('docs/')}$", nav, re.M)]
     assert not missing, f"pages that mkdocs.yml does not list: {missing}"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that mkdocs gives a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    plain = [
+        re.sub(r"[^\w\s-]", "", h).strip().lower() for h in re.findall(r"^#+ (.+)$", text, re.M)
+    ]
+    return {re.sub(r"[-\s]+", "-", h) for h in plain}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_resolve(page):
+    """mkdocs checks docs/ where it is installed; README.md it does not see."""
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
+        file, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / file if file else ROOT / page
+        if "://" not in link and not (
+            target.exists() and (not anchor or anchor in headings(target))
+        ):
+            dead.append(link)
+    assert not dead, f"{page} links to what is not there: {dead}"

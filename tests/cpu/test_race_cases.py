@@ -25,7 +25,7 @@ def test_every_instance_has_calls():
         for call in races.calls_of(instance):
             assert call.dtype == instance.dtype and call.generation == instance.generation
     # What a backward is compiled for must be run with one.
-    for instance in (i for i in table if i.kind == "backward"):
+    for instance in (i for i in table if i.kind == "bwd"):
         assert any(call.has_backward for call in races.calls_of(instance)), instance
 
 
@@ -72,19 +72,19 @@ def test_shapes_have_the_tiles_they_are_named_for(processors):
 
 
 NAMES = {
-    "void flashsci::sm90::forward_kernel<(anonymous namespace)::Op, flashsci::sm90::Tiling<192, 128, 2, 2, false, 128>, "
-    "true, true, true>(flashsci::sm90::ForwardArgs)": (192, "128 x 128", "v 128 window packed"),
-    "void flashsci::sm90::decode_combine<(anonymous namespace)::Op, 256>(flashsci::sm90::DecodeArgs)": (256, "4 x 0", "combine"),
-    "void flashsci::sm90::backward_kernel<(anonymous namespace)::Op, flashsci::sm90::BackwardTiling<64, 64, 128, "
-    "(flashsci::sm90::PairTiles)0, true>, false, false>(flashsci::sm90::BackwardArgs)": (64, "128 x 128", "tile after tile"),
-    "void flashsci::sm90::backward_finish_kernel<(anonymous namespace)::Op, flashsci::sm90::WideBackwardTiling<256, 192>, true>"
-    "(flashsci::sm90::BackwardArgs)": (256, "64 x 0", "v 192 finish packed"),
-    "void flashsci::sm80::forward_pairs_kernel<(anonymous namespace)::Op, flashsci::sm80::PairsTiling<flashsci::sm80::Tiling<32, 128, "
-    "32, 4, 2, 2>, 2, 4>, true>(FlashsciForwardParams, flashsci::sm80::ForwardPlan, flashsci::sm80::PairsPlan)": (32, "128 x 32", "16-byte rows, fp32 bias, two members"),
-    "void flashsci::sm80::backward_queries_kernel<(anonymous namespace)::Op, flashsci::sm80::QueryTiling<256, 64, 32, 1, 2> >"
-    "(FlashsciBackwardParams, flashsci::sm80::BackwardPlan, unsigned int)": (256, "64 x 32", "backward queries"),
-    "void flashsci::sm75::backward_keys_kernel<(anonymous namespace)::Op, flashsci::sm75::KeyTiling<32, 128, 32, 2, 4, 2>, true>"
-    "(FlashsciBackwardParams, flashsci::sm75::BackwardPlan, unsigned int)": (32, "32 x 128", "backward keys"),
+    "void flashsci::sm90::fwd::forward_kernel<(anonymous namespace)::Op, flashsci::sm90::fwd::Tiling<192, 128, 2, 2, false, 128>, "
+    "true, true, true>(flashsci::sm90::fwd::ForwardArgs)": (192, "128 x 128", "v 128 window packed"),
+    "void flashsci::sm90::decode::decode_combine<(anonymous namespace)::Op, 256>(flashsci::sm90::decode::DecodeArgs)": (256, "4 x 0", "combine"),
+    "void flashsci::sm90::bwd::backward_kernel<(anonymous namespace)::Op, flashsci::sm90::bwd::BackwardTiling<64, 64, 128, "
+    "(flashsci::sm90::bwd::BiasMaskTiles)0, true>, false, false>(flashsci::sm90::bwd::BackwardArgs)": (64, "128 x 128", "tile after tile"),
+    "void flashsci::sm90::bwd::backward_postprocess_kernel<(anonymous namespace)::Op, flashsci::sm90::bwd::D256BackwardTiling<256, 192>, true>"
+    "(flashsci::sm90::bwd::BackwardArgs)": (256, "64 x 0", "v 192 postprocess packed"),
+    "void flashsci::sm80::fwd::forward_bias_mask_kernel<(anonymous namespace)::Op, flashsci::sm80::fwd::BiasMaskTiling<flashsci::sm80::fwd::Tiling<32, 128, "
+    "32, 4, 2, 2>, 2, 4>, true>(FlashsciForwardParams, flashsci::sm80::fwd::ForwardPlan, flashsci::sm80::fwd::BiasMaskPlan)": (32, "128 x 32", "16-byte rows, fp32 bias, two members"),
+    "void flashsci::sm80::dq::backward_queries_kernel<(anonymous namespace)::Op, flashsci::sm80::dq::QueryTiling<256, 64, 32, 1, 2> >"
+    "(FlashsciBackwardParams, flashsci::sm80::bwd::BackwardPlan, unsigned int)": (256, "64 x 32", "backward queries"),
+    "void flashsci::sm75::bwd::backward_keys_kernel<(anonymous namespace)::Op, flashsci::sm75::bwd::KeyTiling<32, 128, 32, 2, 4, 2>, true>"
+    "(FlashsciBackwardParams, flashsci::sm75::bwd::BackwardPlan, unsigned int)": (32, "32 x 128", "backward keys"),
 }  # fmt: skip
 
 
@@ -195,12 +195,12 @@ def test_honest_results_pass(harness, kind):
 )
 def test_a_single_wrong_repeat_is_found(harness, monkeypatch, tensor, words):
     """One element, once: of the forward, of the backward in turns, of the other; and in the first run."""
-    calls = {"forward": 0, "backward": 0}
+    calls = {"fwd": 0, "bwd": 0}
     wrong = {
-        "first": ("forward", 1),
-        "out": ("forward", 4),
-        "dk": ("backward", 4),
-        "dq": ("backward", 8),
+        "first": ("fwd", 1),
+        "out": ("fwd", 4),
+        "dk": ("bwd", 4),
+        "dq": ("bwd", 8),
     }
     kind, time = wrong[tensor]  # backwards: in any order, in turns, four of these, four of those
 
@@ -210,13 +210,13 @@ def test_a_single_wrong_repeat_is_found(harness, monkeypatch, tensor, words):
 
     def forward(*arguments):
         out, lse = reference.forward(*arguments)
-        if now("forward"):
+        if now("fwd"):
             out[0, 0, 3, 2] += 1.0
         return out, lse
 
     def backward(*arguments):
         dq, dk, *others = reference.backward(*arguments)
-        if now("backward"):
+        if now("bwd"):
             (dk if tensor == "dk" else dq)[0, 0, 3, 2] = torch.nan
         return dq, dk, *others
 

@@ -230,8 +230,8 @@ def test_one_generation_of_cuda_kernels_on_request(fresh_registry):
 def test_a_generation_serves_only_what_its_kernels_do(monkeypatch):
     from flashsci.backends import cuda
 
-    units = {f"cuda/sm{g}/forward_{d}": "" for g in (75, 80, 90) for d in ("fp16", "bf16")}
-    del units["cuda/sm75/forward_bf16"]
+    units = {f"cuda/sm{g}/fwd_{d}": "" for g in (75, 80, 90) for d in ("fp16", "bf16")}
+    del units["cuda/sm75/fwd_bf16"]
     monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["75", "80", "90"], "units": units})
     hopper = Problem("cuda", (9, 0), torch.bfloat16, 2, 2, 64, 64)
     assert cuda.SM90.rejects(hopper) is None and cuda.SM80.rejects(hopper) is None
@@ -245,7 +245,7 @@ def test_held_to_hopper_nothing_else_serves(monkeypatch):
     """A bias or mask is for the kernels to take or refuse, and their refusal is a BackendError; no gradient is Triton's."""
     from flashsci.backends import cuda
 
-    units = {f"cuda/sm90/{kind}_bf16": "" for kind in ("forward", "backward")}
+    units = {f"cuda/sm90/{kind}_bf16": "" for kind in ("fwd", "bwd")}
     monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["90"], "units": units})
     given = dict(bias_shape=(1, 2, 9, 9), mask=True, requires_grad=True)
     hopper = Problem("cuda", (9, 0), torch.bfloat16, 2, 2, 64, 64, **given)
@@ -298,14 +298,14 @@ EVERYTHING = [
     f"cuda/sm{generation}/{kind}_{dtype}"
     for generation, dtypes in ((75, "fp16"), (80, "fp16 bf16 fp32"), (90, "fp16 bf16"))
     for dtype in dtypes.split()
-    for kind in ("forward", "backward")
+    for kind in ("fwd", "bwd")
 ]
 
 
 @pytest.fixture
 def no_hopper_backward(monkeypatch):
     """A library of everything less a Hopper backward."""
-    pretend(monkeypatch, [unit for unit in EVERYTHING if "sm90/backward" not in unit])
+    pretend(monkeypatch, [unit for unit in EVERYTHING if "sm90/bwd" not in unit])
     yield
     registry._gradients_of.cache_clear()
 

@@ -41,7 +41,7 @@ def unavailable(generation: str, dtype: str) -> str | None:
     if reason is not None:
         return reason
     suffix = next(s for s, d in races.DTYPES.items() if d == dtype)
-    unit = f"cuda/{generation}/forward_{suffix}"
+    unit = f"cuda/{generation}/fwd_{suffix}"
     if unit not in (backend.build_info() or {}).get("units", {}):
         return f"this build has no {unit}"
     major, minor = torch.cuda.get_device_capability()

@@ -30,6 +30,7 @@ FUSED = True
 MAX_HEAD_DIM = 256
 GENERATIONS = (90, 80, 75)  # newest first, as the library tries them
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_UNITS = {"forward": "fwd", "backward": "bwd"}
 
 _ops: Any = None  # (forward, backward)
 _library: ctypes.CDLL | None = None
@@ -222,7 +223,8 @@ def _kernels(
         else:  # Turing's kernels run on what is newer, but only for who asks for them
             asked = candidate != 75 or capability < 80 or generation == 75
             runs = capability >= candidate and asked
-        if runs and f"cuda/sm{candidate}/{kind}_{_DTYPES[problem.dtype]}" in info["units"]:
+        unit = f"cuda/sm{candidate}/{_UNITS[kind]}_{_DTYPES[problem.dtype]}"
+        if runs and unit in info["units"]:
             reason = _limit(kind, candidate, problem, strides or generation != 0)
             if reason is None:
                 return candidate, None

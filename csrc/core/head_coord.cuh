@@ -1,0 +1,28 @@
+// Which head of which batch a block works on: batch, heads and the tiles of a head share grid.x.
+#pragma once
+#include <cstdint>
+
+#include "../include/flashsci.h"
+
+namespace flashsci {
+
+struct HeadCoord {
+  uint32_t batch_head, batch0, batch1, head;
+
+  // block = ((b0 * batch1 + b1) * heads + head) * tiles + tile.
+  __device__ __forceinline__ HeadCoord(uint32_t block, uint32_t tiles, int heads, int64_t batch1_) {
+    batch_head = block / tiles;
+    const uint32_t batch = batch_head / static_cast<uint32_t>(heads);
+    head = batch_head - batch * static_cast<uint32_t>(heads);
+    batch0 = batch / static_cast<uint32_t>(batch1_);
+    batch1 = batch - batch0 * static_cast<uint32_t>(batch1_);
+  }
+
+  // Elements from the start of a tensor, in 64 bits.
+  __device__ __forceinline__ int64_t offset(const FlashsciStrides& strides,
+                                            uint32_t of_head) const {
+    return batch0 * strides.batch0 + batch1 * strides.batch1 + of_head * strides.head;
+  }
+};
+
+}  // namespace flashsci

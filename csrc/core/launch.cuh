@@ -1,0 +1,48 @@
+// Launching a kernel from the host: the multiprocessors of a device, a kernel's shared memory, and
+// a grid of no blocks or of too many, which is no launch.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace flashsci {
+
+// Streaming multiprocessors of a device. Asked once for each device; a lost race only asks again.
+inline int processors_of(int device) {
+  static std::atomic<int> known[64];
+  std::atomic<int>& mine = known[device & 63];
+  int count = device < 64 ? mine.load(std::memory_order_relaxed) : 0;
+  if (count == 0) {
+    if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
+      return 1;
+    if (device < 64) mine.store(count, std::memory_order_relaxed);
+  }
+  return count;
+}
+
+// Allows a kernel more than 48 KiB of shared memory, once per device; a lost race only repeats it.
+template <auto kKernel>
+cudaError_t allow_shared(int bytes, int device) {
+  static std::atomic<uint64_t> configured{0};
+  if (bytes <= 48 * 1024) return cudaSuccess;
+  const uint64_t bit = uint64_t{1} << (device & 63);
+  if (device < 64 && (configured.load(std::memory_order_relaxed) & bit)) return cudaSuccess;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) configured.fetch_or(bit, std::memory_order_relaxed);
+  return error;
+}
+
+template <auto kKernel, class... Arguments>
+cudaError_t launch(int64_t blocks, int threads, int64_t shared, int device, cudaStream_t stream,
+                   const Arguments&... arguments) {
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  const cudaError_t error = allow_shared<kKernel>(static_cast<int>(shared), device);
+  if (error != cudaSuccess) return error;
+  kKernel<<<static_cast<unsigned>(blocks), threads, shared, stream>>>(arguments...);
+  return cudaGetLastError();
+}
+
+}  // namespace flashsci

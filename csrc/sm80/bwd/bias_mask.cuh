@@ -1,0 +1,249 @@
+// Bias and mask of transposed scores, and the gradient of a bias that has a place for every pair.
+//
+// A warp's keys are dealt to its rows so that a lane has 2 kM neighbours: row m * 16 + half * 8 + g
+// of a block of 16 kM is key g * 2 kM + 2 m + half. What memory holds side by side, a row of keys
+// of one query, is then loaded and stored 8 to 16 bytes a lane, and whole sectors a quad.
+#pragma once
+#include "config.cuh"
+#include "warp_mma.cuh"
+
+namespace flashsci::sm80::bwd {
+
+// Row of a tile in shared memory where a key of the tile lives, in blocks of 16 kM.
+template <int kM>
+__device__ __forceinline__ int row_of_key(int key) {
+  const int in_block = key % (16 * kM);
+  return key - in_block + in_block / 2 % kM * 16 + in_block % 2 * 8 + in_block / (2 * kM);
+}
+
+// Scores of keys and queries that the window hides become -inf. key: this lane's first; query: that
+// of its first column.
+template <int kM, int kN>
+__device__ __forceinline__ void mask_transposed(float (&s)[kM][kN][4], const Window& window,
+                                                int key, int query) {
+#pragma unroll
+  for (int i = 0; i < 2 * kM; ++i) {
+    const int j = key + i;
+    const int begin = j < window.seq_k ? window.first_query(j) - query : 1 << 30;
+    const int last = j - window.before - query;  // <= 2^31 - 1
+#pragma unroll
+    for (int c = 0; c < 2 * kN; ++c) {
+      const int at = c / 2 * 8 + c % 2;
+      if (at < begin || at > last) s[i / 2][c / 2][i % 2 * 2 + c % 2] = -INFINITY;
+    }
+  }
+}
+
+// Calls each(c, row, exists) for the 2 kN queries of a lane, query + c / 2 * 8 + c % 2, with a
+// pointer to the row of each: one address at a time.
+template <int kN, class T, class Each>
+__device__ __forceinline__ void for_queries(T* start, int64_t row_stride, int query, int queries,
+                                            Each&& each) {
+  T* row = start + query * row_stride;
+#pragma unroll
+  for (int c = 0; c < 2 * kN; ++c) {
+    each(c, row, query + c / 2 * 8 + c % 2 < queries);
+    row += c % 2 == 0 ? row_stride : 7 * row_stride;
+  }
+}
+
+// What a lane has of the bias, loaded a step before it is used, and of a mask that is the same for
+// all queries.
+template <class Op, int kM, int kN>
+struct BiasMaskAhead {
+  static constexpr int kKeys = 2 * kM;
+  uint32_t bias[2 * kN][kKeys];  // [query, key]: fp32, or 16 bits, or (vectors) 16-bit pairs
+  uint32_t mask;                 // a byte for each key
+
+  // Bytes [first, first + kBytes) of a row as words; kBytes is 2 to 16.
+  template <int kBytes>
+  static __device__ __forceinline__ void load_vector(uint32_t* word, const unsigned char* source) {
+    if constexpr (kBytes == 16) {
+      const uint4 x = __ldg(reinterpret_cast<const uint4*>(source));
+      word[0] = x.x, word[1] = x.y, word[2] = x.z, word[3] = x.w;
+    } else if constexpr (kBytes == 8) {
+      const uint2 x = __ldg(reinterpret_cast<const uint2*>(source));
+      word[0] = x.x, word[1] = x.y;
+    } else if constexpr (kBytes == 4) {
+      word[0] = __ldg(reinterpret_cast<const uint32_t*>(source));
+    } else {
+      word[0] = __ldg(reinterpret_cast<const uint16_t*>(source));
+    }
+  }
+
+  // The bytes of a mask for this lane's keys of one query.
+  static __device__ __forceinline__ uint32_t load_mask(const uint8_t* row, const BackwardPlan& plan,
+                                                       int64_t stride, int key, int keys) {
+    uint32_t word = 0;
+    if (plan.mask_vector) {
+      if (key < keys) load_vector<kKeys>(&word, reinterpret_cast<const unsigned char*>(row + key));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kKeys; ++j)
+        if (key + j < keys) word |= static_cast<uint32_t>(__ldg(row + (key + j) * stride)) << 8 * j;
+    }
+    return word;
+  }
+
+  static __device__ __forceinline__ void load_bias(uint32_t (&word)[kKeys],
+                                                   const unsigned char* row,
+                                                   const FlashsciBiasMask& bias_mask,
+                                                   const BackwardPlan& plan, int key, int keys) {
+#pragma unroll
+    for (int j = 0; j < kKeys; ++j) word[j] = 0;
+    if (plan.bias_vector) {
+      if (key < keys) {
+        if (bias_mask.bias_is_fp32)
+          load_vector<4 * kKeys>(word, row + key * 4);
+        else
+          load_vector<2 * kKeys>(word, row + key * 2);
+      }
+    } else {
+      const int64_t stride = bias_mask.bias_strides.column;
+#pragma unroll
+      for (int j = 0; j < kKeys; ++j)
+        if (key + j < keys)
+          word[j] = bias_mask.bias_is_fp32
+                        ? __ldg(reinterpret_cast<const uint32_t*>(row) + (key + j) * stride)
+                        : __ldg(reinterpret_cast<const uint16_t*>(row) + (key + j) * stride);
+    }
+  }
+
+  static __device__ __forceinline__ float value(const uint32_t (&word)[kKeys], int j, bool fp32,
+                                                bool vector) {
+    if (fp32) return __uint_as_float(word[j]);
+    if (!vector) return Op::to_float(static_cast<uint16_t>(word[j]));
+    return Op::to_float(static_cast<uint16_t>(j % 2 == 0 ? word[j / 2] : word[j / 2] >> 16));
+  }
+
+  // From the pairs of one head; query: of the first column. With no queries nothing is loaded, but
+  // all is set: what may keep its value would be alive all the time.
+  __device__ __forceinline__ void load(const FlashsciBiasMask& bias_mask, const BackwardPlan& plan,
+                                       const unsigned char* bias_head, const uint8_t* mask_head,
+                                       int query, int key, int queries, int keys) {
+    key = opaque(key);  // no address is worth a register through the loop
+    const int64_t row_bytes = bias_mask.bias_strides.row * (bias_mask.bias_is_fp32 ? 4 : 2);
+    if (!plan.bias_first) queries = 0;
+    for_queries<kN>(bias_head, row_bytes, query, queries, [&](int c, auto* row, bool exists) {
+      load_bias(bias[c], row, bias_mask, plan, key, exists ? keys : 0);
+    });
+    mask = 0;
+    if (bias_mask.mask != nullptr && bias_mask.mask_strides.row == 0)
+      mask = load_mask(mask_head, plan, bias_mask.mask_strides.column, key, keys);
+  }
+
+  // The product of scores starts from the bias, where nothing comes between the two.
+  __device__ __forceinline__ void start(float (&s)[kM][kN][4], const FlashsciBiasMask& bias_mask,
+                                        const BackwardPlan& plan) const {
+    const auto set = [&](bool fp32, bool vector) {
+#pragma unroll
+      for (int i = 0; i < 2 * kN * kKeys; ++i) {
+        const int c = i / kKeys, j = i % kKeys;
+        s[j / 2][c / 2][j % 2 * 2 + c % 2] = value(bias[c], j, fp32, vector) * plan.bias_factor;
+      }
+    };
+    if (!plan.bias_first)
+      set_zero(s);
+    else if (bias_mask.bias_is_fp32)
+      set(true, false);
+    else if (plan.bias_vector)
+      set(false, true);
+    else
+      set(false, false);
+  }
+
+  // What is not loaded ahead: the bias after a softcap (or a scale that nothing can be divided by),
+  // a mask with a place for every pair.
+  __device__ __forceinline__ void apply_rest(float (&s)[kM][kN][4],
+                                             const FlashsciBiasMask& bias_mask,
+                                             const BackwardPlan& plan,
+                                             const unsigned char* bias_head,
+                                             const uint8_t* mask_head, int query, int key,
+                                             int queries, int keys) const {
+    key = opaque(key);  // no address is worth a register through the loop
+    if (bias_mask.bias != nullptr && !plan.bias_first) {
+      const int64_t row_bytes = bias_mask.bias_strides.row * (bias_mask.bias_is_fp32 ? 4 : 2);
+      for_queries<kN>(bias_head, row_bytes, query, queries, [&](int c, auto* row, bool exists) {
+        uint32_t word[kKeys];
+        load_bias(word, row, bias_mask, plan, key, exists ? keys : 0);
+#pragma unroll
+        for (int j = 0; j < kKeys; ++j)
+          s[j / 2][c / 2][j % 2 * 2 + c % 2] +=
+              value(word, j, bias_mask.bias_is_fp32 != 0, plan.bias_vector != 0);
+        __syncwarp();  // the compiler would load all columns at once, into registers that are taken
+      });
+    }
+    if (bias_mask.mask == nullptr) return;
+    if (bias_mask.mask_strides.row == 0) {
+#pragma unroll
+      for (int j = 0; j < kKeys; ++j) {
+        const bool hidden = (mask >> 8 * j & 0xff) == 0;
+#pragma unroll
+        for (int c = 0; c < 2 * kN; ++c)
+          if (hidden) s[j / 2][c / 2][j % 2 * 2 + c % 2] = -INFINITY;
+      }
+    } else {
+      for_queries<kN>(mask_head, bias_mask.mask_strides.row, query, queries,
+                      [&](int c, auto* row, bool exists) {
+                        const uint32_t word = load_mask(row, plan, bias_mask.mask_strides.column,
+                                                        key, exists ? keys : 0);
+#pragma unroll
+                        for (int j = 0; j < kKeys; ++j)
+                          if ((word >> 8 * j & 0xff) == 0)
+                            s[j / 2][c / 2][j % 2 * 2 + c % 2] = -INFINITY;
+                        __syncwarp();
+                      });
+    }
+  }
+};
+
+// dS^T of one warp to its place in dbias (contiguous keys), from [queries, keys] of its head.
+template <class Op, int kM, int kN>
+__device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4],
+                                                    unsigned char* dbias, bool fp32, bool vector,
+                                                    int64_t row_stride, int query, int key,
+                                                    int queries, int keys) {
+  constexpr int kKeys = 2 * kM;
+  key = opaque(key);  // no address is worth a register through the loop
+  const int64_t row_bytes = row_stride * (fp32 ? 4 : 2);
+  for_queries<kN>(dbias, row_bytes, query, queries, [&](int c, unsigned char* row, bool exists) {
+    if (!exists) return;
+    float x[kKeys];
+#pragma unroll
+    for (int j = 0; j < kKeys; ++j) x[j] = ds[j / 2][c / 2][j % 2 * 2 + c % 2];
+    if (fp32) {
+      float* target = reinterpret_cast<float*>(row) + key;
+      if (vector) {
+        if (key < keys) {
+          if constexpr (kM == 2)
+            *reinterpret_cast<float4*>(target) = make_float4(x[0], x[1], x[2], x[3]);
+          else
+            *reinterpret_cast<float2*>(target) = make_float2(x[0], x[1]);
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kKeys; ++j)
+          if (key + j < keys) target[j] = x[j];
+      }
+    } else {
+      uint16_t* target = reinterpret_cast<uint16_t*>(row) + key;
+      uint32_t word[kM];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) word[m] = Op::pack2(x[2 * m], x[2 * m + 1]);
+      if (vector) {
+        if (key < keys) {
+          if constexpr (kM == 2)
+            *reinterpret_cast<uint2*>(target) = make_uint2(word[0], word[1]);
+          else
+            *reinterpret_cast<uint32_t*>(target) = word[0];
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kKeys; ++j)
+          if (key + j < keys) target[j] = static_cast<uint16_t>(word[j / 2] >> j % 2 * 16);
+      }
+    }
+  });
+}
+
+}  // namespace flashsci::sm80::bwd

@@ -1,0 +1,237 @@
+// The gradient of a bias that is shared: reduced to the bias's own shape, without atomics.
+//
+// Maths     dbias = the sum of dS = P (dO V^T - delta) over the dims that the bias lacks.
+// Roles     A CTA owns a tile of dbias, 64 to 128 rows x 32 to 64 keys (one row or one key, if the
+//           bias has one), and adds up its members: the batches, heads, row tiles and key tiles
+//           that share it. Where tiles are few, `splits` CTAs share the members of one and leave
+//           partial sums to bias_sum_kernel. All on grid.x. Four warps, 32 (D > 128: 16) query rows
+//           each.
+// Shared    kStages x (Q, dO, K, V): `BiasShared`; in the end the sums of the warps.
+// Pipeline  With two stages the tiles of the next member fly during the products of this one.
+// Limits    Two products a member and tile, and the loads from L2.
+#pragma once
+#include "../../core/dbias_reduce.cuh"
+#include "../../core/poison.cuh"
+#include "../dq/kernel.cuh"
+
+namespace flashsci::sm80::dbias {
+
+using namespace bwd;  // of which it is a part
+using namespace dq;
+
+template <int kHeadDim_, int kBlockQ_, int kBlockK_, int kStages_, int kMinBlocks_>
+struct BiasTiling : QueryTiling<kHeadDim_, kBlockQ_, kBlockK_, kStages_, kMinBlocks_> {};
+
+template <class C>
+struct alignas(128) BiasShared {
+  uint16_t q[C::kStages][C::kBlockQ * C::kHeadDim];     // [stage, kBlockQ, kHeadDim]
+  uint16_t dout[C::kStages][C::kBlockQ * C::kHeadDim];  // [stage, kBlockQ, kHeadDim]
+  uint16_t k[C::kStages][C::kBlockK * C::kHeadDim];     // [stage, kBlockK, kHeadDim]
+  uint16_t v[C::kStages][C::kBlockK * C::kHeadDim];     // [stage, kBlockK, kHeadDim]
+  float2 statistics[C::kStages][C::kBlockQ];            // [stage, kBlockQ]: -lse, -delta
+  alignas(16) uint8_t shown[2][C::kBlockK];             // [member % 2, kBlockK]: a mask of keys
+};
+
+// Scores that could not start from the bias, columns from n8 block `first` of it.
+template <int kM, int kN, int kAll>
+__device__ __forceinline__ void add_late(float (&s)[kM][kN][4], const float (&addend)[kM][kAll][4],
+                                         int first, const BackwardPlan& plan) {
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i) {
+    float& x = s[i / (4 * kN)][i / 4 % kN][i % 4];
+    const float shaped = plan.score_mode == kSoftcap
+                             ? plan.score_outer * tanh_accurate(plan.score_inner * x)
+                             : plan.score_inner * x;
+    x = (x == -INFINITY ? x : shaped) + addend[i / (4 * kN)][first + i / 4 % kN][i % 4];
+  }
+}
+
+template <class Op, class C>
+__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
+    bias_gradient_kernel(const __grid_constant__ FlashsciBackwardParams p,
+                         const __grid_constant__ BackwardPlan plan,
+                         const __grid_constant__ BiasPlan bias) {
+  using T = Tile<C::kHeadDim>;
+  constexpr int kN = C::kBlockK / 8;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  auto& shared = *reinterpret_cast<BiasShared<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
+  const uint32_t split = blockIdx.x % bias.splits;
+  BiasMember own;
+  own.decode(blockIdx.x / bias.splits, bias.own);
+  const uint32_t begin = static_cast<uint64_t>(bias.member_count) * split / bias.splits;
+  const uint32_t end = static_cast<uint64_t>(bias.member_count) * (split + 1) / bias.splits;
+
+  const int warp = ptx::redux_max(threadIdx.x / 32);
+  const int lane = threadIdx.x % 32;
+  const Window window(p.window_left, p.window_right, p.lower_right != 0, p.seq_q, p.seq_k);
+  const uint32_t group = plan.group;
+  const uint32_t q_tile = ptx::shared_address(shared.q);
+  const uint32_t dout_tile = ptx::shared_address(shared.dout);
+  const uint32_t k_tile = ptx::shared_address(shared.k);
+  const uint32_t v_tile = ptx::shared_address(shared.v);
+  constexpr int kStageQ = C::kBlockQ * T::kRowBytes, kStageK = C::kBlockK * T::kRowBytes;
+
+  const auto load = [&](const BiasMember& x, int stage) {
+    const int row = x.index[3] * C::kBlockQ, key = x.index[4] * C::kBlockK;
+    const uint32_t head = x.index[2], head_k = head / group;
+    load_tile_rows<C, C::kBlockQ>(q_tile + stage * kStageQ, p.q, x.offset(p.q_strides, head),
+                                  p.q_strides, row, p.seq_q - row, p.head_dim, p.copy_bytes,
+                                  plan.vector);
+    load_tile_rows<C, C::kBlockQ>(
+        dout_tile + stage * kStageQ, p.dout, x.offset(p.dout_strides, head), p.dout_strides, row,
+        p.dout != nullptr ? p.seq_q - row : 0, p.head_dim_v, p.copy_bytes, plan.vector);
+    load_tile_rows<C, C::kBlockK>(k_tile + stage * kStageK, p.k, x.offset(p.k_strides, head_k),
+                                  p.k_strides, key, p.seq_k - key, p.head_dim, p.copy_bytes,
+                                  plan.vector);
+    load_tile_rows<C, C::kBlockK>(v_tile + stage * kStageK, p.v, x.offset(p.v_strides, head_k),
+                                  p.v_strides, key, p.seq_k - key, p.head_dim_v, p.copy_bytes,
+                                  plan.vector);
+    load_row_statistics<C::kBlockQ>(
+        shared.statistics[stage],
+        plan.statistics + ((x.index[0] * p.batch1 + x.index[1]) * p.heads_q + head) * p.seq_q + row,
+        p.seq_q - row);
+  };
+
+  // The bias is the same for all members.
+  const int own_row = own.index[3] * C::kBlockQ + warp * C::kRows + lane / 4;
+  const int own_key = own.index[4] * C::kBlockK + lane % 4 * 2;
+  float addend[C::kM][kN][4];  // [m16, n8, fragment], in units of the scores
+  set_zero(addend);
+  apply_bias_mask<Op>(
+      addend,
+      BiasMaskView(
+          FlashsciBiasMask{
+              p.bias_mask.bias, nullptr, p.bias_mask.bias_strides, {}, p.bias_mask.bias_is_fp32},
+          own.index[0], own.index[1], own.index[2]),
+      own_row, own_key, p.seq_q, p.seq_k, plan.bias_factor);
+
+  // A mask that is the same for all queries comes a byte a thread, and one member ahead.
+  const bool key_mask = p.bias_mask.mask != nullptr && p.bias_mask.mask_strides.row == 0;
+  const bool pair_mask = p.bias_mask.mask != nullptr && p.bias_mask.mask_strides.row != 0;
+  const auto load_shown = [&](const BiasMember& x) -> int {
+    const int key = x.index[4] * C::kBlockK + threadIdx.x;
+    return key_mask && threadIdx.x < C::kBlockK && key < p.seq_k
+               ? __ldg(p.bias_mask.mask + x.offset(p.bias_mask.mask_strides, x.index[2]) +
+                       key * p.bias_mask.mask_strides.column)
+               : 1;
+  };
+
+  float sum[C::kM][kN][4];  // dS summed over members: [m16, n8, fragment]
+  set_zero(sum);
+  BiasMember next;
+  next.decode(begin, bias.members);
+#pragma unroll
+  for (int i = 0; i < 5; ++i) next.index[i] += own.index[i];
+  if (C::kStages == 2) {
+    load(next, 0);
+    ptx::cp_async_commit();
+  }
+  int shown = load_shown(next);
+  int stage = 0;
+#pragma unroll 1
+  for (uint32_t number = begin; number < end; ++number) {
+    const BiasMember member = next;
+    if constexpr (C::kStages == 1) {
+      __syncthreads();  // nobody reads the member before
+      load(member, 0);
+      ptx::cp_async_commit();
+    }
+    if (key_mask && threadIdx.x < C::kBlockK)
+      shared.shown[number % 2][threadIdx.x] = static_cast<uint8_t>(shown);
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // this stage has landed; nobody reads the other one
+    if (number + 1 < end) {
+      next.advance(bias.members);
+      if (C::kStages == 2) load(next, stage ^ 1);
+      shown = load_shown(next);
+    }
+    if (C::kStages == 2) ptx::cp_async_commit();
+
+    const int tile_row = member.index[3] * C::kBlockQ, tile_key = member.index[4] * C::kBlockK;
+    const int warp_row = tile_row + warp * C::kRows;
+    const int warp_last_row = min(warp_row + C::kRows, p.seq_q) - 1;
+    const uint32_t left =
+        stage * kStageQ + warp * C::kRows * T::kRowBytes + lane_by_rows<C::kHeadDim>();
+#pragma unroll
+    for (int step = 0; step < C::kBlockK; step += C::kStep) {
+      const int key = tile_key + step;
+      if (warp_row >= p.seq_q || key >= window.end(warp_last_row) ||
+          key + C::kStep <= window.begin(warp_row))
+        continue;
+      float s[C::kM][C::kN][4], dp[C::kM][C::kN][4];
+      float2 statistics[C::kM][2];  // [m16, row g or g + 8]: -lse, -delta
+#pragma unroll
+      for (int i = 0; i < C::kM * 2; ++i)
+        statistics[i / 2][i % 2] = shared.statistics[stage][warp * C::kRows + i * 8 + lane / 4];
+#pragma unroll
+      for (int n = 0; n < C::kN; ++n) {
+        const uint32_t pair = key_mask ? *reinterpret_cast<const uint16_t*>(
+                                             &shared.shown[number % 2][step + n * 8 + lane % 4 * 2])
+                                       : 0x101;
+#pragma unroll
+        for (int i = 0; i < C::kM * 4; ++i) {
+          const float x = plan.bias_first ? addend[i / 4][step / 8 + n][i % 4] : 0.f;
+          s[i / 4][n][i % 4] = (i % 2 == 0 ? pair & 0xff : pair >> 8) != 0 ? x : -INFINITY;
+          dp[i / 4][n][i % 4] = statistics[i / 4][i % 4 / 2].y;
+        }
+      }
+      const uint32_t right = stage * kStageK + step * T::kRowBytes + lane_by_chunks<C::kHeadDim>();
+      multiply_rows<Op, C::kHeadDim>(s, q_tile + left, k_tile + right);
+      multiply_rows<Op, C::kHeadDim>(dp, dout_tile + left, v_tile + right);
+      if (!plan.bias_first) add_late(s, addend, step / 8, plan);
+      if (pair_mask)
+        apply_bias_mask<Op>(
+            s,
+            BiasMaskView(
+                FlashsciBiasMask{nullptr, p.bias_mask.mask, {}, p.bias_mask.mask_strides, 0},
+                member.index[0], member.index[1], member.index[2]),
+            warp_row + lane / 4, key + lane % 4 * 2, p.seq_q, p.seq_k, 1.f);
+      if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
+        mask_scores(s, window, warp_row + opaque(lane) / 4, key + opaque(lane) % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+        const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
+        s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
+      }
+      if (any_large(statistics)) limit_probabilities(s);
+#pragma unroll
+      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+        const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
+        sum[m][step / 8 + n][e] = fmaf(s[m][n][e], dp[m][n][e], sum[m][step / 8 + n][e]);
+      }
+    }
+    if (C::kStages == 2) stage ^= 1;
+  }
+
+  // Sums over the rows or keys of the tile itself, where the bias has one for all.
+  const bool own_rows = p.dbias_strides.row != 0 || p.seq_q == 1;
+  const bool own_keys = p.dbias_strides.column != 0 || p.seq_k == 1;
+  const int64_t base = own.offset(p.dbias_strides, own.index[2]);
+  if (!own_keys) add_keys(sum);
+  if (own_rows) {
+#pragma unroll
+    for (int i = 0; i < C::kM * kN * 4; ++i) {
+      const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
+      const int row = own_row + m * 16 + e / 2 * 8, key = own_keys ? own_key + n * 8 + e % 2 : 0;
+      if (row >= p.seq_q || key >= p.seq_k) continue;
+      if (!own_keys && (n > 0 || e % 2 > 0 || lane % 4 > 0)) continue;
+      put_bias_sum<Op>(p, plan, bias, split,
+                       base + row * p.dbias_strides.row + key * p.dbias_strides.column,
+                       sum[m][n][e]);
+    }
+    return;
+  }
+  put_row_sums<Op, C>(sum, own, own_keys, split, warp, lane, p, plan, bias, base,
+                      reinterpret_cast<float*>(shared_memory));
+}
+
+// dbias = the sum of the splits, in order.
+template <class Op>
+__global__ void __launch_bounds__(256, 6)
+    bias_sum_kernel(const __grid_constant__ FlashsciBackwardParams p,
+                    const __grid_constant__ BackwardPlan plan, uint32_t splits, int64_t elements) {
+  sum_splits<Op>(p, plan, splits, elements);
+}
+
+}  // namespace flashsci::sm80::dbias

@@ -1,0 +1,199 @@
+// dq alone, by query tiles: for deterministic calls, whose sums over key tiles need one owner, and
+// for calls that want neither dk nor dv.
+//
+// Maths     As in bwd/kernel.cuh: dQ = scale dS K.
+// Roles     One CTA per (query tile, query head, batch), all on grid.x, four warps with 32 (D >
+//           128: 16) query rows each. dS leaves its product as left operand of the next: warps
+//           share only tiles of K and V.
+// Shared    Q (later dQ), dO, kStages x (K, V): `QueryShared`.
+// Pipeline  As in the forward: with two stages K_n+1 and V_n+1 fly during tile n, one barrier a
+//           tile.
+// Limits    As the forward: HMMA issue, shared-memory reads. With bwd/kernel.cuh 7 products a tile
+//           where 5 would do: the price of bitwise equal runs, known in advance. Ordered additions
+//           would save it, but a CTA would wait for others, up to a whole grid's skew.
+#pragma once
+#include "../../core/bias_mask.cuh"
+#include "../../core/poison.cuh"
+#include "../bwd/kernel.cuh"
+
+namespace flashsci::sm80::dq {
+
+using namespace bwd;  // of which it is a part
+
+template <int kHeadDim_, int kBlockQ_, int kBlockK_, int kStages_, int kMinBlocks_>
+struct QueryTiling {
+  static constexpr int kHeadDim = kHeadDim_, kBlockQ = kBlockQ_, kBlockK = kBlockK_;
+  static constexpr int kStages = kStages_, kMinBlocks = kMinBlocks_;
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps;
+  static constexpr int kRows = kBlockQ / kWarps, kM = kRows / 16;
+  static constexpr int kStep = 32, kN = kStep / 8;  // keys at a time
+  static_assert(kRows % 16 == 0 && kBlockK % kStep == 0, "whole mma tiles");
+};
+
+template <class C>
+struct alignas(128) QueryShared {
+  uint16_t q[C::kBlockQ * C::kHeadDim];              // [kBlockQ, kHeadDim], later dQ
+  uint16_t dout[C::kBlockQ * C::kHeadDim];           // [kBlockQ, kHeadDim]
+  uint16_t k[C::kStages][C::kBlockK * C::kHeadDim];  // [stage, kBlockK, kHeadDim]
+  uint16_t v[C::kStages][C::kBlockK * C::kHeadDim];  // [stage, kBlockK, kHeadDim]
+  float2 statistics[C::kBlockQ];                     // [kBlockQ]: -lse, -delta
+};
+
+// (-lse, -delta) of kRows rows from `statistics` on; rows that are not there have no probability.
+__device__ __forceinline__ float2 load_pair(const volatile float2* x) {
+  return make_float2(x->x, x->y);
+}
+
+template <int kRows>
+__device__ __forceinline__ void load_row_statistics(float2* shared,
+                                                    const float2* __restrict__ statistics,
+                                                    int rows_valid) {
+  const int row = threadIdx.x;
+  if (row >= kRows) return;
+  const uint32_t target = ptx::shared_address(shared + row);
+  if (row < rows_valid)
+    ptx::cp_async_small<8>(target, statistics + row, 8);
+  else
+    ptx::st_shared(target, make_uint2(__float_as_uint(-INFINITY), 0));
+}
+
+template <class Op, class C>
+__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
+    backward_queries_kernel(const __grid_constant__ FlashsciBackwardParams p,
+                            const __grid_constant__ BackwardPlan plan, uint32_t tiles) {
+  using T = Tile<C::kHeadDim>;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  auto& shared = *reinterpret_cast<QueryShared<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
+
+  const TileCoord place(blockIdx.x, tiles, p.heads_q, p);
+  TileOfSequence work;
+  if (p.cu_seqlens_q != nullptr) {
+    work = find_tile<C::kBlockQ>(place.tile, p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q,
+                                 p.seq_k);
+  } else {
+    work = {static_cast<int>(p.window_right >= 0 ? tiles - 1 - place.tile : place.tile), 0, p.seq_q,
+            0, p.seq_k};
+  }
+  const int tile_row = work.tile * C::kBlockQ;
+  if (work.tile < 0 || tile_row >= work.seq_q) return;
+
+  const int warp = ptx::redux_max(threadIdx.x / 32);
+  const int lane = threadIdx.x % 32;
+  const int warp_row = tile_row + warp * C::kRows;
+  const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
+  const Window window(p.window_left, p.window_right, p.lower_right != 0, work.seq_q, work.seq_k);
+  const int last_row = min(tile_row + C::kBlockQ, work.seq_q) - 1;
+  const int keys_begin = window.begin(tile_row), keys_end = window.end(last_row);
+  const int first_tile = keys_begin / C::kBlockK;
+  const int end_tile =
+      keys_begin < keys_end ? (keys_end + C::kBlockK - 1) / C::kBlockK : first_tile;
+  const int warp_last_row = min(warp_row + C::kRows, work.seq_q) - 1;
+
+  const uint32_t q_tile = ptx::shared_address(shared.q);
+  const uint32_t dout_tile = ptx::shared_address(shared.dout);
+  const uint32_t k_tile = ptx::shared_address(shared.k);
+  const uint32_t v_tile = ptx::shared_address(shared.v);
+  constexpr int kStageBytes = C::kBlockK * T::kRowBytes;
+  const auto load_keys = [&](int tile, int stage) {
+    const int row = tile * C::kBlockK;
+    load_tile_rows<C, C::kBlockK>(
+        k_tile + stage * kStageBytes, p.k, place.offset(p.k_strides, head_k), p.k_strides,
+        work.first_k + row, work.seq_k - row, p.head_dim, p.copy_bytes, plan.vector);
+    load_tile_rows<C, C::kBlockK>(
+        v_tile + stage * kStageBytes, p.v, place.offset(p.v_strides, head_k), p.v_strides,
+        work.first_k + row, work.seq_k - row, p.head_dim_v, p.copy_bytes, plan.vector);
+  };
+
+  float dq[C::kM][C::kHeadDim / 8][4];  // [m16, n8, fragment]
+  set_zero(dq);
+  if (first_tile < end_tile) {
+    load_tile_rows<C, C::kBlockQ>(q_tile, p.q, place.offset(p.q_strides, place.head), p.q_strides,
+                                  work.first_q + tile_row, work.seq_q - tile_row, p.head_dim,
+                                  p.copy_bytes, plan.vector);
+    load_tile_rows<C, C::kBlockQ>(dout_tile, p.dout, place.offset(p.dout_strides, place.head),
+                                  p.dout_strides, work.first_q + tile_row,
+                                  p.dout != nullptr ? work.seq_q - tile_row : 0, p.head_dim_v,
+                                  p.copy_bytes, plan.vector);
+    load_row_statistics<C::kBlockQ>(
+        shared.statistics,
+        plan.statistics + (static_cast<int64_t>(place.batch) * p.heads_q + place.head) * p.seq_q +
+            work.first_q + tile_row,
+        work.seq_q - tile_row);
+    if (C::kStages == 2) load_keys(first_tile, 0);
+    ptx::cp_async_commit();
+  }
+  const uint32_t q_left = q_tile + warp * C::kRows * T::kRowBytes + lane_by_rows<C::kHeadDim>();
+  const uint32_t dout_left = q_left + (dout_tile - q_tile);
+  const BiasMaskView view(p.bias_mask, place.batch0, place.batch1, place.head);
+  int stage = 0;
+#pragma unroll 1
+  for (int tile = first_tile; tile < end_tile; ++tile) {
+    if constexpr (C::kStages == 1) {
+      __syncthreads();  // nobody reads the tile before
+      load_keys(tile, 0);
+      ptx::cp_async_commit();
+    }
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // this stage has landed; nobody reads the other one
+    if constexpr (C::kStages == 2) {
+      if (tile + 1 < end_tile) load_keys(tile + 1, stage ^ 1);
+      ptx::cp_async_commit();
+    }
+    const uint32_t k_stage = k_tile + stage * kStageBytes;
+    const uint32_t v_stage = v_tile + stage * kStageBytes;
+#pragma unroll 1
+    for (int step = 0; step < C::kBlockK; step += C::kStep) {
+      const int key = tile * C::kBlockK + step;
+      if (warp_row >= work.seq_q || key >= window.end(warp_last_row) ||
+          key + C::kStep <= window.begin(warp_row))
+        continue;
+      float s[C::kM][C::kN][4];   // S, then P
+      float dp[C::kM][C::kN][4];  // dP - delta, then dS
+      const uint32_t b_lane = lane_by_chunks<C::kHeadDim>() + step * T::kRowBytes;
+      float2 statistics[C::kM][2];  // [m16, row g or g + 8]
+#pragma unroll
+      for (int i = 0; i < C::kM * 2; ++i)
+        statistics[i / 2][i % 2] =
+            load_pair(&shared.statistics[warp * C::kRows + i * 8 + lane / 4]);
+      set_zero(s);
+      multiply_rows<Op, C::kHeadDim>(s, q_left, k_stage + b_lane);
+#pragma unroll
+      for (int i = 0; i < C::kM * C::kN * 4; ++i)
+        dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] = statistics[i / (4 * C::kN)][i % 4 / 2].y;
+      multiply_rows<Op, C::kHeadDim>(dp, dout_left, v_stage + b_lane);
+      if (plan.score_mode == kSoftcap) apply_softcap(s, dp, plan);
+      if (plan.score_mode == kLinear) scale_linear(s, plan.score_inner);
+      apply_bias_mask<Op>(s, view, warp_row + lane / 4, key + lane % 4 * 2, work.seq_q, work.seq_k,
+                          plan.bias_factor);
+      if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
+        mask_scores(s, window, warp_row + lane / 4, key + lane % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+        const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
+        s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
+      }
+      if (any_large(statistics)) limit_probabilities(s);
+#pragma unroll
+      for (int i = 0; i < C::kM * C::kN * 4; ++i)
+        dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] *= s[i / (4 * C::kN)][i / 4 % C::kN][i % 4];
+      uint32_t ds16[C::kN / 2][C::kM][4];
+      pack<Op>(ds16, dp);
+      const Span<C::kHeadDim, C::kHeadDim / 16> right(
+          k_stage + step * T::kRowBytes + lane_by_rows<C::kHeadDim>(), 0);
+#pragma unroll
+      for (int k = 0; k < C::kN / 2; ++k)
+        multiply_16<Op>(dq, ds16[k], right, k * 16 * T::kRowBytes);
+    }
+    if (C::kStages == 2) stage ^= 1;
+  }
+
+  __syncwarp();  // all lanes have read their rows of Q
+  store_gradient<Op, C::kHeadDim, false>(
+      dq, p.scale, q_tile + warp * C::kRows * T::kRowBytes, 0,
+      static_cast<uint16_t*>(p.dq) + place.offset(p.dq_strides, place.head) +
+          static_cast<int64_t>(work.first_q + warp_row) * p.dq_strides.row,
+      p.dq_strides.row, work.seq_q - warp_row, p.head_dim, plan.vector_dq);
+}
+
+}  // namespace flashsci::sm80::dq

@@ -1,0 +1,230 @@
+// The work of bias_mask_kernel.cuh: its units and stages, where they lie, and their copies to shared
+// memory.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "bias_mask_tile.cuh"
+#include "kernel.cuh"
+
+namespace flashsci::sm80::fwd {
+
+// 32 keys at a time: scores and bias take 64 registers, the outputs of all members dims x members,
+// Q (where it is kept) half of that. kBias_: bytes of a bias element where nothing else is special
+// (16-byte copies, no window, no softcap, scale > 0, no mask of pairs); 0: anything.
+template <class Tiling_, int kMembers_, int kBias_>
+struct BiasMaskTiling : Tiling_ {
+  static constexpr int kMembers = kMembers_, kBias = kBias_;
+  static constexpr int kSlots = 2;  // three were not faster
+  static constexpr bool kKeepQ = Tiling_::kHeadDim * kMembers * Tiling_::kM <= 128;
+  static constexpr bool kPersistent = kKeepQ;  // else nowhere to put the next unit's Q
+  static constexpr int kUnitsQ = kPersistent ? 2 : 1;
+  static_assert(Tiling_::kBlockK == 32, "what the interleaving permutes");
+};
+
+template <class C>
+struct alignas(128) BiasMaskStage {
+  uint16_t k[C::kMembers][C::kBlockK * C::kHeadDim];                 // [member, kBlockK, D]
+  uint16_t v[C::kMembers][C::kBlockK * C::kHeadDim];                 // [member, kBlockK, D]
+  uint16_t bias[C::kBlockQ * C::kBlockK * (C::kBias == 2 ? 1 : 2)];  // [kBlockQ, kBlockK]
+  uint8_t shown[C::kMembers][C::kBlockK];                            // [member, kBlockK]
+};
+
+template <class C>
+struct BiasMaskStorage {
+  uint16_t q[C::kUnitsQ][C::kMembers][C::kBlockQ * C::kHeadDim];  // [unit, member, kBlockQ, D]
+  BiasMaskStage<C> stage[C::kSlots];
+};
+
+// What the host derives from the parameters, beyond ForwardPlan.
+struct BiasMaskPlan {
+  int64_t q_step, k_step, v_step, out_step, lse_step, mask_step;  // elements to the next member
+  uint32_t members, groups;    // along the shared dimension; ceil(members / kMembers)
+  int32_t shared_dim;          // 0 batch0, 1 batch1, 2 head
+  int32_t shares;              // members have a bias or a mask of pairs in common
+  int32_t bias_copy;           // 16, 8, 4, 2: what bias rows are aligned to; 0: columns are strided
+  int32_t aligned_mask;        // every four keys of every mask row are an aligned word
+  int32_t key_mask;            // the mask is the same for all queries
+  float bias_factor;           // from natural units to those of the scores
+  uint32_t units, units_rest;  // units of every CTA; of so many CTAs one more
+};
+
+// Where the first member of a unit is.
+struct BiasMaskPlace {
+  uint32_t batch0, batch1, head, count, tile;
+
+  __device__ __forceinline__ BiasMaskPlace(uint32_t unit, int of_unit,
+                                           const FlashsciForwardParams& p, const ForwardPlan& plan,
+                                           const BiasMaskPlan& bias_mask) {
+    const uint32_t rest = unit / plan.tiles;
+    tile = unit - rest * plan.tiles;
+    if (p.window_right >= 0) tile = plan.tiles - 1 - tile;  // the longest first
+    const uint32_t outer = rest / bias_mask.groups;
+    const uint32_t member = (rest - outer * bias_mask.groups) * of_unit;
+    count = bias_mask.members - member;  // at least 1; more than of_unit: all there
+    const auto heads = static_cast<uint32_t>(p.heads_q), second = static_cast<uint32_t>(p.batch1);
+    const uint32_t inner = bias_mask.shared_dim == 2 ? second : heads;
+    const uint32_t a = outer / inner, b = outer - a * inner;
+    batch0 = bias_mask.shared_dim == 0 ? member : a;
+    batch1 = bias_mask.shared_dim == 0 ? a : bias_mask.shared_dim == 1 ? member : b;
+    head = bias_mask.shared_dim == 2 ? member : b;
+  }
+  template <class Strides>
+  __device__ __forceinline__ int64_t offset(const Strides& strides, uint32_t of_head) const {
+    return batch0 * strides.batch0 + batch1 * strides.batch1 + of_head * strides.head;
+  }
+};
+
+// Tiles [first, end) of keys that some row of a query tile sees.
+template <class C>
+struct KeyTiles {
+  int first, end;
+
+  __device__ __forceinline__ KeyTiles(const Window& window, int tile_row, int seq_q) {
+    const int begin_key = window.begin(tile_row);
+    const int end_key = window.end(min(tile_row + C::kBlockQ, seq_q) - 1);
+    first = begin_key / C::kBlockK;
+    end = begin_key < end_key ? (end_key + C::kBlockK - 1) / C::kBlockK : first;
+  }
+};
+
+template <class C>
+__device__ __forceinline__ uint32_t next_stage(uint32_t stage, BiasMaskStorage<C>& shared) {
+  const uint32_t first = ptx::shared_address(shared.stage);
+  stage += sizeof(BiasMaskStage<C>);
+  return stage == first + C::kSlots * static_cast<uint32_t>(sizeof(BiasMaskStage<C>)) ? first
+                                                                                      : stage;
+}
+
+// The pointers of a thread into the stage whose copies start next, where nothing is special.
+template <class C, bool kPlain = C::kBias != 0>
+struct BiasMaskCopies {
+  using Keys = TileCopy<C::kBlockK, C::kHeadDim, C::kThreads, true>;
+  Keys k, v;
+  TileCopy<C::kBlockQ, C::kBlockK * C::kBias / 2, C::kThreads, false> bias;
+};
+template <class C>
+struct BiasMaskCopies<C, false> {};
+
+// The stage whose copies start next.
+template <class C, bool kVector>
+struct BiasMaskFetch {
+  uint32_t unit;
+  const uint32_t end_unit;
+  int tile, first_tile, tile_row;
+  uint32_t stage, count;
+  const uint16_t *k, *v;      // [seq_k, D], [seq_k, Dv] of the first member
+  const unsigned char* bias;  // [rows, seq_k]
+  const uint8_t* mask;        // [seq_k]
+  BiasMaskCopies<C> copies;
+
+  __device__ __forceinline__ BiasMaskFetch(BiasMaskStorage<C>& shared, uint32_t first, uint32_t end)
+      : unit(first), end_unit(end), stage(ptx::shared_address(shared.stage)) {}
+
+  // Goes to the first unit from `unit` on that has keys, and starts the copies of its Q.
+  __device__ __forceinline__ void seek(BiasMaskStorage<C>& shared, const FlashsciForwardParams& p,
+                                       const ForwardPlan& plan, const BiasMaskPlan& bias_mask,
+                                       const Window& window) {
+    for (; unit < end_unit; ++unit) {
+      const BiasMaskPlace place(unit, C::kMembers, p, plan, bias_mask);
+      tile_row = place.tile * C::kBlockQ;
+      const KeyTiles<C> tiles(window, tile_row, p.seq_q);
+      if (tiles.first >= tiles.end) continue;
+      tile = tiles.end - 1, first_tile = tiles.first, count = place.count;
+      const auto* q = static_cast<const uint16_t*>(p.q) + place.offset(p.q_strides, place.head) +
+                      tile_row * p.q_strides.row;
+#pragma unroll
+      for (int r = 0; r < C::kMembers; ++r)
+        if (r < count)
+          load_tile<C::kBlockQ, C::kHeadDim, C::kThreads, kVector, true>(
+              ptx::shared_address(shared.q[unit % C::kUnitsQ][r]), q + r * bias_mask.q_step,
+              p.q_strides.row, p.seq_q - tile_row, p.head_dim, p.copy_bytes);
+      const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
+      k = static_cast<const uint16_t*>(p.k) + place.offset(p.k_strides, head_k);
+      v = static_cast<const uint16_t*>(p.v) + place.offset(p.v_strides, head_k);
+      const FlashsciScoreStrides& bias_strides = p.bias_mask.bias_strides;
+      bias = static_cast<const unsigned char*>(p.bias_mask.bias) +
+             (place.offset(bias_strides, place.head) + tile_row * bias_strides.row) *
+                 (p.bias_mask.bias_is_fp32 ? 4 : 2);
+      mask = p.bias_mask.mask + place.offset(p.bias_mask.mask_strides, place.head);
+      if constexpr (C::kBias != 0) {
+        const int key = tile * C::kBlockK;
+        copies.k.start(k + key * p.k_strides.row, p.k_strides.row);
+        copies.v.start(v + key * p.v_strides.row, p.v_strides.row);
+        copies.bias.start(reinterpret_cast<const uint16_t*>(bias) + key * (C::kBias / 2),
+                          bias_strides.row * (C::kBias / 2));
+      }
+      return;
+    }
+  }
+
+  __device__ __forceinline__ void copy_plainly(uint32_t to, const FlashsciForwardParams& p,
+                                               const BiasMaskPlan& bias_mask, int keys) {
+    constexpr int kTileBytes = C::kBlockK * C::kHeadDim * 2;
+#pragma unroll
+    for (int r = 0; r < C::kMembers; ++r) {
+      if (r >= count) break;
+      copies.k.copy(to + offsetof(BiasMaskStage<C>, k) + r * kTileBytes, p.k_strides.row,
+                    r * bias_mask.k_step, keys, p.head_dim);
+      copies.v.copy(to + offsetof(BiasMaskStage<C>, v) + r * kTileBytes, p.v_strides.row,
+                    r * bias_mask.v_step, keys, p.head_dim_v);
+    }
+    copies.bias.copy(to + offsetof(BiasMaskStage<C>, bias),
+                     p.bias_mask.bias_strides.row * (C::kBias / 2), 0, p.seq_q - tile_row,
+                     keys * (C::kBias / 2));
+    copies.k.source -= C::kBlockK * p.k_strides.row;
+    copies.v.source -= C::kBlockK * p.v_strides.row;
+    copies.bias.source -= C::kBlockK * (C::kBias / 2);
+  }
+
+  __device__ __forceinline__ void copy_anything(uint32_t to, const FlashsciForwardParams& p,
+                                                const BiasMaskPlan& bias_mask, int key, int keys) {
+    constexpr int kTileBytes = C::kBlockK * C::kHeadDim * 2;
+#pragma unroll
+    for (int r = 0; r < C::kMembers; ++r) {
+      if (r >= count) break;
+      load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector, true, true>(
+          to + offsetof(BiasMaskStage<C>, k) + r * kTileBytes,
+          k + r * bias_mask.k_step + key * p.k_strides.row, p.k_strides.row, keys, p.head_dim,
+          p.copy_bytes);
+      load_tile<C::kBlockK, C::kHeadDim, C::kThreads, kVector, true, true>(
+          to + offsetof(BiasMaskStage<C>, v) + r * kTileBytes,
+          v + r * bias_mask.v_step + key * p.v_strides.row, p.v_strides.row, keys, p.head_dim_v,
+          p.copy_bytes);
+    }
+    if (p.bias_mask.bias != nullptr)
+      load_bias<C>(
+          to + offsetof(BiasMaskStage<C>, bias),
+          bias + key * p.bias_mask.bias_strides.column * (p.bias_mask.bias_is_fp32 ? 4 : 2),
+          p.bias_mask.bias_strides, p.bias_mask.bias_is_fp32 != 0, p.seq_q - tile_row, keys,
+          bias_mask.bias_copy);
+  }
+
+  // Starts the copies of a stage and goes to the next one.
+  __device__ __forceinline__ void issue(BiasMaskStorage<C>& shared, const FlashsciForwardParams& p,
+                                        const ForwardPlan& plan, const BiasMaskPlan& bias_mask,
+                                        const Window& window) {
+    if (unit >= end_unit) return;
+    const int key = tile * C::kBlockK, keys = p.seq_k - key;
+    if constexpr (C::kBias != 0)
+      copy_plainly(stage, p, bias_mask, keys);
+    else
+      copy_anything(stage, p, bias_mask, key, keys);
+    if (bias_mask.key_mask) {
+#pragma unroll
+      for (int r = 0; r < C::kMembers; ++r)
+        if (r < count)
+          load_key_mask<C::kBlockK>(
+              stage + offsetof(BiasMaskStage<C>, shown) + r * C::kBlockK,
+              mask + r * bias_mask.mask_step + key * p.bias_mask.mask_strides.column,
+              p.bias_mask.mask_strides.column, bias_mask.aligned_mask != 0, keys);
+    }
+    stage = next_stage<C>(stage, shared);
+    if (--tile < first_tile) {
+      ++unit;
+      seek(shared, p, plan, bias_mask, window);
+    }
+  }
+};
+
+}  // namespace flashsci::sm80::fwd

@@ -1,0 +1,77 @@
+// The host side of the sm80 forward: which tile shape and how many stages, and the launch.
+#pragma once
+#include <cuda_runtime.h>
+#include <cstdint>
+
+#include "../../core/launch.cuh"
+#include "kernel.cuh"
+
+namespace flashsci::sm80::fwd {
+
+inline ForwardPlan plan_of(const FlashsciForwardParams& p, int64_t tiles) {
+  ForwardPlan plan;
+  plan.tiles = static_cast<uint32_t>(tiles);
+  plan.score_mode = p.softcap != 0.f ? kSoftcap : p.scale > 0.f ? kScaled : kLinear;
+  plan.score_inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
+  plan.score_outer = p.softcap;
+  plan.exp_scale = plan.score_mode == kScaled ? p.scale * kLog2e : kLog2e;
+  plan.lse_scale = plan.score_mode == kScaled ? p.scale : 1.f;
+  const auto aligned = [](int64_t stride) { return stride % kChunkElements == 0; };
+  plan.vector_out = p.head_dim_v % kChunkElements == 0 && aligned(p.out_strides.batch0) &&
+                    aligned(p.out_strides.batch1) && aligned(p.out_strides.head) &&
+                    aligned(p.out_strides.row) && reinterpret_cast<uintptr_t>(p.out) % 16 == 0;
+  return plan;
+}
+
+template <class Op, class C, bool kVector>
+cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
+  static_assert(
+      sizeof(SharedStorage<C>) == (C::kBlockQ + 2 * C::kStages * C::kBlockK) * C::kHeadDim * 2,
+      "the plan has no padding");
+  static_assert(sizeof(SharedStorage<C>) <= kSharedBudget, "over the budget of the tile preset");
+  const int64_t tiles = p.cu_seqlens_q != nullptr
+                            ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
+                            : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  const int64_t blocks = tiles * p.heads_q * p.batch0 * p.batch1;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
+  return launch<forward_kernel<Op, C, kVector>>(blocks, C::kThreads, sizeof(SharedStorage<C>),
+                                                p.device, stream, p, plan_of(p, tiles));
+}
+
+// Two stages where two such CTAs fit an SM, and registers allow (D <= 128); else one.
+template <class Op, class C>
+cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream) {
+  const bool vector =
+      p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
+  if (!vector) return launch_tiling<Op, typename C::Unaligned, false>(p, stream);
+  if constexpr (C::kHeadDim <= 128) {
+    using Small = SmallTiles<C::kHeadDim>;
+    const int longest = p.cu_seqlens_q != nullptr ? p.max_seqlen_q : p.seq_q;
+    if (longest >= 0 && longest <= Small::kBlockQ) return launch_tiling<Op, Small, true>(p, stream);
+  }
+  using TwoStages = typename C::TwoStages;
+  if constexpr (C::kHeadDim <= 128 && sizeof(SharedStorage<TwoStages>) <= kSharedBudget) {
+    constexpr int kReserved = 1024;  // per CTA, by the system
+    if (C::kMinBlocks * (sizeof(SharedStorage<TwoStages>) + kReserved) <=
+        static_cast<size_t>(p.shared_per_sm))
+      return launch_tiling<Op, TwoStages, true>(p, stream);
+  }
+  return launch_tiling<Op, C, true>(p, stream);
+}
+
+// Picks the smallest padded head dimension that holds D and Dv.
+template <class Op>
+cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
+  if (p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr) return cudaErrorNotSupported;
+  const int dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+  if (dim <= 32) return launch_padded<Op, Tiles<32>>(p, stream);
+  if (dim <= 64) return launch_padded<Op, Tiles<64>>(p, stream);
+  if (dim <= 96) return launch_padded<Op, Tiles<96>>(p, stream);
+  if (dim <= 128) return launch_padded<Op, Tiles<128>>(p, stream);
+  if (dim <= 192) return launch_padded<Op, Tiles<192>>(p, stream);
+  if (dim <= 256) return launch_padded<Op, Tiles<256>>(p, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace flashsci::sm80::fwd

@@ -1,0 +1,35 @@
+// The host side of the fp32 forward.
+#pragma once
+#include <cuda_runtime.h>
+#include <cstdint>
+
+#include "../../core/launch.cuh"
+#include "kernel.cuh"
+
+namespace flashsci::sm80::fwd_fp32 {
+
+template <class C, bool kHasBiasMask>
+cudaError_t launch_forward_tile(const FlashsciForwardParams& p, cudaStream_t stream) {
+  ForwardFp32Plan plan;
+  const int64_t tiles = p.cu_seqlens_q != nullptr
+                            ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
+                            : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  const int64_t blocks = tiles * p.heads_q * p.batch0 * p.batch1;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
+  plan.tiles = static_cast<uint32_t>(tiles);
+  plan.vector = p.copy_bytes == 16 && (p.head_dim | p.head_dim_v) % 4 == 0;
+  plan.plain = !kHasBiasMask && p.softcap == 0.f && p.scale > 0.f;
+  plan.inner = p.softcap != 0.f ? p.scale / p.softcap : plan.plain ? p.scale * kLog2e : p.scale;
+
+  plan.cap = p.softcap;
+  plan.vector_out = takes_paired_stores(p.out, p.out_strides, p.head_dim_v);
+  plan.bias_mask = BiasMaskAccess::of(p.bias_mask, p.seq_k);
+
+  constexpr auto kernel = forward_fp32_kernel<C, kHasBiasMask>;
+  constexpr int kSharedBytes = sizeof(ForwardStorage<C>);
+  static_assert(kSharedBytes <= 99 * 1024, "a block has 99 KiB on the smallest device");
+  return launch<kernel>(blocks, C::kThreads, kSharedBytes, p.device, stream, p, plan);
+}
+
+}  // namespace flashsci::sm80::fwd_fp32

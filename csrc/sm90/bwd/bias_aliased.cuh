@@ -1,0 +1,253 @@
+// Bias and mask in the sm90 backward: what is read, added and written for pairs.
+//
+// Maths     p_ij = exp(s_ij + bias_ij - lse_i); dbias_ij = ds_ij, summed over what the bias lacks.
+// Roles     Warp 3 of the copying warpgroup brings tiles of the bias to where dS of the block will
+//           be (64 keys of a consumer, all queries); the consumers read them as they store dS,
+//           transposed, and overwrite them. Where dbias is as large as the pairs, the same warp
+//           sends dS away as it is; otherwise sm80's kernel sums it (bias_gradient.cuh).
+//           What is the same for all queries comes straight from global memory.
+// Shared    No more than a third stage of dS.
+// Limits    The bias by tiles is what TMA takes: q's dtype, keys side by side, strides multiples of
+//           16 bytes. fp32 or a mask by pairs: bias_staged.cuh. Softcap stays with sm80.
+#pragma once
+#include <cstdint>
+
+#include "../../core/poison.cuh"
+#include "../../core/softmax.cuh"
+#include "../../ptx/bulk.cuh"
+#include "../../ptx/ldmatrix.cuh"
+#include "../../ptx/math.cuh"
+#include "../../ptx/mbarrier.cuh"
+#include "../../ptx/shared.cuh"
+#include "../../ptx/tma.cuh"
+#include "bias_staged.cuh"
+#include "config.cuh"
+
+namespace flashsci::sm90::bwd {
+
+inline bool has_bias_mask(const FlashsciBackwardParams& p) {
+  return p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr;
+}
+
+// The same for all queries.
+__host__ __device__ inline bool is_of_keys(const FlashsciScoreStrides& s, int seq_q) {
+  return s.row == 0 || seq_q == 1;
+}
+
+inline bool has_bias_tiles(const FlashsciBackwardParams& p) {
+  return p.bias_mask.bias != nullptr && !is_of_keys(p.bias_mask.bias_strides, p.seq_q);
+}
+
+inline bool has_mask_tiles(const FlashsciBackwardParams& p) {
+  return p.bias_mask.mask != nullptr && !is_of_keys(p.bias_mask.mask_strides, p.seq_q);
+}
+
+// Served by bias_staged.cuh.
+inline bool has_staged_bias_mask(const FlashsciBackwardParams& p) {
+  return has_mask_tiles(p) || (has_bias_tiles(p) && p.bias_mask.bias_is_fp32);
+}
+
+// dbias has a place for every pair.
+inline bool owns_bias(const FlashsciBackwardParams& p) {
+  const auto own = [](int64_t size, int64_t stride) { return size == 1 || stride != 0; };
+  const FlashsciScoreStrides& s = p.dbias_strides;
+  return own(p.batch0, s.batch0) && own(p.batch1, s.batch1) && own(p.heads_q, s.head);
+}
+
+// dS is added to the tiles of a shared dbias, in any order.
+inline bool adds_bias(const FlashsciBackwardParams& p) {
+  return p.dbias != nullptr && has_bias_tiles(p) && !owns_bias(p) && p.bias_mask.bias_is_fp32 &&
+         !p.deterministic && p.seq_k % 4 == 0;
+}
+
+// dbias leaves by tiles.
+inline bool stores_bias(const FlashsciBackwardParams& p) {
+  return p.dbias != nullptr && has_bias_tiles(p) && (owns_bias(p) || adds_bias(p));
+}
+
+inline bool sums_bias(const FlashsciBackwardParams& p) {
+  return p.dbias != nullptr && !stores_bias(p);
+}
+
+inline bool takes_bias_mask(const FlashsciBackwardParams& p) {
+  if (!has_bias_mask(p)) return true;
+  if (p.softcap != 0.f || p.cu_seqlens_q != nullptr || p.head_dim > 128 || p.head_dim_v > 128)
+    return false;
+  if (has_mask_tiles(p)) {  // with a bias by pairs: fp32, at narrow heads
+    const bool narrow = p.head_dim <= 64 && p.head_dim_v <= 64;
+    if (p.bias_mask.mask_strides.column != 1) return false;
+    if (has_bias_tiles(p) && !(p.bias_mask.bias_is_fp32 && narrow)) return false;
+  }
+  return !has_bias_tiles(p) || p.bias_mask.bias_strides.column == 1;
+}
+
+inline FlashsciBackwardParams bias_alone(const FlashsciBackwardParams& p) {
+  FlashsciBackwardParams bias = p;
+  bias.dq = bias.dk = bias.dv = nullptr;
+  return bias;
+}
+
+template <class Op>
+cudaError_t sum_bias(const FlashsciBackwardParams& p, int64_t used, cudaStream_t stream) {
+  FlashsciBackwardParams bias = bias_alone(p);
+  bias.workspace = static_cast<unsigned char*>(p.workspace) + used;
+  return static_cast<cudaError_t>(Op::bias_gradient(&bias, stream));
+}
+
+// Tiles that the window hides are not visited, and others may be added to what is there.
+inline cudaError_t clear_bias(const FlashsciBackwardParams& p, cudaStream_t stream) {
+  if (p.window_left < 0 && p.window_right < 0 && !adds_bias(p)) return cudaSuccess;
+  const auto own = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };
+  const FlashsciScoreStrides& s = p.dbias_strides;
+  const int64_t rows =
+      own(p.batch0, s.batch0) * own(p.batch1, s.batch1) * own(p.heads_q, s.head) * p.seq_q;
+  return cudaMemsetAsync(p.dbias, 0, rows * p.seq_k * (p.bias_mask.bias_is_fp32 ? 4 : 2), stream);
+}
+
+// element: of q.
+template <class C>
+cudaError_t encode_bias_mask(BackwardArgs& a, MapElement element) {
+  const FlashsciBackwardParams& p = a.p;
+  if (p.bias_mask.bias_is_fp32) element = kFloat32;
+  cudaError_t error = cudaSuccess;
+  const auto encode = [&](CUtensorMap& map, const void* base, const FlashsciScoreStrides& s,
+                          const MapElement& of, int box_keys) {
+    const FlashsciStrides rows = {s.batch0, s.batch1, s.head, s.row};
+    if (error == cudaSuccess)
+      error = encode_map(&map, base, of, p.seq_k,
+                         dense_dims(rows, p.seq_q, p.heads_q, p.batch1, p.batch0), box_keys,
+                         C::BiasBox::kRows);
+  };
+  a.bias_tiles = has_bias_tiles(p), a.stores_bias = stores_bias(p);
+  a.mask_tiles = has_mask_tiles(p), a.adds_bias = adds_bias(p);
+  static_assert(C::StagedBiasBox::kRows == C::BiasBox::kRows &&
+                C::MaskBox::kRows == C::BiasBox::kRows);
+  const int box_keys = element.bytes == 4 ? C::StagedBiasBox::kColumns : C::BiasBox::kColumns;
+  if (a.bias_tiles) encode(a.bias, p.bias_mask.bias, p.bias_mask.bias_strides, element, box_keys);
+  if (a.stores_bias) encode(a.dbias, p.dbias, p.dbias_strides, element, box_keys);
+  if (a.mask_tiles)
+    encode(a.mask, p.bias_mask.mask, p.bias_mask.mask_strides, kByte, C::MaskBox::kColumns);
+  return error;
+}
+
+// The copying warp, one thread: the bias of block after block, and dS of those that are done.
+template <class C>
+__device__ __forceinline__ void move_bias_mask(BackwardStorage<C>& shared, const BackwardArgs& a,
+                                               const KeyTile& tile) {
+  if (!a.bias_tiles) return;
+  const int blocks = tile.end - tile.begin, group = a.p.heads_q / a.p.heads_k;
+  const int iters = blocks * group;
+  const auto boxes = [&](int iter, const auto& move) {
+    const int head = tile.head * group + iter / blocks, block = tile.begin + iter % blocks;
+#pragma unroll
+    for (int w = 0; w < C::kConsumers; ++w)
+      move(ptx::shared_address(shared.ds[iter % C::kDsStages]) + w * C::BiasBox::kBytes,
+           tile.row + w * C::BiasBox::kColumns, block * C::kBlockQ, head);
+  };
+  const auto load = [&](int iter) {
+    const uint32_t full = ptx::shared_address(&shared.bias_full[iter % C::kDsStages]);
+    poison_stage(ptx::shared_address(shared.ds[iter % C::kDsStages]), C::kDsBytes);
+    ptx::mbarrier_arrive_expect(full, sizeof(shared.ds[0]));
+    boxes(iter, [&](uint32_t target, int key, int row, int head) {
+      ptx::tma_load_5d(target, &a.bias, full, key, row, head, tile.batch1, tile.batch0);
+    });
+  };
+  for (int iter = 0; iter < min(iters, C::kDsStages); ++iter) load(iter);
+  ptx::wait_for_prerequisites();  // dbias may have been cleared
+#pragma unroll 1
+  for (int iter = 0; iter < iters; ++iter) {
+    sleep_for(shared.ds_done[iter % C::kDsStages], iter / C::kDsStages);
+    if (a.stores_bias) {
+      boxes(iter, [&](uint32_t source, int key, int row, int head) {
+        if (key < tile.seq_k)
+          ptx::tma_store_5d(&a.dbias, source, key, row, head, tile.batch1, tile.batch0);
+      });
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<1>();
+    }
+    if (iter > 0 && iter - 1 + C::kDsStages < iters) load(iter - 1 + C::kDsStages);
+  }
+  ptx::bulk_wait<0>();
+}
+
+// Where a head's pair of this lane's key (in the tile) and any query is, in elements.
+__device__ __forceinline__ int64_t offset_of_key(const FlashsciScoreStrides& s,
+                                                 const BackwardArgs& a, const KeyTile& tile,
+                                                 int head, int key) {
+  return tile.batch0 * s.batch0 + tile.batch1 * s.batch1 +
+         (tile.head * (a.p.heads_q / a.p.heads_k) + head) * s.head +
+         min(tile.row + key, tile.seq_k - 1) * s.column;
+}
+
+// P^T, with what is added to S^T; of accumulator elements as in mainloop.cuh. lse: of the
+// lane's first query in shared memory; bias: of consumer w there; apart: the buffers of the block.
+template <class Op, class C, int kCount>
+__device__ __forceinline__ void exponentiate_bias_mask(float (&p)[kCount], const float (&s)[kCount],
+                                                       const BackwardArgs& a, const KeyTile& tile,
+                                                       uint32_t lse, uint32_t bias, int w,
+                                                       int iter) {
+  const FlashsciBiasMask& bias_mask = a.p.bias_mask;
+  // Anew each time: registers are scarcer than integer instructions.
+  const auto offset = [&](const FlashsciScoreStrides& s, int half) {
+    const int thread = opaque(threadIdx.x);
+    return offset_of_key(s, a, tile, iter / (tile.end - tile.begin),
+                         w * 64 + thread / 32 % 4 * 16 + thread % 32 / 4 + half * 8);
+  };
+  if (C::kBiasStaged && a.bias_tiles) {
+    exponentiate_staged(p, s, a, lse, StagedBias<C>(bias, w));
+  } else if (a.bias_tiles) {
+    const int thread = opaque(threadIdx.x), matrix_row = thread % 8;
+    bias += (matrix_row + thread % 32 / 16 * 8) * 128 +
+            ((thread / 32 % 4 * 2 + thread / 8 % 2) ^ matrix_row) * 16;
+#pragma unroll
+    for (int m = 0; m < kCount / 8; ++m) {  // 16 queries
+      uint32_t words[4];
+      ptx::ldmatrix_x4_trans(words, bias + m * 2048);
+#pragma unroll
+      for (int e = 0; e < 8; e += 2) {
+        const float2 row = ptx::ld_shared_f2(lse + m * 64 + e / 4 * 32);
+        const uint32_t word = words[e / 2];
+        const float first = Op::to_float(static_cast<uint16_t>(word & 0xffff));
+        const float second = Op::to_float(static_cast<uint16_t>(word >> 16));
+        float* target = p + m * 8 + e;
+        target[0] = ptx::ex2_approx(fmaf(s[m * 8 + e], a.exp_scale, fmaf(first, kLog2e, -row.x)));
+        target[1] =
+            ptx::ex2_approx(fmaf(s[m * 8 + e + 1], a.exp_scale, fmaf(second, kLog2e, -row.y)));
+      }
+    }
+  } else {
+    float addend[2] = {0.f, 0.f};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (bias_mask.bias == nullptr) continue;
+      const int64_t at = offset(bias_mask.bias_strides, half);
+      addend[half] =
+          kLog2e * (bias_mask.bias_is_fp32
+                        ? __ldg(static_cast<const float*>(bias_mask.bias) + at)
+                        : Op::to_float(__ldg(static_cast<const uint16_t*>(bias_mask.bias) + at)));
+    }
+#pragma unroll
+    for (int e = 0; e < kCount; e += 2) {
+      const float2 row = ptx::ld_shared_f2(lse + e / 4 * 32);
+      const float add = addend[e / 2 % 2];
+      p[e] = ptx::ex2_approx(fmaf(s[e], a.exp_scale, add - row.x));
+      p[e + 1] = ptx::ex2_approx(fmaf(s[e + 1], a.exp_scale, add - row.y));
+    }
+  }
+  if (C::kBiasStaged && a.mask_tiles) {
+    hide_staged<C>(p, bias, w);
+  } else if (bias_mask.mask != nullptr) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t at = offset(bias_mask.mask_strides, half);
+      const bool shown = __ldg(bias_mask.mask + at) != 0;
+#pragma unroll
+      for (int e = half * 2; e < kCount; e += 4) {
+        p[e] = shown ? p[e] : 0.f;
+        p[e + 1] = shown ? p[e + 1] : 0.f;
+      }
+    }
+  }
+}
+
+}  // namespace flashsci::sm90::bwd

@@ -1,0 +1,222 @@
+// The host side of the sm90 forward: tile shapes, tensor maps, the order of the tiles, which
+// kernel.
+#pragma once
+#include <cuda_runtime.h>
+#include <algorithm>
+#include <cstdint>
+
+#include "../../core/launch.cuh"
+#include "../../core/softmax.cuh"
+#include "../../include/flashsci.h"
+#include "../decode/launch.cuh"
+#include "../tma_map.h"
+#include "config.cuh"
+#include "kernel.cuh"
+#include "scheduler.cuh"
+
+namespace flashsci::sm90::fwd {
+
+template <class Op, class C, bool kWindowed, bool kPlainScores, bool kVarlen>
+cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
+  constexpr int kSharedBytes = sizeof(SharedStorage<C>) + 1024;  // the base is aligned by hand
+  static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
+  const FlashsciForwardParams& p = a.p;
+  const bool causal = p.window_right >= 0 && p.window_left < 0;
+  const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
+  const int64_t tiles = kVarlen ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
+                                : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  if (heads == 0 || p.seq_q == 0) return cudaSuccess;
+  if (heads * tiles > INT32_MAX / 2) return cudaErrorNotSupported;
+  const int processors = processors_of(p.device);
+  if (processors <= 0) return cudaErrorInvalidDevice;
+  SchedulePlan& plan = a.schedule;
+  plan.items = static_cast<uint32_t>(heads * tiles);
+  plan.tiles_per_head = static_cast<uint32_t>(tiles);
+  plan.heads = static_cast<uint32_t>(heads);
+  plan.descending = causal;
+  const bool uneven = kVarlen || (causal && tiles > 1);
+  const bool counted = kVarlen || p.seq_k >= C::kCountedKeys;
+  plan.counter = uneven && counted && heads * tiles > processors
+                     ? static_cast<uint32_t*>(p.workspace)
+                     : nullptr;
+  plan.order = Order::kAsIs;
+  if (!kVarlen && uneven && heads * tiles > processors)
+    plan.order = plan.counter != nullptr ? Order::kLongestFirst : Order::kBalanced;
+  if (plan.order == Order::kBalanced)
+    plan.items = static_cast<uint32_t>((heads + 1) / 2 * tiles * 2);
+  const int64_t head_bytes =  // of K and V, for each head of Q
+      int64_t{p.seq_k} * (p.head_dim + p.head_dim_v) * 2 * p.heads_k / p.heads_q;
+  const int64_t groups = heads * head_bytes / (32 << 20) + 1;
+  plan.group = static_cast<uint32_t>((heads + groups - 1) / groups);
+
+  using KBox = typename C::KBox;
+  constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
+  const auto encode = [&](CUtensorMap* map, const void* base, const FlashsciStrides& strides,
+                          int64_t rows, int64_t heads_of, int head_dim, int box_rows) {
+    return encode_map(map, base, k16Bit, head_dim,
+                      dense_dims(strides, rows, heads_of, p.batch1, p.batch0), KBox::kColumns,
+                      box_rows);
+  };
+  cudaError_t error =
+      encode(&a.q, p.q, p.q_strides, p.seq_q, p.heads_q, p.head_dim, C::QBox::kRows);
+  if (error == cudaSuccess)
+    error = encode(&a.k, p.k, p.k_strides, p.seq_k, p.heads_k, p.head_dim, KBox::kRows);
+  if (error == cudaSuccess)
+    error = encode(&a.v, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, KBox::kRows);
+  if (error == cudaSuccess)
+    error =
+        encode(&a.out, p.out, p.out_strides, p.seq_q, p.heads_q, p.head_dim_v, C::OutBox::kRows);
+  if (kVarlen && error == cudaSuccess)
+    error = encode(&a.v_row, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, Box<1>::kRows);
+  if (kVarlen && error == cudaSuccess)
+    error = encode_map(&a.v_cut, p.v, k16Bit, p.head_dim_v,
+                       cut_dims(p.v_strides, p.seq_k, p.heads_k, KBox::kRows), KBox::kColumns,
+                       KBox::kRows);
+  if constexpr (C::kHasBiasMask) {
+    BiasMaskPlan& plan = a.bias_mask;
+    plan = {};
+    const auto encode_bias_mask = [&](CUtensorMap* map, const void* base, const MapElement& element,
+                                      const FlashsciScoreStrides& s, int box_keys, int* box_rows,
+                                      int* step) {
+      if (error != cudaSuccess || base == nullptr) return;
+      *box_rows = s.row == 0 ? 1 : 64;
+      const int boxes = C::kBlockK / box_keys;
+      const int box_bytes = std::max(1024, *box_rows * box_keys * element.bytes);
+      const int consumers = *box_rows == 1 ? 1 : C::kConsumers;
+      *step = *box_rows == 1 ? 0 : boxes * box_bytes;
+      if (element.bytes == 4) plan.box_step = box_bytes;
+      plan.stage_bytes += consumers * boxes * box_bytes;
+      plan.loaded += consumers * boxes * (*box_rows * box_keys * element.bytes);
+      const MapDims dims = {{p.seq_q, p.heads_q, p.batch1, p.batch0},
+                            {s.row, s.head, s.batch1, s.batch0}};
+      error = s.column == 1 ? encode_map(map, base, element, p.seq_k, dims, box_keys, *box_rows)
+                            : cudaErrorNotSupported;
+    };
+    const bool fp32 = p.bias_mask.bias_is_fp32;
+    encode_bias_mask(&a.bias, p.bias_mask.bias, fp32 ? kFloat32 : k16Bit, p.bias_mask.bias_strides,
+                     bias_box_keys<C>(fp32), &plan.bias_rows, &plan.bias_step);
+    plan.mask = plan.stage_bytes;
+    encode_bias_mask(&a.mask, p.bias_mask.mask, kByte, p.bias_mask.mask_strides, C::kBlockK,
+                     &plan.mask_rows, &plan.mask_step);
+    plan.stages = std::min(kBiasMaskStages, C::kBiasMaskBytes / std::max(plan.stage_bytes, 1));
+  }
+  if (error != cudaSuccess) return error;
+
+  constexpr auto kernel = forward_kernel<Op, C, kWindowed, kPlainScores, kVarlen>;
+  error = allow_shared<kernel>(kSharedBytes, p.device);
+  if (error != cudaSuccess) return error;
+  if (plan.counter != nullptr) {
+    error = cudaMemsetAsync(plan.counter, 0, sizeof(uint32_t), stream);
+    if (error != cudaSuccess) return error;
+  }
+  // Packed without a counter: the hardware hands out the slots as SMs become free.
+  const uint32_t starts = plan.order == Order::kBalanced ? plan.items / 2 : plan.items;
+  const uint32_t grid = kVarlen && plan.counter == nullptr
+                            ? starts
+                            : std::min(starts, static_cast<uint32_t>(processors));
+  kernel<<<grid, C::kThreads, kSharedBytes, stream>>>(a);
+  return cudaGetLastError();
+}
+
+// The tile shapes, by padded head dims of q and k, and of v; why: docs/kernels/sm90_forward.md.
+template <int kHeadDim, int kHeadDimV = kHeadDim>
+struct Tiles;
+template <>
+struct Tiles<32> {  // in boxes of 64 columns, half of them zeros
+  using WithBiasMask = Tiling<32, 64, 3, 2, true>;
+};
+template <>
+struct Tiles<64> {
+  using Plain = Tiling<64, 128, 3, 4>;
+  using WithBiasMask = Tiling<64, 64, 3, 2, true>;
+};
+template <>
+struct Tiles<96> {
+  using Plain = Tiling<96, 96, 3, 2>;
+};
+template <>
+struct Tiles<128> {
+  using Plain = Tiling<128, 128, 2, 2>;
+  using WithBiasMask = Tiling<128, 64, 2, 2, true>;
+};
+template <>
+struct Tiles<192> {
+  using Plain = Tiling<192, 96, 2, 2>;
+};
+template <>
+struct Tiles<192, 128> {
+  using Plain = Tiling<192, 128, 2, 2, false, 128>;
+};
+template <>
+struct Tiles<256> {
+  using Plain = Tiling<256, 64, 2, 2>;
+  using WithBiasMask = Tiling<256, 32, 2, 2, true>;
+};
+
+template <class Op, class C>
+cudaError_t launch_plain(ForwardArgs& a, cudaStream_t stream) {
+  const bool windowed = a.p.window_left >= 0 || a.p.window_right >= 0;
+  const bool plain = a.score_mode == kScaled;
+  if (a.p.cu_seqlens_q != nullptr)
+    return plain ? launch_tiling<Op, C, true, true, true>(a, stream)
+                 : launch_tiling<Op, C, true, false, true>(a, stream);
+  if (!plain) return launch_tiling<Op, C, true, false, false>(a, stream);
+  if (windowed) return launch_tiling<Op, C, true, true, false>(a, stream);
+  return launch_tiling<Op, C, false, true, false>(a, stream);
+}
+
+template <class Op, int kHeadDim>
+cudaError_t launch_bias_mask(ForwardArgs& a, cudaStream_t stream) {
+  if (a.p.cu_seqlens_q != nullptr) return cudaErrorNotSupported;
+  return launch_tiling<Op, typename Tiles<kHeadDim>::WithBiasMask, true, false, false>(a, stream);
+}
+
+// Bytes of workspace: partial results of a decoding call, or the counter of the schedule.
+inline int64_t forward_workspace(const FlashsciForwardParams& p) {
+  if (decode::is_decoding(p)) return decode::decode_workspace(p);
+  const bool causal = p.window_right >= 0 && p.window_left < 0;
+  return causal || p.cu_seqlens_q != nullptr ? sizeof(uint32_t) : 0;
+}
+
+// cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
+template <class Op>
+cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
+  const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
+  const int dim = std::max(p.head_dim, p.head_dim_v);
+  if (dim > 256 || p.seq_k == 0 || p.head_dim_v % 8 != 0 ||
+      !aligned(p.batch0, p.out_strides.batch0) || !aligned(p.batch1, p.out_strides.batch1) ||
+      !aligned(p.heads_q, p.out_strides.head) || !aligned(p.seq_q, p.out_strides.row) ||
+      reinterpret_cast<uintptr_t>(p.out) % 16 != 0)
+    return cudaErrorNotSupported;
+  ForwardArgs a;
+  a.p = p;
+  const bool bias_mask = p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr;
+  a.score_mode = p.softcap != 0.f ? kSoftcap : p.scale > 0.f && !bias_mask ? kScaled : kLinear;
+  a.score_inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
+  a.score_outer = p.softcap;
+  a.exp_scale = a.score_mode == kScaled ? p.scale * kLog2e : kLog2e;
+  // sm80's kernel skips blocks that a mask hides and reads a bias once for two batch rows: measured
+  // faster here, and only here.
+  if (p.bias_mask.mask != nullptr && dim <= 32) return cudaErrorNotSupported;
+  if (bias_mask)
+    return dim <= 32    ? launch_bias_mask<Op, 32>(a, stream)
+           : dim <= 64  ? launch_bias_mask<Op, 64>(a, stream)
+           : dim <= 128 ? launch_bias_mask<Op, 128>(a, stream)
+                        : launch_bias_mask<Op, 256>(a, stream);
+  if (p.workspace != nullptr && decode::is_decoding(p)) {
+    const cudaError_t error = dim <= 64    ? decode::launch_decode<Op, 64>(a, stream)
+                              : dim <= 128 ? decode::launch_decode<Op, 128>(a, stream)
+                                           : decode::launch_decode<Op, 256>(a, stream);
+    if (error != cudaErrorNotSupported) return error;
+  }
+  const auto launch = [&](auto tiles) {
+    return launch_plain<Op, typename decltype(tiles)::Plain>(a, stream);
+  };
+  if (dim <= 64) return launch(Tiles<64>{});
+  if (dim <= 96) return launch(Tiles<96>{});
+  if (dim <= 128) return launch(Tiles<128>{});
+  if (dim <= 192 && p.head_dim_v <= 128) return launch(Tiles<192, 128>{});
+  return dim <= 192 ? launch(Tiles<192>{}) : launch(Tiles<256>{});
+}
+
+}  // namespace flashsci::sm90::fwd

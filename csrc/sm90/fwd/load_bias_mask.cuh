@@ -1,0 +1,75 @@
+// The producer of bias and mask of the sm90 forward: a ring of its own, since they come from far
+// and fill more of the shared memory than K and V.
+#pragma once
+#include <cstdint>
+
+#include "load.cuh"
+
+namespace flashsci::sm90::fwd {
+
+// Loads bias and mask of a tile's rows and a block's keys once their stage is free. blind:
+// consumers that will not see them.
+template <class C, class Coord>
+__device__ __forceinline__ void load_bias_mask(SharedStorage<C>& shared, const ForwardArgs& a,
+                                               BiasMaskRing& ring, uint32_t skipping, int row,
+                                               int block, const Coord& at) {
+  const FlashsciBiasMask& bias_mask = a.p.bias_mask;
+  const BiasMaskPlan& plan = a.bias_mask;
+  const uint32_t empty = ptx::shared_address(&shared.bias_mask_empty[ring.stage]);
+  const uint32_t full = ptx::shared_address(&shared.bias_mask_full[ring.stage]);
+  ptx::mbarrier_sleep(empty, (ring.phase & 1) ^ 1);
+  if (skipping > 0) ptx::mbarrier_arrive(empty, 4 * skipping);
+  poison_stage(ptx::shared_address(shared.bias_mask) + ring.stage * plan.stage_bytes,
+               plan.stage_bytes);
+  ptx::mbarrier_arrive_expect(full, plan.loaded);
+  const int key = block * C::kBlockK;
+  const uint32_t target = ptx::shared_address(shared.bias_mask) + ring.stage * plan.stage_bytes;
+  if (bias_mask.bias != nullptr) {
+    const int box_keys = bias_box_keys<C>(bias_mask.bias_is_fp32);
+#pragma unroll
+    for (int w = 0; w < C::kConsumers; ++w) {
+      if (w > 0 && plan.bias_step == 0) break;
+#pragma unroll 1
+      for (int i = 0; i < C::kBlockK / box_keys; ++i)
+        ptx::tma_load_5d(target + w * plan.bias_step + i * plan.box_step, &a.bias, full,
+                         key + i * box_keys, row + w * 64, at.head, at.batch1, at.batch0);
+    }
+  }
+  if (bias_mask.mask != nullptr) {
+#pragma unroll
+    for (int w = 0; w < C::kConsumers; ++w) {
+      if (w > 0 && plan.mask_step == 0) break;
+      ptx::tma_load_5d(target + plan.mask + w * plan.mask_step, &a.mask, full, key, row + w * 64,
+                       at.head, at.batch1, at.batch0);
+    }
+  }
+  ring.next(plan);
+}
+
+// Beside `produce` (load.cuh), along the same list. One thread.
+template <class C>
+__device__ __forceinline__ void stream_bias_mask(SharedStorage<C>& shared, const ForwardArgs& a) {
+  const auto address = [](const void* x) { return ptx::shared_address(x); };
+  const Window window = window_of(a.p, a.p.seq_q, a.p.seq_k);
+  BiasMaskRing ring;
+#pragma unroll 1
+  for (uint32_t tiles = 0;; ++tiles) {
+    ptx::mbarrier_sleep(address(&shared.tile_ready[tiles % kTileSlots]), tiles / kTileSlots & 1);
+    const TileInfo& tile = shared.tile_info[tiles % kTileSlots];
+    if (tile.row < 0) break;
+    const Blocks<C> blocks(window, tile.row, C::kBlockQ, a.p.seq_q);
+#pragma unroll 1
+    for (int block = blocks.end - 1; block >= blocks.first; --block) {
+      uint32_t skipping = 0;
+#pragma unroll
+      for (int w = 0; w < C::kConsumers; ++w) {
+        const Blocks<C> own(window, tile.row + w * 64, 64, a.p.seq_q);
+        skipping += block < own.first || block >= own.end;
+      }
+      load_bias_mask<C>(shared, a, ring, skipping, tile.row, block, tile);
+    }
+    ptx::mbarrier_arrive(address(&shared.q_empty[tiles % C::kQStages][0]));
+  }
+}
+
+}  // namespace flashsci::sm90::fwd
