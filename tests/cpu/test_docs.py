@@ -63,7 +63,11 @@ def test_examples_run(page, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("heading", "preferences"), [("The order of `auto`", registry.PREFERENCES)]
+    ("heading", "preferences"),
+    [
+        ("The order of `auto`", registry.PREFERENCES),
+        ("Who computes the gradients", registry.GRADIENT_PREFERENCES),
+    ],
 )
 def test_preferences_are_documented(heading, preferences):
     """The tables of docs/support.md have the rows of the registry: same orders, same evidence."""
