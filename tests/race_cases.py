@@ -296,7 +296,7 @@ def _older_backward(instance: Instance) -> Iterator[Call]:
         yield from _plain(call, call.head_dim)
         if not dim:  # whatever the tiles
             yield replace(call, softcap=True)
-    elif variant in ("backward pairs", "backward keys", "backward queries"):
+    elif variant in ("backward bias mask", "backward keys", "backward queries"):
         yield replace(call, bias="own", causal=True)
         yield replace(call, bias="shared", mask="keys")
         yield from _plain(call, call.head_dim - 3)
