@@ -157,8 +157,9 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        _keep(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[1 : 1 + _TENSORS], *output)
+        tensors = inputs[1 : 1 + _TENSORS]
+        _keep(ctx, inputs[0], tensors, Scalars(*inputs[1 + _TENSORS :]), output)
+        ctx.save_for_forward(*tensors, *output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -173,27 +174,36 @@ class Forward(torch.autograd.Function):
 
 class EagerForward(torch.autograd.Function):
     """:class:`Forward` for plain eager calls: for a Function with ``setup_context`` torch binds a
-    signature at every call, which costs more than the rest of a small one."""
+    signature at every call, which costs more than the rest of a small one. No transform sees it: its options
+    are one argument."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = Forward.forward(*inputs)
-        _keep(ctx, inputs, output)
+    def forward(ctx: Any, backend: str, scalars: Scalars, *tensors: Any) -> tuple[Tensor, Tensor]:
+        output: tuple[Tensor, Tensor] = registry.kernels(backend).forward(
+            Tensors(*tensors), scalars
+        )
+        _keep(ctx, backend, tensors, scalars, output)
         return output
 
-    backward = Forward.backward
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        need = _need(ctx.needs_input_grad[2 : 2 + _LEAVES])
+        found = _backward(ctx.backend, dout, dlse, _saved(ctx), need)
+        return (None, None, *found, *(None,) * (_TENSORS - _LEAVES))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(
+    ctx: Any, backend: str, tensors: Any, scalars: Scalars, output: tuple[Tensor, Tensor]
+) -> None:
     ctx.set_materialize_grads(False)
-    ctx.backend, ctx.scalars = inputs[0], inputs[1 + _TENSORS :]
-    ctx.save_for_backward(*inputs[1 : 1 + _TENSORS], *output)
+    ctx.backend, ctx.scalars = backend, scalars
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _saved(ctx: Any) -> Saved:
     """What a forward left."""
     *tensors, out, lse = ctx.saved_tensors
-    return Saved(Tensors(*tensors), out.detach(), lse.detach(), Scalars(*ctx.scalars))
+    return Saved(Tensors(*tensors), out.detach(), lse.detach(), ctx.scalars)
 
 
 class Backward(torch.autograd.Function):

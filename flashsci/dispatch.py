@@ -50,8 +50,11 @@ def run(plan: Plan, tensors: Tensors, needs_grad: bool) -> tuple[Tensor, Tensor 
     if needs_grad or transformed:
         from flashsci import autograd  # imports the compiler
 
-        node = autograd.Forward if transformed else autograd.EagerForward
-        result: tuple[Tensor, Tensor] = node.apply(plan.backend, *tensors, *plan.scalars)
+        result: tuple[Tensor, Tensor]
+        if transformed:
+            result = autograd.Forward.apply(plan.backend, *tensors, *plan.scalars)
+        else:
+            result = autograd.EagerForward.apply(plan.backend, plan.scalars, *tensors)
         return result
     return module.forward(tensors, plan.scalars)
 

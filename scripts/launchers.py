@@ -44,14 +44,14 @@ class Strides(c.Structure):
     _fields_ = _fields(c.c_int64, "batch0 batch1 head row")
 
 
-class PairStrides(c.Structure):
+class ScoreStrides(c.Structure):
     _fields_ = _fields(c.c_int64, "batch0 batch1 head row column")
 
 
-class Pairs(c.Structure):
+class BiasMask(c.Structure):
     _fields_ = [
         *_fields(c.c_void_p, "bias mask"),
-        *_fields(PairStrides, "bias_strides mask_strides"),
+        *_fields(ScoreStrides, "bias_strides mask_strides"),
         *_fields(c.c_int32, "bias_is_fp32"),
     ]
 
@@ -60,7 +60,7 @@ class ForwardParams(c.Structure):
     _fields_ = [
         *_fields(c.c_void_p, "q k v out lse cu_seqlens_q cu_seqlens_k"),
         *_fields(Strides, "q_strides k_strides v_strides out_strides"),
-        *_fields(Pairs, "pairs"),
+        *_fields(BiasMask, "bias_mask"),
         *_fields(c.c_int64, "batch0 batch1"),
         *_fields(c.c_int32, "heads_q heads_k seq_q seq_k num_seqs max_seqlen_q"),
         *_fields(c.c_int32, "head_dim head_dim_v"),
@@ -77,8 +77,8 @@ class BackwardParams(c.Structure):
         *_fields(c.c_void_p, "cu_seqlens_q cu_seqlens_k"),
         *_fields(Strides, "q_strides k_strides v_strides out_strides dout_strides dlse_strides"),
         *_fields(Strides, "dq_strides dk_strides dv_strides"),
-        *_fields(Pairs, "pairs"),
-        *_fields(PairStrides, "dbias_strides"),
+        *_fields(BiasMask, "bias_mask"),
+        *_fields(ScoreStrides, "dbias_strides"),
         *_fields(c.c_int64, "batch0 batch1"),
         *_fields(c.c_int32, "heads_q heads_k seq_q seq_k num_seqs max_seqlen_q max_seqlen_k"),
         *_fields(c.c_int32, "head_dim head_dim_v"),
@@ -100,11 +100,11 @@ def _strides(x: Tensor | None, last: bool = True) -> Strides:
     return Strides(*(0,) * (4 - len(step)), *step)
 
 
-def _pair_strides(x: Tensor | None) -> PairStrides:
+def _score_strides(x: Tensor | None) -> ScoreStrides:
     if x is None:
-        return PairStrides()
+        return ScoreStrides()
     step = [0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
-    return PairStrides(*(0,) * (5 - len(step)), *step)
+    return ScoreStrides(*(0,) * (5 - len(step)), *step)
 
 
 def _copy_bytes(*tensors: Tensor | None) -> int:
@@ -176,8 +176,8 @@ class Build:
             q=_pointer(q), k=_pointer(k), v=_pointer(v),
             cu_seqlens_q=_pointer(cu and cu[0]), cu_seqlens_k=_pointer(cu and cu[1]),
             q_strides=_strides(q), k_strides=_strides(k), v_strides=_strides(v),
-            pairs=Pairs(
-                _pointer(bias), _pointer(mask), _pair_strides(bias), _pair_strides(mask),
+            bias_mask=BiasMask(
+                _pointer(bias), _pointer(mask), _score_strides(bias), _score_strides(mask),
                 int(bias is not None and bias.dtype == torch.float32),
             ),
             batch0=batch0, batch1=batch1,
@@ -251,7 +251,7 @@ class Build:
         gradients.append(none)
         if bias is not None and need & NEED_BIAS:
             gradients[-1] = torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
-            p.dbias, p.dbias_strides = _pointer(gradients[-1]), _pair_strides(gradients[-1])
+            p.dbias, p.dbias_strides = _pointer(gradients[-1]), _score_strides(gradients[-1])
         keep = (k, v, dout, out, lse, dlse, gradients, options)
         return self._launch("backward", p, q, *keep), *gradients
 
