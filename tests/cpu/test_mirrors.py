@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import launchers
+from scripts import launchers
 
 ROOT = Path(__file__).resolve().parents[2]
 MIRRORS = {
