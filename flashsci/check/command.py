@@ -1,4 +1,15 @@
-"""The command line, and one case judged again."""
+"""`python -m flashsci check`: is every kernel right on this GPU? Writes reports/gpu-check.json.
+
+Generated problems (flashsci.testing.cases) are judged against the fp64 oracle by the criteria of
+flashsci.testing.bounds, forward, lse and all gradients, on every backend; then come the known traps
+and bitwise determinism. Worker processes share the work by kernel variant, so that each variant is
+compiled once and many are compiled at a time. The report carries one digest per kernel unit: a CPU
+test knows from it which kernels changed since. It also lists what the generator draws, but did not for some
+dtype or head dims of a backend (`coverage`).
+
+"cuda" picks kernels as users get them; "cuda:sm90" and the like are held to one generation, so that what another one
+served in its place does not count. A part of the cases is drawn for the newest generation, and judged on CUDA kernels alone.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +18,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import flashsci.check
 from flashsci.check.judging import judge_case
 from flashsci.check.suite import run
 from flashsci.check.units import kernels_here
@@ -26,9 +36,7 @@ def reproduce(text: str, backends: Sequence[str], device: str, say: Any = print)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line of `python -m flashsci check`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m flashsci check", description=flashsci.check.__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m flashsci check", description=__doc__)
     parser.add_argument("--unit", help="only this kernel unit (or units that start so)")
     parser.add_argument(
         "--part",

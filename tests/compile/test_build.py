@@ -307,8 +307,8 @@ def test_every_device_has_a_kernel_that_fits():
             assert float(row["shared KiB"]) <= most, row
         kind = row["variant"]
         if row["unit"].startswith(("sm80/bwd_fp16", "sm80/bwd_bf16")):
-            # Where the tile of plain calls does not fit, they run as calls with pairs.
-            kind = kind.replace("backward, plain 16-byte rows", "backward pairs")
+            # Where the tile of plain calls does not fit, they run as calls with a bias or a mask.
+            kind = kind.replace("backward, plain 16-byte rows", "backward bias mask")
         key = row["unit"], row["sm"], row["head dim"], kind
         served[key] = served.get(key, set()) | devices
     for (unit, sm, dim, kind), devices in served.items():
