@@ -32,7 +32,7 @@ TO_BUILD := $(patsubst none,75$(comma)80$(comma)90,$(ARCHS))
 export PATH := $(if $(VENV),$(abspath $(VENV))/bin:,)$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install build build-manual demo force-field test test-fast test-slow test-all lint format types docs bench check \
+.PHONY: help install build build-manual models demo force-field test test-fast test-slow test-all lint format types docs bench check \
   gpu-check sweep env wheel clean FORCE
 
 help: ## this list
@@ -112,6 +112,14 @@ docs: install ## the documentation, strictly, into site/
 	@$(PY) -c 'import material, mkdocstrings' 2>/dev/null \
 	  || $(PIP) install $$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+build/clients: | install
+	$(PY) -m benchmarks.models get $@
+
+models: install build/clients ## whole models as their clients run them and on flashsci: real sizes on a GPU, tiny ones on a CPU
+	@$(PY) -c 'import transformers, scipy' 2>/dev/null \
+	  || $(PIP) install $$(sed -n 's/^models = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d '",')
+	$(PY) -m flashsci models $(MODELS)
 
 bench: install ## the headline cases (GPU), or small ones (CPU); more: python -m flashsci bench --help
 	$(PY) -m flashsci bench

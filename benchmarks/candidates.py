@@ -19,7 +19,7 @@ from benchmarks.inputs import Inputs, Unsupported
 from flashsci import registry
 
 OURS = (*registry.BACKENDS, *registry.GENERATIONS, "auto")
-BASELINES = (*(f"sdpa:{kernel}" for kernel in peers.SDPA_KERNELS), "flex", "fa3", "cueq")
+BASELINES = (*(f"sdpa:{kernel}" for kernel in peers.SDPA_KERNELS), "math", "flex", "fa3", "cueq")
 BASE = "@base"  # ends the names of the backends of another revision
 
 
@@ -31,7 +31,9 @@ def names_of(chosen: Iterable[str], device: torch.device, base: bool = False) ->
         ours.append("cuda:sm80")  # what the GPUs before this one get
     groups = {
         "ours": ours,
-        "baselines": list(BASELINES) if device.type == "cuda" else ["sdpa:default", "sdpa:math"],
+        "baselines": list(BASELINES)
+        if device.type == "cuda"
+        else ["sdpa:default", "sdpa:math", "math"],
     }
     names: dict[str, None] = {}
     for name in chosen or groups:
@@ -57,7 +59,13 @@ def candidate(name: str, inputs: Inputs) -> Callable[[], Tensor]:
             raise Unsupported(str(error)) from error
     if name.startswith("sdpa:"):
         return peers.sdpa(name.removeprefix("sdpa:"), inputs)
-    return {"flex": peers.flex, "cueq": peers.cuequivariance, "fa3": fa3.candidate}[name](inputs)
+    others = {
+        "math": peers.plain_math,
+        "flex": peers.flex,
+        "cueq": peers.cuequivariance,
+        "fa3": fa3.candidate,
+    }
+    return others[name](inputs)
 
 
 def _ours(package, name: str, x: Inputs) -> Callable[[], Tensor]:

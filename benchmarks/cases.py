@@ -18,6 +18,15 @@ class BenchError(ValueError):
     """What was asked of the benchmark cannot be done; the message says why."""
 
 
+#: How models hand over q, k and v, all seen as [..., H, S, D] (packed: [T, H, D]): as projections [..., S, H, D], of
+#: which k and v may be the first heads, or as slices of one [..., S, 3, H, D]. dout comes as [..., S, H, D].
+HEADS_INSIDE, FIRST_HEADS, QKV = LAYOUTS = ("heads inside", "first heads", "qkv")
+#: How they hand over a bias: as a Linear of pairs gives it, [..., Sq, Sk, H], seen as [..., H, Sq, Sk]; or as the
+#: slice of one of BIAS_LAYERS layers, for which one Linear serves.
+HEADS_LAST, ONE_LAYER = BIAS_LAYOUTS = ("heads last", "one layer of several")
+BIAS_LAYERS = 3
+
+
 @dataclass(frozen=True)
 class Case:
     """One attention problem: dense [B, (N,) H, S, D] or, with `lens`, packed sequences of those
@@ -25,7 +34,7 @@ class Case:
 
     `bias` is a shape with 1 for broadcast dims, "ragged" (one block per packed sequence) or None.
     `order` is the highest derivative that the case is about: 0 forward, 1 backward, 2 double
-    backward.
+    backward. `layout` and `bias_layout` say how tensors lie in memory, None: as their shapes say.
     """
 
     id: str
@@ -47,6 +56,8 @@ class Case:
     bias_grad: bool = False
     mask: tuple[int, ...] | None = None
     order: int = 1
+    layout: str | None = None  # of q, k, v and dout, one of LAYOUTS
+    bias_layout: str | None = None  # of the bias, one of BIAS_LAYOUTS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "Hk", self.Hk or self.H)
@@ -75,8 +86,10 @@ def series(id: str) -> str:
 
     >>> series("dense-bf16-d64-full-s512@fp16")
     'dense-bf16-d64-full@fp16'
+    >>> series("calls-triangle-bf16-s384-model")
+    'calls-triangle-bf16-model'
     """
-    return re.sub(r"-s\d+(?=$|@)", "", id)
+    return re.sub(r"-s\d+(?=$|@|-model)", "", id)
 
 
 def dense_grid(dtype: str = "bf16") -> list[Case]:
@@ -109,6 +122,12 @@ def crystal_lengths(n: int, seed: int = 0, cap: int = 320) -> tuple[int, ...]:
 def uniform_lengths(n: int, low: int, high: int, seed: int = 0) -> tuple[int, ...]:
     r = random.Random(seed)
     return tuple(r.randint(low, high) for _ in range(n))
+
+
+def protein_lengths(n: int, seed: int = 4) -> tuple[int, ...]:
+    """Residues per protein, 60 to 1160, most of them short."""
+    r = random.Random(seed)
+    return tuple(60 + int(1100 * r.random() ** 2.5) for _ in range(n))
 
 
 def _tiny() -> list[Case]:
@@ -239,6 +258,91 @@ def _decode() -> list[Case]:
     ]
 
 
+def _calls() -> Iterable[Case]:
+    """The calls that the models of `benchmarks.models` make, each alone: "-model" in the strides in
+    which the model makes it, and beside some of them the same with every tensor contiguous."""
+
+    def both(case: Case, layout: str, bias_layout: str | None = None) -> Iterable[Case]:
+        yield case
+        yield from model(case, layout, bias_layout)
+
+    def model(case: Case, layout: str, bias_layout: str | None = None) -> Iterable[Case]:
+        yield replace(case, id=f"{case.id}-model", layout=layout, bias_layout=bias_layout)
+
+    def call(name: str, s: int, sk: int = 0, **options) -> Case:
+        return Case(f"calls-{name}-s{s}", "calls", Sq=s, Sk=sk or s, **options)
+
+    def triangle(name: str, s: int, dtype: str, bias_dtype: str) -> Case:
+        bias, mask = (1, 1, 4, s, s), (1, s, 1, 1, s)
+        options = {"bias": bias, "bias_dtype": bias_dtype, "bias_grad": True, "mask": mask}
+        return call(f"triangle-{name}", s, dtype=dtype, N=s, H=4, D=32, **options)
+
+    for s in (256, 384, 768):  # Boltz-2, Protenix
+        yield from both(triangle("bf16", s, "bf16", "fp32"), HEADS_INSIDE, HEADS_LAST)
+    chunk = {"B": 128, "H": 4, "D": 32, "bias": (1, 4, 768, 768), "bias_dtype": "fp32"}
+    chunk |= {"mask": (128, 1, 1, 768), "order": 0}  # inference beyond 384 tokens
+    yield from model(call("triangle-chunk-bf16", 768, **chunk), HEADS_INSIDE, HEADS_LAST)
+    yield from both(triangle("bf16-bias16", 384, "bf16", "bf16"), HEADS_INSIDE, HEADS_LAST)
+    yield from both(triangle("fp32", 384, "fp32", "fp32"), HEADS_INSIDE, HEADS_LAST)
+
+    # Boltz-2: tokens with a pair bias, and 16 diffusion samples that share one.
+    shared = {"H": 16, "bias": (1, 16, 384, 384), "bias_dtype": "fp32", "bias_grad": True}
+    for dtype in ("bf16", "fp32"):
+        pair = call(f"pair-{dtype}", 384, dtype=dtype, D=24, mask=(1, 1, 1, 384), **shared)
+        yield from both(pair, HEADS_INSIDE, HEADS_LAST)
+        samples = {"B": 16, "mask": (16, 1, 1, 384), **shared}
+        diffusion = call(f"diffusion-{dtype}", 384, dtype=dtype, D=48, **samples)
+        yield from both(diffusion, HEADS_INSIDE, ONE_LAYER)
+    atoms = {"H": 4, "D": 32, "bias_grad": True}
+    atoms |= {"B": 16, "N": 144, "bias": (1, 144, 4, 32, 128), "mask": (16, 144, 1, 1, 128)}
+    yield from both(call("atoms-fp32", 32, 128, dtype="fp32", **atoms), HEADS_INSIDE, ONE_LAYER)
+    # Boltz-2 repeats the bias for every sample.
+    b = 16 * 144
+    atoms |= {"B": b, "N": None, "bias": (b, 4, 32, 128), "mask": (b, 1, 1, 128)}
+    repeated = call("atoms-repeated-fp32", 32, 128, dtype="fp32", **atoms)
+    yield from model(repeated, HEADS_INSIDE, ONE_LAYER)
+
+    # Force fields with attention over neighbours: head dims that no tile was made for.
+    yield from model(
+        call("neighbours-fp32-d129", 120, dtype="fp32", B=216, D=129, Dv=128), HEADS_INSIDE
+    )
+    escaip = {"B": 350, "H": 8, "D": 320, "Dv": 64}
+    yield from model(call("neighbours-fp32-d320", 40, dtype="fp32", **escaip), HEADS_INSIDE)
+
+    # PET: one short sequence per atom; the bias is the logarithm of its cutoff.
+    for b in (8192, 70000):
+        pet = {"B": b, "H": 8, "D": 16, "bias": (b, 1, 1, 24), "bias_grad": True}
+        yield from both(call(f"pet-fp32-b{b}", 24, dtype="fp32", order=2, **pet), QKV)
+
+    # Tabular models: the features of 100,000 rows; then (TabPFN 2.6) 18,064 labelled rows of 17 columns, and 2,000 to
+    # predict through one head of keys.
+    yield from both(call("tabular-rows-bf16", 16, B=100_000, H=6, D=16), HEADS_INSIDE)
+    yield from model(call("tabular-rows-bf16-d64", 17, B=100_064, H=3, D=64), HEADS_INSIDE)
+    yield from model(call("tabular-columns-bf16", 18_064, B=17, H=3, D=64), HEADS_INSIDE)
+    yield from model(call("tabular-test-bf16", 2_000, 18_064, B=17, H=3, Hk=1, D=64), FIRST_HEADS)
+
+    # Transformers of images and text.
+    for name, s, d in (("vit", 50, 80), ("vit", 77, 64), ("vit", 197, 64)):
+        yield from model(call(f"{name}-bf16-d{d}", s, B=256, H=12, D=d), HEADS_INSIDE)
+    # Swin-T, 64 images of 224 x 224: windows of an image and heads, by stage.
+    for stage, (windows, h) in enumerate(((64, 3), (16, 6), (4, 12))):
+        bias, shifted = (1, h, 49, 49), (64 * windows, h, 49, 49)
+        for kind, shape in (("swin", bias), ("swin-shifted", shifted)):
+            swin = {"B": 64 * windows, "H": h, "D": 32, "bias": shape, "bias_grad": True}
+            yield from model(call(f"{kind}-bf16-stage{stage + 1}", 49, **swin), HEADS_INSIDE)
+
+    # Uni-Mol: every layer's scores are the bias of the next, so each call has a whole one.
+    for dtype in ("bf16", "fp32"):
+        for s in (64, 256):
+            unimol = {"B": 32, "H": 64, "D": 8, "bias": (32, 64, s, s), "bias_grad": True}
+            yield from model(call(f"unimol-{dtype}", s, dtype=dtype, **unimol), QKV)
+
+    # ESM-C: proteins packed one after the other.
+    for dtype in ("bf16", "fp32"):
+        proteins = Case(f"calls-proteins-{dtype}", "calls", dtype, H=15, lens=protein_lengths(24))
+        yield from model(proteins, QKV)
+
+
 #: One small call, timed on the host: what a step of a small model waits for.
 SMALL_CALL = Case("small-call", "latency", H=8, Sq=64, Sk=64, D=64)
 
@@ -253,6 +357,7 @@ CASES: dict[str, Case] = {
         *_bias(),
         *_order2(),
         *_decode(),
+        *_calls(),
         SMALL_CALL,
     )
 }

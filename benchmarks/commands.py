@@ -1,4 +1,4 @@
-"""`python -m flashsci bench` and `report`: the command line over this package."""
+"""`python -m flashsci bench`, `models` and `report`: the command line over this package."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import benchmarks as core
@@ -18,20 +19,37 @@ ROOT = Path(__file__).resolve().parent.parent
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+def _listed(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _progress(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    return Progress(*columns, TimeElapsedColumn(), console=console)
+
+
+def _save(records: list[dict], path: Path | None) -> None:
+    """Called after every case or model: a run that is cut short leaves a file."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(records, indent=1) + "\n")
+
+
 @app.command()
 def bench(
     suite: Annotated[
         str,
         typer.Option(
             help="Comma-separated: headline, dense, dense-fp32, bias, tiny, varlen, order2, decode, "
-            "latency, all, cpu."
+            "latency, calls, all, cpu."
         ),
     ] = "",
     case: Annotated[str, typer.Option(help="Comma-separated ids of single cases.")] = "",
     backends: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: triton, cuda, sdpa:flash, ..., flex, fa3, cueq, or ours, baselines."
+            help="Comma-separated: triton, cuda, sdpa:flash, ..., math, flex, fa3, cueq, or ours, "
+            "baselines."
         ),
     ] = "",
     order: Annotated[
@@ -67,38 +85,25 @@ def bench(
     if fa3:
         os.environ["FLASHSCI_FA3"] = fa3
 
-    def listed(text: str) -> list[str]:
-        return [item.strip() for item in text.split(",") if item.strip()]
-
-    suites = listed(suite) or ([] if case else ["headline" if where.type == "cuda" else "cpu"])
+    suites = _listed(suite) or ([] if case else ["headline" if where.type == "cuda" else "cpu"])
     console = wide_console()
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
+    progress = _progress(console)
 
-    def save(
-        records: list[dict],
-    ) -> None:  # after every case: a run that is cut short leaves a file
+    def save(records: list[dict]) -> None:
         progress.advance(task)
-        if json_path:
-            json_path.parent.mkdir(parents=True, exist_ok=True)
-            json_path.write_text(json.dumps(records, indent=1) + "\n")
+        _save(records, json_path)
 
     try:
-        cases = core.select(suites, listed(case))
+        cases = core.select(suites, _listed(case))
         if dtype:
             cases = [core.in_dtype(c, dtype) for c in cases]
-        core.names_of(listed(backends), where)
+        core.names_of(_listed(backends), where)
         with progress:
             task = progress.add_task("", total=len(cases))
             if where.type == "cuda":
                 core.compile_ahead(
                     cases,
-                    listed(backends),
+                    _listed(backends),
                     where,
                     order,
                     base or None,
@@ -106,7 +111,7 @@ def bench(
                 )
             records = core.run(
                 cases,
-                listed(backends),
+                _listed(backends),
                 where,
                 order=order,
                 seconds=seconds / 5 if quick else seconds,
@@ -120,6 +125,68 @@ def bench(
     core.show(core.tables(records), console)
     if json_path:
         console.print(f"wrote {len(records)} records to {json_path}")
+
+
+@app.command()
+def models(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="pet, boltz, protenix, unimol, esmc, tabpfn, vit, swin; default: all."),
+    ] = None,
+    size: Annotated[
+        str, typer.Option(help="tiny or real; default: real on a GPU, tiny on a CPU.")
+    ] = "",
+    dtype: Annotated[
+        str, typer.Option(help="bf16 or fp32; default: each that a model runs in.")
+    ] = "",
+    device: Annotated[
+        str, typer.Option(help="cuda or cpu; default: the GPU if there is one.")
+    ] = "",
+    seconds: Annotated[float, typer.Option(help="Measuring time per step and clock, about.")] = 1.0,
+    clients: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="FLASHSCI_CLIENTS",
+            file_okay=False,
+            help="The folder that `python -m benchmarks.models get FOLDER` filled; default: build/clients.",
+        ),
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the records here.")
+    ] = None,
+) -> None:
+    """Whole models as their clients run them, and with their attention on flashsci."""
+    from benchmarks.models import MODELS, measure
+    from benchmarks.models.clients import prepare
+
+    console = wide_console()
+    prepare(clients)
+    names = names or list(MODELS)
+
+    def save(records: list[dict]) -> None:
+        progress.advance(task)
+        _save(records, json_path)
+
+    try:
+        with _progress(console) as progress:
+            task = progress.add_task("", total=len(names))
+            records = measure.run(
+                names,
+                size=size or None,
+                dtype=dtype or None,
+                device=device or None,
+                seconds=seconds,
+                on_step=lambda text: progress.update(task, description=text),
+                on_model=save,
+            )
+    except core.BenchError as error:
+        raise typer.BadParameter(str(error)) from error
+    core.show(core.tables(records), console)
+    if json_path:
+        console.print(f"wrote {len(records)} records to {json_path}")
+    failed = [r for r in records if r["gate"].startswith("failed")]
+    if failed:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -175,5 +242,5 @@ def report(
 
 
 def main(arguments: list[str]) -> int:
-    """Run `bench ...` or `report ...`; returns the exit status."""
+    """Run `bench ...`, `models ...` or `report ...`; returns the exit status."""
     return run(app, arguments)

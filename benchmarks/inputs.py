@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Case
+from benchmarks.cases import BIAS_LAYERS, FIRST_HEADS, ONE_LAYER, QKV, Case
 from flashsci.problem import Problem
 
 DTYPES = {
@@ -54,29 +54,47 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
 
     if case.lens:
         total = sum(case.lens)
-        shapes = [(total, case.H, case.D), (total, case.Hk, case.D), (total, case.Hk, case.Dv)]
+        batch, lengths = (), (total, total)
         ends = torch.tensor((0, *case.lens)).cumsum(0)
         cu_seqlens = ends.to(device=device, dtype=torch.int32)
     else:
         cu_seqlens = None
-        shapes = [
-            (*case.batch, case.H, case.Sq, case.D),
-            (*case.batch, case.Hk, case.Sk, case.D),
-            (*case.batch, case.Hk, case.Sk, case.Dv),
-        ]
-    q, k, v = (randn(shape) for shape in shapes)
+        batch, lengths = case.batch, (case.Sq, case.Sk)
+
+    def laid_out(heads: int, s: int, d: int) -> Tensor:
+        """[..., H, S, D], or packed [T, H, D], as this layout puts it into memory."""
+        if case.layout is None and not case.lens:
+            return randn((*batch, heads, s, d))
+        held = case.H if case.layout == FIRST_HEADS else heads
+        x = randn((*batch, s, held, d))[..., :heads, :]
+        return x if case.lens else x.transpose(-3, -2)
+
+    if case.layout == QKV:
+        q, k, v = randn((*batch, lengths[0], 3, case.H, case.D)).unbind(-3)
+        if not case.lens:
+            q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+    else:
+        q = laid_out(case.H, lengths[0], case.D)
+        k = laid_out(case.Hk, lengths[1], case.D)
+        v = laid_out(case.Hk, lengths[1], case.Dv)
     bias = mask = None
     if case.bias == "ragged":
         bias = randn((case.H, sum(s * s for s in case.lens)), DTYPES[case.bias_dtype])
     elif case.bias is not None:
-        bias = randn(case.bias).to(DTYPES[case.bias_dtype])  # SDPA must round it to q's dtype
+        *outer, heads, sq, sk = case.bias
+        layers = BIAS_LAYERS if case.bias_layout == ONE_LAYER else 1
+        shape = (*outer, sq, sk, layers, heads) if case.bias_layout else case.bias
+        bias = randn(shape).to(DTYPES[case.bias_dtype])  # SDPA must round it to q's dtype
+        if case.bias_layout:
+            bias = bias[..., 0, :].movedim(-1, -3)
     if case.mask is not None:
         # Padding, as in practice: the first keys of every row are real, the rest are not.
         real = torch.randint(
             case.Sk // 2, case.Sk + 1, (*case.mask[:-1], 1), device=device, generator=generator
         )
         mask = torch.arange(case.Sk, device=device) < real
-    inputs = Inputs(case, q, k, v, bias, mask, cu_seqlens, randn((*q.shape[:-1], case.Dv)))
+    dout = laid_out(case.H, lengths[0], case.Dv)
+    inputs = Inputs(case, q, k, v, bias, mask, cu_seqlens, dout)
     if case.order > 0:
         inputs.leaves = {"q": q, "k": k, "v": v}
         if bias is not None and case.bias_grad:

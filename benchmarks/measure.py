@@ -95,6 +95,13 @@ def run(
     return records
 
 
+def fatal(error: RuntimeError) -> bool:
+    """Whether nothing on this device works any more. It does after a launch that the driver refused, such as
+    SDPA's of more than 65,535 sequences."""
+    refused = "invalid configuration argument" in str(error)
+    return isinstance(error, torch.AcceleratorError) and not refused
+
+
 class _Measurement:
     """One case: which candidates can run it, whether they are right, how long they take."""
 
@@ -160,9 +167,9 @@ class _Measurement:
             return str(reason)
         except torch.OutOfMemoryError:
             return "out of memory"
-        except torch.AcceleratorError:
-            raise  # nothing on this device works any more
         except (RuntimeError, NotImplementedError) as error:
+            if fatal(error):
+                raise
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
             if name not in OURS:  # a baseline may serve the forward and have no such gradient
                 return said
@@ -264,7 +271,7 @@ class _Measurement:
             base = revision.current()
             commit, dirty = base.commit or base.base, False
         else:
-            commit, dirty = _commit()
+            commit, dirty = commit_of_tree()
         return {
             "schema": 1,
             "suite": self.case.suite,
@@ -273,7 +280,7 @@ class _Measurement:
             "backend": name,
             "commit": commit,
             "dirty": dirty,
-            "time_us": None if time is None else _microseconds(time),
+            "time_us": None if time is None else microseconds(time),
             "tflops": tflops,
             "gbps": gbps,
             "pct_sol": share,
@@ -290,11 +297,11 @@ class _Measurement:
                 "interleaved": True,
                 "input": "randn",
             },
-            "env": {**_environment(self.device), "sm_clock_mhz": clock},
+            "env": {**environment(self.device), "sm_clock_mhz": clock},
         }
 
 
-def _microseconds(time: Times) -> dict:
+def microseconds(time: Times) -> dict:
     fields = asdict(time)
     return {k: fields[k] * 1e6 for k in ("median", "p20", "p80", "min")} | {"n": time.n}
 
@@ -330,7 +337,7 @@ def _ceiling(
 
 
 @cache
-def _commit() -> tuple[str | None, bool | None]:
+def commit_of_tree() -> tuple[str | None, bool | None]:
     """(commit, whether the tree differs from it): what FLASHSCI_COMMIT says, for a tree that came
     without git, else git; or (None, None)."""
     said = os.environ.get("FLASHSCI_COMMIT")
@@ -351,7 +358,7 @@ def _commit() -> tuple[str | None, bool | None]:
 
 
 @cache
-def _environment(device: torch.device) -> dict:
+def environment(device: torch.device) -> dict:
     import flashsci
 
     triton = importlib.util.find_spec("triton") is not None

@@ -1,5 +1,5 @@
-"""What flashsci is compared with: every kernel of PyTorch's SDPA, compiled FlexAttention,
-cuEquivariance. (FlashAttention-3 is in fa3.py.)
+"""What flashsci is compared with: every kernel of PyTorch's SDPA, the formula in plain PyTorch, compiled
+FlexAttention, cuEquivariance. (FlashAttention-3 is in fa3.py.)
 
 What an API needs per call (merging bias and mask for SDPA, say) is inside the timed function; what
 a user would prepare once (FlexAttention's block mask, padding indices) is not.
@@ -49,13 +49,47 @@ def sdpa(name: str, x: Inputs) -> Callable[[], Tensor]:
     return (_sdpa_packed if x.case.lens else _sdpa)(SDPA_KERNELS[name], x)
 
 
+def _fits(x: Inputs) -> None:
+    """Refuse what holds every score where that is more than a few GiB."""
+    case = x.case
+    scores = math.prod(case.batch) * case.H * case.Sq * case.Sk * x.q.dtype.itemsize
+    if scores > 1 << 33:
+        raise Unsupported(f"it holds every score: {scores / 2**30:.0f} GiB of them")
+
+
+def plain_math(x: Inputs) -> Callable[[], Tensor]:
+    """softmax(q k^T scale + bias) v as a model's author would write it: eager, in the inputs' dtype."""
+    case = x.case
+    if case.lens:
+        raise Unsupported("plain PyTorch has no packed sequences")
+    _fits(x)
+    left, right = case.window or (-1, -1)
+    right = 0 if case.causal else right
+    keep = reference.visible(case.Sq, case.Sk, left, right, False, x.q.device)
+    if x.mask is not None:
+        keep = x.mask if keep is None else keep & x.mask
+
+    def heads(t: Tensor) -> Tensor:
+        return t if case.Hk == case.H else t.repeat_interleave(case.H // case.Hk, -3)
+
+    def call() -> Tensor:
+        scores = x.q @ heads(x.k).mT * case.D**-0.5
+        if x.bias is not None:
+            scores = scores + x.bias
+        if keep is not None:
+            scores = scores.masked_fill(~keep, float("-inf"))
+        return scores.softmax(-1).to(x.v.dtype) @ heads(x.v)
+
+    call()
+    return call
+
+
 def _sdpa(kernel: SDPBackend | None, x: Inputs) -> Callable[[], Tensor]:
     case = x.case
     if case.window is not None and kernel != SDPBackend.MATH:
         raise Unsupported("SDPA has no sliding window")
-    scores = math.prod(case.batch) * case.H * case.Sq * case.Sk * x.q.dtype.itemsize
-    if kernel == SDPBackend.MATH and scores > 1 << 33:
-        raise Unsupported(f"it holds every score: {scores / 2**30:.0f} GiB of them")
+    if kernel == SDPBackend.MATH:
+        _fits(x)
     plain_causal = case.causal and case.window is None and x.bias is None and x.mask is None
     left, right = case.window or (-1, -1)
     keep = None
@@ -96,7 +130,7 @@ def _sdpa_packed(kernel: SDPBackend | None, x: Inputs) -> Callable[[], Tensor]:
         def call() -> Tensor:
             q, k, v = (
                 torch.nested.nested_tensor_from_jagged(
-                    t, offsets, min_seqlen=min(case.lens), max_seqlen=longest
+                    t.contiguous(), offsets, min_seqlen=min(case.lens), max_seqlen=longest
                 ).transpose(1, 2)
                 for t in (x.q, x.k, x.v)
             )

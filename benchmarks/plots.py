@@ -27,6 +27,7 @@ _LOOKS = {
     "sdpa:flash": ("#457b9d", "<"),
     "sdpa:efficient": ("#8d99ae", ">"),
     "sdpa:math": ("#adb5bd", "x"),
+    "math": ("#6c757d", "+"),
     "flex": ("#7b2cbf", "P"),
     "cueq": ("#588157", "*"),
 }

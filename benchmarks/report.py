@@ -244,16 +244,91 @@ def _commits(records: list[Record]) -> str:
     return ", ".join(dict.fromkeys(found)) or "sources without git"
 
 
-def _method(records: list[Record]) -> str:
-    def every(*keys: str) -> str:
-        found = (r["env"][key] for key in keys for r in records)
+def _place(records: list[Record]) -> str:
+    """Where and with what records were measured."""
+
+    def every(key: str) -> str:
+        found = (r["env"][key] for r in records)
         return ", ".join(dict.fromkeys(value for value in found if value))
 
-    where = every("gpu") or every("host")
-    return (
-        f"{where}, torch {every('torch')}, {_commits(records)}; medians, interleaved launch by launch; "
-        "every result checked against fp64."
-    )
+    return f"{every('gpu') or every('host')}, torch {every('torch')}, {_commits(records)}"
+
+
+def _method(records: list[Record]) -> str:
+    return f"{_place(records)}; medians, interleaved launch by launch; every result checked against fp64."
+
+
+def _memory(record: Record) -> str:
+    megabytes = record["peak_mem_mb"]
+    if megabytes is None:
+        return "-"
+    return f"{megabytes:.0f} MB" if megabytes < 1000 else f"{_digits(megabytes / 1000)} GB"
+
+
+def models(records: list[Record]) -> Table:
+    """Whole models, as they are and on flashsci: time of a step, memory, errors, who served the calls."""
+    steps: dict[str, dict[str, Record]] = {}
+    for r in records:
+        if r["suite"] == "models":
+            steps.setdefault(r["case"]["id"], {})[r["backend"]] = r
+    rows = []
+    for way in steps.values():
+        client, ours = way["client"], way["flashsci"]
+        case = client["case"]
+        if all(r["gate"].startswith("refused") for r in way.values()):
+            continue  # in the table of refusals
+        speed = memory = None
+        if client["time_us"] and ours["time_us"]:
+            speed = ranking.median(client) / ranking.median(ours)
+        if client["peak_mem_mb"] and ours["peak_mem_mb"]:
+            memory = client["peak_mem_mb"] / ours["peak_mem_mb"]
+        errors = "-"
+        if ours["errors"]:
+            worst = max(ours["errors"], key=lambda name: ours["errors"][name])
+            theirs = client["errors"].get(worst)
+            errors = f"{worst} {ours['errors'][worst]:.1e}"
+            errors += f" ({theirs:.1e})" if theirs is not None else ""
+        failed = [f"{r['backend']} {g}" for r in way.values() if (g := r["gate"]) != "passed"]
+        rows.append(
+            [
+                case["model"],
+                case["about"],
+                case["dtype"],
+                client["path"],
+                _time(client if client["time_us"] else None),
+                _time(ours if ours["time_us"] else None),
+                _ratio(speed),
+                _memory(client),
+                _memory(ours),
+                _ratio(memory),
+                errors,
+                "; ".join(failed) or ours["path"],
+            ]
+        )
+    header = ["model", "step", "dtype", "its own attention", "time as it is", "time on flashsci"]
+    header += ["speed", "memory as it is", "memory on flashsci", "less by"]
+    header += ["largest error (the client's)", "served by"]
+    note = ""
+    if rows:
+        shown = [r for way in steps.values() for r in way.values()]
+        note = (
+            f"{_place(shown)}; medians of whole steps by the host's clock, interleaved; errors relative "
+            "to the client in float64."
+        )
+    return Table("Whole models", header, rows, note)
+
+
+def served(records: list[Record]) -> Table:
+    """Every call that the models made of flashsci: shapes, strides, and whose kernels computed it."""
+    rows = []
+    for r in records:
+        for call in r.get("calls", ()):
+            shapes = ", ".join(f"{name} {shape}" for name, shape in call["shapes"].items())
+            strides = ", ".join(f"{name} {stride}" for name, stride in call["strides"].items())
+            who = [call["forward"] or "nobody", call["gradients"] or "-"]
+            rows.append([r["case"]["id"], call["dtype"], shapes, strides, str(call["count"]), *who])
+    header = ["step", "dtype", "shapes", "strides", "times", "forward", "gradients"]
+    return Table("Calls of the models", header, rows)
 
 
 #: What a page can ask for, by name.
@@ -264,14 +339,17 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "standings": standings,
     "summary": summary,
     "claims": claims,
+    "models": models,
+    "served": served,
 }
 
 
 def tables(records: list[Record]) -> list[Table]:
     """Everything worth showing about these records, the most telling last."""
-    base, ours = ranking.split(records)
-    found = [times(records), refusals(records), geomeans(ours), standings(ours)]
-    found += [summary(ours), claims(ours)]
+    calls = [r for r in records if r["suite"] != "models"]
+    base, ours = ranking.split(calls)
+    found = [times(calls), refusals(records), geomeans(ours), standings(ours)]
+    found += [summary(ours), claims(ours), models(records)]
     if base:
         found.append(comparison(base, ours, one_run=True))
     return [table for table in found if table.rows]

@@ -180,6 +180,7 @@ def host_time(
     seconds: float = 1.0,
     calls: int = 50,
     to_end: bool = False,
+    warmup: int = 10,
 ) -> dict[str, Times]:
     """Seconds by the host's clock: what it spends in one call, the GPU's work not included (what an
     eager small model is bound by), or with `to_end` until the GPU is done.
@@ -194,7 +195,7 @@ def host_time(
 
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
-        for _ in range(10):
+        for _ in range(warmup):
             function()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(next(iter(samples.values()))) < 3:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flashsci.errors import BackendError
     from flashsci.explain import explain
     from flashsci.registry import Explanation, use_backend
+    from flashsci.sdpa import sdpa
     from flashsci.varlen import varlen_attention
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ _HOME = {
     "use_backend": "flashsci.registry",
     "BackendError": "flashsci.errors",
     "Explanation": "flashsci.registry",
+    "sdpa": "flashsci.sdpa",
 }
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "attention_backward",
     "dropout_mask",
     "explain",
+    "sdpa",
     "use_backend",
     "varlen_attention",
 ]
@@ -60,7 +63,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This package: the submodules `attention` and `explain` never take the place of the functions of these names.
+    """This package: the submodules `attention`, `explain` and `sdpa` never take the place of the functions of these names.
 
     The import system binds a submodule to its name in the package once it has run, and another
     thread that calls ``flashsci.attention`` just then would find a module.

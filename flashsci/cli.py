@@ -1,4 +1,4 @@
-"""The command line: `backends`, `check`, `bench`, `report`, `env`. (`env` runs without any of this where
+"""The command line: `backends`, `check`, `bench`, `models`, `report`, `env`. (`env` runs without any of this where
 packages are missing: flashsci/env.py.)"""
 
 from __future__ import annotations
@@ -173,6 +173,12 @@ def check(context: typer.Context) -> None:
 def bench(context: typer.Context) -> None:
     """Time flashsci against its peers, results checked first (in a clone of the repository)."""
     raise typer.Exit(_benchmarks(["bench", *context.args]))
+
+
+@app.command(context_settings=_PASSED_ON)
+def models(context: typer.Context) -> None:
+    """Time whole models as they are and on flashsci (in a clone of the repository)."""
+    raise typer.Exit(_benchmarks(["models", *context.args]))
 
 
 @app.command(context_settings=_PASSED_ON)

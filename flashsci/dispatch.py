@@ -40,8 +40,10 @@ def run(plan: Plan, tensors: Tensors, needs_grad: bool) -> tuple[Tensor, Tensor 
     """(out, lse) of the backend that a plan names, wired into autograd."""
     module = plan.module
     if not module.FUSED:
-        out, lse = module.forward(tensors, plan.scalars)
-        if needs_grad and plan.backend in second_order.BACKENDS:
+        twice = needs_grad and plan.backend in second_order.BACKENDS
+        given = second_order.first_order(tensors) if twice else tensors
+        out, lse = module.forward(given, plan.scalars)
+        if twice:
             out = second_order.differentiable_twice(out, tensors, plan.scalars)
         return follow_layout(out, tensors.q), lse
     tensors = tensors.inner_contiguous()

@@ -24,6 +24,30 @@ def differentiable_twice(out: Tensor, tensors: Tensors, scalars: Scalars) -> Ten
     return result
 
 
+def first_order(tensors: Tensors) -> Tensors:
+    """The tensors as SDPA takes them on a GPU: cuDNN's backward, asked without a gradient, gives one that has no
+    derivative, and a recorded backward would carry it along."""
+    if not tensors.q.is_cuda or torch.compiler.is_compiling() or transforming():
+        return tensors
+    return Tensors(*FirstOrder.apply(*tensors[:_GRADIENTS]), *tensors[_GRADIENTS:])
+
+
+class FirstOrder(torch.autograd.Function):
+    """Tensors as they are; what comes back to them in a backward that is recorded goes no further."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        same = tuple(None if x is None else x.view_as(x) for x in tensors)
+        wanted = zip(same, ctx.needs_input_grad, strict=True)
+        ctx.mark_non_differentiable(*(x for x, need in wanted if x is not None and not need))
+        return same
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None,) * len(gradients) if torch.is_grad_enabled() else gradients
+
+
 class SecondOrder(torch.autograd.Function):
     """``out`` of SDPA's graph, as it is. A plain backward goes on into that graph. One that is recorded for
     a derivative of its own turns off here: its gradients of q, k, v, bias are those of Triton's kernels

@@ -35,6 +35,14 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&word)[4]) {
   }
 }
 
+// tanh of |x| < 0.3, a = |x| and x2 = x^2: its Taylor series, error < 2e-7 of it.
+__device__ __forceinline__ float tanh_series(float a, float x2) {
+  float t = fmaf(x2, 62.f / 2835.f, -17.f / 315.f);
+  t = fmaf(x2, t, 2.f / 15.f);
+  t = fmaf(x2, t, -1.f / 3.f);
+  return fmaf(x2 * a, t, a);
+}
+
 // tanh to a few ulp of its value and no branch: tanh.approx.f32 (2^-11) is too coarse for a
 // softcap. slope: 1 - tanh^2, to a few ulp of its own value also where tanh is nearly 1.
 __device__ __forceinline__ float tanh_accurate(float x, float& slope) {
@@ -43,11 +51,7 @@ __device__ __forceinline__ float tanh_accurate(float x, float& slope) {
   const float inverse = ptx::rcp_approx(1.f + e);
   const float large = (1.f - e) * inverse;  // |x| >= 0.3
   slope = 4.f * e * (inverse * inverse);
-  const float x2 = x * x;  // Taylor, error < 2e-7 below
-  float small = fmaf(x2, 62.f / 2835.f, -17.f / 315.f);
-  small = fmaf(x2, small, 2.f / 15.f);
-  small = fmaf(x2, small, -1.f / 3.f);
-  small = fmaf(x2 * a, small, a);
+  const float small = tanh_series(a, x * x);
   return copysignf(a < 0.3f ? small : large, x);
 }
 
@@ -56,13 +60,29 @@ __device__ __forceinline__ float tanh_accurate(float x) {
   return tanh_accurate(x, slope);
 }
 
+// The same in one number, for kernels that have no register for the slope until they need it: tanh x
+// where it is below 0.3, else 1 / (1 - |tanh x|) = (e^(2|x|) + 1) / 2, beyond 1; with the sign of x.
+__device__ __forceinline__ float tanh_code(float x) {
+  const float a = fabsf(x);
+  const float inverse = fmaf(0.5f, ptx::ex2_approx(2.f * kLog2e * a), 0.5f);
+  return copysignf(a < 0.3f ? tanh_series(a, x * x) : inverse, x);
+}
+__device__ __forceinline__ float tanh_of(float code) {
+  const float large = copysignf(1.f - ptx::rcp_approx(fabsf(code)), code);
+  return fabsf(code) < 1.f ? code : large;
+}
+__device__ __forceinline__ float slope_of(float code) {
+  const float complement = ptx::rcp_approx(fabsf(code));
+  return fabsf(code) < 1.f ? fmaf(-code, code, 1.f) : complement * (2.f - complement);
+}
+
 // Exponents are computed as fma(s, scale, -offset) from an offset that is rounded. The larger it is
 // (masks written as -1e9, scores of 1e7 and more), the more of their magnitude is its rounding: P
 // of the largest score would be anything, beyond fp16 too. From kExactExponent on the kernels that
-// keep a running maximum subtract it first. Those that have no room for that, and the backward,
-// which has only a rounded lse, take an offset that is too low for sure from kLargeExponent on, and
-// let no P exceed 1: below, P is off by 2^4 at most, as scores of that size in fp32 are themselves.
-inline constexpr float kExactExponent = 1 << 22, kLargeExponent = 1 << 26;
+// keep a running maximum subtract it first. The backward has only a rounded lse: from
+// kLargeExponent on it takes one that is too low for sure, and lets no P exceed 1; below, roundings
+// of lse and scores make P wrong by a factor of 2 at most.
+inline constexpr float kExactExponent = 1 << 22, kLargeExponent = 1 << 20;
 
 __device__ __forceinline__ bool is_large(float exponent) {
   return fabsf(exponent) > kLargeExponent;
@@ -72,7 +92,7 @@ __device__ __forceinline__ bool is_large(float exponent) {
 // lowest numbers overflow in powers of two.
 __device__ __forceinline__ float lse_of_backward(float lse) {
   const float x = fminf(fmaxf(lse * kLog2e, -3.3e38f), 3.3e38f);
-  constexpr float kMargin = 1.f / (1 << 19);  // roundings of lse, its product and the scores' sums
+  constexpr float kMargin = 1.f / (1 << 18);  // roundings of lse, its product and the scores' sums
   return is_large(x) ? fmaf(fabsf(x), -kMargin, x) : x;
 }
 

@@ -109,7 +109,8 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scalars: Scalars
 ) -> Tensor:
     causal = scalars.window_left < 0 and scalars.window_right == 0 and not scalars.lower_right
-    causal = causal and bias is None and mask is None
+    # torch's kernel for the CPU masks before it scales: -inf times 0 or less gives NaN (torch 2.13).
+    causal = causal and bias is None and mask is None and scalars.scale > 0
     merged = None if causal else _merged_mask(q, k, bias, mask, scalars)
     if merged is not None:
         if merged.dim() < q.dim():

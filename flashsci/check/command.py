@@ -44,6 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="add the results to the report under this name (default with --unit: the unit; else they replace "
         "the whole run's)",
     )
+    parser.add_argument(
+        "--cases-only",
+        action="store_true",
+        help="no traps: for a part beside a run that sprang them",
+    )
     parser.add_argument("--cases", type=int, default=2000, help="generated problems (default 2000)")
     parser.add_argument("--out", default="reports/gpu-check.json", help="where the report goes")
     parser.add_argument(
@@ -51,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=int,
         help="of the generator (default: today's date, YYYYMMDD, and for a part three digits of its name)",
     )
-    parser.add_argument("--workers", type=int, help="processes (default: one per core, at most 14)")
+    parser.add_argument(
+        "--workers", type=int, help="processes (default: one per core, at most 14 for each GPU)"
+    )
     parser.add_argument("--minutes", type=float, default=15.0, help="stop then (default 15)")
     parser.add_argument(
         "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: Triton interprets"
@@ -76,4 +83,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         backends,
         options.minutes,
         part=options.part,
+        cases_only=options.cases_only,
     )

@@ -25,6 +25,9 @@ from flashsci.testing import (
 from flashsci.testing.bounds import PLAIN
 from flashsci.testing.coverage import Coverage
 
+# Scores of a case up to which one core judges it as fast as a GPU, for whose attention many processes wait.
+ON_HOST = 1 << 19
+
 
 def judge_case(
     case: Case,
@@ -61,10 +64,13 @@ def judge_case(
                 break
     # The oracle is the larger part of the time: not for what nobody serves.
     judges: dict[bool, Judge] = {}
+    where = "cpu" if case.scores <= ON_HOST else device
+    if where != device:
+        results = {b: {n: x.to(where) for n, x in found.items()} for b, found in results.items()}
     for name in results:
         tally, fused = tallies[name], name not in PLAIN
         if fused not in judges:
-            judges[fused] = Judge(inputs, fused)
+            judges[fused] = Judge(inputs, fused, where)
         tally.cases += 1
         if coverage is not None:
             coverage.see(name, case)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import time
 import zlib
 from collections import defaultdict
@@ -14,7 +13,13 @@ from typing import Any
 from flashsci import digest
 from flashsci.check import judging, planning, report, units
 from flashsci.check.tally import Tally
-from flashsci.check.workers import LargeTraps, longest_first, results_of, tasks_of
+from flashsci.check.workers import (
+    LargeTraps,
+    longest_first,
+    processes_here,
+    results_of,
+    tasks_of,
+)
 from flashsci.testing import Trap
 from flashsci.testing.coverage import Coverage
 
@@ -79,6 +84,7 @@ def run(
     minutes: float = 15.0,
     say: Say = print,
     part: str | None = None,
+    cases_only: bool = False,
 ) -> int:
     """Check and write the report; 0 when all is right, 1 with failures, 2 when it cannot run here.
 
@@ -89,7 +95,7 @@ def run(
         out: where the report goes; None for nowhere. A part (see ``part``) is added to the report that is there.
         seed: of the generator; None for today's date as a number, behind which a part has three digits more. The report
             names it.
-        workers: processes; None for one per core, at most 14.
+        workers: processes; None for one per core, at most 14 for each GPU, which they share out.
         device: "cuda"; "cpu" tries the check itself where Triton interprets.
         backends: which backends to judge; None for triton, cuda, and every generation of CUDA kernels that the library
             holds and the device runs; on the CPU for triton.
@@ -97,6 +103,7 @@ def run(
         say: receives lines of progress.
         part: a name; the results are added to the report under it, beside the whole run and other parts. None: the name of
             the unit, or without one a whole run, which replaces the last one.
+        cases_only: no traps, for a part beside a run that has sprung them.
     """
     chosen = units.chosen_units(unit)
     part = part or unit
@@ -125,7 +132,7 @@ def run(
     traps = [
         t
         for t in judging.TRAPS.values()
-        if t.order in orders and (device == "cuda" or not (t.cuda or t.slow))
+        if not cases_only and t.order in orders and (device == "cuda" or not (t.cuda or t.slow))
     ]
     plans = planning.plans_of(cases, seed, device, unit, orders, backends)
     results = Results(sum(len(planned) for planned, _ in plans), say)
@@ -168,7 +175,7 @@ def _execute(
     results: Results,
 ) -> None:
     """All tasks, until the time is up: small traps and cases, large traps beside the worker processes."""
-    processes = min(14, os.cpu_count() or 1) if processes is None else processes
+    processes = processes_here(device) if processes is None else processes
     until = results.started + 60 * minutes
     springs = [("trap", t.name, b, device) for t in traps for b in backends if not t.gigabytes]
     judged = [t for cases, names in plans for t in tasks_of(cases, names, device, order)]

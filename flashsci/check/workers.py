@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
-import operator
+import os
 import threading
 import time
 import traceback
@@ -43,10 +42,8 @@ def tasks_of(cases: Iterable[Case], backends: Sequence[str], device: str, order:
 
 def _work_of(case: Case) -> float:
     """What a case costs, roughly: scores by head dims; fp32 kernels take the longest to compile."""
-    packed = case.heads_q * sum(map(operator.mul, case.lens_q, case.lens_k))
-    scores = packed if case.variant.varlen else math.prod(case.score_shape)
     dims = 64 + case.variant.head_dim + case.variant.head_dim_v
-    return (scores + (1 << 18)) * dims * (2 if case.variant.dtype == "float32" else 1)
+    return (case.scores + (1 << 18)) * dims * (2 if case.variant.dtype == "float32" else 1)
 
 
 def work(task: tuple[Any, ...]) -> tuple[str, Any]:
@@ -73,6 +70,19 @@ def work(task: tuple[Any, ...]) -> tuple[str, Any]:
     return kind, (len(cases), dict(merged), coverage)
 
 
+def processes_here(device: str) -> int:
+    """One for each core, at most 14 for each GPU: more would only wait for it."""
+    gpus = torch.cuda.device_count() if device == "cuda" else 1
+    return min(14 * max(gpus, 1), os.cpu_count() or 1)
+
+
+def take_gpu() -> None:
+    """Worker processes take turns at the GPUs."""
+    if torch.cuda.device_count() > 1:
+        (number, *_) = multiprocessing.current_process()._identity
+        torch.cuda.set_device(number % torch.cuda.device_count())
+
+
 def results_of(tasks: list[Any], workers: int, until: float) -> Iterator[tuple[str, Any]]:
     """Results as they come, until that time. A process is replaced after some tasks: an error of the
     device lasts as long as the process."""
@@ -81,7 +91,7 @@ def results_of(tasks: list[Any], workers: int, until: float) -> Iterator[tuple[s
             if time.time() < until:
                 yield work(task)
         return
-    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=6) as pool:
+    with multiprocessing.get_context("spawn").Pool(workers, take_gpu, maxtasksperchild=6) as pool:
         results = pool.imap_unordered(work, tasks)
         with contextlib.suppress(StopIteration, multiprocessing.TimeoutError):
             while True:

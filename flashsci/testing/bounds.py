@@ -203,6 +203,8 @@ class Judge:
         inputs: the call, on any device, in any dtype (fp64 is compared with the oracle at fp64 rounding).
         fused: the results come from kernels that keep scores in fp32. False for plain PyTorch itself, which in 16 bits may
             do as badly as it does where scores are large (hundreds, or masks written as numbers on whole rows).
+        device: where truth and allowances are computed, and results go to be compared; None for where ``inputs`` are.
+            Plain PyTorch runs there in any case.
 
     Raises:
         AssertionError: the oracle (reference backend in fp64) and the formula written here disagree.
@@ -215,16 +217,28 @@ class Judge:
         >>> judge.require(evaluate(judge.inputs, "sdpa", lse=False))
     """
 
-    def __init__(self, inputs: Inputs, fused: bool = True):
-        self.inputs, self.fused = inputs, fused
+    def __init__(
+        self, inputs: Inputs, fused: bool = True, device: torch.device | str | None = None
+    ):
+        self.device = inputs.q.device if device is None else torch.device(device)
+        self.given, self.inputs, self.fused = inputs, inputs.on(self.device), fused
         with exact_matmul():
-            self.truth = evaluate(inputs.to(torch.float64), "reference")
-            # Contiguous: torch's bf16 products on the CPU read past strided rows of one element.
-            self.baseline = evaluate(inputs.to(None), "reference")
-            if not all(self._same_finite(n, x) for n, x in self.baseline.items()):
-                wide = evaluate(inputs.to(torch.float32), "reference")
-                self.baseline = {n: wide[n].to(x.dtype) for n, x in self.baseline.items()}
+            self.truth = evaluate(self.inputs.to(torch.float64), "reference")
+        # Contiguous: torch's bf16 products on the CPU read past strided rows of one element.
+        self.baseline = self._plain(inputs.to(None))
+        if not all(self._same_finite(n, x) for n, x in self.baseline.items()):
+            self._wide_baseline()
         self._allowances()
+
+    def _plain(self, inputs: Inputs) -> dict[str, Tensor]:
+        """Of plain PyTorch, where the inputs are."""
+        with exact_matmul():
+            return {n: x.to(self.device) for n, x in evaluate(inputs, "reference").items()}
+
+    def _wide_baseline(self) -> None:
+        """In fp32, rounded."""
+        wide = self._plain(self.given.to(torch.float32))
+        self.baseline = {n: wide[n].to(x.dtype) for n, x in self.baseline.items()}
 
     def _allowances(self) -> None:
         dtype = self.inputs.q.dtype
@@ -272,9 +286,7 @@ class Judge:
                 )
         if large and self.fused and dtype.itemsize == 2:
             # Scores in 16 bits leave plain PyTorch wrong by itself: in fp32, rounded, it is the measure.
-            with exact_matmul():
-                wide = evaluate(self.inputs.to(torch.float32), "reference")
-            self.baseline = {n: wide[n].to(x.dtype) for n, x in self.baseline.items()}
+            self._wide_baseline()
         self.floor, self.gain_floor, self.spread_floor, self.vanishes = {}, {}, {}, {}
         self.zero: dict[str, Tensor] = {}  # where every term of a result is zero
         self.square: dict[str, float] = {}
@@ -337,6 +349,7 @@ class Judge:
         if not x.numel():
             return 0.0, 0.0, 0.0
         error = self._beyond(name, finite(x.double()) - truth)
+        error = error.masked_fill(self._overflows(name, x), 0.0)
         largest, along, norm = _numbers(error.abs().max(), (error * truth).sum(), error.norm())
         return largest, along / square if square else 0.0, norm
 
@@ -346,6 +359,12 @@ class Judge:
             self.of_baseline[name] = self.errors(name, self.baseline[name])
         return self.of_baseline[name]
 
+    def _overflows(self, name: str, x: Tensor) -> Tensor:
+        """Where the truth is beyond the dtype of a result, which can only be infinite or NaN there."""
+        truth = self.truth[name]
+        beyond = torch.isfinite(truth) & (truth.abs() > torch.finfo(x.dtype).max)
+        return beyond & ~torch.isfinite(x)
+
     def _may_overflow(self, name: str, dtype: torch.dtype) -> Tensor:
         """Where loose rows may make a result so large that its dtype does not hold it."""
         if name not in self.loose:
@@ -354,6 +373,7 @@ class Judge:
 
     def judge(self, name: str, x: Tensor) -> Finding:
         """One tensor of one result."""
+        x = x.to(self.device)
         truth, baseline = self.truth[name], self.baseline[name]
         if x.shape != truth.shape or x.dtype != baseline.dtype:
             return Finding(
@@ -363,6 +383,7 @@ class Judge:
         wrong = torch.isfinite(x) != torch.isfinite(truth)
         wrong |= ~torch.isfinite(truth) & (x != truth)
         wrong &= ~(torch.isinf(x) & self._may_overflow(name, x.dtype))
+        wrong &= ~self._overflows(name, x)
         if wrong.any():
             first = tuple(wrong.nonzero()[0].tolist())
             return Finding(
@@ -405,6 +426,7 @@ class Judge:
 
     def compare(self, name: str, x: Tensor, y: Tensor) -> Finding:
         """Two results against each other: they may differ by what one may differ from the truth."""
+        x, y = x.to(self.device), y.to(self.device)
         allowed = BASELINE_FACTOR * self.baseline_errors(name)[0] + self.floor[name]
         error = self._beyond(name, self._beyond(name, _error(x, y.double())))
         largest = error.abs().max().item() if error.numel() else 0.0
@@ -430,7 +452,8 @@ class Judge:
         """Whether this result times ``factor`` would fail: the test of the test. None: the truth is zero, or would be."""
         if self.vanishes[name]:
             return None
-        return self.judge(name, (x.double() * factor).to(x.dtype)).problem is not None
+        scaled = (x.to(self.device).double() * factor).to(x.dtype)
+        return self.judge(name, scaled).problem is not None
 
 
 def assert_accurate(inputs: Inputs, backend: str, lse: bool = True) -> None:

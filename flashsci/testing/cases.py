@@ -6,6 +6,8 @@ both only supply choices.
 
 from __future__ import annotations
 
+import math
+import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -142,6 +144,13 @@ class Case:
     @property
     def score_shape(self) -> tuple[int, ...]:
         return self.shape(self.heads_q, self.seq_q, self.seq_k)
+
+    @property
+    def scores(self) -> int:
+        """How many the case has, over batch and heads."""
+        if self.variant.varlen:
+            return self.heads_q * sum(map(operator.mul, self.lens_q, self.lens_k))
+        return math.prod(self.score_shape)
 
 
 # Sizes around the tiles of every kernel, and small ones: most bugs live at edges.

@@ -422,14 +422,14 @@ class Formula:
     def rounded(self, x: Tensor, unit: float | None = None, like: Tensor | None = None) -> Tensor:
         """x with a perturbation, zero, that stands for its rounding to the precision ``unit``.
 
-        Equal mantissas round equally, so they share a group; values that ``unit`` represents do not round at all.
+        Mantissas that are equal, to an eighth of a rounding, round equally, so they share a group; values that ``unit``
+        represents do not round at all.
         ``like``: what is rounded in x's place, x times a factor of its row.
         """
         unit = self.unit if unit is None else unit
         mantissa = torch.frexp((x if like is None else like).detach().abs()).mantissa
-        key = torch.round(mantissa * (2**16 / unit))
-        mantissas, group = torch.unique(key, return_inverse=True)
-        exact = key % 2**15 == 0
+        mantissas, group = torch.unique(torch.round(mantissa * (8 / unit)), return_inverse=True)
+        exact = torch.round(mantissa * (2**16 / unit)) % 2**15 == 0
         leaf = torch.zeros_like(x, requires_grad=True)
         size = x.detach().abs()
         if unit == self.unit:  # subnormal numbers are as far apart as the smallest normal ones

@@ -64,6 +64,14 @@ class Inputs:
             },
         )
 
+    def on(self, device: torch.device | str) -> Inputs:
+        """Every tensor on that device."""
+        moved: dict[str, Any] = {
+            n: x.detach().to(device) for n, x in vars(self).items() if isinstance(x, Tensor)
+        }
+        moved["tangents"] = {n: x.detach().to(device) for n, x in self.tangents.items()}
+        return replace(self, **moved)
+
 
 def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     """The tensors of a case: values depend on the case alone, memory around and between them holds NaN.

@@ -274,3 +274,30 @@ def scores_beyond_ten_million(backend: str, device: torch.device) -> None:
         )
 
     each_served([*parts, *(functools.partial(two_maxima, dtype) for dtype in dtypes)])
+
+
+@trap()
+def one_key_of_every_score(backend: str, device: torch.device) -> None:
+    """P of a row's only key is 1, whatever its score: the rounding of a large lse must not show as a power of two."""
+    full = device.type == "cuda"
+    rows, dims = (1024, (16, 64, 128, 256)) if full else (48, (16,))
+
+    def part(dtype: str, dim: int) -> None:
+        generator = torch.Generator().manual_seed(39)
+        # All terms of a score have one sign: sums that cancel round by more than a score's own digits.
+        q, k, v = (torch.randn(rows, 1, 1, dim, generator=generator).abs() for _ in range(3))
+        q[::2] *= -1
+        # 2^8 to 2^30: below and beyond where kernels begin to treat scores as large. fp16 ends earlier.
+        size = torch.linspace(8, 26 if dtype == "float16" else 30, rows)
+        half = torch.exp2(size / 2).reshape(-1, 1, 1, 1) * dim**-0.25
+        q, k, v = (x.to(device, getattr(torch, dtype)) for x in (q * half, k * half, v))
+        inputs = Inputs(q, k, v, dout=torch.ones_like(v), options={"scale": 1.0})
+        p = evaluate(inputs, backend, lse=backend != "sdpa")["dv"].float()
+        least, most = p.min().item(), p.max().item()
+        assert least >= 0.5 and most <= 2, (
+            f"{dtype}, D {dim}: P of an only key is {least:.3g} to {most:.3g}, must be 1"
+        )
+
+    # The reference's float16 scores end at 65504: it is plain PyTorch.
+    dtypes = DTYPES if backend != "reference" else ("bfloat16", "float32")
+    each_served(functools.partial(part, dtype, dim) for dtype in dtypes for dim in dims)

@@ -59,6 +59,35 @@ def second_order_of_fully_masked_rows(backend: str, device: torch.device, dtype:
 
 
 @trap(order=2, one_of=("float32", *HALVES))
+def tangents_of_rows_of_numbers(backend: str, device: torch.device, dtype: str) -> None:
+    """Rows whose every visible key has a bias of -1e30, some in a first tile that the window cuts: the tangent of lse is
+    a mean of the scores' tangents, whatever P such rows have."""
+    generator = torch.Generator().manual_seed(40)
+    seq = 300 if device.type == "cuda" else 72
+    q, k, v, tq, tk = (torch.randn(2, 2, seq, 16, generator=generator) for _ in range(5))
+    bias = torch.where(torch.arange(seq) < seq // 4, 0.0, -1e30).expand(1, 2, seq, seq)
+    tbias = 8 + torch.randn(1, 2, seq, seq, generator=generator)
+    # Exact in every dtype: zeros, so that a score's tangent is that of its bias.
+    tangents = {"tq": 0 * tq, "tk": 0 * tk, "tv": 0 * v, "tbias": tbias}
+    kind = getattr(torch, dtype)
+    q, k, v = (x.to(device, kind) for x in (q, k, v))
+    inputs = Inputs(
+        q, k, v,
+        bias=bias.to(device),
+        dout=torch.ones(2, 2, seq, 16, device=device, dtype=kind),
+        dlse=torch.zeros(2, 2, seq, device=device),
+        tangents={n: x.to(device, torch.float32 if n == "tbias" else kind) for n, x in tangents.items()},
+        options={"window": (seq // 3, None)},
+    )  # fmt: skip
+    found = evaluate(inputs, backend)["tlse"]
+    least, most = found.min().item(), found.max().item()
+    low, high = tbias.min().item() - 0.1, tbias.max().item() + 0.1
+    assert low <= least and most <= high, (
+        f"tangents of lse are {least:.3g} to {most:.3g}; those of the scores {low:.3g} to {high:.3g}"
+    )
+
+
+@trap(order=2, one_of=("float32", *HALVES))
 def second_order_of_empty_and_single(backend: str, device: torch.device, dtype: str) -> None:
     """Sq, Sk 0 and 1, packed sequences of length 0."""
     plain = Case(seed=21, variant=Variant(tangents="qkv", lse_grad=True), lead=(2,), heads_k=2)

@@ -20,7 +20,7 @@ def small(**options):
 
 def test_cases_are_unique_and_well_formed():
     every = [*cases.CASES.values(), *cases.CPU_CASES]
-    assert len({case.id for case in every}) == len(every) == 121
+    assert len({case.id for case in every}) == len(every) == 169
     for case in every:
         assert bool(case.lens) != bool(case.Sq)
         assert case.H % case.Hk == 0
@@ -159,6 +159,25 @@ def test_what_has_no_gradient_runs_forward_alone(monkeypatch):
     assert by["sdpa:math", "forward"]["time_us"]["median"] > 0
     assert by["sdpa:math", "backward"]["gate"] == "refused: no gradient of a bias"
     assert by["reference", "backward"]["time_us"]["median"] > 0
+
+
+def test_a_refused_launch_is_no_reason_to_stop(monkeypatch):
+    """As SDPA's of more than 65,535 sequences; any other error of the device is."""
+    plain = candidates.candidate
+
+    def candidate(name, made):
+        if name == "sdpa:math":
+            raise torch.AcceleratorError(f"CUDA error: {said}\nmore of it")
+        return plain(name, made)
+
+    monkeypatch.setattr(candidates, "candidate", candidate)
+    said = "invalid configuration argument"
+    found = bench.run([small()], ["reference", "sdpa:math"], "cpu", order=0, seconds=0.01)
+    gates = {r["backend"]: r["gate"] for r in found}
+    assert gates == {"reference": "passed", "sdpa:math": f"refused: CUDA error: {said}"}
+    said = "an illegal memory access was encountered"
+    with pytest.raises(torch.AcceleratorError):
+        bench.run([small()], ["sdpa:math"], "cpu", order=0, seconds=0.01)
 
 
 def test_forward_alone_needs_no_gradients():

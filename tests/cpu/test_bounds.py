@@ -247,6 +247,32 @@ def test_infinities_of_lse_must_agree():
         judge.require({"lse": torch.where(hidden, torch.inf, found["lse"])})
 
 
+def test_what_a_dtype_cannot_hold_is_infinite_or_nan_there_alone():
+    judge = Judge(make_inputs(Case(variant=Variant(dtype="float32"))))
+    found = judge.baseline["dv"].clone()
+    judge.truth["dv"][..., 3, 2] = 1e200
+    judge.baseline["dv"][..., 3, 2] = torch.inf
+    for value in (torch.inf, torch.nan):
+        found[..., 3, 2] = value
+        judge.require({"dv": found})
+    with pytest.raises(AssertionError):
+        judge.require({"dv": torch.full_like(found, torch.inf)})
+    found[..., 3, 2] = 1.0
+    with pytest.raises(AssertionError):
+        judge.require({"dv": found})
+
+
+def test_equal_probabilities_round_equally():
+    """All P of a row are 1/193, to a few digits less than the dtype has: their roundings add up."""
+    variant = Variant(dtype="float16", head_dim=200, head_dim_v=136, softcap=True, lse_grad=True)
+    sizes = {"heads_k": 3, "seq_q": 193, "seq_k": 193, "rank": 3, "softcap": 2.0}
+    judge = Judge(make_inputs(Case(variant=variant, seed=4, magnitude="tiny", **sizes)))
+    off = abs(
+        1 - torch.tensor(1 / 193).half().double().item() * 193
+    )  # P as a kernel of wide heads keeps it
+    assert off < judge.gain_floor["dk"] < 0.01
+
+
 def test_dtype_and_shape_must_agree():
     judge = Judge(make_inputs(Case(variant=Variant(dtype="float16"))))
     out = judge.baseline["out"]

@@ -86,13 +86,15 @@ def test_help_lists_every_command(capsys):
 
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for command in ("backends", "check", "bench", "report", "env"):
+    for command in ("backends", "check", "bench", "models", "report", "env"):
         assert f" {command} " in shown
     assert cli.main(["bench", "--help"]) == 0
     assert "--suite" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [["bench"], ["bench", "--help"], ["report", "--write"]])
+@pytest.mark.parametrize(
+    "command", [["bench"], ["bench", "--help"], ["models"], ["report", "--write"]]
+)
 def test_an_installed_package_says_where_the_benchmarks_are(command, tmp_path, monkeypatch, capsys):
     from flashsci import cli, digest
 

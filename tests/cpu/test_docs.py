@@ -44,7 +44,7 @@ def test_pages_with_examples_are_found():
 @pytest.mark.parametrize("page", with_examples())
 def test_examples_run(page, tmp_path):
     """As a reader would: a fresh process, no interpreter for Triton, blocks of a page one after the other."""
-    program = tmp_path / Path(page).with_suffix(".py").name
+    program = tmp_path / f"page_{Path(page).stem}.py"  # a page may have the name of a package
     lines = python_of((ROOT / page).read_text()).split("\n")
     lines[0] = "import torch; torch.manual_seed(0)"  # where every page has its title
     program.write_text("\n".join(lines))

@@ -1,5 +1,5 @@
-// What the backward kernels share: what the host derives from the parameters, places, and the
-// workspace.
+// What the backward kernels share: what the host derives from the parameters, places, the
+// workspace, and the steps from S and dP to P and dS.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -9,6 +9,7 @@
 #include "../../core/mask.cuh"
 #include "../../core/score_mod.cuh"
 #include "../../core/smem_tile.cuh"
+#include "../../core/softmax.cuh"
 #include "../../core/tile_coord.cuh"
 #include "../../core/varlen.cuh"
 #include "../../include/flashsci.h"
@@ -49,6 +50,36 @@ __device__ __forceinline__ void shape_scores(float (&s)[kM][kN][4], float (&dp)[
 #pragma unroll
     for (int i = 0; i < kM * kN * 4; ++i) s[i / (4 * kN)][i / 4 % kN][i % 4] *= plan.score_inner;
   }
+}
+
+// dP starts at -delta. statistics: [m16, row g or g + 8], of rows that are queries.
+template <int kM, int kN>
+__device__ __forceinline__ void start_from_delta(float (&dp)[kM][kN][4],
+                                                 const float2 (&statistics)[kM][2]) {
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i)
+    dp[i / (4 * kN)][i / 4 % kN][i % 4] = statistics[i / (4 * kN)][i % 4 / 2].y;
+}
+
+// S becomes P.
+template <int kM, int kN>
+__device__ __forceinline__ void exponentiate(float (&s)[kM][kN][4],
+                                             const float2 (&statistics)[kM][2],
+                                             const BackwardPlan& plan) {
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i) {
+    const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
+    s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
+  }
+  if (any_large(statistics)) limit_probabilities(s);
+}
+
+// dP - delta becomes dS.
+template <int kM, int kN>
+__device__ __forceinline__ void multiply_by_p(float (&dp)[kM][kN][4], const float (&p)[kM][kN][4]) {
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i)
+    dp[i / (4 * kN)][i / 4 % kN][i % 4] *= p[i / (4 * kN)][i / 4 % kN][i % 4];
 }
 
 }  // namespace flashsci::sm75::bwd

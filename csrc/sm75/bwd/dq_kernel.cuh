@@ -11,6 +11,7 @@
 //           likewise during the rest; one barrier a tile.
 // Limits    Shared-memory reads (16 rows a warp) or tensor cores (32 rows). docs/kernels/sm75.md.
 #pragma once
+#include "../query_tile.cuh"
 #include "dkdv_kernel.cuh"
 
 namespace flashsci::sm75::bwd {
@@ -50,83 +51,80 @@ __device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4]
   }
 }
 
+// The work of a warp: where it is, and the steps of the loop over key tiles, as in the forward.
 template <class Op, class C, bool kAny>
-__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
-    backward_queries_kernel(const __grid_constant__ FlashsciBackwardParams p,
-                            const __grid_constant__ BackwardPlan plan, uint32_t tiles) {
+struct QueryWarp {
   using T = Tile<C::kHeadDim>;
-  extern __shared__ __align__(128) unsigned char shared_memory[];
-  auto& shared = *reinterpret_cast<QueryStorage<C>*>(shared_memory);
-  poison_block(&shared, sizeof(shared));
+  using Moving = TileRegisters<C::kBlockK, C::kHeadDim, C::kThreads>;  // a K or V tile
+  using Operand = uint32_t[C::kM][C::kHeadDim / 16][4];  // Q or dO: [m16, k16 of D, fragment]
+  using Sums = float[C::kM][C::kDimBlocks][4];           // dQ: [m16, n8 of D, fragment]
+  using Scores = float[C::kM][C::kN][4];                 // [m16, n8 of keys, fragment]
+  using Statistics = float2[C::kM][2];                   // [m16, row g or g + 8]: -lse, -delta
+  static constexpr int kTileBytes = C::kBlockK * T::kRowBytes;
 
-  const TileCoord place(blockIdx.x, tiles, p.heads_q, p);
-  TileOfSequence work;
-  if (p.cu_seqlens_q != nullptr) {
-    work = find_tile<C::kBlockQ>(place.tile, p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q,
-                                 p.seq_k);
-  } else {  // the longest first
-    work = {static_cast<int>(p.window_right >= 0 ? tiles - 1 - place.tile : place.tile), 0, p.seq_q,
-            0, p.seq_k};
-  }
-  const int tile_row = work.tile * C::kBlockQ;
-  if (work.tile < 0 || tile_row >= work.seq_q) return;
+  const FlashsciBackwardParams& p;
+  const BackwardPlan& plan;
+  const uint32_t tiles;
+  const TileCoord& place;
+  const QueryTile<C>& work;
+  const int tile_row;        // the CTA's first row in the sequence
+  const int warp_row, lane;  // the warp's first row
+  const uint32_t head_k;
+  const Window window;
+  const VisibleKeys<C> keys;
+  const uint32_t storage, warp_tile;  // the stages; Q, dO and dQ of this warp
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int warp_row = tile_row + warp * C::kRows;
-  const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
-  const Window window(p.window_left, p.window_right, p.lower_right != 0, work.seq_q, work.seq_k);
-  const int last_row = min(tile_row + C::kBlockQ, work.seq_q) - 1;
-  const int keys_begin = window.begin(tile_row), keys_end = window.end(last_row);
-  const int first_tile = keys_begin / C::kBlockK;
-  const int end_tile =
-      keys_begin < keys_end ? (keys_end + C::kBlockK - 1) / C::kBlockK : first_tile;
-  // Some rows of this warp see keys of [seen_begin, seen_end), all see [full_begin, full_end).
-  const int warp_last_row = min(warp_row + C::kRows, work.seq_q) - 1;
-  const int seen_begin = window.begin(warp_row);
-  const int seen_end = warp_row < work.seq_q ? window.end(warp_last_row) : 0;
-  const int full_begin = window.begin(warp_last_row), full_end = window.end(warp_row);
+  __device__ __forceinline__ QueryWarp(const FlashsciBackwardParams& p_, const BackwardPlan& plan_,
+                                       uint32_t tiles_, const TileCoord& place_,
+                                       const QueryTile<C>& work_, QueryStorage<C>& shared)
+      : p(p_),
+        plan(plan_),
+        tiles(tiles_),
+        place(place_),
+        work(work_),
+        tile_row(work.tile * C::kBlockQ),
+        warp_row(tile_row + static_cast<int>(threadIdx.x / 32) * C::kRows),
+        lane(threadIdx.x % 32),
+        head_k(place.head / static_cast<uint32_t>(p.heads_q / p.heads_k)),
+        window(p.window_left, p.window_right, p.lower_right != 0, work.seq_q, work.seq_k),
+        keys(window, tile_row, warp_row, work.seq_q),
+        storage(ptx::shared_address(&shared)),
+        warp_tile(storage + static_cast<int>(threadIdx.x / 32) * C::kRows * T::kRowBytes) {}
 
-  constexpr int kTileBytes = C::kBlockK * T::kRowBytes;
-  const uint32_t storage = ptx::shared_address(&shared);
-  const uint32_t warp_tile = storage + warp * C::kRows * T::kRowBytes;  // Q, dO, dQ
-
-  uint32_t q[C::kM][C::kHeadDim / 16][4];     // [m16, k16 of D, fragment]
-  uint32_t dout[C::kM][C::kHeadDim / 16][4];  // [m16, k16 of Dv, fragment]
-  float dq[C::kM][C::kDimBlocks][4];          // [m16, n8 of D, fragment]
-  float2 statistics[C::kM][2];                // [m16, row g or g + 8]: -lse, -delta
-  set_zero(dq);
-
-  TileRegisters<C::kBlockK, C::kHeadDim, C::kThreads> moving;  // a K or V tile
-  const auto fetch_k = [&](int tile) {
+  __device__ __forceinline__ void fetch_k(Moving& moving, int tile) const {
     const int row = tile * C::kBlockK;
     fetch_rows<kAny>(moving, p.k, place.offset(p.k_strides, head_k), p.k_strides,
                      work.first_k + row, work.seq_k - row, p.head_dim, p.copy_bytes, plan.vector);
-  };
-  const auto fetch_v = [&](int tile) {
+  }
+  __device__ __forceinline__ void fetch_v(Moving& moving, int tile) const {
     const int row = tile * C::kBlockK;
     fetch_rows<kAny>(moving, p.v, place.offset(p.v_strides, head_k), p.v_strides,
                      work.first_k + row, work.seq_k - row, p.head_dim_v, p.copy_bytes, plan.vector);
-  };
-
-  if (first_tile < end_tile) {
+  }
+  // Q and dO into registers, by way of the stages; K and V of the first tile into the first stage.
+  __device__ __forceinline__ void load_rows_and_first_tile(Operand& q, Operand& dout,
+                                                           Moving& moving) const {
     const int row = work.first_q + tile_row, rows_valid = work.seq_q - tile_row;
     TileRegisters<C::kBlockQ, C::kHeadDim, C::kThreads> rows;
     fetch_rows<kAny>(rows, p.q, place.offset(p.q_strides, place.head), p.q_strides, row, rows_valid,
                      p.head_dim, p.copy_bytes, plan.vector);
     rows.store(storage);
-    fetch_rows<kAny>(rows, p.dout, place.offset(p.dout_strides, place.head), p.dout_strides, row,
+    const int64_t dout_start = place.offset(p.dout_strides, place.head);
+    fetch_rows<kAny>(rows, p.dout, dout_start, p.dout_strides, row,
                      p.dout != nullptr ? rows_valid : 0, p.head_dim_v, p.copy_bytes, plan.vector);
     __syncthreads();
     load_rows<C::kHeadDim>(q, warp_tile + row_fragment<C::kHeadDim>(lane));
     __syncthreads();
     rows.store(storage);
-    fetch_k(first_tile);
+    fetch_k(moving, keys.first_tile);
     __syncthreads();
     load_rows<C::kHeadDim>(dout, warp_tile + row_fragment<C::kHeadDim>(lane));
     __syncthreads();
     moving.store(storage);
-    fetch_v(first_tile);
+    fetch_v(moving, keys.first_tile);
     moving.store(storage + kTileBytes);
+  }
+  __device__ __forceinline__ void load_statistics(Statistics& statistics) const {
     const float2* source = plan.statistics +
                            (static_cast<int64_t>(place.batch) * p.heads_q + place.head) * p.seq_q +
                            work.first_q;
@@ -137,65 +135,85 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     }
   }
 
-  uint32_t stage = 0;  // bytes to the stage of tile n
-#pragma unroll 1
-  for (int tile = first_tile; tile < end_tile; ++tile, stage ^= 2 * kTileBytes) {
-    __syncthreads();  // K_n and V_n are there; nobody reads the other stage any more
-    const int first_key = tile * C::kBlockK;
-    const bool active = first_key < seen_end && first_key + C::kBlockK > seen_begin;
-    const bool more = tile + 1 < end_tile;
-    const uint32_t other = storage + (stage ^ (2 * kTileBytes));
-    const uint32_t k_tile = storage + stage, v_tile = k_tile + kTileBytes;
-
-    float s[C::kM][C::kN][4];   // S, then P: [m16 of queries, n8 of keys, fragment]
-    float dp[C::kM][C::kN][4];  // dP - delta, then dS
-    if (more) fetch_k(tile + 1);
-    if (active) {
-      set_zero(s);
-      multiply_transposed<Op, C::kHeadDim>(s, q, k_tile + column_fragment<C::kHeadDim>(lane));
+  // S becomes P, dP - delta becomes dS.
+  __device__ __forceinline__ void find_ds(Scores& s, Scores& dp, const Statistics& statistics,
+                                          int tile) const {
+    if (plan.score_mode != kScaled) shape_scores(s, dp, plan);
+    const int row = warp_row + lane / 4, column = tile * C::kBlockK + lane % 4 * 2;
+    if constexpr (kAny)
+      apply_bias_mask<Op>(s, BiasMaskView(p.bias_mask, place.batch0, place.batch1, place.head), row,
+                          column, work.seq_q, work.seq_k, plan.bias_factor);
+    if (keys.cut(tile)) mask_scores(s, window, row, column);
+    exponentiate(s, statistics, plan);
+    multiply_by_p(dp, s);
+    if constexpr (kAny) {
+      if (plan.writes_bias)
+        store_bias_gradient<Op>(dp, p, place.offset(p.dbias_strides, place.head), row, column);
     }
-    if (more) {
-      moving.store(other);
-      fetch_v(tile + 1);
-    }
-    if (active) {
-#pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i)
-        dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] = statistics[i / (4 * C::kN)][i % 4 / 2].y;
-      multiply_transposed<Op, C::kHeadDim>(dp, dout, v_tile + column_fragment<C::kHeadDim>(lane));
-      if (plan.score_mode != kScaled) shape_scores(s, dp, plan);
-      const int row = warp_row + lane / 4, column = first_key + lane % 4 * 2;
-      if constexpr (kAny)
-        apply_bias_mask<Op>(s, BiasMaskView(p.bias_mask, place.batch0, place.batch1, place.head),
-                            row, column, work.seq_q, work.seq_k, plan.bias_factor);
-      if (first_key < full_begin || first_key + C::kBlockK > full_end)
-        mask_scores(s, window, row, column);
-#pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
-        const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-        s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
-      }
-      if (any_large(statistics)) limit_probabilities(s);
-#pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i)
-        dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] *= s[i / (4 * C::kN)][i / 4 % C::kN][i % 4];
-      if constexpr (kAny) {
-        if (plan.writes_bias)
-          store_bias_gradient<Op>(dp, p, place.offset(p.dbias_strides, place.head), row, column);
-      }
-      multiply_accumulators<Op, C::kHeadDim>(dq, dp, k_tile + row_fragment<C::kHeadDim>(lane));
-    }
-    if (more) moving.store(other + kTileBytes);
   }
 
-  __syncthreads();  // the stages are free for dQ
-  if (p.dq == nullptr) return;
-  const TileCoord home(opaque(blockIdx.x), tiles, p.heads_q, p);  // found again, not kept
-  store_rows<Op, C::kHeadDim>(dq, p.scale, warp_tile,
-                              static_cast<uint16_t*>(p.dq) + home.offset(p.dq_strides, home.head) +
-                                  static_cast<int64_t>(work.first_q + warp_row) * p.dq_strides.row,
-                              p.dq_strides.row, work.seq_q - warp_row, p.head_dim,
-                              plan.vector_dq != 0);
+  __device__ __forceinline__ void write(Sums& dq) const {
+    const TileCoord home(opaque(blockIdx.x), tiles, p.heads_q, p);  // found again, not kept
+    store_rows<Op, C::kHeadDim>(
+        dq, p.scale, warp_tile,
+        static_cast<uint16_t*>(p.dq) + home.offset(p.dq_strides, home.head) +
+            static_cast<int64_t>(work.first_q + warp_row) * p.dq_strides.row,
+        p.dq_strides.row, work.seq_q - warp_row, p.head_dim, plan.vector_dq != 0);
+  }
+
+  __device__ __forceinline__ void run() const {
+    Operand q, dout;
+    Sums dq;
+    Statistics statistics;
+    Moving moving;
+    set_zero(dq);
+    if (keys.first_tile < keys.end_tile) {
+      load_rows_and_first_tile(q, dout, moving);
+      load_statistics(statistics);
+    }
+    uint32_t stage = 0;  // bytes to the stage of tile n
+#pragma unroll 1
+    for (int tile = keys.first_tile; tile < keys.end_tile; ++tile, stage ^= 2 * kTileBytes) {
+      __syncthreads();  // K_n and V_n are there; nobody reads the other stage any more
+      const bool active = keys.seen(tile);
+      const bool more = tile + 1 < keys.end_tile;
+      const uint32_t other = storage + (stage ^ (2 * kTileBytes));
+      const uint32_t k_tile = storage + stage, v_tile = k_tile + kTileBytes;
+      Scores s, dp;
+      if (more) fetch_k(moving, tile + 1);
+      if (active) {
+        set_zero(s);
+        multiply_transposed<Op, C::kHeadDim>(s, q, k_tile + column_fragment<C::kHeadDim>(lane));
+      }
+      if (more) {
+        moving.store(other);
+        fetch_v(moving, tile + 1);
+      }
+      if (active) {
+        start_from_delta(dp, statistics);
+        multiply_transposed<Op, C::kHeadDim>(dp, dout, v_tile + column_fragment<C::kHeadDim>(lane));
+        find_ds(s, dp, statistics, tile);
+        multiply_accumulators<Op, C::kHeadDim>(dq, dp, k_tile + row_fragment<C::kHeadDim>(lane));
+      }
+      if (more) moving.store(other + kTileBytes);
+    }
+    __syncthreads();  // the stages are free for dQ
+    if (p.dq != nullptr) write(dq);
+  }
+};
+
+template <class Op, class C, bool kAny>
+__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
+    backward_queries_kernel(const __grid_constant__ FlashsciBackwardParams p,
+                            const __grid_constant__ BackwardPlan plan, uint32_t tiles) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  auto& shared = *reinterpret_cast<QueryStorage<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
+
+  const TileCoord place(blockIdx.x, tiles, p.heads_q, p);
+  const QueryTile<C> work(place.tile, tiles, p);
+  if (work.tile < 0 || work.tile * C::kBlockQ >= work.seq_q) return;
+  QueryWarp<Op, C, kAny>(p, plan, tiles, place, work, shared).run();
 }
 
 }  // namespace flashsci::sm75::bwd

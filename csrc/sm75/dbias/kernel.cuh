@@ -79,40 +79,50 @@ struct alignas(128) BiasShared {
   uint16_t v[C::kStages][C::kBlockK * C::kHeadDim];     // [stage, kBlockK, kHeadDim]
 };
 
+// The work of a warp: where it is, and the steps of the loop over members; arrays are locals, as in
+// the forward.
 template <class Op, class C>
-__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
-    bias_gradient_kernel(const __grid_constant__ FlashsciBackwardParams p,
-                         const __grid_constant__ BackwardPlan plan,
-                         const __grid_constant__ BiasPlan bias) {
+struct BiasWarp {
   using T = Tile<C::kHeadDim>;
-  constexpr int kN = C::kBlockK / 8;
-  extern __shared__ __align__(128) unsigned char shared_memory[];
-  auto& shared = *reinterpret_cast<BiasShared<C>*>(shared_memory);
-  poison_block(&shared, sizeof(shared));
-  const uint32_t split = blockIdx.x % bias.splits;
-  BiasMember own, member;
-  own.decode(blockIdx.x / bias.splits, bias.own);
-  const uint32_t begin = static_cast<uint64_t>(bias.member_count) * split / bias.splits;
-  const uint32_t end = static_cast<uint64_t>(bias.member_count) * (split + 1) / bias.splits;
+  static constexpr int kN = C::kBlockK / 8;
+  using Sums = float[C::kM][kN][4];       // dS summed over members: [m16, n8, fragment]
+  using Scores = float[C::kM][C::kN][4];  // [m16, n8 of kStep keys, fragment]
+  using Statistics = float2[C::kM][2];    // [m16, row g or g + 8]: -lse, -delta
+  static constexpr int kStageQ = C::kBlockQ * T::kRowBytes, kStageK = C::kBlockK * T::kRowBytes;
 
-  const int warp = ptx::redux_max(threadIdx.x / 32);
-  const int lane = threadIdx.x % 32;
-  const Window window(p.window_left, p.window_right, p.lower_right != 0, p.seq_q, p.seq_k);
-  const uint32_t group = p.heads_q / p.heads_k;
-  const uint32_t q_tile = ptx::shared_address(shared.q);
-  const uint32_t dout_tile = ptx::shared_address(shared.dout);
-  const uint32_t k_tile = ptx::shared_address(shared.k);
-  const uint32_t v_tile = ptx::shared_address(shared.v);
-  constexpr int kStageQ = C::kBlockQ * T::kRowBytes, kStageK = C::kBlockK * T::kRowBytes;
+  const FlashsciBackwardParams& p;
+  const BackwardPlan& plan;
+  const BiasPlan& bias;
+  const BiasMember& own;
+  const int warp, lane;
+  const Window window;
+  const uint32_t group;                              // query heads of a key head
+  const uint32_t q_tile, dout_tile, k_tile, v_tile;  // the first stages
 
-  const auto find = [&](uint32_t number) {
+  __device__ __forceinline__ BiasWarp(const FlashsciBackwardParams& p_, const BackwardPlan& plan_,
+                                      const BiasPlan& bias_, const BiasMember& own_,
+                                      BiasShared<C>& shared)
+      : p(p_),
+        plan(plan_),
+        bias(bias_),
+        own(own_),
+        warp(ptx::redux_max(threadIdx.x / 32)),
+        lane(threadIdx.x % 32),
+        window(p.window_left, p.window_right, p.lower_right != 0, p.seq_q, p.seq_k),
+        group(p.heads_q / p.heads_k),
+        q_tile(ptx::shared_address(shared.q)),
+        dout_tile(ptx::shared_address(shared.dout)),
+        k_tile(ptx::shared_address(shared.k)),
+        v_tile(ptx::shared_address(shared.v)) {}
+
+  __device__ __forceinline__ BiasMember find(uint32_t number) const {
     BiasMember found;
     found.decode(number, bias.members);
 #pragma unroll
     for (int i = 0; i < 5; ++i) found.index[i] += own.index[i];
     return found;
-  };
-  const auto load = [&](const BiasMember& x, int stage) {
+  }
+  __device__ __forceinline__ void load(const BiasMember& x, int stage) const {
     const int row = x.index[3] * C::kBlockQ, key = x.index[4] * C::kBlockK;
     const uint32_t head = x.index[2], head_k = head / group;
     load_tile_rows<C, C::kBlockQ>(q_tile + stage * kStageQ, p.q, x.offset(p.q_strides, head),
@@ -127,80 +137,106 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     load_tile_rows<C, C::kBlockK>(v_tile + stage * kStageK, p.v, x.offset(p.v_strides, head_k),
                                   p.v_strides, key, p.seq_k - key, p.head_dim_v, p.copy_bytes,
                                   plan.vector);
-  };
-
-  float sum[C::kM][kN][4];  // dS summed over members: [m16, n8, fragment]
-  set_zero(sum);
-  if (C::kStages == 2) {
-    load(find(begin), 0);
-    ptx::cp_async_commit();
   }
-  const uint32_t left = warp * C::kRows * T::kRowBytes + row_fragment<C::kHeadDim>(lane);
-  int stage = 0;
+
+  // P and dP - delta of the kStep keys from `step` on in the tile. left: this lane's rows in a tile
+  // of Q or dO.
+  __device__ __forceinline__ void find_p_and_dp(Scores& s, Scores& dp, const Statistics& statistics,
+                                                const BiasMaskView& view, uint32_t left, int stage,
+                                                int step, int first_key, int warp_row,
+                                                int warp_last_row) const {
+    const int key = first_key + step;
+    const uint32_t right =
+        stage * kStageK + step * T::kRowBytes + column_fragment<C::kHeadDim>(lane);
+    set_zero(s);
+    multiply_rows<Op, C::kHeadDim>(s, q_tile + stage * kStageQ + left, k_tile + right);
+    start_from_delta(dp, statistics);
+    multiply_rows<Op, C::kHeadDim>(dp, dout_tile + stage * kStageQ + left, v_tile + right);
+    if (plan.score_mode != kScaled) shape_scores(s, dp, plan, false);
+    apply_bias_mask<Op>(s, view, warp_row + lane / 4, key + lane % 4 * 2, p.seq_q, p.seq_k,
+                        plan.bias_factor);
+    if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
+      mask_scores(s, window, warp_row + lane / 4, key + lane % 4 * 2);
+    exponentiate(s, statistics, plan);
+  }
+  // Members [begin, end).
+  __device__ __forceinline__ void run(Sums& sum, uint32_t begin, uint32_t end) const {
+    set_zero(sum);
+    if (C::kStages == 2) {
+      load(find(begin), 0);
+      ptx::cp_async_commit();
+    }
+    const uint32_t left = warp * C::kRows * T::kRowBytes + row_fragment<C::kHeadDim>(lane);
+    int stage = 0;
+    BiasMember member;
 #pragma unroll 1
-  for (uint32_t number = begin; number < end; ++number) {
-    member = find(number);
-    if constexpr (C::kStages == 1) {
-      __syncthreads();  // nobody reads the member before
-      load(member, 0);
-      ptx::cp_async_commit();
-    }
-    const int warp_row = member.index[3] * C::kBlockQ + warp * C::kRows;
-    const int warp_last_row = min(warp_row + C::kRows, p.seq_q) - 1;
-    float2 statistics[C::kM][2];
-    load_row_statistics(
-        statistics,
-        plan.statistics +
-            ((member.index[0] * p.batch1 + member.index[1]) * p.heads_q + member.index[2]) *
-                p.seq_q,
-        warp_row + lane / 4, p.seq_q);
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // this stage has landed; nobody reads the other one
-    if constexpr (C::kStages == 2) {
-      if (number + 1 < end) load(find(number + 1), stage ^ 1);
-      ptx::cp_async_commit();
-    }
-    const BiasMaskView view(p.bias_mask, member.index[0], member.index[1], member.index[2]);
-#pragma unroll
-    for (int step = 0; step < C::kBlockK; step += C::kStep) {
-      const int key = member.index[4] * C::kBlockK + step;
-      if (warp_row >= p.seq_q || key >= window.end(warp_last_row) ||
-          key + C::kStep <= window.begin(warp_row))
-        continue;
-      float s[C::kM][C::kN][4], dp[C::kM][C::kN][4];
-      const uint32_t right =
-          stage * kStageK + step * T::kRowBytes + column_fragment<C::kHeadDim>(lane);
-      set_zero(s);
-      multiply_rows<Op, C::kHeadDim>(s, q_tile + stage * kStageQ + left, k_tile + right);
-#pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i)
-        dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] = statistics[i / (4 * C::kN)][i % 4 / 2].y;
-      multiply_rows<Op, C::kHeadDim>(dp, dout_tile + stage * kStageQ + left, v_tile + right);
-      if (plan.score_mode != kScaled) shape_scores(s, dp, plan, false);
-      apply_bias_mask<Op>(s, view, warp_row + lane / 4, key + lane % 4 * 2, p.seq_q, p.seq_k,
-                          plan.bias_factor);
-      if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
-        mask_scores(s, window, warp_row + lane / 4, key + lane % 4 * 2);
-#pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
-        const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-        s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
+    for (uint32_t number = begin; number < end; ++number) {
+      member = find(number);
+      if constexpr (C::kStages == 1) {
+        __syncthreads();  // nobody reads the member before
+        load(member, 0);
+        ptx::cp_async_commit();
       }
-      if (any_large(statistics)) limit_probabilities(s);
-#pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
-        const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-        sum[m][step / 8 + n][e] = fmaf(s[m][n][e], dp[m][n][e], sum[m][step / 8 + n][e]);
+      const int warp_row = member.index[3] * C::kBlockQ + warp * C::kRows;
+      const int warp_last_row = min(warp_row + C::kRows, p.seq_q) - 1;
+      Statistics statistics;
+      load_row_statistics(
+          statistics,
+          plan.statistics +
+              ((member.index[0] * p.batch1 + member.index[1]) * p.heads_q + member.index[2]) *
+                  p.seq_q,
+          warp_row + lane / 4, p.seq_q);
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // this stage has landed; nobody reads the other one
+      if constexpr (C::kStages == 2) {
+        if (number + 1 < end) load(find(number + 1), stage ^ 1);
+        ptx::cp_async_commit();
       }
+      const BiasMaskView view(p.bias_mask, member.index[0], member.index[1], member.index[2]);
+#pragma unroll
+      for (int step = 0; step < C::kBlockK; step += C::kStep) {
+        const int first_key = member.index[4] * C::kBlockK, key = first_key + step;
+        if (warp_row >= p.seq_q || key >= window.end(warp_last_row) ||
+            key + C::kStep <= window.begin(warp_row))
+          continue;
+        Scores s, dp;
+        find_p_and_dp(s, dp, statistics, view, left, stage, step, first_key, warp_row,
+                      warp_last_row);
+#pragma unroll
+        for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+          const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
+          sum[m][step / 8 + n][e] = fmaf(s[m][n][e], dp[m][n][e], sum[m][step / 8 + n][e]);
+        }
+      }
+      if (C::kStages == 2) stage ^= 1;
     }
-    if (C::kStages == 2) stage ^= 1;
   }
+};
 
+template <class Op, class C>
+__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
+    bias_gradient_kernel(const __grid_constant__ FlashsciBackwardParams p,
+                         const __grid_constant__ BackwardPlan plan,
+                         const __grid_constant__ BiasPlan bias) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  auto& shared = *reinterpret_cast<BiasShared<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
+  const uint32_t split = blockIdx.x % bias.splits;
+  BiasMember own;
+  own.decode(blockIdx.x / bias.splits, bias.own);
+  const uint32_t begin = static_cast<uint64_t>(bias.member_count) * split / bias.splits;
+  const uint32_t end = static_cast<uint64_t>(bias.member_count) * (split + 1) / bias.splits;
+
+  const BiasWarp<Op, C> warp(p, plan, bias, own, shared);
+  typename BiasWarp<Op, C>::Sums sum;
+  warp.run(sum, begin, end);
+
+  constexpr int kN = C::kBlockK / 8;
   // Sums over the rows or keys of the tile itself, where the bias has one for all.
   const bool own_rows = p.dbias_strides.row != 0 || p.seq_q == 1;
   const bool own_keys = p.dbias_strides.column != 0 || p.seq_k == 1;
-  const int own_row = own.index[3] * C::kBlockQ + warp * C::kRows + lane / 4;
-  const int own_key = own.index[4] * C::kBlockK + lane % 4 * 2;
+  const int own_row = own.index[3] * C::kBlockQ + warp.warp * C::kRows + warp.lane / 4;
+  const int own_key = own.index[4] * C::kBlockK + warp.lane % 4 * 2;
   const int64_t base = own.offset(p.dbias_strides, own.index[2]);
   if (!own_keys) add_keys(sum);
   if (own_rows) {
@@ -209,14 +245,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
       const int row = own_row + m * 16 + e / 2 * 8, key = own_keys ? own_key + n * 8 + e % 2 : 0;
       if (row >= p.seq_q || key >= p.seq_k) continue;
-      if (!own_keys && (n > 0 || e % 2 > 0 || lane % 4 > 0)) continue;
+      if (!own_keys && (n > 0 || e % 2 > 0 || warp.lane % 4 > 0)) continue;
       put_bias_sum<Op>(p, plan, bias, split,
                        base + row * p.dbias_strides.row + key * p.dbias_strides.column,
                        sum[m][n][e]);
     }
     return;
   }
-  put_row_sums<Op, C>(sum, own, own_keys, split, warp, lane, p, plan, bias, base,
+  put_row_sums<Op, C>(sum, own, own_keys, split, warp.warp, warp.lane, p, plan, bias, base,
                       reinterpret_cast<float*>(shared_memory));
 }
 

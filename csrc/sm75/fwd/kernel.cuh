@@ -23,7 +23,6 @@
 #include "../../core/bias_mask.cuh"
 #include "../../core/head_coord.cuh"
 #include "../../core/launch.cuh"
-#include "../../core/mask.cuh"
 #include "../../core/poison.cuh"
 #include "../../core/register_tile.cuh"
 #include "../../core/score_mod.cuh"
@@ -32,6 +31,7 @@
 #include "../../core/varlen.cuh"
 #include "../../core/warp_mma.cuh"
 #include "../../include/flashsci.h"
+#include "../query_tile.cuh"
 
 namespace flashsci::sm75::fwd {
 
@@ -63,80 +63,66 @@ struct ForwardPlan {
   int vector_out;  // output rows take 16-byte stores
 };
 
+// The work of a warp: where it is, and the steps of the loop over key tiles. Fragments are locals
+// of `run`, for a struct with arrays stays in memory until its loops are unrolled, and what is
+// beside them is simplified too late.
 template <class Op, class C, bool kVector, bool kHasBiasMask>
-__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
-    forward_kernel(const __grid_constant__ FlashsciForwardParams p,
-                   const __grid_constant__ ForwardPlan plan) {
+struct Warp {
   using T = Tile<C::kHeadDim>;
-  extern __shared__ __align__(128) unsigned char shared_memory[];
-  auto& shared = *reinterpret_cast<SharedStorage<C>*>(shared_memory);
-  poison_block(&shared, sizeof(shared));
+  using Moving = TileRegisters<C::kBlockK, C::kHeadDim, C::kThreads>;  // a K or V tile
+  using Q = uint32_t[C::kM][C::kHeadDim / 16][4];                      // [m16, k16 of D, fragment]
+  using Output = float[C::kM][C::kDimBlocks][4];                       // [m16, n8 of Dv, fragment]
+  using Scores = float[C::kM][C::kN][4];  // [m16, n8 of keys, fragment], then P
+  using OfRows = float[C::kM][2];         // [m16, row g or g + 8]
+  static constexpr int kTileBytes = C::kBlockK * T::kRowBytes;
 
-  // Which query tile of which head.
-  const HeadCoord place(blockIdx.x, plan.tiles, p.heads_q, p.batch1);
-  const uint32_t slot = blockIdx.x - place.batch_head * plan.tiles;
-  TileOfSequence work;
-  if (p.cu_seqlens_q != nullptr) {
-    work =
-        find_tile<C::kBlockQ>(slot, p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q, p.seq_k);
-  } else {
-    work = {static_cast<int>(p.window_right >= 0 ? plan.tiles - 1 - slot : slot), 0, p.seq_q, 0,
-            p.seq_k};
+  const FlashsciForwardParams& p;
+  const ForwardPlan& plan;
+  const HeadCoord& place;
+  const QueryTile<C>& work;
+  const int tile_row;  // the CTA's first row in the sequence
+  const uint32_t head_k;
+  const uint16_t *k, *v;     // of the sequence
+  const int lane, warp_row;  // the warp's first row
+  const Window window;
+  const VisibleKeys<C> keys;
+  const uint32_t storage, warp_tile;  // the stages; Q and output of this warp
+
+  __device__ __forceinline__ Warp(const FlashsciForwardParams& p_, const ForwardPlan& plan_,
+                                  const HeadCoord& place_, const QueryTile<C>& work_,
+                                  SharedStorage<C>& shared)
+      : p(p_),
+        plan(plan_),
+        place(place_),
+        work(work_),
+        tile_row(work.tile * C::kBlockQ),
+        head_k(place.head / static_cast<uint32_t>(p.heads_q / p.heads_k)),
+        k(rows_of_sequence(p.k, p.k_strides)),
+        v(rows_of_sequence(p.v, p.v_strides)),
+        lane(threadIdx.x % 32),
+        warp_row(tile_row + static_cast<int>(threadIdx.x / 32) * C::kRows),
+        window(p.window_left, p.window_right, p.lower_right != 0, work.seq_q, work.seq_k),
+        keys(window, tile_row, warp_row, work.seq_q),
+        storage(ptx::shared_address(&shared)),
+        warp_tile(storage + static_cast<int>(threadIdx.x / 32) * C::kRows * T::kRowBytes) {}
+  __device__ __forceinline__ const uint16_t* rows_of_sequence(
+      const void* data, const FlashsciStrides& strides) const {
+    return static_cast<const uint16_t*>(data) + place.offset(strides, head_k) +
+           work.first_k * strides.row;
   }
-  const int tile_row = work.tile * C::kBlockQ;
-  if (work.tile < 0 || tile_row >= work.seq_q) return;
 
-  const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
-  const auto* k = static_cast<const uint16_t*>(p.k) + place.offset(p.k_strides, head_k) +
-                  work.first_k * p.k_strides.row;
-  const auto* v = static_cast<const uint16_t*>(p.v) + place.offset(p.v_strides, head_k) +
-                  work.first_k * p.v_strides.row;
-
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int warp_row = tile_row + warp * C::kRows;
-  const Window window(p.window_left, p.window_right, p.lower_right != 0, work.seq_q, work.seq_k);
-
-  // Key tiles that any row of this CTA sees, and what this warp sees of them: some of its rows see
-  // [seen_begin, seen_end), all of them [full_begin, full_end).
-  const int last_row = min(tile_row + C::kBlockQ, work.seq_q) - 1;
-  const int keys_begin = window.begin(tile_row), keys_end = window.end(last_row);
-  const int first_tile = keys_begin / C::kBlockK;
-  const int end_tile =
-      keys_begin < keys_end ? (keys_end + C::kBlockK - 1) / C::kBlockK : first_tile;
-  const int warp_last_row = min(warp_row + C::kRows, work.seq_q) - 1;
-  const int seen_begin = window.begin(warp_row);
-  const int seen_end = warp_row < work.seq_q ? window.end(warp_last_row) : 0;
-  const int full_begin = window.begin(warp_last_row), full_end = window.end(warp_row);
-
-  constexpr int kTileBytes = C::kBlockK * T::kRowBytes;
-  const uint32_t storage = ptx::shared_address(&shared);
-  const uint32_t warp_tile = storage + warp * C::kRows * T::kRowBytes;  // Q, output
-
-  TileRegisters<C::kBlockK, C::kHeadDim, C::kThreads> moving;  // a K or V tile
-  const auto fetch_k = [&](int tile) {
+  __device__ __forceinline__ void fetch_k(Moving& moving, int tile) const {
     const int first = tile * C::kBlockK;
     moving.template fetch<kVector>(k + first * p.k_strides.row, p.k_strides.row, work.seq_k - first,
                                    p.head_dim, p.copy_bytes);
-  };
-  const auto fetch_v = [&](int tile) {
+  }
+  __device__ __forceinline__ void fetch_v(Moving& moving, int tile) const {
     const int first = tile * C::kBlockK;
     moving.template fetch<kVector>(v + first * p.v_strides.row, p.v_strides.row, work.seq_k - first,
                                    p.head_dim_v, p.copy_bytes);
-  };
-
-  uint32_t q[C::kM][C::kHeadDim / 16][4];  // [m16, k16 of D, fragment]
-  float o[C::kM][C::kDimBlocks][4];        // [m16, n8 of Dv, fragment]
-  float row_max[C::kM][2];  // [m16, row g or g + 8], in units of 1 / exp_scale; stale by <= 2^8
-  float row_sum[C::kM][2];  // this lane's part of the sum
-  set_zero(o);
-#pragma unroll
-  for (int m = 0; m < C::kM; ++m) {
-    row_max[m][0] = row_max[m][1] = -INFINITY;
-    row_sum[m][0] = row_sum[m][1] = 0.f;
   }
-
-  uint32_t stage = 0;  // bytes to the stage of tile n
-  if (first_tile < end_tile) {
+  // Q into registers, by way of the stages; K and V of the first tile into the first stage.
+  __device__ __forceinline__ void load_q_and_first_tile(Q& q, Moving& moving) const {
     {
       TileRegisters<C::kBlockQ, C::kHeadDim, C::kThreads> rows;
       rows.template fetch<kVector>(
@@ -145,74 +131,111 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           p.q_strides.row, work.seq_q - tile_row, p.head_dim, p.copy_bytes);
       rows.store(storage);
     }
-    fetch_k(end_tile - 1);
+    fetch_k(moving, keys.end_tile - 1);
     __syncthreads();
     load_rows<C::kHeadDim>(q, warp_tile + row_fragment<C::kHeadDim>(lane));
     __syncthreads();
     moving.store(storage);
-    fetch_v(end_tile - 1);
+    fetch_v(moving, keys.end_tile - 1);
     moving.store(storage + kTileBytes);
   }
-  const uint32_t k_start = storage + column_fragment<C::kHeadDim>(lane);
-  const uint32_t v_start = storage + kTileBytes + row_fragment<C::kHeadDim>(lane);
-#pragma unroll 1
-  for (int tile = end_tile - 1; tile >= first_tile; --tile) {
-    __syncthreads();  // K_n and V_n are there; nobody reads the other stage any more
-    const int first_key = tile * C::kBlockK;
-    const bool active = first_key < seen_end && first_key + C::kBlockK > seen_begin;
-    const bool more = tile > first_tile;
-    const uint32_t other = storage + (stage ^ (2 * kTileBytes));
-    float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
-    if (more) fetch_k(tile - 1);
-    if (active) {
-      set_zero(s);
-      multiply_transposed<Op, C::kHeadDim>(s, q, k_start + stage);
-    }
-    if (more) {
-      moving.store(other);
-      fetch_v(tile - 1);
-    }
-    if (active) {
-      scale_scores(s, plan.scores);
-      const int row = warp_row + lane / 4, column = first_key + lane % 4 * 2;
-      if constexpr (kHasBiasMask)
-        apply_bias_mask<Op>(s, BiasMaskView(p.bias_mask, place.batch0, place.batch1, place.head),
-                            row, column, p.seq_q, p.seq_k, 1.f);
-      if (first_key < full_begin || first_key + C::kBlockK > full_end)
-        mask_scores(s, window, row, column);
-      online_softmax(s, o, row_max, row_sum, plan.scores.exp_scale);
-      multiply_accumulators<Op, C::kHeadDim>(o, s, v_start + stage);
-    }
-    if (more) moving.store(other + kTileBytes);
-    stage ^= 2 * kTileBytes;
+
+  // What is exponentiated, out of q.k.
+  __device__ __forceinline__ void modify_scores(Scores& s, int tile) const {
+    scale_scores(s, plan.scores);
+    const int row = warp_row + lane / 4, column = tile * C::kBlockK + lane % 4 * 2;
+    if constexpr (kHasBiasMask)
+      apply_bias_mask<Op>(s, BiasMaskView(p.bias_mask, place.batch0, place.batch1, place.head), row,
+                          column, p.seq_q, p.seq_k, 1.f);
+    if (keys.cut(tile)) mask_scores(s, window, row, column);
   }
 
-  __syncthreads();  // the stages are free for the output
-  if (warp_row >= work.seq_q) return;
-  const int row = work.first_q + warp_row, rows = work.seq_q - warp_row;
-  const HeadCoord home(opaque(blockIdx.x), plan.tiles, p.heads_q,
-                       p.batch1);  // found again, not kept
-  float* lse = p.lse + static_cast<int64_t>(home.batch_head) * p.seq_q + row;
+  __device__ __forceinline__ void write(Output& o, const OfRows& row_max,
+                                        const OfRows& row_sum) const {
+    const int row = work.first_q + warp_row, rows = work.seq_q - warp_row;
+    // Found again, not kept.
+    const HeadCoord home(opaque(blockIdx.x), plan.tiles, p.heads_q, p.batch1);
+    float* lse = p.lse + static_cast<int64_t>(home.batch_head) * p.seq_q + row;
 #pragma unroll
-  for (int m = 0; m < C::kM; ++m) {
+    for (int m = 0; m < C::kM; ++m) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = quad_sum(row_sum[m][half]);
-      const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-      const int i = m * 16 + half * 8 + lane / 4;
-      if (lane % 4 == 0 && i < rows)
-        lse[i] = sum == 0.f ? -INFINITY : fmaf(row_max[m][half], plan.scores.lse_scale, logf(sum));
+      for (int half = 0; half < 2; ++half) {
+        const float sum = quad_sum(row_sum[m][half]);
+        const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+        const int i = m * 16 + half * 8 + lane / 4;
+        if (lane % 4 == 0 && i < rows)
+          lse[i] =
+              sum == 0.f ? -INFINITY : fmaf(row_max[m][half], plan.scores.lse_scale, logf(sum));
 #pragma unroll
-      for (int d = 0; d < C::kDimBlocks; ++d) {
-        o[m][d][half * 2] *= inverse;
-        o[m][d][half * 2 + 1] *= inverse;
+        for (int d = 0; d < C::kDimBlocks; ++d) {
+          o[m][d][half * 2] *= inverse;
+          o[m][d][half * 2 + 1] *= inverse;
+        }
       }
     }
+    auto* out = static_cast<uint16_t*>(p.out) + home.offset(p.out_strides, home.head) +
+                row * p.out_strides.row;
+    store_rows<Op, C::kHeadDim>(o, 1.f, warp_tile, out, p.out_strides.row, rows, p.head_dim_v,
+                                plan.vector_out != 0);
   }
-  auto* out = static_cast<uint16_t*>(p.out) + home.offset(p.out_strides, home.head) +
-              row * p.out_strides.row;
-  store_rows<Op, C::kHeadDim>(o, 1.f, warp_tile, out, p.out_strides.row, rows, p.head_dim_v,
-                              plan.vector_out != 0);
+
+  __device__ __forceinline__ void run() const {
+    Moving moving;
+    Q q;
+    Output o;
+    OfRows row_max;  // in units of 1 / exp_scale; stale by <= 2^8
+    OfRows row_sum;  // this lane's part of the sum
+    set_zero(o);
+#pragma unroll
+    for (int m = 0; m < C::kM; ++m) {
+      row_max[m][0] = row_max[m][1] = -INFINITY;
+      row_sum[m][0] = row_sum[m][1] = 0.f;
+    }
+    uint32_t stage = 0;  // bytes to the stage of tile n
+    if (keys.first_tile < keys.end_tile) load_q_and_first_tile(q, moving);
+    const uint32_t k_start = storage + column_fragment<C::kHeadDim>(lane);
+    const uint32_t v_start = storage + kTileBytes + row_fragment<C::kHeadDim>(lane);
+#pragma unroll 1
+    for (int tile = keys.end_tile - 1; tile >= keys.first_tile; --tile) {
+      __syncthreads();  // K_n and V_n are there; nobody reads the other stage any more
+      const bool active = keys.seen(tile);
+      const bool more = tile > keys.first_tile;
+      const uint32_t other = storage + (stage ^ (2 * kTileBytes));
+      Scores s;
+      if (more) fetch_k(moving, tile - 1);
+      if (active) {
+        set_zero(s);
+        multiply_transposed<Op, C::kHeadDim>(s, q, k_start + stage);
+      }
+      if (more) {
+        moving.store(other);
+        fetch_v(moving, tile - 1);
+      }
+      if (active) {
+        modify_scores(s, tile);
+        online_softmax(s, o, row_max, row_sum, plan.scores.exp_scale);
+        multiply_accumulators<Op, C::kHeadDim>(o, s, v_start + stage);
+      }
+      if (more) moving.store(other + kTileBytes);
+      stage ^= 2 * kTileBytes;
+    }
+    __syncthreads();  // the stages are free for the output
+    if (warp_row < work.seq_q) write(o, row_max, row_sum);
+  }
+};
+
+template <class Op, class C, bool kVector, bool kHasBiasMask>
+__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
+    forward_kernel(const __grid_constant__ FlashsciForwardParams p,
+                   const __grid_constant__ ForwardPlan plan) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  auto& shared = *reinterpret_cast<SharedStorage<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
+
+  const HeadCoord place(blockIdx.x, plan.tiles, p.heads_q, p.batch1);
+  const QueryTile<C> work(blockIdx.x - place.batch_head * plan.tiles, plan.tiles, p);
+  if (work.tile < 0 || work.tile * C::kBlockQ >= work.seq_q) return;
+  Warp<Op, C, kVector, kHasBiasMask>(p, plan, place, work, shared).run();
 }
 
 }  // namespace flashsci::sm75::fwd

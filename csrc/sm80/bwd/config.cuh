@@ -1,5 +1,5 @@
-// What the backward kernels share: what the host derives from the parameters, places, and the
-// workspace.
+// What the backward kernels share: what the host derives from the parameters, the workspace, and
+// the tiles of the kernels that own keys.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -39,6 +39,42 @@ struct BackwardPlan {
   int writes_bias;  // backward_kernel writes dbias: it has a place for every pair
 };
 
+template <int kHeadDim_, int kBlockK_, int kBlockQ_, int kWarpsK_, int kWarpsQ_, int kStages_,
+          int kMinBlocks_, int kStep_ = 32>
+struct BackwardTiling {
+  static constexpr int kHeadDim = kHeadDim_, kBlockK = kBlockK_, kBlockQ = kBlockQ_;
+  static constexpr int kWarpsK = kWarpsK_, kWarpsQ = kWarpsQ_;
+  static constexpr int kStages = kStages_, kMinBlocks = kMinBlocks_;
+  static constexpr int kWarps = kWarpsK * kWarpsQ, kThreads = 32 * kWarps;
+  static constexpr int kKeys = kBlockK / kWarpsK;                      // keys of a warp
+  static constexpr int kQueries = kBlockQ / kWarpsQ;                   // queries of a warp
+  static constexpr int kStep = kQueries < kStep_ ? kQueries : kStep_;  // those of them at a time
+  static constexpr int kM = kKeys / 16, kN = kStep / 8;
+  // Accumulators of a warp: dV and dK (one role), or one of them; all columns or half.
+  static constexpr int kRoles = kWarpsQ == 1 ? 1 : 2, kSums = kWarpsQ == 1 ? 2 : 1;
+  static constexpr int kDimSplit = kWarpsQ / kRoles;
+  static constexpr int kChunkPairs = kHeadDim / 16 / kDimSplit;  // chunk pairs of an accumulator
+  // dQ: warps over queries x columns, 32 queries a warp where whole pairs of chunks are left.
+  static constexpr int kDqWide = kBlockQ / 32, kDqWideColumns = kHeadDim * kDqWide / kWarps;
+  static constexpr int kDqWarpsQ = kDqWideColumns % 16 == 0 ? kDqWide : 2 * kDqWide;
+  static constexpr int kDqWarpsD = kWarps / kDqWarpsQ;
+  static constexpr int kDqM = kBlockQ / kDqWarpsQ / 16;
+  static constexpr int kDqPairs = kHeadDim / kDqWarpsD / 16;
+  static constexpr int kDqValues = kDqM * kDqPairs * 2 * 4;  // of a lane
+  static_assert(kKeys % 16 == 0 && kStep % 16 == 0 && kBlockQ <= 64, "whole mma and swizzle tiles");
+  static_assert(kDqM * kDqPairs * kWarps * 256 == kBlockQ * kHeadDim, "dQ is split evenly");
+};
+
+template <class C>
+struct alignas(128) BackwardShared {
+  uint16_t k[C::kBlockK * C::kHeadDim];                   // [kBlockK, kHeadDim], later dK
+  uint16_t v[C::kBlockK * C::kHeadDim];                   // [kBlockK, kHeadDim], later dV
+  uint16_t q[C::kStages][C::kBlockQ * C::kHeadDim];       // [stage, kBlockQ, kHeadDim]
+  uint16_t dout[C::kStages][C::kBlockQ * C::kHeadDim];    // [stage, kBlockQ, kHeadDim]
+  uint16_t products[C::kRoles][C::kBlockK * C::kBlockQ];  // dS^T, and P^T for partners
+  float2 statistics[C::kStages][C::kBlockQ];              // [stage, kBlockQ]: -lse, -delta
+};
+
 // S becomes softcap tanh(S / softcap); dP - delta takes the slope.
 template <int kM, int kN>
 __device__ __forceinline__ void apply_softcap(float (&s)[kM][kN][4], float (&dp)[kM][kN][4],
@@ -57,6 +93,25 @@ template <int kM, int kN>
 __device__ __forceinline__ void scale_linear(float (&s)[kM][kN][4], float factor) {
 #pragma unroll
   for (int i = 0; i < kM * kN * 4; ++i) s[i / (4 * kN)][i / 4 % kN][i % 4] *= factor;
+}
+
+// What the exponential takes, out of q.k; dP - delta takes the slope of a softcap.
+template <int kM, int kN>
+__device__ __forceinline__ void modify_scores(float (&s)[kM][kN][4], float (&dp)[kM][kN][4],
+                                              const BackwardPlan& plan) {
+  if (plan.score_mode == kSoftcap)
+    apply_softcap(s, dp, plan);
+  else if (plan.score_mode == kLinear)
+    scale_linear(s, plan.score_inner);
+}
+
+// dP - delta becomes dS.
+template <int kM, int kN>
+__device__ __forceinline__ void multiply_elements(float (&dp)[kM][kN][4],
+                                                  const float (&prob)[kM][kN][4]) {
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i)
+    dp[i / (4 * kN)][i / 4 % kN][i % 4] *= prob[i / (4 * kN)][i / 4 % kN][i % 4];
 }
 
 }  // namespace flashsci::sm80::bwd

@@ -15,7 +15,6 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "../../core/head_coord.cuh"
 #include "../../core/mask.cuh"
@@ -26,45 +25,11 @@
 #include "../fp32/bias_mask.cuh"
 #include "../fp32/rows.cuh"
 #include "../fp32/stream.cuh"
+#include "../fp32/visible_tiles.cuh"
 #include "../fp32/warp_mma.cuh"
+#include "config.cuh"
 
 namespace flashsci::sm80::bwd_fp32 {
-
-static_assert(std::is_trivially_copyable_v<FlashsciBackwardParams>, "passed to kernels by value");
-
-template <int kDim_, int kWarps_, int kM_, int kN_, int kMinBlocks_>
-struct BackwardTile {
-  static constexpr int kDim = kDim_, kWarps = kWarps_, kM = kM_, kN = kN_;
-  static constexpr int kMinBlocks = kMinBlocks_;
-  static constexpr int kThreads = kWarps * 32;
-  static constexpr int kRows = kM * 16;  // of a warp
-  static constexpr int kBlockRows = kRows * kWarps, kBlockColumns = kN * 8;
-  static constexpr int kDimBlocks = kDim / 8;
-};
-
-template <class C>
-struct alignas(128) BackwardStorage {
-  SplitFp16Tile<C::kBlockRows, C::kDim> x, y;                    // Q and dO, or K and V
-  StreamStorage<C::kBlockColumns, C::kDim, C::kThreads> stream;  // K and V, or Q and dO
-  float x_factor[C::kBlockRows], y_factor[C::kBlockRows];
-  float2 statistics[2]
-                   [C::kBlockColumns];  // of the raw tile, of the halves: lse in log2 units, delta
-};
-
-// What the host derives from the parameters, once.
-struct BackwardFp32Plan {
-  float2* statistics;  // [B0, B1, Hq, Sq]: lse in log2 units (+inf for a row without keys), delta
-  uint32_t tiles;      // grid slots of one head
-  int vector;          // rows of q, k, v, dout take 16-byte copies
-  int vector_dq, vector_dk, vector_dv;
-  int plain;    // scores are what is exponentiated, up to a positive factor
-  float inner;  // factor of the scores: to units of log2 if plain, to natural ones or those of the
-                // cap if not
-  float cap;    // softcap or 0
-  int write_bias;  // the kernel of the queries writes dbias
-  int vector_dbias;
-  BiasMaskAccess bias_mask;
-};
 
 // S becomes cap tanh(factor S), of factor 1 then; dS, given dP - delta, takes the slope.
 template <int kM, int kN>
@@ -114,153 +79,175 @@ __device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4]
 
 enum Rows { kQueries, kKeysBoth, kKeysK, kKeysV };  // what a CTA owns, and the gradients it makes
 
+// What a warp makes of its rows. Apart from what else it carries: beside arrays that loops go
+// through, the compiler keeps scalars in memory until it has unrolled them.
+template <class C, int kWhat>
+struct BackwardRows {
+  static constexpr bool kX = kWhat != kKeysV;                        // dQ or dK
+  static constexpr bool kY = kWhat == kKeysBoth || kWhat == kKeysV;  // dV
+
+  float2 statistics[C::kM][2];                   // of this lane's rows, if they are queries
+  float y_factor[C::kM][2], x_factor[C::kM][2];  // of this lane's rows, with plan.inner in x's
+  float dy[C::kM][kY ? C::kDimBlocks : 1][4];    // dV: [m16, n8 of Dv, fragment]
+  float dx[C::kM][kX ? C::kDimBlocks : 1][4];    // dQ or dK: [m16, n8 of D, fragment]
+
+  __device__ __forceinline__ BackwardRows() {
+    clear(dx);
+    clear(dy);
+  }
+};
+
+// Which rows a CTA owns, of a packed sequence or of all there are.
+struct OwnRows {
+  int tile, first_row, rows, first_column, columns;
+};
+
+// A warp of the CTA: the gradients of its rows, and its part of the copies and of the conversions.
+// `run` is the loop over tiles of columns: the last tile comes first, and if columns are queries,
+// all tiles of the last head of the group do.
 template <class C, int kWhat, bool kHasBiasMask>
-__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
-    backward_fp32_kernel(const __grid_constant__ FlashsciBackwardParams p,
-                         const __grid_constant__ BackwardFp32Plan plan) {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
-  auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory);
-  poison_block(&shared, sizeof(shared));
-  constexpr bool kKeys = kWhat != kQueries;
-  constexpr bool kX = kWhat != kKeysV;                        // dQ or dK
-  constexpr bool kY = kWhat == kKeysBoth || kWhat == kKeysV;  // dV
+struct BackwardWarp {
+  static constexpr bool kKeys = kWhat != kQueries;
+  using Rows = BackwardRows<C, kWhat>;
   using RowTile = SplitFp16Tile<C::kBlockRows, C::kDim>;
   using ColumnTile = SplitFp16Tile<C::kBlockColumns, C::kDim>;
+  using ColumnStream = Stream<C::kBlockColumns, C::kDim, C::kThreads>;
+  using PairTile = BiasMaskTile<kHasBiasMask ? C::kM : 1, kHasBiasMask ? C::kN : 2>;
+  using Scores = float[C::kM][C::kN][4];  // [m16, n8 of columns, fragment]
+  using Factor = float[C::kM][2];
+  static constexpr int kTogether = C::kM * C::kDim >= 128 ? 2 : 4;  // registers
+  static constexpr int kToY = sizeof(ColumnTile);  // from tile 0 of the stream to tile 1
 
-  // Which tile of which head.
-  const uint32_t tiles = plan.tiles;
-  const HeadCoord place(blockIdx.x, tiles, kKeys ? p.heads_k : p.heads_q, p.batch1);
-  const uint32_t slot = blockIdx.x - place.batch_head * tiles;
-  const uint32_t group = static_cast<uint32_t>(p.heads_q / p.heads_k);
-  int tile, first_row, rows, first_column, columns;
-  if (p.cu_seqlens_q != nullptr) {
-    const TileOfSequence work = kKeys
-                                    ? find_tile<C::kBlockRows>(slot, p.cu_seqlens_k, p.cu_seqlens_q,
-                                                               p.num_seqs, p.seq_k, p.seq_q)
-                                    : find_tile<C::kBlockRows>(slot, p.cu_seqlens_q, p.cu_seqlens_k,
-                                                               p.num_seqs, p.seq_q, p.seq_k);
-    tile = work.tile, first_row = work.first_q, rows = work.seq_q;
-    first_column = work.first_k, columns = work.seq_k;
-  } else {
-    tile = static_cast<int>(!kKeys && p.window_right >= 0 ? tiles - 1 - slot : slot);
-    first_row = first_column = 0;
-    rows = kKeys ? p.seq_k : p.seq_q, columns = kKeys ? p.seq_q : p.seq_k;
-  }
-  const int tile_row = tile * C::kBlockRows;
-  if (tile < 0 || tile_row >= rows) return;
+  // Which tile of columns: one of the tiles of a head of the group, < 0 if none is left.
+  struct Position {
+    int head, tile;
+  };
 
-  const int warp = ptx::redux_max(threadIdx.x / 32);
-  const int lane = threadIdx.x % 32;
-  const int warp_row = tile_row + warp * C::kRows;
-  // Row r sees columns [begin(r), end(r)).
-  Window window(p.window_left, p.window_right, p.lower_right != 0, kKeys ? columns : rows,
-                kKeys ? rows : columns);
-  if (kKeys) {
-    const int before = window.before;
-    window.before = 1 - window.after, window.after = 1 - before, window.seq_k = columns;
-  }
-  const int last_row = min(tile_row + C::kBlockRows, rows) - 1;
-  const int columns_begin = window.begin(tile_row), columns_end = window.end(last_row);
-  const int first_tile = columns_begin / C::kBlockColumns;
-  const int end_tile = columns_begin < columns_end
-                           ? (columns_end + C::kBlockColumns - 1) / C::kBlockColumns
-                           : first_tile;
-  const int warp_last_row = min(warp_row + C::kRows, rows) - 1;
-  const int seen_begin = window.begin(warp_row);
-  const int seen_end = warp_row < rows ? window.end(warp_last_row) : 0;
-  const int full_begin = window.begin(warp_last_row), full_end = window.end(warp_row);
+  const FlashsciBackwardParams& p;
+  const BackwardFp32Plan& plan;
+  BackwardStorage<C>& shared;
+  const HeadCoord& place;
+  const OwnRows& own;
+  const uint32_t group;  // heads of queries that share one of keys
+  const int tile_row, warp, lane, warp_row;
+  const Window window;  // row r sees columns [begin(r), end(r))
+  const VisibleTiles<C::kBlockColumns> visible;
+  ColumnStream& stream;
+  const uint32_t row_head;                                  // of keys
+  const uint32_t x_start, y_start;                          // in the halves of the rows
+  const uint32_t x_rows, x_rows_high, x_dims, x_dims_high;  // in those of the stream
+  const bool three;
+  const uint32_t first_head;  // of queries
+  PairTile& pair_tile;
+  Rows& rows;
 
-  // Tiles (head of the group, tile) in the order of the loop: all tiles of the last head first.
-  Stream<C::kBlockColumns, C::kDim, C::kThreads> stream(shared.stream);
-  const uint32_t row_head = kKeys ? place.head : place.head / group;  // of keys
-  const auto load = [&](int head, int of_head) {
-    const int first = of_head * C::kBlockColumns;
-    const int left = columns - first;
+  __device__ __forceinline__ BackwardWarp(BackwardStorage<C>& shared_,
+                                          const FlashsciBackwardParams& p_,
+                                          const BackwardFp32Plan& plan_, const HeadCoord& place_,
+                                          const OwnRows& own_, ColumnStream& stream_,
+                                          PairTile& pair_tile_, Rows& rows_)
+      : p(p_),
+        plan(plan_),
+        shared(shared_),
+        place(place_),
+        own(own_),
+        group(static_cast<uint32_t>(p.heads_q / p.heads_k)),
+        tile_row(own.tile * C::kBlockRows),
+        warp(ptx::redux_max(threadIdx.x / 32)),
+        lane(threadIdx.x % 32),
+        warp_row(tile_row + warp * C::kRows),
+        window(window_of_rows()),
+        visible(window, own.rows, tile_row, C::kBlockRows, warp_row, C::kRows),
+        stream(stream_),
+        row_head(kKeys ? place.head : place.head / group),
+        x_start(start_of_a<RowTile>(ptx::shared_address(&shared.x), warp * C::kRows)),
+        y_start(start_of_a<RowTile>(ptx::shared_address(&shared.y), warp * C::kRows)),
+        x_rows(start_of_rows<ColumnTile>(stream.tile(0), true)),
+        x_rows_high(start_of_rows<ColumnTile>(stream.tile(0), false)),
+        x_dims(start_of_dims<ColumnTile>(stream.tile(0), true)),
+        x_dims_high(start_of_dims<ColumnTile>(stream.tile(0), false)),
+        three(p.precision == FLASHSCI_TF32X3),
+
+        first_head(kKeys ? place.head * group : place.head),
+        pair_tile(pair_tile_),
+        rows(rows_) {}
+  __device__ __forceinline__ Window window_of_rows() const {
+    Window of(p.window_left, p.window_right, p.lower_right != 0, kKeys ? own.columns : own.rows,
+              kKeys ? own.rows : own.columns);
     if (kKeys) {
-      const uint32_t query_head = place.head * group + head;
-      const int64_t from = first_column + first;
-      stream.load(0,
-                  static_cast<const float*>(p.q) + place.offset(p.q_strides, query_head) +
-                      from * p.q_strides.row,
-                  p.q_strides.row, left, p.head_dim, plan.vector != 0);
-      stream.load(1,
-                  static_cast<const float*>(p.dout) + place.offset(p.dout_strides, query_head) +
-                      from * p.dout_strides.row,
-                  p.dout_strides.row, p.dout != nullptr ? left : 0, p.head_dim_v, plan.vector != 0);
-      const uint32_t batch = place.batch_head / static_cast<uint32_t>(p.heads_k);
-      const float2* statistics =
-          plan.statistics + (static_cast<int64_t>(batch) * p.heads_q + query_head) * p.seq_q + from;
-      for (int i = threadIdx.x; i < C::kBlockColumns; i += C::kThreads)
-        ptx::cp_async_small<8>(ptx::shared_address(&shared.statistics[0][i]), statistics + i,
-                               i < left ? 8 : 0);
+      const int before = of.before;
+      of.before = 1 - of.after, of.after = 1 - before, of.seq_k = own.columns;
+    }
+    return of;
+  }
+
+  // --- loads
+
+  __device__ __forceinline__ void load_column_statistics(uint32_t query_head, int64_t from,
+                                                         int left) const {
+    const uint32_t batch = place.batch_head / static_cast<uint32_t>(p.heads_k);
+    const float2* of_columns =
+        plan.statistics + (static_cast<int64_t>(batch) * p.heads_q + query_head) * p.seq_q + from;
+    for (int i = threadIdx.x; i < C::kBlockColumns; i += C::kThreads)
+      ptx::cp_async_small<8>(ptx::shared_address(&shared.statistics[0][i]), of_columns + i,
+                             i < left ? 8 : 0);
+  }
+  __device__ __forceinline__ void load(Position at) const {
+    const int first = at.tile * C::kBlockColumns;
+    const int left = own.columns - first;
+
+    if (kKeys) {
+      const uint32_t query_head = place.head * group + at.head;
+      const int64_t from = own.first_column + first;
+      stream.load(0, rows_of(p.q, p.q_strides, place, query_head, from), p.q_strides.row, left,
+                  p.head_dim, plan.vector != 0);
+      stream.load(1, rows_of(p.dout, p.dout_strides, place, query_head, from), p.dout_strides.row,
+                  p.dout != nullptr ? left : 0, p.head_dim_v, plan.vector != 0);
+      load_column_statistics(query_head, from, left);
     } else {
-      const int64_t from = first_column + first;
-      stream.load(0,
-                  static_cast<const float*>(p.k) + place.offset(p.k_strides, row_head) +
-                      from * p.k_strides.row,
-                  p.k_strides.row, left, p.head_dim, plan.vector != 0);
-      stream.load(1,
-                  static_cast<const float*>(p.v) + place.offset(p.v_strides, row_head) +
-                      from * p.v_strides.row,
-                  p.v_strides.row, left, p.head_dim_v, plan.vector != 0);
+      const int64_t from = own.first_column + first;
+      stream.load(0, rows_of(p.k, p.k_strides, place, row_head, from), p.k_strides.row, left,
+                  p.head_dim, plan.vector != 0);
+      stream.load(1, rows_of(p.v, p.v_strides, place, row_head, from), p.v_strides.row, left,
+                  p.head_dim_v, plan.vector != 0);
     }
-  };
-
-  const uint32_t x_start = start_of_a<RowTile>(ptx::shared_address(&shared.x), warp * C::kRows);
-  const uint32_t y_start = start_of_a<RowTile>(ptx::shared_address(&shared.y), warp * C::kRows);
-  const uint32_t x_rows = start_of_rows<ColumnTile>(stream.tile(0), true);
-  const uint32_t x_rows_high = start_of_rows<ColumnTile>(stream.tile(0), false);
-  const uint32_t x_dims = start_of_dims<ColumnTile>(stream.tile(0), true);
-  const uint32_t x_dims_high = start_of_dims<ColumnTile>(stream.tile(0), false);
-  constexpr int kTogether = C::kM * C::kDim >= 128 ? 2 : 4;  // registers
-  constexpr int kToY = sizeof(ColumnTile);                   // from tile 0 of the stream to tile 1
-  const bool three = p.precision == FLASHSCI_TF32X3;
-
-  float dx[C::kM][kX ? C::kDimBlocks : 1][4];    // dQ or dK: [m16, n8 of D, fragment]
-  float dy[C::kM][kY ? C::kDimBlocks : 1][4];    // dV: [m16, n8 of Dv, fragment]
-  float x_factor[C::kM][2], y_factor[C::kM][2];  // of this lane's rows, with plan.inner in x's
-  float2 statistics[C::kM][2];                   // of this lane's rows, if they are queries
-  clear(dx);
-  clear(dy);
-
-  int head = kKeys ? static_cast<int>(group) - 1 : 0;
-  const uint32_t first_head = kKeys ? place.head * group : place.head;  // of queries
-  BiasMaskTile<kHasBiasMask ? C::kM : 1, kHasBiasMask ? C::kN : 2> pair_tile;
-  const auto load_bias_mask = [&](int of_group, int column) {
-    if constexpr (kHasBiasMask) {
-      const BiasMaskOfHead<kKeys> bias_mask(p.bias_mask, plan.bias_mask, place,
-                                            first_head + of_group, rows, columns);
-      pair_tile.load(bias_mask, warp_row + lane / 4, column + lane % 4 * 4);
+  }
+  __device__ __forceinline__ BiasMaskOfHead<kKeys> bias_mask(int of_group) const {
+    return BiasMaskOfHead<kKeys>(p.bias_mask, plan.bias_mask, place, first_head + of_group,
+                                 own.rows, own.columns);
+  }
+  __device__ __forceinline__ void load_bias_mask(Position at) {
+    if constexpr (kHasBiasMask)
+      pair_tile.load(bias_mask(at.head), warp_row + lane / 4,
+                     at.tile * C::kBlockColumns + lane % 4 * 4);
+  }
+  __device__ __forceinline__ void load_row_statistics(int64_t from) {
+    const float2* of_rows =
+        plan.statistics + static_cast<int64_t>(place.batch_head) * p.seq_q + from;
+#pragma unroll
+    for (int i = 0; i < C::kM * 2; ++i) {
+      const int row = warp * C::kRows + i * 8 + lane / 4;
+      rows.statistics[i / 2][i % 2] =
+          tile_row + row < own.rows ? __ldg(of_rows + row) : make_float2(INFINITY, 0.f);
     }
-  };
-  if (first_tile < end_tile) {
-    load_bias_mask(head, (end_tile - 1) * C::kBlockColumns);
+  }
+  // The rows, as halves, and the first tile.
+  __device__ __forceinline__ void load_first(Position at) {
+    load_bias_mask(at);
     const uint32_t x_tile = ptx::shared_address(&shared.x), y_tile = ptx::shared_address(&shared.y);
-    const int64_t from = first_row + tile_row;
+    const int64_t from = own.first_row + tile_row;
     const FlashsciStrides& xs = kKeys ? p.k_strides : p.q_strides;
     const FlashsciStrides& ys = kKeys ? p.v_strides : p.dout_strides;
     load_raw<C::kBlockRows, C::kDim, C::kThreads, false>(
-        x_tile,
-        static_cast<const float*>(kKeys ? p.k : p.q) + place.offset(xs, place.head) + from * xs.row,
-        xs.row, rows - tile_row, p.head_dim, plan.vector != 0);
+        x_tile, rows_of(kKeys ? p.k : p.q, xs, place, place.head, from), xs.row,
+        own.rows - tile_row, p.head_dim, plan.vector != 0);
     load_raw<C::kBlockRows, C::kDim, C::kThreads, false>(
-        y_tile,
-        static_cast<const float*>(kKeys ? p.v : p.dout) + place.offset(ys, place.head) +
-            from * ys.row,
-        ys.row, kKeys || p.dout != nullptr ? rows - tile_row : 0, p.head_dim_v, plan.vector != 0);
+        y_tile, rows_of(kKeys ? p.v : p.dout, ys, place, place.head, from), ys.row,
+        kKeys || p.dout != nullptr ? own.rows - tile_row : 0, p.head_dim_v, plan.vector != 0);
     ptx::cp_async_commit();
-    load(head, end_tile - 1);
+    load(at);
     ptx::cp_async_commit();
-    if (!kKeys) {
-      const float2* of_rows =
-          plan.statistics + static_cast<int64_t>(place.batch_head) * p.seq_q + from;
-#pragma unroll
-      for (int i = 0; i < C::kM * 2; ++i) {
-        const int row = warp * C::kRows + i * 8 + lane / 4;
-        statistics[i / 2][i % 2] =
-            tile_row + row < rows ? __ldg(of_rows + row) : make_float2(INFINITY, 0.f);
-      }
-    }
+    if (!kKeys) load_row_statistics(from);
     ptx::cp_async_wait<1>();
     __syncthreads();
     convert_in_place<C::kBlockRows, C::kDim, C::kThreads>(x_tile, shared.x_factor);
@@ -269,182 +256,203 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
     for (int i = 0; i < C::kM * 2; ++i) {
       const int row = warp * C::kRows + i * 8 + lane / 4;
-      x_factor[i / 2][i % 2] = shared.x_factor[row] * plan.inner;
-      y_factor[i / 2][i % 2] = shared.y_factor[row];
-    }
-  } else {
-    head = -1;
-  }
-
-  int of_head = end_tile - 1;  // tile
-#pragma unroll 1
-  while (head >= 0) {
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // the raw tile has landed; nobody reads the halves of the last one any more
-    if (kKeys) {
-      for (int i = threadIdx.x; i < C::kBlockColumns; i += C::kThreads)
-        shared.statistics[1][i] = shared.statistics[0][i];
-    }
-    stream.convert();
-    const int first = of_head * C::kBlockColumns;
-    const int this_head = head;
-    if (!stream.again && --of_head < first_tile) {
-      --head;
-      of_head = end_tile - 1;
-    }
-    if (!stream.again && head >= 0) load(head, of_head);
-    ptx::cp_async_commit();
-    if (first < seen_end && first + C::kBlockColumns > seen_begin) {
-      float s[C::kM][C::kN][4], dp[C::kM][C::kN][4];  // [m16, n8 of columns, fragment]
-      multiply_rows<RowTile, ColumnTile, C::kDim>(s, opaque(x_start), opaque(x_rows),
-                                                  opaque(x_rows_high), three);
-      multiply_rows<RowTile, ColumnTile, C::kDim>(dp, opaque(y_start), opaque(x_rows) + kToY,
-                                                  opaque(x_rows_high) + kToY, three);
-      const auto statistics_of = [&](int m, int n, int e) {
-        return kKeys ? shared.statistics[1][n / 2 * 16 + lane % 4 * 4 + n % 2 * 2 + e % 2]
-                     : statistics[m][e / 2];
-      };
-      float factor[C::kM][2];  // from s to what is exponentiated
-#pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
-        const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-        dp[m][n][e] =
-            fmaf(dp[m][n][e], y_factor[m][e / 2] * stream.factor(1), -statistics_of(m, n, e).y);
-      }
-#pragma unroll
-      for (int i = 0; i < C::kM * 2; ++i)
-        factor[i / 2][i % 2] = x_factor[i / 2][i % 2] * stream.factor(0);
-      if (plan.plain) {
-        keep_finite(factor);
-      } else {
-        if (plan.cap != 0.f) cap_scores(s, dp, factor, plan.cap);
-        if constexpr (kHasBiasMask) {
-          const BiasMaskOfHead<kKeys> bias_mask(p.bias_mask, plan.bias_mask, place,
-                                                first_head + this_head, rows, columns);
-          pair_tile.apply(s, bias_mask, factor);
-        } else {
-          scale_rows(s, factor);
-        }
-        set_all(factor, kLog2e);
-      }
-      if (stream.hide) hide_columns(s, stream.shared.state, lane % 4 * 4);
-      if (first < full_begin || first + C::kBlockColumns > full_end)
-        mask_interleaved(s, window, warp_row + lane / 4, first + lane % 4 * 4);
-      if (kHasBiasMask && head >= 0) load_bias_mask(head, of_head * C::kBlockColumns);
-      bool large = false;
-      if constexpr (kKeys) {
-#pragma unroll
-        for (int i = lane; i < C::kBlockColumns; i += 32)
-          large |= is_large(shared.statistics[1][i].x);
-        large = __any_sync(0xffffffffu, large);
-      } else {
-        large = any_large(statistics);
-      }
-      const auto exponentiate = [&](float most) {  // P, no more than that
-#pragma unroll
-        for (int i = 0; i < C::kM * C::kN * 4; ++i) {
-          const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-          const float x =
-              ptx::ex2_approx(fmaf(s[m][n][e], factor[m][e / 2], -statistics_of(m, n, e).x));
-          s[m][n][e] = most == INFINITY ? x : fminf(x, most);
-          dp[m][n][e] *= s[m][n][e];
-        }
-      };
-      // Beside the products of wide heads the limit is nothing, and a branch costs registers.
-      if (C::kDim >= 128 || large)
-        exponentiate(1.f);
-      else
-        exponentiate(INFINITY);
-      if (!kKeys && kHasBiasMask && plan.write_bias)
-        store_bias_gradient(dp,
-                            static_cast<float*>(p.dbias) +
-                                BiasMaskOfHead<>::offset(p.dbias_strides, place, place.head),
-                            p.dbias_strides, warp_row + lane / 4, first + lane % 4 * 4, rows,
-                            columns, plan.vector_dbias != 0,
-                            stream.hide ? stream.shared.state + lane % 4 * 4 : nullptr);
-      Operand<C::kM, C::kN> operand;
-      if constexpr (kY) {
-        if (p.dv != nullptr) {
-          drop_zero_rows(s, stream.shared.state, lane % 4 * 4, 1);
-          normalise(s, factor);
-#pragma unroll
-          for (int i = 0; i < C::kM * 2; ++i) factor[i / 2][i % 2] *= stream.factor(1);
-          operand.take(s, three);
-          multiply_dims<ColumnTile, C::kDim, kTogether>(dy, operand, opaque(x_dims) + kToY,
-                                                        opaque(x_dims_high) + kToY, factor, three);
-        }
-      }
-      if constexpr (kX) {
-        if ((kKeys ? p.dk : p.dq) != nullptr) {
-          drop_zero_rows(dp, stream.shared.state, lane % 4 * 4, 0);
-          normalise(dp, factor);
-#pragma unroll
-          for (int i = 0; i < C::kM * 2; ++i) factor[i / 2][i % 2] *= stream.factor(0);
-          operand.take(dp, three);
-          multiply_dims<ColumnTile, C::kDim, kTogether>(dx, operand, opaque(x_dims),
-                                                        opaque(x_dims_high), factor, three);
-        }
-      }
-    } else if (kHasBiasMask && head >= 0) {
-      load_bias_mask(head, of_head * C::kBlockColumns);
+      rows.x_factor[i / 2][i % 2] = shared.x_factor[row] * plan.inner;
+      rows.y_factor[i / 2][i % 2] = shared.y_factor[row];
     }
   }
 
-  if (warp_row >= rows) return;
-  const int64_t row = first_row + warp_row;
-  float factor[C::kM][2];
-  if constexpr (kX) {
-    void* const to = kKeys ? p.dk : p.dq;
-    const FlashsciStrides& strides = kKeys ? p.dk_strides : p.dq_strides;
-    set_all(factor, p.scale);
-    if (to != nullptr)
-      store_rows_fp32(
-          dx, factor,
-          static_cast<float*>(to) + place.offset(strides, place.head) + row * strides.row,
-          strides.row, rows - warp_row, p.head_dim, (kKeys ? plan.vector_dk : plan.vector_dq) != 0);
-  }
-  if constexpr (kY) {
-    set_all(factor, 1.f);
-    if (p.dv != nullptr)
-      store_rows_fp32(dy, factor,
-                      static_cast<float*>(p.dv) + place.offset(p.dv_strides, place.head) +
-                          row * p.dv_strides.row,
-                      p.dv_strides.row, rows - warp_row, p.head_dim_v, plan.vector_dv != 0);
-  }
-}
+  // --- a tile of columns
 
-// lse in log2 units (+inf where there is no key: P is 0 then) and delta of every query.
-__global__ void __launch_bounds__(256, 4)
-    statistics_fp32_kernel(const __grid_constant__ FlashsciBackwardParams p, float2* statistics,
-                           uint32_t tiles, int lanes, int vector) {
-  const HeadCoord place(blockIdx.x, tiles, p.heads_q, p.batch1);
-  const uint32_t tile = blockIdx.x - place.batch_head * tiles;
-  const int64_t row = static_cast<int64_t>(tile) * (256 / lanes) + threadIdx.x / lanes;
-  float sum = 0.f;
-  if (row < p.seq_q && p.dout != nullptr) {
-    const float* dout = static_cast<const float*>(p.dout) +
-                        place.offset(p.dout_strides, place.head) + row * p.dout_strides.row;
-    const float* out = static_cast<const float*>(p.out) + place.offset(p.out_strides, place.head) +
-                       row * p.out_strides.row;
-    if (vector) {
-      for (int d = threadIdx.x % lanes * 4; d < p.head_dim_v; d += lanes * 4) {
-        const float4 a = __ldg(reinterpret_cast<const float4*>(dout + d));
-        const float4 b = __ldg(reinterpret_cast<const float4*>(out + d));
-        sum = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sum))));
-      }
+  // Of the query of an element of the scores.
+  __device__ __forceinline__ float2 statistics_of(int m, int n, int e) const {
+    return kKeys ? shared.statistics[1][n / 2 * 16 + lane % 4 * 4 + n % 2 * 2 + e % 2]
+                 : rows.statistics[m][e / 2];
+  }
+  // dP - delta out of what dP is in the halves.
+  __device__ __forceinline__ void subtract_delta(Scores& dp) const {
+#pragma unroll
+    for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+      const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
+      dp[m][n][e] =
+          fmaf(dp[m][n][e], rows.y_factor[m][e / 2] * stream.factor(1), -statistics_of(m, n, e).y);
+    }
+  }
+  // Softcap, bias and mask; factor becomes what leads from s to what is exponentiated.
+  __device__ __forceinline__ void modify_scores(Scores& s, Scores& dp, Factor& factor,
+                                                int of_group) const {
+#pragma unroll
+    for (int i = 0; i < C::kM * 2; ++i)
+      factor[i / 2][i % 2] = rows.x_factor[i / 2][i % 2] * stream.factor(0);
+    if (plan.plain) {
+      keep_finite(factor);
     } else {
-      for (int d = threadIdx.x % lanes; d < p.head_dim_v; d += lanes)
-        sum = fmaf(__ldg(dout + d), __ldg(out + d), sum);
+      if (plan.cap != 0.f) cap_scores(s, dp, factor, plan.cap);
+      if constexpr (kHasBiasMask) {
+        pair_tile.apply(s, bias_mask(of_group), factor);
+      } else {
+        scale_rows(s, factor);
+      }
+      set_all(factor, kLog2e);
     }
   }
-  for (int step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-  if (row >= p.seq_q || threadIdx.x % lanes != 0) return;
-  const int64_t at = static_cast<int64_t>(place.batch_head) * p.seq_q + row;
-  if (p.dlse != nullptr)
-    sum -= p.dlse[place.offset(p.dlse_strides, place.head) + row * p.dlse_strides.row];
-  const float lse = p.lse[at];
-  statistics[at] =
-      lse == -INFINITY ? make_float2(INFINITY, 0.f) : make_float2(lse_of_backward(lse), sum);
+  __device__ __forceinline__ bool any_large_statistics() const {
+    bool large = false;
+    if constexpr (kKeys) {
+#pragma unroll
+      for (int i = lane; i < C::kBlockColumns; i += 32)
+        large |= is_large(shared.statistics[1][i].x);
+      large = __any_sync(0xffffffffu, large);
+    } else {
+      large = any_large(rows.statistics);
+    }
+    return large;
+  }
+  // S becomes P, no more than `most`, and dP - delta becomes dS.
+  __device__ __forceinline__ void exponentiate(Scores& s, Scores& dp, const Factor& factor,
+                                               float most) const {
+#pragma unroll
+    for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+      const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
+      const float x =
+          ptx::ex2_approx(fmaf(s[m][n][e], factor[m][e / 2], -statistics_of(m, n, e).x));
+      s[m][n][e] = most == INFINITY ? x : fminf(x, most);
+      dp[m][n][e] *= s[m][n][e];
+    }
+  }
+  __device__ __forceinline__ void write_bias_gradient(const Scores& ds, int first) const {
+    store_bias_gradient(
+        ds,
+        static_cast<float*>(p.dbias) + BiasMaskOfHead<>::offset(p.dbias_strides, place, place.head),
+        p.dbias_strides, warp_row + lane / 4, first + lane % 4 * 4, own.rows, own.columns,
+        plan.vector_dbias != 0, stream.hide ? stream.shared.state + lane % 4 * 4 : nullptr);
+  }
+  // sum += P or dS, scaled row by row, times tensor 0 or 1 of the stream.
+  template <int kTensor, int kBlocks>
+  __device__ __forceinline__ void add_product(float (&sum)[C::kM][kBlocks][4], Scores& by,
+                                              Operand<C::kM, C::kN>& operand, Factor& factor) {
+    drop_zero_rows(by, stream.shared.state, lane % 4 * 4, kTensor);
+    normalise(by, factor);
+#pragma unroll
+    for (int i = 0; i < C::kM * 2; ++i) factor[i / 2][i % 2] *= stream.factor(kTensor);
+    operand.take(by, three);
+    multiply_dims<ColumnTile, C::kDim, kTogether>(sum, operand, opaque(x_dims) + kTensor * kToY,
+                                                  opaque(x_dims_high) + kTensor * kToY, factor,
+                                                  three);
+  }
+  // next: of which the bias and the mask are to be on their way.
+  __device__ __forceinline__ void step(Position at, Position next) {
+    const int first = at.tile * C::kBlockColumns;
+    Scores s, dp;
+    multiply_rows<RowTile, ColumnTile, C::kDim>(s, opaque(x_start), opaque(x_rows),
+                                                opaque(x_rows_high), three);
+    multiply_rows<RowTile, ColumnTile, C::kDim>(dp, opaque(y_start), opaque(x_rows) + kToY,
+                                                opaque(x_rows_high) + kToY, three);
+    Factor factor;
+    subtract_delta(dp);
+    modify_scores(s, dp, factor, at.head);
+    if (stream.hide) hide_columns(s, stream.shared.state, lane % 4 * 4);
+    if (first < visible.full_begin || first + C::kBlockColumns > visible.full_end)
+      mask_interleaved(s, window, warp_row + lane / 4, first + lane % 4 * 4);
+    if (kHasBiasMask && next.head >= 0) load_bias_mask(next);
+    const bool large = any_large_statistics();
+    // Beside the products of wide heads the limit is nothing, and a branch costs registers.
+    if (C::kDim >= 128 || large)
+      exponentiate(s, dp, factor, 1.f);
+    else
+      exponentiate(s, dp, factor, INFINITY);
+    if (!kKeys && kHasBiasMask && plan.write_bias) write_bias_gradient(dp, first);
+    Operand<C::kM, C::kN> operand;
+    if constexpr (Rows::kY) {
+      if (p.dv != nullptr) add_product<1>(rows.dy, s, operand, factor);
+    }
+    if constexpr (Rows::kX) {
+      if ((kKeys ? p.dk : p.dq) != nullptr) add_product<0>(rows.dx, dp, operand, factor);
+    }
+  }
+
+  __device__ __forceinline__ void write() const {
+    const int64_t row = own.first_row + warp_row;
+    const int left = own.rows - warp_row;
+    Factor factor;
+    if constexpr (Rows::kX) {
+      void* const to = kKeys ? p.dk : p.dq;
+      const FlashsciStrides& strides = kKeys ? p.dk_strides : p.dq_strides;
+      set_all(factor, p.scale);
+      if (to != nullptr)
+        store_rows_fp32(rows.dx, factor, rows_of(to, strides, place, place.head, row), strides.row,
+                        left, p.head_dim, (kKeys ? plan.vector_dk : plan.vector_dq) != 0);
+    }
+    if constexpr (Rows::kY) {
+      set_all(factor, 1.f);
+      if (p.dv != nullptr)
+        store_rows_fp32(rows.dy, factor, rows_of(p.dv, p.dv_strides, place, place.head, row),
+                        p.dv_strides.row, left, p.head_dim_v, plan.vector_dv != 0);
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    int head = kKeys ? static_cast<int>(group) - 1 : 0, tile = visible.end_tile - 1;
+    if (visible.first_tile < visible.end_tile)
+      load_first({head, tile});
+    else
+      head = -1;
+#pragma unroll 1
+    while (head >= 0) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // the raw tile has landed; nobody reads the halves of the last one any more
+      if (kKeys) {
+        for (int i = threadIdx.x; i < C::kBlockColumns; i += C::kThreads)
+          shared.statistics[1][i] = shared.statistics[0][i];
+      }
+      stream.convert();
+      const Position at{head, tile};
+      const int first = at.tile * C::kBlockColumns;
+      if (!stream.again && --tile < visible.first_tile) {
+        --head;
+        tile = visible.end_tile - 1;
+      }
+      if (!stream.again && head >= 0) load({head, tile});
+      ptx::cp_async_commit();
+      if (first < visible.seen_end && first + C::kBlockColumns > visible.seen_begin)
+        step(at, {head, tile});
+      else if (kHasBiasMask && head >= 0)
+        load_bias_mask({head, tile});
+    }
+    if (warp_row < own.rows) write();
+  }
+};
+
+template <class C, int kWhat, bool kHasBiasMask>
+__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
+    backward_fp32_kernel(const __grid_constant__ FlashsciBackwardParams p,
+                         const __grid_constant__ BackwardFp32Plan plan) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
+  constexpr bool kKeys = kWhat != kQueries;
+  const uint32_t tiles = plan.tiles;
+  const HeadCoord place(blockIdx.x, tiles, kKeys ? p.heads_k : p.heads_q, p.batch1);
+  const uint32_t slot = blockIdx.x - place.batch_head * tiles;
+  OwnRows own;
+  if (p.cu_seqlens_q != nullptr) {
+    const TileOfSequence work = kKeys
+                                    ? find_tile<C::kBlockRows>(slot, p.cu_seqlens_k, p.cu_seqlens_q,
+                                                               p.num_seqs, p.seq_k, p.seq_q)
+                                    : find_tile<C::kBlockRows>(slot, p.cu_seqlens_q, p.cu_seqlens_k,
+                                                               p.num_seqs, p.seq_q, p.seq_k);
+    own = {work.tile, work.first_q, work.seq_q, work.first_k, work.seq_k};
+  } else {
+    own.tile = static_cast<int>(!kKeys && p.window_right >= 0 ? tiles - 1 - slot : slot);
+    own.first_row = own.first_column = 0;
+    own.rows = kKeys ? p.seq_k : p.seq_q, own.columns = kKeys ? p.seq_q : p.seq_k;
+  }
+  const int tile_row = own.tile * C::kBlockRows;
+  if (own.tile < 0 || tile_row >= own.rows) return;
+  using Warp = BackwardWarp<C, kWhat, kHasBiasMask>;
+  typename Warp::ColumnStream stream(shared.stream);
+  typename Warp::PairTile pair_tile;
+  typename Warp::Rows rows;
+  Warp(shared, p, plan, place, own, stream, pair_tile, rows).run();
 }
 
 }  // namespace flashsci::sm80::bwd_fp32

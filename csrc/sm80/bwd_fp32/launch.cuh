@@ -12,6 +12,7 @@
 #include "../../core/launch.cuh"
 #include "../dbias_fp32/kernel.cuh"
 #include "kernel.cuh"
+#include "preprocess.cuh"
 #include "short_kernel.cuh"
 
 namespace flashsci::sm80::bwd_fp32 {

@@ -46,33 +46,37 @@ __device__ __forceinline__ void add_late(float (&s)[kM][kN][4], const float (&ad
   }
 }
 
+// What a thread carries through the members of one tile of dbias.
 template <class Op, class C>
-__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
-    bias_gradient_kernel(const __grid_constant__ FlashsciBackwardParams p,
-                         const __grid_constant__ BackwardPlan plan,
-                         const __grid_constant__ BiasPlan bias) {
+struct BiasGradient {
   using T = Tile<C::kHeadDim>;
-  constexpr int kN = C::kBlockK / 8;
-  extern __shared__ __align__(128) unsigned char shared_memory[];
-  auto& shared = *reinterpret_cast<BiasShared<C>*>(shared_memory);
-  poison_block(&shared, sizeof(shared));
-  const uint32_t split = blockIdx.x % bias.splits;
-  BiasMember own;
-  own.decode(blockIdx.x / bias.splits, bias.own);
-  const uint32_t begin = static_cast<uint64_t>(bias.member_count) * split / bias.splits;
-  const uint32_t end = static_cast<uint64_t>(bias.member_count) * (split + 1) / bias.splits;
+  static constexpr int kN = C::kBlockK / 8;  // n8 blocks of the tile; C::kN: of a step
+  static constexpr int kStageQ = C::kBlockQ * T::kRowBytes, kStageK = C::kBlockK * T::kRowBytes;
+  using TileSums = float[C::kM][kN][4];     // [m16, n8, fragment]
+  using StepTile = float[C::kM][C::kN][4];  // the same, of a step
+  using Statistics = float2[C::kM][2];      // [m16, row g or g + 8]: -lse, -delta
 
-  const int warp = ptx::redux_max(threadIdx.x / 32);
-  const int lane = threadIdx.x % 32;
-  const Window window(p.window_left, p.window_right, p.lower_right != 0, p.seq_q, p.seq_k);
+  BiasShared<C>& shared;
+  const FlashsciBackwardParams& p;
+  const BackwardPlan& plan;
+  const BiasPlan& bias;
+  const BiasMember& own;
+  const uint32_t split;
+  const int warp = ptx::redux_max(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const Window window{p.window_left, p.window_right, p.lower_right != 0, p.seq_q, p.seq_k};
   const uint32_t group = plan.group;
   const uint32_t q_tile = ptx::shared_address(shared.q);
   const uint32_t dout_tile = ptx::shared_address(shared.dout);
-  const uint32_t k_tile = ptx::shared_address(shared.k);
-  const uint32_t v_tile = ptx::shared_address(shared.v);
-  constexpr int kStageQ = C::kBlockQ * T::kRowBytes, kStageK = C::kBlockK * T::kRowBytes;
+  const uint32_t k_tile = ptx::shared_address(shared.k), v_tile = ptx::shared_address(shared.v);
+  const int own_row = own.index[3] * C::kBlockQ + warp * C::kRows + lane / 4;  // this lane's first
+  const int own_key = own.index[4] * C::kBlockK + lane % 4 * 2;
+  // A mask that is the same for all queries comes a byte a thread, and one member ahead.
+  const bool key_mask = p.bias_mask.mask != nullptr && p.bias_mask.mask_strides.row == 0;
+  const bool pair_mask = p.bias_mask.mask != nullptr && p.bias_mask.mask_strides.row != 0;
 
-  const auto load = [&](const BiasMember& x, int stage) {
+  // --- loads
+
+  __device__ __forceinline__ void load(const BiasMember& x, int stage) const {
     const int row = x.index[3] * C::kBlockQ, key = x.index[4] * C::kBlockK;
     const uint32_t head = x.index[2], head_k = head / group;
     load_tile_rows<C, C::kBlockQ>(q_tile + stage * kStageQ, p.q, x.offset(p.q_strides, head),
@@ -91,63 +95,75 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         shared.statistics[stage],
         plan.statistics + ((x.index[0] * p.batch1 + x.index[1]) * p.heads_q + head) * p.seq_q + row,
         p.seq_q - row);
-  };
-
-  // The bias is the same for all members.
-  const int own_row = own.index[3] * C::kBlockQ + warp * C::kRows + lane / 4;
-  const int own_key = own.index[4] * C::kBlockK + lane % 4 * 2;
-  float addend[C::kM][kN][4];  // [m16, n8, fragment], in units of the scores
-  set_zero(addend);
-  apply_bias_mask<Op>(
-      addend,
-      BiasMaskView(
-          FlashsciBiasMask{
-              p.bias_mask.bias, nullptr, p.bias_mask.bias_strides, {}, p.bias_mask.bias_is_fp32},
-          own.index[0], own.index[1], own.index[2]),
-      own_row, own_key, p.seq_q, p.seq_k, plan.bias_factor);
-
-  // A mask that is the same for all queries comes a byte a thread, and one member ahead.
-  const bool key_mask = p.bias_mask.mask != nullptr && p.bias_mask.mask_strides.row == 0;
-  const bool pair_mask = p.bias_mask.mask != nullptr && p.bias_mask.mask_strides.row != 0;
-  const auto load_shown = [&](const BiasMember& x) -> int {
+  }
+  // This thread's byte of a mask of keys.
+  __device__ __forceinline__ int load_shown(const BiasMember& x) const {
     const int key = x.index[4] * C::kBlockK + threadIdx.x;
     return key_mask && threadIdx.x < C::kBlockK && key < p.seq_k
                ? __ldg(p.bias_mask.mask + x.offset(p.bias_mask.mask_strides, x.index[2]) +
                        key * p.bias_mask.mask_strides.column)
                : 1;
-  };
-
-  float sum[C::kM][kN][4];  // dS summed over members: [m16, n8, fragment]
-  set_zero(sum);
-  BiasMember next;
-  next.decode(begin, bias.members);
-#pragma unroll
-  for (int i = 0; i < 5; ++i) next.index[i] += own.index[i];
-  if (C::kStages == 2) {
-    load(next, 0);
-    ptx::cp_async_commit();
   }
-  int shown = load_shown(next);
-  int stage = 0;
-#pragma unroll 1
-  for (uint32_t number = begin; number < end; ++number) {
-    const BiasMember member = next;
-    if constexpr (C::kStages == 1) {
-      __syncthreads();  // nobody reads the member before
-      load(member, 0);
-      ptx::cp_async_commit();
-    }
-    if (key_mask && threadIdx.x < C::kBlockK)
-      shared.shown[number % 2][threadIdx.x] = static_cast<uint8_t>(shown);
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // this stage has landed; nobody reads the other one
-    if (number + 1 < end) {
-      next.advance(bias.members);
-      if (C::kStages == 2) load(next, stage ^ 1);
-      shown = load_shown(next);
-    }
-    if (C::kStages == 2) ptx::cp_async_commit();
+  // The bias, in units of the scores; the same for all members.
+  __device__ __forceinline__ void load_addend(TileSums& addend) const {
+    const FlashsciBiasMask only_bias{
+        p.bias_mask.bias, nullptr, p.bias_mask.bias_strides, {}, p.bias_mask.bias_is_fp32};
+    set_zero(addend);
+    apply_bias_mask<Op>(addend, BiasMaskView(only_bias, own.index[0], own.index[1], own.index[2]),
+                        own_row, own_key, p.seq_q, p.seq_k, plan.bias_factor);
+  }
 
+  // --- a member
+
+  // What S and dP - delta start from; keys from n8 block `first` of the tile on. shown: of the
+  // first of them.
+  __device__ __forceinline__ void start(StepTile& s, StepTile& dp, const Statistics& statistics,
+                                        const TileSums& addend, int first,
+                                        const uint8_t* shown) const {
+#pragma unroll
+    for (int n = 0; n < C::kN; ++n) {
+      const uint32_t pair =
+          key_mask ? *reinterpret_cast<const uint16_t*>(shown + n * 8 + lane % 4 * 2) : 0x101;
+#pragma unroll
+      for (int i = 0; i < C::kM * 4; ++i) {
+        const float x = plan.bias_first ? addend[i / 4][first + n][i % 4] : 0.f;
+        s[i / 4][n][i % 4] = (i % 2 == 0 ? pair & 0xff : pair >> 8) != 0 ? x : -INFINITY;
+        dp[i / 4][n][i % 4] = statistics[i / 4][i % 4 / 2].y;
+      }
+    }
+  }
+  // What of the bias and the masks S could not start from.
+  __device__ __forceinline__ void complete_scores(StepTile& s, const TileSums& addend, int first,
+                                                  const BiasMember& member, int warp_row,
+                                                  int warp_last_row, int key) const {
+    if (!plan.bias_first) add_late(s, addend, first, plan);
+    if (pair_mask) {
+      const FlashsciBiasMask only_mask{nullptr, p.bias_mask.mask, {}, p.bias_mask.mask_strides, 0};
+      apply_bias_mask<Op>(
+          s, BiasMaskView(only_mask, member.index[0], member.index[1], member.index[2]),
+          warp_row + lane / 4, key + lane % 4 * 2, p.seq_q, p.seq_k, 1.f);
+    }
+    if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
+      mask_scores(s, window, warp_row + opaque(lane) / 4, key + opaque(lane) % 4 * 2);
+  }
+  // sum += dS, of the keys from n8 block `first` of the tile on.
+  __device__ __forceinline__ void add_ds(TileSums& sum, StepTile& s, const StepTile& dp,
+                                         const Statistics& statistics, int first) const {
+#pragma unroll
+    for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+      const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
+      s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
+    }
+    if (any_large(statistics)) limit_probabilities(s);
+#pragma unroll
+    for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+      const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
+      sum[m][first + n][e] = fmaf(s[m][n][e], dp[m][n][e], sum[m][first + n][e]);
+    }
+  }
+  __device__ __forceinline__ void add_member(TileSums& sum, const TileSums& addend,
+                                             const BiasMember& member, int stage,
+                                             uint32_t number) const {
     const int tile_row = member.index[3] * C::kBlockQ, tile_key = member.index[4] * C::kBlockK;
     const int warp_row = tile_row + warp * C::kRows;
     const int warp_last_row = min(warp_row + C::kRows, p.seq_q) - 1;
@@ -159,71 +175,98 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       if (warp_row >= p.seq_q || key >= window.end(warp_last_row) ||
           key + C::kStep <= window.begin(warp_row))
         continue;
-      float s[C::kM][C::kN][4], dp[C::kM][C::kN][4];
-      float2 statistics[C::kM][2];  // [m16, row g or g + 8]: -lse, -delta
+      StepTile s, dp;  // S, then P; dP - delta
+      Statistics statistics;
 #pragma unroll
       for (int i = 0; i < C::kM * 2; ++i)
         statistics[i / 2][i % 2] = shared.statistics[stage][warp * C::kRows + i * 8 + lane / 4];
-#pragma unroll
-      for (int n = 0; n < C::kN; ++n) {
-        const uint32_t pair = key_mask ? *reinterpret_cast<const uint16_t*>(
-                                             &shared.shown[number % 2][step + n * 8 + lane % 4 * 2])
-                                       : 0x101;
-#pragma unroll
-        for (int i = 0; i < C::kM * 4; ++i) {
-          const float x = plan.bias_first ? addend[i / 4][step / 8 + n][i % 4] : 0.f;
-          s[i / 4][n][i % 4] = (i % 2 == 0 ? pair & 0xff : pair >> 8) != 0 ? x : -INFINITY;
-          dp[i / 4][n][i % 4] = statistics[i / 4][i % 4 / 2].y;
-        }
-      }
+      start(s, dp, statistics, addend, step / 8, &shared.shown[number % 2][step]);
       const uint32_t right = stage * kStageK + step * T::kRowBytes + lane_by_chunks<C::kHeadDim>();
       multiply_rows<Op, C::kHeadDim>(s, q_tile + left, k_tile + right);
       multiply_rows<Op, C::kHeadDim>(dp, dout_tile + left, v_tile + right);
-      if (!plan.bias_first) add_late(s, addend, step / 8, plan);
-      if (pair_mask)
-        apply_bias_mask<Op>(
-            s,
-            BiasMaskView(
-                FlashsciBiasMask{nullptr, p.bias_mask.mask, {}, p.bias_mask.mask_strides, 0},
-                member.index[0], member.index[1], member.index[2]),
-            warp_row + lane / 4, key + lane % 4 * 2, p.seq_q, p.seq_k, 1.f);
-      if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
-        mask_scores(s, window, warp_row + opaque(lane) / 4, key + opaque(lane) % 4 * 2);
-#pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
-        const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-        s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
-      }
-      if (any_large(statistics)) limit_probabilities(s);
-#pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
-        const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-        sum[m][step / 8 + n][e] = fmaf(s[m][n][e], dp[m][n][e], sum[m][step / 8 + n][e]);
-      }
+      complete_scores(s, addend, step / 8, member, warp_row, warp_last_row, key);
+      add_ds(sum, s, dp, statistics, step / 8);
     }
-    if (C::kStages == 2) stage ^= 1;
   }
 
-  // Sums over the rows or keys of the tile itself, where the bias has one for all.
-  const bool own_rows = p.dbias_strides.row != 0 || p.seq_q == 1;
-  const bool own_keys = p.dbias_strides.column != 0 || p.seq_k == 1;
-  const int64_t base = own.offset(p.dbias_strides, own.index[2]);
-  if (!own_keys) add_keys(sum);
-  if (own_rows) {
+  // To dbias, or to this split's partial sums; over the rows or keys of the tile itself, where the
+  // bias has one for all.
+  __device__ __forceinline__ void write(TileSums& sum) const {
+    const bool own_rows = p.dbias_strides.row != 0 || p.seq_q == 1;
+    const bool own_keys = p.dbias_strides.column != 0 || p.seq_k == 1;
+    const int64_t base = own.offset(p.dbias_strides, own.index[2]);
+    if (!own_keys) add_keys(sum);
+    if (own_rows) {
 #pragma unroll
-    for (int i = 0; i < C::kM * kN * 4; ++i) {
-      const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
-      const int row = own_row + m * 16 + e / 2 * 8, key = own_keys ? own_key + n * 8 + e % 2 : 0;
-      if (row >= p.seq_q || key >= p.seq_k) continue;
-      if (!own_keys && (n > 0 || e % 2 > 0 || lane % 4 > 0)) continue;
-      put_bias_sum<Op>(p, plan, bias, split,
-                       base + row * p.dbias_strides.row + key * p.dbias_strides.column,
-                       sum[m][n][e]);
+      for (int i = 0; i < C::kM * kN * 4; ++i) {
+        const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
+        const int row = own_row + m * 16 + e / 2 * 8, key = own_keys ? own_key + n * 8 + e % 2 : 0;
+        if (row >= p.seq_q || key >= p.seq_k) continue;
+        if (!own_keys && (n > 0 || e % 2 > 0 || lane % 4 > 0)) continue;
+        put_bias_sum<Op>(p, plan, bias, split,
+                         base + row * p.dbias_strides.row + key * p.dbias_strides.column,
+                         sum[m][n][e]);
+      }
+      return;
     }
-    return;
+    put_row_sums<Op, C>(sum, own, own_keys, split, warp, lane, p, plan, bias, base,
+                        reinterpret_cast<float*>(&shared));
   }
-  put_row_sums<Op, C>(sum, own, own_keys, split, warp, lane, p, plan, bias, base,
-                      reinterpret_cast<float*>(shared_memory));
+
+  // Members [begin, end).
+  __device__ __forceinline__ void run(uint32_t begin, uint32_t end) const {
+    TileSums addend, sum;
+    load_addend(addend);
+    set_zero(sum);
+    BiasMember next;
+    next.decode(begin, bias.members);
+#pragma unroll
+    for (int i = 0; i < 5; ++i) next.index[i] += own.index[i];
+    if (C::kStages == 2) {
+      load(next, 0);
+      ptx::cp_async_commit();
+    }
+    int shown = load_shown(next);
+    int stage = 0;
+#pragma unroll 1
+    for (uint32_t number = begin; number < end; ++number) {
+      const BiasMember member = next;
+      if constexpr (C::kStages == 1) {
+        __syncthreads();  // nobody reads the member before
+        load(member, 0);
+        ptx::cp_async_commit();
+      }
+      if (key_mask && threadIdx.x < C::kBlockK)
+        shared.shown[number % 2][threadIdx.x] = static_cast<uint8_t>(shown);
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // this stage has landed; nobody reads the other one
+      if (number + 1 < end) {
+        next.advance(bias.members);
+        if (C::kStages == 2) load(next, stage ^ 1);
+        shown = load_shown(next);
+      }
+      if (C::kStages == 2) ptx::cp_async_commit();
+      add_member(sum, addend, member, stage, number);
+      if (C::kStages == 2) stage ^= 1;
+    }
+    write(sum);
+  }
+};
+
+template <class Op, class C>
+__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
+    bias_gradient_kernel(const __grid_constant__ FlashsciBackwardParams p,
+                         const __grid_constant__ BackwardPlan plan,
+                         const __grid_constant__ BiasPlan bias) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  auto& shared = *reinterpret_cast<BiasShared<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
+  const uint32_t split = blockIdx.x % bias.splits;
+  BiasMember own;
+  own.decode(blockIdx.x / bias.splits, bias.own);
+  const uint32_t begin = static_cast<uint64_t>(bias.member_count) * split / bias.splits;
+  const uint32_t end = static_cast<uint64_t>(bias.member_count) * (split + 1) / bias.splits;
+  BiasGradient<Op, C>{shared, p, plan, bias, own, split}.run(begin, end);
 }
 
 // dbias = the sum of the splits, in order.

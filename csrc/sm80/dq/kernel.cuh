@@ -14,7 +14,10 @@
 #pragma once
 #include "../../core/bias_mask.cuh"
 #include "../../core/poison.cuh"
-#include "../bwd/kernel.cuh"
+#include "../../core/row_statistics.cuh"
+#include "../bwd/config.cuh"
+#include "../bwd/epilogue.cuh"
+#include "../bwd/warp_mma.cuh"
 
 namespace flashsci::sm80::dq {
 
@@ -39,11 +42,11 @@ struct alignas(128) QueryShared {
   float2 statistics[C::kBlockQ];                     // [kBlockQ]: -lse, -delta
 };
 
-// (-lse, -delta) of kRows rows from `statistics` on; rows that are not there have no probability.
 __device__ __forceinline__ float2 load_pair(const volatile float2* x) {
   return make_float2(x->x, x->y);
 }
 
+// (-lse, -delta) of kRows rows from `statistics` on; rows that are not there have no probability.
 template <int kRows>
 __device__ __forceinline__ void load_row_statistics(float2* shared,
                                                     const float2* __restrict__ statistics,
@@ -57,11 +60,163 @@ __device__ __forceinline__ void load_row_statistics(float2* shared,
     ptx::st_shared(target, make_uint2(__float_as_uint(-INFINITY), 0));
 }
 
+// What a warp carries through the loop over tiles of keys, for its kRows query rows.
+template <class Op, class C>
+struct QueryWarp {
+  using T = Tile<C::kHeadDim>;
+  using Scores = float[C::kM][C::kN][4];
+  using Statistics = float2[C::kM][2];            // [m16, row g or g + 8]
+  using Sums = float[C::kM][C::kHeadDim / 8][4];  // [m16, n8, fragment]
+  static constexpr int kStageBytes = C::kBlockK * T::kRowBytes;
+
+  const FlashsciBackwardParams& p;
+  const BackwardPlan& plan;
+  QueryShared<C>& shared;
+  const TileCoord& place;
+  const TileOfSequence& work;
+  const int tile_row = work.tile * C::kBlockQ;
+  const int warp = ptx::redux_max(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int warp_row = tile_row + warp * C::kRows;
+  const int warp_last_row = min(warp_row + C::kRows, work.seq_q) - 1;
+  const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
+  const Window window{p.window_left, p.window_right, p.lower_right != 0, work.seq_q, work.seq_k};
+  const uint32_t q_tile = ptx::shared_address(shared.q);
+  const uint32_t dout_tile = ptx::shared_address(shared.dout);
+  const uint32_t k_tile = ptx::shared_address(shared.k);
+  const uint32_t v_tile = ptx::shared_address(shared.v);
+  const uint32_t q_left = q_tile + warp * C::kRows * T::kRowBytes + lane_by_rows<C::kHeadDim>();
+  const uint32_t dout_left = q_left + (dout_tile - q_tile);
+  const BiasMaskView view{p.bias_mask, place.batch0, place.batch1, place.head};
+  Sums& dq;
+
+  __device__ __forceinline__ QueryWarp(const FlashsciBackwardParams& p_, const BackwardPlan& plan_,
+                                       QueryShared<C>& shared_, const TileCoord& place_,
+                                       const TileOfSequence& work_, Sums& dq_)
+      : p(p_), plan(plan_), shared(shared_), place(place_), work(work_), dq(dq_) {}
+
+  template <int kRows>
+  __device__ __forceinline__ void load(uint32_t target, const void* data,
+                                       const FlashsciStrides& strides, uint32_t head, int row,
+                                       int rows_valid, int columns) const {
+    load_tile_rows<C, kRows>(target, data, place.offset(strides, head), strides, row, rows_valid,
+                             columns, p.copy_bytes, plan.vector);
+  }
+  __device__ __forceinline__ void load_keys(int tile, int stage) const {
+    const int row = tile * C::kBlockK, first = work.first_k + row, rows = work.seq_k - row;
+    load<C::kBlockK>(k_tile + stage * kStageBytes, p.k, p.k_strides, head_k, first, rows,
+                     p.head_dim);
+    load<C::kBlockK>(v_tile + stage * kStageBytes, p.v, p.v_strides, head_k, first, rows,
+                     p.head_dim_v);
+  }
+  __device__ __forceinline__ void load_queries() const {
+    const int row = work.first_q + tile_row, rows = work.seq_q - tile_row;
+    load<C::kBlockQ>(q_tile, p.q, p.q_strides, place.head, row, rows, p.head_dim);
+    load<C::kBlockQ>(dout_tile, p.dout, p.dout_strides, place.head, row,
+                     p.dout != nullptr ? rows : 0, p.head_dim_v);
+    load_row_statistics<C::kBlockQ>(
+        shared.statistics,
+        plan.statistics + (static_cast<int64_t>(place.batch) * p.heads_q + place.head) * p.seq_q +
+            row,
+        rows);
+  }
+
+  // Some of this warp's rows see some of the kStep keys from `key` on.
+  __device__ __forceinline__ bool any_seen(int key) const {
+    return warp_row < work.seq_q && key < window.end(warp_last_row) &&
+           key + C::kStep > window.begin(warp_row);
+  }
+  // All of them see all of those.
+  __device__ __forceinline__ bool all_seen(int key) const {
+    return window.begin(warp_last_row) <= key && window.end(warp_row) >= key + C::kStep;
+  }
+
+  // S becomes P, dP - delta becomes dS.
+  __device__ __forceinline__ void exponentiate(Scores& s, Scores& dp,
+                                               const Statistics& statistics) const {
+#pragma unroll
+    for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+      const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
+      s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
+    }
+    if (any_large(statistics)) limit_probabilities(s);
+    multiply_elements(dp, s);
+  }
+  // dQ from kStep keys, which are rows from k_rows and v_rows on.
+  __device__ __forceinline__ void add_step(uint32_t k_rows, uint32_t v_rows, int key) {
+    Scores s, dp;
+    Statistics statistics;
+#pragma unroll
+    for (int i = 0; i < C::kM * 2; ++i)
+      statistics[i / 2][i % 2] = load_pair(&shared.statistics[warp * C::kRows + i * 8 + lane / 4]);
+    set_zero(s);
+    multiply_rows<Op, C::kHeadDim>(s, q_left, k_rows + lane_by_chunks<C::kHeadDim>());
+#pragma unroll
+    for (int i = 0; i < C::kM * C::kN * 4; ++i)
+      dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] = statistics[i / (4 * C::kN)][i % 4 / 2].y;
+    multiply_rows<Op, C::kHeadDim>(dp, dout_left, v_rows + lane_by_chunks<C::kHeadDim>());
+    modify_scores(s, dp, plan);
+    const int row = warp_row + lane / 4, column = key + lane % 4 * 2;
+    apply_bias_mask<Op>(s, view, row, column, work.seq_q, work.seq_k, plan.bias_factor);
+    if (!all_seen(key)) mask_scores(s, window, row, column);
+    exponentiate(s, dp, statistics);
+    uint32_t ds16[C::kN / 2][C::kM][4];
+    pack<Op>(ds16, dp);
+    const Span<C::kHeadDim, C::kHeadDim / 16> right(k_rows + lane_by_rows<C::kHeadDim>(), 0);
+#pragma unroll
+    for (int k = 0; k < C::kN / 2; ++k) multiply_16<Op>(dq, ds16[k], right, k * 16 * T::kRowBytes);
+  }
+
+  __device__ __forceinline__ void store() const {
+    __syncwarp();  // all lanes have read their rows of Q
+    store_gradient<Op, C::kHeadDim, false>(
+        dq, p.scale, q_tile + warp * C::kRows * T::kRowBytes, 0,
+        static_cast<uint16_t*>(p.dq) + place.offset(p.dq_strides, place.head) +
+            static_cast<int64_t>(work.first_q + warp_row) * p.dq_strides.row,
+        p.dq_strides.row, work.seq_q - warp_row, p.head_dim, plan.vector_dq);
+  }
+
+  __device__ __forceinline__ void run() {
+    const int last_row = min(tile_row + C::kBlockQ, work.seq_q) - 1;
+    const int keys_begin = window.begin(tile_row), keys_end = window.end(last_row);
+    const int first_tile = keys_begin / C::kBlockK;
+    const int end_tile =
+        keys_begin < keys_end ? (keys_end + C::kBlockK - 1) / C::kBlockK : first_tile;
+    set_zero(dq);
+    if (first_tile < end_tile) {
+      load_queries();
+      if (C::kStages == 2) load_keys(first_tile, 0);
+      ptx::cp_async_commit();
+    }
+    int stage = 0;
+#pragma unroll 1
+    for (int tile = first_tile; tile < end_tile; ++tile) {
+      if constexpr (C::kStages == 1) {
+        __syncthreads();  // nobody reads the tile before
+        load_keys(tile, 0);
+        ptx::cp_async_commit();
+      }
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // this stage has landed; nobody reads the other one
+      if constexpr (C::kStages == 2) {
+        if (tile + 1 < end_tile) load_keys(tile + 1, stage ^ 1);
+        ptx::cp_async_commit();
+      }
+#pragma unroll 1
+      for (int step = 0; step < C::kBlockK; step += C::kStep) {
+        const int key = tile * C::kBlockK + step;
+        const uint32_t rows = stage * kStageBytes + step * T::kRowBytes;
+        if (any_seen(key)) add_step(k_tile + rows, v_tile + rows, key);
+      }
+      if (C::kStages == 2) stage ^= 1;
+    }
+    store();
+  }
+};
+
 template <class Op, class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     backward_queries_kernel(const __grid_constant__ FlashsciBackwardParams p,
                             const __grid_constant__ BackwardPlan plan, uint32_t tiles) {
-  using T = Tile<C::kHeadDim>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<QueryShared<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
@@ -75,125 +230,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     work = {static_cast<int>(p.window_right >= 0 ? tiles - 1 - place.tile : place.tile), 0, p.seq_q,
             0, p.seq_k};
   }
-  const int tile_row = work.tile * C::kBlockQ;
-  if (work.tile < 0 || tile_row >= work.seq_q) return;
-
-  const int warp = ptx::redux_max(threadIdx.x / 32);
-  const int lane = threadIdx.x % 32;
-  const int warp_row = tile_row + warp * C::kRows;
-  const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
-  const Window window(p.window_left, p.window_right, p.lower_right != 0, work.seq_q, work.seq_k);
-  const int last_row = min(tile_row + C::kBlockQ, work.seq_q) - 1;
-  const int keys_begin = window.begin(tile_row), keys_end = window.end(last_row);
-  const int first_tile = keys_begin / C::kBlockK;
-  const int end_tile =
-      keys_begin < keys_end ? (keys_end + C::kBlockK - 1) / C::kBlockK : first_tile;
-  const int warp_last_row = min(warp_row + C::kRows, work.seq_q) - 1;
-
-  const uint32_t q_tile = ptx::shared_address(shared.q);
-  const uint32_t dout_tile = ptx::shared_address(shared.dout);
-  const uint32_t k_tile = ptx::shared_address(shared.k);
-  const uint32_t v_tile = ptx::shared_address(shared.v);
-  constexpr int kStageBytes = C::kBlockK * T::kRowBytes;
-  const auto load_keys = [&](int tile, int stage) {
-    const int row = tile * C::kBlockK;
-    load_tile_rows<C, C::kBlockK>(
-        k_tile + stage * kStageBytes, p.k, place.offset(p.k_strides, head_k), p.k_strides,
-        work.first_k + row, work.seq_k - row, p.head_dim, p.copy_bytes, plan.vector);
-    load_tile_rows<C, C::kBlockK>(
-        v_tile + stage * kStageBytes, p.v, place.offset(p.v_strides, head_k), p.v_strides,
-        work.first_k + row, work.seq_k - row, p.head_dim_v, p.copy_bytes, plan.vector);
-  };
-
-  float dq[C::kM][C::kHeadDim / 8][4];  // [m16, n8, fragment]
-  set_zero(dq);
-  if (first_tile < end_tile) {
-    load_tile_rows<C, C::kBlockQ>(q_tile, p.q, place.offset(p.q_strides, place.head), p.q_strides,
-                                  work.first_q + tile_row, work.seq_q - tile_row, p.head_dim,
-                                  p.copy_bytes, plan.vector);
-    load_tile_rows<C, C::kBlockQ>(dout_tile, p.dout, place.offset(p.dout_strides, place.head),
-                                  p.dout_strides, work.first_q + tile_row,
-                                  p.dout != nullptr ? work.seq_q - tile_row : 0, p.head_dim_v,
-                                  p.copy_bytes, plan.vector);
-    load_row_statistics<C::kBlockQ>(
-        shared.statistics,
-        plan.statistics + (static_cast<int64_t>(place.batch) * p.heads_q + place.head) * p.seq_q +
-            work.first_q + tile_row,
-        work.seq_q - tile_row);
-    if (C::kStages == 2) load_keys(first_tile, 0);
-    ptx::cp_async_commit();
-  }
-  const uint32_t q_left = q_tile + warp * C::kRows * T::kRowBytes + lane_by_rows<C::kHeadDim>();
-  const uint32_t dout_left = q_left + (dout_tile - q_tile);
-  const BiasMaskView view(p.bias_mask, place.batch0, place.batch1, place.head);
-  int stage = 0;
-#pragma unroll 1
-  for (int tile = first_tile; tile < end_tile; ++tile) {
-    if constexpr (C::kStages == 1) {
-      __syncthreads();  // nobody reads the tile before
-      load_keys(tile, 0);
-      ptx::cp_async_commit();
-    }
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // this stage has landed; nobody reads the other one
-    if constexpr (C::kStages == 2) {
-      if (tile + 1 < end_tile) load_keys(tile + 1, stage ^ 1);
-      ptx::cp_async_commit();
-    }
-    const uint32_t k_stage = k_tile + stage * kStageBytes;
-    const uint32_t v_stage = v_tile + stage * kStageBytes;
-#pragma unroll 1
-    for (int step = 0; step < C::kBlockK; step += C::kStep) {
-      const int key = tile * C::kBlockK + step;
-      if (warp_row >= work.seq_q || key >= window.end(warp_last_row) ||
-          key + C::kStep <= window.begin(warp_row))
-        continue;
-      float s[C::kM][C::kN][4];   // S, then P
-      float dp[C::kM][C::kN][4];  // dP - delta, then dS
-      const uint32_t b_lane = lane_by_chunks<C::kHeadDim>() + step * T::kRowBytes;
-      float2 statistics[C::kM][2];  // [m16, row g or g + 8]
-#pragma unroll
-      for (int i = 0; i < C::kM * 2; ++i)
-        statistics[i / 2][i % 2] =
-            load_pair(&shared.statistics[warp * C::kRows + i * 8 + lane / 4]);
-      set_zero(s);
-      multiply_rows<Op, C::kHeadDim>(s, q_left, k_stage + b_lane);
-#pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i)
-        dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] = statistics[i / (4 * C::kN)][i % 4 / 2].y;
-      multiply_rows<Op, C::kHeadDim>(dp, dout_left, v_stage + b_lane);
-      if (plan.score_mode == kSoftcap) apply_softcap(s, dp, plan);
-      if (plan.score_mode == kLinear) scale_linear(s, plan.score_inner);
-      apply_bias_mask<Op>(s, view, warp_row + lane / 4, key + lane % 4 * 2, work.seq_q, work.seq_k,
-                          plan.bias_factor);
-      if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
-        mask_scores(s, window, warp_row + lane / 4, key + lane % 4 * 2);
-#pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
-        const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-        s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
-      }
-      if (any_large(statistics)) limit_probabilities(s);
-#pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i)
-        dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] *= s[i / (4 * C::kN)][i / 4 % C::kN][i % 4];
-      uint32_t ds16[C::kN / 2][C::kM][4];
-      pack<Op>(ds16, dp);
-      const Span<C::kHeadDim, C::kHeadDim / 16> right(
-          k_stage + step * T::kRowBytes + lane_by_rows<C::kHeadDim>(), 0);
-#pragma unroll
-      for (int k = 0; k < C::kN / 2; ++k)
-        multiply_16<Op>(dq, ds16[k], right, k * 16 * T::kRowBytes);
-    }
-    if (C::kStages == 2) stage ^= 1;
-  }
-
-  __syncwarp();  // all lanes have read their rows of Q
-  store_gradient<Op, C::kHeadDim, false>(
-      dq, p.scale, q_tile + warp * C::kRows * T::kRowBytes, 0,
-      static_cast<uint16_t*>(p.dq) + place.offset(p.dq_strides, place.head) +
-          static_cast<int64_t>(work.first_q + warp_row) * p.dq_strides.row,
-      p.dq_strides.row, work.seq_q - warp_row, p.head_dim, plan.vector_dq);
+  if (work.tile < 0 || work.tile * C::kBlockQ >= work.seq_q) return;
+  typename QueryWarp<Op, C>::Sums dq;
+  QueryWarp<Op, C>(p, plan, shared, place, work, dq).run();
 }
 
 }  // namespace flashsci::sm80::dq

@@ -5,10 +5,23 @@
 
 #include <cstdint>
 
+#include "../../core/head_coord.cuh"
 #include "../../core/softmax.cuh"
 #include "../../core/split_fp16.cuh"
 
 namespace flashsci::sm80 {
+
+// The rows of one head from `row` on.
+template <class Row>
+__device__ __forceinline__ const float* rows_of(const void* tensor, const FlashsciStrides& strides,
+                                                const HeadCoord& place, uint32_t head, Row row) {
+  return static_cast<const float*>(tensor) + place.offset(strides, head) + row * strides.row;
+}
+template <class Row>
+__device__ __forceinline__ float* rows_of(void* tensor, const FlashsciStrides& strides,
+                                          const HeadCoord& place, uint32_t head, Row row) {
+  return static_cast<float*>(tensor) + place.offset(strides, head) + row * strides.row;
+}
 
 // Makes halves of the raw rows that lie in their place, each with its own power of two; factors
 // [kRows] are what to multiply the halves by.

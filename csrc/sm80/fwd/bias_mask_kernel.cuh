@@ -6,23 +6,30 @@
 //           by side, then the other members, so that a bias is read while it is in L2. Every warp
 //           works on its rows of all members in turn and starts their scores from the one bias tile
 //           that it has converted: S = Q K^T + bias / scale costs nothing beyond the product.
-// Shared    Two stages of 32 keys: K and V of every member (interleaved, see core/smem_tile.cuh), the bias
-//           tile, one byte a key of each member's key mask; Q of every member, of two units where
-//           CTAs are persistent: `BiasMaskStorage`.
+// Shared    Two stages of 32 keys: K and V of every member (interleaved, see core/smem_tile.cuh),
+//           the bias tile, one byte a key of each member's key mask; Q of every member, of two
+//           units where CTAs are persistent: `BiasMaskStorage` (bias_mask_load.cuh).
 // Pipeline  The copies of the next stage fly while one is worked on, from one unit into the next;
 //           one barrier a stage. Q stays in registers where it fits.
 // Limits    Issue slots and exponentials at D = 32, HMMA from D = 64 on; a bias that is not shared:
 //           HBM.
 #pragma once
-#include <algorithm>
+#include <cuda_runtime.h>
 #include <cstddef>
-#include <type_traits>
 
-#include "../../core/launch.cuh"
+#include "../../core/mask.cuh"
 #include "../../core/poison.cuh"
+#include "../../core/smem_tile.cuh"
+#include "../../core/softmax.cuh"
+#include "../../ptx/cp_async.cuh"
+#include "../../ptx/ldmatrix.cuh"
+#include "../../ptx/redux.cuh"
+#include "../../ptx/shared.cuh"
 #include "bias_mask_load.cuh"
 #include "bias_mask_tile.cuh"
-#include "kernel.cuh"
+#include "epilogue.cuh"
+#include "rows.cuh"
+#include "warp_mma.cuh"
 
 namespace flashsci::sm80::fwd {
 
@@ -40,208 +47,148 @@ __device__ __forceinline__ void add(float (&x)[kM][kN][4], const float (&y)[kM][
     x[i / (kN * 4)][i / 4 % kN][i % 4] += y[i / (kN * 4)][i / 4 % kN][i % 4];
 }
 
-// S += Q K^T with Q in registers.
-template <class Op, class C>
-__device__ __forceinline__ void multiply_kept_qk(float (&s)[C::kM][C::kN][4],
-                                                 const uint32_t (&q)[C::kHeadDim / 16][C::kM][4],
-                                                 uint32_t k_start) {
-  using T = Tile<C::kHeadDim>;
-#pragma unroll
-  for (int d = 0; d < C::kHeadDim / 16; ++d) {
-#pragma unroll
-    for (int n = 0; n < C::kN / 2; ++n) {
-      uint32_t b[4];  // K [16 keys, 16]: two n8 blocks
-      ptx::ldmatrix_x4(b, T::pair_address(k_start, d) + n * 16 * T::kRowBytes);
-#pragma unroll
-      for (int m = 0; m < C::kM; ++m) {
-        Op::mma(s[m][2 * n], q[d][m], b[0], b[1]);
-        Op::mma(s[m][2 * n + 1], q[d][m], b[2], b[3]);
-      }
-    }
-  }
-}
-
-// Normalises, writes lse and output from registers: the lanes of a quad exchange the words of four
-// n8 blocks, so that each has 16 bytes in a row.
-template <class Op, class C>
-__device__ __forceinline__ void store_rows(const float (&o)[C::kM][C::kDimBlocks][4],
-                                           const float (&row_max)[C::kM][2],
-                                           const float (&row_sum)[C::kM][2],
-                                           uint16_t* __restrict__ out,  // [rows, Dv] of this warp
-                                           float* __restrict__ lse,     // [rows] of this warp
-                                           int64_t row_stride, int rows, int head_dim_v,
-                                           const ForwardPlan& plan) {
-  const int group = threadIdx.x / 4 % 8, quad = threadIdx.x % 4;
-#pragma unroll
-  for (int m = 0; m < C::kM; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = quad_sum(row_sum[m][half]);
-      const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-      const int row = m * 16 + half * 8 + group;
-      if (quad == 0 && row < rows)
-        lse[row] = sum == 0.f ? -INFINITY : fmaf(row_max[m][half], plan.lse_scale, logf(sum));
-#pragma unroll
-      for (int block = 0; block < C::kDimBlocks / 4; ++block) {
-        uint32_t word[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          word[i] = Op::pack2(o[m][block * 4 + i][half * 2] * inverse,
-                              o[m][block * 4 + i][half * 2 + 1] * inverse);
-        transpose_quad(word);
-        const int columns = head_dim_v - (block * 4 + quad) * kChunkElements;
-        uint16_t* target = out + row * row_stride + (block * 4 + quad) * kChunkElements;
-        if (row >= rows || columns <= 0) continue;
-        if (plan.vector_out) {
-          *reinterpret_cast<uint4*>(target) = make_uint4(word[0], word[1], word[2], word[3]);
-        } else {
-#pragma unroll
-          for (int e = 0; e < kChunkElements; ++e)
-            if (e < columns) target[e] = static_cast<uint16_t>(word[e / 2] >> (e % 2 * 16));
-        }
-      }
-    }
-  }
-}
-
+// What a thread carries through its CTA's run of units.
 template <class Op, class C, bool kVector>
-__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
-    forward_bias_mask_kernel(const __grid_constant__ FlashsciForwardParams p,
-                             const __grid_constant__ ForwardPlan plan,
-                             const __grid_constant__ BiasMaskPlan bias_mask) {
+struct BiasMaskWarp {
   using T = Tile<C::kHeadDim>;
   using Stage = BiasMaskStage<C>;
-  extern __shared__ __align__(128) unsigned char shared_memory[];
-  auto& shared = *reinterpret_cast<BiasMaskStorage<C>*>(shared_memory);
-  poison_block(&shared, sizeof(shared));
-  constexpr int kMembers = C::kMembers;
-  constexpr bool kAnything = C::kBias == 0;
+  static constexpr int kMembers = C::kMembers;
+  static constexpr bool kAnything = C::kBias == 0;
+  static constexpr int kKeptQ = C::kKeepQ ? C::kHeadDim / 16 : 1;
+  using KeptQ = uint32_t[kKeptQ][C::kM][4];  // Q [kRows, D] of a member
+  static constexpr int kQBytes = C::kBlockQ * T::kRowBytes;
+  static constexpr int kTileBytes = C::kBlockK * T::kRowBytes;
 
+  BiasMaskStorage<C>& shared;
+  const FlashsciForwardParams& p;
+  const ForwardPlan& plan;
+  const BiasMaskPlan& bias_mask;
   const int seq_q = p.seq_q, seq_k = p.seq_k;
-  const int warp = ptx::redux_max(threadIdx.x / 32);
-  const int lane = threadIdx.x % 32;
-  const Window window(kAnything ? p.window_left : -1, kAnything ? p.window_right : -1,
-                      p.lower_right != 0, seq_q, seq_k);
-
+  const int warp = ptx::redux_max(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const Window window{kAnything ? p.window_left : -1, kAnything ? p.window_right : -1,
+                      p.lower_right != 0, seq_q, seq_k};
   uint32_t unit = blockIdx.x * bias_mask.units + min(blockIdx.x, bias_mask.units_rest);
   const uint32_t end_unit = unit + bias_mask.units + (blockIdx.x < bias_mask.units_rest);
-  BiasMaskFetch<C, kVector> fetch(shared, unit, end_unit);
-  fetch.seek(shared, p, plan, bias_mask, window);
-  fetch.issue(shared, p, plan, bias_mask, window);
-  ptx::cp_async_commit();
+  BiasMaskFetch<C, kVector> fetch{shared, unit, end_unit};
+  uint32_t stage = ptx::shared_address(shared.stage);  // that is worked on
 
-  uint32_t stage = ptx::shared_address(shared.stage);
-#pragma unroll 1
-  for (; unit < end_unit; ++unit) {
+  // The unit in work.
+  struct Unit {
+    const BiasMaskPlace place;  // of the first member
+    const int warp_row;
+    const KeyTiles<C> tiles;
+    const WarpKeys<C> keys;
+    const uint8_t* mask;  // of pairs
+    uint32_t q_start;     // where this lane's ldmatrix starts, first member
+  };
+
+  __device__ __forceinline__ void issue_copies() {
+    fetch.issue(shared, p, plan, bias_mask, window);
+    ptx::cp_async_commit();
+  }
+  __device__ __forceinline__ Unit start_unit() const {
     const BiasMaskPlace place(unit, kMembers, p, plan, bias_mask);
     const int tile_row = place.tile * C::kBlockQ, warp_row = tile_row + warp * C::kRows;
     const KeyTiles<C> tiles(window, tile_row, seq_q);
-    // Of the keys, some rows of this warp see [seen_begin, seen_end), all [full_begin, full_end).
-    const int warp_last_row = min(warp_row + C::kRows, seq_q) - 1;
-    const int seen_begin = window.begin(warp_row);
-    const int seen_end = warp_row < seq_q ? window.end(warp_last_row) : 0;
-    const int full_begin = window.begin(warp_last_row), full_end = window.end(warp_row);
-    const uint8_t* mask = p.bias_mask.mask;  // of pairs
+    const WarpKeys<C> keys(window, warp_row, seq_q);
+    const uint8_t* mask = p.bias_mask.mask;
     if (kAnything && mask != nullptr) mask += place.offset(p.bias_mask.mask_strides, place.head);
+    return {place,
+            warp_row,
+            tiles,
+            keys,
+            mask,
+            ptx::shared_address(shared.q[unit % C::kUnitsQ]) + warp * C::kRows * T::kRowBytes +
+                T::offset(lane % 16, lane / 16)};
+  }
+  __device__ __forceinline__ void keep_q(KeptQ (&q)[kMembers], const Unit& work) const {
+#pragma unroll
+    for (int i = 0; i < kMembers * kKeptQ * C::kM; ++i) {
+      const int r = i / (kKeptQ * C::kM), d = i / C::kM % kKeptQ, m = i % C::kM;
+      ptx::ldmatrix_x4(q[r][d][m],
+                       T::pair_address(work.q_start, d) + r * kQBytes + m * 16 * T::kRowBytes);
+    }
+  }
 
-    struct Rows {
-      float o[C::kM][C::kDimBlocks][4];  // [m16, n8 of Dv, fragment]
-      float row_max[C::kM][2];  // [m16, row g or g + 8], in units of 1 / exp_scale; stale by <= 2^8
-      float row_sum[C::kM][2];  // this lane's part of the sum
-    } rows[kMembers];
+  // Which members have shown keys in this stage, which have hidden ones, and the masks' words.
+  __device__ __forceinline__ void read_key_masks(uint32_t (&words)[kMembers][C::kN / 2],
+                                                 bool (&any_shown)[kMembers],
+                                                 bool (&any_hidden)[kMembers], bool active,
+                                                 uint32_t count) const {
 #pragma unroll
     for (int r = 0; r < kMembers; ++r) {
-      clear(rows[r].o);
-#pragma unroll
-      for (int m = 0; m < C::kM; ++m) {
-        rows[r].row_max[m][0] = rows[r].row_max[m][1] = -INFINITY;
-        rows[r].row_sum[m][0] = rows[r].row_sum[m][1] = 0.f;
+      any_shown[r] = active && r < count;
+      any_hidden[r] = false;
+      if (bias_mask.key_mask) {
+        bool shown;
+        read_key_mask<C>(words[r], stage + offsetof(Stage, shown) + r * C::kBlockK, shown,
+                         any_hidden[r]);
+        any_shown[r] &= shown;
       }
     }
-    const uint32_t q_start = ptx::shared_address(shared.q[unit % C::kUnitsQ]) +
-                             warp * C::kRows * T::kRowBytes + T::offset(lane % 16, lane / 16);
-    constexpr int kQBytes = C::kBlockQ * T::kRowBytes;
-    constexpr int kKeptQ = C::kKeepQ ? C::kHeadDim / 16 : 1;
-    uint32_t q_kept[kMembers][kKeptQ][C::kM][4];  // Q [kRows, D] of each member
-
-#pragma unroll 1
-    for (int tile = tiles.end - 1; tile >= tiles.first; --tile) {
-      ptx::cp_async_wait<0>();
-      __syncthreads();  // this stage has landed; nobody reads the one before any more
-      if (C::kKeepQ && tile == tiles.end - 1) {
-#pragma unroll
-        for (int i = 0; i < kMembers * kKeptQ * C::kM; ++i) {
-          const int r = i / (kKeptQ * C::kM), d = i / C::kM % kKeptQ, m = i % C::kM;
-          ptx::ldmatrix_x4(q_kept[r][d][m],
-                           T::pair_address(q_start, d) + r * kQBytes + m * 16 * T::kRowBytes);
-        }
-        // The next copies may be of the Q after the next: into the place of this one.
-        if (tile == tiles.first) __syncthreads();
-      }
-      fetch.issue(shared, p, plan, bias_mask, window);
-      ptx::cp_async_commit();
-
-      const int first_key = tile * C::kBlockK;
-      const bool active = first_key < seen_end && first_key + C::kBlockK > seen_begin;
-      const int row = warp_row + opaque(lane) / 4, key = first_key + opaque(lane) % 4 * 8;
-      uint32_t words[kMembers][C::kN / 2];  // of the key masks
-      bool any_shown[kMembers], any_hidden[kMembers];
-#pragma unroll
-      for (int r = 0; r < kMembers; ++r) {
-        any_shown[r] = active && r < place.count;
-        any_hidden[r] = false;
-        if (bias_mask.key_mask) {
-          bool shown;
-          read_key_mask<C>(words[r], stage + offsetof(Stage, shown) + r * C::kBlockK, shown,
-                           any_hidden[r]);
-          any_shown[r] &= shown;
-        }
-      }
-      float c[C::kM][C::kN][4];  // what the scores start from
-      const uint32_t bias_tile = stage + offsetof(Stage, bias);
-      if (kAnything && p.bias_mask.bias == nullptr)
-        clear(c);
-      else if (C::kBias == 4 || (kAnything && p.bias_mask.bias_is_fp32))
-        read_bias<Op, C, true>(c, bias_tile + bias_start<C, true>(warp), bias_mask.bias_factor);
-      else
-        read_bias<Op, C, false>(c, bias_tile + bias_start<C, false>(warp), bias_mask.bias_factor);
-      if (kAnything && active && mask != nullptr && !bias_mask.key_mask)
-        hide_bias_mask<C>(c, mask, p.bias_mask.mask_strides, bias_mask.aligned_mask != 0, row, key,
-                          seq_q, seq_k);
-      const uint32_t k_start = stage + T::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-      const uint32_t v_start = stage + offsetof(Stage, v) + T::offset(lane % 16, lane / 16);
-      constexpr int kTileBytes = C::kBlockK * T::kRowBytes;
-#pragma unroll
-      for (int r = 0; r < kMembers; ++r) {
-        if (!any_shown[r]) continue;
-        float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
-        const auto multiply = [&] {
-          if constexpr (C::kKeepQ)
-            multiply_kept_qk<Op, C>(s, q_kept[r], k_start + r * kTileBytes);
-          else
-            multiply_qk<Op, C>(s, q_start + r * kQBytes, k_start + r * kTileBytes);
-        };
-        if (!kAnything || plan.score_mode == kScaled) {
-          copy(s, c);
-          multiply();
-        } else {
-          clear(s);
-          multiply();
-          scale_scores<C>(s, plan);
-          add(s, c);
-        }
-        if (any_hidden[r]) hide_keys<C>(s, words[r]);
-        if (first_key < full_begin || first_key + C::kBlockK > full_end)
-          mask_scores<true>(s, window, row, key);
-        online_softmax_lazily(s, rows[r].o, rows[r].row_max, rows[r].row_sum, plan.exp_scale);
-        multiply_pv<Op, C>(rows[r].o, s, v_start + r * kTileBytes);
-      }
-      stage = next_stage<C>(stage, shared);
+  }
+  // What the scores of all members start from.
+  __device__ __forceinline__ void read_start(float (&c)[C::kM][C::kN][4], const Unit& work,
+                                             bool active, int row, int key) const {
+    const uint32_t bias_tile = stage + offsetof(Stage, bias);
+    if (kAnything && p.bias_mask.bias == nullptr)
+      clear(c);
+    else if (C::kBias == 4 || (kAnything && p.bias_mask.bias_is_fp32))
+      read_bias<Op, C, true>(c, bias_tile + bias_start<C, true>(warp), bias_mask.bias_factor);
+    else
+      read_bias<Op, C, false>(c, bias_tile + bias_start<C, false>(warp), bias_mask.bias_factor);
+    if (kAnything && active && work.mask != nullptr && !bias_mask.key_mask)
+      hide_bias_mask<C>(c, work.mask, p.bias_mask.mask_strides, bias_mask.aligned_mask != 0, row,
+                        key, seq_q, seq_k);
+  }
+  // S += Q K^T of member r.
+  __device__ __forceinline__ void multiply(float (&s)[C::kM][C::kN][4], const KeptQ (&q)[kMembers],
+                                           uint32_t q_start, uint32_t k_start, int r) const {
+    if constexpr (C::kKeepQ)
+      multiply_kept_qk<Op, C>(s, q[r], k_start + r * kTileBytes);
+    else
+      multiply_qk<Op, C>(s, q_start + r * kQBytes, k_start + r * kTileBytes);
+  }
+  __device__ __forceinline__ void score(float (&s)[C::kM][C::kN][4],
+                                        const float (&c)[C::kM][C::kN][4],
+                                        const KeptQ (&q)[kMembers], uint32_t q_start,
+                                        uint32_t k_start, int r) const {
+    if (!kAnything || plan.score_mode == kScaled) {
+      copy(s, c);
+      multiply(s, q, q_start, k_start, r);
+    } else {
+      clear(s);
+      multiply(s, q, q_start, k_start, r);
+      scale_scores<C>(s, plan);
+      add(s, c);
     }
-
-    if (warp_row >= seq_q) continue;
-    const BiasMaskPlace home(opaque(unit), kMembers, p, plan,
-                             bias_mask);  // not kept through the loop
+  }
+  // A stage: the tile of keys from `first_key` on, member by member.
+  __device__ __forceinline__ void step(OutputRows<C> (&rows)[kMembers], const KeptQ (&q)[kMembers],
+                                       const Unit& work, int first_key) const {
+    const bool active = work.keys.any_seen(first_key);
+    const int row = work.warp_row + opaque(lane) / 4, key = first_key + opaque(lane) % 4 * 8;
+    uint32_t words[kMembers][C::kN / 2];  // of the key masks
+    bool any_shown[kMembers], any_hidden[kMembers];
+    read_key_masks(words, any_shown, any_hidden, active, work.place.count);
+    float c[C::kM][C::kN][4];
+    read_start(c, work, active, row, key);
+    const uint32_t k_start = stage + T::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const uint32_t v_start = stage + offsetof(Stage, v) + T::offset(lane % 16, lane / 16);
+#pragma unroll
+    for (int r = 0; r < kMembers; ++r) {
+      if (!any_shown[r]) continue;
+      float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
+      score(s, c, q, work.q_start, k_start, r);
+      if (any_hidden[r]) hide_keys<C>(s, words[r]);
+      if (work.keys.any_hidden(first_key)) mask_scores<true>(s, window, row, key);
+      online_softmax_lazily(s, rows[r].o, rows[r].row_max, rows[r].row_sum, plan.exp_scale);
+      multiply_pv<Op, C>(rows[r].o, s, v_start + r * kTileBytes);
+    }
+  }
+  __device__ __forceinline__ void write(const OutputRows<C> (&rows)[kMembers], int warp_row) const {
+    // Found again rather than kept through the loop.
+    const BiasMaskPlace home(opaque(unit), kMembers, p, plan, bias_mask);
     auto* out = static_cast<uint16_t*>(p.out) + home.offset(p.out_strides, home.head) +
                 warp_row * p.out_strides.row;
     float* lse =
@@ -249,11 +196,48 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
     for (int r = 0; r < kMembers; ++r) {
       if (r >= home.count) break;
-      store_rows<Op, C>(rows[r].o, rows[r].row_max, rows[r].row_sum, out + r * bias_mask.out_step,
-                        lse + r * bias_mask.lse_step, p.out_strides.row, seq_q - warp_row,
-                        p.head_dim_v, plan);
+      store_rows<Op, C>(rows[r], out + r * bias_mask.out_step, lse + r * bias_mask.lse_step,
+                        p.out_strides.row, seq_q - warp_row, p.head_dim_v, plan);
     }
   }
+
+  __device__ __forceinline__ void run() {
+    fetch.seek(shared, p, plan, bias_mask, window);
+    issue_copies();
+#pragma unroll 1
+    for (; unit < end_unit; ++unit) {
+      const Unit work = start_unit();
+      OutputRows<C> rows[kMembers];
+#pragma unroll
+      for (int r = 0; r < kMembers; ++r) rows[r].reset();
+      KeptQ q[kMembers];
+#pragma unroll 1
+      for (int tile = work.tiles.end - 1; tile >= work.tiles.first; --tile) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // this stage has landed; nobody reads the one before any more
+        if (C::kKeepQ && tile == work.tiles.end - 1) {
+          keep_q(q, work);
+          // The next copies may be of the Q after the next: into the place of this one.
+          if (tile == work.tiles.first) __syncthreads();
+        }
+        issue_copies();
+        step(rows, q, work, tile * C::kBlockK);
+        stage = next_stage<C>(stage, shared);
+      }
+      if (work.warp_row < seq_q) write(rows, work.warp_row);
+    }
+  }
+};
+
+template <class Op, class C, bool kVector>
+__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
+    forward_bias_mask_kernel(const __grid_constant__ FlashsciForwardParams p,
+                             const __grid_constant__ ForwardPlan plan,
+                             const __grid_constant__ BiasMaskPlan bias_mask) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  auto& shared = *reinterpret_cast<BiasMaskStorage<C>*>(shared_memory);
+  poison_block(&shared, sizeof(shared));
+  BiasMaskWarp<Op, C, kVector>{shared, p, plan, bias_mask}.run();
 }
 
 }  // namespace flashsci::sm80::fwd

@@ -1,11 +1,13 @@
-// The work of bias_mask_kernel.cuh: its units and stages, where they lie, and their copies to shared
-// memory.
+// The work of bias_mask_kernel.cuh: its units and stages, where they lie, and their copies to
+// shared memory.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
+#include "../../core/mask.cuh"
 #include "bias_mask_tile.cuh"
-#include "kernel.cuh"
+#include "config.cuh"
+#include "rows.cuh"
 
 namespace flashsci::sm80::fwd {
 
@@ -72,19 +74,6 @@ struct BiasMaskPlace {
   template <class Strides>
   __device__ __forceinline__ int64_t offset(const Strides& strides, uint32_t of_head) const {
     return batch0 * strides.batch0 + batch1 * strides.batch1 + of_head * strides.head;
-  }
-};
-
-// Tiles [first, end) of keys that some row of a query tile sees.
-template <class C>
-struct KeyTiles {
-  int first, end;
-
-  __device__ __forceinline__ KeyTiles(const Window& window, int tile_row, int seq_q) {
-    const int begin_key = window.begin(tile_row);
-    const int end_key = window.end(min(tile_row + C::kBlockQ, seq_q) - 1);
-    first = begin_key / C::kBlockK;
-    end = begin_key < end_key ? (end_key + C::kBlockK - 1) / C::kBlockK : first;
   }
 };
 

@@ -25,6 +25,7 @@
 #include "../fp32/bias_mask.cuh"
 #include "../fp32/rows.cuh"
 #include "../fp32/stream.cuh"
+#include "../fp32/visible_tiles.cuh"
 #include "../fp32/warp_mma.cuh"
 
 namespace flashsci::sm80::fwd_fp32 {
@@ -155,6 +156,212 @@ __device__ __forceinline__ void online_softmax_fp32(float (&s)[kM][kN][4],
   }
 }
 
+// What a warp makes of its query rows. Apart from what else it carries: beside arrays that loops
+// go through, the compiler keeps scalars in memory until it has unrolled them.
+template <class C>
+struct ForwardRows {
+  float q_factor[C::kM][2];  // from halves of Q, and units of the scores, to the plan's
+  float sum[C::kM][2];       // of P, this lane's part
+  float max[C::kM][2];       // [m16, row g or g + 8], natural or log2 units; stale by <= kStale
+  float o[C::kM][C::kDimBlocks][4];  // [m16, n8 of Dv, fragment]
+
+  __device__ __forceinline__ ForwardRows() {
+    set_all(max, -INFINITY);
+    set_all(sum, 0.f);
+    clear(o);
+  }
+};
+
+// A warp of the CTA: its query rows from S to the stores, and its part of the copies and of the
+// conversions. `run` is the loop over tiles of keys, from right to left.
+template <class C, bool kHasBiasMask>
+struct ForwardWarp {
+  using QTile = SplitFp16Tile<C::kBlockQ, C::kDim>;
+  using KTile = SplitFp16Tile<C::kBlockK, C::kDim>;
+  static constexpr int kTogether = C::kM * C::kDim >= 128 ? 2 : 4;  // registers
+  static constexpr bool kZerosApart = !kHasBiasMask && C::kDim == 64;
+  using KeyStream = Stream<C::kBlockK, C::kDim, C::kThreads, kZerosApart>;
+  using PairTile = BiasMaskTile<kHasBiasMask ? C::kM : 1, kHasBiasMask ? C::kN : 2>;
+
+  const FlashsciForwardParams& p;
+  const ForwardFp32Plan& plan;
+  ForwardStorage<C>& shared;
+  const HeadCoord& place;
+  const TileOfSequence& work;
+  const int tile_row;
+  const uint32_t head_k;
+  const float *k, *v;  // of the first key
+  const int warp, lane, warp_row;
+  const Window window;
+  const VisibleTiles<C::kBlockK> visible;
+  const uint32_t q_start;
+  KeyStream& stream;
+  const uint32_t k_mixed, k_high, v_mixed, v_high;  // in the halves of the stream
+  const bool three;
+  const BiasMaskOfHead<> bias_mask;
+  PairTile& pair_tile;
+  ForwardRows<C>& rows;
+  int next_key;  // of the next tile, or of this one if it comes again
+
+  __device__ __forceinline__ ForwardWarp(ForwardStorage<C>& shared_,
+                                         const FlashsciForwardParams& p_,
+                                         const ForwardFp32Plan& plan_, const HeadCoord& place_,
+                                         const TileOfSequence& work_, KeyStream& stream_,
+                                         PairTile& pair_tile_, ForwardRows<C>& rows_)
+      : p(p_),
+        plan(plan_),
+        shared(shared_),
+        place(place_),
+        work(work_),
+        tile_row(work.tile * C::kBlockQ),
+        head_k(place.head / static_cast<uint32_t>(p.heads_q / p.heads_k)),
+        k(rows_of(p.k, p.k_strides, place, head_k, work.first_k)),
+        v(rows_of(p.v, p.v_strides, place, head_k, work.first_k)),
+        warp(ptx::redux_max(threadIdx.x / 32)),
+        lane(threadIdx.x % 32),
+        warp_row(tile_row + warp * C::kRows),
+        window(p.window_left, p.window_right, p.lower_right != 0, work.seq_q, work.seq_k),
+        visible(window, work.seq_q, tile_row, C::kBlockQ, warp_row, C::kRows),
+        q_start(start_of_a<QTile>(ptx::shared_address(&shared.q), warp * C::kRows)),
+        stream(stream_),
+        k_mixed(start_of_rows<KTile>(stream.tile(0), true)),
+        k_high(start_of_rows<KTile>(stream.tile(0), false)),
+        v_mixed(start_of_dims<KTile>(stream.tile(1), true)),
+        v_high(start_of_dims<KTile>(stream.tile(1), false)),
+        three(p.precision == FLASHSCI_TF32X3),
+        bias_mask(p.bias_mask, plan.bias_mask, place, place.head, work.seq_q, work.seq_k),
+        pair_tile(pair_tile_),
+        rows(rows_) {}
+
+  // --- loads
+
+  __device__ __forceinline__ void load(int tile) const {
+    const int first = tile * C::kBlockK;
+    stream.load(0, k + first * p.k_strides.row, p.k_strides.row, work.seq_k - first, p.head_dim,
+                plan.vector != 0);
+    stream.load(1, v + first * p.v_strides.row, p.v_strides.row, work.seq_k - first, p.head_dim_v,
+                plan.vector != 0);
+  }
+  __device__ __forceinline__ void load_next_bias_mask() {
+    if constexpr (kHasBiasMask) {
+      if (next_key >= visible.first_tile * C::kBlockK)
+        pair_tile.load(bias_mask, warp_row + lane / 4, next_key + lane % 4 * 4);
+    }
+  }
+  // Q, as halves, and the first tile.
+  __device__ __forceinline__ void load_first() {
+    if constexpr (kHasBiasMask)
+      pair_tile.load(bias_mask, warp_row + lane / 4,
+                     (visible.end_tile - 1) * C::kBlockK + lane % 4 * 4);
+    const uint32_t q_tile = ptx::shared_address(&shared.q);
+    load_raw<C::kBlockQ, C::kDim, C::kThreads, false>(
+        q_tile, rows_of(p.q, p.q_strides, place, place.head, work.first_q + tile_row),
+        p.q_strides.row, work.seq_q - tile_row, p.head_dim, plan.vector != 0);
+    ptx::cp_async_commit();
+    load(visible.end_tile - 1);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<1>();
+    __syncthreads();
+    convert_in_place<C::kBlockQ, C::kDim, C::kThreads>(q_tile, shared.q_factor);
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < C::kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        rows.q_factor[m][half] =
+            shared.q_factor[warp * C::kRows + m * 16 + half * 8 + lane / 4] * plan.inner;
+  }
+
+  // --- a tile of keys
+
+  // Softcap, bias and mask; factor becomes what leads from s to the units of rows.max.
+  __device__ __forceinline__ void modify_scores(float (&s)[C::kM][C::kN][4],
+                                                float (&factor)[C::kM][2]) const {
+    if (plan.plain) {
+      keep_finite(factor);
+    } else {
+      if (plan.cap != 0.f) cap_scores(s, factor, plan.cap);
+      if constexpr (kHasBiasMask) {
+        pair_tile.apply(s, bias_mask, factor);
+      } else {
+        scale_rows(s, factor);
+      }
+      set_all(factor, kHasBiasMask ? 1.f : kLog2e);
+    }
+  }
+  __device__ __forceinline__ void step(int tile) {
+    const int first_key = tile * C::kBlockK;
+    float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
+    multiply_rows<QTile, KTile, C::kDim>(s, opaque(q_start), opaque(k_mixed), opaque(k_high),
+                                         three);
+    float factor[C::kM][2];
+#pragma unroll
+    for (int m = 0; m < C::kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        factor[m][half] = rows.q_factor[m][half] * stream.factor(0);
+    modify_scores(s, factor);
+    if (stream.hide) hide_columns(s, stream.shared.state, lane % 4 * 4);
+    if (first_key < visible.full_begin || first_key + C::kBlockK > visible.full_end)
+      mask_interleaved(s, window, warp_row + lane / 4, first_key + lane % 4 * 4);
+    load_next_bias_mask();
+    online_softmax_fp32<kHasBiasMask>(s, rows.o, rows.max, rows.sum, factor);
+    if constexpr (!kZerosApart) drop_zero_rows(s, stream.shared.state, lane % 4 * 4, 1);
+    Operand<C::kM, C::kN> probabilities;
+    probabilities.take(s, three);
+    set_all(factor, stream.factor(1));
+    multiply_dims<KTile, C::kDim, kTogether>(rows.o, probabilities, opaque(v_mixed), opaque(v_high),
+                                             factor, three);
+  }
+
+  __device__ __forceinline__ void write() const {
+    // Found again rather than kept through the loop.
+    const HeadCoord home(opaque(blockIdx.x), plan.tiles, p.heads_q, p.batch1);
+    int row = warp_row;
+    if (p.cu_seqlens_q != nullptr)
+      row += find_tile<C::kBlockQ>(opaque(blockIdx.x) - home.batch_head * plan.tiles,
+                                   p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q, p.seq_k)
+                 .first_q;
+    float* lse = p.lse + static_cast<int64_t>(home.batch_head) * p.seq_q + row;
+    float inverse[C::kM][2];
+#pragma unroll
+    for (int m = 0; m < C::kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float sum = quad_sum(rows.sum[m][half]);
+        inverse[m][half] = sum == 0.f ? 0.f : 1.f / sum;
+        const int of_warp = m * 16 + half * 8 + lane / 4;
+        if (lane % 4 == 0 && of_warp < work.seq_q - warp_row)
+          lse[of_warp] = sum == 0.f ? -INFINITY
+                                    : fmaf(rows.max[m][half], kHasBiasMask ? 1.f : kLn2,
+                                           logf(sum * exp2f(-kShift)));
+      }
+    }
+    store_rows_fp32(rows.o, inverse, rows_of(p.out, p.out_strides, home, home.head, row),
+                    p.out_strides.row, work.seq_q - warp_row, p.head_dim_v, plan.vector_out != 0);
+  }
+
+  __device__ __forceinline__ void run() {
+    if (visible.first_tile < visible.end_tile) load_first();
+#pragma unroll 1
+    for (int tile = visible.end_tile - 1; tile >= visible.first_tile;
+         tile -= stream.again ? 0 : 1) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // the raw tile has landed; nobody reads the halves of tile n + 1 any more
+      stream.convert();
+      if (!stream.again && tile > visible.first_tile) load(tile - 1);
+      ptx::cp_async_commit();
+      const int first_key = tile * C::kBlockK;
+      next_key = stream.again ? first_key : first_key - C::kBlockK;
+      if (first_key < visible.seen_end && first_key + C::kBlockK > visible.seen_begin)
+        step(tile);
+      else
+        load_next_bias_mask();
+    }
+    if (warp_row < work.seq_q) write();
+  }
+};
+
 template <class C, bool kHasBiasMask>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     forward_fp32_kernel(const __grid_constant__ FlashsciForwardParams p,
@@ -162,11 +369,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<ForwardStorage<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
-  using QTile = SplitFp16Tile<C::kBlockQ, C::kDim>;
-  using KTile = SplitFp16Tile<C::kBlockK, C::kDim>;
-  constexpr int kTogether = C::kM * C::kDim >= 128 ? 2 : 4;  // registers
-
-  // Which query tile of which head.
   const HeadCoord place(blockIdx.x, plan.tiles, p.heads_q, p.batch1);
   const uint32_t slot = blockIdx.x - place.batch_head * plan.tiles;
   TileOfSequence work;
@@ -179,164 +381,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   }
   const int tile_row = work.tile * C::kBlockQ;
   if (work.tile < 0 || tile_row >= work.seq_q) return;
-
-  const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
-  const auto* k = static_cast<const float*>(p.k) + place.offset(p.k_strides, head_k) +
-                  work.first_k * p.k_strides.row;
-  const auto* v = static_cast<const float*>(p.v) + place.offset(p.v_strides, head_k) +
-                  work.first_k * p.v_strides.row;
-
-  const int warp = ptx::redux_max(threadIdx.x / 32);
-  const int lane = threadIdx.x % 32;
-  const int warp_row = tile_row + warp * C::kRows;
-  const Window window(p.window_left, p.window_right, p.lower_right != 0, work.seq_q, work.seq_k);
-
-  // Key tiles that any row of this CTA sees, and what this warp sees of them: some of its rows see
-  // [seen_begin, seen_end), all of them [full_begin, full_end).
-  const int last_row = min(tile_row + C::kBlockQ, work.seq_q) - 1;
-  const int keys_begin = window.begin(tile_row), keys_end = window.end(last_row);
-  const int first_tile = keys_begin / C::kBlockK;
-  const int end_tile =
-      keys_begin < keys_end ? (keys_end + C::kBlockK - 1) / C::kBlockK : first_tile;
-  const int warp_last_row = min(warp_row + C::kRows, work.seq_q) - 1;
-  const int seen_begin = window.begin(warp_row);
-  const int seen_end = warp_row < work.seq_q ? window.end(warp_last_row) : 0;
-  const int full_begin = window.begin(warp_last_row), full_end = window.end(warp_row);
-
-  const uint32_t q_start = start_of_a<QTile>(ptx::shared_address(&shared.q), warp * C::kRows);
-  constexpr bool kZerosApart = !kHasBiasMask && C::kDim == 64;
-  Stream<C::kBlockK, C::kDim, C::kThreads, kZerosApart> stream(shared.stream);
-  const uint32_t k_mixed = start_of_rows<KTile>(stream.tile(0), true);
-  const uint32_t k_high = start_of_rows<KTile>(stream.tile(0), false);
-  const uint32_t v_mixed = start_of_dims<KTile>(stream.tile(1), true);
-  const uint32_t v_high = start_of_dims<KTile>(stream.tile(1), false);
-  const bool three = p.precision == FLASHSCI_TF32X3;
-
-  const auto load = [&](int tile) {
-    const int first = tile * C::kBlockK;
-    stream.load(0, k + first * p.k_strides.row, p.k_strides.row, work.seq_k - first, p.head_dim,
-                plan.vector != 0);
-    stream.load(1, v + first * p.v_strides.row, p.v_strides.row, work.seq_k - first, p.head_dim_v,
-                plan.vector != 0);
-  };
-
-  float o[C::kM][C::kDimBlocks][4];  // [m16, n8 of Dv, fragment]
-  float row_max[C::kM][2];   // [m16, row g or g + 8], natural or log2 units; stale by <= kStale
-  float row_sum[C::kM][2];   // this lane's part of the sum
-  float q_factor[C::kM][2];  // from halves of Q, and units of the scores, to the plan's
-#pragma unroll
-  for (int m = 0; m < C::kM; ++m) {
-    row_max[m][0] = row_max[m][1] = -INFINITY;
-    row_sum[m][0] = row_sum[m][1] = 0.f;
-#pragma unroll
-    for (int d = 0; d < C::kDimBlocks; ++d)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[m][d][e] = 0.f;
-  }
-
-  const BiasMaskOfHead<> bias_mask(p.bias_mask, plan.bias_mask, place, place.head, work.seq_q,
-                                   work.seq_k);
-  BiasMaskTile<kHasBiasMask ? C::kM : 1, kHasBiasMask ? C::kN : 2> pair_tile;
-  if (first_tile < end_tile) {
-    if constexpr (kHasBiasMask)
-      pair_tile.load(bias_mask, warp_row + lane / 4, (end_tile - 1) * C::kBlockK + lane % 4 * 4);
-    const uint32_t q_tile = ptx::shared_address(&shared.q);
-    load_raw<C::kBlockQ, C::kDim, C::kThreads, false>(
-        q_tile,
-        static_cast<const float*>(p.q) + place.offset(p.q_strides, place.head) +
-            (work.first_q + tile_row) * p.q_strides.row,
-        p.q_strides.row, work.seq_q - tile_row, p.head_dim, plan.vector != 0);
-    ptx::cp_async_commit();
-    load(end_tile - 1);
-    ptx::cp_async_commit();
-    ptx::cp_async_wait<1>();
-    __syncthreads();
-    convert_in_place<C::kBlockQ, C::kDim, C::kThreads>(q_tile, shared.q_factor);
-    __syncthreads();
-#pragma unroll
-    for (int m = 0; m < C::kM; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        q_factor[m][half] =
-            shared.q_factor[warp * C::kRows + m * 16 + half * 8 + lane / 4] * plan.inner;
-  }
-
-#pragma unroll 1
-  for (int tile = end_tile - 1; tile >= first_tile; tile -= stream.again ? 0 : 1) {
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // the raw tile has landed; nobody reads the halves of tile n + 1 any more
-    stream.convert();
-    if (!stream.again && tile > first_tile) load(tile - 1);
-    ptx::cp_async_commit();
-    const int first_key = tile * C::kBlockK;
-    const int next_key = stream.again ? first_key : first_key - C::kBlockK;
-    if (first_key < seen_end && first_key + C::kBlockK > seen_begin) {
-      float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
-      multiply_rows<QTile, KTile, C::kDim>(s, opaque(q_start), opaque(k_mixed), opaque(k_high),
-                                           three);
-      float factor[C::kM][2];  // from s to the units of row_max
-#pragma unroll
-      for (int m = 0; m < C::kM; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) factor[m][half] = q_factor[m][half] * stream.factor(0);
-      if (plan.plain) {
-        keep_finite(factor);
-      } else {
-        if (plan.cap != 0.f) cap_scores(s, factor, plan.cap);
-        if constexpr (kHasBiasMask) {
-          pair_tile.apply(s, bias_mask, factor);
-        } else {
-          scale_rows(s, factor);
-        }
-        set_all(factor, kHasBiasMask ? 1.f : kLog2e);
-      }
-      if (stream.hide) hide_columns(s, stream.shared.state, lane % 4 * 4);
-      if (first_key < full_begin || first_key + C::kBlockK > full_end)
-        mask_interleaved(s, window, warp_row + lane / 4, first_key + lane % 4 * 4);
-      if constexpr (kHasBiasMask) {
-        if (next_key >= first_tile * C::kBlockK)
-          pair_tile.load(bias_mask, warp_row + lane / 4, next_key + lane % 4 * 4);
-      }
-      online_softmax_fp32<kHasBiasMask>(s, o, row_max, row_sum, factor);
-      if constexpr (!kZerosApart) drop_zero_rows(s, stream.shared.state, lane % 4 * 4, 1);
-      Operand<C::kM, C::kN> probabilities;
-      probabilities.take(s, three);
-      set_all(factor, stream.factor(1));
-      multiply_dims<KTile, C::kDim, kTogether>(o, probabilities, opaque(v_mixed), opaque(v_high),
-                                               factor, three);
-    } else if constexpr (kHasBiasMask) {
-      if (next_key >= first_tile * C::kBlockK)
-        pair_tile.load(bias_mask, warp_row + lane / 4, next_key + lane % 4 * 4);
-    }
-  }
-
-  if (warp_row >= work.seq_q) return;
-  // Found again rather than kept through the loop.
-  const HeadCoord home(opaque(blockIdx.x), plan.tiles, p.heads_q, p.batch1);
-  int row = warp_row;
-  if (p.cu_seqlens_q != nullptr)
-    row += find_tile<C::kBlockQ>(opaque(blockIdx.x) - home.batch_head * plan.tiles, p.cu_seqlens_q,
-                                 p.cu_seqlens_k, p.num_seqs, p.seq_q, p.seq_k)
-               .first_q;
-  float* lse = p.lse + static_cast<int64_t>(home.batch_head) * p.seq_q + row;
-  float inverse[C::kM][2];
-#pragma unroll
-  for (int m = 0; m < C::kM; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = quad_sum(row_sum[m][half]);
-      inverse[m][half] = sum == 0.f ? 0.f : 1.f / sum;
-      const int of_warp = m * 16 + half * 8 + lane / 4;
-      if (lane % 4 == 0 && of_warp < work.seq_q - warp_row)
-        lse[of_warp] = sum == 0.f ? -INFINITY
-                                  : fmaf(row_max[m][half], kHasBiasMask ? 1.f : kLn2,
-                                         logf(sum * exp2f(-kShift)));
-    }
-  }
-  store_rows_fp32(
-      o, inverse,
-      static_cast<float*>(p.out) + home.offset(p.out_strides, home.head) + row * p.out_strides.row,
-      p.out_strides.row, work.seq_q - warp_row, p.head_dim_v, plan.vector_out != 0);
+  using Warp = ForwardWarp<C, kHasBiasMask>;
+  typename Warp::KeyStream stream(shared.stream);
+  typename Warp::PairTile pair_tile;
+  ForwardRows<C> rows;
+  Warp(shared, p, plan, place, work, stream, pair_tile, rows).run();
 }
 
 }  // namespace flashsci::sm80::fwd_fp32

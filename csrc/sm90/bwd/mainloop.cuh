@@ -31,10 +31,9 @@ enum NamedBarrier {
 // Accumulator element e of a lane is key 16 warp + lane / 4 + 8 ((e >> 1) & 1) of the warpgroup's
 // 64 and query 8 (e >> 2) + 2 (lane % 4) + (e & 1) of the block.
 
-// WithBiasMask outside the window get `value`. key, query: of this lane's first element.
+// Elements outside the window become 0. key, query: of this lane's first element.
 template <int kCount>
-__device__ __forceinline__ void hide(float (&x)[kCount], const Window& window, int key, int query,
-                                     float value) {
+__device__ __forceinline__ void hide(float (&x)[kCount], const Window& window, int key, int query) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int j = key + 8 * half;
@@ -45,8 +44,26 @@ __device__ __forceinline__ void hide(float (&x)[kCount], const Window& window, i
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int column = e / 4 * 8 + i;
-        if (column < begin || column >= end) x[e + i] = value;
+        if (column < begin || column >= end) x[e + i] = 0.f;
       }
+    }
+  }
+}
+
+// The same of elements packed by two.
+template <int kCount>
+__device__ __forceinline__ void hide(uint32_t (&x)[kCount][4], const Window& window, int key,
+                                     int query) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int j = key + 8 * half;
+    const int begin = j < window.seq_k ? j - window.after + 1 - query : 1 << 30;
+    const int end = j - window.before + 1 - query;
+#pragma unroll
+    for (int e = 2 * half; e < kCount * 8; e += 4) {
+      const int column = e / 4 * 8;
+      if (column < begin || column >= end) x[e / 8][e / 2 % 4] &= 0xffff0000u;
+      if (column + 1 < begin || column + 1 >= end) x[e / 8][e / 2 % 4] &= 0x0000ffffu;
     }
   }
 }
@@ -248,17 +265,11 @@ struct Consumer {
     const bool cut = blocks.cut(w) || large;
     ptx::wgmma_wait<1>();
     ptx::wgmma_tie(s);
-    const auto hide_outside = [&](float value) {
-      if (cut) {
-        if constexpr (!kSoftcap) limit_probabilities(prob);
-        hide(prob, window_of(a.p, tile.seq_q, tile.seq_k), tile.row + w * 64 + warp * 16 + lane / 4,
-             blocks.index() * kBlockQ + lane % 4 * 2, value);
-      }
-    };
     if constexpr (kSoftcap) {
 #pragma unroll
-      for (int e = 0; e < kBlockQ / 2; ++e) prob[e] = tanh_accurate(s[e] * a.cap_inner);
-      hide_outside(-INFINITY);
+      for (int e = 0; e < kBlockQ / 2; ++e) {
+        prob[e] = tanh_code(s[e] * a.cap_inner);
+      }
     }
     if constexpr (C::kHasBiasMask) {
       const int pair_stage = iter % C::kBiasMaskStages;
@@ -278,24 +289,38 @@ struct Consumer {
       for (int e = n * 4; e < n * 4 + 4; ++e) {
         const float offset = e % 2 == 0 ? row.x : row.y;
         if constexpr (kSoftcap)
-          s[e] = ptx::ex2_approx(fmaf(prob[e], a.cap_outer, -offset));
+          s[e] = ptx::ex2_approx(fmaf(tanh_of(prob[e]), a.cap_outer, -offset));
         else
           prob[e] = ptx::ex2_approx(fmaf(s[e], a.exp_scale, -offset));
       }
     }
-    if constexpr (!kSoftcap) hide_outside(0.f);
-    blocks.next();
+    const auto hide_outside = [&](auto& x) {
+      hide(x, window_of(a.p, tile.seq_q, tile.seq_k), tile.row + w * 64 + warp * 16 + lane / 4,
+           blocks.index() * kBlockQ + lane % 4 * 2);
+    };
+    if constexpr (!kSoftcap) {
+      if (cut) {
+        limit_probabilities(prob);
+        hide_outside(prob);
+      }
+    }
     if constexpr (kSoftcap) {  // P as operand of dV; for dS it takes the slope
 #pragma unroll
-      for (int e = 0; e < kBlockQ / 2; e += 2) p[e / 8][e / 2 % 4] = Op::pack2(s[e], s[e + 1]);
-#pragma unroll
-      for (int e = 0; e < kBlockQ / 2; ++e)
-        prob[e] = s[e] * fmaxf(fmaf(-prob[e], prob[e], 1.f), 0.f);
+      for (int e = 0; e < kBlockQ / 2; e += 2) {
+        p[e / 8][e / 2 % 4] = Op::pack2(s[e], s[e + 1]);
+        prob[e] = s[e] * slope_of(prob[e]);
+        prob[e + 1] = s[e + 1] * slope_of(prob[e + 1]);
+      }
+      if (cut) {  // now that S needs no registers
+        hide_outside(prob);
+        hide_outside(p);
+      }
       ptx::wgmma_tie(prob);
     } else {
       ptx::wgmma_tie(prob);
       pack(0, kBlockQ / 16 / kParts);
     }
+    blocks.next();
     ptx::schedule_fence(prob[kBlockQ / 2 - 1]);
     ptx::wgmma_wait<0>();
     ptx::wgmma_tie(dp);

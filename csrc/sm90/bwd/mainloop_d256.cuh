@@ -144,38 +144,46 @@ struct D256Consumer {
   // P^T as operand, and, times the slope of softcap, for dS^T.
   __device__ __forceinline__ void exponentiate(int iter) {
     const uint32_t stage = iter % C::kStages;
-    const auto hide_outside = [&](float value) {
-      const bool large = !kSoftcap && flag_of(lse() + stage * 256);
-      if (block < full_begin || block >= full_end || large) {
-        if constexpr (!kSoftcap) limit_probabilities(x);
-        hide(x, window_of(a.p, tile.seq_q, tile.seq_k), tile.row + warp() * 16 + lane() / 4,
-             block * 64 + lane() % 4 * 2, value);
-      }
-    };
-    float tanh[kSoftcap ? 32 : 1];
+    float code[kSoftcap ? 32 : 1];  // of tanh
     if constexpr (kSoftcap) {
 #pragma unroll
-      for (int e = 0; e < 32; ++e) x[e] = tanh_accurate(x[e] * a.cap_inner);
-      hide_outside(-INFINITY);
-#pragma unroll
-      for (int e = 0; e < 32; ++e) tanh[e] = x[e];
+      for (int e = 0; e < 32; ++e) code[e] = tanh_code(x[e] * a.cap_inner);
     }
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const float2 row = ptx::ld_shared_f2(lse() + stage * 256 + n * 32);
 #pragma unroll
-      for (int e = n * 4; e < n * 4 + 4; ++e)
-        x[e] = ptx::ex2_approx(
-            fmaf(x[e], kSoftcap ? a.cap_outer : a.exp_scale, e % 2 == 0 ? -row.x : -row.y));
+      for (int e = n * 4; e < n * 4 + 4; ++e) {
+        const float offset = e % 2 == 0 ? row.x : row.y;
+        if constexpr (kSoftcap)
+          x[e] = ptx::ex2_approx(fmaf(tanh_of(code[e]), a.cap_outer, -offset));
+        else
+          x[e] = ptx::ex2_approx(fmaf(x[e], a.exp_scale, -offset));
+      }
     }
-    if constexpr (!kSoftcap) hide_outside(0.f);
-    if (++block == end_block) block = begin_block;
+    const bool large = !kSoftcap && flag_of(lse() + stage * 256);
+    const bool cut = block < full_begin || block >= full_end || large;
+    const auto hide_outside = [&](auto& of) {
+      hide(of, window_of(a.p, tile.seq_q, tile.seq_k), tile.row + warp() * 16 + lane() / 4,
+           block * 64 + lane() % 4 * 2);
+    };
+    if constexpr (!kSoftcap) {
+      if (cut) {
+        limit_probabilities(x);
+        hide_outside(x);
+      }
+    }
 #pragma unroll
     for (int e = 0; e < 32; e += 2) p[e / 8][e / 2 % 4] = Op::pack2(x[e], x[e + 1]);
     if constexpr (kSoftcap) {
 #pragma unroll
-      for (int e = 0; e < 32; ++e) x[e] *= fmaxf(fmaf(-tanh[e], tanh[e], 1.f), 0.f);
+      for (int e = 0; e < 32; ++e) x[e] *= slope_of(code[e]);
+      if (cut) {
+        hide_outside(x);
+        hide_outside(p);
+      }
     }
+    if (++block == end_block) block = begin_block;
     wait_for(shared.p_empty, iter + 1);
     poison_pieces(p_store, 4, 2048);
 #pragma unroll

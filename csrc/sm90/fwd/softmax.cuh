@@ -79,9 +79,8 @@ __device__ __forceinline__ void row_max(const float (&s)[kCount], float (&maximu
   maximum[1] = quad_max(maximum[1]);
 }
 
-// Elements [kBegin, kEnd) of S become P; part: this lane's sums, in four chains. kLimited: where
-// the offset is known to have followed the maximum, exponents exceed the threshold only in rows of
-// large scores. (The limit is on the exponent: on P it costs registers.)
+// Elements [kBegin, kEnd) of S become P; part: this lane's sums, in four chains. kLimited: exponents
+// are cut at the threshold. (The limit is on the exponent: on P it costs registers.)
 template <bool kLimited, int kBegin, int kEnd, int kCount>
 __device__ __forceinline__ void exponentials(float (&s)[kCount], const float (&offset)[2],
                                              float exp_scale, float (&part)[4]) {
@@ -93,13 +92,22 @@ __device__ __forceinline__ void exponentials(float (&s)[kCount], const float (&o
   }
 }
 
-template <int kCount>
-__device__ __forceinline__ void limited_exponentials(float (&s)[kCount], const float (&offset)[2],
-                                                     float exp_scale, float (&sum)[2]) {
+template <bool kLimited, int kCount>
+__device__ __forceinline__ void exponentials(float (&s)[kCount], const RowStatistics& rows,
+                                             float exp_scale, float (&sum)[2]) {
   float part[4];
-  exponentials<true, 0, kCount>(s, offset, exp_scale, part);
+  exponentials<kLimited, 0, kCount>(s, rows.row_max_log2, exp_scale, part);
   sum[0] = part[0] + part[1];
   sum[1] = part[2] + part[3];
+}
+
+// Whether an exponent of the warp exceeds the threshold. Where the offset is at the maximum, it does
+// so in rows of large scores alone.
+__device__ __forceinline__ bool exceeds(const float (&maximum)[2], const RowStatistics& rows,
+                                        float exp_scale) {
+  return __any_sync(0xffffffffu,
+                    fmaf(maximum[0], exp_scale, -rows.row_max_log2[0]) > kRescaleThreshold ||
+                        fmaf(maximum[1], exp_scale, -rows.row_max_log2[1]) > kRescaleThreshold);
 }
 
 // The first block of a row: S becomes P.
@@ -111,18 +119,19 @@ __device__ __forceinline__ void softmax_first(float (&s)[kCount], RowStatistics&
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     rows.row_max_log2[half] = fmaxf(offset_at(maximum[half], exp_scale), kUninitializedMax);
-  limited_exponentials(s, rows.row_max_log2, exp_scale, rows.sum);
+  if (exceeds(maximum, rows, exp_scale))
+    exponentials<true>(s, rows, exp_scale, rows.sum);
+  else
+    exponentials<false>(s, rows, exp_scale, rows.sum);
 }
 
 // Any later block: S becomes P; returns whether O must be multiplied by alpha.
 template <int kCount>
 __device__ __forceinline__ bool softmax_next(float (&s)[kCount], RowStatistics& rows,
                                              float (&alpha)[2], float exp_scale) {
-  float maximum[2];
+  float maximum[2], sum[2];
   lane_max(s, maximum);
-  const bool grew = __any_sync(
-      0xffffffffu, fmaf(maximum[0], exp_scale, -rows.row_max_log2[0]) > kRescaleThreshold ||
-                       fmaf(maximum[1], exp_scale, -rows.row_max_log2[1]) > kRescaleThreshold);
+  const bool grew = exceeds(maximum, rows, exp_scale);
   if (grew) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -132,9 +141,10 @@ __device__ __forceinline__ bool softmax_next(float (&s)[kCount], RowStatistics& 
       rows.row_max_log2[half] = next;
       rows.sum[half] *= alpha[half];
     }
+    exponentials<true>(s, rows, exp_scale, sum);
+  } else {
+    exponentials<false>(s, rows, exp_scale, sum);
   }
-  float sum[2];
-  limited_exponentials(s, rows.row_max_log2, exp_scale, sum);
   rows.sum[0] += sum[0];
   rows.sum[1] += sum[1];
   return grew;

@@ -19,6 +19,7 @@ from .chunks import (
     load_rows,
     row_dot,
     rows_of,
+    scale_chunks,
     score_chunks,
     store_chunks,
     zero_chunks,
@@ -66,6 +67,7 @@ def jvp_kernel(
     centre = tl.zeros([BLOCK_M], tl.float32)
     centred = tl.zeros([BLOCK_M], tl.int1)
     excess = tl.zeros([BLOCK_M], tl.float32)  # m - c
+    total = tl.zeros([BLOCK_M], tl.float32)  # sum of P: 1 but for roundings of a huge lse
     acc = zero_chunks(BLOCK_M, V)
 
     edges = key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
@@ -94,6 +96,7 @@ def jvp_kernel(
                     kept = drop(p, keep, mod)
                 if MOVES or tweights is not None:
                     mass = tl.sum(p, 1)
+                    total += mass
                     if MOVES:
                         tk_rows = load_from(
                             tk_head, tangent_strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1
@@ -129,9 +132,14 @@ def jvp_kernel(
                     )  # fmt: skip
                     acc = add_product(kept, tv_rows, acc, PRECISION)
         if sweep < SWEEPS - 1:
-            centre = excess
+            centre = excess / at_least_one_key(total)
             excess = tl.zeros([BLOCK_M], tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
 
+    if MOVES or tangents.weight is not None:
+        share = 1.0 / at_least_one_key(total)
+        excess = excess * share
+        acc = scale_chunks(acc, share[:, None])
     out_rows = load_rows(out, out_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)
     tout_rows = without_mean(acc, excess, out_rows)
     tout_tile = rows_of(tout, tout_strides, at, at.h, row, V.VECTOR)
@@ -145,6 +153,12 @@ def jvp_kernel(
         row_delta = tl.where(row_lse == float("-inf"), 0.0, row_delta)
         tl.store(delta + position, row_delta, mask=inside)
         tl.store(zeta + position, row_dot(dout_rows, tout_rows), mask=inside)
+
+
+@triton.jit
+def at_least_one_key(total):
+    """total, and 1 in rows that see no key."""
+    return tl.where(total > 0.0, total, 1.0)
 
 
 @triton.jit

@@ -225,6 +225,9 @@ def config(
     # Short sequences: smaller tiles, and no more warps than they feed. Few sizes, so that few
     # kernels are compiled.
     chosen = block_m, block_n
+    # Hopper's wgmma takes 64 rows, and these kernels have products whose rows are queries (scores that are read beside a
+    # bias or mask) and such whose rows are keys.
+    both_ways = capability is not None and capability >= (9, 0) and bias_mask and kernel in BY_KEYS
     longest = max(length_q, length_k)
     if longest <= 64:
         block_m, block_n = min(block_m, 64), min(block_n, 64)
@@ -233,7 +236,9 @@ def config(
     streams_keys = kernel not in BY_KEYS + BY_BIAS
     if length_k <= 32 or (streams_keys and length_q <= 32 and length_k <= 128 and width <= 32):
         block_n = min(block_n, 32)
-    if longest <= 256 and kernel not in BY_BIAS:  # 144 = 4.5 tiles of 32: better than 2.25 of 64
+    if (
+        longest <= 256 and kernel not in BY_BIAS and not both_ways
+    ):  # 144 = 4.5 tiles of 32: better than 2.25 of 64
         length, block = (length_k, block_n) if streams_keys else (length_q, block_m)
         if block > 32 and -(-length // block) * block > 1.2 * length:
             block_m, block_n = (block_m, 32) if streams_keys else (32, block_n)
@@ -241,6 +246,9 @@ def config(
         registers = []
         most = 4 if width > 64 or block_m * block_n > 32 * 32 else 1 if width <= 32 else 2
         warps = min(warps, most if block_m * block_n <= 64 * 64 else warps)
+    # A tile that both wgmma and mma read gets one buffer too few from Triton 3.6, which overwrites it while wgmma reads.
+    if both_ways and block_m < 64 <= block_n:
+        stages = 1
     return block_m, block_n, warps, stages, *registers
 
 

@@ -179,6 +179,8 @@ def scores(
 
 # A reference from here on is rounded to multiples of 2 or more: exponents next to it mean nothing.
 HUGE = tl.constexpr(16777216.0)
+# Roundings of an lse from here on, and of the scores next to it, may halve P.
+LARGE = tl.constexpr(1048576.0)
 
 
 @triton.jit
@@ -198,7 +200,7 @@ def exponential(s, reference, scale, FOLD: tl.constexpr):
 def reference_of(lse, FOLD: tl.constexpr):
     """What `probabilities` subtracts: lse, in log2 units under FOLD; +inf for rows without keys, so that theirs are 0.
 
-    A HUGE lse has lost the sum of exponentials, and its roundings here and those of the scores in another kernel
+    A LARGE lse has lost much of the sum of exponentials, and its roundings here and those of the scores in another kernel
     decide between 0 and infinity. It is lowered by more than they are, so that the row's largest scores get 1.
     """
     reference = tl.where(lse == float("-inf"), float("inf"), lse)
@@ -207,7 +209,7 @@ def reference_of(lse, FOLD: tl.constexpr):
     # Not to -inf, which a hidden key's score has.
     low = tl.maximum(reference * (1.0 + 2.0**-21), LOWEST)
     low = tl.where(reference < 0.0, low, reference * (1.0 - 2.0**-21))
-    return tl.where(tl.abs(reference) < HUGE, reference, low)
+    return tl.where(tl.abs(reference) < LARGE, reference, low)
 
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)

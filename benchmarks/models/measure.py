@@ -1,0 +1,294 @@
+"""Steps of models measured: errors against the client in float64, time of the whole step, peak memory, who served
+each call.
+
+In float64 most clients do not fit into memory at the size that is timed: of "real" ones the errors are those of a
+medium size, and at the size that is timed the two ways are compared with each other.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import BenchError
+from benchmarks.inputs import DTYPES
+from benchmarks.measure import commit_of_tree, environment, fatal, microseconds
+from benchmarks.models import MODELS, Unavailable, load
+from benchmarks.models.served import listening
+from benchmarks.models.step import Results, Step, Way, double_stays
+from benchmarks.timer import Times, host_time, interleave
+
+SIZES = {"tiny": "tiny", "real": "check"}  # by what is timed: where errors are measured
+WAYS = ("client", "flashsci")
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def run(
+    names: Iterable[str] = (),
+    *,
+    size: str | None = None,
+    dtype: str | None = None,
+    device: torch.device | str | None = None,
+    seconds: float = 1.0,
+    on_step: Callable[[str], object] = lambda text: None,
+    on_model: Callable[[list[dict]], object] = lambda records: None,
+) -> list[dict]:
+    """Two records per step and dtype, of the client as it is and of the client on flashsci.
+
+    Args:
+        names: of `MODELS`; empty: all.
+        size: "tiny" or "real"; default "real" on a GPU.
+        dtype: "bf16" or "fp32", for the models that run in it; default all in which a model runs.
+        device: default the GPU if there is one.
+        seconds: measuring time per step and clock, about.
+        on_step, on_model: told what is being done, and after each model the records so far.
+
+    Returns:
+        Records as of `benchmarks.run`, suite "models" and pass "step": `time_us` by the host's clock, from an idle
+        device to an idle one; `device_us` by the GPU's, without waiting for the host; `errors` by result, relative
+        in the Euclidean norm, and `err_ratio`, the largest share of what is allowed: twice the client's and one
+        rounding. `difference` is the largest from the client at the size that is timed; `path` whose attention it
+        was; `calls` those that reached flashsci. What failed has no time, and its gate says why; so does that of a
+        model whose client is not on this machine.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    size = size or ("real" if device.type == "cuda" else "tiny")
+    if size not in SIZES:
+        raise BenchError(f"no size named {size!r}; there are {', '.join(SIZES)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise BenchError(f"no dtype named {dtype!r}; there are {', '.join(DTYPES)}")
+    modules: dict[str, ModuleType | Unavailable] = {}
+    for name in names or MODELS:  # all names are checked before anything is measured
+        try:
+            modules[name] = load(name)
+        except Unavailable as error:
+            modules[name] = error
+    records: list[dict] = []
+    for name, module in modules.items():
+        if isinstance(module, Unavailable):
+            about = {"id": name, "model": name, "about": name, "dtype": dtype, "size": size}
+            records += [
+                _record(about, way, _Side(gate=f"refused: {module}"), device) for way in WAYS
+            ]
+        else:
+            chosen = [d for d in module.DTYPES if dtype is None or d == DTYPES[dtype]]
+            records += _model(name, module, size, chosen, device, seconds, on_step)
+        on_model(records)
+    return records
+
+
+@dataclass
+class _Side:
+    """What was found of one way through a step."""
+
+    path: str = ""
+    gate: str = "passed"
+    errors: dict[str, float] = field(default_factory=dict)
+    ratio: float | None = None
+    difference: float | None = None
+    calls: list[dict] = field(default_factory=list)
+    memory: int | None = None
+    time: Times | None = None
+    device_time: Times | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.gate.startswith(("failed", "refused"))
+
+
+def _model(
+    name: str,
+    module: ModuleType,
+    size: str,
+    dtypes: list[torch.dtype],
+    device: torch.device,
+    seconds: float,
+    on_step: Callable[[str], object],
+) -> list[dict]:
+    if not dtypes:
+        return []
+    on_step(f"{name}: float64")
+    truth: dict[str, Results] = {}
+    with double_stays():
+        for step in module.build(SIZES[size], torch.float64, device):
+            truth[step.id] = step.client.results()
+    step = None
+    _release(device)
+    records = []
+    for dtype in dtypes:
+        found: dict[str, dict[str, _Side]] = {}
+        for step in module.build(SIZES[size], dtype, device):
+            on_step(f"{step.id}, {_NAMES[dtype]}: errors")
+            found[step.id] = _errors(step, truth[step.id], dtype)
+        step = None
+        _release(device)
+        for step in module.build(size, dtype, device):
+            on_step(f"{step.id}, {_NAMES[dtype]}: timing")
+            sides = found[step.id]
+            _time(step, sides, device, seconds)
+            about = {
+                "id": f"{step.id}-{_NAMES[dtype]}",
+                "model": name,
+                "about": step.about,
+                "dtype": _NAMES[dtype],
+                "size": size,
+            }
+            sides["client"].path = step.path
+            records += [_record(about, way, side, device) for way, side in sides.items()]
+        step = None
+        _release(device)
+    return records
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def relative(x: Tensor, truth: Tensor) -> float:
+    """The error of a result, as a share of its norm; inf where it is not finite."""
+    if not x.isfinite().all():
+        return float("inf")
+    return float((x.double() - truth.double()).norm() / truth.double().norm())
+
+
+@contextmanager
+def _problems_of(side: _Side):
+    """What goes wrong inside is that side's gate."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        side.gate = "refused: out of memory"
+    except (RuntimeError, NotImplementedError) as error:
+        if fatal(error):
+            raise
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        side.gate = f"failed: it raised: {said}"
+
+
+def _errors(step: Step, truth: Results, dtype: torch.dtype) -> dict[str, _Side]:
+    client, ours = sides = _Side(), _Side()
+    with _problems_of(client):
+        client.errors = {n: relative(x, truth[n]) for n, x in step.client.results().items()}
+    with _problems_of(ours):
+        with listening() as calls:
+            results = step.ours.results()
+        ours.errors = {n: relative(x, truth[n]) for n, x in results.items()}
+        if not calls:
+            ours.gate = "failed: no call reached flashsci"
+        elif client.failed:
+            ours.gate = "not checked"  # there is nothing that its errors could be measured by
+        else:
+            _judge(ours, client, dtype)
+    return dict(zip(WAYS, sides, strict=True))
+
+
+def _judge(ours: _Side, client: _Side, dtype: torch.dtype) -> None:
+    """The two-error rule, with the rounding of a result itself as its floor."""
+    rounding = torch.finfo(dtype).eps / 2
+    shares = {
+        name: error / (2 * client.errors[name] + rounding) for name, error in ours.errors.items()
+    }
+    worst = max(shares, key=lambda name: shares[name])
+    ours.ratio = shares[worst]
+    if ours.ratio > 1:
+        errors = f"{ours.errors[worst]:.1e}, the client's {client.errors[worst]:.1e}"
+        ours.gate = f"failed: error of {worst} {errors}"
+
+
+def served_by(calls: list[dict]) -> str:
+    """Whose kernels served calls, with how many: "cuda 4, triton 2; gradients triton 6".
+
+    >>> served_by([{"forward": "cuda", "gradients": "triton", "count": 4}])
+    'cuda 4; gradients triton 4'
+    """
+    texts = []
+    for what in ("forward", "gradients"):
+        counts: dict[str, int] = {}
+        for call in calls:
+            if call[what]:
+                counts[call[what]] = counts.get(call[what], 0) + call["count"]
+        if counts:
+            texts.append(", ".join(f"{name} {count}" for name, count in counts.items()))
+    return "; gradients ".join(texts)
+
+
+def _time(step: Step, sides: dict[str, _Side], device: torch.device, seconds: float) -> None:
+    ways: dict[str, Way] = dict(zip(WAYS, (step.client, step.ours), strict=True))
+    results: dict[str, Results] = {}
+    for name, way in ways.items():
+        if not sides[name].failed:
+            with _problems_of(sides[name]):
+                with listening() as calls:
+                    results[name] = way.results()
+                sides[name].memory = _peak(way, device)
+                if name == "flashsci":
+                    sides[name].calls = list(calls.values())
+                    sides[name].path = served_by(sides[name].calls)
+    if len(results) == 2:
+        theirs, mine = results.values()
+        sides["flashsci"].difference = max(relative(mine[n], x) for n, x in theirs.items())
+        if sides["flashsci"].difference == float("inf"):
+            sides["flashsci"].gate = "failed: a result at the size that is timed is not finite"
+    results.clear()
+    able = {name: way for name, way in ways.items() if not sides[name].failed}
+    if not able:
+        return
+    clock = host_time(able, device, seconds, calls=1, to_end=True, warmup=2)
+    for name, time in clock.items():
+        sides[name].time = time
+    if device.type == "cuda":
+        for name, time in interleave(able, device, seconds).items():
+            sides[name].device_time = time
+
+
+def _peak(way: Way, device: torch.device) -> int | None:
+    """Bytes that a step takes beyond what it begins with."""
+    if device.type != "cuda":
+        return None
+    way.model.zero_grad(set_to_none=True)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    way()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _record(about: dict, way: str, side: _Side, device: torch.device) -> dict:
+    commit, dirty = commit_of_tree()
+    errors = side.errors.values()
+    return {
+        "schema": 1,
+        "suite": "models",
+        "case": about,
+        "pass": "step",
+        "backend": way,
+        "path": side.path,
+        "commit": commit,
+        "dirty": dirty,
+        "time_us": None if side.failed or side.time is None else microseconds(side.time),
+        "device_us": None
+        if side.failed or side.device_time is None
+        else microseconds(side.device_time),
+        "tflops": None,
+        "gbps": None,
+        "pct_sol": None,
+        "ceiling": None,
+        "peak_mem_mb": None if side.memory is None else side.memory / 1e6,
+        "errors": side.errors,
+        "max_err": max(errors) if errors else None,
+        "err_ratio": side.ratio,
+        "difference": side.difference,
+        "calls": side.calls,
+        "gate": side.gate,
+        "method": {"timer": "host", "interleaved": True, "input": "randn"},
+        "env": environment(device),
+    }

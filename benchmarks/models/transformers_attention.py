@@ -1,0 +1,38 @@
+"""flashsci as an attention function of transformers, for the models here: encoders, with or without a bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from benchmarks.models.served import attention
+from benchmarks.models.step import replaced
+
+NAME = "fsci-benchmark"  # transformers treats a name with "flash" in it as flash_attn's
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    mask = attention_mask
+    kind = "mask" if mask is not None and mask.dtype == torch.bool else "bias"
+    out = attention(query, key, value, scale=scaling, dropout_p=dropout, **{kind: mask})
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, _attention)
+
+
+def patched(model: PreTrainedModel):
+    """Inside, this model calls flashsci."""
+    return replaced((model.config, "_attn_implementation", NAME))

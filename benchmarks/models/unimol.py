@@ -1,0 +1,90 @@
+"""Uni-Mol (unimol_tools): 15 layers of 64 heads of 8 channels. Every layer hands its scores, before the softmax
+and with the bias, to the next as its bias, and the last ones are the pair representation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from unimol_tools.models.transformers import SelfMultiheadAttention, TransformerEncoderWithPair
+
+from benchmarks.models.served import attention
+from benchmarks.models.step import Results, Step, drawn, loss, master, mixed, replaced
+
+DTYPES = (torch.bfloat16, torch.float32)
+SIZES = {
+    "tiny": {"batch": 2, "atoms": (17,), "layers": 2},
+    "check": {"batch": 4, "atoms": (61,), "layers": 3},
+    "real": {"batch": 32, "atoms": (64, 256), "layers": 15},
+}
+
+
+def _attention(
+    self: SelfMultiheadAttention,
+    query: Tensor,
+    key_padding_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    return_attn: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """SelfMultiheadAttention.forward. Scores are no result of attention here: they are computed beside it."""
+    if key_padding_mask is not None:
+        raise NotImplementedError("Uni-Mol's encoder puts padding into the bias, as -inf")
+    batch, s, width = query.shape
+    projected = self.in_proj(query).view(batch, s, 3, self.num_heads, self.head_dim)
+    q, k, v = projected.permute(2, 0, 3, 1, 4)
+    bias = attn_bias.view(batch, self.num_heads, s, s)
+    dropout = self.dropout if self.training else 0.0
+    out = attention(q, k, v, bias=bias, scale=self.scaling, dropout_p=dropout)
+    out = self.out_proj(out.transpose(1, 2).reshape(batch, s, width))
+    if not return_attn:
+        return out
+    rows = (-1, s, self.head_dim)
+    scores = torch.baddbmm(attn_bias, (q * self.scaling).reshape(rows), k.reshape(rows).mT)
+    return out, scores, None  # the third, P, has no reader
+
+
+def patched():
+    return replaced((SelfMultiheadAttention, "forward", _attention))
+
+
+def build(size: str, dtype: torch.dtype, device: torch.device) -> list[Step]:
+    n = SIZES[size]
+    return [_step(n["batch"], atoms, n["layers"], dtype, device) for atoms in n["atoms"]]
+
+
+def _step(batch: int, atoms: int, layers: int, dtype: torch.dtype, device: torch.device) -> Step:
+    torch.manual_seed(0)
+    model = TransformerEncoderWithPair(
+        encoder_layers=layers,
+        embed_dim=512,
+        ffn_embed_dim=2048,
+        attention_heads=64,
+        emb_dropout=0.0,
+        dropout=0.0,
+        attention_dropout=0.0,
+        max_seq_len=512,
+    ).to(device, master(dtype))
+    randn = drawn()
+    embedding = randn(batch, atoms, 512).to(device, master(dtype))
+    pairs = randn(batch * 64, atoms, atoms).to(device, master(dtype))
+    lengths = torch.randint(
+        atoms // 2, atoms + 1, (batch,), generator=torch.Generator().manual_seed(2)
+    )
+    lengths[0] = atoms
+    real = (torch.arange(atoms) < lengths[:, None]).to(device)
+    # Pairs with padding: -inf minus -inf for a key, anything for a query.
+    hidden = ~(real[:, :, None] & real[:, None, :])[..., None]
+
+    def step() -> Results:
+        model.train()
+        bias = pairs.detach().requires_grad_()
+        with mixed(dtype, device):
+            # The encoder writes into its mask.
+            x, _, pair, _, _ = model(
+                embedding, attn_mask=bias.clone(), padding_mask=(~real).to(embedding.dtype)
+            )
+            x, pair = x * real[..., None], pair.masked_fill(hidden, 0)
+            loss(x, pair).backward()
+        return {"atoms": x, "pairs": pair, "bias gradient": bias.grad}
+
+    about = f"{batch} molecules of up to {atoms} atoms, {layers} layers, training"
+    return Step.of(f"unimol-{atoms}", about, "bmm, softmax", model, step, patched)

@@ -1,0 +1,364 @@
+"""The functions of flash_attn 2.8 over flashsci: their signatures, layouts and meaning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.attention import attention
+from flashsci.compat.flash_attn import alibi
+from flashsci.compat.flash_attn.cache import cached_attention
+from flashsci.compat.flash_attn.refusals import refuse
+from flashsci.varlen import varlen_attention
+
+Window = tuple[int, int]
+EVERYWHERE = (-1, -1)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYWHERE,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of padded or equally long sequences, in flash_attn's layout.
+
+    Args:
+        q: ``[B, Sq, Hq, D]``; float16, bfloat16, and beyond flash_attn float32 and float64.
+        k: ``[B, Sk, Hk, D]``; Hq is a multiple of Hk.
+        v: ``[B, Sk, Hk, Dv]``.
+        dropout_p: probability of dropping an entry of P; the entries are drawn by flashsci, other ones than flash_attn's.
+        softmax_scale: factor of q k^T; None: ``1 / sqrt(D)``.
+        causal: query i sees keys up to ``i + Sk - Sq``: aligned to the lower right corner.
+        window_size: (left, right) keys around ``i + Sk - Sq``; -1 is unbounded.
+        softcap: scores are ``softcap tanh(s / softcap)``; 0.0 for none.
+        alibi_slopes: float32 ``[Hq]`` or ``[B, Hq]``: adds ``-slope |i + Sk - Sq - j|`` to the scores. Served, as a bias per
+            key, where no query sees a later key (causal, a window ``(left, 0)``, Sq 1), but for float32 inputs.
+        deterministic: gradients that are bitwise equal run to run; False: as ``torch.use_deterministic_algorithms`` says.
+        return_attn_probs: return ``(out, lse, None)``.
+
+    Returns:
+        out ``[B, Sq, Hq, Dv]``; lse float32 ``[B, Hq, Sq]``, natural, +inf in rows that see no key, as flash_attn has it, and
+        differentiable, which flash_attn's is not. There is no matrix of dropped probabilities: None.
+
+    Raises:
+        TypeError, ValueError, BackendError: as :func:`flashsci.attention`.
+        NotImplementedError: ALiBi other than above, or together with ``return_attn_probs``.
+
+    Example:
+        >>> import torch
+        >>> from flashsci.compat.flash_attn import flash_attn_func
+        >>> q, k, v = torch.randn(3, 2, 10, 4, 16).unbind(0)
+        >>> flash_attn_func(q, k, v, causal=True, window_size=(4, 0)).shape
+        torch.Size([2, 10, 4, 16])
+
+    Source: Dao, arXiv:2307.08691; the interface is that of flash_attn 2.8.3.
+    """
+    if not q.dim() == k.dim() == v.dim() == 4:
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q, k and v must be [B, S, H, D], got shapes {shapes}")
+    return _heads_first(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def _heads_first(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+) -> Any:
+    """:func:`flash_attn_func` of views ``[B, H, S, D]``."""
+    bias = None
+    if alibi_slopes is not None:
+        _no_lse("flash_attn_func", return_attn_probs)
+        bias = alibi.dense_bias(alibi_slopes, q, k, causal, window_size)
+    result = attention(
+        q,
+        k,
+        v,
+        bias=bias,
+        causal=causal,
+        window=None if window_size == EVERYWHERE else window_size,
+        align="lower_right",
+        scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        return_lse=return_attn_probs,
+        deterministic=deterministic or None,
+    )
+    if return_attn_probs:
+        out, lse = result
+        return out.transpose(1, 2), unseen_infinite(lse), None
+    return result.transpose(1, 2)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYWHERE,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_func` of k and v in one tensor ``[B, Sk, 2, Hk, D]``."""
+    _check_parts("kv", kv, 2, "B, S")
+    k, v = kv.transpose(1, 3).unbind(2)
+    return _heads_first(
+        q.transpose(1, 2), k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYWHERE,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_func` of q, k and v in one tensor ``[B, S, 3, H, D]``."""
+    _check_parts("qkv", qkv, 3, "B, S")
+    q, k, v = qkv.transpose(1, 3).unbind(2)
+    return _heads_first(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYWHERE,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Attention of N packed sequences: q ``[Tq, Hq, D]``, k ``[Tk, Hk, D]``, v ``[Tk, Hk, Dv]``.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 ``[N + 1]``, where sequences begin, rising from 0 to Tq and Tk.
+        max_seqlen_q, max_seqlen_k: at least the longest lengths. A tensor is not read, which would wait for the device:
+            the longest is then searched there.
+        alibi_slopes: float32 ``[Hq]`` or ``[N, Hq]``.
+        block_table: refused; paged caches are not served.
+        others: as in :func:`flash_attn_func`.
+
+    Returns:
+        out ``[Tq, Hq, Dv]``; with ``return_attn_probs`` ``(out, lse [Hq, Tq], None)``.
+
+    Raises:
+        TypeError, ValueError, BackendError: as :func:`flashsci.varlen_attention`.
+        NotImplementedError: as :func:`flash_attn_func`, and for a block_table.
+
+    Example:
+        >>> import torch
+        >>> from flashsci.compat.flash_attn import flash_attn_varlen_func
+        >>> q, k, v = torch.randn(3, 13, 4, 16).unbind(0)
+        >>> offsets = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
+        >>> flash_attn_varlen_func(q, k, v, offsets, offsets, 7, 7, causal=True).shape
+        torch.Size([13, 4, 16])
+    """
+    refuse("flash_attn_varlen_func", block_table=block_table)
+    longest_q, longest_k = host_length(max_seqlen_q), host_length(max_seqlen_k)
+    bias = None
+    if alibi_slopes is not None:
+        _no_lse("flash_attn_varlen_func", return_attn_probs)
+        bias = alibi.packed_bias(alibi_slopes, q, k, cu_seqlens_k, longest_q, causal, window_size)
+    result = varlen_attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
+        bias=bias,
+        causal=causal,
+        window=None if window_size == EVERYWHERE else window_size,
+        align="lower_right",
+        scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        return_lse=return_attn_probs,
+        deterministic=deterministic or None,
+    )
+    return (result[0], unseen_infinite(result[1]), None) if return_attn_probs else result
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYWHERE,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_varlen_func` of k and v in one tensor ``[Tk, 2, Hk, D]``."""
+    _check_parts("kv", kv, 2, "T")
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | Tensor | None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYWHERE,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_varlen_func` of q, k and v in one tensor ``[T, 3, H, D]``."""
+    _check_parts("qkv", qkv, 3, "T")
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYWHERE,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention to a dense cache, which new keys and values extend in place; without gradients, as in flash_attn.
+
+    Args:
+        q: ``[B, Sq, Hq, D]``.
+        k_cache, v_cache: ``[Bc, Sc, Hk, D]``, ``[Bc, Sc, Hk, Dv]``; not copied (unless their strides are unlike those of
+            any one buffer, or ``cache_batch_idx`` chooses).
+        k, v: ``[B, Snew, Hk, D]``, ``[B, Snew, Hk, Dv]``: written to the rows of the cache from ``cache_seqlens`` on, then
+            seen as the others.
+        rotary_cos, rotary_sin: ``[P, R / 2]``: rotate k, at its position in the cache, and q: by position if causal or
+            windowed, else all at ``cache_seqlens``.
+        cache_seqlens: rows in use before this call, int or int32 ``[B]``; None: all.
+        cache_batch_idx: int ``[B]``, the cache's entry for each of q; the chosen entries are copied.
+        cache_leftpad: int32 ``[B]``, the first row in use; None: 0.
+        block_table: refused; paged caches are not served.
+        rotary_interleaved: pairs are dims (2 i, 2 i + 1) instead of (i, i + R / 2).
+        num_splits: how flash_attn divides the work; flashsci divides by itself, and results do not depend on it.
+        others: as in :func:`flash_attn_func`; positions are counted from the end of the rows in use.
+
+    Returns:
+        out ``[B, Sq, Hq, Dv]``; with ``return_softmax_lse`` ``(out, lse [B, Hq, Sq])``.
+
+    Raises:
+        TypeError, ValueError, BackendError: as :func:`flashsci.attention`; ValueError too for rows beyond the cache, where
+            the host knows the lengths.
+        NotImplementedError: as :func:`flash_attn_func`, and for a block_table.
+
+    Example:
+        >>> import torch
+        >>> from flashsci.compat.flash_attn import flash_attn_with_kvcache
+        >>> cache_k, cache_v = torch.zeros(2, 1, 32, 2, 16).unbind(0)
+        >>> q, k, v = torch.randn(3, 1, 5, 2, 16).unbind(0)
+        >>> out = flash_attn_with_kvcache(q, cache_k, cache_v, k, v, cache_seqlens=0, causal=True)
+        >>> out.shape, torch.equal(cache_k[:, :5], k)
+        (torch.Size([1, 5, 2, 16]), True)
+    """
+    refuse("flash_attn_with_kvcache", block_table=block_table)
+    if alibi_slopes is not None:
+        _no_lse("flash_attn_with_kvcache", return_softmax_lse)
+    out, lse = cached_attention(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, softmax_scale,
+        causal, window_size, softcap, rotary_interleaved, alibi_slopes,
+    )  # fmt: skip
+    return (out, unseen_infinite(lse)) if return_softmax_lse else out
+
+
+def unseen_infinite(lse: Tensor) -> Tensor:
+    """flash_attn 2 marks rows that see no key by +inf, flashsci by the limit of the logarithm, -inf."""
+    return lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def unseen_minus_infinite(lse: Tensor) -> Tensor:
+    """The inverse of :func:`unseen_infinite`."""
+    return lse.masked_fill(lse == torch.inf, -torch.inf)
+
+
+def host_length(x: int | Tensor | None) -> int | None:
+    """A bound on lengths as flashsci takes it: a host int, or None for a search on the device."""
+    return None if isinstance(x, Tensor) else x
+
+
+def _no_lse(function: str, wanted: bool) -> None:
+    """A bias per key shifts whole rows of scores: out does not see it, lse does."""
+    if wanted:
+        raise NotImplementedError(
+            f"flashsci's stand-in for {function} returns no lse beside alibi_slopes; build the bias and call "
+            "flashsci.attention(bias=..., return_lse=True)"
+        )
+
+
+def _check_parts(name: str, x: Tensor, count: int, lead: str) -> None:
+    dims = 4 if lead == "T" else 5
+    if x.dim() != dims or x.shape[-3] != count:
+        raise ValueError(f"{name} must be [{lead}, {count}, H, D], got shape {list(x.shape)}")

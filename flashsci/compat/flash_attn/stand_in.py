@@ -1,0 +1,210 @@
+"""The modules and the metadata by which code that imports flash_attn meets flashsci instead, as long as they are installed.
+
+A finder at the head of ``sys.meta_path`` makes the modules when they are first imported. Every one of them is a package with
+an empty search path, so that a name it lacks is looked up as a submodule too, and the finder can say whose it is.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from importlib import import_module, metadata
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+VERSION = "2.8.3+flashsci"  # of the interface; what follows the plus says whose it is
+VERSION_3 = "3.0.0b1+flashsci"
+
+_HERE = __package__
+_FUNCTIONS = (
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+)
+_STEPS = (
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
+    "_wrapped_flash_attn_backward",
+    "_wrapped_flash_attn_forward",
+    "_wrapped_flash_attn_varlen_backward",
+    "_wrapped_flash_attn_varlen_forward",
+)
+# Module: where its names come from, and which they are.
+_MODULES: dict[str, dict[str, tuple[str, ...]]] = {
+    "flash_attn": {f"{_HERE}.fa2": _FUNCTIONS},
+    "flash_attn.flash_attn_interface": {f"{_HERE}.fa2": _FUNCTIONS, f"{_HERE}.steps": _STEPS},
+    "flash_attn.bert_padding": {
+        f"{_HERE}.padding": (
+            "index_first_axis",
+            "index_put_first_axis",
+            "pad_input",
+            "unpad_input",
+        )
+    },
+    "flash_attn.layers": {},
+    "flash_attn.layers.rotary": {
+        f"{_HERE}.rotary": (
+            "RotaryEmbedding",
+            "apply_rotary",
+            "apply_rotary_emb",
+            "apply_rotary_emb_func",
+            "apply_rotary_emb_kv_",
+            "apply_rotary_emb_qkv_",
+        )
+    },
+    "flash_attn.ops": {},
+    "flash_attn.ops.triton": {},
+    "flash_attn.ops.triton.rotary": {f"{_HERE}.rotary": ("apply_rotary",)},
+    "flash_attn_interface": {
+        f"{_HERE}.fa3": (
+            "flash_attn_func",
+            "flash_attn_qkvpacked_func",
+            "flash_attn_varlen_func",
+            "flash_attn_with_kvcache",
+        )
+    },
+}
+# Top-level module: its distribution and version.
+_DISTRIBUTIONS = {
+    "flash_attn": ("flash-attn", VERSION),
+    "flash_attn_interface": ("flash-attn-3", VERSION_3),
+}
+
+
+class _Metadata(metadata.Distribution):
+    """What `importlib.metadata` says of a stand-in: its name and version, and that flashsci provides it."""
+
+    def __init__(self, module: str):
+        self.module = module
+
+    def read_text(self, filename: str) -> str | None:
+        name, version = _DISTRIBUTIONS[self.module]
+        return {
+            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            f"Summary: flashsci's stand-in for {self.module}, in this process\n",
+            "top_level.txt": f"{self.module}\n",
+            "INSTALLER": "flashsci\n",
+        }.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(f"flashsci's stand-in for {self.module} has no files: {path}")
+
+
+class _Finder(metadata.DistributionFinder, Loader):
+    """Finds and makes the stand-in modules, and finds their metadata."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in _MODULES:
+            spec = ModuleSpec(fullname, self, origin=__file__, is_package=True)
+            spec.has_location = True  # module.__file__ says whose it is
+            return spec
+        parent, _, name = fullname.rpartition(".")
+        if parent in _MODULES:
+            raise ModuleNotFoundError(_lacks(parent, name))
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        for home, names in _MODULES[module.__name__].items():
+            source = import_module(home)
+            vars(module).update({name: getattr(source, name) for name in names})
+        vars(module)["__getattr__"] = partial(_missing, module.__name__)
+        if module.__name__ == "flash_attn":
+            vars(module)["__version__"] = VERSION
+
+    def find_distributions(self, context: Any = None) -> Iterator[metadata.Distribution]:
+        asked = None if context is None else context.name
+        for module, (name, _) in _DISTRIBUTIONS.items():
+            if asked is None or re.sub(r"[-_.]+", "-", asked).lower() == name:
+                yield _Metadata(module)
+
+
+def _lacks(module: str, name: str) -> str:
+    names = (
+        n for names in _MODULES[module].values() for n in names if not n.startswith("_wrapped")
+    )
+    inner = (m for m in _MODULES if m.rpartition(".")[0] == module)
+    return f"flashsci's stand-in for {module} lacks {name!r}; it has {', '.join([*names, *inner])}"
+
+
+def _missing(module: str, name: str) -> Any:
+    if f"{module}.{name}" in _MODULES:
+        return import_module(f"{module}.{name}")
+    raise AttributeError(_lacks(module, name), name=name, obj=sys.modules.get(module))
+
+
+_finder = _Finder()
+
+
+def install() -> None:
+    """From now on ``import flash_attn`` and ``import flash_attn_interface`` give flashsci's stand-ins, in this process.
+
+    To be called before anything imports them, or asks whether they are there: in the first lines of a program. Again is
+    allowed, and changes nothing. An installed flash_attn is hidden until :func:`uninstall`.
+
+    Raises:
+        RuntimeError: the real flash_attn has been imported already.
+
+    Example:
+        >>> import torch
+        >>> from flashsci.compat.flash_attn import install, uninstall
+        >>> install()
+        >>> from flash_attn import flash_attn_func
+        >>> flash_attn_func.__module__
+        'flashsci.compat.flash_attn.fa2'
+        >>> uninstall()
+    """
+    for name in _DISTRIBUTIONS:
+        module = sys.modules.get(name)
+        if module is not None and not _ours(module):
+            raise RuntimeError(
+                f"{name} is imported already, from {getattr(module, '__file__', None)}: call "
+                "flashsci.compat.flash_attn.install() before anything imports it, in the first lines of the program"
+            )
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+        _tell_transformers()
+
+
+def uninstall() -> None:
+    """Undo :func:`install`: the next import finds the real flash_attn, or none. What has been imported stays as it is."""
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+        for name in [name for name, module in sys.modules.items() if _ours(module)]:
+            del sys.modules[name]
+        _tell_transformers()
+
+
+def _ours(module: ModuleType) -> bool:
+    return getattr(getattr(module, "__spec__", None), "loader", None) is _finder
+
+
+def _tell_transformers() -> None:
+    """transformers looks once, when it is imported, which distributions there are: where it has, it looks again."""
+    utilities = sys.modules.get("transformers.utils.import_utils")
+    if utilities is None:
+        return
+    known: dict[str, list[str]] | None = getattr(utilities, "PACKAGE_DISTRIBUTION_MAPPING", None)
+    if known is not None:
+        found = metadata.packages_distributions()
+        for name in _DISTRIBUTIONS:
+            known.pop(name, None)
+            if name in found:
+                known[name] = list(found[name])
+    checks: Iterable[Callable[..., Any]] = (
+        check for name, check in vars(utilities).items() if name.startswith("is_flash_attn")
+    )
+    for check in checks:
+        if hasattr(check, "cache_clear"):
+            check.cache_clear()

@@ -1,0 +1,187 @@
+"""Forward and backward of flash_attn 2.8 as functions of their own, from which clients build ring attention and the like.
+
+What autograd would keep goes through the caller's hands: out, lse and the state of the random numbers. Nothing here is
+recorded by autograd.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.attention import attention
+from flashsci.backward import attention_backward
+from flashsci.compat.flash_attn.fa2 import host_length, unseen_infinite, unseen_minus_infinite
+from flashsci.compat.flash_attn.refusals import refuse
+from flashsci.dropout import draw_seed
+from flashsci.varlen import varlen_attention
+
+Forward = tuple[Tensor, Tensor, None, Tensor]
+
+
+@torch.no_grad()
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> Forward:
+    """Attention of q ``[B, Sq, Hq, D]``, k and v ``[B, Sk, Hk, .]``.
+
+    Returns:
+        (out ``[B, Sq, Hq, Dv]``, lse ``[B, Hq, Sq]`` with +inf for rows that see no key, None, rng_state int64 ``[2]``). There
+        is no matrix of dropped probabilities, whatever ``return_softmax`` says: None.
+    """
+    refuse("_flash_attn_forward", alibi_slopes=alibi_slopes)
+    rng_state = _rng_state(q, dropout_p)
+    out, lse = attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout_seed=rng_state if dropout_p else None, return_lse=True,
+        **_options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+    )  # fmt: skip
+    return out.transpose(1, 2), unseen_infinite(lse), None, rng_state
+
+
+@torch.no_grad()
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Forward:
+    """:func:`_flash_attn_forward` of packed sequences: out ``[Tq, Hq, Dv]``, lse ``[Hq, Tq]``."""
+    refuse(
+        "_flash_attn_varlen_forward", alibi_slopes=alibi_slopes, block_table=block_table, leftpad_k=leftpad_k,
+        seqused_k=seqused_k, zero_tensors=zero_tensors,
+    )  # fmt: skip
+    rng_state = _rng_state(q, dropout_p)
+    out, lse = varlen_attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=host_length(max_seqlen_q), max_seqlen_k=host_length(max_seqlen_k),
+        dropout_seed=rng_state if dropout_p else None, return_lse=True,
+        **_options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+    )  # fmt: skip
+    return out, unseen_infinite(lse), None, rng_state
+
+
+@torch.no_grad()
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> None:
+    """Write the gradients of q, k and v, under the given out and lse, into dq, dk and dv.
+
+    flash_attn returns ``rowsum(dout out)``, padded to tiles; nothing is returned here.
+    """
+    refuse("_flash_attn_backward", alibi_slopes=alibi_slopes)
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    found = attention_backward(
+        dout, q, k, v, out, unseen_minus_infinite(softmax_lse),
+        dropout_seed=rng_state if dropout_p else None, deterministic=deterministic or None,
+        **_options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+    )  # fmt: skip
+    for into, x in zip((dq, dk, dv), found[:3], strict=True):
+        into.copy_(x.transpose(1, 2))
+
+
+@torch.no_grad()
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> None:
+    """:func:`_flash_attn_backward` of packed sequences."""
+    refuse("_flash_attn_varlen_backward", alibi_slopes=alibi_slopes, zero_tensors=zero_tensors)
+    found = attention_backward(
+        dout, q, k, v, out, unseen_minus_infinite(softmax_lse), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=host_length(max_seqlen_q), max_seqlen_k=host_length(max_seqlen_k),
+        dropout_seed=rng_state if dropout_p else None, deterministic=deterministic or None,
+        **_options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+    )  # fmt: skip
+    for into, x in zip((dq, dk, dv), found[:3], strict=True):
+        into.copy_(x)
+
+
+# flash_attn registers the four as operators, too.
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+def _options(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+) -> dict[str, Any]:
+    return dict(
+        causal=causal, window=(left, right), align="lower_right", scale=softmax_scale, softcap=softcap, dropout_p=dropout_p
+    )  # fmt: skip
+
+
+def _rng_state(q: Tensor, dropout_p: float) -> Tensor:
+    """The seed of a dropout mask; numbers that nobody reads where nothing is dropped."""
+    if dropout_p:
+        return draw_seed(q.device)
+    return torch.empty(2, dtype=torch.int64, device=q.device)

@@ -1,0 +1,323 @@
+"""torch's registry of flash attention: ``activate_flash_attention_impl("flashsci")``.
+
+torch chooses a kernel for ``scaled_dot_product_attention`` first, and for what it calls flash (fp16 and bf16 on CUDA, no mask,
+head dims to 256, padded to a multiple of 8) calls operators of its own. These are replaced here; ``varlen_attn`` and context
+parallelism call the same ones. Diagonals start lower right, as in the kernels that torch ships (it sends no causal call with
+Sq != Sk here, but others may). An operator runs below autograd and autocast, which torch has done by then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.attention
+from torch import Tensor
+
+from flashsci.attention import attention
+from flashsci.backward import attention_backward
+from flashsci.dropout import draw_seed
+from flashsci.varlen import varlen_attention
+
+NAME = "flashsci"
+KERNELS: dict[str, Callable[..., Any]] = {}  # operators of aten by name
+
+
+class Handle:
+    """flashsci's place among torch's flash attention kernels."""
+
+    def __init__(self) -> None:
+        self._library: torch.library.Library | None = None
+
+    def activate(self) -> Handle:
+        """Replace the operators. torch calls it on activation (2.10 only on the first one of a process)."""
+        if self._library is None:
+            self._library = library("CUDA")
+        return self
+
+    def remove(self) -> None:
+        """Put torch's own kernels back. ``restore_flash_attention_impl`` (torch 2.11 and newer) does it through this."""
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+
+_handle = Handle()
+
+
+def register() -> Handle:
+    """Enter flashsci among torch's flash attention implementations. Nothing changes until it is activated.
+
+    Returns:
+        A :class:`Handle`, the same at every call; its ``remove`` puts torch's kernels back.
+
+    Raises:
+        RuntimeError: this torch has no such registry.
+
+    Example:
+        >>> from flashsci.integrations.torch import register
+        >>> from torch.nn.attention import activate_flash_attention_impl, list_flash_attention_impls
+        >>> handle = register()
+        >>> "flashsci" in list_flash_attention_impls()
+        True
+        >>> activate_flash_attention_impl("flashsci")  # doctest: +SKIP
+        >>> handle.remove()
+
+    Source: torch.nn.attention, torch 2.10 to 2.13.
+    """
+    enter = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if enter is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl (2.10 to 2.13 have); "
+            "call flashsci.sdpa in the place of scaled_dot_product_attention"
+        )
+    enter(NAME, register_fn=_handle.activate)
+    return _handle
+
+
+def library(dispatch_key: str) -> torch.library.Library:
+    """The operators, replaced for one dispatch key for as long as the result lives."""
+    replaced = torch.library.Library("aten", "IMPL", dispatch_key)
+    for name, kernel in KERNELS.items():
+        if hasattr(torch.ops.aten, name):  # the one that writes in place came with torch 2.12
+            replaced.impl(name, kernel, dispatch_key)
+    return replaced
+
+
+def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Enters a function among the kernels, under its name; it records no graph and casts nothing."""
+
+    @functools.wraps(function)
+    def kernel(*arguments: Any, **options: Any) -> Any:
+        device = arguments[0].device.type
+        casts = torch.is_autocast_enabled(device)
+        with torch.no_grad(), torch.autocast(device, enabled=False) if casts else nullcontext():
+            return function(*arguments, **options)
+
+    KERNELS[function.__name__] = kernel
+    return kernel
+
+
+def _supported(**arguments: Any) -> None:
+    """Raises RuntimeError for an argument that asks for what is not there."""
+    for name, x in arguments.items():
+        if x is not None and x is not False:
+            raise RuntimeError(
+                f"flashsci as torch's flash attention: {name} is not supported; put torch's own kernels back with "
+                "torch.nn.attention.restore_flash_attention_impl()"
+            )
+
+
+def _head_dims(query: Tensor, value: Tensor) -> None:
+    if query.shape[-1] != value.shape[-1]:
+        raise RuntimeError(
+            "torch's flash operators give out the shape of query: head dims must be equal, got "
+            f"{query.shape[-1]} and {value.shape[-1]}; call flashsci.attention"
+        )
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """x in the strides that torch's meta kernels promise to compilers, those of ``empty_like``."""
+    if x.stride() == like.stride():
+        return x
+    promised = torch.empty_like(like)
+    return x if x.stride() == promised.stride() else promised.copy_(x)
+
+
+def _random(query: Tensor, dropout_p: float) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The seed of a call's dropout; the same bits and nothing, as the operators hand them to their backward."""
+    unused = query.new_empty((), dtype=torch.uint64)
+    if not dropout_p:
+        return None, query.new_empty(2, dtype=torch.uint64), unused
+    seed = draw_seed(query.device)
+    return seed, seed.view(torch.uint64), unused
+
+
+def _seed(rng_state: Tensor, dropout_p: float) -> Tensor | None:
+    return rng_state.view(torch.int64) if dropout_p else None
+
+
+def _window(left: int | None, right: int | None) -> tuple[int, int]:
+    return -1 if left is None else left, -1 if right is None else right
+
+
+def _dense_options(query: Tensor, key: Tensor, **options: Any) -> dict[str, Any]:
+    """For ``[B, H, S, D]``. Where both diagonals are one, the usual one, for which more kernels are known."""
+    square = query.shape[2] == key.shape[2]
+    return dict(options, align="upper_left" if square else "lower_right")
+
+
+@_operator
+def _scaled_dot_product_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    _supported(return_debug_mask=return_debug_mask)
+    _head_dims(query, value)
+    seed, rng_state, unused = _random(query, dropout_p)
+    options = _dense_options(query, key, causal=is_causal, scale=scale, dropout_p=dropout_p)
+    out, lse = attention(query, key, value, dropout_seed=seed, return_lse=True, **options)
+    lengths = query.shape[2], key.shape[2]
+    debug_mask = query.new_empty(0)
+    return _laid_out(out, query), lse, None, None, *lengths, rng_state, unused, debug_mask
+
+
+@_operator
+def _scaled_dot_product_flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    options = _dense_options(query, key, causal=is_causal, scale=scale, dropout_p=dropout_p)
+    found = attention_backward(
+        grad_out, query, key, value, out, logsumexp, dropout_seed=_seed(philox_seed, dropout_p), **options,
+    )  # fmt: skip
+    return tuple(_laid_out(g, x) for g, x in zip(found[:3], (query, key, value), strict=True))
+
+
+@_operator
+def _flash_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Dense ``[B, S, H, D]``, or packed ``[T, H, D]`` with offsets."""
+    _supported(
+        return_debug_mask=return_debug_mask, seqused_k=seqused_k, alibi_slopes=alibi_slopes, block_table=block_table,
+        num_splits=num_splits,
+    )  # fmt: skip
+    _head_dims(query, value)
+    seed, rng_state, unused = _random(query, dropout_p)
+    options: dict[str, Any] = dict(
+        causal=is_causal, window=_window(window_size_left, window_size_right), scale=scale, dropout_p=dropout_p,
+    )  # fmt: skip
+    given: dict[str, Any] = dict(dropout_seed=seed, return_lse=True)
+    if cum_seq_q is None:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out, lse = attention(q, k, v, **given, **_dense_options(q, k, **options))
+        out = out.transpose(1, 2)
+    else:
+        _packed(cum_seq_k)
+        out, lse = varlen_attention(
+            query, key, value, cum_seq_q, cum_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k, align="lower_right",
+            **given, **options,
+        )  # fmt: skip
+    return _laid_out(out, query), lse, rng_state, unused, query.new_empty(0)
+
+
+@_operator
+def _flash_attention_forward_no_dropout_inplace(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor:
+    _supported(dropout_p=dropout_p or None)
+    found, lse, *_ = _flash_attention_forward(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, 0.0, is_causal, return_debug_mask, scale=scale,
+        window_size_left=window_size_left, window_size_right=window_size_right, seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes, block_table=block_table, num_splits=num_splits,
+    )  # fmt: skip
+    out.copy_(found)
+    result: Tensor = lse
+    return result
+
+
+@_operator
+def _flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    options: dict[str, Any] = dict(
+        causal=is_causal, window=_window(window_size_left, window_size_right), scale=scale, dropout_p=dropout_p,
+    )  # fmt: skip
+    seed = _seed(rng_state, dropout_p)
+    if cum_seq_q is None:
+        dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+        options = _dense_options(q, k, **options)
+        found = attention_backward(dout, q, k, v, o, logsumexp, dropout_seed=seed, **options)
+        gradients = tuple(g.transpose(1, 2) for g in found[:3])
+    else:
+        _packed(cum_seq_k)
+        found = attention_backward(
+            grad_out, query, key, value, out, logsumexp, cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k,
+            max_seqlen_q=max_q, max_seqlen_k=max_k, align="lower_right", dropout_seed=seed, **options,
+        )  # fmt: skip
+        gradients = found[:3]
+    return tuple(_laid_out(g, x) for g, x in zip(gradients, (query, key, value), strict=True))
+
+
+def _packed(cum_seq_k: Tensor | None) -> None:
+    if cum_seq_k is None:
+        raise RuntimeError(
+            "flashsci as torch's flash attention: packed queries need cum_seq_k, the offsets of the keys (without "
+            "them keys are pages, which are not supported)"
+        )

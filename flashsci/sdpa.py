@@ -1,0 +1,121 @@
+"""The call of torch.nn.functional.scaled_dot_product_attention, argument for argument, by this package's backends."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flashsci import arguments
+from flashsci.attention import attention
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention`` with the same arguments and the same meaning, served as
+    :func:`flashsci.attention` is: put one name in the place of the other.
+
+    Args:
+        query: ``[..., Hq, L, E]``, also ``[N, L, E]`` and ``[L, E]``; float16, bfloat16, float32 or float64.
+        key: ``[..., H, S, E]``. All dims before the last two broadcast, heads among them.
+        value: ``[..., H, S, Ev]``.
+        attn_mask: broadcastable to ``[..., Hq, L, S]``. Bool: True takes part. Float, in query's dtype or float32:
+            added to the scores, with a gradient of its own shape where it requires one.
+        dropout_p: probability of dropping an entry of the weights, in [0, 1); applied whatever the mode of a module.
+        is_causal: query i sees keys up to i (the diagonal starts upper left); not together with ``attn_mask``.
+        scale: factor of the scores; default ``1 / sqrt(E)``.
+        enable_gqa: heads of key and value may be fewer, dividing Hq: each serves ``Hq / H`` neighbours.
+
+    Returns:
+        ``[..., Hq, L, Ev]`` in query's dtype and memory layout. A row that may attend to nothing is 0, with gradients
+        of 0 (as torch has it since 2.5; before it was NaN).
+
+    Raises:
+        TypeError: dtypes that do not fit; a scale that is a tensor (multiply ``query`` by it).
+        ValueError: shapes that do not fit; ``attn_mask`` beside ``is_causal``, which torch's documentation forbids and
+            some of its kernels let through; a ``dropout_p`` of 1.
+        BackendError: no backend, or not the one of :func:`flashsci.use_backend`, can serve the call.
+
+    Dropout follows torch's generator, but drops other entries than torch's kernels do. Under autocast query, key and
+    value are cast, a float mask never.
+
+    Example:
+        >>> import torch, flashsci
+        >>> query, key, value = torch.randn(3, 2, 4, 10, 16).unbind(0)
+        >>> ours = flashsci.sdpa(query, key, value, is_causal=True)
+        >>> torch.allclose(ours, torch.nn.functional.scaled_dot_product_attention(
+        ...     query, key, value, is_causal=True), atol=1e-6)
+        True
+
+    Source: the documentation of torch.nn.functional.scaled_dot_product_attention, torch 2.13.
+    """
+    arguments.check_types(query, key, value, None, None)
+    if attn_mask is not None:
+        if not isinstance(attn_mask, Tensor):
+            raise TypeError(
+                f"attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}"
+            )
+        if is_causal:
+            raise ValueError(
+                "attn_mask and is_causal=True exclude each other; put the triangle into the mask "
+                "(attn_mask & torch.ones(L, S, dtype=torch.bool).tril()), or call "
+                "flashsci.attention(mask= or bias=, causal=True)"
+            )
+    by_bool = attn_mask is not None and attn_mask.dtype == torch.bool
+    query, key, value = _heads(query, key, value, arguments.flag("enable_gqa", enable_gqa))
+    result: Tensor = attention(
+        query,
+        key,
+        value,
+        bias=None if by_bool else attn_mask,
+        mask=attn_mask if by_bool else None,
+        causal=is_causal,
+        scale=scale,
+        dropout_p=dropout_p,
+    )
+    return result
+
+
+def _heads(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With as many heads as attention() takes: those of key and value equal, dividing query's."""
+    counts = tuple(x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
+    of_query, of_key, of_value = counts
+    if of_query == of_key == of_value:
+        return query, key, value
+    if enable_gqa:
+        if not (of_key and of_value) or of_query % of_key or of_query % of_value:
+            raise ValueError(
+                "with enable_gqa the heads of key and value must divide those of query, got "
+                f"{of_key} and {of_value} for {of_query}"
+            )
+        if of_key != of_value:
+            heads = math.lcm(of_key, of_value)
+            key, value = (
+                x.repeat_interleave(heads // n, -3) for x, n in ((key, of_key), (value, of_value))
+            )
+        return query, key, value
+    several = {n for n in counts if n != 1}
+    if len(several) != 1 or query.is_nested:
+        raise ValueError(
+            f"query, key and value have {of_query}, {of_key} and {of_value} heads (dim -3), which do not "
+            "broadcast; enable_gqa=True lets key and value have fewer"
+        )
+    (heads,) = several
+
+    def expanded(x: Tensor) -> Tensor:
+        return x.expand(*x.shape[:-3], heads, *x.shape[-2:])
+
+    if of_key != of_value:
+        key, value = expanded(key), expanded(value)
+    return expanded(query), key, value

@@ -1,0 +1,111 @@
+"""flashsci.compat.deepspeed against the formula of DS4Sci_EvoformerAttention, with masks as numbers."""
+
+from __future__ import annotations
+
+import pytest
+import standins
+import torch
+
+import flashsci
+from flashsci.compat.deepspeed import DS4Sci_EvoformerAttention
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+# deepspeed 0.19.8, ops/deepspeed4science/evoformer_attn.py
+RECORDED = "DS4Sci_EvoformerAttention(Q, K, V, biases)"
+
+
+def test_signature():
+    standins.same_signature(DS4Sci_EvoformerAttention, RECORDED)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_both_biases(backend, dtype):
+    standins.evoformer(backend, "cpu", dtype)
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "triton"])
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+def test_a_mask_alone(backend, dtype):
+    standins.evoformer(backend, "cpu", dtype, pairs=False)
+
+
+def test_odd_layouts_and_head_dims():
+    standins.evoformer("triton", "cpu", FP32, sizes=(1, 2, 18, 3, 10), odd=True)
+
+
+def inputs(dtype=torch.float64, s=9):
+    q, k, v = (torch.randn(2, 2, s, 2, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    keys = torch.randn(2, 2, 1, 1, s, dtype=dtype, requires_grad=True)
+    pairs = torch.randn(2, 1, 2, s, s, dtype=dtype, requires_grad=True)
+    return q, k, v, keys, pairs
+
+
+@pytest.mark.parametrize("shift", [0.0, 300.0])
+@pytest.mark.parametrize("given", ["keys", "pairs", "both"])
+def test_any_numbers_have_values_and_gradients(given, shift):
+    """Both biases learnt; e^300 would overflow."""
+    q, k, v, keys, pairs = inputs()
+    biases = [keys + shift if given != "pairs" else None, pairs if given != "keys" else None]
+    leaves = [q, k, v, *([keys] if given != "pairs" else []), *([pairs] if given != "keys" else [])]
+    out, expected = DS4Sci_EvoformerAttention(q, k, v, biases), standins.evoformer_formula(q, k, v, biases)  # fmt: skip
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    dout = torch.randn_like(out)
+    found, truth = (torch.autograd.grad(x, leaves, dout) for x in (out, expected))
+    for a, b in zip(found, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_the_gradient_of_the_first_bias_in_single_precision(backend):
+    wide = inputs(s=11)
+    dout = torch.randn_like(wide[0])
+    truth = torch.autograd.grad(standins.evoformer_formula(*wide[:3], list(wide[3:])), wide, dout)
+    narrow = [x.detach().float().requires_grad_() for x in wide]
+    with flashsci.use_backend(backend):
+        out = DS4Sci_EvoformerAttention(*narrow[:3], narrow[3:])
+        found = torch.autograd.grad(out, narrow, dout.float())
+    for a, b in zip(found, truth, strict=True):
+        assert (a - b).abs().max() <= 2e-6 * b.abs().max()
+
+
+def test_second_order():
+    q, k, v, keys, pairs = inputs(s=3)
+    with flashsci.use_backend("reference"):
+        assert torch.autograd.gradgradcheck(
+            lambda *x: DS4Sci_EvoformerAttention(*x[:3], x[3:]),
+            [x[:1, :1].detach().requires_grad_() for x in (q, k, v, keys, pairs)],
+        )
+
+
+@pytest.mark.parametrize("given", [slice(0), slice(1), slice(2)])
+def test_under_compile(given):
+    q, k, v, *biases = inputs()
+    compiled = torch.compile(DS4Sci_EvoformerAttention, fullgraph=True, backend="aot_eager")
+    found, truth = (f(q, k, v, biases[given]) for f in (compiled, DS4Sci_EvoformerAttention))
+    torch.testing.assert_close(found, truth)
+    leaves = [q, k, v, *biases[given]]
+    for a, b in zip(*(torch.autograd.grad(x.sum(), leaves) for x in (found, truth)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_without_biases_dims_are_free():
+    q, k, v = (torch.randn(5, 2, 8, requires_grad=True) for _ in range(3))
+    given = []
+    out = DS4Sci_EvoformerAttention(q, k, v, given)
+    torch.testing.assert_close(out, standins.evoformer_formula(q, k, v, []))
+    assert given == [] and out.is_contiguous()
+
+
+def test_what_does_not_fit_is_refused():
+    q, k, v, keys, pairs = inputs()
+    with pytest.raises(ValueError, match="may be two"):
+        DS4Sci_EvoformerAttention(q, k, v, [keys, pairs, pairs])
+    with pytest.raises(ValueError, match=r"biases\[0\] must have shape \[B, N, 1, 1, S\] = \[2, 2, 1, 1, 9\]"):  # fmt: skip
+        DS4Sci_EvoformerAttention(q, k, v, [pairs, keys])
+    with pytest.raises(ValueError, match=r"biases\[1\] must have shape"):
+        DS4Sci_EvoformerAttention(q, k, v, [keys, pairs.expand(2, 2, 2, 9, 9)])
+    with pytest.raises(ValueError, match=r"\[B, N, S, H, D\]"):
+        DS4Sci_EvoformerAttention(q[0], k[0], v[0], [keys[0]])
+    with pytest.raises(TypeError, match="bias must have q's dtype"):
+        DS4Sci_EvoformerAttention(q, k, v, [None, pairs.half()])
