@@ -90,7 +90,7 @@ def attention(
     ``[B, H, j, D]`` are accepted as in SDPA, without bias or mask. Values outside the tensors never
     matter; NaN in k or v at masked positions is unspecified.
 
-    Example:
+    Examples:
         >>> import torch, flashsci
         >>> q, k, v = torch.randn(3, 2, 4, 10, 16).unbind(0)
         >>> distance = torch.rand(2, 1, 10, 10, requires_grad=True)  # one bias for all heads

@@ -73,7 +73,7 @@ def attention_backward(
         TypeError, ValueError, BackendError: as :func:`attention`; and ValueError for an out or lse
             of another shape.
 
-    Example:
+    Examples:
         >>> import torch, flashsci
         >>> q, k, v, dout = torch.randn(4, 2, 4, 10, 16).unbind(0)
         >>> out, lse = flashsci.attention(q, k, v, return_lse=True)

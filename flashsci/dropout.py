@@ -77,7 +77,7 @@ def dropout_mask(
     Raises:
         ValueError: seed of another shape or dtype, p outside [0, 1), fewer than two dims.
 
-    Example:
+    Examples:
         >>> import torch, flashsci
         >>> seed = torch.tensor([7, 0])
         >>> flashsci.dropout_mask(seed, 0.25, (1, 2, 3, 5)).shape

@@ -32,7 +32,7 @@ def explain(
     Raises:
         TypeError, ValueError: the arguments do not fit, as in the call itself.
 
-    Example:
+    Examples:
         >>> import torch, flashsci
         >>> q = k = v = torch.randn(2, 4, 8, 16)
         >>> flashsci.explain(q, k, v, causal=True).chosen

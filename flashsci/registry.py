@@ -316,7 +316,7 @@ def use_backend(name: str, strict: bool = False) -> Iterator[None]:
     Raises:
         ValueError: unknown name.
 
-    Example:
+    Examples:
         >>> import torch, flashsci
         >>> q = k = v = torch.randn(2, 4, 8, 16)
         >>> with flashsci.use_backend("reference"):

@@ -48,7 +48,7 @@ def sdpa(
     Dropout follows torch's generator, but drops other entries than torch's kernels do. Under autocast query, key and
     value are cast, a float mask never.
 
-    Example:
+    Examples:
         >>> import torch, flashsci
         >>> query, key, value = torch.randn(3, 2, 4, 10, 16).unbind(0)
         >>> ours = flashsci.sdpa(query, key, value, is_causal=True)

@@ -67,7 +67,7 @@ def varlen_attention(
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.attention`.
 
-    Example:
+    Examples:
         >>> import torch, flashsci
         >>> lengths = [5, 1, 7]
         >>> offsets = torch.tensor([0, 5, 6, 13], dtype=torch.int32)

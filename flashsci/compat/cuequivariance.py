@@ -30,7 +30,7 @@ def mask_to_kv_lengths(mask: Tensor) -> Tensor:
     Raises:
         ValueError: another shape, or a True after a False.
 
-    Example:
+    Examples:
         >>> import torch
         >>> mask_to_kv_lengths(torch.tensor([[True, True, False]]).view(1, 1, 1, 3)).flatten()
         tensor([2], dtype=torch.int32)
@@ -82,7 +82,7 @@ def triangle_attention(
 
     float32 is computed in float32 accuracy, whatever ``torch.backends.cuda.matmul.allow_tf32`` says.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k, v = torch.randn(3, 1, 6, 4, 6, 32).unbind(0)
         >>> bias = torch.randn(1, 1, 4, 6, 6, requires_grad=True)

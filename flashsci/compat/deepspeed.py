@@ -36,7 +36,7 @@ def DS4Sci_EvoformerAttention(
 
     Lengths up to 16 and head dims above 64, which DeepSpeed's kernels refuse, are served.
 
-    Example:
+    Examples:
         >>> import torch
         >>> Q, K, V = torch.randn(3, 1, 8, 20, 4, 32).unbind(0)
         >>> mask = 1e9 * (torch.randint(0, 2, (1, 8, 1, 1, 20)) - 1.0)

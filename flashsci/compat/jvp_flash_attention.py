@@ -49,7 +49,7 @@ def attention(
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.attention`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> x, t = torch.randn(2, 1, 2, 6, 16).unbind(0)
         >>> out, tangent = torch.func.jvp(lambda q: attention(q, q, q), (x,), (t,))
@@ -104,7 +104,7 @@ def attention_jvp(
         TypeError, BackendError: as :func:`flashsci.attention`.
         RuntimeError: inside of ``torch.func.jvp`` or another forward-mode level, which do not nest.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k, v, tq, tk, tv = torch.randn(6, 1, 2, 6, 16).unbind(0)
         >>> out, lse, tangent = attention_jvp(q, k, v, tq, tk, tv)

@@ -96,7 +96,7 @@ def memory_efficient_attention(
         BackendError: a paged or unknown bias, an ``op``, an ``output_dtype`` other than query's.
         TypeError, ValueError: as :func:`flashsci.attention`; and ValueError for shapes that do not belong to the bias.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from flashsci.compat.xformers import BlockDiagonalMask, memory_efficient_attention
         >>> proteins = [torch.randn(1, length, 4, 16) for length in (5, 9)]
@@ -179,7 +179,7 @@ def merge_attentions(
     Raises:
         ValueError: numbers of parts or shapes that do not belong together.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k, v = torch.randn(3, 1, 6, 2, 8).unbind(0)
         >>> halves = [

@@ -57,7 +57,7 @@ def register() -> Handle:
     Raises:
         RuntimeError: this torch has no such registry.
 
-    Example:
+    Examples:
         >>> from flashsci.integrations.torch import register
         >>> from torch.nn.attention import activate_flash_attention_impl, list_flash_attention_impls
         >>> handle = register()

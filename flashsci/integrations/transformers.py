@@ -41,7 +41,7 @@ def register(name: str = "fsci") -> None:
         ImportError: transformers is not installed, or is older than its attention interface.
         ValueError: a name that transformers would take for something else, or that somebody else registered.
 
-    Example:
+    Examples:
         >>> from flashsci.integrations.transformers import register
         >>> register()
         >>> model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fsci")  # doctest: +SKIP

@@ -209,7 +209,7 @@ class Judge:
     Raises:
         AssertionError: the oracle (reference backend in fp64) and the formula written here disagree.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from flashsci.testing import Inputs, Judge, evaluate
         >>> q, k, v, dout = torch.randn(4, 1, 2, 8, 16).bfloat16()

@@ -476,7 +476,7 @@ def generate(
 ) -> Iterator[Case]:
     """``count`` cases of a seeded generator; ``pool`` and ``limits`` as in :func:`draw_case`.
 
-    Example:
+    Examples:
         >>> from flashsci.testing import generate
         >>> len({case.seed for case in generate(0, 10)})
         10

@@ -33,7 +33,7 @@ def embed(
         pad: dim -> extra poisoned elements after it (a row stride larger than the row, a slice of a packed projection).
         offset: elements by which the start is shifted away from the buffer's alignment.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from flashsci.testing import embed
         >>> embed(torch.zeros(2, 3), pad={1: 5}).stride()

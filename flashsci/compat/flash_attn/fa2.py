@@ -54,7 +54,7 @@ def flash_attn_func(
         TypeError, ValueError, BackendError: as :func:`flashsci.attention`.
         NotImplementedError: ALiBi other than above, or together with ``return_attn_probs``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from flashsci.compat.flash_attn import flash_attn_func
         >>> q, k, v = torch.randn(3, 2, 10, 4, 16).unbind(0)
@@ -186,7 +186,7 @@ def flash_attn_varlen_func(
         TypeError, ValueError, BackendError: as :func:`flashsci.varlen_attention`.
         NotImplementedError: as :func:`flash_attn_func`, and for a block_table.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from flashsci.compat.flash_attn import flash_attn_varlen_func
         >>> q, k, v = torch.randn(3, 13, 4, 16).unbind(0)
@@ -315,7 +315,7 @@ def flash_attn_with_kvcache(
             the host knows the lengths.
         NotImplementedError: as :func:`flash_attn_func`, and for a block_table.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from flashsci.compat.flash_attn import flash_attn_with_kvcache
         >>> cache_k, cache_v = torch.zeros(2, 1, 32, 2, 16).unbind(0)

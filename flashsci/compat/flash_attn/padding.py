@@ -31,7 +31,7 @@ def unpad_input(
         (packed ``[T, ...]``, indices int64 ``[T]`` into the ``B * S`` rows, cu_seqlens int32 ``[B + 1]``, the longest
         length as an int, which waits for the device, and seqused int32 ``[B]``: tokens by ``attention_mask`` alone).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from flashsci.compat.flash_attn.padding import pad_input, unpad_input
         >>> x, mask = torch.randn(2, 3, 4), torch.tensor([[1, 1, 0], [1, 1, 1]])

@@ -39,7 +39,7 @@ def apply_rotary(
     Raises:
         ValueError: shapes that do not fit, or positions beyond the table where the host can tell.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from flashsci.compat.flash_attn.rotary import apply_rotary
         >>> angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.1]))

@@ -156,7 +156,7 @@ def install() -> None:
     Raises:
         RuntimeError: the real flash_attn has been imported already.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from flashsci.compat.flash_attn import install, uninstall
         >>> install()
