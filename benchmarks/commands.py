@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import benchmarks as core
-from flashsci.cli import run, wide_console
+from flashsci.console import run, wide_console
 
 ROOT = Path(__file__).resolve().parent.parent
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from flashsci.console import run, wide_console
 from flashsci.problem import Problem
 from flashsci.registry import BACKENDS
 
@@ -93,11 +93,6 @@ def support(
         for name, backend in BACKENDS.items()
     }
     return matrix
-
-
-def wide_console() -> Console:
-    """Wide where there is no terminal to fit into: tables in log files should not wrap."""
-    return Console() if sys.stdout.isatty() else Console(width=160)
 
 
 @app.command()
@@ -211,15 +206,6 @@ def _benchmarks(arguments: list[str]) -> int:
     from benchmarks.commands import main as run_command
 
     return run_command(arguments)
-
-
-def run(commands: typer.Typer, arguments: list[str]) -> int:
-    """Run one command of an application; returns the exit status."""
-    try:
-        commands(args=arguments, prog_name="python -m flashsci")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    return 0
 
 
 def main(arguments: list[str]) -> int:
