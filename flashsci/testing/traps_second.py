@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from flashsci.errors import BackendError
 from flashsci.testing.bounds import Judge, evaluate
 from flashsci.testing.cases import Case, Variant
 from flashsci.testing.inputs import Inputs, make_inputs
@@ -17,6 +16,7 @@ from flashsci.testing.traps import (
     HALVES,
     each_served,
     judged,
+    repeat_bitwise,
     require,
     stays_in_its_sequence,
     trap,
@@ -204,15 +204,4 @@ def second_order_repeats_bitwise(backend: str, device: torch.device, dtype: str)
             for shape in ((1, 1, 257, 300), (3, 1, 1, 300), (4, 1, 1), (3, 4, 257, 300))
         ),
     ]
-    for case in cases:
-        inputs = make_inputs(case, device)
-        try:
-            first = evaluate(inputs, backend, deterministic=True)
-        except BackendError:
-            if case is dense:
-                raise
-            continue
-        for _ in range(runs - 1):
-            again = evaluate(inputs, backend, deterministic=True)
-            for name, x in first.items():
-                assert torch.equal(x, again[name]), f"{name} differs between runs of {case}"
+    repeat_bitwise(cases, backend, device, runs)

@@ -155,7 +155,9 @@ def named_cases():
 
 
 CASES = dict(named_cases())
-for number, generated in enumerate(generate(SEED, GENERATED, lengths=SMALL_LENGTHS, score_limit=5000)):
+for number, generated in enumerate(
+    generate(SEED, GENERATED, lengths=SMALL_LENGTHS, score_limit=5000)
+):
     CASES[f"generated {number}"] = generated
 
 
