@@ -3,13 +3,11 @@ with a mask of -100 between parts of the image that do not belong together."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from transformers import SwinConfig, SwinModel
 
-from benchmarks.models.step import Results, Step, counted, drawn, loss, master, mixed, randomised
-from benchmarks.models.transformers_attention import patched
+from benchmarks.models.step import Step, counted, drawn, master, randomised
+from benchmarks.models.transformers_attention import of_images
 
 DTYPES = (torch.bfloat16, torch.float32)
 SIZES = {
@@ -38,28 +36,7 @@ def build(size: str, dtype: torch.dtype, device: torch.device) -> list[Step]:
     model = randomised(SwinModel(config, add_pooling_layer=False)).to(device, master(dtype))
     images = drawn()(n["batch"], 3, n["image"], n["image"]).to(device, master(dtype))
 
-    def step(training: bool) -> Results:
-        model.train(training)
-        with mixed(dtype, device), torch.set_grad_enabled(training):
-            out = model(images).last_hidden_state
-            if training:
-                loss(out).backward()
-        return {"tokens": out}
-
     about = (
         f"{counted(n['batch'], 'image')} of {n['image']} x {n['image']}, {sum(n['depths'])} layers"
     )
-    return [
-        Step.of(
-            name,
-            f"{about}, {kind}",
-            "SDPA",
-            model,
-            partial(step, training),
-            partial(patched, model),
-        )
-        for name, kind, training in (
-            ("swin", "training", True),
-            ("swin-inference", "inference", False),
-        )
-    ]
+    return of_images("swin", about, model, images, dtype)

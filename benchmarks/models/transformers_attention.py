@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from benchmarks.models.served import attention
-from benchmarks.models.step import replaced
+from benchmarks.models.step import Results, Step, loss, mixed, replaced
 
 NAME = "fsci-benchmark"  # transformers treats a name with "flash" in it as flash_attn's
 
@@ -36,3 +37,25 @@ AttentionInterface.register(NAME, _attention)
 def patched(model: PreTrainedModel):
     """Inside, this model calls flashsci."""
     return replaced((model.config, "_attn_implementation", NAME))
+
+
+def of_images(
+    name: str, about: str, model: PreTrainedModel, images: Tensor, dtype: torch.dtype
+) -> list[Step]:
+    """A training step and inference of a model of images, with tokens as the result."""
+
+    def step(training: bool) -> Results:
+        model.train(training)
+        with mixed(dtype, images.device), torch.set_grad_enabled(training):
+            out = model(images).last_hidden_state
+            if training:
+                loss(out).backward()
+        return {"tokens": out}
+
+    kinds = ((name, "training", True), (f"{name}-inference", "inference", False))
+    return [
+        Step.of(
+            id, f"{about}, {kind}", "SDPA", model, partial(step, training), partial(patched, model)
+        )
+        for id, kind, training in kinds
+    ]

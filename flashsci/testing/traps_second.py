@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from flashsci.errors import BackendError
 from flashsci.testing.bounds import Judge, evaluate
 from flashsci.testing.cases import Case, Variant
 from flashsci.testing.inputs import Inputs, make_inputs
@@ -17,6 +16,8 @@ from flashsci.testing.traps import (
     HALVES,
     each_served,
     judged,
+    repeat_bitwise,
+    replay_other_values,
     require,
     stays_in_its_sequence,
     trap,
@@ -166,24 +167,7 @@ def second_order_takes_no_quadratic_memory(backend: str, device: torch.device, d
 def second_order_in_a_cuda_graph(backend: str, device: torch.device, dtype: str) -> None:
     variant = Variant(dtype=dtype, head_dim=64, head_dim_v=64, tangents="qkv")
     case = Case(seed=25, variant=variant, heads_k=2, group=2, seq_q=130, seq_k=130)
-    first, second = (make_inputs(replace(case, seed=s), device) for s in (25, 26))
-    truth = evaluate(second, backend)
-    side = torch.cuda.Stream(device)
-    with torch.cuda.stream(side):
-        evaluate(first, backend)
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = evaluate(first, backend)
-    with torch.no_grad():
-        for name in ("q", "k", "v", "dout"):
-            getattr(first, name).copy_(getattr(second, name))
-        for name, x in first.tangents.items():
-            x.copy_(second.tangents[name])
-    graph.replay()
-    torch.cuda.synchronize(device)
-    for name, x in truth.items():
-        assert torch.equal(x, found[name]), f"{name} differs in a replayed graph"
+    replay_other_values(case, backend, device)
 
 
 @trap(order=2, slow=True, one_of=HALVES)
@@ -204,15 +188,4 @@ def second_order_repeats_bitwise(backend: str, device: torch.device, dtype: str)
             for shape in ((1, 1, 257, 300), (3, 1, 1, 300), (4, 1, 1), (3, 4, 257, 300))
         ),
     ]
-    for case in cases:
-        inputs = make_inputs(case, device)
-        try:
-            first = evaluate(inputs, backend, deterministic=True)
-        except BackendError:
-            if case is dense:
-                raise
-            continue
-        for _ in range(runs - 1):
-            again = evaluate(inputs, backend, deterministic=True)
-            for name, x in first.items():
-                assert torch.equal(x, again[name]), f"{name} differs between runs of {case}"
+    repeat_bitwise(cases, backend, device, runs)

@@ -77,6 +77,30 @@ def test_preferences_are_documented(heading, preferences):
     assert found == [(" > ".join(p.order), p.evidence) for p in preferences]
 
 
+def code_lines(path: Path) -> int:
+    """Lines that are not blank, not a comment and not an include; of Python, docstrings and imports count."""
+    lines = (line.strip() for line in path.read_text().splitlines())
+    return sum(bool(line) and not line.startswith(("//", "# ", "#include")) for line in lines)
+
+
+def reading_order() -> list[list[str]]:
+    text = (ROOT / "docs" / "extending.md").read_text()
+    text = text.split("### What to read, in which order\n")[1].split("\n### ")[0]
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines()]
+    return [row for row in rows if len(row) == 4 and row[0].startswith("`")]
+
+
+@pytest.mark.parametrize("row", reading_order(), ids=lambda row: row[0].strip("`/"))
+def test_what_to_read_is_there_and_as_long_as_said(row):
+    """Within a tenth; of a folder of CUDA no header is left out."""
+    folder = ROOT / row[0].strip("`")
+    plain, more = ([folder / n for n in re.findall(r"`([\w./]+\.\w+)`", row[i])] for i in (1, 3))
+    assert not [path for path in plain + more if not path.is_file()]
+    lines = sum(map(code_lines, plain))
+    assert abs(lines - int(row[2])) <= lines / 10, f"{lines} lines of code, the page says {row[2]}"
+    assert set(folder.glob("*.cuh")) <= {*plain, *more}
+
+
 def test_readme_sections_that_the_site_includes_exist():
     readme = (ROOT / "README.md").read_text().splitlines()
     pages = "\n".join((ROOT / page).read_text() for page in PAGES if page != "README.md")

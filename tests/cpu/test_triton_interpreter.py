@@ -1,18 +1,11 @@
-"""The Triton kernels in interpreter mode: named cases for every feature, and generated ones.
-
-The interpreter must be chosen before Triton is imported, so a process of its own (this file as a script) runs all cases,
-each against the fp64 oracle, in poisoned memory; the tests here report its verdicts one by one.
-"""
+"""The Triton kernels, interpreted: named cases for every feature, and generated ones, against the fp64 oracle."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import replace
-
 import pytest
+
+from flashsci.testing import Case, Judge, Variant, evaluate, generate, make_inputs, poisoned_memory
+from flashsci.testing.cases import SMALL_LENGTHS
 
 pytest.importorskip("triton")
 
@@ -21,8 +14,6 @@ SEED = 7
 
 
 def named_cases():
-    from flashsci.testing import Case, Variant
-
     def case(variant=None, **fields):
         fields = {
             "lead": (2,),
@@ -163,45 +154,16 @@ def named_cases():
                                                bias_shape=(2, 9 * 17 + 17 * 23), **lens)  # fmt: skip
 
 
-def all_cases():
-    from flashsci.testing import generate
-    from flashsci.testing.cases import SMALL_LENGTHS
-
-    yield from named_cases()
-    for i, case in enumerate(generate(SEED, GENERATED, lengths=SMALL_LENGTHS, score_limit=5000)):
-        yield f"generated {i}", replace(case)
+CASES = dict(named_cases())
+for number, generated in enumerate(
+    generate(SEED, GENERATED, lengths=SMALL_LENGTHS, score_limit=5000)
+):
+    CASES[f"generated {number}"] = generated
 
 
-def verdict(case) -> str:
-    """Empty when the Triton backend is right on this case."""
-    from flashsci.testing import Judge, evaluate, make_inputs, poisoned_memory
-
-    try:
-        judge = Judge(make_inputs(case))
-        with poisoned_memory():
-            judge.require(evaluate(judge.inputs, "triton"))
-    except Exception as error:
-        while error.__cause__ is not None:
-            error = error.__cause__
-        return f"{type(error).__name__}: {error}\n{case}"
-    return ""
-
-
-@pytest.fixture(scope="module")
-def verdicts():
-    environment = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(sys.path))
-    command = [sys.executable, "-W", "ignore", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, _ in named_cases()] + [f"generated {i}" for i in range(GENERATED)]
-)
-def test_interpreted(verdicts, name):
-    assert not verdicts[name], verdicts[name]
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: verdict(case) for name, case in all_cases()}))
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name):
+    judge = Judge(make_inputs(CASES[name]))
+    with poisoned_memory():
+        found = evaluate(judge.inputs, "triton")
+    judge.require(found)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from raw_calls import Findings, require
 
 
 def pytest_collection_modifyitems(items):
@@ -15,3 +16,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "tests/gpu" in str(item.path).replace("\\", "/"):
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+@pytest.fixture
+def findings(generation, dtype):
+    """Collects what is wrong; the test fails with all of it."""
+    require(generation, dtype)
+    found = Findings(generation)
+    yield found
+    found.done()

@@ -6,19 +6,10 @@ What Hopper's kernels take of a bias or mask, and what they leave to others, is 
 
 import pytest
 import torch
-from raw_calls import CELLS, DEVICE, HALVES, WINDOWS, Findings, attention, make, require
+from raw_calls import CELLS, DEVICE, HALVES, WINDOWS, attention, make
 
 pytestmark = pytest.mark.gpu
 ONE = (1, 4, 2, 333, 444)  # batch, heads, heads of k, queries, keys
-
-
-@pytest.fixture
-def findings(generation, dtype):
-    """Collects what is wrong; the test fails with all of it."""
-    require(generation, dtype)
-    found = Findings(generation)
-    yield found
-    found.done()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -3,6 +3,7 @@
 import pytest
 import standins
 import torch
+from everywhere import served_on_a_gpu
 
 import flashsci
 from flashsci.compat import cuequivariance, jvp_flash_attention, xformers
@@ -12,51 +13,42 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("loaded")]
 
 
-def check(function, backend, *arguments, **options):
-    try:
-        function(backend, "cuda", *arguments, **options)
-    except flashsci.BackendError as reason:
-        if backend == "triton":
-            raise
-        pytest.skip(f"{backend} refuses: {reason}")
-
-
 @KERNELS
 @DTYPES
 @pytest.mark.parametrize("odd", [False, True])
 def test_triangle_attention(backend, dtype, odd):
-    check(standins.triangle, backend, dtype, (1, 6, 4, 150, 150), (32, 32), odd=odd)
+    served_on_a_gpu(standins.triangle, backend, dtype, (1, 6, 4, 150, 150), (32, 32), odd=odd)
 
 
 @DTYPES
 def test_evoformer_attention(dtype):
-    check(standins.evoformer, "triton", dtype, (1, 7, 140, 4, 32))
+    served_on_a_gpu(standins.evoformer, "triton", dtype, (1, 7, 140, 4, 32))
 
 
 @KERNELS
 @DTYPES
 def test_evoformer_attention_with_one_bias(backend, dtype):
-    check(standins.evoformer, backend, dtype, (1, 7, 140, 4, 32), pairs=False)
+    served_on_a_gpu(standins.evoformer, backend, dtype, (1, 7, 140, 4, 32), pairs=False)
 
 
 @KERNELS
 @DTYPES
 @pytest.mark.parametrize("band", [None, *standins.BANDS])
 def test_one_sequence(backend, dtype, band):
-    check(standins.one_sequence, backend, dtype, band, (150, 190))
+    served_on_a_gpu(standins.one_sequence, backend, dtype, band, (150, 190))
 
 
 @KERNELS
 @pytest.mark.parametrize("heads", [(), (2, 3)])
 @pytest.mark.parametrize("tensor", [False, True])
 def test_dims(backend, heads, tensor):
-    check(standins.one_sequence, backend, torch.bfloat16, None, (150, 190), heads, tensor)
+    served_on_a_gpu(standins.one_sequence, backend, torch.bfloat16, None, (150, 190), heads, tensor)
 
 
 @KERNELS
 @pytest.mark.parametrize("name", standins.PACKED)
 def test_packed(backend, name):
-    check(standins.packed, backend, torch.bfloat16, name, groups=2, shared=True)
+    served_on_a_gpu(standins.packed, backend, torch.bfloat16, name, groups=2, shared=True)
 
 
 @DTYPES
@@ -66,7 +58,7 @@ def test_packed(backend, name):
 def test_tangents(backend, dtype, mask, through):
     if mask == "-1e9" and dtype == torch.float16:
         mask = "-inf"
-    check(standins.tangents, backend, dtype, mask, length=150, through=through)
+    served_on_a_gpu(standins.tangents, backend, dtype, mask, length=150, through=through)
 
 
 def test_packed_biases_are_made_where_the_tensors_are():

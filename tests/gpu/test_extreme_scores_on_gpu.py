@@ -3,6 +3,7 @@ take several tiles, and in all dtypes."""
 
 import extreme
 import pytest
+from everywhere import served_on_a_gpu
 from extreme import DTYPES, KINDS, NUMBERS, PLACES
 
 import flashsci
@@ -10,15 +11,6 @@ import flashsci
 KERNELS = ["triton", "cuda"]
 FP32, FP16, BF16 = DTYPES
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("loaded")]
-
-
-def check(function, backend, *arguments, **options):
-    try:
-        function(backend, "cuda", *arguments, **options)
-    except flashsci.BackendError as reason:
-        if backend == "triton":
-            raise
-        pytest.skip(f"{backend} refuses: {reason}")
 
 
 SIZES = (
@@ -40,7 +32,9 @@ def pick(choices, *drawn):
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_masks_as_numbers(backend, number, place, kind, dtype):
-    check(extreme.masks_as_numbers, backend, number, place, kind, dtype, **pick(SIZES, kind, dtype))
+    served_on_a_gpu(
+        extreme.masks_as_numbers, backend, number, place, kind, dtype, **pick(SIZES, kind, dtype)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,7 +44,7 @@ def test_masks_as_numbers(backend, number, place, kind, dtype):
 def test_masks_as_numbers_second_order(backend, number, place, kind):
     given = {"order": 2, **pick(SIZES[:2], kind)}
     dtype = pick(DTYPES, kind, number)
-    check(extreme.masks_as_numbers, backend, number, place, kind, dtype, **given)
+    served_on_a_gpu(extreme.masks_as_numbers, backend, number, place, kind, dtype, **given)
 
 
 @pytest.mark.parametrize("order", (1, 2))
@@ -59,14 +53,14 @@ def test_masks_as_numbers_second_order(backend, number, place, kind):
 @pytest.mark.parametrize("backend", KERNELS)
 def test_whole_rows_with_a_gradient(backend, number, kind, order):
     dtype = pick(DTYPES, number, kind)
-    check(extreme.whole_rows_with_a_gradient, backend, number, dtype, kind, order)
+    served_on_a_gpu(extreme.whole_rows_with_a_gradient, backend, number, dtype, kind, order)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_gradients_under_a_given_lse(backend, number, dtype):
-    check(extreme.gradients_under_a_given_lse, backend, dtype, number)
+    served_on_a_gpu(extreme.gradients_under_a_given_lse, backend, dtype, number)
 
 
 HUGE = [
@@ -90,24 +84,24 @@ HUGE = [
 @pytest.mark.parametrize("backend", KERNELS)
 def test_one_key_wins(backend, dtype, size, scale, options, seq, dim, tangents):
     given = {"seq": seq, "dim": dim, "tangents": tangents, **options}
-    check(extreme.one_key_wins, backend, dtype, size, scale, **given)
+    served_on_a_gpu(extreme.one_key_wins, backend, dtype, size, scale, **given)
 
 
 @pytest.mark.parametrize("seq", (200, 1000))
 @pytest.mark.parametrize("backend", KERNELS)
 def test_rows_of_every_size(backend, seq):
-    check(extreme.rows_of_every_size, backend, seq=seq)
+    served_on_a_gpu(extreme.rows_of_every_size, backend, seq=seq)
 
 
 @pytest.mark.parametrize("saturation", (1, 4, 6, 9, 20, 60))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_slope_of_a_sharp_softcap(backend, dtype, saturation):
-    check(extreme.slope_of_a_sharp_softcap, backend, dtype, saturation)
+    served_on_a_gpu(extreme.slope_of_a_sharp_softcap, backend, dtype, saturation)
 
 
 @pytest.mark.parametrize("seq, dim", ((64, 64), (512, 128)))
 @pytest.mark.parametrize("backend", KERNELS)
 def test_sharp_softcap_and_scores_of_thirty(backend, seq, dim):
     with flashsci.testing.exact_matmul():
-        check(extreme.sharp_softcap_and_scores_of_thirty, backend, seq=seq, dim=dim)
+        served_on_a_gpu(extreme.sharp_softcap_and_scores_of_thirty, backend, seq=seq, dim=dim)

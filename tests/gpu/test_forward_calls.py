@@ -5,19 +5,10 @@ import itertools
 
 import pytest
 import torch
-from raw_calls import CELLS, DEVICE, HALVES, WINDOWS, Findings, make, require
+from raw_calls import CELLS, DEVICE, HALVES, WINDOWS, make
 
 pytestmark = pytest.mark.gpu
 INF = float("inf")
-
-
-@pytest.fixture
-def findings(generation, dtype):
-    """Collects what is wrong; the test fails with all of it."""
-    require(generation, dtype)
-    found = Findings(generation)
-    yield found
-    found.done()
 
 
 def tensors(dtype, b, h, hk, sq, sk, d, dv, layout="bshd"):

@@ -93,6 +93,16 @@ def test_backward_under_a_global_lse(backend):
     assert judge.judge("dq", dq).ratios[0] <= 1
 
 
+def require_no_synchronisation(inputs, backend):
+    evaluate(inputs, backend)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        evaluate(inputs, backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("known", [False, True])
 def test_packed_calls_do_not_synchronise(backend, known):
@@ -107,13 +117,7 @@ def test_packed_calls_do_not_synchronise(backend, known):
         known_lengths=known,
     )
     inputs = make_inputs(case, DEVICE)
-    evaluate(inputs, backend)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        evaluate(inputs, backend)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    require_no_synchronisation(inputs, backend)
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -121,13 +125,7 @@ def test_dense_calls_do_not_synchronise(backend):
     inputs = make_inputs(
         Case(variant=Variant(dtype="bfloat16", head_dim=64, head_dim_v=64)), DEVICE
     )
-    evaluate(inputs, backend)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        evaluate(inputs, backend)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    require_no_synchronisation(inputs, backend)
 
 
 def test_validate_reads_the_offsets():

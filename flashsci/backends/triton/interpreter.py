@@ -1,7 +1,9 @@
-"""Three repairs of Triton's interpreter (seen in 3.6), imported in interpreter mode only.
+"""Four repairs of Triton's interpreter (seen in 3.6), imported in interpreter mode only.
 
 - It keeps scalars as arrays of one element and calls ``int`` on them, which NumPy 2.4 refuses: loop bounds fail.
 - It replaces parts of triton.language while a kernel runs: two threads would undo each other's. One at a time.
+- At every call of a device function it searches triton.language for what to replace, which is replaced already: more than
+  half of its time. Once for each file and launch.
 - It cuts fp32 to bfloat16 toward zero, where every GPU rounds to nearest: results come out too small.
 """
 
@@ -32,13 +34,24 @@ interpreter._patch_lang_tensor = _patch_with_index
 interpreter._convert_float = _convert_to_nearest
 
 
+_patch_lang = interpreter._patch_lang
 _launch = interpreter.GridExecutor.__call__
 _one_at_a_time = threading.RLock()
+_patched_for: set[int] = set()  # globals of the files whose functions were called in this launch
+
+
+def _patch_once(function):
+    if id(function.__globals__) in _patched_for:
+        return interpreter._LangPatchScope()
+    _patched_for.add(id(function.__globals__))
+    return _patch_lang(function)
 
 
 def _launch_alone(self, *args, **kwargs):
     with _one_at_a_time:
+        _patched_for.clear()  # a launch that ends restores what it replaced
         return _launch(self, *args, **kwargs)
 
 
+interpreter._patch_lang = _patch_once
 interpreter.GridExecutor.__call__ = _launch_alone
