@@ -61,7 +61,7 @@ class Backend:
         if not problem.requires_grad:
             return None
         found = gradients(self.name, problem)
-        if found.backend == self.name:
+        if found.backend == self.name.removeprefix("auto:"):
             return None
         where = ""
         if gradients(self.name, problem, strides=True).backend == self.name:
@@ -94,8 +94,11 @@ GENERATIONS = {
 }
 
 
-# Backends whose gradients may be another's.
-SHARES_GRADIENTS = frozenset(("cuda", *GENERATIONS))
+# Triton where "auto" chose it: who asks for Triton by name gets its gradients too.
+AUTO_TRITON = Backend("auto:triton", "flashsci.backends.triton")
+
+# Backends whose gradients may be another's: cuda and triton take each other's out and lse.
+SHARES_GRADIENTS = frozenset(("cuda", AUTO_TRITON.name, *GENERATIONS))
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,7 @@ def requested(backend: str) -> tuple[str, bool]:
 
 def find(name: str) -> Backend:
     """The backend of a checked name."""
-    return BACKENDS.get(name) or GENERATIONS[name]
+    return BACKENDS.get(name) or GENERATIONS.get(name) or AUTO_TRITON
 
 
 class Gradients(NamedTuple):
@@ -207,16 +210,18 @@ def gradients(
         strides: bias and mask lie in memory as the Hopper backward takes them; a Problem does not know.
         anywhere: leave out whether this machine can run the others.
     """
-    module = find(name).load()
-    if name not in SHARES_GRADIENTS or not hasattr(module, "backward_kernels"):
+    module = _sharing(name)
+    if module is None:
         return Gradients(name)
+    if name == AUTO_TRITON.name:
+        return _instead_of_triton(module, problem, strides, anywhere)
     generation, lacks = module.backward_kernels(problem, strides)
     order: tuple[str, ...] = (name, "triton")
     why = lacks
     if name in ("cuda:sm90", "cuda:own"):  # for tests and timing of these: no other may answer
         order = (name,)
     elif name == "cuda" and lacks is None:
-        rule = preferences.find("gradients", problem, generation)
+        rule = preferences.find("gradients", problem, generation, "cuda")
         order, why = rule.order, rule.cited()
     for candidate in order:
         if candidate == name:
@@ -253,6 +258,27 @@ class _Sizes(NamedTuple):
         return (1, 1) if len(self.q) < 3 else (self.q[-3], self.k[-3])
 
 
+def _sharing(name: str) -> Any:
+    """The module that says whether its kernels should compute the gradients of what backend ``name`` computed; None where
+    no question arises."""
+    # By name first: a look-up of what a module has not costs as much as the rest of a small call.
+    if name not in SHARES_GRADIENTS:
+        return None
+    module = kernels("cuda" if name == AUTO_TRITON.name else name)
+    return module if hasattr(module, "backward_kernels") else None
+
+
+def _instead_of_triton(module: Any, problem: Problem, strides: bool, anywhere: bool) -> Gradients:
+    """Gradients of what Triton computed because ``auto`` chose it."""
+    reason = (None if anywhere else BACKENDS["cuda"].unavailable()) or module.rejects(problem)
+    generation, lacks = (0, reason) if reason else module.backward_kernels(problem, strides)
+    if lacks is None:
+        rule = preferences.find("gradients", problem, generation, "triton")
+        if rule.order[0] == "cuda":
+            return Gradients("cuda", rule.cited())
+    return Gradients("triton")
+
+
 @functools.lru_cache(maxsize=4096)
 def _gradients_of(
     name: str,
@@ -282,11 +308,10 @@ def backward(
     name: str, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, dbias, dkey_weight of what backend ``name`` computed, by whose kernels they should be computed."""
-    module = kernels(name)
-    # By name first: a look-up of what a module has not costs as much as the rest of a small call.
-    if name in SHARES_GRADIENTS and hasattr(module, "backward_kernels"):
-        module = kernels(_gradient_backend(name, module, saved, need))
-    found: tuple[Tensor, ...] = module.backward(dout, dlse, saved, need)
+    sharing = _sharing(name)
+    if sharing is not None:
+        name = _gradient_backend(name, sharing, saved, need)
+    found: tuple[Tensor, ...] = kernels(name).backward(dout, dlse, saved, need)
     return found
 
 
@@ -374,7 +399,9 @@ def explain(problem: Problem, name: str, strict: bool = False) -> Explanation:
     if name == "auto":
         rule = preferences.find("calls", problem)
         evidence = f"{' > '.join(candidates)}: {rule.cited()}"
-    remarks = {n: find(n).remark(problem) for n, reason in reasons.items() if reason is None}
+    able = [n for n, reason in reasons.items() if reason is None]
+    of_auto = {"triton": AUTO_TRITON.name} if name == "auto" else {}
+    remarks = {n: find(of_auto.get(n, n)).remark(problem) for n in able}
     known = {n: remark for n, remark in remarks.items() if remark is not None}
     return Explanation(problem, name, chosen, reasons, evidence, known)
 
@@ -459,7 +486,10 @@ def problem_of(
 def decide(*arguments: Any) -> str:
     """The backend (its name; its module is then in LOADED) for ``(*arguments of problem_of, backend
     argument)``."""
-    name = choose(problem_of(*arguments[:-1]), *requested(arguments[-1]))
+    problem, (asked, strict) = problem_of(*arguments[:-1]), requested(arguments[-1])
+    name = choose(problem, asked, strict)
+    if asked == "auto" and name == "triton" and problem.requires_grad:
+        name = AUTO_TRITON.name
     LOADED[name] = kernels(name)
     return name
 

@@ -23,11 +23,11 @@ from typing import Any
 from flashsci.problem import Problem
 
 FOLDER = Path(__file__).parent
-KINDS = ("calls", "gradients")  # who serves a call; who computes the gradients of what cuda computed
+KINDS = ("calls", "gradients")  # who serves a call; who computes the gradients of what cuda or triton computed
 
 #: Of numbers a rule gives a range, of the others the value or a list of values.
-NUMBERS = ("sm", "bits", "head_dim", "head_dim_least", "seq_q", "seq_k", "batch_heads", "group", "generation")  # fmt: skip
-WORDS = ("gpu", "aligned", "band", "lower_right", "bias", "bias_inner", "bias_grad", "bias_summed", "mask", "key_weight", "dropout", "softcap", "varlen", "grad")  # fmt: skip
+NUMBERS = ("sm", "head_dim", "head_dim_least", "seq_q", "seq_k", "batch_heads", "group", "generation")  # fmt: skip
+WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "bias_inner", "bias_grad", "bias_summed", "mask", "key_weight", "dropout", "softcap", "varlen", "grad", "forward")  # fmt: skip
 
 
 def _bias(p: Problem) -> str:
@@ -45,11 +45,12 @@ def _bias(p: Problem) -> str:
     return "shared" if math.prod(own) < math.prod(leading) else "pairs"
 
 
-def features(p: Problem, generation: int = 0) -> dict[str, Any]:
+def features(p: Problem, generation: int = 0, forward: str = "") -> dict[str, Any]:
     """What rules speak of; None where a compiler hides a size.
 
     Args:
         generation: of the cuda backend's kernels that would compute the gradients; 0 where that is not the question.
+        forward: whose gradients, "cuda" or "triton"; "" where that is not the question.
 
     Returns:
         sm: compute capability, 90 for 9.0. bits: of the dtype. head_dim, head_dim_least: the larger and the smaller
@@ -88,6 +89,7 @@ def features(p: Problem, generation: int = 0) -> dict[str, Any]:
         "varlen": p.varlen,
         "grad": p.requires_grad,
         "generation": generation,
+        "forward": forward,
     }
 
 
@@ -222,9 +224,9 @@ def _nearest(capability: tuple[int, int]) -> str | None:
     return there[min(alike, key=lambda n: abs(n % 10 - capability[1]))] if alike else None
 
 
-def find(kind: str, problem: Problem, generation: int = 0) -> Rule:
+def find(kind: str, problem: Problem, generation: int = 0, forward: str = "") -> Rule:
     """The rule that decides a call ("calls"), or who computes its gradients ("gradients")."""
-    found = features(problem, generation)
+    found = features(problem, generation, forward)
     return first(tables(problem.capability), kind, found)
 
 
