@@ -18,7 +18,7 @@ from benchmarks.cases import BenchError
 from benchmarks.inputs import Inputs, Unsupported
 from flashsci import registry
 
-OURS = (*registry.BACKENDS, *registry.GENERATIONS, "auto")
+OURS = (*registry.BACKENDS, *registry.GENERATIONS, registry.EAGER.name, "auto")
 BASELINES = (*(f"sdpa:{kernel}" for kernel in peers.SDPA_KERNELS), "math", "flex", "fa3", "cueq")
 BASE = "@base"  # ends the names of the backends of another revision
 

@@ -73,7 +73,7 @@ def attention(
         precision: of float32 inputs: "ieee" or "tf32x3" (float32 accuracy, by three products of
             halves on tensor cores; None picks the faster), or "tf32" (one product: 11 significant
             bits). Other dtypes ignore it.
-        backend: "auto", "reference", "sdpa", "triton" or "cuda"; see :func:`flashsci.explain`.
+        backend: "auto", "reference", "sdpa", "eager", "triton" or "cuda"; see :func:`flashsci.explain`.
 
     Returns:
         out ``[..., Hq, Sq, Dv]`` in q's dtype and memory layout. With ``return_lse``, also lse

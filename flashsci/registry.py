@@ -94,8 +94,12 @@ GENERATIONS = {
 }
 
 
+# Plain PyTorch for small calls in fp32: one answer among others where rules name it, not a column of tables.
+EAGER = Backend("eager", "flashsci.backends.eager")
+
 # Triton where "auto" chose it: who asks for Triton by name gets its gradients too.
 AUTO_TRITON = Backend("auto:triton", "flashsci.backends.triton")
+_ALL = {**BACKENDS, **GENERATIONS, EAGER.name: EAGER, AUTO_TRITON.name: AUTO_TRITON}
 
 # Backends whose gradients may be another's: cuda and triton take each other's out and lse.
 SHARES_GRADIENTS = frozenset(("cuda", AUTO_TRITON.name, *GENERATIONS))
@@ -148,8 +152,8 @@ _choices: dict[tuple[Problem, str, bool], str] = {}
 
 
 def _check_name(name: str) -> str:
-    if name != "auto" and name not in BACKENDS and name not in GENERATIONS:
-        known = ", ".join(repr(n) for n in ("auto", *BACKENDS))
+    if name not in ("auto", EAGER.name, *BACKENDS, *GENERATIONS):
+        known = ", ".join(repr(n) for n in ("auto", *BACKENDS, EAGER.name))
         raise ValueError(f"unknown backend {name!r}; known backends: {known}")
     return name
 
@@ -159,8 +163,9 @@ def use_backend(name: str, strict: bool = False) -> Iterator[None]:
     """Serve the calls inside with one backend, in this thread, where they say ``backend="auto"``.
 
     Args:
-        name: "auto", "reference", "sdpa", "triton" or "cuda"; or "cuda:sm75", "cuda:sm80",
-            "cuda:sm90": CUDA kernels of that generation only, on any newer device that runs them.
+        name: "auto", "reference", "sdpa", "eager", "triton" or "cuda"; or "cuda:sm75", "cuda:sm80",
+            "cuda:sm90": CUDA kernels of that generation only, on any newer device that runs them;
+            "cuda:own": all generations, without the gradients of other backends.
         strict: never fall back: a CUDA build that is absent raises :class:`BackendError` instead of
             running Triton. It holds for calls that name a backend themselves, too.
 
@@ -191,7 +196,7 @@ def requested(backend: str) -> tuple[str, bool]:
 
 def find(name: str) -> Backend:
     """The backend of a checked name."""
-    return BACKENDS.get(name) or GENERATIONS.get(name) or AUTO_TRITON
+    return BACKENDS.get(name) or _ALL[name]
 
 
 class Gradients(NamedTuple):

@@ -179,7 +179,8 @@ def _backends(times: dict[str, float], problem: Problem) -> dict[str, float]:
         there = [times[n] for n in kernels if n in times]
         if there:
             found["sdpa"] = min(there)
-    if "eager" not in found and "math" in times:
+    refused = registry.find("eager").rejects(problem)
+    if "eager" not in found and "math" in times and refused is None:
         found["eager"] = times["math"]
     return found
 
