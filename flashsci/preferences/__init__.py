@@ -23,7 +23,10 @@ from typing import Any
 from flashsci.problem import Problem
 
 FOLDER = Path(__file__).parent
-KINDS = ("calls", "gradients")  # who serves a call; who computes the gradients of what cuda or triton computed
+KINDS = (
+    "calls",
+    "gradients",
+)  # who serves a call; who computes the gradients of what cuda or triton computed
 
 #: Of numbers a rule gives a range, of the others the value or a list of values.
 NUMBERS = ("sm", "head_dim", "head_dim_least", "seq_q", "seq_k", "batch_heads", "group", "generation")  # fmt: skip
@@ -147,7 +150,7 @@ class Table:
     name: str
     calls: tuple[Rule, ...]
     gradients: tuple[Rule, ...]
-    capability: tuple[int, int] | None = None  # of the GPUs it is for; None: of all
+    capability: tuple[int, int] | None = None  # of the GPUs it is for; None: other devices
     about: str = ""  # what was measured
 
 
@@ -208,7 +211,7 @@ def tables(capability: tuple[int, int] | None) -> tuple[Table, ...]:
     own = os.environ.get("FLASHSCI_PREFERENCES")
     if own:
         table = read(Path(own))
-        if table.capability in (None, capability):
+        if table.capability == capability:
             found.append(table)
     if capability is not None:
         name = _nearest(capability)

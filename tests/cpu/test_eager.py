@@ -80,7 +80,10 @@ def test_refusals(options, what):
         ({}, True),
         ({"seq_q": 64, "seq_k": 64}, True),  # 4 * 64 numbers for each row of q, k, v and out
         ({"seq_q": 65, "seq_k": 65}, False),
-        ({"seq_q": 65, "seq_k": 65, "bias_shape": (1, 4, 65, 65)}, True),  # no more than what it adds
+        (
+            {"seq_q": 65, "seq_k": 65, "bias_shape": (1, 4, 65, 65)},
+            True,
+        ),  # no more than what it adds
         ({"seq_q": 65, "seq_k": 65, "bias_shape": (1, 1, 65)}, False),
         ({"seq_q": None, "seq_k": None}, False),  # a compiler's
         ({"varlen": True}, False),
