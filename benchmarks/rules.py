@@ -304,6 +304,8 @@ def _evidence(
         if before != lead and e.ratios[before] < math.inf:
             turned.append(e)
             gains.append(e.ratios[before] / e.ratios[lead])
+    if not gains:
+        return f"{own[0].case.gpu}: what is chosen by hand was not measured, or was wrong"
     named = ", ".join(sorted({f"{Path(e.case.file).stem}.json ({e.case.commit})" for e in turned}))
     ids = sorted({e.case.id for e in turned})
     shown = ", ".join(ids[:4]) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
