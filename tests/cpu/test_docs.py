@@ -1,4 +1,4 @@
-"""The documentation: every Python block of README.md and docs/ runs, and what it says of `auto` is what the code does."""
+"""The documentation: every Python block of README.md and docs/ runs, links resolve, pages are listed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]

@@ -137,7 +137,9 @@ def test_what_failed_its_check_is_never_learnt_and_always_told(saved):
         r["gate"] = "failed: dq: error 3 > 2" if r["backend"] == "sdpa" else "passed"
         r["time_us"] = None if r["backend"] == "sdpa" else {"median": 9.0}
     found = regrets(read(saved(broken)), (DEFAULTS,))
-    assert {r.ratio for r in found} == {None} and "sdpa, wrong or without gradients" in report(found)
+    assert {r.ratio for r in found} == {None} and "sdpa, wrong or without gradients" in report(
+        found
+    )
 
 
 def test_a_forward_without_gradients_is_no_choice_for_training(saved):
@@ -174,11 +176,15 @@ def test_tables_of_devices():
 
 
 def test_conditions():
-    rule = preferences.Rule({"seq_k": [8, None], "bias": ["keys", "none"], "bits": 16}, ("sdpa",), "")
+    rule = preferences.Rule(
+        {"seq_k": [8, None], "bias": ["keys", "none"], "bits": 16}, ("sdpa",), ""
+    )
     found = preferences.features(replace(HOPPER, batch=(2,), seq_q=8, seq_k=8))
     assert rule.holds(found) and not rule.holds({**found, "seq_k": 7})
     assert not rule.holds({**found, "bias": "pairs"}) and not rule.holds({**found, "bits": 32})
-    assert not rule.holds(preferences.features(HOPPER)), "a size that is not known meets no condition"
+    assert not rule.holds(preferences.features(HOPPER)), (
+        "a size that is not known meets no condition"
+    )
     assert rule.text() == "seq_k 8 and more, bias keys or none, bits 16"
 
 
