@@ -18,25 +18,30 @@ from benchmarks.cases import BenchError
 from benchmarks.inputs import Inputs, Unsupported
 from flashsci import registry
 
-OURS = (*registry.BACKENDS, *registry.GENERATIONS, "auto")
+OURS = (*registry.BACKENDS, *registry.GENERATIONS, registry.EAGER.name, "auto")
 BASELINES = (*(f"sdpa:{kernel}" for kernel in peers.SDPA_KERNELS), "math", "flex", "fa3", "cueq")
 BASE = "@base"  # ends the names of the backends of another revision
 
 
 def names_of(chosen: Iterable[str], device: torch.device, base: bool = False) -> list[str]:
-    """Candidates by name, with the groups "ours" and "baselines"; none: what makes sense on the
-    device. `base` adds ours of the other revision, next to their namesakes."""
+    """Candidates by name, with the groups "ours", "baselines" and "choices"; none: the first two, as the device has
+    them. `base` adds ours of the other revision, next to their namesakes."""
     ours = ["triton", "cuda"] if device.type == "cuda" else ["reference", "sdpa"]
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
         ours.append("cuda:sm80")  # what the GPUs before this one get
+    sdpa = [f"sdpa:{kernel}" for kernel in peers.SDPA_KERNELS if kernel not in ("default", "math")]
     groups = {
+        # What `auto` chooses among, and what its choice is held against.
+        "choices": ["cuda", "cuda:own", "triton", "sdpa", "eager", *sdpa]
+        if device.type == "cuda"
+        else ["sdpa", "eager"],
         "ours": ours,
         "baselines": list(BASELINES)
         if device.type == "cuda"
         else ["sdpa:default", "sdpa:math", "math"],
     }
     names: dict[str, None] = {}
-    for name in chosen or groups:
+    for name in chosen or ("ours", "baselines"):
         for member in groups.get(name, [name]):
             names[member] = None
             if base and member in OURS:

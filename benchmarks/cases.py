@@ -222,6 +222,19 @@ def _bias() -> list[Case]:
     ]
 
 
+def _short() -> list[Case]:
+    """Dense calls between a launch and a full GPU: few and many heads of batch, short rows."""
+    return [
+        Case(
+            f"short-{dtype}-d{d}-bh{b * 16}-s{s}", "dense-short", dtype, B=b, H=16, Sq=s, Sk=s, D=d
+        )
+        for dtype in ("bf16", "fp32")
+        for d in (32, 64, 128)
+        for b in (1, 64)
+        for s in (128, 512)
+    ]
+
+
 def _order2() -> list[Case]:
     def case(id, dtype, b, h, s, d):
         return Case(id, "order2", dtype, B=b, H=h, Sq=s, Sk=s, D=d, order=2)
@@ -356,6 +369,7 @@ CASES: dict[str, Case] = {
         *_varlen(),
         *_bias(),
         *_order2(),
+        *_short(),
         *_decode(),
         *_calls(),
         SMALL_CALL,
@@ -469,6 +483,11 @@ CPU_CASES = [
 SUITES: dict[str, list[Case]] = {"headline": _headline(), "cpu": CPU_CASES}
 for _case in CASES.values():
     SUITES.setdefault(_case.suite, []).append(_case)
+SUITES["auto"] = [
+    case
+    for suite in ("calls", "bias", "tiny", "varlen", "dense-short", "decode", "latency")
+    for case in SUITES[suite]
+]
 SUITES["all"] = list(CASES.values())
 
 

@@ -41,7 +41,7 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: headline, dense, dense-fp32, bias, tiny, varlen, order2, decode, "
-            "latency, calls, all, cpu."
+            "latency, calls, dense-short, auto, all, cpu."
         ),
     ] = "",
     case: Annotated[str, typer.Option(help="Comma-separated ids of single cases.")] = "",
@@ -49,7 +49,7 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: triton, cuda, sdpa:flash, ..., math, flex, fa3, cueq, or ours, "
-            "baselines."
+            "baselines, choices (of auto)."
         ),
     ] = "",
     order: Annotated[

@@ -3,6 +3,7 @@ documents."""
 
 from __future__ import annotations
 
+import datetime
 import gc
 import importlib.metadata
 import importlib.util
@@ -365,6 +366,8 @@ def environment(device: torch.device) -> dict:
     gpu = device.type == "cuda"
     return {
         "gpu": torch.cuda.get_device_name(device) if gpu else None,
+        "capability": torch.cuda.get_device_capability(device) if gpu else None,
+        "date": datetime.date.today().isoformat(),
         "driver": _nvidia_smi("driver_version") if gpu else None,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,

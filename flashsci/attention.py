@@ -10,7 +10,7 @@ from torch import Tensor
 from flashsci import arguments, registry
 from flashsci.dispatch import Plan, keep, plans, run, seed_for
 from flashsci.ops import Tensors
-from flashsci.problem import sums_bias
+from flashsci.problem import keys_inner, sums_bias
 from flashsci.tracing import autocast
 
 
@@ -73,7 +73,7 @@ def attention(
         precision: of float32 inputs: "ieee" or "tf32x3" (float32 accuracy, by three products of
             halves on tensor cores; None picks the faster), or "tf32" (one product: 11 significant
             bits). Other dtypes ignore it.
-        backend: "auto", "reference", "sdpa", "triton" or "cuda"; see :func:`flashsci.explain`.
+        backend: "auto", "reference", "sdpa", "eager", "triton" or "cuda"; see :func:`flashsci.explain`.
 
     Returns:
         out ``[..., Hq, Sq, Dv]`` in q's dtype and memory layout. With ``return_lse``, also lse
@@ -150,7 +150,9 @@ def _plan(
         return _make_plan(q, k, v, bias, key_weight, mask, options, needs_grad, backend)
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        None if bias is None else (bias.shape, bias.dtype, bias.device, bias.requires_grad),
+        None
+        if bias is None
+        else (bias.shape, keys_inner(bias), bias.dtype, bias.device, bias.requires_grad),
         None
         if key_weight is None
         else (key_weight.shape, key_weight.dtype, key_weight.device, key_weight.requires_grad),
@@ -244,8 +246,10 @@ def describe(
     else:
         bias_shape = None if bias is None else tuple(bias.shape)
         features.update(batch=batch, seq_q=q.shape[-2], seq_k=k.shape[-2], bias_shape=bias_shape)
-        if bias is not None and features["bias_grad"]:
-            features["bias_summed"] = sums_bias(bias, (*batch, *heads))
+        if bias is not None:
+            features["bias_inner"] = keys_inner(bias)
+            if features["bias_grad"]:
+                features["bias_summed"] = sums_bias(bias, (*batch, *heads))
     return registry.call(q, v, heads_q, heads_k, features)
 
 

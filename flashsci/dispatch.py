@@ -11,7 +11,7 @@ from torch import Tensor
 from flashsci import arguments, second_order
 from flashsci.dropout import check_dropout, draw_seed
 from flashsci.ops import Scalars, Tensors, follow_layout
-from flashsci.tracing import transforming
+from flashsci.tracing import transforming_eagerly
 
 
 class Plan(NamedTuple):
@@ -48,7 +48,7 @@ def run(plan: Plan, tensors: Tensors, needs_grad: bool) -> tuple[Tensor, Tensor 
         return follow_layout(out, tensors.q), lse
     tensors = tensors.inner_contiguous()
     # A compiler does not say what transforms it traces: there, a gradient may always be wanted.
-    transformed = torch.compiler.is_compiling() or transforming()
+    transformed = torch.compiler.is_compiling() or transforming_eagerly()
     if needs_grad or transformed:
         from flashsci import autograd  # imports the compiler
 

@@ -1,17 +1,18 @@
 """Which backend serves a call, which one its gradients come from, and why: names, reasons, preferences, overrides.
 
-Backends say what they can compute. What they should is decided here alone: :data:`PREFERENCES` for the call,
-:data:`GRADIENT_PREFERENCES` for the gradients of what the cuda backend computed, each row with its evidence.
+Backends say what they can compute. What they should is decided here alone, by the rules of flashsci/preferences: those
+for calls, and those for the gradients of what the cuda backend computed, each with its evidence.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import index
@@ -20,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashsci import preferences
 from flashsci.errors import BackendError
 from flashsci.ops import NEED_BIAS, Saved, Tensors
-from flashsci.problem import Problem, sums_bias
+from flashsci.problem import Problem, keys_inner, sums_bias
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Backend:
         if not problem.requires_grad:
             return None
         found = gradients(self.name, problem)
-        if found.backend == self.name:
+        if found.backend == self.name.removeprefix("auto:"):
             return None
         where = ""
         if gradients(self.name, problem, strides=True).backend == self.name:
@@ -86,168 +88,21 @@ GENERATIONS = {
         Backend("cuda:sm75", "flashsci.backends.cuda", "SM75"),
         Backend("cuda:sm80", "flashsci.backends.cuda", "SM80"),
         Backend("cuda:sm90", "flashsci.backends.cuda", "SM90"),
+        # All generations, and nobody else's gradients.
+        Backend("cuda:own", "flashsci.backends.cuda", "OWN"),
     )
 }
 
 
-# Backends whose gradients may be another's.
-SHARES_GRADIENTS = frozenset(("cuda", *GENERATIONS))
+# Plain PyTorch for small calls in fp32: one answer among others where rules name it, not a column of tables.
+EAGER = Backend("eager", "flashsci.backends.eager")
 
+# Triton where "auto" chose it: who asks for Triton by name gets its gradients too.
+AUTO_TRITON = Backend("auto:triton", "flashsci.backends.triton")
+_ALL = {**BACKENDS, **GENERATIONS, EAGER.name: EAGER, AUTO_TRITON.name: AUTO_TRITON}
 
-@dataclass(frozen=True)
-class Preference:
-    """The order in which ``auto`` tries backends for the calls that ``applies`` selects."""
-
-    order: tuple[str, ...]
-    applies: Callable[[Problem], bool]
-    evidence: str
-
-
-def _plain(p: Problem) -> bool:
-    """What SDPA's fused kernels serve without a materialised mask."""
-    causal_at_most = p.window_left < 0 and p.window_right <= 0
-    pairs = p.bias or p.mask or p.key_weight
-    return causal_at_most and not (pairs or p.lower_right or p.varlen)
-
-
-def _hopper(p: Problem) -> bool:
-    return p.capability is not None and p.capability[0] == 9
-
-
-def _ampere(p: Problem) -> bool:
-    return p.capability is not None and p.capability[0] == 8
-
-
-def _half(p: Problem) -> bool:
-    return p.dtype.itemsize == 2
-
-
-def _hopper_kernels(p: Problem) -> bool:
-    """What the sm90 kernels take (strides apart): the forward, and with gradients the backward."""
-    aligned = p.head_dim % 8 == 0 and p.head_dim_v % 8 == 0
-    pairs = p.bias or p.mask or p.key_weight
-    return _hopper(p) and _half(p) and aligned and not (pairs or p.dropout_p)
-
-
-def _bias_kernels(p: Problem) -> bool:
-    """A bias by pairs, of more queries than a small tile has; a compiler hides its shape."""
-    shape = p.bias_shape or ()
-    by_pairs = len(shape) > 1 and shape[-2] > 64
-    dims = p.head_dim, p.head_dim_v
-    if p.dtype == torch.float32:
-        return by_pairs and max(dims) <= 128
-    aligned = all(dim % 8 == 0 and 16 < dim <= 128 for dim in dims)
-    return by_pairs and _half(p) and aligned
-
-
-# First match wins. Each row says what it rests on; figures are ratios of medians from
-# `python -m flashsci bench --suite headline`, benchmarks/results.
-PREFERENCES = (
-    Preference(
-        ("sdpa", "reference"),
-        lambda p: p.device_type != "cuda",
-        "there is no other fused kernel off the GPU",
-    ),
-    Preference(
-        ("sdpa", "triton", "reference"),
-        lambda p: p.capability is not None and p.capability < (8, 0),
-        "Triton emits no tensor-core code before sm_80",
-    ),
-    Preference(
-        ("cuda", "sdpa", "triton", "reference"),
-        lambda p: _hopper_kernels(p) and _plain(p),
-        "H200, dense bf16, against SDPA's best (cuDNN): 36 cells of D 64, 128, 256 forward 1.10 to 1.39, "
-        "1.20 in the geometric mean, backward 1.06 to 1.47, 1.22; D 96 and 192 forward 1.07 to 1.53, "
-        "backward 1.15 to 1.57 (docs/kernels/sm90_*.md)",
-    ),
-    Preference(
-        ("cuda", "triton", "sdpa", "reference"),
-        lambda p: _hopper_kernels(p) and not (p.varlen and p.head_dim < 128),
-        "H200, against Triton: 1.8 times forward and 1.6 backward with a window of 1,024, 1.5 and "
-        "1.4 on packed documents; short packed crystals (D 32, 64) are Triton's",
-    ),
-    Preference(
-        ("sdpa", "triton", "cuda", "reference"),
-        lambda p: _hopper(p) and _half(p) and _plain(p),
-        "H200, dense D 64 to 256: SDPA (cuDNN) leads Triton by 1.05 to 1.38 forward, "
-        "1.15 to 1.37 backward",
-    ),
-    Preference(
-        ("cuda", "triton", "sdpa", "reference"),
-        lambda p: _ampere(p) and _half(p),
-        "written for this generation; not measured on it yet",
-    ),
-    Preference(
-        ("cuda", "triton", "sdpa", "reference"),
-        lambda p: _hopper(p) and p.dtype == torch.float32 and _plain(p) and 32 < p.head_dim <= 128,
-        "H200, dense fp32 from S 2048: D 64 against Triton forward 2.1, backward 1.6; D 128 against "
-        "SDPA (efficient) 1.4 and 1.0",
-    ),
-    Preference(
-        ("cuda", "triton", "sdpa", "reference"),
-        lambda p: _hopper(p) and _bias_kernels(p),
-        "H200, against Triton: 10 cases in bf16 forward 0.6 (one structure, small grid) to 1.4, 1.14 "
-        "in the mean, backward 1.0 to 1.75, 1.33; 4 in fp32 forward 1.08 to 1.20, backward 0.98 to 1.74",
-    ),
-    Preference(
-        ("triton", "cuda", "sdpa", "reference"),
-        lambda p: True,
-        "H200: Triton leads on packed crystals, short rows (Sq up to 64, D up to 16) and a bias of "
-        "keys; with bias it leads SDPA by 2.1 to 5.9",
-    ),
-)
-
-
-@dataclass(frozen=True)
-class GradientPreference:
-    """Who computes the gradients of what the cuda backend computed forward, in order, for the calls that ``applies``
-    selects, given the generation of kernels that the library would take for them."""
-
-    order: tuple[str, ...]
-    applies: Callable[[Problem, int], bool]
-    evidence: str
-
-
-def _unbiased(p: Problem) -> bool:
-    return not (p.bias or p.mask)
-
-
-def _widest(p: Problem) -> int:
-    return max(p.head_dim, p.head_dim_v)
-
-
-# First match wins. Only cuda and triton take each other's out and lse.
-GRADIENT_PREFERENCES = (
-    GradientPreference(
-        ("cuda", "triton"),
-        lambda p, generation: not (_hopper(p) and _half(p)),
-        "H200, fp32: Triton takes 1.6 times as long (dense, D 64), with bias 0.98 to 1.74; other devices are not "
-        "measured yet",
-    ),
-    GradientPreference(
-        ("triton", "cuda"),
-        lambda p, generation: (
-            generation == 90 and p.bias_grad and p.bias_summed and _widest(p) <= 64
-        ),
-        "H200, head dims to 64: Triton sums the gradient of a 16-bit bias that is shared in 0.83 to 0.89 of the time",
-    ),
-    GradientPreference(
-        ("cuda", "triton"),
-        lambda p, generation: generation == 90,
-        "H200, the Hopper backward: Triton takes 1.6 times as long with a window of 1,024, 1.4 on packed documents, "
-        "1.33 in the mean of 10 cases with bias, 1.3 to 1.7 with a shared bias of fp32",
-    ),
-    GradientPreference(
-        ("cuda", "triton"),
-        lambda p, generation: _unbiased(p) and _widest(p) > 128,
-        "H200, D 256: the backward written for sm80 takes half of Triton's time",
-    ),
-    GradientPreference(
-        ("triton", "cuda"),
-        lambda p, generation: True,
-        "on Hopper its backward is faster than the one written for sm80",
-    ),
-)
+# Backends whose gradients may be another's: cuda and triton take each other's out and lse.
+SHARES_GRADIENTS = frozenset(("cuda", AUTO_TRITON.name, *GENERATIONS))
 
 
 @dataclass(frozen=True)
@@ -297,8 +152,8 @@ _choices: dict[tuple[Problem, str, bool], str] = {}
 
 
 def _check_name(name: str) -> str:
-    if name != "auto" and name not in BACKENDS and name not in GENERATIONS:
-        known = ", ".join(repr(n) for n in ("auto", *BACKENDS))
+    if name not in ("auto", EAGER.name, *BACKENDS, *GENERATIONS):
+        known = ", ".join(repr(n) for n in ("auto", *BACKENDS, EAGER.name))
         raise ValueError(f"unknown backend {name!r}; known backends: {known}")
     return name
 
@@ -308,8 +163,9 @@ def use_backend(name: str, strict: bool = False) -> Iterator[None]:
     """Serve the calls inside with one backend, in this thread, where they say ``backend="auto"``.
 
     Args:
-        name: "auto", "reference", "sdpa", "triton" or "cuda"; or "cuda:sm75", "cuda:sm80",
-            "cuda:sm90": CUDA kernels of that generation only, on any newer device that runs them.
+        name: "auto", "reference", "sdpa", "eager", "triton" or "cuda"; or "cuda:sm75", "cuda:sm80",
+            "cuda:sm90": CUDA kernels of that generation only, on any newer device that runs them;
+            "cuda:own": all generations, without the gradients of other backends.
         strict: never fall back: a CUDA build that is absent raises :class:`BackendError` instead of
             running Triton. It holds for calls that name a backend themselves, too.
 
@@ -340,7 +196,7 @@ def requested(backend: str) -> tuple[str, bool]:
 
 def find(name: str) -> Backend:
     """The backend of a checked name."""
-    return BACKENDS.get(name) or GENERATIONS[name]
+    return BACKENDS.get(name) or _ALL[name]
 
 
 class Gradients(NamedTuple):
@@ -359,17 +215,19 @@ def gradients(
         strides: bias and mask lie in memory as the Hopper backward takes them; a Problem does not know.
         anywhere: leave out whether this machine can run the others.
     """
-    module = find(name).load()
-    if name not in SHARES_GRADIENTS or not hasattr(module, "backward_kernels"):
+    module = _sharing(name)
+    if module is None:
         return Gradients(name)
+    if name == AUTO_TRITON.name:
+        return _instead_of_triton(module, problem, strides, anywhere)
     generation, lacks = module.backward_kernels(problem, strides)
     order: tuple[str, ...] = (name, "triton")
     why = lacks
-    if name == "cuda:sm90":  # for tests of these kernels: no other may answer
+    if name in ("cuda:sm90", "cuda:own"):  # for tests and timing of these: no other may answer
         order = (name,)
     elif name == "cuda" and lacks is None:
-        row = next(p for p in GRADIENT_PREFERENCES if p.applies(problem, generation))
-        order, why = row.order, row.evidence
+        rule = preferences.find("gradients", problem, generation, "cuda")
+        order, why = rule.order, rule.cited()
     for candidate in order:
         if candidate == name:
             reason = lacks
@@ -388,7 +246,45 @@ def gradients(
     )
 
 
-@functools.lru_cache(maxsize=1024)
+class _Sizes(NamedTuple):
+    """Of a call whose gradients are wanted; known where no compiler hides them."""
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    bias: tuple[int, ...]
+    sequences: int  # packed; -1: dense
+
+    def features(self) -> dict[str, Any]:
+        batch = self.q[:-3] if self.sequences < 0 else (self.sequences,)
+        sizes = {"batch": batch, "seq_q": self.q[-2], "seq_k": self.k[-2]}
+        return {**sizes, "bias_shape": self.bias} if self.bias else sizes
+
+    def heads(self) -> tuple[int, int]:
+        return (1, 1) if len(self.q) < 3 else (self.q[-3], self.k[-3])
+
+
+def _sharing(name: str) -> Any:
+    """The module that says whether its kernels should compute the gradients of what backend ``name`` computed; None where
+    no question arises."""
+    # By name first: a look-up of what a module has not costs as much as the rest of a small call.
+    if name not in SHARES_GRADIENTS:
+        return None
+    module = kernels("cuda" if name == AUTO_TRITON.name else name)
+    return module if hasattr(module, "backward_kernels") else None
+
+
+def _instead_of_triton(module: Any, problem: Problem, strides: bool, anywhere: bool) -> Gradients:
+    """Gradients of what Triton computed because ``auto`` chose it."""
+    reason = (None if anywhere else BACKENDS["cuda"].unavailable()) or module.rejects(problem)
+    generation, lacks = (0, reason) if reason else module.backward_kernels(problem, strides)
+    if lacks is None:
+        rule = preferences.find("gradients", problem, generation, "triton")
+        if rule.order[0] == "cuda":
+            return Gradients("cuda", rule.cited())
+    return Gradients("triton")
+
+
+@functools.lru_cache(maxsize=4096)
 def _gradients_of(
     name: str,
     strides: bool,
@@ -396,11 +292,15 @@ def _gradients_of(
     dtype: torch.dtype,
     head_dim: int,
     head_dim_v: int,
+    sizes: _Sizes | None,
     **features: Any,
 ) -> str:
     """The backend that computes gradients, by what decides it."""
-    sizes = 1, 1, head_dim, head_dim_v
-    problem = problem_of(device.type, device.index, dtype, *sizes, tuple(features.items()))
+    heads = (1, 1) if sizes is None else sizes.heads()
+    if sizes is not None:
+        features |= sizes.features()
+    dims = head_dim, head_dim_v
+    problem = problem_of(device.type, device.index, dtype, *heads, *dims, tuple(features.items()))
     found = gradients(name, problem, strides)
     if found.backend is None:
         raise BackendError(
@@ -413,26 +313,34 @@ def backward(
     name: str, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, dbias, dkey_weight of what backend ``name`` computed, by whose kernels they should be computed."""
-    module = kernels(name)
-    # By name first: a look-up of what a module has not costs as much as the rest of a small call.
-    if name in SHARES_GRADIENTS and hasattr(module, "backward_kernels"):
-        module = kernels(_gradient_backend(name, module, saved, need))
-    found: tuple[Tensor, ...] = module.backward(dout, dlse, saved, need)
+    sharing = _sharing(name)
+    if sharing is not None:
+        name = _gradient_backend(name, sharing, saved, need)
+    found: tuple[Tensor, ...] = kernels(name).backward(dout, dlse, saved, need)
     return found
 
 
 def _gradient_backend(name: str, module: Any, saved: Saved, need: int) -> str:
-    q, _, v, bias, key_weight, mask, cu_seqlens_q, *_ = saved.tensors
+    q, k, v, bias, key_weight, mask, cu_seqlens_q, *_ = saved.tensors
     scalars = saved.scalars
     features: dict[str, Any] = {}
+    bias_shape: tuple[int, ...] = ()
     if bias is not None:
+        bias_shape = bias.shape
         features["bias_shape"] = ()  # there is one; a compiler may hide its sizes
+        features["bias_inner"] = keys_inner(bias)
         features["bias_grad"] = bool(need & NEED_BIAS)
         features["bias_summed"] = sums_bias(bias, q.shape[:-2])
+    sequences = -1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    window = scalars.window_left, scalars.window_right
+    known = all(type(n) is int for n in (*q.shape, *k.shape, *window, sequences))
+    sizes = _Sizes(q.shape, k.shape, bias_shape, sequences) if known else None
     return _gradients_of(
-        name, module.hopper_takes(saved, need), q.device, q.dtype, q.shape[-1], v.shape[-1], mask=mask is not None, key_weight=key_weight is not None,
-        varlen=cu_seqlens_q is not None, dropout_p=0.5 if scalars.dropout_p else 0.0, precision=scalars.precision,
-        requires_grad=True, **features,
+        name, module.hopper_takes(saved, need), q.device, q.dtype, q.shape[-1], v.shape[-1], sizes,
+        mask=mask is not None, key_weight=key_weight is not None, varlen=cu_seqlens_q is not None,
+        window_left=window[0] if known else -1, window_right=window[1] if known else -1,
+        lower_right=scalars.lower_right, softcap=1.0 if scalars.softcap else 0.0, dropout_p=0.5 if scalars.dropout_p else 0.0, precision=scalars.precision,
+        deterministic=scalars.deterministic, requires_grad=True, **features,
     )  # fmt: skip
 
 
@@ -469,13 +377,23 @@ def second_order(name: str, tensors: Tensors) -> Any:
 def _candidates(problem: Problem, name: str, strict: bool) -> tuple[str, ...]:
     """The backends to try, in order, for a request."""
     if name == "auto":
-        return _preference(problem).order
+        order = preferences.find("calls", problem).order
+        return order if may_hold_scores(problem) else tuple(n for n in order if n != "eager")
     absent = name == "cuda" and not strict and find(name).unavailable() is not None
     return (name, "triton") if absent else (name,)
 
 
-def _preference(problem: Problem) -> Preference:
-    return next(p for p in PREFERENCES if p.applies(problem))
+def may_hold_scores(p: Problem) -> bool:
+    """Whether ``auto`` may take a backend that holds every score: where they are no more numbers than the call's own
+    tensors (q, k, v, out and bias), so that memory stays proportional to those."""
+    if p.varlen or p.batch is None or p.seq_q is None or p.seq_k is None:
+        return False
+    rows = p.heads_q * p.seq_q + p.heads_k * p.seq_k
+    bias = math.prod(p.bias_shape) if p.bias_shape else 0
+    count = math.prod(p.batch)
+    return (
+        count * p.heads_q * p.seq_q * p.seq_k <= count * rows * (p.head_dim + p.head_dim_v) + bias
+    )
 
 
 def explain(problem: Problem, name: str, strict: bool = False) -> Explanation:
@@ -484,10 +402,15 @@ def explain(problem: Problem, name: str, strict: bool = False) -> Explanation:
     candidates = _candidates(problem, name, strict)
     reasons = {n: find(n).rejects(problem) for n in dict.fromkeys((*BACKENDS, *candidates))}
     chosen = next((candidate for candidate in candidates if reasons[candidate] is None), None)
-    order = f"{' > '.join(candidates)}: {_preference(problem).evidence}" if name == "auto" else ""
-    remarks = {n: find(n).remark(problem) for n, reason in reasons.items() if reason is None}
+    evidence = ""
+    if name == "auto":
+        rule = preferences.find("calls", problem)
+        evidence = f"{' > '.join(candidates)}: {rule.cited()}"
+    able = [n for n, reason in reasons.items() if reason is None]
+    of_auto = {"triton": AUTO_TRITON.name} if name == "auto" else {}
+    remarks = {n: find(of_auto.get(n, n)).remark(problem) for n in able}
     known = {n: remark for n, remark in remarks.items() if remark is not None}
-    return Explanation(problem, name, chosen, reasons, order, known)
+    return Explanation(problem, name, chosen, reasons, evidence, known)
 
 
 def choose(problem: Problem, name: str, strict: bool = False) -> str:
@@ -570,7 +493,10 @@ def problem_of(
 def decide(*arguments: Any) -> str:
     """The backend (its name; its module is then in LOADED) for ``(*arguments of problem_of, backend
     argument)``."""
-    name = choose(problem_of(*arguments[:-1]), *requested(arguments[-1]))
+    problem, (asked, strict) = problem_of(*arguments[:-1]), requested(arguments[-1])
+    name = choose(problem, asked, strict)
+    if asked == "auto" and name == "triton" and problem.requires_grad:
+        name = AUTO_TRITON.name
     LOADED[name] = kernels(name)
     return name
 

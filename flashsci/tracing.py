@@ -9,8 +9,11 @@ from torch import Tensor
 def transforming() -> bool:
     """Whether a functorch transform or forward-mode level is active, which sees only what an
     autograd.Function shows it."""
-    if torch.compiler.is_compiling():
-        return False
+    return not torch.compiler.is_compiling() and transforming_eagerly()
+
+
+def transforming_eagerly() -> bool:
+    """:func:`transforming`, for who knows that no compiler traces: asking that costs a tenth of a small call."""
     return (
         torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     )

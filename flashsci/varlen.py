@@ -166,7 +166,8 @@ def describe(
                 f"{heads_k}, got {shape}"
             )
     if not torch.compiler.is_compiling():
-        features.update(batch=(), seq_q=q.shape[0], seq_k=k.shape[0])
+        sequences = cu_seqlens_q.shape[0] - 1
+        features.update(batch=(sequences,), seq_q=q.shape[0], seq_k=k.shape[0])
     return registry.call(q, v, heads_q, heads_k, features)
 
 

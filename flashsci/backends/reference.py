@@ -53,7 +53,7 @@ def visible(
     return keep
 
 
-def _per_query_head(x: Tensor, heads_q: int) -> Tensor:
+def per_query_head(x: Tensor, heads_q: int) -> Tensor:
     """Repeat key heads so that query head h meets key head h // (Hq // Hk)."""
     return (
         x
@@ -63,7 +63,7 @@ def _per_query_head(x: Tensor, heads_q: int) -> Tensor:
 
 
 def _per_key_head(x: Tensor, heads_k: int) -> Tensor:
-    """The transpose of :func:`_per_query_head`: sum the query heads of each key head."""
+    """The transpose of :func:`per_query_head`: sum the query heads of each key head."""
     if x.dim() < 3 or x.shape[-3] == heads_k:
         return x
     return x.unflatten(-3, (heads_k, -1)).sum(-3)
@@ -108,7 +108,7 @@ def _scores(
     """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and scale q k^T / softcap if there is a
     softcap."""
     softcap = scalars.softcap
-    keys = _per_query_head(k, q.shape[-3] if q.dim() > 2 else 1)
+    keys = per_query_head(k, q.shape[-3] if q.dim() > 2 else 1)
     scores = _product(q * scalars.scale, keys.transpose(-1, -2))
     capped = None
     if softcap:
@@ -193,7 +193,7 @@ def _dense_forward(
         p = torch.where(
             _keep(seed, dropout_p, scores, batch_offset), p / (1 - dropout_p), torch.zeros_like(p)
         )
-    return _product(p.to(v.dtype), _per_query_head(v, q.shape[-3] if q.dim() > 2 else 1)), lse
+    return _product(p.to(v.dtype), per_query_head(v, q.shape[-3] if q.dim() > 2 else 1)), lse
 
 
 def _dense_backward(
@@ -230,12 +230,12 @@ def _dense_backward(
     delta = (dout_ * out_).sum(-1, keepdim=True)
     if dlse is not None:
         delta = delta - dlse.to(compute).unsqueeze(-1)
-    dp = keep * (dout_ @ _per_query_head(v_, heads_q).transpose(-1, -2))
+    dp = keep * (dout_ @ per_query_head(v_, heads_q).transpose(-1, -2))
     ds = p * (dp - delta)
     dbias = None if bias is None else _sum_to(ds, bias.shape).to(bias.dtype)
     if capped is not None:
         ds = ds * _tanh_slope(capped)
-    dq = scale * (ds @ _per_query_head(k_, heads_q))
+    dq = scale * (ds @ per_query_head(k_, heads_q))
     dk = _per_key_head(scale * (ds.transpose(-1, -2) @ q_), heads_k)
     dv = _per_key_head((p * keep).transpose(-1, -2) @ dout_, heads_k)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias

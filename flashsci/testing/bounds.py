@@ -32,7 +32,7 @@ from flashsci.testing.inputs import Inputs
 from flashsci.testing.second_order import SECOND_ORDER
 
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dkey_weight", *SECOND_ORDER)
-PLAIN = ("reference", "sdpa")  # backends that are plain PyTorch, with its own accuracy
+PLAIN = ("reference", "sdpa", "eager")  # backends that are plain PyTorch, with its own accuracy
 LEAVES = ("q", "k", "v", "bias", "key_weight")
 BASELINE_FACTOR = 2.0  # error allowed, in errors of plain PyTorch
 FLOOR_ROUNDINGS = 16.0  # plus so many roundings (8 eps) of the largest absolute-value sum

@@ -1,4 +1,4 @@
-"""The documentation: every Python block of README.md and docs/ runs, and what it says of `auto` is what the code does."""
+"""The documentation: every Python block of README.md and docs/ runs, links resolve, pages are listed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from flashsci import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
@@ -60,21 +58,6 @@ def test_examples_run(page, tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, f"{page} (line numbers are the page's):\n{done.stderr}"
-
-
-@pytest.mark.parametrize(
-    ("heading", "preferences"),
-    [
-        ("The order of `auto`", registry.PREFERENCES),
-        ("Who computes the gradients", registry.GRADIENT_PREFERENCES),
-    ],
-)
-def test_preferences_are_documented(heading, preferences):
-    """The tables of docs/support.md have the rows of the registry: same orders, same evidence."""
-    text = (ROOT / "docs" / "support.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines()]
-    found = [(row[1], row[2]) for row in rows if len(row) == 3 and " > " in row[1]]
-    assert found == [(" > ".join(p.order), p.evidence) for p in preferences]
 
 
 def code_lines(path: Path) -> int:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import flashsci
-from flashsci import ops, registry
+from flashsci import ops, preferences, registry
 from flashsci.problem import Problem
 
 Q = torch.randn(2, 4, 5, 8)
+DEFAULTS = preferences.read(preferences.FOLDER / "defaults.json")
 
 
 def test_explain_gives_every_backends_answer():
@@ -208,15 +209,9 @@ def test_bf16_on_turing_is_refused_by_name():
     assert "sm_75" in registry.BACKENDS["triton"].load().rejects(problem)
 
 
-def test_preferences_name_backends_and_evidence():
-    for preference in registry.PREFERENCES:
-        assert set(preference.order) <= set(registry.BACKENDS) and preference.evidence
-        assert preference.order[-1] == "reference", "somebody must be able to serve every call"
-
-
 def test_one_generation_of_cuda_kernels_on_request(fresh_registry):
     """`auto` never asks for one; a call may, and hears why it cannot have it."""
-    assert all(not set(registry.GENERATIONS) & set(p.order) for p in registry.PREFERENCES)
+    assert all(not set(registry.GENERATIONS) & set(rule.order) for rule in DEFAULTS.calls)
     assert set(flashsci.explain(Q, Q, Q, backend="cuda:sm80").reasons) > {"cuda:sm80", "cuda"}
     with (
         flashsci.use_backend("cuda:sm80"),
@@ -428,9 +423,9 @@ def test_what_the_hopper_backward_takes_of_a_mask_by_pairs(dim, dtype, both):
 )
 def test_the_order_of_gradients(changes, generation, first):
     problem = replace(Problem("cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64), **changes)
-    rows = registry.GRADIENT_PREFERENCES
-    assert next(p for p in rows if p.applies(problem, generation)).order[0] == first
-    assert all(set(p.order) == {"cuda", "triton"} and p.evidence for p in rows)
+    found = preferences.features(problem, generation)
+    assert preferences.first([DEFAULTS], "gradients", found).order[0] == first
+    assert all(set(rule.order) == {"cuda", "triton"} for rule in DEFAULTS.gradients)
 
 
 def test_explain_says_where_strides_decide(full_build):
@@ -471,7 +466,7 @@ def test_wide_heads_keep_the_sm80_backward(no_hopper_backward):
         ({"window_left": 9, "requires_grad": True}, "cuda"),
         ({"mask": True}, "triton"),
         ({"bias_shape": (4, 65, 128)}, "cuda"),
-        ({"bias_shape": (4, 64, 128)}, "triton"),  # short rows
+        ({"bias_shape": (4, 64, 128), "seq_q": 64}, "triton"),  # short rows
         ({"bias_shape": (4, 1, 128)}, "triton"),  # of keys
         ({"bias_shape": ()}, "triton"),  # a compiler's
         ({"bias_shape": (65, 65), "head_dim": 16}, "triton"),
@@ -489,8 +484,10 @@ def test_wide_heads_keep_the_sm80_backward(no_hopper_backward):
     ],
 )
 def test_the_order_of_auto(changes, first):
-    problem = replace(Problem("cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64), **changes)
-    assert next(p for p in registry.PREFERENCES if p.applies(problem)).order[0] == first
+    given = {"batch": (2,), "seq_q": 128, "seq_k": 128, **changes}
+    problem = replace(Problem("cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64), **given)
+    order = preferences.first([DEFAULTS], "calls", preferences.features(problem)).order
+    assert order[0] == first and order[-1] == "reference", "somebody must serve every call"
 
 
 def test_explain_carries_remarks(no_hopper_backward):

@@ -22,24 +22,34 @@ PLAIN = [v for v in DENSE if not v.window and not v.dropout]  # nothing depends 
 LIMITS = {
     "reference": {"lengths": BULK_LENGTHS, "score_limit": 1 << 12},
     "sdpa": {"lengths": BULK_LENGTHS, "score_limit": 1 << 12},
+    "eager": {"lengths": BULK_LENGTHS, "score_limit": 1 << 12},
     "triton": {
         "lengths": BULK_LENGTHS if GPU else SMALL_LENGTHS,
         "score_limit": 1 << (16 if GPU else 10),
     },
     "cuda": {"lengths": BULK_LENGTHS, "score_limit": 1 << 16},
 }
-EXAMPLES = {"reference": 25, "sdpa": 25, "triton": 60 if GPU else 5, "cuda": 60}
-BACKENDS = ["reference", "sdpa", "triton", *(["cuda"] if GPU else [])]
+EXAMPLES = {"reference": 25, "sdpa": 25, "eager": 25, "triton": 60 if GPU else 5, "cuda": 60}
+NO_LSE = ("sdpa", "eager")
+BACKENDS = ["reference", "sdpa", "eager", "triton", *(["cuda"] if GPU else [])]
 
 
 def served(pool, backend):
     """Without what a backend always refuses: refusals are discarded examples, and few may be."""
-    return pool if backend != "cuda" else [v for v in pool if not (v.key_weight or v.dropout)]
+    if backend in ("reference", "triton"):
+        return pool
+    pool = [v for v in pool if not v.dropout]
+    if backend == "sdpa":
+        return [v for v in pool if not (v.softcap or v.lse_grad)]
+    pool = [v for v in pool if not v.key_weight]
+    if backend == "cuda":
+        return pool
+    return [v for v in pool if v.dtype == "float32" and not (v.softcap or v.lse_grad)]
 
 
 def fused(backend):
     """Whether a backend keeps scores in fp32: plain PyTorch may do as badly as it does."""
-    return backend not in ("reference", "sdpa")
+    return backend not in ("reference", *NO_LSE)
 
 
 def bearable(case, backend):
@@ -56,7 +66,7 @@ def run(inputs, backend, *, deterministic=False, **options):
     options = dict(options, deterministic=deterministic)
     try:
         with poisoned_memory():
-            return evaluate(inputs, backend, lse=backend != "sdpa", **options)
+            return evaluate(inputs, backend, lse=backend not in NO_LSE, **options)
     except flashsci.BackendError:
         assume(False)
 
@@ -72,10 +82,10 @@ def check(backend, strategy, body, examples=1.0):
 def test_agrees_with_the_oracle(backend, packed):
     """The two-error rule, gain and spread, of every tensor, over whole problems."""
     pool = [v for v in POOL if v.varlen == packed]
-    if backend == "sdpa":
+    if backend in NO_LSE:
         if packed:
-            pytest.skip("SDPA takes no packed sequences")
-        pool = [v for v in pool if not (v.softcap or v.dropout or v.lse_grad)]
+            pytest.skip(f"{backend} takes no packed sequences")
+        pool = served(pool, backend)
 
     def body(case):
         case = bearable(case, backend)
@@ -87,7 +97,7 @@ def test_agrees_with_the_oracle(backend, packed):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_order_of_keys_does_not_matter(backend):
-    pool = PLAIN if backend != "sdpa" else [v for v in PLAIN if not (v.softcap or v.lse_grad)]
+    pool = served(PLAIN, backend) if backend in NO_LSE else PLAIN
 
     def body(case):
         case = bearable(case, backend)
@@ -120,7 +130,7 @@ def test_order_of_keys_does_not_matter(backend):
     check(backend, cases(pool, **LIMITS[backend]), body, 0.5)
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "sdpa"])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in NO_LSE])
 def test_a_constant_added_to_a_row_of_scores_moves_only_the_lse(backend):
     pool = [replace(v, bias="pair", bias_float=True) for v in served(PLAIN, backend) if not v.mask]
 
@@ -147,7 +157,7 @@ def test_a_constant_added_to_a_row_of_scores_moves_only_the_lse(backend):
     check(backend, cases(pool, **LIMITS[backend]), body, 0.5)
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "sdpa"])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in NO_LSE])
 def test_parts_merged_by_their_lse_are_the_whole(backend):
     """Split-K: any two halves of the keys, weighted by exp(lse - total), give out and lse."""
     pool = [
@@ -217,9 +227,8 @@ def test_causal_attention_of_a_prefix_is_the_prefix(backend):
     """Later queries and keys never matter: rows of the long call are those of the short one."""
     pool = [
         v
-        for v in DENSE
+        for v in (served(DENSE, backend) if backend in NO_LSE else DENSE)
         if not (v.dropout or v.bias or v.key_weight or v.mask or v.lse_grad)
-        and not (backend == "sdpa" and v.softcap)
     ]
     pool = [replace(v, window=True) for v in pool]
 
@@ -244,7 +253,7 @@ def test_causal_attention_of_a_prefix_is_the_prefix(backend):
     settings(max_examples=count)(given(strategy, st.integers(1, 60))(body))()
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in ("sdpa", "reference")])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if fused(b)])
 def test_an_entry_of_a_batch_is_that_entry_alone(backend):
     """Batch invariance of fused kernels, bit for bit where sums have a fixed order: results do not depend on what
     else is there."""

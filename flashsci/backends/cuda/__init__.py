@@ -1,7 +1,8 @@
 """The CUDA backend: loads flashsci/_C.so, says what it serves, and maps the contract onto its ops.
 
 The library picks the newest generation of kernels that serves a call. SM75, SM80 and SM90 are the
-same backend restricted to one generation, for tests and comparisons: ``use_backend("cuda:sm75")``. This file says
+same backend restricted to one generation, OWN to its own gradients, for tests and comparisons:
+``use_backend("cuda:sm75")``. This file says
 what the library *can* compute, forward and backward apart: where it has no backward for a call, or a slower one,
 flashsci/registry.py names another backend, which takes the same saved tensors.
 """
@@ -361,4 +362,4 @@ def _restricted_to(generation: int) -> SimpleNamespace:
     )
 
 
-SM75, SM80, SM90 = (_restricted_to(generation) for generation in (75, 80, 90))
+OWN, SM75, SM80, SM90 = (_restricted_to(generation) for generation in (0, 75, 80, 90))

@@ -1,0 +1,67 @@
+"""softmax(scale q k^T + bias) v in plain PyTorch operations, as the author of a model writes it: for small calls, and
+head dims that no tile was made for.
+
+All scores are held: `auto` asks for it only where they are no more numbers than the call's own tensors
+(`registry.may_hold_scores`). Autograd differentiates it to any order. Inputs of 16 bits are refused: their scores would
+round to 16 bits, and overflow in fp16.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flashsci.backends import reference
+from flashsci.ops import Scalars, Tensors
+from flashsci.problem import Problem
+
+FUSED = False
+
+
+def unavailable() -> str | None:
+    return None
+
+
+def rejects(problem: Problem) -> str | None:
+    lacks = (
+        (problem.varlen, "packed sequences"),
+        (problem.softcap, "softcap"),
+        (problem.dropout_p, "dropout by a given seed"),
+        (problem.key_weight, "key_weight"),
+        (problem.return_lse, "lse to return"),
+    )
+    for asked, what in lacks:
+        if asked:
+            return f"it has no {what}; use backend='triton' or 'reference'"
+    if problem.dtype.itemsize == 2:
+        return "its scores would round to 16 bits; use backend='triton' or 'sdpa'"
+    if (problem.precision, problem.device_type) == ("ieee", "cuda") and problem.dtype.itemsize == 4:
+        return (
+            "its fp32 precision follows torch's global TF32 switch; use backend='triton' or "
+            "'reference'"
+        )
+    return None
+
+
+def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, None]:
+    """out [*, Hq, Sq, Dv]; no lse."""
+    q, k, v, bias, _, mask, *_ = tensors
+    heads = q.shape[-3] if q.dim() > 2 else 1
+    k, v = (reference.per_query_head(x, heads) for x in (k, v))
+    scores = (q * scalars.scale) @ k.transpose(-1, -2)
+    if bias is not None:
+        scores = scores + bias
+    window = scalars.window_left, scalars.window_right, scalars.lower_right
+    keep = reference.visible(q.shape[-2], k.shape[-2], *window, q.device)
+    if mask is not None:
+        keep = mask if keep is None else keep & mask
+    if keep is not None:
+        scores = scores.masked_fill(~keep, float("-inf"))
+    if keep is None and bias is None:
+        return scores.softmax(-1) @ v, None
+    # A row that sees no key: softmax of zeros, so that no NaN meets its gradient of zero; its out is 0.
+    empty = (scores == float("-inf")).all(-1, keepdim=True)
+    p = scores.masked_fill(empty, 0.0).softmax(-1)
+    return (p @ v).masked_fill(empty, 0.0), None
+
+
+backward = reference.backward
