@@ -1,0 +1,28 @@
+"""The all-gather strategy: every rank collects all keys and values and computes its own queries.
+
+One call of the kernels for each interval of queries, no sums of parts, and differentiable to the order that the kernels are:
+the collectives are functions with gradients. It costs the memory of the whole k and v.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flashsci.distributed import block
+from flashsci.distributed.block import Side
+from flashsci.distributed.call import Call
+from flashsci.distributed.collectives import group_named
+from flashsci.distributed.layout import assemble
+from flashsci.distributed.pieces import pieces
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_weight: Tensor | None, mask: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's queries; differentiable."""
+    k, v = (assemble(x, call.keys, -2, call.group) for x in (k, v))
+    if key_weight is not None:
+        key_weight = assemble(key_weight, call.keys, -1, call.group)
+    own = call.queries.intervals(group_named(call.group).rank())
+    found = pieces(own, [(0, call.keys.total)], call.band)
+    return block.attend(q, k, v, key_weight, Side(bias, mask), found, call.scores)
