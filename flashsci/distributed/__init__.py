@@ -6,5 +6,6 @@ representations; :func:`shard` and :func:`unshard` say who has which rows; :mod:
 
 from flashsci.distributed.api import attention, varlen_attention
 from flashsci.distributed.layout import shard, unshard
+from flashsci.distributed.triangle import triangle_attention
 
-__all__ = ["attention", "shard", "unshard", "varlen_attention"]
+__all__ = ["attention", "shard", "triangle_attention", "unshard", "varlen_attention"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -144,3 +144,9 @@ def _compare(table: list[dict[str, float]], free: frozenset[str]) -> None:
                 f"the ranks of the mesh call with different arguments: {name} is {found} by rank; only the rows of the "
                 "sequence may differ"
             )
+
+
+def refuse(group: Any, error: Exception) -> NoReturn:
+    """Tell the others that this rank's arguments are wrong, and raise that."""
+    agree(group, {}, frozenset(), error)
+    raise error

@@ -102,7 +102,7 @@ def attention(
         return flashsci.attention(
             q, k, v, bias=bias, key_weight=key_weight, mask=mask, return_lse=return_lse, backend=backend, **options
         )
-    out, lse = _attend(group.group_name, (q, k, v, bias, key_weight, mask), options, layout, strategy, backend)
+    out, lse = _attend(group, (q, k, v, bias, key_weight, mask), options, layout, strategy, backend)
     return (out, lse) if return_lse else out
 
 
@@ -167,13 +167,13 @@ def varlen_attention(
         )  # fmt: skip
     options["align"] = "upper_left"
     tensors = (q, k, v, bias, key_weight, None)
-    out, lse = _attend(group.group_name, tensors, options, layout, strategy, backend, cu_seqlens)
+    out, lse = _attend(group, tensors, options, layout, strategy, backend, cu_seqlens)
     out = out.transpose(0, 1)
     return (out, lse) if return_lse else out
 
 
 def _attend(
-    group_name: str,
+    group: Any,
     tensors: tuple[Any, ...],
     options: dict[str, Any],
     layout: str,
@@ -182,6 +182,7 @@ def _attend(
     *cu_seqlens: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's part, [..., H, S, D], once all ranks agree."""
+    group_name = group.group_name
     if torch.compiler.is_compiling():
         tensors, mine = _given(tensors, options, layout, strategy, backend, *cu_seqlens)
         planned = plan.constant_plan(group_name, mine)
@@ -189,7 +190,7 @@ def _attend(
         try:
             tensors, mine = _given(tensors, options, layout, strategy, backend, *cu_seqlens)
         except (TypeError, ValueError) as error:
-            plan.refuse(group_name, error)
+            agreement.refuse(group, error)
         planned = plan.plan(group_name, mine)
     q, k, v, bias, key_weight, mask = tensors
     call = planned.call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -158,12 +158,6 @@ def plan(group_name: str, mine: Given) -> Planned:
             _plans.clear()
         found = _plans[key] = _planned(group_name, mine, table)
     return found
-
-
-def refuse(group_name: str, error: Exception) -> NoReturn:
-    """Tell the others that this rank's arguments are wrong, and raise that."""
-    agreement.agree(group_named(group_name), {}, FREE, error)
-    raise error
 
 
 def _planned(group_name: str, mine: Given, table: list[dict[str, float]]) -> Planned:

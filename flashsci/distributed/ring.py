@@ -49,22 +49,13 @@ class Ring(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            found = _recorded(dout, dlse, tensors, ctx)
+            needs = ctx.needs_input_grad[: len(tensors)]
+            found = gather.recorded(gather.attend, tensors, needs, (dout, dlse), from_text(ctx.call))
         else:
             dout = torch.zeros_like(out) if dout is None else dout
             found = torch.ops.flashsci.ring_backward(dout, dlse, *tensors, out.detach(), lse.detach(), ctx.call)
         wanted = zip(found, ctx.needs_input_grad, strict=False)
-        return (*(g if need else None for g, need in wanted), None, None)
-
-
-def _recorded(dout: Tensor | None, dlse: Tensor | None, tensors: list[Tensor | None], ctx: Any) -> list[Tensor | None]:
-    """The gradients with a graph of their own."""
-    ends = gather.attend(*tensors, from_text(ctx.call))  # type: ignore[arg-type]
-    chosen = [(x, g) for x, g in zip(ends, (dout, dlse), strict=True) if g is not None]
-    leaves = [x if need else None for x, need in zip(tensors[:5], ctx.needs_input_grad, strict=False)]
-    wanted = [x for x in leaves if x is not None]
-    found = iter(torch.autograd.grad([x for x, _ in chosen], wanted, [g for _, g in chosen], create_graph=True))
-    return [None if x is None else next(found) for x in leaves]
+        return (*(g if need else None for g, need in wanted), *(None,) * (7 - len(found)))
 
 
 DIMS = (-2, -2, -1)  # that of the rows, of k, v and key_weight
