@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from flashsci.distributed.collectives import all_gather
 
 Mesh = DeviceMesh
-Fields = Mapping[str, float]
+Value = float | str | tuple[int, ...]
+Fields = Mapping[str, Value]
 DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.int64, torch.int32, torch.int16,
     torch.int8, torch.uint8,
@@ -27,7 +28,7 @@ MOST_KEPT = 4096
 _kept: dict[tuple[Any, ...], list[dict[str, float]]] = {}
 
 
-def group_of(mesh: Mesh) -> Any:
+def group_of(mesh: Mesh | None) -> Any:
     """The process group of a mesh of one dim.
 
     Raises:
@@ -51,11 +52,11 @@ def dtype_number(dtype: torch.dtype) -> int:
     return DTYPES.index(dtype) if dtype in DTYPES else -1
 
 
-def tensor_fields(name: str, x: Tensor | None, named: Mapping[int, str]) -> dict[str, float]:
+def tensor_fields(name: str, x: Tensor | None, named: Mapping[int, str]) -> dict[str, Value]:
     """A tensor's shape, dtype and need of a gradient as fields; ``named`` dims have names of their own."""
     if x is None:
         return {f"{name} dims": -1}
-    fields: dict[str, float] = {f"{name} dims": x.dim(), f"{name} dtype": dtype_number(x.dtype)}
+    fields: dict[str, Value] = {f"{name} dims": x.dim(), f"{name} dtype": dtype_number(x.dtype)}
     fields[f"{name} requires grad"] = float(torch.is_grad_enabled() and x.requires_grad)
     for i, size in enumerate(x.shape):
         fields[f"{name} {named.get(i, f'shape[{i}]')}"] = int(size)
@@ -83,7 +84,7 @@ def agree(group: Any, fields: Fields, free: frozenset[str], error: Exception | N
     if error is None and key in _kept:
         return _kept[key]
     if group.size() == 1 and error is None:
-        return [dict(fields)]
+        return [{name: _number(x) for name, x in fields.items()}]
     table = _exchange(group, fields, error is not None)
     if error is not None:
         raise error
@@ -105,8 +106,8 @@ WIDTH = 64
 def _exchange(group: Any, fields: Fields, refused: bool) -> list[dict[str, float]]:
     names = list(fields)
     assert len(names) + 3 <= WIDTH
-    kind = float(hash_of(",".join(names)))
-    numbers = [float(refused), float(len(names)), kind, *fields.values()]
+    kind = _number(",".join(names))
+    numbers = [float(refused), float(len(names)), kind, *(_number(x) for x in fields.values())]
     mine = torch.tensor(numbers + [0.0] * (WIDTH - len(numbers)), dtype=torch.float64, device=_device(group))
     every = all_gather(mine, (WIDTH,) * group.size(), group.group_name)
     table = []
@@ -125,9 +126,9 @@ def _device(group: Any) -> torch.device:
     return torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
-def hash_of(text: str) -> int:
-    """The same in every process."""
-    return zlib.crc32(text.encode())
+def _number(x: Value) -> float:
+    """Numbers as they are, of what is longer a hash that is the same in every process."""
+    return float(zlib.crc32(str(x).encode())) if isinstance(x, (str, tuple)) else x
 
 
 def _compare(table: list[dict[str, float]], free: frozenset[str]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import flashsci
 from flashsci import arguments
-from flashsci.distributed import agreement, gather, plan, ring, ulysses
+from flashsci.distributed import agreement, dtensor, gather, plan, ring, ulysses
 from flashsci.distributed.agreement import Mesh
 from flashsci.distributed.collectives import replicated
 from flashsci.distributed.plan import Given
@@ -24,7 +24,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     bias: Tensor | None = None,
     key_weight: Tensor | None = None,
     mask: Tensor | None = None,
@@ -50,7 +50,9 @@ def attention(
         k: this rank's keys ``[..., Hk, Sk of this rank, D]``, leading dims as q's.
         v: this rank's values ``[..., Hk, Sk of this rank, Dv]``.
         mesh: DeviceMesh of one dim, over which the sequence is split (``mesh["cp"]`` of a larger one). With one rank
-            this is the plain call, bit for bit.
+            this is the plain call, bit for bit. Not needed where the tensors are DTensors: then it is the one mesh dim on
+            which q, k, v are ``Shard`` of the sequence (on others they may be ``Shard`` of a leading dim), and results
+            are DTensors too.
         bias: split by rows, broadcastable to ``[..., Hq, Sq of this rank, whole Sk]``: its gradient is that of these
             rows. Or with one row (or no dim of rows), the same on every rank: its gradient is summed over the ranks, and
             every rank has the sum. Keys are in the order of the whole sequence, whatever the layout.
@@ -93,17 +95,26 @@ def attention(
     Source: Liu et al., arXiv:2310.01889 (ring); Llama 3, arXiv:2407.21783 (all-gather, head and tail chunks); Jacobs et al.,
         arXiv:2309.14509 (Ulysses).
     """
-    group = agreement.group_of(mesh)
-    options = dict(
+    if dtensor.is_dtensor(q):
+        tensors, group, wrap = dtensor.unwrapped((q, k, v, bias, key_weight, mask))
+    else:
+        tensors, group, wrap = (q, k, v, bias, key_weight, mask), agreement.group_of(mesh), _same
+    options: dict[str, Any] = dict(
         causal=causal, window=window, align=align, scale=scale, softcap=softcap, deterministic=deterministic,
         precision=precision,
     )  # fmt: skip
     if group.size() == 1:
-        return flashsci.attention(
+        q, k, v, bias, key_weight, mask = tensors
+        found = flashsci.attention(
             q, k, v, bias=bias, key_weight=key_weight, mask=mask, return_lse=return_lse, backend=backend, **options
         )
-    out, lse = _attend(group, (q, k, v, bias, key_weight, mask), options, layout, strategy, backend)
-    return (out, lse) if return_lse else out
+        return tuple(wrap(x) for x in found) if return_lse else wrap(found)
+    out, lse = _attend(group, tensors, options, layout, strategy, backend)
+    return (wrap(out), wrap(lse)) if return_lse else wrap(out)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def varlen_attention(
@@ -185,7 +196,7 @@ def _attend(
     group_name = group.group_name
     if torch.compiler.is_compiling():
         tensors, mine = _given(tensors, options, layout, strategy, backend, *cu_seqlens)
-        planned = plan.constant_plan(group_name, mine)
+        planned = plan.traced_plan(group_name, mine)
     else:
         try:
             tensors, mine = _given(tensors, options, layout, strategy, backend, *cu_seqlens)
@@ -193,10 +204,9 @@ def _attend(
             agreement.refuse(group, error)
         planned = plan.plan(group_name, mine)
     q, k, v, bias, key_weight, mask = tensors
-    call = planned.call
-    if bias is not None and not call.split[0]:
+    if bias is not None and not planned.split[0]:
         bias = replicated(bias, group_name)
-    out, lse = ATTEND[planned.strategy](q, k, v, bias, key_weight, mask, call)
+    out, lse = ATTEND[planned.strategy](q, k, v, bias, key_weight, mask, planned.text)
     return follow_layout(out, q), lse
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,14 @@ class Scores(NamedTuple):
     deterministic: bool
     precision: str | None
     backend: str
+
+    def options(self) -> dict[str, Any]:
+        # Of what a constant function gave it, a compiler does not know the types.
+        number: Callable[[float | None], float | None] = lambda x: None if x is None else float(x)  # noqa: E731
+        return dict(
+            scale=number(self.scale), softcap=number(self.softcap), deterministic=bool(self.deterministic),
+            precision=None if self.precision is None else str(self.precision), backend=str(self.backend),
+        )  # fmt: skip
 
 
 class Side(NamedTuple):
@@ -61,7 +70,7 @@ def forward(
     q, k, v = rows_of(q, piece.rows), rows_of(k, piece.keys), rows_of(v, piece.keys)
     side = side.of(piece)
     options: dict[str, Any] = dict(
-        scores._asdict(), window=(piece.left, piece.right), bias=side.bias, key_weight=weights_of(key_weight, piece),
+        scores.options(), window=(piece.left, piece.right), bias=side.bias, key_weight=weights_of(key_weight, piece),
         return_lse=True,
     )  # fmt: skip
     if piece.offsets is None:
@@ -112,7 +121,7 @@ def backward(
     k, v = rows_of(k, piece.keys), rows_of(v, piece.keys)
     side = side.of(piece)
     options: dict[str, Any] = dict(
-        scores._asdict(), window=(piece.left, piece.right), bias=side.bias, key_weight=weights_of(key_weight, piece),
+        scores.options(), window=(piece.left, piece.right), bias=side.bias, key_weight=weights_of(key_weight, piece),
         dlse=dlse,
     )  # fmt: skip
     if piece.offsets is None:

@@ -6,6 +6,8 @@ import functools
 import json
 from typing import NamedTuple
 
+import torch
+
 from flashsci.distributed.block import Scores
 from flashsci.distributed.layout import Interval, Layout
 from flashsci.distributed.pieces import Band, Piece, pieces, seen
@@ -53,9 +55,14 @@ def _pieces(call: Call, rank: int, source: int) -> list[Piece]:
     return pieces(call.queries.intervals(rank), call.keys.intervals(source), call.band)
 
 
-@functools.lru_cache(maxsize=1024)
+@torch._dynamo.assume_constant_result
 def from_text(text: str) -> Call:
     """The inverse of :meth:`Call.text`."""
+    return _from_text(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _from_text(text: str) -> Call:
     group, queries, keys, band, scores, split = json.loads(text)
     (kind_q, lengths_q), (kind_k, lengths_k), (*numbers, offsets) = queries, keys, band
     offsets = None if offsets is None else tuple(offsets)

@@ -21,6 +21,13 @@ def group_named(name: str) -> Any:
     return _resolve_process_group(name)
 
 
+@torch._dynamo.assume_constant_result
+def place_in(group_name: str) -> tuple[int, int]:
+    """(rank of this process, number of ranks), which a compiler may know while it traces."""
+    group = group_named(group_name)
+    return group.rank(), group.size()
+
+
 def _all_to_all(x: Tensor, sent: Lengths, received: Lengths, group_name: str) -> Tensor:
     found: Tensor = _ops.all_to_all_single(x.contiguous(), list(received), list(sent), group_name)
     return _ops.wait_tensor(found)
@@ -52,7 +59,7 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, lengths: Lengths, group_name: str) -> Tensor:
         ctx.lengths, ctx.group_name = lengths, group_name
-        rank = group_named(group_name).rank()
+        rank, _ = place_in(group_name)
         own = (lengths[rank],) * len(lengths)
         parts = _all_to_all(x, lengths, own, group_name).unflatten(0, (len(lengths), lengths[rank]))
         wide = torch.float32 if x.dtype.itemsize < 4 else x.dtype
@@ -99,7 +106,7 @@ class Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
         ctx.group_name = group_name
-        world = group_named(group_name).size()
+        _, world = place_in(group_name)
         lengths = tuple((x.numel() + i) // world for i in range(world))
         part = ReduceScatter.apply(x.reshape(-1), lengths, group_name)
         return all_gather(part, lengths, group_name).view(x.shape)

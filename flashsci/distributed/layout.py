@@ -111,7 +111,7 @@ def unshard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous")
     check_layout(layout)
     group = agreement.group_of(mesh)
     dim = dim % x.dim()
-    said = agreement.tensor_fields("x", x, {dim: "rows"}) | {"dim": dim, "layout": LAYOUTS.index(layout)}
+    said = agreement.tensor_fields("x", x, {dim: "rows"}) | {"dim": dim, "layout": layout}
     table = agreement.agree(group, said, agreement.rows("x"))
     whole = checked(layout, [int(row["x rows"]) for row in table], "x")
     return assemble(x, whole, dim, group.group_name)

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashsci import arguments
 from flashsci.arguments import Options
 from flashsci.distributed import agreement, cost, ulysses
-from flashsci.distributed.agreement import dtype_number, tensor_fields
+from flashsci.distributed.agreement import Value, dtype_number, tensor_fields
 from flashsci.distributed.block import Scores
 from flashsci.distributed.call import Call
 from flashsci.distributed.collectives import group_named
@@ -31,8 +31,7 @@ class Given(NamedTuple):
     v: Shape
     bias: Shape | None
     mask: Shape | None
-    fields: tuple[tuple[str, float], ...]  # what ranks compare
-    options: Options
+    fields: tuple[tuple[str, Value], ...]  # what ranks compare
     itemsize: int
     layout: str
     strategy: str
@@ -40,13 +39,15 @@ class Given(NamedTuple):
     offsets: Shape | None
     needs_grad: bool
     bias_grad: bool
+    options: Options
 
 
 class Planned(NamedTuple):
     """What all ranks agreed on."""
 
-    call: Call
+    text: str  # of the call
     strategy: str
+    split: tuple[bool, bool]  # as the call has it
 
 
 _plans: dict[tuple[Any, ...], Planned] = {}
@@ -92,7 +93,7 @@ def given(
         None if bias is None else tuple(bias.shape),
         None if mask is None else tuple(mask.shape),
         tuple(_fields(tensors, options, layout, strategy, backend, offsets).items()),
-        options, q.dtype.itemsize, layout, strategy, backend, offsets, any(needs), needs[-1],
+        q.dtype.itemsize, layout, strategy, backend, offsets, any(needs), needs[-1], options,
     )  # fmt: skip
 
 
@@ -112,10 +113,10 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _fields(
     tensors: tuple[Tensor | None, ...], options: Options, layout: str, strategy: str, backend: str, offsets: Shape | None
-) -> dict[str, float]:
+) -> dict[str, Value]:
     q, k, v, bias, key_weight, mask = tensors
     assert q is not None and k is not None and v is not None
-    fields: dict[str, float] = {}
+    fields: dict[str, Value] = {}
     for name, x in (("q", q), ("k", k)):
         fields |= tensor_fields(name, x, {x.dim() - 2: "rows"})
     fields |= {"head dim of v": v.shape[-1], "v requires grad": float(torch.is_grad_enabled() and v.requires_grad)}
@@ -137,8 +138,8 @@ def _fields(
         "softcap": options.softcap or 0.0,
         "deterministic": float(options.deterministic),
         "precision": -1 if options.precision is None else arguments.PRECISIONS.index(options.precision),
-        "backend (a hash)": agreement.hash_of(backend),
-        "cu_seqlens (a hash)": -1 if offsets is None else agreement.hash_of(str(offsets)),
+        "backend (a hash)": backend,
+        "cu_seqlens (a hash)": -1 if offsets is None else offsets,
         "grad mode": float(torch.is_grad_enabled()),
     }
     return fields
@@ -180,7 +181,7 @@ def _planned(group_name: str, mine: Given, table: list[dict[str, float]]) -> Pla
     band = Band(options.window_left, options.window_right, shift, mine.offsets)
     scores = Scores(options.scale, options.softcap, options.deterministic, options.precision, mine.backend)
     call = Call(group_name, queries, keys, band, scores, split)
-    return Planned(call, _strategy(call, mine))
+    return Planned(call.text(), _strategy(call, mine), split)
 
 
 def _check_offsets(offsets: Shape, total_q: int, total_k: int) -> None:
@@ -232,6 +233,12 @@ def _strategy(call: Call, mine: Given) -> str:
 
 
 @torch._dynamo.assume_constant_result
-def constant_plan(group_name: str, mine: Given) -> Planned:
-    """:func:`plan`, for a compiler to call while it traces."""
-    return plan(group_name, mine)
+def _constant_plan(group_name: str, *mine: Any) -> Planned:
+    *before, options = mine
+    return plan(group_name, Given(*before, Options(*options)))
+
+
+def traced_plan(group_name: str, mine: Given) -> Planned:
+    """:func:`plan`, which a compiler calls while it traces, and keeps the answer of. It takes no named tuples."""
+    *before, options = mine
+    return _constant_plan(group_name, *before, tuple(options))

@@ -27,10 +27,10 @@ from flashsci.ops import LIBRARY, Tensors, empty_like_layout, fake_forward, stat
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_weight: Tensor | None, mask: Tensor | None, call: Call
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_weight: Tensor | None, mask: Tensor | None, text: str
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of this rank's queries; differentiable."""
-    found: tuple[Tensor, Tensor] = Ring.apply(q, k, v, bias, key_weight, mask, call.text())
+    """out and lse of this rank's queries; differentiable. ``text`` is that of the call."""
+    found: tuple[Tensor, Tensor] = Ring.apply(q, k, v, bias, key_weight, mask, text)
     return found
 
 
@@ -50,7 +50,7 @@ class Ring(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             needs = ctx.needs_input_grad[: len(tensors)]
-            found = gather.recorded(gather.attend, tensors, needs, (dout, dlse), from_text(ctx.call))
+            found = gather.recorded(gather.attend, tensors, needs, (dout, dlse), ctx.call)
         else:
             dout = torch.zeros_like(out) if dout is None else dout
             found = torch.ops.flashsci.ring_backward(dout, dlse, *tensors, out.detach(), lse.detach(), ctx.call)

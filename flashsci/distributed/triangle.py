@@ -19,7 +19,7 @@ from torch import Tensor
 import flashsci
 from flashsci import arguments
 from flashsci.distributed import agreement
-from flashsci.distributed.agreement import Mesh, tensor_fields
+from flashsci.distributed.agreement import Mesh, Value, tensor_fields
 from flashsci.distributed.block import Scores, rows_of
 from flashsci.distributed.call import Call, from_text
 from flashsci.distributed.collectives import group_named
@@ -90,7 +90,7 @@ def triangle_attention(
     options = arguments.Options.of(False, None, "upper_left", scale, None, 0.0, return_lse, deterministic, precision)
     scores = Scores(options.scale, None, options.deterministic, options.precision, backend)
     if group.size() == 1:
-        return flashsci.attention(q, k, v, bias=bias, mask=mask, return_lse=return_lse, **scores._asdict())
+        return flashsci.attention(q, k, v, bias=bias, mask=mask, return_lse=return_lse, **scores.options())
     name, given = group.group_name, (q, k, v, bias, mask, options, strategy)
     if torch.compiler.is_compiling():
         lengths = _constant_lengths(name, tuple(_fields(*given).items()))
@@ -105,18 +105,18 @@ def triangle_attention(
         raise ValueError(
             f"the bias must have the {q.shape[-2]} queries of q, split over the ranks, got {list(lengths)} by rank"
         )
-    call = Call(name, queries, queries, Band(-1, -1), scores)
+    text = _text(name, lengths, tuple(scores))
     size = sum(lengths) * bias[..., :1, :].numel() * bias.element_size()
     if strategy == "all_gather" or (strategy == "auto" and size <= ROOM):
-        out, lse = _collected(q, k, v, bias, mask, call)
+        out, lse = _collected(q, k, v, bias, mask, text)
     else:
-        out, lse = Triangle.apply(q, k, v, bias, mask, call.text())
+        out, lse = Triangle.apply(q, k, v, bias, mask, text)
     return (out, lse) if return_lse else out
 
 
 def _fields(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, options: arguments.Options, strategy: str
-) -> dict[str, float]:
+) -> dict[str, Value]:
     """Checks of this rank's own arguments, and what ranks compare."""
     arguments.check_types(q, k, v, bias, mask)
     arguments.check_tensors(q, k, v)
@@ -133,30 +133,37 @@ def _fields(
             f"bias must be [H or 1, n, N] or [..., 1, H or 1, n, N], one for all rows, with N = {k.shape[-2]} keys, got "
             f"{list(bias.shape)}"
         )
-    fields = {"strategy": STRATEGIES.index(strategy), "scale": options.scale or 0.0}
+    fields: dict[str, Value] = {"strategy": STRATEGIES.index(strategy), "scale": options.scale or 0.0}
     fields |= {"deterministic": float(options.deterministic), "return_lse": float(options.return_lse)}
     fields |= tensor_fields("q", q, {q.dim() - 4: "rows"}) | tensor_fields("bias", bias, {bias.dim() - 2: "rows"})
     return fields
 
 
-def _lengths(group_name: str, fields: tuple[tuple[str, float], ...]) -> tuple[int, ...]:
+def _lengths(group_name: str, fields: tuple[tuple[str, Value], ...]) -> tuple[int, ...]:
     """The queries of each rank's bias."""
     table = agreement.agree(group_named(group_name), dict(fields), agreement.rows("q", "bias"))
     return tuple(int(row["bias rows"]) for row in table)
 
 
 @torch._dynamo.assume_constant_result
-def _constant_lengths(group_name: str, fields: tuple[tuple[str, float], ...]) -> tuple[int, ...]:
+def _constant_lengths(group_name: str, fields: tuple[tuple[str, Value], ...]) -> tuple[int, ...]:
     return _lengths(group_name, fields)
 
 
+@torch._dynamo.assume_constant_result
+def _text(group_name: str, lengths: tuple[int, ...], scores: tuple[Any, ...]) -> str:
+    queries = Layout("contiguous", lengths)
+    return Call(group_name, queries, queries, Band(-1, -1), Scores(*scores)).text()
+
+
 def _collected(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, call: Call
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, text: str
 ) -> tuple[Tensor, Tensor]:
     """By the whole bias; differentiable."""
+    call = from_text(text)
     whole = assemble(bias, call.queries, -2, call.group)
     result: tuple[Tensor, Tensor] = flashsci.attention(
-        q, k, v, bias=whole, mask=mask, return_lse=True, **call.scores._asdict()
+        q, k, v, bias=whole, mask=mask, return_lse=True, **call.scores.options()
     )
     return result
 
@@ -177,7 +184,7 @@ class Triangle(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             needs = ctx.needs_input_grad[: len(tensors)]
-            found = recorded(_collected, tensors, needs, (dout, dlse), from_text(ctx.call))
+            found = recorded(_collected, tensors, needs, (dout, dlse), ctx.call)
         else:
             dout = torch.zeros_like(out) if dout is None else dout
             found = torch.ops.flashsci.triangle_backward(dout, dlse, *tensors, out.detach(), lse.detach(), ctx.call)
@@ -211,7 +218,7 @@ def _forward(
         if part is None:
             continue
         found = flashsci.attention(
-            rows_of(q, queries), k, v, bias=part, mask=_masked(mask, queries), return_lse=True, **call.scores._asdict()
+            rows_of(q, queries), k, v, bias=part, mask=_masked(mask, queries), return_lse=True, **call.scores.options()
         )
         rows_of(out, queries).copy_(found[0])
         rows_of(lse, queries, -1).copy_(found[1])
@@ -239,7 +246,7 @@ def _backward(
             found = flashsci.attention_backward(
                 rows_of(dout, queries), rows_of(q, queries), k, v, rows_of(out, queries), rows_of(lse, queries, -1),
                 dlse=None if dlse is None else rows_of(dlse, queries, -1), bias=part, mask=_masked(mask, queries),
-                **call.scores._asdict(),
+                **call.scores.options(),
             )  # fmt: skip
             rows_of(dq, queries).copy_(found.dq)
             dk, dv, share = dk.add_(found.dk), dv.add_(found.dv), found.dbias

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flashsci.distributed import block
 from flashsci.distributed.block import Side
-from flashsci.distributed.call import Call
-from flashsci.distributed.collectives import all_to_all, group_named
+from flashsci.distributed.call import Call, from_text
+from flashsci.distributed.collectives import all_to_all, place_in
 from flashsci.distributed.layout import Layout, assemble, even
 from flashsci.distributed.pieces import pieces
 
@@ -34,10 +34,11 @@ def refuses(call: Call, heads_q: int, heads_k: int, bias: Shape | None, mask: Sh
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_weight: Tensor | None, mask: Tensor | None, call: Call
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_weight: Tensor | None, mask: Tensor | None, text: str
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of this rank's queries; differentiable."""
-    rank, heads_q, heads_k = group_named(call.group).rank(), _heads(q.shape), _heads(k.shape)
+    """out and lse of this rank's queries; differentiable. ``text`` is that of the call."""
+    call = from_text(text)
+    rank, heads_q, heads_k = place_in(call.group)[0], _heads(q.shape), _heads(k.shape)
     bounds = even(heads_k, call.world)
     of_k = tuple(b - a for a, b in itertools.pairwise(bounds))
     of_q = tuple(n * (heads_q // heads_k) for n in of_k)
@@ -68,7 +69,7 @@ def attend(
 
 def to_heads(x: Tensor, heads: tuple[int, ...], layout: Layout, group_name: str) -> Tensor:
     """[..., H, rows of this rank, D] -> [..., heads of this rank, S, D]."""
-    rank = group_named(group_name).rank()
+    rank = place_in(group_name)[0]
     own, rows = heads[rank], layout.lengths
     flat = x.movedim((-3, -2), (0, 1)).flatten(0, 1)
     flat = all_to_all(flat, tuple(n * rows[rank] for n in heads), tuple(own * n for n in rows), group_name)
@@ -84,7 +85,7 @@ def to_heads(x: Tensor, heads: tuple[int, ...], layout: Layout, group_name: str)
 
 def to_rows(x: Tensor, heads: tuple[int, ...], layout: Layout, group_name: str) -> Tensor:
     """[..., heads of this rank, S, D] -> [..., H, rows of this rank, D]."""
-    rank = group_named(group_name).rank()
+    rank = place_in(group_name)[0]
     own, rows = heads[rank], layout.lengths
     x = x.movedim((-3, -2), (0, 1))
     parts = []
