@@ -122,7 +122,9 @@ def attention_backward(
     else:
         if mask is not None:
             raise ValueError("packed sequences take no mask; put -inf in a per-pair bias")
-        call = varlen.describe(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, options, needs_grad)
+        call = varlen.describe(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, options, needs_grad
+        )
         cu_seqlens_q, cu_seqlens_k = varlen.dense_offsets(cu_seqlens_q, cu_seqlens_k)
         kernel_bias, bias_offsets = varlen.kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
         if key_weight is not None and key_weight.dim() == 1:

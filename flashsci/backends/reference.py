@@ -241,7 +241,9 @@ def _dense_backward(
         delta = delta - dlse.to(compute).unsqueeze(-1)
     dp = keep * (dout_ @ _per_query_head(v_, heads_q).transpose(-1, -2))
     ds = p * (dp - delta)
-    dweight = None if key_weight is None else _weight_gradient(terms * (dp - delta), key_weight, heads_k)
+    dweight = (
+        None if key_weight is None else _weight_gradient(terms * (dp - delta), key_weight, heads_k)
+    )
     dbias = None if bias is None else _sum_to(ds, bias.shape).to(bias.dtype)
     if capped is not None:
         ds = ds * _tanh_slope(capped)
@@ -388,7 +390,9 @@ def backward(
         dweight = None
         if key_weight is not None:
             dweight = packed.join([f[4] for f in found if f[4] is not None], key_weight, -1)
-    unneeded = [q.new_empty(0) if x is None else x.new_empty(0) for x in (q, k, v, bias, key_weight)]
+    unneeded = [
+        q.new_empty(0) if x is None else x.new_empty(0) for x in (q, k, v, bias, key_weight)
+    ]
     wanted = [need & bit for bit in (1, 2, 4, 8, 16)]
     gradients = (dq, dk, dv, dbias, dweight)
     return tuple(

@@ -68,7 +68,9 @@ def rows(*names: str) -> frozenset[str]:
     return frozenset(f"{name} rows" for name in names)
 
 
-def agree(group: Any, fields: Fields, free: frozenset[str], error: Exception | None = None) -> list[dict[str, float]]:
+def agree(
+    group: Any, fields: Fields, free: frozenset[str], error: Exception | None = None
+) -> list[dict[str, float]]:
     """The fields of every rank, which are equal but for those that are ``free``.
 
     Args:
@@ -108,7 +110,9 @@ def _exchange(group: Any, fields: Fields, refused: bool) -> list[dict[str, float
     assert len(names) + 3 <= WIDTH
     kind = _number(",".join(names))
     numbers = [float(refused), float(len(names)), kind, *(_number(x) for x in fields.values())]
-    mine = torch.tensor(numbers + [0.0] * (WIDTH - len(numbers)), dtype=torch.float64, device=_device(group))
+    mine = torch.tensor(
+        numbers + [0.0] * (WIDTH - len(numbers)), dtype=torch.float64, device=_device(group)
+    )
     every = all_gather(mine, (WIDTH,) * group.size(), group.group_name)
     table = []
     for row in every.view(-1, WIDTH).tolist():

@@ -106,7 +106,15 @@ def attention(
     if group.size() == 1:
         q, k, v, bias, key_weight, mask = tensors
         found = flashsci.attention(
-            q, k, v, bias=bias, key_weight=key_weight, mask=mask, return_lse=return_lse, backend=backend, **options
+            q,
+            k,
+            v,
+            bias=bias,
+            key_weight=key_weight,
+            mask=mask,
+            return_lse=return_lse,
+            backend=backend,
+            **options,
         )
         return tuple(wrap(x) for x in found) if return_lse else wrap(found)
     out, lse = _attend(group, tensors, options, layout, strategy, backend)
@@ -169,7 +177,12 @@ def varlen_attention(
     """
     group = agreement.group_of(mesh)
     options: dict[str, Any] = dict(
-        causal=causal, window=window, scale=scale, softcap=softcap, deterministic=deterministic, precision=precision
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        deterministic=deterministic,
+        precision=precision,
     )
     if group.size() == 1:
         return flashsci.varlen_attention(
@@ -211,7 +224,12 @@ def _attend(
 
 
 def _given(
-    tensors: tuple[Any, ...], options: dict[str, Any], layout: str, strategy: str, backend: str, *cu_seqlens: Tensor
+    tensors: tuple[Any, ...],
+    options: dict[str, Any],
+    layout: str,
+    strategy: str,
+    backend: str,
+    *cu_seqlens: Tensor,
 ) -> tuple[tuple[Any, ...], Given]:
     """The tensors with heads before rows, and what is known of the call."""
     q, k, v, bias, key_weight, mask = tensors

@@ -64,7 +64,13 @@ def weights_of(key_weight: Tensor | None, piece: Piece) -> Tensor | None:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, key_weight: Tensor | None, side: Side, piece: Piece, scores: Scores
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_weight: Tensor | None,
+    side: Side,
+    piece: Piece,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a piece, differentiable. q is this rank's, k, v and key_weight are those that ``piece.keys`` counts."""
     q, k, v = rows_of(q, piece.rows), rows_of(k, piece.keys), rows_of(v, piece.keys)
@@ -82,10 +88,18 @@ def forward(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, key_weight: Tensor | None, side: Side, found: list[Piece], scores: Scores
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_weight: Tensor | None,
+    side: Side,
+    found: list[Piece],
+    scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of queries all of whose keys are here; differentiable. Pieces come in the order of their rows."""
-    assert all(a.rows[1] <= b.rows[0] for a, b in itertools.pairwise(found)), "keys of a row in two pieces"
+    assert all(a.rows[1] <= b.rows[0] for a, b in itertools.pairwise(found)), (
+        "keys of a row in two pieces"
+    )
     if not found:  # a call without keys: its gradients are zero, but they are there, and what collects them runs on every rank
         found = [Piece((0, q.shape[-2]), (0, 0), (0, 0), -1, -1)]
     if len(found) == 1 and found[0].rows == (0, q.shape[-2]):
@@ -119,7 +133,10 @@ def backward(
 ) -> Gradients:
     """A piece's share of the gradient under the whole call's out and lse."""
     dout, q, out = (rows_of(x, piece.rows) for x in (dout, q, out))
-    lse, dlse = rows_of(lse, piece.rows, -1), None if dlse is None else rows_of(dlse, piece.rows, -1)
+    lse, dlse = (
+        rows_of(lse, piece.rows, -1),
+        None if dlse is None else rows_of(dlse, piece.rows, -1),
+    )
     k, v = rows_of(k, piece.keys), rows_of(v, piece.keys)
     side = side.of(piece)
     options: dict[str, Any] = dict(
@@ -130,15 +147,19 @@ def backward(
         return attention_backward(dout, q, k, v, out, lse, mask=side.mask, **options)
     (of_q, of_k), longest = _packed(piece, q.device)
     dout, q, k, v, out = (x.transpose(0, 1) for x in (dout, q, k, v, out))
-    found = attention_backward(dout, q, k, v, out, lse, cu_seqlens_q=of_q, cu_seqlens_k=of_k, **longest, **options)
+    found = attention_backward(
+        dout, q, k, v, out, lse, cu_seqlens_q=of_q, cu_seqlens_k=of_k, **longest, **options
+    )
     return found._replace(**{n: getattr(found, n).transpose(0, 1) for n in ("dq", "dk", "dv")})
 
 
 def _packed(piece: Piece, device: torch.device) -> tuple[tuple[Tensor, Tensor], dict[str, int]]:
     assert piece.offsets is not None
     of_q, of_k = piece.offsets
-    longest = [max(b - a for a, b in zip(x, x[1:])) for x in (of_q, of_k)]  # noqa: B905, RUF007
-    return (_offsets(of_q, device), _offsets(of_k, device)), dict(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
+    longest = [max(b - a for a, b in itertools.pairwise(x)) for x in (of_q, of_k)]
+    return (_offsets(of_q, device), _offsets(of_k, device)), dict(
+        max_seqlen_q=longest[0], max_seqlen_k=longest[1]
+    )
 
 
 @functools.lru_cache(maxsize=256)

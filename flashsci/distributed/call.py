@@ -21,7 +21,10 @@ class Call(NamedTuple):
     keys: Layout
     band: Band
     scores: Scores
-    split: tuple[bool, bool] = (False, False)  # whether bias and mask have the rows of their rank, not one for all
+    split: tuple[bool, bool] = (
+        False,
+        False,
+    )  # whether bias and mask have the rows of their rank, not one for all
 
     @property
     def world(self) -> int:

@@ -67,11 +67,16 @@ class Prediction(NamedTuple):
     def __add__(self, other: Prediction) -> Prediction:  # type: ignore[override]
         """One after the other."""
         return Prediction(
-            self.seconds + other.seconds, self.compute + other.compute, self.sent + other.sent, max(self.memory, other.memory)
+            self.seconds + other.seconds,
+            self.compute + other.compute,
+            self.sent + other.sent,
+            max(self.memory, other.memory),
         )
 
 
-def predict(call: Call, sizes: Sizes, strategy: str, backward: bool, machine: Machine | None = None) -> Prediction:
+def predict(
+    call: Call, sizes: Sizes, strategy: str, backward: bool, machine: Machine | None = None
+) -> Prediction:
     """The cost of a forward, or with ``backward`` of a training step.
 
     Examples:
@@ -89,7 +94,9 @@ def predict(call: Call, sizes: Sizes, strategy: str, backward: bool, machine: Ma
     return found + model(call, sizes, True, machine) if backward else found
 
 
-def choose(call: Call, sizes: Sizes, allowed: list[str], backward: bool, machine: Machine | None = None) -> str:
+def choose(
+    call: Call, sizes: Sizes, allowed: list[str], backward: bool, machine: Machine | None = None
+) -> str:
     """The strategy of least predicted time; all_gather only where the whole k and v fit in ``machine.room``."""
     machine = machine or Machine()
     fits = [s for s in allowed if s != "all_gather" or sizes.keys(call.keys.total) <= machine.room]
@@ -97,7 +104,11 @@ def choose(call: Call, sizes: Sizes, allowed: list[str], backward: bool, machine
 
 
 def planned(
-    seq: int, world: int, causal: bool = False, window: tuple[int, int] | None = None, layout: str = "contiguous"
+    seq: int,
+    world: int,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    layout: str = "contiguous",
 ) -> Call:
     """A call on a mesh that need not exist."""
     left, right = window or (-1, -1)
@@ -108,7 +119,9 @@ def planned(
 
 def _kernel(pairs: float, sizes: Sizes, back: bool, calls: int, machine: Machine) -> float:
     dims = 3 * sizes.head_dim + 2 * sizes.head_dim_v if back else sizes.head_dim + sizes.head_dim_v
-    speed = (machine.backward if back else machine.forward) * (1.0 if sizes.itemsize == 2 else machine.wide)
+    speed = (machine.backward if back else machine.forward) * (
+        1.0 if sizes.itemsize == 2 else machine.wide
+    )
     return 2 * pairs * dims * sizes.batch * sizes.heads_q / speed + calls * machine.call
 
 
@@ -150,7 +163,10 @@ def _ulysses(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Predicti
     share = -(-sizes.heads_k // call.world) / sizes.heads_k
     compute = _kernel(pairs * share, sizes, back, 1, machine)
     own = max(
-        sizes.queries(a) + sizes.keys(b) for a, b in zip(call.queries.lengths, call.keys.lengths, strict=True)
+        sizes.queries(a) + sizes.keys(b)
+        for a, b in zip(call.queries.lengths, call.keys.lengths, strict=True)
     )
     sent = own * (call.world - 1) // call.world
-    return Prediction(compute + _move(sent, machine) + machine.transfer, compute, sent, own * (2 if back else 1))
+    return Prediction(
+        compute + _move(sent, machine) + machine.transfer, compute, sent, own * (2 if back else 1)
+    )

@@ -26,7 +26,9 @@ def unwrapped(tensors: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], Any,
     """
     q, k, v, bias, key_weight, mask = tensors
     if not all(x is None or is_dtensor(x) for x in tensors):
-        raise TypeError("q is a DTensor, so must be every tensor of the call; DTensor.from_local makes one of a part")
+        raise TypeError(
+            "q is a DTensor, so must be every tensor of the call; DTensor.from_local makes one of a part"
+        )
     rows, mesh = q.dim() - 2, q.device_mesh
     for name, x in (("k", k), ("v", v), ("bias", bias), ("key_weight", key_weight), ("mask", mask)):
         if x is not None and x.device_mesh != mesh:
@@ -40,12 +42,16 @@ def unwrapped(tensors: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], Any,
         )
     local = [x.to_local() for x in (q, k, v)]
     for name, x, last in (("bias", bias, 0), ("key_weight", key_weight, 1), ("mask", mask, 0)):
-        local.append(None if x is None else x.to_local(grad_placements=_gradient(name, x, q, split[0], last)))
+        local.append(
+            None if x is None else x.to_local(grad_placements=_gradient(name, x, q, split[0], last))
+        )
 
     def wrap(x: Tensor) -> DTensor:
         shape = (*q.shape[:-1], *x.shape[q.dim() - 1 :])
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        return DTensor.from_local(x, mesh, q.placements, run_check=False, shape=shape, stride=stride)  # type: ignore[arg-type]
+        return DTensor.from_local(
+            x, mesh, q.placements, run_check=False, shape=shape, stride=stride
+        )  # type: ignore[arg-type]
 
     return tuple(local), mesh.get_group(split[0]), wrap
 

@@ -21,7 +21,9 @@ class Transfer:
 
     def __init__(self, group: Any, sent: Blocks, to: int, received: Blocks, source: int):
         self.received = received
-        self._sent = None if sent is None else [x.contiguous() for x in sent]  # alive until it is done
+        self._sent = (
+            None if sent is None else [x.contiguous() for x in sent]
+        )  # alive until it is done
         ops = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in self._sent or ()]
         ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=source) for x in received or ()]
         self._works = dist.batch_isend_irecv(ops) if ops else []

@@ -20,7 +20,13 @@ from flashsci.distributed.pieces import pieces
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_weight: Tensor | None, mask: Tensor | None, text: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+    text: str,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's queries; differentiable. ``text`` is that of the call."""
     call = from_text(text)
@@ -40,8 +46,12 @@ def recorded(
     text: str,
 ) -> list[Tensor | None]:
     """The gradients of ``function(*tensors, text)`` with a graph of their own, of those tensors that need one."""
-    ends = [(x, g) for x, g in zip(function(*tensors, text), cotangents, strict=True) if g is not None]
+    ends = [
+        (x, g) for x, g in zip(function(*tensors, text), cotangents, strict=True) if g is not None
+    ]
     leaves = [x if need else None for x, need in zip(tensors, needs, strict=True)]
     wanted = [x for x in leaves if x is not None]
-    found = iter(torch.autograd.grad([x for x, _ in ends], wanted, [g for _, g in ends], create_graph=True))
+    found = iter(
+        torch.autograd.grad([x for x, _ in ends], wanted, [g for _, g in ends], create_graph=True)
+    )
     return [None if x is None else next(found) for x in leaves]

@@ -7,6 +7,7 @@ non-negative bounds from the upper left, or none at all where it hides nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -37,9 +38,8 @@ class Piece(NamedTuple):
         """Query-key pairs that it computes."""
         if self.offsets is None:
             return _pairs(*(b - a for a, b in (self.rows, self.keys)), self.left, self.right)
-        of_q, of_k = self.offsets
-        lengths = zip(zip(of_q, of_q[1:]), zip(of_k, of_k[1:]))  # noqa: B905, RUF007
-        return sum(_pairs(b - a, d - c, self.left, self.right) for (a, b), (c, d) in lengths)
+        sequences = zip(*(itertools.pairwise(x) for x in self.offsets), strict=True)
+        return sum(_pairs(b - a, d - c, self.left, self.right) for (a, b), (c, d) in sequences)
 
 
 def pieces(queries: Sequence[Interval], keys: Sequence[Interval], band: Band) -> list[Piece]:
@@ -89,7 +89,7 @@ def _packed(q: Interval, k: Interval, band: Band, places: tuple[int, int]) -> li
     assert band.offsets is not None
     whole: list[tuple[Interval, Interval]] = []
     found: list[Piece] = []
-    for start, stop in zip(band.offsets, band.offsets[1:]):  # noqa: B905, RUF007
+    for start, stop in itertools.pairwise(band.offsets):
         a, b, c, d = max(q[0], start), min(q[1], stop), max(k[0], start), min(k[1], stop)
         if a >= b or c >= d:
             continue
@@ -106,7 +106,10 @@ def _together(whole: list[tuple[Interval, Interval]], band: Band, places: tuple[
     (a, _), (c, _) = whole[0]
     of_q = (0, *(rows[1] - a for rows, _ in whole))
     of_k = (0, *(keys[1] - c for _, keys in whole))
-    rows, keys = ((x + place, x + n[-1] + place) for x, n, place in zip((a, c), (of_q, of_k), places))  # noqa: B905
+    rows, keys = (
+        (x + place, x + n[-1] + place)
+        for x, n, place in zip((a, c), (of_q, of_k), places, strict=True)
+    )
     return Piece(rows, keys, (c, c + of_k[-1]), band.left, band.right, (of_q, of_k))
 
 

@@ -80,14 +80,19 @@ def given(
         arguments.check_mask_dtype(mask)
     if key_weight is not None:
         arguments.check_key_weight_dtype(key_weight, q.dtype)
-        arguments.check_broadcast("key_weight", key_weight.shape, k.shape[:-1], "Hk, Sk of this rank")
+        arguments.check_broadcast(
+            "key_weight", key_weight.shape, k.shape[:-1], "Hk, Sk of this rank"
+        )
         if key_weight.dim() == 0 or key_weight.shape[-1] != k.shape[-2]:
             raise ValueError(
                 f"key_weight is split as k is: its last dim must be this rank's keys, {k.shape[-2]}, got shape "
                 f"{list(key_weight.shape)}; expand it"
             )
     arguments.same_device(q, bias=bias, key_weight=key_weight, mask=mask)
-    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q, k, v, key_weight, bias)]
+    needs = [
+        torch.is_grad_enabled() and x is not None and x.requires_grad
+        for x in (q, k, v, key_weight, bias)
+    ]
     return Given(
         tuple(q.shape), tuple(k.shape), tuple(v.shape),
         None if bias is None else tuple(bias.shape),
@@ -107,19 +112,29 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     arguments.check_head_dims(q, k, v)
     if k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"k and v must have the same length (dim -2), got {k.shape[-2]} and {v.shape[-2]}")
+        raise ValueError(
+            f"k and v must have the same length (dim -2), got {k.shape[-2]} and {v.shape[-2]}"
+        )
     arguments.check_heads(*(x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v)))
 
 
 def _fields(
-    tensors: tuple[Tensor | None, ...], options: Options, layout: str, strategy: str, backend: str, offsets: Shape | None
+    tensors: tuple[Tensor | None, ...],
+    options: Options,
+    layout: str,
+    strategy: str,
+    backend: str,
+    offsets: Shape | None,
 ) -> dict[str, Value]:
     q, k, v, bias, key_weight, mask = tensors
     assert q is not None and k is not None and v is not None
     fields: dict[str, Value] = {}
     for name, x in (("q", q), ("k", k)):
         fields |= tensor_fields(name, x, {x.dim() - 2: "rows"})
-    fields |= {"head dim of v": v.shape[-1], "v requires grad": float(torch.is_grad_enabled() and v.requires_grad)}
+    fields |= {
+        "head dim of v": v.shape[-1],
+        "v requires grad": float(torch.is_grad_enabled() and v.requires_grad),
+    }
     for name, x in (("bias", bias), ("mask", mask)):
         fields |= tensor_fields(name, x, {} if x is None else {x.dim() - 2: "rows"})
     if key_weight is None:
@@ -127,7 +142,9 @@ def _fields(
     else:
         fields["key_weight dims"] = key_weight.dim()
         fields["key_weight dtype"] = dtype_number(key_weight.dtype)
-        fields["key_weight requires grad"] = float(torch.is_grad_enabled() and key_weight.requires_grad)
+        fields["key_weight requires grad"] = float(
+            torch.is_grad_enabled() and key_weight.requires_grad
+        )
     fields |= {
         "layout": LAYOUTS.index(layout),
         "strategy": STRATEGIES.index(strategy),
@@ -137,7 +154,9 @@ def _fields(
         "scale": options.scale or 0.0,
         "softcap": options.softcap or 0.0,
         "deterministic": float(options.deterministic),
-        "precision": -1 if options.precision is None else arguments.PRECISIONS.index(options.precision),
+        "precision": -1
+        if options.precision is None
+        else arguments.PRECISIONS.index(options.precision),
         "backend (a hash)": backend,
         "cu_seqlens (a hash)": -1 if offsets is None else offsets,
         "grad mode": float(torch.is_grad_enabled()),
@@ -164,7 +183,8 @@ def plan(group_name: str, mine: Given) -> Planned:
 def _planned(group_name: str, mine: Given, table: list[dict[str, float]]) -> Planned:
     """A function of what the ranks agree on and of their rows: all come to the same end."""
     queries, keys = (
-        checked(mine.layout, [int(row[f"{name} rows"]) for row in table], name) for name in ("q", "k")
+        checked(mine.layout, [int(row[f"{name} rows"]) for row in table], name)
+        for name in ("q", "k")
     )
     if mine.offsets is not None:
         _check_offsets(mine.offsets, queries.total, keys.total)
@@ -175,11 +195,15 @@ def _planned(group_name: str, mine: Given, table: list[dict[str, float]]) -> Pla
     )
     for name, shape in (("bias", mine.bias), ("mask", mine.mask)):
         if shape is not None:
-            arguments.check_broadcast(name, shape, (*mine.q[:-1], keys.total), "Hq, Sq of this rank, whole Sk")
+            arguments.check_broadcast(
+                name, shape, (*mine.q[:-1], keys.total), "Hq, Sq of this rank, whole Sk"
+            )
     options = mine.options
     shift = keys.total - queries.total if options.align == "lower_right" else 0
     band = Band(options.window_left, options.window_right, shift, mine.offsets)
-    scores = Scores(options.scale, options.softcap, options.deterministic, options.precision, mine.backend)
+    scores = Scores(
+        options.scale, options.softcap, options.deterministic, options.precision, mine.backend
+    )
     call = Call(group_name, queries, keys, band, scores, split)
     return Planned(call.text(), _strategy(call, mine), split)
 
@@ -193,7 +217,11 @@ def _check_offsets(offsets: Shape, total_q: int, total_k: int) -> None:
 
 
 def _split(
-    name: str, shape: Shape | None, learnt: bool, table: list[dict[str, float]], lengths: tuple[int, ...]
+    name: str,
+    shape: Shape | None,
+    learnt: bool,
+    table: list[dict[str, float]],
+    lengths: tuple[int, ...],
 ) -> bool:
     """Whether a bias or mask has the rows of its rank; else its one row is for all.
 
@@ -221,7 +249,9 @@ def _strategy(call: Call, mine: Given) -> str:
     heads_q, heads_k = (s[-3] if len(s) > 2 else 1 for s in (mine.q, mine.k))
     reason = ulysses.refuses(call, heads_q, heads_k, mine.bias, mine.mask)
     if mine.strategy == "ulysses" and reason is not None:
-        raise BackendError(f"strategy='ulysses' cannot serve this call: {reason}; use 'ring' or 'all_gather'")
+        raise BackendError(
+            f"strategy='ulysses' cannot serve this call: {reason}; use 'ring' or 'all_gather'"
+        )
     if mine.strategy != "auto":
         return mine.strategy
     batch = 1

@@ -27,7 +27,13 @@ from flashsci.ops import LIBRARY, Tensors, empty_like_layout, fake_forward, stat
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_weight: Tensor | None, mask: Tensor | None, text: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+    text: str,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's queries; differentiable. ``text`` is that of the call."""
     found: tuple[Tensor, Tensor] = Ring.apply(q, k, v, bias, key_weight, mask, text)
@@ -53,7 +59,9 @@ class Ring(torch.autograd.Function):
             found = gather.recorded(gather.attend, tensors, needs, (dout, dlse), ctx.call)
         else:
             dout = torch.zeros_like(out) if dout is None else dout
-            found = torch.ops.flashsci.ring_backward(dout, dlse, *tensors, out.detach(), lse.detach(), ctx.call)
+            found = torch.ops.flashsci.ring_backward(
+                dout, dlse, *tensors, out.detach(), lse.detach(), ctx.call
+            )
         wanted = zip(found, ctx.needs_input_grad, strict=False)
         return (*(g if need else None for g, need in wanted), *(None,) * (7 - len(found)))
 
@@ -62,7 +70,13 @@ DIMS = (-2, -2, -1)  # that of the rows, of k, v and key_weight
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_weight: Tensor | None, mask: Tensor | None, text: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+    text: str,
 ) -> tuple[Tensor, Tensor]:
     call, statistics = from_text(text), statistics_dtype(q.dtype)
     rank, side = group_named(call.group).rank(), Side(bias, mask)
@@ -104,12 +118,20 @@ def _backward(
     home = [_sums(x) for x in (k, v, key_weight) if x is not None]
     returning: Transfer | None = None
     for step, (source, keys) in enumerate(_travelling(call, k, v, key_weight)):
-        parts = None if keys is None else [_sums(x) for x in keys] if step else _cut(home, call.needed(rank, rank))
+        parts = (
+            None
+            if keys is None
+            else [_sums(x) for x in keys]
+            if step
+            else _cut(home, call.needed(rank, rank))
+        )
         for piece in call.needed_pieces(rank, source):
             assert keys is not None and parts is not None
             found = block.backward(dout, dlse, q, *_three(keys), side, out, lse, piece, call.scores)
             block.rows_of(dq, piece.rows).add_(found.dq)
-            for total, part, dim in zip(parts, (found.dk, found.dv, found.dkey_weight), DIMS, strict=False):
+            for total, part, dim in zip(
+                parts, (found.dk, found.dv, found.dkey_weight), DIMS, strict=False
+            ):
                 block.rows_of(total, piece.keys, dim).add_(part)
             if dbias is not None:
                 block.cut(dbias, piece).add_(found.dbias)  # type: ignore[union-attr]
@@ -120,11 +142,14 @@ def _backward(
     gradients = [dq, *home[:2], dbias, *home[2:], *(None,) * (3 - len(home))]
     tensors = (q, k, v, bias, key_weight)
     return tuple(
-        q.new_empty(0) if x is None or g is None else g.to(x.dtype) for x, g in zip(tensors, gradients, strict=True)
+        q.new_empty(0) if x is None or g is None else g.to(x.dtype)
+        for x, g in zip(tensors, gradients, strict=True)
     )
 
 
-def _travelling(call: Call, k: Tensor, v: Tensor, key_weight: Tensor | None) -> Iterator[tuple[int, Blocks]]:
+def _travelling(
+    call: Call, k: Tensor, v: Tensor, key_weight: Tensor | None
+) -> Iterator[tuple[int, Blocks]]:
     """(source, what this rank needs of its keys, values and weights), all ranks in turn."""
     group, own = group_named(call.group), [x for x in (k, v, key_weight) if x is not None]
     rank = group.rank()
@@ -194,7 +219,9 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor
     return fake_forward(Tensors(q, k, v))
 
 
-def _fake_backward(dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+def _fake_backward(
+    dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
     bias, key_weight = others[:2]
     return tuple(
         q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, bias, key_weight)

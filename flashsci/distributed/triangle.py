@@ -87,10 +87,14 @@ def triangle_attention(
         >>> dist.destroy_process_group()
     """
     group = agreement.group_of(mesh)
-    options = arguments.Options.of(False, None, "upper_left", scale, None, 0.0, return_lse, deterministic, precision)
+    options = arguments.Options.of(
+        False, None, "upper_left", scale, None, 0.0, return_lse, deterministic, precision
+    )
     scores = Scores(options.scale, None, options.deterministic, options.precision, backend)
     if group.size() == 1:
-        return flashsci.attention(q, k, v, bias=bias, mask=mask, return_lse=return_lse, **scores.options())
+        return flashsci.attention(
+            q, k, v, bias=bias, mask=mask, return_lse=return_lse, **scores.options()
+        )
     name, given = group.group_name, (q, k, v, bias, mask, options, strategy)
     if torch.compiler.is_compiling():
         lengths = _constant_lengths(name, tuple(_fields(*given).items()))
@@ -115,7 +119,13 @@ def triangle_attention(
 
 
 def _fields(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, options: arguments.Options, strategy: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    options: arguments.Options,
+    strategy: str,
 ) -> dict[str, Value]:
     """Checks of this rank's own arguments, and what ranks compare."""
     arguments.check_types(q, k, v, bias, mask)
@@ -133,9 +143,17 @@ def _fields(
             f"bias must be [H or 1, n, N] or [..., 1, H or 1, n, N], one for all rows, with N = {k.shape[-2]} keys, got "
             f"{list(bias.shape)}"
         )
-    fields: dict[str, Value] = {"strategy": STRATEGIES.index(strategy), "scale": options.scale or 0.0}
-    fields |= {"deterministic": float(options.deterministic), "return_lse": float(options.return_lse)}
-    fields |= tensor_fields("q", q, {q.dim() - 4: "rows"}) | tensor_fields("bias", bias, {bias.dim() - 2: "rows"})
+    fields: dict[str, Value] = {
+        "strategy": STRATEGIES.index(strategy),
+        "scale": options.scale or 0.0,
+    }
+    fields |= {
+        "deterministic": float(options.deterministic),
+        "return_lse": float(options.return_lse),
+    }
+    fields |= tensor_fields("q", q, {q.dim() - 4: "rows"}) | tensor_fields(
+        "bias", bias, {bias.dim() - 2: "rows"}
+    )
     return fields
 
 
@@ -187,7 +205,9 @@ class Triangle(torch.autograd.Function):
             found = recorded(_collected, tensors, needs, (dout, dlse), ctx.call)
         else:
             dout = torch.zeros_like(out) if dout is None else dout
-            found = torch.ops.flashsci.triangle_backward(dout, dlse, *tensors, out.detach(), lse.detach(), ctx.call)
+            found = torch.ops.flashsci.triangle_backward(
+                dout, dlse, *tensors, out.detach(), lse.detach(), ctx.call
+            )
         wanted = zip(found, ctx.needs_input_grad, strict=False)
         return (*(g if need else None for g, need in wanted), *(None,) * (6 - len(found)))
 
@@ -206,7 +226,9 @@ def _travelling(bias: Tensor, call: Call) -> Iterator[tuple[Interval, Tensor | N
 
 
 def _masked(mask: Tensor | None, interval: Interval) -> Tensor | None:
-    return mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else rows_of(mask, interval)
+    return (
+        mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else rows_of(mask, interval)
+    )
 
 
 def _forward(
@@ -218,7 +240,13 @@ def _forward(
         if part is None:
             continue
         found = flashsci.attention(
-            rows_of(q, queries), k, v, bias=part, mask=_masked(mask, queries), return_lse=True, **call.scores.options()
+            rows_of(q, queries),
+            k,
+            v,
+            bias=part,
+            mask=_masked(mask, queries),
+            return_lse=True,
+            **call.scores.options(),
         )
         rows_of(out, queries).copy_(found[0])
         rows_of(lse, queries, -1).copy_(found[1])
@@ -238,7 +266,10 @@ def _backward(
     text: str,
 ) -> tuple[Tensor, ...]:
     call = from_text(text)
-    dq, dk, dv, dbias = (torch.zeros(x.shape, dtype=statistics_dtype(x.dtype), device=x.device) for x in (q, k, v, bias))
+    dq, dk, dv, dbias = (
+        torch.zeros(x.shape, dtype=statistics_dtype(x.dtype), device=x.device)
+        for x in (q, k, v, bias)
+    )
     returning: Transfer | None = None
     for step, (queries, part) in enumerate(_travelling(bias, call)):
         share = None
@@ -281,7 +312,9 @@ LIBRARY.define(
 LIBRARY.impl("triangle_forward", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("triangle_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "flashsci::triangle_forward", lambda q, k, v, *others: fake_forward(Tensors(q, k, v)), lib=LIBRARY
+    "flashsci::triangle_forward",
+    lambda q, k, v, *others: fake_forward(Tensors(q, k, v)),
+    lib=LIBRARY,
 )
 torch.library.register_fake(
     "flashsci::triangle_backward",

@@ -26,7 +26,9 @@ def _rank(rank: int, file: str, pipe: Any) -> None:
 
     torch.set_num_threads(1)
     patience = timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD, timeout=patience)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD, timeout=patience
+    )
     meshes: dict[Any, Any] = {}
     for size in SIZES:
         group = dist.new_group(list(range(size)), timeout=patience)
@@ -63,7 +65,9 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(WORLD):
             here, there = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, f"{folder}/store", there), daemon=True)
+            process = context.Process(
+                target=_rank, args=(rank, f"{folder}/store", there), daemon=True
+            )
             process.start()
             self.pipes.append(here)
             self.processes.append(process)
@@ -73,7 +77,9 @@ class Ranks:
             assert pipe.poll(PATIENCE), "a process did not start"
             assert pipe.recv() == "ready"
 
-    def outcomes(self, function: Callable[..., Any], size: Any, **arguments: Any) -> list[tuple[Any, Any]]:
+    def outcomes(
+        self, function: Callable[..., Any], size: Any, **arguments: Any
+    ) -> list[tuple[Any, Any]]:
         """(result, None) or (None, (error, traceback)) of each rank of the mesh of this size."""
         pipes = self.pipes[: WORLD if isinstance(size, str) else size]
         job = _dumps((function, size, arguments))
