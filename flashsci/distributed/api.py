@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,6 +96,8 @@ def attention(
     Source: Liu et al., arXiv:2310.01889 (ring); Llama 3, arXiv:2407.21783 (all-gather, head and tail chunks); Jacobs et al.,
         arXiv:2309.14509 (Ulysses).
     """
+    tensors: tuple[Any, ...]
+    wrap: Callable[[Tensor], Tensor]
     if dtensor.is_dtensor(q):
         tensors, group, wrap = dtensor.unwrapped((q, k, v, bias, key_weight, mask))
     else:
@@ -244,8 +247,5 @@ def _given(
         arguments.check_cu_seqlens("cu_seqlens", cu_seqlens[0], cu_seqlens[0])
         offsets = tuple(cu_seqlens[0].tolist())
     tensors = (q, k, v, bias, key_weight, mask)
-    checked = arguments.Options.of(
-        *(options[n] for n in ("causal", "window", "align", "scale", "softcap")), 0.0, True,
-        *(options[n] for n in ("deterministic", "precision")),
-    )  # fmt: skip
+    checked = arguments.Options.of(**options, dropout_p=0.0, return_lse=True)
     return tensors, plan.given(tensors, checked, layout, strategy, backend, offsets)

@@ -81,9 +81,9 @@ def forward(
     )  # fmt: skip
     if piece.offsets is None:
         return attention(q, k, v, mask=side.mask, **options)
-    offsets, longest = _packed(piece, q.device)
-    packed = (x.transpose(0, 1) for x in (q, k, v))
-    out, lse = varlen_attention(*packed, *offsets, **longest, **options)
+    (of_q, of_k), longest = _packed(piece, q.device)
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    out, lse = varlen_attention(q, k, v, of_q, of_k, **longest, **options)
     return out.transpose(0, 1), lse
 
 
@@ -153,7 +153,7 @@ def backward(
     return found._replace(**{n: getattr(found, n).transpose(0, 1) for n in ("dq", "dk", "dv")})
 
 
-def _packed(piece: Piece, device: torch.device) -> tuple[tuple[Tensor, Tensor], dict[str, int]]:
+def _packed(piece: Piece, device: torch.device) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
     assert piece.offsets is not None
     of_q, of_k = piece.offsets
     longest = [max(b - a for a, b in itertools.pairwise(x)) for x in (of_q, of_k)]

@@ -67,7 +67,12 @@ def from_text(text: str) -> Call:
 @functools.lru_cache(maxsize=1024)
 def _from_text(text: str) -> Call:
     group, queries, keys, band, scores, split = json.loads(text)
-    (kind_q, lengths_q), (kind_k, lengths_k), (*numbers, offsets) = queries, keys, band
-    offsets = None if offsets is None else tuple(offsets)
-    layouts = Layout(kind_q, tuple(lengths_q)), Layout(kind_k, tuple(lengths_k))
-    return Call(group, *layouts, Band(*numbers, offsets), Scores(*scores), tuple(split))
+    (kind_q, lengths_q), (kind_k, lengths_k), (left, right, shift, offsets) = queries, keys, band
+    return Call(
+        group,
+        Layout(kind_q, tuple(lengths_q)),
+        Layout(kind_k, tuple(lengths_k)),
+        Band(left, right, shift, None if offsets is None else tuple(offsets)),
+        Scores(*scores),
+        (bool(split[0]), bool(split[1])),
+    )

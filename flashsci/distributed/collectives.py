@@ -18,7 +18,7 @@ Lengths = tuple[int, ...]
 
 
 def group_named(name: str) -> Any:
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 @torch._dynamo.assume_constant_result

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -50,8 +51,8 @@ def unwrapped(tensors: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], Any,
         shape = (*q.shape[:-1], *x.shape[q.dim() - 1 :])
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         return DTensor.from_local(
-            x, mesh, q.placements, run_check=False, shape=shape, stride=stride
-        )  # type: ignore[arg-type]
+            x, mesh, q.placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
 
     return tuple(local), mesh.get_group(split[0]), wrap
 

@@ -37,7 +37,8 @@ class Piece(NamedTuple):
     def pairs(self) -> int:
         """Query-key pairs that it computes."""
         if self.offsets is None:
-            return _pairs(*(b - a for a, b in (self.rows, self.keys)), self.left, self.right)
+            (a, b), (c, d) = self.rows, self.keys
+            return _pairs(b - a, d - c, self.left, self.right)
         sequences = zip(*(itertools.pairwise(x) for x in self.offsets), strict=True)
         return sum(_pairs(b - a, d - c, self.left, self.right) for (a, b), (c, d) in sequences)
 

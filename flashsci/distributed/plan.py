@@ -135,8 +135,8 @@ def _fields(
         "head dim of v": v.shape[-1],
         "v requires grad": float(torch.is_grad_enabled() and v.requires_grad),
     }
-    for name, x in (("bias", bias), ("mask", mask)):
-        fields |= tensor_fields(name, x, {} if x is None else {x.dim() - 2: "rows"})
+    for name, pairs in (("bias", bias), ("mask", mask)):
+        fields |= tensor_fields(name, pairs, {} if pairs is None else {pairs.dim() - 2: "rows"})
     if key_weight is None:
         fields["key_weight dims"] = -1
     else:
@@ -263,12 +263,11 @@ def _strategy(call: Call, mine: Given) -> str:
 
 
 @torch._dynamo.assume_constant_result
-def _constant_plan(group_name: str, *mine: Any) -> Planned:
-    *before, options = mine
-    return plan(group_name, Given(*before, Options(*options)))
+def _constant_plan(group_name: str, mine: tuple[Any, ...]) -> Planned:
+    return plan(group_name, Given._make((*mine[:-1], Options._make(mine[-1]))))
 
 
 def traced_plan(group_name: str, mine: Given) -> Planned:
     """:func:`plan`, which a compiler calls while it traces, and keeps the answer of. It takes no named tuples."""
     *before, options = mine
-    return _constant_plan(group_name, *before, tuple(options))
+    return _constant_plan(group_name, (*before, tuple(options)))

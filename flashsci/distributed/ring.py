@@ -118,13 +118,9 @@ def _backward(
     home = [_sums(x) for x in (k, v, key_weight) if x is not None]
     returning: Transfer | None = None
     for step, (source, keys) in enumerate(_travelling(call, k, v, key_weight)):
-        parts = (
-            None
-            if keys is None
-            else [_sums(x) for x in keys]
-            if step
-            else _cut(home, call.needed(rank, rank))
-        )
+        parts = _cut(home, call.needed(rank, rank))  # the rank's own go where they belong
+        if step:
+            parts = None if keys is None else [_sums(x) for x in keys]
         for piece in call.needed_pieces(rank, source):
             assert keys is not None and parts is not None
             found = block.backward(dout, dlse, q, *_three(keys), side, out, lse, piece, call.scores)
@@ -132,9 +128,11 @@ def _backward(
             for total, part, dim in zip(
                 parts, (found.dk, found.dv, found.dkey_weight), DIMS, strict=False
             ):
-                block.rows_of(total, piece.keys, dim).add_(part)
-            if dbias is not None:
-                block.cut(dbias, piece).add_(found.dbias)  # type: ignore[union-attr]
+                if part is not None:
+                    block.rows_of(total, piece.keys, dim).add_(part)
+            cell = block.cut(dbias, piece)
+            if cell is not None and found.dbias is not None:
+                cell.add_(found.dbias)
         if step:
             _bring_home(returning, home, call, step - 1)
             returning = _send_home(parts, home, call, step)

