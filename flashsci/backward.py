@@ -10,18 +10,18 @@ from torch import Tensor
 from flashsci import arguments, registry, varlen
 from flashsci.attention import describe
 from flashsci.dispatch import seed_for
-from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Saved, Tensors
+from flashsci.ops import NEED_BIAS, NEED_K, NEED_KEY_WEIGHT, NEED_Q, NEED_V, Saved, Tensors
 from flashsci.tracing import transforming
 
 
 class Gradients(NamedTuple):
-    """Gradients of one attention call: shapes and dtypes of q, k, v and bias (None without a
-    bias)."""
+    """Gradients of one attention call: shapes and dtypes of q, k, v, bias and key_weight (None without these)."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dbias: Tensor | None
+    dkey_weight: Tensor | None = None
 
 
 def attention_backward(
@@ -34,6 +34,7 @@ def attention_backward(
     *,
     dlse: Tensor | None = None,
     bias: Tensor | None = None,
+    key_weight: Tensor | None = None,
     mask: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -67,7 +68,7 @@ def attention_backward(
         others: as in the forward call.
 
     Returns:
-        :class:`Gradients` ``(dq, dk, dv, dbias)`` with the shapes and dtypes of q, k, v and bias.
+        :class:`Gradients` ``(dq, dk, dv, dbias, dkey_weight)`` with the shapes and dtypes of what they are gradients of.
 
     Raises:
         TypeError, ValueError, BackendError: as :func:`attention`; and ValueError for an out or lse
@@ -82,7 +83,7 @@ def attention_backward(
 
     Source: Dao, arXiv:2307.08691, algorithm 2; Liu et al., arXiv:2310.01889 (ring attention).
     """
-    arguments.check_types(q, k, v, bias, mask)
+    arguments.check_types(q, k, v, bias, mask, key_weight)
     for name, x, optional in (
         ("dout", dout, True),
         ("out", out, False),
@@ -106,23 +107,28 @@ def attention_backward(
         )
     else:
         dropout_seed = seed_for(q, options.dropout_p, dropout_seed)
-    needs_grad = arguments.needs_grad(dout, dlse, q, k, v, bias, out, lse)
-    kernel_bias, bias_offsets = bias, None
+    needs_grad = arguments.needs_grad(dout, dlse, q, k, v, bias, key_weight, out, lse)
+    kernel_bias, bias_offsets, kernel_weight = bias, None, key_weight
     if cu_seqlens_q is None:
-        call = describe(q, k, v, bias, None, mask, options, needs_grad)
+        call = describe(q, k, v, bias, key_weight, mask, options, needs_grad)
         if len({(x.dim(), x.shape[:-3]) for x in (q, k, v)}) > 1 or q.dim() > 5:
             raise ValueError(
                 "attention_backward takes q, k, v with equal leading dims, at most two before "
                 "the heads"
             )
         kernel_bias, mask = (_padded(x, q.dim()) for x in (bias, mask))
+        kernel_weight = _padded(key_weight, q.dim() - 1)
         lse_shape = tuple(q.shape[:-1])
     else:
         if mask is not None:
             raise ValueError("packed sequences take no mask; put -inf in a per-pair bias")
-        call = varlen.describe(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, None, options, needs_grad)
+        call = varlen.describe(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, options, needs_grad
+        )
         cu_seqlens_q, cu_seqlens_k = varlen.dense_offsets(cu_seqlens_q, cu_seqlens_k)
         kernel_bias, bias_offsets = varlen.kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
+        if key_weight is not None and key_weight.dim() == 1:
+            kernel_weight = key_weight.unsqueeze(0)
         lse_shape = (q.shape[1], q.shape[0])
     out_shape = (*q.shape[:-1], v.shape[-1])
     for name, x, shape in (
@@ -143,10 +149,11 @@ def attention_backward(
         q, k, v, out = (x.transpose(0, 1) for x in (q, k, v, out))
         dout = None if dout is None else dout.transpose(0, 1)
     tensors = Tensors(
-        q, k, v, kernel_bias, None, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
+        q, k, v, kernel_bias, kernel_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
     ).inner_contiguous()  # fmt: skip
     scalars = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
     need = NEED_Q | NEED_K | NEED_V | (0 if bias is None else NEED_BIAS)
+    need |= 0 if key_weight is None else NEED_KEY_WEIGHT
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = lse.to(statistics).contiguous()
     dlse = None if dlse is None else dlse.to(statistics).contiguous()
@@ -157,13 +164,16 @@ def attention_backward(
         # The second-order formulas take out and lse for functions of this q, k, v, bias. Here they are given.
         given = dout, dlse, *tensors, out, lse
         inputs = guarded(given, "a second derivative, through attention_backward,")
-        dq, dk, dv, dbias, _ = Backward.apply(name, *inputs, *scalars, need)
+        dq, dk, dv, dbias, dweight = Backward.apply(name, *inputs, *scalars, need)
     else:
         saved = Saved(tensors, out, lse, scalars)
-        dq, dk, dv, dbias, _ = registry.backward(name, dout, dlse, saved, need)
+        dq, dk, dv, dbias, dweight = registry.backward(name, dout, dlse, saved, need)
     if cu_seqlens_q is not None:
         dq, dk, dv = (x.transpose(0, 1) for x in (dq, dk, dv))
-    return Gradients(dq, dk, dv, None if bias is None else dbias.reshape(bias.shape))
+    dbias, dweight = (
+        None if x is None else g.reshape(x.shape) for g, x in ((dbias, bias), (dweight, key_weight))
+    )
+    return Gradients(dq, dk, dv, dbias, dweight)
 
 
 def _padded(x: Tensor | None, rank: int) -> Tensor | None:

@@ -203,13 +203,14 @@ def _dense_backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_weight: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scalars: Scalars,
     batch_offset: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     heads_q = q.shape[-3] if q.dim() > 2 else 1
     heads_k = k.shape[-3] if k.dim() > 2 else 1
     compute = _statistics_dtype(q.dtype)
@@ -220,8 +221,16 @@ def _dense_backward(
     lse = lse.to(compute).unsqueeze(-1)
     exponent = scores - torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
     # P is at most 1. Scores of -1e9 leave an lse rounded to multiples of 64, and exponents of that size above 0.
-    p = torch.exp(exponent - exponent.detach().clamp(min=0))
+    most: float | Tensor = 0.0
+    if key_weight is not None:
+        weights = _weights(key_weight, heads_q, compute)
+        # The exponential itself, at most 1 / w: of a weight of zero it has a gradient still.
+        most = (-weights.detach().log()).clamp(max=math.log(torch.finfo(compute).max) - 8)
+    p = torch.exp(exponent - (exponent.detach() - most).clamp(min=0))
     p = torch.where(lse == float("-inf"), torch.zeros_like(p), p)
+    terms = p
+    if key_weight is not None:
+        p = weights * p
     keep = torch.ones_like(p)
     scale, dropout_p = scalars.scale, scalars.dropout_p
     if dropout_p:
@@ -232,13 +241,22 @@ def _dense_backward(
         delta = delta - dlse.to(compute).unsqueeze(-1)
     dp = keep * (dout_ @ per_query_head(v_, heads_q).transpose(-1, -2))
     ds = p * (dp - delta)
+    dweight = (
+        None if key_weight is None else _weight_gradient(terms * (dp - delta), key_weight, heads_k)
+    )
     dbias = None if bias is None else _sum_to(ds, bias.shape).to(bias.dtype)
     if capped is not None:
         ds = ds * _tanh_slope(capped)
     dq = scale * (ds @ per_query_head(k_, heads_q))
     dk = _per_key_head(scale * (ds.transpose(-1, -2) @ q_), heads_k)
     dv = _per_key_head((p * keep).transpose(-1, -2) @ dout_, heads_k)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias, dweight
+
+
+def _weight_gradient(of_pairs: Tensor, key_weight: Tensor, heads_k: int) -> Tensor:
+    """That of key weights [*, Hk or 1, Sk], a sum over the queries and heads that share them."""
+    found = _per_key_head(of_pairs.sum(-2, keepdim=True), heads_k).squeeze(-2)
+    return _sum_to(found, key_weight.shape).to(key_weight.dtype)
 
 
 def _pieces(x: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
@@ -321,19 +339,18 @@ def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, Tensor]:
 def backward(
     dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and bias from a given out and lse (which may be those of a larger set of
-    keys); attention_backward has no key_weight.
+    """Gradients of q, k, v, bias and key_weight from a given out and lse (which may be those of a larger set of
+    keys).
 
     Scores are rounded to the inputs' dtype, like the forward's. An lse from a backend that keeps them in
     fp32 belongs to P up to that rounding.
     """
     q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed = saved.tensors
     out, lse, scalars = saved.out, saved.lse, saved.scalars
-    assert key_weight is None
     dout = torch.zeros_like(out) if dout is None else dout
     if cu_seqlens_q is None:
-        dq, dk, dv, dbias = _dense_backward(
-            dout, dlse, q, k, v, bias, mask, seed, out, lse, scalars
+        dq, dk, dv, dbias, dweight = _dense_backward(
+            dout, dlse, q, k, v, bias, key_weight, mask, seed, out, lse, scalars
         )
     else:
         assert cu_seqlens_k is not None
@@ -342,6 +359,7 @@ def backward(
         lses, dlses = _pieces(lse, packed.sizes_q, -1), _pieces_if_any(dlse, packed.sizes_q, -1)
         ks, vs = (_pieces(x, packed.sizes_k, -2) for x in (k, v))
         biases = packed.biases(bias)
+        weights = _pieces_if_any(key_weight, packed.sizes_k, -1)
         found = [
             _dense_backward(
                 douts[n],
@@ -350,6 +368,7 @@ def backward(
                 ks[n],
                 vs[n],
                 biases[n],
+                weights[n],
                 None,
                 seed,
                 outs[n],
@@ -368,9 +387,14 @@ def backward(
             if packed.ragged_bias:
                 blocks = [block.flatten(-2) for block in blocks]
             dbias = packed.join(blocks, bias, -1)
-    unneeded = [x.new_empty(0) for x in (q, k, v, q if bias is None else bias, q)]
+        dweight = None
+        if key_weight is not None:
+            dweight = packed.join([f[4] for f in found if f[4] is not None], key_weight, -1)
+    unneeded = [
+        q.new_empty(0) if x is None else x.new_empty(0) for x in (q, k, v, bias, key_weight)
+    ]
     wanted = [need & bit for bit in (1, 2, 4, 8, 16)]
-    gradients = (dq, dk, dv, dbias, None)
+    gradients = (dq, dk, dv, dbias, dweight)
     return tuple(
         g if w and g is not None else u for g, w, u in zip(gradients, wanted, unneeded, strict=True)
     )

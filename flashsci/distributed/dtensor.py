@@ -1,0 +1,74 @@
+"""DTensors in, DTensors out: which mesh dim the sequence is split over, and what gradients of each placement mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+Wrap = Callable[[Tensor], DTensor]
+
+
+def is_dtensor(x: Any) -> bool:
+    return isinstance(x, DTensor)
+
+
+def unwrapped(tensors: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], Any, Wrap]:
+    """The local parts of q, k, v, bias, key_weight, mask; the process group of the sequence; and what makes DTensors of
+    results ``[..., Hq, Sq]`` or ``[..., Hq, Sq, Dv]``.
+
+    Raises:
+        TypeError: a mixture of DTensors and others.
+        ValueError: placements that are not those of one call on each rank's part.
+    """
+    q, k, v, bias, key_weight, mask = tensors
+    if not all(x is None or is_dtensor(x) for x in tensors):
+        raise TypeError(
+            "q is a DTensor, so must be every tensor of the call; DTensor.from_local makes one of a part"
+        )
+    rows, mesh = q.dim() - 2, q.device_mesh
+    for name, x in (("k", k), ("v", v), ("bias", bias), ("key_weight", key_weight), ("mask", mask)):
+        if x is not None and x.device_mesh != mesh:
+            raise ValueError(f"{name} is on another mesh than q; redistribute it")
+    split = [i for i, p in enumerate(q.placements) if p.is_shard(rows)]
+    fits = all(p.is_replicate() or (p.is_shard() and p.dim <= rows) for p in q.placements)
+    if len(split) != 1 or not fits or not q.placements == k.placements == v.placements:
+        raise ValueError(
+            f"q, k, v must have equal placements, Shard({rows}) (the sequence) on one mesh dim and Shard of a leading dim or "
+            f"Replicate on the others, got {q.placements}, {k.placements}, {v.placements}; redistribute them"
+        )
+    local = [x.to_local() for x in (q, k, v)]
+    for name, x, last in (("bias", bias, 0), ("key_weight", key_weight, 1), ("mask", mask, 0)):
+        local.append(
+            None if x is None else x.to_local(grad_placements=_gradient(name, x, q, split[0], last))
+        )
+
+    def wrap(x: Tensor) -> DTensor:
+        shape = (*q.shape[:-1], *x.shape[q.dim() - 1 :])
+        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        return DTensor.from_local(
+            x, mesh, q.placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    return tuple(local), mesh.get_group(split[0]), wrap
+
+
+def _gradient(name: str, x: DTensor, q: DTensor, split: int, last: int) -> list[Placement]:
+    """What the gradients of parts of x [..., Hq or 1, Sq or 1, Sk] (or, with ``last`` 1, of [..., Hk or 1, Sk]) are: on the mesh dim of
+    the sequence whole, of what q is split by on another a share."""
+    found: list[Placement] = []
+    for i, (own, of_q) in enumerate(zip(x.placements, q.placements, strict=True)):
+        shift = q.dim() - last - x.dim()  # leading dims that x lacks
+        if own.is_shard() and of_q.is_shard() and own.dim + shift == of_q.dim:  # type: ignore[attr-defined]
+            found.append(Shard(own.dim))  # type: ignore[attr-defined]
+        elif own.is_replicate() and not (last and i == split):
+            found.append(Partial() if of_q.is_shard() and i != split else Replicate())
+        else:
+            raise ValueError(
+                f"{name} has the placement {own} on mesh dim {i} where q has {of_q}; it must be split as q is, or Replicate"
+            )
+    return found

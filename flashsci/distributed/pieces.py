@@ -1,0 +1,130 @@
+"""What of a block of scores is visible, as calls that kernels know.
+
+A causal mask, a window and packed sequences are statements on positions in the whole sequence. Between an interval of queries
+and one of keys they leave a band. Rows and keys outside of it are cut off, after which it is a window ``(left, right)`` of two
+non-negative bounds from the upper left, or none at all where it hides nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flashsci.distributed.layout import Interval
+
+
+class Band(NamedTuple):
+    """Query i sees keys ``i + shift - left`` to ``i + shift + right`` of its own sequence; -1: unbounded."""
+
+    left: int
+    right: int
+    shift: int = 0
+    offsets: tuple[int, ...] | None = None  # of packed sequences
+
+
+class Piece(NamedTuple):
+    """One call: rows of this rank's queries against rows of a rank's keys."""
+
+    rows: Interval  # of the rank's own tensors
+    keys: Interval
+    columns: Interval  # the keys' place in the whole sequence, where biases and masks have them
+    left: int
+    right: int
+    # Offsets of packed sequences of queries and keys within rows and keys; None: one dense call.
+    offsets: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def pairs(self) -> int:
+        """Query-key pairs that it computes."""
+        if self.offsets is None:
+            (a, b), (c, d) = self.rows, self.keys
+            return _pairs(b - a, d - c, self.left, self.right)
+        sequences = zip(*(itertools.pairwise(x) for x in self.offsets), strict=True)
+        return sum(_pairs(b - a, d - c, self.left, self.right) for (a, b), (c, d) in sequences)
+
+
+def pieces(queries: Sequence[Interval], keys: Sequence[Interval], band: Band) -> list[Piece]:
+    """All that these queries see of these keys, by rows; intervals lie one after the other in their rank's memory."""
+    found: list[Piece] = []
+    row = 0
+    for q in queries:
+        key = 0
+        for k in keys:
+            places = (row - q[0], key - k[0])
+            found += (_dense if band.offsets is None else _packed)(q, k, band, places)
+            key += k[1] - k[0]
+        row += q[1] - q[0]
+    return sorted(found)
+
+
+def seen(found: Sequence[Piece]) -> Interval:
+    """The keys that any of these pieces needs, in their rank's memory."""
+    return min(p.keys[0] for p in found), max(p.keys[1] for p in found)
+
+
+def _dense(q: Interval, k: Interval, band: Band, places: tuple[int, int]) -> list[Piece]:
+    n, m, first = q[1] - q[0], k[1] - k[0], q[0] + band.shift - k[0]
+    left, right = band.left, band.right
+    row, key, last_row, last_key = 0, 0, n, m
+    if right >= 0:
+        row = max(0, -(first + right))
+    if left >= 0:
+        key = max(0, row + first - left)
+        last_row = min(n, m - first + left)
+    if right >= 0:
+        last_key = min(m, last_row + first + right)
+    if row >= last_row or key >= last_key:
+        return []
+    first += row - key
+    n, m = last_row - row, last_key - key
+    left = -1 if left < 0 or left - first >= n - 1 else left - first
+    right = -1 if right < 0 or right + first >= m - 1 else right + first
+    (a, b), (c, d) = (q[0] + row, q[0] + last_row), (k[0] + key, k[0] + last_key)
+    of_q, of_k = places
+    return [Piece((a + of_q, b + of_q), (c + of_k, d + of_k), (c, d), left, right)]
+
+
+def _packed(q: Interval, k: Interval, band: Band, places: tuple[int, int]) -> list[Piece]:
+    """Sequences whose first query meets their first key go together in one packed call; of the others, which an interval
+    begins inside of, there is at most one."""
+    assert band.offsets is not None
+    whole: list[tuple[Interval, Interval]] = []
+    found: list[Piece] = []
+    for start, stop in itertools.pairwise(band.offsets):
+        a, b, c, d = max(q[0], start), min(q[1], stop), max(k[0], start), min(k[1], stop)
+        if a >= b or c >= d:
+            continue
+        if a == c:
+            whole.append(((a, b), (c, d)))
+        else:
+            found += _dense((a, b), (c, d), band, places)
+    if len(whole) == 1:
+        return found + _dense(*whole[0], band, places)
+    return [*found, _together(whole, band, places)] if whole else found
+
+
+def _together(whole: list[tuple[Interval, Interval]], band: Band, places: tuple[int, int]) -> Piece:
+    (a, _), (c, _) = whole[0]
+    of_q = (0, *(rows[1] - a for rows, _ in whole))
+    of_k = (0, *(keys[1] - c for _, keys in whole))
+    rows, keys = (
+        (x + place, x + n[-1] + place)
+        for x, n, place in zip((a, c), (of_q, of_k), places, strict=True)
+    )
+    return Piece(rows, keys, (c, c + of_k[-1]), band.left, band.right, (of_q, of_k))
+
+
+def _pairs(n: int, m: int, left: int, right: int) -> int:
+    """Entries of [n, m] with ``-left <= j - i <= right``."""
+    total = n * m
+    if right >= 0:
+        total -= _triangle(n, m - right - 1)
+    if left >= 0:
+        total -= _triangle(m, n - left - 1)
+    return total
+
+
+def _triangle(n: int, longest: int) -> int:
+    """longest + (longest - 1) + ... of n terms, as far as they are positive."""
+    terms = max(0, min(n, longest))
+    return terms * longest - terms * (terms - 1) // 2

@@ -1,0 +1,273 @@
+"""From a rank's arguments to the call that all ranks make together: checks, agreement, the choice of a strategy."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashsci import arguments
+from flashsci.arguments import Options
+from flashsci.distributed import agreement, cost, ulysses
+from flashsci.distributed.agreement import Value, dtype_number, tensor_fields
+from flashsci.distributed.block import Scores
+from flashsci.distributed.call import Call
+from flashsci.distributed.collectives import group_named
+from flashsci.distributed.layout import LAYOUTS, check_layout, checked
+from flashsci.distributed.pieces import Band
+from flashsci.errors import BackendError
+
+STRATEGIES = ("auto", *cost.STRATEGIES)
+FREE = agreement.rows("q", "k", "bias", "mask")  # in which ranks may differ
+Shape = tuple[int, ...]
+
+
+class Given(NamedTuple):
+    """What one rank gave, without its tensors: hashable."""
+
+    q: Shape  # [..., Hq, Sq, D], with the rows of this rank
+    k: Shape
+    v: Shape
+    bias: Shape | None
+    mask: Shape | None
+    fields: tuple[tuple[str, Value], ...]  # what ranks compare
+    itemsize: int
+    layout: str
+    strategy: str
+    backend: str
+    offsets: Shape | None
+    needs_grad: bool
+    bias_grad: bool
+    options: Options
+
+
+class Planned(NamedTuple):
+    """What all ranks agreed on."""
+
+    text: str  # of the call
+    strategy: str
+    split: tuple[bool, bool]  # as the call has it
+
+
+_plans: dict[tuple[Any, ...], Planned] = {}
+
+
+def given(
+    tensors: tuple[Tensor | None, ...],
+    options: Options,
+    layout: str,
+    strategy: str,
+    backend: str,
+    offsets: Shape | None = None,
+) -> Given:
+    """Checks of this rank's own arguments, ``tensors`` being q, k, v, bias, key_weight, mask.
+
+    Raises:
+        TypeError, ValueError: as :func:`flashsci.distributed.attention` documents.
+    """
+    q, k, v, bias, key_weight, mask = tensors
+    arguments.check_types(q, k, v, bias, mask, key_weight)
+    assert q is not None and k is not None and v is not None
+    _check_qkv(q, k, v)
+    options.check()
+    check_layout(layout)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
+    if bias is not None:
+        arguments.check_bias_dtype(bias, q.dtype)
+    if mask is not None:
+        arguments.check_mask_dtype(mask)
+    if key_weight is not None:
+        arguments.check_key_weight_dtype(key_weight, q.dtype)
+        arguments.check_broadcast(
+            "key_weight", key_weight.shape, k.shape[:-1], "Hk, Sk of this rank"
+        )
+        if key_weight.dim() == 0 or key_weight.shape[-1] != k.shape[-2]:
+            raise ValueError(
+                f"key_weight is split as k is: its last dim must be this rank's keys, {k.shape[-2]}, got shape "
+                f"{list(key_weight.shape)}; expand it"
+            )
+    arguments.same_device(q, bias=bias, key_weight=key_weight, mask=mask)
+    needs = [
+        torch.is_grad_enabled() and x is not None and x.requires_grad
+        for x in (q, k, v, key_weight, bias)
+    ]
+    return Given(
+        tuple(q.shape), tuple(k.shape), tuple(v.shape),
+        None if bias is None else tuple(bias.shape),
+        None if mask is None else tuple(mask.shape),
+        tuple(_fields(tensors, options, layout, strategy, backend, offsets).items()),
+        q.dtype.itemsize, layout, strategy, backend, offsets, any(needs), needs[-1], options,
+    )  # fmt: skip
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    arguments.check_tensors(q, k, v)
+    shapes = f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+    if not 2 <= q.dim() <= 5 or len({(x.dim(), x.shape[:-3]) for x in (q, k, v)}) > 1:
+        raise ValueError(
+            "a distributed call takes q, k, v with equal leading dims, [..., H, S, D] of 2 to 5 dims, "
+            f"got {shapes}; expand or flatten the leading ones"
+        )
+    arguments.check_head_dims(q, k, v)
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(
+            f"k and v must have the same length (dim -2), got {k.shape[-2]} and {v.shape[-2]}"
+        )
+    arguments.check_heads(*(x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v)))
+
+
+def _fields(
+    tensors: tuple[Tensor | None, ...],
+    options: Options,
+    layout: str,
+    strategy: str,
+    backend: str,
+    offsets: Shape | None,
+) -> dict[str, Value]:
+    q, k, v, bias, key_weight, mask = tensors
+    assert q is not None and k is not None and v is not None
+    fields: dict[str, Value] = {}
+    for name, x in (("q", q), ("k", k)):
+        fields |= tensor_fields(name, x, {x.dim() - 2: "rows"})
+    fields |= {
+        "head dim of v": v.shape[-1],
+        "v requires grad": float(torch.is_grad_enabled() and v.requires_grad),
+    }
+    for name, pairs in (("bias", bias), ("mask", mask)):
+        fields |= tensor_fields(name, pairs, {} if pairs is None else {pairs.dim() - 2: "rows"})
+    if key_weight is None:
+        fields["key_weight dims"] = -1
+    else:
+        fields["key_weight dims"] = key_weight.dim()
+        fields["key_weight dtype"] = dtype_number(key_weight.dtype)
+        fields["key_weight requires grad"] = float(
+            torch.is_grad_enabled() and key_weight.requires_grad
+        )
+    fields |= {
+        "layout": LAYOUTS.index(layout),
+        "strategy": STRATEGIES.index(strategy),
+        "window's left side (-1: unbounded)": options.window_left,
+        "window's right side, 0 if causal (-1: unbounded)": options.window_right,
+        "align": arguments.ALIGNMENTS.index(options.align),
+        "scale": options.scale or 0.0,
+        "softcap": options.softcap or 0.0,
+        "deterministic": float(options.deterministic),
+        "precision": -1
+        if options.precision is None
+        else arguments.PRECISIONS.index(options.precision),
+        "backend (a hash)": backend,
+        "cu_seqlens (a hash)": -1 if offsets is None else offsets,
+        "grad mode": float(torch.is_grad_enabled()),
+    }
+    return fields
+
+
+def plan(group_name: str, mine: Given) -> Planned:
+    """What all ranks agreed on for calls like this: kept, so that only the first of a kind asks the others.
+
+    Raises:
+        ValueError, RuntimeError, BackendError: the same on every rank.
+    """
+    key = (group_name, mine)
+    found = _plans.get(key)
+    if found is None:
+        table = agreement.agree(group_named(group_name), dict(mine.fields), FREE)
+        if len(_plans) >= agreement.MOST_KEPT:
+            _plans.clear()
+        found = _plans[key] = _planned(group_name, mine, table)
+    return found
+
+
+def _planned(group_name: str, mine: Given, table: list[dict[str, float]]) -> Planned:
+    """A function of what the ranks agree on and of their rows: all come to the same end."""
+    queries, keys = (
+        checked(mine.layout, [int(row[f"{name} rows"]) for row in table], name)
+        for name in ("q", "k")
+    )
+    if mine.offsets is not None:
+        _check_offsets(mine.offsets, queries.total, keys.total)
+    bias_grad = mine.bias is not None and mine.bias_grad
+    split = (
+        _split("bias", mine.bias, bias_grad, table, queries.lengths),
+        _split("mask", mine.mask, False, table, queries.lengths),
+    )
+    for name, shape in (("bias", mine.bias), ("mask", mine.mask)):
+        if shape is not None:
+            arguments.check_broadcast(
+                name, shape, (*mine.q[:-1], keys.total), "Hq, Sq of this rank, whole Sk"
+            )
+    options = mine.options
+    shift = keys.total - queries.total if options.align == "lower_right" else 0
+    band = Band(options.window_left, options.window_right, shift, mine.offsets)
+    scores = Scores(
+        options.scale, options.softcap, options.deterministic, options.precision, mine.backend
+    )
+    call = Call(group_name, queries, keys, band, scores, split)
+    return Planned(call.text(), _strategy(call, mine), split)
+
+
+def _check_offsets(offsets: Shape, total_q: int, total_k: int) -> None:
+    arguments.check_cu_seqlens_contents("cu_seqlens", torch.tensor(offsets), total_q, None)
+    if total_q != total_k:
+        raise ValueError(
+            f"packed queries and keys are the same sequences, got {total_q} and {total_k} rows in all"
+        )
+
+
+def _split(
+    name: str,
+    shape: Shape | None,
+    learnt: bool,
+    table: list[dict[str, float]],
+    lengths: tuple[int, ...],
+) -> bool:
+    """Whether a bias or mask has the rows of its rank; else its one row is for all.
+
+    Raises:
+        ValueError: neither, or either.
+    """
+    if shape is None or len(shape) < 2:
+        return False
+    found = [int(row[f"{name} rows"]) for row in table]
+    if any(n != 1 for n in found):
+        if found != list(lengths):
+            raise ValueError(
+                f"{name} must have this rank's queries in dim -2, {list(lengths)} by rank, or 1 on every rank, got {found}"
+            )
+        return True
+    if learnt and max(lengths) <= 1:
+        raise ValueError(
+            f"with one query on each rank a {name} of one row may be shared or split, which its gradient must know; split "
+            "the sequence over fewer ranks"
+        )
+    return False
+
+
+def _strategy(call: Call, mine: Given) -> str:
+    heads_q, heads_k = (s[-3] if len(s) > 2 else 1 for s in (mine.q, mine.k))
+    reason = ulysses.refuses(call, heads_q, heads_k, mine.bias, mine.mask)
+    if mine.strategy == "ulysses" and reason is not None:
+        raise BackendError(
+            f"strategy='ulysses' cannot serve this call: {reason}; use 'ring' or 'all_gather'"
+        )
+    if mine.strategy != "auto":
+        return mine.strategy
+    batch = 1
+    for n in mine.q[:-3]:
+        batch *= n
+    sizes = cost.Sizes(batch, heads_q, heads_k, mine.q[-1], mine.v[-1], mine.itemsize)
+    allowed = [s for s in cost.STRATEGIES if s != "ulysses" or reason is None]
+    return cost.choose(call, sizes, allowed, mine.needs_grad)
+
+
+@torch._dynamo.assume_constant_result
+def _constant_plan(group_name: str, mine: tuple[Any, ...]) -> Planned:
+    return plan(group_name, Given._make((*mine[:-1], Options._make(mine[-1]))))
+
+
+def traced_plan(group_name: str, mine: Given) -> Planned:
+    """:func:`plan`, which a compiler calls while it traces, and keeps the answer of. It takes no named tuples."""
+    *before, options = mine
+    return _constant_plan(group_name, (*before, tuple(options)))

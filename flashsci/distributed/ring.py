@@ -1,0 +1,230 @@
+"""Ring attention: keys and values travel, queries stay.
+
+    forward   (O_s, L_s) of each block of keys; L = log sum_s e^{L_s}; O = sum_s e^{L_s - L} O_s, both summed in fp32
+    backward  each block's gradients under the whole O and L; dq is summed where it is, dk and dv travel back to the rank of the
+              keys and are summed there in the order of steps, all in fp32
+
+Two blocks of keys and values are in memory beside the rank's own, never the sequence. A backward that is itself differentiated
+is recorded by the all-gather strategy, which has derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.distributed import block, gather
+from flashsci.distributed.block import Side
+from flashsci.distributed.call import Call, from_text
+from flashsci.distributed.collectives import group_named
+from flashsci.distributed.exchange import Blocks, Transfer, rounds
+from flashsci.distributed.layout import Interval
+from flashsci.distributed.pieces import Piece
+from flashsci.ops import LIBRARY, Tensors, empty_like_layout, fake_forward, statistics_dtype
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+    text: str,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's queries; differentiable. ``text`` is that of the call."""
+    found: tuple[Tensor, Tensor] = Ring.apply(q, k, v, bias, key_weight, mask, text)
+    return found
+
+
+class Ring(torch.autograd.Function):
+    """out, lse; gradients of q, k, v, bias and key_weight."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = torch.ops.flashsci.ring_forward(*inputs)
+        ctx.call = inputs[-1]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:-1], out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            needs = ctx.needs_input_grad[: len(tensors)]
+            found = gather.recorded(gather.attend, tensors, needs, (dout, dlse), ctx.call)
+        else:
+            dout = torch.zeros_like(out) if dout is None else dout
+            found = torch.ops.flashsci.ring_backward(
+                dout, dlse, *tensors, out.detach(), lse.detach(), ctx.call
+            )
+        wanted = zip(found, ctx.needs_input_grad, strict=False)
+        return (*(g if need else None for g, need in wanted), *(None,) * (7 - len(found)))
+
+
+DIMS = (-2, -2, -1)  # that of the rows, of k, v and key_weight
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+    text: str,
+) -> tuple[Tensor, Tensor]:
+    call, statistics = from_text(text), statistics_dtype(q.dtype)
+    rank, side = group_named(call.group).rank(), Side(bias, mask)
+    out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]), statistics).zero_()
+    lse = q.new_full(q.shape[:-1], float("-inf"), dtype=statistics)
+    for source, keys in _travelling(call, k, v, key_weight):
+        for piece in call.needed_pieces(rank, source):
+            assert keys is not None
+            merge(out, lse, piece, *block.forward(q, *_three(keys), side, piece, call.scores))
+    return out.to(q.dtype), lse
+
+
+def merge(out: Tensor, lse: Tensor, piece: Piece, part: Tensor, part_lse: Tensor) -> None:
+    """Add a piece to the sums (out, lse) of what came before."""
+    rows, old = block.rows_of(out, piece.rows), block.rows_of(lse, piece.rows, -1)
+    both = torch.logaddexp(old, part_lse)
+    base = both.masked_fill(both == float("-inf"), 0.0)
+    kept, added = (torch.exp(x - base).unsqueeze(-1) for x in (old, part_lse))
+    rows.mul_(kept).add_(part * added)
+    old.copy_(both)
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    text: str,
+) -> tuple[Tensor, ...]:
+    call = from_text(text)
+    rank, side = group_named(call.group).rank(), Side(bias, mask)
+    dq, dbias = _sums(q), None if bias is None else _sums(bias)
+    home = [_sums(x) for x in (k, v, key_weight) if x is not None]
+    returning: Transfer | None = None
+    for step, (source, keys) in enumerate(_travelling(call, k, v, key_weight)):
+        parts = _cut(home, call.needed(rank, rank))  # the rank's own go where they belong
+        if step:
+            parts = None if keys is None else [_sums(x) for x in keys]
+        for piece in call.needed_pieces(rank, source):
+            assert keys is not None and parts is not None
+            found = block.backward(dout, dlse, q, *_three(keys), side, out, lse, piece, call.scores)
+            block.rows_of(dq, piece.rows).add_(found.dq)
+            for total, part, dim in zip(
+                parts, (found.dk, found.dv, found.dkey_weight), DIMS, strict=False
+            ):
+                if part is not None:
+                    block.rows_of(total, piece.keys, dim).add_(part)
+            cell = block.cut(dbias, piece)
+            if cell is not None and found.dbias is not None:
+                cell.add_(found.dbias)
+        if step:
+            _bring_home(returning, home, call, step - 1)
+            returning = _send_home(parts, home, call, step)
+    _bring_home(returning, home, call, call.world - 1)
+    gradients = [dq, *home[:2], dbias, *home[2:], *(None,) * (3 - len(home))]
+    tensors = (q, k, v, bias, key_weight)
+    return tuple(
+        q.new_empty(0) if x is None or g is None else g.to(x.dtype)
+        for x, g in zip(tensors, gradients, strict=True)
+    )
+
+
+def _travelling(
+    call: Call, k: Tensor, v: Tensor, key_weight: Tensor | None
+) -> Iterator[tuple[int, Blocks]]:
+    """(source, what this rank needs of its keys, values and weights), all ranks in turn."""
+    group, own = group_named(call.group), [x for x in (k, v, key_weight) if x is not None]
+    rank = group.rank()
+
+    def sent_to(to: int) -> Blocks:
+        return _cut(own, call.needed(to, rank))
+
+    def room_for(source: int) -> Blocks:
+        interval = call.needed(rank, source)
+        if interval is None:
+            return None
+        shapes = [list(x.shape) for x in own]
+        for shape, dim in zip(shapes, DIMS, strict=False):
+            shape[dim] = interval[1] - interval[0]
+        return [x.new_empty(shape) for x, shape in zip(own, shapes, strict=True)]
+
+    return rounds(group, sent_to(rank), sent_to, room_for)
+
+
+def _send_home(parts: Blocks, home: list[Tensor], call: Call, step: int) -> Transfer:
+    """Gradients of a block to the rank of its keys; those that another rank found of this one's come back."""
+    group = group_named(call.group)
+    rank, world = group.rank(), group.size()
+    mine = _cut(home, call.needed((rank + step) % world, rank))
+    room = None if mine is None else [x.new_empty(x.shape) for x in mine]
+    return Transfer(group, parts, (rank - step) % world, room, (rank + step) % world)
+
+
+def _bring_home(returning: Transfer | None, home: list[Tensor], call: Call, step: int) -> None:
+    """Add what came back at a step."""
+    found = None if returning is None else returning.wait()
+    if found is None:
+        return
+    rank = group_named(call.group).rank()
+    totals = _cut(home, call.needed((rank + step) % call.world, rank))
+    for total, part in zip(totals or (), found, strict=True):
+        total.add_(part)
+
+
+def _cut(tensors: Sequence[Tensor], interval: Interval | None) -> list[Tensor] | None:
+    """Rows of keys, values and weights, or of their gradients: views."""
+    if interval is None:
+        return None
+    return [block.rows_of(x, interval, dim) for x, dim in zip(tensors, DIMS, strict=False)]
+
+
+def _three(keys: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    return keys[0], keys[1], keys[2] if len(keys) > 2 else None
+
+
+def _sums(x: Tensor) -> Tensor:
+    """Zeros to sum gradients of x in."""
+    return torch.zeros(x.shape, dtype=statistics_dtype(x.dtype), device=x.device)
+
+
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_weight, Tensor? mask"
+LIBRARY.define(f"ring_forward({_TENSORS}, str call) -> (Tensor out, Tensor lse)")
+LIBRARY.define(
+    f"ring_backward(Tensor dout, Tensor? dlse, {_TENSORS}, Tensor out, Tensor lse, str call) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dkey_weight)"
+)
+LIBRARY.impl("ring_forward", _forward, "CompositeExplicitAutograd")
+LIBRARY.impl("ring_backward", _backward, "CompositeExplicitAutograd")
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return fake_forward(Tensors(q, k, v))
+
+
+def _fake_backward(
+    dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    bias, key_weight = others[:2]
+    return tuple(
+        q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, bias, key_weight)
+    )
+
+
+torch.library.register_fake("flashsci::ring_forward", _fake_forward, lib=LIBRARY)
+torch.library.register_fake("flashsci::ring_backward", _fake_backward, lib=LIBRARY)

@@ -1,0 +1,105 @@
+"""Four processes with gloo between them, started once and fed with functions: what a test of collectives needs."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+WORLD = 4
+SIZES = (2, 3, 4)  # meshes there are; the ranks beyond a mesh do nothing
+TIMEOUT = 60  # seconds of a collective
+PATIENCE = 240  # of a whole case
+
+
+def _rank(rank: int, file: str, pipe: Any) -> None:
+    """A process: (function, size of the mesh, arguments) comes, (what went well, what went wrong) goes."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    torch.set_num_threads(1)
+    patience = timedelta(seconds=TIMEOUT)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD, timeout=patience
+    )
+    meshes: dict[Any, Any] = {}
+    for size in SIZES:
+        group = dist.new_group(list(range(size)), timeout=patience)
+        if rank < size:
+            meshes[size] = DeviceMesh.from_group(group, "cpu")
+    meshes["2x2"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    pipe.send("ready")
+    while True:
+        function, size, arguments = _loads(pipe.recv_bytes())
+        try:
+            pipe.send_bytes(_dumps((function(meshes[size], **arguments), None)))
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            pipe.send_bytes(_dumps((None, (told, traceback.format_exc()))))
+
+
+def _dumps(x: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(x, file)
+    return file.getvalue()
+
+
+def _loads(x: bytes) -> Any:
+    return torch.load(io.BytesIO(x), weights_only=False)
+
+
+class Ranks:
+    """The processes, from the side of the test."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        folder = tempfile.mkdtemp()
+        hidden = os.environ.pop("TRITON_INTERPRET", None)
+        self.pipes, self.processes = [], []
+        for rank in range(WORLD):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_rank, args=(rank, f"{folder}/store", there), daemon=True
+            )
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+        if hidden is not None:
+            os.environ["TRITON_INTERPRET"] = hidden
+        for pipe in self.pipes:
+            assert pipe.poll(PATIENCE), "a process did not start"
+            assert pipe.recv() == "ready"
+
+    def outcomes(
+        self, function: Callable[..., Any], size: Any, **arguments: Any
+    ) -> list[tuple[Any, Any]]:
+        """(result, None) or (None, (error, traceback)) of each rank of the mesh of this size."""
+        pipes = self.pipes[: WORLD if isinstance(size, str) else size]
+        job = _dumps((function, size, arguments))
+        for pipe in pipes:
+            pipe.send_bytes(job)
+        found = []
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(PATIENCE), f"rank {rank} does not answer"
+            found.append(_loads(pipe.recv_bytes()))
+        return found
+
+    def run(self, function: Callable[..., Any], size: Any, **arguments: Any) -> list[Any]:
+        """What ``function(mesh, **arguments)`` gives on each rank."""
+        found = self.outcomes(function, size, **arguments)
+        wrong = [f"rank {r}:\n{error[1]}" for r, (_, error) in enumerate(found) if error]
+        assert not wrong, "\n".join(wrong)
+        return [result for result, _ in found]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.join()
