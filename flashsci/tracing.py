@@ -13,7 +13,7 @@ def transforming() -> bool:
 
 
 def transforming_eagerly() -> bool:
-    """:func:`transforming`, for who knows that no compiler traces: asking that costs a tenth of a small call."""
+    """:func:`transforming`, for who knows that no compiler traces: asking that again is part of every small call."""
     return (
         torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     )

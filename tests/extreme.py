@@ -254,6 +254,6 @@ def gradients_under_a_given_lse(backend, device, dtype, number):
         found = flashsci.attention_backward(
             inputs.dout, inputs.q, inputs.k, inputs.v, out, lse, bias=inputs.bias, backend=backend
         )
-    for name, x in zip(("dq", "dk", "dv", "dbias"), found, strict=True):
+    for name, x in zip(("dq", "dk", "dv", "dbias"), found[:4], strict=True):
         assert torch.isfinite(x).all(), f"{name} is not finite"
     assert found.dq[:, :, dead].eq(0).all() and found.dbias[:, :, dead].eq(0).all()

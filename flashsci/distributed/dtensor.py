@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
+
+from flashsci.distributed.collectives import replicated
 
 Wrap = Callable[[Tensor], DTensor]
 
@@ -17,7 +19,7 @@ def is_dtensor(x: Any) -> bool:
     return isinstance(x, DTensor)
 
 
-def unwrapped(tensors: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], Any, Wrap]:
+def unwrapped(tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, Wrap]:
     """The local parts of q, k, v, bias, key_weight, mask; the process group of the sequence; and what makes DTensors of
     results ``[..., Hq, Sq]`` or ``[..., Hq, Sq, Dv]``.
 
@@ -43,9 +45,13 @@ def unwrapped(tensors: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], Any,
         )
     local = [x.to_local() for x in (q, k, v)]
     for name, x, last in (("bias", bias, 0), ("key_weight", key_weight, 1), ("mask", mask, 0)):
-        local.append(
-            None if x is None else x.to_local(grad_placements=_gradient(name, x, q, split[0], last))
-        )
+        if x is None:
+            local.append(None)
+            continue
+        part = x.to_local(grad_placements=x.placements)
+        for i in _summed(name, x, q, split[0], last):
+            part = replicated(part, mesh.get_group(i).group_name)
+        local.append(part)
 
     def wrap(x: Tensor) -> DTensor:
         shape = (*q.shape[:-1], *x.shape[q.dim() - 1 :])
@@ -57,18 +63,17 @@ def unwrapped(tensors: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], Any,
     return tuple(local), mesh.get_group(split[0]), wrap
 
 
-def _gradient(name: str, x: DTensor, q: DTensor, split: int, last: int) -> list[Placement]:
-    """What the gradients of parts of x [..., Hq or 1, Sq or 1, Sk] (or, with ``last`` 1, of [..., Hk or 1, Sk]) are: on the mesh dim of
-    the sequence whole, of what q is split by on another a share."""
-    found: list[Placement] = []
+def _summed(name: str, x: DTensor, q: DTensor, split: int, last: int) -> list[int]:
+    """The mesh dims over which gradients of x [..., Hq or 1, Sq or 1, Sk] (or, with ``last`` 1, of [..., Hk or 1, Sk]) are summed: those
+    that split q, and not x. Over that of the sequence the call itself sums."""
+    found = []
+    shift = q.dim() - last - x.dim()  # leading dims that x lacks
     for i, (own, of_q) in enumerate(zip(x.placements, q.placements, strict=True)):
-        shift = q.dim() - last - x.dim()  # leading dims that x lacks
-        if own.is_shard() and of_q.is_shard() and own.dim + shift == of_q.dim:  # type: ignore[attr-defined]
-            found.append(Shard(own.dim))  # type: ignore[attr-defined]
-        elif own.is_replicate() and not (last and i == split):
-            found.append(Partial() if of_q.is_shard() and i != split else Replicate())
-        else:
+        alike = own.is_shard() and of_q.is_shard() and own.dim + shift == of_q.dim  # type: ignore[attr-defined]
+        if not alike and (not own.is_replicate() or (last and i == split)):
             raise ValueError(
                 f"{name} has the placement {own} on mesh dim {i} where q has {of_q}; it must be split as q is, or Replicate"
             )
+        if not alike and of_q.is_shard() and i != split:
+            found.append(i)
     return found

@@ -261,7 +261,7 @@ def test_its_lse_belongs_to_the_probabilities_of_its_backward(dtype, packed):
     else:
         end = flashsci.attention(*leaves[:3], bias=leaves[3], backend="reference", **options)
     wanted = torch.autograd.grad(end, leaves, dout)
-    for name, a, b in zip(found._fields, found, wanted, strict=True):
+    for name, a, b in zip(found._fields[:4], found[:4], wanted, strict=True):
         if name == "dv":  # the others cancel to rounding here: dout is the same for all
             torch.testing.assert_close(
                 a, b, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps

@@ -479,14 +479,41 @@ def test_backward_is_the_backward(backend):
         found = flashsci.attention_backward(
             dout, q, k, v, out, lse, dlse=dlse, backend=backend, **options
         )
-    for name, a, b in zip(found._fields, found, wanted, strict=True):
-        assert name in ("dq", "dk", "dv", "dbias")
+    assert found._fields == ("dq", "dk", "dv", "dbias", "dkey_weight") and found.dkey_weight is None
+    for a, b in zip(found[:4], wanted, strict=True):
         agree(a / 4, b / 4)
     with torch.no_grad():
         only = flashsci.attention_backward(
             None, q, k, v, out, lse, dlse=dlse, backend=backend, **options
         )
     assert only.dv.eq(0).all() and not only.dk.eq(0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_backward_of_key_weights(backend, packed):
+    """Weights of zero have gradients, too."""
+    q, k, v, dout = (draw(4, 9, 8) for _ in range(4))
+    weight = draw(1, 9).abs()
+    weight[:, 4] = 0
+    options, call = {"causal": True}, flashsci.attention
+    if packed:
+        q, k, v, dout = (x.transpose(0, 1) for x in (q, k, v, dout))
+        offsets = torch.tensor([0, 5, 9], dtype=torch.int32)
+        options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        call = flashsci.varlen_attention
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, weight)]
+    out, lse = call(
+        *leaves[:3], key_weight=leaves[3], return_lse=True, backend="reference", **options
+    )
+    wanted = torch.autograd.grad(out, leaves, dout)
+    with torch.no_grad():
+        found = flashsci.attention_backward(
+            dout, q, k, v, out, lse, key_weight=weight, backend=backend, **options
+        )
+    found = (*found[:3], found.dkey_weight)
+    for a, b in zip(found, wanted, strict=True):
+        agree(a / 4, b / 4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
