@@ -133,18 +133,14 @@ def attention(
     )
     q, k, v = autocast(q, k, v)
     needs_grad = arguments.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
-    plan = _plan(
-        q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
-    )
+    plan = _plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
     # A seed without dropout is nothing that a kernel should read.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     if plan.leading is not None:
         q, k, v, bias, key_weight, mask, alibi_slopes = _aligned(
             q, k, v, bias, key_weight, mask, alibi_slopes, plan.leading
         )
-    tensors = Tensors(
-        q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes
-    )
+    tensors = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes)
     out, lse = run(plan, tensors, needs_grad, sink)
     if plan.leading is not None and len(plan.leading) > 2:
         out = out.unflatten(0, plan.leading[:-1])
@@ -295,9 +291,7 @@ def _aligned(
     mask: Tensor | None,
     alibi_slopes: Tensor | None,
     leading: tuple[int, ...],
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None
-]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """All of one rank (key_weight: one less, alibi_slopes: two): leading dims of q, k, v expanded; others with dims of 1
     in front; at most two leading dims."""
     rank = max(q.dim(), k.dim(), v.dim())
@@ -324,4 +318,12 @@ def _aligned(
         None if x is None else fold(same_rank(x)) for x in (bias, rows, mask, heads)
     )
     key_weight = None if rows is None else rows.squeeze(-2)
-    return fold(q), fold(k), fold(v), bias, key_weight, mask, None if heads is None else heads[..., 0, 0]
+    return (
+        fold(q),
+        fold(k),
+        fold(v),
+        bias,
+        key_weight,
+        mask,
+        None if heads is None else heads[..., 0, 0],
+    )

@@ -93,7 +93,17 @@ def varlen_attention(
     q, k, v = autocast(q, k, v)
     needs_grad = arguments.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
     call = describe(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, alibi_slopes, sink, options, needs_grad
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        bias,
+        key_weight,
+        alibi_slopes,
+        sink,
+        options,
+        needs_grad,
     )
     cu_seqlens_q, cu_seqlens_k = dense_offsets(cu_seqlens_q, cu_seqlens_k)
     if not torch.compiler.is_compiling() and (validate or q.device.type == "cpu"):
@@ -107,7 +117,17 @@ def varlen_attention(
         key_weight = key_weight.unsqueeze(0)
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     tensors = Tensors(
-        q, k, v, bias, key_weight, None, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed, alibi_slopes
+        q,
+        k,
+        v,
+        bias,
+        key_weight,
+        None,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        bias_offsets,
+        dropout_seed,
+        alibi_slopes,
     )
     out, lse = run(plan, tensors, needs_grad, sink)
     out = out.transpose(0, 1)

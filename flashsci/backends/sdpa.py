@@ -42,9 +42,7 @@ def rejects(problem: Problem) -> str | None:
             "backend='triton' or 'reference'"
         )
     if problem.alibi:
-        return (
-            "SDPA has no ALiBi but as a bias of all pairs; use backend='triton' or 'reference', or build that bias"
-        )
+        return "SDPA has no ALiBi but as a bias of all pairs; use backend='triton' or 'reference', or build that bias"
     if problem.sink:
         return "SDPA has no attention sinks; use backend='triton', 'cuda' or 'reference'"
     if problem.return_lse:
