@@ -250,7 +250,7 @@ class Formula:
         top = torch.where(visible, scores + logarithm, -torch.inf).detach()
         top = top.amax(-1, keepdim=True) if top.shape[-1] else raw_abs.new_zeros(*top.shape[:-1], 1)
         unseen = empty  # neither keys nor a sink
-        top = torch.where(empty, zero, top)
+        top = of_keys = torch.where(empty, zero, top)
         sink = zero - torch.inf if b.sink is None else b.sink
         if b.sink is not None:
             top = torch.maximum(torch.where(empty, -torch.inf, top), sink).detach()
@@ -298,7 +298,10 @@ class Formula:
         p_abs = p + tiny * visible
         pr, pr_abs, pr_fine = p * b.keep, p_abs * b.keep, p_fine * b.keep
         # P is rounded as it is, or before it is normalised: then where rows have equal ratios, their roundings are equal.
-        pr = self.rounded(self.rounded(pr), like=weights * b.keep)
+        before = weights * b.keep  # kernels know of no sink
+        if b.sink is not None:
+            before = w * torch.exp(torch.where(visible, scores - of_keys, -torch.inf)) * b.keep
+        pr = self.rounded(self.rounded(pr), like=before)
         out_abs, out_fine = pr_abs @ v_abs, pr_fine @ v_abs
         out = pr @ v
         if b.sink is not None:  # rounded before it gives the sink its share, too
