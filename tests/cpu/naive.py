@@ -62,7 +62,8 @@ def naive(
         seen = any(w is None or w[(*key_head, j)] > 0 for j, _ in terms)
         if not seen:
             outs.append(0 * q[place].sum() * v.new_ones(v.shape[-1]))
-            lses.append(q.new_full((), -math.inf) if sink is None else sink[h])
+            alone = sink is not None and sink[h] > -math.inf
+            lses.append(sink[h] if alone else q.new_full((), -math.inf))
             continue
         weight = [1.0 if w is None else w[(*key_head, j)] for j, _ in terms]
         extra = [] if sink is None else [sink[h]]  # a logit without a value

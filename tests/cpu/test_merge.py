@@ -1,5 +1,7 @@
 """Attention over disjoint sets of keys, merged: the whole."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ def parts_of(q, k, v, cuts, **options):
     edges = [0, *cuts, k.shape[-2]]
     return [
         flashsci.attention(q, k[..., a:b, :], v[..., a:b, :], return_lse=True, **options)
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in itertools.pairwise(edges)
     ]
 
 

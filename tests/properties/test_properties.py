@@ -34,7 +34,9 @@ BACKENDS = ["reference", "sdpa", "triton", *(["cuda"] if GPU else [])]
 
 def served(pool, backend):
     """Without what a backend always refuses: refusals are discarded examples, and few may be."""
-    return pool if backend != "cuda" else [v for v in pool if not (v.key_weight or v.dropout)]
+    if backend == "cuda":
+        return [v for v in pool if not (v.key_weight or v.dropout or v.alibi)]
+    return pool
 
 
 def fused(backend):
@@ -75,7 +77,7 @@ def test_agrees_with_the_oracle(backend, packed):
     if backend == "sdpa":
         if packed:
             pytest.skip("SDPA takes no packed sequences")
-        pool = [v for v in pool if not (v.softcap or v.dropout or v.lse_grad)]
+        pool = [v for v in pool if not (v.softcap or v.dropout or v.lse_grad or v.alibi or v.sink)]
 
     def body(case):
         case = bearable(case, backend)
@@ -87,7 +89,9 @@ def test_agrees_with_the_oracle(backend, packed):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_order_of_keys_does_not_matter(backend):
-    pool = PLAIN if backend != "sdpa" else [v for v in PLAIN if not (v.softcap or v.lse_grad)]
+    pool = [v for v in PLAIN if not v.alibi]
+    if backend == "sdpa":
+        pool = [v for v in pool if not (v.softcap or v.lse_grad or v.sink)]
 
     def body(case):
         case = bearable(case, backend)
@@ -122,7 +126,11 @@ def test_order_of_keys_does_not_matter(backend):
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "sdpa"])
 def test_a_constant_added_to_a_row_of_scores_moves_only_the_lse(backend):
-    pool = [replace(v, bias="pair", bias_float=True) for v in served(PLAIN, backend) if not v.mask]
+    pool = [
+        replace(v, bias="pair", bias_float=True, sink=None)
+        for v in served(PLAIN, backend)
+        if not v.mask
+    ]
 
     def body(case):
         case = bearable(case, backend)
@@ -156,6 +164,8 @@ def test_parts_merged_by_their_lse_are_the_whole(backend):
             dtype="float32" if backend != "cuda" else v.dtype,
             bias=None,
             key_weight=None,
+            alibi=False,
+            sink=None,
             mask=False,
             lse_grad=False,
         )
@@ -190,7 +200,9 @@ def test_parts_merged_by_their_lse_are_the_whole(backend):
 def test_key_weights_are_a_quotient_of_two_plain_attentions(backend):
     """out = A(w v) / A(w) with A the attention without weights: a formula without logarithms, exact at zero."""
     pool = [
-        replace(v, key_weight="float", bias=None, mask=False, dropout=False, dtype="float32")
+        replace(
+            v, key_weight="float", sink=None, bias=None, mask=False, dropout=False, dtype="float32"
+        )
         for v in PLAIN
     ]
 
@@ -219,7 +231,8 @@ def test_causal_attention_of_a_prefix_is_the_prefix(backend):
         v
         for v in DENSE
         if not (v.dropout or v.bias or v.key_weight or v.mask or v.lse_grad)
-        and not (backend == "sdpa" and v.softcap)
+        and not (backend == "sdpa" and (v.softcap or v.alibi or v.sink))
+        and not (backend == "cuda" and v.alibi)
     ]
     pool = [replace(v, window=True) for v in pool]
 
@@ -248,7 +261,7 @@ def test_causal_attention_of_a_prefix_is_the_prefix(backend):
 def test_an_entry_of_a_batch_is_that_entry_alone(backend):
     """Batch invariance of fused kernels, bit for bit where sums have a fixed order: results do not depend on what
     else is there."""
-    pool = [v for v in DENSE if not (v.dropout or v.bias or v.key_weight or v.mask)]
+    pool = [v for v in DENSE if not (v.dropout or v.bias or v.key_weight or v.mask or v.alibi)]
 
     def body(case):
         case = replace(case, rank=4, lead=(2,), layout="bshd", layouts=())
