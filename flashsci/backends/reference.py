@@ -125,7 +125,7 @@ def _scores(
     if alibi_slopes is not None:
         slopes = alibi_slopes[..., None, None] if q.dim() > 2 else alibi_slopes
         away = ahead(q.shape[-2], k.shape[-2], scalars.lower_right, q.device).abs()
-        scores = scores - slopes * away
+        scores = scores - slopes.to(scores.dtype) * away
     window = scalars.window_left, scalars.window_right, scalars.lower_right
     keep = visible(q.shape[-2], k.shape[-2], *window, q.device)
     for hidden in (keep, mask):

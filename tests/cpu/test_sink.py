@@ -93,8 +93,8 @@ def test_extremes(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backward_under_the_lse_with_the_sink(backend):
     """P recomputed from that lse leaves the sink its share: attention_backward needs no sink."""
-    q, k, v = draw(2, 4, 40, 8), draw(2, 2, 70, 8), draw(2, 2, 70, 8)
-    sink = SINKS.clone().requires_grad_()
+    q, k, v = draw(1, 2, 5, 8), draw(1, 1, 70, 8), draw(1, 1, 70, 8)
+    sink = SINKS[1:3].clone().requires_grad_()
     out, lse = flashsci.attention(q, k, v, sink=sink, return_lse=True, backend=backend)
     dout = torch.randn_like(out)
     *due, dsink = gradients(out, dout, q, k, v, sink)
