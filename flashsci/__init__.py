@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flashsci.dropout import dropout_mask
     from flashsci.errors import BackendError
     from flashsci.explain import explain
+    from flashsci.merge import merge
     from flashsci.registry import Explanation, use_backend
     from flashsci.sdpa import sdpa
     from flashsci.varlen import varlen_attention
@@ -28,6 +29,7 @@ _HOME = {
     "attention_backward": "flashsci.backward",
     "explain": "flashsci.explain",
     "Gradients": "flashsci.backward",
+    "merge": "flashsci.merge",
     "varlen_attention": "flashsci.varlen",
     "dropout_mask": "flashsci.dropout",
     "use_backend": "flashsci.registry",
@@ -44,6 +46,7 @@ __all__ = [
     "attention_backward",
     "dropout_mask",
     "explain",
+    "merge",
     "sdpa",
     "use_backend",
     "varlen_attention",
@@ -63,7 +66,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This package: the submodules `attention`, `explain` and `sdpa` never take the place of the functions of these names.
+    """This package: the submodules `attention`, `explain`, `merge` and `sdpa` never take the place of the functions of these names.
 
     The import system binds a submodule to its name in the package once it has run, and another
     thread that calls ``flashsci.attention`` just then would find a module.

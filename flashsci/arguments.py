@@ -112,14 +112,14 @@ def _described(x: Any) -> str:
     return "a tensor" if isinstance(x, Tensor) else f"{x!r} of type {type(x).__name__}"
 
 
-def check_types(q: Any, k: Any, v: Any, bias: Any, mask: Any, key_weight: Any = None) -> None:
-    """Raises TypeError for what is not a tensor."""
+def check_types(q: Any, k: Any, v: Any, **others: Any) -> None:
+    """Raises TypeError for what is not a tensor; the others may be None."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         name, x = next(
             (n, x) for n, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor)
         )
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    for name, x in (("bias", bias), ("mask", mask), ("key_weight", key_weight)):
+    for name, x in others.items():
         if x is not None and not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
 
@@ -183,6 +183,25 @@ def check_key_weight_dtype(key_weight: Tensor, dtype: torch.dtype) -> None:
         raise TypeError(
             f"key_weight must have q's dtype ({dtype}) or float32, got {key_weight.dtype}"
         )
+
+
+def check_alibi(slopes: Tensor, q: Tensor, shape: Sequence[int], dims: str) -> None:
+    """``slopes`` are float32, or float64 beside float64 tensors, and broadcast to ``shape``, whose last dims are
+    ``dims``."""
+    if slopes.dtype != torch.float32 and not (slopes.dtype == q.dtype == torch.float64):
+        raise TypeError(f"alibi_slopes must be float32, got {slopes.dtype}; call .float()")
+    check_broadcast("alibi_slopes", slopes.shape, shape, dims)
+    same_device(q, alibi_slopes=slopes)
+
+
+def check_sink(sink: Tensor, q: Tensor, heads_q: int) -> None:
+    if sink.dtype not in (q.dtype, torch.float32):
+        raise TypeError(f"sink must have q's dtype ({q.dtype}) or float32, got {sink.dtype}")
+    if shape_of(sink) != [heads_q]:
+        raise ValueError(
+            f"sink must be one logit per query head, [Hq] = [{heads_q}], got {shape_of(sink)}"
+        )
+    same_device(q, sink=sink)
 
 
 def check_mask_dtype(mask: Tensor) -> None:
@@ -323,9 +342,14 @@ class Options(NamedTuple):
         )
 
     def features(
-        self, bias: Tensor | None, key_weight: Tensor | None, needs_grad: bool
+        self,
+        bias: Tensor | None,
+        key_weight: Tensor | None,
+        alibi_slopes: Tensor | None,
+        sink: Tensor | None,
+        needs_grad: bool,
     ) -> dict[str, Any]:
-        """The fields of a Problem that options, bias and key weights decide."""
+        """The fields of a Problem that options and these tensors decide."""
         # A compiler may keep floats symbolic; whether there is a softcap or dropout is all it needs.
         static = torch.compiler.is_compiling()
         return dict(
@@ -342,6 +366,9 @@ class Options(NamedTuple):
             bias_grad=needs_grad and bias is not None and bias.requires_grad,
             key_weight=key_weight is not None,
             key_weight_grad=needs_grad and key_weight is not None and key_weight.requires_grad,
+            alibi=alibi_slopes is not None,
+            alibi_grad=needs_grad and alibi_slopes is not None and alibi_slopes.requires_grad,
+            sink=sink is not None,
         )
 
 

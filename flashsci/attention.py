@@ -22,6 +22,8 @@ def attention(
     bias: Tensor | None = None,
     key_weight: Tensor | None = None,
     mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     align: str = "upper_left",
@@ -35,7 +37,7 @@ def attention(
     backend: str = "auto",
 ) -> Any:
     """Exact softmax attention, ``softmax(softcap(scale q k^T) + bias) v``, differentiable in q, k,
-    v, bias, key_weight and lse.
+    v, bias, key_weight, sink and lse.
 
     Args:
         q: queries ``[..., Hq, Sq, D]``; float16, bfloat16, float32 or float64. Leading dims may be
@@ -53,6 +55,13 @@ def attention(
             give undefined results, as their logarithm would.
         mask: bool, broadcastable to ``[..., Hq, Sq, Sk]``, True = attend. mask, -inf in bias,
             causal and window are ANDed.
+        alibi_slopes: ALiBi: adds ``-slope |i + shift - j|`` to the scores, beside the bias; shift is where
+            ``align`` puts the diagonal, ``Sk - Sq`` for "lower_right" (as flash-attn) and 0 for "upper_left".
+            float32, broadcastable to ``[..., Hq]``, such as ``[Hq]`` or ``[B, Hq]``. Learnt slopes have a
+            gradient in the reference backend only: elsewhere write them as a bias.
+        sink: ``[Hq]``, one more logit per head in the softmax, without a value: it takes its share of the
+            probability from all keys. q's dtype or float32, -inf for none. Not touched by scale, softcap,
+            bias or mask; the lse includes it. A row with no key has out 0 and lse ``sink``.
         causal: query i sees keys up to its own position.
         window: ``(left, right)``: query i sees keys from ``i - left`` to ``i + right``; None or -1
             is unbounded.
@@ -105,29 +114,34 @@ def attention(
         True
 
     Source: Milakov, Gimelshein, arXiv:1805.02867 (online softmax); Dao et al., arXiv:2205.14135 and
-        2307.08691.
+        2307.08691; Press, Smith, Lewis, arXiv:2108.12409 (ALiBi); Xiao et al., arXiv:2309.17453 (sinks; as
+        one learnt logit per head they are gpt-oss's).
     """
-    arguments.check_types(q, k, v, bias, mask, key_weight)
+    arguments.check_types(
+        q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink
+    )
     if q.is_nested:
         from flashsci import nested
 
         return nested.attention(
-            q, k, v, bias=bias, key_weight=key_weight, mask=mask, causal=causal, window=window, align=align, scale=scale,
-            softcap=softcap, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
+            q, k, v, bias=bias, key_weight=key_weight, mask=mask, alibi_slopes=alibi_slopes, sink=sink,
+            causal=causal, window=window, align=align, scale=scale, softcap=softcap, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
             deterministic=deterministic, precision=precision, backend=backend,
         )  # fmt: skip
     options = arguments.Options.of(
         causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
     )
     q, k, v = autocast(q, k, v)
-    needs_grad = arguments.needs_grad(q, k, v, bias, key_weight)
-    plan = _plan(q, k, v, bias, key_weight, mask, options, needs_grad, backend)
+    needs_grad = arguments.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
+    plan = _plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
     # A seed without dropout is nothing that a kernel should read.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     if plan.leading is not None:
-        q, k, v, bias, key_weight, mask = _aligned(q, k, v, bias, key_weight, mask, plan.leading)
-    tensors = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed)
-    out, lse = run(plan, tensors, needs_grad)
+        q, k, v, bias, key_weight, mask, alibi_slopes = _aligned(
+            q, k, v, bias, key_weight, mask, alibi_slopes, plan.leading
+        )
+    tensors = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes)
+    out, lse = run(plan, tensors, needs_grad, sink)
     if plan.leading is not None and len(plan.leading) > 2:
         out = out.unflatten(0, plan.leading[:-1])
         lse = None if lse is None else lse.unflatten(0, plan.leading[:-1])
@@ -141,13 +155,17 @@ def _plan(
     bias: Tensor | None,
     key_weight: Tensor | None,
     mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
     options: arguments.Options,
     needs_grad: bool,
     backend: str,
 ) -> Plan:
     """The plan of a dense call, from the cache where an equal call was planned before."""
     if torch.compiler.is_compiling():
-        return _make_plan(q, k, v, bias, key_weight, mask, options, needs_grad, backend)
+        return _make_plan(
+            q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
+        )
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         None
@@ -157,11 +175,18 @@ def _plan(
         if key_weight is None
         else (key_weight.shape, key_weight.dtype, key_weight.device, key_weight.requires_grad),
         None if mask is None else (mask.shape, mask.dtype, mask.device),
+        None
+        if alibi_slopes is None
+        else (alibi_slopes.shape, alibi_slopes.dtype, alibi_slopes.device, alibi_slopes.requires_grad),
+        None if sink is None else (sink.shape, sink.dtype, sink.device),
         options, needs_grad, registry.requested(backend),
     )  # fmt: skip
     plan = plans.get(key)
     if plan is None:
-        plan = keep(key, _make_plan(q, k, v, bias, key_weight, mask, options, needs_grad, backend))
+        made = _make_plan(
+            q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
+        )
+        plan = keep(key, made)
     return plan
 
 
@@ -172,11 +197,13 @@ def _make_plan(
     bias: Tensor | None,
     key_weight: Tensor | None,
     mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
     options: arguments.Options,
     needs_grad: bool,
     backend: str,
 ) -> Plan:
-    call = describe(q, k, v, bias, key_weight, mask, options, needs_grad)
+    call = describe(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad)
     name = registry.decide(*call, backend)
     ranks = {x.dim() for x in (q, k, v, bias, mask) if x is not None}
     if key_weight is not None:
@@ -203,6 +230,8 @@ def describe(
     bias: Tensor | None,
     key_weight: Tensor | None,
     mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
     options: arguments.Options,
     needs_grad: bool,
 ) -> tuple[Any, ...]:
@@ -238,8 +267,12 @@ def describe(
         arguments.check_key_weight_dtype(key_weight, q.dtype)
         keys = (*batch, *(heads and (heads_k,)), k.shape[-2])
         arguments.check_broadcast("key_weight", key_weight.shape, keys, "Hk, Sk")
+    if alibi_slopes is not None:
+        arguments.check_alibi(alibi_slopes, q, (*batch, heads_q), "Hq")
+    if sink is not None:
+        arguments.check_sink(sink, q, heads_q)
     arguments.same_device(q, bias=bias, key_weight=key_weight, mask=mask)
-    features = options.features(bias, key_weight, needs_grad)
+    features = options.features(bias, key_weight, alibi_slopes, sink, needs_grad)
     features["mask"] = mask is not None
     if torch.compiler.is_compiling():
         features["bias_shape"] = None if bias is None else ()
@@ -260,9 +293,10 @@ def _aligned(
     bias: Tensor | None,
     key_weight: Tensor | None,
     mask: Tensor | None,
+    alibi_slopes: Tensor | None,
     leading: tuple[int, ...],
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """All of one rank (key_weight: one less): leading dims of q, k, v expanded; others with dims of 1
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """All of one rank (key_weight: one less, alibi_slopes: two): leading dims of q, k, v expanded; others with dims of 1
     in front; at most two leading dims."""
     rank = max(q.dim(), k.dim(), v.dim())
 
@@ -283,5 +317,17 @@ def _aligned(
     if rank > 3:
         q, k, v = (x.expand(*leading, *x.shape[-3:]) for x in (q, k, v))
     rows = None if key_weight is None else key_weight.unsqueeze(-2)  # [*, Hk, 1, Sk]
-    bias, rows, mask = (None if x is None else fold(same_rank(x)) for x in (bias, rows, mask))
-    return fold(q), fold(k), fold(v), bias, None if rows is None else rows.squeeze(-2), mask
+    heads = None if alibi_slopes is None else alibi_slopes[..., None, None]  # [*, Hq, 1, 1]
+    bias, rows, mask, heads = (
+        None if x is None else fold(same_rank(x)) for x in (bias, rows, mask, heads)
+    )
+    key_weight = None if rows is None else rows.squeeze(-2)
+    return (
+        fold(q),
+        fold(k),
+        fold(v),
+        bias,
+        key_weight,
+        mask,
+        None if heads is None else heads[..., 0, 0],
+    )

@@ -36,6 +36,7 @@ def attention_backward(
     bias: Tensor | None = None,
     key_weight: Tensor | None = None,
     mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -55,7 +56,8 @@ def attention_backward(
 
     With the out and lse of the same call this is its backward. With those of a larger set of keys
     it is this block's share of the whole gradient, which is what ring attention and other key-split
-    schemes need.
+    schemes need. So it serves attention sinks: given the out and lse of ``attention(..., sink=...)``, it
+    needs no sink. (The sink's own gradient is minus the sum of ``exp(sink - lse) (<dout, out> - dlse)``.)
 
     Args:
         dout: gradient of out, shape of ``out``; None for zero.
@@ -64,6 +66,8 @@ def attention_backward(
         out: ``[..., Hq, Sq, Dv]``, q's dtype (packed: ``[Tq, Hq, Dv]``).
         lse: float32 ``[..., Hq, Sq]`` (packed: ``[Hq, Tq]``). Rows of -inf give zero gradients.
         dlse: gradient of lse, shape of ``lse``; None for zero.
+        alibi_slopes: as in the forward call; ALiBi counts positions within the block of keys given, so of a
+            block of a larger call write it as a bias. It has no gradient here.
         dropout_seed: the forward call's; required when ``dropout_p`` is not 0.
         others: as in the forward call.
 
@@ -83,7 +87,9 @@ def attention_backward(
 
     Source: Dao, arXiv:2307.08691, algorithm 2; Liu et al., arXiv:2310.01889 (ring attention).
     """
-    arguments.check_types(q, k, v, bias, mask, key_weight)
+    arguments.check_types(
+        q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes
+    )
     for name, x, optional in (
         ("dout", dout, True),
         ("out", out, False),
@@ -107,10 +113,10 @@ def attention_backward(
         )
     else:
         dropout_seed = seed_for(q, options.dropout_p, dropout_seed)
-    needs_grad = arguments.needs_grad(dout, dlse, q, k, v, bias, key_weight, out, lse)
+    needs_grad = arguments.needs_grad(dout, dlse, q, k, v, bias, key_weight, alibi_slopes, out, lse)
     kernel_bias, bias_offsets, kernel_weight = bias, None, key_weight
     if cu_seqlens_q is None:
-        call = describe(q, k, v, bias, key_weight, mask, options, needs_grad)
+        call = describe(q, k, v, bias, key_weight, mask, alibi_slopes, None, options, needs_grad)
         if len({(x.dim(), x.shape[:-3]) for x in (q, k, v)}) > 1 or q.dim() > 5:
             raise ValueError(
                 "attention_backward takes q, k, v with equal leading dims, at most two before "
@@ -123,7 +129,17 @@ def attention_backward(
         if mask is not None:
             raise ValueError("packed sequences take no mask; put -inf in a per-pair bias")
         call = varlen.describe(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, options, needs_grad
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            bias,
+            key_weight,
+            alibi_slopes,
+            None,
+            options,
+            needs_grad,
         )
         cu_seqlens_q, cu_seqlens_k = varlen.dense_offsets(cu_seqlens_q, cu_seqlens_k)
         kernel_bias, bias_offsets = varlen.kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
@@ -150,6 +166,7 @@ def attention_backward(
         dout = None if dout is None else dout.transpose(0, 1)
     tensors = Tensors(
         q, k, v, kernel_bias, kernel_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
+        alibi_slopes,
     ).inner_contiguous()  # fmt: skip
     scalars = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
     need = NEED_Q | NEED_K | NEED_V | (0 if bias is None else NEED_BIAS)

@@ -61,6 +61,9 @@ FEATURES: dict[str, Problem] = {
     "gradient of the key weights": replace(
         _PLAIN, key_weight=True, key_weight_grad=True, requires_grad=True
     ),
+    "ALiBi": replace(_PLAIN, alibi=True, requires_grad=True),
+    "gradient of ALiBi slopes": replace(_PLAIN, alibi=True, alibi_grad=True, requires_grad=True),
+    "attention sinks": replace(_PLAIN, sink=True, requires_grad=True),
     "packed sequences": _PACKED,
     "packed, with ragged bias": replace(
         _PACKED, **{**_PAIR, "bias_shape": (4, 1 << 14)}, ragged_bias=True

@@ -36,9 +36,15 @@ def keep(key: tuple[Any, ...], plan: Plan) -> Plan:
     return plan
 
 
-def run(plan: Plan, tensors: Tensors, needs_grad: bool) -> tuple[Tensor, Tensor | None]:
+def run(
+    plan: Plan, tensors: Tensors, needs_grad: bool, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of the backend that a plan names, wired into autograd."""
     module = plan.module
+    if sink is not None:
+        from flashsci.sink import attend
+
+        return attend(plan.backend, tensors, plan.scalars, sink, needs_grad)
     if not module.FUSED:
         twice = needs_grad and plan.backend in second_order.BACKENDS
         given = second_order.first_order(tensors) if twice else tensors

@@ -44,14 +44,12 @@ def explain(
     bound.apply_defaults()
     given = bound.arguments
     shared = arguments.Options.of(*(given[name] for name in arguments.SHARED))
-    bias, weight = given["bias"], given["key_weight"]
-    arguments.check_types(q, k, v, bias, given.get("mask"), weight)
+    optional = ("bias", "mask", "key_weight", "alibi_slopes", "sink")
+    others = {name: given[name] for name in optional if name in given}
+    arguments.check_types(q, k, v, **others)
     q, k, v = autocast(q, k, v)
-    needs_grad = arguments.needs_grad(q, k, v, bias, weight)
-    if packed:
-        call = describe_packed(
-            q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], bias, weight, shared, needs_grad
-        )
-    else:
-        call = describe_dense(q, k, v, bias, weight, given["mask"], shared, needs_grad)
+    needs_grad = arguments.needs_grad(q, k, v, *others.values())
+    offsets = {name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if packed}
+    describe = describe_packed if packed else describe_dense
+    call = describe(q, k, v, **offsets, **others, options=shared, needs_grad=needs_grad)
     return registry.explain(registry.problem_of(*call), *registry.requested(backend))

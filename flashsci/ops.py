@@ -32,6 +32,7 @@ class Tensors(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     bias_offsets: Tensor | None = None
     dropout_seed: Tensor | None = None
+    alibi_slopes: Tensor | None = None  # fp32 [*, Hq], packed [N or 1, Hq]
 
     def inner_contiguous(self) -> Tensors:
         """With copies of q, k, v where their last dim is not contiguous, which kernels need."""
@@ -86,7 +87,8 @@ class Tangents(NamedTuple):
 
 _TENSOR_ARGS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_weight, Tensor? mask, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? bias_offsets, Tensor? dropout_seed"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? bias_offsets, Tensor? dropout_seed, "
+    "Tensor? alibi_slopes"
 )
 _SCALAR_ARGS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, "

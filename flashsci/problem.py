@@ -52,6 +52,9 @@ class Problem:
     ragged_bias: bool = False
     key_weight: bool = False
     key_weight_grad: bool = False
+    alibi: bool = False
+    alibi_grad: bool = False
+    sink: bool = False
     mask: bool = False
     window_left: int = -1
     window_right: int = -1

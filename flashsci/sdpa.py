@@ -58,7 +58,7 @@ def sdpa(
 
     Source: the documentation of torch.nn.functional.scaled_dot_product_attention, torch 2.13.
     """
-    arguments.check_types(query, key, value, None, None)
+    arguments.check_types(query, key, value)
     if attn_mask is not None:
         if not isinstance(attn_mask, Tensor):
             raise TypeError(

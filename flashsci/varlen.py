@@ -24,6 +24,8 @@ def varlen_attention(
     max_seqlen_k: int | None = None,
     bias: Tensor | None = None,
     key_weight: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     align: str = "upper_left",
@@ -54,6 +56,9 @@ def varlen_attention(
             Sk_n]`` one after the other; or per key, ``[Hb, Tk]`` or ``[Hb, 1, Tk]``. q's dtype or
             float32; its gradient has its own shape.
         key_weight: ``[Tk]`` or ``[Hw, Tk]`` with Hw = 1 or Hk; as in :func:`flashsci.attention`.
+        alibi_slopes: ``[Hq]`` or ``[N, Hq]``, one for each sequence; as in :func:`flashsci.attention`, with
+            positions and ``align`` of each sequence.
+        sink: ``[Hq]``, as in :func:`flashsci.attention`.
         causal, window, align: as in :func:`flashsci.attention`, for each sequence by its own
             lengths.
         validate: check the contents of cu_seqlens and the size of a per-pair bias on CUDA too,
@@ -76,7 +81,9 @@ def varlen_attention(
         >>> flashsci.varlen_attention(q, k, v, offsets, bias=pairs).shape
         torch.Size([13, 4, 16])
     """
-    arguments.check_types(q, k, v, bias, None, key_weight)
+    arguments.check_types(
+        q, k, v, bias=bias, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink
+    )
     options = arguments.Options.of(
         causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
     )
@@ -84,8 +91,20 @@ def varlen_attention(
     max_seqlen_k = arguments.length("max_seqlen_k", max_seqlen_k)
     validate = arguments.flag("validate", validate)
     q, k, v = autocast(q, k, v)
-    needs_grad = arguments.needs_grad(q, k, v, bias, key_weight)
-    call = describe(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, options, needs_grad)
+    needs_grad = arguments.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
+    call = describe(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        bias,
+        key_weight,
+        alibi_slopes,
+        sink,
+        options,
+        needs_grad,
+    )
     cu_seqlens_q, cu_seqlens_k = dense_offsets(cu_seqlens_q, cu_seqlens_k)
     if not torch.compiler.is_compiling() and (validate or q.device.type == "cpu"):
         check_contents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias)
@@ -98,9 +117,19 @@ def varlen_attention(
         key_weight = key_weight.unsqueeze(0)
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     tensors = Tensors(
-        q, k, v, bias, key_weight, None, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed
+        q,
+        k,
+        v,
+        bias,
+        key_weight,
+        None,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        bias_offsets,
+        dropout_seed,
+        alibi_slopes,
     )
-    out, lse = run(plan, tensors, needs_grad)
+    out, lse = run(plan, tensors, needs_grad, sink)
     out = out.transpose(0, 1)
     return (out, lse) if return_lse else out
 
@@ -113,6 +142,8 @@ def describe(
     cu_seqlens_k: Tensor | None,
     bias: Tensor | None,
     key_weight: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
     options: arguments.Options,
     needs_grad: bool,
 ) -> tuple[Any, ...]:
@@ -142,7 +173,7 @@ def describe(
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must hold the same number of sequences, got {counts}"
         )
-    features = options.features(bias, key_weight, needs_grad)
+    features = options.features(bias, key_weight, alibi_slopes, sink, needs_grad)
     features["varlen"] = True
     if bias is not None:
         arguments.check_bias_dtype(bias, q.dtype)
@@ -165,6 +196,11 @@ def describe(
                 f"a packed key_weight must be [Tk = {k.shape[0]}] or [Hw, Tk] with Hw 1 or "
                 f"{heads_k}, got {shape}"
             )
+    if alibi_slopes is not None:
+        sequences = cu_seqlens_q.shape[0] - 1
+        arguments.check_alibi(alibi_slopes, q, (sequences, heads_q), "N, Hq")
+    if sink is not None:
+        arguments.check_sink(sink, q, heads_q)
     if not torch.compiler.is_compiling():
         sequences = cu_seqlens_q.shape[0] - 1
         features.update(batch=(sequences,), seq_q=q.shape[0], seq_k=k.shape[0])

@@ -68,6 +68,7 @@ def calls(architecture: int):
     yield "mask of keys", main, (64, 64), {"mask": keys}, FIRST_ORDER
     yield "everything", main, (64, 64), {"bias": shared, "mask": keys, "weight": (2, 2, 300), "softcap": 9.0, "dropout_p": 0.2, "dlse": True} | window, OPERATIONS  # fmt: skip
     yield "weights", main, (64, 64), {"weight": (2, 2, 300)}, OPERATIONS
+    yield "alibi", main, (64, 64), {"alibi": (2, 4)} | causal, OPERATIONS
     yield "dropout", main, (64, 64), {"dropout_p": 0.1}, FIRST_ORDER
     yield "packed", main, (64, 64), {"packed": True} | causal, OPERATIONS
     yield "packed, bias of keys", main, (64, 64), {"packed": True, "bias": "keys"}, FIRST_ORDER
@@ -87,6 +88,8 @@ def calls(architecture: int):
 
 def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
     """Arguments of the raw ops for one call, by operation."""
+    from flashsci.ops import Tensors
+
     dtype, (head_dim, head_dim_v) = getattr(torch, dtype), dims
     packed = options.get("packed", False)
     lead = () if packed else (2,)
@@ -94,7 +97,7 @@ def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
     q = torch.zeros(*lead, 4, seq_q, head_dim, dtype=dtype)
     k = torch.zeros(*lead, 2, seq_k, head_dim, dtype=dtype)
     v = torch.zeros(*lead, 2, seq_k, head_dim_v, dtype=dtype)
-    bias = weight = mask = cu = offsets = seed = None
+    bias = weight = mask = cu = offsets = seed = slopes = None
     longest = options.get("longest", -1)
     if packed:
         cu = torch.tensor([0, *range(20, 300, 20), 300], dtype=torch.int32)
@@ -112,11 +115,14 @@ def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
         mask = torch.ones(options["mask"], dtype=torch.bool)
     if options.get("dropout_p"):
         seed = torch.zeros(2, dtype=torch.int64)
+    if options.get("alibi"):
+        slopes = torch.zeros(options["alibi"])
     out = torch.zeros(*q.shape[:-1], head_dim_v, dtype=dtype)
     lse = torch.zeros(q.shape[:-1])
     scalars = (longest, longest, options.get("scale", 0.125), options.get("softcap", 0.0), options.get("window_left", -1),
                options.get("window_right", -1), False, options.get("dropout_p", 0.0), options.get("precision", "default"), False)  # fmt: skip
-    tensors = (q, k, v, bias, weight, mask, cu, cu, offsets, seed)
+    tensors = (q, k, v, bias, weight, mask, cu, cu, offsets, seed, slopes)
+    tensors = tensors[: len(Tensors._fields)]  # an older tree has fewer
     given = (*tensors, out, lse, *scalars)
     dlse = lse if options.get("dlse") else None
     tangents = (q, k, v, bias, weight)

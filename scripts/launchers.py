@@ -264,8 +264,9 @@ class Build:
         passes = ("forward", "backward")[problem.requires_grad :]  # who has no forward has Triton's
         if all((kind, problem.dtype) not in self.functions for kind in passes):
             return f"{self.name} is not compiled for {problem.dtype}"
-        if problem.dropout_p or problem.key_weight or (problem.varlen and problem.bias):
-            return f"{self.name} has neither dropout, nor key weights, nor a packed bias"
+        unknown = problem.dropout_p or problem.key_weight or problem.alibi
+        if unknown or (problem.varlen and problem.bias):
+            return f"{self.name} has neither dropout, nor key weights, nor ALiBi, nor a packed bias"
         if self.dims and max(problem.head_dim, problem.head_dim_v) not in self.dims:
             return f"{self.name} was given for head dims {self.dims}"
         return None

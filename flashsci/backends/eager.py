@@ -27,6 +27,8 @@ def rejects(problem: Problem) -> str | None:
         (problem.softcap, "softcap"),
         (problem.dropout_p, "dropout by a given seed"),
         (problem.key_weight, "key_weight"),
+        (problem.alibi, "ALiBi"),
+        (problem.sink, "attention sinks"),
         (problem.return_lse, "lse to return"),
     )
     for asked, what in lacks:

@@ -1,7 +1,8 @@
 """The specification as code: every feature in plain PyTorch, on any device and dtype,
 differentiable to any order.
 
-    S = softcap(scale Q K^T) + bias, masked;  L = log sum_j w e^S;  P = w exp(S - L);  O = (P o R) V
+    S = softcap(scale Q K^T) + bias - slope |i + shift - j|, masked
+    L = log(sum_j w e^S + e^sink);  P = w exp(S - L);  O = (P o R) V
 
 with R the dropout keep mask divided by 1 - p, and w the key weights (1 without). Memory is O(Sq * Sk). Run in float64 this is the
 oracle of all tests; run in a lower dtype it is "plain PyTorch in the same dtype", the baseline of
@@ -30,6 +31,12 @@ def rejects(problem: Problem) -> str | None:
     return None
 
 
+def ahead(seq_q: int, seq_k: int, lower_right: bool, device: torch.device) -> Tensor:
+    """How far each key lies after the diagonal at each query: int64 [Sq, Sk]."""
+    shift = seq_k - seq_q if lower_right else 0
+    return torch.arange(seq_k, device=device) - torch.arange(seq_q, device=device)[:, None] - shift
+
+
 def visible(
     seq_q: int,
     seq_k: int,
@@ -41,10 +48,7 @@ def visible(
     """Bool [Sq, Sk]: which keys causal and window leave each query; None when all of them."""
     if window_left < 0 and window_right < 0:
         return None
-    shift = seq_k - seq_q if lower_right else 0
-    distance = (
-        torch.arange(seq_k, device=device) - torch.arange(seq_q, device=device)[:, None] - shift
-    )
+    distance = ahead(seq_q, seq_k, lower_right, device)
     keep = torch.ones_like(distance, dtype=torch.bool)
     if window_left >= 0:
         keep = keep & (distance >= -window_left)
@@ -103,6 +107,7 @@ def _scores(
     k: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
+    alibi_slopes: Tensor | None,
     scalars: Scalars,
 ) -> tuple[Tensor, Tensor | None]:
     """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and scale q k^T / softcap if there is a
@@ -117,6 +122,10 @@ def _scores(
     if bias is not None:
         scores = scores + bias
     scores = scores.to(_statistics_dtype(scores.dtype))
+    if alibi_slopes is not None:
+        slopes = alibi_slopes[..., None, None] if q.dim() > 2 else alibi_slopes
+        away = ahead(q.shape[-2], k.shape[-2], scalars.lower_right, q.device).abs()
+        scores = scores - slopes.to(scores.dtype) * away
     window = scalars.window_left, scalars.window_right, scalars.lower_right
     keep = visible(q.shape[-2], k.shape[-2], *window, q.device)
     for hidden in (keep, mask):
@@ -157,10 +166,12 @@ def _dense_forward(
     key_weight: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
     scalars: Scalars,
     batch_offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    scores, _ = _scores(q, k, bias, mask, scalars)
+    scores, _ = _scores(q, k, bias, mask, alibi_slopes, scalars)
     # The maximum only guards the exponential: softmax does not depend on it, so neither do
     # gradients.
     peaks = scores.detach()
@@ -169,17 +180,22 @@ def _dense_forward(
         weights = _weights(key_weight, q.shape[-3] if q.dim() > 2 else 1, scores.dtype)
         peaks = peaks + weights.detach().log()
     top = peaks.amax(-1, keepdim=True) if k.shape[-2] else peaks.new_zeros(*peaks.shape[:-1], 1)
+    if sink is not None:
+        sink = sink.to(scores.dtype)
+        sink = sink[:, None, None] if q.dim() > 2 else sink[:, None]
+        top = torch.maximum(top, sink.detach())
     top = torch.where(top == float("-inf"), torch.zeros_like(top), top)
     terms = scores - top
+    rest = torch.zeros_like(top) if sink is None else torch.exp(sink - top)
     if weights is None:
         terms = torch.exp(terms)
-        total = terms.sum(-1, keepdim=True)
+        total = terms.sum(-1, keepdim=True) + rest
         empty = total == 0
     else:
         # A key of weight zero may have any score: 0 * inf must not happen.
         most = math.log(torch.finfo(terms.dtype).max) - 8
         terms = weights * torch.exp(torch.where(weights == 0, terms.clamp(max=most), terms))
-        total = terms.sum(-1, keepdim=True)
+        total = terms.sum(-1, keepdim=True) + rest
         empty = total == 0
         terms = terms.masked_fill(empty, 0)  # no gradient of weights that are all zero
     total = torch.where(empty, torch.ones_like(total), total)
@@ -206,6 +222,7 @@ def _dense_backward(
     key_weight: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
+    alibi_slopes: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scalars: Scalars,
@@ -215,7 +232,7 @@ def _dense_backward(
     heads_k = k.shape[-3] if k.dim() > 2 else 1
     compute = _statistics_dtype(q.dtype)
     # Scores round as the forward's did: P = exp(scores - lse) belongs to its lse then, and sums to 1.
-    scores, capped = _scores(q, k, bias, mask, scalars)
+    scores, capped = _scores(q, k, bias, mask, alibi_slopes, scalars)
     scores, capped = scores.to(compute), None if capped is None else capped.to(compute)
     q_, k_, v_, dout_, out_ = (x.to(compute) for x in (q, k, v, dout, out))
     lse = lse.to(compute).unsqueeze(-1)
@@ -288,18 +305,26 @@ class _Packed:
             x.unflatten(-1, s) for x, s in zip(blocks, self.shapes, strict=True) if x is not None
         ]
 
+    def slopes(self, alibi_slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Those of each sequence, [Hq]."""
+        if alibi_slopes is None:
+            return (None,) * self.count
+        return alibi_slopes.expand(self.count, alibi_slopes.shape[-1]).unbind(0)
+
     def join(self, parts: list[Tensor], whole: Tensor, dim: int) -> Tensor:
         """Results of the sequences in the packed layout of ``whole``; zeros after the last."""
         left = whole.shape[dim] - sum(part.shape[dim] for part in parts)
         return torch.cat([*parts, torch.zeros_like(whole.narrow(dim, 0, left))], dim)
 
 
-def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, Tensor]:
+def forward(
+    tensors: Tensors, scalars: Scalars, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64), differentiable in q, k, v,
-    bias and key_weight."""
-    q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed = tensors
+    bias, key_weight, alibi_slopes and sink [Hq]. (Other backends know of no sink: flashsci/sink.py.)"""
+    q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, alibi = tensors
     if cu_seqlens_q is None:
-        out, lse = _dense_forward(q, k, v, bias, key_weight, mask, seed, scalars)
+        out, lse = _dense_forward(q, k, v, bias, key_weight, mask, seed, alibi, sink, scalars)
     else:
         assert cu_seqlens_k is not None
         packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
@@ -309,11 +334,12 @@ def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, Tensor]:
             bias, key_weight = (None if x is None else x[..., :0] for x in (bias, key_weight))
             bias = bias.unsqueeze(-2) if bias is not None and packed.ragged_bias else bias
             keys = k[..., :0, :], v[..., :0, :]
-            return _dense_forward(q, *keys, bias, key_weight, None, seed, scalars)
+            return _dense_forward(q, *keys, bias, key_weight, None, seed, None, sink, scalars)
         qs = _pieces(q, packed.sizes_q, -2)
         ks, vs = (_pieces(x, packed.sizes_k, -2) for x in (k, v))
         biases = packed.biases(bias)
         weights = _pieces_if_any(key_weight, packed.sizes_k, -1)
+        slopes = packed.slopes(alibi)
         results = [
             _dense_forward(
                 qs[n],
@@ -323,6 +349,8 @@ def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, Tensor]:
                 weights[n],
                 None,
                 seed,
+                slopes[n],
+                sink,
                 scalars,
                 batch_offset=n,
             )
@@ -345,12 +373,14 @@ def backward(
     Scores are rounded to the inputs' dtype, like the forward's. An lse from a backend that keeps them in
     fp32 belongs to P up to that rounding.
     """
-    q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed = saved.tensors
+    q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, alibi = (
+        saved.tensors
+    )
     out, lse, scalars = saved.out, saved.lse, saved.scalars
     dout = torch.zeros_like(out) if dout is None else dout
     if cu_seqlens_q is None:
         dq, dk, dv, dbias, dweight = _dense_backward(
-            dout, dlse, q, k, v, bias, key_weight, mask, seed, out, lse, scalars
+            dout, dlse, q, k, v, bias, key_weight, mask, seed, alibi, out, lse, scalars
         )
     else:
         assert cu_seqlens_k is not None
@@ -358,7 +388,7 @@ def backward(
         qs, outs, douts = (_pieces(x, packed.sizes_q, -2) for x in (q, out, dout))
         lses, dlses = _pieces(lse, packed.sizes_q, -1), _pieces_if_any(dlse, packed.sizes_q, -1)
         ks, vs = (_pieces(x, packed.sizes_k, -2) for x in (k, v))
-        biases = packed.biases(bias)
+        biases, slopes = packed.biases(bias), packed.slopes(alibi)
         weights = _pieces_if_any(key_weight, packed.sizes_k, -1)
         found = [
             _dense_backward(
@@ -371,6 +401,7 @@ def backward(
                 weights[n],
                 None,
                 seed,
+                slopes[n],
                 outs[n],
                 lses[n],
                 scalars,

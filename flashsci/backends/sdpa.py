@@ -41,6 +41,10 @@ def rejects(problem: Problem) -> str | None:
             "SDPA takes key_weight as its logarithm and would round it to 16 bits; use "
             "backend='triton' or 'reference'"
         )
+    if problem.alibi:
+        return "SDPA has no ALiBi but as a bias of all pairs; use backend='triton' or 'reference', or build that bias"
+    if problem.sink:
+        return "SDPA has no attention sinks; use backend='triton', 'cuda' or 'reference'"
     if problem.return_lse:
         return "SDPA does not return the lse; use backend='triton' or 'reference'"
     if problem.deterministic and problem.device_type == "cuda" and problem.requires_grad:

@@ -35,6 +35,7 @@ from flashsci.compat.xformers_bias import (
     LowerTriangularMaskWithTensorBias,
 )
 from flashsci.errors import BackendError
+from flashsci.merge import merge
 from flashsci.varlen import varlen_attention
 
 __all__ = [
@@ -203,14 +204,9 @@ def merge_attentions(
                 "each part must have out [B, M, *H, K] and lse [B, *H, M] of the same shapes, got "
                 f"{list(out.shape)} and {list(lse.shape)}, the first out {list(outs[0].shape)}"
             )
-    parts = torch.stack(lses)
-    whole = torch.logsumexp(parts, 0)
-    # Of a row without keys the parts are zeros, whatever they are multiplied by.
-    weights = (parts - whole.masked_fill(whole == -torch.inf, 0)).exp()
-    merged = sum(
-        w.movedim(-1, 1).unsqueeze(-1) * x.to(w.dtype) for w, x in zip(weights, outs, strict=True)
-    )
-    return merged.to(output_dtype or outs[0].dtype), whole if write_lse else None
+    wide = [x.to(lses[0].dtype) for x in outs]
+    merged, whole = merge(wide, [lse.movedim(-1, 1) for lse in lses])
+    return merged.to(output_dtype or outs[0].dtype), whole.movedim(1, -1) if write_lse else None
 
 
 def _lse_shape(out: Tensor) -> tuple[int, ...]:

@@ -236,7 +236,7 @@ def _given(
 ) -> tuple[tuple[Any, ...], Given]:
     """The tensors with heads before rows, and what is known of the call."""
     q, k, v, bias, key_weight, mask = tensors
-    arguments.check_types(q, k, v, bias, mask, key_weight)
+    arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight)
     q, k, v = autocast(q, k, v)
     offsets = None
     if cu_seqlens:

@@ -67,7 +67,7 @@ def given(
         TypeError, ValueError: as :func:`flashsci.distributed.attention` documents.
     """
     q, k, v, bias, key_weight, mask = tensors
-    arguments.check_types(q, k, v, bias, mask, key_weight)
+    arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight)
     assert q is not None and k is not None and v is not None
     _check_qkv(q, k, v)
     options.check()

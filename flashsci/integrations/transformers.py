@@ -145,27 +145,24 @@ def attention_forward(
     pattern = _Pattern(bool(causal), sliding_window)
     options: dict[str, Any] = dict(
         scale=scaling, softcap=softcap, dropout_p=dropout if module.training else 0.0,
-        deterministic=deterministic or None, return_lse=s_aux is not None,
+        deterministic=deterministic or None,
     )  # fmt: skip
+    if s_aux is not None:
+        if s_aux.shape != (query.shape[1],):
+            raise ValueError(
+                f"s_aux must have one logit for each of {query.shape[1]} heads, got {list(s_aux.shape)}"
+            )
+        options["sink"] = s_aux.to(torch.promote_types(s_aux.dtype, torch.float32))
     known = packing is not None and _says_no_more(mask, pattern, packing)
     if packing is not None and known and bias is None:
-        result = _packed(query, key, value, pattern, packing, options)
+        out = _packed(query, key, value, pattern, packing, options)
     else:
         if packing is not None and (known or packing.given):
             mask = _and_packing(mask, pattern, packing, query, key)
         elif sliding_window is not None and _says_no_more(mask, pattern):
             mask = None  # kernels pass over what is outside of a window, but read all of a mask
-        result = _dense(query, key, value, mask, bias, pattern, options)
-    if s_aux is None:
-        return result.contiguous(), None
-    out, lse = result
-    if s_aux.shape != (query.shape[1],):
-        raise ValueError(
-            f"s_aux must have one logit for each of {query.shape[1]} heads, got {list(s_aux.shape)}"
-        )
-    # A sink is one more key without a value: it takes its share of the probability from all others.
-    left = torch.sigmoid(lse - s_aux.to(lse.dtype)).unsqueeze(-1)
-    return (out * left).to(out.dtype).contiguous(), None
+        out = _dense(query, key, value, mask, bias, pattern, options)
+    return out.contiguous(), None
 
 
 class _Pattern(NamedTuple):
@@ -207,8 +204,8 @@ def _dense(
     bias: Tensor | None,
     pattern: _Pattern,
     options: dict[str, Any],
-) -> Any:
-    """out [B, Sq, Hq, Dv], with an lse [B, Sq, Hq] where options ask for it."""
+) -> Tensor:
+    """out [B, Sq, Hq, Dv]."""
     given: dict[str, Any]
     if mask is None:
         if pattern.causal and query.shape[2] == 1:  # decoding: the one query is the last
@@ -222,10 +219,8 @@ def _dense(
         bias = mask if bias is None else bias + mask
     if bias is not None and bias.dtype != query.dtype:
         bias = bias.float()
-    result = attention(query, key, value, bias=bias, **given, **options)
-    if not options["return_lse"]:
-        return result.transpose(1, 2)
-    return tuple(x.transpose(1, 2) for x in result)
+    out: Tensor = attention(query, key, value, bias=bias, **given, **options)
+    return out.transpose(1, 2)
 
 
 def _packed(
@@ -235,18 +230,15 @@ def _packed(
     pattern: _Pattern,
     packing: _Packing,
     options: dict[str, Any],
-) -> Any:
+) -> Tensor:
     """As :func:`_dense`, each sequence alone."""
     batch, length = query.shape[0], query.shape[2]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    result = varlen_attention(
+    out: Tensor = varlen_attention(
         q, k, v, packing.cu_q, packing.cu_k, max_seqlen_q=packing.max_q, max_seqlen_k=packing.max_k,
         causal=pattern.causal, window=pattern.window(), align="lower_right", **options,
     )  # fmt: skip
-    if not options["return_lse"]:
-        return result.unflatten(0, (batch, length))
-    out, lse = result
-    return out.unflatten(0, (batch, length)), lse.transpose(0, 1).unflatten(0, (batch, length))
+    return out.unflatten(0, (batch, length))
 
 
 def _in_dtype_of_weights(

@@ -31,9 +31,10 @@ from flashsci.testing.formula import Formula, blocks, finite
 from flashsci.testing.inputs import Inputs
 from flashsci.testing.second_order import SECOND_ORDER
 
-TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dkey_weight", *SECOND_ORDER)
+TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dkey_weight", "dsink", *SECOND_ORDER)
+SUMMED = ("dsink",)  # over packed sequences
 PLAIN = ("reference", "sdpa", "eager")  # backends that are plain PyTorch, with its own accuracy
-LEAVES = ("q", "k", "v", "bias", "key_weight")
+LEAVES = ("q", "k", "v", "bias", "key_weight", "sink")
 BASELINE_FACTOR = 2.0  # error allowed, in errors of plain PyTorch
 FLOOR_ROUNDINGS = 16.0  # plus so many roundings (8 eps) of the largest absolute-value sum
 # Gain and spread allowed for sums in fp32, whose roundings may all point one way: tensor cores
@@ -64,21 +65,21 @@ def evaluate(
         n: getattr(inputs, n).detach().requires_grad_(inputs.dout is not None)
         for n in ("q", "k", "v")
     }
-    for name, learnt in (("bias", inputs.bias_grad), ("key_weight", inputs.key_weight_grad)):
+    learnt_of = {"bias": inputs.bias_grad, "key_weight": inputs.key_weight_grad, "sink": True}
+    for name, learnt in learnt_of.items():
         x = getattr(inputs, name)
         if x is not None:
             leaves[name] = x.detach().requires_grad_(inputs.dout is not None and learnt)
     arguments: dict[str, Any] = dict(inputs.options, return_lse=lse, backend=backend)
     if inputs.dropout_seed is not None:
         arguments["dropout_seed"] = inputs.dropout_seed
+    if inputs.alibi_slopes is not None:
+        arguments["alibi_slopes"] = inputs.alibi_slopes
     arguments.update(options)
 
-    def call(
-        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_weight: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        given = dict(arguments, bias=bias)
-        if key_weight is not None:
-            given["key_weight"] = key_weight
+    def call(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+        optional = dict(zip(LEAVES[3:], others, strict=True))
+        given = arguments | {name: x for name, x in optional.items() if x is not None}
         with flashsci.use_backend(backend, strict=True):
             if inputs.cu_seqlens_q is not None:
                 result = flashsci.varlen_attention(
@@ -247,7 +248,7 @@ class Judge:
             unit = internal = 2.0**-11
         units = [
             unit if x is None else min(unit, _unit(x.dtype))
-            for x in (self.inputs.bias, self.inputs.key_weight)
+            for x in (self.inputs.bias, self.inputs.key_weight, self.inputs.sink)
         ]
         value = {
             n: torch.full_like(x, -torch.inf if n == "lse" else 0.0) for n, x in self.truth.items()
@@ -275,12 +276,12 @@ class Judge:
                     (coarse, formula.coarse),
                     (fine, formula.fine),
                 ):
-                    block.slot(name, whole[name]).copy_(part[name].detach())
+                    _into(name, block.slot(name, whole[name]), part[name].detach())
                 if name in formula.subnormal:
                     block.slot(name, cells[name]).copy_(formula.subnormal[name])
                 if name in formula.loose:
                     sums = self.loose.setdefault(name, torch.zeros_like(self.truth[name]))
-                    block.slot(name, sums).copy_(formula.loose[name].detach())
+                    _into(name, block.slot(name, sums), formula.loose[name].detach())
                 variances[name] += formula.variances(
                     name, torch.stack([block.slot(name, x) for x in directions[name]])
                 )
@@ -459,6 +460,14 @@ class Judge:
 def assert_accurate(inputs: Inputs, backend: str, lse: bool = True) -> None:
     """Run one call on a backend and require both rules of every tensor; AssertionError names those that fail."""
     Judge(inputs, backend not in PLAIN).require(evaluate(inputs, backend, lse=lse))
+
+
+def _into(name: str, slot: Tensor, part: Tensor) -> None:
+    """A block's part of a result to its place."""
+    if name in SUMMED:
+        slot.add_(part)
+    else:
+        slot.copy_(part)
 
 
 def _unit(dtype: torch.dtype) -> float:

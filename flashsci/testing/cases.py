@@ -53,6 +53,8 @@ class Variant:
     bias_grad: bool = False
     key_weight: str | None = None  # "inputs": in the inputs' dtype; "float": in fp32
     key_weight_grad: bool = False
+    alibi: bool = False
+    sink: str | None = None  # as key_weight; kernels know of none, some backends refuse it
     mask: bool = False
     window: bool = False
     softcap: bool = False
@@ -234,7 +236,9 @@ def variants(
 
     ``features=False`` leaves out bias, key weights, mask, dropout and gradients of lse (what the simplest kernels lack).
     """
+    # Each feature has choices of its own: a new one leaves the others of every variant as they are.
     choices, weights = SeededChoices(20), SeededChoices(22)
+    slopes, sinks = SeededChoices(23), SeededChoices(24)
     dims = [d for d in HEAD_DIMS if max(d) <= max_dim]
     found: dict[Variant, None] = {}
     for i in range(4 * count):
@@ -255,6 +259,10 @@ def variants(
             bias_grad=bias is not None and choices.integer(1, 3) > 1,
             key_weight=weights.one_of(("inputs", "float", "float")) if weighted else None,
             key_weight_grad=weighted and weights.integer(1, 4) > 1,
+            alibi=features and slopes.integer(1, 8) == 1,
+            sink=sinks.one_of((None,) * 6 + ("inputs", "float"))
+            if features and not weighted
+            else None,
             mask=not varlen and rare(3),
             window=choices.integer(1, 3) == 1,
             softcap=choices.integer(1, 6) == 1,
@@ -278,7 +286,7 @@ def second_order_variants(count: int = 48, **limits: Any) -> list[Variant]:
             tangents = tangents.replace("b", "")
         if variant.key_weight_grad and (everything or variant.head_dim % 2 == 0):
             tangents += "w"
-        found[replace(variant, tangents=tangents or "qkv")] = None
+        found[replace(variant, tangents=tangents or "qkv", sink=None)] = None
     return list(found)
 
 

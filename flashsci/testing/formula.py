@@ -42,6 +42,8 @@ class Block:
     dlse: Tensor | None
     bias: Tensor | None
     key_weight: Tensor | None  # [*, Hk or 1, Sk or 1]
+    alibi: Tensor | None  # -slope |i + shift - j|, [*, Hq, Sq, Sk]
+    sink: Tensor | None  # [Hq, 1, 1]
     visible: Tensor
     keep: Tensor
     scale: float
@@ -54,17 +56,19 @@ class Block:
         return self.place[name](whole)
 
 
+def _ahead(seq_q: int, seq_k: int, options: dict[str, Any], device: torch.device) -> Tensor:
+    """j - i - shift, [Sq, Sk]."""
+    shift = seq_k - seq_q if options.get("align") == "lower_right" else 0
+    queries = torch.arange(seq_q, device=device)[:, None] + shift
+    return torch.arange(seq_k, device=device)[None, :] - queries
+
+
 def _visible(seq_q: int, seq_k: int, options: dict[str, Any], device: torch.device) -> Tensor:
     """Bool [Sq, Sk] of causal, window and align."""
     left, right = options.get("window") or (None, None)
     if options.get("causal"):
         right = 0 if right is None else min(right, 0)
-    shift = seq_k - seq_q if options.get("align") == "lower_right" else 0
-    ahead = (
-        torch.arange(seq_k, device=device)[None, :]
-        - torch.arange(seq_q, device=device)[:, None]
-        - shift
-    )
+    ahead = _ahead(seq_q, seq_k, options, device)
     low = float("-inf") if left is None else -left
     return (ahead >= low) & (ahead <= (float("inf") if right is None else right))
 
@@ -100,10 +104,14 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
         full = lambda x: x.reshape((1,) * (len(shape) - x.dim()) + x.shape)  # noqa: E731
         by_key = lambda x: x.reshape((1,) * (len(shape) - 1 - x.dim()) + x.shape)  # noqa: E731
         visible = _visible(shape[-2], shape[-1], options, q.device)
+        alibi = inputs.alibi_slopes
+        if alibi is not None:
+            away = _ahead(shape[-2], shape[-1], options, q.device).abs()
+            alibi = (-alibi[..., None, None] * away).expand(shape)
         visible = visible if inputs.mask is None else visible & full(inputs.mask)
         place = _places(
             dict.fromkeys(("out", "lse", "dq", "dk", "dv"), heads)
-            | {"dbias": full, "dkey_weight": by_key}
+            | {"dbias": full, "dkey_weight": by_key, "dsink": lambda x: x}
         )
         yield Block(
             q,
@@ -113,6 +121,8 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             None if inputs.dlse is None else heads(inputs.dlse),
             None if inputs.bias is None else full(inputs.bias),
             None if inputs.key_weight is None else by_key(inputs.key_weight),
+            alibi,
+            None if inputs.sink is None else inputs.sink[:, None, None],
             visible,
             keep(shape, 0),
             scale,
@@ -151,8 +161,12 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
 
         place = _places(
             {"out": rows_of, "lse": lse_of, "dq": rows_of, "dk": keys_of, "dv": keys_of, "dbias": bias_of,
-             "dkey_weight": weight_of}
+             "dkey_weight": weight_of, "dsink": lambda x: x}
         )  # fmt: skip
+        alibi = inputs.alibi_slopes
+        if alibi is not None:
+            slopes = alibi.expand(len(starts_q) - 1, alibi.shape[-1])[n]
+            alibi = -slopes[:, None, None] * _ahead(*size, options, inputs.q.device).abs()
         yield Block(
             rows_of(inputs.q),
             keys_of(inputs.k),
@@ -161,6 +175,8 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             None if inputs.dlse is None else lse_of(inputs.dlse),
             None if inputs.bias is None else bias_of(inputs.bias),
             None if inputs.key_weight is None else weight_of(inputs.key_weight),
+            alibi,
+            None if inputs.sink is None else inputs.sink[:, None, None],
             _visible(*size, options, inputs.q.device),
             keep((inputs.q.shape[1], *size), n),
             scale,
@@ -193,6 +209,7 @@ class Formula:
         tiny: float,
         bias_unit: float,
         weight_unit: float,
+        sink_unit: float,
     ):
         self.unit, self.tiny = unit, tiny
         # (perturbation, group of equal roundings, how many groups)
@@ -224,24 +241,33 @@ class Formula:
         bias = torch.zeros_like(raw_abs) if b.bias is None else b.bias.expand(raw.shape)
         visible = b.visible.expand(raw.shape) & (bias > -torch.inf)
         bias = torch.where(visible, bias, zero)
-        scores = capped + bias
+        alibi = zero if b.alibi is None else b.alibi
+        scores = capped + bias + alibi
         w = zero + 1 if b.key_weight is None else per_pair(b.key_weight)
         empty = ~(visible & (w > 0)).any(-1, keepdim=True)
         visible = visible & ~empty
         logarithm = torch.log(w)
         top = torch.where(visible, scores + logarithm, -torch.inf).detach()
         top = top.amax(-1, keepdim=True) if top.shape[-1] else raw_abs.new_zeros(*top.shape[:-1], 1)
-        top = torch.where(empty, zero, top)
+        unseen = empty  # neither keys nor a sink
+        top = of_keys = torch.where(empty, zero, top)
+        sink = zero - torch.inf if b.sink is None else b.sink
+        if b.sink is not None:
+            top = torch.maximum(torch.where(empty, -torch.inf, top), sink).detach()
+            unseen = top == -torch.inf
+            top = torch.where(unseen, zero, top)
         weights = torch.where(visible, torch.exp(torch.where(visible, scores - top, zero)), zero)
         weights = w * weights
-        total = torch.where(empty, zero + 1, row(weights))
+        total = torch.where(unseen, zero + 1, row(weights) + torch.exp(sink - top))
         lse = torch.log(total) + top
         p = weights / total
         spread = raw_abs
         if b.softcap:  # no error of a score is larger than it can be
             spread = raw_abs.clamp(max=2 * b.softcap / (ROUNDINGS * internal))
         scores_abs = torch.where(
-            visible, spread + capped.abs() + bias.abs() + scores.abs() + lse.abs(), zero
+            visible,
+            spread + capped.abs() + bias.abs() + alibi.abs() + scores.abs() + lse.abs(),
+            zero,
         )
         scores_abs = scores_abs + torch.where(w > 0, logarithm.abs(), zero)
         shift = torch.where(visible & (w > 0), scores + logarithm - lse, -torch.inf).detach()
@@ -265,14 +291,24 @@ class Formula:
         near = ~far
         lse = torch.where(far, lse, self.rounded(lse, internal))
         mean_abs = row(p * scores_abs)
+        p_sink = torch.where(unseen, zero, torch.exp(sink - lse))
+        sink_abs = torch.where(p_sink > 0, sink.abs() + lse.abs(), zero)
+        mean_abs = mean_abs + p_sink * sink_abs
         p_fine = p * (scores_abs + mean_abs) * near
         p_abs = p + tiny * visible
         pr, pr_abs, pr_fine = p * b.keep, p_abs * b.keep, p_fine * b.keep
         # P is rounded as it is, or before it is normalised: then where rows have equal ratios, their roundings are equal.
-        pr = self.rounded(self.rounded(pr), like=weights * b.keep)
+        before = weights * b.keep  # kernels know of no sink
+        if b.sink is not None:
+            before = w * torch.exp(torch.where(visible, scores - of_keys, -torch.inf)) * b.keep
+        pr = self.rounded(self.rounded(pr), like=before)
         out_abs, out_fine = pr_abs @ v_abs, pr_fine @ v_abs
-        out = self.rounded(pr @ v)
-        self.values = {"out": out, "lse": torch.where(empty, -torch.inf, lse).squeeze(-1)}
+        out = pr @ v
+        if b.sink is not None:  # rounded before it gives the sink its share, too
+            share = row(p).detach()
+            out = self.rounded(out, like=torch.where(share > 0, out / share, zero))
+        out = self.rounded(out)
+        self.values = {"out": out, "lse": torch.where(unseen, -torch.inf, lse).squeeze(-1)}
         self.coarse = {"out": out_abs, "lse": zero.expand(lse.shape[:-1])}
         self.fine = {
             "out": out_abs + out_fine,
@@ -371,13 +407,24 @@ class Formula:
                 self.loose["dkey_weight"] = per_weight(loose)
             n_fine = bare * u_abs + bare_fine * u_abs + bare * row(g_abs * out_fine)
             dweight = [per_weight(x) for x in (bare * (dp - delta), bare * u_abs, n_fine)]
-        units = {"dbias": bias_unit, "dkey_weight": weight_unit}
+        dsink = []
+        if b.sink is not None:
+
+            def per_head(x: Tensor) -> Tensor:
+                return x.movedim(-3, 0).flatten(1).sum(1)
+
+            n_fine = delta_abs * (sink_abs + mean_abs) * near + row(g_abs * out_fine) + delta_abs
+            dsink = [per_head(p_sink * x) for x in (-delta, delta_abs, n_fine)]
+            if delta_loose is not None:
+                self.loose["dsink"] = per_head(far * (delta_abs + delta_loose)).detach()
+        units = {"dbias": bias_unit, "dkey_weight": weight_unit, "dsink": sink_unit}
         for name, found in (
             ("dq", dq),
             ("dk", dk),
             ("dv", dv),
             ("dbias", dbias),
             ("dkey_weight", dweight),
+            ("dsink", dsink),
         ):
             if found:
                 value, self.coarse[name], self.fine[name] = found

@@ -34,6 +34,8 @@ class Inputs:
     cu_seqlens_k: Tensor | None = None
     dropout_seed: Tensor | None = None
     key_weight: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
     bias_grad: bool = True
     key_weight_grad: bool = True
     options: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +59,9 @@ class Inputs:
             v=cast(self.v),
             bias=cast(self.bias),
             key_weight=cast(self.key_weight),
+            # Slopes are float32 but beside float64.
+            alibi_slopes=cast(self.alibi_slopes) if dtype == torch.float64 else self.alibi_slopes,
+            sink=cast(self.sink),
             dout=cast(self.dout),
             dlse=cast(self.dlse),
             tangents={
@@ -144,6 +149,8 @@ class _Maker:
             v,
             bias=None if bias is None else bias.requires_grad_(variant.bias_grad),
             key_weight=None if weight is None else weight.requires_grad_(variant.key_weight_grad),
+            alibi_slopes=self.alibi() if variant.alibi else None,
+            sink=self.sink().requires_grad_() if variant.sink else None,
             mask=self.mask(),
             dout=self.place(dout, "dout"),
             dlse=None if dlse is None else embed(dlse.to(self.device)),
@@ -407,6 +414,27 @@ class _Maker:
         if case.variant.key_weight == "inputs":
             weight = weight.to(case.variant.torch_dtype)
         return self.view(weight, case.weight_view)
+
+    def alibi(self) -> Tensor:
+        """Slopes from 2^-8 to 1, as models of any number of heads have them, of all the batch or of each member."""
+        case = self.case
+        packed = case.variant.varlen
+        lead = (len(case.lens_q),) if packed else case.shape(1, 1, 1)[:-3]
+        heads = 1 if case.rank == 2 else case.heads_q
+        shape = tuple(n if self.uniform(()) < 0.6 else 1 for n in lead)
+        slopes = 2 ** (-8 * self.uniform((heads,) if self.uniform(()) < 0.5 else (*shape, heads)))
+        turned = (*range(slopes.dim() - 2), slopes.dim() - 1, slopes.dim() - 2)
+        return embed(slopes.to(self.device), order=turned if slopes.dim() > 1 else None)
+
+    def sink(self) -> Tensor:
+        """As large as scores; sometimes no sink in the first head."""
+        sink = 2 * self.normal((1 if self.case.rank == 2 else self.case.heads_q,))
+        if self.uniform(()) < 0.25:
+            sink[0] = -torch.inf
+        half = self.case.variant.sink == "inputs"
+        return embed(
+            sink.to(self.case.variant.torch_dtype if half else torch.float32).to(self.device)
+        )
 
     def mask(self) -> Tensor | None:
         shape = self.case.mask_shape

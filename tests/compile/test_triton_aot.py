@@ -54,6 +54,8 @@ def calls(architecture):
     for name, seq in (("few queries", (32, 200)), ("short rows", (72, 144))):
         yield f"{name}, bias", "float16", (64, 64), {"seq": seq, "bias": (1, 2, *seq)}
     yield "packed", "float16", (128, 128), {"packed": True, "window_right": 0, "bias": "ragged"}
+    yield "ALiBi", "float16", (64, 64), {"alibi": (2, 2), "window_right": 0}
+    yield "ALiBi, packed", "float16", (32, 32), {"alibi": (1, 2), "packed": True}
     if architecture == 80:
         yield "wide", "float32", (256, 256), {"bias": (2, 1, 1, 96)}
         yield "widest", "float16", (512, 512), {}
@@ -67,7 +69,7 @@ def arguments(torch, dtype, dims, options):
     q = torch.zeros(*lead, 2, seq_q, head_dim, dtype=dtype)
     k = torch.zeros(*lead, 1, seq_k, head_dim, dtype=dtype)
     v = torch.zeros(*lead, 1, seq_k, head_dim_v, dtype=dtype)
-    bias = weight = mask = cu_q = cu_k = offsets = seed = None
+    bias = weight = mask = cu_q = cu_k = offsets = seed = slopes = None
     if options.get("packed"):
         cu_q = torch.tensor([0, 20, 48], dtype=torch.int32)
         cu_k = torch.tensor([0, 40, 96], dtype=torch.int32)
@@ -82,11 +84,13 @@ def arguments(torch, dtype, dims, options):
         mask = torch.ones(options["mask"], dtype=torch.bool)
     if options.get("dropout_p"):
         seed = torch.zeros(2, dtype=torch.int64)
+    if options.get("alibi"):
+        slopes = torch.zeros(options["alibi"])
     out = torch.zeros(*q.shape[:-1], head_dim_v, dtype=dtype)
     lse = torch.zeros(q.shape[:-1])
     scalars = (-1, -1, options.get("scale", 0.125), options.get("softcap", 0.0), options.get("window_left", -1), options.get("window_right", -1),
                False, options.get("dropout_p", 0.0), "default", False)  # fmt: skip
-    tensors = (q, k, v, bias, weight, mask, cu_q, cu_k, offsets, seed)
+    tensors = (q, k, v, bias, weight, mask, cu_q, cu_k, offsets, seed, slopes)
     given = (*tensors, out, lse, *scalars)
     return tensors, scalars, (out, lse, *given, 31), (q, k, v, bias, weight, out, lse, *given, 127)
 

@@ -53,10 +53,15 @@ def flash_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
         found["dbias"] = torch.zeros(inputs.bias.shape, dtype=inputs.bias.dtype)
     if inputs.key_weight is not None:
         found["dkey_weight"] = torch.zeros(inputs.key_weight.shape, dtype=inputs.key_weight.dtype)
+    if inputs.sink is not None:
+        found["dsink"] = torch.zeros(inputs.sink.shape)
     for block in blocks(inputs.to(torch.float32)):
         results = _block(block, dtype, wrong)
         for name, whole in found.items():
-            block.slot(name, whole).copy_(results[name])
+            slot = block.slot(name, whole)
+            slot.copy_(slot + results[name] if name == "dsink" else results[name])
+    if inputs.sink is not None:
+        found["dsink"] = found["dsink"].to(inputs.sink.dtype)
     if inputs.bias is not None and not inputs.bias_grad:
         del found["dbias"]
     if inputs.key_weight is not None and not inputs.key_weight_grad:
@@ -118,6 +123,8 @@ def _block(b, dtype, wrong):
         scores = b.softcap * tanh
     if b.bias is not None:
         scores = scores + b.bias
+    if b.alibi is not None:
+        scores = scores + b.alibi
     if wrong == "scores times 1.01":
         scores = scores * 1.01
     scores = scores.masked_fill(~b.visible, -math.inf)
@@ -154,6 +161,9 @@ def _block(b, dtype, wrong):
     safe = torch.where(total == 0, 1.0, total)
     lse = torch.where(total == 0, -math.inf, top + torch.log(safe))
     out = low(low(p * keep) @ v / safe)
+    if b.sink is not None:
+        share = torch.where(total == 0, 0.0, torch.sigmoid(lse - b.sink))
+        out, lse = low(out * share), torch.logaddexp(lse, b.sink)
     # Backward, from P recomputed with the stored lse.
     if wrong == "last key forgotten in the backward":
         scores = hidden
@@ -187,6 +197,9 @@ def _block(b, dtype, wrong):
         part = ds * (torch.arange(len(ds)).view(-1, *(1,) * (ds.dim() - 1)) == 0) if (
             wrong == "bias gradient of one batch entry") else ds  # fmt: skip
         results["dbias"] = part.sum_to_size(b.bias.shape)
+    if b.sink is not None:
+        of_sink = torch.where(lse == -math.inf, 0.0, torch.exp(b.sink - lse))
+        results["dsink"] = -(of_sink * delta).movedim(-3, 0).flatten(1).sum(1)
     if b.key_weight is not None:
         results["dkey_weight"] = terms.sum_to_size(b.key_weight.shape)
     if tanh is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 def naive(
     q, k, v, *, bias=None, key_weight=None, mask=None, causal=False, window=None, align="upper_left", scale=None, softcap=None,
-    keep=None, dropout_p=0.0,
+    keep=None, dropout_p=0.0, alibi_slopes=None, sink=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of q [..., Hq, Sq, D], k [..., Hk, Sk, D], v [..., Hk, Sk, Dv], differentiable.
 
@@ -20,7 +20,7 @@ def naive(
     if q.dim() == 2:
         out, lse = naive(
             q[None], k[None], v[None], bias=bias, key_weight=key_weight, mask=mask, causal=causal, window=window, align=align,
-            scale=scale, softcap=softcap, keep=keep, dropout_p=dropout_p,
+            scale=scale, softcap=softcap, keep=keep, dropout_p=dropout_p, alibi_slopes=alibi_slopes, sink=sink,
         )  # fmt: skip
         return out[0], lse[0]
     lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
@@ -31,6 +31,7 @@ def naive(
     w = None if key_weight is None else key_weight.expand(*lead, k.shape[-3], seq_k)
     mask = None if mask is None else mask.expand(full)
     keep = None if keep is None else keep.expand(full)
+    slopes = None if alibi_slopes is None else alibi_slopes.expand(full[:-2])
     left, right = window or (None, None)
     shift = seq_k - seq_q if align == "lower_right" else 0
     outs, lses = [], []
@@ -55,15 +56,20 @@ def naive(
                 if bias[(*place, j)] == -math.inf:
                     continue
                 score = score + bias[(*place, j)]
+            if slopes is not None:
+                score = score - slopes[(*batch, h)] * abs(away)
             terms.append((j, score))
         seen = any(w is None or w[(*key_head, j)] > 0 for j, _ in terms)
         if not seen:
             outs.append(0 * q[place].sum() * v.new_ones(v.shape[-1]))
-            lses.append(q.new_full((), -math.inf))
+            alone = sink is not None and sink[h] > -math.inf
+            lses.append(sink[h] if alone else q.new_full((), -math.inf))
             continue
         weight = [1.0 if w is None else w[(*key_head, j)] for j, _ in terms]
-        largest = max(s.detach() for _, s in terms)
+        extra = [] if sink is None else [sink[h]]  # a logit without a value
+        largest = max(s.detach() for s in [*(s for _, s in terms), *extra])
         lse = sum(a * torch.exp(s - largest) for a, (_, s) in zip(weight, terms, strict=True))
+        lse = lse + sum(torch.exp(s - largest) for s in extra)
         lse = torch.log(lse) + largest
         out = q.new_zeros(v.shape[-1])
         for a, (j, score) in zip(weight, terms, strict=True):

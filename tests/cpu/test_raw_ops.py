@@ -12,7 +12,7 @@ import flashsci
 from flashsci.backends import cuda
 
 NAMES = (
-    "q", "k", "v", "bias", "key_weight", "mask", "cu_seqlens_q", "cu_seqlens_k", "bias_offsets", "dropout_seed",
+    "q", "k", "v", "bias", "key_weight", "mask", "cu_seqlens_q", "cu_seqlens_k", "bias_offsets", "dropout_seed", "alibi_slopes",
 )  # fmt: skip
 SCALARS = {
     "max_seqlen_q": -1, "max_seqlen_k": -1, "scale": 0.25, "softcap": 0.0, "window_left": -1, "window_right": -1,
@@ -87,6 +87,9 @@ DENSE = (
     ("key_weight must have 3 dims", {"key_weight": R(7)}),
     ("key_weight must have 3 dims", {"key_weight": R(2, 4, 7)}),
     ("key_weight must be torch.float32", {"key_weight": ints(1).expand(2, 2, 7)}),
+    ("alibi_slopes must be torch.float32", {"alibi_slopes": ints(1).expand(4)}),
+    ("alibi_slopes must have 2 dims", {"alibi_slopes": R(3)}),
+    ("alibi_slopes must have 2 dims", {"alibi_slopes": R(2, 2, 4)}),
     ("dropout_seed must be torch.int64", {"dropout_p": 0.5, "dropout_seed": ints(1, 2)}),
     (r"dropout_seed must have shape \[2\]", {"dropout_p": 0.5, "dropout_seed": ints(1, dtype=torch.int64)}),
     ("dropout needs a dropout_seed", {"dropout_p": 0.5}),

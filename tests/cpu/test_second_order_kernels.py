@@ -115,6 +115,10 @@ CASES = {
     "key weights without gradient": case({"key_weight": "float"}, weight_shape=(2, 1, 37)),
     "packed, key weights": case({"varlen": True, **WEIGHT}, weight_shape=(1, 62), **PACKED),
     "short, key weights": case(WEIGHT, weight_shape=(2, 1, 23), **SHORT),
+    "ALiBi": case({"alibi": True, "window": True, "softcap": True}, softcap=2.0, causal=True, align="lower_right"),
+    "ALiBi and a shared bias": case({**PAIR, "alibi": True}, bias_shape=(2, 1, 40, 37)),
+    "packed, ALiBi": case({"varlen": True, "alibi": True}, **PACKED),
+    "short, ALiBi": case({"alibi": True}, **SHORT),
     "short, key weights and everything": case(
         {**WEIGHT, **PAIR, "dropout": True, "softcap": True, "lse_grad": True, "tangents": "qkvbw"},
         softcap=2.0, dropout_p=0.2, bias_shape=(2, 2, 17, 23), weight_shape=(1, 1, 23), **SHORT,
@@ -146,7 +150,7 @@ QUICK = {
     "fp32", "bf16", "odd head dims", "two chunks", "one key", "no keys", "no queries", "causal, lower right", "window",
     "softcap and bias", "dropout", "full bias", "bias shared by heads", "mask", "nothing visible", "packed",
     "packed, bias of pairs", "short", "short, full bias", "packed, short", "key weights", "key weights and a shared bias",
-    "short, key weights", "tangents of qvb", "short, tangents of k",
+    "short, key weights", "ALiBi", "tangents of qvb", "short, tangents of k",
 }  # fmt: skip
 
 

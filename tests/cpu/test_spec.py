@@ -156,6 +156,52 @@ def test_scores_and_visibility(backend, options, lengths):
     agree(lse, truth_lse)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("align", ["upper_left", "lower_right"])
+@pytest.mark.parametrize("lengths", [(5, 5), (4, 7), (7, 4)])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (2, 1), "softcap": 2.0}], ids=str
+)
+def test_alibi(backend, align, lengths, options):
+    """Distances from the diagonal of ``align``, slopes of heads and of batch members."""
+    q, k, v = (draw(2, 3, 4, n, 8) for n in (lengths[0], lengths[1], lengths[1]))
+    slopes = torch.rand(3, 4)
+    for some in (slopes, slopes[0], slopes[:, :1], torch.rand(2, 1, 4).mT.contiguous().mT):
+        given = dict(options, align=align, alibi_slopes=some)
+        found = flashsci.attention(q, k, v, return_lse=True, backend=backend, **given)
+        for a, b in zip(found, naive(q, k, v, **given), strict=True):
+            agree(a, b)
+    one = flashsci.attention(q[0, 0, 0], k[0, 0, 0], v[0, 0, 0], alibi_slopes=slopes[0, :1], align=align, backend=backend)  # fmt: skip
+    agree(
+        one, naive(q[0, 0, 0], k[0, 0, 0], v[0, 0, 0], alibi_slopes=slopes[0, :1], align=align)[0]
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_alibi_of_many_leading_dims(backend):
+    q, k, v = draw(2, 2, 1, 4, 5, 8), draw(2, 2, 3, 4, 6, 8), draw(2, 2, 3, 4, 6, 8)
+    slopes = torch.rand(2, 1, 4)
+    out = flashsci.attention(q, k, v, alibi_slopes=slopes, backend=backend)
+    agree(out, naive(q, k, v, alibi_slopes=slopes)[0])
+
+
+def test_alibi_slopes_have_a_gradient_in_the_reference_alone():
+    q, slopes = draw(1, 2, 5, 8).double(), torch.rand(2, dtype=torch.float64, requires_grad=True)
+
+    def call(slopes, backend="auto"):
+        return flashsci.attention(q, q, q, alibi_slopes=slopes, backend=backend)
+
+    assert torch.autograd.gradcheck(call, slopes)
+    with pytest.raises(flashsci.BackendError, match="have no gradient in the Triton kernels"):
+        flashsci.attention(
+            *[q.float()] * 3,
+            alibi_slopes=slopes.detach().float().requires_grad_(),
+            backend="triton",
+        )
+    with pytest.raises(flashsci.BackendError, match="SDPA has no ALiBi"):
+        call(slopes.detach(), "sdpa")
+
+
 @pytest.mark.parametrize("backend", ["sdpa"])
 @pytest.mark.parametrize("align", ["upper_left", "lower_right"])
 @pytest.mark.parametrize("lengths", [(5, 5), (4, 7), (7, 4)])

@@ -117,6 +117,16 @@ def named_cases():
     yield "packed, shared bias of pairs", case({"varlen": True, "bias": "pair", "bias_grad": True}, bias_shape=(1, pairs),
                                                **packed)  # fmt: skip
 
+    yield "ALiBi", case({"alibi": True, "window": True}, causal=True, align="lower_right", seq_k=70)
+    yield "ALiBi and a shared bias", case({"alibi": True, "bias": "pair", "bias_grad": True}, bias_shape=(2, 1, 40, 40))  # fmt: skip
+    yield "packed, ALiBi", case({"varlen": True, "alibi": True, "sink": "float"}, **packed)
+    yield "sink", case({"sink": "float", "lse_grad": True})
+    yield (
+        "sink in 16 bits",
+        case({"sink": "inputs", "dtype": "bfloat16", "mask": True}, mask_shape=(2, 1, 40, 40), mask_kind="rows"),
+    )  # fmt: skip
+    yield "sink, no keys", case({"sink": "float", "lse_grad": True}, seq_k=0)
+
     # Whole sequences in one tile: their backward is one kernel.
     short = {"seq_q": 17, "seq_k": 23}
     yield (
@@ -125,6 +135,7 @@ def named_cases():
             {"lse_grad": True, "window": True, "softcap": True}, causal=True, softcap=2.0, **short
         ),
     )
+    yield "short, ALiBi", case({"alibi": True, "sink": "float"}, align="lower_right", **short)
     yield "short, two chunks", case({"dtype": "float16", "head_dim": 48, "head_dim_v": 24, "dropout": True}, dropout_p=0.4,
                                     **short)  # fmt: skip
     yield "short, full bias", case({"bias": "pair", "bias_grad": True, "mask": True}, bias_shape=(2, 2, 17, 23),

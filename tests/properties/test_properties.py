@@ -18,7 +18,8 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 POOL = variants() if GPU else variants(max_dim=32)
 DENSE = [v for v in POOL if not v.varlen]
-PLAIN = [v for v in DENSE if not v.window and not v.dropout]  # nothing depends on positions
+# Nothing depends on positions.
+PLAIN = [v for v in DENSE if not (v.window or v.dropout or v.alibi)]
 LIMITS = {
     "reference": {"lengths": BULK_LENGTHS, "score_limit": 1 << 12},
     "sdpa": {"lengths": BULK_LENGTHS, "score_limit": 1 << 12},
@@ -38,13 +39,13 @@ def served(pool, backend):
     """Without what a backend always refuses: refusals are discarded examples, and few may be."""
     if backend in ("reference", "triton"):
         return pool
-    pool = [v for v in pool if not v.dropout]
+    pool = [v for v in pool if not (v.dropout or v.alibi)]
     if backend == "sdpa":
-        return [v for v in pool if not (v.softcap or v.lse_grad)]
+        return [v for v in pool if not (v.softcap or v.lse_grad or v.sink)]
     pool = [v for v in pool if not v.key_weight]
     if backend == "cuda":
         return pool
-    return [v for v in pool if v.dtype == "float32" and not (v.softcap or v.lse_grad)]
+    return [v for v in pool if v.dtype == "float32" and not (v.softcap or v.lse_grad or v.sink)]
 
 
 def fused(backend):
@@ -132,7 +133,11 @@ def test_order_of_keys_does_not_matter(backend):
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in NO_LSE])
 def test_a_constant_added_to_a_row_of_scores_moves_only_the_lse(backend):
-    pool = [replace(v, bias="pair", bias_float=True) for v in served(PLAIN, backend) if not v.mask]
+    pool = [
+        replace(v, bias="pair", bias_float=True, sink=None)
+        for v in served(PLAIN, backend)
+        if not v.mask
+    ]
 
     def body(case):
         case = bearable(case, backend)
@@ -166,6 +171,7 @@ def test_parts_merged_by_their_lse_are_the_whole(backend):
             dtype="float32" if backend != "cuda" else v.dtype,
             bias=None,
             key_weight=None,
+            sink=None,
             mask=False,
             lse_grad=False,
         )
@@ -200,7 +206,9 @@ def test_parts_merged_by_their_lse_are_the_whole(backend):
 def test_key_weights_are_a_quotient_of_two_plain_attentions(backend):
     """out = A(w v) / A(w) with A the attention without weights: a formula without logarithms, exact at zero."""
     pool = [
-        replace(v, key_weight="float", bias=None, mask=False, dropout=False, dtype="float32")
+        replace(
+            v, key_weight="float", sink=None, bias=None, mask=False, dropout=False, dtype="float32"
+        )
         for v in PLAIN
     ]
 
@@ -229,6 +237,7 @@ def test_causal_attention_of_a_prefix_is_the_prefix(backend):
         v
         for v in (served(DENSE, backend) if backend in NO_LSE else DENSE)
         if not (v.dropout or v.bias or v.key_weight or v.mask or v.lse_grad)
+        and not (backend == "cuda" and v.alibi)
     ]
     pool = [replace(v, window=True) for v in pool]
 
@@ -257,7 +266,7 @@ def test_causal_attention_of_a_prefix_is_the_prefix(backend):
 def test_an_entry_of_a_batch_is_that_entry_alone(backend):
     """Batch invariance of fused kernels, bit for bit where sums have a fixed order: results do not depend on what
     else is there."""
-    pool = [v for v in DENSE if not (v.dropout or v.bias or v.key_weight or v.mask)]
+    pool = [v for v in DENSE if not (v.dropout or v.bias or v.key_weight or v.mask or v.alibi)]
 
     def body(case):
         case = replace(case, rank=4, lead=(2,), layout="bshd", layouts=())

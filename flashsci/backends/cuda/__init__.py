@@ -204,6 +204,8 @@ def _kernels(
         return 0, "it has no dropout"
     if problem.key_weight:
         return 0, "it has no key_weight"
+    if problem.alibi:
+        return 0, "it has no alibi_slopes"
     if problem.varlen and problem.bias:
         return 0, "it has no bias for packed sequences"
     if problem.dtype == torch.float32 and problem.precision == "ieee":
@@ -318,13 +320,13 @@ def forward(tensors: Tensors, scalars: Scalars, generation: int = 0) -> tuple[Te
         reason = _load()
         if reason is not None:
             raise BackendError(f"flashsci: {reason}")
-    q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, _, _ = tensors
+    q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, _, _, alibi_slopes = tensors
     *options, dropout_p, precision, _ = scalars
     packed_bias = cu_seqlens_q is not None and bias is not None
-    if dropout_p or key_weight is not None or packed_bias:
+    if dropout_p or key_weight is not None or alibi_slopes is not None or packed_bias:
         raise BackendError(
-            "flashsci: the cuda backend has no dropout, no key_weight and no bias of packed "
-            "sequences; use backend='triton'"
+            "flashsci: the cuda backend has no dropout, no key_weight, no alibi_slopes and no bias of "
+            "packed sequences; use backend='triton'"
         )
     inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k
     result: tuple[Tensor, Tensor] = _call(
@@ -337,7 +339,7 @@ def backward(
     dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int, generation: int = 0
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, dbias, dkey_weight; what `backward_kernels` refuses must not come here."""
-    q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, _, _ = saved.tensors
+    q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = saved.tensors
     *options, _, precision, deterministic = saved.scalars
     out, lse = saved.out, saved.lse.contiguous()
     if dout is not None and dout.stride(-1) != 1:

@@ -59,6 +59,16 @@ def rejects(problem: Problem) -> str | None:
             f"sm_{problem.capability[0]}{problem.capability[1]} has no bfloat16 instructions (sm_80 and newer have); "
             "use float16 or float32"
         )
+    if problem.alibi_grad:
+        return (
+            "ALiBi slopes have no gradient in the Triton kernels; detach them, write learnt ones as a bias, or use "
+            "backend='reference'"
+        )
+    if problem.sink and problem.key_weight_grad:
+        return (
+            "key weights beside a sink have no gradient here, where a row's may all be zero; use "
+            "backend='reference'"
+        )
     if max(problem.head_dim, problem.head_dim_v) > launch.MAX_HEAD_DIM:
         return (
             f"head dims up to {launch.MAX_HEAD_DIM} are supported, got {problem.head_dim} and {problem.head_dim_v}; "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Inputs(NamedTuple):
-    """flashsci.ops.TENSORS: tensors on the host, pointers in a kernel. What a call does not have is None."""
+    """flashsci.ops.Tensors: tensors on the host, pointers in a kernel. What a call does not have is None."""
 
     q: Any
     k: Any
@@ -21,6 +21,7 @@ class Inputs(NamedTuple):
     cu_seqlens_k: Any
     bias_offsets: Any
     dropout_seed: Any
+    alibi_slopes: Any
 
 
 class Tangents(NamedTuple):
@@ -42,6 +43,7 @@ class InputStrides(NamedTuple):
     bias: tuple[int, ...]  # (b0, b1, head, row, column)
     weight: tuple[int, ...]  # (b0, b1, key head, key)
     mask: tuple[int, ...]  # as of bias
+    alibi: tuple[int, ...]  # (b0, b1, head); of a varlen batch (sequence, 0, head)
 
 
 class TangentStrides(NamedTuple):

@@ -24,7 +24,7 @@ from .chunks import (
 from .coord import flat_row, key_tile, member, query_range
 from .dropout import drop, dropout_keep
 from .kernel import kernel
-from .scores import PLANE, bias_of, load_row, load_weights, mask_of, probabilities, scores
+from .scores import PLANE, alibi_of, bias_of, load_row, load_weights, mask_of, probabilities, scores
 
 
 @kernel
@@ -67,6 +67,7 @@ def dkdv_kernel(
         dout_head = rows_of(dout, dout_strides, at, head.h, span.start_q, V.VECTOR)
         bias = bias_of(inputs.bias, strides.bias, head, span, inputs, sizes, F.BIAS_VECTOR, F)
         mask = mask_of(inputs, strides, head, span, F)
+        alibi = alibi_of(inputs, strides, head, sizes, F)
         sums = tl.zeros([BLOCK_N], tl.float32)
 
         for part in tl.static_range(0 if F.WINDOW >= 1 else 1, 3 if F.WINDOW == 2 else 2):
@@ -86,7 +87,7 @@ def dkdv_kernel(
                     reference + statistics + i, inside, float("inf"), TRANSPOSED
                 )
                 s, slope = scores(
-                    s, i, j, bias, mask, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
+                    s, i, j, bias, mask, alibi, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
                 )  # fmt: skip
                 row_reference = row_reference[None, :] if TRANSPOSED else row_reference[:, None]
                 p, bare = probabilities(s, row_reference, weights, mod.scale, FOLD, TRANSPOSED)

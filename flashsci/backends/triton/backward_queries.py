@@ -23,7 +23,7 @@ from .chunks import (
 from .coord import flat_row, key_range, query_tile
 from .dropout import drop, dropout_keep
 from .kernel import kernel
-from .scores import bias_of, load_weights, mask_of, probabilities, scores, store_plane
+from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, scores, store_plane
 
 # What becomes of dS besides dq, dk: stored as it is (the bias has every dim), or summed over keys or queries.
 NO_BIAS_GRADIENT = tl.constexpr(0)
@@ -56,6 +56,7 @@ def dq_kernel(
         dbias = bias_of(dbias, dbias_strides, at, span, inputs, sizes, DBIAS_VECTOR, F)
     bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
     mask = mask_of(inputs, strides, at, span, F)
+    alibi = alibi_of(inputs, strides, at, sizes, F)
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
     dout_rows = load_rows(dout, dout_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)  # fmt: skip
     row_reference = tl.load(reference + first + i, mask=i < span.len_q, other=float("inf"))
@@ -80,7 +81,7 @@ def dq_kernel(
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)
             s, slope = scores(
-                s, i, j, bias, mask, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
+                s, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
             )  # fmt: skip
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             p, _bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)

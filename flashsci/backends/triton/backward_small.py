@@ -26,6 +26,7 @@ from .coord import Span, flat_row, member, whole_sequence
 from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import (
+    alibi_of,
     bias_of,
     load_weights,
     mask_of,
@@ -104,7 +105,8 @@ def small_backward_kernel(
 
         bias = bias_of(inputs.bias, strides.bias, head, span, inputs, sizes, F.BIAS_VECTOR, F)
         mask = mask_of(inputs, strides, head, span, F)
-        s, slope = scores(s, i, i, bias, mask, span, mod, F, FOLD, True, F.WINDOW, False)
+        alibi = alibi_of(inputs, strides, head, sizes, F)
+        s, slope = scores(s, i, i, bias, mask, alibi, span, mod, F, FOLD, True, F.WINDOW, False)
         p, bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
         kept = p
         if F.DROPOUT:

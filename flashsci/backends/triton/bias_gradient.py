@@ -14,7 +14,16 @@ from .chunks import aligned, load_rows, score_chunks
 from .coord import HeadCoord, Span, flat_row, shift_of, varlen_rows, varlen_tile
 from .dropout import drop, dropout_keep
 from .kernel import kernel
-from .scores import bias_of, load_plane, load_weights, mask_of, probabilities, scores, store_plane
+from .scores import (
+    alibi_of,
+    bias_of,
+    load_plane,
+    load_weights,
+    mask_of,
+    probabilities,
+    scores,
+    store_plane,
+)
 
 
 @kernel
@@ -65,9 +74,10 @@ def bias_gradient_kernel(
             )  # fmt: skip
             dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)
             mask = mask_of(inputs, strides, at, span, F)
+            alibi = alibi_of(inputs, strides, at, sizes, F)
             # Columns beyond the keys hold anything, and are not stored.
             s, _slope = scores(
-                s, i, j, bias_values, mask, span, mod, F, FOLD, False, F.WINDOW, False
+                s, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False
             )
             row_reference = tl.load(reference + first_row + i, mask=inside, other=float("inf"))
             row_delta = tl.load(delta + first_row + i, mask=inside, other=0.0)

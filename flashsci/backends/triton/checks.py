@@ -64,6 +64,7 @@ def _broadcasts(
 def _check_inputs(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, weight: Tensor | None, mask: Tensor | None,
     cu_q: Tensor | None, cu_k: Tensor | None, bias_offsets: Tensor | None, seed: Tensor | None,
+    alibi_slopes: Tensor | None,
 ) -> None:  # fmt: skip
     """All that is decided by shapes, dtypes and devices of ops.Tensors."""
     shapes = _shapes(q=q, k=k, v=v)
@@ -139,6 +140,10 @@ def _check_inputs(
         _broadcasts("mask", mask, (*q.shape[:-1], k.shape[-2]), (torch.bool,), q)
     if weight is not None:
         _broadcasts("key_weight", weight, k.shape[:-1], (q.dtype, torch.float32), q)
+    if alibi_slopes is not None:
+        full = (*q.shape[:-3], heads) if cu_q is None else (cu_q.shape[0] - 1, heads)
+        slopes = alibi_slopes.reshape((1,) * (len(full) - alibi_slopes.dim()) + alibi_slopes.shape)
+        _broadcasts("alibi_slopes", slopes, full, (torch.float32,), q)
     if seed is not None:
         _same("dropout_seed", seed, (2,), (torch.int64,), q)
 
@@ -184,7 +189,7 @@ def _checked(
 
     ``of_out`` is out and dout, ``of_lse`` lse and dlse, where the op has them.
     """
-    q, k, v, bias, weight, mask, cu_q, cu_k, bias_offsets, seed = tensors
+    q, k, v, bias, weight, mask, cu_q, cu_k, bias_offsets, seed, alibi_slopes = tensors
     # Written out: this is most of what a small call pays.
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(),
@@ -194,6 +199,7 @@ def _checked(
         None if cu_q is None else (_kind(cu_q), _kind(cu_k)),
         None if bias_offsets is None else _kind(bias_offsets),
         None if seed is None else _kind(seed),
+        None if alibi_slopes is None else _kind(alibi_slopes),
         *[None if x is None else _kind(x) for x in (*tangents, *of_out, *of_lse)],
         *scalars[2:9],
     )  # fmt: skip
@@ -216,7 +222,7 @@ def _checked(
     cu_q, cu_k, bias_offsets, seed = (
         None if x is None else x.contiguous() for x in (cu_q, cu_k, bias_offsets, seed)
     )
-    return Tensors(q, k, v, bias, weight, mask, cu_q, cu_k, bias_offsets, seed)
+    return Tensors(q, k, v, bias, weight, mask, cu_q, cu_k, bias_offsets, seed, alibi_slopes)
 
 
 def forward(kernels: Callable[..., Any]) -> Callable[..., Any]:

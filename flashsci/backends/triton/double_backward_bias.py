@@ -13,6 +13,7 @@ from .coord import flat_row
 from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import (
+    alibi_of,
     bias_of,
     load_plane,
     load_weights,
@@ -76,10 +77,11 @@ def double_backward_bias_kernel(
             dout_rows = load_rows(dout, dout_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)  # fmt: skip
             v_rows = load_rows(inputs.v, strides.v, at, at.hk, column, columns_left, sizes.head_dim_v, BLOCK_N, V)  # fmt: skip
             mask = mask_of(inputs, strides, at, span, F)
+            alibi = alibi_of(inputs, strides, at, sizes, F)
             products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             # Columns beyond the keys hold anything, and are not stored.
             s, slope = scores(
-                products, i, j, bias_values, mask, span, mod, F, FOLD, False, F.WINDOW, False
+                products, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False
             )
             row_lse = tl.load(lse + position, mask=inside, other=float("-inf"))
             weights = load_weights(inputs.weight, strides.weight, at, span, j)

@@ -24,6 +24,7 @@ from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import (
     PLANE,
+    alibi_of,
     bias_of,
     load_row,
     load_weights,
@@ -81,6 +82,7 @@ def double_backward_keys_kernel(
             tangents.bias, tangent_strides.bias, head, span, inputs, sizes, TBIAS_VECTOR, F
         )
         mask = mask_of(inputs, strides, head, span, F)
+        alibi = alibi_of(inputs, strides, head, sizes, F)
         sums = tl.zeros([BLOCK_N], tl.float32)
 
         for part in tl.static_range(0 if F.WINDOW >= 1 else 1, 3 if F.WINDOW == 2 else 2):
@@ -101,7 +103,7 @@ def double_backward_keys_kernel(
                 )
                 products = score_chunks(q_rows, k_rows, None, PRECISION, TRANSPOSED)
                 s, slope = scores(
-                    products, i, j, bias, mask, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
+                    products, i, j, bias, mask, alibi, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
                 )  # fmt: skip
                 # Rows beyond the queries count as rows without keys: probability 0.
                 row_lse = load_row(lse + position, inside, float("-inf"), TRANSPOSED)

@@ -23,6 +23,7 @@ from .coord import flat_row, key_range, query_tile
 from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import (
+    alibi_of,
     bias_of,
     load_weights,
     mask_of,
@@ -58,6 +59,7 @@ def double_backward_queries_kernel(
     if BIAS_GRADIENT == STORE:
         gbias = bias_of(gbias, gbias_strides, at, span, inputs, sizes, GBIAS_VECTOR, F)
     mask = mask_of(inputs, strides, at, span, F)
+    alibi = alibi_of(inputs, strides, at, sizes, F)
 
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
     tq_rows = load_rows(tangents.q, tangent_strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)  # fmt: skip
@@ -87,7 +89,7 @@ def double_backward_queries_kernel(
             v_rows = load_from(v_head, strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)  # fmt: skip
             products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             s, slope = scores(
-                products, i, j, bias, mask, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
+                products, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
             )  # fmt: skip
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             tweights = load_weights(tangents.weight, tangent_strides.weight, at, span, j)

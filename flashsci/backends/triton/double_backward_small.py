@@ -26,6 +26,7 @@ from .coord import flat_row, member, whole_sequence
 from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import (
+    alibi_of,
     bias_of,
     load_weights,
     mask_of,
@@ -115,9 +116,12 @@ def double_backward_small_kernel(
             tangents.bias, tangent_strides.bias, head, span, inputs, sizes, TBIAS_VECTOR, F
         )
         mask = mask_of(inputs, strides, head, span, F)
+        alibi = alibi_of(inputs, strides, head, sizes, F)
 
         products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK, BLOCK]
-        s, slope = scores(products, i, i, bias, mask, span, mod, F, FOLD, True, F.WINDOW, False)
+        s, slope = scores(
+            products, i, i, bias, mask, alibi, span, mod, F, FOLD, True, F.WINDOW, False
+        )
         row_lse = tl.load(lse + position, mask=inside, other=float("-inf"))
         reference = reference_of(row_lse, FOLD)[:, None]
         p, bare = probabilities(s, reference, weights, mod.scale, FOLD, False)

@@ -25,7 +25,7 @@ from .chunks import (
 from .coord import flat_row, key_range, query_tile
 from .dropout import dropout_keep
 from .kernel import kernel
-from .scores import HUGE, LN2, LOG2E, bias_of, exponential, load_weights, mask_of, scores
+from .scores import HUGE, LN2, LOG2E, alibi_of, bias_of, exponential, load_weights, mask_of, scores
 
 AGAIN_N = tl.constexpr(
     32
@@ -84,6 +84,7 @@ def attend(
     v_head = rows_of(inputs.v, strides.v, at, at.hk, span.start_k, V.VECTOR)
     bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
     mask = mask_of(inputs, strides, at, span, F)
+    alibi = alibi_of(inputs, strides, at, sizes, F)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = zero_chunks(BLOCK_M, V)
@@ -103,7 +104,7 @@ def attend(
             )
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             s, _slope = scores(
-                s, i, j, bias, mask, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
+                s, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
             )  # fmt: skip
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             if weights is not None:

@@ -50,6 +50,15 @@ def weight_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int
     return (0, 0, 0, 0, *stride)[-4:]
 
 
+def slope_strides(shape: tuple[int, ...], stride: tuple[int, ...], varlen: bool) -> tuple[int, ...]:
+    """(b0, b1, head) strides of ALiBi slopes, (sequence, 0, head) of a packed call; 0 in the dims they are broadcast
+    along."""
+    stride = tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True))
+    if varlen:
+        return (*(0, *stride[:-1])[-1:], 0, *stride[-1:])
+    return (0, 0, 0, *stride)[-3:]
+
+
 def plane_strides(shape: tuple[int, ...], stride: tuple[int, ...], ragged: bool) -> tuple[int, ...]:
     """(b0, b1, head, row, column) strides of a bias or mask; 0 in the dims it is broadcast along."""
     stride = tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True))
@@ -79,7 +88,7 @@ def products(precision: str, dtype: torch.dtype, capability: tuple[int, int] | N
 class Plan:
     """What the launches of one kind of call share. Made by `plan`."""
 
-    def __init__(self, device, dtype, shapes, strides, bias, weight, mask, sequences, longest, ragged, scale, softcap,
+    def __init__(self, device, dtype, shapes, strides, bias, weight, mask, alibi, sequences, longest, ragged, scale, softcap,
                  window_left, window_right, lower_right, dropout_p, precision):  # fmt: skip
         q_shape, k_shape, v_shape = shapes
         self.device, self.dtype = device, dtype
@@ -139,8 +148,9 @@ class Plan:
         threshold = min(math.floor(dropout_p * 2**32), 2**32 - 1)
         self.precision = precise
         of_weights = NO_STRIDES[:4] if weight is None else weight_strides(*weight[:2])
+        of_slopes = NO_STRIDES[:3] if alibi is None else slope_strides(*alibi, self.varlen)
         self.arguments = {
-            "strides": InputStrides(*self.strides[:3], bias_strides, of_weights, mask_strides),
+            "strides": InputStrides(*self.strides[:3], bias_strides, of_weights, mask_strides, of_slopes),
             "sizes": Sizes(
                 self.bias_total, self.lead[1], self.heads, self.heads_k, self.group, max(sequences, 0),
                 self.size_q, self.size_k, self.head_dim, self.head_dim_v,
@@ -159,7 +169,7 @@ class Plan:
             ),
             "D": Chunks(d0, d1, d0 + d1 != self.head_dim, vector),
             "V": Chunks(v0, v1, v0 + v1 != self.head_dim_v, vector),
-            "FOLD": bias is None and weight is None and softcap == 0.0 and scale > 0.0,
+            "FOLD": bias is None and weight is None and alibi is None and softcap == 0.0 and scale > 0.0,
             "PRECISION": precise,
         }  # fmt: skip
 
@@ -331,7 +341,7 @@ def plan(*key) -> Plan:
 
 def plan_of(strided, inputs: tuple, longest: int, options) -> Plan:
     """The plan for these inputs (in the order of Inputs). strided: q, k, v, then further tensors with rows, whose strides count."""
-    q, k, v, bias, weight, mask, cu_seqlens_q, _, bias_offsets, _ = inputs
+    q, k, v, bias, weight, mask, cu_seqlens_q, _, bias_offsets, _, alibi = inputs
     return plan(
         device_of(q.device),
         q.dtype,
@@ -340,6 +350,7 @@ def plan_of(strided, inputs: tuple, longest: int, options) -> Plan:
         None if bias is None else (bias.shape, bias.stride(), bias.element_size()),
         None if weight is None else (weight.shape, weight.stride(), weight.element_size()),
         None if mask is None else (mask.shape, mask.stride()),
+        None if alibi is None else (alibi.shape, alibi.stride()),
         -1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
         longest,
         bias_offsets is not None,

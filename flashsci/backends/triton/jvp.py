@@ -27,7 +27,7 @@ from .chunks import (
 from .coord import flat_row, key_range, query_tile
 from .dropout import drop, dropout_keep
 from .kernel import kernel
-from .scores import bias_of, load_weights, mask_of, probabilities, reference_of, scores
+from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, reference_of, scores
 from .tangents import tangent_scores
 
 
@@ -55,6 +55,7 @@ def jvp_kernel(
     bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
     tbias = bias_of(tangents.bias, tangent_strides.bias, at, span, inputs, sizes, TBIAS_VECTOR, F)
     mask = mask_of(inputs, strides, at, span, F)
+    alibi = alibi_of(inputs, strides, at, sizes, F)
 
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
     tq_rows = load_rows(tangents.q, tangent_strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)  # fmt: skip
@@ -83,7 +84,7 @@ def jvp_kernel(
                     q_rows, k_rows, None, PRECISION, False
                 )  # [BLOCK_M, BLOCK_N]
                 s, slope = scores(
-                    products, i, j, bias, mask, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
+                    products, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
                 )  # fmt: skip
                 weights = load_weights(inputs.weight, strides.weight, at, span, j)
                 tweights = load_weights(tangents.weight, tangent_strides.weight, at, span, j)

@@ -1,9 +1,9 @@
-"""From products q k^T to probabilities: bias, mask, window, softcap, exponentials. One code for every kernel.
+"""From products q k^T to probabilities: bias, ALiBi, mask, window, softcap, exponentials. One code for every kernel.
 
 Conventions
 - A tile of scores is [M, N], queries by keys, or, TRANSPOSED, [N, M]; bias, mask and window are written
   once for both.
-- Scores are natural-log scores, except under `FOLD` (no bias, no softcap, scale > 0), where they stay
+- Scores are natural-log scores, except under `FOLD` (no bias, key weights, ALiBi or softcap, scale > 0), where they stay
   the raw products and the scale is folded into the exponent: one multiply-add per score.
 - Scores may be huge: biases of -1e30 stand for masks, and 16-bit products reach 1e11. Their maximum is subtracted
   before anything else is done to them, from the same rounded numbers (see `rounded_product`, `HUGE`).
@@ -73,6 +73,19 @@ def mask_of(inputs, strides, at, span, F: tl.constexpr):
 
 
 @triton.jit
+def alibi_of(inputs, strides, at, sizes, F: tl.constexpr):
+    """The ALiBi slope of the head `at`; None without. Rows of no sequence have none, and no keys."""
+    if inputs.alibi_slopes is not None:
+        head = inputs.alibi_slopes + at.h.to(tl.int64) * strides.alibi[2]
+        if F.VARLEN:
+            known = (at.b >= 0) & (at.b < sizes.sequences)
+            return tl.load(head + at.b.to(tl.int64) * strides.alibi[0], mask=known, other=0.0)
+        else:
+            batch = at.b0.to(tl.int64) * strides.alibi[0] + at.b1.to(tl.int64) * strides.alibi[1]
+            return tl.load(head + batch)
+
+
+@triton.jit
 def dense_plane(pointer, strides, at, span, VECTOR: tl.constexpr):
     base = head_pointer(pointer, strides, at, at.h, VECTOR)
     base += span.start_k.to(tl.int64) * strides[4]
@@ -139,13 +152,13 @@ def tanh(x, ACCURATE: tl.constexpr):
 
 @triton.jit
 def scores(
-    products, i, j, bias, mask, span, mod, F: tl.constexpr, FOLD: tl.constexpr,
+    products, i, j, bias, mask, alibi, span, mod, F: tl.constexpr, FOLD: tl.constexpr,
     CHECK_KEYS: tl.constexpr, WINDOW: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Scores of a tile of products q k^T at rows i and columns j (vectors), and the slope of the
     softcap (1 without). [M, N] or, TRANSPOSED, [N, M].
 
-    bias: a Plane, or its tile if that was loaded before, or None; mask: a Plane or None. CHECK_KEYS: the tile may lie beyond
+    bias: a Plane, or its tile if that was loaded before, or None; mask: a Plane or None; alibi: a slope or None. CHECK_KEYS: the tile may lie beyond
     the keys. WINDOW: F.WINDOW, or 0 for a tile that the window does not cut."""
     slope = 1.0
     s = products
@@ -163,6 +176,9 @@ def scores(
         s = tl.fma(s, factor, value.to(tl.float32))
     elif not FOLD:
         s = rounded_product(s, factor)
+    if alibi is not None:  # one multiply-add, for the same reason
+        away = j[:, None] - i[None, :] if TRANSPOSED else j[None, :] - i[:, None]
+        s = tl.fma(tl.abs(away - span.shift).to(tl.float32), -alibi, s)
     if mask is not None:
         attend = load_plane(mask, i, j, span.len_k, F.MASK, F.MASK_VECTOR, TRANSPOSED)
         s = tl.where(attend != 0, s, float("-inf"))

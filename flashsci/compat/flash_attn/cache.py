@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashsci.attention import attention
-from flashsci.compat.flash_attn import alibi
 from flashsci.compat.flash_attn.rotary import apply_rotary
 from flashsci.varlen import varlen_attention
 
@@ -84,9 +83,7 @@ def cached_attention(
         if length > capacity:
             raise ValueError(f"the cache holds {capacity} rows, {length} are needed")
         q, k, v = (x.transpose(1, 2) for x in (q, k_cache[:, :length], v_cache[:, :length]))
-        if alibi_slopes is not None:
-            options["bias"] = alibi.dense_bias(alibi_slopes, q, k, causal, window_size)
-        out, lse = attention(q, k, v, **options)
+        out, lse = attention(q, k, v, alibi_slopes=alibi_slopes, **options)
         return out.transpose(1, 2), lse
     out, lse = _with_gaps(q, k_cache, v_cache, cache_leftpad, length, alibi_slopes, options)
     return out.unflatten(0, (batch, seq_q)), lse.unflatten(1, (batch, seq_q)).transpose(0, 1)
@@ -110,17 +107,14 @@ def _with_gaps(
     rows = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * seq_q
     cu_seqlens_q = rows.repeat_interleave(2)  # gaps have no query
     q = q.flatten(0, 1)
-    if alibi_slopes is not None:
-        if alibi_slopes.dim() == 2:
-            alibi_slopes = torch.cat((alibi_slopes.repeat_interleave(2, 0), alibi_slopes[-1:]))
-        options["bias"] = alibi.packed_bias(
-            alibi_slopes, q, k_rows, cu_seqlens_k, seq_q, options["causal"], options["window"]
-        )
+    if alibi_slopes is not None and alibi_slopes.dim() == 2:
+        alibi_slopes = torch.cat((alibi_slopes.repeat_interleave(2, 0), alibi_slopes[-1:]))
     longest = step + (
         0 if begin is None else k_cache.shape[1]
     )  # a gap may reach into the next entry
     out, lse = varlen_attention(
-        q, k_rows, v_rows, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=seq_q, max_seqlen_k=longest, **options
+        q, k_rows, v_rows, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=seq_q, max_seqlen_k=longest,
+        alibi_slopes=alibi_slopes, **options
     )  # fmt: skip
     return out, lse
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flashsci.attention import attention
-from flashsci.compat.flash_attn import alibi
 from flashsci.compat.flash_attn.cache import cached_attention
 from flashsci.compat.flash_attn.refusals import refuse
 from flashsci.varlen import varlen_attention
@@ -41,8 +40,7 @@ def flash_attn_func(
         causal: query i sees keys up to ``i + Sk - Sq``: aligned to the lower right corner.
         window_size: (left, right) keys around ``i + Sk - Sq``; -1 is unbounded.
         softcap: scores are ``softcap tanh(s / softcap)``; 0.0 for none.
-        alibi_slopes: float32 ``[Hq]`` or ``[B, Hq]``: adds ``-slope |i + Sk - Sq - j|`` to the scores. Served, as a bias per
-            key, where no query sees a later key (causal, a window ``(left, 0)``, Sq 1), but for float32 inputs.
+        alibi_slopes: float32 ``[Hq]`` or ``[B, Hq]``: adds ``-slope |i + Sk - Sq - j|`` to the scores.
         deterministic: gradients that are bitwise equal run to run; False: as ``torch.use_deterministic_algorithms`` says.
         return_attn_probs: return ``(out, lse, None)``.
 
@@ -52,7 +50,7 @@ def flash_attn_func(
 
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.attention`.
-        NotImplementedError: ALiBi other than above, or together with ``return_attn_probs``.
+        NotImplementedError: causal ALiBi together with ``return_attn_probs``, where flash_attn's lse is not that of the scores.
 
     Examples:
         >>> import torch
@@ -86,15 +84,12 @@ def _heads_first(
     return_attn_probs: bool,
 ) -> Any:
     """:func:`flash_attn_func` of views ``[B, H, S, D]``."""
-    bias = None
-    if alibi_slopes is not None:
-        _no_lse("flash_attn_func", return_attn_probs)
-        bias = alibi.dense_bias(alibi_slopes, q, k, causal, window_size)
+    _no_shifted_lse("flash_attn_func", return_attn_probs, alibi_slopes, causal, window_size)
     result = attention(
         q,
         k,
         v,
-        bias=bias,
+        alibi_slopes=alibi_slopes,
         causal=causal,
         window=None if window_size == EVERYWHERE else window_size,
         align="lower_right",
@@ -196,10 +191,7 @@ def flash_attn_varlen_func(
     """
     refuse("flash_attn_varlen_func", block_table=block_table)
     longest_q, longest_k = host_length(max_seqlen_q), host_length(max_seqlen_k)
-    bias = None
-    if alibi_slopes is not None:
-        _no_lse("flash_attn_varlen_func", return_attn_probs)
-        bias = alibi.packed_bias(alibi_slopes, q, k, cu_seqlens_k, longest_q, causal, window_size)
+    _no_shifted_lse("flash_attn_varlen_func", return_attn_probs, alibi_slopes, causal, window_size)
     result = varlen_attention(
         q,
         k,
@@ -208,7 +200,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k,
         max_seqlen_q=longest_q,
         max_seqlen_k=longest_k,
-        bias=bias,
+        alibi_slopes=alibi_slopes,
         causal=causal,
         window=None if window_size == EVERYWHERE else window_size,
         align="lower_right",
@@ -325,8 +317,9 @@ def flash_attn_with_kvcache(
         (torch.Size([1, 5, 2, 16]), True)
     """
     refuse("flash_attn_with_kvcache", block_table=block_table)
-    if alibi_slopes is not None:
-        _no_lse("flash_attn_with_kvcache", return_softmax_lse)
+    _no_shifted_lse(
+        "flash_attn_with_kvcache", return_softmax_lse, alibi_slopes, causal, window_size
+    )
     out, lse = cached_attention(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, softmax_scale,
         causal, window_size, softcap, rotary_interleaved, alibi_slopes,
@@ -349,12 +342,15 @@ def host_length(x: int | Tensor | None) -> int | None:
     return None if isinstance(x, Tensor) else x
 
 
-def _no_lse(function: str, wanted: bool) -> None:
-    """A bias per key shifts whole rows of scores: out does not see it, lse does."""
-    if wanted:
+def _no_shifted_lse(
+    function: str, wanted: bool, alibi_slopes: Tensor | None, causal: bool, window_size: Window
+) -> None:
+    """Where no query sees a later key flash_attn adds ``slope j`` instead of ``-slope |i + Sk - Sq - j|``: out is the same,
+    lse is another one, which depends on where a block of keys begins."""
+    if wanted and alibi_slopes is not None and (causal or window_size[1] == 0):
         raise NotImplementedError(
-            f"flashsci's stand-in for {function} returns no lse beside alibi_slopes; build the bias and call "
-            "flashsci.attention(bias=..., return_lse=True)"
+            f"flashsci's stand-in for {function} returns no lse beside alibi_slopes and causal, where flash_attn's is not "
+            "that of the scores; call flashsci.attention(alibi_slopes=..., return_lse=True)"
         )
 
 

@@ -1,0 +1,142 @@
+"""Attention sinks: one more logit per head in the softmax, without a value. Kernels know nothing of them.
+
+With out and lse of the keys alone and s the sink of their head, those of keys and sink are
+
+    out' = sigmoid(lse - s) out;  lse' = log(e^lse + e^s)
+
+Kernels recompute P = exp(S - lse) from the lse that they are given. Under out' and lse' their gradients are therefore those
+with the sink, whose own is -sum_rows e^(s - lse') delta with delta = <dout, out'> - dlse'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from flashsci import registry
+from flashsci.ops import Saved, Scalars, Tensors
+from flashsci.tracing import transforming
+
+
+def attend(
+    backend: str, tensors: Tensors, scalars: Scalars, sink: Tensor, needs_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """out and lse with a sink [Hq], differentiable as far as the backend is."""
+    module = registry.kernels(backend)
+    found: tuple[Tensor, Tensor]
+    if not module.FUSED:  # the reference; SDPA refuses
+        found = module.forward(tensors, scalars, sink)
+        return found
+    tensors = tensors.inner_contiguous()
+    if torch.compiler.is_compiling() or transforming():
+        from flashsci.autograd import Forward  # imports the compiler
+
+        return with_sink(*Forward.apply(backend, *tensors, *scalars), sink)
+    if needs_grad:
+        found = SinkForward.apply(backend, scalars, sink, *tensors)
+        return found
+    return _in_place(*module.forward(tensors, scalars), sink)
+
+
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """out' [*, Hq, Sq, Dv] and lse' [*, Hq, Sq]; all derivatives are those of the formula."""
+    share, whole = _share(lse, sink)
+    return (out * share.unsqueeze(-1)).to(out.dtype), whole
+
+
+def _in_place(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of an out that nobody else has: one pass over it, rounded once."""
+    share, whole = _share(lse, sink)
+    return out.mul_(share.unsqueeze(-1)), whole
+
+
+def _share(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """What the sink leaves to the keys, and lse'. Rows that see no key have lse -inf, and so may heads without a sink."""
+    column = _column(sink, lse)
+    nothing = lse == -torch.inf
+    lse = lse.masked_fill(nothing, 0)
+    more = lse - column
+    share = torch.sigmoid(more).masked_fill(nothing, 0)
+    # From the larger of the two: nothing cancels.
+    whole = torch.where(more > 0, lse + softplus(-more), column + softplus(more))
+    return share, torch.where(nothing, column, whole)
+
+
+def _column(sink: Tensor, lse: Tensor) -> Tensor:
+    """sink as it meets lse [*, Hq, Sq], or [Sq] where there are no heads."""
+    sink = sink.to(lse.dtype)
+    return sink.unsqueeze(-1) if lse.dim() > 1 else sink
+
+
+class SinkForward(torch.autograd.Function):
+    """out, lse = attention with a sink, eagerly. A plain backward is the kernels' own under out' and lse'. One that is
+    recorded for a derivative of its own runs through the graph of :func:`with_sink` instead, after another forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, backend: str, scalars: Scalars, sink: Tensor, *tensors: Any
+    ) -> tuple[Tensor, Tensor]:
+        output = _in_place(*registry.kernels(backend).forward(Tensors(*tensors), scalars), sink)
+        ctx.set_materialize_grads(False)
+        ctx.backend, ctx.scalars = backend, scalars
+        ctx.save_for_backward(sink, *tensors, *output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        sink, *tensors, out, lse = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[2:]
+        if dout is None and dlse is None:
+            return (None,) * (2 + len(wanted))
+        if torch.is_grad_enabled():
+            given = [sink, *tensors]
+            return None, None, *_recorded(ctx.backend, ctx.scalars, given, wanted, dout, dlse)
+        saved = Saved(Tensors(*tensors), out, lse, ctx.scalars)
+        need = sum(1 << i for i, x in enumerate(wanted[1:6]) if x)
+        found = registry.backward(ctx.backend, dout, dlse, saved, need) if need else ()
+        gradients = [x if wanted[1 + i] else None for i, x in enumerate(found)]
+        gradients += [None] * (len(tensors) - len(gradients))
+        dsink = _sink_gradient(dout, dlse, out, lse, sink) if wanted[0] else None
+        return None, None, dsink, *gradients
+
+
+def _recorded(
+    backend: str,
+    scalars: Scalars,
+    given: list[Any],
+    wanted: tuple[bool, ...],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> list[Tensor | None]:
+    """Gradients of sink and tensors that have gradients themselves."""
+    from flashsci.autograd import EagerForward  # imports the compiler
+
+    sink, *tensors = given
+    results = with_sink(*EagerForward.apply(backend, scalars, *tensors), sink)
+    ends = [(x, g) for x, g in zip(results, (dout, dlse), strict=True) if g is not None]
+    leaves = [x for x, want in zip(given, wanted, strict=True) if want]
+    outputs, cotangents = zip(*ends, strict=True)
+    found = iter(
+        torch.autograd.grad(outputs, leaves, cotangents, create_graph=True, allow_unused=True)
+    )
+    return [next(found) if want else None for want in wanted]
+
+
+def _sink_gradient(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor
+) -> Tensor:
+    """-sum_rows e^(s - lse') (<dout, out'> - dlse'), in lse's dtype; zero in rows without sink and keys."""
+    column = _column(sink, lse)
+    p = torch.where(lse == -torch.inf, 0, torch.exp(column - lse))
+    delta = torch.zeros_like(lse)
+    if dout is not None:
+        delta = (dout.to(lse.dtype) * out).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    terms = p * delta
+    other_dims = [d for d in range(terms.dim()) if d != max(0, terms.dim() - 2)]
+    total = terms.sum(other_dims) if terms.dim() > 1 else terms.sum(0, keepdim=True)
+    return -total.to(sink.dtype)
