@@ -106,9 +106,11 @@ class PagedInputs:
             int(self.options["seqused_k"][n]),
             (self.options["window"] or (None,))[0],
         ).to(cache.device)
-        page = self.options["block_table"][n, j // cache.shape[1]].long()
-        slots = page.clamp(0, cache.shape[0] - 1) * cache.shape[1] + j % cache.shape[1]
-        return cache.to(dtype).flatten(0, 1)[slots]
+        pages = self.options["block_table"][n, j // cache.shape[1]].long()
+        where = pages.clamp(0, cache.shape[0] - 1), j % cache.shape[1]
+        if cache.dtype.itemsize > 1:
+            return cache[where].to(dtype)
+        return cache.view(torch.uint8)[where].view(cache.dtype).to(dtype)
 
     def packed(self) -> Inputs:
         """The same attention as a packed call, with keys and values gathered and in q's dtype."""
