@@ -136,11 +136,11 @@ def run(
     ]
     paged = {u for u in chosen if u.startswith(units.GROUPS["paged"])}
     if len(paged) == len(chosen):
-        plans = [planning.paged_plan(cases, seed, backends)]
+        plans = [planning.paged_plan(cases, seed, device, backends)]
     else:
         plans = planning.plans_of(cases, seed, device, unit, orders, backends)
         if paged and cases >= 20:
-            plans.append(planning.paged_plan(cases // 20, seed, backends))
+            plans.append(planning.paged_plan(cases // 20, seed, device, backends))
         else:  # too few to say anything of them
             chosen = {u: found for u, found in chosen.items() if u not in paged}
     results = Results(sum(len(planned) for planned, _ in plans), say)
