@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flashsci.errors import BackendError
     from flashsci.explain import explain
     from flashsci.merge import merge
+    from flashsci.paged import paged_attention, write_kv_cache
     from flashsci.registry import Explanation, use_backend
     from flashsci.sdpa import sdpa
     from flashsci.varlen import varlen_attention
@@ -36,6 +37,8 @@ _HOME = {
     "BackendError": "flashsci.errors",
     "Explanation": "flashsci.registry",
     "sdpa": "flashsci.sdpa",
+    "paged_attention": "flashsci.paged",
+    "write_kv_cache": "flashsci.paged",
 }
 
 __all__ = [
@@ -47,9 +50,11 @@ __all__ = [
     "dropout_mask",
     "explain",
     "merge",
+    "paged_attention",
     "sdpa",
     "use_backend",
     "varlen_attention",
+    "write_kv_cache",
 ]
 
 

@@ -23,6 +23,7 @@ def unavailable() -> str | None:
 
 def rejects(problem: Problem) -> str | None:
     lacks = (
+        (problem.paged, "paged cache"),
         (problem.varlen, "packed sequences"),
         (problem.softcap, "softcap"),
         (problem.dropout_p, "dropout by a given seed"),

@@ -10,7 +10,7 @@ import torch
 from flashsci import check, digest
 from flashsci.check import judging, planning, units, workers
 from flashsci.check.report import write
-from flashsci.testing import Case, Variant
+from flashsci.testing import Case, PagedCase, PagedInputs, Variant
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, run the check itself")
 
@@ -404,3 +404,24 @@ def test_what_nobody_serves_needs_no_oracle(monkeypatch):
     monkeypatch.setattr(judging, "Judge", None)
     tallies = check.judge_case(Case(), ["cuda"], "cpu")
     assert tallies["cuda"].cases == 0 and tallies["cuda"].refused
+
+
+def test_paged_calls_are_a_part_of_their_own(tmp_path, capsys, monkeypatch):
+    """Judged and counted like others, under the digests of their kernels; a small run of everything leaves them out."""
+    monkeypatch.setattr(planning, "generate_paged", lambda seed, n, **_: [PagedCase(seed=i) for i in range(n)])  # fmt: skip
+    path = tmp_path / "report.json"
+    options = ["--paged", "2", "--device", "cpu", "--workers", "1", "--seed", "3", "--out", str(path)]  # fmt: skip
+    assert check.main(options) == 0, capsys.readouterr().out
+    part = json.loads(path.read_text())["parts"]["paged"]
+    assert set(part["units"]) == {"triton/paged", "triton/paged_cache"}
+    assert part["backends"]["triton"]["cases"] == part["cases"] == 2
+    assert {"out", "lse"} <= set(part["backends"]["triton"]["worst ratio of error to allowance"])
+
+
+def test_a_wrong_paged_result_fails(monkeypatch):
+    right = PagedInputs.evaluate
+    monkeypatch.setattr(
+        PagedInputs, "evaluate", lambda *given: {n: 1.01 * x for n, x in right(*given).items()}
+    )
+    tallies = judging.judge_paged_case(PagedCase(), ("reference", "sdpa"), "cpu")
+    assert tallies["reference"].failures and tallies["sdpa"].refused

@@ -1,0 +1,192 @@
+"""`python -m benchmarks.paged`: decoding from a paged KV cache, in bytes moved a second, against FlashAttention-3 and a copy.
+
+Every sequence has one new token; lengths are all the same, or log-uniform up to it. A result is judged against the fp64 oracle, in
+the shortest and the longest sequence, before it is timed; what fails has no time. Candidates are interleaved (timer.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashsci
+from benchmarks import fa3
+from benchmarks.inputs import Unsupported
+from benchmarks.measure import environment
+from benchmarks.timer import interleave
+from flashsci.testing import PagedInputs
+
+BATCHES = (1, 16, 64, 256)
+LENGTHS = (1024, 8192, 32768, 131072)
+SHARE_OF_MEMORY = 0.6  # that a cache may take
+
+
+@dataclass(frozen=True)
+class Cell:
+    batch: int = 1
+    longest: int = 1024
+    spread: str = "equal"  # or "log-uniform", from 1/64 of the longest on
+    cache: str = "bfloat16"
+    dtype: str = "bfloat16"
+    heads_q: int = 32
+    heads_k: int = 8
+    dim: int = 128
+    page: int = 16
+
+    @property
+    def id(self) -> str:
+        return f"paged-{self.cache}-b{self.batch}-{self.spread}-s{self.longest}"
+
+    def lengths(self) -> list[int]:
+        if self.spread == "equal":
+            return [self.longest] * self.batch
+        drawn = random.Random(self.batch)
+        low = math.log(max(1, self.longest // 64))
+        lengths = [round(math.exp(drawn.uniform(low, math.log(self.longest)))) for _ in range(self.batch)]  # fmt: skip
+        return [*lengths[1:], self.longest]
+
+    def bytes(self) -> int:
+        """Least bytes moved: visible keys and values, q and out once."""
+        cache, q = (getattr(torch, name).itemsize for name in (self.cache, self.dtype))
+        kv = 2 * sum(self.lengths()) * self.heads_k * self.dim * cache
+        return kv + 2 * self.batch * self.heads_q * self.dim * q
+
+
+def cells() -> Iterator[Cell]:
+    for cache in ("bfloat16", "float8_e4m3fn"):
+        for batch in BATCHES:
+            for longest in LENGTHS:
+                for spread in ("equal", "log-uniform") if batch > 1 else ("equal",):
+                    yield Cell(batch, longest, spread, cache)
+
+
+def inputs_of(cell: Cell, device: torch.device) -> PagedInputs:
+    """Pages in random order, keys and values in one row, as vLLM has them."""
+    random = torch.Generator(device).manual_seed(0)
+    needed = [-(-length // cell.page) for length in cell.lengths()]
+    order = torch.randperm(sum(needed), generator=random, device=device).to(torch.int32)
+    table = torch.zeros(cell.batch, max(needed), dtype=torch.int32, device=device)
+    for n, pages in enumerate(order.split(needed)):
+        table[n, : len(pages)] = pages
+    shape = (sum(needed), cell.page, cell.heads_k, 2 * cell.dim)
+    joint = torch.empty(shape, dtype=getattr(torch, cell.cache), device=device)
+    for part in joint.split(4096):  # an 8-bit cache is not drawn whole in fp32
+        part.copy_(torch.randn(part.shape, generator=random, device=device))
+    q = torch.randn(cell.batch, cell.heads_q, cell.dim, generator=random, device=device)
+    options: dict[str, Any] = dict(
+        block_table=table, seqused_k=torch.tensor(cell.lengths(), dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.arange(cell.batch + 1, dtype=torch.int32, device=device), max_seqlen_q=1, causal=True, window=None,
+    )  # fmt: skip
+    if cell.cache != cell.dtype:
+        options |= dict.fromkeys(("k_scale", "v_scale"), torch.ones((), device=device))
+    return PagedInputs(q.to(getattr(torch, cell.dtype)), *joint.split(cell.dim, -1), options)
+
+
+def candidates(cell: Cell, x: PagedInputs, names: list[str]) -> dict[str, Callable[[], Tensor]]:
+    """Those of the names that have this call."""
+    found: dict[str, Callable[[], Tensor]] = {}
+    for name in names:
+        if name != "fa3":
+            found[name] = partial(flashsci.paged_attention, x.q, x.k_cache, x.v_cache, **x.options, backend=name)  # fmt: skip
+            continue
+        try:
+            if cell.cache != cell.dtype:
+                raise Unsupported("an 8-bit cache needs 8-bit queries there")
+            found[name] = _fa3(fa3.load(os.environ.get(fa3.VARIABLE, "")), x)
+        except Unsupported as reason:
+            print(f"{cell.id}: no fa3: {reason}")
+    return found
+
+
+def _fa3(ops: Any, x: PagedInputs) -> Callable[[], Tensor]:
+    """Its own choice of splits; scheduled anew at every call, as without a step's metadata."""
+    o = x.options
+    longest = int(o["seqused_k"].max())
+
+    def call() -> Tensor:
+        out: Tensor = ops.fwd(
+            x.q, x.k_cache, x.v_cache, cu_seqlens_q=o["cu_seqlens_q"], seqused_k=o["seqused_k"], max_seqlen_q=1,
+            max_seqlen_k=longest, page_table=o["block_table"], softmax_scale=x.q.shape[-1] ** -0.5, is_causal=True, num_splits=0,
+        )[0]  # fmt: skip
+        return out
+
+    return call
+
+
+def problems(x: PagedInputs, out: Tensor) -> list[str]:
+    """What is wrong with the shortest and the longest sequence."""
+    used = x.options["seqused_k"]
+    chosen = torch.stack((used.argmin(), used.argmax()))
+    options = x.options | {"block_table": x.options["block_table"][chosen], "seqused_k": used[chosen]}  # fmt: skip
+    options["cu_seqlens_q"] = x.options["cu_seqlens_q"][:3].clone()
+    if x.q.shape[0] == 1:  # both are one
+        chosen = chosen[:1]
+        options |= {n: options[n][:1] for n in ("block_table", "seqused_k")}
+    part = PagedInputs(x.q[chosen], x.k_cache, x.v_cache, options)
+    judge = part.judge(fused=True).judge
+    found = judge.judge("out", out[chosen])
+    return [found.problem] if found.problem else []
+
+
+def measure(cell: Cell, names: list[str], device: torch.device, seconds: float) -> list[dict]:
+    """A record for each candidate, and one of a copy of as many bytes."""
+    x = inputs_of(cell, device)
+    functions: dict[str, Callable[[], object]] = {}
+    for name, function in candidates(cell, x, names).items():
+        wrong = problems(x, function())
+        if wrong:
+            print(f"{cell.id}: {name} is wrong and not timed: {wrong}")
+        else:
+            functions[name] = function
+    half = torch.empty(cell.bytes() // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(half)
+    functions["copy"] = partial(target.copy_, half)
+    times = interleave(functions, device, seconds)
+    records = []
+    for name, time in times.items():
+        rate = cell.bytes() / time.median
+        share = times["copy"].median / time.median
+        records.append({"case": asdict(cell) | {"id": cell.id}, "backend": name, "seconds": asdict(time), "bytes": cell.bytes(),
+                        "bytes_per_second": rate, "share_of_copy": share})  # fmt: skip
+        print(
+            f"{cell.id:<48}{name:<10}{1e6 * time.median:10.1f} us{rate / 1e9:10.0f} GB/s{share:8.0%}"
+        )
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.paged", description=__doc__)
+    parser.add_argument("--backends", default="triton,fa3", help="comma-separated")
+    parser.add_argument("--case", default="", help="only cases whose name has this")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
+    parser.add_argument("--json", type=Path, help="where the records go")
+    options = parser.parse_args()
+    device = torch.device("cuda")
+    most = SHARE_OF_MEMORY * torch.cuda.mem_get_info()[1]
+    records = []
+    for cell in cells():
+        if options.case not in cell.id:
+            continue
+        if 2 * cell.bytes() > most:  # the cache, and what is copied
+            print(f"{cell.id}: left out, it does not fit into the memory")
+            continue
+        records += measure(cell, options.backends.split(","), device, options.seconds)
+        torch.cuda.empty_cache()
+    if options.json:
+        found = {"environment": environment(device), "records": records}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Paged attention on a GPU: generated calls, one CUDA graph for any lengths and pages, no synchronisation, bytes of the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashsci
+from flashsci.testing import (
+    PagedCase,
+    PagedVariant,
+    generate_paged,
+    judge_paged,
+    make_paged_inputs,
+    poisoned_memory,
+)
+
+pytestmark = pytest.mark.gpu
+EIGHT_BITS = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+
+
+def here(case):
+    """Whether this device has the case's dtypes."""
+    older = torch.cuda.get_device_capability() < (8, 0)
+    return (EIGHT_BITS or not case.variant.cache) and not (older and case.variant.dtype == "bfloat16")  # fmt: skip
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_generated(part):
+    judged = 0
+    for case in filter(here, generate_paged(100 + part, 25)):
+        with poisoned_memory():
+            judge_paged(case, "triton", "cuda")
+        judged += 1
+    assert judged
+
+
+@pytest.mark.parametrize("lens_q", [(1,) * 5, (1, 700, 1, 33, 0)])
+@pytest.mark.parametrize("window", ["causal", "left"])
+def test_long_sequences(lens_q, window):
+    """Many splits of some, one of others."""
+    variant = PagedVariant("float16", "", 128, 128, window, sink=True)
+    lens_k = (9000, 700, 40, 5001, 1)
+    case = PagedCase(variant, 5, lens_q, lens_k, heads_k=2, group=4, spare_pages=300, left=3000)
+    judge_paged(case, "triton", "cuda")
+
+
+@pytest.mark.parametrize("cache", ["", "float8_e4m3fn"])
+@pytest.mark.parametrize("lens_q", [(1, 1, 1, 1), (3, 1, 40, 0)])
+def test_one_graph_serves_any_lengths_and_pages(cache, lens_q):
+    """Captured with one batch, replayed with others that have the same shapes, each judged."""
+    if cache and not EIGHT_BITS:
+        pytest.skip("no 8-bit floats before sm_89")
+    variant = PagedVariant("float16", cache, 64, 64)
+    total, columns, pages = sum(lens_q), 40, 120
+    batches = []
+    for seed, lengths in enumerate(((600, 17, 100, 3), (1, 640, 40, 0), (0, 0, 0, 0), (33, 33, 300, 640))):  # fmt: skip
+        new = lens_q if seed % 2 == 0 else lens_q[::-1]
+        used = tuple(max(a, b) for a, b in zip(lengths, new, strict=True)) if any(lengths) else lengths  # fmt: skip
+        case = PagedCase(
+            variant, seed, new, used, heads_k=2, group=4, scales="heads" if cache else "none"
+        )
+        batches.append(make_paged_inputs(case, "cuda"))
+    q = torch.zeros(total, 8, 64, device="cuda", dtype=torch.float16)
+    caches = torch.zeros(2, pages, 16, 2, 64, device="cuda").to(batches[0].k_cache.dtype)
+    table = torch.zeros(4, columns, dtype=torch.int32, device="cuda")
+    used, edges = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (4, 5))
+    scales = [torch.ones(4, 2, device="cuda") for _ in range(2)] if cache else [None, None]
+    given = dict(
+        block_table=table, seqused_k=used, cu_seqlens_q=edges, max_seqlen_q=max(lens_q), return_lse=True, backend="triton",
+        k_scale=scales[0], v_scale=scales[1],
+    )  # fmt: skip
+
+    def load(batch):
+        q.copy_(batch.q)
+        for to, source in zip(caches, (batch.k_cache, batch.v_cache), strict=True):
+            to.view(torch.uint8 if cache else torch.float16)[: len(source)].copy_(
+                source.contiguous().view(torch.uint8 if cache else torch.float16)
+            )
+        table.fill_(-1)
+        table[:, : batch.options["block_table"].shape[1]].copy_(batch.options["block_table"])
+        used.copy_(batch.options["seqused_k"])
+        edges.copy_(batch.options["cu_seqlens_q"])
+        for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+            if scale is not None:
+                scale.copy_(batch.options[name])
+
+    load(batches[0])
+    flashsci.paged_attention(q, *caches, **given)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flashsci.paged_attention(q, *caches, **given)
+    for batch in (*batches, *batches[::-1]):
+        load(batch)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        batch.judge(fused=True).require({"out": out, "lse": lse})
+
+
+def test_nothing_waits_for_the_device():
+    inputs = make_paged_inputs(PagedCase(PagedVariant("float16"), 1, (1, 30), (40, 90)), "cuda")
+    rows = inputs.q.shape[0]
+    key, value = torch.zeros(2, rows, 1, 64, dtype=torch.float16, device="cuda").unbind(0)
+    slots = torch.full((rows,), -1, device="cuda")
+    inputs.evaluate("triton")
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        inputs.evaluate("triton")
+        flashsci.write_kv_cache(key, value, inputs.k_cache, inputs.v_cache, slots, backend="triton")
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def test_results_are_the_same_every_time():
+    inputs = make_paged_inputs(PagedCase(PagedVariant("float16"), 2, (1, 5, 1), (3000, 900, 20), 2, 4), "cuda")  # fmt: skip
+    first = inputs.evaluate("triton")
+    for _ in range(50):
+        found = inputs.evaluate("triton")
+        assert all(torch.equal(found[n], x) for n, x in first.items())
+
+
+def test_auto_is_triton():
+    inputs = make_paged_inputs(PagedCase(PagedVariant("float16")), "cuda")
+    found = flashsci.explain(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.options)
+    assert found.chosen == "triton"
