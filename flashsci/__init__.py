@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flashsci.dropout import dropout_mask
     from flashsci.errors import BackendError
     from flashsci.explain import explain
+    from flashsci.paged import paged_attention, write_kv_cache
     from flashsci.registry import Explanation, use_backend
     from flashsci.sdpa import sdpa
     from flashsci.varlen import varlen_attention
@@ -34,6 +35,8 @@ _HOME = {
     "BackendError": "flashsci.errors",
     "Explanation": "flashsci.registry",
     "sdpa": "flashsci.sdpa",
+    "paged_attention": "flashsci.paged",
+    "write_kv_cache": "flashsci.paged",
 }
 
 __all__ = [
@@ -44,9 +47,11 @@ __all__ = [
     "attention_backward",
     "dropout_mask",
     "explain",
+    "paged_attention",
     "sdpa",
     "use_backend",
     "varlen_attention",
+    "write_kv_cache",
 ]
 
 

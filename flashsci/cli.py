@@ -65,6 +65,7 @@ FEATURES: dict[str, Problem] = {
     "packed, with ragged bias": replace(
         _PACKED, **{**_PAIR, "bias_shape": (4, 1 << 14)}, ragged_bias=True
     ),
+    "paged KV cache": replace(_PACKED, varlen=False, paged=True, cache_dtype=torch.float16),
     "dropout": replace(_PLAIN, dropout_p=0.1),
     "deterministic backward": replace(_PLAIN, deterministic=True, requires_grad=True),
 }

@@ -10,6 +10,8 @@ from torch import Tensor
 from flashsci import arguments, registry
 from flashsci.attention import attention
 from flashsci.attention import describe as describe_dense
+from flashsci.paged import describe as describe_paged
+from flashsci.paged import paged_attention
 from flashsci.tracing import autocast
 from flashsci.varlen import describe as describe_packed
 from flashsci.varlen import varlen_attention
@@ -18,8 +20,8 @@ from flashsci.varlen import varlen_attention
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options: Any
 ) -> registry.Explanation:
-    """Which backend would serve ``attention(q, k, v, ...)`` (or ``varlen_attention``, given
-    ``cu_seqlens_q``), and why.
+    """Which backend would serve ``attention(q, k, v, ...)``, and why; or ``varlen_attention``, given ``cu_seqlens_q``, or
+    ``paged_attention``, given ``block_table``.
 
     Args:
         q, k, v, options: as for the call in question.
@@ -38,6 +40,8 @@ def explain(
         >>> flashsci.explain(q, k, v, causal=True).chosen
         'sdpa'
     """
+    if "block_table" in options:
+        return _explain_paged(q, k, v, backend, options)
     packed = "cu_seqlens_q" in options
     entry = varlen_attention if packed else attention
     bound = inspect.signature(entry).bind(q, k, v, **options)
@@ -54,4 +58,18 @@ def explain(
         )
     else:
         call = describe_dense(q, k, v, bias, weight, given["mask"], shared, needs_grad)
+    return registry.explain(registry.problem_of(*call), *registry.requested(backend))
+
+
+def _explain_paged(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, backend: str, options: dict[str, Any]
+) -> registry.Explanation:
+    bound = inspect.signature(paged_attention).bind(q, k_cache, v_cache, **options)
+    bound.apply_defaults()
+    given = bound.arguments
+    shared = arguments.Options.of(
+        given["causal"], given["window"], "lower_right", given["scale"], given["softcap"], 0.0, given["return_lse"], False, None
+    )  # fmt: skip
+    tensors = {n: given[n] for n in inspect.signature(describe_paged).parameters if n != "options"}
+    call = describe_paged(**tensors, options=shared)
     return registry.explain(registry.problem_of(*call), *registry.requested(backend))

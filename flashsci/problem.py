@@ -56,6 +56,8 @@ class Problem:
     requires_grad: bool = False
     precision: str = "default"
     deterministic: bool = False
+    paged: bool = False  # keys and values lie in a paged cache; no gradients
+    cache_dtype: torch.dtype | None = None  # of that cache
 
     @property
     def bias(self) -> bool:

@@ -144,6 +144,11 @@ def _bias_kernels(p: Problem) -> bool:
 # `python -m flashsci bench --suite headline`, benchmarks/results.
 PREFERENCES = (
     Preference(
+        ("triton", "reference"),
+        lambda p: p.paged and p.device_type == "cuda",
+        "nobody else takes a paged cache",
+    ),
+    Preference(
         ("sdpa", "reference"),
         lambda p: p.device_type != "cuda",
         "there is no other fused kernel off the GPU",

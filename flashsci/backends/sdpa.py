@@ -25,6 +25,8 @@ def unavailable() -> str | None:
 
 
 def rejects(problem: Problem) -> str | None:
+    if problem.paged:
+        return "SDPA takes no paged cache; use backend='triton' or 'reference'"
     if problem.varlen:
         return "SDPA takes no packed sequences; use backend='triton' or 'reference'"
     if problem.softcap:

@@ -20,6 +20,16 @@ from flashsci.testing.cases import (
     variants,
 )
 from flashsci.testing.inputs import Inputs, make_inputs
+from flashsci.testing.paged import (
+    PagedCase,
+    PagedInputs,
+    PagedJudge,
+    PagedVariant,
+    generate_paged,
+    judge_paged,
+    make_paged_inputs,
+    paged_cases,
+)
 from flashsci.testing.poison import embed, poison_value, poisoned_memory
 from flashsci.testing.traps import TRAPS, Skipped, Trap
 
@@ -30,6 +40,10 @@ __all__ = [
     "Finding",
     "Inputs",
     "Judge",
+    "PagedCase",
+    "PagedInputs",
+    "PagedJudge",
+    "PagedVariant",
     "Skipped",
     "Trap",
     "Variant",
@@ -40,7 +54,11 @@ __all__ = [
     "evaluate",
     "exact_matmul",
     "generate",
+    "generate_paged",
+    "judge_paged",
     "make_inputs",
+    "make_paged_inputs",
+    "paged_cases",
     "poison_value",
     "poisoned_memory",
     "second_order_variants",

@@ -242,6 +242,8 @@ def rejects(problem: Problem, generation: int = 0) -> str | None:
     """Why the forward of a call cannot be computed, and what to do; None if it can."""
     if problem.device_type != "cuda" or problem.capability is None:
         return f"its kernels run on CUDA devices and the tensors are on {problem.device_type}; use backend='sdpa' or 'reference'"
+    if problem.paged:
+        return "it has no kernels for a paged cache yet; use backend='triton' or 'reference'"
     if problem.dtype not in _DTYPES:
         other = "'reference'" if problem.dtype == torch.float64 else "'triton'"
         return f"it has no {_name(problem.dtype)} kernels, only float16, bfloat16 and float32; use backend={other}"

@@ -45,6 +45,8 @@ def rejects(problem: Problem) -> str | None:
             f"Triton kernels run on CUDA tensors, these are on {problem.device_type}; move them, or use "
             "backend='sdpa' or 'reference'"
         )
+    if problem.paged:
+        return "it has no kernels for a paged cache yet; use backend='reference'"
     if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return (
             f"the Triton kernels compute in float16, bfloat16 and float32, not {str(problem.dtype).removeprefix('torch.')}; "
