@@ -70,7 +70,8 @@ def paged_attention_forward(
             "attn_implementation='paged|fsci' is for continuous batching (generate_batch), which passes a cache; load the "
             "model with 'fsci' for anything else"
         )
-    for name, given in (("attention_mask", attention_mask), ("block_table", others.get("block_table"))):
+    made_for_others = dict(attention_mask=attention_mask, block_table=others.get("block_table"))
+    for name, given in made_for_others.items():
         if given is not None:
             raise ValueError(
                 f"flashsci in transformers' continuous batching: {name} is not supported; use "
@@ -110,8 +111,8 @@ def paged_attention_forward(
 def _pages(slots: Tensor, cu_k: Tensor, longest: int, page: int) -> Tensor:
     """The block table of sequences whose slots are whole pages, but for the last: the page of every page-th slot."""
     firsts = torch.arange(0, max(longest, 1), page, device=slots.device)
-    at = (cu_k[:-1, None] + firsts).clamp_(max=slots.shape[0] - 1)  # beyond a sequence's end anything will do
-    return (slots[at] // page).to(torch.int32)
+    at = cu_k[:-1, None] + firsts  # beyond a sequence's end any slot will do
+    return (slots[at.clamp_(max=slots.shape[0] - 1)] // page).to(torch.int32)
 
 
 def _with_sinks(packed: Any, s_aux: Tensor | None) -> Tensor:

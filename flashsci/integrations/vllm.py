@@ -79,13 +79,17 @@ def _let_cpus_choose() -> None:
         return
 
     @functools.wraps(own)
-    def chosen(cls: Any, selected_backend: Any, attn_selector_config: Any, *rest: Any, **named: Any) -> Any:
+    def chosen(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, *rest: Any, **named: Any
+    ) -> Any:
         if selected_backend is not AttentionBackendEnum.CUSTOM:
             return own(cls, selected_backend, attn_selector_config, *rest, **named)
         asked = attn_selector_config._asdict()
         reasons = FlashSciBackend.validate_configuration(device_capability=None, **asked)
         if reasons:
-            raise ValueError(f"flashsci in vLLM cannot serve this configuration: {', '.join(reasons)}")
+            raise ValueError(
+                f"flashsci in vLLM cannot serve this configuration: {', '.join(reasons)}"
+            )
         return PATH
 
     CpuPlatform.get_attn_backend_cls = classmethod(chosen)
@@ -186,7 +190,7 @@ class FlashSciMetadata(AttentionMetadata):
     query_start_loc: Tensor  # [N + 1] int32
     seq_lens: Tensor  # [N] int32, new tokens included
     block_table: Tensor  # [N, pages] int32
-    slot_mapping: Tensor  # [T] int64; vLLM's own subclasses for cross attention put another one here
+    slot_mapping: Tensor  # [T] int64; vLLM's builders of cross attention put another one here
     causal: bool
 
 
@@ -285,8 +289,8 @@ class FlashSciAttention(AttentionImpl[FlashSciMetadata]):
         """``query`` and ``output`` are ``[T, Hq, D]``, of which the first ``num_actual_tokens`` count."""
         if output_scale is not None or output_block_scale is not None:
             raise ValueError(
-                "flashsci in vLLM: quantised outputs are not supported; switch the fusion off: "
-                "--compilation-config '{\"pass_config\": {\"fuse_attn_quant\": false}}'"
+                "flashsci in vLLM: quantised outputs are not supported; set fuse_attn_quant of the pass_config of "
+                "vLLM's compilation config to false"
             )
         if attn_metadata is None:  # vLLM measures its memory
             return output.fill_(0)
@@ -309,13 +313,10 @@ class FlashSciAttention(AttentionImpl[FlashSciMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write the new keys and values ``[T, Hk, D]`` into their places in the cache."""
+        """Write the new keys and values ``[T, Hk, D]`` into their places in the cache; rows beyond the slots are padding."""
         if self.attn_type in ENCODERS:  # which keep none
             return
-        tokens = slot_mapping.shape[0]  # fewer than keys where vLLM has padded a step
-        write_kv_cache(
-            key[:tokens], value[:tokens], *self._pages(kv_cache), slot_mapping, **self._scales(layer)
-        )
+        write_kv_cache(key, value, *self._pages(kv_cache), slot_mapping, **self._scales(layer))
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """K ``[pages, page, Hk, D]`` and V ``[pages, page, Hk, Dv]`` in what vLLM keeps as ``[pages, Hk, page, D + Dv]``, in

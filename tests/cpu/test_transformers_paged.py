@@ -63,7 +63,7 @@ def model(name):
     ).eval()
     with torch.no_grad():
         for parameter in made.parameters():
-            if parameter.dim() == 1 and parameter.shape[0] == 4:  # sinks begin as nothing in particular
+            if parameter.shape == (4,):  # sinks, which begin as nothing in particular
                 parameter.normal_()
         made.get_input_embeddings().weight *= 0.1  # else tied embeddings repeat the last token
     return made
@@ -142,7 +142,7 @@ def test_refusals():
 def test_a_paged_name_that_is_taken():
     transformers.AttentionInterface.register("paged|mine", integration.attention_forward)
     try:
-        with pytest.raises(ValueError, match="'paged[|]mine' is registered with another"):
+        with pytest.raises(ValueError, match=r"'paged\|mine' is registered with another"):
             integration.register("mine")
         assert "mine" not in transformers.AttentionInterface().valid_keys()
     finally:
