@@ -52,9 +52,29 @@ class Step:
     cu_seqlens_q: Tensor  # [N + 1] int32
     max_seqlen_q: int
     seqused_k: Tensor  # [N] int32, new tokens included
+    tables: Tables
+
+
+@dataclass
+class Tables:
+    """Where keys are, and where those of new tokens go."""
+
     pages: Tensor  # [N, pages] int32
-    window_pages: Tensor | None  # the same in the pool of layers with a window, where they have one
-    window_slots: Tensor | None  # [T], where new tokens go in that pool
+    window_pages: (
+        Tensor  # the same in the pool of layers with a window; pages where there is only one pool
+    )
+    window_slots: Tensor | None  # [T], the slots of new tokens in that pool
+
+    def of(self, sequences: int, tokens: int) -> Tables:
+        """Views of the first of them."""
+        slots = None if self.window_slots is None else self.window_slots[:tokens]
+        return Tables(self.pages[:sequences], self.window_pages[:sequences], slots)
+
+    def copy_(self, other: Tables) -> None:
+        self.pages.copy_(other.pages)
+        if self.window_slots is not None and other.window_slots is not None:
+            self.window_pages.copy_(other.window_pages)
+            self.window_slots.copy_(other.window_slots)
 
 
 class FlashSciBackend(AttentionBackend):
@@ -94,7 +114,7 @@ class FlashSciBackend(AttentionBackend):
             longest_q = max(batch.extend_seq_lens_cpu)
         longest_k = int(batch.seq_lens_cpu.max()) if batch.batch_size else 1
         self.step = Step(
-            cu_seqlens_q, longest_q, batch.seq_lens.to(torch.int32), *self._tables(batch, longest_k)
+            cu_seqlens_q, longest_q, batch.seq_lens.to(torch.int32), self._tables(batch, longest_k)
         )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -104,11 +124,13 @@ class FlashSciBackend(AttentionBackend):
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
         width = -(-self.req_to_token.shape[1] // self.page)
-        apart = self.has_window_pool
-        self.captured = Step(
-            torch.arange(max_bs + 1, dtype=torch.int32, device=self.device), 1, buffer(max_bs), buffer(max_bs, width),
-            buffer(max_bs, width) if apart else None, buffer(max_num_tokens, dtype=torch.int64) if apart else None,
-        )  # fmt: skip
+        pages = buffer(max_bs, width)
+        tables = Tables(pages, pages, None)
+        if self.has_window_pool:
+            slots = buffer(max_num_tokens, dtype=torch.int64)
+            tables = Tables(pages, torch.zeros_like(pages), slots)
+        edges = torch.arange(max_bs + 1, dtype=torch.int32, device=self.device)
+        self.captured = Step(edges, 1, buffer(max_bs), tables)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Fill the buffers of a decode that is captured, or about to be replayed."""
@@ -118,31 +140,23 @@ class FlashSciBackend(AttentionBackend):
                 f"flashsci in SGLang: {batch.forward_mode} is not captured in CUDA graphs, only decoding is; switch that graph off"
             )
         n, tokens = batch.batch_size, batch.out_cache_loc.shape[0]
+        tables = whole.tables.of(n, tokens)
+        tables.copy_(self._tables(batch, self.req_to_token.shape[1]))
         whole.seqused_k[:n].copy_(batch.seq_lens[:n])
-        pages, window_pages, window_slots = self._tables(batch, self.req_to_token.shape[1])
-        whole.pages[:n].copy_(pages)
-        if whole.window_pages is not None and whole.window_slots is not None:
-            whole.window_pages[:n].copy_(window_pages)
-            whole.window_slots[:tokens].copy_(window_slots)
-        self.step = Step(
-            whole.cu_seqlens_q[: n + 1], 1, whole.seqused_k[:n], whole.pages[:n],
-            None if whole.window_pages is None else whole.window_pages[:n],
-            None if whole.window_slots is None else whole.window_slots[:tokens],
-        )  # fmt: skip
+        self.step = Step(whole.cu_seqlens_q[: n + 1], 1, whole.seqused_k[:n], tables)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
-    def _tables(self, batch: Any, longest: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(pages, pages and write slots of the pool of layers with a window), for lengths up to ``longest``. What stands
-        beyond a sequence's length is not read."""
+    def _tables(self, batch: Any, longest: int) -> Tables:
+        """For lengths up to ``longest``. What stands beyond a sequence's length is not read."""
         firsts = self.req_to_token[:, : longest : self.page][batch.req_pool_indices]
         pages = (firsts // self.page).to(torch.int32)
         if not self.has_window_pool:
-            return pages, None, None
-        apart = self.pool.translate_loc_from_full_to_swa
-        slots = None if batch.out_cache_loc is None else apart(batch.out_cache_loc)
-        return pages, (apart(firsts) // self.page).to(torch.int32), slots
+            return Tables(pages, pages, None)
+        translate = self.pool.translate_loc_from_full_to_swa
+        slots = None if batch.out_cache_loc is None else translate(batch.out_cache_loc)
+        return Tables(pages, (translate(firsts) // self.page).to(torch.int32), slots)
 
     def forward_extend(
         self,
@@ -160,18 +174,18 @@ class FlashSciBackend(AttentionBackend):
         step = self.step
         assert step is not None, "SGLang reads a step before its layers run"
         if save_kv_cache and k is not None and v is not None:
-            where = KVWriteLoc(forward_batch.out_cache_loc, step.window_slots)
+            where = KVWriteLoc(forward_batch.out_cache_loc, step.tables.window_slots)
             scales = () if layer.k_scale is None else (layer.k_scale, layer.v_scale)
             self.pool.set_kv_buffer(layer, where, k, v, *scales)
         keys, values = (self._paged(x(layer.layer_id)) for x in (self.pool.get_key_buffer, self.pool.get_value_buffer))  # fmt: skip
-        apart = step.window_pages is not None and self.pool.layers_mapping[layer.layer_id][1]
+        apart = self.has_window_pool and self.pool.layers_mapping[layer.layer_id][1]
         window = layer.sliding_window_size  # w: w keys before a query's own
         options = {}
         if keys.dtype in FP8 and layer.k_scale is not None:
             options = dict(k_scale=layer.k_scale.float(), v_scale=layer.v_scale.float())
         out = paged_attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), keys, values,
-            block_table=step.window_pages if apart else step.pages, seqused_k=step.seqused_k,
+            block_table=step.tables.window_pages if apart else step.tables.pages, seqused_k=step.seqused_k,
             cu_seqlens_q=step.cu_seqlens_q, max_seqlen_q=step.max_seqlen_q,
             causal=layer.attn_type != AttentionType.ENCODER_ONLY, window=None if window < 0 else (window, 0),
             softcap=layer.logit_cap or None, scale=layer.scaling, sink=sinks, **options,

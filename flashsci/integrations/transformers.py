@@ -73,7 +73,9 @@ def register(name: str = "fsci") -> None:
             f"flashsci.integrations.transformers needs a transformers with AttentionMaskInterface ({error}); it is "
             "tested with 5.17: pip install 'transformers==5.17.*'"
         ) from error
-    functions = {name: attention_forward, f"paged|{name}": paged_attention_forward}
+    functions: dict[str, Callable[..., Any]] = {
+        name: attention_forward, f"paged|{name}": paged_attention_forward
+    }  # fmt: skip
     for each, function in functions.items():
         if AttentionInterface().get(each, function) is not function:
             raise ValueError(

@@ -99,8 +99,8 @@ def paged_attention_forward(
     k_cache, v_cache = (
         x[layer].unflatten(0, (-1, cache.block_size)) for x in (cache.key_cache, cache.value_cache)
     )
-    new = (x[0].transpose(0, 1) for x in (key, value))
-    write_kv_cache(*new, k_cache, v_cache, write_index[group].to(torch.int64))
+    k, v = (x[0].transpose(0, 1) for x in (key, value))
+    write_kv_cache(k, v, k_cache, v_cache, write_index[group].to(torch.int64))
     out = paged_attention(
         q, k_cache, v_cache, block_table=_pages(slots, cu_k, max_seqlen_k, cache.block_size), seqused_k=cu_k.diff(),
         cu_seqlens_q=cu_q, max_seqlen_q=max_seqlen_q, sink=s_aux, **options,

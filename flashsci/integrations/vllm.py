@@ -333,7 +333,7 @@ class FlashSciAttention(AttentionImpl[FlashSciMetadata]):
         back = self.sliding_window - 1
         return back, 0 if causal else back
 
-    def _scales(self, layer: Any, sequences: int | None = None) -> dict[str, Tensor]:
+    def _scales(self, layer: Any, sequences: int | None = None) -> dict[str, Any]:
         """Those of an FP8 cache: one of the layer, or one for each KV head."""
         if self.fp8 is None:
             return {}
