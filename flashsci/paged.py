@@ -44,7 +44,8 @@ def paged_attention(
         k_cache: ``[pages, page, Hk, D]`` in q's dtype, float8_e4m3fn or float8_e5m2; last dim contiguous, other strides free
             (keys and values may share rows, heads may come before rows). What no sequence uses may hold anything, NaN included.
         v_cache: ``[pages, page, Hk, Dv]``, in k_cache's dtype.
-        block_table: int32 ``[N, max_pages]``. Entries that no key needs may be anything; others are clamped into the cache.
+        block_table: int32 ``[N, max_pages]``. Entries that no visible key needs may be anything (so the pages left of a window may
+            be freed); others are clamped into the cache.
         seqused_k: int32 ``[N]``, number of keys with the new ones included, 0 allowed; clamped to ``max_pages * page``.
         cu_seqlens_q: int32 ``[N + 1]``, rising from 0 to at most T; sequences may have no query.
         max_seqlen_q: an upper bound of the queries of a sequence as a host int, by which tiles are chosen; None where unknown.
@@ -323,7 +324,7 @@ def _per_head(scale: Tensor | None, sequences: int, heads_k: int) -> Tensor | No
 # Backends that have paged calls, and where their ops are.
 _HOMES = {
     "reference": "flashsci.backends.reference_paged",
-    "triton": "flashsci.backends.triton.paged_host",
+    "triton": "flashsci.backends.triton.host_paged",
 }
 _LOADED: dict[str, PagedOps] = {}
 

@@ -36,9 +36,11 @@ def _sequence(
 ) -> tuple[Tensor, Tensor]:
     """(out ``[Hq, Lq, Dv]``, lse ``[Hq, Lq]``) of sequence n."""
     q = tensors.q[rows].transpose(0, 1).to(statistics_dtype(tensors.q.dtype))
-    table = tensors.block_table[n]
-    k = gathered(tensors.k_cache, table, length, tensors.k_scale, n, q.dtype)
-    v = gathered(tensors.v_cache, table, length, tensors.v_scale, n, q.dtype)
+    table, first = tensors.block_table[n], 0
+    if scalars.window_left >= 0:  # what no query sees need not be in the cache any more
+        first = max(0, length - q.shape[1] - scalars.window_left)
+    k = gathered(tensors.k_cache, table, length, tensors.k_scale, n, q.dtype)[first:]
+    v = gathered(tensors.v_cache, table, length, tensors.v_scale, n, q.dtype)[first:]
     options = Scalars(
         -1, -1, scalars.scale, scalars.softcap, scalars.window_left, scalars.window_right, True, 0.0, "default", False
     )  # fmt: skip

@@ -100,9 +100,12 @@ class PagedInputs:
         return edges
 
     def rows(self, n: int, cache: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a cache holds of sequence n, ``[Sk, Hk, D]``, not scaled."""
-        used = int(self.options["seqused_k"][n])
-        j = torch.arange(used, device=cache.device)
+        """What a cache holds of sequence n from its first visible key on, ``[keys, Hk, D]``, not scaled."""
+        j = visible_keys(
+            self.edges[n + 1] - self.edges[n],
+            int(self.options["seqused_k"][n]),
+            (self.options["window"] or (None,))[0],
+        ).to(cache.device)
         page = self.options["block_table"][n, j // cache.shape[1]].long()
         slots = page.clamp(0, cache.shape[0] - 1) * cache.shape[1] + j % cache.shape[1]
         return cache.to(dtype).flatten(0, 1)[slots]
@@ -110,24 +113,24 @@ class PagedInputs:
     def packed(self) -> Inputs:
         """The same attention as a packed call, with keys and values gathered and in q's dtype."""
         given, dtype = self.options, self.q.dtype
-        used, edges = given["seqused_k"].tolist(), self.edges
+        edges = self.edges
         k_scale, v_scale = given.get("k_scale"), given.get("v_scale")
         common = 1.0 if k_scale is None else k_scale.flatten()[0].item()
         extra = given.get("sink") is not None
         keys, values, biases = [], [], []
-        for n, length in enumerate(used):
+        for n in range(len(edges) - 1):
             k = self.rows(n, self.k_cache, dtype) * _row(k_scale, n, common).to(self.q)
             v = self.rows(n, self.v_cache, dtype) * _row(v_scale, n, 1.0).to(self.q)
             keys.append(pad(k, (0, 0, 0, 0, 0, int(extra))))
             values.append(pad(v, (0, 0, 0, 0, 0, int(extra))))
             if extra:
-                biases.append(self._sink_bias(edges[n + 1] - edges[n], length))
+                biases.append(self._sink_bias(edges[n + 1] - edges[n], len(k)))
         options: dict[str, Any] = {"softcap": given.get("softcap"), "align": "lower_right"}
         scale = given.get("scale")
         options["scale"] = (self.q.shape[-1] ** -0.5 if scale is None else scale) * common
         if not extra:
             options |= {"causal": given["causal"], "window": given["window"]}
-        lengths = torch.tensor([n + extra for n in used], device=self.q.device)
+        lengths = torch.tensor([len(k) for k in keys], device=self.q.device)
         return Inputs(
             self.q[: edges[-1]], torch.cat(keys), torch.cat(values), bias=torch.cat(biases, 1) if extra else None,
             cu_seqlens_q=given["cu_seqlens_q"], cu_seqlens_k=pad(lengths.cumsum(0), (1, 0)).int(), options=options,
@@ -144,6 +147,12 @@ class PagedInputs:
 
     def judge(self, fused: bool) -> PagedJudge:
         return PagedJudge(self, fused)
+
+
+def visible_keys(queries: int, length: int, left: int | None) -> Tensor:
+    """Positions of the keys that are right of the window's left side for some query."""
+    first = 0 if left is None else max(0, length - queries - left)
+    return torch.arange(min(first, length), length)
 
 
 def _row(scale: Tensor | None, n: int, common: float) -> Tensor:
@@ -206,7 +215,7 @@ def make_paged_inputs(case: PagedCase, device: torch.device | str = "cpu") -> Pa
     table, pages = _table(case, random)
     used = torch.zeros(pages * case.page, dtype=torch.bool)
     for n, length in enumerate(case.lens_k):
-        j = torch.arange(length)
+        j = visible_keys(case.lens_q[n], length, _left(case))
         used[table[n, j // case.page].long().clamp(0, pages - 1) * case.page + j % case.page] = True
 
     def cache(width: int) -> Tensor:
@@ -245,6 +254,10 @@ def _window(case: PagedCase) -> dict[str, Any]:
     return {"causal": kind in ("causal", "left"), "window": window[kind]}
 
 
+def _left(case: PagedCase) -> int | None:
+    return case.left if case.variant.window in ("left", "both") else None
+
+
 def _table(case: PagedCase, random: torch.Generator) -> tuple[Tensor, int]:
     """(block table with garbage where nothing is needed, number of pages)."""
     needed = [-(-length // case.page) for length in case.lens_k]
@@ -260,6 +273,9 @@ def _table(case: PagedCase, random: torch.Generator) -> tuple[Tensor, int]:
         if case.shared and n:
             common = min(needed[0], count)
             table[n, :common] = table[0, :common]
+        seen = visible_keys(case.lens_q[n], case.lens_k[n], _left(case))
+        if len(seen):  # pages left of every window may be free
+            table[n, : int(seen[0]) // case.page] = GARBAGE[n % len(GARBAGE)]
         if case.outside and count:
             table[n, count // 2] = (-7, pages + 1000)[n % 2]
     return table, pages

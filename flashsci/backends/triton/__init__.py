@@ -45,8 +45,6 @@ def rejects(problem: Problem) -> str | None:
             f"Triton kernels run on CUDA tensors, these are on {problem.device_type}; move them, or use "
             "backend='sdpa' or 'reference'"
         )
-    if problem.paged:
-        return "it has no kernels for a paged cache yet; use backend='reference'"
     if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return (
             f"the Triton kernels compute in float16, bfloat16 and float32, not {str(problem.dtype).removeprefix('torch.')}; "
@@ -65,5 +63,17 @@ def rejects(problem: Problem) -> str | None:
         return (
             f"head dims up to {launch.MAX_HEAD_DIM} are supported, got {problem.head_dim} and {problem.head_dim_v}; "
             "use backend='sdpa' or 'reference'"
+        )
+    return _paged_rejects(problem) if problem.paged else None
+
+
+def _paged_rejects(problem: Problem) -> str | None:
+    if max(problem.head_dim, problem.head_dim_v) > 256:
+        return f"paged calls have head dims up to 256, got {problem.head_dim} and {problem.head_dim_v}; use backend='reference'"
+    eight_bits = problem.cache_dtype is not None and problem.cache_dtype.itemsize == 1
+    if eight_bits and problem.capability is not None and problem.capability < (8, 9):
+        return (
+            f"sm_{problem.capability[0]}{problem.capability[1]} has no instructions for 8-bit floats (sm_89 and newer have); keep "
+            "the cache in 16 bits"
         )
     return None

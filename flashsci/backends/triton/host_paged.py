@@ -1,0 +1,238 @@
+"""From the tensors of a paged call to its launches. What depends on shapes, strides and options alone is worked out once and
+remembered; lengths and pages are read on the device."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from flashsci import paged_ops
+from flashsci.paged_ops import PagedScalars, PagedTensors
+
+from . import launch
+from .arguments import Chunks, Features
+from .host_launch import Device, Launch, device_of
+from .paged import PagedMod, PagedSizes, PagedStrides, paged_combine_kernel, paged_kernel
+from .paged_cache import CacheSizes, CacheStrides, write_cache_kernel
+from .scores import ABSENT
+
+UNBOUNDED = 1 << 30  # a window side that never cuts
+# Tiles of up to FEW rows: (BLOCK_N, warps, stages) for head dims up to the key. Keys stream through them, and two or more programs
+# fit on a processor. Not timed yet.
+FEW = 32
+FEW_ROWS = {
+    "turing": {64: (64, 4, 1), 128: (32, 4, 1), 256: (16, 4, 1)},
+    "ampere": {64: (64, 4, 3), 128: (64, 4, 2), 256: (32, 4, 2)},
+    "hopper": {64: (64, 4, 4), 128: (64, 4, 3), 256: (32, 4, 3)},
+    "fp32": {64: (32, 4, 2), 128: (32, 4, 1), 256: (16, 4, 1)},
+    "interpreter": {256: (16, 4, 1)},
+}
+# Programs for each processor below which keys are split. Decode: lengths differ, and a long sequence must not be left over at the
+# end. Prompts: to fill the device, no further.
+PROGRAMS_OF_FEW, PROGRAMS_OF_MANY = 16, 2
+MOST_SPLITS = 64
+SPLIT_KEYS = 256  # of a split, at least
+COMBINED_ROWS = 4
+
+
+class Tiles(NamedTuple):
+    few: bool  # rows of a sequence
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def tiles(
+    device: Device, dtype: torch.dtype, precision: str, dims: tuple[int, int], rows: int, keys: int
+) -> Tiles:
+    """Of a call whose sequences have about so many rows, (query, head) pairs that share a key head, and at most so many keys."""
+    if rows > FEW:
+        found = launch.config(
+            "forward", device.capability, dtype, precision, *dims, False, rows, keys
+        )
+        return Tiles(False, *found[:4])
+    if device.capability is None:
+        name = "interpreter"
+    elif dtype == torch.float32:
+        name = "fp32"
+    else:
+        name = {7: "turing", 8: "ampere"}.get(device.capability[0], "hopper")
+    table = FEW_ROWS[name]
+    return Tiles(True, 16 if rows <= 16 else 32, *table[min(d for d in table if d >= max(dims))])
+
+
+def splits_of(device: Device, few: bool, programs: int, keys: int, block_n: int) -> tuple[int, int]:
+    """(splits of the keys, keys that each has at least)."""
+    if device.capability is None:  # so that small tests have several
+        return max(1, min(3, keys // (2 * block_n))), 2 * block_n
+    wanted = (PROGRAMS_OF_FEW if few else PROGRAMS_OF_MANY) * device.processors
+    fill = -(-wanted // max(programs, 1))
+    return max(1, min(fill, MOST_SPLITS, keys // SPLIT_KEYS)), SPLIT_KEYS
+
+
+def vector_of(width: int, strides: tuple[int, ...], itemsize: int) -> int:
+    """How many elements a load may take at once."""
+    vector = 16 // itemsize
+    return vector if all(s % vector == 0 for s in (width, *strides)) else 1
+
+
+def chunks_of(width: int, deep: bool, *vectors: int) -> list[Chunks]:
+    """The same split of a head dim for tensors of these vectors."""
+    d0, d1 = launch.head_chunks(width, min(vectors) > 1, deep)
+    return [Chunks(d0, d1, d0 + d1 != width, vector) for vector in vectors]
+
+
+def unbounded(side: int) -> int:
+    return UNBOUNDED if side < 0 else min(side, UNBOUNDED)
+
+
+class Plan:
+    """What the launches of one kind of call share. Made by `plan`."""
+
+    def __init__(
+        self,
+        device,
+        dtype,
+        cache_dtype,
+        q_shape,
+        k_shape,
+        dim_v,
+        table_shape,
+        strides,
+        scale_strides,
+        scalars,
+    ):
+        (self.total, self.heads, dim), (pages, page, heads_k, _) = q_shape, k_shape
+        (sequences, columns), self.dim_v = table_shape, dim_v
+        self.device, self.group = device, self.heads // heads_k
+        self.empty = self.total * self.heads * sequences == 0
+        self.launches: dict[bool, tuple[Launch, Launch | None]] = {}
+        turing = device.capability is not None and device.capability < (8, 0)
+        precision = "tf32" if dtype != torch.float32 else "ieee" if turing else "tf32x3"
+        keys = columns * page
+        longest = scalars.max_seqlen_q
+        if longest < 0:
+            longest = -(-2 * self.total // max(sequences, 1))
+        tile = tiles(device, dtype, precision, (dim, dim_v), longest * self.group, keys)
+        slots = self.total * self.group // tile.block_m + sequences + 2
+        full = -(-longest * self.group // tile.block_m) * sequences
+        programs = min(slots, full) * heads_k
+        self.splits, split_keys = splits_of(device, tile.few, programs, keys, tile.block_n)
+
+        q_strides, k_strides, v_strides, out_strides = strides
+        deep = precision != "tf32x3"
+        q_chunks, k_chunks = chunks_of(
+            dim, deep, vector_of(dim, q_strides, dtype.itemsize), vector_of(dim, k_strides, cache_dtype.itemsize)
+        )  # fmt: skip
+        of_out = vector_of(dim_v, out_strides, dtype.itemsize)
+        v_chunks, out_chunks, part_chunks = chunks_of(
+            dim_v, deep, vector_of(dim_v, v_strides, cache_dtype.itemsize), of_out, vector_of(dim_v, (), 4)
+        )  # fmt: skip
+        window = 1 if scalars.window_left < 0 else 2
+        window = 0 if scalars.window_left < 0 and scalars.window_right < 0 else window
+        sizes = PagedSizes(
+            sequences, self.total, pages, page, columns, heads_k, self.group, dim, dim_v, slots, self.splits, split_keys,
+            (0, 1, self.total), *scale_strides,
+        )  # fmt: skip
+        of_parts = (self.total * self.heads * dim_v, self.heads * dim_v, dim_v)
+        parted = self.splits > 1
+        self.main = Launch(paged_kernel, slots * heads_k * self.splits, {
+            "strides": PagedStrides(q_strides, k_strides, v_strides, of_parts if parted else (0, *out_strides)),
+            "sizes": sizes._replace(lse_strides=(self.total * self.heads, self.heads, 1)) if parted else sizes,
+            "mod": PagedMod(scalars.scale, scalars.softcap, unbounded(scalars.window_left), unbounded(scalars.window_right)),
+            "F": Features(
+                VARLEN=True, WINDOW=window, SOFTCAP=scalars.softcap > 0, DROPOUT=False, ACCURATE=dtype == torch.float32,
+                BIAS=ABSENT.value, BIAS_VECTOR=0, RAGGED=False, MASK=ABSENT.value, MASK_VECTOR=0,
+            ),
+            "Q": q_chunks, "K": k_chunks, "V": v_chunks, "R": part_chunks if parted else out_chunks, "SPLIT": parted,
+            "PRECISION": precision, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+            "num_warps": tile.warps, "num_stages": tile.stages,
+        })  # fmt: skip
+        self.combine = Launch(paged_combine_kernel, -(-self.total * self.heads // COMBINED_ROWS), {
+            "strides": PagedStrides(q_strides, k_strides, v_strides, (0, *out_strides)), "sizes": sizes, "R": out_chunks,
+            "WIDTH": triton.next_power_of_2(dim_v), "SPLITS": triton.next_power_of_2(self.splits), "ROWS": COMBINED_ROWS,
+            "num_warps": 4, "num_stages": 2,
+        })  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(device: torch.device, *kind) -> Plan:
+    return Plan(device_of(device), *kind)
+
+
+def current(device: torch.device):
+    """A context with that device current."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return nullcontext()
+
+
+def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tensor:
+    """Fills ``out`` and returns the lse."""
+    q, k, v, table, used, cu_seqlens_q, sink, k_scale, v_scale = tensors
+    lse = paged_ops.empty_lse(q, scalars.return_lse)
+    found = plan(
+        q.device, q.dtype, k.dtype, tuple(q.shape), tuple(k.shape), v.shape[-1], tuple(table.shape),
+        (q.stride()[:2], k.stride()[:3], v.stride()[:3], out.stride()[:2]),
+        tuple((0, 0) if s is None else s.stride() for s in (k_scale, v_scale)), scalars,
+    )  # fmt: skip
+    if found.empty:
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return lse
+    wanted = lse if scalars.return_lse else None
+    with current(q.device):
+        if found.splits == 1:
+            found.main(q, k, v, table, used, cu_seqlens_q, sink, k_scale, v_scale, out, wanted)
+            return lse
+        shape = found.splits, found.total, found.heads
+        part_out = q.new_empty((*shape, found.dim_v), dtype=torch.float32)
+        part_lse = q.new_empty(shape, dtype=torch.float32)
+        found.main(q, k, v, table, used, cu_seqlens_q, sink, k_scale, v_scale, part_out, part_lse)
+        found.combine(part_out, part_lse, cu_seqlens_q, sink, out, wanted)
+    return lse
+
+
+@functools.lru_cache(maxsize=4096)
+def write_launch(shape, dims, key_dtype, cache_dtype, cache_shape, strides, scale_strides) -> Launch:  # fmt: skip
+    """For tokens ``[T, Hk]`` of head dims (D, Dv)."""
+    tokens, heads = shape
+    most = torch.finfo(cache_dtype).max if cache_dtype in paged_ops.FP8 else 0.0
+    width, width_v = (triton.next_power_of_2(d) for d in dims)
+    at_once = max(1, min(triton.next_power_of_2(heads), 4096 // max(width, width_v)))
+    return Launch(write_cache_kernel, tokens, {
+        "strides": CacheStrides(*strides),
+        "sizes": CacheSizes(*cache_shape, heads, *dims, *scale_strides),
+        "MOST": most, "HEADS": at_once, "WIDTH": width, "WIDTH_V": width_v, "num_warps": 4,
+    })  # fmt: skip
+
+
+def write_kv_cache(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    tokens, heads = slot_mapping.shape[0], key.shape[1]
+    if not tokens:
+        return
+    run = write_launch(
+        (tokens, heads), (key.shape[-1], value.shape[-1]), key.dtype, k_cache.dtype, tuple(k_cache.shape[:2]),
+        (key.stride()[:2], value.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3]),
+        tuple(0 if s is None else s.stride(0) for s in (k_scale, v_scale)),
+    )  # fmt: skip
+    with current(key.device):
+        run(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+_KEYS = ("CUDA", "CPU") if triton.knobs.runtime.interpret else ("CUDA",)
+OPS = paged_ops.define("triton", attention, write_kv_cache, _KEYS)

@@ -1,0 +1,117 @@
+"""The paged kernels compile for every target architecture, without a GPU: test_triton_aot.py's way, with launches of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+KERNELS = {"paged_kernel", "paged_combine_kernel", "write_cache_kernel"}
+MOST_SHARED = {75: 64, 80: 163, 90: 227}
+
+
+def calls(architecture: int):
+    """(name, dtype, cache dtype or "", (D, Dv), queries of a sequence, options) that together take every branch."""
+    main = "float16" if architecture == 75 else "bfloat16"
+    yield "decode", main, "", (128, 128), 1, {}
+    yield "decode, fp16", "float16", "", (64, 64), 1, {"sink": True, "return_lse": False}
+    yield "decode, one split", main, "", (128, 128), 1, {"sequences": 2000, "sink": True}
+    yield "prompts", main, "", (128, 128), 100, {}
+    yield "window", main, "", (96, 40), 20, {"window_left": 100, "softcap": 9.0, "sink": True}
+    yield "wide", main, "", (192, 128), 300, {"window_right": -1}
+    if architecture == 90:
+        yield "widest", main, "", (256, 256), 1, {}
+        yield "fp32", "float32", "", (64, 64), 1, {}
+        for cache in ("float8_e4m3fn", "float8_e5m2"):
+            yield f"{cache}, decode", main, cache, (128, 128), 1, {}
+            yield f"{cache}, prompts", "float16", cache, (64, 64), 100, {"softcap": 9.0}
+
+
+def run(torch, host, dtype, cache_dtype, dims, queries, options) -> None:
+    """One call of both raw ops, on caches that have keys and values in one row."""
+    sequences = options.get("sequences", 4)
+    dtype, cache_dtype = getattr(torch, dtype), getattr(torch, cache_dtype or dtype)
+    joint = torch.zeros(30, 16, 2, sum(dims), dtype=cache_dtype)
+    caches = joint.split(dims, -1)
+    q = torch.zeros(sequences * queries, 8, dims[0], dtype=dtype)
+    out = torch.zeros(*q.shape[:-1], dims[1], dtype=dtype)
+    table = torch.zeros(sequences, 256, dtype=torch.int32)
+    used = torch.zeros(sequences, dtype=torch.int32)
+    edges = torch.zeros(sequences + 1, dtype=torch.int32)
+    scales = (None, None) if cache_dtype == dtype else (torch.ones(()).expand(sequences, 2),) * 2
+    sink = torch.zeros(8) if options.get("sink") else None
+    scalars = host.PagedScalars(
+        queries, 0.1, options.get("softcap", 0.0), options.get("window_left", -1), options.get("window_right", 0),
+        options.get("return_lse", True),
+    )  # fmt: skip
+    tensors = host.PagedTensors(q, *caches, table, used, edges, sink, *scales)
+    host.attention(tensors, out, scalars)
+    new = torch.zeros(5, 2, sum(dims), dtype=dtype).split(dims, -1)
+    host.write_kv_cache(
+        *new, *caches, torch.zeros(5).long(), *(s if s is None else s[0] for s in scales)
+    )
+
+
+def compile_for(architecture: int) -> list[dict]:
+    import torch
+
+    sys.path.insert(0, str(SCRIPTS))
+    from compare_triton import compile_one, recorder
+
+    _, launched = recorder(architecture)
+    from flashsci.backends.triton import host_launch, host_paged
+    from flashsci.backends.triton.arguments import RUNTIME
+
+    device = host_launch.Device(0, divmod(architecture, 10), 50 << 20, 132)
+    host_paged.device_of = lambda _: device
+    report = []
+    for call, *kind in calls(architecture):
+        launched.clear()
+        run(torch, host_paged, *kind)
+        for kernel, args, options in launched:
+            fixed = constants(kernel, args, options, architecture)
+            found = compile_one(kernel, args, options, architecture)
+            report.append({"call": call, "sizes": sorted(fixed & set(RUNTIME)), "stages": options.get("num_stages", 1)} | found)  # fmt: skip
+    return report
+
+
+def constants(kernel, args, options, architecture: int) -> set[str]:
+    """Names of the arguments in which something is compiled in."""
+    from compare_triton import described
+    from triton.backends.compiler import GPUTarget
+
+    source, _ = described(kernel, args, options, GPUTarget("cuda", architecture, 32))
+    return {kernel.arg_names[path[0]] for path in (*source.constants, *source.attrs)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", MOST_SHARED)
+def test_compiles(architecture):
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as cache:
+        environment["TRITON_CACHE_DIR"] = cache
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+        command = [sys.executable, __file__, str(architecture)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert {entry["kernel"] for entry in report} == KERNELS
+    assert all(entry["shared"] <= MOST_SHARED[architecture] * 1024 for entry in report), report
+    # A kernel serves every size.
+    assert not any(entry["sizes"] for entry in report), report
+    narrow = [e for e in report if "wid" not in e["call"] and e["call"] != "fp32"]
+    assert not any(entry["stack"] for entry in narrow), [e for e in narrow if e["stack"]]
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):
+        result = compile_for(int(sys.argv[1]))
+    print(json.dumps(result))
