@@ -31,6 +31,8 @@ from vllm.v1.attention.backend import (
 )
 
 from flashsci.paged import paged_attention, write_kv_cache
+from flashsci.problem import Problem
+from flashsci.registry import BACKENDS
 from flashsci.varlen import varlen_attention
 
 PATH = f"{__name__}.FlashSciBackend"
@@ -178,7 +180,14 @@ class FlashSciBackend(AttentionBackend):
     ) -> str | None:
         if kv_cache_dtype in ("float16", "bfloat16") and dtype != getattr(torch, kv_cache_dtype):
             return f"a cache of {kv_cache_dtype} beside a model of {dtype} (--kv-cache-dtype auto takes the model's)"
-        return None
+        if device_capability is None:  # on the CPU the reference serves everything
+            return None
+        capability = device_capability.major, device_capability.minor
+        stored = FP8.get(kv_cache_dtype, dtype)
+        call = Problem(
+            "cuda", capability, dtype, 1, 1, head_size, head_size, paged=True, cache_dtype=stored
+        )
+        return BACKENDS["triton"].rejects(call, anywhere=True)
 
 
 @dataclass

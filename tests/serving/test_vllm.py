@@ -289,6 +289,14 @@ def test_what_vllm_is_told():
     assert reasons(head_size=576) == ["head_size not supported"]
     assert reasons(block_size=8) == ["block_size not supported"]
     assert reasons(use_mla=True) == ["MLA not supported"]
+    hopper, turing = (
+        SimpleNamespace(major=major, minor=minor) for major, minor in ((9, 0), (7, 5))
+    )
+    assert reasons(kv_cache_dtype="fp8", device_capability=hopper) == []
+    assert reasons(device_capability=turing) == []
+    assert len(reasons(kv_cache_dtype="fp8", device_capability=turing)) == 1
+    (reason,) = reasons(dtype=torch.bfloat16, device_capability=turing)
+    assert "no bfloat16 instructions" in reason
     (reason,) = reasons(kv_cache_dtype="bfloat16")
     assert "bfloat16 beside a model of torch.float16" in reason
 
