@@ -18,16 +18,18 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from flashsci.check.judging import judge_case
+from flashsci.check.judging import judge_case, judge_paged_case
 from flashsci.check.suite import run
 from flashsci.check.units import kernels_here
-from flashsci.testing import Case, Variant
+from flashsci.testing import Case, PagedCase, PagedVariant, Variant
 
 
 def reproduce(text: str, backends: Sequence[str], device: str, say: Any = print) -> int:
     """Judge one case given as the report prints it."""
-    case = eval(text, {"Case": Case, "Variant": Variant})
-    tallies = judge_case(case, backends, device)
+    names = {x.__name__: x for x in (Case, Variant, PagedCase, PagedVariant)}
+    case = eval(text, names)
+    judge = judge_paged_case if isinstance(case, PagedCase) else judge_case
+    tallies = judge(case, backends, device)
     for name, tally in tallies.items():
         what = [f["problem"] for f in tally.failures] or list(tally.refused) or ["right"]
         say(f"{name}: " + "\n  ".join(what))
@@ -50,6 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="no traps: for a part beside a run that sprang them",
     )
     parser.add_argument("--cases", type=int, default=2000, help="generated problems (default 2000)")
+    parser.add_argument(
+        "--paged",
+        type=int,
+        metavar="N",
+        help="only N generated calls of paged attention, as a part of that name",
+    )
     parser.add_argument("--out", default="reports/gpu-check.json", help="where the report goes")
     parser.add_argument(
         "--seed",
@@ -73,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if options.reproduce:
         return reproduce(options.reproduce, backends or kernels_here(), options.device)
+    if options.paged is not None:
+        options.unit, options.cases, options.cases_only = "paged", options.paged, True
     return run(
         options.unit,
         options.cases,

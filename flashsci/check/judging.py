@@ -17,9 +17,11 @@ from flashsci.testing import (
     TRAPS,
     Case,
     Judge,
+    PagedCase,
     Skipped,
     evaluate,
     make_inputs,
+    make_paged_inputs,
     poisoned_memory,
 )
 from flashsci.testing.bounds import PLAIN
@@ -88,6 +90,35 @@ def judge_case(
             tally.see(tensor, (found.ratios[0],))
             if found.problem:
                 tally.fail(case, found.problem)
+    return dict(tallies)
+
+
+def judge_paged_case(case: PagedCase, backends: Sequence[str], device: str) -> dict[str, Tally]:
+    """Judge one paged case on several backends: out, lse, and what is written into a cache, bit by bit."""
+    tallies: dict[str, Tally] = defaultdict(Tally)
+    inputs = make_paged_inputs(case, device)
+    judge = None
+    for name in backends:
+        tally = tallies[name]
+        try:
+            with poisoned_memory(cuda_bytes=0):
+                results = inputs.evaluate(name)
+                written = inputs.written(name)
+        except BackendError as error:
+            tally.refuse(_reason(error))
+            continue
+        except Exception:
+            tally.fail(case, traceback.format_exc(limit=-3))
+            continue
+        judge = judge or inputs.judge(fused=True)
+        tally.cases += 1
+        for found in judge.findings(results):
+            x = judge.part(results)[found.tensor]
+            tally.see(found.tensor, found.ratios, judge.judge.catches(found.tensor, x, SCALED))
+        for problem in judge.problems(results):
+            tally.fail(case, problem)
+        if not torch.equal(written, inputs.written("reference")):
+            tally.fail(case, "write_kv_cache stores other bytes than the reference")
     return dict(tallies)
 
 

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from flashsci.testing import Case, generate, second_order_variants, variants
+from flashsci.testing import (
+    Case,
+    PagedCase,
+    generate,
+    generate_paged,
+    second_order_variants,
+    variants,
+)
 from flashsci.testing.cases import (
     BULK_LENGTHS,
     LARGE_LENGTHS,
@@ -19,7 +26,9 @@ from flashsci.testing.cases import (
 )
 from flashsci.testing.coverage import VIEWS
 
-Plan = tuple[list[Case], tuple[str, ...]]  # cases, and the backends that are judged by them
+Plan = tuple[
+    list[Case] | list[PagedCase], tuple[str, ...]
+]  # cases, and the backends that are judged by them
 DTYPE_OF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -93,6 +102,11 @@ def _aligned(case: Case) -> Case:
     """Rows at multiples of 16 bytes, which Hopper's copies need; as drawn in other respects."""
     kept = lambda layout: "bshd" if layout == "shifted" else layout  # noqa: E731
     return replace(case, layout=kept(case.layout), layouts=tuple(map(kept, case.layouts)))
+
+
+def paged_plan(count: int, seed: int, backends: Sequence[str]) -> Plan:
+    """Cases of paged attention, for the backends that have it."""
+    return list(generate_paged(seed, count)), tuple(b for b in backends if b == "triton")
 
 
 def plans_of(

@@ -89,9 +89,9 @@ def run(
     """Check and write the report; 0 when all is right, 1 with failures, 2 when it cannot run here.
 
     Args:
-        unit: one unit of ``flashsci.digest.units()``, the start of its name, or "second_order"; None for all.
+        unit: one unit of ``flashsci.digest.units()``, the start of its name, "second_order" or "paged"; None for all.
         cases: how many generated problems; where Hopper's kernels are, a run of all units takes 7 of 20 for them alone and
-            3 of 20 for the fp32 kernels; it adds a tenth as many of second order.
+            3 of 20 for the fp32 kernels; it adds a tenth as many of second order, and a twentieth of paged attention.
         out: where the report goes; None for nowhere. A part (see ``part``) is added to the report that is there.
         seed: of the generator; None for today's date as a number, behind which a part has three digits more. The report
             names it.
@@ -134,7 +134,15 @@ def run(
         for t in judging.TRAPS.values()
         if not cases_only and t.order in orders and (device == "cuda" or not (t.cuda or t.slow))
     ]
-    plans = planning.plans_of(cases, seed, device, unit, orders, backends)
+    paged = {u for u in chosen if u.startswith(units.GROUPS["paged"])}
+    if len(paged) == len(chosen):
+        plans = [planning.paged_plan(cases, seed, backends)]
+    else:
+        plans = planning.plans_of(cases, seed, device, unit, orders, backends)
+        if paged and cases >= 20:
+            plans.append(planning.paged_plan(cases // 20, seed, backends))
+        else:  # too few to say anything of them
+            chosen = {u: found for u, found in chosen.items() if u not in paged}
     results = Results(sum(len(planned) for planned, _ in plans), say)
     _execute(plans, traps, backends, device, order, workers, minutes, results)
     found = {

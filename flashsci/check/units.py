@@ -9,7 +9,7 @@ from flashsci.registry import BACKENDS
 
 KERNELS = ("triton", "cuda")  # backends of our own
 # Names for several units: the starts of theirs.
-GROUPS = {"second_order": ("triton/jvp", "triton/double_backward_")}
+GROUPS = {"second_order": ("triton/jvp", "triton/double_backward_"), "paged": ("triton/paged",)}
 
 
 def chosen_units(unit: str | None) -> dict[str, str]:

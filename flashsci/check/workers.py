@@ -17,7 +17,7 @@ import torch
 
 from flashsci.check import judging
 from flashsci.check.tally import Tally
-from flashsci.testing import Case, Variant
+from flashsci.testing import Case, PagedCase, PagedVariant, Variant
 from flashsci.testing.coverage import Coverage
 
 
@@ -26,9 +26,11 @@ def longest_first(tasks: list[Any]) -> list[Any]:
     return sorted(tasks, key=lambda task: -len(task[2]) * sum(map(_work_of, task[1])))
 
 
-def tasks_of(cases: Iterable[Case], backends: Sequence[str], device: str, order: int) -> list[Any]:
+def tasks_of(
+    cases: Iterable[Case | PagedCase], backends: Sequence[str], device: str, order: int
+) -> list[Any]:
     """Cases grouped by variant: a worker compiles what it runs."""
-    groups: dict[Variant, list[Case]] = defaultdict(list)
+    groups: dict[Variant | PagedVariant, list[Case | PagedCase]] = defaultdict(list)
     for case in cases:
         groups[case.variant].append(case)
     # Where nothing is compiled, nothing keeps a variant together.
@@ -40,7 +42,7 @@ def tasks_of(cases: Iterable[Case], backends: Sequence[str], device: str, order:
     ]
 
 
-def _work_of(case: Case) -> float:
+def _work_of(case: Case | PagedCase) -> float:
     """What a case costs, roughly: scores by head dims; fp32 kernels take the longest to compile."""
     dims = 64 + case.variant.head_dim + case.variant.head_dim_v
     return (case.scores + (1 << 18)) * dims * (2 if case.variant.dtype == "float32" else 1)
@@ -58,7 +60,10 @@ def work(task: tuple[Any, ...]) -> tuple[str, Any]:
     coverage = Coverage()
     for case in cases:
         try:
-            found = judging.judge_case(case, backends, device, order, coverage)
+            if isinstance(case, PagedCase):
+                found = judging.judge_paged_case(case, backends, device)
+            else:
+                found = judging.judge_case(case, backends, device, order, coverage)
         except Exception:
             found = {backends[0]: Tally()}
             found[backends[0]].fail(case, traceback.format_exc(limit=-3))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flashsci.testing.bounds import PLAIN, Judge
+from flashsci.testing.bounds import PLAIN, Finding, Judge
 from flashsci.testing.cases import Choices, SeededChoices, T
 from flashsci.testing.formula import _visible
 from flashsci.testing.inputs import Inputs
@@ -145,6 +145,25 @@ class PagedInputs:
         sink = self.options["sink"].float()[:, None, None].expand(-1, length_q, 1)
         return torch.cat((hidden.expand(len(sink), -1, -1), sink), -1).flatten(1)
 
+    def written(self, backend: str) -> Tensor:
+        """The bytes of new caches, keys and values in one row, after a backend has written random tokens into them."""
+        import flashsci
+
+        random = torch.Generator().manual_seed(0)
+        pages, page, heads = self.k_cache.shape[:3]
+        dims, device = (self.k_cache.shape[-1], self.v_cache.shape[-1]), self.q.device
+        joint = torch.zeros(pages, heads, page, sum(dims), device=device).to(self.k_cache.dtype)
+        slots = torch.randperm(pages * page, generator=random)[: pages * page // 2 + 1]
+        slots[::7] = torch.tensor((-1, pages * page, -(2**40), 2**40)).repeat(len(slots))[: len(slots[::7])]  # fmt: skip
+        new = 100 * torch.randn(len(slots) + 1, heads, sum(dims), generator=random)
+        key, value = new.to(device, self.q.dtype).split(dims, -1)
+        scales = {n: s[0] if s.dim() == 2 else s for n, s in self.options.items() if n in ("k_scale", "v_scale")}  # fmt: skip
+        k_cache, v_cache = joint.transpose(1, 2).split(dims, -1)
+        flashsci.write_kv_cache(
+            key, value, k_cache, v_cache, slots.to(device), **scales, backend=backend
+        )
+        return joint.view(torch.uint8)
+
     def judge(self, fused: bool) -> PagedJudge:
         return PagedJudge(self, fused)
 
@@ -178,11 +197,14 @@ class PagedJudge:
     def problems(self, results: dict[str, Tensor]) -> list[str]:
         """What is wrong with out and lse, rows of no sequence included."""
         out, lse = results["out"], results["lse"]
-        found = self.judge.findings(self.part(results))
-        problems = [f.problem for f in found if f.problem]
+        problems = [f.problem for f in self.findings(results) if f.problem]
         if out[self.total :].any() or not bool((lse[:, self.total :] == -torch.inf).all()):
             problems.append("rows of no sequence must have out 0 and lse -inf")
         return problems
+
+    def findings(self, results: dict[str, Tensor]) -> list[Finding]:
+        """Of out and lse in the rows that belong to sequences."""
+        return self.judge.findings(self.part(results))
 
     def part(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
         """The rows that belong to sequences."""
@@ -195,7 +217,7 @@ class PagedJudge:
 
 
 def judge_paged(case: PagedCase, backend: str, device: torch.device | str = "cpu") -> None:
-    """Run one case on a backend and require the two-error rule of out and lse.
+    """Run one case on a backend and require the two-error rule of out and lse, and the reference's bytes of a written cache.
 
     Raises:
         AssertionError: a result that is wrong, with the case.
@@ -203,6 +225,8 @@ def judge_paged(case: PagedCase, backend: str, device: torch.device | str = "cpu
     """
     inputs = make_paged_inputs(case, device)
     problems = inputs.judge(backend not in PLAIN).problems(inputs.evaluate(backend))
+    if not torch.equal(inputs.written(backend), inputs.written("reference")):
+        problems.append("write_kv_cache stores other bytes than the reference")
     assert not problems, "\n".join([*problems, repr(case)])
 
 

@@ -2,7 +2,7 @@
 
 One file per kernel idea: forward.py; backward_preprocess.py (delta), backward_queries.py (dq), backward_keys.py (dk, dv),
 backward_small.py, bias_gradient.py; of the second order jvp.py and double_backward_*.py. They share arguments.py (groups of
-arguments), coord.py (where a program works), chunks.py (tiles of rows), scores.py, dropout.py and tangents.py. launch.py has
+arguments), coord.py (where a program works), chunks.py (tiles of rows), scores.py, dropout.py and tangents.py; paged.py and paged_cache.py, of paged KV caches, too. launch.py has
 the tile sizes, host*.py the launches, checks.py what the raw ops refuse.
 
 With TRITON_INTERPRET=1 in the environment before Triton is imported, the same kernels run on the CPU, slowly, for tests.
@@ -16,7 +16,7 @@ import triton
 from flashsci import ops
 from flashsci.problem import Problem
 
-from . import checks, host, host_second_order, launch
+from . import checks, host, host_paged, host_second_order, launch  # noqa: F401  (defines the ops of paged calls)
 
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED:

@@ -1,13 +1,15 @@
-"""Three repairs of Triton's interpreter (seen in 3.6), imported in interpreter mode only.
+"""Four repairs of Triton's interpreter (seen in 3.6), imported in interpreter mode only.
 
 - It keeps scalars as arrays of one element and calls ``int`` on them, which NumPy 2.4 refuses: loop bounds fail.
 - It replaces parts of triton.language while a kernel runs: two threads would undo each other's. One at a time.
 - It cuts fp32 to bfloat16 toward zero, where every GPU rounds to nearest: results come out too small.
+- It rounds fp32 to 8-bit floats otherwise than to the nearest, ties to even.
 """
 
 import threading
 
 import numpy
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -20,7 +22,13 @@ def _patch_with_index(tensor, scope):
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+_EIGHT_BITS = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+
 def _convert_to_nearest(data, input_dtype, output_dtype, rounding_mode):
+    if input_dtype == tl.float32 and output_dtype in _EIGHT_BITS:
+        exact = torch.from_numpy(numpy.ascontiguousarray(data, dtype=numpy.float32))
+        return exact.to(_EIGHT_BITS[output_dtype]).view(torch.uint8).numpy()
     if (input_dtype, output_dtype) != (tl.float32, tl.bfloat16):
         return _convert_float(data, input_dtype, output_dtype, rounding_mode)
     bits = numpy.ascontiguousarray(data, dtype=numpy.float32).view(numpy.uint32)
