@@ -216,7 +216,7 @@ def describe(
                 f"out must be {q.dtype} {wanted} with a contiguous last dim, got {out.dtype} "
                 f"{arguments.shape_of(out)} with strides {list(out.stride())}"
             )
-    features = options.features(None, None, False) | _features(k_cache)
+    features = options.features(None, None, None, sink, False) | _features(k_cache)
     return registry.call(q, v_cache, heads_q, heads_k, features)
 
 

@@ -34,11 +34,13 @@ def attend(
     if torch.compiler.is_compiling() or transforming():
         from flashsci.autograd import Forward  # imports the compiler
 
-        return with_sink(*Forward.apply(backend, *tensors, *scalars), sink)
+        out, lse = Forward.apply(backend, *tensors, *scalars)
+        return with_sink(out, lse, sink)
     if needs_grad:
         found = SinkForward.apply(backend, scalars, sink, *tensors)
         return found
-    return _in_place(*module.forward(tensors, scalars), sink)
+    out, lse = module.forward(tensors, scalars)
+    return _in_place(out, lse, sink)
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +81,8 @@ class SinkForward(torch.autograd.Function):
     def forward(
         ctx: Any, backend: str, scalars: Scalars, sink: Tensor, *tensors: Any
     ) -> tuple[Tensor, Tensor]:
-        output = _in_place(*registry.kernels(backend).forward(Tensors(*tensors), scalars), sink)
+        out, lse = registry.kernels(backend).forward(Tensors(*tensors), scalars)
+        output = _in_place(out, lse, sink)
         ctx.set_materialize_grads(False)
         ctx.backend, ctx.scalars = backend, scalars
         ctx.save_for_backward(sink, *tensors, *output)
@@ -115,7 +118,8 @@ def _recorded(
     from flashsci.autograd import EagerForward  # imports the compiler
 
     sink, *tensors = given
-    results = with_sink(*EagerForward.apply(backend, scalars, *tensors), sink)
+    out, lse = EagerForward.apply(backend, scalars, *tensors)
+    results = with_sink(out, lse, sink)
     ends = [(x, g) for x, g in zip(results, (dout, dlse), strict=True) if g is not None]
     leaves = [x for x, want in zip(given, wanted, strict=True) if want]
     outputs, cotangents = zip(*ends, strict=True)
