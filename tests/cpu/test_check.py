@@ -409,6 +409,8 @@ def test_what_nobody_serves_needs_no_oracle(monkeypatch):
 def test_paged_calls_are_a_part_of_their_own(tmp_path, capsys, monkeypatch):
     """Judged and counted like others, under the digests of their kernels; a small run of everything leaves them out."""
     monkeypatch.setattr(planning, "generate_paged", lambda seed, n, **_: [PagedCase(seed=i) for i in range(n)])  # fmt: skip
+    digests = {"triton/forward": "1", "triton/paged": "2", "triton/paged_cache": "3"}
+    monkeypatch.setattr(digest, "units", lambda: digests)
     path = tmp_path / "report.json"
     options = ["--paged", "2", "--device", "cpu", "--workers", "1", "--seed", "3", "--out", str(path)]  # fmt: skip
     assert check.main(options) == 0, capsys.readouterr().out
