@@ -54,7 +54,7 @@ def merge(
                 "give out.transpose(0, 1))"
             )
     parts = torch.stack(lses)
-    parts = parts.masked_fill(parts == torch.inf, -torch.inf)
+    parts = parts.masked_fill(parts.isinf(), -torch.inf)  # which also has no gradient
     whole = torch.logsumexp(parts, 0)
     # Of a row without keys the parts are zeros, whatever they are multiplied by.
     shares = (parts - whole.masked_fill(whole == -torch.inf, 0)).exp().unsqueeze(-1)

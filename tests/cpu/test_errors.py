@@ -313,15 +313,15 @@ def test_packed_bias_of_another_size():
 def test_alibi_slopes():
     for kind, message, slopes in (
         (TypeError, "alibi_slopes must be a torch.Tensor or None, got float", 0.5),
-        (TypeError, r"must be float32, got torch.float16; call .float\(\)", draw(2).half()),
-        (TypeError, "got torch.float64", draw(2).double()),
+        (TypeError, r"must be float32, got torch.float16; call .float\(\)", draw(4).half()),
+        (TypeError, "got torch.float64", draw(4).double()),
         (
             ValueError,
             r"alibi_slopes of shape \[3\] does not broadcast to \[..., Hq\] = \[2, 4\]",
             draw(3),
         ),
-        (ValueError, "does not broadcast", draw(1, 2, 2)),
-        (ValueError, "alibi_slopes is on meta but q is on cpu", torch.ones(2, device="meta")),
+        (ValueError, "does not broadcast", draw(1, 2, 4)),
+        (ValueError, "alibi_slopes is on meta but q is on cpu", torch.ones(4, device="meta")),
     ):
         refuses(kind, message, flashsci.attention, Q, K, K, alibi_slopes=slopes)
     x = draw(5, 2, 8)

@@ -25,12 +25,9 @@ def test_parts_are_the_whole(cuts, dtype):
     dlse = torch.randn(2, 4, 9)
     out, lse = flashsci.merge(*zip(*parts_of(q, k, v, cuts), strict=True))
     found = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse.to(lse.dtype)))
-    if (
-        dtype == torch.bfloat16
-    ):  # parts are rounded, and so are the gradients of each, before their sum
-        wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
-        due = flashsci.attention(*wide)
-        assert (out - due).abs().max() < 2**-8 * due.abs().max() and out.dtype == dtype
+    if dtype == torch.bfloat16:  # parts are rounded before their sum, and so are their gradients
+        judged = Judge(Inputs(q, k, v), fused=False).judge("out", out)
+        assert judged.error <= judged.allowed
         return
     judge = Judge(Inputs(q, k, v, dout=dout.detach(), dlse=dlse), fused=False)
     judge.require(dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *found), strict=True)))
