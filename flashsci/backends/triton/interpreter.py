@@ -1,4 +1,4 @@
-"""Four repairs of Triton's interpreter (seen in 3.6), imported in interpreter mode only.
+"""Five repairs of Triton's interpreter (seen in 3.6), imported in interpreter mode only.
 
 - It keeps scalars as arrays of one element and calls ``int`` on them, which NumPy 2.4 refuses: loop bounds fail.
 - It replaces parts of triton.language while a kernel runs: two threads would undo each other's. One at a time.

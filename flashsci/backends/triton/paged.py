@@ -143,7 +143,7 @@ def attend(
             k_rows = widened(load_rows(k_cache, at, inside, sizes.head_dim, K), q_rows[0].dtype)
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             s, _slope = scores(
-                s, rows.query, j, None, None, span, mod, F, False, part != 1, 0 if part == 1 else F.WINDOW, False
+                s, rows.query, j, None, None, None, span, mod, F, False, part != 1, 0 if part == 1 else F.WINDOW, False
             )  # fmt: skip
 
             new_max = tl.maximum(row_max, tl.max(s, 1))
