@@ -1,6 +1,5 @@
 // From raw products q.k to what is exponentiated: scale, softcap, and in which units the running
-// maximum is kept. Turing's forward takes both parts from here, its backward the host's; the newer
-// generations have plans and modes of their own in <kernel>/config.cuh (CONTRIBUTING.md lists them).
+// maximum is kept.
 #pragma once
 #include "softmax.cuh"
 

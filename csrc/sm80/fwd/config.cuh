@@ -68,8 +68,7 @@ struct alignas(128) SharedStorage {
   uint16_t v[C::kStages][C::kBlockK * C::kHeadDim];  // [stage, kBlockK, kHeadDim]
 };
 
-// What the host derives from the parameters, once. With a bias or mask bias_mask_launch.cuh turns
-// the score's factors to powers of two: an addend of a score must follow.
+// What the host derives from the parameters, once.
 struct ForwardPlan {
   uint32_t tiles;     // grid slots of one head
   int score_mode;     // how raw q.k becomes what is exponentiated: ScoreMode

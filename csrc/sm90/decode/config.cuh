@@ -47,7 +47,7 @@ struct alignas(128) DecodeArgs {
   FlashsciForwardParams p;
   DecodePlan plan;
   int score_mode;
-  float score_inner, score_outer;  // of ForwardArgs: scale_scores of fwd/softmax.cuh serves both
+  float score_inner, score_outer;  // ForwardArgs
   float exp_scale;
 };
 
