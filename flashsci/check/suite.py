@@ -135,7 +135,7 @@ def run(
         if not cases_only and t.order in orders and (device == "cuda" or not (t.cuda or t.slow))
     ]
     paged = {u for u in chosen if u.startswith(units.GROUPS["paged"])}
-    if len(paged) == len(chosen):
+    if paged and len(paged) == len(chosen):
         plans = [planning.paged_plan(cases, seed, device, backends)]
     else:
         plans = planning.plans_of(cases, seed, device, unit, orders, backends)

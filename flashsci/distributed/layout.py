@@ -107,6 +107,16 @@ def unshard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous")
     Raises:
         ValueError: shapes or dtypes that differ between ranks elsewhere than in ``dim``, or lengths that are not those of
             the layout.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> import flashsci.distributed as fd
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> fd.unshard(torch.ones(3, 2), mesh, dim=0).shape
+        torch.Size([3, 2])
+        >>> dist.destroy_process_group()
     """
     check_layout(layout)
     group = agreement.group_of(mesh)

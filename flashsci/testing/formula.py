@@ -322,6 +322,10 @@ class Formula:
 
         # Of the results whose products have such factors.
         self.subnormal = {"out": subnormal(pr) @ v_abs}
+        if b.sink is not None:
+            # A share so near 1 that it moves a rounded number by less than a rounding is lost, in every element the same way.
+            lost = torch.clamp((1 - share) / self.unit, max=1.0)
+            self.subnormal["out"] = self.subnormal["out"] + lost * out.detach().abs()
         pr_loose = out_loose = None
         if p_loose is not None and lse_loose is not None:
             pr_loose = p_loose * b.keep

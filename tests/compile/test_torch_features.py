@@ -54,7 +54,7 @@ def test_opcheck_of_the_triton_ops(bias: str | None) -> None:
     extra = None if bias is None else torch.randn(2, 1, 12, 12, device=DEVICE)
     weight = None if bias is None else torch.rand(2, 1, 12, device=DEVICE)
     keys = k.transpose(0, 1).contiguous().transpose(0, 1)
-    tensors = (q, keys, v, extra, weight, *(None,) * 5)
+    tensors = (q, keys, v, extra, weight, *(None,) * 6)
     forward = torch.ops.flashsci.triton_forward.default
     torch.library.opcheck(forward, (*tensors, *SCALARS))
     out, lse = forward(*tensors, *SCALARS)

@@ -218,7 +218,8 @@ def test_features_that_were_refused_do_not_pass_silently():
         pytest.skip("no library")
     q = torch.zeros(1, 4, 8)
     with pytest.raises(
-        flashsci.BackendError, match="no dropout, no key_weight and no bias of packed"
+        flashsci.BackendError,
+        match="no dropout, no key_weight, no alibi_slopes and no bias of packed",
     ):
         backend.forward(ops.Tensors(q, q, q), SCALARS._replace(dropout_p=0.5))
 

@@ -48,7 +48,10 @@ def test_dense_against_row_by_row(part):
             options["keep"] = flashsci.dropout_mask(inputs.dropout_seed, case.dropout_p, shape)
         else:
             del options["dropout_p"]
-        out, lse = naive(**leaves, mask=inputs.mask, **options)
+        if inputs.sink is not None:
+            leaves["sink"] = inputs.sink.requires_grad_()
+        slopes = inputs.alibi_slopes
+        out, lse = naive(**leaves, mask=inputs.mask, alibi_slopes=slopes, **options)
         close(found["out"], out.detach(), case)
         close(found["lse"], lse.detach(), case)
         wanted = {f"d{n}": x for n, x in leaves.items() if x.requires_grad}
@@ -82,9 +85,11 @@ def test_packed_against_one_call_per_sequence():
                 block = inputs.bias[..., columns].reshape(
                     len(inputs.bias), *((1, b) if per_key else (a, b))
                 )
-            weight = inputs.key_weight
+            weight, slopes = inputs.key_weight, inputs.alibi_slopes
+            if slopes is not None and slopes.dim() == 2:
+                slopes = slopes[n if len(slopes) > 1 else 0]
             one = replace(
-                inputs, key_weight=None if weight is None else weight[..., keys], q=inputs.q[rows].transpose(0, 1), k=inputs.k[keys].transpose(0, 1),
+                inputs, alibi_slopes=slopes, key_weight=None if weight is None else weight[..., keys], q=inputs.q[rows].transpose(0, 1), k=inputs.k[keys].transpose(0, 1),
                 v=inputs.v[keys].transpose(0, 1), bias=block, dout=inputs.dout[rows].transpose(0, 1),
                 dlse=None if inputs.dlse is None else inputs.dlse[:, rows], cu_seqlens_q=None, cu_seqlens_k=None,
                 options={k: v for k, v in inputs.options.items() if "seqlen" not in k},
