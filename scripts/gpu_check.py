@@ -39,6 +39,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = "flashsci/_C.so"
 SANITIZERS = ("memcheck", "initcheck", "synccheck")
+GENERATIONS = ("sm75", "sm80", "sm90")
 RACES = "tests/gpu/test_races.py"
 WITHOUT_GPU = (
     "tests/compile/test_build.py",
@@ -80,7 +81,7 @@ def steps(out: Path, runners: Path, workers: int) -> dict[str, Step]:
 
 
 def sanitizers(runners: Path) -> Step:
-    """Every tool over every runner at once: each leaves most of the GPU idle."""
+    """Every tool over the kernels of every generation at once: each leaves most of the GPU idle."""
     tool = shutil.which("compute-sanitizer")
     missing = [name for name in RUNNERS if not (runners / name).is_file()]
     why = None
@@ -89,13 +90,14 @@ def sanitizers(runners: Path) -> Step:
     elif missing:
         why = f"{runners} has no {' and no '.join(missing)}: make build-manual, or --runners FOLDER"
     commands = {
-        f"{kind}-{name.removesuffix('_runner')}": [
-            tool or "compute-sanitizer", "--error-exitcode=9", "--tool", kind, str(runners / name),
+        f"{kind}-{name.removesuffix('_runner')}-{generation}": [
+            tool or "compute-sanitizer", "--error-exitcode=9", "--tool", kind, str(runners / name), generation,
         ]
         for kind in SANITIZERS
         for name in RUNNERS
+        for generation in GENERATIONS
     }  # fmt: skip
-    return Step(300, commands, skipped=why)
+    return Step(500, commands, skipped=why)
 
 
 def take_library(wheel: Path, root: Path = ROOT) -> None:

@@ -42,58 +42,6 @@ struct Case {
 
 enum { kNeedQ = 1, kNeedK = 2, kNeedV = 4, kNeedBias = 8 };
 
-using Numbers = std::vector<float>;
-
-struct Precision {
-  const char* name;
-  int bytes;
-  double eps;
-  uint16_t (*encode)(float);
-  float (*decode)(uint16_t);
-};
-
-// Device memory of exactly the size of a host vector, as elements of a precision; freed at the end.
-struct Device {
-  std::vector<void*> owned;
-  ~Device() {
-    for (void* x : owned) cudaFree(x);
-  }
-  void* bytes(const void* host, size_t size) {
-    void* device = nullptr;
-    CUDA(cudaMalloc(&device, std::max<size_t>(size, 1)));
-    owned.push_back(device);
-    if (host != nullptr) CUDA(cudaMemcpy(device, host, size, cudaMemcpyHostToDevice));
-    return device;
-  }
-  template <class T>
-  T* put(const std::vector<T>& host) {
-    return static_cast<T*>(bytes(host.data(), host.size() * sizeof(T)));
-  }
-  void* numbers(const Numbers& x, const Precision& t) {
-    if (t.bytes == 4) return put(x);
-    std::vector<uint16_t> encoded(x.size());
-    std::transform(x.begin(), x.end(), encoded.begin(), t.encode);
-    return put(encoded);
-  }
-  void* poison(size_t size) {
-    void* device = bytes(nullptr, size);
-    CUDA(cudaMemset(device, 0xff, size));  // NaN in every dtype
-    return device;
-  }
-};
-
-Numbers from_device(const void* device, size_t count, const Precision& t) {
-  Numbers x(count);
-  if (t.bytes == 4) {
-    CUDA(cudaMemcpy(x.data(), device, count * 4, cudaMemcpyDeviceToHost));
-  } else {
-    std::vector<uint16_t> encoded(count);
-    CUDA(cudaMemcpy(encoded.data(), device, count * 2, cudaMemcpyDeviceToHost));
-    std::transform(encoded.begin(), encoded.end(), x.begin(), t.decode);
-  }
-  return x;
-}
-
 // Contiguous strides of shape [B, Hq, Sq, Sk] with 0 where a size is 1.
 FlashsciScoreStrides pair_layout(const std::vector<int>& shape) {
   int64_t stride[4], step = 1;
@@ -120,10 +68,6 @@ struct Unit {
   Launcher launch;
   Sizer workspace;
 };
-
-const Precision kBf16{"bf16", 2, 1.0 / 128, float_to_bf16, bf16_to_float};
-const Precision kFp16{"fp16", 2, 1.0 / 1024, float_to_fp16, fp16_to_float};
-const Precision kFp32{"fp32", 4, 1.0 / (1 << 20), nullptr, nullptr};
 
 const Unit kUnits[] = {
 #ifdef FLASHSCI_HAVE_SM80_BWD_FP16

@@ -1,5 +1,5 @@
 // Standalone check of the forward launchers, without Python or torch: for compute-sanitizer and
-// profilers. Every generation that is linked in and runs on the device takes every case.
+// profilers. Every generation and dtype that is linked in and runs on the device takes every case.
 //
 //   scripts/build_manual.sh   builds build/manual/forward_runner beside the library
 //   compute-sanitizer --tool memcheck|initcheck|synccheck|racecheck build/manual/forward_runner
@@ -43,14 +43,6 @@ struct Case {
   bool padded = false;  // rows of zeros
 };
 
-template <class T>
-T* to_device(const std::vector<T>& host) {
-  T* device = nullptr;
-  CUDA(cudaMalloc(&device, std::max<size_t>(host.size(), 1) * sizeof(T)));
-  CUDA(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
-  return device;
-}
-
 FlashsciScoreStrides pair_strides(const Case& c, const Pair& pair) {
   const int64_t rows = pair.row ? c.seq_q : 1, columns = pair.column ? c.seq_k : 1;
   const int64_t plane = rows * columns;
@@ -70,47 +62,63 @@ int64_t pair_size(const Case& c, const Pair& pair) {
 }
 
 using Launcher = int (*)(const FlashsciForwardParams*, FlashsciStream);
-using Workspace = int64_t (*)(const FlashsciForwardParams*);
+using Sizer = int64_t (*)(const FlashsciForwardParams*);
 
-struct Generation {
+struct Unit {
   const char* name;
   int capability;  // the least that runs it; sm90 needs exactly 9.x
-  Launcher fp16, bf16;
-  Workspace fp16_workspace = nullptr, bf16_workspace = nullptr;
+  Precision precision;
+  Launcher launch;
+  Sizer workspace = nullptr;
 };
 
-const Generation kGenerations[] = {
-    {"sm80", 80, flashsci_forward_sm80_fp16, flashsci_forward_sm80_bf16},
+const Unit kUnits[] = {
+#ifdef FLASHSCI_HAVE_SM75_FWD_FP16
+    {"sm75", 75, kFp16, flashsci_forward_sm75_fp16},
+#endif
+#ifdef FLASHSCI_HAVE_SM80_FWD_FP16
+    {"sm80", 80, kFp16, flashsci_forward_sm80_fp16},
+#endif
+#ifdef FLASHSCI_HAVE_SM80_FWD_BF16
+    {"sm80", 80, kBf16, flashsci_forward_sm80_bf16},
+#endif
+#ifdef FLASHSCI_HAVE_SM80_FWD_FP32
+    {"sm80", 80, kFp32, flashsci_forward_sm80_fp32},
+#endif
+#ifdef FLASHSCI_HAVE_SM90_FWD_FP16
+    {"sm90", 90, kFp16, flashsci_forward_sm90_fp16},
+    {"sm90 with workspace", 90, kFp16, flashsci_forward_sm90_fp16,
+     flashsci_forward_sm90_fp16_workspace},
+#endif
 #ifdef FLASHSCI_HAVE_SM90_FWD_BF16
-    {"sm90", 90, flashsci_forward_sm90_fp16, flashsci_forward_sm90_bf16},
-    {"sm90 with workspace", 90, flashsci_forward_sm90_fp16, flashsci_forward_sm90_bf16,
-     flashsci_forward_sm90_fp16_workspace, flashsci_forward_sm90_bf16_workspace},
+    {"sm90", 90, kBf16, flashsci_forward_sm90_bf16},
+    {"sm90 with workspace", 90, kBf16, flashsci_forward_sm90_bf16,
+     flashsci_forward_sm90_bf16_workspace},
 #endif
 };
 
-bool run(const Generation& generation, const Case& c, bool bf16) {
+bool run(const Unit& unit, const Case& c) {
+  const Precision& t = unit.precision;
+  const auto rounded = [&](float x) { return t.bytes == 4 ? x : t.decode(t.encode(x)); };
   std::mt19937 random(7);
   std::normal_distribution<float> normal;
-  const auto encode = bf16 ? float_to_bf16 : float_to_fp16;
-  const auto decode = bf16 ? bf16_to_float : fp16_to_float;
   const auto draw = [&](int heads, int seq, int dim) {
-    std::vector<uint16_t> x(int64_t{c.batch} * heads * seq * dim);
-    for (auto& e : x) e = encode(normal(random));
+    Numbers x(int64_t{c.batch} * heads * seq * dim);
+    for (auto& e : x) e = rounded(normal(random));
     const FlashsciStrides s = layout(heads, seq, dim, c.heads_inside);
     for (int i = 0; i < c.batch * heads * seq; ++i) {
       const int row = i % seq, head = i / seq % heads, batch = i / seq / heads;
-      if (c.padded && is_padding(row, seq)) std::fill_n(&x[at(s, batch, head, row)], dim, 0);
+      if (c.padded && is_padding(row, seq)) std::fill_n(&x[at(s, batch, head, row)], dim, 0.f);
     }
     return x;
   };
-  const auto q = draw(c.heads_q, c.seq_q, c.dim), k = draw(c.heads_k, c.seq_k, c.dim),
-             v = draw(c.heads_k, c.seq_k, c.dim_v);
+  const Numbers q = draw(c.heads_q, c.seq_q, c.dim), k = draw(c.heads_k, c.seq_k, c.dim),
+                v = draw(c.heads_k, c.seq_k, c.dim_v);
   const FlashsciStrides lq = layout(c.heads_q, c.seq_q, c.dim, c.heads_inside),
                         lk = layout(c.heads_k, c.seq_k, c.dim, c.heads_inside),
                         lv = layout(c.heads_k, c.seq_k, c.dim_v, c.heads_inside),
                         lo = layout(c.heads_q, c.seq_q, c.dim_v, c.heads_inside);
-  std::vector<uint16_t> out(int64_t{c.batch} * c.heads_q * c.seq_q * c.dim_v, 0xffff);  // NaN
-  std::vector<float> lse(int64_t{c.batch} * c.heads_q * c.seq_q, NAN);
+  const size_t rows = size_t{1} * c.batch * c.heads_q * c.seq_q;
   std::vector<int32_t> cu_q{0}, cu_k{0};
   for (int n : c.lens_q) cu_q.push_back(cu_q.back() + n);
   for (int n : c.lens_k) cu_k.push_back(cu_k.back() + n);
@@ -120,35 +128,33 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
   std::vector<float> bias(pair_size(c, c.bias));
   for (auto& e : bias) {
     e = normal(random);
-    if (!c.bias.fp32) e = decode(encode(e));
+    if (!c.bias.fp32) e = rounded(e);
     if (uniform(random) < 0.1f) e = -INFINITY;
   }
   if (c.hidden != 0.f)
     for (size_t i = 0; i < bias.size(); ++i)
       if (static_cast<int>(i % c.seq_k) >= c.seq_k - c.seq_k / 3)
-        bias[i] = c.bias.fp32 ? c.hidden : decode(encode(number_for(c.hidden, !bf16)));
-  std::vector<uint16_t> half_bias;
-  for (float e : bias) half_bias.push_back(encode(e));
+        bias[i] = c.bias.fp32 ? c.hidden : rounded(number_for(c.hidden, t.encode == float_to_fp16));
   std::vector<uint8_t> mask(pair_size(c, c.mask));
   for (auto& e : mask) e = uniform(random) < 0.75f;
 
   FlashsciForwardParams p{};
+  Device device;
   if (c.bias.given) {
-    p.bias_mask.bias =
-        c.bias.fp32 ? static_cast<const void*>(to_device(bias)) : to_device(half_bias);
-    p.bias_mask.bias_is_fp32 = c.bias.fp32;
+    p.bias_mask.bias = device.numbers(bias, c.bias.fp32 ? kFp32 : t);
+    p.bias_mask.bias_is_fp32 = c.bias.fp32 || t.bytes == 4;
     p.bias_mask.bias_strides = pair_strides(c, c.bias);
   }
   if (c.mask.given) {
-    p.bias_mask.mask = to_device(mask);
+    p.bias_mask.mask = device.put(mask);
     p.bias_mask.mask_strides = pair_strides(c, c.mask);
   }
-  p.q = to_device(q), p.k = to_device(k), p.v = to_device(v);
-  p.out = to_device(out), p.lse = to_device(lse);
+  p.q = device.numbers(q, t), p.k = device.numbers(k, t), p.v = device.numbers(v, t);
+  p.out = device.poison(rows * c.dim_v * t.bytes);
+  p.lse = static_cast<float*>(device.poison(rows * 4));
   const bool packed = !c.lens_q.empty();
-  int32_t *device_cu_q = packed ? to_device(cu_q) : nullptr,
-          *device_cu_k = packed ? to_device(cu_k) : nullptr;
-  p.cu_seqlens_q = device_cu_q, p.cu_seqlens_k = device_cu_k;
+  p.cu_seqlens_q = packed ? device.put(cu_q) : nullptr;
+  p.cu_seqlens_k = packed ? device.put(cu_k) : nullptr;
   p.q_strides = lq, p.k_strides = lk, p.v_strides = lv, p.out_strides = lo;
   p.batch0 = c.batch, p.batch1 = 1;
   p.heads_q = c.heads_q, p.heads_k = c.heads_k, p.seq_q = c.seq_q, p.seq_k = c.seq_k;
@@ -159,35 +165,21 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
   p.lower_right = c.lower_right;
   uint64_t bits = 16;
   for (const FlashsciStrides* l : {&lq, &lk, &lv})
-    bits |= 2 * static_cast<uint64_t>(l->batch0 | l->head | l->row);
+    bits |= t.bytes * static_cast<uint64_t>(l->batch0 | l->head | l->row);
   p.copy_bytes = static_cast<int32_t>(bits & -bits);
   CUDA(cudaDeviceGetAttribute(&p.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0));
 
-  const Workspace workspace = bf16 ? generation.bf16_workspace : generation.fp16_workspace;
-  if (workspace != nullptr && workspace(&p) > 0) {
-    CUDA(cudaMalloc(&p.workspace, workspace(&p)));
-    CUDA(cudaMemset(p.workspace, 0xff, workspace(&p)));  // NaN
-  }
+  if (unit.workspace != nullptr && unit.workspace(&p) > 0)
+    p.workspace = device.poison(unit.workspace(&p));
 
-  const auto release = [&] {
-    for (const void* x :
-         {p.q, p.k, p.v, static_cast<const void*>(p.out), static_cast<const void*>(p.lse),
-          static_cast<const void*>(device_cu_q), static_cast<const void*>(device_cu_k),
-          p.bias_mask.bias, static_cast<const void*>(p.bias_mask.mask),
-          static_cast<const void*>(p.workspace)})
-      CUDA(cudaFree(const_cast<void*>(x)));
-  };
-
-  const int status = (bf16 ? generation.bf16 : generation.fp16)(&p, nullptr);
+  const int status = unit.launch(&p, nullptr);
   if (status == cudaErrorNotSupported) {
-    release();
-    std::printf("%s %-4s %-28s not served\n", generation.name, bf16 ? "bf16" : "fp16", c.name);
+    std::printf("%s %-4s %-28s not served\n", unit.name, t.name, c.name);
     return true;
   }
   CUDA(static_cast<cudaError_t>(status));
   CUDA(cudaDeviceSynchronize());
-  CUDA(cudaMemcpy(out.data(), p.out, out.size() * 2, cudaMemcpyDeviceToHost));
-  CUDA(cudaMemcpy(lse.data(), p.lse, lse.size() * 4, cudaMemcpyDeviceToHost));
+  const Numbers out = from_device(p.out, rows * c.dim_v, t), lse = from_device(p.lse, rows, kFp32);
 
   // Naive fp64.
   double worst = 0, worst_lse = 0;
@@ -213,8 +205,8 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
           if ((c.left >= 0 && distance < -c.left) || (c.right >= 0 && distance > c.right)) continue;
           double s = 0;
           for (int d = 0; d < c.dim; ++d)
-            s += static_cast<double>(decode(q[at(lq, b, h, row) + d])) *
-                 decode(k[at(lk, b, kv_head, first_k + j) + d]);
+            s += static_cast<double>(q[at(lq, b, h, row) + d]) *
+                 k[at(lk, b, kv_head, first_k + j) + d];
           s *= p.scale;
           if (c.softcap != 0.f) s = c.softcap * std::tanh(s / c.softcap);
           if (c.bias.given) s += bias[at(p.bias_mask.bias_strides, b, h, i, j)];
@@ -230,17 +222,16 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
           const double weight = std::exp(scores[j] - largest);
           denominator += weight;
           for (int d = 0; d < c.dim_v; ++d) {
-            const double x = weight * decode(v[at(lv, b, kv_head, first_k + j) + d]);
+            const double x = weight * v[at(lv, b, kv_head, first_k + j) + d];
             sum[d] += x;
             magnitude[d] += std::fabs(x);
           }
         }
-        const double eps = bf16 ? 1.0 / 128 : 1.0 / 1024;
         for (int d = 0; d < c.dim_v; ++d) {
           const double want = denominator > 0 ? sum[d] / denominator : 0;
-          const double got = decode(out[at(lo, b, h, row) + d]);
+          const double got = out[at(lo, b, h, row) + d];
           const double scale = denominator > 0 ? magnitude[d] / denominator + 1e-3 : 1e-30;
-          const double error = std::fabs(got - want) / (scale * eps);
+          const double error = std::fabs(got - want) / (scale * t.eps);
           worst = error <= worst ? worst : error;  // NaN counts as worse
           if (std::isnan(error)) worst = INFINITY;
         }
@@ -255,10 +246,9 @@ bool run(const Generation& generation, const Case& c, bool bf16) {
       }
     }
   }
-  release();
   const bool ok = worst <= 2 && worst_lse <= 2e-3 && same_infinities;
-  std::printf("%s %-4s %-28s out %.3f eps, lse %.1e  %s\n", generation.name, bf16 ? "bf16" : "fp16",
-              c.name, worst, worst_lse, ok ? "ok" : "FAILED");
+  std::printf("%s %-4s %-28s out %.3f eps, lse %.1e  %s\n", unit.name, t.name, c.name, worst,
+              worst_lse, ok ? "ok" : "FAILED");
   return ok;
 }
 
@@ -418,15 +408,13 @@ int main(int count, char** words) {
   int major = 0, minor = 0, failed = 0, run_cases = 0;
   CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
   CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
-  for (const Generation& generation : kGenerations) {
-    const bool exact = generation.capability == 90;
-    if (exact ? major != 9 : 10 * major + minor < generation.capability) continue;
+  for (const Unit& unit : kUnits) {
+    const bool exact = unit.capability == 90;
+    if (exact ? major != 9 : 10 * major + minor < unit.capability) continue;
     for (const Case& c : cases) {
-      if (!asked(count, words, generation.name, c.name)) continue;
-      for (bool bf16 : {false, true}) {
-        failed += !run(generation, c, bf16);
-        ++run_cases;
-      }
+      if (!asked(count, words, unit.name, c.name)) continue;
+      failed += !run(unit, c);
+      ++run_cases;
     }
   }
   std::printf("%d cases, %d failed\n", run_cases, failed);

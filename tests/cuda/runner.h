@@ -1,12 +1,15 @@
-// What the runners share: 16-bit numbers on the host, and where the elements of a tensor are.
+// What the runners share: numbers of each precision on the host and the device, and where the
+// elements of a tensor are.
 #pragma once
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "../../csrc/include/flashsci.h"
 
@@ -77,3 +80,59 @@ inline float number_for(float x, bool fp16) { return fp16 ? std::fmax(x, -65504.
 inline int64_t at(const FlashsciScoreStrides& s, int b, int h, int i, int j) {
   return b * s.batch0 + h * s.head + i * s.row + j * s.column;
 }
+
+using Numbers = std::vector<float>;
+
+struct Precision {
+  const char* name;
+  int bytes;
+  double eps;
+  uint16_t (*encode)(float);
+  float (*decode)(uint16_t);
+};
+
+// Device memory of exactly the size of a host vector, as elements of a precision; freed at the end.
+struct Device {
+  std::vector<void*> owned;
+  ~Device() {
+    for (void* x : owned) cudaFree(x);
+  }
+  void* bytes(const void* host, size_t size) {
+    void* device = nullptr;
+    CUDA(cudaMalloc(&device, std::max<size_t>(size, 1)));
+    owned.push_back(device);
+    if (host != nullptr) CUDA(cudaMemcpy(device, host, size, cudaMemcpyHostToDevice));
+    return device;
+  }
+  template <class T>
+  T* put(const std::vector<T>& host) {
+    return static_cast<T*>(bytes(host.data(), host.size() * sizeof(T)));
+  }
+  void* numbers(const Numbers& x, const Precision& t) {
+    if (t.bytes == 4) return put(x);
+    std::vector<uint16_t> encoded(x.size());
+    std::transform(x.begin(), x.end(), encoded.begin(), t.encode);
+    return put(encoded);
+  }
+  void* poison(size_t size) {
+    void* device = bytes(nullptr, size);
+    CUDA(cudaMemset(device, 0xff, size));  // NaN in every dtype
+    return device;
+  }
+};
+
+inline Numbers from_device(const void* device, size_t count, const Precision& t) {
+  Numbers x(count);
+  if (t.bytes == 4) {
+    CUDA(cudaMemcpy(x.data(), device, count * 4, cudaMemcpyDeviceToHost));
+  } else {
+    std::vector<uint16_t> encoded(count);
+    CUDA(cudaMemcpy(encoded.data(), device, count * 2, cudaMemcpyDeviceToHost));
+    std::transform(encoded.begin(), encoded.end(), x.begin(), t.decode);
+  }
+  return x;
+}
+
+inline const Precision kBf16{"bf16", 2, 1.0 / 128, float_to_bf16, bf16_to_float};
+inline const Precision kFp16{"fp16", 2, 1.0 / 1024, float_to_fp16, fp16_to_float};
+inline const Precision kFp32{"fp32", 4, 1.0 / (1 << 20), nullptr, nullptr};
