@@ -26,8 +26,8 @@ UNBOUNDED = 1 << 30  # a window side that never cuts
 # fit on a processor; of the stages, two are the way from a page's number to its keys. Not timed yet.
 FEW = 32
 FEW_ROWS = {
-    "turing": {64: (64, 4, 1), 128: (32, 4, 1), 256: (16, 4, 1)},
-    "ampere": {64: (64, 4, 3), 128: (64, 4, 2), 256: (32, 4, 2)},
+    "turing": {64: (32, 4, 1), 128: (32, 4, 1), 256: (16, 4, 1)},
+    "ampere": {64: (64, 4, 2), 128: (64, 4, 2), 256: (32, 4, 2)},
     "hopper": {64: (64, 4, 5), 128: (64, 4, 5), 256: (32, 4, 5)},
     "fp32": {64: (32, 4, 2), 128: (32, 4, 1), 256: (16, 4, 1)},
     "interpreter": {256: (16, 4, 1)},
