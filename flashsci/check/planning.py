@@ -15,16 +15,9 @@ from flashsci.testing import (
     second_order_variants,
     variants,
 )
-from flashsci.testing.cases import (
-    BULK_LENGTHS,
-    LARGE_LENGTHS,
-    SMALL_LENGTHS,
-    SeededChoices,
-    draw_case,
-    layouts_of,
-    resized,
-)
+from flashsci.testing.cases import BULK_LENGTHS, LARGE_LENGTHS, SMALL_LENGTHS
 from flashsci.testing.coverage import VIEWS
+from flashsci.testing.drawing import SeededChoices, draw_case, layouts_of, resized
 
 Plan = tuple[
     list[Case] | list[PagedCase], tuple[str, ...]

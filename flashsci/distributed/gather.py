@@ -6,9 +6,6 @@ the collectives are functions with gradients. It costs the memory of the whole k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
 from torch import Tensor
 
 from flashsci.distributed import block
@@ -36,22 +33,3 @@ def attend(
     own = call.queries.intervals(place_in(call.group)[0])
     found = pieces(own, [(0, call.keys.total)], call.band)
     return block.attend(q, k, v, key_weight, Side(bias, mask), found, call.scores)
-
-
-def recorded(
-    function: Callable[..., tuple[Tensor, Tensor]],
-    tensors: Sequence[Tensor | None],
-    needs: Sequence[bool],
-    cotangents: tuple[Tensor | None, Tensor | None],
-    text: str,
-) -> list[Tensor | None]:
-    """The gradients of ``function(*tensors, text)`` with a graph of their own, of those tensors that need one."""
-    ends = [
-        (x, g) for x, g in zip(function(*tensors, text), cotangents, strict=True) if g is not None
-    ]
-    leaves = [x if need else None for x, need in zip(tensors, needs, strict=True)]
-    wanted = [x for x in leaves if x is not None]
-    found = iter(
-        torch.autograd.grad([x for x, _ in ends], wanted, [g for _, g in ends], create_graph=True)
-    )
-    return [None if x is None else next(found) for x in leaves]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.distributed import block, gather
+from flashsci.distributed import block, gather, recording
 from flashsci.distributed.block import Side
 from flashsci.distributed.call import Call, from_text
 from flashsci.distributed.collectives import group_named
@@ -45,25 +45,11 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.flashsci.ring_forward(*inputs)
-        ctx.call = inputs[-1]
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:-1], out, lse)
-        return out, lse
+        return recording.forward(ctx, torch.ops.flashsci.ring_forward, inputs)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            needs = ctx.needs_input_grad[: len(tensors)]
-            found = gather.recorded(gather.attend, tensors, needs, (dout, dlse), ctx.call)
-        else:
-            dout = torch.zeros_like(out) if dout is None else dout
-            found = torch.ops.flashsci.ring_backward(
-                dout, dlse, *tensors, out.detach(), lse.detach(), ctx.call
-            )
-        wanted = zip(found, ctx.needs_input_grad, strict=False)
-        return (*(g if need else None for g, need in wanted), *(None,) * (7 - len(found)))
+        return recording.backward(ctx, torch.ops.flashsci.ring_backward, gather.attend, dout, dlse)
 
 
 DIMS = (-2, -2, -1)  # that of the rows, of k, v and key_weight

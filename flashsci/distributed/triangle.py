@@ -18,13 +18,12 @@ from torch import Tensor
 
 import flashsci
 from flashsci import arguments
-from flashsci.distributed import agreement
+from flashsci.distributed import agreement, recording
 from flashsci.distributed.agreement import Mesh, Value, tensor_fields
 from flashsci.distributed.block import Scores, rows_of
 from flashsci.distributed.call import Call, from_text
 from flashsci.distributed.collectives import group_named
 from flashsci.distributed.exchange import Blocks, Transfer, rounds
-from flashsci.distributed.gather import recorded
 from flashsci.distributed.layout import Interval, Layout, assemble
 from flashsci.distributed.pieces import Band
 from flashsci.ops import LIBRARY, Tensors, fake_forward, statistics_dtype
@@ -191,25 +190,11 @@ class Triangle(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.flashsci.triangle_forward(*inputs)
-        ctx.call = inputs[-1]
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:-1], out, lse)
-        return out, lse
+        return recording.forward(ctx, torch.ops.flashsci.triangle_forward, inputs)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            needs = ctx.needs_input_grad[: len(tensors)]
-            found = recorded(_collected, tensors, needs, (dout, dlse), ctx.call)
-        else:
-            dout = torch.zeros_like(out) if dout is None else dout
-            found = torch.ops.flashsci.triangle_backward(
-                dout, dlse, *tensors, out.detach(), lse.detach(), ctx.call
-            )
-        wanted = zip(found, ctx.needs_input_grad, strict=False)
-        return (*(g if need else None for g, need in wanted), *(None,) * (6 - len(found)))
+        return recording.backward(ctx, torch.ops.flashsci.triangle_backward, _collected, dout, dlse)
 
 
 def _travelling(bias: Tensor, call: Call) -> Iterator[tuple[Interval, Tensor | None]]:

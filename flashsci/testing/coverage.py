@@ -5,15 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from flashsci.testing.cases import (
-    DOUT_SCALES,
-    LAYOUTS,
-    MAGNITUDES,
-    NUMBERS,
-    PADDINGS,
-    PLACES,
-    Case,
-)
+from flashsci.testing.cases import DOUT_SCALES, LAYOUTS, MAGNITUDES, NUMBERS, PADDINGS, PLACES, Case
 
 # Head dims, by the larger of the two, as kernels are made for them.
 BUCKETS = (16, 32, 64, 96, 128, 192, 256)

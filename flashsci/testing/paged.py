@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashsci.testing.bounds import PLAIN, Finding, Judge
-from flashsci.testing.cases import Choices, SeededChoices, T
+from flashsci.testing.drawing import Choices, SeededChoices, T
 from flashsci.testing.formula import _visible
 from flashsci.testing.inputs import Inputs
 from flashsci.testing.poison import embed

@@ -1,0 +1,61 @@
+"""What the autograd functions over a forward and a backward op have in common. A backward that is recorded, for a derivative of
+its own, goes through a function that collects the whole instead: that one has derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Attend = Callable[..., tuple[Tensor, Tensor]]
+
+
+def forward(ctx: Any, op: Attend, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """out and lse of tensors and, last, the text of the call."""
+    out, lse = op(*inputs)
+    ctx.call = inputs[-1]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:-1], out, lse)
+    return out, lse
+
+
+def backward(
+    ctx: Any,
+    op: Callable[..., Sequence[Tensor | None]],
+    collected: Attend,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> tuple[Any, ...]:
+    """The gradients of all inputs, None where none is needed."""
+    *tensors, out, lse = ctx.saved_tensors
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        needs = ctx.needs_input_grad[: len(tensors)]
+        found: Sequence[Tensor | None] = recorded(collected, tensors, needs, (dout, dlse), ctx.call)
+    else:
+        dout = torch.zeros_like(out) if dout is None else dout
+        found = op(dout, dlse, *tensors, out.detach(), lse.detach(), ctx.call)
+    wanted = zip(found, ctx.needs_input_grad, strict=False)
+    rest = len(ctx.needs_input_grad) - len(found)
+    return (*(g if need else None for g, need in wanted), *(None,) * rest)
+
+
+def recorded(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    tensors: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    cotangents: tuple[Tensor | None, Tensor | None],
+    text: str,
+) -> list[Tensor | None]:
+    """The gradients of ``function(*tensors, text)`` with a graph of their own, of those tensors that need one."""
+    ends = [
+        (x, g) for x, g in zip(function(*tensors, text), cotangents, strict=True) if g is not None
+    ]
+    leaves = [x if need else None for x, need in zip(tensors, needs, strict=True)]
+    wanted = [x for x in leaves if x is not None]
+    found = iter(
+        torch.autograd.grad([x for x, _ in ends], wanted, [g for _, g in ends], create_graph=True)
+    )
+    return [None if x is None else next(found) for x in leaves]
