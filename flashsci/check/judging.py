@@ -7,7 +7,9 @@ import re
 import traceback
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +18,7 @@ from flashsci.errors import BackendError
 from flashsci.testing import (
     TRAPS,
     Case,
+    Inputs,
     Judge,
     PagedCase,
     Skipped,
@@ -29,6 +32,8 @@ from flashsci.testing.coverage import Coverage
 
 # Scores of a case up to which one core judges it as fast as a GPU, for whose attention many processes wait.
 ON_HOST = 1 << 19
+_NO_TURN: AbstractContextManager[Any] = nullcontext()
+T = TypeVar("T")
 
 
 def judge_case(
@@ -37,38 +42,53 @@ def judge_case(
     device: str,
     order: int = 1,
     coverage: Coverage | None = None,
+    turn: AbstractContextManager[Any] = _NO_TURN,
 ) -> dict[str, Tally]:
     """Judge one case on several backends, and each pair of them against each other.
 
     Keys are backend names and, for pairs, "a-b". ``order`` 0 leaves out the gradients. A backend held to a generation that
-    refuses gradients is judged by its forward. ``coverage`` sees what was judged.
+    refuses gradients is judged by its forward. ``coverage`` sees what was judged. ``turn`` is held while the device is used.
     """
     tallies: dict[str, Tally] = defaultdict(Tally)
-    inputs = make_inputs(case, device)
-    forward = replace(inputs, dout=None, dlse=None, tangents={})
-    if order == 0:
-        inputs = forward
-    results: dict[str, dict[str, torch.Tensor]] = {}
-    for name in backends:
-        tally = tallies[name]
-        for given in (inputs, forward):
-            try:
-                with poisoned_memory(cuda_bytes=0):
-                    results[name] = evaluate(given, name, name != "sdpa", deterministic=False)
-                tally.forward_only += given is not inputs
-                break
-            except BackendError as error:
-                tally.refuse(_reason(error))
-                if ":" not in name or given.dout is None:
-                    break
-            except Exception:
-                tally.fail(case, traceback.format_exc(limit=-3))
-                break
-    # The oracle is the larger part of the time: not for what nobody serves.
-    judges: dict[bool, Judge] = {}
     where = "cpu" if case.scores <= ON_HOST else device
-    if where != device:
-        results = {b: {n: x.to(where) for n, x in found.items()} for b, found in results.items()}
+    with turn:
+        inputs = make_inputs(case, device)
+        forward = replace(inputs, dout=None, dlse=None, tangents={})
+        if order == 0:
+            inputs = forward
+        results: dict[str, dict[str, torch.Tensor]] = {}
+        for name in backends:
+            tally = tallies[name]
+            for given in (inputs, forward):
+                try:
+                    with poisoned_memory(cuda_bytes=0):
+                        tensors = evaluate(given, name, name != "sdpa", deterministic=False)
+                    # Here, so that a fault of these kernels is not reported of the next.
+                    results[name] = _finished({n: x.to(where) for n, x in tensors.items()})
+                    tally.forward_only += given is not inputs
+                    break
+                except BackendError as error:
+                    tally.refuse(_reason(error))
+                    if ":" not in name or given.dout is None:
+                        break
+                except Exception:
+                    tally.fail(case, traceback.format_exc())
+                    break
+    with turn if where == device else _NO_TURN:
+        _judge(case, inputs, results, where, tallies, coverage)
+    return dict(tallies)
+
+
+def _judge(
+    case: Case,
+    inputs: Inputs,
+    results: dict[str, dict[str, torch.Tensor]],
+    where: str,
+    tallies: dict[str, Tally],
+    coverage: Coverage | None,
+) -> None:
+    """Results on the device ``where`` against the oracle, computed there, and against each other."""
+    judges: dict[bool, Judge] = {}  # the larger part of the time: not for what nobody serves
     for name in results:
         tally, fused = tallies[name], name not in PLAIN
         if fused not in judges:
@@ -90,7 +110,13 @@ def judge_case(
             tally.see(tensor, (found.ratios[0],))
             if found.problem:
                 tally.fail(case, found.problem)
-    return dict(tallies)
+
+
+def _finished(results: T) -> T:
+    """The same, when the device has computed them."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return results
 
 
 def judge_paged_case(case: PagedCase, backends: Sequence[str], device: str) -> dict[str, Tally]:
@@ -102,13 +128,13 @@ def judge_paged_case(case: PagedCase, backends: Sequence[str], device: str) -> d
         tally = tallies[name]
         try:
             with poisoned_memory(cuda_bytes=0):
-                results = inputs.evaluate(name)
-                written = inputs.written(name)
+                results = _finished(inputs.evaluate(name))
+                written = _finished(inputs.written(name))
         except BackendError as error:
             tally.refuse(_reason(error))
             continue
         except Exception:
-            tally.fail(case, traceback.format_exc(limit=-3))
+            tally.fail(case, traceback.format_exc())
             continue
         judge = judge or inputs.judge(fused=True)
         tally.cases += 1

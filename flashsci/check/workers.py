@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ from flashsci.check import judging
 from flashsci.check.tally import Tally
 from flashsci.testing import Case, PagedCase, PagedVariant, Variant
 from flashsci.testing.coverage import Coverage
+
+# Processes that a GPU serves at once. It gives each a slice of time in turn, and a case waits for it dozens of times.
+TURNS = 3
+COMPILING = 2  # of the cases of one variant, so many run most of the kernels for the first time
+_turns: AbstractContextManager[Any] = nullcontext()
 
 
 def longest_first(tasks: list[Any]) -> list[Any]:
@@ -58,12 +64,14 @@ def work(task: tuple[Any, ...]) -> tuple[str, Any]:
     cases, backends, device, order = rest
     merged: dict[str, Tally] = defaultdict(Tally)
     coverage = Coverage()
-    for case in cases:
+    for i, case in enumerate(cases):
+        # The first compile kernels, for which nobody should wait.
+        turn = _turns if i >= COMPILING or "triton" not in backends else nullcontext()
         try:
             if isinstance(case, PagedCase):
                 found = judging.judge_paged_case(case, backends, device)
             else:
-                found = judging.judge_case(case, backends, device, order, coverage)
+                found = judging.judge_case(case, backends, device, order, coverage, turn)
         except Exception:
             found = {backends[0]: Tally()}
             found[backends[0]].fail(case, traceback.format_exc(limit=-3))
@@ -81,8 +89,10 @@ def processes_here(device: str) -> int:
     return min(14 * max(gpus, 1), os.cpu_count() or 1)
 
 
-def take_gpu() -> None:
-    """Worker processes take turns at the GPUs."""
+def take_gpu(turns: AbstractContextManager[Any]) -> None:
+    """The GPU of a worker process, and what says when it may use it."""
+    global _turns
+    _turns = turns
     if torch.cuda.device_count() > 1:
         (number, *_) = multiprocessing.current_process()._identity
         torch.cuda.set_device(number % torch.cuda.device_count())
@@ -96,7 +106,9 @@ def results_of(tasks: list[Any], workers: int, until: float) -> Iterator[tuple[s
             if time.time() < until:
                 yield work(task)
         return
-    with multiprocessing.get_context("spawn").Pool(workers, take_gpu, maxtasksperchild=6) as pool:
+    context = multiprocessing.get_context("spawn")
+    turns = context.Semaphore(TURNS * max(torch.cuda.device_count(), 1))
+    with context.Pool(workers, take_gpu, (turns,), maxtasksperchild=24) as pool:
         results = pool.imap_unordered(work, tasks)
         with contextlib.suppress(StopIteration, multiprocessing.TimeoutError):
             while True:

@@ -35,6 +35,31 @@ def test_generated(part):
     assert judged
 
 
+NARROW = PagedVariant("bfloat16", "float8_e4m3fn", 40, 24, "left", softcap=True)
+
+
+@pytest.mark.parametrize("repeats", range(3))
+@pytest.mark.parametrize(
+    "case",
+    [
+        PagedCase(NARROW, 268138739, (1,) * 5, (358, 1, 17, 244, 226), 3, 2, 128, "heads", 1, True, False, 40, False, "heads", 0),
+        PagedCase(NARROW, 980528580, (41,), (17,), 3, 5, 32, "stacked", 2, True, True, 40, False, "heads", 20, 0, 0.3),
+        PagedCase(NARROW, 1986926689, (1, 1, 0, 1, 0, 1), (289, 15, 15, 617, 0, 1), 3, 4, 32, "joint rows", 1, True, scales="one", left=1),
+    ],
+    ids=["splits", "garbage", "empty"],
+)  # fmt: skip
+def test_an_8_bit_cache_whose_rows_are_not_aligned(case, repeats):
+    """The first of them met an illegal address once, among others that ran beside it: alone, and many times."""
+    if not EIGHT_BITS:
+        pytest.skip("no 8-bit floats before sm_89")
+    inputs = make_paged_inputs(case, "cuda")
+    judge = inputs.judge(fused=True)
+    for _ in range(20):
+        with poisoned_memory():
+            judge.require(inputs.evaluate("triton"))
+        torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("lens_q", [(1,) * 5, (1, 700, 1, 33, 0)])
 @pytest.mark.parametrize("window", ["causal", "left"])
 def test_long_sequences(lens_q, window):

@@ -197,6 +197,7 @@ def scores(
 HUGE = tl.constexpr(16777216.0)
 # Roundings of an lse from here on, and of the scores next to it, may halve P.
 LARGE = tl.constexpr(1048576.0)
+MARGIN = tl.constexpr(2.0**-18)
 
 
 @triton.jit
@@ -217,14 +218,15 @@ def reference_of(lse, FOLD: tl.constexpr):
     """What `probabilities` subtracts: lse, in log2 units under FOLD; +inf for rows without keys, so that theirs are 0.
 
     A LARGE lse has lost much of the sum of exponentials, and its roundings here and those of the scores in another kernel
-    decide between 0 and infinity. It is lowered by more than they are, so that the row's largest scores get 1.
+    decide between 0 and infinity. It is lowered by more than they are, so that the row's largest scores get 1: the forward may
+    have been another backend's, whose tensor cores truncate a sum over the head dim in up to 32 steps.
     """
     reference = tl.where(lse == float("-inf"), float("inf"), lse)
     if FOLD:
         reference = reference * LOG2E
     # Not to -inf, which a hidden key's score has.
-    low = tl.maximum(reference * (1.0 + 2.0**-21), LOWEST)
-    low = tl.where(reference < 0.0, low, reference * (1.0 - 2.0**-21))
+    low = tl.maximum(reference * (1.0 + MARGIN), LOWEST)
+    low = tl.where(reference < 0.0, low, reference * (1.0 - MARGIN))
     return tl.where(tl.abs(reference) < LARGE, reference, low)
 
 
