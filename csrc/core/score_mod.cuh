@@ -13,27 +13,69 @@ struct ScorePlan {
   float inner;  // kLinear: s = inner * q.k; kSoftcap: s = outer * tanh(inner * q.k)
   float outer;
   float exp_scale;  // log2(e) times what is left to multiply by
-  float lse_scale;  // from the units of s to natural log
 };
 
-// natural: s must be in units of the natural exponent, because something is added to it.
-inline ScorePlan plan_scores(float scale, float softcap, bool natural) {
+// folds: the exponential may take the scale; not where it is negative, and nothing in natural units
+// is added to s then.
+inline ScorePlan plan_scores(float scale, float softcap, bool folds) {
   ScorePlan plan;
-  plan.mode = softcap != 0.f ? kSoftcap : scale > 0.f && !natural ? kScaled : kLinear;
+  plan.mode = softcap != 0.f ? kSoftcap : folds ? kScaled : kLinear;
   plan.inner = softcap != 0.f ? scale / softcap : scale;
   plan.outer = softcap;
   plan.exp_scale = plan.mode == kScaled ? scale * kLog2e : kLog2e;
-  plan.lse_scale = plan.mode == kScaled ? scale : 1.f;
   return plan;
 }
 
+// From the units of s to natural log.
+inline float lse_scale_of(const ScorePlan& plan, float scale) {
+  return plan.mode == kScaled ? scale : 1.f;
+}
+
+// Scores that are not kScaled, in the accumulators of wgmma.
+template <int kCount>
+__device__ __forceinline__ void scale_scores(float (&s)[kCount], const ScorePlan& plan) {
+  if (plan.mode == kSoftcap) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) s[e] = plan.outer * tanh_accurate(plan.inner * s[e]);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) s[e] *= plan.inner;
+  }
+}
+
+// The same in those of mma.
 template <int kM, int kN>
 __device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const ScorePlan& plan) {
   if (plan.mode == kSoftcap) {
 #pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          s[m][n][e] = plan.outer * tanh_accurate(plan.inner * s[m][n][e]);
+  } else {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[m][n][e] *= plan.inner;
+  }
+}
+
+// In the backward: what the exponential takes, out of q.k; dP - delta takes the slope of a softcap.
+template <int kM, int kN>
+__device__ __forceinline__ void modify_scores(float (&s)[kM][kN][4], float (&dp)[kM][kN][4],
+                                              const ScorePlan& plan, bool slopes = true) {
+  if (plan.mode == kSoftcap) {
+#pragma unroll
     for (int i = 0; i < kM * kN * 4; ++i) {
       float& x = s[i / (4 * kN)][i / 4 % kN][i % 4];
-      x = plan.outer * tanh_accurate(plan.inner * x);
+      float slope;
+      const float t = tanh_accurate(plan.inner * x, slope);
+      x = plan.outer * t;
+      if (slopes) dp[i / (4 * kN)][i / 4 % kN][i % 4] *= slope;
     }
   } else if (plan.mode == kLinear) {
 #pragma unroll

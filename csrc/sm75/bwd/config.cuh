@@ -22,35 +22,13 @@ struct BackwardPlan {
   // Workspace. statistics: [B0, B1, Hq, Sq] of (-lse in log2 units, -delta); (-inf, 0) where a row
   // sees no key.
   float2* statistics;
-  float* bias_sums;   // [splits, elements of dbias], when the members are split
-  int score_mode;     // ScoreMode: how raw q.k becomes what is exponentiated
-  float score_inner;  // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
-  float score_outer;
-  float exp_scale;    // log2(e) times what is left to multiply by
+  float* bias_sums;  // [splits, elements of dbias], when the members are split
+  ScorePlan scores;
   float bias_factor;  // from natural units to those of s
   int vector;         // q, k, v, dout rows take 16-byte copies
   int vector_dq, vector_dk, vector_dv;
   int writes_bias;  // dbias has a place for every pair
 };
-
-// S becomes what is exponentiated; dP - delta takes the slope of the softcap.
-template <int kM, int kN>
-__device__ __forceinline__ void shape_scores(float (&s)[kM][kN][4], float (&dp)[kM][kN][4],
-                                             const BackwardPlan& plan, bool slopes = true) {
-  if (plan.score_mode == kSoftcap) {
-#pragma unroll
-    for (int i = 0; i < kM * kN * 4; ++i) {
-      float& x = s[i / (4 * kN)][i / 4 % kN][i % 4];
-      float slope;
-      const float t = tanh_accurate(plan.score_inner * x, slope);
-      x = plan.score_outer * t;
-      if (slopes) dp[i / (4 * kN)][i / 4 % kN][i % 4] *= slope;
-    }
-  } else if (plan.score_mode == kLinear) {
-#pragma unroll
-    for (int i = 0; i < kM * kN * 4; ++i) s[i / (4 * kN)][i / 4 % kN][i % 4] *= plan.score_inner;
-  }
-}
 
 // dP starts at -delta. statistics: [m16, row g or g + 8], of rows that are queries.
 template <int kM, int kN>
@@ -69,7 +47,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[kM][kN][4],
 #pragma unroll
   for (int i = 0; i < kM * kN * 4; ++i) {
     const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
-    s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
+    s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.scores.exp_scale, statistics[m][e / 2].x));
   }
   if (any_large(statistics)) limit_probabilities(s);
 }

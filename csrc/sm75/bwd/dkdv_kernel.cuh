@@ -251,7 +251,8 @@ struct KeyWarp {
 #pragma unroll
       for (int i = 0; i < C::kM * 4; ++i) {
         const int m = i / 4, e = i % 4;
-        s[m][j][e] = ptx::ex2_approx(fmaf(s[m][j][e], plan.exp_scale, e % 2 == 0 ? x.x : x.z));
+        s[m][j][e] =
+            ptx::ex2_approx(fmaf(s[m][j][e], plan.scores.exp_scale, e % 2 == 0 ? x.x : x.z));
       }
     }
     if (any_large_column<C::kN>(pair)) limit_probabilities(s);
@@ -259,7 +260,7 @@ struct KeyWarp {
   // S^T becomes P^T, dP^T - delta becomes dS^T.
   __device__ __forceinline__ void find_ds(Scores& s, Scores& dp, const Step& x, bool full, int n,
                                           uint32_t pair) const {
-    if (plan.score_mode != kScaled) shape_scores(s, dp, plan);
+    if (plan.scores.mode != kScaled) modify_scores(s, dp, plan.scores);
     const int key = warp_key + lane / 4, column = x.query + lane % 4 * 2;
     if constexpr (kAny) {
       const TileCoord here = find_place();

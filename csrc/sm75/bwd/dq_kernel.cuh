@@ -138,7 +138,7 @@ struct QueryWarp {
   // S becomes P, dP - delta becomes dS.
   __device__ __forceinline__ void find_ds(Scores& s, Scores& dp, const Statistics& statistics,
                                           int tile) const {
-    if (plan.score_mode != kScaled) shape_scores(s, dp, plan);
+    if (plan.scores.mode != kScaled) modify_scores(s, dp, plan.scores);
     const int row = warp_row + lane / 4, column = tile * C::kBlockK + lane % 4 * 2;
     if constexpr (kAny)
       apply_bias_mask<Op>(s, BiasMaskView(p.bias_mask, place.batch0, place.batch1, place.head), row,

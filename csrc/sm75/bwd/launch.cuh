@@ -134,11 +134,7 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
   auto* workspace = static_cast<unsigned char*>(p.workspace);
   plan.statistics = reinterpret_cast<float2*>(workspace);
   plan.bias_sums = reinterpret_cast<float*>(workspace + work.statistics_bytes);
-  const ScorePlan scores = plan_scores(p.scale, p.softcap, p.bias_mask.bias != nullptr);
-  plan.score_mode = scores.mode;
-  plan.score_inner = scores.inner;
-  plan.score_outer = scores.outer;
-  plan.exp_scale = scores.exp_scale;
+  plan.scores = plan_scores(p.scale, p.softcap, p.scale > 0.f && p.bias_mask.bias == nullptr);
   plan.bias_factor = 1.f;
   plan.vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;

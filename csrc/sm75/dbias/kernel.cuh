@@ -152,7 +152,7 @@ struct BiasWarp {
     multiply_rows<Op, C::kHeadDim>(s, q_tile + stage * kStageQ + left, k_tile + right);
     start_from_delta(dp, statistics);
     multiply_rows<Op, C::kHeadDim>(dp, dout_tile + stage * kStageQ + left, v_tile + right);
-    if (plan.score_mode != kScaled) shape_scores(s, dp, plan, false);
+    if (plan.scores.mode != kScaled) modify_scores(s, dp, plan.scores, false);
     apply_bias_mask<Op>(s, view, warp_row + lane / 4, key + lane % 4 * 2, p.seq_q, p.seq_k,
                         plan.bias_factor);
     if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)

@@ -60,7 +60,8 @@ struct alignas(128) SharedStorage {
 struct ForwardPlan {
   uint32_t tiles;  // grid slots of one head
   ScorePlan scores;
-  int vector_out;  // output rows take 16-byte stores
+  float lse_scale;  // from the units of the running maximum to natural log
+  int vector_out;   // output rows take 16-byte stores
 };
 
 // The work of a warp: where it is, and the steps of the loop over key tiles. Fragments are locals
@@ -142,7 +143,7 @@ struct Warp {
 
   // What is exponentiated, out of q.k.
   __device__ __forceinline__ void modify_scores(Scores& s, int tile) const {
-    scale_scores(s, plan.scores);
+    if (plan.scores.mode != kScaled) scale_scores(s, plan.scores);
     const int row = warp_row + lane / 4, column = tile * C::kBlockK + lane % 4 * 2;
     if constexpr (kHasBiasMask)
       apply_bias_mask<Op>(s, BiasMaskView(p.bias_mask, place.batch0, place.batch1, place.head), row,
@@ -164,8 +165,7 @@ struct Warp {
         const float inverse = sum == 0.f ? 0.f : 1.f / sum;
         const int i = m * 16 + half * 8 + lane / 4;
         if (lane % 4 == 0 && i < rows)
-          lse[i] =
-              sum == 0.f ? -INFINITY : fmaf(row_max[m][half], plan.scores.lse_scale, logf(sum));
+          lse[i] = sum == 0.f ? -INFINITY : fmaf(row_max[m][half], plan.lse_scale, logf(sum));
 #pragma unroll
         for (int d = 0; d < C::kDimBlocks; ++d) {
           o[m][d][half * 2] *= inverse;

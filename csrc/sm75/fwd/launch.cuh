@@ -23,7 +23,8 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
   plan.tiles = static_cast<uint32_t>(tiles);
-  plan.scores = plan_scores(p.scale, p.softcap, p.bias_mask.bias != nullptr);
+  plan.scores = plan_scores(p.scale, p.softcap, p.scale > 0.f && p.bias_mask.bias == nullptr);
+  plan.lse_scale = lse_scale_of(plan.scores, p.scale);
   const auto aligned = [](int64_t stride) { return stride % kChunkElements == 0; };
   plan.vector_out = p.head_dim_v % kChunkElements == 0 && aligned(p.out_strides.batch0) &&
                     aligned(p.out_strides.batch1) && aligned(p.out_strides.head) &&

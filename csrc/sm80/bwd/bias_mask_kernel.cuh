@@ -146,7 +146,7 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
     multiply_rows<Op, C::kHeadDim>(s, k_left, right);
     this->start_dp(dp, statistics);
     multiply_rows<Op, C::kHeadDim>(dp, k_left + kFromK, right + kFromQ);
-    modify_scores(s, dp, plan);
+    modify_scores(s, dp, plan.scores);
     ahead.apply_rest(s, p.bias_mask, plan, bias_of(member), mask_of(member), first_column(query),
                      first_key(), queries, keys);
     if (!this->all_seen(query))

@@ -25,10 +25,7 @@ struct BackwardPlan {
   float* bias_sums;      // [splits, elements of dbias], when the members are split
   int group;             // query heads of a key head
   uint32_t query_slots;  // query tiles of one query head in dq_sums
-  int score_mode;        // ScoreMode: how raw q.k becomes what is exponentiated
-  float score_inner;     // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
-  float score_outer;
-  float exp_scale;    // log2(e) times what is left to multiply by
+  ScorePlan scores;
   float bias_factor;  // from natural units to those of s; kScaled only
   int bias_first;     // there is a bias, and scores can start from it
   int vector;         // q, k, v, dout rows take 16-byte copies
@@ -74,36 +71,6 @@ struct alignas(128) BackwardShared {
   uint16_t products[C::kRoles][C::kBlockK * C::kBlockQ];  // dS^T, and P^T for partners
   float2 statistics[C::kStages][C::kBlockQ];              // [stage, kBlockQ]: -lse, -delta
 };
-
-// S becomes softcap tanh(S / softcap); dP - delta takes the slope.
-template <int kM, int kN>
-__device__ __forceinline__ void apply_softcap(float (&s)[kM][kN][4], float (&dp)[kM][kN][4],
-                                              const BackwardPlan& plan, bool slopes = true) {
-#pragma unroll
-  for (int i = 0; i < kM * kN * 4; ++i) {
-    float& x = s[i / (4 * kN)][i / 4 % kN][i % 4];
-    float slope;
-    const float t = tanh_accurate(plan.score_inner * x, slope);
-    x = plan.score_outer * t;
-    if (slopes) dp[i / (4 * kN)][i / 4 % kN][i % 4] *= slope;
-  }
-}
-
-template <int kM, int kN>
-__device__ __forceinline__ void scale_linear(float (&s)[kM][kN][4], float factor) {
-#pragma unroll
-  for (int i = 0; i < kM * kN * 4; ++i) s[i / (4 * kN)][i / 4 % kN][i % 4] *= factor;
-}
-
-// What the exponential takes, out of q.k; dP - delta takes the slope of a softcap.
-template <int kM, int kN>
-__device__ __forceinline__ void modify_scores(float (&s)[kM][kN][4], float (&dp)[kM][kN][4],
-                                              const BackwardPlan& plan) {
-  if (plan.score_mode == kSoftcap)
-    apply_softcap(s, dp, plan);
-  else if (plan.score_mode == kLinear)
-    scale_linear(s, plan.score_inner);
-}
 
 // dP - delta becomes dS.
 template <int kM, int kN>

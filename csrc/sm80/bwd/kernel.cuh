@@ -106,7 +106,7 @@ struct PlainWarp : KeyTileWarp<Op, C> {
     multiply_rows<Op, C::kHeadDim>(s, k_left, right);
     this->start_dp(dp, statistics);
     multiply_rows<Op, C::kHeadDim>(dp, k_left + kFromK, right + kFromQ);
-    modify_scores(s, dp, plan);
+    modify_scores(s, dp, plan.scores);
     if (!this->all_seen(query))
       mask_scores_transposed(s, window, warp_key + lane / 4, query + lane % 4 * 2);
     this->exponentiate(s, dp, statistics);

@@ -251,13 +251,10 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
   plan.group = p.heads_q / p.heads_k;
   plan.query_slots = static_cast<uint32_t>(work.query_slots);
   // A scale too small to divide by is applied by itself.
-  const bool scaled = p.scale > (p.bias_mask.bias != nullptr ? 1e-6f : 0.f);
-  plan.score_mode = p.softcap != 0.f ? kSoftcap : scaled ? kScaled : kLinear;
-  plan.score_inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
-  plan.score_outer = p.softcap;
-  plan.exp_scale = plan.score_mode == kScaled ? p.scale * kLog2e : kLog2e;
-  plan.bias_factor = plan.score_mode == kScaled ? 1.f / p.scale : 1.f;
-  plan.bias_first = p.bias_mask.bias != nullptr && plan.score_mode == kScaled;
+  const bool folds = p.scale > (p.bias_mask.bias != nullptr ? 1e-6f : 0.f);
+  plan.scores = plan_scores(p.scale, p.softcap, folds);
+  plan.bias_factor = plan.scores.mode == kScaled ? 1.f / p.scale : 1.f;
+  plan.bias_first = p.bias_mask.bias != nullptr && plan.scores.mode == kScaled;
   plan.vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
   plan.vector_dq = takes_vectors(p.dq, p.dq_strides, p.head_dim);

@@ -125,7 +125,8 @@ struct KeyTileWarp {
       for (int m = 0; m < C::kM; ++m) {
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, e % 2 == 0 ? x.x : x.z));
+          s[m][n][e] =
+              ptx::ex2_approx(fmaf(s[m][n][e], plan.scores.exp_scale, e % 2 == 0 ? x.x : x.z));
       }
     }
     if (any_large_column<C::kN>(statistics)) limit_probabilities(s);

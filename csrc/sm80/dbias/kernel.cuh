@@ -39,9 +39,9 @@ __device__ __forceinline__ void add_late(float (&s)[kM][kN][4], const float (&ad
 #pragma unroll
   for (int i = 0; i < kM * kN * 4; ++i) {
     float& x = s[i / (4 * kN)][i / 4 % kN][i % 4];
-    const float shaped = plan.score_mode == kSoftcap
-                             ? plan.score_outer * tanh_accurate(plan.score_inner * x)
-                             : plan.score_inner * x;
+    const float shaped = plan.scores.mode == kSoftcap
+                             ? plan.scores.outer * tanh_accurate(plan.scores.inner * x)
+                             : plan.scores.inner * x;
     x = (x == -INFINITY ? x : shaped) + addend[i / (4 * kN)][first + i / 4 % kN][i % 4];
   }
 }
@@ -152,7 +152,7 @@ struct BiasGradient {
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-      s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
+      s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.scores.exp_scale, statistics[m][e / 2].x));
     }
     if (any_large(statistics)) limit_probabilities(s);
 #pragma unroll

@@ -136,7 +136,7 @@ struct QueryWarp {
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-      s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.exp_scale, statistics[m][e / 2].x));
+      s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.scores.exp_scale, statistics[m][e / 2].x));
     }
     if (any_large(statistics)) limit_probabilities(s);
     multiply_elements(dp, s);
@@ -154,7 +154,7 @@ struct QueryWarp {
     for (int i = 0; i < C::kM * C::kN * 4; ++i)
       dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] = statistics[i / (4 * C::kN)][i % 4 / 2].y;
     multiply_rows<Op, C::kHeadDim>(dp, dout_left, v_rows + lane_by_chunks<C::kHeadDim>());
-    modify_scores(s, dp, plan);
+    modify_scores(s, dp, plan.scores);
     const int row = warp_row + lane / 4, column = key + lane % 4 * 2;
     apply_bias_mask<Op>(s, view, row, column, work.seq_q, work.seq_k, plan.bias_factor);
     if (!all_seen(key)) mask_scores(s, window, row, column);

@@ -153,13 +153,13 @@ struct BiasMaskWarp {
                                         const float (&c)[C::kM][C::kN][4],
                                         const KeptQ (&q)[kMembers], uint32_t q_start,
                                         uint32_t k_start, int r) const {
-    if (!kAnything || plan.score_mode == kScaled) {
+    if (!kAnything || plan.scores.mode == kScaled) {
       copy(s, c);
       multiply(s, q, q_start, k_start, r);
     } else {
       clear(s);
       multiply(s, q, q_start, k_start, r);
-      scale_scores<C>(s, plan);
+      scale_scores(s, plan.scores);
       add(s, c);
     }
   }
@@ -182,7 +182,7 @@ struct BiasMaskWarp {
       score(s, c, q, work.q_start, k_start, r);
       if (any_hidden[r]) hide_keys<C>(s, words[r]);
       if (work.keys.any_hidden(first_key)) mask_scores<true>(s, window, row, key);
-      online_softmax_lazily(s, rows[r].o, rows[r].row_max, rows[r].row_sum, plan.exp_scale);
+      online_softmax_lazily(s, rows[r].o, rows[r].row_max, rows[r].row_sum, plan.scores.exp_scale);
       multiply_pv<Op, C>(rows[r].o, s, v_start + r * kTileBytes);
     }
   }

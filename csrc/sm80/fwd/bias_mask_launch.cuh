@@ -39,16 +39,16 @@ cudaError_t launch_bias_mask_tiling(const FlashsciForwardParams& p, BiasMaskPlan
 
   ForwardPlan plan = plan_of(p, tiles);
   // Else the units of the scores are those of the exponential.
-  if (plan.score_mode == kScaled && !scale_fits(p.scale)) plan.score_mode = kLinear;
-  if (plan.score_mode == kScaled) {
+  if (plan.scores.mode == kScaled && !scale_fits(p.scale)) plan.scores.mode = kLinear;
+  if (plan.scores.mode == kScaled) {
     bias_mask.bias_factor = 1.f / p.scale;
   } else {
-    plan.score_inner *= plan.score_mode == kLinear ? kLog2e : 1.f;
-    plan.score_outer *= kLog2e;
-    plan.exp_scale = 1.f;
+    plan.scores.inner *= plan.scores.mode == kLinear ? kLog2e : 1.f;
+    plan.scores.outer *= kLog2e;
+    plan.scores.exp_scale = 1.f;
     bias_mask.bias_factor = kLog2e;
   }
-  plan.lse_scale = plan.score_mode == kScaled ? p.scale : kLn2;
+  plan.lse_scale = plan.scores.mode == kScaled ? p.scale : kLn2;
   return launch<forward_bias_mask_kernel<Op, C, kVector>>(blocks, C::kThreads, sizeof(Storage),
                                                           p.device, stream, p, plan, bias_mask);
 }

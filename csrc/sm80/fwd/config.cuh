@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../../core/score_mod.cuh"
 #include "../../include/flashsci.h"
 
 namespace flashsci::sm80::fwd {
@@ -70,15 +71,10 @@ struct alignas(128) SharedStorage {
 
 // What the host derives from the parameters, once.
 struct ForwardPlan {
-  uint32_t tiles;     // grid slots of one head
-  int score_mode;     // how raw q.k becomes what is exponentiated: ScoreMode
-  float score_inner;  // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
-  float score_outer;
-  float exp_scale;  // log2(e) times what is left to multiply by
+  uint32_t tiles;  // grid slots of one head
+  ScorePlan scores;
   float lse_scale;  // from the units of the running maximum to natural log
   int vector_out;   // output rows take 16-byte stores
 };
-
-enum ScoreMode { kScaled = 0, kLinear = 1, kSoftcap = 2 };
 
 }  // namespace flashsci::sm80::fwd

@@ -143,10 +143,10 @@ struct QueryTile {
   // From raw scores to the output.
   __device__ __forceinline__ void softmax_and_pv(OutputRows<C>& rows, float (&s)[C::kM][C::kN][4],
                                                  int first_key) {
-    if (plan.score_mode != kScaled) scale_scores<C>(s, plan);
+    if (plan.scores.mode != kScaled) scale_scores(s, plan.scores);
     if (keys.any_hidden(first_key))
       mask_scores(s, window, warp_row + lane / 4, first_key + lane % 4 * 2);
-    online_softmax(s, rows.o, rows.row_max, rows.row_sum, plan.exp_scale);
+    online_softmax(s, rows.o, rows.row_max, rows.row_sum, plan.scores.exp_scale);
     multiply_pv<Op, C>(rows.o, s, v_start);
   }
   __device__ __forceinline__ void write(const OutputRows<C>& rows) const {

@@ -11,11 +11,8 @@ namespace flashsci::sm80::fwd {
 inline ForwardPlan plan_of(const FlashsciForwardParams& p, int64_t tiles) {
   ForwardPlan plan;
   plan.tiles = static_cast<uint32_t>(tiles);
-  plan.score_mode = p.softcap != 0.f ? kSoftcap : p.scale > 0.f ? kScaled : kLinear;
-  plan.score_inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
-  plan.score_outer = p.softcap;
-  plan.exp_scale = plan.score_mode == kScaled ? p.scale * kLog2e : kLog2e;
-  plan.lse_scale = plan.score_mode == kScaled ? p.scale : 1.f;
+  plan.scores = plan_scores(p.scale, p.softcap, p.scale > 0.f);
+  plan.lse_scale = lse_scale_of(plan.scores, p.scale);
   const auto aligned = [](int64_t stride) { return stride % kChunkElements == 0; };
   plan.vector_out = p.head_dim_v % kChunkElements == 0 && aligned(p.out_strides.batch0) &&
                     aligned(p.out_strides.batch1) && aligned(p.out_strides.head) &&

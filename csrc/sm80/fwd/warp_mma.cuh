@@ -10,26 +10,6 @@
 
 namespace flashsci::sm80::fwd {
 
-template <class C>
-__device__ __forceinline__ void scale_scores(float (&s)[C::kM][C::kN][4], const ForwardPlan& plan) {
-  if (plan.score_mode == kSoftcap) {
-#pragma unroll
-    for (int m = 0; m < C::kM; ++m)
-#pragma unroll
-      for (int n = 0; n < C::kN; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          s[m][n][e] = plan.score_outer * tanh_accurate(plan.score_inner * s[m][n][e]);
-  } else {
-#pragma unroll
-    for (int m = 0; m < C::kM; ++m)
-#pragma unroll
-      for (int n = 0; n < C::kN; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[m][n][e] *= plan.score_inner;
-  }
-}
-
 template <int kM, int kN>
 __device__ __forceinline__ void clear(float (&x)[kM][kN][4]) {
 #pragma unroll

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../../core/score_mod.cuh"
 #include "../../include/flashsci.h"
 #include "../tma_box.cuh"
 #include "../tma_map.h"
@@ -46,9 +47,7 @@ struct alignas(128) DecodeArgs {
   CUtensorMap k, v;
   FlashsciForwardParams p;
   DecodePlan plan;
-  int score_mode;
-  float score_inner, score_outer;  // ForwardArgs
-  float exp_scale;
+  ScorePlan scores;
 };
 
 // What a CTA does of one sequence.

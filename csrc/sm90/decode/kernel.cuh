@@ -130,7 +130,7 @@ __device__ __forceinline__ void decode_compute(DecodeStorage<C>& shared, const D
       ptx::wgmma_tie(s);
       release(shared.k_empty[stage]);
       if (busy) {
-        if (a.score_mode != kScaled) scale_scores(s, a);
+        if (a.scores.mode != kScaled) scale_scores(s, a.scores);
         const int first_key = (a.plan.first_block + block) * kBlockK;
         if (first_key + kBlockK > full_end || first_key < full_begin) {
 #pragma unroll
@@ -140,7 +140,7 @@ __device__ __forceinline__ void decode_compute(DecodeStorage<C>& shared, const D
           }
         }
         float alpha[2] = {1.f, 1.f};
-        if (softmax_next(s, rows, alpha, a.exp_scale)) {
+        if (softmax_next(s, rows, alpha, a.scores.exp_scale)) {
 #pragma unroll
           for (int e = 0; e < kHeadDim / 2; ++e) o[e] *= alpha[e >> 1 & 1];
         }

@@ -66,8 +66,7 @@ cudaError_t launch_decode(const fwd::ForwardArgs& from, cudaStream_t stream) {
     return cudaErrorNotSupported;
   DecodeArgs a;
   a.p = p;
-  a.score_mode = from.score_mode, a.score_inner = from.score_inner;
-  a.score_outer = from.score_outer, a.exp_scale = from.exp_scale;
+  a.scores = from.scores;
   a.plan = decode_plan(p);
   a.plan.partial_out = static_cast<float*>(p.workspace);
   a.plan.partial_lse =

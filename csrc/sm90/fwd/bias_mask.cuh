@@ -119,7 +119,7 @@ __device__ __forceinline__ void add_bias_mask_again(float (&s)[4], const Forward
            row * strides.row + key;
   };
   const int64_t bias = place(bias_mask.bias_strides), mask = place(bias_mask.mask_strides);
-  scale_scores(s, a);
+  scale_scores(s, a.scores);
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const int below = e / 2 * 8;

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "../../core/mask.cuh"
+#include "../../core/score_mod.cuh"
 #include "../../include/flashsci.h"
 #include "../../ptx/cp_async.cuh"
 #include "../tma_box.cuh"
@@ -108,8 +109,6 @@ struct BiasMaskRing {
   }
 };
 
-enum ScoreMode { kScaled = 0, kLinear = 1, kSoftcap = 2 };
-
 struct alignas(128) ForwardArgs {
   CUtensorMap q, k, v;
   CUtensorMap out;           // boxes of 16 rows
@@ -118,10 +117,7 @@ struct alignas(128) ForwardArgs {
   FlashsciForwardParams p;
   SchedulePlan schedule;
   BiasMaskPlan bias_mask;
-  int score_mode;     // how raw q.k becomes what is exponentiated: ScoreMode
-  float score_inner;  // kLinear: s *= inner; kSoftcap: s = outer * tanh(inner * s)
-  float score_outer;
-  float exp_scale;  // log2(e) times what is left to multiply by
+  ScorePlan scores;
 };
 
 // Key blocks [first, end) that some of the rows [row, row + count) see.

@@ -156,7 +156,7 @@ struct Tiles<256> {
 template <class Op, class C>
 cudaError_t launch_plain(ForwardArgs& a, cudaStream_t stream) {
   const bool windowed = a.p.window_left >= 0 || a.p.window_right >= 0;
-  const bool plain = a.score_mode == kScaled;
+  const bool plain = a.scores.mode == kScaled;
   if (a.p.cu_seqlens_q != nullptr)
     return plain ? launch_tiling<Op, C, true, true, true>(a, stream)
                  : launch_tiling<Op, C, true, false, true>(a, stream);
@@ -191,10 +191,7 @@ cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) 
   ForwardArgs a;
   a.p = p;
   const bool bias_mask = p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr;
-  a.score_mode = p.softcap != 0.f ? kSoftcap : p.scale > 0.f && !bias_mask ? kScaled : kLinear;
-  a.score_inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
-  a.score_outer = p.softcap;
-  a.exp_scale = a.score_mode == kScaled ? p.scale * kLog2e : kLog2e;
+  a.scores = plan_scores(p.scale, p.softcap, p.scale > 0.f && !bias_mask);
   // sm80's kernel skips blocks that a mask hides and reads a bias once for two batch rows: measured
   // faster here, and only here.
   if (p.bias_mask.mask != nullptr && dim <= 32) return cudaErrorNotSupported;

@@ -165,9 +165,9 @@ struct Consumer {
   __device__ __forceinline__ void add_bias_mask(float (&scores)[kCount],
                                                 uint32_t (&words)[kWords]) {
     const FlashsciBiasMask& given = a.p.bias_mask;
-    const bool scaled = a.score_mode == kSoftcap || given.bias == nullptr;
-    if (scaled) scale_scores(scores, a);
-    const float inner = scaled ? 1.f : a.score_inner;
+    const bool scaled = a.scores.mode == kSoftcap || given.bias == nullptr;
+    if (scaled) scale_scores(scores, a.scores);
+    const float inner = scaled ? 1.f : a.scores.inner;
     if (given.bias != nullptr && given.bias_is_fp32) {
       add_fp32<kBlockK>(scores, a.bias_mask, inner, bias_mask_stage() + w * a.bias_mask.bias_step);
     } else if (given.bias != nullptr) {
@@ -187,7 +187,7 @@ struct Consumer {
     if constexpr (C::kHasBiasMask)
       add_bias_mask(scores, words);
     else if constexpr (!kPlainScores)
-      scale_scores(scores, a);
+      scale_scores(scores, a.scores);
   }
   // Again for each mask: registers are scarce.
   __device__ __forceinline__ Window window(const Work& work) const {
@@ -261,7 +261,7 @@ struct Consumer {
     modify_scores(scores, words);
     mask_elements<0, kBlockK / 4>(scores, work);
     if constexpr (kCount > kBlockK / 4) mask_elements<kBlockK / 4, kBlockK / 2>(scores, work);
-    softmax_first(scores, rows, a.exp_scale);
+    softmax_first(scores, rows, a.scores.exp_scale);
     ptx::wgmma_wait<0>();
     ptx::wgmma_tie(o);
     if (pending) release(shared.v_empty[pending_v % kStages]);
@@ -275,7 +275,7 @@ struct Consumer {
       if (!kOneLoop || first_key + kBlockK > work.full_end || first_key < work.full_begin)
         mask_block(work);
     }
-    const bool grew = softmax_next(s, rows, alpha, a.exp_scale);
+    const bool grew = softmax_next(s, rows, alpha, a.scores.exp_scale);
     pv_done();
     if (grew) rescale_output();
     pack(s);
@@ -285,13 +285,13 @@ struct Consumer {
   __device__ __forceinline__ void softmax_optimistic(const Work& work, const PvDone& pv_done) {
     float part[4];
     if constexpr (C::kEarly > 0) {
-      exponentials<false, 0, C::kEarly>(s, rows.row_max_log2, a.exp_scale, part);
+      exponentials<false, 0, C::kEarly>(s, rows.row_max_log2, a.scores.exp_scale, part);
       ptx::schedule_fence(part[3]);
     }
     pv_done();
     // Else ptxas releases V last, and with two stages the next V comes late.
     if constexpr (C::kQStages == 1) ptx::schedule_fence(a.p.seq_k);
-    exponentials<false, C::kEarly, kBlockK / 2>(s, rows.row_max_log2, a.exp_scale, part);
+    exponentials<false, C::kEarly, kBlockK / 2>(s, rows.row_max_log2, a.scores.exp_scale, part);
     float sum[2] = {part[0] + part[1], part[2] + part[3]};
     pack(s);
     if (__any_sync(0xffffffffu, sum[0] > kOverflow || sum[1] > kOverflow)) {
@@ -305,7 +305,7 @@ struct Consumer {
             });
         sum[0] = sum[1] = 0.f;
         alpha[0] = alpha[1] = 1.f;
-        softmax_next(s, rows, alpha, a.exp_scale);
+        softmax_next(s, rows, alpha, a.scores.exp_scale);
       } else {
         follow_growth(s, rows, sum, alpha);
       }

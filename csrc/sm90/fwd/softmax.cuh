@@ -11,17 +11,6 @@ namespace flashsci::sm90::fwd {
 // Accumulator element e of a lane is row 16 warp + lane / 4 + 8 ((e >> 1) & 1) of the warpgroup's
 // 64 and column 8 (e >> 2) + 2 (lane % 4) + (e & 1).
 
-template <int kCount, class Args>
-__device__ __forceinline__ void scale_scores(float (&s)[kCount], const Args& a) {
-  if (a.score_mode == kSoftcap) {
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) s[e] = a.score_outer * tanh_accurate(a.score_inner * s[e]);
-  } else {
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) s[e] *= a.score_inner;
-  }
-}
-
 // Scores of keys outside [begin(i), end(i)) become -inf. row: this lane's first query row; column:
 // the key of its first score. Accumulator elements [kBegin, kEnd).
 template <int kBegin, int kEnd, bool kLeft, int kCount>
