@@ -14,12 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.testing.bounds import Judge, evaluate
+import flashsci
+from flashsci.testing.bounds import PLAIN, Judge, evaluate
 from flashsci.testing.cases import NUMBERS, PADDINGS, PLACES, Case, Variant
 from flashsci.testing.formula import LOWEST
 from flashsci.testing.inputs import Inputs, make_inputs
 from flashsci.testing.poison import poisoned_memory
-from flashsci.testing.traps import DTYPES, HALVES, each_served, judged, require, trap
+from flashsci.testing.traps import (
+    DTYPES,
+    HALVES,
+    Skipped,
+    each_served,
+    judged,
+    require,
+    trap,
+)
 
 
 @trap()
@@ -276,28 +285,63 @@ def scores_beyond_ten_million(backend: str, device: torch.device) -> None:
     each_served([*parts, *(functools.partial(two_maxima, dtype) for dtype in dtypes)])
 
 
+def _only_keys(
+    device: torch.device, dtype: str, dim: int, smallest: int, full: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of rows with one key each, of scores from 2^smallest to 2^30 of either sign."""
+    rows = 1024 if full else 48
+    generator = torch.Generator().manual_seed(39)
+    # All terms of a score have one sign: sums that cancel round by more than a score's own digits.
+    q, k, v = (torch.randn(rows, 1, 1, dim, generator=generator).abs() for _ in range(3))
+    q[::2] *= -1
+    size = torch.linspace(smallest, 26 if dtype == "float16" else 30, rows)  # fp16 ends earlier
+    half = torch.exp2(size / 2).reshape(-1, 1, 1, 1) * dim**-0.25
+    return tuple(x.to(device, getattr(torch, dtype)) for x in (q * half, k * half, v))  # type: ignore[return-value]
+
+
+def _must_be_one(p: Tensor, what: str) -> None:
+    least, most = p.min().item(), p.max().item()
+    assert least >= 0.5 and most <= 2, (
+        f"{what}: P of an only key is {least:.3g} to {most:.3g}, must be 1"
+    )
+
+
 @trap()
 def one_key_of_every_score(backend: str, device: torch.device) -> None:
     """P of a row's only key is 1, whatever its score: the rounding of a large lse must not show as a power of two."""
     full = device.type == "cuda"
-    rows, dims = (1024, (16, 64, 128, 256)) if full else (48, (16,))
 
     def part(dtype: str, dim: int) -> None:
-        generator = torch.Generator().manual_seed(39)
-        # All terms of a score have one sign: sums that cancel round by more than a score's own digits.
-        q, k, v = (torch.randn(rows, 1, 1, dim, generator=generator).abs() for _ in range(3))
-        q[::2] *= -1
-        # 2^8 to 2^30: below and beyond where kernels begin to treat scores as large. fp16 ends earlier.
-        size = torch.linspace(8, 26 if dtype == "float16" else 30, rows)
-        half = torch.exp2(size / 2).reshape(-1, 1, 1, 1) * dim**-0.25
-        q, k, v = (x.to(device, getattr(torch, dtype)) for x in (q * half, k * half, v))
+        # 2^8 to 2^30: below and beyond where kernels begin to treat scores as large.
+        q, k, v = _only_keys(device, dtype, dim, 8, full)
         inputs = Inputs(q, k, v, dout=torch.ones_like(v), options={"scale": 1.0})
         p = evaluate(inputs, backend, lse=backend != "sdpa")["dv"].float()
-        least, most = p.min().item(), p.max().item()
-        assert least >= 0.5 and most <= 2, (
-            f"{dtype}, D {dim}: P of an only key is {least:.3g} to {most:.3g}, must be 1"
-        )
+        _must_be_one(p, f"{dtype}, D {dim}")
 
     # The reference's float16 scores end at 65504: it is plain PyTorch.
     dtypes = DTYPES if backend != "reference" else ("bfloat16", "float32")
+    dims = (16, 64, 128, 256) if full else (16,)
     each_served(functools.partial(part, dtype, dim) for dtype in dtypes for dim in dims)
+
+
+@trap()
+def lse_of_other_tensor_cores(backend: str, device: torch.device) -> None:
+    """The same where another kernel computed the lse: tensor cores truncate, and sums in other steps differ by 2^-20 of a score."""
+    if backend in PLAIN:
+        raise Skipped("plain PyTorch takes an lse as it is")
+    full = device.type == "cuda"
+
+    def part(dtype: str, dim: int) -> None:
+        q, k, v = _only_keys(device, dtype, dim, 21, full)
+        options: dict[str, Any] = {"scale": 1.0, "backend": backend}
+        with flashsci.use_backend(backend, strict=True), torch.no_grad():
+            out, lse = flashsci.attention(q, k, v, return_lse=True, **options)
+            for error in (2.0**-20, -(2.0**-20)):
+                dout = torch.ones_like(out)
+                found = flashsci.attention_backward(
+                    dout, q, k, v, out, lse * (1 + error), **options
+                )
+                _must_be_one(found.dv.float(), f"{dtype}, D {dim}, lse off by {error:.1e}")
+
+    dims = (16, 64, 128, 256) if full else (16,)
+    each_served(functools.partial(part, dtype, dim) for dtype in DTYPES for dim in dims)
