@@ -87,7 +87,7 @@ def steps(out: Path, runners: Path, workers: int) -> dict[str, Step]:
         "cpu": Step(900, pytest("cpu", "-m", "not slow", "tests/cpu"), {"CUDA_VISIBLE_DEVICES": ""}),
         "races": Step(900, pytest("races", RACES)),
         "sanitizers": sanitizers(runners),
-        "bench": Step(600, python("bench", "-m", "flashsci", "bench", "--quick", "--json", str(out / "bench.json"))),
+        "bench": Step(600, python("bench", "-m", "flashsci", "bench", "--quick", "--json", str(out / "bench.json"), "--minutes", MINUTES)),
     }  # fmt: skip
 
 
