@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.testing.formula import Formula, blocks, finite
+from flashsci.testing.formula import Formula, Rounding, blocks, finite
 from flashsci.testing.inputs import Inputs
 from flashsci.testing.second_order import SECOND_ORDER
 
@@ -241,11 +241,18 @@ class Judge:
         wide = self._plain(self.given.to(torch.float32))
         self.baseline = {n: wide[n].to(x.dtype) for n, x in self.baseline.items()}
 
-    def _allowances(self) -> None:
+    def precisions(self) -> tuple[float, float, float, Rounding | None]:
+        """Unit roundoff of results and of what kernels keep in fp32, the smallest normal result, and the rounding of P where
+        it is not that of results."""
         dtype = self.inputs.q.dtype
         unit, internal = _unit(dtype), min(_unit(dtype), _unit(torch.float32))
         if self.inputs.options.get("precision") == "tf32":
             unit = internal = 2.0**-11
+        return unit, internal, torch.finfo(dtype).smallest_normal, None
+
+    def _allowances(self) -> None:
+        dtype = self.inputs.q.dtype
+        unit, internal, self.tiny, of_p = self.precisions()
         units = [
             unit if x is None else min(unit, _unit(x.dtype))
             for x in (self.inputs.bias, self.inputs.key_weight, self.inputs.sink)
@@ -265,10 +272,9 @@ class Judge:
         }
         cells = {n: torch.zeros_like(x) for n, x in self.truth.items()}
         self.loose: dict[str, Tensor] = {}
-        self.tiny = torch.finfo(dtype).smallest_normal
         large = False
         for block in blocks(self.inputs.to(torch.float64)):
-            formula = Formula(block, unit, internal, self.tiny, *units)
+            formula = Formula(block, unit, internal, self.tiny, *units, of_p)
             large |= formula.large
             for name in self.truth:
                 for whole, part in (
