@@ -218,6 +218,8 @@ class Judge:
         >>> judge.require(evaluate(judge.inputs, "sdpa", lse=False))
     """
 
+    sigmas = SIGMAS
+
     def __init__(
         self, inputs: Inputs, fused: bool = True, device: torch.device | str | None = None
     ):
@@ -323,7 +325,7 @@ class Judge:
             )
             self.floor[name] = FLOOR_ROUNDINGS * largest
             self.square[name] = square
-            gain = SIGMAS * along + sum_gain
+            gain = self.sigmas * along + sum_gain
             self.gain_floor[name] = gain / square if square else 0.0
             norm = square**0.5
             self.vanishes[name] = norm <= 2.0**-40 * fine_norm
@@ -333,7 +335,7 @@ class Judge:
                 self.vanishes[name] = left < 0.007 * norm
             if least and not self.vanishes[name]:
                 self.vanishes[name] = 0.01 * norm < 8 * unit * least * truth.numel() ** 0.5
-            self.spread_floor[name] = SIGMAS * across + SUM_ROUNDINGS * sum_norm
+            self.spread_floor[name] = self.sigmas * across + SUM_ROUNDINGS * sum_norm
             # The oracle is checked against the formula of this file, which shares no code with it.
             limit = self.floor[name] * (_unit(torch.float64) / internal)
             assert difference <= max(limit, 1e-280), (

@@ -312,10 +312,11 @@ class Formula:
         if b.sink is not None:
             before = w * torch.exp(torch.where(visible, scores - of_keys, -torch.inf)) * b.keep
         least: Any = None  # the smallest normal P
-        p_unit = unit
-        if of_p is not None:
-            p_unit, least = of_p.unit, of_p.tiny * (torch.exp(of_keys - top) / total).detach()
-        pr = self.rounded(self.rounded(pr, p_unit, None, least), p_unit, before, least)
+        if of_p is None:
+            pr = self.rounded(self.rounded(pr), like=before)
+        else:  # to so few bits that one of the two would be seen in the other
+            least = of_p.tiny * (torch.exp(of_keys - top) / total).detach()
+            pr = self.rounded(pr, of_p.unit, before, least)
         out_abs, out_fine = pr_abs @ v_abs, pr_fine @ v_abs
         out = pr @ v
         if b.sink is not None:  # rounded before it gives the sink its share, too
