@@ -110,11 +110,11 @@ def test_smoothing_is_exact(causal, packed):
     assert errors[True][1] < errors[False][1] and errors[True][1] < 0.5, errors
 
 
-def test_rotation_helps_where_columns_are_large():
-    q, k, v = torch.randn(3, 2, 300, 64)
-    for x in (q, k):  # some columns of some rows, far out of e4m3's reach of the others
-        x[:, ::16, 5] *= 1e5
-    q[..., 5] *= 1e-6
+def test_rotation_helps_where_single_entries_are_large():
+    """The distribution of FlashAttention-3's paper: one entry of a thousand ten times as large."""
+    q, k, v = torch.randn(3, 4, 512, 128)
+    for x in (q, k):
+        x += 10 * torch.randn_like(x) * (torch.rand_like(x) < 0.001)
     exact = flashsci.attention(q, k, v, backend="reference")
     errors = []
     for rotate in (False, True):
@@ -122,7 +122,7 @@ def test_rotation_helps_where_columns_are_large():
         scales = {f"{n}_scale": f.scale for n, f in zip("qkv", found, strict=True)}
         out = flashsci.attention(*(f.values for f in found), **scales)
         errors.append(((out - exact).norm() / exact.norm()).item())
-    assert errors[1] < 1.05 * errors[0], errors
+    assert errors[1] < 0.8 * errors[0] and errors[1] < 0.06, errors
 
 
 def test_rows_that_are_zero_nan_or_far_out():
