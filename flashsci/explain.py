@@ -53,10 +53,10 @@ def explain(
     arguments.check_types(q, k, v, **others)
     of_fp8 = {n: given[n] for n in ("q_scale", "k_scale", "v_scale", "out_dtype")}
     if q.dtype == fp8.FP8 or any(x is not None for x in of_fp8.values()):
-        first = given.get("cu_seqlens_q")
-        edges = (first, given["cu_seqlens_k"]) if packed else None
-        if edges is not None and edges[1] is None:
-            edges = first, first
+        edges = None
+        if packed:
+            first, second = given["cu_seqlens_q"], given["cu_seqlens_k"]
+            edges = first, first if second is None else second
         call = fp8.describe(q, k, v, fp8.Given(**of_fp8, **others), shared, edges)
         return registry.explain(registry.problem_of(*call), *registry.requested(backend))
     q, k, v = autocast(q, k, v)

@@ -198,17 +198,15 @@ def _check_scale(name: str, scale: Tensor | None, x: Tensor, sequences: int) -> 
         heads = inner.shape[0]
         shapes = f"a sequence and head ([{sequences}, {heads}]) or a block of 128 or 64 rows ([{rows // 128 + sequences} or {rows // 64 + sequences}, {heads}])"  # fmt: skip
     else:
-        heads = ", ".join(map(str, x.shape[:-2]))
-        comma = ", " if heads else ""
-        shapes = f"a head ([{heads}]) or a block of 128 or 64 rows ([{heads}{comma}{-(-rows // 128)} or {-(-rows // 64)}])"
+        outer = ", ".join(map(str, x.shape[:-2]))
+        comma = ", " if outer else ""
+        shapes = f"a head ([{outer}]) or a block of 128 or 64 rows ([{outer}{comma}{-(-rows // 128)} or {-(-rows // 64)}])"
     raise ValueError(
         f"{name} must have one number for all ([]), {shapes}, got {arguments.shape_of(scale)}; flashsci.quantize makes it"
     )
 
 
-def _expanded(
-    x: Tensor, scale: Tensor | None, leading: torch.Size
-) -> tuple[Tensor, Tensor | None]:
+def _expanded(x: Tensor, scale: Tensor | None, leading: torch.Size) -> tuple[Tensor, Tensor | None]:
     """x as ``[*leading, H, S, D]``, and its scale with the same leading dims."""
     heads = x.shape[-3:] if x.dim() > 2 else (1, *x.shape)
     if scale is not None and scale.dim() > 0:

@@ -130,6 +130,4 @@ def lacks(problem: Problem) -> str | None:
     names = [name for given, name in asked if given]
     if not names:
         return None
-    return (
-        f"float8_e4m3fn inputs have no {', '.join(names)}; dequantise them (x.float() * scale, in bfloat16) and call again"
-    )
+    return f"float8_e4m3fn inputs have no {', '.join(names)}; dequantise them (x.float() * scale, in bfloat16) and call again"

@@ -143,7 +143,9 @@ def _scales(largest: Tensor) -> Tensor:
 def _dense_scales(size: Tensor, per: str, block: int) -> tuple[Tensor, Tensor]:
     """(scales, the same as they divide x ``[..., H, S, D]``)."""
     if size.numel() == 0:
-        shape = {"tensor": (), "head": size.shape[:-2]}.get(per, (*size.shape[:-2], -(-size.shape[-2] // block)))
+        shape = {"tensor": (), "head": size.shape[:-2]}.get(
+            per, (*size.shape[:-2], -(-size.shape[-2] // block))
+        )
         return size.new_ones(shape), size.new_ones(())
     if per == "tensor":
         scale = _scales(size.amax())
@@ -158,9 +160,7 @@ def _dense_scales(size: Tensor, per: str, block: int) -> tuple[Tensor, Tensor]:
     return scale, scale.repeat_interleave(block, -1)[..., :rows, None]
 
 
-def _packed_scales(
-    size: Tensor, per: str, block: int, cu_seqlens: Tensor
-) -> tuple[Tensor, Tensor]:
+def _packed_scales(size: Tensor, per: str, block: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """(scales, the same as they divide x ``[T, H, D]``)."""
     rows, heads, _ = size.shape
     sequences = cu_seqlens.shape[0] - 1
@@ -168,7 +168,9 @@ def _packed_scales(
         scale = _scales(size.amax() if rows * heads else size.new_zeros(()))
         return scale, scale
     row = torch.arange(rows, device=size.device, dtype=torch.int32)
-    n = (torch.searchsorted(cu_seqlens.contiguous(), row, right=True) - 1).clamp(0, max(sequences - 1, 0))
+    n = (torch.searchsorted(cu_seqlens.contiguous(), row, right=True) - 1).clamp(
+        0, max(sequences - 1, 0)
+    )
     place, count = n, sequences
     if per == "block":
         first = cu_seqlens[n]

@@ -20,7 +20,8 @@ def _attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor
         for x, scale, of in zip(tensors[:3], tensors[3:6], (edges[0], edges[1], edges[1]), strict=True)
     )  # fmt: skip
     options = Scalars(
-        *scalars[: Scalars._fields.index("dropout_p")], dropout_p=0.0, precision="default", deterministic=False
+        scalars.max_seqlen_q, scalars.max_seqlen_k, scalars.scale, scalars.softcap, scalars.window_left, scalars.window_right,
+        scalars.lower_right, 0.0, "default", False,
     )  # fmt: skip
     out, lse = reference.forward(
         Tensors(q, k, v, cu_seqlens_q=edges[0], cu_seqlens_k=edges[1]), options

@@ -28,7 +28,7 @@ def reproduce(text: str, backends: Sequence[str], device: str, say: Any = print)
     """Judge one case given as the report prints it."""
     names = {x.__name__: x for x in (Case, Variant, PagedCase, PagedVariant, FP8Case, FP8Variant)}
     case = eval(text, names)
-    judge = {PagedCase: judge_paged_case, FP8Case: judge_fp8_case}.get(type(case), judge_case)
+    judge: Any = {PagedCase: judge_paged_case, FP8Case: judge_fp8_case}.get(type(case), judge_case)
     tallies = judge(case, backends, device)
     for name, tally in tallies.items():
         what = [f["problem"] for f in tally.failures] or list(tally.refused) or ["right"]

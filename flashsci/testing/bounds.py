@@ -276,7 +276,7 @@ class Judge:
         self.loose: dict[str, Tensor] = {}
         large = False
         for block in blocks(self.inputs.to(torch.float64)):
-            formula = Formula(block, unit, internal, self.tiny, *units, of_p)
+            formula = Formula(block, unit, internal, self.tiny, *units, of_p=of_p)
             large |= formula.large
             for name in self.truth:
                 for whole, part in (

@@ -222,7 +222,8 @@ def make_fp8_inputs(case: FP8Case, device: torch.device | str = "cpu") -> FP8Inp
         for name, lens in (("cu_seqlens_q", case.lens_q), ("cu_seqlens_k", case.lens_k)):
             edges = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32)
             options[name] = embed(edges.to(device))
-    return FP8Inputs(*tensors, options)
+    q, k, v = tensors
+    return FP8Inputs(q, k, v, options)
 
 
 def _scale_shape(case: FP8Case, kind: str, rows: int, heads: int) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ def run(given, **options):
     return flashsci.attention(*tensors, **{n: x for n, x in given.items() if n not in "qkv"}, **options)  # fmt: skip
 
 
-def row_by_row(given, causal=False, window=(None, None), align="upper_left", softcap=None, scale=DIM**-0.5):
+def row_by_row(given, causal=False, window=(None, None), align="upper_left", softcap=None, scale=DIM**-0.5):  # fmt: skip
     """Every row by itself, key after key, from the definition, in fp64."""
     wide = {}
     for name in "qkv":

@@ -191,7 +191,9 @@ def first_scale(scale, strides, at, h, start, sizes, VARLEN: tl.constexpr):
         first = scale + h.to(tl.int64) * strides.head
         if VARLEN:
             n = tl.minimum(tl.maximum(at.b, 0), sizes.sequences - 1).to(tl.int64)
-            return first + n * strides.b0 + (start // strides.rows + n) * strides.slots * strides.block
+            return (
+                first + n * strides.b0 + (start // strides.rows + n) * strides.slots * strides.block
+            )
         else:
             return first + at.b0.to(tl.int64) * strides.b0 + at.b1.to(tl.int64) * strides.b1
 

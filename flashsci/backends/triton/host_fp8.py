@@ -75,7 +75,9 @@ def scale_strides(scale: Tensor | None, x: Tensor, sequences: int) -> ScaleStrid
 class Plan:
     """What the launch of one kind of call needs. Made by `plan`."""
 
-    def __init__(self, device, out_dtype, q_shape, k_shape, dim_v, strides, scales, sequences, scalars):
+    def __init__(
+        self, device, out_dtype, q_shape, k_shape, dim_v, strides, scales, sequences, scalars
+    ):
         packed = sequences >= 0
         self.device = device
         *lead, heads, size_q, dim = q_shape if len(q_shape) > 2 else (1, *q_shape)
