@@ -255,10 +255,10 @@ class Judge:
     def _allowances(self) -> None:
         dtype = self.inputs.q.dtype
         unit, internal, self.tiny, of_p = self.precisions()
-        units = [
+        of_bias, of_weight, of_sink = (
             unit if x is None else min(unit, _unit(x.dtype))
             for x in (self.inputs.bias, self.inputs.key_weight, self.inputs.sink)
-        ]
+        )
         value = {
             n: torch.full_like(x, -torch.inf if n == "lse" else 0.0) for n, x in self.truth.items()
         }
@@ -276,7 +276,7 @@ class Judge:
         self.loose: dict[str, Tensor] = {}
         large = False
         for block in blocks(self.inputs.to(torch.float64)):
-            formula = Formula(block, unit, internal, self.tiny, *units, of_p=of_p)
+            formula = Formula(block, unit, internal, self.tiny, of_bias, of_weight, of_sink, of_p)
             large |= formula.large
             for name in self.truth:
                 for whole, part in (

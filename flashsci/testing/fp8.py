@@ -35,16 +35,12 @@ TENSOR_CORES = 2.0**-14  # unit roundoff of their sums of 8-bit products
 class FP8Variant:
     """What kernels are compiled for."""
 
-    out: str = "bfloat16"  # dtype
+    dtype: str = "bfloat16"  # of out
     head_dim: int = 64
     head_dim_v: int = 64
     window: str = "none"  # "causal", "left": causal and a left side, "both"
     softcap: bool = False
     packed: bool = False
-
-    @property
-    def dtype(self) -> str:
-        return self.out
 
 
 @dataclass(frozen=True)
@@ -205,7 +201,7 @@ def make_fp8_inputs(case: FP8Case, device: torch.device | str = "cpu") -> FP8Inp
         "align": case.align,
         "scale": case.scale,
         "softcap": 5.0 if variant.softcap else None,
-        "out_dtype": getattr(torch, variant.out),
+        "out_dtype": getattr(torch, variant.dtype),
     } | _window(case)
     tensors = []
     for name, lens, count, dim, kind in zip("qkv", lengths, heads, dims, case.scales, strict=True):

@@ -9,8 +9,8 @@ Grid      as forward
 Tiles     query tile and fp32 accumulator stay on chip, key and value tiles stream through the pipeline. A key tile lies within one
           block of scales, a query tile may have several
 Transpose wgmma takes 8-bit operands with their sum innermost, and v has it outermost: Triton turns each tile of v on its way through
-          shared memory, which costs what a kernel that does so beforehand or by instructions of its own would save
-Limits    the exponentials, and the turning of v
+          shared memory
+Limits    not timed yet; by count of instructions the exponentials, and the turning of v
 """
 
 from typing import Any, NamedTuple
