@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -181,14 +180,13 @@ def _packed_scales(size: Tensor, per: str, block: int, cu_seqlens: Tensor) -> tu
     return scale, scale.gather(0, place.long())[..., None]
 
 
-@functools.lru_cache(maxsize=64)
 def rotation(width: int, device: torch.device) -> Tensor:
     """An orthogonal matrix ``[width, width]`` of numbers ±width^-0.5, width a power of two: Hadamard's, its rows with the signs of
     Rudin and Shapiro, so that rows of equal numbers are spread like others. fp32."""
-    i = torch.arange(width)
+    i = torch.arange(width, device=device)
     signs = 1 - 2 * _parity(i & (i >> 1))
     hadamard = 1 - 2 * _parity(i[:, None] & i)
-    return (signs[:, None] * hadamard * width**-0.5).to(device)
+    return signs[:, None] * hadamard * width**-0.5
 
 
 def _parity(x: Tensor) -> Tensor:
