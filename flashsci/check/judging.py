@@ -18,11 +18,13 @@ from flashsci.errors import BackendError
 from flashsci.testing import (
     TRAPS,
     Case,
+    FP8Case,
     Inputs,
     Judge,
     PagedCase,
     Skipped,
     evaluate,
+    make_fp8_inputs,
     make_inputs,
     make_paged_inputs,
     poisoned_memory,
@@ -145,6 +147,32 @@ def judge_paged_case(case: PagedCase, backends: Sequence[str], device: str) -> d
             tally.fail(case, problem)
         if not torch.equal(written, inputs.written("reference")):
             tally.fail(case, "write_kv_cache stores other bytes than the reference")
+    return dict(tallies)
+
+
+def judge_fp8_case(case: FP8Case, backends: Sequence[str], device: str) -> dict[str, Tally]:
+    """Judge one case of 8-bit floats on several backends."""
+    tallies: dict[str, Tally] = defaultdict(Tally)
+    inputs = make_fp8_inputs(case, device)
+    judge = None
+    for name in backends:
+        tally = tallies[name]
+        try:
+            with poisoned_memory(cuda_bytes=0):
+                results = _finished(inputs.evaluate(name))
+        except BackendError as error:
+            tally.refuse(_reason(error))
+            continue
+        except Exception:
+            tally.fail(case, traceback.format_exc())
+            continue
+        judge = judge or inputs.judge()
+        tally.cases += 1
+        for found in judge.findings(results):
+            x = judge.part(results)[found.tensor]
+            tally.see(found.tensor, found.ratios, judge.judge.catches(found.tensor, x, SCALED))
+        for problem in judge.problems(results):
+            tally.fail(case, problem)
     return dict(tallies)
 
 

@@ -89,9 +89,10 @@ def run(
     """Check and write the report; 0 when all is right, 1 with failures, 2 when it cannot run here.
 
     Args:
-        unit: one unit of ``flashsci.digest.units()``, the start of its name, "second_order" or "paged"; None for all.
+        unit: one unit of ``flashsci.digest.units()``, the start of its name, "second_order", "paged" or "fp8"; None for all.
         cases: how many generated problems; where Hopper's kernels are, a run of all units takes 7 of 20 for them alone and
-            3 of 20 for the fp32 kernels; it adds a tenth as many of second order, and a twentieth of paged attention.
+            3 of 20 for the fp32 kernels; it adds a tenth as many of second order, and a twentieth of paged attention and of
+            8-bit floats each.
         out: where the report goes; None for nowhere. A part (see ``part``) is added to the report that is there.
         seed: of the generator; None for today's date as a number, behind which a part has three digits more. The report
             names it.
@@ -134,15 +135,17 @@ def run(
         for t in judging.TRAPS.values()
         if not cases_only and t.order in orders and (device == "cuda" or not (t.cuda or t.slow))
     ]
-    paged = {u for u in chosen if u.startswith(units.GROUPS["paged"])}
-    if paged and len(paged) == len(chosen):
-        plans = [planning.paged_plan(cases, seed, device, backends)]
+    apart = {n: {u for u in chosen if u.startswith(units.GROUPS[n])} for n in planning.APART}
+    only = next((n for n, own in apart.items() if own and len(own) == len(chosen)), None)
+    if only is not None:
+        plans = [planning.APART[only](cases, seed, device, backends)]
     else:
         plans = planning.plans_of(cases, seed, device, unit, orders, backends)
-        if paged and cases >= 20:
-            plans.append(planning.paged_plan(cases // 20, seed, device, backends))
-        else:  # too few to say anything of them
-            chosen = {u: found for u, found in chosen.items() if u not in paged}
+        for name, own in apart.items():
+            if own and cases >= 20 and units.runs_group(name, device):
+                plans.append(planning.APART[name](cases // 20, seed, device, backends))
+            else:  # too few to say anything of them, or none
+                chosen = {u: found for u, found in chosen.items() if u not in own}
     results = Results(sum(len(planned) for planned, _ in plans), say)
     _execute(plans, traps, backends, device, order, workers, minutes, results)
     found = {

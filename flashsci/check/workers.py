@@ -18,13 +18,15 @@ import torch
 
 from flashsci.check import judging
 from flashsci.check.tally import Tally
-from flashsci.testing import Case, PagedCase, PagedVariant, Variant
+from flashsci.testing import Case, FP8Case, FP8Variant, PagedCase, PagedVariant, Variant
 from flashsci.testing.coverage import Coverage
 
 # Processes that a GPU serves at once. It gives each a slice of time in turn, and a case waits for it dozens of times.
 TURNS = 3
 COMPILING = 2  # of the cases of one variant, so many run most of the kernels for the first time
 _turns: AbstractContextManager[Any] = nullcontext()
+AnyCase = Case | PagedCase | FP8Case
+AnyVariant = Variant | PagedVariant | FP8Variant
 
 
 def longest_first(tasks: list[Any]) -> list[Any]:
@@ -33,10 +35,10 @@ def longest_first(tasks: list[Any]) -> list[Any]:
 
 
 def tasks_of(
-    cases: Iterable[Case | PagedCase], backends: Sequence[str], device: str, order: int
+    cases: Iterable[AnyCase], backends: Sequence[str], device: str, order: int
 ) -> list[Any]:
     """Cases grouped by variant: a worker compiles what it runs."""
-    groups: dict[Variant | PagedVariant, list[Case | PagedCase]] = defaultdict(list)
+    groups: dict[AnyVariant, list[AnyCase]] = defaultdict(list)
     for case in cases:
         groups[case.variant].append(case)
     # Where nothing is compiled, nothing keeps a variant together.
@@ -48,7 +50,7 @@ def tasks_of(
     ]
 
 
-def _work_of(case: Case | PagedCase) -> float:
+def _work_of(case: AnyCase) -> float:
     """What a case costs, roughly: scores by head dims; fp32 kernels take the longest to compile."""
     dims = 64 + case.variant.head_dim + case.variant.head_dim_v
     return (case.scores + (1 << 18)) * dims * (2 if case.variant.dtype == "float32" else 1)
@@ -70,6 +72,8 @@ def work(task: tuple[Any, ...]) -> tuple[str, Any]:
         try:
             if isinstance(case, PagedCase):
                 found = judging.judge_paged_case(case, backends, device)
+            elif isinstance(case, FP8Case):
+                found = judging.judge_fp8_case(case, backends, device)
             else:
                 found = judging.judge_case(case, backends, device, order, coverage, turn)
         except Exception:

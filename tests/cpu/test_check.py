@@ -11,7 +11,7 @@ import torch
 from flashsci import check, digest
 from flashsci.check import judging, planning, units, workers
 from flashsci.check.report import write
-from flashsci.testing import Case, PagedCase, PagedInputs, Variant
+from flashsci.testing import Case, FP8Case, FP8Inputs, PagedCase, PagedInputs, Variant
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, run the check itself")
 
@@ -438,6 +438,33 @@ def test_paged_calls_are_a_part_of_their_own(tmp_path, capsys, monkeypatch):
     assert set(part["units"]) == {"triton/paged", "triton/paged_cache"}
     assert part["backends"]["triton"]["cases"] == part["cases"] == 2
     assert {"out", "lse"} <= set(part["backends"]["triton"]["worst ratio of error to allowance"])
+
+
+def test_8_bit_floats_are_a_part_of_their_own(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(planning, "generate_fp8", lambda seed, n, **_: [FP8Case(seed=i) for i in range(n)])  # fmt: skip
+    monkeypatch.setattr(digest, "units", lambda: {"triton/forward": "1", "triton/fp8": "2"})
+    path = tmp_path / "report.json"
+    options = ["--fp8", "2", "--device", "cpu", "--workers", "1", "--seed", "3", "--out", str(path)]  # fmt: skip
+    assert check.main(options) == 0, capsys.readouterr().out
+    part = json.loads(path.read_text())["parts"]["fp8"]
+    assert part["units"] == {"triton/fp8": "2"}
+    assert part["backends"]["triton"]["cases"] == part["cases"] == 2
+    assert {"out", "lse"} <= set(part["backends"]["triton"]["worst ratio of error to allowance"])
+
+
+def test_a_wrong_result_of_8_bit_floats_fails(monkeypatch):
+    right = FP8Inputs.evaluate
+    monkeypatch.setattr(
+        FP8Inputs, "evaluate", lambda *given: {n: 1.2 * x for n, x in right(*given).items()}
+    )
+    tallies = judging.judge_fp8_case(FP8Case(), ("reference", "sdpa"), "cpu")
+    assert tallies["reference"].failures and tallies["sdpa"].refused
+
+
+def test_older_devices_do_not_vouch_for_8_bit_floats(monkeypatch):
+    for capability, runs in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda at=capability: at)
+        assert units.runs_group("fp8", "cuda") is runs and units.runs_group("paged", "cuda")
 
 
 def test_a_wrong_paged_result_fails(monkeypatch):
