@@ -65,9 +65,10 @@ def test_every_step_runs_and_the_table_says_how(tmp_path, monkeypatch, capsys):
 
 
 def test_some_steps_with_options(tmp_path, monkeypatch, capsys):
-    use(monkeypatch, check=python("import sys; print(sys.argv[1:])"), tests=python("0"))
+    code = "import os, sys; print(sys.argv[1:], os.environ['PYTHONPATH'].split(os.pathsep)[0])"
+    use(monkeypatch, check=python(code), tests=python("0"))
     assert gpu_check.main(["--out", str(tmp_path), "check", "--option", "check=--cases 5"]) == 0
-    assert "['--cases', '5']" in capsys.readouterr().out
+    assert f"['--cases', '5'] {ROOT}" in capsys.readouterr().out
     assert not (tmp_path / "tests.log").exists()
     with pytest.raises(SystemExit):
         gpu_check.main(["--out", str(tmp_path), "nonsense"])
