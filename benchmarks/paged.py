@@ -201,7 +201,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--backends", default="triton,fa3", help="comma-separated")
     parser.add_argument("--case", default="", help="only cases whose name has this")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
-    parser.add_argument("--json", type=Path, help="where the records go")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="where the records go (not benchmarks/results/*/, whose files are records of cases)",
+    )
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after these")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="one small case of each cache")

@@ -135,6 +135,8 @@ def run(step: Step, out: Path) -> tuple[str, float, dict[str, str]]:
     if step.skipped:
         return "skipped", 0.0, {"": step.skipped}
     start = time.monotonic()
+    # The tree also for what steps start, where the package is not installed.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     running: dict[str, subprocess.Popen[bytes]] = {}
     results: dict[str, str] = {}
     try:
@@ -145,7 +147,7 @@ def run(step: Step, out: Path) -> tuple[str, float, dict[str, str]]:
                 log.flush()
                 running[name] = subprocess.Popen(
                     command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                    start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1", **step.environment},
+                    start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path, **step.environment},
                 )  # fmt: skip
         for name, process in running.items():
             left = start + step.seconds - time.monotonic()
