@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 MOST_SHARED = {89: 99, 90: 227}
-PRODUCTS = {89: "mma.sync.aligned.m16n8k32", 90: "wgmma.mma_async"}
+PRODUCTS = {89: "mma.sync", 90: "wgmma.mma_async"}
 
 
 def calls():
@@ -57,7 +58,7 @@ def compile_for(architecture: int) -> list[dict]:
     import torch
 
     sys.path.insert(0, str(SCRIPTS))
-    from compare_triton import compile_one, described, recorder
+    from compare_triton import compile_launch, compile_one, described, recorder
     from triton.backends.compiler import GPUTarget
 
     _, launched = recorder(architecture)
@@ -74,7 +75,9 @@ def compile_for(architecture: int) -> list[dict]:
             source, _ = described(kernel, args, options, GPUTarget("cuda", architecture, 32))
             fixed = {kernel.arg_names[path[0]] for path in (*source.constants, *source.attrs)}
             found = compile_one(kernel, args, options, architecture)
-            report.append({"call": call, "sizes": sorted(fixed & set(RUNTIME))} | found)
+            ptx = compile_launch(kernel, args, options, architecture).asm["ptx"]
+            products = sorted(set(re.findall(r"(?:wg)?mma[\w.]*\.f32\.[\w.]*", ptx)))
+            report.append({"call": call, "sizes": sorted(fixed & set(RUNTIME)), "products": products} | found)  # fmt: skip
     return report
 
 
@@ -94,6 +97,10 @@ def test_compiles(architecture):
     assert all(entry["shared"] <= MOST_SHARED[architecture] * 1024 for entry in report), report
     # A kernel serves every size.
     assert not any(entry["sizes"] for entry in report), report
+    # Both products by tensor cores, of 8-bit floats as they are.
+    products = {name for entry in report for name in entry["products"]}
+    assert products and all(n.startswith(PRODUCTS[architecture]) for n in products), products
+    assert all("e4m3.e4m3" in name for name in products), products
     assert not any(entry["stack"] for entry in report), [e for e in report if e["stack"]]
 
 
