@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from flashsci.check import judging
+from flashsci.check import judging, machine_code
 from flashsci.check.tally import Tally
 from flashsci.testing import Case, FP8Case, FP8Variant, PagedCase, PagedVariant, Variant
 from flashsci.testing.coverage import Coverage
@@ -25,6 +25,7 @@ from flashsci.testing.coverage import Coverage
 TURNS = 3
 COMPILING = 2  # of the cases of one variant, so many run most of the kernels for the first time
 _turns: AbstractContextManager[Any] = nullcontext()
+_seen: set[str] = set()  # hashes of the Triton kernels whose machine code was looked at
 AnyCase = Case | PagedCase | FP8Case
 AnyVariant = Variant | PagedVariant | FP8Variant
 
@@ -84,7 +85,20 @@ def work(task: tuple[Any, ...]) -> tuple[str, Any]:
         # Many processes share the device: what a judge of a large case took goes back.
         if device == "cuda" and torch.cuda.memory_reserved() > 1 << 30:
             torch.cuda.empty_cache()
+    if device == "cuda" and "triton" in backends:
+        for problem in undefined_reads():
+            merged["triton"].fail(cases[-1], problem)
     return kind, (len(cases), dict(merged), coverage)
+
+
+def undefined_reads() -> list[str]:
+    """What the machine code of Triton kernels reads without a value, of those that this process has compiled since the last call."""
+    new = {h: cubin for h, cubin in machine_code.triton_cubins().items() if h not in _seen}
+    _seen.update(new)
+    found = [f for cubin in new.values() for f in machine_code.undefined_in(cubin)]
+    return [
+        f"{f.kernel} reads {f.register}, which nothing has written: {f.instruction}" for f in found
+    ]
 
 
 def processes_here(device: str) -> int:

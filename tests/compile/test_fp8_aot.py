@@ -95,6 +95,8 @@ def test_compiles(architecture):
     report = json.loads(done.stdout.splitlines()[-1])
     assert len(report) == len(list(calls()))
     assert all(entry["shared"] <= MOST_SHARED[architecture] * 1024 for entry in report), report
+    # What ptxas lost: flashsci/check/machine_code.py.
+    assert not any(entry["undefined"] for entry in report), report
     # A kernel serves every size.
     assert not any(entry["sizes"] for entry in report), report
     # Both products by tensor cores, of 8-bit floats as they are.
