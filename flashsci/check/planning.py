@@ -111,8 +111,8 @@ def fp8_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Pla
     return list(generate_fp8(seed, count, **limits)), tuple(b for b in backends if b == "triton")
 
 
-# Calls with cases of their own, by the group of their units.
-APART = {"paged": paged_plan, "fp8": fp8_plan}
+# Calls with cases of their own, by the group of their units: (class, plan).
+APART = {"paged": (PagedCase, paged_plan), "fp8": (FP8Case, fp8_plan)}
 
 
 def plans_of(

@@ -11,7 +11,6 @@ import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,18 +20,9 @@ from flashsci.check.tally import Tally
 from flashsci.testing import Case, FP8Case, FP8Variant, PagedCase, PagedVariant, Variant
 from flashsci.testing.coverage import Coverage
 
-# Processes that a GPU serves at once. It gives each a slice of time in turn, and a case waits for it dozens of times.
-TURNS = 3
-COMPILING = 2  # of the cases of one variant, so many run most of the kernels for the first time
-_turns: AbstractContextManager[Any] = nullcontext()
 _seen: set[str] = set()  # hashes of the Triton kernels whose machine code was looked at
 AnyCase = Case | PagedCase | FP8Case
 AnyVariant = Variant | PagedVariant | FP8Variant
-
-
-def longest_first(tasks: list[Any]) -> list[Any]:
-    """So that no worker is left with a long one at the end."""
-    return sorted(tasks, key=lambda task: -len(task[2]) * sum(map(_work_of, task[1])))
 
 
 def tasks_of(
@@ -43,18 +33,12 @@ def tasks_of(
     for case in cases:
         groups[case.variant].append(case)
     # Where nothing is compiled, nothing keeps a variant together.
-    size = 1 << 30 if "triton" in backends else 32
+    size = 1 << 30 if "triton" in backends else 8
     return [
         ("cases", group[i : i + size], tuple(backends), device, order)
         for group in groups.values()
         for i in range(0, len(group), size)
     ]
-
-
-def _work_of(case: AnyCase) -> float:
-    """What a case costs, roughly: scores by head dims; fp32 kernels take the longest to compile."""
-    dims = 64 + case.variant.head_dim + case.variant.head_dim_v
-    return (case.scores + (1 << 18)) * dims * (2 if case.variant.dtype == "float32" else 1)
 
 
 def work(task: tuple[Any, ...]) -> tuple[str, Any]:
@@ -67,16 +51,14 @@ def work(task: tuple[Any, ...]) -> tuple[str, Any]:
     cases, backends, device, order = rest
     merged: dict[str, Tally] = defaultdict(Tally)
     coverage = Coverage()
-    for i, case in enumerate(cases):
-        # The first compile kernels, for which nobody should wait.
-        turn = _turns if i >= COMPILING or "triton" not in backends else nullcontext()
+    for case in cases:
         try:
             if isinstance(case, PagedCase):
                 found = judging.judge_paged_case(case, backends, device)
             elif isinstance(case, FP8Case):
                 found = judging.judge_fp8_case(case, backends, device)
             else:
-                found = judging.judge_case(case, backends, device, order, coverage, turn)
+                found = judging.judge_case(case, backends, device, order, coverage)
         except Exception:
             found = {backends[0]: Tally()}
             found[backends[0]].fail(case, traceback.format_exc(limit=-3))
@@ -88,7 +70,7 @@ def work(task: tuple[Any, ...]) -> tuple[str, Any]:
     if device == "cuda" and "triton" in backends:
         for problem in undefined_reads():
             merged["triton"].fail(cases[-1], problem)
-    return kind, (len(cases), dict(merged), coverage)
+    return kind, (type(cases[0]), len(cases), dict(merged), coverage)
 
 
 def undefined_reads() -> list[str]:
@@ -107,10 +89,8 @@ def processes_here(device: str) -> int:
     return min(14 * max(gpus, 1), os.cpu_count() or 1)
 
 
-def take_gpu(turns: AbstractContextManager[Any]) -> None:
-    """The GPU of a worker process, and what says when it may use it."""
-    global _turns
-    _turns = turns
+def take_gpu() -> None:
+    """The GPU of a worker process."""
     if torch.cuda.device_count() > 1:
         (number, *_) = multiprocessing.current_process()._identity
         torch.cuda.set_device(number % torch.cuda.device_count())
@@ -125,8 +105,7 @@ def results_of(tasks: list[Any], workers: int, until: float) -> Iterator[tuple[s
                 yield work(task)
         return
     context = multiprocessing.get_context("spawn")
-    turns = context.Semaphore(TURNS * max(torch.cuda.device_count(), 1))
-    with context.Pool(workers, take_gpu, (turns,), maxtasksperchild=24) as pool:
+    with context.Pool(workers, take_gpu, maxtasksperchild=96) as pool:
         results = pool.imap_unordered(work, tasks)
         with contextlib.suppress(StopIteration, multiprocessing.TimeoutError):
             while True:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from flashsci.testing.formula import Formula, Rounding, blocks, finite
-from flashsci.testing.inputs import Inputs
+from flashsci.testing.inputs import Inputs, moved_to
 from flashsci.testing.second_order import SECOND_ORDER
 
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dkey_weight", "dsink", *SECOND_ORDER)
@@ -236,7 +236,7 @@ class Judge:
     def _plain(self, inputs: Inputs) -> dict[str, Tensor]:
         """Of plain PyTorch, where the inputs are."""
         with exact_matmul():
-            return {n: x.to(self.device) for n, x in evaluate(inputs, "reference").items()}
+            return moved_to(self.device, evaluate(inputs, "reference"))
 
     def _wide_baseline(self) -> None:
         """In fp32, rounded."""

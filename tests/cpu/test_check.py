@@ -1,7 +1,6 @@
 """`python -m flashsci check`: its bookkeeping, and a small run where Triton interprets."""
 
 import json
-import threading
 import time
 from dataclasses import replace
 
@@ -399,25 +398,6 @@ def test_a_pinned_backend_that_refuses_gradients_is_judged_by_its_forward(monkey
     assert found.cases == found.forward_only == 1 and set(found.worst) == {"out", "lse"}
     assert found.refused == {"flashsci: no backward for [..]": 1}
     assert tallies["reference"].forward_only == 0 and "dq" in tallies["reference"].worst
-
-
-def test_the_device_is_used_in_turn(monkeypatch):
-    """Held while a backend runs and, where the oracle runs on the device, with that; given back after an error, too."""
-    turn = threading.Semaphore(1)
-    held = []
-    honest = judging.evaluate
-
-    def evaluate(inputs, name, *arguments, **options):
-        held.append(not turn.acquire(blocking=False))
-        if name == "triton":
-            raise RuntimeError("illegal memory access")
-        return honest(inputs, "reference", *arguments, **options)
-
-    monkeypatch.setattr(judging, "evaluate", evaluate)
-    tallies = check.judge_case(Case(), ["triton", "reference"], "cpu", turn=turn)
-    assert held == [True, True] and turn.acquire(blocking=False)
-    assert "illegal memory access" in tallies["triton"].failures[0]["problem"]
-    assert tallies["reference"].cases == 1 and not tallies["reference"].failures
 
 
 def test_what_nobody_serves_needs_no_oracle(monkeypatch):

@@ -174,7 +174,7 @@ FAKE_CHECK = """
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--fail", default="never")
     o = parser.parse_args()
-    assert o.part.startswith(o.unit) and o.minutes >= 1
+    assert o.part.startswith(o.unit) and 0 < o.minutes <= 2.5
     if o.fail == "refuse":
         sys.exit(2)
     time.sleep(o.pause)
@@ -238,11 +238,14 @@ def test_a_report_of_other_kernels_is_worth_nothing(parts, monkeypatch):
     assert parts("--cases", "100")[:2] == (0, ["cuda/sm90/more-1"])
 
 
-def test_no_part_begins_that_would_not_be_done(parts):
+def test_parts_end_in_time(parts, monkeypatch):
+    """A part is told how long it may take; none begins that could not end, and one that does not end is stopped."""
+    monkeypatch.setattr(more_cases, "LEAST", 1.0)
+    monkeypatch.setattr(more_cases, "ENDING", 2.0)
     code, begun, report, said = parts("--cases", "100", "--seconds", "8", "--check", "--pause 2")
     assert code == 1 and list(report["parts"]) == begun and len(begun) in (1, 2, 3)
-    assert "s are left, and a part takes" in said
-    code, begun, after, said = parts("--seconds", "3", "--check", "--pause 60")
+    assert "s are left, too few for a part" in said
+    code, begun, after, said = parts("--seconds", "4", "--check", "--pause 60")
     assert (
         code == 1 and len(begun) == 1 and re.search(r": not done after \d s; nothing of it", said)
     )
