@@ -286,7 +286,7 @@ class Judge:
                 ):
                     _into(name, block.slot(name, whole[name]), part[name].detach())
                 if name in formula.subnormal:
-                    block.slot(name, cells[name]).copy_(formula.subnormal[name])
+                    _into(name, block.slot(name, cells[name]), formula.subnormal[name].detach())
                 if name in formula.loose:
                     sums = self.loose.setdefault(name, torch.zeros_like(self.truth[name]))
                     _into(name, block.slot(name, sums), formula.loose[name].detach())

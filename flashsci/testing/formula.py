@@ -405,11 +405,20 @@ class Formula:
             for _, x, y in _terms(1.0, (pr, pr_abs, pr_abs + pr_fine), b.dout, g_abs)
         ]
         dbias = [] if b.bias is None else [x.sum_to_size(b.bias.shape) for x in (e, e_abs, e_fine)]
+        # What kernels make of a P below the smallest normal number of their own arithmetic: nothing.
+        least_p = torch.finfo(
+            torch.float64 if internal < 2.0**-24 else torch.float32
+        ).smallest_normal
+        gone = torch.where(p < least_p, p, zero).detach() / unit
+        lost_e = gone * u_abs
+        of_da = subnormal(da) + lost_e
         self.subnormal |= {
-            "dq": scale_abs * (subnormal(da) @ k_abs),
-            "dk": per_key(scale_abs * (turn(subnormal(da)) @ q_abs)),
-            "dv": per_key(turn(subnormal(pr)) @ g_abs),
+            "dq": scale_abs * (of_da @ k_abs),
+            "dk": per_key(scale_abs * (turn(of_da) @ q_abs)),
+            "dv": per_key(turn(subnormal(pr) + gone * b.keep) @ g_abs),
         }
+        if b.bias is not None:
+            self.subnormal["dbias"] = lost_e.sum_to_size(b.bias.shape)
         if p_loose is not None and pr_loose is not None:
             assert e_loose is not None and da_loose is not None
             self.loose |= {
