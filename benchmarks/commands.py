@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +35,21 @@ def _save(records: list[dict], path: Path | None) -> None:
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(records, indent=1) + "\n")
+
+
+def _say(records: list[dict], console: Console) -> None:
+    """One line for each case and pass, where no progress bar is seen."""
+    if console.is_terminal:
+        return
+    lines: dict[tuple[str, str], list[str]] = {}
+    for record in records:
+        found = record["time_us"]
+        what = f"{found['median']:.1f} us" if found else record["gate"].split(":")[0]
+        lines.setdefault((record["case"]["id"], record["pass"]), []).append(
+            f"{record['backend']} {what}"
+        )
+    for (case, kind), parts in lines.items():
+        print(f"{case} {kind}: {', '.join(parts)}", flush=True)
 
 
 @app.command()
@@ -72,6 +89,9 @@ def bench(
             help="Another revision, by git's name or as a folder: ours run twice, interleaved."
         ),
     ] = "",
+    minutes: Annotated[
+        float, typer.Option(help="Begin no case after these; the table comes all the same.")
+    ] = math.inf,
     fa3: Annotated[
         str,
         typer.Option(envvar="FLASHSCI_FA3", help="FlashAttention-3's library, for the peer fa3."),
@@ -89,10 +109,15 @@ def bench(
     console = wide_console()
     progress = _progress(console)
 
+    found: list[dict] = []
+
     def save(records: list[dict]) -> None:
         progress.advance(task)
         _save(records, json_path)
+        _say(records[len(found) :], console)
+        found[:] = records
 
+    start = time.monotonic()
     try:
         cases = core.select(suites, _listed(case))
         if dtype:
@@ -109,7 +134,7 @@ def bench(
                     base or None,
                     on_step=lambda text: progress.update(task, description=text),
                 )
-            records = core.run(
+            core.run(
                 cases,
                 _listed(backends),
                 where,
@@ -117,14 +142,17 @@ def bench(
                 seconds=seconds / 5 if quick else seconds,
                 check=check,
                 base=base or None,
+                minutes=minutes - (time.monotonic() - start) / 60,
                 on_step=lambda text: progress.update(task, description=text),
                 on_case=save,
             )
     except core.BenchError as error:
         raise typer.BadParameter(str(error)) from error
-    core.show(core.tables(records), console)
+    finally:  # also of a run that breaks off
+        if found:
+            core.show(core.tables(found), console)
     if json_path:
-        console.print(f"wrote {len(records)} records to {json_path}")
+        console.print(f"wrote {len(found)} records to {json_path}")
 
 
 @app.command()
@@ -143,6 +171,9 @@ def models(
         str, typer.Option(help="cuda or cpu; default: the GPU if there is one.")
     ] = "",
     seconds: Annotated[float, typer.Option(help="Measuring time per step and clock, about.")] = 1.0,
+    minutes: Annotated[
+        float, typer.Option(help="Begin no model after these; the table comes all the same.")
+    ] = math.inf,
     clients: Annotated[
         Path | None,
         typer.Option(
@@ -163,25 +194,32 @@ def models(
     prepare(clients)
     names = names or list(MODELS)
 
-    def save(records: list[dict]) -> None:
+    records: list[dict] = []
+
+    def save(found: list[dict]) -> None:
         progress.advance(task)
-        _save(records, json_path)
+        _save(found, json_path)
+        _say(found[len(records) :], console)
+        records[:] = found
 
     try:
         with _progress(console) as progress:
             task = progress.add_task("", total=len(names))
-            records = measure.run(
+            measure.run(
                 names,
                 size=size or None,
                 dtype=dtype or None,
                 device=device or None,
                 seconds=seconds,
+                minutes=minutes,
                 on_step=lambda text: progress.update(task, description=text),
                 on_model=save,
             )
     except core.BenchError as error:
         raise typer.BadParameter(str(error)) from error
-    core.show(core.tables(records), console)
+    finally:  # also of a run that breaks off
+        if records:
+            core.show(core.tables(records), console)
     if json_path:
         console.print(f"wrote {len(records)} records to {json_path}")
     failed = [r for r in records if r["gate"].startswith("failed")]

@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import subprocess
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
@@ -55,6 +56,7 @@ def run(
     seconds: float = 1.0,
     check: bool = True,
     base: str | None = None,
+    minutes: float = math.inf,
     on_step: Progress = lambda text: None,
     on_case: Callable[[list[dict]], object] = lambda records: None,
 ) -> list[dict]:
@@ -70,6 +72,7 @@ def run(
         check: judge each candidate against fp64 first. One that fails gets a record without speed.
         base: another revision (git's name for it, or a folder), whose backends run beside ours as
             "triton@base" and so on.
+        minutes: no case begins after these; a warning names those left out. So does one a case that broke off.
         on_step, on_case: told what is being done, and after each case the records so far.
 
     Returns:
@@ -85,10 +88,20 @@ def run(
     if base is not None:
         on_step(f"loading {base}")
         revision.load(base, kernels="cuda" + BASE in names and device.type == "cuda")
-    records = []
-    for case in cases:
+    records: list[dict] = []
+    cases, until = list(cases), time.monotonic() + 60 * minutes
+    for i, case in enumerate(cases):
+        if time.monotonic() >= until:
+            left = ", ".join(c.id for c in cases[i:])
+            warnings.warn(f"time is up, not measured: {left}", stacklevel=2)
+            break
         on_step(case.id)
-        records += _Measurement(case, names, device, order, seconds, check, on_step).records()
+        try:
+            records += _Measurement(case, names, device, order, seconds, check, on_step).records()
+        except Exception as error:  # too large for this device, say: the other cases are not
+            if fatal(error):
+                raise
+            warnings.warn(f"{case.id} is not measured: {first_line(error)}", stacklevel=2)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -96,7 +109,12 @@ def run(
     return records
 
 
-def fatal(error: RuntimeError) -> bool:
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def fatal(error: Exception) -> bool:
     """Whether nothing on this device works any more. It does after a launch that the driver refused, such as
     SDPA's of more than 65,535 sequences."""
     refused = "invalid configuration argument" in str(error)
@@ -168,10 +186,10 @@ class _Measurement:
             return str(reason)
         except torch.OutOfMemoryError:
             return "out of memory"
-        except (RuntimeError, NotImplementedError) as error:
+        except Exception as error:  # Triton's are no RuntimeErrors
             if fatal(error):
                 raise
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            said = first_line(error)
             if name not in OURS:  # a baseline may serve the forward and have no such gradient
                 return said
             for kind in passes:

@@ -11,6 +11,8 @@ import json
 import math
 import os
 import random
+import sys
+import time as clock
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,7 +25,7 @@ from torch import Tensor
 import flashsci
 from benchmarks import fa3
 from benchmarks.inputs import Unsupported
-from benchmarks.measure import environment
+from benchmarks.measure import environment, fatal, first_line
 from benchmarks.timer import interleave
 from flashsci.testing import PagedInputs
 
@@ -69,6 +71,12 @@ def cells() -> Iterator[Cell]:
             for longest in LENGTHS:
                 for spread in ("equal", "log-uniform") if batch > 1 else ("equal",):
                     yield Cell(batch, longest, spread, cache)
+
+
+def tiny() -> Iterator[Cell]:
+    """Where there is no GPU to fill."""
+    for cache in ("bfloat16", "float8_e4m3fn"):
+        yield Cell(3, 64, "log-uniform", cache, heads_q=4, heads_k=2, dim=32)
 
 
 def inputs_of(cell: Cell, device: torch.device) -> PagedInputs:
@@ -139,12 +147,22 @@ def problems(x: PagedInputs, out: Tensor) -> list[str]:
     return [found.problem] if found.problem else []
 
 
+def judged(x: PagedInputs, function: Callable[[], Tensor]) -> list[str]:
+    """What is wrong with a candidate, its errors included."""
+    try:
+        return problems(x, function())
+    except Exception as error:  # one candidate's: the others are timed
+        if fatal(error):
+            raise
+        return [f"it raised: {first_line(error)}"]
+
+
 def measure(cell: Cell, names: list[str], device: torch.device, seconds: float) -> list[dict]:
     """A record for each candidate, and one of a copy of as many bytes."""
     x = inputs_of(cell, device)
     functions: dict[str, Callable[[], object]] = {}
     for name, function in candidates(cell, x, names).items():
-        wrong = problems(x, function())
+        wrong = judged(x, function)
         if wrong:
             print(f"{cell.id}: {name} is wrong and not timed: {wrong}")
         else:
@@ -160,33 +178,71 @@ def measure(cell: Cell, names: list[str], device: torch.device, seconds: float) 
         records.append({"case": asdict(cell) | {"id": cell.id}, "backend": name, "seconds": asdict(time), "bytes": cell.bytes(),
                         "bytes_per_second": rate, "share_of_copy": share})  # fmt: skip
         print(
-            f"{cell.id:<48}{name:<10}{1e6 * time.median:10.1f} us{rate / 1e9:10.0f} GB/s{share:8.0%}"
+            f"{cell.id:<48}{name:<10}{1e6 * time.median:10.1f} us{rate / 1e9:10.0f} GB/s{share:8.0%}",
+            flush=True,
         )
     return records
 
 
-def main() -> None:
+def table(records: list[dict]) -> str:
+    """A line for each case: microseconds of each candidate, and its share of the copy's speed."""
+    names = list(dict.fromkeys(r["backend"] for r in records))
+    cells: dict[str, dict[str, str]] = {}
+    for r in records:
+        text = f"{1e6 * r['seconds']['median']:.1f} us, {r['share_of_copy']:.0%}"
+        cells.setdefault(r["case"]["id"], {})[r["backend"]] = text
+    lines = [f"| case | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines += [f"| {case} | {' | '.join(by.get(n, '-') for n in names)} |" for case, by in cells.items()]  # fmt: skip
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paged", description=__doc__)
     parser.add_argument("--backends", default="triton,fa3", help="comma-separated")
     parser.add_argument("--case", default="", help="only cases whose name has this")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
-    parser.add_argument("--json", type=Path, help="where the records go")
-    options = parser.parse_args()
-    device = torch.device("cuda")
-    most = SHARE_OF_MEMORY * torch.cuda.mem_get_info()[1]
-    records = []
-    for cell in cells():
-        if options.case not in cell.id:
-            continue
-        if 2 * cell.bytes() > most:  # the cache, and what is copied
-            print(f"{cell.id}: left out, it does not fit into the memory")
-            continue
-        records += measure(cell, options.backends.split(","), device, options.seconds)
-        torch.cuda.empty_cache()
-    if options.json:
-        found = {"environment": environment(device), "records": records}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="where the records go (not benchmarks/results/*/, whose files are records of cases)",
+    )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after these")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="one small case of each cache")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA GPU here (--device cpu --tiny tries the program itself)")
+    most = SHARE_OF_MEMORY * torch.cuda.mem_get_info()[1] if device.type == "cuda" else math.inf
+    records: list[dict] = []
+    until = clock.monotonic() + 60 * options.minutes
+    try:
+        for cell in tiny() if options.tiny else cells():
+            if options.case not in cell.id:
+                continue
+            if clock.monotonic() >= until:
+                print(f"{cell.id} and what follows: no time left")
+                break
+            if 2 * cell.bytes() > most:  # the cache, and what is copied
+                print(f"{cell.id}: left out, it does not fit into the memory")
+                continue
+            try:
+                records += measure(cell, options.backends.split(","), device, options.seconds)
+            except Exception as error:
+                if fatal(error):
+                    raise
+                print(f"{cell.id} is not measured: {first_line(error)}", flush=True)
+            if options.json:
+                found = {"environment": environment(device), "records": records}
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    finally:
+        if records:
+            print(f"\n{table(records)}", flush=True)
+    return int(not records)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flashsci.explain import explain
     from flashsci.merge import merge
     from flashsci.paged import paged_attention, write_kv_cache
+    from flashsci.quantization import Quantized, quantize
     from flashsci.registry import Explanation, use_backend
     from flashsci.sdpa import sdpa
     from flashsci.varlen import varlen_attention
@@ -39,18 +40,22 @@ _HOME = {
     "sdpa": "flashsci.sdpa",
     "paged_attention": "flashsci.paged",
     "write_kv_cache": "flashsci.paged",
+    "Quantized": "flashsci.quantization",
+    "quantize": "flashsci.quantization",
 }
 
 __all__ = [
     "BackendError",
     "Explanation",
     "Gradients",
+    "Quantized",
     "attention",
     "attention_backward",
     "dropout_mask",
     "explain",
     "merge",
     "paged_attention",
+    "quantize",
     "sdpa",
     "use_backend",
     "varlen_attention",

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci import arguments, registry
+from flashsci import arguments, fp8, registry
 from flashsci.dispatch import Plan, keep, plans, run, seed_for
 from flashsci.ops import Tensors
 from flashsci.problem import keys_inner, sums_bias
 from flashsci.tracing import autocast
+
+FP8 = fp8.FP8  # one look-up: every call asks
 
 
 def attention(
@@ -34,14 +36,19 @@ def attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
     precision: str | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Any:
     """Exact softmax attention, ``softmax(softcap(scale q k^T) + bias) v``, differentiable in q, k,
     v, bias, key_weight, sink and lse.
 
     Args:
-        q: queries ``[..., Hq, Sq, D]``; float16, bfloat16, float32 or float64. Leading dims may be
-            absent or several; those of q, k, v broadcast. ``[S, D]`` is one head.
+        q: queries ``[..., Hq, Sq, D]``; float16, bfloat16, float32 or float64; float8_e4m3fn without
+            gradients, see below. Leading dims may be absent or several; those of q, k, v broadcast.
+            ``[S, D]`` is one head.
         k: keys ``[..., Hk, Sk, D]``, same dtype and device; Hq must be a multiple of Hk (query head
             h uses key head ``h // (Hq // Hk)``).
         v: values ``[..., Hk, Sk, Dv]``.
@@ -82,22 +89,31 @@ def attention(
         precision: of float32 inputs: "ieee" or "tf32x3" (float32 accuracy, by three products of
             halves on tensor cores; None picks the faster), or "tf32" (one product: 11 significant
             bits). Other dtypes ignore it.
+        q_scale, k_scale, v_scale: of float8_e4m3fn tensors alone: what these hold times their scale is q, k
+            and v. float32, positive: ``[]``, one for each head ``[..., H]``, or one for each block of 128 or 64
+            rows of a head ``[..., H, ceil(S / 128 or 64)]``, the leading dims those of the tensor itself;
+            None: 1. :func:`flashsci.quantize` makes both.
+        out_dtype: of float8_e4m3fn tensors alone: bfloat16 (None) or float16.
         backend: "auto", "reference", "sdpa", "eager", "triton" or "cuda"; see :func:`flashsci.explain`.
 
     Returns:
-        out ``[..., Hq, Sq, Dv]`` in q's dtype and memory layout. With ``return_lse``, also lse
+        out ``[..., Hq, Sq, Dv]`` in q's dtype (of float8_e4m3fn: out_dtype) and memory layout. With ``return_lse``, also lse
         ``[..., Hq, Sq]``: the natural log of the (weighted) sum of exponentials of the scores, float32
         (float64 for float64), differentiable. A row with no key to attend to has out 0, lse -inf
         and zero gradients.
 
     Raises:
         TypeError: dtypes that do not fit (a bool bias: use ``mask``), options of another type.
-        ValueError: shapes, devices or options that do not fit.
+        ValueError: shapes, devices or options that do not fit; float8_e4m3fn tensors that require grad.
         BackendError: the backend asked for cannot serve the call; its message says which can.
 
     Under autocast q, k and v are cast as SDPA casts them, the bias never. Jagged nested tensors
     ``[B, H, j, D]`` are accepted as in SDPA, without bias or mask. Values outside the tensors never
     matter; NaN in k or v at masked positions is unspecified.
+
+    float8_e4m3fn q, k, v: causal, window, align, scale, softcap and grouped heads, for inference; bias, mask,
+    key_weight, alibi_slopes, sink and dropout are refused. Both products are of 8-bit floats, so that P is
+    rounded to 1 part in 16, too; docs/fp8.md says what that costs. autocast leaves them as they are.
 
     Examples:
         >>> import torch, flashsci
@@ -120,6 +136,14 @@ def attention(
     arguments.check_types(
         q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink
     )
+    if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
+        given = fp8.Given(
+            q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink
+        )
+        options = arguments.Options.of(
+            causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
+        )
+        return fp8.dense(q, k, v, given, options, backend)
     if q.is_nested:
         from flashsci import nested
 

@@ -69,6 +69,7 @@ FEATURES: dict[str, Problem] = {
         _PACKED, **{**_PAIR, "bias_shape": (4, 1 << 14)}, ragged_bias=True
     ),
     "paged KV cache": replace(_PACKED, varlen=False, paged=True, cache_dtype=torch.float16),
+    "float8_e4m3fn forward": replace(_PLAIN, dtype=torch.float8_e4m3fn),
     "dropout": replace(_PLAIN, dropout_p=0.1),
     "deterministic backward": replace(_PLAIN, deterministic=True, requires_grad=True),
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashsci import arguments, registry
+from flashsci import arguments, fp8, registry
 from flashsci.attention import attention
 from flashsci.attention import describe as describe_dense
 from flashsci.paged import describe as describe_paged
@@ -51,6 +51,14 @@ def explain(
     optional = ("bias", "mask", "key_weight", "alibi_slopes", "sink")
     others = {name: given[name] for name in optional if name in given}
     arguments.check_types(q, k, v, **others)
+    of_fp8 = {n: given[n] for n in ("q_scale", "k_scale", "v_scale", "out_dtype")}
+    if q.dtype == fp8.FP8 or any(x is not None for x in of_fp8.values()):
+        edges = None
+        if packed:
+            first, second = given["cu_seqlens_q"], given["cu_seqlens_k"]
+            edges = first, first if second is None else second
+        call = fp8.describe(q, k, v, fp8.Given(**of_fp8, **others), shared, edges)
+        return registry.explain(registry.problem_of(*call), *registry.requested(backend))
     q, k, v = autocast(q, k, v)
     needs_grad = arguments.needs_grad(q, k, v, *others.values())
     offsets = {name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if packed}

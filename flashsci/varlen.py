@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci import arguments, registry
+from flashsci import arguments, fp8, registry
 from flashsci.dispatch import Plan, run, seed_for
 from flashsci.ops import Tensors
 from flashsci.tracing import autocast
+
+FP8 = fp8.FP8
 
 
 def varlen_attention(
@@ -37,6 +39,10 @@ def varlen_attention(
     deterministic: bool | None = None,
     precision: str | None = None,
     validate: bool = False,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Any:
     """Exact softmax attention of N packed sequences: each attends only to itself, whatever its
@@ -64,10 +70,14 @@ def varlen_attention(
         validate: check the contents of cu_seqlens and the size of a per-pair bias on CUDA too,
             which synchronises once. On the CPU they are always checked. Unchecked contents that are
             wrong give wrong rows, never access out of bounds.
+        q_scale, k_scale, v_scale: of float8_e4m3fn tensors, as in :func:`flashsci.attention`: ``[]``, one for each
+            sequence and head ``[N, H]``, or one for each block ``[T // block + N, H]`` with blocks of 128 or 64
+            rows: block b of sequence n, counted from its first row, is number
+            ``cu_seqlens[n] // block + n + b``. :func:`flashsci.quantize` makes them.
         others: as in :func:`flashsci.attention`.
 
     Returns:
-        out ``[Tq, Hq, Dv]`` in q's dtype and layout; with ``return_lse`` also lse ``[Hq, Tq]``.
+        out ``[Tq, Hq, Dv]`` in q's dtype (of float8_e4m3fn: out_dtype) and layout; with ``return_lse`` also lse ``[Hq, Tq]``.
 
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.attention`.
@@ -90,6 +100,13 @@ def varlen_attention(
     max_seqlen_q = arguments.length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = arguments.length("max_seqlen_k", max_seqlen_k)
     validate = arguments.flag("validate", validate)
+    if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
+        given = fp8.Given(
+            q_scale, k_scale, v_scale, out_dtype, bias, key_weight, None, alibi_slopes, sink
+        )
+        edges = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        longest = max_seqlen_q, max_seqlen_k
+        return fp8.packed(q, k, v, edges, longest, given, options, validate, backend)
     q, k, v = autocast(q, k, v)
     needs_grad = arguments.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
     call = describe(

@@ -22,30 +22,20 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from flashsci.check.machine_code import tool  # noqa: E402
+
 _FUNCTION = re.compile(r"^\s*Function : (\S+)")
 _ARCH = re.compile(r"^arch = (sm_\w+)")
 _CODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/|^\s+/\* 0x[0-9a-f]{16} \*/")
 _NAME = re.compile(r"[$.\w]*_Z\w+")
 
 
-def cuobjdump() -> str:
-    """The tool: that of the CUDA toolkit, or the one in Triton's package."""
-    found = shutil.which("cuobjdump")
-    if found is None:
-        import importlib.util
-
-        spec = importlib.util.find_spec("triton")
-        if spec and spec.submodule_search_locations:
-            path = Path(spec.submodule_search_locations[0], "backends/nvidia/bin/cuobjdump")
-            found = str(path) if path.is_file() else None
-    if found is None:
-        raise SystemExit("compare_sass: no cuobjdump; install the CUDA toolkit, or Triton")
-    return found
-
-
 def kernels(file: Path) -> list[tuple[str, str, str]]:
     """(architecture, mangled name, hash of the code) of every kernel in an object file or library."""
-    command = [cuobjdump(), "-sass", str(file)]
+    command = [tool("cuobjdump"), "-sass", str(file)]
     found: list[tuple[str, str, str]] = []
     arch = name = ""
     code = hashlib.sha256()

@@ -235,6 +235,8 @@ def compile_launch(kernel, args, options, architecture: int):
 def compile_one(kernel, args, options, architecture: int) -> dict:
     import triton
 
+    from flashsci.check.machine_code import undefined_in
+
     compiled = compile_launch(kernel, args, options, architecture)
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -256,6 +258,9 @@ def compile_one(kernel, args, options, architecture: int) -> dict:
         "stack": used["STACK"] + used["LOCAL"],
         "shared": compiled.metadata.shared,
         "warps": compiled.metadata.num_warps,
+        "undefined": [
+            f"{f.register}: {f.instruction}" for f in undefined_in(compiled.asm["cubin"])
+        ],
     }
 
 

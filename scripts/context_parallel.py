@@ -3,15 +3,18 @@
     python scripts/context_parallel.py                               # spawns a process for each GPU
     torchrun --nproc-per-node 8 scripts/context_parallel.py
     python scripts/context_parallel.py --device cpu --tiny           # that it runs
+    python scripts/context_parallel.py --minutes 4 --seq 32768 131072
 
 Causal bf16 calls, forward and backward, all candidates in turn, round by round; medians over rounds of the slowest rank. Strong: the
 sequence stays as ranks are added. Weak: so do the pairs of a rank, its sequence grows with the square root of their number. Efficiency is
-the time of one GPU over that of W, times 1 / W if strong. "predicted" is flashsci.distributed.cost.
+the time of one GPU over that of W, times 1 / W if strong. "predicted" is flashsci.distributed.cost. Rows are printed as they come, short
+sequences first, and all of them at the end. What would go beyond the minutes, by the prediction, is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
 import socket
 import statistics
@@ -28,6 +31,11 @@ import flashsci.distributed as fd
 from flashsci.distributed import cost
 
 LAYOUT = "head_tail"
+HEAD = """\
+| scaling | S | D | pass | ranks | strategy | ms | efficiency | predicted ms | GiB |
+|---|---|---|---|---|---|---|---|---|---|"""
+WARMUP, LEAST = 2, 3  # rounds
+CELL = 30.0  # seconds that the rounds of one cell may take, if that leaves the least number
 Step = Callable[[], Tensor]
 
 
@@ -52,16 +60,18 @@ def ours(mesh: DeviceMesh, tensors: list[Tensor], strategy: str, backward: bool)
 
 def torchs(mesh: DeviceMesh, tensors: list[Tensor], backward: bool) -> Step:
     """torch's context parallelism, which cuts the sequence as ours does; it takes equal heads."""
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     q, k, v, dout = tensors
     group = q.shape[1] // k.shape[1]
     k, v = (x.detach().repeat_interleave(group, 1).requires_grad_() for x in (k, v))
+    # It wants something to cut; q, k and v are cut already.
+    idle = torch.zeros(2 * mesh.size(), device=q.device)
 
     def step() -> Tensor:
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
         with (
-            context_parallel(mesh, buffers=[], buffer_seq_dims=[]),
+            context_parallel(mesh, buffers=[idle], buffer_seq_dims=[0]),
             sdpa_kernel(SDPBackend.FLASH_ATTENTION),
         ):
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -92,12 +102,19 @@ def measured(
     """(median seconds of the slowest rank, GiB) of each; NaN for what cannot run, with its reason printed."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     memory = dict.fromkeys(steps, 0.0)
-    for turn in range(options.rounds + 2):
+    rounds, spent = options.rounds, 0.0
+    for turn in range(WARMUP + options.rounds):
+        if turn == WARMUP:  # all ranks have seen the same times
+            rounds = min(rounds, max(LEAST, int(CELL / max(spent / WARMUP, 1e-9))))
+        if turn >= WARMUP + rounds:
+            break
         for name, step in list(steps.items()):
             seconds = _timed(mesh, name, step, options, memory)
             if seconds is None:
                 del steps[name]
-            elif turn >= 2:  # two rounds to warm up
+                continue
+            spent += seconds
+            if turn >= WARMUP:
                 times[name].append(seconds)
     return {
         n: (statistics.median(times[n]), memory[n]) if n in steps else (float("nan"),) * 2
@@ -118,7 +135,7 @@ def _timed(
         step()
         if gpu:
             torch.cuda.synchronize()
-    except (RuntimeError, NotImplementedError, AttributeError, ImportError) as error:
+    except Exception as error:  # of torch's experimental functions, or no memory: the others go on
         failed = 1.0
         print(
             f"{name} on rank {dist.get_rank()}: {type(error).__name__}: {str(error)[:200]}",
@@ -141,43 +158,66 @@ def predicted(
     ).seconds
 
 
-def table(meshes: dict[int, DeviceMesh], options: argparse.Namespace) -> list[str]:
+def table(meshes: dict[int, DeviceMesh], options: argparse.Namespace, until: float) -> list[str]:
+    """Rows of this rank's meshes; the first rank prints them as they come."""
     rows = []
-    for dim in options.dims:
-        for scaling in ("strong", "weak"):
-            for base in options.seq:
-                for backward in (False, True):
-                    rows += _lines(meshes, options, dim, scaling, base, backward)
+    for base in sorted(options.seq):
+        for dim in options.dims:
+            for backward in (False, True):
+                alone = None
+                for scaling, world in cells(meshes):
+                    found, alone = _lines(meshes[world], options, dim, scaling, base, backward, alone, until)  # fmt: skip
+                    rows += found
+                    if dist.get_rank() == 0:
+                        print("\n".join(found), flush=True)
     return rows
 
 
+def cells(meshes: dict[int, DeviceMesh]) -> list[tuple[str, int]]:
+    """(scaling, ranks); one rank has no scaling."""
+    more = sorted(world for world in meshes if world > 1)
+    one = [("strong", 1)] if 1 in meshes else []
+    return one + [(scaling, world) for scaling in ("strong", "weak") for world in more]
+
+
 def _lines(
-    meshes: dict[int, DeviceMesh],
+    mesh: DeviceMesh,
     options: argparse.Namespace,
     dim: int,
     scaling: str,
     base: int,
     backward: bool,
-) -> list[str]:
-    alone, rows = None, []
-    for world, mesh in sorted(meshes.items()):
-        seq = base if scaling == "strong" else round(base * world**0.5)
-        dist.barrier()
-        if mesh.get_coordinate() is None:
-            continue
+    alone: float | None,
+    until: float,
+) -> tuple[list[str], float | None]:
+    """Rows of one mesh, and the seconds of a rank alone."""
+    world = mesh.size()
+    # torch's cuts want heads and tails of one length.
+    seq = base if scaling == "strong" else 2 * world * round(base * world**-0.5 / 2)
+    left = torch.tensor([until - time.perf_counter()], device=options.device)
+    dist.all_reduce(left, dist.ReduceOp.MIN)  # all ranks begin together, or none does
+    if mesh.get_coordinate() is None:
+        return [], alone
+    what, rows = "step" if backward else "forward", []
+    names = ("one",) if world == 1 else ("all_gather",) * (4 if options.device == "cuda" else 3)
+    least = sum(predicted(seq, world, n, options, dim, backward) for n in names)
+    if left.item() < (WARMUP + LEAST) * least:
+        return [f"| {scaling} | {seq} | {dim} | {what} | {world} | no time left | | | | |"], alone
+    try:
         steps = candidates(mesh, inputs(mesh, seq, options, dim), options, backward)
-        for name, (seconds, memory) in measured(mesh, steps, options).items():
-            alone = seconds if world == 1 else alone
-            efficiency = (
-                alone / seconds / (world if scaling == "strong" else 1) if alone else float("nan")
-            )
-            model = predicted(seq, world, name, options, dim, backward)
-            what = "step" if backward else "forward"
-            rows.append(
-                f"| {scaling} | {seq} | {dim} | {what} | {world} | {name} | {1e3 * seconds:.2f} | {100 * efficiency:.0f}% "
-                f"| {1e3 * model:.2f} | {memory:.2f} |"
-            )
-    return rows
+    except torch.OutOfMemoryError:
+        return [f"| {scaling} | {seq} | {dim} | {what} | {world} | no memory | | | | |"], alone
+    for name, (seconds, memory) in measured(mesh, steps, options).items():
+        alone = seconds if world == 1 else alone
+        efficiency = (
+            alone / seconds / (world if scaling == "strong" else 1) if alone else float("nan")
+        )
+        model = predicted(seq, world, name, options, dim, backward)
+        rows.append(
+            f"| {scaling} | {seq} | {dim} | {what} | {world} | {name} | {1e3 * seconds:.2f} | {100 * efficiency:.0f}% "
+            f"| {1e3 * model:.2f} | {memory:.2f} |"
+        )
+    return rows, alone
 
 
 def main(rank: int, options: argparse.Namespace) -> None:
@@ -187,7 +227,10 @@ def main(rank: int, options: argparse.Namespace) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    until = time.perf_counter() + 60 * options.minutes
+    # Where one rank has failed in the middle of a call, the others do not wait for it much longer than a cell takes.
+    patience = datetime.timedelta(seconds=CELL + 180)
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=patience)
     whole = init_device_mesh(options.device, (dist.get_world_size(),))
     meshes = {
         n: DeviceMesh(options.device, list(range(n)))
@@ -195,18 +238,17 @@ def main(rank: int, options: argparse.Namespace) -> None:
         if n < dist.get_world_size()
     }
     meshes[dist.get_world_size()] = whole
-    rows = table(meshes, options)
+    if dist.get_rank() == 0:
+        print(HEAD, flush=True)
+    rows = table(meshes, options, until)
     dist.barrier()
     if dist.get_rank() == 0:
         name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
         print(
-            f"{name}, torch {torch.__version__}, heads {options.heads} and {options.heads_k}, {options.rounds} rounds\n"
+            f"\n{name}, torch {torch.__version__}, heads {options.heads} and {options.heads_k}, "
+            f"at most {options.rounds} rounds\n"
         )
-        print(
-            "| scaling | S | D | pass | ranks | strategy | ms | efficiency | predicted ms | GiB |"
-        )
-        print("|---|---|---|---|---|---|---|---|---|---|")
-        print("\n".join(rows))
+        print("\n".join([HEAD, *rows]), flush=True)
     dist.destroy_process_group()
 
 
@@ -219,6 +261,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--heads-k", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--minutes", type=float, default=8.0, help="of all measurements (default 8)")  # fmt: skip
     parser.add_argument(
         "--ranks", type=int, default=gpus or 2, help="processes to start, without torchrun"
     )

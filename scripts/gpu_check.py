@@ -6,11 +6,14 @@
     python scripts/gpu_check.py --wheel dist/flashsci-*.whl --runners build/manual
                                                 on a machine without nvcc: kernels and runners that were built elsewhere
     python scripts/gpu_check.py --limit tests=1200 --option check='--cases 5000' --option bench='--suite dense'
+    python scripts/gpu_check.py check cases --seconds 580
+                                                where a command may run for ten minutes: steps stop before that, and the table comes
 
 Steps, each with a time limit and a log in the output folder:
 
     preflight    is there a GPU, does its driver answer, is it free (nothing else runs if not)
     check        `python -m flashsci check`: generated problems and traps against fp64, and the report
+    cases        `scripts/more_cases.py`: more generated problems for that report, until it holds 10,000
     tests        tests/gpu, tests/compile and tests/properties, without the races and what needs no GPU
     cpu          tests/cpu, with the GPU hidden
     races        every kernel instance many times over, beside a second stream
@@ -18,12 +21,15 @@ Steps, each with a time limit and a log in the output folder:
     bench        `python -m flashsci bench`: the headline cases, quickly
 
 The report of `check` is written to the output folder; what belongs to the repository (reports/gpu-check.json, figures) is
-updated by `make check` and `make sweep`. Exit status: 1 if a step failed or ran out of time. Standard library only.
+updated by `make check` and `make sweep`. A step that runs out of time is interrupted, so that its log says what it found until
+then. Exit status: 1 if a step failed or ran out of time. Standard library only.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import os
 import shlex
 import shutil
@@ -46,6 +52,9 @@ WITHOUT_GPU = (
     "tests/compile/test_triton_aot.py",
 )  # show the same anywhere
 RUNNERS = ("forward_runner", "backward_runner")
+GRACE = 15  # seconds in which a step that is interrupted may say what it found
+# In a step's command: what the step's limit leaves for its work, start and report apart.
+SECONDS, MINUTES = "{seconds}", "{minutes}"
 PYTEST = ("-m", "pytest", "-q", "-rf", "--maxfail=20", "--tb=short", "--durations=10", "-p", "no:cacheprovider")  # fmt: skip
 
 
@@ -68,15 +77,17 @@ def steps(out: Path, runners: Path, workers: int) -> dict[str, Step]:
     def pytest(name: str, *arguments: str) -> dict[str, list[str]]:
         return python(name, *PYTEST, "-n", str(workers), *arguments)
 
+    report = str(out / "gpu-check.json")
     return {
         "preflight": Step(60, python("preflight", "scripts/preflight.py")),
-        "check": Step(1000, python("check", "-m", "flashsci", "check", "--out", str(out / "gpu-check.json"))),
+        "check": Step(1000, python("check", "-m", "flashsci", "check", "--out", report, "--minutes", MINUTES)),
+        "cases": Step(600, python("cases", "scripts/more_cases.py", "--out", report, "--seconds", SECONDS)),
         "tests": Step(900, pytest("tests", "tests/gpu", "tests/compile", "tests/properties",
                                   *(f"--ignore={path}" for path in (RACES, *WITHOUT_GPU)))),
         "cpu": Step(900, pytest("cpu", "-m", "not slow", "tests/cpu"), {"CUDA_VISIBLE_DEVICES": ""}),
         "races": Step(900, pytest("races", RACES)),
         "sanitizers": sanitizers(runners),
-        "bench": Step(600, python("bench", "-m", "flashsci", "bench", "--quick", "--json", str(out / "bench.json"))),
+        "bench": Step(600, python("bench", "-m", "flashsci", "bench", "--quick", "--json", str(out / "bench.json"), "--minutes", MINUTES)),
     }  # fmt: skip
 
 
@@ -113,34 +124,63 @@ def take_library(wheel: Path, root: Path = ROOT) -> None:
         target.write_bytes(archive.read(LIBRARY))
 
 
+def fitted(argument: str, seconds: float) -> str:
+    """An argument of a step's command under a limit."""
+    work = max(seconds - 60, seconds / 2)
+    return {SECONDS: f"{work:.0f}", MINUTES: f"{work / 60:.2f}"}.get(argument, argument)
+
+
 def run(step: Step, out: Path) -> tuple[str, float, dict[str, str]]:
     """(result, seconds, the last line of each log)."""
     if step.skipped:
         return "skipped", 0.0, {"": step.skipped}
     start = time.monotonic()
-    running = {}
-    for name, command in step.commands.items():
-        with (out / f"{name}.log").open("w") as log:
-            log.write(f"$ {shlex.join(command)}\n")
-            log.flush()
-            running[name] = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1", **step.environment},
-            )  # fmt: skip
-    results = []
-    for name, process in running.items():
-        try:
+    # The tree also for what steps start, where the package is not installed.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    results: dict[str, str] = {}
+    try:
+        for name, command in step.commands.items():
+            command = [fitted(argument, step.seconds) for argument in command]
+            with (out / f"{name}.log").open("w") as log:
+                log.write(f"$ {shlex.join(command)}\n")
+                log.flush()
+                running[name] = subprocess.Popen(
+                    command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                    start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path, **step.environment},
+                )  # fmt: skip
+        for name, process in running.items():
             left = start + step.seconds - time.monotonic()
-            code = process.wait(timeout=max(left, 0.1))
-            results.append("passed" if code == 0 else f"failed: exit {code}")
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
-            process.wait()
-            results.append(f"out of time: {step.seconds} s")
-            with (out / f"{name}.log").open("a") as log:
-                log.write(f"gpu_check: stopped after {step.seconds} s; --limit gives it more\n")
-    worst = next((r for r in results if r != "passed"), "passed")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout=max(left, 0.1))
+                results[name] = "passed" if code == 0 else f"failed: exit {code}"
+        stop([p for name, p in running.items() if name not in results])
+    finally:  # whoever ends this program ends what it started
+        stop([p for p in running.values() if p.poll() is None], grace=0)
+    for name in running.keys() - results.keys():
+        results[name] = f"out of time: {step.seconds} s"
+        with (out / f"{name}.log").open("a") as log:
+            log.write(f"gpu_check: stopped after {step.seconds} s; --limit gives it more\n")
+    worst = next((results[name] for name in running if results[name] != "passed"), "passed")
     return worst, time.monotonic() - start, {name: last_line(out / f"{name}.log") for name in running}  # fmt: skip
+
+
+def stop(processes: list[subprocess.Popen[bytes]], grace: float = GRACE) -> None:
+    """Interrupt, so that pytest shows its failures; then kill, with all that they started."""
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    until = time.monotonic() + grace
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=max(until - time.monotonic(), 0))
+        with contextlib.suppress(ProcessLookupError):  # nothing is left of the group
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def logs(step: Step, out: Path) -> str:
+    """Where to look, in one line."""
+    return str(out / f"{next(iter(step.commands))}.log") if len(step.commands) == 1 else str(out)
 
 
 def last_line(log: Path) -> str:
@@ -183,6 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="test processes (default: one per core, at most 8)")  # fmt: skip
     parser.add_argument("--limit", action="append", default=[], metavar="STEP=SECONDS")
     parser.add_argument("--option", action="append", default=[], metavar="STEP=OPTIONS", help="added to the step's command")  # fmt: skip
+    parser.add_argument("--seconds", type=int, help="for all steps together: no limit goes beyond, and the table comes before")  # fmt: skip
     options = parser.parse_args(arguments)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -198,24 +239,34 @@ def main(arguments: list[str] | None = None) -> int:
     report = ROOT / "reports" / "gpu-check.json"
     if report.is_file() and not (out / report.name).exists():
         shutil.copy(report, out / report.name)
-    rows = []
-    for name in [n for n in plan if n in (options.steps or plan)]:
-        step = plan[name]
-        extra = shlex.split(added.get(name, ""))
-        commands = {log: [*command, *extra] for log, command in step.commands.items()}
-        step = Step(int(limits.get(name, step.seconds)), commands, step.environment, step.skipped)
-        print(f"=== {name} (at most {step.seconds} s): {out / name}.log", flush=True)
-        result, seconds, said = run(step, out)
-        rows.append((name, result, seconds, said))
-        print(table(rows[-1:]), flush=True)
-        if result.startswith("failed") and name in step.commands:
-            tail = (out / f"{name}.log").read_text(errors="replace").splitlines()[-25:]
-            print(*tail, sep="\n", flush=True)
-        if name == "preflight" and result != "passed":
-            break
-    print(f"\n{table(rows)}\nlogs and results: {out}")
+    rows: list[tuple[str, str, float, dict[str, str]]] = []
+    # Stopping takes its time, too.
+    until = time.monotonic() + options.seconds - 2 * GRACE if options.seconds else math.inf
+    try:
+        for name in [n for n in plan if n in (options.steps or plan)]:
+            step = plan[name]
+            extra = shlex.split(added.get(name, ""))
+            commands = {log: [*command, *extra] for log, command in step.commands.items()}
+            left = until - time.monotonic()
+            seconds = min(int(limits.get(name, step.seconds)), left)
+            if left < GRACE:
+                rows.append((name, "no time left", 0.0, {"": "--seconds leaves none for it"}))
+                continue
+            step = Step(int(seconds), commands, step.environment, step.skipped)
+            print(f"=== {name} (at most {step.seconds} s): {logs(step, out)}", flush=True)
+            rows.append((name, *run(step, out)))
+            print(table(rows[-1:]), flush=True)
+            result = rows[-1][1]
+            if result.startswith("failed") and name in step.commands:
+                tail = (out / f"{name}.log").read_text(errors="replace").splitlines()[-25:]
+                print(*tail, sep="\n", flush=True)
+            if name == "preflight" and result != "passed":
+                break
+    finally:
+        print(f"\n{table(rows)}\nlogs and results: {out}", flush=True)
     return int(any(result not in ("passed", "skipped") for _, result, _, _ in rows))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the table, and without the steps
     sys.exit(main())

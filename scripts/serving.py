@@ -12,10 +12,13 @@ are no times. Times: batch 64, prompts of 512, float16, weights that vLLM makes 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
 import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from typing import Any
@@ -109,11 +112,10 @@ def compare(model: Any, found: list[list[int]]) -> tuple[int, int]:
     return equal, excused
 
 
-def tokens(run: Any) -> list[str]:
-    """Lines of the table; a differing token that has no excuse is marked."""
+def tokens(run: Any, say: Any) -> None:
+    """A line of the table for each model, cache and way of running; a differing token that has no excuse is marked."""
     transformers.AttentionInterface.register("rounded", rounded)
     transformers.AttentionMaskInterface.register("rounded", transformers.masking_utils.eager_mask)
-    lines = []
     for name, config in MODELS.items():
         torch.manual_seed(0)
         kind = transformers.AutoModelForCausalLM._model_mapping[type(config())]
@@ -128,17 +130,17 @@ def tokens(run: Any) -> list[str]:
             for cache in ("auto", "fp8"):
                 model.set_attn_implementation("eager" if cache == "auto" else "rounded")
                 for graphs in (False, True) if GPU else (False,):
-                    equal, excused = compare(
-                        model.to(DEVICE), run(tokens_of_vllm, folder, graphs, cache)
-                    )
+                    how = f"{name}, {cache} cache, {'graphs' if graphs else 'eager'}"
+                    found, problem = run(tokens_of_vllm, folder, graphs, cache)
+                    if problem:
+                        say(f"| {how} | **{problem}** | | |")
+                        continue
+                    equal, excused = compare(model.to(DEVICE), found)
                     bad = len(LENGTHS) - equal - excused
-                    how = f"{cache} cache, {'graphs' if graphs else 'eager'}"
-                    lines.append(
-                        f"| {name}, {how} | {equal} of {len(LENGTHS)} equal, {excused} by a tie"
+                    say(
+                        f"| {how} | {equal} of {len(LENGTHS)} equal, {excused} by a tie"
                         f"{f', **{bad} WRONG**' if bad else ''} | | |"
                     )
-                    print(lines[-1], flush=True)
-    return lines
 
 
 def step_times(backend: str) -> tuple[float, float]:
@@ -162,42 +164,59 @@ def step_times(backend: str) -> tuple[float, float]:
     return 1e3 * prefill, 1e3 * (statistics.median(both) - prefill) / STEPS
 
 
-def times(run: Any) -> list[str]:
-    lines = []
+def times(run: Any, say: Any) -> None:
     for backend in (
         "CUSTOM",
         "FLASH_ATTN",
         "TRITON_ATTN",
         "CUSTOM",
     ):  # the first again, for the drift
-        prefill, decode = run(step_times, backend)
-        lines.append(f"| 1B, batch {BATCH}, prompt {PROMPT} | {backend} | {prefill:.1f} | {decode:.2f} |")  # fmt: skip
-        print(lines[-1], flush=True)
-    return lines
+        found, problem = run(step_times, backend)
+        prefill, decode = ("-", "-") if problem else (f"{x:.2f}" for x in found)
+        name = f"{backend}: **{problem}**" if problem else backend
+        say(f"| 1B, batch {BATCH}, prompt {PROMPT} | {name} | {prefill} | {decode} |")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", choices=["tokens", "times"])
-    only = parser.parse_args().only
+    parser.add_argument("--minutes", type=float, default=30.0, help="of all engines together (default 30)")  # fmt: skip
+    options = parser.parse_args()
+    if importlib.util.find_spec("vllm") is None:
+        parser.error("there is no vLLM here (docs/serving.md says which releases)")
+    until = time.monotonic() + 60 * options.minutes
+    lines: list[str] = []
 
-    def run(function: Any, *arguments: Any) -> Any:
-        """In a process of its own, which leaves the GPU empty."""
+    def run(function: Any, *arguments: Any) -> tuple[Any, str | None]:
+        """(result, or what went wrong) of a process of its own, which leaves the GPU empty."""
+        left = until - time.monotonic()
+        if left <= 0:
+            return None, "no time left"
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.apply(function, arguments)
+            try:
+                return pool.apply_async(function, arguments).get(left), None
+            except multiprocessing.TimeoutError:
+                return None, "not done in time"
+            except Exception as error:  # the other engines run all the same
+                said = (str(error).strip() or "no message").splitlines()[0]
+                return None, f"{type(error).__name__}: {said[:120]}"
 
-    lines = []
-    if only != "times":
-        lines += tokens(run)
-    if only != "tokens" and GPU:
-        lines += times(run)
-    import vllm
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
 
-    on = torch.cuda.get_device_name() if GPU else "CPU"
-    print(json.dumps(dict(vllm=vllm.__version__, torch=torch.__version__, device=on)))
-    print("\n| | tokens, or backend | prefill, ms | decode, ms a step |\n|---|---|---|---|")
-    print("\n".join(lines))
+    try:
+        if options.only != "times":
+            tokens(run, say)
+        if options.only != "tokens" and GPU:
+            times(run, say)
+    finally:
+        found = dict(vllm=importlib.metadata.version("vllm"), torch=torch.__version__, device=torch.cuda.get_device_name() if GPU else "CPU")  # fmt: skip
+        print(json.dumps(found))
+        print("\n| | tokens, or backend | prefill, ms | decode, ms a step |\n|---|---|---|---|")
+        print("\n".join(lines), flush=True)
+    return int(not lines or "**" in "".join(lines))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,7 +8,9 @@ medium size, and at the size that is timed the two ways are compared with each o
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.cases import BenchError
 from benchmarks.inputs import DTYPES
-from benchmarks.measure import commit_of_tree, environment, fatal, microseconds
+from benchmarks.measure import commit_of_tree, environment, fatal, first_line, microseconds
 from benchmarks.models import MODELS, Unavailable, load
 from benchmarks.models.served import listening
 from benchmarks.models.step import Results, Step, Way, double_stays
@@ -36,6 +38,7 @@ def run(
     dtype: str | None = None,
     device: torch.device | str | None = None,
     seconds: float = 1.0,
+    minutes: float = math.inf,
     on_step: Callable[[str], object] = lambda text: None,
     on_model: Callable[[list[dict]], object] = lambda records: None,
 ) -> list[dict]:
@@ -47,6 +50,7 @@ def run(
         dtype: "bf16" or "fp32", for the models that run in it; default all in which a model runs.
         device: default the GPU if there is one.
         seconds: measuring time per step and clock, about.
+        minutes: no model begins after these, and none goes on to another dtype.
         on_step, on_model: told what is being done, and after each model the records so far.
 
     Returns:
@@ -70,17 +74,31 @@ def run(
         except Unavailable as error:
             modules[name] = error
     records: list[dict] = []
+    until = time.monotonic() + 60 * minutes
     for name, module in modules.items():
-        if isinstance(module, Unavailable):
-            about = {"id": name, "model": name, "about": name, "dtype": dtype, "size": size}
-            records += [
-                _record(about, way, _Side(gate=f"refused: {module}"), device) for way in WAYS
-            ]
-        else:
+        gate = f"refused: {module}"
+        if not isinstance(module, Unavailable):
             chosen = [d for d in module.DTYPES if dtype is None or d == DTYPES[dtype]]
-            records += _model(name, module, size, chosen, device, seconds, on_step)
+            try:
+                for found in _model(name, module, size, chosen, device, seconds, on_step, until):
+                    records += found
+                gate = ""
+            except OutOfTime:
+                gate = "refused: time is up"
+            except Exception as error:  # the client in float64, or what builds it: the others go on
+                if fatal(error):
+                    raise
+                gate = f"failed: it raised: {first_line(error)}"
+            _release(device)
+        if gate:
+            about = {"id": name, "model": name, "about": name, "dtype": dtype, "size": size}
+            records += [_record(about, way, _Side(gate=gate), device) for way in WAYS]
         on_model(records)
     return records
+
+
+class OutOfTime(Exception):
+    """What is next would begin too late."""
 
 
 @dataclass
@@ -110,9 +128,13 @@ def _model(
     device: torch.device,
     seconds: float,
     on_step: Callable[[str], object],
-) -> list[dict]:
+    until: float,
+) -> Iterator[list[dict]]:
+    """Records of one dtype after the other."""
     if not dtypes:
-        return []
+        return
+    if time.monotonic() >= until:
+        raise OutOfTime
     on_step(f"{name}: float64")
     truth: dict[str, Results] = {}
     with double_stays():
@@ -120,8 +142,10 @@ def _model(
             truth[step.id] = step.client.results()
     step = None
     _release(device)
-    records = []
     for dtype in dtypes:
+        if time.monotonic() >= until:
+            raise OutOfTime
+        records = []
         found: dict[str, dict[str, _Side]] = {}
         for step in module.build(SIZES[size], dtype, device):
             on_step(f"{step.id}, {_NAMES[dtype]}: errors")
@@ -143,7 +167,7 @@ def _model(
             records += [_record(about, way, side, device) for way, side in sides.items()]
         step = None
         _release(device)
-    return records
+        yield records
 
 
 def _release(device: torch.device) -> None:
@@ -166,11 +190,10 @@ def _problems_of(side: _Side):
         yield
     except torch.OutOfMemoryError:
         side.gate = "refused: out of memory"
-    except (RuntimeError, NotImplementedError) as error:
+    except Exception as error:
         if fatal(error):
             raise
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        side.gate = f"failed: it raised: {said}"
+        side.gate = f"failed: it raised: {first_line(error)}"
 
 
 def _errors(step: Step, truth: Results, dtype: torch.dtype) -> dict[str, _Side]:
@@ -242,11 +265,11 @@ def _time(step: Step, sides: dict[str, _Side], device: torch.device, seconds: fl
     if not able:
         return
     clock = host_time(able, device, seconds, calls=1, to_end=True, warmup=2)
-    for name, time in clock.items():
-        sides[name].time = time
+    for name, times in clock.items():
+        sides[name].time = times
     if device.type == "cuda":
-        for name, time in interleave(able, device, seconds).items():
-            sides[name].device_time = time
+        for name, times in interleave(able, device, seconds).items():
+            sides[name].device_time = times
 
 
 def _peak(way: Way, device: torch.device) -> int | None:

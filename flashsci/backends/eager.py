@@ -23,6 +23,7 @@ def unavailable() -> str | None:
 
 def rejects(problem: Problem) -> str | None:
     lacks = (
+        (problem.dtype.itemsize == 1, "8-bit floats"),
         (problem.paged, "paged cache"),
         (problem.varlen, "packed sequences"),
         (problem.softcap, "softcap"),

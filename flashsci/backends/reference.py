@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flashsci.dropout import keep_mask
+from flashsci.fp8_ops import FP8, lacks
 from flashsci.ops import Saved, Scalars, Tensors
 from flashsci.problem import Problem
 
@@ -28,7 +29,7 @@ def unavailable() -> str | None:
 
 
 def rejects(problem: Problem) -> str | None:
-    return None
+    return lacks(problem) if problem.dtype == FP8 else None
 
 
 def ahead(seq_q: int, seq_k: int, lower_right: bool, device: torch.device) -> Tensor:

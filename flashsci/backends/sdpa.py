@@ -25,6 +25,8 @@ def unavailable() -> str | None:
 
 
 def rejects(problem: Problem) -> str | None:
+    if problem.dtype.itemsize == 1:
+        return "SDPA takes no 8-bit floats; use backend='triton' or 'reference'"
     if problem.paged:
         return "SDPA takes no paged cache; use backend='triton' or 'reference'"
     if problem.varlen:

@@ -18,17 +18,17 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from flashsci.check.judging import judge_case, judge_paged_case
+from flashsci.check.judging import judge_case, judge_fp8_case, judge_paged_case
 from flashsci.check.suite import run
 from flashsci.check.units import kernels_here
-from flashsci.testing import Case, PagedCase, PagedVariant, Variant
+from flashsci.testing import Case, FP8Case, FP8Variant, PagedCase, PagedVariant, Variant
 
 
 def reproduce(text: str, backends: Sequence[str], device: str, say: Any = print) -> int:
     """Judge one case given as the report prints it."""
-    names = {x.__name__: x for x in (Case, Variant, PagedCase, PagedVariant)}
+    names = {x.__name__: x for x in (Case, Variant, PagedCase, PagedVariant, FP8Case, FP8Variant)}
     case = eval(text, names)
-    judge = judge_paged_case if isinstance(case, PagedCase) else judge_case
+    judge: Any = {PagedCase: judge_paged_case, FP8Case: judge_fp8_case}.get(type(case), judge_case)
     tallies = judge(case, backends, device)
     for name, tally in tallies.items():
         what = [f["problem"] for f in tally.failures] or list(tally.refused) or ["right"]
@@ -58,6 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="only N generated calls of paged attention, as a part of that name",
     )
+    parser.add_argument(
+        "--fp8",
+        type=int,
+        metavar="N",
+        help="only N generated calls on 8-bit floats, as a part of that name",
+    )
     parser.add_argument("--out", default="reports/gpu-check.json", help="where the report goes")
     parser.add_argument(
         "--seed",
@@ -81,8 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if options.reproduce:
         return reproduce(options.reproduce, backends or kernels_here(), options.device)
-    if options.paged is not None:
-        options.unit, options.cases, options.cases_only = "paged", options.paged, True
+    for name, count in (("paged", options.paged), ("fp8", options.fp8)):
+        if count is not None:
+            options.unit, options.cases, options.cases_only = name, count, True
     return run(
         options.unit,
         options.cases,

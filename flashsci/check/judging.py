@@ -7,9 +7,8 @@ import re
 import traceback
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -18,21 +17,23 @@ from flashsci.errors import BackendError
 from flashsci.testing import (
     TRAPS,
     Case,
+    FP8Case,
     Inputs,
     Judge,
     PagedCase,
     Skipped,
     evaluate,
+    make_fp8_inputs,
     make_inputs,
     make_paged_inputs,
     poisoned_memory,
 )
 from flashsci.testing.bounds import PLAIN
 from flashsci.testing.coverage import Coverage
+from flashsci.testing.inputs import moved_to
 
 # Scores of a case up to which one core judges it as fast as a GPU, for whose attention many processes wait.
 ON_HOST = 1 << 19
-_NO_TURN: AbstractContextManager[Any] = nullcontext()
 T = TypeVar("T")
 
 
@@ -42,40 +43,37 @@ def judge_case(
     device: str,
     order: int = 1,
     coverage: Coverage | None = None,
-    turn: AbstractContextManager[Any] = _NO_TURN,
 ) -> dict[str, Tally]:
     """Judge one case on several backends, and each pair of them against each other.
 
     Keys are backend names and, for pairs, "a-b". ``order`` 0 leaves out the gradients. A backend held to a generation that
-    refuses gradients is judged by its forward. ``coverage`` sees what was judged. ``turn`` is held while the device is used.
+    refuses gradients is judged by its forward. ``coverage`` sees what was judged.
     """
     tallies: dict[str, Tally] = defaultdict(Tally)
     where = "cpu" if case.scores <= ON_HOST else device
-    with turn:
-        inputs = make_inputs(case, device)
-        forward = replace(inputs, dout=None, dlse=None, tangents={})
-        if order == 0:
-            inputs = forward
-        results: dict[str, dict[str, torch.Tensor]] = {}
-        for name in backends:
-            tally = tallies[name]
-            for given in (inputs, forward):
-                try:
-                    with poisoned_memory(cuda_bytes=0):
-                        tensors = evaluate(given, name, name != "sdpa", deterministic=False)
-                    # Here, so that a fault of these kernels is not reported of the next.
-                    results[name] = _finished({n: x.to(where) for n, x in tensors.items()})
-                    tally.forward_only += given is not inputs
+    inputs = make_inputs(case, device)
+    forward = replace(inputs, dout=None, dlse=None, tangents={})
+    if order == 0:
+        inputs = forward
+    results: dict[str, dict[str, torch.Tensor]] = {}
+    for name in backends:
+        tally = tallies[name]
+        for given in (inputs, forward):
+            try:
+                with poisoned_memory(cuda_bytes=0):
+                    tensors = evaluate(given, name, name != "sdpa", deterministic=False)
+                # Waits for them, so that a fault of these kernels is not reported of the next.
+                results[name] = moved_to(where, tensors)
+                tally.forward_only += given is not inputs
+                break
+            except BackendError as error:
+                tally.refuse(_reason(error))
+                if ":" not in name or given.dout is None:
                     break
-                except BackendError as error:
-                    tally.refuse(_reason(error))
-                    if ":" not in name or given.dout is None:
-                        break
-                except Exception:
-                    tally.fail(case, traceback.format_exc())
-                    break
-    with turn if where == device else _NO_TURN:
-        _judge(case, inputs, results, where, tallies, coverage)
+            except Exception:
+                tally.fail(case, traceback.format_exc())
+                break
+    _judge(case, inputs, results, where, tallies, coverage)
     return dict(tallies)
 
 
@@ -145,6 +143,32 @@ def judge_paged_case(case: PagedCase, backends: Sequence[str], device: str) -> d
             tally.fail(case, problem)
         if not torch.equal(written, inputs.written("reference")):
             tally.fail(case, "write_kv_cache stores other bytes than the reference")
+    return dict(tallies)
+
+
+def judge_fp8_case(case: FP8Case, backends: Sequence[str], device: str) -> dict[str, Tally]:
+    """Judge one case of 8-bit floats on several backends."""
+    tallies: dict[str, Tally] = defaultdict(Tally)
+    inputs = make_fp8_inputs(case, device)
+    judge = None
+    for name in backends:
+        tally = tallies[name]
+        try:
+            with poisoned_memory(cuda_bytes=0):
+                results = _finished(inputs.evaluate(name))
+        except BackendError as error:
+            tally.refuse(_reason(error))
+            continue
+        except Exception:
+            tally.fail(case, traceback.format_exc())
+            continue
+        judge = judge or inputs.judge()
+        tally.cases += 1
+        for found in judge.findings(results):
+            x = judge.part(results)[found.tensor]
+            tally.see(found.tensor, found.ratios, judge.judge.catches(found.tensor, x, SCALED))
+        for problem in judge.problems(results):
+            tally.fail(case, problem)
     return dict(tallies)
 
 

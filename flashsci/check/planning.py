@@ -9,8 +9,10 @@ from typing import Any
 
 from flashsci.testing import (
     Case,
+    FP8Case,
     PagedCase,
     generate,
+    generate_fp8,
     generate_paged,
     second_order_variants,
     variants,
@@ -20,7 +22,7 @@ from flashsci.testing.coverage import VIEWS
 from flashsci.testing.drawing import SeededChoices, draw_case, layouts_of, resized
 
 Plan = tuple[
-    list[Case] | list[PagedCase], tuple[str, ...]
+    list[Case] | list[PagedCase] | list[FP8Case], tuple[str, ...]
 ]  # cases, and the backends that are judged by them
 DTYPE_OF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -101,6 +103,16 @@ def paged_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> P
     """Cases of paged attention, for the backends that have it; small ones where Triton interprets."""
     limits = {} if device == "cuda" else {"longest_k": 40, "longest_q": 6}
     return list(generate_paged(seed, count, **limits)), tuple(b for b in backends if b == "triton")
+
+
+def fp8_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:
+    """Cases of attention on 8-bit floats, likewise."""
+    limits = {} if device == "cuda" else {"longest": 70}
+    return list(generate_fp8(seed, count, **limits)), tuple(b for b in backends if b == "triton")
+
+
+# Calls with cases of their own, by the group of their units: (class, plan).
+APART = {"paged": (PagedCase, paged_plan), "fp8": (FP8Case, fp8_plan)}
 
 
 def plans_of(

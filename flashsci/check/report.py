@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections import defaultdict
 from pathlib import Path
@@ -52,7 +53,10 @@ def write(report: dict[str, Any], path: Path, part: str | None) -> dict[str, Any
         parts = {name: p for name, p in parts.items() if _judged_these(p["units"], whole["units"])}
     whole["parts"] = {**parts, part: dict(report)} if part else parts
     whole["total"] = total(whole)
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    # A run that is killed here leaves the report that was there.
+    written = path.with_name(f"{path.name}.{os.getpid()}")
+    written.write_text(json.dumps(whole, indent=1) + "\n")
+    os.replace(written, path)
     return whole
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import random
 import time
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from flashsci.check import judging, planning, report, units
 from flashsci.check.tally import Tally
 from flashsci.check.workers import (
     LargeTraps,
-    longest_first,
     processes_here,
     results_of,
     tasks_of,
@@ -32,6 +32,7 @@ class Results:
     def __init__(self, cases: int, say: Say):
         self.cases, self.say = cases, say  # cases: how many are planned
         self.done = 0
+        self.kinds: Counter[type] = Counter()  # cases judged, by class
         self.started = time.time()
         self.tallies: dict[str, Tally] = defaultdict(Tally)
         self.coverage = Coverage()
@@ -45,8 +46,9 @@ class Results:
             if outcome.startswith("failed"):
                 self.say(f"trap {name}, {backend}: {outcome}")
             return
-        count, found, seen = result
+        which, count, found, seen = result
         self.done += count
+        self.kinds[which] += count
         self.coverage.add(seen)
         for name, tally in found.items():
             self.tallies[name].add(tally)
@@ -60,11 +62,8 @@ class Results:
         return sum(len(t.failures) for t in self.tallies.values()) + traps
 
     def unfinished(self, traps: Sequence[Trap], backends: Sequence[str]) -> list[str]:
-        """What there was no time for."""
-        missing = [
-            f"{t.name} on {b}" for t in traps for b in backends if b not in self.traps[t.name]
-        ]
-        return ([f"{self.cases - self.done} cases"] if self.done < self.cases else []) + missing
+        """Traps that there was no time for. Cases come in no order: those that were judged count as they are."""
+        return [f"{t.name} on {b}" for t in traps for b in backends if b not in self.traps[t.name]]
 
 
 def seed_of(part: str | None) -> int:
@@ -89,9 +88,10 @@ def run(
     """Check and write the report; 0 when all is right, 1 with failures, 2 when it cannot run here.
 
     Args:
-        unit: one unit of ``flashsci.digest.units()``, the start of its name, "second_order" or "paged"; None for all.
+        unit: one unit of ``flashsci.digest.units()``, the start of its name, "second_order", "paged" or "fp8"; None for all.
         cases: how many generated problems; where Hopper's kernels are, a run of all units takes 7 of 20 for them alone and
-            3 of 20 for the fp32 kernels; it adds a tenth as many of second order, and a twentieth of paged attention.
+            3 of 20 for the fp32 kernels; it adds a tenth as many of second order, and a twentieth of paged attention and of
+            8-bit floats each.
         out: where the report goes; None for nowhere. A part (see ``part``) is added to the report that is there.
         seed: of the generator; None for today's date as a number, behind which a part has three digits more. The report
             names it.
@@ -99,7 +99,7 @@ def run(
         device: "cuda"; "cpu" tries the check itself where Triton interprets.
         backends: which backends to judge; None for triton, cuda, and every generation of CUDA kernels that the library
             holds and the device runs; on the CPU for triton.
-        minutes: stop then, and report what was done; unfinished work is a failure.
+        minutes: stop then, and report what was done; traps that there was no time for are a failure.
         say: receives lines of progress.
         part: a name; the results are added to the report under it, beside the whole run and other parts. None: the name of
             the unit, or without one a whole run, which replaces the last one.
@@ -134,17 +134,20 @@ def run(
         for t in judging.TRAPS.values()
         if not cases_only and t.order in orders and (device == "cuda" or not (t.cuda or t.slow))
     ]
-    paged = {u for u in chosen if u.startswith(units.GROUPS["paged"])}
-    if paged and len(paged) == len(chosen):
-        plans = [planning.paged_plan(cases, seed, device, backends)]
+    apart = {n: {u for u in chosen if u.startswith(units.GROUPS[n])} for n in planning.APART}
+    only = next((n for n, own in apart.items() if own and len(own) == len(chosen)), None)
+    if only is not None:
+        plans = [planning.APART[only][1](cases, seed, device, backends)]
     else:
         plans = planning.plans_of(cases, seed, device, unit, orders, backends)
-        if paged and cases >= 20:
-            plans.append(planning.paged_plan(cases // 20, seed, device, backends))
-        else:  # too few to say anything of them
-            chosen = {u: found for u, found in chosen.items() if u not in paged}
+        for name, own in apart.items():
+            if own and cases >= 20 and units.runs_group(name, device):
+                plans.append(planning.APART[name][1](cases // 20, seed, device, backends))
     results = Results(sum(len(planned) for planned, _ in plans), say)
     _execute(plans, traps, backends, device, order, workers, minutes, results)
+    for name, own in apart.items():
+        if not results.kinds[planning.APART[name][0]]:
+            chosen = {u: found for u, found in chosen.items() if u not in own}
     found = {
         "machine": report.machine(device),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -190,7 +193,7 @@ def _execute(
     large = LargeTraps([(t.name, b, device) for t in traps for b in backends if t.gigabytes], until)
     if processes > 1:
         large.start()
-    judged = longest_first(judged)
+    random.Random(results.cases).shuffle(judged)
     # A trap keeps the interpreter busy longer than many of its small cases.
     tasks = [*springs, *judged] if device == "cuda" else [*judged, *springs]
     for kind, result in results_of(tasks, processes, until):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashsci.testing import TENSORS, Case, PagedCase
+from flashsci.testing import TENSORS, Case, FP8Case, PagedCase
 
 SCALED = 1.01  # outputs times this must fail: the test of the test
 CRITERIA = ("error", "gain", "spread")
@@ -37,7 +37,7 @@ class Tally:
             counts[0] += caught
             counts[1] += 1
 
-    def fail(self, case: Case | PagedCase, message: str) -> None:
+    def fail(self, case: Case | PagedCase | FP8Case, message: str) -> None:
         self.failures.append({"problem": message, "case": repr(case)})
 
     def add(self, other: Tally) -> None:

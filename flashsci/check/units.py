@@ -9,7 +9,11 @@ from flashsci.registry import BACKENDS
 
 KERNELS = ("triton", "cuda")  # backends of our own
 # Names for several units: the starts of theirs.
-GROUPS = {"second_order": ("triton/jvp", "triton/double_backward_"), "paged": ("triton/paged",)}
+GROUPS = {
+    "second_order": ("triton/jvp", "triton/double_backward_"),
+    "paged": ("triton/paged",),
+    "fp8": ("triton/fp8",),
+}
 
 
 def chosen_units(unit: str | None) -> dict[str, str]:
@@ -38,6 +42,11 @@ def _runs_here(backend: str) -> bool:
     major, minor = torch.cuda.get_device_capability()
     wanted = int(backend.removeprefix("cuda:sm"))
     return major == 9 if wanted == 90 else 10 * major + minor >= wanted
+
+
+def runs_group(group: str, device: str) -> bool:
+    """Whether this device has what the kernels of a group need: 8-bit floats, for those of "fp8"."""
+    return group != "fp8" or device != "cuda" or torch.cuda.get_device_capability() >= (8, 9)
 
 
 def holds(backend: str, unit: str) -> bool:

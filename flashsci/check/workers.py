@@ -11,47 +11,34 @@ import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from flashsci.check import judging
+from flashsci.check import judging, machine_code
 from flashsci.check.tally import Tally
-from flashsci.testing import Case, PagedCase, PagedVariant, Variant
+from flashsci.testing import Case, FP8Case, FP8Variant, PagedCase, PagedVariant, Variant
 from flashsci.testing.coverage import Coverage
 
-# Processes that a GPU serves at once. It gives each a slice of time in turn, and a case waits for it dozens of times.
-TURNS = 3
-COMPILING = 2  # of the cases of one variant, so many run most of the kernels for the first time
-_turns: AbstractContextManager[Any] = nullcontext()
-
-
-def longest_first(tasks: list[Any]) -> list[Any]:
-    """So that no worker is left with a long one at the end."""
-    return sorted(tasks, key=lambda task: -len(task[2]) * sum(map(_work_of, task[1])))
+_seen: set[str] = set()  # hashes of the Triton kernels whose machine code was looked at
+AnyCase = Case | PagedCase | FP8Case
+AnyVariant = Variant | PagedVariant | FP8Variant
 
 
 def tasks_of(
-    cases: Iterable[Case | PagedCase], backends: Sequence[str], device: str, order: int
+    cases: Iterable[AnyCase], backends: Sequence[str], device: str, order: int
 ) -> list[Any]:
     """Cases grouped by variant: a worker compiles what it runs."""
-    groups: dict[Variant | PagedVariant, list[Case | PagedCase]] = defaultdict(list)
+    groups: dict[AnyVariant, list[AnyCase]] = defaultdict(list)
     for case in cases:
         groups[case.variant].append(case)
     # Where nothing is compiled, nothing keeps a variant together.
-    size = 1 << 30 if "triton" in backends else 32
+    size = 1 << 30 if "triton" in backends else 8
     return [
         ("cases", group[i : i + size], tuple(backends), device, order)
         for group in groups.values()
         for i in range(0, len(group), size)
     ]
-
-
-def _work_of(case: Case | PagedCase) -> float:
-    """What a case costs, roughly: scores by head dims; fp32 kernels take the longest to compile."""
-    dims = 64 + case.variant.head_dim + case.variant.head_dim_v
-    return (case.scores + (1 << 18)) * dims * (2 if case.variant.dtype == "float32" else 1)
 
 
 def work(task: tuple[Any, ...]) -> tuple[str, Any]:
@@ -64,14 +51,14 @@ def work(task: tuple[Any, ...]) -> tuple[str, Any]:
     cases, backends, device, order = rest
     merged: dict[str, Tally] = defaultdict(Tally)
     coverage = Coverage()
-    for i, case in enumerate(cases):
-        # The first compile kernels, for which nobody should wait.
-        turn = _turns if i >= COMPILING or "triton" not in backends else nullcontext()
+    for case in cases:
         try:
             if isinstance(case, PagedCase):
                 found = judging.judge_paged_case(case, backends, device)
+            elif isinstance(case, FP8Case):
+                found = judging.judge_fp8_case(case, backends, device)
             else:
-                found = judging.judge_case(case, backends, device, order, coverage, turn)
+                found = judging.judge_case(case, backends, device, order, coverage)
         except Exception:
             found = {backends[0]: Tally()}
             found[backends[0]].fail(case, traceback.format_exc(limit=-3))
@@ -80,7 +67,20 @@ def work(task: tuple[Any, ...]) -> tuple[str, Any]:
         # Many processes share the device: what a judge of a large case took goes back.
         if device == "cuda" and torch.cuda.memory_reserved() > 1 << 30:
             torch.cuda.empty_cache()
-    return kind, (len(cases), dict(merged), coverage)
+    if device == "cuda" and "triton" in backends:
+        for problem in undefined_reads():
+            merged["triton"].fail(cases[-1], problem)
+    return kind, (type(cases[0]), len(cases), dict(merged), coverage)
+
+
+def undefined_reads() -> list[str]:
+    """What the machine code of Triton kernels reads without a value, of those that this process has compiled since the last call."""
+    new = {h: cubin for h, cubin in machine_code.triton_cubins().items() if h not in _seen}
+    _seen.update(new)
+    found = [f for cubin in new.values() for f in machine_code.undefined_in(cubin)]
+    return [
+        f"{f.kernel} reads {f.register}, which nothing has written: {f.instruction}" for f in found
+    ]
 
 
 def processes_here(device: str) -> int:
@@ -89,10 +89,8 @@ def processes_here(device: str) -> int:
     return min(14 * max(gpus, 1), os.cpu_count() or 1)
 
 
-def take_gpu(turns: AbstractContextManager[Any]) -> None:
-    """The GPU of a worker process, and what says when it may use it."""
-    global _turns
-    _turns = turns
+def take_gpu() -> None:
+    """The GPU of a worker process."""
     if torch.cuda.device_count() > 1:
         (number, *_) = multiprocessing.current_process()._identity
         torch.cuda.set_device(number % torch.cuda.device_count())
@@ -107,8 +105,7 @@ def results_of(tasks: list[Any], workers: int, until: float) -> Iterator[tuple[s
                 yield work(task)
         return
     context = multiprocessing.get_context("spawn")
-    turns = context.Semaphore(TURNS * max(torch.cuda.device_count(), 1))
-    with context.Pool(workers, take_gpu, (turns,), maxtasksperchild=24) as pool:
+    with context.Pool(workers, take_gpu, maxtasksperchild=96) as pool:
         results = pool.imap_unordered(work, tasks)
         with contextlib.suppress(StopIteration, multiprocessing.TimeoutError):
             while True:

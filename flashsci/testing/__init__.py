@@ -12,6 +12,16 @@ from flashsci.testing import traps_models, traps_second  # noqa: F401  (register
 from flashsci.testing.bounds import TENSORS, Finding, Judge, assert_accurate, evaluate, exact_matmul
 from flashsci.testing.cases import Case, Variant
 from flashsci.testing.drawing import cases, draw_case, generate, second_order_variants, variants
+from flashsci.testing.fp8 import (
+    FP8Case,
+    FP8Inputs,
+    FP8Judge,
+    FP8Variant,
+    fp8_cases,
+    generate_fp8,
+    judge_fp8,
+    make_fp8_inputs,
+)
 from flashsci.testing.inputs import Inputs, make_inputs
 from flashsci.testing.paged import (
     PagedCase,
@@ -30,6 +40,10 @@ __all__ = [
     "TENSORS",
     "TRAPS",
     "Case",
+    "FP8Case",
+    "FP8Inputs",
+    "FP8Judge",
+    "FP8Variant",
     "Finding",
     "Inputs",
     "Judge",
@@ -46,9 +60,13 @@ __all__ = [
     "embed",
     "evaluate",
     "exact_matmul",
+    "fp8_cases",
     "generate",
+    "generate_fp8",
     "generate_paged",
+    "judge_fp8",
     "judge_paged",
+    "make_fp8_inputs",
     "make_inputs",
     "make_paged_inputs",
     "paged_cases",

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.testing.formula import Formula, blocks, finite
-from flashsci.testing.inputs import Inputs
+from flashsci.testing.formula import Formula, Rounding, blocks, finite
+from flashsci.testing.inputs import Inputs, moved_to
 from flashsci.testing.second_order import SECOND_ORDER
 
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dkey_weight", "dsink", *SECOND_ORDER)
@@ -218,6 +218,8 @@ class Judge:
         >>> judge.require(evaluate(judge.inputs, "sdpa", lse=False))
     """
 
+    sigmas = SIGMAS
+
     def __init__(
         self, inputs: Inputs, fused: bool = True, device: torch.device | str | None = None
     ):
@@ -234,22 +236,29 @@ class Judge:
     def _plain(self, inputs: Inputs) -> dict[str, Tensor]:
         """Of plain PyTorch, where the inputs are."""
         with exact_matmul():
-            return {n: x.to(self.device) for n, x in evaluate(inputs, "reference").items()}
+            return moved_to(self.device, evaluate(inputs, "reference"))
 
     def _wide_baseline(self) -> None:
         """In fp32, rounded."""
         wide = self._plain(self.given.to(torch.float32))
         self.baseline = {n: wide[n].to(x.dtype) for n, x in self.baseline.items()}
 
-    def _allowances(self) -> None:
+    def precisions(self) -> tuple[float, float, float, Rounding | None]:
+        """Unit roundoff of results and of what kernels keep in fp32, the smallest normal result, and the rounding of P where
+        it is not that of results."""
         dtype = self.inputs.q.dtype
         unit, internal = _unit(dtype), min(_unit(dtype), _unit(torch.float32))
         if self.inputs.options.get("precision") == "tf32":
             unit = internal = 2.0**-11
-        units = [
+        return unit, internal, torch.finfo(dtype).smallest_normal, None
+
+    def _allowances(self) -> None:
+        dtype = self.inputs.q.dtype
+        unit, internal, self.tiny, of_p = self.precisions()
+        of_bias, of_weight, of_sink = (
             unit if x is None else min(unit, _unit(x.dtype))
             for x in (self.inputs.bias, self.inputs.key_weight, self.inputs.sink)
-        ]
+        )
         value = {
             n: torch.full_like(x, -torch.inf if n == "lse" else 0.0) for n, x in self.truth.items()
         }
@@ -265,10 +274,9 @@ class Judge:
         }
         cells = {n: torch.zeros_like(x) for n, x in self.truth.items()}
         self.loose: dict[str, Tensor] = {}
-        self.tiny = torch.finfo(dtype).smallest_normal
         large = False
         for block in blocks(self.inputs.to(torch.float64)):
-            formula = Formula(block, unit, internal, self.tiny, *units)
+            formula = Formula(block, unit, internal, self.tiny, of_bias, of_weight, of_sink, of_p)
             large |= formula.large
             for name in self.truth:
                 for whole, part in (
@@ -278,7 +286,7 @@ class Judge:
                 ):
                     _into(name, block.slot(name, whole[name]), part[name].detach())
                 if name in formula.subnormal:
-                    block.slot(name, cells[name]).copy_(formula.subnormal[name])
+                    _into(name, block.slot(name, cells[name]), formula.subnormal[name].detach())
                 if name in formula.loose:
                     sums = self.loose.setdefault(name, torch.zeros_like(self.truth[name]))
                     _into(name, block.slot(name, sums), formula.loose[name].detach())
@@ -317,7 +325,7 @@ class Judge:
             )
             self.floor[name] = FLOOR_ROUNDINGS * largest
             self.square[name] = square
-            gain = SIGMAS * along + sum_gain
+            gain = self.sigmas * along + sum_gain
             self.gain_floor[name] = gain / square if square else 0.0
             norm = square**0.5
             self.vanishes[name] = norm <= 2.0**-40 * fine_norm
@@ -327,7 +335,7 @@ class Judge:
                 self.vanishes[name] = left < 0.007 * norm
             if least and not self.vanishes[name]:
                 self.vanishes[name] = 0.01 * norm < 8 * unit * least * truth.numel() ** 0.5
-            self.spread_floor[name] = SIGMAS * across + SUM_ROUNDINGS * sum_norm
+            self.spread_floor[name] = self.sigmas * across + SUM_ROUNDINGS * sum_norm
             # The oracle is checked against the formula of this file, which shares no code with it.
             limit = self.floor[name] * (_unit(torch.float64) / internal)
             assert difference <= max(limit, 1e-280), (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,13 @@ ROUNDINGS = 16.0  # of a score, in units of the internal precision, that such ro
 # A row whose every score is below may count as one without keys: in powers of two such scores overflow.
 LOWEST = -2e38
 UNIFORM = 3.0**-0.5  # standard deviation of a uniform error between -1 and 1
+
+
+class Rounding(NamedTuple):
+    """A format that P is rounded to before it meets v, where that is not the results' own."""
+
+    unit: float  # unit roundoff
+    tiny: float  # the smallest normal number, beside the largest P of a row
 
 
 def finite(x: Tensor) -> Tensor:
@@ -199,6 +206,8 @@ class Formula:
     take nothing from what is demanded of other rows, of keys that they do not reach, and of rows whose dout is zero, which
     add zero whatever P is. ``loose`` is empty where no row is loose.
     ``large``: scores so large that plain PyTorch in the inputs' dtype tells nothing of what a kernel may do.
+    ``of_p``: the rounding of P, forward alone; None: ``unit`` and ``tiny``. It is so coarse that what it may do at most counts
+    once in ``coarse``, not as often as bounds.py allows of others.
     """
 
     def __init__(
@@ -210,6 +219,7 @@ class Formula:
         bias_unit: float,
         weight_unit: float,
         sink_unit: float,
+        of_p: Rounding | None = None,
     ):
         self.unit, self.tiny = unit, tiny
         # (perturbation, group of equal roundings, how many groups)
@@ -301,7 +311,12 @@ class Formula:
         before = weights * b.keep  # kernels know of no sink
         if b.sink is not None:
             before = w * torch.exp(torch.where(visible, scores - of_keys, -torch.inf)) * b.keep
-        pr = self.rounded(self.rounded(pr), like=before)
+        least: Any = None  # the smallest normal P
+        if of_p is None:
+            pr = self.rounded(self.rounded(pr), like=before)
+        else:  # to so few bits that one of the two would be seen in the other
+            least = of_p.tiny * (torch.exp(of_keys - top) / total).detach()
+            pr = self.rounded(pr, of_p.unit, before, least)
         out_abs, out_fine = pr_abs @ v_abs, pr_fine @ v_abs
         out = pr @ v
         if b.sink is not None:  # rounded before it gives the sink its share, too
@@ -309,19 +324,24 @@ class Formula:
             out = self.rounded(out, like=torch.where(share > 0, out / share, zero))
         out = self.rounded(out)
         self.values = {"out": out, "lse": torch.where(unseen, -torch.inf, lse).squeeze(-1)}
-        self.coarse = {"out": out_abs, "lse": zero.expand(lse.shape[:-1])}
+        out_coarse = out_abs
+        if of_p is not None:
+            once = (p_abs + least * visible) @ v_abs
+            out_coarse = out_abs + of_p.unit / (ROUNDINGS * unit) * once
+        self.coarse = {"out": out_coarse, "lse": zero.expand(lse.shape[:-1])}
         self.fine = {
             "out": out_abs + out_fine,
             "lse": ((mean_abs + lse.abs()) * near).squeeze(-1),
         }
         self.loose: dict[str, Tensor] = {}
 
-        def subnormal(x: Tensor) -> Tensor:
+        def subnormal(x: Tensor, tiny: Any = tiny) -> Tensor:
             """One rounding cell, in units of ``unit``, where x is a subnormal number: all such may round the same way."""
             return tiny * ((x.detach().abs() < tiny) & (x.detach() != 0)).to(x.dtype)
 
         # Of the results whose products have such factors.
-        self.subnormal = {"out": subnormal(pr) @ v_abs}
+        cells = subnormal(pr) if of_p is None else of_p.unit / unit * subnormal(pr, least)
+        self.subnormal = {"out": cells @ v_abs}
         if b.sink is not None:
             # A share so near 1 that it moves a rounded number by less than a rounding is lost, in every element the same way.
             lost = torch.clamp((1 - share) / self.unit, max=1.0)
@@ -385,11 +405,20 @@ class Formula:
             for _, x, y in _terms(1.0, (pr, pr_abs, pr_abs + pr_fine), b.dout, g_abs)
         ]
         dbias = [] if b.bias is None else [x.sum_to_size(b.bias.shape) for x in (e, e_abs, e_fine)]
+        # What kernels make of a P below the smallest normal number of their own arithmetic: nothing.
+        least_p = torch.finfo(
+            torch.float64 if internal < 2.0**-24 else torch.float32
+        ).smallest_normal
+        gone = torch.where(p < least_p, p, zero).detach() / unit
+        lost_e = gone * u_abs
+        of_da = subnormal(da) + lost_e
         self.subnormal |= {
-            "dq": scale_abs * (subnormal(da) @ k_abs),
-            "dk": per_key(scale_abs * (turn(subnormal(da)) @ q_abs)),
-            "dv": per_key(turn(subnormal(pr)) @ g_abs),
+            "dq": scale_abs * (of_da @ k_abs),
+            "dk": per_key(scale_abs * (turn(of_da) @ q_abs)),
+            "dv": per_key(turn(subnormal(pr) + gone * b.keep) @ g_abs),
         }
+        if b.bias is not None:
+            self.subnormal["dbias"] = lost_e.sum_to_size(b.bias.shape)
         if p_loose is not None and pr_loose is not None:
             assert e_loose is not None and da_loose is not None
             self.loose |= {
@@ -470,12 +499,15 @@ class Formula:
                 }.get(name, unit)
                 self.values[name] = self.rounded(x.value, last)
 
-    def rounded(self, x: Tensor, unit: float | None = None, like: Tensor | None = None) -> Tensor:
+    def rounded(
+        self, x: Tensor, unit: float | None = None, like: Tensor | None = None, tiny: Any = None
+    ) -> Tensor:
         """x with a perturbation, zero, that stands for its rounding to the precision ``unit``.
 
         Mantissas that are equal, to an eighth of a rounding, round equally, so they share a group; values that ``unit``
         represents do not round at all.
-        ``like``: what is rounded in x's place, x times a factor of its row.
+        ``like``: what is rounded in x's place, x times a factor of its row. ``tiny``: the smallest normal number (of each
+        row), None: that of results, where ``unit`` is theirs.
         """
         unit = self.unit if unit is None else unit
         mantissa = torch.frexp((x if like is None else like).detach().abs()).mantissa
@@ -483,8 +515,9 @@ class Formula:
         exact = torch.round(mantissa * (2**16 / unit)) % 2**15 == 0
         leaf = torch.zeros_like(x, requires_grad=True)
         size = x.detach().abs()
-        if unit == self.unit:  # subnormal numbers are as far apart as the smallest normal ones
-            size = torch.where(size < self.tiny, torch.clamp(size / unit, max=self.tiny), size)
+        tiny = self.tiny if tiny is None and unit == self.unit else tiny
+        if tiny is not None:  # subnormal numbers are as far apart as the smallest normal ones
+            size = torch.where(size < tiny, (size / unit).clamp(max=tiny), size)
         size = torch.where(exact & (size == x.detach().abs()), 0.0, size)
         # What does not round adds zero, to any group: masked scores are millions of equal zeros, and a GPU adds to one address
         # one after the other.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,11 +71,18 @@ class Inputs:
 
     def on(self, device: torch.device | str) -> Inputs:
         """Every tensor on that device."""
-        moved: dict[str, Any] = {
-            n: x.detach().to(device) for n, x in vars(self).items() if isinstance(x, Tensor)
-        }
-        moved["tangents"] = {n: x.detach().to(device) for n, x in self.tangents.items()}
+        given = {n: x.detach() for n, x in vars(self).items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = dict(moved_to(device, given))
+        moved["tangents"] = moved_to(device, {n: x.detach() for n, x in self.tangents.items()})
         return replace(self, **moved)
+
+
+def moved_to(device: torch.device | str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on a device, waiting once for all of them: beside other processes, each wait for a GPU is long."""
+    moved = {n: x.to(device, non_blocking=True) for n, x in tensors.items()}
+    if any(x.is_cuda for x in tensors.values()):
+        torch.cuda.synchronize()
+    return moved
 
 
 def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
@@ -96,6 +103,10 @@ class _Maker:
     def __init__(self, case: Case, device: torch.device):
         self.case, self.device = case, device
         self.random = torch.Generator().manual_seed(case.seed)
+
+    def sent(self, x: Tensor) -> Tensor:
+        """x on the device, without waiting for what runs there: CUDA has read pageable memory when the copy returns."""
+        return x.to(self.device, non_blocking=True)
 
     def normal(self, shape: Sequence[int]) -> Tensor:
         return torch.randn(tuple(shape), generator=self.random)
@@ -153,7 +164,7 @@ class _Maker:
             sink=self.sink().requires_grad_() if variant.sink else None,
             mask=self.mask(),
             dout=self.place(dout, "dout"),
-            dlse=None if dlse is None else embed(dlse.to(self.device)),
+            dlse=None if dlse is None else embed(self.sent(dlse)),
             cu_seqlens_q=self.offsets(case.lens_q) if packed else None,
             cu_seqlens_k=self.offsets(case.lens_k) if packed and not case.self_attention else None,
             dropout_seed=torch.tensor([case.seed * 7919, case.seed % 97], device=self.device)
@@ -284,7 +295,7 @@ class _Maker:
             turned = {n: found[n] if packed else found[n].transpose(-2, -3) for n in joint}
             dtype = self.case.variant.torch_dtype
             whole = torch.cat([x.flatten(-2) for x in turned.values()], -1).to(dtype)
-            parts = embed(whole.to(self.device)).split(
+            parts = embed(self.sent(whole)).split(
                 [x.shape[-2] * x.shape[-1] for x in turned.values()], -1
             )
             for (name, x), part in zip(turned.items(), parts, strict=True):
@@ -294,7 +305,7 @@ class _Maker:
 
     def place(self, x: Tensor, name: str) -> Tensor:
         """x in the inputs' dtype, laid out in poisoned memory as the case says of the tensor ``name``."""
-        x, rank = x.to(self.case.variant.torch_dtype).to(self.device), x.dim()
+        x, rank = self.sent(x.to(self.case.variant.torch_dtype)), x.dim()
         layout = self.case.layout_of[name]
         heads_first = (*range(rank - 3), rank - 2, rank - 3, rank - 1) if rank > 2 else None
         if layout == "bshd" and not self.case.variant.varlen:
@@ -311,7 +322,7 @@ class _Maker:
         return embed(x)
 
     def view(self, x: Tensor, kind: str) -> Tensor:
-        x = x.to(self.device)
+        x = self.sent(x)
         if kind == "linear" and x.dim() > 2:  # [.., Sq, Sk, H] of a Linear over pairs, permuted
             heads = x.dim() - 3
             order = (*range(heads), x.dim() - 2, x.dim() - 1, heads)
@@ -424,7 +435,7 @@ class _Maker:
         shape = tuple(n if self.uniform(()) < 0.6 else 1 for n in lead)
         slopes = 2 ** (-8 * self.uniform((heads,) if self.uniform(()) < 0.5 else (*shape, heads)))
         turned = (*range(slopes.dim() - 2), slopes.dim() - 1, slopes.dim() - 2)
-        return embed(slopes.to(self.device), order=turned if slopes.dim() > 1 else None)
+        return embed(self.sent(slopes), order=turned if slopes.dim() > 1 else None)
 
     def sink(self) -> Tensor:
         """As large as scores; sometimes no sink in the first head."""
@@ -432,9 +443,7 @@ class _Maker:
         if self.uniform(()) < 0.25:
             sink[0] = -torch.inf
         half = self.case.variant.sink == "inputs"
-        return embed(
-            sink.to(self.case.variant.torch_dtype if half else torch.float32).to(self.device)
-        )
+        return embed(self.sent(sink.to(self.case.variant.torch_dtype if half else torch.float32)))
 
     def mask(self) -> Tensor | None:
         shape = self.case.mask_shape
@@ -454,4 +463,4 @@ class _Maker:
         return self.view(mask, self.case.mask_view)
 
     def offsets(self, lens: Sequence[int]) -> Tensor:
-        return embed(torch.tensor([0, *lens]).cumsum(0).to(torch.int32).to(self.device))
+        return embed(self.sent(torch.tensor([0, *lens]).cumsum(0).to(torch.int32)))

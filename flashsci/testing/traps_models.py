@@ -55,6 +55,22 @@ def zero_rows_of_dout(backend: str, device: torch.device) -> None:
     each_served(parts)
 
 
+@trap()
+def products_of_tiny_numbers(backend: str, device: torch.device) -> None:
+    """Keys and values of 1e-12 under a dout of 1e-12: powers of two that were taken out of both factors of a product come back
+    together as 2^-150, which is zero, where the product is an ordinary number."""
+    tiny = Case(
+        seed=61, lead=(2,), heads_k=2, seq_q=17, seq_k=300, magnitude="tiny", dout_scale=1e-12
+    )
+    short = replace(tiny, seq_q=20, seq_k=24)
+    biased = replace(tiny, variant=Variant(bias="pair", bias_grad=True), bias_shape=(1, 17, 300))
+    wide = ("float32", "bfloat16") if device.type == "cuda" else ("float32",)
+    parts: list[Callable[[], None]] = []
+    for case in (tiny, short, biased):
+        parts += judged(backend, device, case, dtypes=wide)
+    each_served(parts)
+
+
 def _padded_triangle(backend: str, device: torch.device, scale: float, dtype: str) -> None:
     """Triangle attention over 128 tokens of which 120 are there: pair bias in fp32, [1, 128, 4, 128, 32]."""
     generator = torch.Generator().manual_seed(31)

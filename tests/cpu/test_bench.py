@@ -2,12 +2,13 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 import benchmarks as bench
-from benchmarks import ahead, candidates, cases, inputs, measure, timer
+from benchmarks import ahead, candidates, cases, commands, inputs, measure, timer
 from benchmarks.verify import Sample
 
 CPU = torch.device("cpu")
@@ -178,6 +179,51 @@ def test_a_refused_launch_is_no_reason_to_stop(monkeypatch):
     said = "an illegal memory access was encountered"
     with pytest.raises(torch.AcceleratorError):
         bench.run([small()], ["sdpa:math"], "cpu", order=0, seconds=0.01)
+
+
+class CompilationError(Exception):
+    """As Triton's, which is no RuntimeError."""
+
+
+def test_what_breaks_off_leaves_the_rest(monkeypatch):
+    """A candidate's own kind of error is its gate; a case that cannot be made, or timed, is left out."""
+    plain, make = candidates.candidate, inputs.make_inputs
+
+    def candidate(name, made):
+        if name == "sdpa":
+            raise CompilationError("at 3:7\nand more")
+        return plain(name, made)
+
+    def large(case, device):
+        if case.id == "large":
+            raise torch.OutOfMemoryError("Tried to allocate 2 TiB")
+        return make(case, device)
+
+    monkeypatch.setattr(candidates, "candidate", candidate)
+    monkeypatch.setattr(measure, "make_inputs", large)
+    seen = []
+    with pytest.warns(UserWarning, match="large is not measured: Tried to allocate"):
+        found = bench.run(
+            [replace(small(), id="large"), small()], ["reference", "sdpa"], "cpu", order=0, seconds=0.01,
+            on_case=lambda records: seen.append(len(records)),
+        )  # fmt: skip
+    assert {r["backend"]: r["gate"] for r in found} == {
+        "reference": "passed",
+        "sdpa": "failed: it raised: at 3:7",
+    }
+    assert seen == [0, 2]
+
+
+def test_no_case_begins_when_time_is_up(tmp_path, capsys):
+    with pytest.warns(UserWarning, match="time is up, not measured: cpu-dense, cpu-pair-bias"):
+        assert bench.run(bench.select(ids=["cpu-dense", "cpu-pair-bias"]), device="cpu", minutes=0) == []  # fmt: skip
+    path = tmp_path / "records.json"
+    arguments = ["--case", "cpu-causal-gqa", "--device", "cpu", "--seconds", "0.01", "--json", str(path)]  # fmt: skip
+    assert commands.main(["bench", *arguments, "--minutes", "5"]) == 0
+    said = capsys.readouterr().out
+    first = next(line for line in said.splitlines() if line.startswith("cpu-causal-gqa forward: reference "))  # fmt: skip
+    assert " us, sdpa " in first and said.index(first) < said.index("Standings")
+    assert len(json.loads(path.read_text())) == 2 * 5
 
 
 def test_forward_alone_needs_no_gradients():

@@ -1,7 +1,6 @@
 """`python -m flashsci check`: its bookkeeping, and a small run where Triton interprets."""
 
 import json
-import threading
 import time
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ import torch
 from flashsci import check, digest
 from flashsci.check import judging, planning, units, workers
 from flashsci.check.report import write
-from flashsci.testing import Case, PagedCase, PagedInputs, Variant
+from flashsci.testing import Case, FP8Case, FP8Inputs, PagedCase, PagedInputs, Variant
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, run the check itself")
 
@@ -401,25 +400,6 @@ def test_a_pinned_backend_that_refuses_gradients_is_judged_by_its_forward(monkey
     assert tallies["reference"].forward_only == 0 and "dq" in tallies["reference"].worst
 
 
-def test_the_device_is_used_in_turn(monkeypatch):
-    """Held while a backend runs and, where the oracle runs on the device, with that; given back after an error, too."""
-    turn = threading.Semaphore(1)
-    held = []
-    honest = judging.evaluate
-
-    def evaluate(inputs, name, *arguments, **options):
-        held.append(not turn.acquire(blocking=False))
-        if name == "triton":
-            raise RuntimeError("illegal memory access")
-        return honest(inputs, "reference", *arguments, **options)
-
-    monkeypatch.setattr(judging, "evaluate", evaluate)
-    tallies = check.judge_case(Case(), ["triton", "reference"], "cpu", turn=turn)
-    assert held == [True, True] and turn.acquire(blocking=False)
-    assert "illegal memory access" in tallies["triton"].failures[0]["problem"]
-    assert tallies["reference"].cases == 1 and not tallies["reference"].failures
-
-
 def test_what_nobody_serves_needs_no_oracle(monkeypatch):
     monkeypatch.setattr(judging, "Judge", None)
     tallies = check.judge_case(Case(), ["cuda"], "cpu")
@@ -438,6 +418,33 @@ def test_paged_calls_are_a_part_of_their_own(tmp_path, capsys, monkeypatch):
     assert set(part["units"]) == {"triton/paged", "triton/paged_cache"}
     assert part["backends"]["triton"]["cases"] == part["cases"] == 2
     assert {"out", "lse"} <= set(part["backends"]["triton"]["worst ratio of error to allowance"])
+
+
+def test_8_bit_floats_are_a_part_of_their_own(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(planning, "generate_fp8", lambda seed, n, **_: [FP8Case(seed=i) for i in range(n)])  # fmt: skip
+    monkeypatch.setattr(digest, "units", lambda: {"triton/forward": "1", "triton/fp8": "2"})
+    path = tmp_path / "report.json"
+    options = ["--fp8", "2", "--device", "cpu", "--workers", "1", "--seed", "3", "--out", str(path)]  # fmt: skip
+    assert check.main(options) == 0, capsys.readouterr().out
+    part = json.loads(path.read_text())["parts"]["fp8"]
+    assert part["units"] == {"triton/fp8": "2"}
+    assert part["backends"]["triton"]["cases"] == part["cases"] == 2
+    assert {"out", "lse"} <= set(part["backends"]["triton"]["worst ratio of error to allowance"])
+
+
+def test_a_wrong_result_of_8_bit_floats_fails(monkeypatch):
+    right = FP8Inputs.evaluate
+    monkeypatch.setattr(
+        FP8Inputs, "evaluate", lambda *given: {n: 1.2 * x for n, x in right(*given).items()}
+    )
+    tallies = judging.judge_fp8_case(FP8Case(), ("reference", "sdpa"), "cpu")
+    assert tallies["reference"].failures and tallies["sdpa"].refused
+
+
+def test_older_devices_do_not_vouch_for_8_bit_floats(monkeypatch):
+    for capability, runs in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda at=capability: at)
+        assert units.runs_group("fp8", "cuda") is runs and units.runs_group("paged", "cuda")
 
 
 def test_a_wrong_paged_result_fails(monkeypatch):

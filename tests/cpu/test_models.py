@@ -345,6 +345,22 @@ def test_a_client_that_is_not_there(monkeypatch, tmp_path):
         measure.run(["toy"], dtype="fp8")
 
 
+def test_a_client_that_breaks_off_leaves_the_rest(monkeypatch):
+    """In float64, that is: what it does in another dtype is its own gate."""
+
+    def broken(size, dtype, device):
+        raise torch.OutOfMemoryError("Tried to allocate 2 TiB")
+
+    modules = {"pet": SimpleNamespace(DTYPES=(torch.float32,), build=broken), "vit": toy()}
+    monkeypatch.setattr(measure, "load", modules.__getitem__)
+    found = measure.run(["pet", "vit"], size="tiny", device="cpu", seconds=0.01)
+    gates = [(r["case"]["id"], r["gate"]) for r in found]
+    broke_off = "failed: it raised: Tried to allocate 2 TiB"
+    assert gates == [("pet", broke_off)] * 2 + [("toy-fp32", "passed")] * 2
+    found = measure.run(["vit"], size="tiny", device="cpu", minutes=0)
+    assert {r["gate"] for r in found} == {"refused: time is up"}
+
+
 def test_names_of_models():
     with pytest.raises(bench.BenchError, match="no model named 'gpt'; there are pet, "):
         models.load("gpt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -33,6 +34,40 @@ def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
     monkeypatch.setattr(paged, "candidates", lambda *_: wrong)
     assert [r["backend"] for r in paged.measure(SMALL, ["ours"], CPU, 0.05)] == ["copy"]
     assert "is wrong and not timed" in capsys.readouterr().out
+
+
+def test_all_of_it_in_small(tmp_path, monkeypatch, capsys):
+    """One candidate's error is its own, one case's leaves the others, and the table comes last."""
+    honest, made = paged.candidates, paged.inputs_of
+
+    def failing():
+        raise KeyError("no such kernel")
+
+    def inputs_of(cell, device):
+        if cell.cache != cell.dtype:
+            raise torch.OutOfMemoryError("Tried to allocate 2 TiB")
+        return made(cell, device)
+
+    monkeypatch.setattr(paged, "candidates", lambda *a: {**honest(*a), "other": failing})
+    monkeypatch.setattr(paged, "inputs_of", inputs_of)
+    path = tmp_path / "new" / "paged.json"
+    given = ["--device", "cpu", "--tiny", "--backends", "reference", "--seconds", "0.05"]
+    assert paged.main([*given, "--json", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "other is wrong and not timed: [\"it raised: 'no such kernel'\"]" in said
+    assert "paged-float8_e4m3fn-b3-log-uniform-s64 is not measured: Tried to allocate" in said
+    head, _, row = said.strip().splitlines()[-3:]
+    assert sorted(head.strip("| ").split(" | ")) == ["case", "copy", "reference"]
+    assert row.startswith("| paged-bfloat16-b3-log-uniform-s64 | ") and ", 100%" in row
+    assert [r["backend"] for r in json.loads(path.read_text())["records"]] == ["reference", "copy"]
+    assert paged.main([*given, "--minutes", "0"]) == 1
+    assert "no time left" in capsys.readouterr().out
+
+
+def test_it_says_that_there_is_no_gpu(capsys):
+    with pytest.raises(SystemExit):
+        paged.main([])
+    assert "torch sees no CUDA GPU" in capsys.readouterr().err
 
 
 def test_fa3_gets_its_own_arguments():

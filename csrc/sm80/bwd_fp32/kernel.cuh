@@ -268,13 +268,13 @@ struct BackwardWarp {
     return kKeys ? shared.statistics[1][n / 2 * 16 + lane % 4 * 4 + n % 2 * 2 + e % 2]
                  : rows.statistics[m][e / 2];
   }
-  // dP - delta out of what dP is in the halves.
+  // dP - delta out of what dP is in the halves. One factor after the other: their product may vanish.
   __device__ __forceinline__ void subtract_delta(Scores& dp) const {
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
       dp[m][n][e] =
-          fmaf(dp[m][n][e], rows.y_factor[m][e / 2] * stream.factor(1), -statistics_of(m, n, e).y);
+          fmaf(dp[m][n][e] * rows.y_factor[m][e / 2], stream.factor(1), -statistics_of(m, n, e).y);
     }
   }
   // Softcap, bias and mask; factor becomes what leads from s to what is exponentiated.
@@ -331,7 +331,7 @@ struct BackwardWarp {
   __device__ __forceinline__ void add_product(float (&sum)[C::kM][kBlocks][4], Scores& by,
                                               Operand<C::kM, C::kN>& operand, Factor& factor) {
     drop_zero_rows(by, stream.shared.state, lane % 4 * 4, kTensor);
-    normalise(by, factor);
+    normalise(by, factor, 149 - stream.scale[kTensor]);
 #pragma unroll
     for (int i = 0; i < C::kM * 2; ++i) factor[i / 2][i % 2] *= stream.factor(kTensor);
     operand.take(by, three);

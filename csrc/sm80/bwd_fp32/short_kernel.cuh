@@ -279,7 +279,7 @@ struct ShortWarp {
     for (int i = 0; i < 8; ++i) {
       const int m = i / 4, e = i % 4, r = m * 2 + e / 2;
       s[m][n][e] *= part(k_factor, r) * plan.inner * of[e % 2].z;
-      dp[m][n][e] = fmaf(dp[m][n][e], part(v_factor, r) * of[e % 2].w, -of[e % 2].y);
+      dp[m][n][e] = fmaf(dp[m][n][e] * part(v_factor, r), of[e % 2].w, -of[e % 2].y);
     }
   }
   __device__ __forceinline__ void cap(Scores& s, Scores& dp, int n) const {

@@ -158,13 +158,14 @@ struct BiasGradientWarp {
     float factor[C::kM][2];
 #pragma unroll
     for (int i = 0; i < C::kM * 2; ++i)
-      factor[i / 2][i % 2] = shared.y_factor[warp * C::kRows + i * 8 + lane / 4] * stream.factor(1);
+      factor[i / 2][i % 2] = shared.y_factor[warp * C::kRows + i * 8 + lane / 4];
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-      sum[m][n][e] =
-          fmaf(probabilities[m][n][e], fmaf(dp[m][n][e], factor[m][e / 2], -statistics[m][e / 2].y),
-               sum[m][n][e]);
+      // One factor after the other: their product may vanish.
+      const float difference =
+          fmaf(dp[m][n][e] * factor[m][e / 2], stream.factor(1), -statistics[m][e / 2].y);
+      sum[m][n][e] = fmaf(probabilities[m][n][e], difference, sum[m][n][e]);
     }
   }
 

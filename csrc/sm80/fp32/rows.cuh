@@ -102,9 +102,11 @@ __device__ __forceinline__ void keep_finite(float (&factor)[kM][2]) {
     factor[i / 2][i % 2] = fminf(fmaxf(factor[i / 2][i % 2], 1.2e-38f), 3.4e38f);
 }
 
-// Scales each row to just below 2^15; factor becomes what to multiply it by.
+// Scales each row to just below 2^15, by no more than 2^most; factor becomes what to multiply it by.
+// The least power of two in fp32 is 2^-149: beside another factor, 2^-s, most is 149 - s.
 template <int kM, int kN>
-__device__ __forceinline__ void normalise(float (&x)[kM][kN][4], float (&factor)[kM][2]) {
+__device__ __forceinline__ void normalise(float (&x)[kM][kN][4], float (&factor)[kM][2],
+                                          int most = 126) {
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -113,7 +115,7 @@ __device__ __forceinline__ void normalise(float (&x)[kM][kN][4], float (&factor)
 #pragma unroll
       for (int n = 0; n < kN; ++n)
         largest = fmaxf(largest, fmaxf(fabsf(x[m][n][half * 2]), fabsf(x[m][n][half * 2 + 1])));
-      const int scale = scale_exponent(exponent_of(quad_max(largest)));
+      const int scale = min(scale_exponent(exponent_of(quad_max(largest))), most);
       factor[m][half] = power_of_two(-scale);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {

@@ -2,7 +2,7 @@
 
 One file per kernel idea: forward.py; backward_preprocess.py (delta), backward_queries.py (dq), backward_keys.py (dk, dv),
 backward_small.py, bias_gradient.py; of the second order jvp.py and double_backward_*.py. They share arguments.py (groups of
-arguments), coord.py (where a program works), chunks.py (tiles of rows), scores.py, dropout.py and tangents.py; paged.py and paged_cache.py, of paged KV caches, too. launch.py has
+arguments), coord.py (where a program works), chunks.py (tiles of rows), scores.py, dropout.py and tangents.py; paged.py and paged_cache.py, of paged KV caches, and fp8.py, of 8-bit floats, too. launch.py has
 the tile sizes, host*.py the launches, checks.py what the raw ops refuse.
 
 With TRITON_INTERPRET=1 in the environment before Triton is imported, the same kernels run on the CPU, slowly, for tests.
@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 import triton
 
-from flashsci import ops
+from flashsci import fp8_ops, ops
 from flashsci.problem import Problem
 
-from . import checks, host, host_paged, host_second_order, launch  # noqa: F401  (defines the ops of paged calls)
+from . import checks, host, host_fp8, host_paged, host_second_order, launch  # noqa: F401  (defines the ops of paged calls)
 
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED:
@@ -45,6 +45,8 @@ def rejects(problem: Problem) -> str | None:
             f"Triton kernels run on CUDA tensors, these are on {problem.device_type}; move them, or use "
             "backend='sdpa' or 'reference'"
         )
+    if problem.dtype == fp8_ops.FP8:
+        return _fp8_rejects(problem)
     if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return (
             f"the Triton kernels compute in float16, bfloat16 and float32, not {str(problem.dtype).removeprefix('torch.')}; "
@@ -87,3 +89,17 @@ def _paged_rejects(problem: Problem) -> str | None:
             "the cache in 16 bits"
         )
     return None
+
+
+def _fp8_rejects(problem: Problem) -> str | None:
+    if problem.capability is not None and problem.capability < (8, 9):
+        return (
+            f"sm_{problem.capability[0]}{problem.capability[1]} has no instructions for 8-bit floats (sm_89 and newer have); give q, k "
+            "and v in 16 bits, or use backend='reference'"
+        )
+    if max(problem.head_dim, problem.head_dim_v) > host_fp8.MAX_HEAD_DIM:
+        return (
+            f"float8_e4m3fn inputs have head dims up to {host_fp8.MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}; use "
+            "backend='reference'"
+        )
+    return fp8_ops.lacks(problem)

@@ -119,8 +119,9 @@ class Plan:
         if mask is not None and dropout_p and max(self.head_dim, self.head_dim_v) > 128:
             # Triton 3.6 makes wrong code of these together with TF32 products (sm_90): P of some keys is lost or misplaced.
             precise = "ieee" if dtype == torch.float32 else precise
-        d0, d1 = launch.head_chunks(self.head_dim, vector > 1, precise != "tf32x3")
-        v0, v1 = launch.head_chunks(self.head_dim_v, vector > 1, precise != "tf32x3")
+        dims, kind = (self.head_dim, self.head_dim_v), (vector > 1, precise != "tf32x3")
+        d0, d1 = launch.head_chunks(dims[0], *kind, dims[1])
+        v0, v1 = launch.head_chunks(dims[1], *kind, dims[0])
         self.strides = tuple(strides4(stride) for stride in strides)
 
         self.ragged = ragged

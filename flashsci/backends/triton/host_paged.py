@@ -82,9 +82,9 @@ def vector_of(width: int, strides: tuple[int, ...], itemsize: int) -> int:
     return vector if all(s % vector == 0 for s in (width, *strides)) else 1
 
 
-def chunks_of(width: int, deep: bool, *vectors: int) -> list[Chunks]:
-    """The same split of a head dim for tensors of these vectors."""
-    d0, d1 = launch.head_chunks(width, min(vectors) > 1, deep)
+def chunks_of(width: int, other: int, deep: bool, *vectors: int) -> list[Chunks]:
+    """The same split of a head dim, beside another, for tensors of these vectors."""
+    d0, d1 = launch.head_chunks(width, min(vectors) > 1, deep, other)
     return [Chunks(d0, d1, d0 + d1 != width, vector) for vector in vectors]
 
 
@@ -128,11 +128,11 @@ class Plan:
         q_strides, k_strides, v_strides, out_strides = strides
         deep = precision != "tf32x3"
         q_chunks, k_chunks = chunks_of(
-            dim, deep, vector_of(dim, q_strides, dtype.itemsize), vector_of(dim, k_strides, cache_dtype.itemsize)
+            dim, dim_v, deep, vector_of(dim, q_strides, dtype.itemsize), vector_of(dim, k_strides, cache_dtype.itemsize)
         )  # fmt: skip
         of_out = vector_of(dim_v, out_strides, dtype.itemsize)
         v_chunks, out_chunks, part_chunks = chunks_of(
-            dim_v, deep, vector_of(dim_v, v_strides, cache_dtype.itemsize), of_out, vector_of(dim_v, (), 4)
+            dim_v, dim, deep, vector_of(dim_v, v_strides, cache_dtype.itemsize), of_out, vector_of(dim_v, (), 4)
         )  # fmt: skip
         window = 1 if scalars.window_left < 0 else 2
         window = 0 if scalars.window_left < 0 and scalars.window_right < 0 else window

@@ -1,4 +1,4 @@
-"""Five repairs of Triton's interpreter (seen in 3.6), imported in interpreter mode only.
+"""Six repairs of Triton's interpreter (seen in 3.6), imported in interpreter mode only.
 
 - It keeps scalars as arrays of one element and calls ``int`` on them, which NumPy 2.4 refuses: loop bounds fail.
 - It replaces parts of triton.language while a kernel runs: two threads would undo each other's. One at a time.
@@ -6,6 +6,7 @@
   half of its time. Once for each file and launch.
 - It cuts fp32 to bfloat16 toward zero, where every GPU rounds to nearest: results come out too small.
 - It rounds fp32 to 8-bit floats otherwise than to the nearest, ties to even.
+- It reads the NaN and infinities of 8-bit floats as numbers.
 """
 
 import threading
@@ -25,12 +26,20 @@ def _patch_with_index(tensor, scope):
 
 
 _EIGHT_BITS = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+_WIDER = {tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
 
 
 def _convert_to_nearest(data, input_dtype, output_dtype, rounding_mode):
     if input_dtype == tl.float32 and output_dtype in _EIGHT_BITS:
         exact = torch.from_numpy(numpy.ascontiguousarray(data, dtype=numpy.float32))
         return exact.to(_EIGHT_BITS[output_dtype]).view(torch.uint8).numpy()
+    if input_dtype in _EIGHT_BITS and output_dtype in _WIDER:
+        stored = torch.from_numpy(numpy.array(data, dtype=numpy.uint8)).view(
+            _EIGHT_BITS[input_dtype]
+        )
+        wide = stored.to(_WIDER[output_dtype])
+        bits = torch.int32 if wide.itemsize == 4 else torch.int16
+        return wide.view(bits).numpy().view(f"uint{8 * wide.itemsize}")
     if (input_dtype, output_dtype) != (tl.float32, tl.bfloat16):
         return _convert_float(data, input_dtype, output_dtype, rounding_mode)
     bits = numpy.ascontiguousarray(data, dtype=numpy.float32).view(numpy.uint32)

@@ -175,16 +175,21 @@ MAX_HEAD_DIM = 512
 
 
 @functools.lru_cache
-def head_chunks(d: int, split: bool = True, deep: bool = True) -> tuple[int, int]:
+def head_chunks(d: int, split: bool = True, deep: bool = True, other: int = 0) -> tuple[int, int]:
     """A head dim as one or two powers of two: 64 -> (64, 0), 80 -> (64, 16), 24 -> (32, 0).
 
+    The ptxas of Triton 3.6 (12.8) loses the shared-memory address of the second product with a tile that is not loaded ahead, as
+    rows that are not aligned to 16 bytes never are, in two forms; scripts/undefined_registers.py finds them.
+
     Args:
-        split: rows that are not aligned to 16 bytes are not split: with them, the ptxas of Triton
-            3.6 (12.8) gave the second of two wgmma on the same left operand a wrong shared-memory
-            address.
+        split: rows that are not aligned are not split: two products with one left operand were one form.
         deep: whether one chunk may be as deep as it likes. Three TF32 products may not, because
             tensor cores round sums towards zero: from 128 on, 128 -> (64, 64).
+        other: the other head dim. Tiles of K and V that are not aligned share a place, and were the other form where one
+            has rows of 128 bytes or more and the other shorter ones: (50, 20) are both 64 wide.
     """
+    if not split:
+        d = max(d, min(other, 64))
     d = max(16, -(-d // 16) * 16)
     power = 1 << (d.bit_length() - 1)
     if power == d:

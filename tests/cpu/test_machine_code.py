@@ -1,0 +1,63 @@
+"""Machine code in which a uniform register is read that nothing has written."""
+
+import pytest
+
+from flashsci.check import machine_code, workers
+from flashsci.check.machine_code import Finding, flow, kernels, undefined_reads
+
+# As `nvdisasm -c` prints it: a loop, a branch over the descriptor's first half, wgmma with A in registers.
+FINE = """
+.text.some_kernel:
+        /*0000*/                   ULDC UR4, c[0x0][0x210] ;
+        /*0010*/                   ELECT P0, UR62, PT ;
+        /*0020*/                   MOV R0, UR62 ;
+        /*0030*/              @P1 BRA `(.L_x_1) ;
+        /*0040*/                   UIADD3 UR6, UP0, UR4, 0x40, URZ ;
+        /*0050*/                   ULDC.64 UR8, c[0x0][0x218] ;
+.L_x_1:
+        /*0060*/                   UIADD3 UR7, UR6, UR9, URZ ;
+        /*0070*/                   HGMMA.64x32x16.F32.BF16 R56, R24, gdesc[UR4].tnspB, R56 ;
+        /*0080*/              @!P1 BRA `(.L_x_1) ;
+        /*0090*/                   EXIT ;
+.L_x_2:
+        /*00a0*/                   BRA `(.L_x_2);
+"""
+
+
+def findings(sass):
+    return [f for name, lines in kernels(sass) for f in undefined_reads(name, flow(lines))]
+
+
+def test_what_some_path_writes_is_defined():
+    assert findings(FINE) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "register"),
+    [
+        ("ULDC UR4, c[0x0][0x210]", "UR4"),  # every later read of it
+        ("UIADD3 UR6, UP0, UR4, 0x40, URZ", "UR6"),  # the descriptor of B is UR6 and UR7
+        ("ULDC.64 UR8, c[0x0][0x218]", "UR9"),  # the second half of a pair
+    ],
+)
+def test_what_no_path_writes_is_found(line, register):
+    found = findings(FINE.replace(line, "NOP"))
+    assert {f.register for f in found} == {register}
+    assert all(f.kernel == "some_kernel" for f in found)
+
+
+def test_descriptors_take_their_registers():
+    """In registers, A has no descriptor, and the first two of the four registers are not read."""
+    both = FINE.replace("R24, gdesc", "gdesc")
+    assert {f.register for f in findings(both)} == {"UR5"}
+
+
+def test_a_kernel_with_such_a_read_fails_its_cases(monkeypatch):
+    """Once, in the process that compiled it."""
+    found = [Finding("paged_kernel", "20a0", "UIADD3 UR20, UP0, UR20, 0x40, URZ", "UR20")]
+    monkeypatch.setattr(machine_code, "triton_cubins", lambda: {"hash": b"cubin"})
+    monkeypatch.setattr(machine_code, "undefined_in", lambda cubin: found)
+    monkeypatch.setattr(workers, "_seen", set())
+    (problem,) = workers.undefined_reads()
+    assert problem.startswith("paged_kernel reads UR20, which nothing has written: UIADD3")
+    assert workers.undefined_reads() == []

@@ -1,0 +1,113 @@
+"""Attention on 8-bit floats on a GPU: generated calls, long sequences, no synchronisation, graphs, the same bits every time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashsci
+from flashsci.testing import (
+    FP8Case,
+    FP8Variant,
+    generate_fp8,
+    judge_fp8,
+    make_fp8_inputs,
+    poisoned_memory,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+        reason="no 8-bit floats before sm_89",
+    ),
+]
+CASE = FP8Case(FP8Variant(head_dim=128, head_dim_v=128, window="causal"), 3, (1000,), (1000,), (2,), 2, 4, scales=("128", "64", "128"))  # fmt: skip
+PACKED = FP8Case(FP8Variant(window="causal", packed=True), 4, (100, 1, 700), (300, 40, 700), (), 2, 2, scales=("64", "head", "64"))  # fmt: skip
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_generated(part):
+    for case in generate_fp8(100 + part, 25):
+        with poisoned_memory():
+            judge_fp8(case, "triton", "cuda")
+
+
+def quantised(q, k, v, **options):
+    found = [flashsci.quantize(x, **options) for x in (q, k, v)]
+    scales = {f"{n}_scale": f.scale for n, f in zip("qkv", found, strict=True)}
+    return [f.values for f in found], scales
+
+
+@pytest.mark.parametrize("dim", (64, 128, 256))
+def test_the_error_does_not_grow_with_the_keys(dim):
+    """To 128k, where sums that a tensor core keeps from tile to tile lose what is added late."""
+    errors = []
+    for keys in (1024, 8192, 32768, 131072):
+        q = torch.randn(1, 256, dim, device="cuda")
+        k, v = torch.randn(2, 1, keys, dim, device="cuda")
+        tensors, scales = quantised(q, k, v)
+        out = flashsci.attention(*tensors, **scales, out_dtype=torch.float16, backend="triton")
+        exact = flashsci.attention(*(x.double() for x in (q, k, v)), backend="reference")
+        errors.append(((out - exact).norm() / exact.norm()).item())
+    assert max(errors) < 1.3 * min(errors) and max(errors) < 0.08, errors
+
+
+def test_a_needle_in_128k_keys():
+    """One key that a query attends to, anywhere among keys that it does not: its value comes back from every depth."""
+    keys, dim = 131072, 128
+    k = torch.randn(1, keys, dim, device="cuda")
+    v = torch.randn(1, keys, dim, device="cuda")
+    at = torch.arange(0, keys, keys // 64, device="cuda") + 17
+    q = 3 * k[:, at]  # its score is 3 |k|^2 / sqrt(D), about 34 above all others
+    tensors, scales = quantised(q, k, v)
+    out = flashsci.attention(*tensors, **scales, backend="triton").float()
+    error = (out - v[:, at]).norm(dim=-1) / v[:, at].norm(dim=-1)
+    assert error.max() < 0.1, error
+
+
+@pytest.mark.parametrize("case", (CASE, PACKED))
+def test_nothing_waits_for_the_device(case):
+    inputs = make_fp8_inputs(case, "cuda")
+    edges = inputs.options.get("cu_seqlens_k")
+    x = torch.randn(inputs.k.shape, device="cuda")
+    flashsci.quantize(x, smooth=True, rotate=True, cu_seqlens=edges)
+    inputs.evaluate("triton")
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        inputs.evaluate("triton")
+        for per in ("tensor", "head", "block"):
+            flashsci.quantize(x, per, smooth=True, rotate=True, cu_seqlens=edges)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.parametrize("case", (CASE, PACKED))
+def test_a_graph_replays(case):
+    first, second = (make_fp8_inputs(FP8Case(**vars(case) | {"seed": s}), "cuda") for s in (7, 8))
+    first.evaluate("triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = first.evaluate("triton")
+    graph.replay()
+    first.judge().require(found)
+    for name in "qkv":
+        getattr(first, name).copy_(getattr(second, name))
+        first.options[f"{name}_scale"].copy_(second.options[f"{name}_scale"])
+    graph.replay()
+    second.judge().require(found)
+
+
+def test_results_are_the_same_every_time():
+    inputs = make_fp8_inputs(CASE, "cuda")
+    first = inputs.evaluate("triton")
+    for _ in range(50):
+        found = inputs.evaluate("triton")
+        assert all(torch.equal(found[n], x) for n, x in first.items())
+
+
+def test_auto_is_triton():
+    inputs = make_fp8_inputs(CASE, "cuda")
+    found = flashsci.explain(inputs.q, inputs.k, inputs.v, **inputs.options)
+    assert found.chosen == "triton"
