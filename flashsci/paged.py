@@ -339,7 +339,7 @@ def _load(name: str) -> str:
     return name
 
 
-# "auto" chooses triton on every GPU (flashsci/preferences): the kernels of cuda have not been timed against it.
+# "auto" chooses triton on every GPU, by rules of their own in flashsci/preferences: cuda's kernels have not been timed yet.
 def _decide(*call: Any) -> str:
     """The backend of ``(*arguments of problem_of, backend argument)``, whose ops are then in _LOADED."""
     return _load(registry.decide(*call))

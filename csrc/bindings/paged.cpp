@@ -106,7 +106,7 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
   p.v_page = v_cache.stride(0), p.v_row = v_cache.stride(1), p.v_head = v_cache.stride(2);
   p.tokens = int32_of(q.size(0), "tokens"), p.sequences = int32_of(sequences, "sequences");
   p.heads_q = int32_of(q.size(1), "heads"), p.heads_k = int32_of(k_cache.size(2), "heads");
-  p.pages = int32_of(k_cache.size(0), "pages"),
+  p.pages = int32_of(k_cache.size(0), "pages");
   p.page = int32_of(k_cache.size(1), "rows of a page");
   p.columns = int32_of(block_table.size(1), "pages of a sequence");
   p.head_dim = int32_of(q.size(2), "head dims");

@@ -102,9 +102,10 @@ cudaError_t launch(const FlashsciPagedParams& p, cudaStream_t stream) {
   const auto at_16_bytes = [](const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; };
   const int dim = padded_dim(p), block = dim == 256 ? 64 : 128;
   const int64_t keys = int64_t{p.columns} * p.page;
+  // Of all tiles and heads at the longest lengths; the devices' sums of them are of 32 bits.
   const int64_t blocks = slots_of(p) * p.heads_k * ((keys + block - 1) / block);
   if (p.head_dim > 256 || p.head_dim_v > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 ||
-      p.page % kSmallPage != 0 || keys > FLASHSCI_MAX_SEQ || blocks > INT32_MAX ||
+      p.page % kSmallPage != 0 || keys > FLASHSCI_MAX_SEQ || blocks > INT32_MAX / 2 ||
       int64_t{p.tokens} * p.heads_q > FLASHSCI_MAX_SEQ || !at_16_bytes(p.q) ||
       !at_16_bytes(p.out) || !aligned(p.tokens, p.q_row) || !aligned(p.heads_q, p.q_head) ||
       !aligned(p.tokens, p.out_row) || !aligned(p.heads_q, p.out_head))

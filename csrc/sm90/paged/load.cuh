@@ -10,16 +10,18 @@
 
 namespace flashsci::sm90::paged {
 
-// One tile: each lane copies box_rows rows of 64 columns from the page that it has found.
+// One tile: each lane copies box_rows rows of 64 columns from the page that it has found. box_rows
+// divides kBlockK and kBoxes times 64 columns are kHeadDim, so that the boxes fill the stage.
 template <class C>
-__device__ __forceinline__ void load_tile(unsigned char* tile, uint64_t& full, uint64_t& empty,
-                                          uint32_t parity, const CUtensorMap& map, const Args& a,
-                                          int page, int page_row, int head) {
+__device__ __forceinline__ void load_tile(const Storage<C>& shared, const unsigned char* tile,
+                                          uint64_t& full, uint64_t& empty, uint32_t parity,
+                                          const CUtensorMap& map, const Args& a, int page,
+                                          int page_row, int head) {
   const int lane = threadIdx.x % 32, box = lane / C::kBoxes, columns = lane % C::kBoxes;
   ptx::mbarrier_sleep(ptx::shared_address(&empty), parity);
   if (lane == 0) {
     poison_stage(ptx::shared_address(tile), C::kKVBytes);
-    ptx::mbarrier_arrive_expect(ptx::shared_address(&full), C::kKVBytes);
+    ptx::mbarrier_arrive_expect(ptx::shared_address(&full), sizeof(shared.k[0]));
   }
   __syncwarp();
   if (box * a.box_rows < C::kBlockK)
@@ -53,10 +55,10 @@ __device__ __forceinline__ void load(Storage<C>& shared, const Args& a, int begi
       const int page_row = key_of(block) % a.p.page;
       const int next = block + 1 < last ? page_of(block + 1) : 0;
       const uint32_t stage = turn % C::kStages, parity = (turn / C::kStages & 1) ^ 1;
-      load_tile<C>(shared.k[stage], shared.k_full[stage], shared.k_empty[stage], parity, a.k, a,
-                   page, page_row, cursor.head);
-      load_tile<C>(shared.v[stage], shared.v_full[stage], shared.v_empty[stage], parity, a.v, a,
-                   page, page_row, cursor.head);
+      load_tile<C>(shared, shared.k[stage], shared.k_full[stage], shared.k_empty[stage], parity,
+                   a.k, a, page, page_row, cursor.head);
+      load_tile<C>(shared, shared.v[stage], shared.v_full[stage], shared.v_empty[stage], parity,
+                   a.v, a, page, page_row, cursor.head);
       page = next;
     }
     cursor.advance(a.plan, last, a.p.heads_k, total);

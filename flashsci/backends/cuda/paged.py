@@ -77,6 +77,9 @@ def misfit(tensors: PagedTensors, out: Tensor) -> str | None:
     of csrc/sm90/paged/launch.cuh has it, which looks at the addresses themselves."""
     q, k_cache, v_cache, block_table = tensors[:4]
     page, heads_k = k_cache.shape[1:3]
+    scales = [n for n in ("k_scale", "v_scale") if getattr(tensors, n) is not None]
+    if scales:
+        return f"its kernels have no {' and no '.join(scales)}; put scales into the 16-bit cache, or use backend='triton'"
     if page % PAGE:
         return f"pages have {page} rows and its kernels take multiples of {PAGE}; use such pages, or backend='triton'"
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
