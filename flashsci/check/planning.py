@@ -110,11 +110,11 @@ def paged_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> P
     names = units.paged_here(backends, device)
     cases = list(generate_paged(seed, count, **limits))
     if "cuda" in names:
-        cases[::2] = [_of_hopper(case) for case in cases[::2]]
+        cases[::2] = [hopper_paged(case) for case in cases[::2]]
     return cases, names
 
 
-def _of_hopper(case: PagedCase) -> PagedCase:
+def hopper_paged(case: PagedCase) -> PagedCase:
     """What the CUDA library's paged kernels take; as drawn in other respects."""
     dtype = case.variant.dtype
     if dtype == "float32":
