@@ -125,8 +125,12 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
     p.workspace = workspace.mutable_data_ptr();
     error = kernels.launch(&p, current_stream(device));
   }
-  FLASHSCI_CHECK(error != cudaErrorNotSupported, "paged_attention: no kernel serves this call (",
-                 shapes, ") in this build (", flashsci_build_info(), "); use backend=\"triton\"");
+  FLASHSCI_CHECK(
+      error != cudaErrorNotSupported, "paged_attention: no kernel serves this call (", shapes,
+      ") in this build (", flashsci_build_info(),
+      "); they are for compute capability 9, float16 and bfloat16, head dims that are multiples of "
+      "8 up to 256, pages of multiples of 16 rows, and tensors whose addresses and strides are "
+      "multiples of 16 bytes; use backend=\"triton\"");
   check_cuda(static_cast<cudaError_t>(error), "paged_attention: launch failed");
   return lse;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,6 +80,12 @@ def given(tokens=5, group=4, heads_k=2, dim=64, pages=6, page=16, **changes):
     return tensors._replace(**changes), torch.zeros_like(q)
 
 
+def stand_in(monkeypatch, op):
+    """Instead of the library's op."""
+    ops = SimpleNamespace(cuda_paged_attention=SimpleNamespace(default=op))
+    monkeypatch.setattr(torch.ops, "flashsci", ops, raising=False)
+
+
 def bf16(*shape):
     return torch.zeros(*shape, dtype=torch.bfloat16)
 
@@ -105,8 +112,22 @@ def test_misfits(changes, words):
     assert reason is not None
     for word in words:
         assert word in reason, reason
-    with pytest.raises(flashsci.BackendError, match="backend 'cuda' cannot serve this call"):
-        kernels.attention(tensors, out, PagedScalars(-1, 0.1, 0.0, -1, 0, False))
+
+
+def test_the_library_refuses_and_the_error_says_why(monkeypatch):
+    """What is no misfit is raised as it is."""
+
+    def refuse(*_):
+        raise RuntimeError("flashsci: paged_attention: no kernel serves this call")
+
+    stand_in(monkeypatch, refuse)
+    scalars = PagedScalars(-1, 0.1, 0.0, -1, 0, False)
+    with pytest.raises(
+        flashsci.BackendError, match=r"backend 'cuda' cannot serve this call: q has strides"
+    ):
+        kernels.attention(*given(q=ODD_ROWS), scalars)
+    with pytest.raises(RuntimeError, match="no kernel serves"):
+        kernels.attention(*given(), scalars)
 
 
 def test_an_out_that_does_not_fit():
@@ -139,10 +160,7 @@ def test_calls_reach_the_library(built, monkeypatch):
         seen["sink"], seen["scalars"] = arguments[6], arguments[10:]
         return torch.zeros(0)
 
-    class Namespace:
-        cuda_paged_attention = type("Op", (), {"default": staticmethod(op)})
-
-    monkeypatch.setattr(torch.ops, "flashsci", Namespace, raising=False)
+    stand_in(monkeypatch, op)
     tensors, out = given(sink=torch.zeros(8).bfloat16())
     kernels.attention(tensors, out, PagedScalars(7, 0.1, 0.0, -1, 0, False))
     assert seen == {"sink": seen["sink"], "scalars": (7, 0.1, 0.0, -1, 0, False)}

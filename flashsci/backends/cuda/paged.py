@@ -1,7 +1,7 @@
 """Paged attention on the library's Hopper kernels (csrc/sm90/paged): what they serve, and the call.
 
 A :class:`flashsci.problem.Problem` has no strides and no page size. So what these kernels do not take is said in two places:
-`rejects`, when a backend is chosen, and `misfit`, when the call is made. No other kernel stands in for a misfit.
+`rejects`, when a backend is chosen, and `misfit`, when the library has refused a call. No other kernel stands in for a misfit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashsci.problem import Problem
 
 MAX_HEAD_DIM = 256
 MAX_ROWS = 1 << 29  # FLASHSCI_MAX_SEQ: (token, head) pairs of a call, keys of a sequence
-MAX_BLOCKS = 1 << 30  # of keys, of all tiles and heads at the longest lengths
+MAX_BLOCKS = (1 << 30) - 1  # of keys, of all tiles and heads at the longest lengths
 PAGE = 16  # kSmallPage: a copy takes as many rows as pages and tiles have in common
 ROWS = 64  # kRows, of a tile
 UNIT = 8  # 16-bit elements in the 16 bytes that addresses and strides are multiples of
@@ -111,14 +111,18 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tens
     """Fills ``out`` and returns the lse; what `rejects` refuses must not come here.
 
     Raises:
-        BackendError: `misfit`.
+        BackendError: `misfit`. Asked only when the library has refused: a step of decoding has no microseconds for it, and a
+            compiler could not trace it.
     """
-    reason = misfit(tensors, out)
-    if reason is not None:
-        raise BackendError(f"backend 'cuda' cannot serve this call: {reason}")
     if tensors.sink is not None and tensors.sink.dtype != torch.float32:
         tensors = tensors._replace(sink=tensors.sink.float())
-    lse: Tensor = torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *scalars)
+    try:
+        lse: Tensor = torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *scalars)
+    except RuntimeError:
+        reason = misfit(tensors, out)
+        if reason is None:
+            raise
+        raise BackendError(f"backend 'cuda' cannot serve this call: {reason}") from None
     return lse
 
 
