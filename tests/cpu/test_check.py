@@ -434,7 +434,9 @@ def test_units_of_a_group_are_checked_where_they_ran(tmp_path, capsys, monkeypat
     monkeypatch.setattr(planning, "generate_paged", lambda seed, n, **_: [PagedCase(seed=i) for i in range(n)])  # fmt: skip
     path = tmp_path / "report.json"
     options = ["--device", "cpu", "--cases", "20", "--workers", "1", "--seed", "3", "--cases-only", "--out", str(path)]  # fmt: skip
-    check.main([*options, "--backends", "triton,cuda"])  # on the CPU cuda refuses all, which is a failure
+    check.main(
+        [*options, "--backends", "triton,cuda"]
+    )  # on the CPU cuda refuses all, which is a failure
     found = json.loads(path.read_text())
     assert {"triton/forward", "triton/paged"} == set(found["units"]), capsys.readouterr().out
 
