@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from flashsci import digest
@@ -11,7 +13,7 @@ KERNELS = ("triton", "cuda")  # backends of our own
 # Names for several units: the starts of theirs.
 GROUPS = {
     "second_order": ("triton/jvp", "triton/double_backward_"),
-    "paged": ("triton/paged",),
+    "paged": ("triton/paged", "cuda/sm90/paged"),
     "fp8": ("triton/fp8",),
 }
 
@@ -47,6 +49,14 @@ def _runs_here(backend: str) -> bool:
 def runs_group(group: str, device: str) -> bool:
     """Whether this device has what the kernels of a group need: 8-bit floats, for those of "fp8"."""
     return group != "fp8" or device != "cuda" or torch.cuda.get_device_capability() >= (8, 9)
+
+
+def paged_here(backends: Sequence[str], device: str) -> tuple[str, ...]:
+    """Those of the backends that have kernels of paged attention which run here: Triton's, and the CUDA library's on Hopper,
+    if it was built with them."""
+    built = device == "cuda" and any(u.startswith("cuda/sm90/paged") for u in library_units())
+    served = ("triton", "cuda") if built and _runs_here("cuda:sm90") else ("triton",)
+    return tuple(b for b in backends if b in served)
 
 
 def holds(backend: str, unit: str) -> bool:

@@ -420,6 +420,27 @@ def test_paged_calls_are_a_part_of_their_own(tmp_path, capsys, monkeypatch):
     assert {"out", "lse"} <= set(part["backends"]["triton"]["worst ratio of error to allowance"])
 
 
+def test_a_group_that_nobody_runs_here_is_not_checked(tmp_path, capsys):
+    options = ["--paged", "2", "--device", "cpu", "--backends", "cuda", "--out", str(tmp_path / "x.json")]  # fmt: skip
+    assert check.main(options) == 2
+    assert "none of cuda has kernels of the group 'paged'" in capsys.readouterr().out
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_units_of_a_group_are_checked_where_they_ran(tmp_path, capsys, monkeypatch):
+    """A run of everything does not vouch for the paged kernels of a library that this device does not run."""
+    digests = {"triton/forward": "1", "triton/paged": "2", "cuda/sm90/paged_bf16": "3"}
+    monkeypatch.setattr(digest, "units", lambda: digests)
+    monkeypatch.setattr(planning, "generate_paged", lambda seed, n, **_: [PagedCase(seed=i) for i in range(n)])  # fmt: skip
+    path = tmp_path / "report.json"
+    options = ["--device", "cpu", "--cases", "20", "--workers", "1", "--seed", "3", "--cases-only", "--out", str(path)]  # fmt: skip
+    check.main(
+        [*options, "--backends", "triton,cuda"]
+    )  # on the CPU cuda refuses all, which is a failure
+    found = json.loads(path.read_text())
+    assert {"triton/forward", "triton/paged"} == set(found["units"]), capsys.readouterr().out
+
+
 def test_8_bit_floats_are_a_part_of_their_own(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(planning, "generate_fp8", lambda seed, n, **_: [FP8Case(seed=i) for i in range(n)])  # fmt: skip
     monkeypatch.setattr(digest, "units", lambda: {"triton/forward": "1", "triton/fp8": "2"})
