@@ -9,12 +9,15 @@ namespace {
 
 using namespace flashsci::bindings;
 
-// The rows that share one of `count` scales of `rows` rows; 0: none fit. sequences: -1 for dense.
-int64_t rows_per_scale(int64_t count, int64_t rows, int64_t sequences) {
+// log2 of the rows that share one of `count` scales of `rows` rows; 0: none fit. sequences: -1 for
+// dense.
+int shift_of(int64_t count, int64_t rows, int64_t sequences) {
   if (sequences >= 0 && count == sequences) return FLASHSCI_ONE_SCALE;
-  for (const int64_t block : {128, 64})
-    if (count == (sequences >= 0 ? rows / block + sequences : (rows + block - 1) / block))
-      return block;
+  for (const int shift : {7, 6}) {
+    const int64_t last = (int64_t{1} << shift) - 1;
+    if (count == (sequences >= 0 ? (rows >> shift) + sequences : (rows + last) >> shift))
+      return shift;
+  }
   return 0;
 }
 
@@ -23,7 +26,7 @@ int64_t rows_per_scale(int64_t count, int64_t rows, int64_t sequences) {
 FlashsciScales describe_scale(const std::optional<Tensor>& given, const char* name, const Tensor& x,
                               const Call& call) {
   FlashsciScales scales{};
-  scales.rows = FLASHSCI_ONE_SCALE;
+  scales.shift = FLASHSCI_ONE_SCALE;
   if (!given.has_value()) return scales;
   const Tensor& scale = *given;
   FLASHSCI_CHECK(scale.is_cuda() && scale.get_device_index() == call.device, name,
@@ -39,10 +42,9 @@ FlashsciScales describe_scale(const std::optional<Tensor>& given, const char* na
   const int64_t rows = x.size(rank_x - 2);
   if (call.cu_seqlens_q.has_value()) {
     fits(rank == 2 && scale.size(1) == x.size(0));
-    const int64_t block = rows_per_scale(scale.size(0), rows, call.num_seqs);
-    fits(block != 0);
-    scales.rows = static_cast<int32_t>(block);
-    scales.slots = block != FLASHSCI_ONE_SCALE;
+    scales.shift = shift_of(scale.size(0), rows, call.num_seqs);
+    fits(scales.shift != 0);
+    scales.slots = scales.shift != FLASHSCI_ONE_SCALE;
     scales.head = scale.stride(1);
     (scales.slots ? scales.block : scales.sequence) = scale.stride(0);
     return scales;
@@ -54,9 +56,8 @@ FlashsciScales describe_scale(const std::optional<Tensor>& given, const char* na
   int64_t* strides[] = {&scales.head, &scales.batch1, &scales.batch0};
   for (int i = 0; i < outer; ++i) *strides[outer - 1 - i] = scale.stride(i);
   if (blocks) {
-    const int64_t block = rows_per_scale(scale.size(rank - 1), rows, -1);
-    fits(block != 0);
-    scales.rows = static_cast<int32_t>(block);
+    scales.shift = shift_of(scale.size(rank - 1), rows, -1);
+    fits(scales.shift != 0);
     scales.block = scale.stride(rank - 1);
   }
   return scales;

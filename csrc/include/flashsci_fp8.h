@@ -10,16 +10,16 @@ extern "C" {
 
 // What the numbers of a tensor are multiplied by: fp32, one for all, for a head, or for a block of
 // rows. The scale of row i of a sequence is data[batch0 * .. + batch1 * .. + head * head + n *
-// sequence + (i / rows + first_slot) * block], where first_slot is 0 or, with slots, first_row /
-// rows + n for sequence n, which begins at first_row.
+// sequence + ((i >> shift) + first_slot) * block], where first_slot is 0 or, with slots, (first_row
+// >> shift) + n for sequence n, which begins at first_row.
 typedef struct FlashsciScales {
   const float* data;                              // NULL: 1
   int64_t batch0, batch1, head, sequence, block;  // strides in elements
-  int32_t rows;   // of a block, a multiple of 64; FLASHSCI_ONE_SCALE: no blocks
+  int32_t shift;  // log2 of the rows of a block: 6, 7; or FLASHSCI_ONE_SCALE, no blocks
   int32_t slots;  // blocks of a packed tensor
 } FlashsciScales;
 
-#define FLASHSCI_ONE_SCALE (1 << 30)
+#define FLASHSCI_ONE_SCALE 30
 
 // q, k, v in e4m3; out in bf16 or fp16. `call` has no bias, no mask and no other precision; its lse
 // is written always.

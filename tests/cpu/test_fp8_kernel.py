@@ -28,7 +28,7 @@ class Scales(c.Structure):
     _fields_ = [
         *_fields(c.c_void_p, "data"),
         *_fields(c.c_int64, "batch0 batch1 head sequence block"),
-        *_fields(c.c_int32, "rows slots"),
+        *_fields(c.c_int32, "shift slots"),
     ]
 
 
@@ -84,7 +84,8 @@ def kernel(tmp_path_factory):
 def scales_of(scale: torch.Tensor | None, x: torch.Tensor, sequences: int) -> Scales:
     """As csrc/bindings/fp8.cpp describes them. x: [..., H, S, D]."""
     rows = fp8_ops.rows_per_scale(scale, x, sequences)
-    found = Scales(data=_pointer(scale), rows=rows)
+    assert rows is not None
+    found = Scales(data=_pointer(scale), shift=rows.bit_length() - 1)
     if scale is None or scale.dim() == 0:
         return found
     if sequences >= 0:

@@ -57,6 +57,7 @@ struct Storage {
   uint64_t k_full[C::kStages], k_empty[C::kStages];
   uint64_t v_full[C::kStages], v_empty[C::kStages];
   uint64_t turned_full[C::kStages], turned_empty[C::kStages];
+  float2 scales[C::kStages];        // of K and of V; they come and go with K
   uint64_t tile_ready[kTileSlots];  // published, for those who load; consumers learn it with Q
   TileInfo tile_info[kTileSlots];
 };
@@ -66,15 +67,19 @@ struct Args : fwd::ForwardArgs {
   int out_is_fp16;
 };
 
-// The scale of `row` and of those that share its block. first_row: where the sequence begins.
-__device__ __forceinline__ float scale_of(const FlashsciScales& scales, const TileInfo& tile,
-                                          int head, int first_row, int row) {
-  if (scales.data == nullptr) return 1.f;
-  const int slot = scales.slots ? first_row / scales.rows + tile.sequence : 0;
-  const int64_t at = tile.batch0 * scales.batch0 + tile.batch1 * scales.batch1 +
-                     head * scales.head + tile.sequence * scales.sequence +
-                     (row / scales.rows + slot) * scales.block;
-  return __ldg(scales.data + at);
+// Where the scales of a head's sequence, which begins at first_row, begin; NULL: all are 1.
+__device__ __forceinline__ const float* first_scale(const FlashsciScales& scales,
+                                                    const TileInfo& tile, int head, int first_row) {
+  if (scales.data == nullptr) return nullptr;
+  const int slot = scales.slots ? (first_row >> scales.shift) + tile.sequence : 0;
+  return scales.data + tile.batch0 * scales.batch0 + tile.batch1 * scales.batch1 +
+         head * scales.head + tile.sequence * scales.sequence + slot * scales.block;
+}
+
+// The scale of `row` and of those that share its block.
+__device__ __forceinline__ float scale_of(const FlashsciScales& scales, const float* first,
+                                          int row) {
+  return first == nullptr ? 1.f : __ldg(first + (row >> scales.shift) * scales.block);
 }
 
 }  // namespace flashsci::sm90::fp8

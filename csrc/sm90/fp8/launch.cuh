@@ -133,9 +133,9 @@ inline cudaError_t launch_forward(const FlashsciFp8ForwardParams& params, cudaSt
     return p.cu_seqlens_q != nullptr ? launch_tiling<C, true>(a, stream)
                                      : launch_tiling<C, false>(a, stream);
   };
-  const int rows = std::min(a.k_scale.rows, a.v_scale.rows);  // that share their scales
-  if (rows < 64 || a.q_scale.rows < 64) return cudaErrorNotSupported;
-  const bool fine = rows < 128;
+  const int shift = std::min(a.k_scale.shift, a.v_scale.shift);
+  if (shift < 6 || a.q_scale.shift < 6) return cudaErrorNotSupported;
+  const bool fine = shift < 7;  // 64 keys share a scale
   if (dim <= 64) return fine ? launch(Tiles64Fine{}) : launch(Tiles64{});
   if (dim <= 128) return fine ? launch(Tiles128Fine{}) : launch(Tiles128{});
   if (dim <= 192 && p.head_dim_v <= 128) return fine ? launch(Tiles192Fine{}) : launch(Tiles192{});

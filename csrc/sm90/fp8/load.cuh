@@ -93,7 +93,20 @@ __device__ __forceinline__ void schedule_tiles(Storage<C>& shared, const Args& a
   }
 }
 
-// Loads K and V of the published tiles. One thread.
+// The scales of K and V of a block.
+template <class C>
+struct BlockScales {
+  const float *k, *v;  // of the sequence
+  __device__ __forceinline__ BlockScales(const Args& a, const TileInfo& tile)
+      : k(first_scale(a.k_scale, tile, tile.head_k, tile.first_k)),
+        v(first_scale(a.v_scale, tile, tile.head_k, tile.first_k)) {}
+  __device__ __forceinline__ float2 of(const Args& a, int block) const {
+    const int key = block * C::kBlockK;
+    return make_float2(scale_of(a.k_scale, k, key), scale_of(a.v_scale, v, key));
+  }
+};
+
+// Loads K and V of the published tiles, and their scales. One thread.
 template <class C, bool kVarlen>
 __device__ __forceinline__ void load_kv(Storage<C>& shared, const Args& a) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
@@ -105,13 +118,19 @@ __device__ __forceinline__ void load_kv(Storage<C>& shared, const Args& a) {
     if (tile.row < 0) break;
     const int seq_q = kVarlen ? tile.seq_q : a.p.seq_q, seq_k = kVarlen ? tile.seq_k : a.p.seq_k;
     const Blocks<C> blocks(fwd::window_of(a.p, seq_q, seq_k), tile.row, C::kBlockQ, seq_q);
+    const BlockScales<C> scales(a, tile);
+    float2 next = make_float2(1.f, 1.f);  // a block ahead: nothing waits for them
+    if (blocks.end > blocks.first) next = scales.of(a, blocks.end - 1);
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++turn) {
+      const float2 own = next;
+      if (block > blocks.first) next = scales.of(a, block - 1);
       const uint32_t stage = turn % C::kStages, free = (turn / C::kStages & 1) ^ 1;
       const int row = tile.first_k + block * C::kBlockK;
       const uint32_t k_full = address(&shared.k_full[stage]);
       ptx::mbarrier_sleep(address(&shared.k_empty[stage]), free);
       poison_stage(address(shared.k[stage]), C::kKBytes);
+      shared.scales[stage] = own;
       ptx::mbarrier_arrive_expect(k_full, sizeof(shared.k[0]));
       fwd::load_boxes<typename C::KBox, sizeof(shared.k[0])>(address(shared.k[stage]), a.k, k_full,
                                                              row, tile.head_k, tile);

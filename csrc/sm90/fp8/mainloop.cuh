@@ -46,7 +46,6 @@ struct Consumer {
   // Of the tile in work.
   struct Work {
     const TileInfo& info;
-    int seq_k;  // of `info`, uniform
     Window seen;
     fwd::Blocks<C> own;        // that this consumer's rows see
     int full_begin, full_end;  // keys that all of them see
@@ -98,10 +97,12 @@ struct Consumer {
                               k_tile + (box * C::KBox::kBytes + column) / 16, d > kBegin);
     }
   }
-  // S = q k^T. No sum of the tensor cores runs over more than 128 columns.
-  __device__ __forceinline__ void find_scores(bool last) {
+  // S = q k^T; returns the scales of this block's keys and values. No sum of the tensor cores runs
+  // over more than 128 columns.
+  __device__ __forceinline__ float2 find_scores(bool last) {
     constexpr int kFirst = kHeadDim < 128 ? kHeadDim : 128;
     wait(shared.k_full[head % kStages], head / kStages);
+    const float2 scales = shared.scales[head % kStages];
     ptx::wgmma_fence();
     issue_qk<0, kFirst>(s);
     if constexpr (kHeadDim > kFirst) {
@@ -120,6 +121,7 @@ struct Consumer {
     }
     release(shared.k_empty[head % kStages]);
     if (last) release(shared.q_empty[tiles % C::kQStages][w]);
+    return scales;
   }
   // P V of this block and columns [kChunk chunk, ...).
   __device__ __forceinline__ void issue_pv(Product& product, int chunk) {
@@ -202,16 +204,12 @@ struct Consumer {
   // --- tiles
 
   __device__ __forceinline__ void step(const Work& work, int block) {
-    // Asked for before the product, which hides their latency.
-    const int key = block * kBlockK;
-    const float k_scale = scale_of(a.k_scale, work.info, work.info.head_k, work.info.first_k, key);
-    const float v_scale = scale_of(a.v_scale, work.info, work.info.head_k, work.info.first_k, key);
-    find_scores(block == work.own.first);
-    const float factor = modify_scores(work.scale * k_scale);
+    const float2 scales = find_scores(block == work.own.first);
+    const float factor = modify_scores(work.scale * scales.x);
     mask(work, block);
     softmax(factor);
     pack(p, s);
-    add_values(v_scale);
+    add_values(scales.y);
     ++head;
   }
   __device__ __forceinline__ void clear() {
@@ -243,7 +241,7 @@ struct Consumer {
       const Window seen = fwd::window_of(a.p, seq_q, seq_k);
       const int first_row = row + w * 64;
       const fwd::Blocks<C> blocks(seen, row, C::kBlockQ, seq_q);  // of all consumers
-      Work work{info, seq_k, seen, fwd::Blocks<C>(seen, first_row, 64, seq_q)};
+      Work work{info, seen, fwd::Blocks<C>(seen, first_row, 64, seq_q)};
       clear();
       if (work.own.first >= work.own.end) {
         release(shared.q_empty[q_stage][w]);
@@ -251,7 +249,8 @@ struct Consumer {
       } else {
         work.full_begin = seen.begin(first_row + 63);
         work.full_end = max(seen.end(first_row), 0);
-        work.scale = a.p.scale * scale_of(a.q_scale, info, info.head, info.first_q, first_row);
+        const float* q_first = first_scale(a.q_scale, info, info.head, info.first_q);
+        work.scale = a.p.scale * scale_of(a.q_scale, q_first, first_row);
         skip(blocks.end - work.own.end);
 #pragma unroll 1
         for (int block = work.own.end - 1; block >= work.own.first; --block) step(work, block);
