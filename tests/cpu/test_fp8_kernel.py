@@ -51,7 +51,7 @@ def includes() -> str:
 
 
 def build(folder: Path, *changes: tuple[str, str, str]) -> c.CDLL:
-    """The kernel as a library for the host. changes: (file of csrc/sm90/fp8, text, what it becomes)."""
+    """The kernel as a library for the host. changes: (file of csrc/sm90/fp8, text, what it becomes), of one tile shape alone."""
     source = folder / "csrc"
     shutil.copytree(ROOT / "csrc", source)
     for path in (source / "ptx").glob("*.cuh"):
@@ -61,6 +61,10 @@ def build(folder: Path, *changes: tuple[str, str, str]) -> c.CDLL:
         text = path.read_text()
         assert text.count(old) == 1, (name, old)
         path.write_text(text.replace(old, new))
+    if changes:
+        path = source / "sm90" / "fp8" / "launch.cuh"
+        others = re.compile(r"\blaunch\(Tiles(?!64\{)\w+\{\}\)")
+        path.write_text(others.sub("cudaErrorNotSupported", path.read_text()))
     launch = re.compile(r"(\w+)<<<(.*?), [^,]*>>>\(")
     for path in source.rglob("*.cuh"):
         path.write_text(launch.sub(r"emulation::launch(\1, \2, ", path.read_text()))
@@ -169,3 +173,26 @@ def test_generated(kernel, part):
         else:
             assert not (aligned and some and case.variant.head_dim_v % 16 == 0), case
     assert taken >= 3
+
+
+FAULTS = {
+    "V turned over a tile that is being read": ("transpose.cuh", "ptx::mbarrier_sleep(address(&shared.turned_empty[stage]), phase ^ 1);", ""),
+    "V in another order than P": ("softmax.cuh", "s[e], s[e + 1], s[e + 4], s[e + 5]", "s[e], s[e + 1], s[e + 2], s[e + 3]"),
+    "Q released before all have read the tile": ("kernel.cuh", "4 + (w == 0 ? 1 + C::kTransposers : 0)", "4"),
+    "the scale of another block": ("load.cuh", "scale_of(a.v_scale, v, key)", "scale_of(a.v_scale, v, key + 128)"),
+    "fewer bytes than arrive": ("load.cuh", "(v_full, sizeof(shared.v[0]));", "(v_full, sizeof(shared.v[0]) / 2);"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(tmp_path, fault):
+    broken = build(tmp_path, FAULTS[fault])
+    variant = FP8Variant("bfloat16", 64, 64, "causal", packed=True)
+    case = FP8Case(variant, 1, (100, 40, 200), (300, 77, 640), heads_k=2, scales=("128", "128", "128"), align="lower_right")  # fmt: skip
+    found = 0
+    for seed in range(2, 8):
+        try:
+            judge(broken, replace(case, seed=seed))
+        except AssertionError:
+            found += 1
+    assert found
