@@ -47,13 +47,17 @@ __device__ __forceinline__ void exponentials(float (&s)[kCount], RowStatistics& 
   rows.sum[1] += part[2] + part[3];
 }
 
-// The offsets follow the maximum of a block; what was summed before is to be multiplied by alpha.
+// The offsets of rows that outgrew theirs follow the maximum of a block; what was summed before is to
+// be multiplied by alpha. The other rows of the warp keep theirs: what becomes of a row depends on no
+// other.
 __device__ __forceinline__ void follow(const float (&maximum)[2], RowStatistics& rows,
                                        float (&alpha)[2], float factor) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float next = fmaxf(rows.row_max_log2[half], offset_at(quad_max(maximum[half]), factor));
-    alpha[half] = ptx::ex2_approx(rows.row_max_log2[half] - next);
+    const float before = rows.row_max_log2[half], top = quad_max(maximum[half]);
+    const bool grew = fmaf(top, factor, -before) > kLargestExponent;
+    const float next = grew ? fmaxf(before, offset_at(top, factor)) : before;
+    alpha[half] = ptx::ex2_approx(before - next);
     rows.row_max_log2[half] = next;
     rows.sum[half] *= alpha[half];
   }

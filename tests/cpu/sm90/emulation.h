@@ -44,7 +44,7 @@ struct Thread {
   std::unique_ptr<char[]> stack;
   bool begun = false, done = false;
   dim3 index;
-  std::vector<std::function<void()>> open;               // products issued, of no group yet
+  std::vector<std::function<void()>> open;                // products issued, of no group yet
   std::deque<std::vector<std::function<void()>>> groups;  // committed, not waited for
 };
 
@@ -149,7 +149,8 @@ inline void run_block(Block& it) {
 }
 
 template <class Kernel, class... Arguments>
-void launch(Kernel kernel, unsigned grid, unsigned threads, int shared_bytes, const Arguments&... arguments) {
+void launch(Kernel kernel, unsigned grid, unsigned threads, int shared_bytes,
+            const Arguments&... arguments) {
   if (shared_bytes > kSharedBytes) throw Failure{"too much shared memory"};
   for (unsigned b = 0; b < grid; ++b) {
     std::memset(shared, 0xff, kSharedBytes);
@@ -268,7 +269,9 @@ inline CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ra
   auto made = std::make_unique<Map>();
   made->base = static_cast<const unsigned char*>(base);
   made->bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
-  made->span = swizzle == CU_TENSOR_MAP_SWIZZLE_128B ? 128 : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64 : 32;
+  made->span = swizzle == CU_TENSOR_MAP_SWIZZLE_128B  ? 128
+               : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64
+                                                      : 32;
   if (rank != 5 || reinterpret_cast<uintptr_t>(base) % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
   for (int i = 0; i < 5; ++i) {
     made->size[i] = size[i], made->box[i] = box[i];
@@ -292,14 +295,16 @@ template <class Move>
 void walk(const Map& map, uint32_t target, const int (&start)[5], const Move& move) {
   for (uint32_t row = 0; row < map.box[1]; ++row)
     for (uint32_t column = 0; column < map.box[0]; ++column) {
-      const int64_t position[5] = {start[0] + int64_t{column}, start[1] + int64_t{row}, start[2], start[3], start[4]};
+      const int64_t position[5] = {start[0] + int64_t{column}, start[1] + int64_t{row}, start[2],
+                                   start[3], start[4]};
       const unsigned char* from = map.base;
       bool inside = true;
       for (int i = 0; i < 5; ++i) {
         inside &= position[i] >= 0 && position[i] < static_cast<int64_t>(map.size[i]);
         from += position[i] * static_cast<int64_t>(map.stride[i]);
       }
-      move(swizzled(target + row * map.span + column * map.bytes, map.span), inside ? from : nullptr);
+      move(swizzled(target + row * map.span + column * map.bytes, map.span),
+           inside ? from : nullptr);
     }
 }
 
@@ -308,7 +313,8 @@ void walk(const Map& map, uint32_t target, const int (&start)[5], const Move& mo
 inline float from_e4m3(uint8_t x) {
   const int exponent = x >> 3 & 15, mantissa = x & 7;
   if ((x & 0x7f) == 0x7f) return NAN;
-  const float size = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp(static_cast<float>(mantissa), -9);
+  const float size = exponent ? std::ldexp(8.f + mantissa, exponent - 10)
+                              : std::ldexp(static_cast<float>(mantissa), -9);
   return x & 0x80 ? -size : size;
 }
 inline uint8_t to_e4m3(float x) {  // to nearest, ties to even
@@ -388,9 +394,13 @@ inline void issue(const void* d, bool accumulate, std::function<void()> product)
 #define blockDim dim3(emulation::block->threads.size())
 
 template <class T>
-T min(T a, T b) { return a < b ? a : b; }
+T min(T a, T b) {
+  return a < b ? a : b;
+}
 template <class T>
-T max(T a, T b) { return a > b ? a : b; }
+T max(T a, T b) {
+  return a > b ? a : b;
+}
 inline void __syncthreads() { emulation::sync_threads(); }
 inline void __syncwarp() { emulation::ballot(true); }
 inline bool __any_sync(uint32_t, bool x) { return emulation::ballot(x) != 0; }
@@ -399,14 +409,22 @@ inline size_t __cvta_generic_to_shared(const void* pointer) {
   return emulation::kBase + (static_cast<const unsigned char*>(pointer) - emulation::shared);
 }
 template <class... T>
-cudaError_t cudaFuncSetAttribute(void (*)(T...), cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(void (*)(T...), cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 template <class T>
-T __shfl_sync(uint32_t, T x, int from) { return emulation::shuffle(x, from); }
+T __shfl_sync(uint32_t, T x, int from) {
+  return emulation::shuffle(x, from);
+}
 template <class T>
-T __shfl_xor_sync(uint32_t, T x, int by) { return emulation::shuffle(x, emulation::lane() ^ by); }
+T __shfl_xor_sync(uint32_t, T x, int by) {
+  return emulation::shuffle(x, emulation::lane() ^ by);
+}
 template <class T>
-T __ldg(const T* x) { return *x; }
+T __ldg(const T* x) {
+  return *x;
+}
 inline uint32_t atomicAdd(uint32_t* x, uint32_t by) {
   const uint32_t before = *x;
   *x += by;
@@ -415,7 +433,8 @@ inline uint32_t atomicAdd(uint32_t* x, uint32_t by) {
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   const uint64_t both = uint64_t{y} << 32 | x;
   uint32_t found = 0;
-  for (int i = 0; i < 4; ++i) found |= static_cast<uint32_t>(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  for (int i = 0; i < 4; ++i)
+    found |= static_cast<uint32_t>(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return found;
 }
 inline float rounded_down(double x) {
@@ -426,7 +445,9 @@ inline float __fmul_rd(float a, float b) { return rounded_down(static_cast<doubl
 inline float __fadd_rd(float a, float b) { return rounded_down(static_cast<double>(a) + b); }
 inline int __float_as_int(float x) { return emulation::from_bits<int>(emulation::bits_of(x)); }
 inline float __int_as_float(int x) { return emulation::from_bits<float>(emulation::bits_of(x)); }
-inline float __uint_as_float(uint32_t x) { return emulation::from_bits<float>(emulation::bits_of(x)); }
+inline float __uint_as_float(uint32_t x) {
+  return emulation::from_bits<float>(emulation::bits_of(x));
+}
 
 // --- csrc/ptx
 
@@ -435,11 +456,14 @@ namespace flashsci::ptx {
 using namespace emulation;
 
 inline uint32_t shared_address(const void* pointer) {
-  return kBase + static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - emulation::shared);
+  return kBase +
+         static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - emulation::shared);
 }
 
 template <int>
-void cp_async_small(uint32_t, const void*, bool) { fail("no cp.async here"); }
+void cp_async_small(uint32_t, const void*, bool) {
+  fail("no cp.async here");
+}
 inline void cp_async_16(uint32_t, const void*, bool) { fail("no cp.async here"); }
 
 inline float ex2_approx(float x) { return x == x ? std::exp2(x) : NAN; }
@@ -481,7 +505,8 @@ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 }
 inline void mbarrier_sleep(uint32_t barrier, uint32_t parity) { mbarrier_wait(barrier, parity); }
 
-inline void tma_load_5d(uint32_t target, const void* map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4) {
+inline void tma_load_5d(uint32_t target, const void* map, uint32_t barrier, int c0, int c1, int c2,
+                        int c3, int c4) {
   const Map& of = map_of(map);
   check(target % 1024 % (of.span * 8) == 0, "a box that is not aligned to its swizzle");
   at(target, of.box[1] * of.span, 128);
@@ -502,7 +527,8 @@ inline void tma_store_5d(const void* map, uint32_t source, int c0, int c1, int c
   const Map& of = map_of(map);
   at(source, of.box[1] * of.span, 128);
   walk(of, source, start, [&](uint32_t address, const unsigned char* to) {
-    if (to != nullptr) std::memcpy(const_cast<unsigned char*>(to), emulation::shared + (address - kBase), of.bytes);
+    if (to != nullptr)
+      std::memcpy(const_cast<unsigned char*>(to), emulation::shared + (address - kBase), of.bytes);
   });
 }
 inline void bulk_commit() {}
@@ -521,7 +547,9 @@ inline bool elect() {
 inline void barrier_sync(int, int) { fail("no named barriers here"); }
 inline void barrier_arrive(int, int) { fail("no named barriers here"); }
 
-inline void st_shared(uint32_t address, uint4 value) { std::memcpy(at(address, 16, 16), &value, 16); }
+inline void st_shared(uint32_t address, uint4 value) {
+  std::memcpy(at(address, 16, 16), &value, 16);
+}
 inline uint4 ld_shared_v4(uint32_t address) {
   uint4 value;
   std::memcpy(&value, at(address, 16, 16), 16);
@@ -539,21 +567,29 @@ inline uint32_t cvt_bf16x2(float low, float high) { return cvt_16x2(low, high, t
 inline uint32_t cvt_f16x2(float low, float high) { return cvt_16x2(low, high, false); }
 inline float cvt_f32_f16(uint16_t) { return NAN; }
 template <class... T>
-void mma_m16n8k16_bf16(T&&...) { fail("no mma here"); }
+void mma_m16n8k16_bf16(T&&...) {
+  fail("no mma here");
+}
 template <class... T>
-void mma_m16n8k16_f16(T&&...) { fail("no mma here"); }
+void mma_m16n8k16_f16(T&&...) {
+  fail("no mma here");
+}
 inline uint32_t cvt_e4m3x4(float x0, float x1, float x2, float x3) {
-  return to_e4m3(x0) | to_e4m3(x1) << 8 | to_e4m3(x2) << 16 | static_cast<uint32_t>(to_e4m3(x3)) << 24;
+  return to_e4m3(x0) | to_e4m3(x1) << 8 | to_e4m3(x2) << 16 |
+         static_cast<uint32_t>(to_e4m3(x3)) << 24;
 }
 
 // Eight rows of 16 bytes of a matrix, whose addresses its eight lanes give.
-inline uint32_t row_of(const uint64_t (*all)[8], int matrix, int row) { return static_cast<uint32_t>(all[matrix * 8 + row][4]); }
+inline uint32_t row_of(const uint64_t (*all)[8], int matrix, int row) {
+  return static_cast<uint32_t>(all[matrix * 8 + row][4]);
+}
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
   const uint64_t given[8] = {0, 0, 0, 0, address};
   const auto all = exchange(given, 5);
   for (int m = 0; m < 4; ++m) {
     uint16_t pair[2];
-    for (int i = 0; i < 2; ++i) std::memcpy(&pair[i], at(row_of(all, m, lane() % 4 * 2 + i), 16, 16) + lane() / 4 * 2, 2);
+    for (int i = 0; i < 2; ++i)
+      std::memcpy(&pair[i], at(row_of(all, m, lane() % 4 * 2 + i), 16, 16) + lane() / 4 * 2, 2);
     r[m] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
   }
 }
@@ -602,7 +638,8 @@ struct Qgmma {
       float rows[2][32];
       for (int k = 0; k < 32; ++k)
         for (int half = 0; half < 2; ++half)
-          rows[half][k] = e4m3()[all[lane() / 4 * 4 + k % 16 / 4][k / 16 * 2 + half] >> k % 4 * 8 & 0xff];
+          rows[half][k] =
+              e4m3()[all[lane() / 4 * 4 + k % 16 / 4][k / 16 * 2 + half] >> k % 4 * 8 & 0xff];
       multiply<kN>(d, rows, b, accumulate);
     });
   }

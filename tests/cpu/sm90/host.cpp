@@ -6,7 +6,8 @@ alignas(16) unsigned char shared_memory[emulation::kSharedBytes];
 }
 
 extern "C" {
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
+                                             unsigned long long,
                                              cudaDriverEntryPointQueryResult* status) {
   *function = reinterpret_cast<void*>(&emulation::encode);
   *status = cudaDriverEntryPointSuccess;
@@ -25,7 +26,8 @@ cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 
 // As flashsci_forward_sm90_e4m3, with the order of the threads. 999: what went wrong is in `text`.
-int emulate(const FlashsciFp8ForwardParams* params, unsigned seed, int early, char* text, int size) {
+int emulate(const FlashsciFp8ForwardParams* params, unsigned seed, int early, char* text,
+            int size) {
   emulation::shared = flashsci::sm90::fp8::shared_memory;
   emulation::generator.seed(seed);
   emulation::early = early != 0;
