@@ -16,6 +16,7 @@
 #include "../../core/poison.cuh"
 #include "../../ptx/ldmatrix.cuh"
 #include "../../ptx/mbarrier.cuh"
+#include "../../ptx/shared.cuh"
 #include "../../ptx/stmatrix.cuh"
 #include "../../ptx/tma.cuh"
 #include "load.cuh"
@@ -28,22 +29,14 @@ __device__ __forceinline__ constexpr int swizzle_of(int row) {
   return kSpan == 128 ? row & 7 : row >> 1 & 3;
 }
 
-// The bytes of a word, slots 4 t .. of 16 keys, whose keys are before `keys` of these 16.
-__device__ __forceinline__ uint32_t bytes_before(int keys) {
-  const int first = threadIdx.x % 4 * 2;
-  uint32_t mask = 0;
-#pragma unroll
-  for (int e = 0; e < 4; ++e)
-    if (first + (e >> 1) * 8 + (e & 1) < keys) mask |= 0xffu << 8 * e;
-  return mask;
-}
-
-// The columns of one of kTransposers warps. kCut: keys from `keys` on become zeros; P is 0 there, but
-// 0 times a neighbour's NaN is not.
-template <class C, bool kCut>
-__device__ __forceinline__ void turn_tile(uint32_t v, uint32_t turned, int warp, int keys) {
+// The columns of one of kTransposers warps.
+template <class C>
+__device__ __forceinline__ void turn_tile(uint32_t v, uint32_t turned, int warp) {
   constexpr int kSpan = C::kSpanV, kSpanTurned = C::kBlockK;
   constexpr int kGroups = C::kHeadDimV / 16 / C::kTransposers;  // of 16 columns
+  constexpr int kParts = C::kBlockK / 32;                       // of 32 keys
+  constexpr int kAtOnce = C::kHeadDimV > 64 ? 4 : 2;            // registers
+  static_assert(kGroups * kParts % kAtOnce == 0 && kParts % 2 == 0);
   const int lane = threadIdx.x % 32, matrix = lane / 8, r = lane % 8;
   const int swizzle = swizzle_of<kSpan>(r);
   const uint32_t source = v + (matrix * 8 + r) * kSpan;
@@ -52,25 +45,50 @@ __device__ __forceinline__ void turn_tile(uint32_t v, uint32_t turned, int warp,
       turned + row * kSpanTurned + ((matrix >> 1) ^ swizzle_of<kSpanTurned>(row)) * 16;
   const uint32_t even = lane < 16 ? 0x6420 : 0x7531, odd = lane < 16 ? 0x7531 : 0x6420;
 #pragma unroll 1
-  for (int i = 0; i < kGroups; ++i) {
-    const int group = warp * kGroups + i;
-    const uint32_t from = source + group / (kSpan / 16) * (C::kBlockK * kSpan) +
-                          (group % (kSpan / 16) ^ swizzle) * 16;
-    const uint32_t to = target + group * 16 * kSpanTurned;
+  for (int i = 0; i < kGroups * kParts; i += kAtOnce) {
+    uint32_t x[kAtOnce][4];  // all loads before the first store, which they would wait for
 #pragma unroll
-    for (int n = 0; n < C::kBlockK / 32; ++n) {  // 32 keys
-      uint32_t x[4];
-      ptx::ldmatrix_x4_trans(x, from + n * 32 * kSpan);
-      uint32_t y[4] = {__byte_perm(x[0], x[1], even), __byte_perm(x[0], x[1], odd),
-                       __byte_perm(x[2], x[3], even), __byte_perm(x[2], x[3], odd)};
-      if constexpr (kCut) {
-        const uint32_t first = bytes_before(keys - n * 32),
-                       second = bytes_before(keys - n * 32 - 16);
-        y[0] &= first, y[1] &= first, y[2] &= second, y[3] &= second;
-      }
-      ptx::stmatrix_x4(to ^ n * 32, y[0], y[1], y[2], y[3]);
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int group = warp * kGroups + (i + j) / kParts, n = (i + j) % kParts;
+      const uint32_t from = source + group / (kSpan / 16) * (C::kBlockK * kSpan) +
+                            (group % (kSpan / 16) ^ swizzle) * 16;
+      ptx::ldmatrix_x4_trans(x[j], from + n * 32 * kSpan);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int group = warp * kGroups + (i + j) / kParts, n = (i + j) % kParts;
+      uint32_t y[4] = {__byte_perm(x[j][0], x[j][1], even), __byte_perm(x[j][0], x[j][1], odd),
+                       __byte_perm(x[j][2], x[j][3], even), __byte_perm(x[j][2], x[j][3], odd)};
+      ptx::stmatrix_x4((target + group * 16 * kSpanTurned) ^ n * 32, y[0], y[1], y[2], y[3]);
     }
   }
+}
+
+// Of 16 slots, the bytes of word t whose keys are among the first `keys`.
+__device__ __forceinline__ constexpr uint32_t bytes_before(int t, int keys) {
+  uint32_t mask = 0;
+  for (int e = 0; e < 4; ++e)
+    if (2 * t + (e >> 1) * 8 + (e & 1) < keys) mask |= 0xffu << 8 * e;
+  return mask;
+}
+
+// Zeros for keys from `keys` on, in what this warp has turned: P is 0 there, but 0 times a
+// neighbour's NaN is not. Rare, so a pass of its own.
+template <class C>
+__device__ __forceinline__ void cut_tile(uint32_t turned, int warp, int keys) {
+  constexpr int kRows = C::kHeadDimV / C::kTransposers;
+  __syncwarp();
+#pragma unroll 1
+  for (int row = warp * kRows + threadIdx.x % 32; row < (warp + 1) * kRows; row += 32)
+#pragma unroll 1
+    for (int chunk = keys / 16; chunk < C::kBlockK / 16; ++chunk) {
+      const uint32_t at = turned + row * C::kBlockK + (chunk ^ swizzle_of<C::kBlockK>(row)) * 16;
+      const int left = keys - chunk * 16;
+      uint4 words = ptx::ld_shared_v4(at);
+      words.x &= bytes_before(0, left), words.y &= bytes_before(1, left);
+      words.z &= bytes_before(2, left), words.w &= bytes_before(3, left);
+      ptx::st_shared(at, words);
+    }
 }
 
 // Turns V of the published tiles. One of kTransposers warps.
@@ -95,10 +113,8 @@ __device__ __forceinline__ void turn_v(Storage<C>& shared, const Args& a, int wa
       ptx::mbarrier_sleep(address(&shared.turned_empty[stage]), phase ^ 1);
       constexpr int kBytes = C::kVBytes / C::kTransposers;
       poison_warp(turned + warp * kBytes, kBytes);
-      if (kVarlen && keys < C::kBlockK)
-        turn_tile<C, true>(v, turned, warp, keys);
-      else
-        turn_tile<C, false>(v, turned, warp, keys);
+      turn_tile<C>(v, turned, warp);
+      if (kVarlen && keys < C::kBlockK) cut_tile<C>(turned, warp, keys);
       ptx::fence_proxy_async();
       __syncwarp();
       if (first_lane) {
