@@ -199,6 +199,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(tmp_path, fault):
     broken = build(tmp_path, FAULTS[fault])

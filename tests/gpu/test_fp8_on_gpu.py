@@ -121,12 +121,24 @@ def test_a_graph_replays(case, backend):
 
 
 @both
-def test_results_are_the_same_every_time(backend):
-    inputs = make_fp8_inputs(CASE, "cuda")
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("block", ("128", "64"))
+@pytest.mark.parametrize("dims", ((64, 64), (128, 128), (192, 128), (256, 256)))
+def test_results_are_the_same_every_time(dims, block, packed, backend):
+    """Of every tile shape: on more tiles than the GPU has multiprocessors, alone and beside other work."""
+    variant = FP8Variant("bfloat16", *dims, "causal", packed=packed)
+    lengths = (700, 1, 1300) if packed else (1300,)
+    inputs = make_fp8_inputs(FP8Case(variant, 5, lengths, lengths, () if packed else (3,), 4, 4, scales=("head", block, block)), "cuda")  # fmt: skip
     first = inputs.evaluate(backend)
-    for _ in range(50):
+    inputs.judge().require(first)
+    beside = torch.cuda.Stream()
+    noise = torch.randn(2048, 2048, device="cuda")
+    for turn in range(30):
+        if turn % 2:
+            with torch.cuda.stream(beside):
+                noise @ noise
         found = inputs.evaluate(backend)
-        assert all(torch.equal(found[n], x) for n, x in first.items())
+        assert all(torch.equal(found[n], x) for n, x in first.items()), turn
 
 
 def test_auto_is_triton():
