@@ -23,9 +23,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from flashsci.check.machine_code import tool  # noqa: E402
+sys.path.append(str(ROOT / "flashsci" / "check"))
+from machine_code import tool  # noqa: E402  (as a script: importing the package would need torch)
 
 _FUNCTION = re.compile(r"^\s*Function : (\S+)")
 _ARCH = re.compile(r"^arch = (sm_\w+)")

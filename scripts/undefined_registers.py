@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from flashsci.check.machine_code import Finding, tool, undefined_in  # noqa: E402
+sys.path.append(str(ROOT / "flashsci" / "check"))
+# As a script: importing the package would need torch.
+from machine_code import Finding, tool, undefined_in  # noqa: E402
 
 
 def check_file(path: Path) -> list[Finding]:

@@ -447,6 +447,7 @@ class Formula:
                 return x.movedim(-3, 0).flatten(1).sum(1)
 
             n_fine = delta_abs * (sink_abs + mean_abs) * near + row(g_abs * out_fine) + delta_abs
+            n_fine = n_fine + (p_sink < least_p) * delta_abs / internal
             dsink = [per_head(p_sink * x) for x in (-delta, delta_abs, n_fine)]
             if delta_loose is not None:
                 self.loose["dsink"] = per_head(far * (delta_abs + delta_loose)).detach()

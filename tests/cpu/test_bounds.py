@@ -158,6 +158,31 @@ def test_mistakes_that_models_show_fail(wrong, dtype):
         judge.require(flash_like(inputs, wrong))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(
+            Variant(head_dim=3, head_dim_v=5, bias="pair", bias_grad=True), seed=1743595698, lead=(5,), heads_k=3, group=4,
+            seq_q=63, seq_k=2, bias_shape=(1, 63, 2), bias_view="expanded", layout="expanded", magnitude="rising",
+        ),  # P of the second key is 1e-42
+        Case(
+            Variant(head_dim=96, head_dim_v=96, sink="float", varlen=True), seed=731587774, rank=3, heads_k=3, scale=1.0,
+            lens_q=(511,), lens_k=(48,), magnitude="falling", padding="dout_scattered",
+        ),  # and that of the sink
+    ],
+)  # fmt: skip
+def test_subnormal_numbers_may_be_zero(case):
+    """As exponentials on a GPU make them."""
+    judge = Judge(make_inputs(case))
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor keeps subnormal numbers")
+    try:
+        found = evaluate(judge.inputs, "reference")
+    finally:
+        torch.set_flush_denormal(False)
+    judge.require(found)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_whole_rows_of_numbers_loosen_no_other_row(number, dtype):
