@@ -14,7 +14,7 @@ KERNELS = ("triton", "cuda")  # backends of our own
 GROUPS = {
     "second_order": ("triton/jvp", "triton/double_backward_"),
     "paged": ("triton/paged", "cuda/sm90/paged"),
-    "fp8": ("triton/fp8",),
+    "fp8": ("triton/fp8", "cuda/sm90/fp8_"),
 }
 
 
@@ -57,6 +57,14 @@ def paged_here(backends: Sequence[str], device: str) -> tuple[str, ...]:
     built = device == "cuda" and any(u.startswith("cuda/sm90/paged") for u in library_units())
     served = ("triton", "cuda") if built and _runs_here("cuda:sm90") else ("triton",)
     return tuple(b for b in backends if b in served)
+
+
+def runs_cuda_fp8(device: str) -> bool:
+    """Whether CUDA's kernel on 8-bit floats is in the library and runs here."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return False
+    found = any(u.startswith(GROUPS["fp8"]) for u in library_units())
+    return found and torch.cuda.get_device_capability()[0] == 9
 
 
 def holds(backend: str, unit: str) -> bool:

@@ -475,3 +475,12 @@ def test_a_wrong_paged_result_fails(monkeypatch):
     )
     tallies = judging.judge_paged_case(PagedCase(), ("reference", "sdpa"), "cpu")
     assert tallies["reference"].failures and tallies["sdpa"].refused
+
+
+@pytest.mark.parametrize("runs", (False, True))
+def test_cases_of_8_bit_floats_are_for_cuda_where_it_has_them(monkeypatch, runs):
+    monkeypatch.setattr(units, "runs_cuda_fp8", lambda device: runs)
+    every = ("triton", "cuda", "cuda:sm90", "cuda:sm80")
+    cases, backends = planning.fp8_plan(3, 1, "cuda", every)
+    assert len(cases) == 3 and backends == (("triton", "cuda") if runs else ("triton",))
+    assert {"triton/fp8", "cuda/sm90/fp8_e4m3"} == set(units.chosen_units("fp8"))

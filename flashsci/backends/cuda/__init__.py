@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from flashsci import ops, paged_ops
-from flashsci.backends.cuda import paged
+from flashsci.backends.cuda import fp8, paged
 from flashsci.errors import BackendError
+from flashsci.fp8_ops import FP8
 from flashsci.ops import NEED_BIAS, Saved, Scalars, Tensors
 from flashsci.problem import Problem, sums_bias
 
@@ -253,6 +254,8 @@ def rejects(problem: Problem, generation: int = 0) -> str | None:
     if problem.paged:
         info = build_info() or _sources()
         return paged.rejects(problem, generation, info, _device_name(problem.capability))
+    if problem.dtype == FP8:
+        return fp8.rejects(problem, (build_info() or _sources())["units"], generation)
     if problem.dtype not in _DTYPES:
         other = "'reference'" if problem.dtype == torch.float64 else "'triton'"
         return f"it has no {_name(problem.dtype)} kernels, only float16, bfloat16 and float32; use backend={other}"
