@@ -43,10 +43,10 @@ def tiles(device: Device, dims: tuple[int, int], length_q: int, most_keys: int) 
     return block_m, min(block_n, most_keys), warps, stages
 
 
-def chunks_of(width: int, other: int, *vectors: int) -> list[Chunks]:
+def chunks_of(width: int, *vectors: int) -> list[Chunks]:
     """A head dim as one or two chunks of 32 to 128: 8-bit products take 32 columns at least."""
     width32 = -(-width // 32) * 32
-    d0, d1 = launch.head_chunks(width32, min(vectors) > 1, width32 <= 128, other)
+    d0, d1 = launch.head_chunks(width32, min(vectors) > 1, width32 <= 128)
     return [Chunks(d0, d1, d0 + d1 != width, vector) for vector in vectors]
 
 
@@ -89,9 +89,9 @@ class Plan:
         most_keys = min(of.rows for of in scales[1:])
         block_m, block_n, warps, stages = tiles(device, (dim, dim_v), length_q, most_keys)
         q, k, v, out = (four(s) for s in strides)
-        (d,) = chunks_of(dim, dim_v, min(vector_of(dim, q, 1), vector_of(dim, k, 1)))
+        (d,) = chunks_of(dim, min(vector_of(dim, q, 1), vector_of(dim, k, 1)))
         v_chunks, out_chunks = chunks_of(
-            dim_v, dim, vector_of(dim_v, v, 1), vector_of(dim_v, out, out_dtype.itemsize)
+            dim_v, vector_of(dim_v, v, 1), vector_of(dim_v, out, out_dtype.itemsize)
         )
         left, right = scalars.window_left, scalars.window_right
         window = 0 if left < 0 and right < 0 else 1 if left < 0 else 2
