@@ -6,7 +6,7 @@ import itertools
 import re
 import traceback
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -30,7 +30,9 @@ from flashsci.testing import (
 )
 from flashsci.testing.bounds import PLAIN
 from flashsci.testing.coverage import Coverage
+from flashsci.testing.fp8 import FP8Inputs, FP8Judge
 from flashsci.testing.inputs import moved_to
+from flashsci.testing.paged import PagedInputs, PagedJudge
 
 # Scores of a case up to which one core judges it as fast as a GPU, for whose attention many processes wait.
 ON_HOST = 1 << 19
@@ -119,56 +121,47 @@ def _finished(results: T) -> T:
 
 def judge_paged_case(case: PagedCase, backends: Sequence[str], device: str) -> dict[str, Tally]:
     """Judge one paged case on several backends: out, lse, and what is written into a cache, bit by bit."""
-    tallies: dict[str, Tally] = defaultdict(Tally)
     inputs = make_paged_inputs(case, device)
-    judge = None
-    for name in backends:
-        tally = tallies[name]
-        try:
-            with poisoned_memory(cuda_bytes=0):
-                results = _finished(inputs.evaluate(name))
-                written = _finished(inputs.written(name))
-        except BackendError as error:
-            tally.refuse(_reason(error))
-            continue
-        except Exception:
-            tally.fail(case, traceback.format_exc())
-            continue
-        judge = judge or inputs.judge(fused=True)
-        tally.cases += 1
-        for found in judge.findings(results):
-            x = judge.part(results)[found.tensor]
-            tally.see(found.tensor, found.ratios, judge.judge.catches(found.tensor, x, SCALED))
-        for problem in judge.problems(results):
-            tally.fail(case, problem)
-        if not torch.equal(written, inputs.written("reference")):
-            tally.fail(case, "write_kv_cache stores other bytes than the reference")
-    return dict(tallies)
+    return _judge_apart(case, backends, inputs, lambda: inputs.judge(fused=True), inputs.written)
 
 
 def judge_fp8_case(case: FP8Case, backends: Sequence[str], device: str) -> dict[str, Tally]:
     """Judge one case of 8-bit floats on several backends."""
-    tallies: dict[str, Tally] = defaultdict(Tally)
     inputs = make_fp8_inputs(case, device)
-    judge = None
+    return _judge_apart(case, backends, inputs, inputs.judge)
+
+
+def _judge_apart(
+    case: PagedCase | FP8Case,
+    backends: Sequence[str],
+    inputs: PagedInputs | FP8Inputs,
+    judge_of: Callable[[], PagedJudge | FP8Judge],
+    written: Callable[[str], torch.Tensor] | None = None,
+) -> dict[str, Tally]:
+    """A call with a judge of its own; ``written``: what a backend stores into a cache, which must be the reference's bytes."""
+    tallies: dict[str, Tally] = defaultdict(Tally)
+    judge = stored = None
     for name in backends:
         tally = tallies[name]
         try:
             with poisoned_memory(cuda_bytes=0):
                 results = _finished(inputs.evaluate(name))
+                stored = _finished(written(name)) if written else None
         except BackendError as error:
             tally.refuse(_reason(error))
             continue
         except Exception:
             tally.fail(case, traceback.format_exc())
             continue
-        judge = judge or inputs.judge()
+        judge = judge or judge_of()
         tally.cases += 1
         for found in judge.findings(results):
             x = judge.part(results)[found.tensor]
             tally.see(found.tensor, found.ratios, judge.judge.catches(found.tensor, x, SCALED))
         for problem in judge.problems(results):
             tally.fail(case, problem)
+        if written and stored is not None and not torch.equal(stored, written("reference")):
+            tally.fail(case, "write_kv_cache stores other bytes than the reference")
     return dict(tallies)
 
 

@@ -67,15 +67,19 @@ def work(task: tuple[Any, ...]) -> tuple[str, Any]:
         # Many processes share the device: what a judge of a large case took goes back.
         if device == "cuda" and torch.cuda.memory_reserved() > 1 << 30:
             torch.cuda.empty_cache()
-    if device == "cuda" and "triton" in backends:
+    if device == "cuda" and "triton" in merged and merged["triton"].cases:
         for problem in undefined_reads():
             merged["triton"].fail(cases[-1], problem)
     return kind, (type(cases[0]), len(cases), dict(merged), coverage)
 
 
 def undefined_reads() -> list[str]:
-    """What the machine code of Triton kernels reads without a value, of those that this process has compiled since the last call."""
-    new = {h: cubin for h, cubin in machine_code.triton_cubins().items() if h not in _seen}
+    """What the machine code of Triton kernels reads without a value, of those that this process has compiled since the last call.
+    To be called when one of them has run: to find none at all is a problem, too."""
+    cubins = machine_code.triton_cubins()
+    if not cubins:
+        return ["Triton kernels ran, and none of their machine code was found"]
+    new = {h: cubin for h, cubin in cubins.items() if h not in _seen}
     _seen.update(new)
     found = [f for cubin in new.values() for f in machine_code.undefined_in(cubin)]
     return [

@@ -28,6 +28,7 @@ from flashsci.testing.cases import (
 )
 
 T = TypeVar("T")
+DrawnCase = TypeVar("DrawnCase")
 
 
 class Choices(Protocol):
@@ -402,8 +403,8 @@ def _length_class(n: int) -> tuple[bool, int, bool]:
     return n == 0, sum(n > limit for limit in (32, 64, 128, 256)), n % 8 == 0
 
 
-def cases(pool: Sequence[Variant] | None = None, **limits: Any) -> Any:
-    """A Hypothesis strategy of whole cases (needs hypothesis); ``pool`` and ``limits`` as in :func:`draw_case`."""
+def strategy_of(draw_one: Callable[[Choices], DrawnCase]) -> Any:
+    """A Hypothesis strategy of what a function draws from choices (needs hypothesis)."""
     from hypothesis import strategies as st
 
     class Drawn:
@@ -417,7 +418,13 @@ def cases(pool: Sequence[Variant] | None = None, **limits: Any) -> Any:
             return self.draw(st.integers(low, high))
 
     @st.composite
-    def strategy(draw: Callable[..., Any]) -> Case:
-        return draw_case(Drawn(draw), variants() if pool is None else pool, **limits)
+    def strategy(draw: Callable[..., Any]) -> DrawnCase:
+        return draw_one(Drawn(draw))
 
     return strategy()
+
+
+def cases(pool: Sequence[Variant] | None = None, **limits: Any) -> Any:
+    """A Hypothesis strategy of whole cases (needs hypothesis); ``pool`` and ``limits`` as in :func:`draw_case`."""
+    chosen = variants() if pool is None else pool
+    return strategy_of(lambda choices: draw_case(choices, chosen, **limits))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flashsci.testing.bounds import Finding, Judge
-from flashsci.testing.drawing import Choices, SeededChoices, T
+from flashsci.testing.drawing import Choices, SeededChoices, strategy_of
 from flashsci.testing.formula import Rounding
 from flashsci.testing.inputs import Inputs
 from flashsci.testing.poison import embed
@@ -298,20 +298,4 @@ def generate_fp8(seed: int, count: int, **limits: Any) -> Iterator[FP8Case]:
 
 def fp8_cases(**limits: Any) -> Any:
     """A Hypothesis strategy of whole cases (needs hypothesis)."""
-    from hypothesis import strategies as st
-
-    class Drawn:
-        def __init__(self, draw: Callable[..., Any]):
-            self.draw = draw
-
-        def one_of(self, options: Any) -> T:  # type: ignore[type-var]
-            return self.draw(st.sampled_from(list(options)))
-
-        def integer(self, low: int, high: int) -> int:
-            return self.draw(st.integers(low, high))
-
-    @st.composite
-    def strategy(draw: Callable[..., Any]) -> FP8Case:
-        return draw_fp8(Drawn(draw), **limits)
-
-    return strategy()
+    return strategy_of(lambda choices: draw_fp8(choices, **limits))

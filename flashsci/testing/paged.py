@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashsci.testing.bounds import PLAIN, Finding, Judge
-from flashsci.testing.drawing import Choices, SeededChoices, T
+from flashsci.testing.drawing import Choices, SeededChoices, strategy_of
 from flashsci.testing.formula import _visible
 from flashsci.testing.inputs import Inputs
 from flashsci.testing.poison import embed
@@ -378,20 +378,4 @@ def generate_paged(seed: int, count: int, **limits: Any) -> Iterator[PagedCase]:
 
 def paged_cases(**limits: Any) -> Any:
     """A Hypothesis strategy of whole cases (needs hypothesis)."""
-    from hypothesis import strategies as st
-
-    class Drawn:
-        def __init__(self, draw: Callable[..., Any]):
-            self.draw = draw
-
-        def one_of(self, options: Any) -> T:  # type: ignore[type-var]
-            return self.draw(st.sampled_from(list(options)))
-
-        def integer(self, low: int, high: int) -> int:
-            return self.draw(st.integers(low, high))
-
-    @st.composite
-    def strategy(draw: Callable[..., Any]) -> PagedCase:
-        return draw_paged(Drawn(draw), **limits)
-
-    return strategy()
+    return strategy_of(lambda choices: draw_paged(choices, **limits))

@@ -1,5 +1,9 @@
 """Machine code in which a uniform register is read that nothing has written."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from flashsci.check import machine_code, workers
@@ -61,3 +65,28 @@ def test_a_kernel_with_such_a_read_fails_its_cases(monkeypatch):
     (problem,) = workers.undefined_reads()
     assert problem.startswith("paged_kernel reads UR20, which nothing has written: UIADD3")
     assert workers.undefined_reads() == []
+    monkeypatch.setattr(machine_code, "triton_cubins", dict)
+    assert workers.undefined_reads() == [
+        "Triton kernels ran, and none of their machine code was found"
+    ]
+
+
+# A kernel of ours with what Triton keeps of it: for each device (compiled kernels by key, ...).
+COMPILED = """
+from importlib import import_module
+from types import SimpleNamespace
+from flashsci.check import machine_code
+forward = import_module("flashsci.backends.triton.forward")
+assert machine_code.triton_cubins() == {}
+kernel = SimpleNamespace(hash="of the kernel", asm={"cubin": b"code", "ptx": ""})
+forward.forward_kernel.device_caches[0] = ({"key": kernel}, {}, None, None, None)
+assert machine_code.triton_cubins() == {"of the kernel": b"code"}
+"""
+
+
+def test_what_a_process_has_compiled_is_found():
+    pytest.importorskip("triton")
+    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
