@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
+from ahead_of_time import report_of
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 KERNELS = {"paged_kernel", "paged_combine_kernel", "write_cache_kernel"}
@@ -96,14 +94,7 @@ def constants(kernel, args, options, architecture: int) -> set[str]:
 @pytest.mark.parametrize("architecture", MOST_SHARED)
 def test_compiles(architecture):
     pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with tempfile.TemporaryDirectory() as cache:
-        environment["TRITON_CACHE_DIR"] = cache
-        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-        command = [sys.executable, __file__, str(architecture)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = report_of(__file__, architecture)
     assert {entry["kernel"] for entry in report} == KERNELS
     assert all(entry["shared"] <= MOST_SHARED[architecture] * 1024 for entry in report), report
     # What ptxas lost: flashsci/check/machine_code.py.

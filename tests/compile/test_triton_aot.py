@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
+from ahead_of_time import report_of
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -131,18 +129,7 @@ def compile_for(architecture: int) -> list[dict]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiles(architecture):
     pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with tempfile.TemporaryDirectory() as cache:
-        environment["TRITON_CACHE_DIR"] = cache
-        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-        done = subprocess.run(
-            [sys.executable, __file__, str(architecture)],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = report_of(__file__, architecture)
     missing = KERNELS - {entry["kernel"] for entry in report}
     # Turing's shared memory is too small for a whole second order.
     assert missing == ({"double_backward_small_kernel"} if architecture == 75 else set())
