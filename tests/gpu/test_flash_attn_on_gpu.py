@@ -93,23 +93,26 @@ def test_transformers():
     compat.install()
     try:
         models = []
-        for implementation in ("eager", "flash_attention_2"):
+        for implementation in ("eager", "flash_attention_2", "sdpa"):
             config = transformers.LlamaConfig(
                 hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                 vocab_size=50, pad_token_id=0, dtype="bfloat16",
             )  # fmt: skip
             model = transformers.LlamaForCausalLM
             models.append(model._from_config(config, attn_implementation=implementation))
-        eager, flash = (m.to("cuda", torch.bfloat16).eval() for m in models)
+        eager, flash, exact = (m.to("cuda", torch.bfloat16).eval() for m in models)
         flash.load_state_dict(eager.state_dict())
+        exact.load_state_dict(eager.state_dict())
+        exact.double()  # not of eager: its softmax is fp32, where a mask of fp64's least number is -inf
         ids = torch.randint(1, 50, (2, 70), device="cuda")
         mask = torch.ones_like(ids)
         mask[0, :23] = 0
         position = (mask.cumsum(-1) - 1).clamp(min=0)
         arguments = dict(attention_mask=mask, position_ids=position)
         with torch.no_grad():
-            found, plain = (m(ids, **arguments).logits[mask.bool()] for m in (flash, eager))
-            exact = eager.double()(ids, **arguments).logits[mask.bool()]
+            found, plain, exact = (
+                m(ids, **arguments).logits[mask.bool()] for m in (flash, eager, exact)
+            )
         errors = [(x.double() - exact).norm() for x in (found, plain)]
         assert errors[0] <= 2 * errors[1], errors
     finally:
