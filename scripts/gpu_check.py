@@ -225,6 +225,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--option", action="append", default=[], metavar="STEP=OPTIONS", help="added to the step's command")  # fmt: skip
     parser.add_argument("--seconds", type=int, help="for all steps together: no limit goes beyond, and the table comes before")  # fmt: skip
     options = parser.parse_args(arguments)
+    # A shell starts background jobs deaf to interrupts, and what they start inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     plan = steps(out, options.runners.resolve(), options.workers)

@@ -91,6 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=5000, help="of a part at most (default 5000)")
     parser.add_argument("--check", default="", metavar="OPTIONS", help="added to the check's, such as '--workers 8'")  # fmt: skip
     options = parser.parse_args(arguments)
+    # A shell starts background jobs deaf to interrupts, and a check would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     until = time.monotonic() + options.seconds
     parts: Counter[str] = Counter()
     barren: set[str] = set()
