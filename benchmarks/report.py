@@ -293,7 +293,7 @@ def models(records: list[Record]) -> Table:
             [
                 case["model"],
                 case["about"],
-                case["dtype"],
+                case["dtype"] or "-",
                 client["path"],
                 _time(client if client["time_us"] else None),
                 _time(ours if ours["time_us"] else None),

@@ -100,26 +100,27 @@ def build(size: str, dtype: torch.dtype, device: torch.device) -> list[Step]:
     cell = side * torch.eye(3, device=device, dtype=dtype)[None]
     system = torch.zeros(atoms, dtype=torch.long, device=device)
 
-    def energy(x: Tensor) -> Tensor:
+    def energies(x: Tensor) -> Tensor:
         batch = model.preprocess(x, i, j, species, cell, shifts.to(dtype), system, 1.0)
         nodes, edges = model.calculate_features(batch)
         found = model.predict(nodes, edges, batch, cell, system, ["energy"])
-        return found[0]["energy"][0].sum()
+        return found[0]["energy"][0]
 
     def infer() -> Results:
         model.eval()
         x = positions.detach().requires_grad_()
-        total = energy(x)
-        return {"energy": total, "forces": -torch.autograd.grad(total, x)[0]}
+        each = energies(x)
+        return {"energies of atoms": each, "forces": -torch.autograd.grad(each.sum(), x)[0]}
 
     def train() -> Results:
         model.train()
         x = positions.detach().requires_grad_()
-        total = energy(x)
+        each = energies(x)
+        total = each.sum()
         forces = -torch.autograd.grad(total, x, create_graph=True)[0]
         loss = (forces - target).square().mean() + 1e-4 * (total / atoms).square()
         loss.backward()
-        return {"energy": total, "forces": forces}
+        return {"energies of atoms": each, "forces": forces}
 
     about = counted(atoms, "atom")
     return [

@@ -16,7 +16,8 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Way:
-    """A model, and a function that takes one step with it and returns what is to be compared."""
+    """A model, and a function that takes one step with it and returns what is to be compared: tensors of many numbers,
+    for the rounding of a single one (a loss, a total energy) is luck."""
 
     model: nn.Module
     step: Callable[[], Results]

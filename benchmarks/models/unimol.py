@@ -12,9 +12,9 @@ from benchmarks.models.step import Results, Step, drawn, loss, master, mixed, re
 
 DTYPES = (torch.bfloat16, torch.float32)
 SIZES = {
-    "tiny": {"batch": 2, "atoms": (17,), "layers": 2},
-    "check": {"batch": 4, "atoms": (61,), "layers": 3},
-    "real": {"batch": 32, "atoms": (64, 256), "layers": 15},
+    "tiny": {"batch": 2, "atoms": {"unimol-64": 17}, "layers": 2},
+    "check": {"batch": 4, "atoms": {"unimol-64": 61, "unimol-256": 125}, "layers": 3},
+    "real": {"batch": 32, "atoms": {"unimol-64": 64, "unimol-256": 256}, "layers": 15},
 }
 
 
@@ -48,10 +48,15 @@ def patched():
 
 def build(size: str, dtype: torch.dtype, device: torch.device) -> list[Step]:
     n = SIZES[size]
-    return [_step(n["batch"], atoms, n["layers"], dtype, device) for atoms in n["atoms"]]
+    return [
+        _step(name, n["batch"], atoms, n["layers"], dtype, device)
+        for name, atoms in n["atoms"].items()
+    ]
 
 
-def _step(batch: int, atoms: int, layers: int, dtype: torch.dtype, device: torch.device) -> Step:
+def _step(
+    name: str, batch: int, atoms: int, layers: int, dtype: torch.dtype, device: torch.device
+) -> Step:
     torch.manual_seed(0)
     model = TransformerEncoderWithPair(
         encoder_layers=layers,
@@ -87,4 +92,4 @@ def _step(batch: int, atoms: int, layers: int, dtype: torch.dtype, device: torch
         return {"atoms": x, "pairs": pair, "bias gradient": bias.grad}
 
     about = f"{batch} molecules of up to {atoms} atoms, {layers} layers, training"
-    return Step.of(f"unimol-{atoms}", about, "bmm, softmax", model, step, patched)
+    return Step.of(name, about, "bmm, softmax", model, step, patched)
