@@ -1,4 +1,4 @@
-"""The functions of a C++ file and how long they are, for tests of the sources."""
+"""The functions and loops of a C++ file and how long they are, for tests of the sources."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _TOKEN = re.compile(
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|^\s*#[^\n]*", re.DOTALL | re.MULTILINE)
 _SCOPE = re.compile(r"\s*(?:template\s*<[^{]*>\s*)?(?:namespace|struct|class|union|extern)\b")
 _FUNCTION = re.compile(r"\)[^()]*$")
+_LOOP = re.compile(r"\b(?:for|while) \(")
 _NOT_NAMES = {"__launch_bounds__", "__attribute__", "decltype", "alignas"}
 
 
@@ -44,4 +45,22 @@ def functions(source: str) -> list[tuple[str, int]]:
         elif token[0] != ";":
             continue
         begin = token.end()
+    return found
+
+
+def loops(source: str) -> list[tuple[int, int]]:
+    """(line, lines) of every loop with braces, as clang-format leaves them: a closing brace stands under its loop."""
+    text = [line.split("//")[0].rstrip() for line in source.split("\n")]
+    found = []
+    for start, line in enumerate(text):
+        if not (loop := _LOOP.search(line)):
+            continue
+        head, last = line[loop.start() :], start
+        while head.count("(") > head.count(")"):
+            last += 1
+            head += text[last]
+        if head.endswith("{"):
+            indent = line[: len(line) - len(line.lstrip())]
+            end = next(i for i in range(last + 1, len(text)) if text[i].startswith(f"{indent}}}"))
+            found.append((start + 1, end - start + 1))
     return found

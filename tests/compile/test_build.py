@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cpp_functions import functions
+from cpp_functions import functions, loops
 
 from flashsci import digest
 from flashsci.backends import cuda as backend
@@ -238,6 +238,13 @@ def test_functions_are_short():
                 assert lines <= 120, f"{name}: {function} has {lines} lines"
 
 
+def test_loops_are_short():
+    """Steps have names: a loop is read without scrolling."""
+    for path in (ROOT / "csrc").rglob("*.cu*"):
+        for line, lines in loops(path.read_text(encoding="utf-8")):
+            assert lines <= 60, f"{path.relative_to(ROOT)}:{line}: a loop of {lines} lines"
+
+
 def test_functions_are_found():
     source = """
     namespace a { template <class T> struct B { int f() const { if (x) { return 1; } return 2; } }; }
@@ -247,6 +254,19 @@ def test_functions_are_found():
     }
     """
     assert functions(source) == [("f", 1), ("kernel", 4)]
+
+
+def test_loops_are_found():
+    source = """
+    for (int i = 0; i < n; ++i) a[i] = 0;  // while (x) {
+    while (one(x) &&
+           other(x)) {
+      for (;;) {
+        break;
+      }
+    }
+    """
+    assert loops(source) == [(3, 6), (5, 3)]
 
 
 def test_resource_table_is_current_and_nothing_spills():

@@ -77,6 +77,75 @@ __device__ __forceinline__ void decode_load_q(DecodeStorage<C>& shared, const De
   }
 }
 
+template <class C>
+__device__ __forceinline__ void start_rows(RowStatistics& rows, float (&o)[C::kHeadDim / 2]) {
+  rows.row_max_log2[0] = rows.row_max_log2[1] = kUninitializedMax;
+  rows.sum[0] = rows.sum[1] = 0.f;
+#pragma unroll
+  for (int e = 0; e < C::kHeadDim / 2; ++e) o[e] = 0.f;
+}
+
+template <class Mma, class C>
+__device__ __forceinline__ void multiply_qk(float (&s)[C::kBlockK / 2], uint64_t q_desc,
+                                            uint64_t k_desc, uint32_t stage) {
+  ptx::wgmma_fence();
+  const uint64_t k_tile = k_desc + stage * (C::kKVBytes / 16);
+#pragma unroll
+  for (int d = 0; d < C::kHeadDim / 16; ++d)
+    Mma::template ss<0>(s, q_desc + (d / 4 * kDecodeRows * 128 + d % 4 * 32) / 16,
+                        k_tile + (d / 4 * C::kBlockK * 128 + d % 4 * 32) / 16, d > 0);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::wgmma_tie(s);
+}
+
+template <class Mma, class C>
+__device__ __forceinline__ void multiply_pv(float (&o)[C::kHeadDim / 2],
+                                            uint32_t (&p)[C::kBlockK / 16][4], uint64_t v_desc,
+                                            uint32_t stage) {
+  ptx::wgmma_fence();
+  const uint64_t v_tile = v_desc + stage * (C::kKVBytes / 16);
+#pragma unroll
+  for (int n = 0; n < C::kBlockK / 16; ++n) Mma::template rs<1>(o, p[n], v_tile + n * 128, 1);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::wgmma_tie(o);
+}
+
+template <class Op, class C>
+__device__ __forceinline__ void decode_store(const float (&o)[C::kHeadDim / 2],
+                                             const RowStatistics& rows, const DecodeArgs& a,
+                                             const DecodeSegment& segment, int row) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int r = row + 8 * half;
+    const float sum = quad_sum(rows.sum[half]);
+    const float inverse = sum == 0.f ? 0.f : ptx::rcp_approx(sum);
+    const float lse = sum == 0.f ? -INFINITY : rows.row_max_log2[half] + ptx::lg2_approx(sum);
+    if (r >= a.plan.rows) continue;
+    if (segment.alone) {
+      const DecodeRow place(a, segment.sequence, r);
+      auto* out = static_cast<uint16_t*>(a.p.out) + place.offset(a.p.out_strides) + lane % 4 * 2;
+#pragma unroll
+      for (int e = half * 2; e < C::kHeadDim / 2; e += 4)
+        if (e / 4 * 8 + lane % 4 * 2 < a.p.head_dim_v)
+          *reinterpret_cast<uint32_t*>(out + e / 4 * 8) =
+              Op::pack2(o[e] * inverse, o[e + 1] * inverse);
+      if (lane % 4 == 0) a.p.lse[place.lse_offset(a.p)] = lse * kLn2;
+    } else {
+      const int64_t place =
+          (int64_t{segment.sequence} * a.plan.segments + segment.index) * a.plan.rows + r;
+      float* out = a.plan.partial_out + place * C::kHeadDim + lane % 4 * 2;
+#pragma unroll
+      for (int e = half * 2; e < C::kHeadDim / 2; e += 4)
+        *reinterpret_cast<float2*>(out + e / 4 * 8) =
+            make_float2(o[e] * inverse, o[e + 1] * inverse);
+      if (lane % 4 == 0) a.plan.partial_lse[place] = lse;
+    }
+  }
+}
+
 template <class Op, class C>
 __device__ __forceinline__ void decode_compute(DecodeStorage<C>& shared, const DecodeArgs& a,
                                                int begin, int end) {
@@ -104,30 +173,19 @@ __device__ __forceinline__ void decode_compute(DecodeStorage<C>& shared, const D
 
   float s[kBlockK / 2], o[kHeadDim / 2];
   uint32_t p[kBlockK / 16][4];
+  RowStatistics rows;
   uint32_t turn = 0;
   for (int at = begin; at < end;) {
     const DecodeSegment segment = decode_segment(a.plan, at, end);
     decode_load_q(shared, a, segment.sequence);
     ptx::fence_proxy_async();
     ptx::barrier_sync(1, 128);
-    RowStatistics rows;
-    rows.row_max_log2[0] = rows.row_max_log2[1] = kUninitializedMax;
-    rows.sum[0] = rows.sum[1] = 0.f;
-#pragma unroll
-    for (int e = 0; e < kHeadDim / 2; ++e) o[e] = 0.f;
+    start_rows<C>(rows, o);
 #pragma unroll 1
     for (int block = segment.first; block < segment.end; ++block, ++turn, ++at) {
       const uint32_t stage = turn % kStages;
       wait(shared.k_full[stage], turn / kStages);
-      ptx::wgmma_fence();
-      const uint64_t k_tile = k_desc + stage * (C::kKVBytes / 16);
-#pragma unroll
-      for (int d = 0; d < kHeadDim / 16; ++d)
-        MmaQK::template ss<0>(s, q_desc + (d / 4 * kDecodeRows * 128 + d % 4 * 32) / 16,
-                              k_tile + (d / 4 * kBlockK * 128 + d % 4 * 32) / 16, d > 0);
-      ptx::wgmma_commit();
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_tie(s);
+      multiply_qk<MmaQK, C>(s, q_desc, k_desc, stage);
       release(shared.k_empty[stage]);
       if (busy) {
         if (a.scores.mode != kScaled) scale_scores(s, a.scores);
@@ -149,42 +207,10 @@ __device__ __forceinline__ void decode_compute(DecodeStorage<C>& shared, const D
       for (int e = 0; e < kBlockK / 2; e += 2)
         p[e / 8][e / 2 % 4] = busy ? Op::pack2(s[e], s[e + 1]) : 0u;
       wait(shared.v_full[stage], turn / kStages);
-      ptx::wgmma_fence();
-      const uint64_t v_tile = v_desc + stage * (C::kKVBytes / 16);
-#pragma unroll
-      for (int n = 0; n < kBlockK / 16; ++n) MmaPV::template rs<1>(o, p[n], v_tile + n * 128, 1);
-      ptx::wgmma_commit();
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_tie(o);
+      multiply_pv<MmaPV, C>(o, p, v_desc, stage);
       release(shared.v_empty[stage]);
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = row + 8 * half;
-      const float sum = quad_sum(rows.sum[half]);
-      const float inverse = sum == 0.f ? 0.f : ptx::rcp_approx(sum);
-      const float lse = sum == 0.f ? -INFINITY : rows.row_max_log2[half] + ptx::lg2_approx(sum);
-      if (r >= a.plan.rows) continue;
-      if (segment.alone) {
-        const DecodeRow place(a, segment.sequence, r);
-        auto* out = static_cast<uint16_t*>(a.p.out) + place.offset(a.p.out_strides) + lane % 4 * 2;
-#pragma unroll
-        for (int e = half * 2; e < kHeadDim / 2; e += 4)
-          if (e / 4 * 8 + lane % 4 * 2 < a.p.head_dim_v)
-            *reinterpret_cast<uint32_t*>(out + e / 4 * 8) =
-                Op::pack2(o[e] * inverse, o[e + 1] * inverse);
-        if (lane % 4 == 0) a.p.lse[place.lse_offset(a.p)] = lse * kLn2;
-      } else {
-        const int64_t place =
-            (int64_t{segment.sequence} * a.plan.segments + segment.index) * a.plan.rows + r;
-        float* out = a.plan.partial_out + place * kHeadDim + lane % 4 * 2;
-#pragma unroll
-        for (int e = half * 2; e < kHeadDim / 2; e += 4)
-          *reinterpret_cast<float2*>(out + e / 4 * 8) =
-              make_float2(o[e] * inverse, o[e + 1] * inverse);
-        if (lane % 4 == 0) a.plan.partial_lse[place] = lse;
-      }
-    }
+    decode_store<Op, C>(o, rows, a, segment, row);
     ptx::barrier_sync(1, 128);  // nobody reads the old Q any more
   }
 }

@@ -5,6 +5,55 @@
 
 namespace flashsci::sm90::fwd {
 
+// The blocks that each consumer sees of those that a tile loads.
+template <class C>
+struct OwnBlocks {
+  int first[C::kConsumers], end[C::kConsumers];
+  __device__ __forceinline__ OwnBlocks(const Window& window, int row, int seq_q) {
+#pragma unroll
+    for (int w = 0; w < C::kConsumers; ++w) {
+      const Blocks<C> own(window, row + w * 64, 64, seq_q);
+      first[w] = own.first, end[w] = own.end;
+    }
+  }
+  __device__ __forceinline__ uint32_t skipped_by(int block) const {
+    uint32_t skipping = 0;
+#pragma unroll
+    for (int w = 0; w < C::kConsumers; ++w) skipping += block < first[w] || block >= end[w];
+    return skipping;
+  }
+};
+
+// Tells the consumers of a tile, or that there is none, and loads its Q if it sees any keys.
+template <class C>
+__device__ __forceinline__ void post_tile(SharedStorage<C>& shared, const ForwardArgs& a,
+                                          const uint32_t& tiles, const WorkTile& work,
+                                          const bool& more, const int& count,
+                                          const KvHeadCoord& at) {
+  const auto address = [](const void* x) { return ptx::shared_address(x); };
+  const uint32_t stage = tiles % C::kQStages;
+#pragma unroll
+  for (int w = 0; w < C::kConsumers; ++w)
+    ptx::mbarrier_sleep(address(&shared.q_empty[stage][w]), (tiles / C::kQStages & 1) ^ 1);
+  TileInfo& tile = shared.tile_info[tiles % kTileSlots];
+  tile.row = more ? work.row : -1;
+  tile.head = at.head, tile.head_k = at.head_k, tile.batch1 = at.batch1, tile.batch0 = at.batch0;
+  tile.first_q = work.first_q, tile.first_k = work.first_k;
+  tile.seq_q = work.seq_q, tile.seq_k = work.seq_k;
+#pragma unroll
+  for (int w = 0; w < C::kConsumers; ++w) {
+    const uint32_t full = address(&shared.q_full[stage][w]);
+    poison_stage(address(shared.q[stage][w]), C::kQBytes);
+    if (count > 0) {
+      ptx::mbarrier_arrive_expect(full, sizeof(shared.q[0][0]));
+      load_boxes<typename C::QBox, sizeof(shared.q[0][0])>(
+          address(shared.q[stage][w]), a.q, full, work.first_q + work.row + w * 64, at.head, at);
+    } else {
+      ptx::mbarrier_arrive(full);
+    }
+  }
+}
+
 // Scheduler and producer in one warp: with one stage of Q the scheduler cannot run ahead, and at D 256
 // whatever else loads delays K and V (measured: 4 to 7 %).
 template <class C, bool kVarlen>
@@ -20,52 +69,16 @@ __device__ __forceinline__ void load_and_schedule(SharedStorage<C>& shared, cons
     const Window window = window_of(a.p, work.seq_q, work.seq_k);
     const Blocks<C> blocks(window, work.row, C::kBlockQ, work.seq_q);
     const int count = more && work.row >= 0 ? blocks.end - blocks.first : 0;
-    int own_first[C::kConsumers], own_end[C::kConsumers];  // blocks that a consumer sees
-#pragma unroll
-    for (int w = 0; w < C::kConsumers; ++w) {
-      const Blocks<C> own(window, work.row + w * 64, 64, work.seq_q);
-      own_first[w] = own.first, own_end[w] = own.end;
-    }
+    const OwnBlocks<C> own(window, work.row, work.seq_q);
     uint32_t taken = 0;
     if (ptx::elect()) {
       KvHeadCoord at(a.p, more ? work.batch_head : 0);
-      const auto post = [&] {
-        const uint32_t stage = tiles % C::kQStages;
-#pragma unroll
-        for (int w = 0; w < C::kConsumers; ++w)
-          ptx::mbarrier_sleep(address(&shared.q_empty[stage][w]), (tiles / C::kQStages & 1) ^ 1);
-        TileInfo& tile = shared.tile_info[tiles % kTileSlots];
-        tile.row = more ? work.row : -1;
-        tile.head = at.head, tile.head_k = at.head_k, tile.batch1 = at.batch1,
-        tile.batch0 = at.batch0;
-        tile.first_q = work.first_q, tile.first_k = work.first_k;
-        tile.seq_q = work.seq_q, tile.seq_k = work.seq_k;
-#pragma unroll
-        for (int w = 0; w < C::kConsumers; ++w) {
-          const uint32_t full = address(&shared.q_full[stage][w]);
-          poison_stage(address(shared.q[stage][w]), C::kQBytes);
-          if (count > 0) {
-            ptx::mbarrier_arrive_expect(full, sizeof(shared.q[0][0]));
-            load_boxes<typename C::QBox, sizeof(shared.q[0][0])>(
-                address(shared.q[stage][w]), a.q, full, work.first_q + work.row + w * 64, at.head,
-                at);
-          } else {
-            ptx::mbarrier_arrive(full);
-          }
-        }
-      };
-      const auto skipped_by = [&](int block) {
-        uint32_t skipping = 0;
-#pragma unroll
-        for (int w = 0; w < C::kConsumers; ++w)
-          skipping += block < own_first[w] || block >= own_end[w];
-        return skipping;
-      };
+      const auto post = [&] { post_tile(shared, a, tiles, work, more, count, at); };
       // Waits for a stage to be free and pre-arrives for the consumers that skip this block.
       const auto acquire = [&](uint64_t* empty, uint32_t at_turn, int block) {
         const uint32_t barrier = address(&empty[at_turn % C::kStages]);
         ptx::mbarrier_sleep(barrier, (at_turn / C::kStages & 1) ^ 1);
-        const uint32_t skipping = skipped_by(block);
+        const uint32_t skipping = own.skipped_by(block);
         if (skipping > 0) ptx::mbarrier_arrive(barrier, 4 * skipping);
       };
       const auto load_k = [&](uint32_t at_turn, int block) {
@@ -76,7 +89,7 @@ __device__ __forceinline__ void load_and_schedule(SharedStorage<C>& shared, cons
         load_boxes<typename C::KBox, sizeof(shared.k[0])>(
             address(shared.k[stage]), a.k, full, work.first_k + block * C::kBlockK, at.head_k, at);
         if constexpr (C::kHasBiasMask)
-          load_bias_mask<C>(shared, a, ring, skipped_by(block), work.row, block, at);
+          load_bias_mask<C>(shared, a, ring, own.skipped_by(block), work.row, block, at);
       };
       int block = blocks.end - 1;
       // With two stages of Q the next is free; the only one is freed later than a stage of K.
