@@ -86,7 +86,7 @@ def problem_of(case: dict[str, Any], capability: tuple[int, int] | None, on_gpu:
         batch=(lens["n"],) if lens else batch,
         seq_q=lens["total"] if lens else case["Sq"], seq_k=lens["total"] if lens else case["Sk"],
         varlen=bool(lens), ragged_bias=bool(lens and bias), bias_shape=shape, bias_dtype=bias_dtype if bias else None,
-        bias_grad=wanted, bias_summed=summed, bias_inner="bias_layout" not in case, mask="mask" in case,
+        bias_grad=wanted, bias_summed=summed, mask="mask" in case,
         window_left=left, window_right=0 if case.get("causal") else right, requires_grad=order > 0,
     )  # fmt: skip
 
@@ -104,10 +104,7 @@ def generation_of(case: dict[str, Any], problem: Problem) -> int:
     v = empty((*problem.batch, problem.heads_q, problem.seq_k, problem.head_dim_v), problem.dtype)
     bias = mask = None
     if problem.bias_shape is not None:
-        *outer, heads, rows, keys = problem.bias_shape
         bias = empty(problem.bias_shape, problem.bias_dtype)
-        if not problem.bias_inner:
-            bias = empty((*outer, rows, keys, heads), problem.bias_dtype).movedim(-1, -3)
     if "mask" in case:
         mask = empty(case["mask"], torch.bool)
     scalars = ops.Scalars(-1, -1, 1.0, 0.0, -1, -1, False, 0.0, "default", False)

@@ -42,8 +42,8 @@ UNKNOWN = math.log(1.5)
 MOST_CONDITIONS, BEAM = 6, 12
 #: What learnt rules may ask, with the numbers among them.
 ASKED = {
-    "calls": ("bits", "head_dim", "seq_q", "seq_k", "batch_heads", "aligned", "band", "bias", "bias_inner", "mask", "varlen", "grad"),
-    "gradients": ("bits", "head_dim", "seq_q", "seq_k", "batch_heads", "aligned", "band", "bias", "bias_inner", "bias_grad", "bias_summed", "mask", "varlen", "generation", "forward"),
+    "calls": ("bits", "head_dim", "seq_q", "seq_k", "batch_heads", "aligned", "band", "bias", "mask", "varlen", "grad"),
+    "gradients": ("bits", "head_dim", "seq_q", "seq_k", "batch_heads", "aligned", "band", "bias", "bias_grad", "bias_summed", "mask", "varlen", "generation", "forward"),
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashsci import arguments, fp8, registry
 from flashsci.dispatch import Plan, keep, plans, run, seed_for
 from flashsci.ops import Tensors
-from flashsci.problem import keys_inner, sums_bias
+from flashsci.problem import sums_bias
 from flashsci.tracing import autocast
 
 FP8 = fp8.FP8  # one look-up: every call asks
@@ -54,7 +54,8 @@ def attention(
         v: values ``[..., Hk, Sk, Dv]``.
         bias: added to the scores, in natural-log units; broadcastable to ``[..., Hq, Sq, Sk]``, q's
             dtype or float32, any strides, -inf allowed. Its gradient has its own shape and dtype,
-            accumulated in float32 or better.
+            accumulated in float32 or better. Where its keys are not neighbours in memory (``[..., Sq,
+            Sk, Hq]`` with heads moved forward) and nothing of it is expanded, kernels read a copy.
         key_weight: multiplies the exponential of every score of its key, ``P = w e^S / sum w e^S``:
             the smooth cutoff of an interatomic potential. Non-negative, broadcastable to
             ``[..., Hk, Sk]``, q's dtype or float32. Zeros are exact, and so is the gradient there (a
@@ -194,7 +195,7 @@ def _plan(
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         None
         if bias is None
-        else (bias.shape, keys_inner(bias), bias.dtype, bias.device, bias.requires_grad),
+        else (bias.shape, bias.dtype, bias.device, bias.requires_grad),
         None
         if key_weight is None
         else (key_weight.shape, key_weight.dtype, key_weight.device, key_weight.requires_grad),
@@ -303,10 +304,8 @@ def describe(
     else:
         bias_shape = None if bias is None else tuple(bias.shape)
         features.update(batch=batch, seq_q=q.shape[-2], seq_k=k.shape[-2], bias_shape=bias_shape)
-        if bias is not None:
-            features["bias_inner"] = keys_inner(bias)
-            if features["bias_grad"]:
-                features["bias_summed"] = sums_bias(bias, (*batch, *heads))
+        if bias is not None and features["bias_grad"]:
+            features["bias_summed"] = sums_bias(bias, (*batch, *heads))
     return registry.call(q, v, heads_q, heads_k, features)
 
 

@@ -18,6 +18,17 @@ from torch import Tensor
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 
 
+def _copied(bias: Tensor) -> bool:
+    """Whether a bias is worth a copy: its keys are not neighbours in memory (it came out of a Linear over pairs, say), and
+    no dim is expanded, for a copy would hold every repetition."""
+    return (
+        bias.dim() > 0
+        and bias.stride(-1) != 1
+        and bias.shape[-1] != 1
+        and all(n == 1 or s != 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
+    )
+
+
 class Tensors(NamedTuple):
     """The tensors of one call, as kernels take them (docs/extending.md has shapes and strides). The first five
     have gradients."""
@@ -35,11 +46,15 @@ class Tensors(NamedTuple):
     alibi_slopes: Tensor | None = None  # fp32 [*, Hq], packed [N or 1, Hq]
 
     def inner_contiguous(self) -> Tensors:
-        """With copies of q, k, v where their last dim is not contiguous, which kernels need."""
-        if self.q.stride(-1) == self.k.stride(-1) == self.v.stride(-1) == 1:
+        """With copies of q, k, v where their last dim is not contiguous, which kernels need, and of such a bias: they take
+        it, but number by number and once more for every head and batch member that shares it."""
+        q, k, v, bias, *others = self
+        if bias is not None and _copied(bias):
+            bias = bias.contiguous()
+        elif q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             return self
-        q, k, v, *others = self
-        return Tensors(q.contiguous(), k.contiguous(), v.contiguous(), *others)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        return Tensors(q, k, v, bias, *others)
 
 
 class Scalars(NamedTuple):

@@ -19,11 +19,6 @@ def sums_bias(bias: Tensor, leading: Sequence[int]) -> bool:
     return bias.dtype != torch.float32 and own != tuple(leading)
 
 
-def keys_inner(bias: Tensor) -> bool:
-    """Whether the keys of a bias are neighbours in memory."""
-    return bias.dim() == 0 or bias.shape[-1] == 1 or bias.stride(-1) == 1
-
-
 @dataclass(frozen=True)
 class Problem:
     """Shapes, dtypes, features and device of one call; hashable, holds no tensors.
@@ -48,7 +43,6 @@ class Problem:
     bias_dtype: torch.dtype | None = None
     bias_grad: bool = False
     bias_summed: bool = False  # see `sums_bias`
-    bias_inner: bool = True  # its keys are neighbours in memory
     ragged_bias: bool = False
     key_weight: bool = False
     key_weight_grad: bool = False

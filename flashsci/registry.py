@@ -24,7 +24,7 @@ from torch import Tensor
 from flashsci import preferences
 from flashsci.errors import BackendError
 from flashsci.ops import NEED_BIAS, Saved, Tensors
-from flashsci.problem import Problem, keys_inner, sums_bias
+from flashsci.problem import Problem, sums_bias
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,6 @@ def _gradient_backend(name: str, module: Any, saved: Saved, need: int) -> str:
     if bias is not None:
         bias_shape = bias.shape
         features["bias_shape"] = ()  # there is one; a compiler may hide its sizes
-        features["bias_inner"] = keys_inner(bias)
         features["bias_grad"] = bool(need & NEED_BIAS)
         features["bias_summed"] = sums_bias(bias, q.shape[:-2])
     sequences = -1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1

@@ -210,11 +210,3 @@ def test_forms_of_a_bias(changes, form):
 def test_packed_lengths_are_means():
     found = preferences.features(replace(HOPPER, varlen=True, batch=(5,), seq_q=50, seq_k=100))
     assert (found["seq_q"], found["seq_k"], found["batch_heads"]) == (10, 20, 80)
-
-
-def test_where_the_keys_of_a_bias_lie():
-    """Equal shapes: contiguous, and as a Linear of pairs makes a bias."""
-    q = torch.randn(1, 2, 4, 8)
-    pairs = torch.randn(1, 4, 4, 2).movedim(-1, 1)
-    assert flashsci.explain(q, q, q, bias=pairs.contiguous()).problem.bias_inner
-    assert not flashsci.explain(q, q, q, bias=pairs).problem.bias_inner

@@ -7,6 +7,7 @@ import torch
 from naive import naive
 
 import flashsci
+from flashsci.ops import Saved, Tensors
 from flashsci.testing import embed
 
 BACKENDS = ["reference", "triton"]
@@ -109,6 +110,65 @@ def test_bias_and_mask_of_any_stride(backend):
         view = embed(plain, order=order, pad={order[-1]: 2})
         out = flashsci.attention(q, k, v, bias=view, mask=embed(mask, order=order), backend=backend)
         agree(out, truth)
+
+
+@pytest.fixture
+def biases(monkeypatch):
+    """The biases that Triton's kernels get from here on."""
+    from flashsci.backends import triton
+
+    seen = []
+    for name in ("forward", "backward", "jvp", "double_backward"):
+        run = getattr(triton, name)
+
+        def spy(*given, run=run):
+            found = (x.tensors if isinstance(x, Saved) else x for x in given)
+            seen.extend(x.bias for x in found if isinstance(x, Tensors))
+            return run(*given)
+
+        monkeypatch.setattr(triton, name, spy)
+    return seen
+
+
+def both(f, *xs):
+    return torch.func.vmap(f)(*(torch.stack([x, 2 * x]) for x in xs))
+
+
+DERIVED = {
+    "out": lambda f, x, t: f(x),
+    "gradient": lambda f, x, t: torch.autograd.grad(f(x).square().sum(), x)[0],
+    "second": lambda f, x, t: torch.autograd.functional.hvp(lambda x: f(x).sin().sum(), x, t)[1],
+    "jvp": lambda f, x, t: torch.func.jvp(f, (x,), (t,))[1],
+    "vmap": lambda f, x, t: both(f, x),
+    "vmap of grad": lambda f, x, t: both(torch.func.grad(lambda x: f(x).square().sum()), x),
+    "compiled": lambda f, x, t: torch.compile(f, backend="aot_eager", fullgraph=True)(x),
+}
+
+
+@pytest.mark.parametrize("what", DERIVED)
+def test_a_bias_of_a_linear_is_read_by_rows(biases, what):
+    """Heads innermost, as a Linear over pairs leaves them: kernels get a copy, derivatives of every kind go through it, and
+    q, k and v stay where they are."""
+    q, k, v = (draw(4, 5, 3, 8).transpose(1, 2) for _ in range(3))
+    pairs, tangent = draw(1, 5, 5, 3).requires_grad_(), draw(1, 5, 5, 3)
+
+    def on(backend):
+        return lambda x: flashsci.attention(q, k, v, bias=x.movedim(-1, 1), backend=backend)
+
+    found = DERIVED[what](on("triton"), pairs, tangent)
+    assert biases and all(x.stride(-1) == 1 for x in biases)
+    agree(found, DERIVED[what](on("reference"), pairs, tangent))
+
+
+def test_an_expanded_bias_is_not_copied(biases):
+    """A copy would hold each of its repetitions."""
+    q = draw(4, 3, 5, 8)
+    held = draw(3, 5, 5).mT
+    bias = held.expand(4, 3, 5, 5)
+    agree(flashsci.attention(q, q, q, bias=bias, backend="triton"), naive(q, q, q, bias=bias)[0])
+    assert [x.data_ptr() for x in biases] == [held.data_ptr()]
+    flashsci.attention(q, q, q, bias=held, backend="triton")
+    assert biases[1].stride(-1) == 1 and biases[1].shape == (1, 3, 5, 5)
 
 
 @pytest.mark.parametrize("backend", ALL)
