@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashsci
+from flashsci import ops
 from flashsci.backends import cuda
 
 NAMES = (
@@ -284,3 +286,43 @@ def test_attention_backward_checks_what_it_is_given():
     seed = {"dropout_p": 0.5, "dropout_seed": torch.zeros(3, dtype=torch.int64)}
     with pytest.raises(ValueError, match=r"dropout_seed must be an int64 tensor of shape \[2\]"):
         flashsci.attention_backward(*(values[n] for n in names), **seed)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_sees_the_ops():
+    """A plain call leaves torch's dispatcher out; modes, profilers and transforms are told all the same."""
+    q = torch.randn(2, 4, 8, requires_grad=True)
+
+    def step():
+        flashsci.attention(q, q, q, backend="triton").sum().backward()
+
+    with Seen() as seen:
+        step()
+    assert {"flashsci.triton_forward.default", "flashsci.triton_backward.default"} <= seen.ops
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    names = {event.key for event in profile.key_averages()}
+    assert {"flashsci::triton_forward", "flashsci::triton_backward"} <= names
+
+
+def test_a_plain_call_leaves_the_dispatcher_out(monkeypatch):
+    dispatched = []
+    monkeypatch.setattr(ops, "_watched", lambda: dispatched.append("asked"))
+    q = torch.randn(2, 4, 8)
+    flashsci.attention(q, q, q, backend="triton")
+    assert dispatched == ["asked"]
+
+    class Wrapped(torch.Tensor):
+        pass
+
+    flashsci.attention(q.as_subclass(Wrapped), q, q, backend="triton")
+    assert dispatched == ["asked"], "a subclass of Tensor may have a dispatch of its own"
