@@ -265,12 +265,38 @@ def _memory(record: Record) -> str:
     return f"{megabytes:.0f} MB" if megabytes < 1000 else f"{_digits(megabytes / 1000)} GB"
 
 
-def models(records: list[Record]) -> Table:
-    """Whole models, as they are and on flashsci: time of a step, memory, errors, who served the calls."""
-    steps: dict[str, dict[str, Record]] = {}
+def _steps(records: list[Record]) -> dict[str, dict[str, Record]]:
+    """Of whole models: by step and dtype, the client's record and flashsci's."""
+    found: dict[str, dict[str, Record]] = {}
     for r in records:
         if r["suite"] == "models":
-            steps.setdefault(r["case"]["id"], {})[r["backend"]] = r
+            found.setdefault(r["case"]["id"], {})[r["backend"]] = r
+    return found
+
+
+def speeds(records: list[Record]) -> Table:
+    """Whole models in short: speed and memory on flashsci, as a multiple of the client as it is, in each dtype."""
+    rows: dict[tuple[str, str, str], dict[str, str]] = {}
+    for way in _steps(records).values():
+        client, ours = way["client"], way["flashsci"]
+        if client["time_us"] and ours["time_us"]:
+            case = client["case"]
+            row = rows.setdefault((case["model"], case["about"], client["path"]), {})
+            row[case["dtype"]] = _ratio(ranking.median(client) / ranking.median(ours))
+            if client["peak_mem_mb"] and ours["peak_mem_mb"]:
+                less = _ratio(client["peak_mem_mb"] / ours["peak_mem_mb"])
+                row[case["dtype"]] += f", memory {less}"
+    dtypes = ("bf16", "fp32")
+    header = ["model", "step", "its own attention", *dtypes]
+    shown = [[*key, *(row.get(d, "-") for d in dtypes)] for key, row in rows.items()]
+    used = [r for way in _steps(records).values() for r in way.values() if r["time_us"]]
+    note = f"{_place(used)}; medians of whole steps, the two ways in turn." if used else ""
+    return Table("Whole models in short", header, shown, note)
+
+
+def models(records: list[Record]) -> Table:
+    """Whole models, as they are and on flashsci: time of a step, memory, errors, who served the calls."""
+    steps = _steps(records)
     rows = []
     for way in steps.values():
         client, ours = way["client"], way["flashsci"]
@@ -340,6 +366,7 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "summary": summary,
     "claims": claims,
     "models": models,
+    "speeds": speeds,
     "served": served,
 }
 

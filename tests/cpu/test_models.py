@@ -397,6 +397,10 @@ def test_table_of_models(monkeypatch):
     assert row[4:10] == ["5 ms", "2.5 ms", "2.00x", "3 GB", "900 MB", "3.33x"]
     assert row[-1] == "sdpa 1; gradients sdpa 1"
     assert "errors relative to the client in float64" in table.note
+    short = report.speeds(found)
+    assert short.rows == [["toy", "a toy", "matmul", "-", "2.00x, memory 3.33x"]]
+    found[1]["time_us"] = None
+    assert report.speeds(found).rows == [] and report.speeds([]).note == ""
     (call,) = report.served(found).rows
     assert call[0] == "toy-fp32" and "q [2, 5, 8]" in call[2] and call[4:] == ["1", "sdpa", "sdpa"]
     assert [t.title for t in report.tables(found)] == ["Whole models"]
