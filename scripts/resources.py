@@ -64,6 +64,10 @@ TILING_SM75 = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([0
 TILING_SM90 = re.compile(
     r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])ELi(\d+)E+Lb([01])ELb([01])ELb([01])E"
 )
+# sm90, 8-bit floats: head dims of q and k and of v, keys, consumer warpgroups, stages; packed.
+TILING_FP8 = re.compile(
+    r"fp8_forward_kernelI\w*TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])E"
+)
 # sm80, fp32: head dim, warps, m16 blocks of a warp, n8 blocks of keys, CTAs per SM; bias or mask.
 TILE_FP32 = re.compile(r"ForwardTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
 # ... its backward: kernel; the same with columns for keys; what a CTA owns (0: queries), bias or mask.
@@ -81,6 +85,8 @@ BACKWARD_SM90 = re.compile(
     r"E*Lb(?P<packed>[01])(?:ELb(?P<softcap>[01]))?"
 )
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
+# sm90 paged attention: kernel; head dim, of the plan keys of a block.
+PAGED_SM90 = re.compile(r"5paged\d+(?P<kind>paged|plan|combine)_kernelI.*?Li(?P<number>\d+)E")
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,17 @@ class Kernel:
                 128 if found["rows"] else 64,
             )
             return (dim, rows, 0, 8, 0, 1, 1) if found["kind"] else (dim, rows, keys, 12, 2, 1, 1)
+        if found := TILING_FP8.search(self.name):
+            dim, _, keys, consumers, stages, _ = map(int, found.groups())
+            return dim, 64 * consumers, keys, 4 * (consumers + 1), stages, 1, 1
         if self.unit.startswith("sm90"):
+            if found := PAGED_SM90.search(self.name):
+                number = int(found["number"])
+                if found["kind"] == "plan":
+                    return 0, 64, number, 32, 0, 1, 1
+                if found["kind"] == "combine":
+                    return number, 4, 0, 4, 0, 8, 1
+                return number, 64, 64 if number == 256 else 128, 5, 4 if number == 64 else 3, 1, 1
             if found := DECODE_SM90.search(self.name):
                 dim = int(found[1])
                 if "decode_combine" in self.name:
@@ -204,6 +220,11 @@ class Kernel:
                 "tile after tile" * (found["many"] == "1"),
             )
             return " ".join(filter(None, words)) or "dense"
+        if self.unit.startswith("sm90") and (found := PAGED_SM90.search(self.name)):
+            return found["kind"]
+        if found := TILING_FP8.search(self.name):
+            values = f"v {found[2]}" * (found[2] != found[1])
+            return " ".join(filter(None, (values, "packed" if found[6] == "1" else "dense")))
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return "combine" if "decode_combine" in self.name else "decoding"
         if found := TILE_FP32.search(self.name):
@@ -278,7 +299,11 @@ class Kernel:
             if found["bias_mask"] == "2":  # fp32, up to D 64 two stages of it and of a mask
                 ds += rows * keys * (2 * 5 if dim == dim_v == 64 else 4)
             return inputs + ds + 8 * stages * rows + 4 * dim * rows  # statistics; dQ
-        if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
+        if found := TILING_FP8.search(self.name):  # Q twice, K, V and V turned, output staging
+            return dim * (2 * rows + stages * keys) + 2 * int(found[2]) * stages * keys + (warps - 4) * 2048  # fmt: skip
+        if self.unit.startswith("sm90") and (
+            DECODE_SM90.search(self.name) or PAGED_SM90.search(self.name)
+        ):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0
         if found := TILING_BIAS_MASK.search(self.name):
             members, bias = int(found[7]), int(found[8])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from flashsci.check import units
 from flashsci.testing import (
     Case,
     FP8Case,
@@ -48,7 +49,6 @@ def plan_cases(
             if not (v.dropout or v.key_weight or v.alibi or (v.varlen and v.bias))
             and only in (None, v.dtype)
             and not (hopper and (v.dtype == "float32" or v.head_dim % 8 or v.head_dim_v % 8))
-            and not (v.dtype == "float32" and max(v.head_dim, v.head_dim_v) > 128)
         ]
         pool = list(dict.fromkeys(served))[: 256 if many else 64]
     if device != "cuda":
@@ -100,15 +100,34 @@ def _aligned(case: Case) -> Case:
 
 
 def paged_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:
-    """Cases of paged attention, for the backends that have it; small ones where Triton interprets."""
+    """Cases of paged attention, for the backends that have it; small ones where Triton interprets.
+
+    Where Hopper's kernels are judged every other case is one that they serve: of those that are drawn nine in ten have an 8-bit
+    cache, scales, fp32 or rows that are not aligned.
+    """
     limits = {} if device == "cuda" else {"longest_k": 40, "longest_q": 6}
-    return list(generate_paged(seed, count, **limits)), tuple(b for b in backends if b == "triton")
+    names = units.paged_here(backends, device)
+    cases = list(generate_paged(seed, count, **limits))
+    if "cuda" in names:
+        cases[::2] = [hopper_paged(case) for case in cases[::2]]
+    return cases, names
+
+
+def hopper_paged(case: PagedCase) -> PagedCase:
+    """What the CUDA library's paged kernels take; as drawn in other respects."""
+    dtype = case.variant.dtype
+    if dtype == "float32":
+        dtype = ("float16", "bfloat16")[case.seed % 2]
+    layout = "rows" if case.layout == "unaligned" else case.layout
+    variant = replace(case.variant, dtype=dtype, cache="")
+    return replace(case, variant=variant, layout=layout, scales="none")
 
 
 def fp8_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:
-    """Cases of attention on 8-bit floats, likewise."""
+    """Cases of attention on 8-bit floats, likewise; for CUDA where the device and the library have that kernel."""
     limits = {} if device == "cuda" else {"longest": 70}
-    return list(generate_fp8(seed, count, **limits)), tuple(b for b in backends if b == "triton")
+    having = ("triton", "cuda") if units.runs_cuda_fp8(device) else ("triton",)
+    return list(generate_fp8(seed, count, **limits)), tuple(b for b in backends if b in having)
 
 
 # Calls with cases of their own, by the group of their units: (class, plan).

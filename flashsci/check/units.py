@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from flashsci import digest
@@ -11,8 +13,8 @@ KERNELS = ("triton", "cuda")  # backends of our own
 # Names for several units: the starts of theirs.
 GROUPS = {
     "second_order": ("triton/jvp", "triton/double_backward_"),
-    "paged": ("triton/paged",),
-    "fp8": ("triton/fp8",),
+    "paged": ("triton/paged", "cuda/sm90/paged"),
+    "fp8": ("triton/fp8", "cuda/sm90/fp8_"),
 }
 
 
@@ -47,6 +49,22 @@ def _runs_here(backend: str) -> bool:
 def runs_group(group: str, device: str) -> bool:
     """Whether this device has what the kernels of a group need: 8-bit floats, for those of "fp8"."""
     return group != "fp8" or device != "cuda" or torch.cuda.get_device_capability() >= (8, 9)
+
+
+def paged_here(backends: Sequence[str], device: str) -> tuple[str, ...]:
+    """Those of the backends that have kernels of paged attention which run here: Triton's, and the CUDA library's on Hopper,
+    if it was built with them."""
+    built = device == "cuda" and any(u.startswith("cuda/sm90/paged") for u in library_units())
+    served = ("triton", "cuda") if built and _runs_here("cuda:sm90") else ("triton",)
+    return tuple(b for b in backends if b in served)
+
+
+def runs_cuda_fp8(device: str) -> bool:
+    """Whether CUDA's kernel on 8-bit floats is in the library and runs here."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return False
+    found = any(u.startswith(GROUPS["fp8"]) for u in library_units())
+    return found and torch.cuda.get_device_capability()[0] == 9
 
 
 def holds(backend: str, unit: str) -> bool:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import flashsci
+from flashsci import registry
+from flashsci.check.planning import hopper_paged
+from flashsci.check.units import paged_here
 from flashsci.testing import (
     PagedCase,
     PagedVariant,
@@ -19,6 +24,15 @@ pytestmark = pytest.mark.gpu
 EIGHT_BITS = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
 
 
+@pytest.fixture(params=["triton", "cuda"])
+def backend(request):
+    """Of kernels of ours: a library or a device without those of cuda is a reason to skip, never a pass."""
+    if request.param not in paged_here(("triton", "cuda"), "cuda"):
+        reason = registry.BACKENDS["cuda"].unavailable()
+        pytest.skip(reason or "this library or this device has no paged CUDA kernels")
+    return request.param
+
+
 def here(case):
     """Whether this device has the case's dtypes."""
     older = torch.cuda.get_device_capability() < (8, 0)
@@ -26,11 +40,12 @@ def here(case):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_generated(part):
+def test_generated(part, backend):
     judged = 0
     for case in filter(here, generate_paged(100 + part, 25)):
+        case = hopper_paged(case) if backend == "cuda" else case
         with poisoned_memory():
-            judge_paged(case, "triton", "cuda")
+            judge_paged(case, backend, "cuda")
         judged += 1
     assert judged
 
@@ -62,18 +77,20 @@ def test_an_8_bit_cache_whose_rows_are_not_aligned(case, repeats):
 
 @pytest.mark.parametrize("lens_q", [(1,) * 5, (1, 700, 1, 33, 0)])
 @pytest.mark.parametrize("window", ["causal", "left"])
-def test_long_sequences(lens_q, window):
+def test_long_sequences(lens_q, window, backend):
     """Many splits of some, one of others."""
     variant = PagedVariant("float16", "", 128, 128, window, sink=True)
     lens_k = (9000, 700, 40, 5001, 1)
     case = PagedCase(variant, 5, lens_q, lens_k, heads_k=2, group=4, spare_pages=300, left=3000)
-    judge_paged(case, "triton", "cuda")
+    judge_paged(case, backend, "cuda")
 
 
 @pytest.mark.parametrize("cache", ["", "float8_e4m3fn"])
 @pytest.mark.parametrize("lens_q", [(1, 1, 1, 1), (3, 1, 40, 0)])
-def test_one_graph_serves_any_lengths_and_pages(cache, lens_q):
+def test_one_graph_serves_any_lengths_and_pages(cache, lens_q, backend):
     """Captured with one batch, replayed with others that have the same shapes, each judged."""
+    if cache and backend == "cuda":
+        pytest.skip("the CUDA kernels read 16-bit caches")
     if cache and not EIGHT_BITS:
         pytest.skip("no 8-bit floats before sm_89")
     variant = PagedVariant("float16", cache, 64, 64)
@@ -92,7 +109,7 @@ def test_one_graph_serves_any_lengths_and_pages(cache, lens_q):
     used, edges = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (4, 5))
     scales = [torch.ones(4, 2, device="cuda") for _ in range(2)] if cache else [None, None]
     given = dict(
-        block_table=table, seqused_k=used, cu_seqlens_q=edges, max_seqlen_q=max(lens_q), return_lse=True, backend="triton",
+        block_table=table, seqused_k=used, cu_seqlens_q=edges, max_seqlen_q=max(lens_q), return_lse=True, backend=backend,
         k_scale=scales[0], v_scale=scales[1],
     )  # fmt: skip
 
@@ -123,27 +140,78 @@ def test_one_graph_serves_any_lengths_and_pages(cache, lens_q):
         batch.judge(fused=True).require({"out": out, "lse": lse})
 
 
-def test_nothing_waits_for_the_device():
+def test_nothing_waits_for_the_device(backend):
     inputs = make_paged_inputs(PagedCase(PagedVariant("float16"), 1, (1, 30), (40, 90)), "cuda")
     rows = inputs.q.shape[0]
     key, value = torch.zeros(2, rows, 1, 64, dtype=torch.float16, device="cuda").unbind(0)
     slots = torch.full((rows,), -1, device="cuda")
-    inputs.evaluate("triton")
+    inputs.evaluate(backend)
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        inputs.evaluate("triton")
-        flashsci.write_kv_cache(key, value, inputs.k_cache, inputs.v_cache, slots, backend="triton")
+        inputs.evaluate(backend)
+        flashsci.write_kv_cache(key, value, inputs.k_cache, inputs.v_cache, slots, backend=backend)
     finally:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def test_results_are_the_same_every_time():
+def test_results_are_the_same_every_time(backend):
     inputs = make_paged_inputs(PagedCase(PagedVariant("float16"), 2, (1, 5, 1), (3000, 900, 20), 2, 4), "cuda")  # fmt: skip
-    first = inputs.evaluate("triton")
+    first = inputs.evaluate(backend)
     for _ in range(50):
-        found = inputs.evaluate("triton")
+        found = inputs.evaluate(backend)
         assert all(torch.equal(found[n], x) for n, x in first.items())
+
+
+# Head dims, lengths of queries and keys, group, page: rings that go round, runs that begin and end within a sequence, a
+# sequence cut into many, more sequences than processors, tiles without a row, nothing to do at all.
+REPEATED = {
+    "one long": ((128, 128), (1,), (40000,), 4, 16),
+    "mixed": ((64, 64), (1, 70, 0, 3, 1), (9000, 70, 500, 4000, 1), 7, 48),
+    "many short": ((64, 64), (1,) * 300, (17,) * 300, 8, 16),
+    "wide": ((256, 256), (5, 1, 40), (700, 3000, 40), 5, 64),
+    "apart": ((192, 128), (2, 2), (1030, 65), 16, 128),
+    "empty": ((128, 128), (1, 1, 1), (0, 0, 0), 4, 32),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("window", ["causal", "both"])
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_hundred_times_beside_other_work(name, window, dtype, backend):
+    """The same bits each time, with another stream's kernels on the device; the first run is judged. Outputs and workspaces
+    hold NaN before each."""
+    if backend != "cuda":
+        pytest.skip("its kernels have no barriers of their own")
+    dims, lens_q, lens_k, group, page = REPEATED[name]
+    variant = PagedVariant(dtype, "", *dims, window, sink=window == "both")
+    case = PagedCase(variant, 7, lens_q, lens_k, 2, group, page, "joint rows", padding=3, left=500)
+    inputs = make_paged_inputs(case, "cuda")
+    with poisoned_memory():
+        first = inputs.evaluate(backend)
+    inputs.judge(fused=True).require(first)
+    other, x = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    differ = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(100):
+        if i % 2:
+            with torch.cuda.stream(other):
+                x @ x
+        with poisoned_memory(cuda_bytes=0):
+            found = inputs.evaluate(backend)
+        for n, wanted in first.items():
+            differ += (found[n] != wanted).sum()
+    assert int(differ) == 0
+
+
+def test_refusals_name_what_was_given(backend):
+    if backend != "cuda":
+        pytest.skip("triton takes any strides")
+    case = PagedCase(PagedVariant("float16"), 1, (1, 7), (40, 90), layout="unaligned")
+    with pytest.raises(flashsci.BackendError, match=r"k_cache has strides .*multiples of 8"):
+        make_paged_inputs(case, "cuda").evaluate(backend)
+    with pytest.raises(flashsci.BackendError, match="caches in the dtype of the queries"):
+        variant = replace(case.variant, cache="float8_e4m3fn")
+        make_paged_inputs(replace(case, variant=variant), "cuda").evaluate(backend)
 
 
 def test_auto_is_triton():

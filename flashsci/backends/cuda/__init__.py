@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci import ops
+from flashsci import ops, paged_ops
+from flashsci.backends.cuda import fp8, paged
 from flashsci.errors import BackendError
+from flashsci.fp8_ops import FP8
 from flashsci.ops import NEED_BIAS, Saved, Scalars, Tensors
 from flashsci.problem import Problem, sums_bias
 
@@ -79,6 +81,8 @@ def _load_now() -> str | None:
         for op, fake in zip(found, fakes, strict=True):
             torch.library.register_fake(op.name(), fake, lib=ops.LIBRARY)
             ops.register_vmap(op)
+        if hasattr(namespace, "cuda_paged_attention"):  # not in the library of an older tree
+            paged_ops.register_fake("cuda_paged_attention")
         _library, _ops = library, found
     except Exception as error:  # whatever a broken build raises is a reason, not a crash
         # load_library hides the loader's own words in __cause__.
@@ -182,8 +186,10 @@ def _limit(kind: str, generation: int, problem: Problem, strides: bool) -> str |
     are known to be such as Hopper's kernels take (a Problem has none)."""
     widest = max(problem.head_dim, problem.head_dim_v)
     if problem.dtype == torch.float32:
-        if widest > 128:
-            return f"the head dims of its float32 kernels end at 128, and this call has {widest}"
+        # Tiles of wide heads take the shared memory of Hopper (sm_90) and of sm_100.
+        large = problem.capability is not None and problem.capability[0] in (9, 10)
+        if kind == "backward" and widest > 128 and not large:
+            return f"the head dims of its float32 backward end at 128 on this device, and this call has {widest}"
         return None
     if generation == 90 and not strides and (problem.bias or problem.mask):
         return "its Hopper kernels take a bias or a mask in some strides only"
@@ -246,7 +252,10 @@ def rejects(problem: Problem, generation: int = 0) -> str | None:
     if problem.device_type != "cuda" or problem.capability is None:
         return f"its kernels run on CUDA devices and the tensors are on {problem.device_type}; use backend='sdpa' or 'reference'"
     if problem.paged:
-        return "it has no kernels for a paged cache yet; use backend='triton' or 'reference'"
+        info = build_info() or _sources()
+        return paged.rejects(problem, generation, info, _device_name(problem.capability))
+    if problem.dtype == FP8:
+        return fp8.rejects(problem, (build_info() or _sources())["units"], generation)
     if problem.dtype not in _DTYPES:
         other = "'reference'" if problem.dtype == torch.float64 else "'triton'"
         return f"it has no {_name(problem.dtype)} kernels, only float16, bfloat16 and float32; use backend={other}"
