@@ -11,7 +11,7 @@ from flashsci import arguments, fp8, registry
 from flashsci.dispatch import Plan, keep, plans, run, seed_for
 from flashsci.ops import Tensors
 from flashsci.problem import sums_bias
-from flashsci.tracing import autocast
+from flashsci.tracing import autocast, rounds_products
 
 FP8 = fp8.FP8  # one look-up: every call asks
 
@@ -204,7 +204,7 @@ def _plan(
         if alibi_slopes is None
         else (alibi_slopes.shape, alibi_slopes.dtype, alibi_slopes.device, alibi_slopes.requires_grad),
         None if sink is None else (sink.shape, sink.dtype, sink.device),
-        options, needs_grad, registry.requested(backend),
+        options, needs_grad, registry.requested(backend), rounds_products(q.dtype),
     )  # fmt: skip
     plan = plans.get(key)
     if plan is None:

@@ -25,6 +25,7 @@ from flashsci import preferences
 from flashsci.errors import BackendError
 from flashsci.ops import NEED_BIAS, Saved, Tensors
 from flashsci.problem import Problem, sums_bias
+from flashsci.tracing import rounds_products
 
 
 @dataclass(frozen=True)
@@ -377,9 +378,19 @@ def _candidates(problem: Problem, name: str, strict: bool) -> tuple[str, ...]:
     """The backends to try, in order, for a request."""
     if name == "auto":
         order = preferences.find("calls", problem).order
-        return order if may_hold_scores(problem) else tuple(n for n in order if n != "eager")
+        return tuple(n for n in order if _may_choose(n, problem))
     absent = name == "cuda" and not strict and find(name).unavailable() is not None
     return (name, "triton") if absent else (name,)
+
+
+def _may_choose(name: str, p: Problem) -> bool:
+    """Whether ``auto`` may take a backend that can serve a call: without a request float32 stays float32, and memory
+    proportional to the call's own tensors."""
+    if name not in ("eager", "sdpa"):
+        return True
+    has_tf32 = p.capability is not None and p.capability >= (8, 0)
+    rounded = has_tf32 and p.precision != "tf32" and rounds_products(p.dtype)
+    return not rounded and (name != "eager" or may_hold_scores(p))
 
 
 def may_hold_scores(p: Problem) -> bool:

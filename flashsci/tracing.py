@@ -1,4 +1,4 @@
-"""What torch is doing around a call: functorch transforms, forward-mode levels, autocast."""
+"""What torch is doing around a call: functorch transforms, forward-mode levels, autocast, TF32."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def transforming_eagerly() -> bool:
     return (
         torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     )
+
+
+def rounds_products(dtype: torch.dtype) -> bool:
+    """Whether plain PyTorch, and SDPA with it, may multiply this dtype on a GPU with fewer bits: float32 in TF32."""
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

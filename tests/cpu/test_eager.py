@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashsci
-from flashsci import registry
+from flashsci import dispatch, registry
 from flashsci.problem import Problem
 from flashsci.testing import TRAPS, Inputs, Judge, evaluate, traps, traps_models
 
@@ -96,3 +96,45 @@ def test_auto_never_holds_more_scores_than_the_call_has_numbers(changes, may, mo
     rule = registry.preferences.Rule({}, ("eager", "reference"), "")
     monkeypatch.setattr(registry.preferences, "find", lambda *_: rule)
     assert ("eager" in registry._candidates(problem, "auto", False)) is may
+
+
+WIDE = Problem(
+    "cuda", (9, 0), torch.float32, 1, 1, 129, 128, batch=(216,), seq_q=120, seq_k=120
+)  # fmt: skip
+
+
+@pytest.fixture
+def tf32():
+    """TF32 for torch's own products, as many training scripts ask for it."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+def order(problem):
+    return registry._candidates(problem, "auto", False)
+
+
+def test_wide_heads_in_fp32_are_left_to_torch():
+    assert order(WIDE)[:2] == ("eager", "sdpa")
+    assert order(replace(WIDE, seq_q=9000, seq_k=9000))[0] == "sdpa", "scores take too much memory"
+    assert order(replace(WIDE, head_dim=128))[0] == "cuda"
+
+
+def test_fp32_stays_fp32_whatever_torch_multiplies_with(tf32):
+    """What follows torch's TF32 switch is for who asks for TF32, or for the backend."""
+    assert order(WIDE) == ("triton", "cuda", "reference")
+    assert order(replace(WIDE, precision="tf32"))[0] == "eager"
+    assert order(replace(WIDE, dtype=torch.bfloat16)) != order(WIDE)
+    assert order(replace(WIDE, capability=(7, 5)))[0] == "sdpa", "no TF32 on Turing"
+
+
+def test_a_plan_is_of_one_way_to_multiply(tf32):
+    q = torch.randn(2, 3, 8)
+    before = len(dispatch.plans)
+    flashsci.attention(q, q, q)
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    flashsci.attention(q, q, q)
+    flashsci.attention(q, q, q)
+    assert len(dispatch.plans) == before + 2
