@@ -24,6 +24,10 @@ def rounds_products(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+# As of registry.decide: asked once per trace. A compiler traces again where the switch has changed.
+rounds_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v in autocast's dtype where autocast is on, as SDPA does: floating tensors other than
     float64."""

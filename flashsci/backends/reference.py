@@ -20,6 +20,7 @@ from flashsci.dropout import keep_mask
 from flashsci.fp8_ops import FP8, lacks
 from flashsci.ops import Saved, Scalars, Tensors
 from flashsci.problem import Problem
+from flashsci.tracing import rounds_products
 
 FUSED = False
 
@@ -79,10 +80,12 @@ def _sum_to(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, summed in fp32 or better and rounded once to their dtype."""
+    """a @ b, summed in fp32 or better and rounded once to their dtype, whatever torch's TF32 switch says."""
     if a.device.type == "cpu" and a.dtype.itemsize == 2:
         # torch's own reads past the rows of a strided [n, 1], and brings in NaN from there.
         return (a.float() @ b.float()).to(a.dtype)
+    if a.device.type == "cuda" and rounds_products(a.dtype):
+        return (a.double() @ b.double()).to(a.dtype)
     return a @ b
 
 
@@ -257,7 +260,7 @@ def _dense_backward(
     delta = (dout_ * out_).sum(-1, keepdim=True)
     if dlse is not None:
         delta = delta - dlse.to(compute).unsqueeze(-1)
-    dp = keep * (dout_ @ per_query_head(v_, heads_q).transpose(-1, -2))
+    dp = keep * _product(dout_, per_query_head(v_, heads_q).transpose(-1, -2))
     ds = p * (dp - delta)
     dweight = (
         None if key_weight is None else _weight_gradient(terms * (dp - delta), key_weight, heads_k)
@@ -265,9 +268,9 @@ def _dense_backward(
     dbias = None if bias is None else _sum_to(ds, bias.shape).to(bias.dtype)
     if capped is not None:
         ds = ds * _tanh_slope(capped)
-    dq = scale * (ds @ per_query_head(k_, heads_q))
-    dk = _per_key_head(scale * (ds.transpose(-1, -2) @ q_), heads_k)
-    dv = _per_key_head((p * keep).transpose(-1, -2) @ dout_, heads_k)
+    dq = scale * _product(ds, per_query_head(k_, heads_q))
+    dk = _per_key_head(scale * _product(ds.transpose(-1, -2), q_), heads_k)
+    dv = _per_key_head(_product((p * keep).transpose(-1, -2), dout_), heads_k)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias, dweight
 
 

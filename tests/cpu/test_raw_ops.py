@@ -326,3 +326,14 @@ def test_a_plain_call_leaves_the_dispatcher_out(monkeypatch):
 
     flashsci.attention(q.as_subclass(Wrapped), q, q, backend="triton")
     assert dispatched == ["asked"], "a subclass of Tensor may have a dispatch of its own"
+
+
+def test_a_tensor_that_escaped_from_a_transform():
+    """It looks like a tensor and has no memory of its own: only torch's dispatcher reads it."""
+    escaped = []
+    torch.func.grad(lambda x: escaped.append(2 * x) or x.sum())(torch.ones(2, 4, 8))
+    (q,) = escaped
+    assert type(q) is torch.Tensor
+    with torch.no_grad():
+        found = flashsci.attention(q, q, q, backend="triton")
+    assert torch.equal(found, torch.full((2, 4, 8), 2.0))

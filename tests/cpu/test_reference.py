@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from naive import naive
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashsci
 from flashsci.testing import Variant, evaluate, generate, make_inputs, variants
@@ -271,3 +273,29 @@ def test_its_lse_belongs_to_the_probabilities_of_its_backward(dtype, packed):
             torch.testing.assert_close(
                 a, b, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps
             )
+
+
+@pytest.mark.parametrize("switch", ["tf32", "ieee"])
+def test_products_are_fp32_whatever_torchs_switch_says(switch):
+    """On a GPU, of which only shapes and dtypes are here: the products of forward and backward are in fp64 under TF32."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = switch
+    products = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.mm):
+                products.append({x.dtype for x in args})
+            return op(*args, **(kwargs or {}))
+
+    try:
+        with FakeTensorMode(), Products():
+            q = torch.empty(2, 4, 8, device="cuda")
+            out, lse = flashsci.attention(q, q, q, return_lse=True, backend="reference")
+            forward = len(products)
+            found = flashsci.attention_backward(out, q, q, q, out, lse, backend="reference")
+            assert {x.dtype for x in (out, *found[:3])} == {torch.float32}
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert (forward, len(products)) == (2, 7)
+    assert all(p == {torch.float64 if switch == "tf32" else torch.float32} for p in products)

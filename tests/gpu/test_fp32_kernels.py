@@ -58,3 +58,17 @@ def test_bias_gradients_of_every_shape_twice_the_same(shape, dim, precision):
     Judge(inputs).require(found)
     again = evaluate(inputs, NAME)
     assert all(torch.equal(x, again[n]) for n, x in found.items())
+
+
+@pytest.mark.parametrize("dim", [64, 160])
+@pytest.mark.parametrize("name", ["reference", "auto"])
+def test_torchs_tf32_switch_is_not_ours(name, dim):
+    """Many training scripts turn it on; what asks for fp32 gets fp32 all the same."""
+    inputs = draw(dim, 60, "plain")
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        found = evaluate(inputs, name, lse=False)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    Judge(inputs).require(found)
