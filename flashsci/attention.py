@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashsci import arguments, fp8, registry
-from flashsci.dispatch import Plan, keep, plans, run, seed_for
+from flashsci.dispatch import Plan, gradients, keep, plans, run, seed_for, signature
 from flashsci.ops import Tensors
 from flashsci.problem import sums_bias
 from flashsci.tracing import autocast, rounds_products
@@ -192,20 +192,12 @@ def _plan(
             q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
         )
     key = (
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        None
-        if bias is None
-        else (bias.shape, bias.dtype, bias.device, bias.requires_grad),
-        None
-        if key_weight is None
-        else (key_weight.shape, key_weight.dtype, key_weight.device, key_weight.requires_grad),
-        None if mask is None else (mask.shape, mask.dtype, mask.device),
-        None
-        if alibi_slopes is None
-        else (alibi_slopes.shape, alibi_slopes.dtype, alibi_slopes.device, alibi_slopes.requires_grad),
-        None if sink is None else (sink.shape, sink.dtype, sink.device),
-        options, needs_grad, registry.requested(backend), rounds_products(q.dtype),
-    )  # fmt: skip
+        *signature(q, k, v, bias, key_weight, mask, alibi_slopes, sink),
+        options,
+        needs_grad and gradients(bias, key_weight, alibi_slopes),
+        registry.requested(backend),
+        rounds_products(q.dtype),
+    )
     plan = plans.get(key)
     if plan is None:
         made = _make_plan(

@@ -15,14 +15,16 @@ lse. Third order raises, under ``loss.backward()`` and ``torch.autograd.grad(los
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashsci import registry
+from flashsci.dispatch import Plan
 from flashsci.errors import BackendError
-from flashsci.ops import LIBRARY, Saved, Scalars, Tangents, Tensors
+from flashsci.ops import LIBRARY, Saved, Scalars, Tangents, Tensors, plain
 from flashsci.tracing import transforming
 
 # Nodes take tensors and options one by one: autograd looks for tensors no deeper, nor does functorch for tangents.
@@ -88,7 +90,8 @@ def guarded(tensors: Any, what: str) -> list[Any]:
     ]
 
 
-def _need(wanted: Any) -> int:
+@functools.cache
+def _need(wanted: tuple[bool, ...]) -> int:
     """The bits (ops.NEED_Q, ...) of the gradients wanted, given as booleans in order."""
     return sum(1 << i for i, x in enumerate(wanted) if x)
 
@@ -158,7 +161,9 @@ class Forward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         tensors = inputs[1 : 1 + _TENSORS]
-        _keep(ctx, inputs[0], tensors, Scalars(*inputs[1 + _TENSORS :]), output)
+        ctx.set_materialize_grads(False)
+        ctx.backend, ctx.scalars = inputs[0], Scalars(*inputs[1 + _TENSORS :])
+        ctx.save_for_backward(*tensors, *output)
         ctx.save_for_forward(*tensors, *output)
 
     @staticmethod
@@ -174,30 +179,36 @@ class Forward(torch.autograd.Function):
 
 class EagerForward(torch.autograd.Function):
     """:class:`Forward` for plain eager calls: for a Function with ``setup_context`` torch binds a
-    signature at every call, which costs more than the rest of a small one. No transform sees it: its options
-    are one argument."""
+    signature at every call, which costs more than the rest of a small one. No transform sees it. Inputs are the call's
+    Plan, whether it may go past torch (``ops.plain``), and those of Tensors."""
 
     @staticmethod
-    def forward(ctx: Any, backend: str, scalars: Scalars, *tensors: Any) -> tuple[Tensor, Tensor]:
-        output: tuple[Tensor, Tensor] = registry.kernels(backend).forward(
-            Tensors(*tensors), scalars
+    def forward(ctx: Any, plan: Plan, direct: bool, *tensors: Any) -> tuple[Tensor, Tensor]:
+        given = Tensors(*tensors)
+        output: tuple[Tensor, Tensor] = (
+            plan.forward(given) if direct else plan.module.forward(given, plan.scalars)
         )
-        _keep(ctx, backend, tensors, scalars, output)
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        ctx.save_for_backward(*tensors, *output)
         return output
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        need = _need(ctx.needs_input_grad[2 : 2 + _LEAVES])
-        found = _backward(ctx.backend, dout, dlse, _saved(ctx), need)
+        plan, need = ctx.plan, _need(ctx.needs_input_grad[2 : 2 + _LEAVES])
+        *tensors, out, lse = saved = ctx.saved_tensors
+        if dout is None and dlse is None:
+            found = _NOTHING
+        elif not torch.is_grad_enabled() and not transforming() and plain((dout, dlse, *saved)):
+            found = plan.backward(dout, dlse, Tensors(*tensors), out, lse, need)
+        else:
+            kept = Saved(Tensors(*tensors), out.detach(), lse.detach(), plan.scalars)
+            found = _backward(plan.backend, dout, dlse, kept, need)
         return (None, None, *found, *(None,) * (_TENSORS - _LEAVES))
 
 
-def _keep(
-    ctx: Any, backend: str, tensors: Any, scalars: Scalars, output: tuple[Tensor, Tensor]
-) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.backend, ctx.scalars = backend, scalars
-    ctx.save_for_backward(*tensors, *output)
+#: ``EagerForward.apply`` without looking for functorch's tensors, which ``ops.plain`` has done already.
+apply_directly = super(torch.autograd.Function, EagerForward).apply
 
 
 def _saved(ctx: Any) -> Saved:

@@ -2,30 +2,85 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashsci import arguments, second_order
+from flashsci import arguments, registry, second_order
 from flashsci.dropout import check_dropout, draw_seed
-from flashsci.ops import Scalars, Tensors, follow_layout
+from flashsci.ops import Saved, Scalars, Tensors, follow_layout, plain
 from flashsci.tracing import transforming_eagerly
 
 
-class Plan(NamedTuple):
-    """What a call's shapes, dtypes and options decide."""
-
-    backend: str
-    module: ModuleType
-    scalars: Scalars
-    # Leading dims to expand q, k, v to; None: equal ranks and dims already.
-    leading: tuple[int, ...] | None = None
+def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What plans know of tensors: of each shape, strides, dtype and device."""
+    return tuple(
+        [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    )
 
 
-plans: dict[tuple[Any, ...], Plan] = {}  # by what decides them; the entry point makes the keys
-MOST_PLANS = 4096
+def gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """Of which of these a call is to have gradients: never empty, so that it counts as true."""
+    return tuple([x is not None and x.requires_grad for x in tensors])
+
+
+class Plan:
+    """What a call's tensors (by their signature) and options decide, and what computes it.
+
+    Inside a model, between other work, a call costs the host several times what it costs in a loop: of what Python
+    touches nothing is in a cache. So all that can be is found once for calls that are alike.
+    """
+
+    __slots__ = ("_backwards", "_forward", "backend", "leading", "module", "scalars")
+
+    def __init__(
+        self,
+        backend: str,
+        module: ModuleType,
+        scalars: Scalars,
+        leading: tuple[int, ...] | None = None,
+    ) -> None:
+        self.backend, self.module, self.scalars = backend, module, scalars
+        # Leading dims to expand q, k, v to; None: equal ranks and dims already.
+        self.leading = leading
+        self._forward: Callable[[Tensors], tuple[Tensor, Tensor]] | None = None
+        self._backwards: dict[tuple[Any, ...], Callable[..., tuple[Tensor | None, ...]]] = {}
+
+    def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """out, lse of plain tensors, as kernels take them."""
+        run = self._forward
+        if run is None:
+            run = self._forward = registry.prepared_forward(self.module, tensors, self.scalars)
+        return run(tensors)
+
+    def backward(
+        self,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        need: int,
+    ) -> tuple[Tensor | None, ...]:
+        """dq, dk, dv, dbias, dkey_weight of plain tensors, None where ``need`` does not name them."""
+        # Of all tensors: hooks of saved ones may have brought back others than were given.
+        key = (need, *signature(*tensors, out, lse, dout, dlse))
+        run = self._backwards.get(key)
+        if run is None:
+            saved = Saved(tensors, out, lse, self.scalars)
+            run = registry.prepared_backward(self.backend, dout, dlse, saved, need)
+            if len(self._backwards) >= MOST_BACKWARDS:
+                self._backwards.clear()
+            self._backwards[key] = run
+        return run(dout, dlse, tensors, out, lse)
+
+
+plans: dict[tuple[Any, ...], Plan] = {}  # by what decides them; the entry points make the keys
+MOST_PLANS, MOST_BACKWARDS = 4096, 64
 
 
 def keep(key: tuple[Any, ...], plan: Plan) -> Plan:
@@ -44,7 +99,7 @@ def run(
     if sink is not None:
         from flashsci.sink import attend
 
-        return attend(plan.backend, tensors, plan.scalars, sink, needs_grad)
+        return attend(plan, tensors, sink, needs_grad)
     if not module.FUSED:
         twice = needs_grad and plan.backend in second_order.BACKENDS
         given = second_order.first_order(tensors) if twice else tensors
@@ -54,17 +109,26 @@ def run(
         return follow_layout(out, tensors.q), lse
     tensors = tensors.inner_contiguous()
     # A compiler does not say what transforms it traces: there, a gradient may always be wanted.
-    transformed = torch.compiler.is_compiling() or transforming_eagerly()
-    if needs_grad or transformed:
-        from flashsci import autograd  # imports the compiler
-
-        result: tuple[Tensor, Tensor]
-        if transformed:
-            result = autograd.Forward.apply(plan.backend, *tensors, *plan.scalars)
-        else:
-            result = autograd.EagerForward.apply(plan.backend, plan.scalars, *tensors)
+    if torch.compiler.is_compiling() or transforming_eagerly():
+        result: tuple[Tensor, Tensor] = _nodes().Forward.apply(
+            plan.backend, *tensors, *plan.scalars
+        )
         return result
-    return module.forward(tensors, plan.scalars)
+    direct = plain(tensors)
+    if needs_grad:
+        nodes = _nodes()
+        apply = nodes.apply_directly if direct else nodes.EagerForward.apply
+        result = apply(plan, direct, *tensors)
+        return result
+    return plan.forward(tensors) if direct else module.forward(tensors, plan.scalars)
+
+
+@functools.cache
+def _nodes() -> Any:
+    """flashsci.autograd, which imports the compiler: not before it is needed."""
+    from flashsci import autograd
+
+    return autograd
 
 
 def seed_for(q: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:

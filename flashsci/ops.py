@@ -292,7 +292,7 @@ def define(
     def call(*arguments: Any) -> Any:
         given = flat(*arguments)
         # Torch's way to the same function costs a fifth of a small call's host time.
-        if _plain(given) and not _watched():
+        if plain(given):
             return kernel(*arguments)
         return op(*given)
 
@@ -302,22 +302,22 @@ def define(
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, NoneType, bool, int, float, str))
 
 
-def _plain(given: Sequence[Any]) -> bool:
-    """Whether arguments are what they seem: no subclass, no symbol, no tensor that escaped from a functorch transform."""
-    if not _PLAIN.issuperset(map(type, given)):
-        return False
-    escaped = torch._C._functorch.is_functorch_wrapped_tensor
-    return not any(escaped(x) for x in given if type(x) is Tensor)
-
-
-def _watched() -> bool:
-    """Whether somebody is to see the ops of a call: a compiler, a functorch transform, a mode, a profiler."""
-    return (
+def plain(given: Sequence[Any]) -> bool:
+    """Whether a call may go past torch: nobody is to see its ops (a compiler, a functorch transform, a mode, a profiler), and
+    its arguments are what they seem: no subclass, no symbol, no tensor that escaped from a functorch transform."""
+    if (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.autograd._profiler_enabled()
-    )
+        or not _PLAIN.issuperset(map(type, given))
+    ):
+        return False
+    escaped = torch._C._functorch.is_functorch_wrapped_tensor
+    for x in given:
+        if type(x) is Tensor and escaped(x):
+            return False
+    return True
 
 
 # What kernels read along the last dim with stride 1; and what they read as one block.

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import index
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flashsci import preferences
 from flashsci.errors import BackendError
-from flashsci.ops import NEED_BIAS, Saved, Tensors
+from flashsci.ops import NEED_BIAS, Saved, Scalars, Tensors
 from flashsci.problem import Problem, sums_bias
 from flashsci.tracing import rounds_products
 
@@ -319,6 +319,42 @@ def backward(
         name = _gradient_backend(name, sharing, saved, need)
     found: tuple[Tensor, ...] = kernels(name).backward(dout, dlse, saved, need)
     return found
+
+
+def prepared_forward(
+    module: Any, tensors: Tensors, scalars: Scalars
+) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
+    """A module's forward for all plain tensors of the same signature as these, with everything else decided."""
+    if hasattr(module, "prepared_forward"):
+        found: Callable[[Tensors], tuple[Tensor, Tensor]] = module.prepared_forward(
+            tensors, scalars
+        )
+        return found
+    return lambda tensors: module.forward(tensors, scalars)
+
+
+def prepared_backward(
+    name: str, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """:func:`backward` in the same way: of (dout, dlse, tensors, out, lse), with None for what ``need`` does not name."""
+    sharing = _sharing(name)
+    if sharing is not None:
+        name = _gradient_backend(name, sharing, saved, need)
+    module, scalars = kernels(name), saved.scalars
+    if hasattr(module, "prepared_backward"):
+        found: Callable[..., tuple[Tensor | None, ...]] = module.prepared_backward(
+            dout, dlse, saved, need
+        )
+        return found
+    wanted = [bool(need >> i & 1) for i in range(5)]
+
+    def run(
+        dout: Tensor | None, dlse: Tensor | None, tensors: Tensors, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        found = module.backward(dout, dlse, Saved(tensors, out, lse, scalars), need)
+        return tuple([x if want else None for x, want in zip(found, wanted, strict=True)])
+
+    return run
 
 
 def _gradient_backend(name: str, module: Any, saved: Saved, need: int) -> str:

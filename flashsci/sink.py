@@ -17,15 +17,16 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flashsci import registry
-from flashsci.ops import Saved, Scalars, Tensors
+from flashsci.dispatch import Plan
+from flashsci.ops import Saved, Tensors
 from flashsci.tracing import transforming
 
 
 def attend(
-    backend: str, tensors: Tensors, scalars: Scalars, sink: Tensor, needs_grad: bool
+    plan: Plan, tensors: Tensors, sink: Tensor, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """out and lse with a sink [Hq], differentiable as far as the backend is."""
-    module = registry.kernels(backend)
+    module, scalars = plan.module, plan.scalars
     found: tuple[Tensor, Tensor]
     if not module.FUSED:  # the reference; SDPA refuses
         found = module.forward(tensors, scalars, sink)
@@ -34,10 +35,10 @@ def attend(
     if torch.compiler.is_compiling() or transforming():
         from flashsci.autograd import Forward  # imports the compiler
 
-        out, lse = Forward.apply(backend, *tensors, *scalars)
+        out, lse = Forward.apply(plan.backend, *tensors, *scalars)
         return with_sink(out, lse, sink)
     if needs_grad:
-        found = SinkForward.apply(backend, scalars, sink, *tensors)
+        found = SinkForward.apply(plan, sink, *tensors)
         return found
     out, lse = module.forward(tensors, scalars)
     return _in_place(out, lse, sink)
@@ -79,36 +80,34 @@ class SinkForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, backend: str, scalars: Scalars, sink: Tensor, *tensors: Any
+        ctx: Any, plan: Plan, sink: Tensor, *tensors: Any
     ) -> tuple[Tensor, Tensor]:
-        out, lse = registry.kernels(backend).forward(Tensors(*tensors), scalars)
+        out, lse = plan.module.forward(Tensors(*tensors), plan.scalars)
         output = _in_place(out, lse, sink)
         ctx.set_materialize_grads(False)
-        ctx.backend, ctx.scalars = backend, scalars
+        ctx.plan = plan
         ctx.save_for_backward(sink, *tensors, *output)
         return output
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         sink, *tensors, out, lse = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:]
+        plan, wanted = ctx.plan, ctx.needs_input_grad[1:]
         if dout is None and dlse is None:
-            return (None,) * (2 + len(wanted))
+            return (None,) * (1 + len(wanted))
         if torch.is_grad_enabled():
-            given = [sink, *tensors]
-            return None, None, *_recorded(ctx.backend, ctx.scalars, given, wanted, dout, dlse)
-        saved = Saved(Tensors(*tensors), out, lse, ctx.scalars)
+            return None, *_recorded(plan, [sink, *tensors], wanted, dout, dlse)
+        saved = Saved(Tensors(*tensors), out, lse, plan.scalars)
         need = sum(1 << i for i, x in enumerate(wanted[1:6]) if x)
-        found = registry.backward(ctx.backend, dout, dlse, saved, need) if need else ()
+        found = registry.backward(plan.backend, dout, dlse, saved, need) if need else ()
         gradients = [x if wanted[1 + i] else None for i, x in enumerate(found)]
         gradients += [None] * (len(tensors) - len(gradients))
         dsink = _sink_gradient(dout, dlse, out, lse, sink) if wanted[0] else None
-        return None, None, dsink, *gradients
+        return None, dsink, *gradients
 
 
 def _recorded(
-    backend: str,
-    scalars: Scalars,
+    plan: Plan,
     given: list[Any],
     wanted: tuple[bool, ...],
     dout: Tensor | None,
@@ -118,7 +117,7 @@ def _recorded(
     from flashsci.autograd import EagerForward  # imports the compiler
 
     sink, *tensors = given
-    out, lse = EagerForward.apply(backend, scalars, *tensors)
+    out, lse = EagerForward.apply(plan, False, *tensors)
     results = with_sink(out, lse, sink)
     ends = [(x, g) for x, g in zip(results, (dout, dlse), strict=True) if g is not None]
     leaves = [x for x, want in zip(given, wanted, strict=True) if want]

@@ -35,6 +35,8 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
+    if q.dtype is dtype and k.dtype is dtype and v.dtype is dtype:
+        return q, k, v
     q, k, v = (
         x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)
     )

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from flashsci import arguments, fp8, registry
-from flashsci.dispatch import Plan, run, seed_for
+from flashsci.dispatch import Plan, gradients, keep, plans, run, seed_for, signature
 from flashsci.ops import Tensors
-from flashsci.tracing import autocast
+from flashsci.tracing import autocast, rounds_products
 
 FP8 = fp8.FP8
 
@@ -109,25 +109,13 @@ def varlen_attention(
         return fp8.packed(q, k, v, edges, longest, given, options, validate, backend)
     q, k, v = autocast(q, k, v)
     needs_grad = arguments.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
-    call = describe(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        bias,
-        key_weight,
-        alibi_slopes,
-        sink,
-        options,
-        needs_grad,
-    )
+    plan = _plan(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), bias, key_weight, alibi_slopes, sink, options,
+        needs_grad, backend,
+    )  # fmt: skip
     cu_seqlens_q, cu_seqlens_k = dense_offsets(cu_seqlens_q, cu_seqlens_k)
     if not torch.compiler.is_compiling() and (validate or q.device.type == "cpu"):
         check_contents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias)
-    name = registry.decide(*call, backend)
-    scalars = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
-    plan = Plan(name, registry.LOADED[name], scalars)
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     bias, bias_offsets = kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
     if key_weight is not None and key_weight.dim() == 1:
@@ -149,6 +137,46 @@ def varlen_attention(
     out, lse = run(plan, tensors, needs_grad, sink)
     out = out.transpose(0, 1)
     return (out, lse) if return_lse else out
+
+
+def _plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    longest: tuple[int | None, int | None],
+    bias: Tensor | None,
+    key_weight: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    options: arguments.Options,
+    needs_grad: bool,
+    backend: str,
+) -> Plan:
+    """The plan of a packed call, from the cache where an equal call was planned before."""
+
+    def make() -> Plan:
+        call = describe(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, alibi_slopes, sink, options, needs_grad
+        )  # fmt: skip
+        name = registry.decide(*call, backend)
+        return Plan(name, registry.LOADED[name], options.scalars(q.shape[-1], *longest))
+
+    offsets = (cu_seqlens_q, cu_seqlens_k)
+    if torch.compiler.is_compiling() or not all(x is None or type(x) is Tensor for x in offsets):
+        return make()
+    key = (
+        "packed",
+        *signature(q, k, v, *offsets, bias, key_weight, alibi_slopes, sink),
+        longest,
+        options,
+        needs_grad and gradients(bias, key_weight, alibi_slopes),
+        registry.requested(backend),
+        rounds_products(q.dtype),
+    )
+    plan = plans.get(key)
+    return keep(key, make()) if plan is None else plan
 
 
 def describe(

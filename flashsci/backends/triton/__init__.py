@@ -10,10 +10,14 @@ With TRITON_INTERPRET=1 in the environment before Triton is imported, the same k
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
+from torch import Tensor
 
 from flashsci import fp8_ops, ops
+from flashsci.ops import Saved, Scalars, Tensors
 from flashsci.problem import Problem
 
 from . import checks, host, host_fp8, host_paged, host_second_order, launch  # noqa: F401  (defines the ops of paged calls)
@@ -29,6 +33,20 @@ jvp = ops.define("triton", "jvp", checks.jvp(host_second_order.jvp), _KEYS)
 double_backward = ops.define(
     "triton", "double_backward", checks.double_backward(host_second_order.double_backward), _KEYS
 )
+
+
+
+def prepared_forward(tensors: Tensors, scalars: Scalars) -> Any:
+    """out, lse of all plain tensors of the signature of these, as a function of them."""
+    return host.prepared_forward(checks.checked(tensors, scalars), scalars)
+
+
+def prepared_backward(dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) -> Any:
+    """dq, dk, dv, dbias, dkey_weight in the same way, of (dout, dlse, tensors, out, lse); None where ``need`` does not name
+    them."""
+    checks.checked(saved.tensors, saved.scalars, (), (saved.out, dout), (saved.lse, dlse))
+    return host.prepared_backward(dout, saved, need)
+
 
 FUSED = True
 

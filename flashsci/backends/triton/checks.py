@@ -178,7 +178,7 @@ def _check_tangents(tangents: Sequence[Tensor | None], tensors: Tensors) -> None
             _same(f"the tangent of {name}", x, like.shape, (like.dtype,), q)
 
 
-def _checked(
+def checked(
     tensors: Tensors,
     scalars: Scalars,
     tangents: Sequence[Tensor | None] = (),
@@ -229,7 +229,7 @@ def forward(kernels: Callable[..., Any]) -> Callable[..., Any]:
     """``kernels`` (host.forward) behind the checks."""
 
     def op(tensors: Tensors, scalars: Scalars) -> Any:
-        return kernels(_checked(tensors, scalars), scalars)
+        return kernels(checked(tensors, scalars), scalars)
 
     return op
 
@@ -239,8 +239,8 @@ def backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
 
     def op(dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) -> Any:
         tensors, out, lse, scalars = saved
-        checked = _checked(tensors, scalars, (), (out, dout), (lse, dlse))
-        return kernels(dout, dlse, Saved(checked, out, lse, scalars), need)
+        given = checked(tensors, scalars, (), (out, dout), (lse, dlse))
+        return kernels(dout, dlse, Saved(given, out, lse, scalars), need)
 
     return op
 
@@ -250,8 +250,8 @@ def jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
 
     def op(tangents: Tangents, saved: Saved) -> Any:
         tensors, out, lse, scalars = saved
-        checked = _checked(tensors, scalars, tangents, (out,), (lse,))
-        return kernels(tangents, Saved(checked, out, lse, scalars))
+        given = checked(tensors, scalars, tangents, (out,), (lse,))
+        return kernels(tangents, Saved(given, out, lse, scalars))
 
     return op
 
@@ -263,7 +263,7 @@ def double_backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
         tangents: Tangents, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
     ) -> Any:
         tensors, out, lse, scalars = saved
-        checked = _checked(tensors, scalars, tangents, (out, dout), (lse, dlse))
-        return kernels(tangents, dout, dlse, Saved(checked, out, lse, scalars), need)
+        given = checked(tensors, scalars, tangents, (out, dout), (lse, dlse))
+        return kernels(tangents, dout, dlse, Saved(given, out, lse, scalars), need)
 
     return op

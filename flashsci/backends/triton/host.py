@@ -26,8 +26,8 @@ from .backward_queries import COLUMN_SUMS, STORE, dq_kernel
 from .backward_small import small_backward_kernel
 from .bias_gradient import bias_gradient_kernel
 from .forward import forward_kernel
-from .host_bias import NO_ROUTE, bias_parts, bias_result, bias_route, weight_result
-from .host_launch import Launch, device_of, on_device_of
+from .host_bias import NO_ROUTE, bias_parts, bias_result, bias_route, reduce_to
+from .host_launch import Launch, device_of
 from .scores import ABSENT, KEY, PLANE
 
 UNBOUNDED = 1 << 30  # a window side that never cuts
@@ -103,6 +103,8 @@ class Plan:
         self.varlen, self.sequences = sequences >= 0, sequences
         self.empty = self.batch * self.heads * self.size_q * self.size_k == 0
         self.launches: dict[tuple, Launch] = {}
+        self.prepared: Forward | None = None
+        self.backwards: dict[int, Backward] = {}  # by what they need
         self.second_orders: dict[
             tuple, object
         ] = {}  # host_second_order.py's, by layout of two tangents
@@ -365,72 +367,124 @@ def longest_class(max_seqlen_q: int, max_seqlen_k: int) -> int:
     return 32 if longest <= 32 else 64 if longest <= 64 else 1 << 30
 
 
-@on_device_of(0)
-def forward(tensors: Tensors, scalars: Scalars):
-    """out, lse. Longest lengths are not needed, and all kernels are deterministic."""
-    q, k, v = tensors[:3]
+def rows_like(x) -> tuple:
+    """Shape and strides of a gradient with rows like x's."""
+    return x.shape, empty_like_layout(x, x.shape).stride()
+
+
+class Forward:
+    """out, lse of tensors of one signature: a call makes room for them and launches."""
+
+    def __init__(self, p: Plan, tensors: Tensors):
+        q, _, v = tensors[:3]
+        out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
+        self.out, self.lse = (out.shape, out.stride()), q.shape[:-1]
+        self.dtype, self.device = q.dtype, q.device
+        self.launch = None if p.empty else p.forward(out)
+
+    def __call__(self, tensors: Tensors):
+        out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
+        lse = torch.empty(self.lse, dtype=torch.float32, device=self.device)
+        if self.launch is None:
+            return out.zero_(), lse.fill_(float("-inf"))
+        self.launch(tuple(tensors), out, lse)
+        return out, lse
+
+
+class Backward:
+    """dq, dk, dv, dbias, dweight of tensors of one signature, None where `need` does not name them."""
+
+    def __init__(self, p: Plan, tensors: Tensors, need: int):
+        q, k, v, bias, weight = tensors[:5]
+        self.plan = p
+        self.rows = [
+            rows_like(x) if need & bit else None
+            for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
+        ]
+        self.need_dbias = bias is not None and bool(need & NEED_BIAS)
+        self.need_dweight = weight is not None and bool(need & NEED_KEY_WEIGHT)
+        self.dtype, self.device = q.dtype, q.device
+
+    def __call__(self, dout, dlse, tensors: Tensors, out, lse):
+        p = self.plan
+        q, _, _, bias, weight = tensors[:5]
+        dq, dk, dv = [
+            None if x is None else torch.empty_strided(*x, dtype=self.dtype, device=self.device)
+            for x in self.rows
+        ]
+        if p.empty:
+            for x in (dq, dk, dv):
+                if x is not None:
+                    x.zero_()
+            dbias = torch.zeros_like(bias) if self.need_dbias else None
+            return dq, dk, dv, dbias, torch.zeros_like(weight) if self.need_dweight else None
+        dout, out = rows_of(dout, out), rows_of(out, out)
+        lse = lse.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        inputs = tuple(tensors)
+        use, dbias, sums, shared = bias_route(p, bias, lse) if self.need_dbias else NO_ROUTE
+        weight_sums = p.weight_sums(q) if self.need_dweight else None
+        if p.small and dq is not None and dk is not None and dv is not None and not shared:
+            kind = COLUMN_SUMS.value if sums is not None else use
+            into = dbias if sums is None else sums
+            p.small_backward(dq, dk, dv, kind, dbias)(
+                inputs, dout, out, lse, dlse, dq, dk, dv, into, weight_sums
+            )
+        else:
+            reference, delta = torch.empty_like(lse), torch.empty_like(lse)
+            p.delta()(dout, out, lse, dlse, reference, delta)
+            if dq is not None or use:
+                p.dq(dq, use, dbias)(inputs, dout, reference, delta, dq, dbias)
+            if not (dk is dv is sums is weight_sums is None):
+                p.dkdv(dk, dv, sums is not None)(
+                    inputs, dout, reference, delta, dk, dv, sums, weight_sums
+                )
+        if shared:
+            run, splits = p.bias_gradient(bias)
+            dbias = bias_parts(p, bias, splits)
+            run(inputs, dout, reference, delta, dbias)
+        if self.need_dbias:
+            dbias = bias_result(bias, use, dbias, sums, shared)
+        return dq, dk, dv, dbias, None if weight_sums is None else reduce_to(weight_sums, weight)
+
+
+def rows_of(x, out):
+    """A gradient of out, or out, with a contiguous last dim; None: zeros."""
+    if x is None:
+        return torch.zeros_like(out if out.stride(-1) == 1 else out.contiguous())
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def prepared_forward(tensors: Tensors, scalars: Scalars) -> Forward:
+    """Longest lengths are not needed, and all kernels are deterministic."""
     _, _, *options, _ = scalars
-    inputs = tuple(tensors)
-    p = plan_of((q, k, v), inputs, 0, options)
-    out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    if p.empty:
-        return out.zero_(), lse.fill_(float("-inf"))
-    p.forward(out)(inputs, out, lse)
-    return out, lse
+    p = plan_of(tensors[:3], tuple(tensors), 0, options)
+    if p.prepared is None:
+        p.prepared = Forward(p, tensors)
+    return p.prepared
 
 
-@on_device_of(2)
+def prepared_backward(dout, saved: Saved, need: int) -> Backward:
+    tensors, out, _, scalars = saved
+    max_seqlen_q, max_seqlen_k, *options, _ = scalars
+    longest = longest_class(max_seqlen_q, max_seqlen_k)
+    p = plan_of((*tensors[:3], rows_of(dout, out), rows_of(out, out)), tuple(tensors), longest, options)  # fmt: skip
+    if need not in p.backwards:
+        p.backwards[need] = Backward(p, tensors, need)
+    return p.backwards[need]
+
+
+def forward(tensors: Tensors, scalars: Scalars):
+    """out, lse."""
+    return prepared_forward(tensors, scalars)(tensors)
+
+
 def backward(dout, dlse, saved: Saved, need: int):
     """dq, dk, dv, dbias, dweight; those that `need` does not name are empty."""
-    tensors, out, lse, scalars = saved
-    q, k, v, bias, weight = tensors[:5]
-    max_seqlen_q, max_seqlen_k, *options, _ = scalars
-    need_dbias = bias is not None and bool(need & NEED_BIAS)
-    need_dweight = weight is not None and bool(need & NEED_KEY_WEIGHT)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    elif dout.stride(-1) != 1:
-        dout = dout.contiguous()
-    if out.stride(-1) != 1:
-        out = out.contiguous()
-    longest = longest_class(max_seqlen_q, max_seqlen_k)
-    inputs = tuple(tensors)
-    p = plan_of((q, k, v, dout, out), inputs, longest, options)
-    dq = empty_like_layout(q, q.shape) if need & NEED_Q else None
-    dk = empty_like_layout(k, k.shape) if need & NEED_K else None
-    dv = empty_like_layout(v, v.shape) if need & NEED_V else None
-    if p.empty:
-        like = q if bias is None else bias
-        dbias = like.new_zeros(bias.shape) if need_dbias else like.new_empty(0)
-        dweight = weight_result(q, weight, None) if not need_dweight else torch.zeros_like(weight)
-        rows = (q.new_empty(0) if x is None else x.zero_() for x in (dq, dk, dv))
-        return *rows, dbias, dweight
-
-    lse = lse.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
-    use, dbias, sums, shared = bias_route(p, bias, lse) if need_dbias else NO_ROUTE
-    weight_sums = p.weight_sums(q) if need_dweight else None
-    if p.small and dq is not None and dk is not None and dv is not None and not shared:
-        kind = COLUMN_SUMS.value if sums is not None else use
-        p.small_backward(dq, dk, dv, kind, dbias)(
-            inputs, dout, out, lse, dlse, dq, dk, dv, dbias if sums is None else sums, weight_sums
-        )
-    else:
-        reference, delta = torch.empty_like(lse), torch.empty_like(lse)
-        p.delta()(dout, out, lse, dlse, reference, delta)
-        if dq is not None or use:
-            p.dq(dq, use, dbias)(inputs, dout, reference, delta, dq, dbias)
-        if not (dk is dv is sums is weight_sums is None):
-            p.dkdv(dk, dv, sums is not None)(
-                inputs, dout, reference, delta, dk, dv, sums, weight_sums
-            )
-
-    if shared:
-        run, splits = p.bias_gradient(bias)
-        dbias = bias_parts(p, bias, splits)
-        run(inputs, dout, reference, delta, dbias)
-    dbias = bias_result(q, bias, use, dbias, sums, shared)
-    if dq is None or dk is None or dv is None:
-        dq, dk, dv = (q.new_empty(0) if x is None else x for x in (dq, dk, dv))
-    return dq, dk, dv, dbias, weight_result(q, weight, weight_sums)
+    tensors, out, lse, _ = saved
+    q, _, _, bias, weight = tensors[:5]
+    likes = (q, q, q, q if bias is None else bias, q if weight is None else weight)
+    found = prepared_backward(dout, saved, need)(dout, dlse, tensors, out, lse)
+    return tuple(
+        like.new_empty(0) if x is None else x for x, like in zip(found, likes, strict=True)
+    )

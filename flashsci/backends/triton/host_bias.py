@@ -32,22 +32,15 @@ def bias_parts(p, bias, splits: int) -> torch.Tensor:
     )
 
 
-def bias_result(q, bias, use: int, found, sums, shared: bool) -> torch.Tensor:
-    """The bias gradient from what `bias_route` had filled; empty if there was no route."""
+def bias_result(bias, use: int, found, sums, shared: bool) -> torch.Tensor:
+    """The bias gradient from what `bias_route` had filled."""
     if sums is not None:
         return reduce_to(sums.unsqueeze(-2), bias)
     if use == ROW_SUMS.value:
         return reduce_to(found.unsqueeze(-1), bias)
     if shared:
         return found[0] if len(found) == 1 else found.sum(0).to(bias.dtype)
-    return (q if bias is None else bias).new_empty(0) if found is None else found
-
-
-def weight_result(q, weight, sums) -> torch.Tensor:
-    """The gradient of key weights from what `Plan.weight_sums` had filled; empty if it was not wanted."""
-    if sums is None:
-        return (q if weight is None else weight).new_empty(0)
-    return reduce_to(sums, weight)
+    return found
 
 
 def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from . import launch
 from .arguments import Chunks, Features, Inputs, Schedule
 from .fp8 import FP8Mod, FP8Sizes, FP8Strides, ScaleStrides, fp8_kernel
 from .host_launch import Device, Launch, device_of
-from .host_paged import current, unbounded, vector_of
+from .host_paged import unbounded, vector_of
 from .scores import ABSENT
 
 MAX_HEAD_DIM = 256
@@ -137,8 +137,7 @@ def attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]
     if found.empty:
         return out.zero_(), lse.fill_(-torch.inf)
     inputs = Inputs(q, k, v, *(None,) * 3, cu_seqlens_q, cu_seqlens_k, *(None,) * 3)
-    with current(q.device):
-        found.launch(tuple(inputs), *scales, out, lse if scalars.return_lse else None)
+    found.launch(tuple(inputs), *scales, out, lse if scalars.return_lse else None)
     return out, lse
 
 

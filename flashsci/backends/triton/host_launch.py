@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
-
-from flashsci.ops import Saved
+import triton
+from triton import knobs
 
 from .arguments import Inputs, Tangents
 
@@ -31,7 +32,7 @@ def device_of(device: torch.device) -> Device:
 class Launch:
     """One kernel with everything but its tensors decided.
 
-    The first launch with tensors of a kind (absent, aligned to 16 bytes, not aligned) goes through
+    The first launch with tensors of a kind (absent, aligned to 16 bytes, not aligned) on a device goes through
     Triton's own path, which compiles. Later ones hand the compiled kernel its arguments directly:
     Triton would look at all of them again, at many times the cost.
     """
@@ -41,49 +42,96 @@ class Launch:
         # Triton 3.10 will no longer fuse multiplications with additions unless asked to.
         self.arguments = arguments | {"enable_fp_fusion": True}
         self.compiled: dict[int, Callable] = {}
-        self.rest: list = []
 
     def __call__(self, *tensors) -> None:
-        """tensors: the kernel's first arguments, before all others those of Inputs and Tangents as plain tuples, which
-        Triton's launcher reads in half the time."""
-        kind = groups = 0
+        """tensors: the kernel's first arguments, before all others those of Inputs and Tangents as plain tuples. The first
+        of all is never None."""
+        first = tensors[0]
+        kind = 1 + (first[0] if isinstance(first, tuple) else first).get_device()
+        pointers: list = []  # numbers: of a tensor the launcher would ask for it again, and the driver whose it is
         for x in tensors:
             if isinstance(x, tuple):
-                groups += 1
+                group = []
                 for y in x:
-                    kind = 3 * kind + (0 if y is None else 1 if y.data_ptr() % 16 == 0 else 2)
+                    kind *= 3
+                    if y is None:
+                        group.append(None)
+                    else:
+                        pointer = y.data_ptr()
+                        kind += 2 if pointer & 15 else 1
+                        group.append(pointer)
+                pointers.append(tuple(group))
             else:
-                kind = 3 * kind + (0 if x is None else 1 if x.data_ptr() % 16 == 0 else 2)
+                kind *= 3
+                if x is None:
+                    pointers.append(None)
+                else:
+                    pointer = x.data_ptr()
+                    kind += 2 if pointer & 15 else 1
+                    pointers.append(pointer)
         run = self.compiled.get(kind)
-        if run is not None:
-            run(*tensors, *self.rest)
-            return
+        if run is None:
+            self._compile(kind, tensors)
+        else:
+            run(pointers)
+
+    def _compile(self, kind: int, tensors: tuple) -> None:
+        """The first launch of a kind."""
+        groups = sum(isinstance(x, tuple) for x in tensors)
         named = [group(*x) for group, x in zip((Inputs, Tangents), tensors[:groups], strict=False)]
-        compiled = self.kernel[(self.programs,)](*named, *tensors[groups:], **self.arguments)
-        if compiled is not None:  # None: interpreted
+        device = (tensors[0][0] if groups else tensors[0]).device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            compiled = self.kernel[(self.programs,)](*named, *tensors[groups:], **self.arguments)
+            if compiled is None:  # interpreted
+                return
             names = self.kernel.arg_names[len(tensors) :]
-            self.rest = [unnamed(self.arguments[name]) for name in names]
-            self.compiled[kind] = compiled[(self.programs, 1, 1)]
+            rest = [unnamed(self.arguments[name]) for name in names]
+            self.compiled[kind] = launcher(compiled, self.programs, rest, device.index)
+
+
+# Versions of Triton whose C launcher takes what is given to it here.
+DIRECT = ("3.6.",)
+
+
+def launcher(compiled, programs: int, rest: list, device: int) -> Callable[[list], None]:
+    """What launches a compiled kernel, given its pointers: it adds all other arguments, and the device's current stream.
+
+    Between a kernel and its launcher in C Triton has hooks, with a record made for them at every launch, which cost more than the
+    launcher. Where nobody set one, they are passed by.
+    """
+    triton_launch = compiled[(programs, 1, 1)]
+    c_launch = fixed = None
+    loaded = compiled.run
+    if triton.__version__.startswith(DIRECT) and not (
+        loaded.global_scratch_size or loaded.profile_scratch_size
+    ):
+        c_launch = loaded.launch
+        fixed = (
+            compiled.function, loaded.launch_cooperative_grid, loaded.launch_pdl, None, None, compiled.packed_metadata,
+            None, None, None,
+        )  # fmt: skip
+    current, stream_of = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    entering, leaving = (getattr(hook, "calls", (hook,)) for hook in (enter, leave))
+
+    def launch(pointers: list) -> None:
+        if current() != device:
+            with torch.cuda.device(device):
+                return launch(pointers)
+        hooked = (
+            runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave
+            or entering or leaving
+        )  # fmt: skip
+        if c_launch is None or hooked:
+            triton_launch(*pointers, *rest)
+        else:
+            c_launch(programs, 1, 1, stream_of(device), *fixed, *pointers, *rest)
+        return None
+
+    return launch
 
 
 def unnamed(x):
-    """Named tuples as plain ones."""
+    """Named tuples as plain ones, which Triton's launcher reads in half the time."""
     return tuple(map(unnamed, x)) if isinstance(x, tuple) else x
-
-
-def on_device_of(position: int):
-    """Runs a function with the device of one of its arguments, Tensors or Saved, current."""
-
-    def decorate(function):
-        @functools.wraps(function)
-        def wrapper(*arguments):
-            given = arguments[position]
-            device = (given.tensors if isinstance(given, Saved) else given).q.device
-            if device.type == "cuda" and device.index != torch.cuda.current_device():
-                with torch.cuda.device(device):
-                    return function(*arguments)
-            return function(*arguments)
-
-        return wrapper
-
-    return decorate

@@ -4,7 +4,6 @@ remembered; lengths and pages are read on the device."""
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -166,13 +165,6 @@ def plan(device: torch.device, *kind) -> Plan:
     return Plan(device_of(device), *kind)
 
 
-def current(device: torch.device):
-    """A context with that device current."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return nullcontext()
-
-
 def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tensor:
     """Fills ``out`` and returns the lse."""
     q, k, v, table, used, cu_seqlens_q, sink, k_scale, v_scale = tensors
@@ -187,15 +179,14 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tens
         lse.fill_(-torch.inf)
         return lse
     wanted = lse if scalars.return_lse else None
-    with current(q.device):
-        if found.splits == 1:
-            found.main(q, k, v, table, used, cu_seqlens_q, sink, k_scale, v_scale, out, wanted)
-            return lse
-        shape = found.splits, found.total, found.heads
-        part_out = q.new_empty((*shape, found.dim_v), dtype=torch.float32)
-        part_lse = q.new_empty(shape, dtype=torch.float32)
-        found.main(q, k, v, table, used, cu_seqlens_q, sink, k_scale, v_scale, part_out, part_lse)
-        found.combine(part_out, part_lse, cu_seqlens_q, sink, out, wanted)
+    if found.splits == 1:
+        found.main(q, k, v, table, used, cu_seqlens_q, sink, k_scale, v_scale, out, wanted)
+        return lse
+    shape = found.splits, found.total, found.heads
+    part_out = q.new_empty((*shape, found.dim_v), dtype=torch.float32)
+    part_lse = q.new_empty(shape, dtype=torch.float32)
+    found.main(q, k, v, table, used, cu_seqlens_q, sink, k_scale, v_scale, part_out, part_lse)
+    found.combine(part_out, part_lse, cu_seqlens_q, sink, out, wanted)
     return lse
 
 
@@ -230,8 +221,7 @@ def write_kv_cache(
         (key.stride()[:2], value.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3]),
         tuple(0 if s is None else s.stride(0) for s in (k_scale, v_scale)),
     )  # fmt: skip
-    with current(key.device):
-        run(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    run(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 _KEYS = ("CUDA", "CPU") if triton.knobs.runtime.interpret else ("CUDA",)

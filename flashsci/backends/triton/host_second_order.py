@@ -32,8 +32,8 @@ from .host import (
     strides_of,
     weight_strides,
 )
-from .host_bias import NO_ROUTE, bias_parts, bias_result, bias_route, weight_result
-from .host_launch import Launch, on_device_of
+from .host_bias import NO_ROUTE, bias_parts, bias_result, bias_route, reduce_to
+from .host_launch import Launch
 from .jvp import jvp_kernel
 from .scores import ABSENT, KEY, PLANE
 
@@ -142,7 +142,6 @@ def second_order_of(inputs: tuple, tangents: tuple, dout, out, *rest) -> SecondO
     return plan.second_orders[key]
 
 
-@on_device_of(1)
 def jvp(tangents: Tangents, saved: Saved):
     """Tangents of out and lse; those of q, k, v, bias, key weights may be None, for zero."""
     tensors, out, lse, scalars = saved
@@ -160,7 +159,6 @@ def jvp(tangents: Tangents, saved: Saved):
     return tout, mean
 
 
-@on_device_of(3)
 def double_backward(tangents: Tangents, dout, dlse, saved: Saved, need: int):
     """Gradients of q, k, v, bias, key weights, dout, dlse for the cotangents tq, ... of the first five's gradients (None: zero);
     those that `need` does not name are empty."""
@@ -181,8 +179,8 @@ def double_backward(tangents: Tangents, dout, dlse, saved: Saved, need: int):
         for x in (gq, gk, gv, tout, mean):
             if x is not None:
                 x.zero_()
-        gbias = (q if bias is None else bias).new_zeros(bias.shape if need_bias else 0)
-        gweight = torch.zeros_like(weight) if need_weight else weight_result(q, weight, None)
+        gbias = torch.zeros_like(bias) if need_bias else None
+        gweight = torch.zeros_like(weight) if need_weight else None
     else:
         inputs = tuple(tensors)
         tangents = (tq, tk, tv, tbias, tweight)
@@ -208,12 +206,12 @@ def double_backward(tangents: Tangents, dout, dlse, saved: Saved, need: int):
                 run, splits = second.bias(bias)
                 gbias = bias_parts(p, bias, splits)
                 run(*common, gbias)
-        gbias = bias_result(q, bias, use, gbias, sums, shared)
-        gweight = weight_result(q, weight, weight_sums)
+        gbias = bias_result(bias, use, gbias, sums, shared) if need_bias else None
+        gweight = None if weight_sums is None else reduce_to(weight_sums, weight)
     return (
         *(q.new_empty(0) if x is None else x for x in (gq, gk, gv)),
-        gbias,
-        gweight,
+        (q if bias is None else bias).new_empty(0) if gbias is None else gbias,
+        (q if weight is None else weight).new_empty(0) if gweight is None else gweight,
         tout if need & NEED_DOUT else q.new_empty(0),
         mean if need & NEED_DLSE else lse.new_empty(0),
     )
