@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from flashsci import arguments, fp8, registry
-from flashsci.dispatch import Plan, gradients, keep, plans, run, seed_for, signature
+from flashsci.dispatch import run, seed_for
 from flashsci.ops import Tensors
+from flashsci.plans import Plan, gradients, keep, plans, signature
 from flashsci.problem import sums_bias
 from flashsci.tracing import autocast, rounds_products
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from flashsci import registry
-from flashsci.dispatch import Plan
 from flashsci.errors import BackendError
 from flashsci.ops import LIBRARY, Saved, Scalars, Tangents, Tensors, plain
+from flashsci.plans import Plan
 from flashsci.tracing import transforming
 
 # Nodes take tensors and options one by one: autograd looks for tensors no deeper, nor does functorch for tangents.

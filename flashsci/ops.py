@@ -314,10 +314,7 @@ def plain(given: Sequence[Any]) -> bool:
     ):
         return False
     escaped = torch._C._functorch.is_functorch_wrapped_tensor
-    for x in given:
-        if type(x) is Tensor and escaped(x):
-            return False
-    return True
+    return not any(type(x) is Tensor and escaped(x) for x in given)
 
 
 # What kernels read along the last dim with stride 1; and what they read as one block.

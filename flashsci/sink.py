@@ -17,14 +17,12 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flashsci import registry
-from flashsci.dispatch import Plan
 from flashsci.ops import Saved, Tensors
+from flashsci.plans import Plan
 from flashsci.tracing import transforming
 
 
-def attend(
-    plan: Plan, tensors: Tensors, sink: Tensor, needs_grad: bool
-) -> tuple[Tensor, Tensor]:
+def attend(plan: Plan, tensors: Tensors, sink: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
     """out and lse with a sink [Hq], differentiable as far as the backend is."""
     module, scalars = plan.module, plan.scalars
     found: tuple[Tensor, Tensor]
@@ -79,9 +77,7 @@ class SinkForward(torch.autograd.Function):
     recorded for a derivative of its own runs through the graph of :func:`with_sink` instead, after another forward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: Plan, sink: Tensor, *tensors: Any
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, plan: Plan, sink: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
         out, lse = plan.module.forward(Tensors(*tensors), plan.scalars)
         output = _in_place(out, lse, sink)
         ctx.set_materialize_grads(False)

@@ -1,7 +1,7 @@
 """Where a model's step spends its time, as the client runs it and on flashsci: kernels, and what calls cost the host. Needs a GPU.
 
-    python -m scripts.profile_models swin-inference bf16
-    python -m scripts.profile_models boltz-pairformer bf16 --backend cuda --rows 20
+python -m scripts.profile_models swin-inference bf16
+python -m scripts.profile_models boltz-pairformer bf16 --backend cuda --rows 20
 """
 
 from __future__ import annotations

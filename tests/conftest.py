@@ -95,10 +95,26 @@ def fresh_registry(monkeypatch: pytest.MonkeyPatch):
     for name in ("_warned", "_choices"):
         if hasattr(registry, name):
             monkeypatch.setattr(registry, name, type(getattr(registry, name))())
-    from flashsci.dispatch import plans
+    from flashsci.plans import plans
 
     saved = dict(plans)
     plans.clear()
     yield registry
     plans.clear()
     plans.update(saved)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch):
+    """Replaces functions of a backend's module: for every call from here on, prepared ones too."""
+    from flashsci.plans import plans
+
+    def replace(module, **functions):
+        plans.clear()
+        for name in ("prepared_forward", "prepared_backward"):
+            monkeypatch.delattr(module, name, raising=False)
+        for name, function in functions.items():
+            monkeypatch.setattr(module, name, function)
+
+    yield replace
+    plans.clear()

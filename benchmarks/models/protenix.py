@@ -25,10 +25,12 @@ def _attention(
     biases: list[Tensor] | None = None,
     triangle_attention: str = "torch",
 ) -> Tensor:
-    """Attention.forward; its first bias is a mask in numbers, 0 or -1e9."""
+    """Attention.forward; its first bias is a mask in numbers, 0 or -1e9. The client's kernel multiplies float32 in TF32."""
     masked, bias = biases or (None, None)
     q, k, v = self._prep_qkv(q_x, kv_x, apply_scale=False)
-    out = attention(q, k, v, bias=bias, mask=None if masked is None else masked == 0)
+    precision = "tf32" if triangle_attention == "triattention" else None
+    mask = None if masked is None else masked == 0
+    out = attention(q, k, v, bias=bias, mask=mask, precision=precision)
     return self._wrap_up(out.transpose(-2, -3), q_x)
 
 

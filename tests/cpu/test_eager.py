@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashsci
-from flashsci import dispatch, registry
+from flashsci import plans, registry
 from flashsci.problem import Problem
 from flashsci.testing import TRAPS, Inputs, Judge, evaluate, traps, traps_models
 
@@ -132,9 +132,9 @@ def test_fp32_stays_fp32_whatever_torch_multiplies_with(tf32):
 
 def test_a_plan_is_of_one_way_to_multiply(tf32):
     q = torch.randn(2, 3, 8)
-    before = len(dispatch.plans)
+    before = len(plans.plans)
     flashsci.attention(q, q, q)
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     flashsci.attention(q, q, q)
     flashsci.attention(q, q, q)
-    assert len(dispatch.plans) == before + 2
+    assert len(plans.plans) == before + 2

@@ -106,16 +106,10 @@ def test_backward_under_the_lse_with_the_sink(backend):
     agree(dsink, -(torch.exp(sink[:, None] - lse) * delta).sum((0, 2)).detach())
 
 
-def fused(monkeypatch):
-    """Triton's kernels stood in for by closed formulas in fp64."""
-    for name, op in define().items():
-        monkeypatch.setattr(triton, name, op)
-    monkeypatch.setattr(triton, "rejects", lambda problem: None)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_derivatives(backend, monkeypatch):
-    fused(monkeypatch)
+def test_all_derivatives(backend, stand_in):
+    """Triton's kernels stood in for by closed formulas in fp64."""
+    stand_in(triton, rejects=lambda problem: None, **define())
     shapes = (2, 3, 2), (1, 4, 2), (1, 4, 3), (2,)
     tensors = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
 

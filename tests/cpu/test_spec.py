@@ -113,7 +113,7 @@ def test_bias_and_mask_of_any_stride(backend):
 
 
 @pytest.fixture
-def biases(monkeypatch):
+def biases(stand_in):
     """The biases that Triton's kernels get from here on."""
     from flashsci.backends import triton
 
@@ -126,7 +126,7 @@ def biases(monkeypatch):
             seen.extend(x.bias for x in found if isinstance(x, Tensors))
             return run(*given)
 
-        monkeypatch.setattr(triton, name, spy)
+        stand_in(triton, **{name: spy})
     return seen
 
 

@@ -35,7 +35,6 @@ double_backward = ops.define(
 )
 
 
-
 def prepared_forward(tensors: Tensors, scalars: Scalars) -> Any:
     """out, lse of all plain tensors of the signature of these, as a function of them."""
     return host.prepared_forward(checks.checked(tensors, scalars), scalars)
