@@ -286,12 +286,25 @@ def speeds(records: list[Record]) -> Table:
             if client["peak_mem_mb"] and ours["peak_mem_mb"]:
                 less = _ratio(client["peak_mem_mb"] / ours["peak_mem_mb"])
                 row[case["dtype"]] += f", memory {less}"
+            if _waits(client) and client.get("graph_us") and ours.get("graph_us"):
+                row[case["dtype"]] += f"; as CUDA graphs {_ratio(_graph(client) / _graph(ours))}"
     dtypes = ("bf16", "fp32")
     header = ["model", "step", "its own attention", *dtypes]
     shown = [[*key, *(row.get(d, "-") for d in dtypes)] for key, row in rows.items()]
     used = [r for way in _steps(records).values() for r in way.values() if r["time_us"]]
     note = f"{_place(used)}; medians of whole steps, the two ways in turn." if used else ""
     return Table("Whole models in short", header, shown, note)
+
+
+def _waits(record: Record) -> bool:
+    """Whether a step is bound by the host: the GPU is idle for a fifth of it."""
+    device = record["device_us"]
+    return device is not None and device["median"] < 0.8 * ranking.median(record)
+
+
+def _graph(record: Record) -> float:
+    """Microseconds of a step that is played as a CUDA graph."""
+    return float(record["graph_us"]["median"])
 
 
 def models(records: list[Record]) -> Table:
@@ -308,6 +321,10 @@ def models(records: list[Record]) -> Table:
             speed = ranking.median(client) / ranking.median(ours)
         if client["peak_mem_mb"] and ours["peak_mem_mb"]:
             memory = client["peak_mem_mb"] / ours["peak_mem_mb"]
+        graphs = "-"
+        if client.get("graph_us") and ours.get("graph_us"):
+            theirs, mine = _graph(client), _graph(ours)
+            graphs = f"{theirs / 1e3:.3g}, {mine / 1e3:.3g} ms: {_ratio(theirs / mine)}"
         errors = "-"
         if ours["errors"]:
             worst = max(ours["errors"], key=lambda name: ours["errors"][name])
@@ -324,6 +341,7 @@ def models(records: list[Record]) -> Table:
                 _time(client if client["time_us"] else None),
                 _time(ours if ours["time_us"] else None),
                 _ratio(speed),
+                graphs,
                 _memory(client),
                 _memory(ours),
                 _ratio(memory),
@@ -332,7 +350,7 @@ def models(records: list[Record]) -> Table:
             ]
         )
     header = ["model", "step", "dtype", "its own attention", "time as it is", "time on flashsci"]
-    header += ["speed", "memory as it is", "memory on flashsci", "less by"]
+    header += ["speed", "as CUDA graphs", "memory as it is", "memory on flashsci", "less by"]
     header += ["largest error (the client's)", "served by"]
     note = ""
     if rows:

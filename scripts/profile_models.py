@@ -23,6 +23,7 @@ from benchmarks.inputs import DTYPES
 from benchmarks.models import MODELS, load, served
 from benchmarks.models.step import Way, replaced
 from flashsci import registry
+from flashsci.plans import Plan
 
 DEVICE = torch.device("cuda")
 
@@ -49,19 +50,17 @@ def host(way: Way, backend: str) -> str:
     sdpa: list[float] = []
     whole: list[float] = []
     ours = replaced((served, "flashsci", _Chosen(backend, forward)))
-    with ours, clocked(registry, "backward", backward), clocked(torch.nn.functional, "scaled_dot_product_attention", sdpa):  # fmt: skip
+    with ours, clocked(Plan, "backward", backward), clocked(registry, "backward", backward), clocked(torch.nn.functional, "scaled_dot_product_attention", sdpa):  # fmt: skip
         for turn in range(12):
             torch.cuda.synchronize()
             start = time.perf_counter()
             way()
-            launched = time.perf_counter()
             torch.cuda.synchronize()
             if turn >= 4:
                 whole.append(1e3 * (time.perf_counter() - start))
             else:
                 for samples in (forward, backward, sdpa):
                     samples.clear()
-            del launched
     parts = [f"step {statistics.median(whole):.2f} ms"]
     for what, samples in (("attention", forward), ("its backward kernels", backward), ("SDPA", sdpa)):  # fmt: skip
         if samples:

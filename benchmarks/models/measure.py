@@ -55,7 +55,8 @@ def run(
 
     Returns:
         Records as of `benchmarks.run`, suite "models" and pass "step": `time_us` by the host's clock, from an idle
-        device to an idle one; `device_us` by the GPU's, without waiting for the host; `errors` by result, relative
+        device to an idle one; `device_us` by the GPU's, without waiting for the host; `graph_us` of the step captured
+        as a CUDA graph and played again, where nothing in it waits for the device; `errors` by result, relative
         in the Euclidean norm, and `err_ratio`, the largest share of what is allowed: twice the client's and one
         rounding. `difference` is the largest from the client at the size that is timed; `path` whose attention it
         was; `calls` those that reached flashsci. What failed has no time, and its gate says why; so does that of a
@@ -114,6 +115,7 @@ class _Side:
     memory: int | None = None
     time: Times | None = None
     device_time: Times | None = None
+    graph_time: Times | None = None
 
     @property
     def failed(self) -> bool:
@@ -270,6 +272,38 @@ def _time(step: Step, sides: dict[str, _Side], device: torch.device, seconds: fl
     if device.type == "cuda":
         for name, times in interleave(able, device, seconds).items():
             sides[name].device_time = times
+        graphs = {name: _captured(way, device) for name, way in able.items()}
+        if all(graphs.values()):
+            replays = {name: graph.replay for name, graph in graphs.items() if graph is not None}
+            for name, times in interleave(replays, device, seconds / 2).items():
+                sides[name].graph_time = times
+
+
+def _captured(way: Way, device: torch.device) -> torch.cuda.CUDAGraph | None:
+    """A step as a CUDA graph; None where the host waits for the device on the way, as some clients do."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        way()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        way()
+    current.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            way()
+    except RuntimeError as error:
+        if "captur" not in str(error):
+            raise
+        return None
+    return graph
 
 
 def _peak(way: Way, device: torch.device) -> int | None:
@@ -301,6 +335,9 @@ def _record(about: dict, way: str, side: _Side, device: torch.device) -> dict:
         "device_us": None
         if side.failed or side.device_time is None
         else microseconds(side.device_time),
+        "graph_us": None
+        if side.failed or side.graph_time is None
+        else microseconds(side.graph_time),
         "tflops": None,
         "gbps": None,
         "pct_sol": None,

@@ -394,11 +394,16 @@ def test_table_of_models(monkeypatch):
     table = report.models(found)
     (row,) = table.rows
     assert row[:4] == ["toy", "a toy", "fp32", "matmul"]
-    assert row[4:10] == ["5 ms", "2.5 ms", "2.00x", "3 GB", "900 MB", "3.33x"]
+    assert row[4:11] == ["5 ms", "2.5 ms", "2.00x", "-", "3 GB", "900 MB", "3.33x"]
     assert row[-1] == "sdpa 1; gradients sdpa 1"
     assert "errors relative to the client in float64" in table.note
     short = report.speeds(found)
     assert short.rows == [["toy", "a toy", "matmul", "-", "2.00x, memory 3.33x"]]
+    for record, us in zip(found, (900.0, 600.0), strict=True):  # a step that waits for the host
+        record["device_us"] = record["graph_us"] = {**record["time_us"], "median": us}
+    assert report.models(found).rows[0][7] == "0.9, 0.6 ms: 1.50x"
+    ((*_, in_short),) = report.speeds(found).rows
+    assert in_short == "2.00x, memory 3.33x; as CUDA graphs 1.50x"
     found[1]["time_us"] = None
     assert report.speeds(found).rows == [] and report.speeds([]).note == ""
     (call,) = report.served(found).rows
