@@ -40,6 +40,9 @@ RULE, CONDITION, FLIP = 0.04, 0.005, 0.01
 #: Of a choice that was not measured, or failed its check.
 UNKNOWN = math.log(1.5)
 MOST_CONDITIONS, BEAM = 6, 12
+#: What a call with gradients costs the host behind our interface beyond one of our kernels, in microseconds: `small-call`
+#: on an H200. Training steps wait for the host at the sizes where this counts.
+HOST = {"sdpa": 120.0}
 #: What learnt rules may ask, with the numbers among them.
 ASKED = {
     "calls": ("bits", "head_dim", "seq_q", "seq_k", "batch_heads", "aligned", "band", "bias", "mask", "varlen", "grad"),
@@ -84,7 +87,8 @@ def _calls(case: Timed) -> Iterable[Example]:
                 own = [case.time(name, by) for by in SHARING]
                 time = min((t for t in own if t), default=None) if grad else case.forward[name]
             least = fastest(case) if grad else case.best["forward"]
-            ratios[lead] = math.inf if time is None else time / least
+            more = HOST.get(name or "", 0.0) if grad and case.problem.device_type == "cuda" else 0.0
+            ratios[lead] = math.inf if time is None else (time + more) / least
         yield Example(case, preferences.features(problem), ratios)
 
 
