@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from benchmarks.cases import protein_lengths
 from benchmarks.models.served import varlen_attention
@@ -27,36 +29,58 @@ SIZES = {
 }
 
 
+class _Packing(NamedTuple):
+    """What all layers of a step share: offsets and longest of the proteins, and their rotations, [tokens, 1, head dim] each."""
+
+    cu_seqlens: Tensor
+    longest: int
+    cos: Tensor
+    sin: Tensor
+
+
+_packings: dict[int, _Packing] = {}  # of the step that runs, by the mask of its tokens
+
+
+def _packing(
+    rotary: layers.EsmcTritonRotaryEmbedding, real: Tensor, dtype: torch.dtype
+) -> _Packing:
+    """The client finds it again in every layer, and waits for the device each time."""
+    found = _packings.get(id(real))
+    if found is None:
+        lengths = real.sum(-1, dtype=torch.int32)
+        cu_seqlens = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        longest = int(lengths.max())
+        rotary._update_cos_sin_cache(longest, device=real.device, dtype=dtype)
+        tokens = torch.arange(real.shape[1], device=real.device).expand_as(real)
+        positions = tokens[real]  # they begin anew with each protein
+        cos, sin = (
+            table[positions].repeat(1, 2)[:, None]
+            for table in (rotary._cos_cached, rotary._sin_cached)
+        )
+        found = _packings[id(real)] = _Packing(cu_seqlens, longest, cos, sin)
+    return found
+
+
 def _attention(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float | None = None
-) -> Tensor:
-    """flash_attn_varlen_qkvpacked_func, as far as ESM-C calls it."""
-    q, k, v = qkv.unbind(1)
-    longest = {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
-    return varlen_attention(q, k, v, cu_seqlens, scale=softmax_scale, **longest)
-
-
-def _rotate(
-    self: layers.EsmcTritonRotaryEmbedding, qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int
-) -> Tensor:
-    """EsmcTritonRotaryEmbedding.forward in plain PyTorch: flash_attn brings the kernel that it calls. Positions begin
-    anew with each protein."""
-    self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
-    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=len(qkv))
-    position = torch.arange(len(qkv), device=qkv.device) - starts
-    cos, sin = (
-        table[position].repeat(1, 2)[:, None, None]
-        for table in (self._cos_cached, self._sin_cached)
-    )
-    qk, v = qkv.split((2, 1), dim=1)
-    return torch.cat([qk * cos + rotate_half(qk) * sin, v], dim=1)
+    self: layers.EsmcFlashMultiHeadAttention,
+    x: Tensor,
+    seq_id: Tensor,
+    output_attentions: bool = False,
+) -> tuple[Tensor, None]:
+    """EsmcFlashMultiHeadAttention.forward; its rotation in plain PyTorch, where flash_attn brings a kernel."""
+    packing = _packing(self.rotary, seq_id, x.dtype)
+    q, k, v = self.layernorm_qkv(x).chunk(3, dim=-1)
+    q, k = self.q_ln(q).to(v.dtype), self.k_ln(k).to(v.dtype)
+    q, k, v = (t.view(len(x), self.n_heads, self.d_head) for t in (q, k, v))
+    q, k = (torch.addcmul(t * packing.cos, rotate_half(t), packing.sin) for t in (q, k))
+    longest = {"max_seqlen_q": packing.longest, "max_seqlen_k": packing.longest}
+    out = varlen_attention(q, k, v, packing.cu_seqlens, scale=self.d_head**-0.5, **longest)
+    return self.out_proj(out.reshape(len(x), -1)), None
 
 
 def patched():
-    return replaced(
-        (layers, "flash_attn_varlen_qkvpacked_func", _attention),
-        (layers.EsmcTritonRotaryEmbedding, "forward", _rotate),
-    )
+    _packings.clear()
+    return replaced((layers.EsmcFlashMultiHeadAttention, "forward", _attention))
 
 
 def build(size: str, dtype: torch.dtype, device: torch.device) -> list[Step]:

@@ -38,7 +38,7 @@ def _attention(
     if not return_attn:
         return out
     rows = (-1, s, self.head_dim)
-    scores = torch.baddbmm(attn_bias, (q * self.scaling).reshape(rows), k.reshape(rows).mT)
+    scores = torch.baddbmm(attn_bias, q.reshape(rows), k.reshape(rows).mT, alpha=self.scaling)
     return out, scores, None  # the third, P, has no reader
 
 
