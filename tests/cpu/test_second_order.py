@@ -20,10 +20,8 @@ HINT = "backend='reference', which differentiates to any order"
 
 
 @pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    for name, op in opaque.define().items():
-        monkeypatch.setattr(triton, name, op)
-    monkeypatch.setattr(triton, "rejects", lambda problem: None)
+def opaque_kernels(stand_in):
+    stand_in(triton, rejects=lambda problem: None, **opaque.define())
 
 
 def inputs(*, heads=(2, 1), rank=4, dims=(3, 2), seq=(4, 5), bias=None, grad=True):
