@@ -350,10 +350,10 @@ def _calls() -> Iterable[Case]:
             unimol = {"B": 32, "H": 64, "D": 8, "bias": (32, 64, s, s), "bias_grad": True}
             yield from model(call(f"unimol-{dtype}", s, dtype=dtype, **unimol), QKV)
 
-    # ESM-C: proteins packed one after the other.
+    # ESM-C: proteins packed one after the other, q and k rotated.
     for dtype in ("bf16", "fp32"):
         proteins = Case(f"calls-proteins-{dtype}", "calls", dtype, H=15, lens=protein_lengths(24))
-        yield from model(proteins, QKV)
+        yield from model(proteins, HEADS_INSIDE)
 
 
 #: One small call, timed on the host: what a step of a small model waits for.

@@ -204,8 +204,9 @@ def test_strides_are_as_declared(case):
         assert second - first == third - second == q.shape[-2 if packed else -3] * q.shape[-1]
         assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
     else:
-        held = (small(case).H if case.layout == cases.FIRST_HEADS else k.shape[-3]) * k.shape[-1]
-        assert k.stride(-2) == held and q.stride(-2) == q.shape[-3] * q.shape[-1]
+        rows, heads = (-3, -2) if packed else (-2, -3)
+        held = (small(case).H if case.layout == cases.FIRST_HEADS else k.shape[heads]) * k.shape[-1]
+        assert k.stride(rows) == held and q.stride(rows) == q.shape[heads] * q.shape[-1]
     if case.bias_layout:
         heads = made.bias.shape[-3] * (
             cases.BIAS_LAYERS if case.bias_layout == cases.ONE_LAYER else 1
