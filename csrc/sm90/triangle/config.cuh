@@ -1,5 +1,4 @@
-// What the roles of the sm90 triangle attention share: tile shapes, shared memory, arguments, the
-// walk over units.
+// What the roles of the sm90 triangle attention share: tile shapes, shared memory, arguments.
 #pragma once
 #include <cstdint>
 
@@ -27,7 +26,7 @@ struct Tiling {
   using BiasBox = Box<64, kBiasBytes == 4 ? 8 : kBlockK, kBiasBytes>;
   static constexpr int kBiasTileBytes = 64 * kBlockK * kBiasBytes;  // of a tile of rows
   // The 96 registers of the launch bounds redistributed.
-  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 112;
+  static constexpr int kProducerRegisters = 64, kConsumerRegisters = 104;
   // Where it stays it is prepared in place, as fp32; until then one of 16 bits is in the second half.
   static constexpr bool kPrepares = kRowTiles == 1;
   static constexpr int kBiasStageBytes = 64 * kBlockK * 4;
@@ -39,7 +38,7 @@ struct Tiling {
 struct alignas(16) BlockInfo {
   uint32_t shown[2];  // a bit for each key
   int block_last;     // 2 block + whether it is the last one of its unit
-  int unused;
+  int member;         // of all that share the bias
 };
 
 template <class C>
@@ -72,52 +71,6 @@ struct alignas(128) Args {
   CUtensorMap q, k, v, out, bias;
   FlashsciForwardParams p;
   Plan plan;
-};
-
-// Indices along the batch dimensions.
-struct Batch {
-  int batch0, batch1;
-};
-
-// Where a CTA stands in its run of units.
-template <class C>
-struct UnitWalk {
-  const Args& a;
-  uint32_t unit, end, group;
-  int row, head, outer;  // first query row; index along the batch dimension that is not shared
-
-  __device__ __forceinline__ explicit UnitWalk(const Args& a_) : a(a_) {
-    unit = blockIdx.x * a.plan.units + min(blockIdx.x, a.plan.rest);
-    end = unit + a.plan.units + (blockIdx.x < a.plan.rest);
-    enter_tile();
-  }
-  __device__ __forceinline__ void enter_tile() {
-    const uint32_t tile = unit / a.plan.groups;
-    group = unit - tile * a.plan.groups;
-    const uint32_t outer_head = tile / a.plan.row_tiles;
-    row = static_cast<int>(tile - outer_head * a.plan.row_tiles) * C::kBlockQ;
-    outer = static_cast<int>(outer_head / static_cast<uint32_t>(a.p.heads_q));
-    head = static_cast<int>(outer_head) - outer * a.p.heads_q;
-  }
-  __device__ __forceinline__ bool more() const { return unit < end; }
-  // Whether the CTA leaves the tile of rows with this unit.
-  __device__ __forceinline__ bool leaves_tile() const {
-    return unit + 1 == end || group + 1 == a.plan.groups;
-  }
-  __device__ __forceinline__ void next() {
-    ++unit, ++group;
-    if (group == a.plan.groups) enter_tile();
-  }
-  // The last group may have fewer members than others: some do the work of the last one again, and
-  // store the same.
-  __device__ __forceinline__ Batch batch(int member) const {
-    const auto index = static_cast<int>(min(group * C::kMembers + member, a.plan.members - 1));
-    return a.plan.member_dim == 0 ? Batch{index, outer} : Batch{outer, index};
-  }
-  // Of the bias, the same for all members.
-  __device__ __forceinline__ Batch shared_batch() const {
-    return a.plan.member_dim == 0 ? Batch{0, outer} : Batch{outer, 0};
-  }
 };
 
 // Where a role stands in the ring of the bias. Where it is resident a tile of rows takes the whole

@@ -16,6 +16,7 @@
 #include "bias.cuh"
 #include "config.cuh"
 #include "load.cuh"
+#include "schedule.cuh"
 #include "softmax.cuh"
 
 namespace flashsci::sm90::triangle {
@@ -35,7 +36,7 @@ struct Consumer {
 
   SharedStorage<C>& shared;
   const Args& a;
-  const int w, member;  // the consumer; its member in a unit
+  const int w;  // the consumer
   const int lane, warp_row;
   const uint32_t k_start, v_start;         // of the first stages, for descriptors
   const uint32_t kv_full, kv_empty, info;  // addresses of the first stages
@@ -48,6 +49,7 @@ struct Consumer {
   uint32_t q[kHeadDim / 16][4];
   RowStatistics rows;
   KeyRing<C> keys;
+  int member;         // of the unit
   uint32_t used = 0;  // the barrier of K and V whose P V is in flight
   BiasRing<C> bias;
 
@@ -55,7 +57,6 @@ struct Consumer {
       : shared(shared_),
         a(a_),
         w(w_),
-        member(w_ / C::kRowTiles),
         lane(threadIdx.x % 32),
         warp_row(threadIdx.x / 32 % 4 * 16),
         k_start(ptx::shared_address(shared_.k[w_ / C::kRowTiles]) / 16),
@@ -172,6 +173,7 @@ struct Consumer {
     wait_products();
     if (before >= 0) release(used);
     used = kv_empty + keys.stage * 8;
+    member = static_cast<int>(given.w);
     const uint32_t shown[2] = {given.x, given.y};
     if (__any_sync(0xffffffffu, (given.x & given.y) != 0xffffffffu)) hide_keys(s, shown);
     softmax(before < 0);
@@ -187,7 +189,7 @@ struct Consumer {
     const int row = ptx::redux_max(walk.row + w % C::kRowTiles * 64 + warp_row);
     const int rows_left = a.p.seq_q - row;
     if (rows_left <= 0) return;
-    const Batch at = walk.batch(member);
+    const Batch at = walk.batch(ptx::redux_max(member));
     // In 32 bits: units are fewer than 2^30.
     const uint32_t batch_head =
         (at.batch0 * static_cast<uint32_t>(a.p.batch1) + at.batch1) * a.p.heads_q + walk.head;

@@ -25,35 +25,53 @@ __device__ __forceinline__ void for_elements(const TriangleArgs& a, const Work& 
       move(e, query + e % 2, key + e / 2 * 8);
 }
 
-// Any strides and dtype: it is read once for all members. Only this lane reads what it writes.
+// A consumer's bias of an owner, in powers of two. It is read once for all members, so any strides
+// will do, but all elements of a step at once: no branch may stand between the reads.
+template <class C, class Load>
+__device__ __forceinline__ void load_bias_by(TriangleStorage<C>& shared, const TriangleArgs& a,
+                                             int64_t base, int w, const Load& load) {
+  const Work work(a, opaque(blockIdx.x));
+  const FlashsciScoreStrides& s = a.p.bias_mask.bias_strides;
+  const int thread = threadIdx.x % 128, lane = thread % 32;
+  const int key = work.key_block * kBlock + thread / 32 * 16 + lane / 4;
+#pragma unroll 1
+  for (int step = 0; step < C::kSteps; ++step) {
+    const int block = work.panel * C::kPanelBlocks + step * kConsumers + w;
+    const int query = block * kBlock + lane % 4 * 2;
+    float x[kBlock / 8][4];
+#pragma unroll
+    for (int n = 0; n < kBlock / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        x[n][e] = load(base + min(query + n * 8 + e % 2, a.p.seq_q - 1) * s.row +
+                       min(key + e / 2 * 8, a.p.seq_k - 1) * s.column);
+#pragma unroll
+    for (int n = 0; n < kBlock / 8; ++n) {
+      uint32_t words[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const bool inside = query + n * 8 + e % 2 < a.p.seq_q && key + e / 2 * 8 < a.p.seq_k;
+        words[e] = __float_as_uint(inside ? x[n][e] * kLog2e : 0.f);
+      }
+      // Only this lane reads what it writes.
+      ptx::st_shared(ptx::shared_address(shared.bias[w][step][n][thread]),
+                     make_uint4(words[0], words[1], words[2], words[3]));
+    }
+  }
+}
+
 template <class Op, class C>
 __device__ __forceinline__ void load_bias(TriangleStorage<C>& shared, const TriangleArgs& a,
                                           uint32_t owner, int w) {
-  const Work work(a, opaque(blockIdx.x));
   const FlashsciBiasMask& given = a.p.bias_mask;
-  const FlashsciScoreStrides& s = given.bias_strides;
-  const int64_t base = Place(a, owner, 0).offset(s);
-#pragma unroll 1
-  for (int step = 0; step < C::kSteps; ++step) {
-    const uint32_t block = work.panel * C::kPanelBlocks + step * kConsumers + w;
-    float x[kBlock / 8][4];
-#pragma unroll
-    for (int n = 0; n < kBlock / 8; ++n) {
-      x[n][0] = x[n][1] = x[n][2] = x[n][3] = 0.f;
-      for_elements(a, work, block, n, [&](int e, int query, int key) {
-        const int64_t at = base + query * s.row + key * s.column;
-        x[n][e] = given.bias_is_fp32
-                      ? __ldg(static_cast<const float*>(given.bias) + at)
-                      : Op::to_float(__ldg(static_cast<const uint16_t*>(given.bias) + at));
-      });
-    }
-#pragma unroll
-    for (int n = 0; n < kBlock / 8; ++n)
-      ptx::st_shared(
-          ptx::shared_address(shared.bias[w][step][n][threadIdx.x % 128]),
-          make_uint4(__float_as_uint(x[n][0] * kLog2e), __float_as_uint(x[n][1] * kLog2e),
-                     __float_as_uint(x[n][2] * kLog2e), __float_as_uint(x[n][3] * kLog2e)));
-  }
+  const int64_t base = Place(a, owner, 0).offset(given.bias_strides);
+  if (given.bias_is_fp32)
+    load_bias_by(shared, a, base, w,
+                 [&](int64_t at) { return __ldg(static_cast<const float*>(given.bias) + at); });
+  else
+    load_bias_by(shared, a, base, w, [&](int64_t at) {
+      return Op::to_float(__ldg(static_cast<const uint16_t*>(given.bias) + at));
+    });
 }
 
 // The sums over this group's members of an owner, which no other CTA has; then they begin anew.
