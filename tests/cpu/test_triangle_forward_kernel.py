@@ -1,72 +1,23 @@
-"""The sm90 kernel of triangle attention, run on the host: its C++ with csrc/ptx replaced by sm90/emulation.h, from the launcher
-to the stores, judged as every backend. What a GPU's barriers, copies and products do is emulated; its speed and its registers
-are not."""
+"""The sm90 kernel of triangle attention, run on the host (emulated.py) from the launcher to the stores, judged as every backend.
+What a GPU's barriers, copies and products do is emulated; its speed and its registers are not."""
 
 from __future__ import annotations
 
 import ctypes as c
-import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 from flashsci.testing import Inputs, Judge
-from scripts.launchers import (
-    NOT_SUPPORTED,
-    BiasMask,
-    ForwardParams,
-    _pointer,
-    _score_strides,
-    _strides,
-)
+from scripts.launchers import BiasMask, ForwardParams, _pointer, _score_strides, _strides
+from tests.cpu.emulated import build, emulate
 
-ROOT = Path(__file__).resolve().parents[2]
-HERE = Path(__file__).parent / "sm90"
-HEADERS = [Path(p) for p in ("/usr/local/cuda/include", *sorted(map(str, Path("/usr/local").glob("cuda-*/include"))))]  # fmt: skip
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def includes() -> str:
-    """Where cuda.h and cuda_runtime.h are."""
-    nvcc = shutil.which("nvcc")
-    beside = [Path(nvcc).resolve().parents[1] / "include"] if nvcc else []
-    found = next((p for p in [*beside, *HEADERS] if (p / "cuda_runtime.h").is_file()), None)
-    if found is None or shutil.which("g++") is None:
-        pytest.skip("no g++, or no headers of the CUDA toolkit")
-    return str(found)
-
-
-def build(folder: Path, *changes: tuple[str, str, str]) -> c.CDLL:
-    """The kernel as a library for the host. changes: (file of csrc/sm90/triangle, text, what it becomes)."""
-    source = folder / "csrc"
-    shutil.copytree(ROOT / "csrc", source)
-    for path in (source / "ptx").glob("*.cuh"):
-        path.write_text("#pragma once\n")
-    for name, old, new in changes:
-        path = source / "sm90" / "triangle" / name
-        text = path.read_text()
-        assert text.count(old) == 1, (name, old)
-        path.write_text(text.replace(old, new))
-    launch = re.compile(r"(\w+)<<<(.*?), [^,]*>>>\(")
-    for path in source.rglob("*.cuh"):
-        path.write_text(launch.sub(r"emulation::launch(\1, \2, ", path.read_text()))
-    target = folder / "triangle.so"
-    subprocess.run(
-        [
-            "g++", "-std=c++17", "-O2", "-w", "-U_FORTIFY_SOURCE", "-fPIC", "-shared", "-DFLASHSCI_POISON", "-isystem", includes(),
-            "-I", source, "-include", HERE / "emulation.h", HERE / "triangle_host.cpp", "-o", target,
-        ],
-        check=True,
-    )  # fmt: skip
-    return c.CDLL(str(target))
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("triangle"))
+    return build(tmp_path_factory.mktemp("triangle"), "triangle_forward")
 
 
 def padded(x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +57,9 @@ def make(
     return Inputs((q * size).to(dtype), k, v, bias=scores, mask=hidden, options=options)
 
 
-def run(library: c.CDLL, x: Inputs, seed: int = 0) -> dict[str, torch.Tensor] | None:
+def run(
+    library: c.CDLL, x: Inputs, seed: int = 0, other: bool = False
+) -> dict[str, torch.Tensor] | None:
     """out and lse; None where the kernel leaves the call to others."""
     q, k, v, bias, mask = x.q, x.k, x.v, x.bias, x.mask
     out = torch.full((*q.shape[:2], q.shape[3], q.shape[2], v.shape[-1]), torch.nan, dtype=q.dtype).transpose(-2, -3)  # fmt: skip
@@ -119,12 +72,9 @@ def run(library: c.CDLL, x: Inputs, seed: int = 0) -> dict[str, torch.Tensor] | 
         max_seqlen_q=-1, head_dim=q.shape[-1], head_dim_v=v.shape[-1], scale=x.options.get("scale") or q.shape[-1] ** -0.5,
         window_left=-1, window_right=-1,
     )  # fmt: skip
-    text = c.create_string_buffer(300)
-    error = library.emulate(c.byref(params), q.dtype == BF16, seed, seed % 2, text, len(text))
-    if error == NOT_SUPPORTED:
-        return None
-    assert error == 0, (error, text.value.decode())
-    return {"out": out, "lse": lse}
+    call = library.emulate_other if other else library.emulate
+    taken = emulate(call, params, q.dtype == BF16, seed)
+    return {"out": out, "lse": lse} if taken else None
 
 
 def judge(library: c.CDLL, x: Inputs, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -232,17 +182,12 @@ def test_the_same_twice(kernel):
             assert torch.equal(found["lse"], first["lse"])
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    """The other form of 16-bit biases (launch.cuh)."""
-    change = ("launch.cuh", "kMembersOf16Bits = 2;", "kMembersOf16Bits = 4;")
-    return build(tmp_path_factory.mktemp("prepared"), change)
-
-
 @pytest.mark.parametrize("dtype", (BF16, FP16))
-def test_prepared_bias_of_16_bits(prepared, dtype):
+def test_other_form_of_16_bits(kernel, dtype):
+    """Units of as many members and rows as the launcher does not choose."""
     for seq_k in (64, 330, 450):
-        judge(prepared, make(150, seq_k, dtype=dtype, bias=dtype, mask=0.6), seed=seq_k)
+        x = make(150, seq_k, dtype=dtype, bias=dtype, mask=0.6)
+        Judge(x).require(run(kernel, x, seq_k, other=True))
 
 
 def test_left_to_others(kernel):
@@ -265,19 +210,19 @@ def test_left_to_others(kernel):
 
 
 FAULTS = {
-    "bias freed before it is read": ("mainloop.cuh", "if (frees_bias) release(shared.bias_empty[bias.stage]);\n    bias.next();", "bias.next();"),
-    "K and V freed before they are read": ("mainloop.cuh", "wait_products();\n    if (before >= 0) release_keys(1);", "release_keys(0);\n    wait_products();"),
-    "Q overwritten while it is read": ("load.cuh", "ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[consumer]), phase ^ 1);", ""),
-    "bias not waited for": ("load.cuh", "ptx::mbarrier_sleep(ptx::shared_address(&shared.bias_empty[ring.stage]), ring.phase ^ 1);", ""),
-    "the bias of the tile before": ("load.cuh", "needs_bias = walk.leaves_tile();", "needs_bias = false;"),
-    "a block of another turn": ("load.cuh", "ptx::mbarrier_sleep(ptx::shared_address(&shared.kv_empty[member][ring.stage]), ring.phase ^ 1);", ""),
+    "a bias that is never freed": ("triangle/mainloop.cuh", "release(shared.bias_empty[bias.stage]);\n    bias.next();", ";\n    bias.next();"),
+    "K and V freed before they are read": ("triangle/mainloop.cuh", "wait_products();\n    if (before >= 0) release(used);", "if (before >= 0) release(used);\n    wait_products();"),
+    "Q overwritten while it is read": ("triangle/load.cuh", "ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[consumer]), phase ^ 1);", ""),
+    "bias not waited for": ("triangle/load.cuh", "ptx::mbarrier_sleep(ptx::shared_address(&shared.bias_empty[ring.stage]), ring.phase ^ 1);", ""),
+    "the bias of the tile before": ("triangle/load.cuh", "needs_bias = walk.leaves_tile();", "needs_bias = false;"),
+    "a block of another turn": ("triangle/load.cuh", "ptx::mbarrier_sleep(ptx::shared_address(&shared.kv_empty[place][ring.stage]), ring.phase ^ 1);\n  const uint32_t k", "const uint32_t k"),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(tmp_path, fault):
-    broken = build(tmp_path, FAULTS[fault])
+    broken = build(tmp_path, "triangle_forward", FAULTS[fault])
     found = 0
     for seed in range(2, 8):
         x = make(200, 500 if seed % 2 else 300, bias=(FP32, BF16)[seed // 2 % 2], mask=0.5, seed=seed)  # fmt: skip
