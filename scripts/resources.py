@@ -81,7 +81,7 @@ BACKWARD_SM90 = re.compile(
     r"E*Lb(?P<packed>[01])(?:ELb(?P<softcap>[01]))?"
 )
 # sm90 triangle attention: bytes of a bias element, members.
-TRIANGLE_SM90 = re.compile(r"triangle_kernelI.*TilingILi(\d)ELi(\d)E")
+TRIANGLE_SM90 = re.compile(r"triangle_forward_kernelI.*TilingILi(\d)ELi(\d)E")
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 
 

@@ -203,7 +203,7 @@ def test_hopper_sass_uses_wgmma_and_tma():
         assert text.count("HMMA.16816") <= 16, name
         if "TilingILi256" not in name:
             assert not re.search(r"\b(LDL|STL)\b", text), f"{name} uses local memory"
-    triangle = sass("sm_90a", "sm908triangle15triangle_kernel")
+    triangle = sass("sm_90a", "sm9012triangle_fwd23triangle_forward_kernel")
     assert len(triangle) == 2 * 2
     for text in triangle:
         name = text.split("\n", 1)[0]

@@ -10,7 +10,7 @@
 #include "../../include/flashsci.h"
 #include "../decode/launch.cuh"
 #include "../tma_map.h"
-#include "../triangle/launch.cuh"
+#include "../triangle_fwd/launch.cuh"
 #include "config.cuh"
 #include "kernel.cuh"
 #include "scheduler.cuh"
@@ -192,7 +192,7 @@ cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) 
   ForwardArgs a;
   a.p = p;
   const bool bias_mask = p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr;
-  const cudaError_t error = triangle::launch_triangle<Op>(p, stream);
+  const cudaError_t error = triangle_fwd::launch<Op>(p, stream);
   if (error != cudaErrorNotSupported) return error;
   a.scores = plan_scores(p.scale, p.softcap, p.scale > 0.f && !bias_mask);
   // sm80's kernel skips blocks that a mask hides and reads a bias once for two batch rows: measured

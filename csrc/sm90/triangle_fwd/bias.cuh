@@ -8,7 +8,7 @@
 #include "../fwd/bias_mask.cuh"
 #include "config.cuh"
 
-namespace flashsci::sm90::triangle {
+namespace flashsci::sm90::triangle_fwd {
 
 // s: element e of a lane is row 16 warp + lane / 4 + 8 ((e >> 1) & 1) of 64 and key 8 (e >> 2) + 2
 // (lane % 4) + (e & 1). tile: of these rows, as TMA writes it.
@@ -87,4 +87,4 @@ __device__ __forceinline__ void hide_keys(float (&s)[kCount], const uint32_t (&s
     if ((mine[e / 16] & 1u << (e / 4 % 4 * 8 + e % 2)) == 0) s[e] = -INFINITY;
 }
 
-}  // namespace flashsci::sm90::triangle
+}  // namespace flashsci::sm90::triangle_fwd

@@ -19,7 +19,7 @@
 #include "schedule.cuh"
 #include "softmax.cuh"
 
-namespace flashsci::sm90::triangle {
+namespace flashsci::sm90::triangle_fwd {
 
 // Descriptor of a tile of rows of 64 bytes in 64-byte swizzle, 512-byte aligned as TMA writes it;
 // its second dimension takes one box, so that no block_bytes are needed (ptx/wgmma.cuh). start:
@@ -249,4 +249,4 @@ struct Consumer {
   }
 };
 
-}  // namespace flashsci::sm90::triangle
+}  // namespace flashsci::sm90::triangle_fwd

@@ -11,7 +11,7 @@
 #include "config.cuh"
 #include "kernel.cuh"
 
-namespace flashsci::sm90::triangle {
+namespace flashsci::sm90::triangle_fwd {
 
 // Fewer members do not repay what they share.
 inline constexpr int kFewestMembers = 8;
@@ -92,7 +92,7 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   if (error == cudaSuccess)
     error = encode_map(&a.bias, p.bias_mask.bias, C::kBiasBytes == 4 ? kFloat32 : k16Bit, p.seq_k,
                        dims, C::BiasBox::kColumns, C::BiasBox::kRows);
-  constexpr auto kernel = triangle_kernel<Op, C>;
+  constexpr auto kernel = triangle_forward_kernel<Op, C>;
   if (error == cudaSuccess) error = allow_shared<kernel>(kSharedBytes, p.device);
   if (error != cudaSuccess) return error;
   kernel<<<grid, C::kThreads, kSharedBytes, stream>>>(a);
@@ -101,10 +101,10 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
 
 // cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
 template <class Op>
-cudaError_t launch_triangle(const FlashsciForwardParams& p, cudaStream_t stream) {
+cudaError_t launch(const FlashsciForwardParams& p, cudaStream_t stream) {
   if (!takes(p)) return cudaErrorNotSupported;
   return p.bias_mask.bias_is_fp32 ? launch_tiling<Op, Tiling<4, 4>>(p, stream)
                                   : launch_tiling<Op, Tiling<2, kMembersOf16Bits>>(p, stream);
 }
 
-}  // namespace flashsci::sm90::triangle
+}  // namespace flashsci::sm90::triangle_fwd

@@ -11,7 +11,7 @@
 #include "config.cuh"
 #include "schedule.cuh"
 
-namespace flashsci::sm90::triangle {
+namespace flashsci::sm90::triangle_fwd {
 
 // What a member sees of kChunk keys from first_key on: lane i of a warp has the bits of 32 keys from
 // 32 i on. All of it is asked for at once: a warp that waits for memory at each block is too slow for
@@ -216,4 +216,4 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const Args& a,
   }
 }
 
-}  // namespace flashsci::sm90::triangle
+}  // namespace flashsci::sm90::triangle_fwd

@@ -7,7 +7,7 @@
 #include "../tma_box.cuh"
 #include "../tma_map.h"
 
-namespace flashsci::sm90::triangle {
+namespace flashsci::sm90::triangle_fwd {
 
 // Four consumer warpgroups share the blocks of a bias: kMembers members times kRowTiles tiles of 64
 // query rows. An fp32 bias of 64 rows and a 16-bit one of 128 rows take as much shared memory.
@@ -90,4 +90,4 @@ struct BiasRing {
   }
 };
 
-}  // namespace flashsci::sm90::triangle
+}  // namespace flashsci::sm90::triangle_fwd

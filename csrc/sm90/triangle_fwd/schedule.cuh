@@ -6,7 +6,7 @@
 
 #include "config.cuh"
 
-namespace flashsci::sm90::triangle {
+namespace flashsci::sm90::triangle_fwd {
 
 // Indices along the batch dimensions.
 struct Batch {
@@ -92,4 +92,4 @@ struct GroupOrder {
   }
 };
 
-}  // namespace flashsci::sm90::triangle
+}  // namespace flashsci::sm90::triangle_fwd

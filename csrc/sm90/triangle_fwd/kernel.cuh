@@ -14,7 +14,7 @@
 //           addition. Of a consumer the next bias is read during P V; the products of one run
 //           during the exponentials of the other three. Blocks that a member's mask hides are
 //           neither loaded nor computed.
-// Limits    Exponentials and issue slots: docs/kernels/sm90_triangle.md.
+// Limits    Exponentials and issue slots: docs/kernels/sm90_triangle_forward.md.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -26,7 +26,7 @@
 #include "load.cuh"
 #include "mainloop.cuh"
 
-namespace flashsci::sm90::triangle {
+namespace flashsci::sm90::triangle_fwd {
 
 template <class C>
 __device__ __forceinline__ void init_barriers(SharedStorage<C>& shared) {
@@ -47,7 +47,8 @@ __device__ __forceinline__ void init_barriers(SharedStorage<C>& shared) {
 }
 
 template <class Op, class C>
-__global__ void __launch_bounds__(C::kThreads, 1) triangle_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(C::kThreads, 1)
+    triangle_forward_kernel(const __grid_constant__ Args a) {
   extern __shared__ unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<SharedStorage<C>*>(
       shared_memory + (-ptx::shared_address(shared_memory) & 1023u));
@@ -71,4 +72,4 @@ __global__ void __launch_bounds__(C::kThreads, 1) triangle_kernel(const __grid_c
   }
 }
 
-}  // namespace flashsci::sm90::triangle
+}  // namespace flashsci::sm90::triangle_fwd

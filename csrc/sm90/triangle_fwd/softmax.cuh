@@ -7,7 +7,7 @@
 #include "../../ptx/math.cuh"
 #include "../fwd/softmax.cuh"
 
-namespace flashsci::sm90::triangle {
+namespace flashsci::sm90::triangle_fwd {
 
 using fwd::kUninitializedMax;
 using fwd::RowStatistics;
@@ -76,4 +76,4 @@ __device__ __forceinline__ void softmax_carefully(uint32_t (&p)[kCount / 8][4],
   rows.sum[1] += sum[1];
 }
 
-}  // namespace flashsci::sm90::triangle
+}  // namespace flashsci::sm90::triangle_fwd
