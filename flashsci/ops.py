@@ -19,6 +19,15 @@ from torch import Tensor
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 
 
+def _with_inner_keys(bias: Tensor) -> Tensor:
+    """A copy whose keys are neighbours; rows begin at multiples of 16 bytes, which Hopper's copies need."""
+    rest = 0 if torch.compiler.is_compiling() else -bias.shape[-1] % (16 // bias.element_size())
+    if rest == 0:
+        return bias.contiguous()
+    rows = bias.new_empty(*bias.shape[:-1], bias.shape[-1] + rest)
+    return rows[..., :-rest].copy_(bias)
+
+
 def _copied(bias: Tensor) -> bool:
     """Whether a bias is worth a copy: its keys are not neighbours in memory (it came out of a Linear over pairs, say), and
     no dim is expanded, for a copy would hold every repetition."""
@@ -51,7 +60,7 @@ class Tensors(NamedTuple):
         it, but number by number and once more for every head and batch member that shares it."""
         q, k, v, bias, *others = self
         if bias is not None and _copied(bias):
-            bias = bias.contiguous()
+            bias = _with_inner_keys(bias)
         elif q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             return self
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

@@ -297,7 +297,7 @@ class Build:
 
 def _options(tensors: Tensors, scalars: Scalars) -> dict[str, Any]:
     """The options of a launch."""
-    _, _, _, bias, _, mask, cu_q, cu_k, _, _ = tensors
+    _, _, _, bias, _, mask, cu_q, cu_k, *_ = tensors
     max_q, max_k, scale, softcap, left, right, lower_right, _, precision, _ = scalars
     return {
         "bias": bias,

@@ -80,6 +80,11 @@ BACKWARD_SM90 = re.compile(
     r"(?:Li(?P<rows>\d+)ELNS\w?_13BiasMaskTilesE(?P<bias_mask>[012])ELb(?P<many>[01])E)?"
     r"E*Lb(?P<packed>[01])(?:ELb(?P<softcap>[01]))?"
 )
+# sm90 triangle attention: bytes of a bias element, members; backward: kind, blocks of queries of a consumer.
+TRIANGLE_BACKWARD_SM90 = re.compile(
+    r"triangle_(backward|preprocess|postprocess)_kernelI(?:.*TriangleTilingILi(\d)E)?"
+)
+TRIANGLE_SM90 = re.compile(r"triangle_forward_kernelI.*TilingILi(\d)ELi(\d)E")
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 
 
@@ -109,6 +114,12 @@ class Kernel:
                 if "decode_combine" in self.name:
                     return dim, 4, 0, 4, 0, 8, 1
                 return dim, 64, 64 if dim == 256 else 128, 5, 4 if dim == 64 else 3, 1, 1
+            if found := TRIANGLE_SM90.search(self.name):
+                members = int(found[2])
+                return 32, 256 // members, 64, 20, 12 // members, 1, 1
+            if found := TRIANGLE_BACKWARD_SM90.search(self.name):
+                panel = 128 * int(found[2] or 1)
+                return (32, panel, 64, 12, 2, 1, 1) if found[2] else (32, panel, 0, 8, 0, 1, 1)
             found = TILING_SM90.search(self.name)
             if found is None:
                 return None
@@ -206,6 +217,10 @@ class Kernel:
             return " ".join(filter(None, words)) or "dense"
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return "combine" if "decode_combine" in self.name else "decoding"
+        if found := TRIANGLE_SM90.search(self.name):
+            return f"{'fp32' if found[1] == '4' else '16-bit'} bias, {found[2]} members"
+        if found := TRIANGLE_BACKWARD_SM90.search(self.name):
+            return "bias of many members" if found[2] else f"{found[1]}, bias of many members"
         if found := TILE_FP32.search(self.name):
             return "any rows" + (", bias or mask" if found[6] == "1" else "")
         found = TILING_SM90.search(self.name) if self.unit.startswith("sm90") else None
@@ -280,6 +295,14 @@ class Kernel:
             return inputs + ds + 8 * stages * rows + 4 * dim * rows  # statistics; dQ
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0
+        if TRIANGLE_SM90.search(self.name):  # six blocks of a bias; K, V, Q and output
+            return 6 * 16384 + 12 * 2 * 2 * dim * keys + 2 * 4 * 2 * dim * 64
+        if found := TRIANGLE_BACKWARD_SM90.search(self.name):
+            tile = (
+                2 * dim * 64
+            )  # K, V; two stages of Q and dO; dK and dV: in 16 bits, in fp32 as dQ
+            bias = rows * keys * 4
+            return 14 * tile + 2 * 2 * 64 * 64 + bias + 6 * 2 * tile + 4 * 528 if found[2] else 0
         if found := TILING_BIAS_MASK.search(self.name):
             members, bias = int(found[7]), int(found[8])
             units = 2 if dim * members * (rows // int(found[4]) // 16) <= 128 else 1

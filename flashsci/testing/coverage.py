@@ -26,6 +26,7 @@ def properties(case: Case) -> list[str]:
         found.append(f"bias {case.bias_view}")
         if not variant.varlen:
             found.append(f"bias of {len(case.bias_shape)} dims")
+            found += ["bias of many members"] if max((*case.lead, 1)) > 5 else []
         if case.bias_number:
             found += [f"bias {case.bias_number}", f"numbers {case.bias_number_at}"]
         if case.bias_number and case.padding != "none":
@@ -47,6 +48,7 @@ def expected(dtype: str, features: bool = True) -> list[str]:
     if features:
         found += [f"bias {x}" for x in (*VIEWS, *NUMBERS)] + [f"numbers {x}" for x in PLACES]
         found += [f"bias of {n} dims" for n in range(1, 6)] + ["numbers and zero rows"]
+        found += ["bias of many members"]
         found += [f"bias gradient of no {x}" for x in ("batch", "queries", "keys")]
     return found
 

@@ -27,6 +27,8 @@ from flashsci.testing.cases import (
     Variant,
 )
 
+MEMBERS = (40, 48, 67)  # of a batch, that share a bias
+
 T = TypeVar("T")
 DrawnCase = TypeVar("DrawnCase")
 
@@ -244,6 +246,9 @@ def _draw_dense(choices: Choices, case: Case, lengths: Sequence[int], score_limi
     if scores * math.prod(lead) > score_limit:
         case = replace(case, heads_k=1, group=1)
     case = replace(case, rank=rank, lead=lead, seq_q=seq_q, seq_k=seq_k)
+    rare = 3 if max(case.variant.head_dim, case.variant.head_dim_v) <= 32 else 4
+    if case.variant.bias == "pair" and score_limit >= 1 << 20 and choices.integer(1, rare) == rare:
+        return _draw_members(choices, case)
 
     def broadcast(kind: str | None) -> tuple[int, ...] | None:
         if kind is None:
@@ -269,6 +274,32 @@ def _draw_dense(choices: Choices, case: Case, lengths: Sequence[int], score_limi
         mask_kind=choices.one_of(("random", "rows", "keys", "none"))
         if case.variant.mask
         else "random",
+    )
+
+
+def _draw_members(choices: Choices, case: Case) -> Case:
+    """A bias that many members of a batch share, as in triangle attention: enough of them for kernels that keep it."""
+    members, heads = choices.one_of(MEMBERS), choices.one_of((3, 4))
+    batch = choices.one_of(((), (1,), (2,)))
+    rows = heads * members * math.prod(batch)
+    seq_q = choices.one_of([n for n in (65, 100, 128, 130, 192, 257) if rows * n * n < 6 << 20])
+    seq_k = seq_q if choices.integer(0, 1) else choices.one_of((1, 40, 64, 70, 128, 190))
+    lead = (*batch, members)
+    bias = (*(n if choices.integer(0, 1) else 1 for n in batch), 1, heads, seq_q, seq_k)
+    mask = (*lead, choices.one_of((1, heads)), 1, seq_k)
+    masked = case.variant.mask
+    return replace(
+        case,
+        rank=len(lead) + 3,
+        lead=lead,
+        heads_k=heads,
+        group=1,
+        seq_q=seq_q,
+        seq_k=seq_k,
+        bias_shape=bias,
+        bias_view=choices.one_of(("contiguous", "linear", "padded")),
+        mask_shape=mask if masked else None,
+        mask_kind=choices.one_of(("keys", "random")) if masked else "random",
     )
 
 
@@ -329,8 +360,10 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
     """Another problem for the kernels that ``case`` was compiled into: other values, batch, heads and
     lengths, where lengths stay in their class (as tile sizes see them) and broadcast dims broadcast.
     """
-    group = case.group if case.rank == 2 else choices.one_of((1, 1, 2, 4))
-    heads_k = case.heads_k if case.rank == 2 else choices.one_of((1, 2, 3))
+    many = max((*case.lead, 1)) > 5  # members of a batch, that share a bias
+    kept = many or case.rank == 2
+    group = case.group if kept else choices.one_of((1, 1, 2, 4))
+    heads_k = case.heads_k if kept else choices.one_of((1, 2, 3))
     case = replace(
         case,
         seed=choices.integer(0, 2**31 - 1),
@@ -367,6 +400,10 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
     seq_k = seq_q if case.seq_k == case.seq_q else like(case.seq_k)
     if choices.integer(1, 20) == 20:
         seq_q, seq_k = choices.one_of(((0, seq_k), (seq_q, 0)))
+    if many:
+        lead = (*case.lead[:-1], choices.one_of(MEMBERS))
+        mask = case.mask_shape and (*lead, *case.mask_shape[len(lead) :])
+        return replace(case, lead=lead, mask_shape=mask)
     lead = tuple(choices.one_of((2, 3, 5)) for _ in case.lead)
     if lead and choices.integer(1, 20) == 20:
         lead = (*lead[:-1], 0)

@@ -203,6 +203,13 @@ def test_hopper_sass_uses_wgmma_and_tma():
         assert text.count("HMMA.16816") <= 16, name
         if "TilingILi256" not in name:
             assert not re.search(r"\b(LDL|STL)\b", text), f"{name} uses local memory"
+    triangle = sass("sm_90a", "sm9012triangle_fwd23triangle_forward_kernel")
+    assert len(triangle) == 2 * 2
+    for text in triangle:
+        name = text.split("\n", 1)[0]
+        assert "UTMALDG.5D" in text and "UTMASTG.5D" in text and "HMMA.16816" not in text, name
+        assert 2 * text.count("WARPGROUP.DEPBAR") < text.count("HGMMA.64x"), name
+        assert not re.search(r"\b(LDL|STL)\b", text), f"{name} uses local memory"
     decoding = sass("sm_90a", "sm906decode13decode_kernel")
     assert decoding and all("HGMMA.64x" in f and "UTMALDG.5D" in f for f in decoding)
     backward = sass("sm_90a", "sm903bwd15backward_kernel")

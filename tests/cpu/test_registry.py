@@ -395,6 +395,51 @@ def test_who_computes_gradients_with_a_bias_on_hopper(
     assert not hopper_takes(saved_of(q, v, bias, pairs), need)  # rows of 24 bytes
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "shape": (1, 17, 4, 300, 70),
+            "bias": (17, 4, 300, 70),
+            "takes": False,
+        },  # nobody shares it
+        {"shape": (2, 8, 4, 300, 70), "bias": (1, 4, 300, 70)},
+        {"shape": (2, 8, 4, 300, 70), "bias": (2, 1, 4, 300, 70), "takes": False},  # 8 members
+        {"bias": (1, 300, 70), "takes": False},  # shared by heads, too
+        {"need": 9, "takes": False},
+        {"dims": (40, 32), "takes": False},
+        {"mask": (17, 1, 1, 70)},
+        {"mask": (17, 1, 300, 70), "takes": False},
+        {"softcap": 5.0, "takes": False},
+        {"shape": (17, 4, 1000, 70), "bias": (1, 4, 1000, 70)},
+        {
+            "shape": (17, 4, 1000, 70),
+            "bias": (1, 4, 1000, 70),
+            "deterministic": True,
+            "takes": False,
+        },
+    ],
+)
+def test_the_gradient_of_a_bias_of_many_members_is_summed_on_chip(full_build, changes):
+    """Whatever the strides of the bias are: rows of 140 bytes here."""
+    from flashsci.backends.cuda import hopper_takes
+
+    given = {"shape": (17, 4, 300, 70), "bias": (1, 4, 300, 70), "mask": None, "dims": (32, 24), "need": 15, "takes": True}  # fmt: skip
+    given |= changes
+    *lead, rows, keys = given["shape"]
+    q, v = (torch.empty(*lead, n, d, dtype=torch.bfloat16) for n, d in zip((rows, keys), given["dims"], strict=True))  # fmt: skip
+    bias = torch.empty(given["bias"], dtype=torch.bfloat16)
+    mask = None if given["mask"] is None else torch.ones(given["mask"]) > 0
+    saved = saved_of(q, v, bias, mask, softcap=given.get("softcap", 0.0))
+    k = torch.empty(*lead, keys, q.shape[-1], dtype=q.dtype)
+    scalars = saved.scalars._replace(deterministic=given.get("deterministic", False))
+    saved = saved._replace(tensors=saved.tensors._replace(k=k), scalars=scalars)
+    assert hopper_takes(saved, given["need"]) is given["takes"]
+    if given["takes"]:
+        assert whose(saved, given["need"]) == "cuda"
+
+
 @pytest.mark.parametrize("dim, dtype, both", [(64, torch.float32, True), (64, torch.float16, False), (72, torch.float32, False)])  # fmt: skip
 def test_what_the_hopper_backward_takes_of_a_mask_by_pairs(dim, dtype, both):
     from flashsci.backends.cuda import hopper_takes

@@ -9,6 +9,7 @@
 #include "../../core/softmax.cuh"
 #include "../../include/flashsci.h"
 #include "../tma_map.h"
+#include "../triangle_bwd/launch.cuh"
 #include "bias_aliased.cuh"
 #include "config.cuh"
 #include "config_d256.cuh"
@@ -253,13 +254,17 @@ int64_t padded_workspace(const FlashsciBackwardParams& p) {
 
 template <class Op>
 int64_t backward_workspace(const FlashsciBackwardParams& p) {
-  return with_head_dims(
+  const int64_t own = with_head_dims(
       p, [&](auto dim, auto dim_v) { return padded_workspace<Op, dim.value, dim_v.value>(p); });
+  // What the triangle backward leaves to these kernels depends on addresses, too.
+  return triangle_bwd::takes(p) ? std::max(own, triangle_bwd::workspace(p)) : own;
 }
 
 // cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
 template <class Op>
 cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream) {
+  const cudaError_t triangle = triangle_bwd::launch<Op>(p, stream);
+  if (triangle != cudaErrorNotSupported) return triangle;
   const auto aligned = [&](const void* base, const FlashsciStrides& s, int64_t heads,
                            int64_t rows) {
     const auto whole = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };

@@ -10,6 +10,7 @@
 #include "../../include/flashsci.h"
 #include "../decode/launch.cuh"
 #include "../tma_map.h"
+#include "../triangle_fwd/launch.cuh"
 #include "config.cuh"
 #include "kernel.cuh"
 #include "scheduler.cuh"
@@ -191,6 +192,8 @@ cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) 
   ForwardArgs a;
   a.p = p;
   const bool bias_mask = p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr;
+  const cudaError_t error = triangle_fwd::launch<Op>(p, stream);
+  if (error != cudaErrorNotSupported) return error;
   a.scores = plan_scores(p.scale, p.softcap, p.scale > 0.f && !bias_mask);
   // sm80's kernel skips blocks that a mask hides and reads a bias once for two batch rows: measured
   // faster here, and only here.
@@ -201,10 +204,10 @@ cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) 
            : dim <= 128 ? launch_bias_mask<Op, 128>(a, stream)
                         : launch_bias_mask<Op, 256>(a, stream);
   if (p.workspace != nullptr && decode::is_decoding(p)) {
-    const cudaError_t error = dim <= 64    ? decode::launch_decode<Op, 64>(a, stream)
-                              : dim <= 128 ? decode::launch_decode<Op, 128>(a, stream)
-                                           : decode::launch_decode<Op, 256>(a, stream);
-    if (error != cudaErrorNotSupported) return error;
+    const cudaError_t decoded = dim <= 64    ? decode::launch_decode<Op, 64>(a, stream)
+                                : dim <= 128 ? decode::launch_decode<Op, 128>(a, stream)
+                                             : decode::launch_decode<Op, 256>(a, stream);
+    if (decoded != cudaErrorNotSupported) return decoded;
   }
   const auto launch = [&](auto tiles) {
     return launch_plain<Op, typename decltype(tiles)::Plain>(a, stream);

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from flashsci import ops
 from flashsci.errors import BackendError
-from flashsci.ops import NEED_BIAS, Saved, Scalars, Tensors
+from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors
 from flashsci.problem import Problem, sums_bias
 
 FUSED = True
@@ -32,6 +33,8 @@ MAX_HEAD_DIM = 256
 GENERATIONS = (90, 80, 75)  # newest first, as the library tries them
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _UNITS = {"forward": "fwd", "backward": "bwd"}
+
+NEED_ALL = NEED_Q | NEED_K | NEED_V | NEED_BIAS
 
 _ops: Any = None  # (forward, backward)
 _library: ctypes.CDLL | None = None
@@ -267,11 +270,35 @@ def backward_kernels(
     return _kernels("backward", problem, generation, strides)
 
 
+def _sums_bias_on_chip(saved: Saved, need: int) -> bool:
+    """Whether a call's gradients are those that csrc/sm90/triangle_bwd computes together, dbias of many members in registers:
+    what its `takes` says, but for addresses."""
+    q, k, v, bias, _, mask, cu_seqlens_q, *_ = saved.tensors
+    scalars, dims = saved.scalars, (q.shape[-1], v.shape[-1])
+    banded = scalars.softcap or scalars.window_left >= 0 or scalars.window_right >= 0
+    if bias is None or cu_seqlens_q is not None or banded or need & NEED_ALL != NEED_ALL:
+        return False
+    lead = (1,) * (5 - q.dim()) + q.shape[:-2]
+    owned = (1,) * (5 - bias.dim()) + bias.shape
+    shares = [n for n, m in zip(lead[:2], owned[:2], strict=True) if m == 1]
+    shapes = (
+        q.dtype != torch.float32
+        and max(dims) <= 32
+        and not any(dim % 8 for dim in dims)
+        and q.shape[-3] == k.shape[-3]
+    )
+    rows, keys = q.shape[-2], k.shape[-2]
+    whole = rows > 64 and keys > 64 and owned[2:] == (lead[2], rows, keys)
+    by_key = mask is None or mask.shape[-2] == 1 or mask.stride(-2) == 0
+    ordered = not scalars.deterministic or rows <= 768  # two panels of queries
+    return shapes and whole and by_key and ordered and math.prod(shares) >= 16
+
+
 def hopper_takes(saved: Saved, need: int) -> bool:
     """Whether the Hopper backward takes bias and mask of a call as they lie in memory: what `takes_pairs` of csrc/sm90 and TMA
     allow, found here because a kernel that another backend replaces must not be launched."""
     q, _, v, bias, _, mask, *_ = saved.tensors
-    if bias is None and mask is None:
+    if (bias is None and mask is None) or _sums_bias_on_chip(saved, need):
         return True
     dims = q.shape[-1], v.shape[-1]
     if saved.scalars.softcap or max(dims) > 128 or any(dim % 8 for dim in dims):

@@ -1,0 +1,110 @@
+// The host side of the sm90 triangle attention: which calls it takes, tensor maps, units.
+#pragma once
+#include <cuda_runtime.h>
+#include <algorithm>
+#include <cstdint>
+
+#include "../../core/launch.cuh"
+#include "../../core/softmax.cuh"
+#include "../../include/flashsci.h"
+#include "../tma_map.h"
+#include "config.cuh"
+#include "kernel.cuh"
+
+namespace flashsci::sm90::triangle_fwd {
+
+// Fewer members do not repay what they share.
+inline constexpr int kFewestMembers = 8;
+
+// Members whose units share a bias of 16 bits, 2 or 4: of 128 query rows, so that K and V are read
+// half as often, or of 64, with the bias prepared.
+inline constexpr int kMembersOf16Bits = 2;
+
+// The batch dimension of most members that share the bias, or -1: too few do.
+inline int member_dim_of(const FlashsciForwardParams& p) {
+  const FlashsciScoreStrides& bias = p.bias_mask.bias_strides;
+  const int64_t first = bias.batch0 == 0 ? p.batch0 : 1, second = bias.batch1 == 0 ? p.batch1 : 1;
+  return std::max(first, second) < kFewestMembers ? -1 : first > second ? 0 : 1;
+}
+
+// Calls whose strides TMA may still refuse.
+inline bool takes(const FlashsciForwardParams& p) {
+  const FlashsciBiasMask& given = p.bias_mask;
+  return p.cu_seqlens_q == nullptr && std::max(p.head_dim, p.head_dim_v) <= 32 &&
+         given.bias != nullptr && given.bias_strides.column == 1 &&
+         (given.mask == nullptr || given.mask_strides.row == 0) && p.softcap == 0.f &&
+         p.window_left < 0 && p.window_right < 0 && member_dim_of(p) >= 0 &&
+         // The bias is divided by it, scores are multiplied: no finite number may overflow.
+         p.scale > 1e-4f && p.scale * kLog2e <= 1.f;
+}
+
+// cudaErrorNotSupported: there are too few units for the device.
+template <class C>
+cudaError_t plan_units(Args& a, uint32_t& grid) {
+  const FlashsciForwardParams& p = a.p;
+  Plan& plan = a.plan;
+  plan = {};
+  plan.member_dim = member_dim_of(p);
+  const int64_t members = plan.member_dim == 0 ? p.batch0 : p.batch1;
+  const int64_t groups = (members + C::kMembers - 1) / C::kMembers;
+  const int64_t row_tiles = (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  const int64_t outer = p.batch0 * p.batch1 / members;
+  const int64_t units = outer * p.heads_q * row_tiles * groups;
+  const int processors = processors_of(p.device);
+  if (processors <= 0) return cudaErrorInvalidDevice;
+  if (units < processors || units > INT32_MAX / 2) return cudaErrorNotSupported;
+  grid = static_cast<uint32_t>(processors);
+  plan.units = static_cast<uint32_t>(units) / grid;
+  plan.rest = static_cast<uint32_t>(units) % grid;
+  plan.members = static_cast<uint32_t>(members);
+  plan.groups = static_cast<uint32_t>(groups);
+  plan.row_tiles = static_cast<uint32_t>(row_tiles);
+  plan.blocks = (p.seq_k + C::kBlockK - 1) / C::kBlockK;
+  plan.resident = plan.blocks <= C::kBiasStages;
+  plan.bias_factor = 1.f / p.scale;
+  plan.exp_scale = p.scale * kLog2e;
+  return cudaSuccess;
+}
+
+template <class Op, class C>
+cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
+  constexpr int kSharedBytes = sizeof(SharedStorage<C>) + 1024;  // the base is aligned by hand
+  static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
+  Args a;
+  a.p = p;
+  uint32_t grid;
+  cudaError_t error = plan_units<C>(a, grid);
+  constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
+  const auto encode = [&](CUtensorMap* map, const void* base, const FlashsciStrides& strides,
+                          int64_t rows, int64_t heads, int head_dim, int box_rows) {
+    if (error == cudaSuccess)
+      error = encode_map(map, base, k16Bit, head_dim,
+                         dense_dims(strides, rows, heads, p.batch1, p.batch0), C::Rows::kColumns,
+                         box_rows);
+  };
+  encode(&a.q, p.q, p.q_strides, p.seq_q, p.heads_q, p.head_dim, C::Rows::kRows);
+  encode(&a.k, p.k, p.k_strides, p.seq_k, p.heads_k, p.head_dim, C::Rows::kRows);
+  encode(&a.v, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, C::Rows::kRows);
+  encode(&a.out, p.out, p.out_strides, p.seq_q, p.heads_q, p.head_dim_v, C::OutRows::kRows);
+  const FlashsciScoreStrides& s = p.bias_mask.bias_strides;
+  const MapDims dims = {{p.seq_q, p.heads_q, p.batch1, p.batch0},
+                        {s.row, s.head, s.batch1, s.batch0}};
+  if (error == cudaSuccess)
+    error = encode_map(&a.bias, p.bias_mask.bias, C::kBiasBytes == 4 ? kFloat32 : k16Bit, p.seq_k,
+                       dims, C::BiasBox::kColumns, C::BiasBox::kRows);
+  constexpr auto kernel = triangle_forward_kernel<Op, C>;
+  if (error == cudaSuccess) error = allow_shared<kernel>(kSharedBytes, p.device);
+  if (error != cudaSuccess) return error;
+  kernel<<<grid, C::kThreads, kSharedBytes, stream>>>(a);
+  return cudaGetLastError();
+}
+
+// cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
+template <class Op>
+cudaError_t launch(const FlashsciForwardParams& p, cudaStream_t stream) {
+  if (!takes(p)) return cudaErrorNotSupported;
+  return p.bias_mask.bias_is_fp32 ? launch_tiling<Op, Tiling<4, 4>>(p, stream)
+                                  : launch_tiling<Op, Tiling<2, kMembersOf16Bits>>(p, stream);
+}
+
+}  // namespace flashsci::sm90::triangle_fwd

@@ -1,0 +1,79 @@
+// From a block of scores to P: without looking for their maximum where rows have seen keys, since it
+// hardly moves, and carefully where the sums show that a score has outgrown it. The rules are those
+// of fwd/softmax.cuh; but the scores stay, so that nothing is computed again.
+#pragma once
+#include <cstdint>
+
+#include "../../ptx/math.cuh"
+#include "../fwd/softmax.cuh"
+
+namespace flashsci::sm90::triangle_fwd {
+
+using fwd::kUninitializedMax;
+using fwd::RowStatistics;
+
+// P = exp2(exp_scale S - offset), packed as operand of P V. sum: of what this lane holds of its two
+// rows, before it is rounded. kLimited: exponents are cut at the threshold.
+template <class Op, bool kLimited, int kCount>
+__device__ __forceinline__ void exponentials(uint32_t (&p)[kCount / 8][4], const float (&s)[kCount],
+                                             const RowStatistics& rows, float exp_scale,
+                                             float (&sum)[2]) {
+  float part[4];
+#pragma unroll
+  for (int e = 0; e < kCount; e += 2) {
+    float pair[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float x = fmaf(s[e + i], exp_scale, -rows.row_max_log2[e >> 1 & 1]);
+      pair[i] = ptx::ex2_approx(kLimited ? fminf(x, kRescaleThreshold) : x);
+      float& chain = part[(e & 2) + i];
+      chain = e < 4 ? pair[i] : chain + pair[i];
+    }
+    p[e / 8][e / 2 % 4] = Op::pack2(pair[0], pair[1]);
+  }
+  sum[0] = part[0] + part[1];
+  sum[1] = part[2] + part[3];
+}
+
+// Whether P is too large for fp16, or overflowed, in any row of the warp.
+__device__ __forceinline__ bool overflows(const float (&sum)[2]) {
+  return __any_sync(0xffffffffu, fmaxf(sum[0], sum[1]) > fwd::kOverflow);
+}
+
+// The offsets of a first block: P of its largest score is at least 1.
+template <int kCount>
+__device__ __forceinline__ void start_offsets(RowStatistics& rows, const float (&s)[kCount],
+                                              float exp_scale) {
+  float maximum[2];
+  fwd::row_max(s, maximum);
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    rows.row_max_log2[half] = fmaxf(fwd::offset_at(maximum[half], exp_scale), kUninitializedMax);
+}
+
+// The offset follows the maximum, sums and output follow it. Where scores are so large that the
+// roundings of the offset overflow, exponents are cut.
+template <class Op, int kCount, int kOutputs>
+__device__ __forceinline__ void softmax_carefully(uint32_t (&p)[kCount / 8][4],
+                                                  const float (&s)[kCount], float (&o)[kOutputs],
+                                                  RowStatistics& rows, float exp_scale) {
+  float maximum[2], sum[2];
+  fwd::row_max(s, maximum);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float next = fmaxf(rows.row_max_log2[half], fwd::offset_at(maximum[half], exp_scale));
+    const float alpha = ptx::ex2_approx(rows.row_max_log2[half] - next);
+    rows.row_max_log2[half] = next;
+    rows.sum[half] *= alpha;
+#pragma unroll
+    for (int e = 2 * half; e < kOutputs; e += 4) {
+      o[e] *= alpha;
+      o[e + 1] *= alpha;
+    }
+  }
+  exponentials<Op, true>(p, s, rows, exp_scale, sum);
+  rows.sum[0] += sum[0];
+  rows.sum[1] += sum[1];
+}
+
+}  // namespace flashsci::sm90::triangle_fwd

@@ -1,0 +1,72 @@
+"""Kernels of csrc/sm90 on the host: a library of their C++, with csrc/ptx replaced by sm90/emulation.h, and calls of it."""
+
+from __future__ import annotations
+
+import ctypes as c
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.launchers import NOT_SUPPORTED
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent / "sm90"
+# What no macro can turn into C++: launches, and dynamic shared memory.
+REWRITTEN = (
+    (r"([\w<>]+)<<<(.*?), [^,]*>>>\(", r"emulation::launch(\1, \2, "),
+    (
+        r"extern __shared__ unsigned char (\w+)\[\]",
+        r"auto* const \1 = emulation::address_space + emulation::kBase",
+    ),
+)
+
+
+def includes() -> Path:
+    """Where cuda.h and cuda_runtime.h are."""
+    nvcc = shutil.which("nvcc")
+    beside = [Path(nvcc).resolve().parents[1] / "include"] if nvcc else []
+    places = [*beside, Path("/usr/local/cuda/include"), *sorted(Path("/usr/local").glob("cuda-*/include"))]  # fmt: skip
+    found = next((p for p in places if (p / "cuda_runtime.h").is_file()), None)
+    if found is None or shutil.which("g++") is None:
+        pytest.skip("no g++, or no headers of the CUDA toolkit")
+    return found
+
+
+def build(folder: Path, name: str, *changes: tuple[str, str, str]) -> c.CDLL:
+    """sm90/<name>.cpp as a library. changes: (file of csrc/sm90, text, what it becomes)."""
+    headers = includes()
+    source = folder / "csrc"
+    shutil.copytree(ROOT / "csrc", source)
+    for path in (source / "ptx").glob("*.cuh"):
+        path.write_text("#pragma once\n")
+    for file, old, new in changes:
+        path = source / "sm90" / file
+        text = path.read_text()
+        assert text.count(old) == 1, (file, old)
+        path.write_text(text.replace(old, new))
+    for path in source.rglob("*.cuh"):
+        text = path.read_text()
+        for old, new in REWRITTEN:
+            text = re.sub(old, new, text)
+        path.write_text(text)
+    target = folder / f"{name}.so"
+    # Kernels read bytes as other types, as nvcc allows; threads jump between stacks, which a fortified longjmp refuses; a
+    # library shares no variables with those of other kernels in this process.
+    flags = ("-w", "-Wno-psabi", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-fno-gnu-unique")
+    subprocess.run(
+        ["g++", "-std=c++17", "-O2", *flags, "-fPIC", "-shared", "-DFLASHSCI_POISON", "-isystem", headers, "-I", source,
+         HERE / f"{name}.cpp", "-o", target],
+        check=True,
+    )  # fmt: skip
+    return c.CDLL(str(target))
+
+
+def emulate(call, params: c.Structure, bf16: bool, seed: int, processors: int = 3) -> bool:
+    """Whether the launcher behind a function of a library took the call. seed: of the order in which things happen."""
+    text = c.create_string_buffer(300)
+    error = call(c.byref(params), bf16, processors, seed, text, len(text))
+    assert error in (0, NOT_SUPPORTED), (error, text.value.decode())
+    return error == 0

@@ -1,0 +1,177 @@
+// A kernel of csrc/sm90 on the host: what it takes from CUDA C++, from csrc/ptx and, in its
+// launcher, from the CUDA runtime, in plain C++. What no emulated kernel uses is not there.
+//
+// tests/cpu/emulated.py compiles a kernel with g++, this in place of csrc/ptx. What hardware may do
+// in any order happens in an order that a seed decides, and what it does not allow is an error:
+// thread_block.h, copy_engine.h and tensor_core.h say which. Speed, registers, fences and the
+// memory model between CTAs are not emulated.
+#pragma once
+#include <cmath>
+#include <cstdio>
+
+#include "copy_engine.h"
+#include "tensor_core.h"
+#include "thread_block.h"
+
+// --- CUDA C++
+
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __grid_constant__
+#define __grid_constant__
+#undef __forceinline__
+#define __forceinline__ inline
+#undef __shared__
+#define __shared__ static  // of the one block that runs
+#define cudaLaunchKernelEx emulation::launch_ex
+
+template <class T>
+T min(T a, T b) {
+  return a < b ? a : b;
+}
+template <class T>
+T max(T a, T b) {
+  return a > b ? a : b;
+}
+template <class T>
+T __ldg(const T* x) {
+  return *x;
+}
+inline uint32_t __float_as_uint(float x) { return emulation::bits_as<uint32_t>(x); }
+inline float __uint_as_float(uint32_t x) { return emulation::bits_as<float>(x); }
+// Rounded down: the product of two floats is exact in double.
+inline float __fmul_rd(float a, float b) {
+  const double exact = static_cast<double>(a) * b;
+  const float near = static_cast<float>(exact);
+  return near > exact ? std::nextafter(near, -INFINITY) : near;
+}
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline size_t __cvta_generic_to_shared(const void* pointer) {
+  return static_cast<const unsigned char*>(pointer) - emulation::address_space;
+}
+
+// --- the rest of csrc/ptx
+
+namespace flashsci::ptx {
+
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+template <class T>
+T load_shared(uint32_t address) {
+  T value;
+  std::memcpy(&value, at(address, sizeof(T), sizeof(T)), sizeof(T));
+  return value;
+}
+inline uint32_t ld_shared(uint32_t address) { return load_shared<uint32_t>(address); }
+inline float2 ld_shared_f2(uint32_t address) { return load_shared<float2>(address); }
+inline uint4 ld_shared_v4(uint32_t address) { return load_shared<uint4>(address); }
+template <class T>
+void st_shared(uint32_t address, T value) {
+  std::memcpy(at(address, sizeof(T), sizeof(T)), &value, sizeof(T));
+}
+
+inline float ex2_approx(float x) { return std::exp2(x); }
+inline float rcp_approx(float x) { return 1.f / x; }
+inline float lg2_approx(float x) { return std::log2(x); }
+
+template <int>
+void setmaxnreg_dec() {}
+template <int>
+void setmaxnreg_inc() {}
+inline void launch_dependents() {}  // kernels run one after another
+inline void wait_for_prerequisites() {}
+
+// Asked again and again, until another CTA has changed it. Those that may be waited for have run
+// before: what does not come while the other threads of this one go on never comes.
+inline int load_acquire(const int* x) {
+  thread->times = thread->asked == x ? thread->times + 1 : 0;
+  thread->asked = x;
+  check(thread->times < 10000, "a turn that never comes");
+  block->progress = true;
+  to_scheduler();
+  return *x;
+}
+inline void add_release(int* x, int by) { *x += by; }
+
+// Named by headers that other kernels need more of, not called here.
+template <class... T>
+void mma_m16n8k16_bf16(T&&...) {
+  fail("mma.sync is not emulated");
+}
+template <class... T>
+void mma_m16n8k16_f16(T&&...) {
+  fail("mma.sync is not emulated");
+}
+template <int>
+void cp_async_small(uint32_t, const void*, bool) {
+  fail("cp.async is not emulated");
+}
+inline void cp_async_16(uint32_t, const void*, bool) { fail("cp.async is not emulated"); }
+inline uint32_t ld_shared_u16(uint32_t address) { return load_shared<uint16_t>(address); }
+
+}  // namespace flashsci::ptx
+
+// --- the CUDA runtime, as far as launchers call it
+
+namespace emulation {
+inline int processors = 1;  // multiprocessors of the device
+}
+template <class... T>
+cudaError_t cudaFuncSetAttribute(void (*)(T...), cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+
+extern "C" {
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* status) {
+  *function = reinterpret_cast<void*>(&emulation::encode);
+  *status = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = emulation::processors;
+  return cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+}
+
+// --- dtypes, as units of csrc/sm90 define them
+
+#include "core/dtype_bf16.cuh"
+#include "core/dtype_f16.cuh"
+
+namespace emulation {
+
+struct Bf16 : flashsci::BFloat16 {
+  static constexpr bool kIsBf16 = true;
+  template <int kN>
+  using Wgmma = flashsci::ptx::WgmmaBf16<kN>;
+};
+struct Fp16 : flashsci::Float16 {
+  static constexpr bool kIsBf16 = false;
+  template <int kN>
+  using Wgmma = flashsci::ptx::WgmmaF16<kN>;
+};
+
+// Calls a launcher, launch(Bf16{}) or launch(Fp16{}). seed: of the order of things; products are
+// early if it is odd. Returns what the launcher does, or 999: what went wrong is in `text`.
+template <class Launch>
+int run(bool bf16, int device_processors, unsigned seed, char* text, int size,
+        const Launch& launch) {
+  processors = device_processors;
+  generator.seed(seed);
+  early = seed % 2 != 0;
+  try {
+    return bf16 ? launch(Bf16{}) : launch(Fp16{});
+  } catch (const Failure& failure) {
+    std::snprintf(text, size, "%s", failure.what.c_str());
+    return 999;
+  }
+}
+
+}  // namespace emulation

@@ -1,0 +1,298 @@
+// A thread block on the host: its threads, launches, and what threads do together.
+//
+// Each thread is a coroutine, which runs until it waits. A seed decides in which order warps have
+// their turns and copies are done, and some warps, or all copies, hardly have any for a while: what
+// a kernel leaves unordered comes in many orders. It is an error if no thread can go on and no copy is under way, if threads give a barrier
+// different counts, and if products or copies are left that nobody waited for. Blocks run one after
+// another, each to its end.
+#pragma once
+#include <cuda_runtime.h>
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+inline uint3 threadIdx, blockIdx;  // of the thread that runs
+inline dim3 gridDim, blockDim;
+
+namespace emulation {
+
+struct Failure {
+  std::string what;
+};
+using Work = std::function<void()>;
+
+// --- what there is
+
+// Where threads meet, time after time.
+struct Meeting {
+  int arrived = 0, threads = 0;
+  uint32_t turn = 0;
+};
+
+struct Thread {
+  uint3 index;
+  ucontext_t start;  // its stack and first instruction
+  jmp_buf place;     // where it waits
+  bool begun = false, done = false;
+  bool (*ready)(const void*) = nullptr;  // of `condition`: whether it can go on; null: it can
+  const void* condition;
+  // tensor_core.h: products, issued, and then in groups.
+  std::vector<Work> products;
+  std::deque<std::vector<Work>> product_groups;
+  // copy_engine.h: how many copies out of shared memory are not done, and then so for groups.
+  std::shared_ptr<int> stores;
+  std::deque<std::shared_ptr<int>> store_groups;
+  // emulation.h: what it has read last to see a change, and how often.
+  const int* asked = nullptr;
+  int times = 0;
+};
+
+struct Warp {
+  Thread threads[32];
+  int running = 32;
+  bool slow = false;
+  Meeting meeting;
+  unsigned char given[2][32][16];  // by its lanes, in this turn of the meeting and in that before
+};
+
+// In shared memory (copy_engine.h).
+struct Barrier {
+  int count, pending, phase = 0;
+  int64_t bytes = 0;  // that copies still have to bring
+};
+
+// Shared memory begins at kBase of these addresses: a kernel may count on 16 bytes of alignment.
+inline constexpr uint32_t kBase = 0x410;
+inline constexpr int kSharedBytes = 227 * 1024;
+alignas(1024) inline unsigned char address_space[kBase + kSharedBytes];
+
+struct Block {
+  std::vector<Warp> warps;
+  int shared_bytes;
+  std::map<uint32_t, Barrier> barriers;
+  Meeting named[16];         // 0: __syncthreads
+  bool any[2] = {};          // of __syncthreads_or, in this turn and in that before
+  std::vector<Work> copies;  // that the copy engine has not done yet
+  bool progress = false;     // something happened that others may have waited for
+  std::string failure;
+};
+
+inline Block* block = nullptr;
+inline Warp* warp = nullptr;      // of the thread that runs
+inline Thread* thread = nullptr;  // null: the scheduler runs, or a copy
+inline jmp_buf scheduler;
+inline std::mt19937 generator;
+inline bool early = false;  // products run when they are issued
+inline Work body;           // the kernel with its arguments
+
+// --- turns
+
+// Only the first turn of a thread changes the context, which calls the system; jumps do not.
+inline void to_scheduler() {
+  if (_setjmp(thread->place) == 0) _longjmp(scheduler, 1);
+}
+// An exception does not leave the stack of a coroutine: the scheduler throws.
+[[noreturn]] inline void fail(const std::string& what) {
+  if (thread == nullptr) throw Failure{what};
+  block->failure = what + " (thread " + std::to_string(threadIdx.x) + ")";
+  for (;;) to_scheduler();
+}
+inline void check(bool right, const char* what) {
+  if (!right) fail(what);
+}
+// The condition stays on the stack of the thread that waits, where the scheduler asks it.
+template <class Condition>
+void wait_until(const Condition& condition) {
+  if (condition()) return;
+  thread->condition = &condition;
+  thread->ready = [](const void* x) { return (*static_cast<const Condition*>(x))(); };
+  to_scheduler();
+  thread->ready = nullptr;
+}
+
+inline void run_thread() {
+  body();
+  check(thread->product_groups.empty() && thread->products.empty(),
+        "products that nobody waited for");
+  check(thread->stores == nullptr, "copies of no group");
+  thread->done = true;
+  --warp->running;
+  block->progress = true;
+  for (;;) to_scheduler();
+}
+// Until the thread waits.
+inline void resume(Thread& next) {
+  thread = &next;
+  threadIdx = next.index;
+  if (_setjmp(scheduler) == 0) {
+    if (next.begun) _longjmp(next.place, 1);
+    next.begun = true;
+    setcontext(&next.start);
+  }
+  thread = nullptr;
+  if (!block->failure.empty()) throw Failure{block->failure};
+}
+inline void resume(Warp& next) {
+  warp = &next;
+  for (Thread& it : next.threads)
+    if (!it.done && (it.ready == nullptr || it.ready(it.condition))) resume(it);
+}
+
+// Some copies, in any order; one at least where no thread can go on.
+inline void do_copies(bool slow, bool stuck) {
+  std::vector<Work>& copies = block->copies;
+  for (; !copies.empty() && (stuck || generator() % (slow ? 64 : 3) == 0); stuck = false) {
+    const size_t i = generator() % copies.size();
+    const Work copy = std::move(copies[i]);
+    copies.erase(copies.begin() + i);
+    copy();
+    block->progress = true;
+  }
+}
+
+inline void run_block() {
+  std::vector<Warp*> warps;  // that are not done
+  for (Warp& it : block->warps) warps.push_back(&it);
+  bool slow_copies = false;
+  for (uint32_t round = 0; !warps.empty(); ++round) {
+    if (round % 64 == 0) {
+      slow_copies = generator() % 2;
+      for (Warp* it : warps) it->slow = generator() % 2;
+    }
+    std::shuffle(warps.begin(), warps.end(), generator);
+    const bool all = !block->progress;  // slow ones, too, where the others could not go on
+    block->progress = false;
+    for (Warp* it : warps)
+      if (all || !it->slow || generator() % 16 == 0) resume(*it);
+    warps.erase(std::remove_if(warps.begin(), warps.end(), [](Warp* it) { return !it->running; }),
+                warps.end());
+    const bool stuck = all && !block->progress && !warps.empty();
+    if (stuck && block->copies.empty()) throw Failure{"no thread can go on"};
+    do_copies(slow_copies, stuck);
+  }
+  if (!block->copies.empty()) throw Failure{"copies that nobody waited for"};
+}
+
+// --- launches
+
+inline void make_threads(Block& made) {
+  constexpr size_t kStack = 128 << 10;
+  static std::vector<std::unique_ptr<char[]>> stacks;
+  made.warps = std::vector<Warp>(blockDim.x / 32);
+  for (unsigned i = 0; i < blockDim.x; ++i) {
+    if (i == stacks.size()) stacks.emplace_back(new char[kStack]);
+    Thread& it = made.warps[i / 32].threads[i % 32];
+    it.index = uint3{i, 0, 0};
+    getcontext(&it.start);
+    it.start.uc_stack.ss_sp = stacks[i].get();
+    it.start.uc_stack.ss_size = kStack;
+    it.start.uc_link = nullptr;
+    makecontext(&it.start, run_thread, 0);
+  }
+}
+// kernel<<<grid, threads, shared_bytes>>>(arguments...)
+template <class Kernel, class... Arguments>
+void launch(Kernel kernel, dim3 grid, dim3 threads, int shared_bytes,
+            const Arguments&... arguments) {
+  if (shared_bytes > kSharedBytes) throw Failure{"too much shared memory"};
+  if (threads.x % 32 != 0) throw Failure{"a part of a warp"};
+  gridDim = grid, blockDim = threads;
+  body = [&] { kernel(arguments...); };
+  for (unsigned i = 0; i < grid.x; ++i) {
+    blockIdx = uint3{i, 0, 0};
+    std::memset(address_space + kBase, 0xff, shared_bytes);  // NaN
+    Block made;
+    made.shared_bytes = shared_bytes;
+    make_threads(made);
+    block = &made;
+    run_block();
+  }
+}
+template <class Kernel, class... Arguments>
+cudaError_t launch_ex(const cudaLaunchConfig_t* config, Kernel kernel,
+                      const Arguments&... arguments) {
+  launch(kernel, config->gridDim, config->blockDim, static_cast<int>(config->dynamicSmemBytes),
+         arguments...);
+  return cudaSuccess;
+}
+
+// --- what threads do together
+
+inline void meet(Meeting& meeting, int threads) {
+  check(meeting.arrived == 0 || meeting.threads == threads,
+        "a barrier of other numbers of threads");
+  meeting.threads = threads;
+  const uint32_t turn = meeting.turn;
+  if (++meeting.arrived < threads) return wait_until([&] { return meeting.turn != turn; });
+  meeting.arrived = 0;
+  ++meeting.turn;
+  block->progress = true;
+}
+inline int lane() { return threadIdx.x % 32; }
+// The x of all lanes.
+template <class T>
+std::array<T, 32> exchange(const T& x) {
+  Warp& mine = *warp;
+  auto& given = mine.given[mine.meeting.turn % 2];
+  static_assert(sizeof(x) <= sizeof(given[0]));
+  std::memcpy(given[lane()], &x, sizeof(x));
+  meet(mine.meeting, 32);
+  std::array<T, 32> all;
+  for (int i = 0; i < 32; ++i) std::memcpy(&all[i], given[i], sizeof(x));
+  return all;
+}
+
+}  // namespace emulation
+
+inline void __syncthreads() { emulation::meet(emulation::block->named[0], blockDim.x); }
+inline bool __syncthreads_or(bool x) {
+  emulation::Meeting& all = emulation::block->named[0];
+  bool& any = emulation::block->any[all.turn % 2];
+  any = x || (all.arrived > 0 && any);
+  __syncthreads();
+  return any;
+}
+template <class T>
+T __shfl_sync(uint32_t, T x, int from) {
+  return emulation::exchange(x)[from % 32];
+}
+template <class T>
+T __shfl_xor_sync(uint32_t, T x, int by) {
+  return emulation::exchange(x)[emulation::lane() ^ by];
+}
+inline uint32_t __ballot_sync(uint32_t, bool x) {
+  const auto all = emulation::exchange(x);
+  uint32_t found = 0;
+  for (int i = 0; i < 32; ++i) found |= static_cast<uint32_t>(all[i]) << i;
+  return found;
+}
+inline bool __any_sync(uint32_t lanes, bool x) { return __ballot_sync(lanes, x) != 0; }
+inline bool __all_sync(uint32_t lanes, bool x) { return __ballot_sync(lanes, x) == ~0u; }
+inline void __syncwarp() { emulation::exchange(true); }
+
+namespace flashsci::ptx {
+
+using namespace emulation;
+
+inline bool elect() { return exchange(lane())[0] == lane(); }
+inline int redux_max(int x) {
+  const auto all = exchange(x);
+  return *std::max_element(all.begin(), all.end());
+}
+inline void barrier_sync(int id, int threads) {
+  check(id > 0 && id < 16 && threads % 32 == 0, "no such named barrier");
+  meet(block->named[id], threads);
+}
+
+}  // namespace flashsci::ptx
