@@ -71,7 +71,8 @@ class Call:
     packed: bool = False
     causal: bool = False
     softcap: bool = False
-    bias: str | None = None  # own: [B, Hq, Sq, Sk]; shared: [1, Hq, Sq, Sk]; keys: [B, 1, 1, Sk]
+    # own: [B, Hq, Sq, Sk]; shared: [1, Hq, Sq, Sk]; members: the same in large batches; keys: [B, 1, 1, Sk]
+    bias: str | None = None
     bias_fp32: bool = False
     mask: str | None = None  # own, keys
     decoding: bool = False
@@ -147,6 +148,11 @@ def shapes(call: Call, processors: int) -> Iterator[Shape]:
         yield _packed(Shape("one more than processors", 1, more, more, 0, 0), (40,), (48,))
         yield _packed(Shape("long", 1, 6, 3, 0, 0), (330, 0, 200, 40), (528, 30, 0, 700))
         return
+    if call.bias == "members":  # with units for all processors
+        yield Shape("one panel of three steps", 67, 4, 4, 300, 272)
+        yield Shape("two steps", processors // 3 + 4, 4, 4, 192, 96)
+        yield Shape("two panels, a bias that changes", 48, 4, 4, 400, 528)
+        return
     batch = -(-processors * 3 // 8)  # 1.5 heads a processor, of two tiles each at least
     yield Shape("many", batch, 4, 2, 200, 48)
     if call.generation == "sm90":  # CTAs that take tile after tile
@@ -219,6 +225,10 @@ def _sm90_forward(instance: Instance) -> Iterator[Call]:
             yield replace(call, mask="own", causal=True)
     elif variant in ("decoding", "combine"):
         yield replace(call, decoding=True)
+    elif found := re.fullmatch(r"(16-bit|fp32) bias, \d members", variant):
+        fp32 = found[1] == "fp32"
+        yield replace(call, bias="members", bias_fp32=fp32)
+        yield replace(call, bias="members", bias_fp32=fp32, mask="keys")
     elif found := re.fullmatch(r"(?:v (\d+) )?(full|window)( softcap)?( packed)?", variant):
         values, window, softcap, packed = found.groups()
         yield replace(
@@ -232,6 +242,10 @@ def _sm90_forward(instance: Instance) -> Iterator[Call]:
 
 def _sm90_backward(instance: Instance) -> Iterator[Call]:
     dim = instance.head_dim
+    if instance.variant.endswith("bias of many members"):
+        yield Call("sm90", instance.dtype, dim, dim, bias="members")
+        yield Call("sm90", instance.dtype, dim, dim, bias="members", bias_fp32=True, mask="keys")
+        return
     found = re.fullmatch(
         r"(?:v (?P<v>\d+) ?)?(?P<rows>postprocess|preprocess)? ?(?P<pairs>bias or mask|fp32 bias or mask by pairs)? ?"
         r"(?P<packed>packed)? ?(?P<softcap>softcap)? ?(tile after tile)?|dense",
@@ -361,7 +375,7 @@ def launched(names: Iterable[str], dtype: str) -> set[Instance]:
         generation = re.search(r"4(sm\d\d)", symbol)
         if generation is None:
             continue
-        kind = "fwd" if re.search(r"\d(forward_|decode_)", symbol) else "bwd"
+        kind = "fwd" if re.search(r"\d(forward_|decode_|triangle_forward_)", symbol) else "bwd"
         suffix = next(s for s, d in DTYPES.items() if d == dtype)
         unit = f"{generation[1]}/{kind}_{suffix}"
         kernel = resources().Kernel(unit, 90, symbol, 0, 0, 0, 0)

@@ -19,7 +19,13 @@ from flashsci.testing import (
 )
 from flashsci.testing.cases import BULK_LENGTHS, LARGE_LENGTHS, SMALL_LENGTHS
 from flashsci.testing.coverage import VIEWS
-from flashsci.testing.drawing import SeededChoices, draw_case, layouts_of, resized
+from flashsci.testing.drawing import (
+    SeededChoices,
+    draw_case,
+    layouts_of,
+    resized,
+    with_members,
+)
 
 Plan = tuple[
     list[Case] | list[PagedCase] | list[FP8Case], tuple[str, ...]
@@ -61,7 +67,12 @@ def plan_cases(
     met: dict[tuple[Any, ...], int] = defaultdict(int)
     for i, variant in enumerate(pool * rounds):
         lengths = LARGE_LENGTHS if i % 16 == 0 else BULK_LENGTHS
-        family = _dealt(draw_case(choices, [variant], lengths), met)
+        drawn = draw_case(choices, [variant], lengths)
+        if order == 1 and variant.bias == "pair" and not variant.varlen:
+            met[variant.dtype, "pairs", None] += 1
+            if met[variant.dtype, "pairs", None] % 4 == 2:
+                drawn = with_members(choices, drawn)
+        family = _dealt(drawn, met)
         families.append(_aligned(family) if hopper else family)
     most = 19 if order == 2 else 21  # log2 of scores: the second order of the oracle is slow
     limits = [1 << (most if i % 16 == 0 else most - 2) for i in range(len(families))]

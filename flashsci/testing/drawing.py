@@ -246,9 +246,8 @@ def _draw_dense(choices: Choices, case: Case, lengths: Sequence[int], score_limi
     if scores * math.prod(lead) > score_limit:
         case = replace(case, heads_k=1, group=1)
     case = replace(case, rank=rank, lead=lead, seq_q=seq_q, seq_k=seq_k)
-    rare = 3 if max(case.variant.head_dim, case.variant.head_dim_v) <= 32 else 4
-    if case.variant.bias == "pair" and score_limit >= 1 << 20 and choices.integer(1, rare) == rare:
-        return _draw_members(choices, case)
+    if case.variant.bias == "pair" and score_limit >= 1 << 20 and choices.integer(1, 12) == 12:
+        return with_members(choices, case)
 
     def broadcast(kind: str | None) -> tuple[int, ...] | None:
         if kind is None:
@@ -277,7 +276,7 @@ def _draw_dense(choices: Choices, case: Case, lengths: Sequence[int], score_limi
     )
 
 
-def _draw_members(choices: Choices, case: Case) -> Case:
+def with_members(choices: Choices, case: Case) -> Case:
     """A bias that many members of a batch share, as in triangle attention: enough of them for kernels that keep it."""
     members, heads = choices.one_of(MEMBERS), choices.one_of((3, 4))
     batch = choices.one_of(((), (1,), (2,)))
@@ -402,8 +401,18 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
         seq_q, seq_k = choices.one_of(((0, seq_k), (seq_q, 0)))
     if many:
         lead = (*case.lead[:-1], choices.one_of(MEMBERS))
-        mask = case.mask_shape and (*lead, *case.mask_shape[len(lead) :])
-        return replace(case, lead=lead, mask_shape=mask)
+        rows, keys = case.seq_q, case.seq_k
+        if choices.integer(1, 10) == 10:
+            rows, keys = choices.one_of(((0, keys), (rows, 0)))
+        bias, mask = case.bias_shape or (), case.mask_shape
+        return replace(
+            case,
+            lead=lead,
+            seq_q=rows,
+            seq_k=keys,
+            bias_shape=(*bias[:-2], *(rows, keys)[-len(bias) :]),
+            mask_shape=mask and (*lead, *mask[len(lead) : -1], keys),
+        )
     lead = tuple(choices.one_of((2, 3, 5)) for _ in case.lead)
     if lead and choices.integer(1, 20) == 20:
         lead = (*lead[:-1], 0)

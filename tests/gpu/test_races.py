@@ -67,6 +67,7 @@ def draw(call: Call, shape: Shape) -> Inputs:
         rows = {
             "own": (shape.batch, shape.heads, shape.seq_q),
             "shared": (1, shape.heads, shape.seq_q),
+            "members": (1, shape.heads, shape.seq_q),
             "keys": (shape.batch, 1, 1),
         }
         return (*rows[str(kind)], shape.seq_k)

@@ -55,7 +55,8 @@ __device__ __forceinline__ void load_block(TriangleStorage<C>& shared, const Tri
   poison_stage(q, RowBox::kBytes);
   poison_stage(dout, RowBox::kBytes);
   poison_stage(statistics, sizeof(Statistics));
-  ptx::mbarrier_arrive_expect(full, 2 * RowBox::kBytes + sizeof(Statistics));
+  ptx::mbarrier_arrive_expect(
+      full, sizeof(shared.q[0][0]) + sizeof(shared.dout[0][0]) + sizeof(shared.statistics[0][0]));
   ptx::tma_load_5d(q, &a.q, full, 0, block * kBlock, member.head, member.batch1, member.batch0);
   ptx::tma_load_5d(dout, &a.dout, full, 0, block * kBlock, member.head, member.batch1,
                    member.batch0);

@@ -89,16 +89,15 @@ template <class C>
 __device__ __forceinline__ void load_bias(SharedStorage<C>& shared, const Args& a,
                                           BiasRing<C>& ring, const UnitWalk<C>& walk, int block) {
   using B = typename C::BiasBox;
-  constexpr int kBytes = C::kRowTiles * C::kBiasTileBytes;
-  static_assert(kBytes == C::kRowTiles * (C::kBlockK / B::kColumns) * B::kBytes &&
-                    C::kBiasStart + kBytes == sizeof(shared.bias[0]),
+  static_assert(sizeof(shared.bias[0]) - C::kBiasStart ==
+                    C::kRowTiles * (C::kBlockK / B::kColumns) * B::kBytes,
                 "the barrier expects all that arrives");
   const uint32_t full = ptx::shared_address(&shared.bias_full[ring.stage]);
   ptx::mbarrier_sleep(ptx::shared_address(&shared.bias_empty[ring.stage]), ring.phase ^ 1);
   const uint32_t stage = ptx::shared_address(shared.bias[ring.stage]);
   const uint32_t target = stage + C::kBiasStart;
   poison_stage(stage, sizeof(shared.bias[0]));
-  ptx::mbarrier_arrive_expect(full, kBytes);
+  ptx::mbarrier_arrive_expect(full, sizeof(shared.bias[0]) - C::kBiasStart);
   const Batch at = walk.batch(0);  // the same for all members
 #pragma unroll
   for (int tile = 0; tile < C::kRowTiles; ++tile)
@@ -123,7 +122,7 @@ __device__ __forceinline__ void load_q(SharedStorage<C>& shared, const Args& a,
     const uint32_t target = ptx::shared_address(shared.q[consumer]);
     ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[consumer]), phase ^ 1);
     poison_stage(target, C::Rows::kBytes);
-    ptx::mbarrier_arrive_expect(full, C::Rows::kBytes);
+    ptx::mbarrier_arrive_expect(full, sizeof(shared.q[0]));
     ptx::tma_load_5d(target, &a.q, full, 0, walk.row + tile * 64, walk.head, at.batch1, at.batch0);
   }
 }
@@ -151,7 +150,7 @@ __device__ __forceinline__ void load_kv(SharedStorage<C>& shared, const Args& a,
   poison_stage(v, C::Rows::kBytes);
   ptx::st_shared(ptx::shared_address(&shared.info[place][ring.stage]),
                  make_uint4(visible.shown[0], visible.shown[1], visible.block * 2 + last, member));
-  ptx::mbarrier_arrive_expect(full, 2 * C::Rows::kBytes);
+  ptx::mbarrier_arrive_expect(full, sizeof(shared.k[0][0]) + sizeof(shared.v[0][0]));
   const int head = walk.head / (a.p.heads_q / a.p.heads_k), key = visible.block * C::kBlockK;
   const Batch at = walk.batch(member);
   ptx::tma_load_5d(k, &a.k, full, 0, key, head, at.batch1, at.batch0);
