@@ -31,13 +31,14 @@ def run(
         if twice:
             out = second_order.differentiable_twice(out, tensors, plan.scalars)
         return follow_layout(out, tensors.q), lse
-    tensors = tensors.inner_contiguous()
     # A compiler does not say what transforms it traces: there, a gradient may always be wanted.
     if torch.compiler.is_compiling() or transforming_eagerly():
-        result: tuple[Tensor, Tensor] = _nodes().Forward.apply(
-            plan.backend, *tensors, *plan.scalars
-        )
+        given = tensors.inner_contiguous()
+        result: tuple[Tensor, Tensor] = _nodes().Forward.apply(plan.backend, *given, *plan.scalars)
         return result
+    if not plan.as_given:
+        given = tensors.inner_contiguous()
+        plan.as_given, tensors = given is tensors, given
     direct = plain(tensors)
     if needs_grad:
         nodes = _nodes()

@@ -308,22 +308,30 @@ def define(
     return call
 
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, NoneType, bool, int, float, str))
+_escaped = torch._C._functorch.is_functorch_wrapped_tensor
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_OPTIONS = frozenset((NoneType, bool, int, float, str))
 
 
 def plain(given: Sequence[Any]) -> bool:
     """Whether a call may go past torch: nobody is to see its ops (a compiler, a functorch transform, a mode, a profiler), and
-    its arguments are what they seem: no subclass, no symbol, no tensor that escaped from a functorch transform."""
+    its arguments are what they seem: no subclass, no symbol, no tensor that escaped from a functorch transform, none whose
+    memory holds its negative (the imaginary part of a conjugate) or, being zero, nothing."""
     if (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.autograd._profiler_enabled()
-        or not _PLAIN.issuperset(map(type, given))
     ):
         return False
-    escaped = torch._C._functorch.is_functorch_wrapped_tensor
-    return not any(type(x) is Tensor and escaped(x) for x in given)
+    for x in given:
+        kind = type(x)
+        if kind in _TENSORS:
+            if x.is_neg() or x._is_zerotensor() or _escaped(x):
+                return False
+        elif kind not in _OPTIONS:
+            return False
+    return True
 
 
 # What kernels read along the last dim with stride 1; and what they read as one block.

@@ -29,7 +29,7 @@ class Plan:
     touches nothing is in a cache. So all that can be is found once for calls that are alike.
     """
 
-    __slots__ = ("_backwards", "_forward", "backend", "leading", "module", "scalars")
+    __slots__ = ("_backwards", "_forward", "as_given", "backend", "leading", "module", "scalars")
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class Plan:
         self.backend, self.module, self.scalars = backend, module, scalars
         # Leading dims to expand q, k, v to; None: equal ranks and dims already.
         self.leading = leading
+        self.as_given = False  # whether kernels are known to take these tensors without a copy
         self._forward: Callable[[Tensors], tuple[Tensor, Tensor]] | None = None
         self._backwards: dict[tuple[Any, ...], Callable[..., tuple[Tensor | None, ...]]] = {}
 

@@ -31,6 +31,8 @@ rounds_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v in autocast's dtype where autocast is on, as SDPA does: floating tensors other than
     float64."""
+    if not torch._C._is_any_autocast_enabled():
+        return q, k, v
     kind = q.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return q, k, v

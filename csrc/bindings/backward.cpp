@@ -1,4 +1,5 @@
-// flashsci::cuda_backward: gradients and workspace allocation, and launch.
+// flashsci::cuda_backward: gradients and workspace allocation, and launch; and the same for calls
+// that are alike.
 #include <tuple>
 
 #include "call.h"
@@ -7,22 +8,9 @@ namespace {
 
 using namespace flashsci::bindings;
 
-enum Need { kQ = 1, kK = 2, kV = 4, kBias = 8 };  // flashsci.ops.NEED_*
+using Backward = Prepared<FlashsciBackwardParams>;
 
-// out or dout: shape [B0, B1, Hq, Sq, Dv] in q's dtype, last dim contiguous.
-View check_out(const Tensor& x, const char* name, const Call& call) {
-  FLASHSCI_CHECK(x.is_cuda() && x.get_device_index() == call.device, name,
-                 " must be on the device of q");
-  FLASHSCI_CHECK(dtype_of(x) == call.dtype, name, " must have q's dtype");
-  FLASHSCI_CHECK(x.dim() == call.q.dim(), name, " must have as many dims as q, got ", shape_of(x));
-  const View view(x);
-  for (int i = 0; i < kMaxRank; ++i)
-    FLASHSCI_CHECK(view.size[i] == (i < 4 ? call.q_view.size[i] : call.v_view.size[4]), name,
-                   " has shape ", shape_of(x), " beside ", call.shapes());
-  FLASHSCI_CHECK(view.stride[4] == 1 || view.size[4] == 1, "the last dim of ", name,
-                 " must be contiguous");
-  return view;
-}
+enum Need { kQ = 1, kK = 2, kV = 4, kBias = 8 };  // flashsci.ops.NEED_*
 
 // lse or dlse: fp32 [B0, B1, Hq, Sq], returned as strides of rows.
 FlashsciStrides check_lse(const Tensor& x, const char* name, const Call& call) {
@@ -38,6 +26,38 @@ FlashsciStrides check_lse(const Tensor& x, const char* name, const Call& call) {
   return {view.stride[1], view.stride[2], view.stride[3], view.stride[4]};
 }
 
+Backward prepare(const Call& call, const std::optional<Tensor>& dout,
+                 const std::optional<Tensor>& dlse, const Tensor& out, const Tensor& lse,
+                 bool deterministic) {
+  Backward prepared(call);
+  FlashsciBackwardParams& p = prepared.params;
+  p.max_seqlen_k = Call::clamp_int32(call.options.max_seqlen_k);
+  p.deterministic = deterministic;
+  const auto strides = [&](const Tensor& x, const char* name) {
+    const View view = check_out(x, name, call);
+    prepared.stride_bits |= view.alignment_bits(size_of(call.dtype));
+    return view.strides();
+  };
+  p.out_strides = strides(out, "out");
+  if (dout.has_value()) p.dout_strides = strides(*dout, "dout");
+  check_lse(lse, "lse", call);
+  if (dlse.has_value()) p.dlse_strides = check_lse(*dlse, "dlse", call);
+  return prepared;
+}
+
+// With the addresses of this call in `p`.
+cudaError_t launch(const Backward& prepared, FlashsciBackwardParams p, void* stream) {
+  const auto row = [](const void* x) { return static_cast<const char*>(x); };
+  p.copy_bytes = prepared.copy_bytes(row(p.q), row(p.k), row(p.v), row(p.out), row(p.dout));
+  return prepared.launch_first([&](const Kernels& kernels) -> int {
+    if (kernels.backward == nullptr) return cudaErrorNotSupported;
+    const int64_t bytes[] = {kernels.workspace(&p)};
+    Tensor workspace = empty_contiguous(1, bytes, dtypes().byte, p.device);
+    p.workspace = workspace.mutable_data_ptr();
+    return kernels.backward(&p, stream);
+  });
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
     const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse, const Tensor& q,
     const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
@@ -49,26 +69,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
   const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,   window_left,
                         window_right, lower_right,  tf32,  generation};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
-  FlashsciBackwardParams p{};
-  call.describe_in(p);
-  p.max_seqlen_k = Call::clamp_int32(max_seqlen_k);
-  p.deterministic = deterministic;
-  const int size = size_of(call.dtype);
-  uint64_t bits = call.alignment_bits();
-  const auto read = [&](const Tensor& x, const char* name, FlashsciStrides& strides) {
-    const View view = check_out(x, name, call);
-    strides = view.strides();
-    bits |= view.alignment_bits(size) | reinterpret_cast<uint64_t>(x.const_data_ptr());
-    return x.const_data_ptr();
-  };
-  p.out = read(out, "out", p.out_strides);
-  if (dout.has_value()) p.dout = read(*dout, "dout", p.dout_strides);
-  check_lse(lse, "lse", call);
-  if (dlse.has_value()) {
-    p.dlse_strides = check_lse(*dlse, "dlse", call);
-    p.dlse = static_cast<const float*>(dlse->const_data_ptr());
-  }
-  p.copy_bytes = static_cast<int32_t>(bits & -bits);
+  Backward prepared = prepare(call, dout, dlse, out, lse, deterministic);
+  FlashsciBackwardParams& p = prepared.params;
+  p.out = out.const_data_ptr();
+  if (dout.has_value()) p.dout = dout->const_data_ptr();
+  if (dlse.has_value()) p.dlse = static_cast<const float*>(dlse->const_data_ptr());
 
   const OnDevice on_device(call.device);
   // Kernels read lse as one block; vmap gives it expanded, others sliced.
@@ -95,28 +100,90 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
     p.dbias = dbias.mutable_data_ptr();
     p.dbias_strides = View(dbias).pair_strides();
   }
-  const auto results = [&] {
-    return std::make_tuple(std::move(dq), std::move(dk), std::move(dv), std::move(dbias));
-  };
   // Without a score every gradient is zero, also that of a bias which the batch shares: no kernel
   // has a block that would write it.
   if (call.rows() == 0 || call.k_view.size[3] == 0) {
     for (Tensor* made : {&dq, &dk, &dv, &dbias})
       if (made->numel() != 0) torch::stable::zero_(*made);
-    return results();
+  } else {
+    call.require("backward", launch(prepared, p, current_stream(call.device)));
   }
+  return {std::move(dq), std::move(dk), std::move(dv), std::move(dbias)};
+}
 
-  void* stream = current_stream(call.device);
-  launch_first(call, "backward", [&](const Kernels& kernels) -> int {
-    if (kernels.backward == nullptr) return cudaErrorNotSupported;
-    const int64_t bytes[] = {kernels.workspace(&p)};
-    Tensor workspace = empty_contiguous(1, bytes, dtypes().byte, call.device);
-    p.workspace = workspace.mutable_data_ptr();
-    return kernels.backward(&p, stream);
-  });
-  return results();
+// A gradient as Python made it: shape and dtype of `like`, last dim contiguous.
+View check_gradient(const Tensor& x, const Tensor& like, const char* name) {
+  FLASHSCI_CHECK(x.is_cuda() && x.get_device_index() == like.get_device_index() &&
+                     dtype_of(x) == dtype_of(like) && x.dim() == like.dim(),
+                 name, " must be on the device of what it is a gradient of, with its dtype");
+  const View view(x), other(like);
+  for (int i = 0; i < kMaxRank; ++i)
+    FLASHSCI_CHECK(view.size[i] == other.size[i], name, " has shape ", shape_of(x), ", not ",
+                   shape_of(like));
+  FLASHSCI_CHECK(view.stride[4] == 1 || view.size[4] == 1, "the last dim of ", name,
+                 " must be contiguous");
+  return view;
+}
+
+// A Backward for all calls of these shapes, strides and options, none of them empty. `lse` and
+// `dbias` are contiguous.
+Tensor cuda_prepared_backward(const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse,
+                              const Tensor& q, const Tensor& k, const Tensor& v,
+                              const std::optional<Tensor>& bias, const std::optional<Tensor>& mask,
+                              const std::optional<Tensor>& cu_seqlens_q,
+                              const std::optional<Tensor>& cu_seqlens_k, const Tensor& out,
+                              const Tensor& lse, const std::optional<Tensor>& dq,
+                              const std::optional<Tensor>& dk, const std::optional<Tensor>& dv,
+                              const std::optional<Tensor>& dbias, int64_t max_seqlen_q,
+                              int64_t max_seqlen_k, double scale, double softcap,
+                              int64_t window_left, int64_t window_right, bool lower_right,
+                              bool tf32, bool deterministic, int64_t generation) {
+  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,   window_left,
+                        window_right, lower_right,  tf32,  generation};
+  const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
+  Backward prepared = prepare(call, dout, dlse, out, lse, deterministic);
+  FlashsciBackwardParams& p = prepared.params;
+  FLASHSCI_CHECK(is_contiguous(lse), "lse must be contiguous");
+  if (dq.has_value()) p.dq_strides = check_gradient(*dq, q, "dq").strides();
+  if (dk.has_value()) p.dk_strides = check_gradient(*dk, k, "dk").strides();
+  if (dv.has_value()) p.dv_strides = check_gradient(*dv, v, "dv").strides();
+  if (dbias.has_value()) {
+    FLASHSCI_CHECK(bias.has_value() && is_contiguous(*dbias), "dbias must be contiguous");
+    p.dbias_strides = check_gradient(*dbias, *bias, "dbias").pair_strides();
+  }
+  return kept_by_python(prepared);
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(flashsci, CUDA, m) { m.impl("cuda_backward", TORCH_BOX(&cuda_backward)); }
+extern "C" FLASHSCI_API int flashsci_run_backward(const void* prepared, const void* dout,
+                                                  const void* dlse, const void* q, const void* k,
+                                                  const void* v, const void* bias, const void* mask,
+                                                  const void* cu_seqlens_q,
+                                                  const void* cu_seqlens_k, const void* out,
+                                                  const void* lse, void* dq, void* dk, void* dv,
+                                                  void* dbias, void* stream) {
+  const Backward& backward = *static_cast<const Backward*>(prepared);
+  FlashsciBackwardParams p = backward.params;
+  p.dout = dout;
+  p.dlse = static_cast<const float*>(dlse);
+  p.q = q;
+  p.k = k;
+  p.v = v;
+  p.bias_mask.bias = bias;
+  p.bias_mask.mask = static_cast<const uint8_t*>(mask);
+  p.cu_seqlens_q = static_cast<const int32_t*>(cu_seqlens_q);
+  p.cu_seqlens_k = static_cast<const int32_t*>(cu_seqlens_k);
+  p.out = out;
+  p.lse = static_cast<const float*>(lse);
+  p.dq = dq;
+  p.dk = dk;
+  p.dv = dv;
+  p.dbias = dbias;
+  return succeeds(p.device, [&] { return launch(backward, p, stream); });
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashsci, CUDA, m) {
+  m.impl("cuda_backward", TORCH_BOX(&cuda_backward));
+  m.impl("cuda_prepared_backward", TORCH_BOX(&cuda_prepared_backward));
+}

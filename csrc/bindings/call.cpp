@@ -1,7 +1,5 @@
 #include "call.h"
 
-#include <cstdlib>
-
 extern "C" {
 FLASHSCI_DECLARE_BACKWARD(sm90_fp16)
 FLASHSCI_DECLARE_BACKWARD(sm90_bf16)
@@ -110,15 +108,16 @@ Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optiona
   }
 }
 
-uint64_t Call::alignment_bits() const {
+uint64_t Call::stride_bits() const {
   const int size = size_of(dtype);
-  return reinterpret_cast<uint64_t>(q.const_data_ptr()) |
-         reinterpret_cast<uint64_t>(k.const_data_ptr()) |
-         reinterpret_cast<uint64_t>(v.const_data_ptr()) | q_view.alignment_bits(size) |
-         k_view.alignment_bits(size) | v_view.alignment_bits(size) | 16;
+  return q_view.alignment_bits(size) | k_view.alignment_bits(size) | v_view.alignment_bits(size);
 }
 
-void Call::refuse(const char* what) const {
+void Call::require(const char* what, cudaError_t error) const {
+  FLASHSCI_CHECK(error == cudaSuccess || error == cudaErrorNotSupported, what,
+                 ": launch failed: ", cudaGetErrorName(error), " (", cudaGetErrorString(error),
+                 ") for ", shapes(), "; built as ", flashsci_build_info());
+  if (error == cudaSuccess) return;
   const int capability = describe(device).capability;
   const char* name = dtype == dtypes().half     ? "float16"
                      : dtype == dtypes().single ? "float32"
@@ -129,7 +128,20 @@ void Call::refuse(const char* what) const {
                   " serves this call on compute capability ", capability / 10, ".", capability % 10,
                   " in this build (", flashsci_build_info(), "): ", shapes(),
                   "; use backend=\"triton\" or \"sdpa\"");
-  std::abort();  // not reached
+}
+
+View check_out(const Tensor& x, const char* name, const Call& call) {
+  FLASHSCI_CHECK(x.is_cuda() && x.get_device_index() == call.device, name,
+                 " must be on the device of q");
+  FLASHSCI_CHECK(dtype_of(x) == call.dtype, name, " must have q's dtype");
+  FLASHSCI_CHECK(x.dim() == call.q.dim(), name, " must have as many dims as q, got ", shape_of(x));
+  const View view(x);
+  for (int i = 0; i < kMaxRank; ++i)
+    FLASHSCI_CHECK(view.size[i] == (i < 4 ? call.q_view.size[i] : call.v_view.size[4]), name,
+                   " has shape ", shape_of(x), " beside ", call.shapes());
+  FLASHSCI_CHECK(view.stride[4] == 1 || view.size[4] == 1, "the last dim of ", name,
+                 " must be contiguous");
+  return view;
 }
 
 #define FORWARD(generation, unit) {generation, flashsci_forward_##unit, nullptr, nullptr, nullptr}

@@ -32,9 +32,9 @@ struct Call {
 
   std::string shapes() const { return shape_of(q) + ", " + shape_of(k) + ", " + shape_of(v); }
   int64_t rows() const { return q_view.size[0] * q_view.size[1] * q_view.size[2] * q_view.size[3]; }
-  uint64_t alignment_bits() const;
-  // The error of a call that no kernel serves.
-  [[noreturn]] void refuse(const char* what) const;
+  uint64_t stride_bits() const;  // View::alignment_bits of q, k and v
+  // Raises unless a launch went well; `cudaErrorNotSupported`: no kernel serves the call.
+  void require(const char* what, cudaError_t error) const;
 
   // The fields that both kinds of parameters have.
   template <class Params>
@@ -84,6 +84,10 @@ struct Call {
   }
 };
 
+// out, dout or a gradient of theirs' kind: shape [B0, B1, Hq, Sq, Dv] in q's dtype, last dim
+// contiguous.
+View check_out(const Tensor& x, const char* name, const Call& call);
+
 // One unit of this build: the launcher of a forward, or those of a backward, of one dtype.
 struct Kernels {
   int generation;
@@ -96,26 +100,58 @@ struct Kernels {
 // The units of a dtype, newest generation first; the last one is empty.
 const Kernels* kernels_of(int32_t dtype);
 
-// Calls `launch(kernels)` for the generations that run on the device, newest first, until one does
-// not answer cudaErrorNotSupported; raises if that is an error, or if nobody serves the call.
-template <class Launch>
-void launch_first(const Call& call, const char* what, Launch&& launch) {
-  const int capability = describe(call.device).capability;
-  for (const Kernels* kernels = kernels_of(call.dtype); kernels->generation != 0; ++kernels) {
-    const int generation = kernels->generation;
-    if (call.options.generation != 0 && call.options.generation != generation) continue;
-    // Hopper's instructions have no successor; the others' PTX runs on everything newer, Turing's
-    // on request.
-    if (generation == 90 ? capability / 10 != 9 : capability < generation) continue;
-    if (generation == 75 && capability >= 80 && call.options.generation != 75) continue;
-    const auto error = static_cast<cudaError_t>(launch(*kernels));
-    if (error == cudaErrorNotSupported) continue;
-    FLASHSCI_CHECK(error == cudaSuccess, what, ": launch failed: ", cudaGetErrorName(error), " (",
-                   cudaGetErrorString(error), ") for ", call.shapes(), "; built as ",
-                   flashsci_build_info());
-    return;
+// What calls of equal shapes, strides and options have in common: all but where their tensors
+// begin. An op makes one for its own call, Python keeps one for many (flashsci/backends/cuda).
+template <class Params>
+struct Prepared {
+  Params params;
+  uint64_t stride_bits;  // View::alignment_bits of what `copy_bytes` speaks of
+  int32_t dtype, generation;
+
+  explicit Prepared(const Call& call)
+      : params{},
+        stride_bits(call.stride_bits()),
+        dtype(call.dtype),
+        generation(static_cast<int32_t>(call.options.generation)) {
+    call.describe_in(params);
   }
-  call.refuse(what);
+
+  // The largest power of 2 up to 16 that divides all strides and addresses of rows.
+  template <class... Pointers>
+  int32_t copy_bytes(const Pointers*... rows) const {
+    const uint64_t bits = (stride_bits | ... | reinterpret_cast<uint64_t>(rows)) | 16;
+    return static_cast<int32_t>(bits & -bits);
+  }
+
+  // launch(kernels) of the generations that run on the device, newest first, until one does not
+  // answer cudaErrorNotSupported.
+  template <class Launch>
+  cudaError_t launch_first(Launch&& launch) const {
+    const int capability = describe(params.device).capability;
+    for (const Kernels* kernels = kernels_of(dtype); kernels->generation != 0; ++kernels) {
+      const int unit = kernels->generation;
+      if (generation != 0 && generation != unit) continue;
+      // Hopper's instructions have no successor; the others' PTX runs on everything newer, Turing's
+      // on request.
+      if (unit == 90 ? capability / 10 != 9 : capability < unit) continue;
+      if (unit == 75 && capability >= 80 && generation != 75) continue;
+      const auto error = static_cast<cudaError_t>(launch(*kernels));
+      if (error != cudaErrorNotSupported) return error;
+    }
+    return cudaErrorNotSupported;
+  }
+};
+
+// For Python, which asks for no reason: it gives a call that did not succeed to the op, which does
+// it again and raises.
+template <class Launch>
+int succeeds(int device, Launch&& launch) {
+  try {
+    int current = -1;
+    return cudaGetDevice(&current) == cudaSuccess && current == device && launch() == cudaSuccess;
+  } catch (...) {
+    return 0;
+  }
 }
 
 }  // namespace flashsci::bindings

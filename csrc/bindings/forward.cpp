@@ -1,4 +1,4 @@
-// flashsci::cuda_forward: output allocation and launch.
+// flashsci::cuda_forward: output allocation and launch; and the same for calls that are alike.
 #include <tuple>
 
 #include "call.h"
@@ -6,6 +6,31 @@
 namespace {
 
 using namespace flashsci::bindings;
+
+using Forward = Prepared<FlashsciForwardParams>;
+
+Forward prepare(const Call& call, const Tensor& out) {
+  Forward prepared(call);
+  prepared.params.out_strides = View(out).strides();
+  return prepared;
+}
+
+// With the addresses of this call in `p`.
+cudaError_t launch(const Forward& prepared, FlashsciForwardParams p, void* stream) {
+  p.copy_bytes = prepared.copy_bytes(static_cast<const char*>(p.q), static_cast<const char*>(p.k),
+                                     static_cast<const char*>(p.v));
+  return prepared.launch_first([&](const Kernels& kernels) -> int {
+    if (kernels.forward == nullptr) return cudaErrorNotSupported;
+    const int64_t bytes[] = {kernels.forward_workspace == nullptr ? 0
+                                                                  : kernels.forward_workspace(&p)};
+    if (bytes[0] == 0) return kernels.forward(&p, stream);
+    Tensor workspace = empty_contiguous(1, bytes, dtypes().byte, p.device);
+    p.workspace = workspace.mutable_data_ptr();
+    const int error = kernels.forward(&p, stream);
+    p.workspace = nullptr;
+    return error;
+  });
+}
 
 std::tuple<Tensor, Tensor> cuda_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                         const std::optional<Tensor>& bias,
@@ -30,28 +55,49 @@ std::tuple<Tensor, Tensor> cuda_forward(const Tensor& q, const Tensor& k, const 
     return {std::move(out), std::move(lse)};
   }
 
-  FlashsciForwardParams p{};
-  call.describe_in(p);
-  p.out = out.mutable_data_ptr();
-  p.out_strides = View(out).strides();
-  p.lse = static_cast<float*>(lse.mutable_data_ptr());
-  const uint64_t bits = call.alignment_bits();
-  p.copy_bytes = static_cast<int32_t>(bits & -bits);
-  void* stream = current_stream(call.device);
-  launch_first(call, "forward", [&](const Kernels& kernels) -> int {
-    if (kernels.forward == nullptr) return cudaErrorNotSupported;
-    const int64_t bytes[] = {kernels.forward_workspace == nullptr ? 0
-                                                                  : kernels.forward_workspace(&p)};
-    if (bytes[0] == 0) return kernels.forward(&p, stream);
-    Tensor workspace = empty_contiguous(1, bytes, dtypes().byte, call.device);
-    p.workspace = workspace.mutable_data_ptr();
-    const int error = kernels.forward(&p, stream);
-    p.workspace = nullptr;
-    return error;
-  });
+  Forward prepared = prepare(call, out);
+  prepared.params.out = out.mutable_data_ptr();
+  prepared.params.lse = static_cast<float*>(lse.mutable_data_ptr());
+  call.require("forward", launch(prepared, prepared.params, current_stream(call.device)));
   return {std::move(out), std::move(lse)};
+}
+
+// A Forward for all calls of these shapes, strides and options, none of them empty.
+Tensor cuda_prepared_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                             const std::optional<Tensor>& bias, const std::optional<Tensor>& mask,
+                             const std::optional<Tensor>& cu_seqlens_q,
+                             const std::optional<Tensor>& cu_seqlens_k, const Tensor& out,
+                             int64_t max_seqlen_q, int64_t max_seqlen_k, double scale,
+                             double softcap, int64_t window_left, int64_t window_right,
+                             bool lower_right, bool tf32, int64_t generation) {
+  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,   window_left,
+                        window_right, lower_right,  tf32,  generation};
+  const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
+  check_out(out, "out", call);
+  return kept_by_python(prepare(call, out));
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(flashsci, CUDA, m) { m.impl("cuda_forward", TORCH_BOX(&cuda_forward)); }
+extern "C" FLASHSCI_API int flashsci_run_forward(const void* prepared, const void* q, const void* k,
+                                                 const void* v, const void* bias, const void* mask,
+                                                 const void* cu_seqlens_q, const void* cu_seqlens_k,
+                                                 void* out, void* lse, void* stream) {
+  const Forward& forward = *static_cast<const Forward*>(prepared);
+  FlashsciForwardParams p = forward.params;
+  p.q = q;
+  p.k = k;
+  p.v = v;
+  p.bias_mask.bias = bias;
+  p.bias_mask.mask = static_cast<const uint8_t*>(mask);
+  p.cu_seqlens_q = static_cast<const int32_t*>(cu_seqlens_q);
+  p.cu_seqlens_k = static_cast<const int32_t*>(cu_seqlens_k);
+  p.out = out;
+  p.lse = static_cast<float*>(lse);
+  return succeeds(p.device, [&] { return launch(forward, p, stream); });
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashsci, CUDA, m) {
+  m.impl("cuda_forward", TORCH_BOX(&cuda_forward));
+  m.impl("cuda_prepared_forward", TORCH_BOX(&cuda_prepared_forward));
+}

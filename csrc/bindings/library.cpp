@@ -28,6 +28,12 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
   m.def("cuda_backward(Tensor? dout, Tensor? dlse, " TENSORS "Tensor out, Tensor lse, " SCALARS
         "bool deterministic, int generation, int need) -> (Tensor dq, Tensor dk, Tensor dv, Tensor "
         "dbias)");
+  // What later calls of equal shapes, strides and options give to flashsci_run_forward and
+  // flashsci_run_backward, past torch; out, lse and gradients as those calls will have them.
+  m.def("cuda_prepared_forward(" TENSORS "Tensor out, " SCALARS "int generation) -> Tensor");
+  m.def("cuda_prepared_backward(Tensor? dout, Tensor? dlse, " TENSORS
+        "Tensor out, Tensor lse, Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dbias, " SCALARS
+        "bool deterministic, int generation) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashsci, CompositeExplicitAutograd, m) {

@@ -11,10 +11,12 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <sstream>
 #include <string>
+#include <type_traits>
 
 #include "../include/flashsci.h"
 #include "stream.h"
@@ -201,6 +203,19 @@ inline Tensor empty_contiguous(int rank, const int64_t* sizes, int32_t dtype, in
     step *= std::max<int64_t>(sizes[i], 1);
   }
   return empty_strided(rank, sizes, strides, dtype, device);
+}
+
+// A copy of an object in a tensor on the host, for Python to keep.
+template <class Object>
+Tensor kept_by_python(const Object& object) {
+  static_assert(std::is_trivially_copyable_v<Object>);
+  const int64_t size = sizeof(Object), stride = 1;
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &stride, dtypes().byte,
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  Tensor bytes(handle);
+  std::memcpy(bytes.mutable_data_ptr(), &object, sizeof(Object));
+  return bytes;
 }
 
 // Whether rows and all else lie as in a dense row-major tensor; dims of one row may have any

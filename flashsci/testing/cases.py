@@ -81,6 +81,9 @@ class Case:
         "bhsd"  # of q, and of k, v and dout unless ``layouts`` names theirs: one of LAYOUTS
     )
     layouts: tuple[str, ...] = ()  # of k, v and dout
+    negated: str = (
+        ""  # the one of q, k, v and dout that torch is to negate when it is read; or none
+    )
     magnitude: str = "unit"  # or one of MAGNITUDES
     padding: str = "none"  # or one of PADDINGS: which rows are zero
     dout_scale: float = 1.0  # dout and dlse as a mean over many terms makes them

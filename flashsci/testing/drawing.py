@@ -173,7 +173,8 @@ def _draw_layouts(choices: Choices, case: Case) -> Case:
     kinds = layouts_of(case)
     layout = case.layout if case.layout in kinds else "strided"
     others = tuple(choices.one_of(kinds) for _ in range(3)) if choices.integer(0, 1) else ()
-    return replace(case, layout=layout, layouts=others)
+    negated = choices.one_of(("q", "k", "v", "dout")) if choices.integer(1, 24) == 24 else ""
+    return replace(case, layout=layout, layouts=others, negated=negated)
 
 
 def _draw_values(choices: Choices, case: Case) -> Case:

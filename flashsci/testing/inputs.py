@@ -286,7 +286,7 @@ class _Maker:
         """q, k, v in their layouts; those that are "joint" and have the same rows are slices of one buffer."""
         found = dict(zip("qkv", (q, k, v), strict=True))
         layouts, packed = self.case.layout_of, self.case.variant.varlen
-        joint = [n for n in "qkv" if layouts[n] == "joint"]
+        joint = [n for n in "qkv" if layouts[n] == "joint" and n != self.case.negated]
         tokens = 0 if packed else q.dim() - 2
         if "q" in joint and q.shape[tokens] != k.shape[tokens]:
             joint.remove("q")
@@ -305,7 +305,16 @@ class _Maker:
 
     def place(self, x: Tensor, name: str) -> Tensor:
         """x in the inputs' dtype, laid out in poisoned memory as the case says of the tensor ``name``."""
-        x, rank = self.sent(x.to(self.case.variant.torch_dtype)), x.dim()
+        x = self.sent(x.to(self.case.variant.torch_dtype))
+        # What the imaginary part of a conjugate is: memory holds -x, and torch knows.
+        return (
+            torch._neg_view(self.laid_out(-x, name))
+            if name == self.case.negated
+            else self.laid_out(x, name)
+        )
+
+    def laid_out(self, x: Tensor, name: str) -> Tensor:
+        rank = x.dim()
         layout = self.case.layout_of[name]
         heads_first = (*range(rank - 3), rank - 2, rank - 3, rank - 1) if rank > 2 else None
         if layout == "bshd" and not self.case.variant.varlen:

@@ -224,6 +224,16 @@ for _layout, _dtypes in (
 
 
 @trap()
+def negated_when_read(backend: str, device: torch.device) -> None:
+    """Tensors whose memory holds their negative, as the imaginary part of a conjugate does."""
+    case = Case(seed=8, lead=(2,), heads_k=2, seq_q=9, seq_k=12)
+    packed = Case(seed=8, variant=Variant(varlen=True), rank=3, lead=(), lens_q=(4, 3), lens_k=(5, 2))  # fmt: skip
+    one_each = zip((case, case, packed, case), ("q", "k", "v", "dout"), DTYPES * 2, strict=False)
+    parts = (judged(backend, device, replace(c, negated=n), dtypes=(t,)) for c, n, t in one_each)
+    each_served(itertools.chain.from_iterable(parts))
+
+
+@trap()
 def empty_sequences(backend: str, device: torch.device) -> None:
     """Sq = 0, Sk = 0, packed sequences of length 0, no sequence at all."""
     packed = Case(seed=6, variant=Variant(varlen=True, lse_grad=True), rank=3, lead=(), heads_k=2)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from flashsci import ops
+from flashsci.backends.cuda import prepared
 from flashsci.errors import BackendError
 from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors
 from flashsci.problem import Problem, sums_bias
@@ -349,19 +350,40 @@ def forward(tensors: Tensors, scalars: Scalars, generation: int = 0) -> tuple[Te
         reason = _load()
         if reason is not None:
             raise BackendError(f"flashsci: {reason}")
-    q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, _, _, alibi_slopes = tensors
-    *options, dropout_p, precision, _ = scalars
-    packed_bias = cu_seqlens_q is not None and bias is not None
-    if dropout_p or key_weight is not None or alibi_slopes is not None or packed_bias:
+    q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
+    if _lacks(tensors, scalars):
         raise BackendError(
             "flashsci: the cuda backend has no dropout, no key_weight, no alibi_slopes and no bias of "
             "packed sequences; use backend='triton'"
         )
     inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k
     result: tuple[Tensor, Tensor] = _call(
-        _ops[0], generation, *inputs, *options, precision == "tf32", generation
+        _ops[0], generation, *inputs, *_options(scalars), generation
     )
     return result
+
+
+def _lacks(tensors: Tensors, scalars: Scalars) -> bool:
+    """Whether a call has what no kernel of the library has."""
+    packed_bias = tensors.cu_seqlens_q is not None and tensors.bias is not None
+    weighted = tensors.key_weight is not None or tensors.alibi_slopes is not None
+    return bool(scalars.dropout_p) or weighted or packed_bias
+
+
+def _options(scalars: Scalars) -> tuple[Any, ...]:
+    """Those of the library's forward: of its backward, the first."""
+    *options, _, precision, _ = scalars
+    return *options, precision == "tf32"
+
+
+def prepared_forward(
+    tensors: Tensors, scalars: Scalars, generation: int = 0
+) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
+    """:func:`forward` of all plain tensors of the signature of these."""
+    general = functools.partial(forward, scalars=scalars, generation=generation)
+    if _load() is not None or _lacks(tensors, scalars) or not prepared.has_scores(tensors):
+        return general
+    return prepared.Forward(_library, tensors, (*_options(scalars), generation), general)
 
 
 def backward(
@@ -369,16 +391,34 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, dbias, dkey_weight; what `backward_kernels` refuses must not come here."""
     q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = saved.tensors
-    *options, _, precision, deterministic = saved.scalars
     out, lse = saved.out, saved.lse.contiguous()
     if dout is not None and dout.stride(-1) != 1:
         dout = dout.contiguous()
     if out.stride(-1) != 1:
         out = out.contiguous()
     inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, out, lse
-    held = precision == "tf32", deterministic, generation, need
-    result: tuple[Tensor, ...] = _call(_ops[1], generation, dout, dlse, *inputs, *options, *held)
+    options = *_options(saved.scalars), saved.scalars.deterministic, generation, need
+    result: tuple[Tensor, ...] = _call(_ops[1], generation, dout, dlse, *inputs, *options)
     return *result, q.new_empty(0)
+
+
+def prepared_backward(
+    dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int, generation: int = 0
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """:func:`backward` in the same way: of (dout, dlse, tensors, out, lse), with None for what ``need`` does not name."""
+    scalars = saved.scalars
+
+    def general(
+        dout: Tensor | None, dlse: Tensor | None, tensors: Tensors, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        found = backward(dout, dlse, Saved(tensors, out, lse, scalars), need, generation)
+        return tuple([x if need >> i & 1 else None for i, x in enumerate(found)])
+
+    rows = all(x is None or x.stride(-1) == 1 for x in (dout, saved.out))
+    if not rows or not saved.lse.is_contiguous() or not prepared.has_scores(saved.tensors):
+        return general
+    options = *_options(scalars), scalars.deterministic, generation
+    return prepared.Backward(_library, dout, dlse, saved, need, options, general)
 
 
 def _restricted_to(generation: int) -> SimpleNamespace:
@@ -390,6 +430,8 @@ def _restricted_to(generation: int) -> SimpleNamespace:
         hopper_takes=hopper_takes,
         forward=functools.partial(forward, generation=generation),
         backward=functools.partial(backward, generation=generation),
+        prepared_forward=functools.partial(prepared_forward, generation=generation),
+        prepared_backward=functools.partial(prepared_backward, generation=generation),
     )
 
 

@@ -1,0 +1,175 @@
+"""Calls that are alike, past torch: what the library's ops find out of tensors and options is found once, and a call is two
+allocations and one C function.
+
+An op costs its caller several microseconds on the way through torch's dispatcher, as much as the launch itself. What the C
+functions refuse, for whatever reason, they leave to the op, which does it again and says why it cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import c_int, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.ops import (
+    NEED_BIAS,
+    NEED_K,
+    NEED_Q,
+    NEED_V,
+    Saved,
+    Tensors,
+    empty_like_layout,
+    fake_forward,
+)
+
+_INPUTS = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "out", "lse")
+# What the functions take: addresses, None of tensors that are not there.
+PARAMETERS = {
+    "flashsci_run_forward": ("prepared", *_INPUTS, "stream"),
+    "flashsci_run_backward": (
+        "prepared",
+        "dout",
+        "dlse",
+        *_INPUTS,
+        "dq",
+        "dk",
+        "dv",
+        "dbias",
+        "stream",
+    ),
+}
+_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in CPU builds
+
+
+def _function(library: Any, name: str) -> Any:
+    function = getattr(library, name)
+    function.argtypes, function.restype = [c_void_p] * len(PARAMETERS[name]), c_int
+    return function
+
+
+def has_scores(tensors: Tensors) -> bool:
+    """Whether there is a query and a key: results without are constants, which the ops write."""
+    return 0 not in tensors.q.shape and tensors.k.shape[-2] != 0
+
+
+class Forward:
+    """out, lse of tensors of one signature."""
+
+    __slots__ = ("address", "device", "dtype", "general", "index", "kept", "launch", "lse", "out")
+
+    def __init__(
+        self,
+        library: Any,
+        tensors: Tensors,
+        options: tuple[Any, ...],
+        general: Callable[[Tensors], tuple[Tensor, Tensor]],
+    ) -> None:
+        q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
+        out, lse = fake_forward(tensors)
+        inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k
+        self.kept = torch.ops.flashsci.cuda_prepared_forward(*inputs, out, *options)
+        self.address, self.launch = self.kept.data_ptr(), _function(library, "flashsci_run_forward")
+        self.out, self.lse = (out.shape, out.stride()), (lse.shape, lse.stride())
+        self.dtype, self.device, self.index = q.dtype, q.device, q.device.index
+        self.general = general
+
+    def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        q, k, v, bias, _, mask, offsets_q, offsets_k, _, _, _ = tensors
+        out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
+        lse = torch.empty_strided(*self.lse, dtype=torch.float32, device=self.device)
+        if self.launch(
+            self.address,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            None if mask is None else mask.data_ptr(),
+            None if offsets_q is None else offsets_q.data_ptr(),
+            None if offsets_k is None else offsets_k.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+            _stream_of(self.index),
+        ):
+            return out, lse
+        return self.general(tensors)
+
+
+class Backward:
+    """dq, dk, dv, dbias, dkey_weight of tensors of one signature, None for those not needed."""
+
+    __slots__ = (
+        "address",
+        "dbias",
+        "device",
+        "dtype",
+        "general",
+        "index",
+        "kept",
+        "launch",
+        "rows",
+    )
+
+    def __init__(
+        self,
+        library: Any,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        saved: Saved,
+        need: int,
+        options: tuple[Any, ...],
+        general: Callable[..., tuple[Tensor | None, ...]],
+    ) -> None:
+        q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = saved.tensors
+        rows = [
+            empty_like_layout(x, x.shape) if need & bit else None
+            for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
+        ]
+        dbias = bias.new_empty(bias.shape) if bias is not None and need & NEED_BIAS else None
+        inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, saved.out, saved.lse
+        self.kept = torch.ops.flashsci.cuda_prepared_backward(
+            dout, dlse, *inputs, *rows, dbias, *options
+        )
+        self.address, self.launch = (
+            self.kept.data_ptr(),
+            _function(library, "flashsci_run_backward"),
+        )
+        self.rows = [None if x is None else (x.shape, x.stride()) for x in rows]
+        self.dbias = None if dbias is None else (dbias.shape, dbias.dtype)
+        self.dtype, self.device, self.index = q.dtype, q.device, q.device.index
+        self.general = general
+
+    def __call__(
+        self, dout: Tensor | None, dlse: Tensor | None, tensors: Tensors, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, _, mask, offsets_q, offsets_k, _, _, _ = tensors
+        dq, dk, dv = [
+            None if x is None else torch.empty_strided(*x, dtype=self.dtype, device=self.device)
+            for x in self.rows
+        ]
+        dbias = None
+        if self.dbias is not None:
+            dbias = torch.empty(self.dbias[0], dtype=self.dbias[1], device=self.device)
+        if self.launch(
+            self.address,
+            None if dout is None else dout.data_ptr(),
+            None if dlse is None else dlse.data_ptr(),
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            None if mask is None else mask.data_ptr(),
+            None if offsets_q is None else offsets_q.data_ptr(),
+            None if offsets_k is None else offsets_k.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+            None if dq is None else dq.data_ptr(),
+            None if dk is None else dk.data_ptr(),
+            None if dv is None else dv.data_ptr(),
+            None if dbias is None else dbias.data_ptr(),
+            _stream_of(self.index),
+        ):
+            return dq, dk, dv, dbias, None
+        return self.general(dout, dlse, tensors, out, lse)
