@@ -306,6 +306,19 @@ def test_a_debug_build_matches_no_tree(tmp_path):
 # --- bytes at barriers -------------------------------------------------------------------------
 
 
+def test_kernels_launched_beside_others_wait_for_their_end():
+    """Before they read or write memory: some at once, others where they begin to load."""
+    found = 0
+    for folder in {path.parent for path in (ROOT / "csrc" / "sm90").glob("*/launch.cuh")}:
+        launched = len(re.findall(r"launch_beside\(", (folder / "launch.cuh").read_text()))
+        waits = sum(
+            path.read_text().count("ptx::wait_for_prerequisites();") for path in folder.iterdir()
+        )
+        assert waits >= launched, folder.name
+        found += launched
+    assert found >= 6
+
+
 def test_barriers_expect_the_sizes_of_what_is_loaded():
     """A barrier that expects a byte more than its loads bring never opens, one that expects less opens too early.
 

@@ -141,23 +141,11 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   const uint32_t row_blocks = static_cast<uint32_t>(heads * q_tiles);
   backward_preprocess_kernel<Op, Rows, kVarlen><<<row_blocks, kRowThreads, 0, stream>>>(a);
   error = cudaGetLastError();
-  // The others start beside their predecessor and wait for its end: two launches less to wait for.
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  config.gridDim = ctas;
-  config.blockDim = C::kThreads;
-  config.dynamicSmemBytes = kSharedBytes;
-  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, a);
+  if (error == cudaSuccess)
+    error = launch_beside(kernel, ctas, C::kThreads, kSharedBytes, stream, a);
   if (error != cudaSuccess || p.dq == nullptr) return error;
-  config.gridDim = row_blocks;
-  config.blockDim = kRowThreads;
-  config.dynamicSmemBytes = 0;
-  return cudaLaunchKernelEx(&config, backward_postprocess_kernel<Op, Rows, kVarlen>, a);
+  return launch_beside(backward_postprocess_kernel<Op, Rows, kVarlen>, row_blocks, kRowThreads, 0,
+                       stream, a);
 }
 
 // The tile shapes, by padded head dims of q and k, and of v; why: docs/kernels/sm90_backward.md.

@@ -87,18 +87,8 @@ cudaError_t launch_decode(const fwd::ForwardArgs& from, cudaStream_t stream) {
   kernel<<<(total + a.plan.run - 1) / a.plan.run, C::kThreads, kSharedBytes, stream>>>(a);
   error = cudaGetLastError();
   if (error != cudaSuccess || a.plan.segments == 1) return error;
-  // It starts beside the other and waits for its end: a launch less to wait for.
   const int64_t rows = int64_t{a.plan.sequences} * a.plan.rows;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>((rows + 3) / 4);
-  config.blockDim = 128;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, decode_combine<Op, kHeadDim>, a);
+  return launch_beside(decode_combine<Op, kHeadDim>, (rows + 3) / 4, 128, 0, stream, a);
 }
 
 }  // namespace flashsci::sm90::decode

@@ -123,27 +123,15 @@ cudaError_t launch_kernels(const TriangleArgs& a, cudaStream_t stream) {
   const uint32_t row_blocks = a.heads * a.q_blocks / kRowBlocks;
   triangle_preprocess_kernel<Op><<<row_blocks, kRowThreads, 0, stream>>>(a);
   error = cudaGetLastError();
-  // The others start beside their predecessor and wait for its end: two launches less to wait for.
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  config.gridDim = a.groups * a.panels * a.k_blocks;
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = kSharedBytes;
-  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, a);
+  if (error == cudaSuccess)
+    error =
+        launch_beside(kernel, a.groups * a.panels * a.k_blocks, kThreads, kSharedBytes, stream, a);
   if (error != cudaSuccess) return error;
   const int64_t elements = int64_t{a.owners} * p.seq_q * p.seq_k;
   const int64_t blocks = row_pairs(a.heads, a.q_blocks) +
                          (a.panels > 1 ? 2 * row_pairs(a.heads, a.k_blocks) : 0) +
                          (elements + kRowThreads - 1) / kRowThreads;
-  config.gridDim = static_cast<unsigned>(blocks);
-  config.blockDim = kRowThreads;
-  config.dynamicSmemBytes = 0;
-  return cudaLaunchKernelEx(&config, triangle_postprocess_kernel<Op>, a);
+  return launch_beside(triangle_postprocess_kernel<Op>, blocks, kRowThreads, 0, stream, a);
 }
 
 // cudaErrorNotSupported: another kernel must serve this call, nothing was launched.

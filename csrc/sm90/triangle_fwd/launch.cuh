@@ -95,8 +95,7 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   constexpr auto kernel = triangle_forward_kernel<Op, C>;
   if (error == cudaSuccess) error = allow_shared<kernel>(kSharedBytes, p.device);
   if (error != cudaSuccess) return error;
-  kernel<<<grid, C::kThreads, kSharedBytes, stream>>>(a);
-  return cudaGetLastError();
+  return launch_beside(kernel, grid, C::kThreads, kSharedBytes, stream, a);
 }
 
 // cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
