@@ -45,22 +45,4 @@ cudaError_t launch(int64_t blocks, int threads, int64_t shared, int device, cuda
   return cudaGetLastError();
 }
 
-// Starts beside what precedes it in the stream: the time that a launch takes is spent meanwhile.
-// The kernel waits for its end (ptx::wait_for_prerequisites) before it reads or writes memory.
-template <class... Parameters>
-cudaError_t launch_beside(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared,
-                          cudaStream_t stream, const Parameters&... arguments) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(blocks);
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
-}
-
 }  // namespace flashsci

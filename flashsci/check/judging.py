@@ -28,7 +28,7 @@ from flashsci.testing import (
     make_paged_inputs,
     poisoned_memory,
 )
-from flashsci.testing.bounds import PLAIN
+from flashsci.testing.bounds import PLAIN, check_alone
 from flashsci.testing.coverage import Coverage
 from flashsci.testing.fp8 import FP8Inputs, FP8Judge
 from flashsci.testing.inputs import moved_to
@@ -64,6 +64,8 @@ def judge_case(
             try:
                 with poisoned_memory(cuda_bytes=0):
                     tensors = evaluate(given, name, name != "sdpa", deterministic=False)
+                    if given.dout is not None and name not in PLAIN:
+                        check_alone(given, name, tensors)
                 # Waits for them, so that a fault of these kernels is not reported of the next.
                 results[name] = moved_to(where, tensors)
                 tally.forward_only += given is not inputs

@@ -113,6 +113,27 @@ def evaluate(
     return {name: x.detach() for name, x in found.items()}
 
 
+def check_alone(inputs: Inputs, backend: str, found: dict[str, Tensor], lse: bool = True) -> None:
+    """The same call without gradients, of tensors at other addresses, gives the same bits: what is kept for calls that are
+    alike keeps nothing of the tensors that it was made for, and inference takes no other way through the kernels.
+
+    Args:
+        inputs, backend, lse: as of :func:`evaluate`, which gave ``found`` with gradients.
+
+    Raises:
+        AssertionError: other bits.
+    """
+    alone = replace(inputs.elsewhere(), dout=None, dlse=None, tangents={})
+    for name, x in evaluate(alone, backend, lse, deterministic=False).items():
+        same = x.shape == found[name].shape and torch.equal(_bits(x), _bits(found[name]))
+        assert same, f"{name}: other bits without gradients, or of tensors at other addresses"
+
+
+def _bits(x: Tensor) -> Tensor:
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(kinds[x.element_size()])
+
+
 def _second_order(
     inputs: Inputs, leaves: dict[str, Tensor], found: dict[str, Tensor], cotangents: list[Tensor]
 ) -> dict[str, Tensor]:
@@ -467,7 +488,10 @@ class Judge:
 
 def assert_accurate(inputs: Inputs, backend: str, lse: bool = True) -> None:
     """Run one call on a backend and require both rules of every tensor; AssertionError names those that fail."""
-    Judge(inputs, backend not in PLAIN).require(evaluate(inputs, backend, lse=lse))
+    results = evaluate(inputs, backend, lse=lse)
+    if inputs.dout is not None and backend not in PLAIN:
+        check_alone(inputs, backend, results, lse)
+    Judge(inputs, backend not in PLAIN).require(results)
 
 
 def _into(name: str, slot: Tensor, part: Tensor) -> None:

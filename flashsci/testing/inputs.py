@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,13 @@ class Inputs:
     def varlen(self) -> bool:
         return self.cu_seqlens_q is not None
 
+    def elsewhere(self) -> Inputs:
+        """The same values in the same strides, at other addresses: copies of the memory that tensors lie in."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(
+            self, **{n: _elsewhere(x) for n, x in tensors.items() if isinstance(x, Tensor)}
+        )
+
     def to(self, dtype: torch.dtype | None) -> Inputs:
         """Every floating-point tensor contiguous and as ``dtype`` (None: as it is); masks, seeds and
         offsets untouched."""
@@ -75,6 +82,13 @@ class Inputs:
         moved: dict[str, Any] = dict(moved_to(device, given))
         moved["tangents"] = moved_to(device, {n: x.detach() for n, x in self.tangents.items()})
         return replace(self, **moved)
+
+
+def _elsewhere(x: Tensor) -> Tensor:
+    plain = torch._neg_view(x.detach()) if x.is_neg() else x.detach()
+    copy = torch.empty(0, dtype=x.dtype, device=x.device)
+    copy.set_(plain.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+    return torch._neg_view(copy) if x.is_neg() else copy
 
 
 def moved_to(device: torch.device | str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flashsci.errors import BackendError
-from flashsci.testing.bounds import PLAIN, Judge, evaluate
+from flashsci.testing.bounds import PLAIN, Judge, check_alone, evaluate
 from flashsci.testing.cases import Case, Variant
 from flashsci.testing.inputs import Inputs, make_inputs
 from flashsci.testing.poison import poisoned_memory
@@ -101,6 +101,8 @@ def judged(
         inputs = make_inputs(replace(case, variant=replace(case.variant, dtype=dtype)), device)
         with poisoned_memory():
             results = evaluate(inputs, backend, deterministic=False)
+            if inputs.dout is not None and backend not in PLAIN:
+                check_alone(inputs, backend, results)
         Judge(inputs, backend not in PLAIN).require(results)
 
     return [functools.partial(judge, c, t) for c, t in itertools.product(cases, dtypes)]
@@ -231,6 +233,25 @@ def negated_when_read(backend: str, device: torch.device) -> None:
     one_each = zip((case, case, packed, case), ("q", "k", "v", "dout"), DTYPES * 2, strict=False)
     parts = (judged(backend, device, replace(c, negated=n), dtypes=(t,)) for c, n, t in one_each)
     each_served(itertools.chain.from_iterable(parts))
+
+
+@trap()
+def other_tensors_of_a_known_signature(backend: str, device: torch.device) -> None:
+    """What was found for a call serves the next one that is alike, of other values at other addresses: their results, and
+    gradients, are those of the second."""
+
+    def twice(case: Case) -> None:
+        evaluate(make_inputs(case, device), backend)
+        inputs = make_inputs(replace(case, seed=case.seed + 1), device)
+        Judge(inputs, backend not in PLAIN).require(evaluate(inputs, backend))
+
+    case = Case(seed=20, layout="bshd", lead=(2,), heads_k=2, seq_q=20, seq_k=24)
+    biased = replace(case, variant=Variant(bias="pair", bias_grad=True, mask=True), bias_shape=(1, 2, 20, 24), mask_shape=(2, 1, 1, 24))  # fmt: skip
+    packed = replace(case, variant=Variant(varlen=True), rank=3, lead=(), lens_q=(9, 5), lens_k=(4, 8))  # fmt: skip
+    each_served(
+        functools.partial(twice, replace(c, variant=replace(c.variant, dtype=dtype)))
+        for c, dtype in itertools.product((case, biased, packed), DTYPES)
+    )
 
 
 @trap()

@@ -8,6 +8,7 @@
 #include "../../core/launch.cuh"
 #include "../../core/softmax.cuh"
 #include "../../include/flashsci.h"
+#include "../launch_beside.cuh"
 #include "../tma_map.h"
 #include "../triangle_bwd/launch.cuh"
 #include "bias_aliased.cuh"

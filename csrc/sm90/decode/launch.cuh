@@ -5,6 +5,7 @@
 
 #include "../../core/launch.cuh"
 #include "../fwd/config.cuh"
+#include "../launch_beside.cuh"
 #include "../tma_map.h"
 #include "combine.cuh"
 #include "config.cuh"

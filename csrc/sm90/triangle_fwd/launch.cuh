@@ -7,6 +7,7 @@
 #include "../../core/launch.cuh"
 #include "../../core/softmax.cuh"
 #include "../../include/flashsci.h"
+#include "../launch_beside.cuh"
 #include "../tma_map.h"
 #include "config.cuh"
 #include "kernel.cuh"
