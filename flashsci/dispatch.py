@@ -37,8 +37,7 @@ def run(
         result: tuple[Tensor, Tensor] = _nodes().Forward.apply(plan.backend, *given, *plan.scalars)
         return result
     if not plan.as_given:
-        given = tensors.inner_contiguous()
-        plan.as_given, tensors = given is tensors, given
+        tensors = plan.ready(tensors, needs_grad)
     direct = plain(tensors)
     if needs_grad:
         nodes = _nodes()

@@ -28,17 +28,6 @@ def _with_inner_keys(bias: Tensor) -> Tensor:
     return rows[..., :-rest].copy_(bias)
 
 
-def _copied(bias: Tensor) -> bool:
-    """Whether a bias is worth a copy: its keys are not neighbours in memory (it came out of a Linear over pairs, say), and
-    no dim is expanded, for a copy would hold every repetition."""
-    return (
-        bias.dim() > 0
-        and bias.stride(-1) != 1
-        and bias.shape[-1] != 1
-        and all(n == 1 or s != 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
-    )
-
-
 class Tensors(NamedTuple):
     """The tensors of one call, as kernels take them (docs/extending.md has shapes and strides). The first five
     have gradients."""
@@ -55,11 +44,23 @@ class Tensors(NamedTuple):
     dropout_seed: Tensor | None = None
     alibi_slopes: Tensor | None = None  # fp32 [*, Hq], packed [N or 1, Hq]
 
-    def inner_contiguous(self) -> Tensors:
-        """With copies of q, k, v where their last dim is not contiguous, which kernels need, and of such a bias: they take
-        it, but number by number and once more for every head and batch member that shares it."""
+    def has_strided_bias(self) -> bool:
+        """Whether the bias is worth a copy: its keys are not neighbours in memory (it came out of a Linear over pairs, say),
+        and no dim is expanded, for a copy would hold every repetition."""
+        bias = self.bias
+        return (
+            bias is not None
+            and bias.dim() > 0
+            and bias.stride(-1) != 1
+            and bias.shape[-1] != 1
+            and all(n == 1 or s != 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
+        )
+
+    def inner_contiguous(self, of_bias: bool = True) -> Tensors:
+        """With copies of q, k, v where their last dim is not contiguous, which kernels need, and (``of_bias``) of such a bias:
+        they take it, but number by number and once more for every head and batch member that shares it."""
         q, k, v, bias, *others = self
-        if bias is not None and _copied(bias):
+        if of_bias and bias is not None and self.has_strided_bias():
             bias = _with_inner_keys(bias)
         elif q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             return self

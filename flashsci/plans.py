@@ -29,7 +29,16 @@ class Plan:
     touches nothing is in a cache. So all that can be is found once for calls that are alike.
     """
 
-    __slots__ = ("_backwards", "_forward", "as_given", "backend", "leading", "module", "scalars")
+    __slots__ = (
+        "_backwards",
+        "_forward",
+        "_leaves_bias",
+        "as_given",
+        "backend",
+        "leading",
+        "module",
+        "scalars",
+    )
 
     def __init__(
         self,
@@ -42,8 +51,20 @@ class Plan:
         # Leading dims to expand q, k, v to; None: equal ranks and dims already.
         self.leading = leading
         self.as_given = False  # whether kernels are known to take these tensors without a copy
+        self._leaves_bias: bool | None = None  # to kernels that copy it themselves
         self._forward: Callable[[Tensors], tuple[Tensor, Tensor]] | None = None
         self._backwards: dict[tuple[Any, ...], Callable[..., tuple[Tensor | None, ...]]] = {}
+
+    def ready(self, tensors: Tensors, needs_grad: bool) -> Tensors:
+        """The tensors as kernels take them, with copies where they must be."""
+        rows = tensors.inner_contiguous(of_bias=False)
+        if self._leaves_bias is None:
+            # A copy that the gradients need as well is made here, for both.
+            strided = not needs_grad and rows.has_strided_bias() and hasattr(self.module, "copies_bias")  # fmt: skip
+            self._leaves_bias = strided and self.module.copies_bias(rows, self.scalars)
+        given = rows if self._leaves_bias else rows.inner_contiguous()
+        self.as_given = given is tensors
+        return given
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """out, lse of plain tensors, as kernels take them."""

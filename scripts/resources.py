@@ -85,6 +85,7 @@ TRIANGLE_BACKWARD_SM90 = re.compile(
     r"triangle_(backward|preprocess|postprocess)_kernelI(?:.*TriangleTilingILi(\d)E)?"
 )
 TRIANGLE_SM90 = re.compile(r"triangle_forward_kernelI.*TilingILi(\d)ELi(\d)E")
+TRIANGLE_COPY_SM90 = re.compile(r"triangle_forward_copy_bias_kernelI([tj])E")  # of 16 bits, of 32
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 
 
@@ -117,6 +118,8 @@ class Kernel:
             if found := TRIANGLE_SM90.search(self.name):
                 members = int(found[2])
                 return 32, 256 // members, 64, 20, 12 // members, 1, 1
+            if TRIANGLE_COPY_SM90.search(self.name):
+                return 32, 1, 0, 8, 0, 8, 1
             if found := TRIANGLE_BACKWARD_SM90.search(self.name):
                 panel = 128 * int(found[2] or 1)
                 return (32, panel, 64, 12, 2, 1, 1) if found[2] else (32, panel, 0, 8, 0, 1, 1)
@@ -219,6 +222,8 @@ class Kernel:
             return "combine" if "decode_combine" in self.name else "decoding"
         if found := TRIANGLE_SM90.search(self.name):
             return f"{'fp32' if found[1] == '4' else '16-bit'} bias, {found[2]} members"
+        if found := TRIANGLE_COPY_SM90.search(self.name):
+            return f"copy of {'fp32' if found[1] == 'j' else '16-bit'} bias"
         if found := TRIANGLE_BACKWARD_SM90.search(self.name):
             return "bias of many members" if found[2] else f"{found[1]}, bias of many members"
         if found := TILE_FP32.search(self.name):

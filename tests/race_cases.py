@@ -71,7 +71,8 @@ class Call:
     packed: bool = False
     causal: bool = False
     softcap: bool = False
-    # own: [B, Hq, Sq, Sk]; shared: [1, Hq, Sq, Sk]; members: the same in large batches; keys: [B, 1, 1, Sk]
+    # own: [B, Hq, Sq, Sk]; shared: [1, Hq, Sq, Sk]; members: the same in large batches, linear: in memory [1, Sq, Sk, Hq];
+    # keys: [B, 1, 1, Sk]
     bias: str | None = None
     bias_fp32: bool = False
     mask: str | None = None  # own, keys
@@ -95,6 +96,8 @@ class Call:
         widest = max(self.head_dim, self.head_dim_v)
         if not self.generation.startswith("sm"):
             return True
+        if self.bias == "linear":  # gradients read a copy
+            return False
         if self.generation != "sm90":
             return widest <= 128 or (self.generation == "sm80" and self.dtype != "float32")
         if self.bias is None and self.mask is None:
@@ -148,7 +151,7 @@ def shapes(call: Call, processors: int) -> Iterator[Shape]:
         yield _packed(Shape("one more than processors", 1, more, more, 0, 0), (40,), (48,))
         yield _packed(Shape("long", 1, 6, 3, 0, 0), (330, 0, 200, 40), (528, 30, 0, 700))
         return
-    if call.bias == "members":  # with units for all processors
+    if call.bias in ("members", "linear"):  # with units for all processors
         yield Shape("one panel of three steps", 67, 4, 4, 300, 272)
         yield Shape("two steps", processors // 3 + 4, 4, 4, 192, 96)
         yield Shape("two panels, a bias that changes", 48, 4, 4, 400, 528)
@@ -229,6 +232,8 @@ def _sm90_forward(instance: Instance) -> Iterator[Call]:
         fp32 = found[1] == "fp32"
         yield replace(call, bias="members", bias_fp32=fp32)
         yield replace(call, bias="members", bias_fp32=fp32, mask="keys")
+    elif found := re.fullmatch(r"copy of (16-bit|fp32) bias", variant):
+        yield replace(call, bias="linear", bias_fp32=found[1] == "fp32", mask="keys")
     elif found := re.fullmatch(r"(?:v (\d+) )?(full|window)( softcap)?( packed)?", variant):
         values, window, softcap, packed = found.groups()
         yield replace(

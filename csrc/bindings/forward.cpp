@@ -97,6 +97,28 @@ extern "C" FLASHSCI_API int flashsci_run_forward(const void* prepared, const voi
   return succeeds(p.device, [&] { return launch(forward, p, stream); });
 }
 
+// Whether the kernel that such calls come to copies a bias whose keys are not neighbours in memory.
+extern "C" FLASHSCI_API int flashsci_copies_bias(const void* prepared) {
+  const Forward& forward = *static_cast<const Forward*>(prepared);
+  FlashsciForwardParams p = forward.params;
+  const auto workspace = [&] {
+    int64_t bytes = 0;
+    forward.launch_first([&](const Kernels& kernels) -> int {
+      if (kernels.forward == nullptr) return cudaErrorNotSupported;
+      if (kernels.forward_workspace != nullptr) bytes = kernels.forward_workspace(&p);
+      return cudaSuccess;
+    });
+    return bytes;
+  };
+  try {
+    const int64_t given = workspace();
+    p.bias_mask.bias_strides.column = 1;
+    return given != workspace();
+  } catch (...) {
+    return 0;
+  }
+}
+
 STABLE_TORCH_LIBRARY_IMPL(flashsci, CUDA, m) {
   m.impl("cuda_forward", TORCH_BOX(&cuda_forward));
   m.impl("cuda_prepared_forward", TORCH_BOX(&cuda_prepared_forward));

@@ -47,10 +47,9 @@ class Inputs:
 
     def elsewhere(self) -> Inputs:
         """The same values in the same strides, at other addresses: copies of the memory that tensors lie in."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(
-            self, **{n: _elsewhere(x) for n, x in tensors.items() if isinstance(x, Tensor)}
-        )
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        copies: dict[str, Any] = {n: _elsewhere(x) for n, x in values if isinstance(x, Tensor)}
+        return replace(self, **copies)
 
     def to(self, dtype: torch.dtype | None) -> Inputs:
         """Every floating-point tensor contiguous and as ``dtype`` (None: as it is); masks, seeds and
@@ -87,7 +86,7 @@ class Inputs:
 def _elsewhere(x: Tensor) -> Tensor:
     plain = torch._neg_view(x.detach()) if x.is_neg() else x.detach()
     copy = torch.empty(0, dtype=x.dtype, device=x.device)
-    copy.set_(plain.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+    copy.set_(plain.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
     return torch._neg_view(copy) if x.is_neg() else copy
 
 

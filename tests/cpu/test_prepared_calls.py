@@ -1,11 +1,13 @@
 """Calls of the CUDA backend past torch (flashsci/backends/cuda/prepared.py), with a library in Python in place of the compiled one."""
 
 import re
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
+from flashsci import plans
 from flashsci.backends import cuda
 from flashsci.backends.cuda import prepared
 from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors
@@ -65,6 +67,39 @@ def tensors(masked=False, heads_last=False):
 
 def never(*_):
     raise AssertionError("the general call is for what the library refuses")
+
+
+class Copies(types.SimpleNamespace):
+    """A backend whose kernels copy a bias themselves, or not."""
+
+    FUSED = True
+
+    def copies_bias(self, tensors, scalars):
+        self.asked += 1
+        return self.copies
+
+    def forward(self, tensors, scalars):
+        self.given.append(tensors)
+        return tensors.q, tensors.q[..., 0]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_bias_is_left_to_kernels_that_copy_it(copies, needs_grad):
+    """Asked once for calls that are alike; never where the gradients need the copy, too."""
+    module = Copies(copies=copies, asked=0, given=[])
+    plan = plans.Plan("some", module, SCALARS)
+    strided = tensors()._replace(bias=torch.randn(1, 5, 5, 3).permute(0, 3, 1, 2))
+    for _ in range(3):
+        ready = plan.ready(strided, needs_grad)
+        left = copies and not needs_grad
+        assert (ready.bias is strided.bias) == left and plan.as_given == left
+        assert left or (ready.bias.stride(-1) == 1 and torch.equal(ready.bias, strided.bias))
+    assert module.asked == (not needs_grad)
+    columns = strided._replace(v=strided.v.transpose(-1, -2).contiguous().transpose(-1, -2))
+    assert plans.Plan("some", module, SCALARS).ready(columns, needs_grad).v.stride(-1) == 1
+    plan = plans.Plan("some", module, SCALARS)
+    assert plan.ready(tensors(), needs_grad) is not None and plan.as_given
 
 
 @pytest.mark.parametrize("name", prepared.PARAMETERS)

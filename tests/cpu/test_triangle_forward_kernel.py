@@ -65,12 +65,13 @@ def run(
     out = torch.full((*q.shape[:2], q.shape[3], q.shape[2], v.shape[-1]), torch.nan, dtype=q.dtype).transpose(-2, -3)  # fmt: skip
     lse = torch.full(q.shape[:-1], torch.nan)
     bytes_ = None if mask is None else mask.to(torch.uint8)
+    workspace = torch.full((bias.numel() * 2 + 4096,), torch.nan)
     given = BiasMask(_pointer(bias), _pointer(bytes_), _score_strides(bias), _score_strides(bytes_), int(bias.dtype == FP32))  # fmt: skip
     params = ForwardParams(
         *map(_pointer, (q, k, v, out, lse)), None, None, *map(_strides, (q, k, v, out)), bias_mask=given,
         batch0=q.shape[0], batch1=q.shape[1], heads_q=q.shape[2], heads_k=k.shape[2], seq_q=q.shape[3], seq_k=k.shape[3],
         max_seqlen_q=-1, head_dim=q.shape[-1], head_dim_v=v.shape[-1], scale=x.options.get("scale") or q.shape[-1] ** -0.5,
-        window_left=-1, window_right=-1,
+        window_left=-1, window_right=-1, workspace=_pointer(workspace),
     )  # fmt: skip
     call = library.emulate_other if other else library.emulate
     taken = emulate(call, params, q.dtype == BF16, seed)
@@ -168,6 +169,21 @@ def test_layouts(kernel):
     judge(kernel, x)
     x.bias = padded(x.bias[:, :, :1]).expand(-1, -1, 2, -1, -1)
     x.mask = (torch.rand(90, 1, 2, 9, 1) < 0.6).permute(4, 3, 2, 1, 0)
+    judge(kernel, x)
+
+
+@pytest.mark.parametrize("dtype, bias", KINDS)
+@pytest.mark.parametrize("seq_q, seq_k", ((70, 90), (100, 390), (17, 500)))
+def test_bias_of_a_linear(kernel, dtype, bias, seq_q, seq_k):
+    """[.., Sq, Sk, H] with heads moved forward: copied, tails of rows among the poison of the workspace."""
+    x = make(seq_q, seq_k, dtype=dtype, bias=bias, heads=(2, 2), mask=0.4)
+    x.bias = x.bias.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+    judge(kernel, x, seed=seq_k)
+    x = make(40, 90, dtype=dtype, bias=bias, batch=(2, 9), bias_batch=(2, 1), heads=(3, 1), dims=(16, 32))  # fmt: skip
+    x.bias = torch.cat([x.bias, x.bias], 2).permute(0, 1, 3, 4, 2).contiguous()[..., :3].permute(0, 1, 4, 2, 3)  # fmt: skip
+    judge(kernel, x, seed=seq_q)
+    x = make(70, 90, dtype=dtype, bias=bias, heads=(2, 2))
+    x.bias = x.bias[:, :, :1].transpose(-1, -2).contiguous().transpose(-1, -2).expand(-1, -1, 2, -1, -1)  # fmt: skip
     judge(kernel, x)
 
 

@@ -73,7 +73,10 @@ def draw(call: Call, shape: Shape) -> Inputs:
         return (*rows[str(kind)], shape.seq_k)
 
     bias = mask = None
-    if call.bias is not None:
+    if call.bias == "linear":
+        pair = (1, shape.seq_q, shape.seq_k, shape.heads)
+        bias = rand(*pair, dtype=torch.float32 if call.bias_fp32 else dtype).permute(0, 3, 1, 2)
+    elif call.bias is not None:
         bias = rand(*pairs(call.bias), dtype=torch.float32 if call.bias_fp32 else dtype)
     if call.mask is not None:
         mask = torch.rand(*pairs(call.mask), device=DEVICE, generator=generator) < 0.75

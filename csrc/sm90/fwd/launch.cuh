@@ -172,8 +172,10 @@ cudaError_t launch_bias_mask(ForwardArgs& a, cudaStream_t stream) {
   return launch_tiling<Op, typename Tiles<kHeadDim>::WithBiasMask, true, false, false>(a, stream);
 }
 
-// Bytes of workspace: partial results of a decoding call, or the counter of the schedule.
+// Bytes of workspace: partial results of a decoding call, the counter of the schedule, or a copy of
+// the bias.
 inline int64_t forward_workspace(const FlashsciForwardParams& p) {
+  if (const int64_t bytes = triangle_fwd::workspace(p)) return bytes;
   if (decode::is_decoding(p)) return decode::decode_workspace(p);
   const bool causal = p.window_right >= 0 && p.window_left < 0;
   return causal || p.cu_seqlens_q != nullptr ? sizeof(uint32_t) : 0;

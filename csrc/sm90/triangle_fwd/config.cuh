@@ -63,6 +63,7 @@ struct Plan {
   int32_t member_dim;        // batch dimension 0 or 1
   int32_t blocks;            // of keys
   int32_t resident;          // the bias of all blocks stays while the tile does
+  int32_t bias_copied;       // by the kernel that is launched before
   float bias_factor;         // from natural units to those of q.k
   float exp_scale;           // from those of q.k to powers of two
 };

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "../../core/launch.cuh"
 #include "../../core/softmax.cuh"
@@ -10,6 +11,7 @@
 #include "../launch_beside.cuh"
 #include "../tma_map.h"
 #include "config.cuh"
+#include "copy_bias.cuh"
 #include "kernel.cuh"
 
 namespace flashsci::sm90::triangle_fwd {
@@ -29,14 +31,38 @@ inline int member_dim_of(const FlashsciForwardParams& p) {
 }
 
 // Calls whose strides TMA may still refuse.
-inline bool takes(const FlashsciForwardParams& p) {
+inline bool suits(const FlashsciForwardParams& p) {
   const FlashsciBiasMask& given = p.bias_mask;
   return p.cu_seqlens_q == nullptr && std::max(p.head_dim, p.head_dim_v) <= 32 &&
-         given.bias != nullptr && given.bias_strides.column == 1 &&
+         given.bias != nullptr && given.bias_strides.column >= 1 &&
          (given.mask == nullptr || given.mask_strides.row == 0) && p.softcap == 0.f &&
          p.window_left < 0 && p.window_right < 0 && member_dim_of(p) >= 0 &&
          // The bias is divided by it, scores are multiplied: no finite number may overflow.
          p.scale > 1e-4f && p.scale * kLog2e <= 1.f;
+}
+
+template <class C>
+int64_t units_of(const FlashsciForwardParams& p) {
+  const int64_t members = member_dim_of(p) == 0 ? p.batch0 : p.batch1;
+  const int64_t groups = (members + C::kMembers - 1) / C::kMembers;
+  const int64_t row_tiles = (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  return p.batch0 * p.batch1 / members * p.heads_q * row_tiles * groups;
+}
+
+using TilingOfFp32 = Tiling<4, 4>;
+using TilingOf16Bits = Tiling<2, kMembersOf16Bits>;
+
+// Bytes of workspace: a copy of the bias where its keys are not neighbours; 0 also where such a call
+// is left to others.
+inline int64_t workspace(const FlashsciForwardParams& p) {
+  const bool whole = p.head_dim % 8 == 0 && p.head_dim_v % 8 == 0;
+  if (!suits(p) || !whole || p.bias_mask.bias_strides.column == 1) return 0;
+  const int64_t units =
+      p.bias_mask.bias_is_fp32 ? units_of<TilingOfFp32>(p) : units_of<TilingOf16Bits>(p);
+  const BiasCopy copy = plan_bias_copy(p);
+  const bool counted = int64_t{copy.batch0} * copy.batch1 * copy.rows <= INT32_MAX &&
+                       int64_t{copy.heads} * copy.keys <= INT32_MAX;
+  return counted && units >= processors_of(p.device) ? copy.bytes : 0;
 }
 
 // cudaErrorNotSupported: there are too few units for the device.
@@ -49,8 +75,7 @@ cudaError_t plan_units(Args& a, uint32_t& grid) {
   const int64_t members = plan.member_dim == 0 ? p.batch0 : p.batch1;
   const int64_t groups = (members + C::kMembers - 1) / C::kMembers;
   const int64_t row_tiles = (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
-  const int64_t outer = p.batch0 * p.batch1 / members;
-  const int64_t units = outer * p.heads_q * row_tiles * groups;
+  const int64_t units = units_of<C>(p);
   const int processors = processors_of(p.device);
   if (processors <= 0) return cudaErrorInvalidDevice;
   if (units < processors || units > INT32_MAX / 2) return cudaErrorNotSupported;
@@ -64,6 +89,7 @@ cudaError_t plan_units(Args& a, uint32_t& grid) {
   plan.resident = plan.blocks <= C::kBiasStages;
   plan.bias_factor = 1.f / p.scale;
   plan.exp_scale = p.scale * kLog2e;
+  plan.bias_copied = p.bias_mask.bias_strides.column != 1;
   return cudaSuccess;
 }
 
@@ -87,24 +113,36 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   encode(&a.k, p.k, p.k_strides, p.seq_k, p.heads_k, p.head_dim, C::Rows::kRows);
   encode(&a.v, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, C::Rows::kRows);
   encode(&a.out, p.out, p.out_strides, p.seq_q, p.heads_q, p.head_dim_v, C::OutRows::kRows);
-  const FlashsciScoreStrides& s = p.bias_mask.bias_strides;
+  const BiasCopy copy = a.plan.bias_copied ? plan_bias_copy(p) : BiasCopy{};
+  const void* bias = a.plan.bias_copied ? p.workspace : p.bias_mask.bias;
+  const FlashsciScoreStrides& s = a.plan.bias_copied ? copy.to : p.bias_mask.bias_strides;
   const MapDims dims = {{p.seq_q, p.heads_q, p.batch1, p.batch0},
                         {s.row, s.head, s.batch1, s.batch0}};
   if (error == cudaSuccess)
-    error = encode_map(&a.bias, p.bias_mask.bias, C::kBiasBytes == 4 ? kFloat32 : k16Bit, p.seq_k,
-                       dims, C::BiasBox::kColumns, C::BiasBox::kRows);
+    error = encode_map(&a.bias, bias, C::kBiasBytes == 4 ? kFloat32 : k16Bit, p.seq_k, dims,
+                       C::BiasBox::kColumns, C::BiasBox::kRows);
   constexpr auto kernel = triangle_forward_kernel<Op, C>;
   if (error == cudaSuccess) error = allow_shared<kernel>(kSharedBytes, p.device);
   if (error != cudaSuccess) return error;
+  if (a.plan.bias_copied) {
+    using T = std::conditional_t<C::kBiasBytes == 4, uint32_t, uint16_t>;
+    const uint32_t blocks = copy.batch0 * copy.batch1 * copy.rows;
+    triangle_forward_copy_bias_kernel<T><<<blocks, 256, 0, stream>>>(
+        static_cast<const T*>(p.bias_mask.bias), static_cast<T*>(p.workspace), copy);
+    error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+  }
   return launch_beside(kernel, grid, C::kThreads, kSharedBytes, stream, a);
 }
 
 // cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
 template <class Op>
 cudaError_t launch(const FlashsciForwardParams& p, cudaStream_t stream) {
-  if (!takes(p)) return cudaErrorNotSupported;
-  return p.bias_mask.bias_is_fp32 ? launch_tiling<Op, Tiling<4, 4>>(p, stream)
-                                  : launch_tiling<Op, Tiling<2, kMembersOf16Bits>>(p, stream);
+  const bool copies = p.bias_mask.bias_strides.column != 1;
+  if (!suits(p) || (copies && (p.workspace == nullptr || workspace(p) == 0)))
+    return cudaErrorNotSupported;
+  return p.bias_mask.bias_is_fp32 ? launch_tiling<Op, TilingOfFp32>(p, stream)
+                                  : launch_tiling<Op, TilingOf16Bits>(p, stream);
 }
 
 }  // namespace flashsci::sm90::triangle_fwd

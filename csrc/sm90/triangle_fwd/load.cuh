@@ -182,6 +182,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const Args& a,
     const bool brings_bias = place == 0 && needs_bias;
     int biased = 0;  // blocks whose bias is on its way
     const auto bring_bias = [&](int end) {
+      if (a.plan.bias_copied != 0) ptx::wait_for_prerequisites();
 #pragma unroll 1
       for (; biased < end; ++biased) {
         BiasRing<C> here = bias;

@@ -376,6 +376,14 @@ def _options(scalars: Scalars) -> tuple[Any, ...]:
     return *options, precision == "tf32"
 
 
+def copies_bias(tensors: Tensors, scalars: Scalars, generation: int = 0) -> bool:
+    """Whether :func:`forward` takes a bias whose keys are not neighbours in memory as well as a copy that has them so: the
+    kernels of triangle attention make one themselves, beside other work."""
+    if _load() is not None or _lacks(tensors, scalars) or not prepared.has_scores(tensors):
+        return False
+    return prepared.copies_bias(_library, tensors, (*_options(scalars), generation))
+
+
 def prepared_forward(
     tensors: Tensors, scalars: Scalars, generation: int = 0
 ) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
@@ -430,6 +438,7 @@ def _restricted_to(generation: int) -> SimpleNamespace:
         hopper_takes=hopper_takes,
         forward=functools.partial(forward, generation=generation),
         backward=functools.partial(backward, generation=generation),
+        copies_bias=functools.partial(copies_bias, generation=generation),
         prepared_forward=functools.partial(prepared_forward, generation=generation),
         prepared_backward=functools.partial(prepared_backward, generation=generation),
     )

@@ -28,6 +28,7 @@ from flashsci.ops import (
 _INPUTS = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "out", "lse")
 # What the functions take: addresses, None of tensors that are not there.
 PARAMETERS = {
+    "flashsci_copies_bias": ("prepared",),
     "flashsci_run_forward": ("prepared", *_INPUTS, "stream"),
     "flashsci_run_backward": (
         "prepared",
@@ -55,6 +56,19 @@ def has_scores(tensors: Tensors) -> bool:
     return 0 not in tensors.q.shape and tensors.k.shape[-2] != 0
 
 
+def copies_bias(library: Any, tensors: Tensors, options: tuple[Any, ...]) -> bool:
+    """Whether the kernels that such calls come to copy their bias themselves, whose keys are not neighbours in memory."""
+    kept = _prepared_forward(tensors, fake_forward(tensors)[0], options)
+    return bool(_function(library, "flashsci_copies_bias")(kept.data_ptr()))
+
+
+def _prepared_forward(tensors: Tensors, out: Tensor, options: tuple[Any, ...]) -> Tensor:
+    q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
+    inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k
+    kept: Tensor = torch.ops.flashsci.cuda_prepared_forward(*inputs, out, *options)
+    return kept
+
+
 class Forward:
     """out, lse of tensors of one signature."""
 
@@ -67,10 +81,9 @@ class Forward:
         options: tuple[Any, ...],
         general: Callable[[Tensors], tuple[Tensor, Tensor]],
     ) -> None:
-        q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
+        q = tensors.q
         out, lse = fake_forward(tensors)
-        inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k
-        self.kept = torch.ops.flashsci.cuda_prepared_forward(*inputs, out, *options)
+        self.kept = _prepared_forward(tensors, out, options)
         self.address, self.launch = self.kept.data_ptr(), _function(library, "flashsci_run_forward")
         self.out, self.lse = (out.shape, out.stride()), (lse.shape, lse.stride())
         self.dtype, self.device, self.index = q.dtype, q.device, q.device.index
