@@ -20,6 +20,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 ARCHITECTURES = (75, 80, 90, 100)
 KERNELS = {
     "forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel", "small_backward_kernel",
+    "small_shared_backward_kernel",
     "jvp_kernel", "double_backward_queries_kernel", "double_backward_keys_kernel", "double_backward_bias_kernel",
     "double_backward_small_kernel",
 }  # fmt: skip
@@ -47,6 +48,12 @@ def calls(architecture):
         (48, 16),
         {"seq": (33, 17), "bias": (2, 2, 33, 17)},
     )
+    yield (
+        "windows that share a bias",
+        "float16",
+        (32, 32),
+        {"seq": (25, 25), "bias": (1, 2, 25, 25), "mask": (2, 1, 25, 25), "heads_k": 2},
+    )
     yield "unaligned rows", "float16", (50, 20), {"window_left": 40, "window_right": 8}
     yield "unaligned rows, packed", "float16", (100, 25), {"packed": True}
     yield "negative scale", "float16", (64, 64), {"scale": -0.125}
@@ -67,8 +74,9 @@ def arguments(torch, dtype, dims, options):
     lead = () if options.get("packed") else (2,)
     seq_q, seq_k = options.get("seq", (48, 96))
     q = torch.zeros(*lead, 2, seq_q, head_dim, dtype=dtype)
-    k = torch.zeros(*lead, 1, seq_k, head_dim, dtype=dtype)
-    v = torch.zeros(*lead, 1, seq_k, head_dim_v, dtype=dtype)
+    heads_k = options.get("heads_k", 1)
+    k = torch.zeros(*lead, heads_k, seq_k, head_dim, dtype=dtype)
+    v = torch.zeros(*lead, heads_k, seq_k, head_dim_v, dtype=dtype)
     bias = weight = mask = cu_q = cu_k = offsets = seed = slopes = None
     if options.get("packed"):
         cu_q = torch.tensor([0, 20, 48], dtype=torch.int32)

@@ -68,7 +68,6 @@ def small_backward_kernel(
         # Whatever cu_seqlens says, a program stays within its tile.
         span = within_tile(span, mod, BLOCK)
     i = tl.arange(0, BLOCK)
-    inside = i < span.len_q
 
     k_rows = load_rows(
         inputs.k, strides.k, at, at.hk, span.start_k, span.len_k, sizes.head_dim, BLOCK, D
@@ -83,58 +82,25 @@ def small_backward_kernel(
 
     for m in tl.range(0, sizes.group):
         head = member(at, m)
-        first = flat_row(at.b, head.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
-        q_rows = load_rows(
-            inputs.q, strides.q, at, head.h, span.start_q, span.len_q, sizes.head_dim, BLOCK, D
-        )
-        dout_rows = load_rows(
-            dout, dout_strides, at, head.h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V
-        )
-        out_rows = load_rows(
-            out, out_strides, at, head.h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V
-        )
-        row_delta = row_dot(dout_rows, out_rows)
-        s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK, BLOCK]
-        dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)
-        if dlse is not None:
-            row_delta -= tl.load(dlse + first + i, mask=inside, other=0.0)
-        # Rows without keys and beyond the queries get reference +inf: their probabilities are 0.
-        row_lse = tl.load(lse + first + i, mask=inside, other=float("-inf"))
-        row_delta = tl.where(row_lse == float("-inf"), 0.0, row_delta)
-        row_reference = reference_of(row_lse, FOLD)
-
         bias = bias_of(inputs.bias, strides.bias, head, span, inputs, sizes, F.BIAS_VECTOR, F)
-        mask = mask_of(inputs, strides, head, span, F)
-        alibi = alibi_of(inputs, strides, head, sizes, F)
-        s, slope = scores(s, i, i, bias, mask, alibi, span, mod, F, FOLD, True, F.WINDOW, False)
-        p, bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
-        kept = p
-        if F.DROPOUT:
-            keep = dropout_keep(
-                inputs.dropout_seed, head, sizes.heads, 0, 0, mod, BLOCK, BLOCK, False
-            )
-            kept = drop(p, keep, mod)
-            dp = drop(dp, keep, mod)
-        acc_v = add_product(kept.to(dout_rows[0].dtype).T, dout_rows, acc_v, PRECISION)
-        dp -= row_delta[:, None]
-        ds = p * dp
+        q_rows, ds, slope, acc_v, bare = head_scores(
+            inputs, dout, out, lse, dlse, head, span, k_rows, v_rows, acc_v, bias, weights,
+            strides, dout_strides, out_strides, sizes, mod, F, D, V, FOLD, PRECISION, BLOCK,
+        )  # fmt: skip
         if weight_sums is not None:
-            weight_sum += tl.sum(bare * dp, 0)
+            weight_sum += tl.sum(bare, 0)
         if BIAS_GRADIENT == STORE:
             dplane = bias_of(dbias, dbias_strides, head, span, inputs, sizes, DBIAS_VECTOR, F)
             store_plane(dplane, i, i, span.len_k, ds, DBIAS_VECTOR)
         elif BIAS_GRADIENT == ROW_SUMS:
-            tl.store(dbias + first + i, tl.sum(ds, 1), mask=inside)
+            first = flat_row(at.b, head.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
+            tl.store(dbias + first + i, tl.sum(ds, 1), mask=i < span.len_q)
         elif BIAS_GRADIENT == COLUMN_SUMS:
             column = flat_row(at.b, head.h, sizes.heads, span.start_k, sizes.size_k, F.VARLEN)
             tl.store(dbias + column + i, tl.sum(ds, 0), mask=i < span.len_k)
-        if F.SOFTCAP:
-            ds = ds * slope
-        ds = ds.to(q_rows[0].dtype)
-        dq_tile = rows_of(dq, dq_strides, at, head.h, span.start_q, D.VECTOR)
-        dq_rows = scale_chunks(add_product(ds, k_rows, zero_chunks(BLOCK, D), PRECISION), mod.scale)
-        store_chunks(dq_tile, dq_strides, span.len_q, sizes.head_dim, dq_rows, BLOCK, D)
-        acc_k = add_product(ds.T, q_rows, acc_k, PRECISION)
+        acc_k = head_products(
+            dq, dq_strides, head, span, q_rows, k_rows, ds, slope, acc_k, sizes, mod, F, D, PRECISION, BLOCK
+        )  # fmt: skip
 
     if weight_sums is not None:
         first = flat_row(at.b, at.hk, sizes.heads_k, span.start_k, sizes.size_k, F.VARLEN)
@@ -144,6 +110,65 @@ def small_backward_kernel(
     acc_k = scale_chunks(acc_k, mod.scale)
     store_chunks(dk_tile, dk_strides, span.len_k, sizes.head_dim, acc_k, BLOCK, D)
     store_chunks(dv_tile, dv_strides, span.len_k, sizes.head_dim_v, acc_v, BLOCK, V)
+
+
+@triton.jit
+def head_scores(
+    inputs, dout, out, lse, dlse, at, span, k_rows, v_rows, acc_v, bias, weights,
+    strides, dout_strides, out_strides, sizes, mod,
+    F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of one query head, to whose key head the others belong: rows of q, dS [BLOCK, BLOCK], slope of the softcap, the sum of
+    P^T dO with it added, and what the gradient of key weights sums. bias: as `scores` takes it."""
+    i = tl.arange(0, BLOCK)
+    inside = i < span.len_q
+    first = flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
+    q_rows = load_rows(
+        inputs.q, strides.q, at, at.h, span.start_q, span.len_q, sizes.head_dim, BLOCK, D
+    )
+    dout_rows = load_rows(
+        dout, dout_strides, at, at.h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V
+    )
+    out_rows = load_rows(
+        out, out_strides, at, at.h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V
+    )
+    row_delta = row_dot(dout_rows, out_rows)
+    s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK, BLOCK]
+    dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)
+    if dlse is not None:
+        row_delta -= tl.load(dlse + first + i, mask=inside, other=0.0)
+    # Rows without keys and beyond the queries get reference +inf: their probabilities are 0.
+    row_lse = tl.load(lse + first + i, mask=inside, other=float("-inf"))
+    row_delta = tl.where(row_lse == float("-inf"), 0.0, row_delta)
+    row_reference = reference_of(row_lse, FOLD)
+
+    mask = mask_of(inputs, strides, at, span, F)
+    alibi = alibi_of(inputs, strides, at, sizes, F)
+    s, slope = scores(s, i, i, bias, mask, alibi, span, mod, F, FOLD, True, F.WINDOW, False)
+    p, bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
+    kept = p
+    if F.DROPOUT:
+        keep = dropout_keep(inputs.dropout_seed, at, sizes.heads, 0, 0, mod, BLOCK, BLOCK, False)
+        kept = drop(p, keep, mod)
+        dp = drop(dp, keep, mod)
+    acc_v = add_product(kept.to(dout_rows[0].dtype).T, dout_rows, acc_v, PRECISION)
+    dp -= row_delta[:, None]
+    return q_rows, p * dp, slope, acc_v, bare * dp
+
+
+@triton.jit
+def head_products(
+    dq, dq_strides, at, span, q_rows, k_rows, ds, slope, acc_k, sizes, mod,
+    F: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Stores dq of one query head, and returns the sum of dS^T q with its part added."""
+    if F.SOFTCAP:
+        ds = ds * slope
+    ds = ds.to(q_rows[0].dtype)
+    dq_tile = rows_of(dq, dq_strides, at, at.h, span.start_q, D.VECTOR)
+    dq_rows = scale_chunks(add_product(ds, k_rows, zero_chunks(BLOCK, D), PRECISION), mod.scale)
+    store_chunks(dq_tile, dq_strides, span.len_q, sizes.head_dim, dq_rows, BLOCK, D)
+    return add_product(ds.T, q_rows, acc_k, PRECISION)
 
 
 @triton.jit

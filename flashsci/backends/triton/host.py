@@ -24,6 +24,7 @@ from .backward_keys import dkdv_kernel
 from .backward_preprocess import delta_kernel
 from .backward_queries import COLUMN_SUMS, STORE, dq_kernel
 from .backward_small import small_backward_kernel
+from .backward_small_shared import small_shared_backward_kernel
 from .bias_gradient import bias_gradient_kernel
 from .forward import forward_kernel
 from .host_bias import NO_ROUTE, bias_parts, bias_result, bias_route, reduce_to
@@ -224,12 +225,16 @@ class Plan:
     def shared(self, kernel: str) -> tuple[int, dict, int]:
         """Of a kernel over a bias that heads or batch members share: programs, arguments, number of partial sums."""
         tiles, arguments = self.tiled(kernel)
+        tiles_k = 1 if self.varlen else -(-self.size_k // arguments["BLOCK_N"])
+        return self.split(arguments, tiles, tiles_k)
+
+    def split(self, arguments: dict, tiles: int, tiles_k: int) -> tuple[int, dict, int]:
+        """The same, of tiles that cover a block of the bias."""
         shape = self.bias_shape
         own = (1, 1, shape[0]) if self.ragged else (1, 1, 1, *shape[:-2])[-3:]
         full = (*self.lead, self.heads)
         shared = tuple(n // m for n, m in zip(full, own, strict=True))
         blocks, members = math.prod(own), math.prod(shared)
-        tiles_k = 1 if self.varlen else -(-self.size_k // arguments["BLOCK_N"])
         programs = blocks * tiles * tiles_k
         # Enough splits to fill the device several times over, but each long enough to be worth
         # its fp32 copy of the bias.
@@ -323,6 +328,27 @@ class Plan:
             )  # fmt: skip
             self.launches[key] = Launch(small_backward_kernel, programs, arguments)
         return self.launches[key]
+
+    @property
+    def small_shares(self) -> bool:
+        """Whether one program may do the backward of short sequences that share a bias, one after the other."""
+        if self.small is None or self.varlen or self.group > 1:
+            return False
+        return self.small[0] <= 32 or self.dtype != torch.float32  # whose 64 x 64 tiles would spill
+
+    def small_shared_backward(self, dq, dk, dv, bias) -> tuple[Launch, int]:
+        """The launch, and the number of partial sums of the bias gradient."""
+        if "small_shared" not in self.launches:
+            _, arguments = self.whole(self.small)
+            programs, arguments, splits = self.split(arguments, 1, 1)
+            arguments.update(
+                dout_strides=self.strides[3], out_strides=self.strides[4],
+                dq_strides=strides_of(dq), dk_strides=strides_of(dk), dv_strides=strides_of(dv),
+                dbias_strides=self.parts_strides(), DBIAS_VECTOR=self.gradient_vector(bias),
+            )  # fmt: skip
+            made = Launch(small_shared_backward_kernel, programs, arguments)
+            self.launches["small_shared"] = made, splits
+        return self.launches["small_shared"]
 
     def bias_gradient(self, bias) -> tuple[Launch, int]:
         """The launch for a bias that heads or batch members share, and its number of partial sums."""
@@ -424,7 +450,13 @@ class Backward:
         inputs = tuple(tensors)
         use, dbias, sums, shared = bias_route(p, bias, lse) if self.need_dbias else NO_ROUTE
         weight_sums = p.weight_sums(q) if self.need_dweight else None
-        if p.small and dq is not None and dk is not None and dv is not None and not shared:
+        small = p.small and dq is not None and dk is not None and dv is not None
+        if small and shared and p.small_shares:
+            run, splits = p.small_shared_backward(dq, dk, dv, bias)
+            dbias = bias_parts(p, bias, splits)
+            run(inputs, dout, out, lse, dlse, dq, dk, dv, dbias, weight_sums)
+            return dq, dk, dv, bias_result(bias, use, dbias, None, True), self.weight_gradient(weight_sums, weight)  # fmt: skip
+        if small and not shared:
             kind = COLUMN_SUMS.value if sums is not None else use
             into = dbias if sums is None else sums
             p.small_backward(dq, dk, dv, kind, dbias)(
@@ -445,7 +477,11 @@ class Backward:
             run(inputs, dout, reference, delta, dbias)
         if self.need_dbias:
             dbias = bias_result(bias, use, dbias, sums, shared)
-        return dq, dk, dv, dbias, None if weight_sums is None else reduce_to(weight_sums, weight)
+        return dq, dk, dv, dbias, self.weight_gradient(weight_sums, weight)
+
+    @staticmethod
+    def weight_gradient(sums, weight):
+        return None if sums is None else reduce_to(sums, weight)
 
 
 def rows_of(x, out):
