@@ -85,7 +85,7 @@ TRIANGLE_BACKWARD_SM90 = re.compile(
     r"triangle_(backward|preprocess|postprocess)_kernelI(?:.*TriangleTilingILi(\d)E)?"
 )
 TRIANGLE_SM90 = re.compile(r"triangle_forward_kernelI.*TilingILi(\d)ELi(\d)E")
-TRIANGLE_COPY_SM90 = re.compile(r"triangle_forward_copy_bias_kernelI([tj])E")  # of 16 bits, of 32
+TRIANGLE_COPY_SM90 = re.compile(r"triangle_forward_copy_bias_kernelILi([24])E")  # bytes of an element
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 
 
@@ -223,7 +223,7 @@ class Kernel:
         if found := TRIANGLE_SM90.search(self.name):
             return f"{'fp32' if found[1] == '4' else '16-bit'} bias, {found[2]} members"
         if found := TRIANGLE_COPY_SM90.search(self.name):
-            return f"copy of {'fp32' if found[1] == 'j' else '16-bit'} bias"
+            return f"copy of {'fp32' if found[1] == '4' else '16-bit'} bias"
         if found := TRIANGLE_BACKWARD_SM90.search(self.name):
             return "bias of many members" if found[2] else f"{found[1]}, bias of many members"
         if found := TILE_FP32.search(self.name):

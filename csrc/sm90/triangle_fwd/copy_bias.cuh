@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../../include/flashsci.h"
 #include "../../ptx/warpgroup.cuh"
@@ -37,14 +38,18 @@ inline BiasCopy plan_bias_copy(const FlashsciForwardParams& p) {
 
 // A block copies a row of all heads: they are neighbours in memory most often, so that its threads
 // read what is side by side. What follows may start at once, and waits where it reads the copy.
-template <class T>
+template <int kBytes>
 __global__ void __launch_bounds__(256)
-    triangle_forward_copy_bias_kernel(const T* from, T* to, const __grid_constant__ BiasCopy copy) {
+    triangle_forward_copy_bias_kernel(const void* bias, void* workspace,
+                                      const __grid_constant__ BiasCopy copy) {
+  using T = std::conditional_t<kBytes == 4, uint32_t, uint16_t>;
   ptx::launch_dependents();
   const uint32_t batch = blockIdx.x / copy.rows, batch0 = batch / copy.batch1;
   const int64_t batch1 = batch - batch0 * copy.batch1, row = blockIdx.x - batch * copy.rows;
-  from += batch0 * copy.from.batch0 + batch1 * copy.from.batch1 + row * copy.from.row;
-  to += batch0 * copy.to.batch0 + batch1 * copy.to.batch1 + row * copy.to.row;
+  const T* from = static_cast<const T*>(bias) + batch0 * copy.from.batch0 +
+                  batch1 * copy.from.batch1 + row * copy.from.row;
+  T* to = static_cast<T*>(workspace) + batch0 * copy.to.batch0 + batch1 * copy.to.batch1 +
+          row * copy.to.row;
 #pragma unroll 4
   for (uint32_t i = threadIdx.x; i < copy.heads * copy.keys; i += blockDim.x) {
     const uint32_t key = i / copy.heads, head = i - key * copy.heads;

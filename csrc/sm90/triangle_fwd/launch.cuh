@@ -3,7 +3,6 @@
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "../../core/launch.cuh"
 #include "../../core/softmax.cuh"
@@ -125,10 +124,9 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   if (error == cudaSuccess) error = allow_shared<kernel>(kSharedBytes, p.device);
   if (error != cudaSuccess) return error;
   if (a.plan.bias_copied) {
-    using T = std::conditional_t<C::kBiasBytes == 4, uint32_t, uint16_t>;
     const uint32_t blocks = copy.batch0 * copy.batch1 * copy.rows;
-    triangle_forward_copy_bias_kernel<T><<<blocks, 256, 0, stream>>>(
-        static_cast<const T*>(p.bias_mask.bias), static_cast<T*>(p.workspace), copy);
+    constexpr auto copier = triangle_forward_copy_bias_kernel<C::kBiasBytes>;
+    copier<<<blocks, 256, 0, stream>>>(p.bias_mask.bias, p.workspace, copy);
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;
   }
