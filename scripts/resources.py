@@ -85,7 +85,9 @@ TRIANGLE_BACKWARD_SM90 = re.compile(
     r"triangle_(backward|preprocess|postprocess)_kernelI(?:.*TriangleTilingILi(\d)E)?"
 )
 TRIANGLE_SM90 = re.compile(r"triangle_forward_kernelI.*TilingILi(\d)ELi(\d)E")
-TRIANGLE_COPY_SM90 = re.compile(r"triangle_forward_copy_bias_kernelILi([24])E")  # bytes of an element
+TRIANGLE_COPY_SM90 = re.compile(
+    r"triangle_forward_copy_bias_kernelILi([24])E"
+)  # bytes of an element
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 
 
