@@ -58,9 +58,9 @@ def make(
 
 
 def run(
-    library: c.CDLL, x: Inputs, seed: int = 0, other: bool = False
+    library: c.CDLL, x: Inputs, seed: int = 0, other: bool = False, room: bool = True
 ) -> dict[str, torch.Tensor] | None:
-    """out and lse; None where the kernel leaves the call to others."""
+    """out and lse; None where the kernel leaves the call to others. room: whether there is a workspace."""
     q, k, v, bias, mask = x.q, x.k, x.v, x.bias, x.mask
     out = torch.full((*q.shape[:2], q.shape[3], q.shape[2], v.shape[-1]), torch.nan, dtype=q.dtype).transpose(-2, -3)  # fmt: skip
     lse = torch.full(q.shape[:-1], torch.nan)
@@ -71,7 +71,7 @@ def run(
         *map(_pointer, (q, k, v, out, lse)), None, None, *map(_strides, (q, k, v, out)), bias_mask=given,
         batch0=q.shape[0], batch1=q.shape[1], heads_q=q.shape[2], heads_k=k.shape[2], seq_q=q.shape[3], seq_k=k.shape[3],
         max_seqlen_q=-1, head_dim=q.shape[-1], head_dim_v=v.shape[-1], scale=x.options.get("scale") or q.shape[-1] ** -0.5,
-        window_left=-1, window_right=-1, workspace=_pointer(workspace),
+        window_left=-1, window_right=-1, workspace=_pointer(workspace) if room else None,
     )  # fmt: skip
     call = library.emulate_other if other else library.emulate
     taken = emulate(call, params, q.dtype == BF16, seed)
@@ -216,7 +216,9 @@ def test_left_to_others(kernel):
         assert run(kernel, make(70, 90, scale=scale)) is None
     whole = x.bias
     x.bias = whole.transpose(-1, -2).contiguous().transpose(-1, -2)
-    assert run(kernel, x) is None  # keys that are no neighbours
+    assert run(kernel, x, room=False) is None  # keys that are no neighbours, and no room for a copy
+    x.bias = whole[..., :1].expand_as(whole)
+    assert run(kernel, x) is None  # one number for all keys
     x.bias = whole[..., 1:89]
     x.k, x.v = x.k[..., :88, :], x.v[..., :88, :]
     assert run(kernel, x) is None  # rows that TMA cannot load
