@@ -60,6 +60,9 @@ def pages(table: Table, found: list[Regret]) -> dict[str, str]:
                 for rule in getattr(source, kind)
             ]
         shown[kind] = "\n".join(rows)
+    rows = ["| calls | left out | why |", "|---|---|---|"]
+    rows += [f"| {r.text()} | {', '.join(r.order)} | {r.evidence} |" for r in defaults.untimed]
+    shown["untimed"] = "\n".join(rows)
     return shown
 
 

@@ -341,6 +341,12 @@ class Kernel:
             )
         return (2 * rows + 2 * stages * keys) * dim * 2 + rows * 8
 
+    def _is_smaller_than(self, other: Kernel) -> bool:
+        """Whether a device runs the other instead where that fits: fp32 forward, the widest heads."""
+        same = (self.unit, self.arch, self.variant) == (other.unit, other.arch, other.variant)
+        wide = self.tiling and other.tiling and self.tiling[0] == other.tiling[0] > 128
+        return bool(same and wide and "/fwd" in self.unit and self.shared < other.shared)
+
     def runs_on(self, others: list[Kernel]) -> tuple[str, ...]:
         """The devices that ever run it. others: all kernels."""
         rooms = SHARED_KIB[self.arch].items()
@@ -352,7 +358,12 @@ class Kernel:
                 for device, (room, _) in rooms
                 if not wide or blocks * (self.shared + 1024) <= room * 1024
             )
-        if self.tiling is None or not self.unit.startswith("sm80") or "_fp32" in self.unit:
+        if self.tiling is not None and "_fp32" in self.unit:
+            room = lambda k: {d for d, (_, most) in rooms if k.shared <= most * 1024}  # noqa: E731
+            brothers = [k for k in others if self._is_smaller_than(k)]
+            taken = set().union(*map(room, brothers))
+            return tuple(d for d, _ in rooms if d in room(self) - taken)
+        if self.tiling is None or not self.unit.startswith("sm80"):
             return tuple(SHARED_KIB[self.arch])
         dim, rows, keys, _, stages, blocks, vector = self.tiling
         if self.unit.startswith("sm80/bwd"):

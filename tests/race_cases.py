@@ -99,7 +99,7 @@ class Call:
         if self.bias == "linear":  # gradients read a copy
             return False
         if self.generation != "sm90":
-            return widest <= 128 or (self.generation == "sm80" and self.dtype != "float32")
+            return widest <= 128 or self.generation == "sm80"  # in fp32 from sm_90 on
         if self.bias is None and self.mask is None:
             return self.head_dim % 8 == self.head_dim_v % 8 == 0
         both = self.mask == "own" and self.bias in ("own", "shared")

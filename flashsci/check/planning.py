@@ -54,7 +54,6 @@ def plan_cases(
             if not (v.dropout or v.key_weight or v.alibi or (v.varlen and v.bias))
             and only in (None, v.dtype)
             and not (hopper and (v.dtype == "float32" or v.head_dim % 8 or v.head_dim_v % 8))
-            and not (v.dtype == "float32" and max(v.head_dim, v.head_dim_v) > 128)
         ]
         pool = list(dict.fromkeys(served))[: 256 if many else 64]
     if device != "cuda":

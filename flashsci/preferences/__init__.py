@@ -6,7 +6,8 @@ conditions hold decides. Rules come from three places, in this order:
 - the table of the file that ``FLASHSCI_PREFERENCES`` names, for GPUs of its compute capability;
 - the table of the GPU's compute capability (``sm90.json``, ...), or of the nearest of the same major one:
   exceptions that ``scripts/preferences.py`` learnt from records of benchmarks;
-- ``defaults.json``, written by hand, for every device: what no record decides stays as it says.
+- ``defaults.json``, written by hand, for every device: what no record decides stays as it says. It also lists kernels
+  that are not timed yet ("untimed"), which no rule may choose: only who asks for them by name gets them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,7 @@ class Table:
     gradients: tuple[Rule, ...]
     capability: tuple[int, int] | None = None  # of the GPUs it is for; None: other devices
     about: str = ""  # what was measured
+    untimed: tuple[Rule, ...] = ()  # their order: backends that ``auto`` leaves out of such calls
 
 
 def read(path: Path) -> Table:
@@ -165,9 +167,9 @@ def read(path: Path) -> Table:
         kinds = {
             kind: tuple(
                 Rule(dict(rule["when"]), tuple(rule["order"]), rule["evidence"], path.stem)
-                for rule in data[kind]
+                for rule in (data[kind] if kind in KINDS else data.get(kind, ()))
             )
-            for kind in KINDS
+            for kind in (*KINDS, "untimed")
         }
         table = Table(
             path.stem,
@@ -180,7 +182,7 @@ def read(path: Path) -> Table:
             f"{path} is no table of preferences ({type(error).__name__}: {error}); "
             "scripts/preferences.py writes one from records"
         ) from error
-    for rule in (*table.calls, *table.gradients):
+    for rule in (*table.calls, *table.gradients, *table.untimed):
         _check(path, rule)
     return table
 
@@ -233,5 +235,12 @@ def find(kind: str, problem: Problem, generation: int = 0, forward: str = "") ->
 
 
 def first(asked: Sequence[Table], kind: str, found: dict[str, Any]) -> Rule:
-    """The first rule of these tables that holds."""
-    return next(rule for table in asked for rule in getattr(table, kind) if rule.holds(found))
+    """The first rule of these tables that holds, without the backends that are untimed for such a call. Who asked for the cuda
+    backend by name gets its gradients, timed or not."""
+    rule = next(rule for table in asked for rule in getattr(table, kind) if rule.holds(found))
+    if found["forward"] == "cuda":
+        return rule
+    untimed = {n for table in asked for r in table.untimed if r.holds(found) for n in r.order}
+    if untimed.isdisjoint(rule.order):
+        return rule
+    return replace(rule, order=tuple(name for name in rule.order if name not in untimed))

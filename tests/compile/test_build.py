@@ -291,7 +291,8 @@ def test_resource_table_is_current_and_nothing_spills():
 
 def test_every_device_has_a_kernel_that_fits():
     """What a device runs asks for no more shared memory than it gives a block (8.6: 99 KiB, 8.0: 163, 9.0: 227), and every
-    kind of kernel has one for every device at every head dim: larger tiles have a smaller brother, nothing is refused."""
+    kind of kernel has one for every device at every head dim: larger tiles have a smaller brother. Refused are gradients in fp32
+    of wide heads, where a block has less than 227 KiB."""
     resources = load_resources()
     _, rows = resources.read_table(resources.TABLE.read_text(encoding="utf-8"))
     served = {}
@@ -307,6 +308,8 @@ def test_every_device_has_a_kernel_that_fits():
         key = row["unit"], row["sm"], row["head dim"], kind
         served[key] = served.get(key, set()) | devices
     for (unit, sm, dim, kind), devices in served.items():
+        if unit == "sm80/bwd_fp32" and int(dim) > 128:  # gradients of wide heads are Triton's there
+            devices |= {"8.0", "8.6"}
         missing = set(resources.SHARED_KIB[int(sm)]) - devices
         assert not missing, f"{unit} for sm_{sm}, head dim {dim}, {kind}: none for {missing}"
     assert any(row["runs on"] == "8.6" for row in rows), "the smaller brothers"

@@ -196,6 +196,29 @@ def test_rejects_with_advice(monkeypatch, change, words):
         assert word in reason, reason
 
 
+@pytest.mark.parametrize(
+    "capability, dims, served",
+    [
+        ((9, 0), (256, 160), True),
+        ((10, 0), (129, 8), True),
+        ((8, 0), (128, 128), True),
+        ((8, 0), (8, 129), False),
+        ((8, 6), (256, 256), False),
+        ((12, 0), (192, 192), False),
+    ],
+)
+def test_gradients_of_wide_heads_in_fp32(monkeypatch, capability, dims, served):
+    """The forward runs everywhere, the backward where a block has 227 KiB of shared memory."""
+    monkeypatch.setattr(backend, "build_info", lambda: BUILD)
+    problem = replace(
+        PROBLEM, dtype=torch.float32, capability=capability, head_dim=dims[0], head_dim_v=dims[1]
+    )
+    assert backend.rejects(problem) is None
+    generation, reason = backend.backward_kernels(problem)
+    assert (generation, reason is None) == (80 if served else 0, served)
+    assert served or "end at 128 on this device" in reason
+
+
 def test_gradients_need_triton(monkeypatch):
     triton, cuda = (registry.BACKENDS[name] for name in ("triton", "cuda"))
     monkeypatch.setattr(triton.load(), "unavailable", lambda: "Triton is not installed")

@@ -191,6 +191,21 @@ def test_tables_of_devices():
     assert [t.name for t in preferences.tables(None)] == ["defaults"]
 
 
+def test_what_is_not_timed_is_left_out():
+    """By every rule for calls, a learnt one too; not for the gradients of who asked for it by name."""
+    wide = replace(HOPPER, dtype=torch.float32, head_dim=192, batch=(2,), seq_q=900, seq_k=900)
+    eager = preferences.find("calls", wide)
+    assert (
+        eager.order == ("eager", "sdpa", "triton", "reference") and "plain PyTorch" in eager.cited()
+    )
+    for change in ({"varlen": True}, {"bias_shape": (16, 900, 900), "mask": True}, {"capability": (8, 6)}):  # fmt: skip
+        assert "cuda" not in preferences.find("calls", replace(wide, **change)).order
+    assert "cuda" in preferences.find("calls", replace(wide, head_dim=128)).order
+    assert "cuda" in preferences.find("calls", replace(wide, dtype=torch.bfloat16)).order
+    assert preferences.find("gradients", wide, 80, "triton").order == ("triton",)
+    assert preferences.find("gradients", wide, 80, "cuda").order == ("cuda", "triton")
+
+
 def test_conditions():
     rule = preferences.Rule(
         {"seq_k": [8, None], "bias": ["keys", "none"], "bits": 16}, ("sdpa",), ""

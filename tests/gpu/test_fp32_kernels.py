@@ -40,14 +40,14 @@ def draw(dim, seq, kind):
 
 @pytest.mark.parametrize("kind", ("hidden keys", "rows", "tiny", "huge", "columns"))
 @pytest.mark.parametrize("seq", (25, 200, 300))
-@pytest.mark.parametrize("dim", (8, 32, 64, 128))
+@pytest.mark.parametrize("dim", (8, 32, 64, 128, 192, 256))
 def test_rows_of_any_size(dim, seq, kind):
     inputs = draw(dim, seq, kind)
     Judge(inputs).require(evaluate(inputs, NAME))
 
 
 @pytest.mark.parametrize("shape", ((2, 2, 70, 90), (1, 2, 70, 90), (2, 1, 1, 90), (70, 1), (1, 1)))
-@pytest.mark.parametrize("dim", (8, 24, 64, 128))
+@pytest.mark.parametrize("dim", (8, 24, 64, 128, 160, 256))
 @pytest.mark.parametrize("precision", ("tf32x3", "tf32"))
 def test_bias_gradients_of_every_shape_twice_the_same(shape, dim, precision):
     g = torch.Generator("cuda").manual_seed(dim)

@@ -1,4 +1,7 @@
-// fp32 instances of the sm80 backward, head dimensions up to 128.
+// fp32 instances of the sm80 backward: head dimensions up to 128, and up to 256 where a block has
+// 227 KiB of shared memory.
+#include <algorithm>
+
 #include "launch.cuh"
 
 namespace flashsci::sm80::bwd_fp32 {
@@ -21,8 +24,11 @@ auto with_tiles(const FlashsciBackwardParams& p, Do&& act) {
   if (dim <= 64)
     return act(Tiles<Tile<64, 4, 1, 4, 2>>{}, Tiles<Tile<64, 4, 2, 4, 2>, Tile<64, 4, 1, 4, 2>>{},
                Tile<64, 4, 1, 4, 2>{});
-  return act(Tiles<Tile<128, 4, 1, 2, 1>>{}, Tiles<Tile<128, 4, 1, 2, 1>>{},
-             Tile<128, 4, 1, 2, 1>{});
+  if (dim <= 128)
+    return act(Tiles<Tile<128, 4, 1, 2, 1>>{}, Tiles<Tile<128, 4, 1, 2, 1>>{},
+               Tile<128, 4, 1, 2, 1>{});
+  return act(Tiles<Tile<256, 4, 1, 2, 1>>{}, Tiles<Tile<256, 4, 1, 2, 1>>{},
+             Tile<256, 4, 1, 2, 1>{});
 }
 
 }  // namespace
@@ -31,7 +37,8 @@ auto with_tiles(const FlashsciBackwardParams& p, Do&& act) {
 extern "C" int flashsci_backward_sm80_fp32(const FlashsciBackwardParams* params,
                                            FlashsciStream stream) {
   using namespace flashsci::sm80::bwd_fp32;
-  if (params->head_dim > 128 || params->head_dim_v > 128) return cudaErrorNotSupported;
+  const int dim = std::max(params->head_dim, params->head_dim_v);
+  if (dim > (params->shared_per_sm > 200 * 1024 ? 256 : 128)) return cudaErrorNotSupported;
   return with_tiles(*params, [&](auto keys, auto queries, auto bias) -> int {
     return launch_backward_tiles<decltype(keys), decltype(queries), decltype(bias)>(
         *params, static_cast<cudaStream_t>(stream));

@@ -1,4 +1,4 @@
-// fp32 instances of the sm80 forward, head dimensions up to 128.
+// fp32 instances of the sm80 forward, head dimensions up to 256.
 #include "launch.cuh"
 
 namespace flashsci::sm80::fwd_fp32 {
@@ -22,6 +22,12 @@ cudaError_t launch_forward_fp32(const FlashsciForwardParams& p, cudaStream_t str
   if (dim <= 64) return launch<ForwardTile<64, 4, 2, 8, 2>, ForwardTile<64, 4, 1, 8, 2>>(p, stream);
   if (dim <= 128)
     return launch<ForwardTile<128, 4, 1, 4, 2>, ForwardTile<128, 4, 1, 4, 1>>(p, stream);
+  // 64 rows of queries and their tiles of keys take 129 KiB, 32 rows 97.
+  using Wide = ForwardTile<256, 4, 1, 2, 1>;
+  using Narrow = ForwardTile<256, 2, 1, 2, 1>;
+  if (dim <= 256)
+    return p.shared_per_sm > 132 * 1024 ? launch<Wide, Wide>(p, stream)
+                                        : launch<Narrow, Narrow>(p, stream);
   return cudaErrorNotSupported;
 }
 
