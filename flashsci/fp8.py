@@ -243,6 +243,9 @@ def _run(
 _HOMES = {
     "reference": "flashsci.backends.reference_fp8",
     "triton": "flashsci.backends.triton.host_fp8",
+    "cuda": "flashsci.backends.cuda.fp8",
+    "cuda:sm90": "flashsci.backends.cuda.fp8",
+    "cuda:own": "flashsci.backends.cuda.fp8",
 }
 _LOADED: dict[str, FP8Attention] = {}
 

@@ -49,6 +49,8 @@ def instances(text: str | None = None) -> list[Instance]:
     _, rows = table.read_table(text or table.TABLE.read_text(encoding="utf-8"))
     found: dict[Instance, None] = {}
     for row in rows:
+        if row["unit"].endswith("_e4m3"):  # tests/gpu/test_fp8_on_gpu.py repeats every tile shape
+            continue
         matched = re.fullmatch(r"(sm\d+)/([a-z]+)_(\w+)", row["unit"])
         if matched is None:
             raise ValueError(f"{row['unit']} is no unit such as sm90/fwd_bf16")

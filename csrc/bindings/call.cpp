@@ -55,8 +55,10 @@ Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optiona
   FLASHSCI_CHECK(k.get_device_index() == device && v.get_device_index() == device,
                  "q, k and v must be on one device, got cuda:", device,
                  ", cuda:", k.get_device_index(), " and cuda:", v.get_device_index());
-  FLASHSCI_CHECK(dtype == dtypes().half || dtype == dtypes().brain || dtype == dtypes().single,
-                 "q, k and v must be float16, bfloat16 or float32");
+  FLASHSCI_CHECK(
+      options.fp8 ? dtype == dtypes().e4m3
+                  : dtype == dtypes().half || dtype == dtypes().brain || dtype == dtypes().single,
+      "q, k and v must be ", options.fp8 ? "float8_e4m3fn" : "float16, bfloat16 or float32");
   FLASHSCI_CHECK(dtype_of(k) == dtype && dtype_of(v) == dtype, "q, k and v must share one dtype");
   const int64_t rank = q.dim();
   FLASHSCI_CHECK(rank >= 2 && rank <= kMaxRank && k.dim() == rank && v.dim() == rank,

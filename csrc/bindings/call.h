@@ -14,6 +14,7 @@ struct Options {
   int64_t window_left, window_right;
   bool lower_right, tf32;
   int64_t generation;  // 0 = by device; 75, 80, 90 = that one's kernels and no others
+  bool fp8 = false;    // q, k, v are float8_e4m3fn
 };
 
 // References into the arguments of an op; lives as long as its call.

@@ -34,6 +34,11 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
   m.def("cuda_prepared_backward(Tensor? dout, Tensor? dlse, " TENSORS
         "Tensor out, Tensor lse, Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dbias, " SCALARS
         "bool deterministic, int generation) -> Tensor");
+  m.def(
+      "cuda_fp8_forward(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? "
+      "v_scale, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt "
+      "max_seqlen_k, float scale, float softcap, SymInt window_left, SymInt window_right, bool "
+      "lower_right, bool out_is_fp16) -> (Tensor out, Tensor lse)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashsci, CompositeExplicitAutograd, m) {

@@ -35,7 +35,8 @@ inline constexpr int kMaxDevices = 64;
 struct Dtypes {
   int32_t half = aoti_torch_dtype_float16(), brain = aoti_torch_dtype_bfloat16(),
           single = aoti_torch_dtype_float32(), int32 = aoti_torch_dtype_int32(),
-          boolean = aoti_torch_dtype_bool(), byte = aoti_torch_dtype_uint8();
+          boolean = aoti_torch_dtype_bool(), byte = aoti_torch_dtype_uint8(),
+          e4m3 = aoti_torch_dtype_float8_e4m3fn();
 };
 
 inline const Dtypes& dtypes() {
@@ -49,7 +50,9 @@ inline int32_t dtype_of(const Tensor& t) {
   return dtype;
 }
 
-inline int size_of(int32_t dtype) { return dtype == dtypes().single ? 4 : 2; }
+inline int size_of(int32_t dtype) {
+  return dtype == dtypes().single ? 4 : dtype == dtypes().e4m3 ? 1 : 2;
+}
 
 inline std::string shape_of(const Tensor& t) {
   std::ostringstream text;

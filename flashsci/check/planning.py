@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from flashsci.check import units
 from flashsci.testing import (
     Case,
     FP8Case,
@@ -116,9 +117,10 @@ def paged_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> P
 
 
 def fp8_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:
-    """Cases of attention on 8-bit floats, likewise."""
+    """Cases of attention on 8-bit floats, likewise; for CUDA where the device and the library have that kernel."""
     limits = {} if device == "cuda" else {"longest": 70}
-    return list(generate_fp8(seed, count, **limits)), tuple(b for b in backends if b == "triton")
+    having = ("triton", "cuda") if units.runs_cuda_fp8(device) else ("triton",)
+    return list(generate_fp8(seed, count, **limits)), tuple(b for b in backends if b in having)
 
 
 # Calls with cases of their own, by the group of their units: (class, plan).

@@ -136,18 +136,27 @@ def run(
     ]
     apart = {n: {u for u in chosen if u.startswith(units.GROUPS[n])} for n in planning.APART}
     only = next((n for n, own in apart.items() if own and len(own) == len(chosen)), None)
+    served: dict[str, tuple[str, ...]] = {}  # on which backends the calls of a group are judged
     if only is not None:
         plans = [planning.APART[only][1](cases, seed, device, backends)]
+        asked, backends = backends, plans[0][1]
+        served[only] = backends
+        if not backends:
+            say(f"none of {', '.join(asked)} has kernels of the group {only!r} on this machine")
+            return 2
     else:
         plans = planning.plans_of(cases, seed, device, unit, orders, backends)
         for name, own in apart.items():
             if own and cases >= 20 and units.runs_group(name, device):
                 plans.append(planning.APART[name][1](cases // 20, seed, device, backends))
+                served[name] = plans[-1][1]
     results = Results(sum(len(planned) for planned, _ in plans), say)
     _execute(plans, traps, backends, device, order, workers, minutes, results)
     for name, own in apart.items():
-        if not results.kinds[planning.APART[name][0]]:
-            chosen = {u: found for u, found in chosen.items() if u not in own}
+        # Kernels without a case of theirs, or that no backend here runs, are not checked.
+        judged = served.get(name, ()) if results.kinds[planning.APART[name][0]] else ()
+        unseen = {u for u in own if not any(units.holds(b, u) for b in judged)}
+        chosen = {u: found for u, found in chosen.items() if u not in unseen}
     found = {
         "machine": report.machine(device),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -12,7 +12,7 @@ KERNELS = ("triton", "cuda")  # backends of our own
 GROUPS = {
     "second_order": ("triton/jvp", "triton/double_backward_"),
     "paged": ("triton/paged",),
-    "fp8": ("triton/fp8",),
+    "fp8": ("triton/fp8", "cuda/sm90/fp8_"),
 }
 
 
@@ -47,6 +47,12 @@ def _runs_here(backend: str) -> bool:
 def runs_group(group: str, device: str) -> bool:
     """Whether this device has what the kernels of a group need: 8-bit floats, for those of "fp8"."""
     return group != "fp8" or device != "cuda" or torch.cuda.get_device_capability() >= (8, 9)
+
+
+def runs_cuda_fp8(device: str) -> bool:
+    """Whether CUDA's kernel on 8-bit floats is in the library and runs here."""
+    built = any(u.startswith(GROUPS["fp8"]) for u in library_units())
+    return device == "cuda" and built and _runs_here("cuda:sm90")
 
 
 def holds(backend: str, unit: str) -> bool:

@@ -210,6 +210,14 @@ def test_hopper_sass_uses_wgmma_and_tma():
         assert "UTMALDG.5D" in text and "UTMASTG.5D" in text and "HMMA.16816" not in text, name
         assert 2 * text.count("WARPGROUP.DEPBAR") < text.count("HGMMA.64x"), name
         assert not re.search(r"\b(LDL|STL)\b", text), f"{name} uses local memory"
+    eight_bits = sass("sm_90a", "sm903fp818fp8_forward_kernel")
+    assert len(eight_bits) >= 2 * 4
+    for text in eight_bits:
+        name = text.split("\n", 1)[0]
+        assert "QGMMA.64x" in text and "HGMMA" not in text and "UTMALDG.5D" in text, name
+        assert "LDSM.16.MT88.4" in text and "STSM.16.M88.4" in text and "UTMASTG.5D" in text, name
+        assert not re.search(r"\b(LDL|STL)\b", text), f"{name} uses local memory"
+        assert text.count("WARPGROUP.DEPBAR") < text.count("QGMMA.64x"), name
     decoding = sass("sm_90a", "sm906decode13decode_kernel")
     assert decoding and all("HGMMA.64x" in f and "UTMALDG.5D" in f for f in decoding)
     backward = sass("sm_90a", "sm903bwd15backward_kernel")

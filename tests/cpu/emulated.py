@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent / "sm90"
 # What no macro can turn into C++: launches, and dynamic shared memory.
 REWRITTEN = (
-    (r"([\w<>]+)<<<(.*?), [^,]*>>>\(", r"emulation::launch(\1, \2, "),
+    (r"([\w<>:]+)<<<(.*?), [^,]*>>>\(", r"emulation::launch(\1, \2, "),
     (
         r"extern __shared__ unsigned char (\w+)\[\]",
         r"auto* const \1 = emulation::address_space + emulation::kBase",

@@ -420,6 +420,13 @@ def test_paged_calls_are_a_part_of_their_own(tmp_path, capsys, monkeypatch):
     assert {"out", "lse"} <= set(part["backends"]["triton"]["worst ratio of error to allowance"])
 
 
+def test_a_group_that_nobody_runs_here_is_not_checked(tmp_path, capsys):
+    options = ["--paged", "2", "--device", "cpu", "--backends", "cuda", "--out", str(tmp_path / "x.json")]  # fmt: skip
+    assert check.main(options) == 2
+    assert "none of cuda has kernels of the group 'paged'" in capsys.readouterr().out
+    assert not (tmp_path / "x.json").exists()
+
+
 def test_8_bit_floats_are_a_part_of_their_own(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(planning, "generate_fp8", lambda seed, n, **_: [FP8Case(seed=i) for i in range(n)])  # fmt: skip
     monkeypatch.setattr(digest, "units", lambda: {"triton/forward": "1", "triton/fp8": "2"})
@@ -454,3 +461,12 @@ def test_a_wrong_paged_result_fails(monkeypatch):
     )
     tallies = judging.judge_paged_case(PagedCase(), ("reference", "sdpa"), "cpu")
     assert tallies["reference"].failures and tallies["sdpa"].refused
+
+
+@pytest.mark.parametrize("runs", (False, True))
+def test_cases_of_8_bit_floats_are_for_cuda_where_it_has_them(monkeypatch, runs):
+    monkeypatch.setattr(units, "runs_cuda_fp8", lambda device: runs)
+    every = ("triton", "cuda", "cuda:sm90", "cuda:sm80")
+    cases, backends = planning.fp8_plan(3, 1, "cuda", every)
+    assert len(cases) == 3 and backends == (("triton", "cuda") if runs else ("triton",))
+    assert {"triton/fp8", "cuda/sm90/fp8_e4m3"} == set(units.chosen_units("fp8"))

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import flashsci
-from flashsci.backends import reference_fp8
+from flashsci import preferences
+from flashsci.backends import cuda, reference_fp8
+from flashsci.backends.cuda import fp8 as cuda_fp8
+from flashsci.fp8_ops import FP8Scalars, FP8Tensors
+from flashsci.problem import Problem
 from flashsci.testing import FP8Case, FP8Inputs, FP8Variant, judge_fp8, make_fp8_inputs
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -347,3 +352,51 @@ def test_the_layout_is_that_of_q():
     given["q"] = given["q"].transpose(1, 2).contiguous().transpose(1, 2)
     assert run(given).stride() == given["q"].stride()
     assert math.isfinite(run(given).float().norm())
+
+
+HOPPER = Problem("cuda", (9, 0), E4M3, 4, 2, 128, 128, batch=(2,), seq_q=100, seq_k=200)
+UNITS = {"cuda/sm90/fp8_e4m3", "cuda/sm90/fwd_bf16"}
+
+
+@pytest.mark.parametrize(
+    "message, changes, units, generation",
+    [
+        (None, {}, UNITS, 0),
+        (None, {"head_dim": 192, "softcap": 3.0, "varlen": True}, UNITS, 90),
+        ("for compute capability 9.0 and this device has 8.9; use backend='triton'", {"capability": (8, 9)}, UNITS, 0),
+        ("for compute capability 9.0 and this device has 10.0", {"capability": (10, 0)}, UNITS, 0),
+        ("generation sm80 take no 8-bit floats", {}, UNITS, 80),
+        ("no kernel on 8-bit floats; build with FA_ARCHS=90", {}, {"cuda/sm90/fwd_bf16"}, 0),
+        ("multiples of 16, got 40 and 24; use backend='triton'", {"head_dim": 40, "head_dim_v": 24}, UNITS, 0),
+        ("up to 256, got 128 and 272", {"head_dim_v": 272}, UNITS, 0),
+        ("have no mask; dequantise", {"mask": True}, UNITS, 0),
+    ],
+)  # fmt: skip
+def test_what_the_cuda_backend_refuses(message, changes, units, generation):
+    found = cuda_fp8.rejects(replace(HOPPER, **changes), units, generation)
+    assert found is None if message is None else message in found
+
+
+def test_the_cuda_backend_asks_its_library(monkeypatch):
+    """Of its units, and of 8-bit floats before dtypes that it has never; auto goes on with Triton."""
+    monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["90"], "units": dict.fromkeys(UNITS, "")})  # fmt: skip
+    assert cuda.rejects(HOPPER) is None
+    assert "no 8-bit floats" in cuda.rejects(HOPPER, generation=80)
+    assert "the tensors are on cpu" in cuda.rejects(replace(HOPPER, device_type="cpu"))
+    monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["80"], "units": {}})
+    assert "build with FA_ARCHS=90" in cuda.rejects(HOPPER)
+    assert preferences.find("calls", HOPPER).order[0] == "triton"
+
+
+def test_a_call_that_the_kernel_leaves_is_a_refusal(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError(
+            "flashsci: no float8_e4m3fn kernel serves this call on compute capability 9\nC++ frames"
+        )
+
+    monkeypatch.setattr(torch.ops.flashsci, "cuda_fp8_forward", refuse, raising=False)
+    q = torch.zeros(1, 8, 16).to(E4M3)
+    tensors = FP8Tensors(q, q, q, None, None, None, None, None)
+    scalars = FP8Scalars(-1, -1, 1.0, 0.0, -1, -1, False, torch.bfloat16, True)
+    with pytest.raises(flashsci.BackendError, match=r"capability 9$"):
+        cuda_fp8.attention(tensors, scalars)

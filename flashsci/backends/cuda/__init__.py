@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from flashsci import ops
-from flashsci.backends.cuda import prepared
+from flashsci.backends.cuda import fp8, prepared
 from flashsci.errors import BackendError
+from flashsci.fp8_ops import FP8
 from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors
 from flashsci.problem import Problem, sums_bias
 
@@ -259,6 +260,8 @@ def rejects(problem: Problem, generation: int = 0) -> str | None:
         return f"its kernels run on CUDA devices and the tensors are on {problem.device_type}; use backend='sdpa' or 'reference'"
     if problem.paged:
         return "it has no kernels for a paged cache yet; use backend='triton' or 'reference'"
+    if problem.dtype == FP8:
+        return fp8.rejects(problem, (build_info() or _sources())["units"], generation)
     if problem.dtype not in _DTYPES:
         other = "'reference'" if problem.dtype == torch.float64 else "'triton'"
         return f"it has no {_name(problem.dtype)} kernels, only float16, bfloat16 and float32; use backend={other}"

@@ -54,7 +54,9 @@ inline CUresult encode(CUtensorMap* target, CUtensorMapDataType type, cuuint32_t
                        CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   Map map;
   map.base = static_cast<unsigned char*>(base);
-  map.element = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+  map.element = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4
+                : type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1
+                                                        : 2;
   map.row_bytes = swizzle == CU_TENSOR_MAP_SWIZZLE_128B  ? 128
                   : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64
                                                          : 32;
@@ -143,7 +145,9 @@ inline void mbarrier_init(uint32_t barrier, uint32_t count) {
   check(block->barriers.emplace(barrier, Barrier{n, n}).second, "a barrier made twice");
 }
 inline void mbarrier_init_fence() {}
-inline void mbarrier_arrive(uint32_t barrier) { arrive(barrier, 1, 0); }
+inline void mbarrier_arrive(uint32_t barrier, uint32_t count = 1) {
+  arrive(barrier, static_cast<int>(count), 0);
+}
 inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) { arrive(barrier, 1, bytes); }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   const Barrier& it = barrier_at(barrier);

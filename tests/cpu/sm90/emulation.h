@@ -39,11 +39,27 @@ T __ldg(const T* x) {
 }
 inline uint32_t __float_as_uint(float x) { return emulation::bits_as<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return emulation::bits_as<float>(x); }
-// Rounded down: the product of two floats is exact in double.
-inline float __fmul_rd(float a, float b) {
-  const double exact = static_cast<double>(a) * b;
-  const float near = static_cast<float>(exact);
-  return near > exact ? std::nextafter(near, -INFINITY) : near;
+inline int __float_as_int(float x) { return emulation::bits_as<int>(x); }
+inline float __int_as_float(int x) { return emulation::bits_as<float>(x); }
+inline float rounded_down(double x) {
+  const float near = static_cast<float>(x);
+  return near > x ? std::nextafter(near, -INFINITY) : near;
+}
+// The product of two floats is exact in double, a sum as good as that.
+inline float __fmul_rd(float a, float b) { return rounded_down(static_cast<double>(a) * b); }
+inline float __fadd_rd(float a, float b) { return rounded_down(static_cast<double>(a) + b); }
+// Bytes 0 .. 3 of x, 4 .. 7 of y: the four that the digits of `selector` name, the lowest first.
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t both = uint64_t{y} << 32 | x;
+  uint32_t found = 0;
+  for (int i = 0; i < 4; ++i)
+    found |= static_cast<uint32_t>(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return found;
+}
+inline uint32_t atomicAdd(uint32_t* x, uint32_t by) {
+  const uint32_t before = *x;
+  *x += by;
+  return before;
 }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
@@ -133,6 +149,10 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsig
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   *value = emulation::processors;
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t) {
+  std::memset(target, value, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }

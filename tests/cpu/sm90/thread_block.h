@@ -50,6 +50,7 @@ struct Thread {
   // tensor_core.h: products, issued, and then in groups.
   std::vector<Work> products;
   std::deque<std::vector<Work>> product_groups;
+  std::map<const float*, int> sums;  // products of 8-bit floats that an accumulator has summed
   // copy_engine.h: how many copies out of shared memory are not done, and then so for groups.
   std::shared_ptr<int> stores;
   std::deque<std::shared_ptr<int>> store_groups;
@@ -268,6 +269,11 @@ T __shfl_sync(uint32_t, T x, int from) {
   return emulation::exchange(x)[from % 32];
 }
 template <class T>
+T __shfl_up_sync(uint32_t, T x, int by) {
+  const int from = emulation::lane() - by;
+  return emulation::exchange(x)[from < 0 ? emulation::lane() : from];
+}
+template <class T>
 T __shfl_xor_sync(uint32_t, T x, int by) {
   return emulation::exchange(x)[emulation::lane() ^ by];
 }
@@ -294,5 +300,6 @@ inline void barrier_sync(int id, int threads) {
   check(id > 0 && id < 16 && threads % 32 == 0, "no such named barrier");
   meet(block->named[id], threads);
 }
+inline void barrier_arrive(int, int) { fail("bar.arrive is not emulated"); }
 
 }  // namespace flashsci::ptx

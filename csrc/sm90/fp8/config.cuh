@@ -1,0 +1,85 @@
+// What the roles of the sm90 forward on 8-bit floats share: tile shapes, shared memory, arguments,
+// scales.
+#pragma once
+#include <cstdint>
+
+#include "../../include/flashsci_fp8.h"
+#include "../fwd/config.cuh"
+#include "../tma_box.cuh"
+
+namespace flashsci::sm90::fp8 {
+
+// kHeadDim: columns of q and k; kHeadDimV: of v. A block of keys lies within one block of scales.
+template <int kHeadDim_, int kHeadDimV_, int kBlockK_, int kConsumers_, int kStages_>
+struct Tiling {
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockK = kBlockK_;
+  static constexpr int kConsumers = kConsumers_, kStages = kStages_;
+  static constexpr int kQStages = 2;
+  static constexpr int kBlockQ = 64 * kConsumers;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kTransposers = 2;  // warps that turn tiles of V
+  // Bytes, and columns, of a box's row: the span of its swizzle.
+  static constexpr int kSpan = kHeadDim % 128 == 0 ? 128 : 64;
+  static constexpr int kSpanV = kHeadDimV % 128 == 0 ? 128 : 64;
+  using QBox = Box<64, kSpan, 1>;  // of one consumer
+  using KBox = Box<kBlockK, kSpan, 1>;
+  using VBox = Box<kBlockK, kSpanV, 1>;
+  static constexpr int kQBytes = 64 * kHeadDim;  // of one consumer
+  static constexpr int kKBytes = kBlockK * kHeadDim, kVBytes = kBlockK * kHeadDimV;
+  // Of the output, in 16 bits: fwd/epilogue.cuh.
+  using OutBox = Box<16>;
+  static constexpr int kBoxesV = kHeadDimV / 64, kStaging = 1;
+  // The registers of the launch bounds (168 at 384 threads, 128 at 512) redistributed.
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  // Causal calls with fewer keys do not earn the memset of a counter.
+  static constexpr int kCountedKeys = 4096;
+  static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && (kStages & (kStages - 1)) == 0);
+  static_assert(kBlockK == 64 || kBlockK == 128, "the swizzle of a row of the transposed V");
+};
+
+// What the scheduler tells the others about a tile.
+struct TileInfo : fwd::TileInfo {
+  int sequence;  // packed: its index
+};
+// A slot is reused when the Q of the tile two before has been released; by then the consumers may
+// still owe the output of the tile before that one.
+inline constexpr int kTileSlots = 4;
+
+template <class C>
+struct Storage {
+  unsigned char q[C::kQStages][C::kConsumers][C::kQBytes];  // [..][box][64 rows][kSpan]
+  unsigned char k[C::kStages][C::kKBytes];                  // [stage][box][kBlockK rows][kSpan]
+  unsigned char v[C::kStages][C::kVBytes];                  // [stage][box][kBlockK rows][kSpanV]
+  unsigned char v_turned[C::kStages][C::kVBytes];           // [stage][kHeadDimV rows][kBlockK]
+  unsigned char staging[C::kConsumers * 4][C::kStaging][2048];  // of the output: fwd/epilogue.cuh
+  uint64_t q_full[C::kQStages][C::kConsumers], q_empty[C::kQStages][C::kConsumers];
+  uint64_t k_full[C::kStages], k_empty[C::kStages];
+  uint64_t v_full[C::kStages], v_empty[C::kStages];
+  uint64_t turned_full[C::kStages], turned_empty[C::kStages];
+  float2 scales[C::kStages];        // of K and of V; they come and go with K
+  uint64_t tile_ready[kTileSlots];  // published, for those who load; consumers learn it with Q
+  TileInfo tile_info[kTileSlots];
+};
+
+struct Args : fwd::ForwardArgs {
+  FlashsciScales q_scale, k_scale, v_scale;
+  int out_is_fp16;
+};
+
+// Where the scales of a head's sequence, which begins at first_row, begin; NULL: all are 1.
+__device__ __forceinline__ const float* first_scale(const FlashsciScales& scales,
+                                                    const TileInfo& tile, int head, int first_row) {
+  if (scales.data == nullptr) return nullptr;
+  const int slot = scales.slots ? (first_row >> scales.shift) + tile.sequence : 0;
+  return scales.data + tile.batch0 * scales.batch0 + tile.batch1 * scales.batch1 +
+         head * scales.head + tile.sequence * scales.sequence + slot * scales.block;
+}
+
+// The scale of `row` and of those that share its block.
+__device__ __forceinline__ float scale_of(const FlashsciScales& scales, const float* first,
+                                          int row) {
+  return first == nullptr ? 1.f : __ldg(first + (row >> scales.shift) * scales.block);
+}
+
+}  // namespace flashsci::sm90::fp8

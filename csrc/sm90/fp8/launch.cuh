@@ -1,0 +1,145 @@
+// The host side of the sm90 forward on 8-bit floats: tile shapes, tensor maps, the order of the
+// tiles, which kernel.
+#pragma once
+#include <cuda_runtime.h>
+#include <algorithm>
+#include <cstdint>
+
+#include "../../core/launch.cuh"
+#include "../../include/flashsci_fp8.h"
+#include "../fwd/scheduler.cuh"
+#include "../tma_map.h"
+#include "config.cuh"
+#include "kernel.cuh"
+
+namespace flashsci::sm90::fp8 {
+
+using fwd::Order;
+using fwd::SchedulePlan;
+
+// As of ../fwd: in turn where tiles cost the same; longest first from a counter, or paired, where
+// they do not; packed: the counter, or a CTA for each slot.
+template <class C, bool kVarlen>
+cudaError_t plan_schedule(SchedulePlan& plan, const FlashsciForwardParams& p, int processors) {
+  const bool causal = p.window_right >= 0 && p.window_left < 0;
+  const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
+  const int64_t tiles = kVarlen ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
+                                : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  if (heads * tiles > INT32_MAX / 2) return cudaErrorNotSupported;
+  plan = {};
+  plan.items = static_cast<uint32_t>(heads * tiles);
+  plan.tiles_per_head = static_cast<uint32_t>(tiles);
+  plan.heads = static_cast<uint32_t>(heads);
+  plan.descending = causal;
+  const bool uneven = kVarlen || (causal && tiles > 1);
+  const bool counted = p.workspace != nullptr && (kVarlen || p.seq_k >= C::kCountedKeys);
+  if (uneven && counted && heads * tiles > processors)
+    plan.counter = static_cast<uint32_t*>(p.workspace);
+  plan.order = Order::kAsIs;
+  if (!kVarlen && uneven && heads * tiles > processors)
+    plan.order = plan.counter != nullptr ? Order::kLongestFirst : Order::kBalanced;
+  if (plan.order == Order::kBalanced)
+    plan.items = static_cast<uint32_t>((heads + 1) / 2 * tiles * 2);
+  const int64_t head_bytes =  // of K and V, for each head of Q
+      int64_t{p.seq_k} * (p.head_dim + p.head_dim_v) * p.heads_k / p.heads_q;
+  const int64_t groups = heads * head_bytes / (32 << 20) + 1;
+  plan.group = static_cast<uint32_t>((heads + groups - 1) / groups);
+  return cudaSuccess;
+}
+
+template <class C>
+cudaError_t encode_maps(Args& a) {
+  const FlashsciForwardParams& p = a.p;
+  const auto encode = [&](CUtensorMap* map, const void* base, const FlashsciStrides& strides,
+                          int64_t rows, int64_t heads, int columns, auto box,
+                          const MapElement& element) {
+    using B = decltype(box);
+    return encode_map(map, base, element, columns,
+                      dense_dims(strides, rows, heads, p.batch1, p.batch0), B::kColumns, B::kRows);
+  };
+  cudaError_t error =
+      encode(&a.q, p.q, p.q_strides, p.seq_q, p.heads_q, p.head_dim, typename C::QBox{}, kByte);
+  if (error == cudaSuccess)
+    error =
+        encode(&a.k, p.k, p.k_strides, p.seq_k, p.heads_k, p.head_dim, typename C::KBox{}, kByte);
+  if (error == cudaSuccess)
+    error =
+        encode(&a.v, p.v, p.v_strides, p.seq_k, p.heads_k, p.head_dim_v, typename C::VBox{}, kByte);
+  if (error == cudaSuccess)
+    error = encode(&a.out, p.out, p.out_strides, p.seq_q, p.heads_q, p.head_dim_v,
+                   typename C::OutBox{}, a.out_is_fp16 ? kFloat16 : kBfloat16);
+  return error;
+}
+
+template <class C, bool kVarlen>
+cudaError_t launch_tiling(Args& a, cudaStream_t stream) {
+  constexpr int kSharedBytes = sizeof(Storage<C>) + 1024;  // the base is aligned by hand
+  static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
+  const int processors = processors_of(a.p.device);
+  if (processors <= 0) return cudaErrorInvalidDevice;
+  const SchedulePlan& plan = a.schedule;
+  cudaError_t error = plan_schedule<C, kVarlen>(a.schedule, a.p, processors);
+  if (error == cudaSuccess) error = encode_maps<C>(a);
+  if (error != cudaSuccess) return error;
+  constexpr auto kernel = fp8_forward_kernel<C, kVarlen>;
+  error = allow_shared<kernel>(kSharedBytes, a.p.device);
+  if (error != cudaSuccess) return error;
+  if (plan.counter != nullptr) {
+    error = cudaMemsetAsync(plan.counter, 0, sizeof(uint32_t), stream);
+    if (error != cudaSuccess) return error;
+  }
+  // Packed without a counter: the hardware hands out the slots as SMs become free.
+  const uint32_t starts = plan.order == Order::kBalanced ? plan.items / 2 : plan.items;
+  const uint32_t grid = kVarlen && plan.counter == nullptr
+                            ? starts
+                            : std::min(starts, static_cast<uint32_t>(processors));
+  kernel<<<grid, C::kThreads, kSharedBytes, stream>>>(a);
+  return cudaGetLastError();
+}
+
+// The tile shapes, by padded head dims of q and k, and of v; why: docs/kernels/sm90_fp8.md. Scales of
+// blocks of 64 keys, or an accumulator of 256 columns, take blocks of 64 keys.
+using Tiles64 = Tiling<64, 64, 128, 3, 4>;
+using Tiles64Fine = Tiling<64, 64, 64, 3, 4>;
+using Tiles128 = Tiling<128, 128, 128, 3, 2>;
+using Tiles128Fine = Tiling<128, 128, 64, 3, 2>;
+using Tiles192 = Tiling<192, 128, 128, 2, 2>;
+using Tiles192Fine = Tiling<192, 128, 64, 2, 4>;
+using Tiles256 = Tiling<256, 256, 64, 2, 2>;
+
+// Bytes of workspace: the counter of the schedule.
+inline int64_t forward_workspace(const FlashsciFp8ForwardParams& params) {
+  const FlashsciForwardParams& p = params.call;
+  const bool causal = p.window_right >= 0 && p.window_left < 0;
+  return causal || p.cu_seqlens_q != nullptr ? sizeof(uint32_t) : 0;
+}
+
+// cudaErrorNotSupported: there is no kernel for this call, nothing was launched.
+inline cudaError_t launch_forward(const FlashsciFp8ForwardParams& params, cudaStream_t stream) {
+  const FlashsciForwardParams& p = params.call;
+  const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
+  const int dim = std::max(p.head_dim, p.head_dim_v);
+  if (dim > 256 || p.head_dim_v % 8 != 0 || p.seq_k == 0 || p.seq_q == 0 || p.heads_q == 0 ||
+      p.batch0 * p.batch1 == 0 || !aligned(p.batch0, p.out_strides.batch0) ||
+      !aligned(p.batch1, p.out_strides.batch1) || !aligned(p.heads_q, p.out_strides.head) ||
+      !aligned(p.seq_q, p.out_strides.row) || reinterpret_cast<uintptr_t>(p.out) % 16 != 0)
+    return cudaErrorNotSupported;
+  Args a;
+  a.p = p;
+  a.q_scale = params.q_scale, a.k_scale = params.k_scale, a.v_scale = params.v_scale;
+  a.out_is_fp16 = params.out_is_fp16;
+  const auto launch = [&](auto tiles) {
+    using C = decltype(tiles);
+    return p.cu_seqlens_q != nullptr ? launch_tiling<C, true>(a, stream)
+                                     : launch_tiling<C, false>(a, stream);
+  };
+  const int shift = std::min(a.k_scale.shift, a.v_scale.shift);
+  if (shift < 6 || a.q_scale.shift < 6) return cudaErrorNotSupported;
+  const bool fine = shift < 7;  // 64 keys share a scale
+  if (dim <= 64) return fine ? launch(Tiles64Fine{}) : launch(Tiles64{});
+  if (dim <= 128) return fine ? launch(Tiles128Fine{}) : launch(Tiles128{});
+  if (dim <= 192 && p.head_dim_v <= 128) return fine ? launch(Tiles192Fine{}) : launch(Tiles192{});
+  return launch(Tiles256{});
+}
+
+}  // namespace flashsci::sm90::fp8

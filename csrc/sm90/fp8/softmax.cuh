@@ -1,0 +1,79 @@
+// Online softmax of the sm90 forward on 8-bit floats: P = 2^(factor S - offset), where the offset is
+// the row's running maximum less kLargestP, so that e4m3, which ends at 448, holds P in the middle
+// of its range. The row sum and so the lse take the factor back by themselves.
+#pragma once
+#include <cstdint>
+
+#include "../../core/softmax.cuh"
+#include "../../ptx/cvt_e4m3.cuh"
+#include "../../ptx/math.cuh"
+#include "../fwd/softmax.cuh"
+
+namespace flashsci::sm90::fp8 {
+
+using fwd::lane_max;
+using fwd::RowStatistics;
+
+// log2 of P at a row's maximum, and how far a later score may outgrow it before the offset follows:
+// 256 * 2^0.75 = 431.
+inline constexpr float kLargestP = 8.f, kLargestExponent = 8.75f;
+
+// The offset at a largest score, rounded down: P of that score is at least 256.
+__device__ __forceinline__ float offset_at(float maximum, float factor) {
+  return fmaxf(__fadd_rd(__fmul_rd(maximum, factor), -kLargestP), fwd::kUninitializedMax);
+}
+
+// Whether an exponent of the warp is beyond what P may have. Where the offset is at the maximum, it
+// is so in rows of large scores alone, whose roundings are.
+__device__ __forceinline__ bool outgrows(const float (&maximum)[2], const RowStatistics& rows,
+                                         float factor) {
+  return __any_sync(0xffffffffu,
+                    fmaf(maximum[0], factor, -rows.row_max_log2[0]) > kLargestExponent ||
+                        fmaf(maximum[1], factor, -rows.row_max_log2[1]) > kLargestExponent);
+}
+
+// S becomes P. kLimited: exponents are cut at the largest.
+template <bool kLimited, int kCount>
+__device__ __forceinline__ void exponentials(float (&s)[kCount], RowStatistics& rows,
+                                             float factor) {
+  float part[4];  // this lane's sums, in four chains
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) {
+    const float x = fmaf(s[e], factor, -rows.row_max_log2[e >> 1 & 1]);
+    s[e] = ptx::ex2_approx(kLimited ? fminf(x, kLargestExponent) : x);
+    part[e & 3] = e < 4 ? s[e] : part[e & 3] + s[e];
+  }
+  rows.sum[0] += part[0] + part[1];
+  rows.sum[1] += part[2] + part[3];
+}
+
+// The offsets of rows that outgrew theirs follow the maximum of a block; what was summed before is to
+// be multiplied by alpha. The other rows of the warp keep theirs: what becomes of a row depends on no
+// other.
+__device__ __forceinline__ void follow(const float (&maximum)[2], RowStatistics& rows,
+                                       float (&alpha)[2], float factor) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float before = rows.row_max_log2[half], top = quad_max(maximum[half]);
+    const bool grew = fmaf(top, factor, -before) > kLargestExponent;
+    const float next = grew ? fmaxf(before, offset_at(top, factor)) : before;
+    alpha[half] = ptx::ex2_approx(before - next);
+    rows.row_max_log2[half] = next;
+    rows.sum[half] *= alpha[half];
+  }
+}
+
+// P as operand, per 32 keys: 8 columns of S apart from each other lie in one register
+// (transpose.cuh has V in that order).
+template <int kCount>
+__device__ __forceinline__ void pack(uint32_t (&p)[kCount / 16][4], const float (&s)[kCount]) {
+#pragma unroll
+  for (int b = 0; b < kCount / 16; ++b)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int e = b * 16 + (i >> 1) * 8 + (i & 1) * 2;
+      p[b][i] = ptx::cvt_e4m3x4(s[e], s[e + 1], s[e + 4], s[e + 5]);
+    }
+}
+
+}  // namespace flashsci::sm90::fp8

@@ -1,0 +1,129 @@
+// V turned in shared memory: wgmma takes 8-bit operands with their sum innermost, and V has its
+// keys outermost.
+//
+// ldmatrix moves 8 x 8 pairs of bytes: read transposed, matrix X of keys 0 .. 7 and 16 columns gives
+// lane 4 g + t the bytes (key 2 t, columns 2 g, 2 g + 1), (key 2 t + 1, columns 2 g, 2 g + 1), and Y
+// of keys 8 .. 15 the same 8 keys on. One byte permutation takes column 2 g out of both, another
+// column 2 g + 1: four bytes of a row of the turned tile, of keys 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t.
+// That is the order in which a lane has P: byte e of its A operand is the score of column 8 (e >> 1)
+// + 2 t + (e & 1) of every 16 (ptx/qgmma.cuh). So slot 4 t + e of a row of V^T holds that key.
+//
+// stmatrix writes 8 rows at a time; in swizzled tiles they collide where they have the same parity.
+// So the matrix of the even columns takes the odd ones for g >= 4, and the other way round.
+#pragma once
+#include <cstdint>
+
+#include "../../core/poison.cuh"
+#include "../../ptx/ldmatrix.cuh"
+#include "../../ptx/mbarrier.cuh"
+#include "../../ptx/shared.cuh"
+#include "../../ptx/stmatrix.cuh"
+#include "../../ptx/tma.cuh"
+#include "load.cuh"
+
+namespace flashsci::sm90::fp8 {
+
+// Which 16 bytes of a row of kSpan bytes, in units of 16 bytes, XOR by this: TMA's swizzle.
+template <int kSpan>
+__device__ __forceinline__ constexpr int swizzle_of(int row) {
+  return kSpan == 128 ? row & 7 : row >> 1 & 3;
+}
+
+// The columns of one of kTransposers warps.
+template <class C>
+__device__ __forceinline__ void turn_tile(uint32_t v, uint32_t turned, int warp) {
+  constexpr int kSpan = C::kSpanV, kSpanTurned = C::kBlockK;
+  constexpr int kGroups = C::kHeadDimV / 16 / C::kTransposers;  // of 16 columns
+  constexpr int kParts = C::kBlockK / 32;                       // of 32 keys
+  constexpr int kAtOnce = C::kHeadDimV > 64 ? 4 : 2;            // registers
+  static_assert(kGroups * kParts % kAtOnce == 0 && kParts % 2 == 0);
+  const int lane = threadIdx.x % 32, matrix = lane / 8, r = lane % 8;
+  const int swizzle = swizzle_of<kSpan>(r);
+  const uint32_t source = v + (matrix * 8 + r) * kSpan;
+  const int row = 2 * r + ((r >> 2) ^ (matrix & 1));
+  const uint32_t target =
+      turned + row * kSpanTurned + ((matrix >> 1) ^ swizzle_of<kSpanTurned>(row)) * 16;
+  const uint32_t even = lane < 16 ? 0x6420 : 0x7531, odd = lane < 16 ? 0x7531 : 0x6420;
+#pragma unroll 1
+  for (int i = 0; i < kGroups * kParts; i += kAtOnce) {
+    uint32_t x[kAtOnce][4];  // all loads before the first store, which they would wait for
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int group = warp * kGroups + (i + j) / kParts, n = (i + j) % kParts;
+      const uint32_t from = source + group / (kSpan / 16) * (C::kBlockK * kSpan) +
+                            (group % (kSpan / 16) ^ swizzle) * 16;
+      ptx::ldmatrix_x4_trans(x[j], from + n * 32 * kSpan);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int group = warp * kGroups + (i + j) / kParts, n = (i + j) % kParts;
+      uint32_t y[4] = {__byte_perm(x[j][0], x[j][1], even), __byte_perm(x[j][0], x[j][1], odd),
+                       __byte_perm(x[j][2], x[j][3], even), __byte_perm(x[j][2], x[j][3], odd)};
+      ptx::stmatrix_x4((target + group * 16 * kSpanTurned) ^ n * 32, y[0], y[1], y[2], y[3]);
+    }
+  }
+}
+
+// Of 16 slots, the bytes of word t whose keys are among the first `keys`.
+__device__ __forceinline__ constexpr uint32_t bytes_before(int t, int keys) {
+  uint32_t mask = 0;
+  for (int e = 0; e < 4; ++e)
+    if (2 * t + (e >> 1) * 8 + (e & 1) < keys) mask |= 0xffu << 8 * e;
+  return mask;
+}
+
+// Zeros for keys from `keys` on, in what this warp has turned: P is 0 there, but 0 times a
+// neighbour's NaN is not. Rare, so a pass of its own.
+template <class C>
+__device__ __forceinline__ void cut_tile(uint32_t turned, int warp, int keys) {
+  constexpr int kRows = C::kHeadDimV / C::kTransposers;
+  __syncwarp();
+#pragma unroll 1
+  for (int row = warp * kRows + threadIdx.x % 32; row < (warp + 1) * kRows; row += 32)
+#pragma unroll 1
+    for (int chunk = keys / 16; chunk < C::kBlockK / 16; ++chunk) {
+      const uint32_t at = turned + row * C::kBlockK + (chunk ^ swizzle_of<C::kBlockK>(row)) * 16;
+      const int left = keys - chunk * 16;
+      uint4 words = ptx::ld_shared_v4(at);
+      words.x &= bytes_before(0, left), words.y &= bytes_before(1, left);
+      words.z &= bytes_before(2, left), words.w &= bytes_before(3, left);
+      ptx::st_shared(at, words);
+    }
+}
+
+// Turns V of the published tiles. One of kTransposers warps.
+template <class C, bool kVarlen>
+__device__ __forceinline__ void turn_v(Storage<C>& shared, const Args& a, int warp) {
+  const auto address = [](const void* x) { return ptx::shared_address(x); };
+  const bool first_lane = threadIdx.x % 32 == 0;
+  uint32_t turn = 0;
+#pragma unroll 1
+  for (uint32_t tiles = 0;; ++tiles) {
+    ptx::mbarrier_sleep(address(&shared.tile_ready[tiles % kTileSlots]), tiles / kTileSlots & 1);
+    const TileInfo& tile = shared.tile_info[tiles % kTileSlots];
+    if (tile.row < 0) break;
+    const int seq_q = kVarlen ? tile.seq_q : a.p.seq_q, seq_k = kVarlen ? tile.seq_k : a.p.seq_k;
+    const Blocks<C> blocks(fwd::window_of(a.p, seq_q, seq_k), tile.row, C::kBlockQ, seq_q);
+#pragma unroll 1
+    for (int block = blocks.end - 1; block >= blocks.first; --block, ++turn) {
+      const uint32_t stage = turn % C::kStages, phase = turn / C::kStages & 1;
+      const uint32_t v = address(shared.v[stage]), turned = address(shared.v_turned[stage]);
+      const int keys = seq_k - block * C::kBlockK;
+      ptx::mbarrier_sleep(address(&shared.v_full[stage]), phase);
+      ptx::mbarrier_sleep(address(&shared.turned_empty[stage]), phase ^ 1);
+      constexpr int kBytes = C::kVBytes / C::kTransposers;
+      poison_warp(turned + warp * kBytes, kBytes);
+      turn_tile<C>(v, turned, warp);
+      if (kVarlen && keys < C::kBlockK) cut_tile<C>(turned, warp, keys);
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (first_lane) {
+        ptx::mbarrier_arrive(address(&shared.turned_full[stage]));
+        ptx::mbarrier_arrive(address(&shared.v_empty[stage]));
+      }
+    }
+    if (first_lane) ptx::mbarrier_arrive(address(&shared.q_empty[tiles % C::kQStages][0]));
+  }
+}
+
+}  // namespace flashsci::sm90::fp8

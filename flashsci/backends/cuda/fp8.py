@@ -1,0 +1,53 @@
+"""The Hopper kernel on 8-bit floats (csrc/sm90/fp8): what it takes, and the call of the library's op."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+from torch import Tensor
+
+from flashsci import fp8_ops
+from flashsci.errors import BackendError
+from flashsci.fp8_ops import FP8Scalars, FP8Tensors
+from flashsci.problem import Problem
+
+UNIT = "cuda/sm90/fp8_e4m3"
+MAX_HEAD_DIM = 256
+ALIGNED = 16  # bytes, and columns, at whose multiples TMA finds rows
+
+
+def rejects(problem: Problem, units: Container[str], generation: int = 0) -> str | None:
+    """Why a call on 8-bit floats cannot be computed, and what to do; None if it can. ``units``: of the library."""
+    assert problem.capability is not None
+    dims = problem.head_dim, problem.head_dim_v
+    if problem.capability[0] != 9 or generation not in (0, 90):
+        where = ".".join(map(str, problem.capability))
+        if generation not in (0, 90):
+            return f"its kernels of generation sm{generation} take no 8-bit floats, Hopper's do; use backend='cuda' or 'triton'"
+        return f"its kernel on 8-bit floats is for compute capability 9.0 and this device has {where}; use backend='triton'"
+    if UNIT not in units:
+        return "this build has no kernel on 8-bit floats; build with FA_ARCHS=90, or use backend='triton'"
+    if max(dims) > MAX_HEAD_DIM:
+        return f"float8_e4m3fn inputs have head dims up to {MAX_HEAD_DIM}, got {dims[0]} and {dims[1]}; use backend='reference'"
+    if any(dim % ALIGNED for dim in dims):
+        return f"its kernel on 8-bit floats has head dims that are multiples of {ALIGNED}, got {dims[0]} and {dims[1]}; use backend='triton'"
+    return fp8_ops.lacks(problem)
+
+
+def attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
+    """out and lse; the library must be loaded, which :func:`rejects` needs, too."""
+    *options, out_dtype, return_lse = scalars
+    try:
+        out, lse = torch.ops.flashsci.cuda_fp8_forward(
+            *tensors, *options, out_dtype == torch.float16
+        )
+    except RuntimeError as error:
+        text = str(error).split("\n")[0]
+        if "no float8_e4m3fn kernel serves this call" in text:
+            raise BackendError(text) from None
+        raise
+    return out, lse if return_lse else lse.new_empty(0)
+
+
+OP = fp8_ops.define("cuda", attention, ("CUDA",))

@@ -1,0 +1,12 @@
+// Attention on 8-bit floats, csrc/sm90/fp8, as a library for the host.
+#include "emulation.h"
+
+// After what takes the place of csrc/ptx.
+#include "sm90/fp8/launch.cuh"
+
+extern "C" int emulate(const FlashsciFp8ForwardParams* params, int, int processors, unsigned seed,
+                       char* text, int size) {
+  return emulation::run(true, processors, seed, text, size, [&](auto) {
+    return flashsci::sm90::fp8::launch_forward(*params, nullptr);
+  });
+}
