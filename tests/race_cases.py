@@ -14,9 +14,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
+
+from flashsci.testing import FP8Case, FP8Variant
 
 ROOT = Path(__file__).resolve().parents[1]
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "e4m3": "float8_e4m3fn"}
 PAIRS = ("own", "shared", "keys")
 
 
@@ -36,7 +39,7 @@ class Instance:
     """A row of the table: a compiled kernel."""
 
     generation: str  # sm90, sm80 or sm75
-    kind: str  # fwd or bwd
+    kind: str  # fwd, bwd, or fp8: what has no backward and calls of its own
     dtype: str
     head_dim: int
     tile: str
@@ -49,9 +52,7 @@ def instances(text: str | None = None) -> list[Instance]:
     _, rows = table.read_table(text or table.TABLE.read_text(encoding="utf-8"))
     found: dict[Instance, None] = {}
     for row in rows:
-        if row["unit"].endswith("_e4m3"):  # tests/gpu/test_fp8_on_gpu.py repeats every tile shape
-            continue
-        matched = re.fullmatch(r"(sm\d+)/([a-z]+)_(\w+)", row["unit"])
+        matched = re.fullmatch(r"(sm\d+)/([a-z]+\d*)_(\w+)", row["unit"])
         if matched is None:
             raise ValueError(f"{row['unit']} is no unit such as sm90/fwd_bf16")
         generation, kind, dtype = matched.groups()
@@ -107,6 +108,51 @@ class Call:
         both = self.mask == "own" and self.bias in ("own", "shared")
         fits = widest <= 128 and not self.softcap
         return fits and (not both or (self.bias_fp32 and widest <= 64))
+
+
+@dataclass(frozen=True)
+class FP8Call:
+    """The same of calls on 8-bit floats, whose cases are those of flashsci.testing."""
+
+    head_dim: int
+    head_dim_v: int
+    block: str  # rows that share a scale
+    packed: bool = False
+    causal: bool = False
+    generation: str = "sm90"
+    dtype: str = "float8_e4m3fn"
+    backend: str = "cuda"
+    has_backward: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        options = (n for n in ("packed", "causal") if getattr(self, n))
+        words = (
+            self.generation,
+            "fp8",
+            f"d{self.head_dim}",
+            f"v{self.head_dim_v}",
+            f"block{self.block}",
+            *options,
+        )
+        return "-".join(words)
+
+    def cases(self, processors: int) -> Iterator[tuple[str, FP8Case]]:
+        """Names and cases: the shapes of other calls, with scales."""
+        dims = self.head_dim, self.head_dim_v
+        scales = ("head", self.block, self.block)
+        for i, shape in enumerate(
+            shapes(Call("sm90", "bfloat16", *dims, self.packed, self.causal), processors)
+        ):
+            if shape.judged is not None:  # too much for a judge
+                continue
+            banded = shape.window != (-1, -1)
+            window = "both" if banded else "causal" if self.causal else "none"
+            variant = FP8Variant(("bfloat16", "float16")[i % 2], *dims, window, packed=self.packed)
+            yield shape.name, FP8Case(
+                variant, i, shape.lens_q or (shape.seq_q,), shape.lens_k or (shape.seq_k,), () if self.packed else (shape.batch,),
+                shape.heads_k, shape.heads // shape.heads_k, scales=scales, align="lower_right" if shape.lower_right else "upper_left",
+                left=shape.window[0], right=shape.window[1],
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -184,7 +230,7 @@ def _packed(shape: Shape, lens_q: tuple[int, ...], lens_k: tuple[int, ...]) -> S
     return replace(shape, lens_q=lens_q, lens_k=lens_k, seq_q=sum(lens_q), seq_k=sum(lens_k))
 
 
-def calls_of(instance: Instance) -> list[Call]:
+def calls_of(instance: Instance) -> list[Call | FP8Call]:
     """The calls that launch an instance, in some of their shapes.
 
     Raises:
@@ -199,7 +245,7 @@ def calls_of(instance: Instance) -> list[Call]:
     return found
 
 
-def all_calls() -> list[Call]:
+def all_calls() -> list[Call | FP8Call]:
     """Of all instances, in the table's order, then some that no instance asks for."""
     found = dict.fromkeys(call for instance in instances() for call in calls_of(instance))
     return list(found | dict.fromkeys(_others()))
@@ -279,6 +325,20 @@ def _sm90_backward(instance: Instance) -> Iterator[Call]:
     else:
         yield replace(call, causal=call.packed)
         yield replace(call, causal=True)
+
+
+def _fp8(instance: Instance) -> Iterator[FP8Call]:
+    found = re.fullmatch(r"(?:v (\d+) )?(dense|packed)", instance.variant)
+    if found is None:
+        return
+    dim = instance.head_dim
+    call = FP8Call(dim, int(found[1] or dim), "64", found[2] == "packed", causal=True)
+    if instance.tile.endswith("x 128"):
+        call = replace(call, block="128")
+    yield call
+    yield replace(call, causal=False)
+    if dim == 256:  # blocks of 64 keys, whatever shares a scale
+        yield replace(call, block="128")
 
 
 def _plain(call: Call, dims: int) -> Iterator[Call]:
@@ -362,6 +422,7 @@ def _fp32_backward(instance: Instance) -> Iterator[Call]:
 _UNITS = {
     "sm90/fwd": _sm90_forward,
     "sm90/bwd": _sm90_backward,
+    "sm90/fp8": _fp8,
     "sm80/fwd": _older_forward,
     "sm80/bwd": _older_backward,
     "sm80/fwd_fp32": _fp32_forward,
@@ -375,7 +436,7 @@ _UNITS = {
 
 
 def launched(names: Iterable[str], dtype: str) -> set[Instance]:
-    """The instances of kernel names, as profilers show them, in calls of one dtype."""
+    """The instances of kernel names, as profilers show them, in calls of one dtype (8-bit floats are known by the name)."""
     found = set()
     for name in names:
         symbol = name if name.startswith("_Z") else symbol_of(name)
@@ -383,12 +444,15 @@ def launched(names: Iterable[str], dtype: str) -> set[Instance]:
         if generation is None:
             continue
         kind = "fwd" if re.search(r"\d(forward_|decode_|triangle_forward_)", symbol) else "bwd"
-        suffix = next(s for s, d in DTYPES.items() if d == dtype)
+        own = dtype
+        if "fp8_forward_" in symbol:
+            kind, own = "fp8", DTYPES["e4m3"]
+        suffix = next(s for s, d in DTYPES.items() if d == own)
         unit = f"{generation[1]}/{kind}_{suffix}"
         kernel = resources().Kernel(unit, 90, symbol, 0, 0, 0, 0)
         dim, rows, keys, *_ = kernel.tiling or (0, 0, 0)
         tile = f"{rows} x {keys}"
-        found.add(Instance(generation[1], kind, dtype, dim, tile, kernel.variant))
+        found.add(Instance(generation[1], kind, own, dim, tile, kernel.variant))
     return found
 
 

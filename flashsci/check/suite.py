@@ -120,6 +120,7 @@ def run(
         backends = units.kernels_here() if device == "cuda" else ("triton",)
     second = {u for u in chosen if u.startswith(units.GROUPS["second_order"])}
     # Triton's second order serves what any backend's forward saved.
+    asked = tuple(backends)
     if unit and len(second) < len(chosen):
         backends = tuple(b for b in backends if any(units.holds(b, u) for u in chosen))
     # What none of these backends runs is not checked by them.
@@ -139,17 +140,17 @@ def run(
     served: dict[str, tuple[str, ...]] = {}  # on which backends the calls of a group are judged
     if only is not None:
         plans = [planning.APART[only][1](cases, seed, device, backends)]
-        asked, backends = backends, plans[0][1]
+        backends = plans[0][1]
         served[only] = backends
-        if not backends:
-            say(f"none of {', '.join(asked)} has kernels of the group {only!r} on this machine")
-            return 2
     else:
         plans = planning.plans_of(cases, seed, device, unit, orders, backends)
         for name, own in apart.items():
             if own and cases >= 20 and units.runs_group(name, device):
                 plans.append(planning.APART[name][1](cases // 20, seed, device, backends))
                 served[name] = plans[-1][1]
+    if unit and not backends:
+        say(f"none of {', '.join(asked)} runs units of {unit!r} on this machine")
+        return 2
     results = Results(sum(len(planned) for planned, _ in plans), say)
     _execute(plans, traps, backends, device, order, workers, minutes, results)
     for name, own in apart.items():

@@ -423,7 +423,7 @@ def test_paged_calls_are_a_part_of_their_own(tmp_path, capsys, monkeypatch):
 def test_a_group_that_nobody_runs_here_is_not_checked(tmp_path, capsys):
     options = ["--paged", "2", "--device", "cpu", "--backends", "cuda", "--out", str(tmp_path / "x.json")]  # fmt: skip
     assert check.main(options) == 2
-    assert "none of cuda has kernels of the group 'paged'" in capsys.readouterr().out
+    assert "none of cuda runs units of 'paged'" in capsys.readouterr().out
     assert not (tmp_path / "x.json").exists()
 
 

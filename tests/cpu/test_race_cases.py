@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import race_cases as races
 import torch
-from race_cases import Call, Instance, Shape
+from race_cases import Call, FP8Call, Instance, Shape
 
 from flashsci.backends import cuda as backend
 from flashsci.backends import reference
@@ -32,8 +32,8 @@ def test_every_instance_has_calls():
 
 @pytest.mark.parametrize("unit", sorted(races._UNITS))
 def test_an_unknown_instance_is_an_error(unit):
-    generation, kind = re.match(r"(sm\d+)/([a-z]+)", unit).groups()
-    dtype = "float32" if "fp32" in unit else "float16"
+    generation, kind = re.match(r"(sm\d+)/([a-z]+\d*)", unit).groups()
+    dtype = "float32" if "fp32" in unit else "float8_e4m3fn" if "fp8" in unit else "float16"
     with pytest.raises(KeyError, match="no call for"):
         races.calls_of(Instance(generation, kind, dtype, 64, "64 x 64", "with sinks"))
 
@@ -76,6 +76,7 @@ NAMES = {
     "void flashsci::sm90::fwd::forward_kernel<(anonymous namespace)::Op, flashsci::sm90::fwd::Tiling<192, 128, 2, 2, false, 128>, "
     "true, true, true>(flashsci::sm90::fwd::ForwardArgs)": (192, "128 x 128", "v 128 window packed"),
     "void flashsci::sm90::decode::decode_combine<(anonymous namespace)::Op, 256>(flashsci::sm90::decode::DecodeArgs)": (256, "4 x 0", "combine"),
+    "void flashsci::sm90::fp8::fp8_forward_kernel<flashsci::sm90::fp8::Tiling<192, 128, 64, 2, 4>, true>(flashsci::sm90::fp8::Args)": (192, "128 x 64", "v 128 packed"),
     "void flashsci::sm90::bwd::backward_kernel<(anonymous namespace)::Op, flashsci::sm90::bwd::BackwardTiling<64, 64, 128, "
     "(flashsci::sm90::bwd::BiasMaskTiles)0, true>, false, false>(flashsci::sm90::bwd::BackwardArgs)": (64, "128 x 128", "tile after tile"),
     "void flashsci::sm90::bwd::backward_postprocess_kernel<(anonymous namespace)::Op, flashsci::sm90::bwd::D256BackwardTiling<256, 192>, true>"
@@ -184,6 +185,40 @@ def harness(monkeypatch):
 )
 def test_honest_results_pass(harness, kind):
     harness.run_call(Call("reference", "bfloat16", 16, 8, **kind))
+
+
+@pytest.mark.parametrize("packed", (False, True))
+def test_honest_results_of_8_bit_floats_pass_and_a_wrong_repeat_is_found(
+    harness, monkeypatch, packed
+):
+    call = FP8Call(16, 16, "64", packed, causal=True, backend="reference")
+    assert len(list(call.cases(1))) == (2 if packed else 3)
+    harness.run_apart(call)
+    calls, evaluate = [], harness.FP8Inputs.evaluate
+
+    def wrong(self, backend):
+        found = evaluate(self, backend)
+        calls.append(self)
+        if len(calls) == 4:
+            found["lse"][0, -1] += 1.0
+        return found
+
+    monkeypatch.setattr(harness.FP8Inputs, "evaluate", wrong)
+    with pytest.raises(AssertionError, match="lse differs in 1 of 4 repeats, first in repeat 2"):
+        harness.run_apart(call)
+
+
+@pytest.mark.parametrize("block", ("64", "128"))
+@pytest.mark.parametrize("packed", (False, True))
+def test_cases_of_8_bit_floats_have_the_shapes_of_other_calls(block, packed):
+    call = FP8Call(192, 128, block, packed, causal=True)
+    names = {s.name for s in races.shapes(Call("sm90", "bfloat16", 192, 128, packed, True), 132)}
+    cases = dict(call.cases(132))
+    assert names - set(cases) <= {"short tiles one after the other"}
+    for case in cases.values():
+        assert case.variant.packed == packed and case.scales == ("head", block, block)
+        assert len(case.lens_q) == len(case.lens_k) and bool(case.batch) != packed
+    assert str(call).startswith("sm90-fp8-d192-v128-block")
 
 
 @pytest.mark.parametrize(

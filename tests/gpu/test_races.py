@@ -20,11 +20,20 @@ import pytest
 import race_cases as races
 import raw_calls
 import torch
-from race_cases import Call, Shape
+from race_cases import Call, FP8Call, Shape
 from torch import Tensor
 
 from flashsci import ops, registry
-from flashsci.testing import Inputs, Judge, evaluate, exact_matmul, poisoned_memory
+from flashsci.testing import (
+    FP8Case,
+    FP8Inputs,
+    Inputs,
+    Judge,
+    evaluate,
+    exact_matmul,
+    make_fp8_inputs,
+    poisoned_memory,
+)
 
 pytestmark = pytest.mark.gpu
 REPEATS = int(os.environ.get("FLASHSCI_RACE_REPEATS", "100"))
@@ -106,6 +115,11 @@ def draw(call: Call, shape: Shape) -> Inputs:
         cu_seqlens_k=offsets(shape.lens_k),
         options=options,
     )
+
+
+def make_inputs(case: FP8Case) -> FP8Inputs:
+    """The tensors of a case of its own kind."""
+    return make_fp8_inputs(case, DEVICE)
 
 
 class Kernels:
@@ -352,13 +366,33 @@ def run_call(call: Call) -> None:
     assert not problems, f"{call}\n" + "\n".join(problems)
 
 
+def run_apart(call: FP8Call) -> None:
+    """The same of calls with cases of their own."""
+    repeats, problems = Repeats(), []
+    with torch.no_grad():
+        for name, case in call.cases(PROCESSORS):
+            inputs = make_inputs(case)
+            run = functools.partial(inputs.evaluate, call.backend)
+            with fresh_memory():
+                first = run()
+            with torch.enable_grad():
+                found = inputs.judge().problems(first)
+            problems += [f"{name}: {problem}" for problem in found]
+            repeats.of(name, first, run)
+    problems += repeats.problems()
+    assert not problems, f"{call}\n" + "\n".join(problems)
+
+
 CALLS = races.all_calls()
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_a_hundred_repeats(call):
     require(call.generation, call.dtype)
-    run_call(call)
+    if isinstance(call, Call):
+        run_call(call)
+    else:
+        run_apart(call)
 
 
 @pytest.mark.parametrize(
@@ -374,6 +408,10 @@ def test_the_calls_launch_every_instance(generation, dtype):
     with torch.no_grad(), torch.profiler.profile(activities=activities) as profile:
         for call in CALLS:
             if (call.generation, call.dtype) != (generation, dtype):
+                continue
+            if not isinstance(call, Call):
+                for _, case in call.cases(PROCESSORS):
+                    make_inputs(case).evaluate(call.backend)
                 continue
             for shape in races.shapes(call, PROCESSORS):
                 kernels = Kernels(call, shape, draw(call, shape))

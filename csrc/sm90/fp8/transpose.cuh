@@ -122,6 +122,7 @@ __device__ __forceinline__ void turn_v(Storage<C>& shared, const Args& a, int wa
         ptx::mbarrier_arrive(address(&shared.v_empty[stage]));
       }
     }
+    __syncwarp();  // without blocks there was none behind the reads of what is published
     if (first_lane) ptx::mbarrier_arrive(address(&shared.q_empty[tiles % C::kQStages][0]));
   }
 }
