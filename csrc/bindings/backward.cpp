@@ -47,8 +47,7 @@ Backward prepare(const Call& call, const std::optional<Tensor>& dout,
 
 // With the addresses of this call in `p`.
 cudaError_t launch(const Backward& prepared, FlashsciBackwardParams p, void* stream) {
-  const auto row = [](const void* x) { return static_cast<const char*>(x); };
-  p.copy_bytes = prepared.copy_bytes(row(p.q), row(p.k), row(p.v), row(p.out), row(p.dout));
+  p.copy_bytes = prepared.copy_bytes(p.q, p.k, p.v, p.out, p.dout);
   return prepared.launch_first([&](const Kernels& kernels) -> int {
     if (kernels.backward == nullptr) return cudaErrorNotSupported;
     const int64_t bytes[] = {kernels.workspace(&p)};

@@ -101,6 +101,13 @@ struct Kernels {
 // The units of a dtype, newest generation first; the last one is empty.
 const Kernels* kernels_of(int32_t dtype);
 
+// The largest power of 2 up to 16 that divides all strides and addresses of rows, in bytes.
+template <class... Pointers>
+int32_t alignment_of(uint64_t stride_bits, Pointers... rows) {
+  const uint64_t bits = (stride_bits | ... | reinterpret_cast<uint64_t>(rows)) | 16;
+  return static_cast<int32_t>(bits & -bits);
+}
+
 // What calls of equal shapes, strides and options have in common: all but where their tensors
 // begin. An op makes one for its own call, Python keeps one for many (flashsci/backends/cuda).
 template <class Params>
@@ -117,11 +124,9 @@ struct Prepared {
     call.describe_in(params);
   }
 
-  // The largest power of 2 up to 16 that divides all strides and addresses of rows.
   template <class... Pointers>
-  int32_t copy_bytes(const Pointers*... rows) const {
-    const uint64_t bits = (stride_bits | ... | reinterpret_cast<uint64_t>(rows)) | 16;
-    return static_cast<int32_t>(bits & -bits);
+  int32_t copy_bytes(Pointers... rows) const {
+    return alignment_of(stride_bits, rows...);
   }
 
   // launch(kernels) of the generations that run on the device, newest first, until one does not

@@ -17,8 +17,7 @@ Forward prepare(const Call& call, const Tensor& out) {
 
 // With the addresses of this call in `p`.
 cudaError_t launch(const Forward& prepared, FlashsciForwardParams p, void* stream) {
-  p.copy_bytes = prepared.copy_bytes(static_cast<const char*>(p.q), static_cast<const char*>(p.k),
-                                     static_cast<const char*>(p.v));
+  p.copy_bytes = prepared.copy_bytes(p.q, p.k, p.v);
   return prepared.launch_first([&](const Kernels& kernels) -> int {
     if (kernels.forward == nullptr) return cudaErrorNotSupported;
     const int64_t bytes[] = {kernels.forward_workspace == nullptr ? 0

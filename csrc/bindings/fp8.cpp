@@ -113,8 +113,7 @@ std::tuple<Tensor, Tensor> cuda_fp8_forward(
   p.call.out = out.mutable_data_ptr();
   p.call.out_strides = View(out).strides();
   p.call.lse = static_cast<float*>(lse.mutable_data_ptr());
-  const uint64_t bits = call.alignment_bits();
-  p.call.copy_bytes = static_cast<int32_t>(bits & -bits);
+  p.call.copy_bytes = alignment_of(call.stride_bits(), p.call.q, p.call.k, p.call.v);
   const auto error = static_cast<cudaError_t>(launch(p, call));
   FLASHSCI_CHECK(error != cudaErrorNotSupported,
                  "no float8_e4m3fn kernel serves this call on compute capability ",
