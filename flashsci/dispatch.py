@@ -36,9 +36,9 @@ def run(
         given = tensors.inner_contiguous()
         result: tuple[Tensor, Tensor] = _nodes().Forward.apply(plan.backend, *given, *plan.scalars)
         return result
-    if not plan.as_given:
-        tensors = plan.ready(tensors, needs_grad)
     direct = plain(tensors)
+    if not plan.as_given:
+        tensors = plan.ready(tensors, needs_grad, direct)
     if needs_grad:
         nodes = _nodes()
         apply = nodes.apply_directly if direct else nodes.EagerForward.apply

@@ -19,13 +19,18 @@ from torch import Tensor
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 
 
-def _with_inner_keys(bias: Tensor) -> Tensor:
-    """A copy whose keys are neighbours; rows begin at multiples of 16 bytes, which Hopper's copies need."""
-    rest = 0 if torch.compiler.is_compiling() else -bias.shape[-1] % (16 // bias.element_size())
-    if rest == 0:
+def with_inner_keys(bias: Tensor) -> Tensor:
+    """A copy whose keys are neighbours, laid out as :func:`empty_with_inner_keys` says."""
+    if torch.compiler.is_compiling():
         return bias.contiguous()
+    return empty_with_inner_keys(bias).copy_(bias)
+
+
+def empty_with_inner_keys(bias: Tensor) -> Tensor:
+    """A tensor for such a copy; rows begin at multiples of 16 bytes, which Hopper's copies need."""
+    rest = -bias.shape[-1] % (16 // bias.element_size())
     rows = bias.new_empty(*bias.shape[:-1], bias.shape[-1] + rest)
-    return rows[..., :-rest].copy_(bias)
+    return rows[..., : bias.shape[-1]] if rest else rows
 
 
 class Tensors(NamedTuple):
@@ -56,12 +61,14 @@ class Tensors(NamedTuple):
             and all(n == 1 or s != 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
         )
 
-    def inner_contiguous(self, of_bias: bool = True) -> Tensors:
-        """With copies of q, k, v where their last dim is not contiguous, which kernels need, and (``of_bias``) of such a bias:
-        they take it, but number by number and once more for every head and batch member that shares it."""
+    def inner_contiguous(
+        self, copied: Callable[[Tensor], Tensor] | None = with_inner_keys
+    ) -> Tensors:
+        """With copies of q, k, v where their last dim is not contiguous, which kernels need, and (by ``copied``, unless None) of
+        such a bias: they take it, but number by number and once more for every head and batch member that shares it."""
         q, k, v, bias, *others = self
-        if of_bias and bias is not None and self.has_strided_bias():
-            bias = _with_inner_keys(bias)
+        if copied is not None and bias is not None and self.has_strided_bias():
+            bias = copied(bias)
         elif q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             return self
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flashsci import registry
-from flashsci.ops import Saved, Scalars, Tensors
+from flashsci import bias_copy, registry
+from flashsci.ops import Saved, Scalars, Tensors, with_inner_keys
 
 
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -31,6 +31,7 @@ class Plan:
 
     __slots__ = (
         "_backwards",
+        "_copied",
         "_forward",
         "_leaves_bias",
         "as_given",
@@ -52,17 +53,21 @@ class Plan:
         self.leading = leading
         self.as_given = False  # whether kernels are known to take these tensors without a copy
         self._leaves_bias: bool | None = None  # to kernels that copy it themselves
+        self._copied: Callable[[Tensor], Tensor] = with_inner_keys  # how others get it
         self._forward: Callable[[Tensors], tuple[Tensor, Tensor]] | None = None
         self._backwards: dict[tuple[Any, ...], Callable[..., tuple[Tensor | None, ...]]] = {}
 
-    def ready(self, tensors: Tensors, needs_grad: bool) -> Tensors:
-        """The tensors as kernels take them, with copies where they must be."""
-        rows = tensors.inner_contiguous(of_bias=False)
+    def ready(self, tensors: Tensors, needs_grad: bool, direct: bool = False) -> Tensors:
+        """The tensors as kernels take them, with copies where they must be. ``direct``: they are plain (``ops.plain``)."""
+        rows = tensors.inner_contiguous(None)
         if self._leaves_bias is None:
             # A copy that the gradients need as well is made here, for both.
             strided = not needs_grad and rows.has_strided_bias() and hasattr(self.module, "copies_bias")  # fmt: skip
             self._leaves_bias = strided and self.module.copies_bias(rows, self.scalars)
-        given = rows if self._leaves_bias else rows.inner_contiguous()
+            if rows.has_strided_bias():
+                self._copied = bias_copy.choose(rows)
+        copied = self._copied if direct else with_inner_keys
+        given = rows if self._leaves_bias else rows.inner_contiguous(copied)
         self.as_given = given is tensors
         return given
 
