@@ -306,14 +306,20 @@ def _calls() -> Iterable[Case]:
         samples = {"B": 16, "mask": (16, 1, 1, 384), **shared}
         diffusion = call(f"diffusion-{dtype}", 384, dtype=dtype, D=48, **samples)
         yield from both(diffusion, HEADS_INSIDE, ONE_LAYER)
+    yield from model(
+        call("diffusion-bf16-bias16", 384, D=48, **{**samples, "bias_dtype": "bf16"}),
+        HEADS_INSIDE,
+        ONE_LAYER,
+    )
     atoms = {"H": 4, "D": 32, "bias_grad": True}
     atoms |= {"B": 16, "N": 144, "bias": (1, 144, 4, 32, 128), "mask": (16, 144, 1, 1, 128)}
     yield from both(call("atoms-fp32", 32, 128, dtype="fp32", **atoms), HEADS_INSIDE, ONE_LAYER)
     # Boltz-2 repeats the bias for every sample.
     b = 16 * 144
     atoms |= {"B": b, "N": None, "bias": (b, 4, 32, 128), "mask": (b, 1, 1, 128)}
-    repeated = call("atoms-repeated-fp32", 32, 128, dtype="fp32", **atoms)
-    yield from model(repeated, HEADS_INSIDE, ONE_LAYER)
+    for dtype in ("bf16", "fp32"):
+        repeated = call(f"atoms-repeated-{dtype}", 32, 128, dtype=dtype, **atoms)
+        yield from model(repeated, HEADS_INSIDE, ONE_LAYER)
 
     # Force fields with attention over neighbours: head dims that no tile was made for.
     yield from model(

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import flashsci
 from flashsci import registry
+from flashsci.ops import Saved, Scalars, Tensors
+from flashsci.problem import Problem
 
 _NAMES = {
     torch.float64: "fp64",
@@ -66,7 +68,7 @@ def _note(
     plain = {n: x for n, x in given.items() if n not in tensors and x not in (None, False, 0.0)}
     gradients = None
     if problem.requires_grad and chosen is not None:
-        gradients = registry.gradients(chosen, problem).backend
+        gradients = registry.gradients(chosen, problem, _in_place(tensors, problem)).backend
     note = {
         "shapes": {name: list(x.shape) for name, x in tensors.items()},
         "strides": {name: list(x.stride()) for name, x in tensors.items()},
@@ -79,6 +81,22 @@ def _note(
     entry = _log.setdefault(repr(note), {**note, "count": 0})
     entry["count"] += 1
     return entry
+
+
+def _in_place(tensors: dict[str, Tensor], problem: Problem) -> bool:
+    """Whether Hopper's backward takes bias and mask as they lie in memory, or as a copy does that is made of them."""
+    cuda = registry.BACKENDS["cuda"].load()
+    with torch.no_grad():
+        named = {n: tensors.get(n) for n in ("q", "k", "v", "bias", "key_weight", "mask")}
+        given = Tensors(**named).inner_contiguous()
+    wanted = (given.q, given.k, given.v, given.bias)
+    need = sum(1 << i for i, x in enumerate(wanted) if x is not None)
+    window = problem.window_left, problem.window_right
+    scalars = Scalars(
+        -1, -1, 1.0, problem.softcap, *window, problem.lower_right, problem.dropout_p, problem.precision,
+        problem.deterministic,
+    )  # fmt: skip
+    return bool(cuda.hopper_takes(Saved(given, given.q, given.q, scalars), need))
 
 
 def _followed(out: Tensor, note: dict) -> Tensor:

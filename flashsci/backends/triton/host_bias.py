@@ -59,7 +59,13 @@ COPIED_KEYS, COPIED_HEADS = 64, 16  # a tile of copy_bias.py
 
 
 @functools.lru_cache(maxsize=1024)
-def _copy(device: torch.device, shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> Launch:  # fmt: skip
+def _copy(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    source: tuple[int, ...],
+    target: tuple[int, ...],
+) -> Launch:
     """The launch that copies a bias of these strides to those."""
     batch0, batch1, heads, rows, keys = (1, 1, 1, 1, 1, *shape)[-5:]
     of_tile = min(COPIED_HEADS, triton.next_power_of_2(heads))
@@ -74,5 +80,7 @@ def _copy(device: torch.device, shape: tuple[int, ...], source: tuple[int, ...],
 def copied(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """``target``, of source's shape and up to 5 dims, filled with what source holds."""
     if source.numel():
-        _copy(source.device, tuple(source.shape), source.stride(), target.stride())(source, target)
+        _copy(source.device, source.dtype, tuple(source.shape), source.stride(), target.stride())(
+            source, target
+        )
     return target
