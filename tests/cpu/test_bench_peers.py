@@ -139,6 +139,23 @@ def test_fa3_library_is_asked_for(tmp_path):
         fa3.load(str(broken))
 
 
+def test_fa3_under_another_name(monkeypatch, tmp_path):
+    """The build that was loaded last is the one that is called."""
+    names = SimpleNamespace(flash_attn_3=SimpleNamespace(fwd="old"), fa3_fwd=SimpleNamespace())
+    monkeypatch.setattr(torch, "ops", names)
+    names.load_library = lambda path: setattr(names.fa3_fwd, "fwd", path)
+    library = tmp_path / "_C.so"
+    library.touch()
+    assert fa3.load(str(library)) is names.fa3_fwd
+    (tmp_path / "again.so").touch()
+    assert fa3.load(str(tmp_path / "again.so")) is names.flash_attn_3
+    del names.flash_attn_3.fwd, names.fa3_fwd.fwd
+    names.load_library = lambda path: None
+    (tmp_path / "other.so").touch()
+    with pytest.raises(Unsupported, match="registers neither of flash_attn_3, fa3_fwd"):
+        fa3.load(str(tmp_path / "other.so"))
+
+
 def triangle_attention(
     q, k, v, bias, mask=None, scale=None, return_aux=False, *, kv_lengths=None
 ):  # fmt: skip
