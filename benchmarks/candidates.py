@@ -19,7 +19,10 @@ from benchmarks.inputs import Inputs, Unsupported
 from flashsci import registry
 
 OURS = (*registry.BACKENDS, *registry.GENERATIONS, registry.EAGER.name, "auto")
-BASELINES = (*(f"sdpa:{kernel}" for kernel in peers.SDPA_KERNELS), "math", "flex", "fa3", "cueq")
+BASELINES = (
+    *(f"sdpa:{kernel}" for kernel in peers.SDPA_KERNELS),
+    *("math", "flex", "fa3", "cueq", "turbo"),
+)
 BASE = "@base"  # ends the names of the backends of another revision
 
 
@@ -68,6 +71,7 @@ def candidate(name: str, inputs: Inputs) -> Callable[[], Tensor]:
         "math": peers.plain_math,
         "flex": peers.flex,
         "cueq": peers.cuequivariance,
+        "turbo": peers.turbopairformer,
         "fa3": fa3.candidate,
     }
     return others[name](inputs)

@@ -65,8 +65,8 @@ def bench(
     backends: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: triton, cuda, sdpa:flash, ..., math, flex, fa3, cueq, or ours, "
-            "baselines, choices (of auto)."
+            help="Comma-separated: triton, cuda, sdpa:flash, ..., math, flex, fa3, cueq, turbo, or "
+            "ours, baselines, choices (of auto)."
         ),
     ] = "",
     order: Annotated[

@@ -2,7 +2,8 @@
 
 Any build that registers torch.ops.flash_attn_3 will do. One that needs no compiling is in the
 xformers wheel (docs/bench.md says how to get it); it was linked against CUDA 12, whose runtime must be
-loaded before it and may lie next to it.
+loaded before it and may lie next to it. It has no 8-bit floats; the wheel of fa3-fwd has, under another
+name and without a backward.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks.peers import collapsed
 
 VARIABLE = "FLASHSCI_FA3"
 RUNTIME = "libcudart.so.12"
+NAMES = ("flash_attn_3", "fa3_fwd")  # of torch.ops, by build
 
 
 def candidate(x: Inputs) -> Callable[[], Tensor]:
@@ -53,7 +55,7 @@ def refuses(x: Inputs) -> str | None:
 
 @cache
 def load(path: str) -> Any:
-    """torch.ops.flash_attn_3 with its kernels."""
+    """torch.ops.flash_attn_3, or as this build calls it, with its kernels."""
     if not path:
         raise Unsupported(f"no library: --fa3 PATH or {VARIABLE}=PATH (docs/bench.md)")
     library = Path(path).resolve()
@@ -65,11 +67,20 @@ def load(path: str) -> Any:
             break
         except OSError:  # the next place; a library that does not need it loads all the same
             continue
+    before = _registered()
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
         raise Unsupported(f"{library} cannot be loaded: {error.__cause__ or error}") from error
-    return torch.ops.flash_attn_3
+    found = _registered()
+    name = next((n for n in found if n not in before), next(iter(found), None))
+    if name is None:
+        raise Unsupported(f"{library} registers neither of {', '.join(NAMES)} in torch.ops")
+    return getattr(torch.ops, name)
+
+
+def _registered() -> list[str]:
+    return [name for name in NAMES if hasattr(getattr(torch.ops, name), "fwd")]
 
 
 def _wheel_runtimes() -> list[Path]:

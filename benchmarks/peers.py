@@ -1,5 +1,5 @@
 """What flashsci is compared with: every kernel of PyTorch's SDPA, the formula in plain PyTorch, compiled
-FlexAttention, cuEquivariance. (FlashAttention-3 is in fa3.py.)
+FlexAttention, cuEquivariance, TurboPairFormer. (FlashAttention-3 is in fa3.py.)
 
 What an API needs per call (merging bias and mask for SDPA, say) is inside the timed function; what
 a user would prepare once (FlexAttention's block mask, padding indices) is not.
@@ -232,7 +232,25 @@ def flex(x: Inputs) -> Callable[[], Tensor]:
         )
         return out.reshape((*x.q.shape[:-1], case.Dv))
 
-    return _first_error_as_reason(call)
+    return first_error_as_reason(call)
+
+
+def _triangle(x: Inputs) -> Callable[[Tensor], Tensor]:
+    """Refuse what is no triangle attention. How tensors of the case are seen as [B, N, ...], with a bias [B, 1, ...] that
+    all N rows share: members with one bias are the rows of one, members with a bias each have one row."""
+    case = x.case
+    if case.lens or x.bias is None or case.causal or case.window or case.Hk != case.H:
+        raise Unsupported("it does triangle attention only: dense, with a bias, not causal")
+    dim = 0 if x.bias.shape[0] == 1 else 1
+
+    def rows(t: Tensor) -> Tensor:
+        return t if t.dim() == 5 else t.unsqueeze(dim)
+
+    if rows(x.bias).shape[1] != 1:
+        raise Unsupported("its bias is shared by all rows; this case has one for each")
+    if x.mask is not None and rows(x.mask).shape[2:4] != (1, 1):
+        raise Unsupported("its mask is one of keys; this case has one of pairs")
+    return rows
 
 
 def cuequivariance(x: Inputs) -> Callable[[], Tensor]:
@@ -244,29 +262,48 @@ def cuequivariance(x: Inputs) -> Callable[[], Tensor]:
         raise Unsupported(
             f"{error}; pip install cuequivariance_torch cuequivariance_ops_torch_cu13"
         ) from error
-    case = x.case
-    if case.lens or x.bias is None or case.causal or case.window or case.Hk != case.H:
-        raise Unsupported("it does triangle attention only: dense, with a bias, not causal")
-
-    def rows(t: Tensor) -> Tensor:  # one row per batch member where the case has none
-        return t if t.dim() == 5 else t[:, None]
-
-    bias, mask = rows(x.bias), None if x.mask is None else rows(x.mask)
-    if bias.shape[1] != 1:
-        raise Unsupported("its bias is shared by all rows; this case has one for each")
-    if mask is not None and mask.shape[2:4] != (1, 1):
-        raise Unsupported("its mask is one of keys; this case has one of pairs")
+    case, rows = x.case, _triangle(x)
+    mask = None
+    if x.mask is not None:
+        mask = rows(x.mask).expand(*rows(x.q).shape[:2], 1, 1, case.Sk).contiguous()
 
     def call() -> Tensor:
         q, k, v = rows(x.q), rows(x.k), rows(x.v)
         shape = (q.shape[0], 1, case.H, case.Sq, case.Sk)
         out = triangle_attention(q, k, v, bias=rows(x.bias).expand(shape), mask=mask)
-        return out.view((*x.q.shape[:-1], case.Dv))
+        return out.reshape((*x.q.shape[:-1], case.Dv))
 
-    return _first_error_as_reason(call)
+    return first_error_as_reason(call)
 
 
-def _first_error_as_reason(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def turbopairformer(x: Inputs) -> Callable[[], Tensor]:
+    """TurboPairFormer's triangle attention, bf16 on Hopper. Its mask is added to the scores, an fp32 bias is rounded to bf16
+    and so is its gradient, and out comes as [B, N, S, H, D]."""
+    try:
+        from turbopairformer import turbo_attention
+    except ImportError as error:
+        raise Unsupported(f"{error}; pip install turbopairformer, see docs/bench.md") from error
+    case, rows = x.case, _triangle(x)
+    if case.dtype != "bf16":
+        raise Unsupported(f"it has no {case.dtype}")
+    if case.Sq != case.Sk:
+        raise Unsupported("it has as many keys as queries")
+    if case.D > 64 or case.Dv != case.D:
+        raise Unsupported("its head dims are at most 64, and D = Dv")
+    mask = None
+    if x.mask is not None:  # which a model adds up once, for all its layers
+        keep = rows(x.mask).expand(*rows(x.q).shape[:2], 1, 1, case.Sk)
+        mask = torch.zeros(keep.shape, device=keep.device).masked_fill(~keep, float("-inf"))
+
+    def call() -> Tensor:
+        bias = rows(x.bias).expand(-1, 1, case.H, case.Sq, case.Sk)
+        out = turbo_attention(rows(x.q), rows(x.k), rows(x.v), mask, bias)
+        return out.transpose(-3, -2).reshape(x.q.shape)
+
+    return first_error_as_reason(call)
+
+
+def first_error_as_reason(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Run once; a library's own errors have no common base class."""
     try:
         call()

@@ -30,6 +30,7 @@ _LOOKS = {
     "math": ("#6c757d", "+"),
     "flex": ("#7b2cbf", "P"),
     "cueq": ("#588157", "*"),
+    "turbo": ("#b5838d", "X"),
 }
 _LOOK_OF_OTHERS = ("#444444", ".")
 _WIDTH = 4.0  # inches of one panel

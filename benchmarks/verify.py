@@ -58,7 +58,8 @@ class Sample:
 
     @cached_property
     def coarse_judge(self) -> Judge:
-        """For SDPA, which takes a bias in the dtype of q only: what it can be asked for."""
+        """For SDPA, which takes a bias in the dtype of q only, and TurboPairFormer, which rounds it to that: what they can be
+        asked for."""
         bias = self.call.bias
         if bias is None or bias.dtype == self.call.q.dtype:
             return self.judge
@@ -142,7 +143,7 @@ class Sample:
     def verdicts(self, name: str, function: Function, passes: Sequence[str]) -> dict[str, Verdict]:
         """Run a candidate at full size and judge the sample of its results, by pass."""
         x = self.inputs
-        judge = self.coarse_judge if name.startswith("sdpa") else self.judge
+        judge = self.coarse_judge if name.startswith(("sdpa", "turbo")) else self.judge
         out = function()
         found = {"forward": self._verdict(judge, {"out": out.detach()})}
         if "backward" in passes:

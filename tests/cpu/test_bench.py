@@ -269,7 +269,9 @@ def test_compiling_ahead_hides_what_goes_wrong(monkeypatch):
 def test_names_of_candidates():
     gpu = torch.device("cuda")
     assert candidates.names_of([], gpu)[:2] == ["triton", "cuda"]
-    assert {"flex", "fa3", "cueq", "sdpa:cudnn"} <= set(candidates.names_of(["baselines"], gpu))
+    assert {"flex", "fa3", "cueq", "turbo", "sdpa:cudnn"} <= set(
+        candidates.names_of(["baselines"], gpu)
+    )
     assert candidates.names_of(["cuda", "flex"], gpu, base=True) == ["cuda", "cuda@base", "flex"]
     with pytest.raises(bench.BenchError, match="no candidate named 'xformers'"):
         candidates.names_of(["xformers"], gpu)

@@ -1,4 +1,4 @@
-"""The peers: what is put around SDPA, FlashAttention-3 and cuEquivariance computes what the reference does.
+"""The peers: what is put around SDPA, FlashAttention-3 and those of triangle attention computes what the reference does.
 
 The libraries themselves need a GPU; here stand-ins with their signatures take their place.
 """
@@ -6,6 +6,7 @@ The libraries themselves need a GPU; here stand-ins with their signatures take t
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import flashsci
 from benchmarks import Case, candidates, fa3, peers
+from benchmarks.cases import HEADS_INSIDE, HEADS_LAST
 from benchmarks.inputs import Unsupported, make_inputs
 
 CPU = torch.device("cpu")
@@ -137,7 +139,26 @@ def test_fa3_library_is_asked_for(tmp_path):
         fa3.load(str(broken))
 
 
-def triangle_attention(q, k, v, bias, mask=None, scale=None, return_aux=False):
+def test_fa3_under_another_name(monkeypatch, tmp_path):
+    """The build that was loaded last is the one that is called."""
+    names = SimpleNamespace(flash_attn_3=SimpleNamespace(fwd="old"), fa3_fwd=SimpleNamespace())
+    monkeypatch.setattr(torch, "ops", names)
+    names.load_library = lambda path: setattr(names.fa3_fwd, "fwd", path)
+    library = tmp_path / "_C.so"
+    library.touch()
+    assert fa3.load(str(library)) is names.fa3_fwd
+    (tmp_path / "again.so").touch()
+    assert fa3.load(str(tmp_path / "again.so")) is names.flash_attn_3
+    del names.flash_attn_3.fwd, names.fa3_fwd.fwd
+    names.load_library = lambda path: None
+    (tmp_path / "other.so").touch()
+    with pytest.raises(Unsupported, match="registers neither of flash_attn_3, fa3_fwd"):
+        fa3.load(str(tmp_path / "other.so"))
+
+
+def triangle_attention(
+    q, k, v, bias, mask=None, scale=None, return_aux=False, *, kv_lengths=None
+):  # fmt: skip
     """Signature and rules of cuequivariance_torch.triangle_attention."""
     b, n, h, s, _ = q.shape
     assert bias.shape == (b, 1, h, s, k.shape[3])
@@ -152,20 +173,62 @@ def cuequivariance(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuequivariance_torch", module)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        small(N=16, bias=(1, 1, 2, 16, 16), bias_grad=True, mask=(1, 16, 1, 1, 16)),
-        small(B=3, bias=(3, 2, 16, 16), bias_grad=True),
-        small(B=3, bias=(1, 2, 16, 16), bias_grad=True),
-    ],
-    ids=["triangle", "a bias for each", "one bias"],
-)
-def test_cuequivariance_computes_the_same(case, cuequivariance):
-    x = make_inputs(case, CPU)
+def turbo_attention(q, k, v, res_mask=None, pair_bias=None):
+    """Signature, rules and layout of turbopairformer.turbo_attention, but for the rounding of a bias."""
+    *prefix, n, h, s, d = q.shape
+    assert q.shape == k.shape == v.shape and q.dtype is torch.bfloat16 and prefix and d <= 64
+    assert pair_bias.shape[-4:] == (1, h, s, s)
+    assert pair_bias.dtype in (torch.bfloat16, torch.float32)
+    mask = None
+    if res_mask is not None:
+        assert res_mask.shape[-4:] == (n, 1, 1, s) and res_mask.dtype is torch.float32
+        mask = res_mask == 0
+        assert (mask | res_mask.isneginf()).all()
+    out = flashsci.attention(q, k, v, bias=pair_bias, mask=mask, backend="reference")
+    return out.transpose(-3, -2).contiguous()
+
+
+@pytest.fixture
+def turbopairformer(monkeypatch):
+    module = ModuleType("turbopairformer")
+    module.turbo_attention = turbo_attention
+    monkeypatch.setitem(sys.modules, "turbopairformer", module)
+
+
+TRIANGLES = {
+    "triangle": small(N=16, bias=(1, 1, 2, 16, 16), bias_grad=True, mask=(1, 16, 1, 1, 16)),
+    "as models have it": small(
+        N=16, bias=(1, 1, 2, 16, 16), bias_grad=True, mask=(1, 1, 1, 1, 16),
+        layout=HEADS_INSIDE, bias_layout=HEADS_LAST,
+    ),
+    "a bias for each": small(B=3, bias=(3, 2, 16, 16), bias_grad=True, mask=(1, 1, 1, 16)),
+    "one bias": small(B=3, bias=(1, 2, 16, 16), bias_grad=True, mask=(3, 1, 1, 16)),
+    "two batch dims": small(B=2, N=3, bias=(1, 1, 2, 16, 16), bias_grad=True),
+    "of keys": small(B=3, bias=(3, 1, 1, 16), bias_grad=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRIANGLES)
+def test_cuequivariance_computes_the_same(name, cuequivariance):
+    x = make_inputs(TRIANGLES[name], CPU)
     agree(candidates.candidate("cueq", x), x)
 
 
+@pytest.mark.parametrize("bias_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", TRIANGLES)
+def test_turbopairformer_computes_the_same(name, bias_dtype, turbopairformer):
+    x = make_inputs(replace(TRIANGLES[name], dtype="bf16", bias_dtype=bias_dtype), CPU)
+    agree(candidates.candidate("turbo", x), x)
+
+
+def test_one_bias_is_handed_over_once():
+    """Members that share a bias are rows of one: expanded, it would be as large as all of their scores."""
+    x = make_inputs(small(dtype="bf16", B=3, bias=(1, 2, 16, 16), bias_dtype="fp32"), CPU)
+    rows = peers._triangle(x)
+    assert rows(x.q).shape == (1, 3, 2, 16, 8) and rows(x.bias).shape == (1, 1, 2, 16, 16)
+
+
+@pytest.mark.parametrize("name", ["cueq", "turbo"])
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
@@ -174,9 +237,31 @@ def test_cuequivariance_computes_the_same(case, cuequivariance):
         (small(N=2, bias=(1, 1, 2, 16, 16), mask=(1, 2, 1, 16, 16)), "one of pairs"),
     ],
 )
-def test_cuequivariance_refuses_with_a_reason(case, reason, cuequivariance):
+def test_triangles_are_all_they_do(name, case, reason, cuequivariance, turbopairformer):
     with pytest.raises(Unsupported, match=reason):
-        peers.cuequivariance(make_inputs(case, CPU))
+        candidates.candidate(name, make_inputs(case, CPU))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": "fp32"}, "no fp32"),
+        ({"dtype": "fp16"}, "no fp16"),
+        ({"Sk": 24, "bias": (1, 2, 16, 24)}, "as many keys as queries"),
+        ({"D": 72}, "at most 64"),
+        ({"Dv": 16}, "D = Dv"),
+    ],
+)
+def test_turbopairformer_refuses_with_a_reason(options, reason, turbopairformer):
+    case = small(**{"dtype": "bf16", "bias": (1, 2, 16, 16)} | options)
+    with pytest.raises(Unsupported, match=reason):
+        candidates.candidate("turbo", make_inputs(case, CPU))
+
+
+def test_turbopairformer_absent(monkeypatch):
+    monkeypatch.setitem(sys.modules, "turbopairformer", None)
+    with pytest.raises(Unsupported, match="pip install turbopairformer"):
+        candidates.candidate("turbo", make_inputs(small(), CPU))
 
 
 def test_cuequivariance_absent(monkeypatch):

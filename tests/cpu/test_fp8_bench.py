@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import flashsci
 from benchmarks import fp8
+from benchmarks.inputs import Unsupported
 
 CPU = torch.device("cpu")
 SMALL = fp8.Cell(seq=300, dim=32, heads=2)
@@ -31,6 +34,31 @@ def test_measures(cell, capsys):
     said = capsys.readouterr().out
     assert "no cudnn: it runs on GPUs only" in said and "no fa3" in said
     assert all(r["flops_per_second"] > 0 for r in records)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention_3(causal):
+    """Its op, as fp8.py calls it, on the reference: layout [B, S, H, D], a scale for each head, splits by choice."""
+
+    def fwd(q, k, v, *, q_descale, k_descale, v_descale, softmax_scale, is_causal, num_splits):
+        assert q.shape == (1, 300, 2, 32) and q.dtype is torch.float8_e4m3fn and num_splits == 1
+        scales = {"q_scale": q_descale, "k_scale": k_descale, "v_scale": v_descale}
+        assert all(s.shape == (1, 2) and s.dtype is torch.float32 for s in scales.values())
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        options = {"scale": softmax_scale, "causal": is_causal, "backend": "reference"}
+        return flashsci.attention(q, k, v, **scales, **options).transpose(1, 2), None, None, None
+
+    cell = replace(SMALL, causal=causal)
+    x = fp8.problem_of(cell, CPU)
+    out = fp8._fa3(SimpleNamespace(fwd=fwd), cell, x)()
+    assert fp8.problems(cell, x, "fa3", out) == []
+    assert fp8.problems(cell, x, "fa3", 1.5 * out) != []
+
+    def none(*_, **__):
+        raise RuntimeError("This flash attention build does not support fp8.")
+
+    with pytest.raises(Unsupported, match="does not support fp8"):
+        fp8._fa3(SimpleNamespace(fwd=none), cell, x)
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
