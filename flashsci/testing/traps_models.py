@@ -361,3 +361,26 @@ def lse_of_other_tensor_cores(backend: str, device: torch.device) -> None:
 
     dims = (16, 64, 128, 256) if full else (16,)
     each_served(functools.partial(part, dtype, dim) for dtype in DTYPES for dim in dims)
+
+
+@trap()
+def large_bias_of_a_linear(backend: str, device: torch.device) -> None:
+    """A bias with keys that are not neighbours in memory, large enough that a kernel copies it, and of one shape in several
+    dtypes: with and without a gradient, which lies as the bias does."""
+    full = device.type == "cuda"
+    s, heads = (
+        (144, 14) if full else (12, 3)
+    )  # 14: a tile of heads is not full; 144: nor the last of keys
+    case = Case(seed=50, lead=(2,), heads_k=heads, seq_q=s, seq_k=s, bias_view="linear", dout_scale=1e-3)  # fmt: skip
+    owned, shared = (2, heads, s, s), (1, heads, s, s)
+    parts: list[Callable[[], None]] = []
+    for shape, wide, learnt in itertools.product((owned, shared), (False, True), (False, True)):
+        variant = Variant(bias="pair", bias_float=wide, bias_grad=learnt)
+        parts += judged(
+            backend, device, replace(case, variant=variant, bias_shape=shape), dtypes=DTYPES if full else ("float32",)
+        )  # fmt: skip
+    if full:  # rows that begin at no multiple of 16 bytes
+        odd = replace(case, seq_k=139, bias_shape=(1, heads, s, 139))
+        variant = Variant(bias="pair", bias_grad=True)
+        parts += judged(backend, device, replace(odd, variant=variant))
+    each_served(parts)

@@ -22,7 +22,7 @@ KERNELS = {
     "forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel", "small_backward_kernel",
     "small_shared_backward_kernel",
     "jvp_kernel", "double_backward_queries_kernel", "double_backward_keys_kernel", "double_backward_bias_kernel",
-    "double_backward_small_kernel",
+    "double_backward_small_kernel", "copy_bias_kernel",
 }  # fmt: skip
 
 
@@ -111,6 +111,7 @@ def compile_for(architecture: int) -> list[dict]:
 
     ops, launched = recorder(architecture)
     from flashsci.backends.triton.arguments import RUNTIME
+    from flashsci.backends.triton.host_bias import copied
     from flashsci.check.machine_code import undefined_in
 
     report = []
@@ -122,6 +123,12 @@ def compile_for(architecture: int) -> list[dict]:
         ops["triton_forward"](*tensors, *scalars)
         ops["triton_backward"](*backward)
         ops["triton_double_backward"](*double_backward)
+        if (
+            tensors[3] is not None and tensors[3].dim() == 4
+        ):  # as a Linear leaves it, and its gradient
+            bias = tensors[3].contiguous(memory_format=torch.channels_last)
+            copied(bias, torch.empty_like(tensors[3]))
+            copied(torch.empty_like(tensors[3]), bias)
         for kernel, args, options in launched:
             compiled = compile_launch(kernel, args, options, architecture)
             ptx, source = compiled.asm["ptx"], compiled.src
