@@ -169,11 +169,25 @@ def check_head_dims(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def widened(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A 16-bit bias beside wider q, k, v, as a layer under autocast leaves it, in their dtype: exact, and differentiable."""
+    if bias is None or bias.dtype is dtype or bias.dtype not in _HALVES or dtype in _HALVES:
+        return bias
+    return bias.to(dtype)
+
+
 def check_bias_dtype(bias: Tensor, dtype: torch.dtype) -> None:
+    """Of a bias that :func:`widened` has seen."""
     if bias.dtype == torch.bool:
         raise TypeError("bias is a bool tensor; a bool pattern goes in mask= (True = attend)")
     if bias.dtype not in (dtype, torch.float32):
-        raise TypeError(f"bias must have q's dtype ({dtype}) or float32, got {bias.dtype}")
+        narrower = "" if dtype in _HALVES else ", bfloat16, float16"
+        raise TypeError(
+            f"bias must have q's dtype ({dtype}){narrower} or float32, got {bias.dtype}"
+        )
 
 
 def check_key_weight_dtype(key_weight: Tensor, dtype: torch.dtype) -> None:

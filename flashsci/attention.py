@@ -54,7 +54,7 @@ def attention(
             h uses key head ``h // (Hq // Hk)``).
         v: values ``[..., Hk, Sk, Dv]``.
         bias: added to the scores, in natural-log units; broadcastable to ``[..., Hq, Sq, Sk]``, q's
-            dtype or float32, any strides, -inf allowed. Its gradient has its own shape and dtype,
+            dtype or float32 (beside float32 q also 16 bits), any strides, -inf allowed. Its gradient has its own shape and dtype,
             accumulated in float32 or better. Where its keys are not neighbours in memory (``[..., Sq,
             Sk, Hq]`` with heads moved forward) and nothing of it is expanded, kernels read a copy.
         key_weight: multiplies the exponential of every score of its key, ``P = w e^S / sum w e^S``:
@@ -158,6 +158,7 @@ def attention(
         causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
     )
     q, k, v = autocast(q, k, v)
+    bias = arguments.widened(bias, q.dtype)
     needs_grad = arguments.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
     plan = _plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
     # A seed without dropout is nothing that a kernel should read.

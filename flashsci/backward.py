@@ -114,6 +114,7 @@ def attention_backward(
     else:
         dropout_seed = seed_for(q, options.dropout_p, dropout_seed)
     needs_grad = arguments.needs_grad(dout, dlse, q, k, v, bias, key_weight, alibi_slopes, out, lse)
+    given_bias, bias = bias, arguments.widened(bias, q.dtype)
     kernel_bias, bias_offsets, kernel_weight = bias, None, key_weight
     if cu_seqlens_q is None:
         call = describe(q, k, v, bias, key_weight, mask, alibi_slopes, None, options, needs_grad)
@@ -190,6 +191,8 @@ def attention_backward(
     dbias, dweight = (
         None if x is None else g.reshape(x.shape) for g, x in ((dbias, bias), (dweight, key_weight))
     )
+    if given_bias is not None and dbias is not None:
+        dbias = dbias.to(given_bias.dtype)
     return Gradients(dq, dk, dv, dbias, dweight)
 
 

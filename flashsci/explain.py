@@ -60,6 +60,8 @@ def explain(
         call = fp8.describe(q, k, v, fp8.Given(**of_fp8, **others), shared, edges)
         return registry.explain(registry.problem_of(*call), *registry.requested(backend))
     q, k, v = autocast(q, k, v)
+    if "bias" in others:
+        others["bias"] = arguments.widened(others["bias"], q.dtype)
     needs_grad = arguments.needs_grad(q, k, v, *others.values())
     offsets = {name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if packed}
     describe = describe_packed if packed else describe_dense

@@ -61,7 +61,7 @@ def varlen_attention(
             sequence beyond a bound that is too small are not specified.
         bias: per pair, ``[Hb, sum_n Sq_n * Sk_n]`` with Hb = 1 or Hq, the row-major blocks ``[Sq_n,
             Sk_n]`` one after the other; or per key, ``[Hb, Tk]`` or ``[Hb, 1, Tk]``. q's dtype or
-            float32; its gradient has its own shape.
+            float32 (beside float32 q also 16 bits); its gradient has its own shape.
         key_weight: ``[Tk]`` or ``[Hw, Tk]`` with Hw = 1 or Hk; as in :func:`flashsci.attention`.
         alibi_slopes: ``[Hq]`` or ``[N, Hq]``, one for each sequence; as in :func:`flashsci.attention`, with
             positions and ``align`` of each sequence.
@@ -109,6 +109,7 @@ def varlen_attention(
         longest = max_seqlen_q, max_seqlen_k
         return fp8.packed(q, k, v, edges, longest, given, options, validate, backend)
     q, k, v = autocast(q, k, v)
+    bias = arguments.widened(bias, q.dtype)
     needs_grad = arguments.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
     plan = _plan(
         q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), bias, key_weight, alibi_slopes, sink, options,

@@ -183,7 +183,7 @@ def test_dtype_of_bias_and_mask():
         Q,
         K,
         K,
-        bias=draw(5, 6).half(),
+        bias=draw(5, 6).double(),
     )
     refuses(TypeError, "mask must be a bool tensor", flashsci.attention, Q, K, K, mask=draw(5, 6))
 
