@@ -297,7 +297,7 @@ def _sums_bias_on_chip(saved: Saved, need: int) -> bool:
         q.dtype != torch.float32
         and max(dims) <= 32
         and not any(dim % 8 for dim in dims)
-        and q.shape[-3] == k.shape[-3]
+        and q.shape[-3:-2] == k.shape[-3:-2]
     )
     rows, keys = q.shape[-2], k.shape[-2]
     whole = rows > 64 and keys > 64 and owned[2:] == (lead[2], rows, keys)
