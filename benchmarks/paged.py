@@ -105,16 +105,25 @@ def candidates(cell: Cell, x: PagedInputs, names: list[str]) -> dict[str, Callab
     """Those of the names that have this call."""
     found: dict[str, Callable[[], Tensor]] = {}
     for name in names:
-        if name != "fa3":
-            found[name] = partial(flashsci.paged_attention, x.q, x.k_cache, x.v_cache, **x.options, backend=name)  # fmt: skip
-            continue
         try:
-            if cell.cache != cell.dtype:
-                raise Unsupported("an 8-bit cache needs 8-bit queries there")
-            found[name] = _fa3(fa3.load(os.environ.get(fa3.VARIABLE, "")), x)
+            found[name] = _fa3_of(cell, x) if name == "fa3" else _ours(x, name)
         except Unsupported as reason:
-            print(f"{cell.id}: no fa3: {reason}")
+            print(f"{cell.id}: no {name}: {reason}")
     return found
+
+
+def _ours(x: PagedInputs, name: str) -> Callable[[], Tensor]:
+    """One of our backends, never another in its place."""
+    asked = flashsci.explain(x.q, x.k_cache, x.v_cache, **x.options, backend=name)
+    if asked.reasons[name] is not None:
+        raise Unsupported(asked.reasons[name])
+    return partial(flashsci.paged_attention, x.q, x.k_cache, x.v_cache, **x.options, backend=name)
+
+
+def _fa3_of(cell: Cell, x: PagedInputs) -> Callable[[], Tensor]:
+    if cell.cache != cell.dtype:
+        raise Unsupported("an 8-bit cache needs 8-bit queries there")
+    return _fa3(fa3.load(os.environ.get(fa3.VARIABLE, "")), x)
 
 
 def _fa3(ops: Any, x: PagedInputs) -> Callable[[], Tensor]:
@@ -198,7 +207,7 @@ def table(records: list[dict]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paged", description=__doc__)
-    parser.add_argument("--backends", default="triton,fa3", help="comma-separated")
+    parser.add_argument("--backends", default="triton,cuda,fa3", help="comma-separated")
     parser.add_argument("--case", default="", help="only cases whose name has this")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
     parser.add_argument(

@@ -58,8 +58,8 @@ def paged_attention(
             times these is K and V. None: 1. They multiply scores and output, in float32.
         return_lse: also return the lse.
         out: ``[T, Hq, Dv]`` in q's dtype with a contiguous last dim, to be filled and returned; None for a new one.
-        backend: as in :func:`flashsci.attention`; "triton" and "reference" have paged calls. "auto" is triton on a GPU,
-            reference elsewhere, which reads lengths on the host.
+        backend: as in :func:`flashsci.attention`; "triton", "cuda" (Hopper, 16-bit caches) and "reference" have paged calls.
+            "auto" is triton on a GPU, reference elsewhere, which reads lengths on the host.
 
     Returns:
         out ``[T, Hq, Dv]``; with ``return_lse`` also the lse ``[Hq, T]``, natural log, float32 (float64 for float64), the sink
@@ -129,7 +129,7 @@ def write_kv_cache(
             cache does not have are skipped. Of two tokens for one slot, either may win.
         k_scale, v_scale: positive float32, ``[]`` or ``[1]`` (one for all) or ``[Hk]``: what is stored is the token divided by
             these, rounded to nearest; in an 8-bit float, what is too large becomes its largest number. None: 1.
-        backend: as in :func:`paged_attention`.
+        backend: as in :func:`paged_attention`; "cuda" runs Triton's kernel.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, or a tensor that requires grad.
@@ -166,10 +166,12 @@ def write_kv_cache(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         _check_scale(name, scale, key, (heads_k,), "[Hk]")
     features = _features(k_cache)
-    name = _decide(*registry.call(key, value, heads_k, heads_k, features), backend)
+    name = _decide_write(*registry.call(key, value, heads_k, heads_k, features), backend)
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     scales = (None if s is None else s.reshape(-1).expand(heads_k) for s in (k_scale, v_scale))
-    _LOADED[name].write_kv_cache(key, value, k_cache, v_cache, slot_mapping.contiguous(), *scales)
+    write = _LOADED[name].write_kv_cache
+    assert write is not None
+    write(key, value, k_cache, v_cache, slot_mapping.contiguous(), *scales)
 
 
 def describe(
@@ -325,17 +327,30 @@ def _per_head(scale: Tensor | None, sequences: int, heads_k: int) -> Tensor | No
 _HOMES = {
     "reference": "flashsci.backends.reference_paged",
     "triton": "flashsci.backends.triton.host_paged",
+    "cuda": "flashsci.backends.cuda.paged",
 }
 _LOADED: dict[str, PagedOps] = {}
 
 
-def _decide(*call: Any) -> str:
-    """The backend of ``(*arguments of problem_of, backend argument)``, whose ops are then in _LOADED."""
-    name = registry.decide(*call)
+def _load(name: str) -> str:
     if name not in _LOADED:
-        _LOADED[name] = importlib.import_module(_HOMES[name]).OPS
+        # A backend held to a generation has the ops of all.
+        _LOADED[name] = importlib.import_module(_HOMES[name.split(":")[0]]).OPS
     return name
 
 
+# "auto" chooses triton on every GPU, by rules of their own in flashsci/preferences: cuda's kernels have not been timed yet.
+def _decide(*call: Any) -> str:
+    """The backend of ``(*arguments of problem_of, backend argument)``, whose ops are then in _LOADED."""
+    return _load(registry.decide(*call))
+
+
+def _decide_write(*call: Any) -> str:
+    """The same of an update. Cuda's is Triton's kernel: it moves the new tokens once, and a second one could not move less."""
+    name = _decide(*call)
+    return name if _LOADED[name].write_kv_cache is not None else _load("triton")
+
+
 # As of registry.decide: decided once per trace.
-_decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _function in (_decide, _decide_write):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -48,8 +48,8 @@ class PagedOps(NamedTuple):
 
     attention: Callable[[PagedTensors, Tensor, PagedScalars], Tensor]
     """Fills out ``[T, Hq, Dv]`` and returns the lse ``[Hq, T]``, or, if it is not asked for, ``[0]``."""
-    write_kv_cache: Callable[..., None]
-    """(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale): scales fp32 ``[Hk]`` or None."""
+    write_kv_cache: Callable[..., None] | None
+    """(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale): scales fp32 ``[Hk]`` or None. None: it has none."""
 
 
 _ATTENTION = (
@@ -68,6 +68,13 @@ def empty_lse(q: Tensor, wanted: bool) -> Tensor:
     """Where the lse of q ``[T, Hq, D]`` goes."""
     shape = (q.shape[1], q.shape[0]) if wanted else (0,)
     return q.new_empty(shape, dtype=statistics_dtype(q.dtype))
+
+
+def register_fake(name: str) -> None:
+    """What a compiler takes an op of attention for."""
+    torch.library.register_fake(
+        f"flashsci::{name}", lambda *given: empty_lse(given[0], given[-1]), lib=LIBRARY
+    )
 
 
 def define(
@@ -91,11 +98,7 @@ def define(
     for key in keys:
         LIBRARY.impl(names[0], flat, key)
         LIBRARY.impl(names[1], write, key)
-    torch.library.register_fake(
-        f"flashsci::{names[0]}",
-        lambda *arguments: empty_lse(arguments[0], arguments[-1]),
-        lib=LIBRARY,
-    )
+    register_fake(names[0])
     torch.library.register_fake(f"flashsci::{names[1]}", lambda *arguments: None, lib=LIBRARY)
     run, store = (getattr(torch.ops.flashsci, name).default for name in names)
     return PagedOps(

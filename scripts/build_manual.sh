@@ -47,7 +47,7 @@ done
 while [ -n "$(jobs -p)" ]; do wait -n; done
 objects=(${kernels[@]+"${kernels[@]}"})
 "$python" flashsci/digest.py cuda --build-info "$work/build_info.inc" --archs "$archs" "--preset=$preset" "--nvcc=$version" ${poison:+--poison}
-for unit in library call forward backward fp8 info; do
+for unit in library call forward backward fp8 paged info; do
   "$cxx" -std=c++17 -O2 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden ${have[@]+"${have[@]}"} \
     -DTORCH_TARGET_VERSION=0x020a000000000000ULL ${poison:+-DFLASHSCI_POISON} -isystem "$torch/include" -isystem "$cuda/include" -I"$work" \
     -c "csrc/bindings/$unit.cpp" -o "$work/$unit.o"

@@ -93,6 +93,8 @@ TRIANGLE_COPY_SM90 = re.compile(
     r"triangle_forward_copy_bias_kernelILi([24])E"
 )  # bytes of an element
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
+# sm90 paged attention: kernel; head dim, of the plan the keys of a block.
+PAGED_SM90 = re.compile(r"5paged\d+(?P<kind>paged|plan|combine)_kernelI.*?Li(?P<number>\d+)E")
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,13 @@ class Kernel:
             )
             return (dim, rows, 0, 8, 0, 1, 1) if found["kind"] else (dim, rows, keys, 12, 2, 1, 1)
         if self.unit.startswith("sm90"):
+            if found := PAGED_SM90.search(self.name):
+                number = int(found["number"])
+                if found["kind"] == "plan":
+                    return 0, 64, number, 32, 0, 1, 1
+                if found["kind"] == "combine":
+                    return number, 4, 0, 4, 0, 8, 1
+                return number, 64, 64 if number == 256 else 128, 5, 4 if number == 64 else 3, 1, 1
             if found := DECODE_SM90.search(self.name):
                 dim = int(found[1])
                 if "decode_combine" in self.name:
@@ -227,6 +236,8 @@ class Kernel:
                 "tile after tile" * (found["many"] == "1"),
             )
             return " ".join(filter(None, words)) or "dense"
+        if found := PAGED_SM90.search(self.name):
+            return str(found["kind"])
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return "combine" if "decode_combine" in self.name else "decoding"
         if found := TILING_FP8.search(self.name):
@@ -310,7 +321,7 @@ class Kernel:
             if found["bias_mask"] == "2":  # fp32, up to D 64 two stages of it and of a mask
                 ds += rows * keys * (2 * 5 if dim == dim_v == 64 else 4)
             return inputs + ds + 8 * stages * rows + 4 * dim * rows  # statistics; dQ
-        if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
+        if DECODE_SM90.search(self.name) or PAGED_SM90.search(self.name):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0
         if found := TILING_FP8.search(self.name):  # Q twice, K, V and V turned, output staging
             values = 2 * int(found[2]) * stages * keys

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
 
-from flashsci.testing import FP8Case, FP8Variant
+from flashsci.testing import FP8Case, FP8Variant, PagedCase, PagedVariant
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "e4m3": "float8_e4m3fn"}
@@ -39,7 +39,7 @@ class Instance:
     """A row of the table: a compiled kernel."""
 
     generation: str  # sm90, sm80 or sm75
-    kind: str  # fwd, bwd, or fp8: what has no backward and calls of its own
+    kind: str  # fwd, bwd; fp8, paged: what has no backward and calls of its own
     dtype: str
     head_dim: int
     tile: str
@@ -156,6 +156,44 @@ class FP8Call:
 
 
 @dataclass(frozen=True)
+class PagedCall:
+    """The same of calls on a paged cache."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    window: str = "causal"
+    generation: str = "sm90"
+    backend: str = "cuda"
+    packed: ClassVar[bool] = True
+    has_backward: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        dims = f"d{self.head_dim}", f"v{self.head_dim_v}"
+        return "-".join((self.generation, "paged", self.dtype, *dims, self.window))
+
+    def cases(self, processors: int) -> Iterator[tuple[str, PagedCase]]:
+        """Names and cases: rings that go round, runs that begin and end within a sequence, one sequence cut into many, more
+        of them than multiprocessors, prompts, tiles without a row, rows without a key."""
+        banded = self.window == "both"
+        variant = PagedVariant(
+            self.dtype, "", self.head_dim, self.head_dim_v, self.window, banded, banded
+        )
+        common = dict(layout="joint rows", padding=3, left=500, heads_k=2)
+        more = processors + 1
+        shapes = (
+            ("one cut among all", (1,), (300 * processors,), 4, 16),
+            ("mixed", (1, 70, 0, 3, 1), (9000, 70, 500, 4000, 1), 7, 48),
+            ("many short", (1,) * 2 * more, (17,) * 2 * more, 8, 16),
+            ("one more than processors", (1,) * more, (260,) * more, 1, 32),
+            ("prompts", (150, 40, 1, 300), (700, 40, 3000, 300), 5, 64),
+            ("nothing to see", (1, 1, 1), (0, 0, 0), 16, 128),
+        )
+        for i, (name, lens_q, lens_k, group, page) in enumerate(shapes):
+            yield name, PagedCase(variant, i, lens_q, lens_k, group=group, page=page, **common)
+
+
+@dataclass(frozen=True)
 class Shape:
     """Sizes of one call."""
 
@@ -230,7 +268,10 @@ def _packed(shape: Shape, lens_q: tuple[int, ...], lens_k: tuple[int, ...]) -> S
     return replace(shape, lens_q=lens_q, lens_k=lens_k, seq_q=sum(lens_q), seq_k=sum(lens_k))
 
 
-def calls_of(instance: Instance) -> list[Call | FP8Call]:
+AnyCall = Call | FP8Call | PagedCall
+
+
+def calls_of(instance: Instance) -> list[AnyCall]:
     """The calls that launch an instance, in some of their shapes.
 
     Raises:
@@ -245,7 +286,7 @@ def calls_of(instance: Instance) -> list[Call | FP8Call]:
     return found
 
 
-def all_calls() -> list[Call | FP8Call]:
+def all_calls() -> list[AnyCall]:
     """Of all instances, in the table's order, then some that no instance asks for."""
     found = dict.fromkeys(call for instance in instances() for call in calls_of(instance))
     return list(found | dict.fromkeys(_others()))
@@ -258,6 +299,7 @@ def _others() -> Iterator[Call]:
         yield Call("sm90", dtype, 192, 136, causal=True)
         yield Call("sm90", dtype, 80, 72, packed=True, causal=True)
         yield Call("sm90", dtype, 40, 40, bias="shared", mask="keys")
+        yield PagedCall(dtype, 192, 128)
     for dtype, dim in (("bfloat16", 64), ("float16", 128), ("float32", 32)):
         yield Call("triton", dtype, dim, dim, causal=True)
         yield Call("triton", dtype, dim, dim, packed=True, causal=True)
@@ -339,6 +381,15 @@ def _fp8(instance: Instance) -> Iterator[FP8Call]:
     yield replace(call, causal=False)
     if dim == 256:  # blocks of 64 keys, whatever shares a scale
         yield replace(call, block="128")
+
+
+def _paged(instance: Instance) -> Iterator[PagedCall]:
+    dims = {"paged": (instance.head_dim,), "combine": (instance.head_dim,)}
+    if instance.variant == "plan":  # by the keys of a block
+        dims["plan"] = (256,) if instance.tile.endswith("x 64") else (64, 128)
+    for dim in dims.get(instance.variant, ()):
+        for window in ("causal", "both"):
+            yield PagedCall(instance.dtype, dim, dim, window)
 
 
 def _plain(call: Call, dims: int) -> Iterator[Call]:
@@ -423,6 +474,7 @@ _UNITS = {
     "sm90/fwd": _sm90_forward,
     "sm90/bwd": _sm90_backward,
     "sm90/fp8": _fp8,
+    "sm90/paged": _paged,
     "sm80/fwd": _older_forward,
     "sm80/bwd": _older_backward,
     "sm80/fwd_fp32": _fp32_forward,
@@ -447,6 +499,8 @@ def launched(names: Iterable[str], dtype: str) -> set[Instance]:
         own = dtype
         if "fp8_forward_" in symbol:
             kind, own = "fp8", DTYPES["e4m3"]
+        elif "5paged" in symbol:
+            kind = "paged"
         suffix = next(s for s, d in DTYPES.items() if d == own)
         unit = f"{generation[1]}/{kind}_{suffix}"
         kernel = resources().Kernel(unit, 90, symbol, 0, 0, 0, 0)

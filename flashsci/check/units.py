@@ -11,7 +11,7 @@ KERNELS = ("triton", "cuda")  # backends of our own
 # Names for several units: the starts of theirs.
 GROUPS = {
     "second_order": ("triton/jvp", "triton/double_backward_"),
-    "paged": ("triton/paged",),
+    "paged": ("triton/paged", "cuda/sm90/paged_"),
     "fp8": ("triton/fp8", "cuda/sm90/fp8_"),
 }
 
@@ -47,6 +47,12 @@ def _runs_here(backend: str) -> bool:
 def runs_group(group: str, device: str) -> bool:
     """Whether this device has what the kernels of a group need: 8-bit floats, for those of "fp8"."""
     return group != "fp8" or device != "cuda" or torch.cuda.get_device_capability() >= (8, 9)
+
+
+def runs_cuda_paged(device: str) -> bool:
+    """Whether CUDA's kernels of paged attention are in the library and run here."""
+    built = any(u.startswith(GROUPS["paged"]) for u in library_units())
+    return device == "cuda" and built and _runs_here("cuda:sm90")
 
 
 def runs_cuda_fp8(device: str) -> bool:

@@ -31,7 +31,7 @@ KINDS = (
 
 #: Of numbers a rule gives a range, of the others the value or a list of values.
 NUMBERS = ("sm", "head_dim", "head_dim_least", "seq_q", "seq_k", "batch_heads", "group", "generation")  # fmt: skip
-WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "bias_grad", "bias_summed", "mask", "key_weight", "dropout", "softcap", "varlen", "grad", "forward")  # fmt: skip
+WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "bias_grad", "bias_summed", "mask", "key_weight", "dropout", "softcap", "varlen", "paged", "grad", "forward")  # fmt: skip
 
 
 def _bias(p: Problem) -> str:
@@ -61,8 +61,8 @@ def features(p: Problem, generation: int = 0, forward: str = "") -> dict[str, An
         of D and Dv. seq_q, seq_k: lengths, of packed sequences their mean. batch_heads: batch times query heads.
         group: query heads for each key head. aligned: D and Dv are multiples of 8. band: "full", "causal" or
         "window". bias: "none"; "keys", the same for all queries; "shared" by some of batch and heads, or "pairs" of
-        its own for each; "packed"; "hidden" by a compiler.
-        grad: a gradient is wanted. The others are as :class:`Problem` has them.
+        its own for each; "packed"; "hidden" by a compiler. paged: keys lie in a paged cache; a rule that does not say so
+        is not about such calls. grad: a gradient is wanted. The others are as :class:`Problem` has them.
     """
     count = None if p.batch is None else math.prod(p.batch)
     lengths = [p.seq_q, p.seq_k]
@@ -90,6 +90,7 @@ def features(p: Problem, generation: int = 0, forward: str = "") -> dict[str, An
         "dropout": p.dropout_p > 0,
         "softcap": p.softcap > 0,
         "varlen": p.varlen,
+        "paged": p.paged,
         "grad": p.requires_grad,
         "generation": generation,
         "forward": forward,
@@ -106,6 +107,9 @@ class Rule:
     table: str = "defaults"  # the name of the table it is in
 
     def holds(self, found: dict[str, Any]) -> bool:
+        # What was measured of dense and packed calls says nothing of paged ones, which other kernels serve.
+        if found.get("paged", False) != self.when.get("paged", False):
+            return False
         return all(_meets(found[name], wanted) for name, wanted in self.when.items())
 
     def text(self) -> str:

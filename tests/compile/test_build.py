@@ -220,6 +220,13 @@ def test_hopper_sass_uses_wgmma_and_tma():
         assert text.count("WARPGROUP.DEPBAR") < text.count("QGMMA.64x"), name
     decoding = sass("sm_90a", "sm906decode13decode_kernel")
     assert decoding and all("HGMMA.64x" in f and "UTMALDG.5D" in f for f in decoding)
+    paged = sass("sm_90a", "sm905paged12paged_kernel")
+    assert len(paged) == 2 * 3
+    for text in paged:
+        name = text.split("\n", 1)[0]
+        assert "HGMMA.64x" in text and "UTMALDG.5D" in text, name
+        assert not re.search(r"\b(LDL|STL)\b", text), f"{name} uses local memory"
+        assert 2 * text.count("WARPGROUP.DEPBAR") < text.count("HGMMA.64x"), name
     backward = sass("sm_90a", "sm903bwd15backward_kernel")
     assert len(backward) >= 2 * 4 * 4
     for text in backward:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts import launchers
+from tests.cpu.test_paged_kernel import Params
 
 ROOT = Path(__file__).resolve().parents[2]
 MIRRORS = {
@@ -18,6 +19,7 @@ MIRRORS = {
     "FlashsciBiasMask": launchers.BiasMask,
     "FlashsciForwardParams": launchers.ForwardParams,
     "FlashsciBackwardParams": launchers.BackwardParams,
+    "FlashsciPagedParams": Params,
 }
 
 
@@ -35,7 +37,7 @@ def test_mirrors_of_structs(tmp_path):
     source, program = tmp_path / "sizes.cpp", tmp_path / "sizes"
     source.write_text(
         "#include <cstddef>\n#include <cstdio>\n#include "
-        f'"{ROOT}/csrc/include/flashsci.h"\nint main() {{\n{lines}\n}}\n'
+        f'"{ROOT}/csrc/include/flashsci_paged.h"\nint main() {{\n{lines}\n}}\n'
     )
     subprocess.run([compiler, "-std=c++17", str(source), "-o", str(program)], check=True)
     said = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout

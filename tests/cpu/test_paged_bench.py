@@ -70,6 +70,12 @@ def test_it_says_that_there_is_no_gpu(capsys):
     assert "torch sees no CUDA GPU" in capsys.readouterr().err
 
 
+def test_a_backend_that_refuses_is_no_candidate_and_nobody_steps_in(capsys):
+    x = paged.inputs_of(SMALL, CPU)
+    assert list(paged.candidates(SMALL, x, ["cuda", "reference"])) == ["reference"]
+    assert f"{SMALL.id}: no cuda: " in capsys.readouterr().out
+
+
 def test_fa3_gets_its_own_arguments():
     x = paged.inputs_of(SMALL, CPU)
     seen = {}

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import race_cases as races
 import torch
-from race_cases import Call, FP8Call, Instance, Shape
+from race_cases import Call, FP8Call, Instance, PagedCall, Shape
 
 from flashsci.backends import cuda as backend
 from flashsci.backends import reference
@@ -77,6 +77,9 @@ NAMES = {
     "true, true, true>(flashsci::sm90::fwd::ForwardArgs)": (192, "128 x 128", "v 128 window packed"),
     "void flashsci::sm90::decode::decode_combine<(anonymous namespace)::Op, 256>(flashsci::sm90::decode::DecodeArgs)": (256, "4 x 0", "combine"),
     "void flashsci::sm90::fp8::fp8_forward_kernel<flashsci::sm90::fp8::Tiling<192, 128, 64, 2, 4>, true>(flashsci::sm90::fp8::Args)": (192, "128 x 64", "v 128 packed"),
+    "void flashsci::sm90::paged::paged_kernel<(anonymous namespace)::Op, flashsci::sm90::paged::Tiling<128> >(flashsci::sm90::paged::Args)": (128, "64 x 128", "paged"),
+    "void flashsci::sm90::paged::plan_kernel<(anonymous namespace)::Op, 64>(FlashsciPagedParams, flashsci::sm90::paged::Plan, int)": (0, "64 x 64", "plan"),
+    "void flashsci::sm90::paged::combine_kernel<(anonymous namespace)::Op, 256>(flashsci::sm90::paged::Args)": (256, "4 x 0", "combine"),
     "void flashsci::sm90::bwd::backward_kernel<(anonymous namespace)::Op, flashsci::sm90::bwd::BackwardTiling<64, 64, 128, "
     "(flashsci::sm90::bwd::BiasMaskTiles)0, true>, false, false>(flashsci::sm90::bwd::BackwardArgs)": (64, "128 x 128", "tile after tile"),
     "void flashsci::sm90::bwd::backward_postprocess_kernel<(anonymous namespace)::Op, flashsci::sm90::bwd::D256BackwardTiling<256, 192>, true>"
@@ -206,6 +209,37 @@ def test_honest_results_of_8_bit_floats_pass_and_a_wrong_repeat_is_found(
     monkeypatch.setattr(harness.FP8Inputs, "evaluate", wrong)
     with pytest.raises(AssertionError, match="lse differs in 1 of 4 repeats, first in repeat 2"):
         harness.run_apart(call)
+
+
+@pytest.mark.parametrize("window", ("causal", "both"))
+def test_honest_results_of_paged_calls_pass_and_a_wrong_repeat_is_found(
+    harness, monkeypatch, window
+):
+    call = PagedCall("bfloat16", 64, 64, window, backend="reference")
+    small = [(n, c) for n, c in call.cases(2) if sum(c.lens_k) < 2000]
+    assert len(small) == 4
+    monkeypatch.setattr(PagedCall, "cases", lambda *_: iter(small))
+    harness.run_apart(call)
+    calls, evaluate = [], harness.PagedInputs.evaluate
+
+    def wrong(self, backend):
+        found = evaluate(self, backend)
+        calls.append(self)
+        if len(calls) == 3:
+            found["out"][0, 1, 2] += 1.0
+        return found
+
+    monkeypatch.setattr(harness.PagedInputs, "evaluate", wrong)
+    with pytest.raises(AssertionError, match="out differs in 1 of 4 repeats, first in repeat 1"):
+        harness.run_apart(call)
+
+
+def test_cases_of_paged_calls():
+    cases = dict(PagedCall("float16", 192, 128, "both").cases(132))
+    assert len(cases["one more than processors"].lens_q) == 133
+    for case in cases.values():
+        assert len(case.lens_q) == len(case.lens_k) and case.page % 16 == 0
+        assert case.variant.sink and case.variant.softcap and case.variant.head_dim_v == 128
 
 
 @pytest.mark.parametrize("block", ("64", "128"))

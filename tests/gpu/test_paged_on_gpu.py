@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import flashsci
+from flashsci.check.planning import hopper_paged
+from flashsci.check.units import runs_cuda_paged
 from flashsci.testing import (
     PagedCase,
     PagedVariant,
@@ -19,18 +23,28 @@ pytestmark = pytest.mark.gpu
 EIGHT_BITS = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
 
 
+needs_cuda_kernels = pytest.mark.skipif(
+    not runs_cuda_paged("cuda"), reason="no Hopper, or a library without those kernels"
+)
+both = pytest.mark.parametrize(
+    "backend", ("triton", pytest.param("cuda", marks=needs_cuda_kernels))
+)
+
+
 def here(case):
     """Whether this device has the case's dtypes."""
     older = torch.cuda.get_device_capability() < (8, 0)
     return (EIGHT_BITS or not case.variant.cache) and not (older and case.variant.dtype == "bfloat16")  # fmt: skip
 
 
+@both
 @pytest.mark.parametrize("part", range(4))
-def test_generated(part):
+def test_generated(part, backend):
     judged = 0
     for case in filter(here, generate_paged(100 + part, 25)):
+        case = hopper_paged(case) if backend == "cuda" else case
         with poisoned_memory():
-            judge_paged(case, "triton", "cuda")
+            judge_paged(case, backend, "cuda")
         judged += 1
     assert judged
 
@@ -60,20 +74,24 @@ def test_an_8_bit_cache_whose_rows_are_not_aligned(case, repeats):
         torch.cuda.synchronize()
 
 
+@both
 @pytest.mark.parametrize("lens_q", [(1,) * 5, (1, 700, 1, 33, 0)])
 @pytest.mark.parametrize("window", ["causal", "left"])
-def test_long_sequences(lens_q, window):
+def test_long_sequences(lens_q, window, backend):
     """Many splits of some, one of others."""
     variant = PagedVariant("float16", "", 128, 128, window, sink=True)
     lens_k = (9000, 700, 40, 5001, 1)
     case = PagedCase(variant, 5, lens_q, lens_k, heads_k=2, group=4, spare_pages=300, left=3000)
-    judge_paged(case, "triton", "cuda")
+    judge_paged(case, backend, "cuda")
 
 
+@both
 @pytest.mark.parametrize("cache", ["", "float8_e4m3fn"])
 @pytest.mark.parametrize("lens_q", [(1, 1, 1, 1), (3, 1, 40, 0)])
-def test_one_graph_serves_any_lengths_and_pages(cache, lens_q):
+def test_one_graph_serves_any_lengths_and_pages(cache, lens_q, backend):
     """Captured with one batch, replayed with others that have the same shapes, each judged."""
+    if cache and backend == "cuda":
+        pytest.skip("the CUDA kernels read 16-bit caches")
     if cache and not EIGHT_BITS:
         pytest.skip("no 8-bit floats before sm_89")
     variant = PagedVariant("float16", cache, 64, 64)
@@ -92,7 +110,7 @@ def test_one_graph_serves_any_lengths_and_pages(cache, lens_q):
     used, edges = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (4, 5))
     scales = [torch.ones(4, 2, device="cuda") for _ in range(2)] if cache else [None, None]
     given = dict(
-        block_table=table, seqused_k=used, cu_seqlens_q=edges, max_seqlen_q=max(lens_q), return_lse=True, backend="triton",
+        block_table=table, seqused_k=used, cu_seqlens_q=edges, max_seqlen_q=max(lens_q), return_lse=True, backend=backend,
         k_scale=scales[0], v_scale=scales[1],
     )  # fmt: skip
 
@@ -123,27 +141,59 @@ def test_one_graph_serves_any_lengths_and_pages(cache, lens_q):
         batch.judge(fused=True).require({"out": out, "lse": lse})
 
 
-def test_nothing_waits_for_the_device():
+@both
+def test_nothing_waits_for_the_device(backend):
     inputs = make_paged_inputs(PagedCase(PagedVariant("float16"), 1, (1, 30), (40, 90)), "cuda")
     rows = inputs.q.shape[0]
     key, value = torch.zeros(2, rows, 1, 64, dtype=torch.float16, device="cuda").unbind(0)
     slots = torch.full((rows,), -1, device="cuda")
-    inputs.evaluate("triton")
+    inputs.evaluate(backend)
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        inputs.evaluate("triton")
-        flashsci.write_kv_cache(key, value, inputs.k_cache, inputs.v_cache, slots, backend="triton")
+        inputs.evaluate(backend)
+        flashsci.write_kv_cache(key, value, inputs.k_cache, inputs.v_cache, slots, backend=backend)
     finally:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def test_results_are_the_same_every_time():
+@both
+def test_results_are_the_same_every_time(backend):
     inputs = make_paged_inputs(PagedCase(PagedVariant("float16"), 2, (1, 5, 1), (3000, 900, 20), 2, 4), "cuda")  # fmt: skip
-    first = inputs.evaluate("triton")
+    first = inputs.evaluate(backend)
     for _ in range(50):
-        found = inputs.evaluate("triton")
+        found = inputs.evaluate(backend)
         assert all(torch.equal(found[n], x) for n, x in first.items())
+
+
+@needs_cuda_kernels
+def test_refusals_name_what_was_given():
+    case = PagedCase(PagedVariant("float16"), 1, (1, 7), (40, 90), layout="unaligned")
+    with pytest.raises(flashsci.BackendError, match=r"k_cache has strides .*multiples of 8"):
+        make_paged_inputs(case, "cuda").evaluate("cuda")
+    with pytest.raises(flashsci.BackendError, match="caches in the dtype of the queries"):
+        variant = replace(case.variant, cache="float8_e4m3fn")
+        make_paged_inputs(replace(case, variant=variant), "cuda").evaluate("cuda")
+
+
+@needs_cuda_kernels
+def test_what_is_out_of_range_reads_nothing_beyond_the_tensors():
+    """Lengths beyond the table, edges that shrink or leave the tensor, a table of garbage: no fault, no NaN from elsewhere."""
+    case = PagedCase(PagedVariant("bfloat16", head_dim=128, head_dim_v=128), 1, (1, 7, 3), (400, 90, 20), 2, 4)  # fmt: skip
+    inputs = make_paged_inputs(case, "cuda")
+    options = inputs.options
+    for x in (inputs.k_cache, inputs.v_cache):
+        x.nan_to_num_(0.0)
+    tables = [options["block_table"], torch.full_like(options["block_table"], 2**31 - 1), torch.full_like(options["block_table"], -(2**31))]  # fmt: skip
+    for table in tables:
+        for used in ((2**31 - 1, -5, 2**30), (10**6, 10**9, 0), (-(2**31), 1, 2**31 - 1)):
+            for edges in ((0, 1, 8, 11), (5, 3, 2, 900), (-7, 2**31 - 1, 0, 4), (11, 11, 11, 11)):
+                given = {
+                    name: torch.tensor(value, dtype=torch.int32, device="cuda")
+                    for name, value in (("seqused_k", used), ("cu_seqlens_q", edges))
+                }
+                found = inputs.evaluate("cuda", block_table=table, **given)
+                assert found["out"].isfinite().all() and not found["lse"].isnan().any()
 
 
 def test_auto_is_triton():

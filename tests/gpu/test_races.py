@@ -20,7 +20,7 @@ import pytest
 import race_cases as races
 import raw_calls
 import torch
-from race_cases import Call, FP8Call, Shape
+from race_cases import Call, FP8Call, PagedCall, Shape
 from torch import Tensor
 
 from flashsci import ops, registry
@@ -29,9 +29,12 @@ from flashsci.testing import (
     FP8Inputs,
     Inputs,
     Judge,
+    PagedCase,
+    PagedInputs,
     evaluate,
     exact_matmul,
     make_fp8_inputs,
+    make_paged_inputs,
     poisoned_memory,
 )
 
@@ -117,9 +120,16 @@ def draw(call: Call, shape: Shape) -> Inputs:
     )
 
 
-def make_inputs(case: FP8Case) -> FP8Inputs:
+def make_inputs(case: FP8Case | PagedCase) -> FP8Inputs | PagedInputs:
     """The tensors of a case of its own kind."""
-    return make_fp8_inputs(case, DEVICE)
+    made = make_paged_inputs if isinstance(case, PagedCase) else make_fp8_inputs
+    return made(case, DEVICE)
+
+
+def problems_of(inputs: FP8Inputs | PagedInputs, found: dict[str, Tensor]) -> list[str]:
+    """What its judge says."""
+    judge = inputs.judge(fused=True) if isinstance(inputs, PagedInputs) else inputs.judge()
+    return judge.problems(found)
 
 
 class Kernels:
@@ -366,7 +376,7 @@ def run_call(call: Call) -> None:
     assert not problems, f"{call}\n" + "\n".join(problems)
 
 
-def run_apart(call: FP8Call) -> None:
+def run_apart(call: FP8Call | PagedCall) -> None:
     """The same of calls with cases of their own."""
     repeats, problems = Repeats(), []
     with torch.no_grad():
@@ -376,7 +386,7 @@ def run_apart(call: FP8Call) -> None:
             with fresh_memory():
                 first = run()
             with torch.enable_grad():
-                found = inputs.judge().problems(first)
+                found = problems_of(inputs, first)
             problems += [f"{name}: {problem}" for problem in found]
             repeats.of(name, first, run)
     problems += repeats.problems()

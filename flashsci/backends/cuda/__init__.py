@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci import ops
-from flashsci.backends.cuda import fp8, prepared
+from flashsci import ops, paged_ops
+from flashsci.backends.cuda import fp8, paged, prepared
 from flashsci.errors import BackendError
 from flashsci.fp8_ops import FP8
 from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors
@@ -84,6 +84,8 @@ def _load_now() -> str | None:
         for op, fake in zip(found, fakes, strict=True):
             torch.library.register_fake(op.name(), fake, lib=ops.LIBRARY)
             ops.register_vmap(op)
+        if hasattr(namespace, "cuda_paged_attention"):  # not in a library of an older tree
+            paged_ops.register_fake("cuda_paged_attention")
         _library, _ops = library, found
     except Exception as error:  # whatever a broken build raises is a reason, not a crash
         # load_library hides the loader's own words in __cause__.
@@ -259,7 +261,8 @@ def rejects(problem: Problem, generation: int = 0) -> str | None:
     if problem.device_type != "cuda" or problem.capability is None:
         return f"its kernels run on CUDA devices and the tensors are on {problem.device_type}; use backend='sdpa' or 'reference'"
     if problem.paged:
-        return "it has no kernels for a paged cache yet; use backend='triton' or 'reference'"
+        info = build_info() or _sources()
+        return paged.rejects(problem, generation, info, _device_name(problem.capability))
     if problem.dtype == FP8:
         return fp8.rejects(problem, (build_info() or _sources())["units"], generation)
     if problem.dtype not in _DTYPES:

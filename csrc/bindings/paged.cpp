@@ -1,0 +1,142 @@
+// flashsci::cuda_paged_attention: checks and launch. Bad input must be an exception whoever calls.
+#include "../include/flashsci_paged.h"
+
+#include "tensor.h"
+
+namespace {
+
+using namespace flashsci::bindings;
+
+struct Kernels {
+  int (*launch)(const FlashsciPagedParams*, FlashsciStream);
+  int64_t (*workspace)(const FlashsciPagedParams*);
+};
+
+// Those of a dtype, empty where this build or the device has none.
+Kernels kernels_of([[maybe_unused]] int32_t dtype, int device) {
+  [[maybe_unused]] const bool hopper = describe(device).capability / 10 == 9;
+#ifdef FLASHSCI_HAVE_SM90_PAGED_FP16
+  if (hopper && dtype == dtypes().half)
+    return {flashsci_paged_sm90_fp16, flashsci_paged_sm90_fp16_workspace};
+#endif
+#ifdef FLASHSCI_HAVE_SM90_PAGED_BF16
+  if (hopper && dtype == dtypes().brain)
+    return {flashsci_paged_sm90_bf16, flashsci_paged_sm90_bf16_workspace};
+#endif
+  return {};
+}
+
+void check_tensor(const Tensor& x, const char* name, int device, int32_t dtype, int64_t rank) {
+  FLASHSCI_CHECK(x.is_cuda() && x.get_device_index() == device, name,
+                 " must be on the device of q");
+  FLASHSCI_CHECK(dtype_of(x) == dtype, name, " has another dtype than these kernels take");
+  FLASHSCI_CHECK(x.dim() == rank, name, " must have ", rank, " dims, got ", shape_of(x));
+  FLASHSCI_CHECK(x.size(rank - 1) <= 1 || x.stride(rank - 1) == 1, "the last dim of ", name,
+                 " must be contiguous");
+}
+
+int32_t int32_of(int64_t value, const char* what) {
+  FLASHSCI_CHECK(value >= 0 && value <= FLASHSCI_MAX_SEQ, what, " must be 0 to 2^29, got ", value);
+  return static_cast<int32_t>(value);
+}
+
+Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                            const Tensor& block_table, const Tensor& seqused_k,
+                            const Tensor& cu_seqlens_q, const std::optional<Tensor>& sink,
+                            const std::optional<Tensor>& k_scale,
+                            const std::optional<Tensor>& v_scale, const Tensor& out,
+                            int64_t /*max_seqlen_q*/, double scale, double softcap,
+                            int64_t window_left, int64_t window_right, bool return_lse) {
+  FLASHSCI_CHECK(q.is_cuda(), "q must be a CUDA tensor");
+  const int device = q.get_device_index();
+  const int32_t dtype = dtype_of(q);
+  FLASHSCI_CHECK(!k_scale.has_value() && !v_scale.has_value(),
+                 "these kernels read 16-bit caches, which have no scales");
+  check_tensor(q, "q", device, dtype, 3);
+  check_tensor(k_cache, "k_cache", device, dtype, 4);
+  check_tensor(v_cache, "v_cache", device, dtype, 4);
+  check_tensor(out, "out", device, dtype, 3);
+  check_tensor(block_table, "block_table", device, dtypes().int32, 2);
+  check_tensor(seqused_k, "seqused_k", device, dtypes().int32, 1);
+  check_tensor(cu_seqlens_q, "cu_seqlens_q", device, dtypes().int32, 1);
+  FLASHSCI_CHECK(is_contiguous(block_table), "block_table must be contiguous");
+  const std::string shapes = shape_of(q) + ", " + shape_of(k_cache) + ", " + shape_of(v_cache);
+  for (int i = 0; i < 3; ++i)
+    FLASHSCI_CHECK(k_cache.size(i) == v_cache.size(i) && k_cache.size(i) > 0,
+                   "the caches must have the same pages, rows and heads, at least one: ", shapes);
+  FLASHSCI_CHECK(q.size(2) == k_cache.size(3),
+                 "q and k_cache must have the same head dim: ", shapes);
+  FLASHSCI_CHECK(q.size(1) % k_cache.size(2) == 0,
+                 "the heads of q must be a multiple of those of the caches: ", shapes);
+  FLASHSCI_CHECK(q.size(2) >= 1 && v_cache.size(3) >= 1, "head dims must be at least 1: ", shapes);
+  FLASHSCI_CHECK(
+      out.size(0) == q.size(0) && out.size(1) == q.size(1) && out.size(2) == v_cache.size(3),
+      "out must be [T, Hq, Dv], got ", shape_of(out), " for ", shapes);
+  const int64_t sequences = block_table.size(0);
+  FLASHSCI_CHECK(
+      block_table.size(1) > 0 && seqused_k.size(0) == sequences &&
+          cu_seqlens_q.size(0) == sequences + 1,
+      "block_table, seqused_k and cu_seqlens_q must be [N, pages], [N] and [N + 1], got ",
+      shape_of(block_table), ", ", shape_of(seqused_k), ", ", shape_of(cu_seqlens_q));
+  FLASHSCI_CHECK(std::isfinite(static_cast<float>(scale)), "scale must be finite, got ", scale);
+  FLASHSCI_CHECK(softcap >= 0 && std::isfinite(static_cast<float>(softcap)),
+                 "softcap must be >= 0 and finite, got ", softcap);
+  if (sink.has_value()) {
+    check_tensor(*sink, "sink", device, dtypes().single, 1);
+    FLASHSCI_CHECK(sink->size(0) == q.size(1), "sink must have a logit for each head of q");
+  }
+
+  const OnDevice on_device(device);
+  const int64_t lse_shape[] = {return_lse ? q.size(1) : 0, q.size(0)};
+  Tensor lse = empty_contiguous(return_lse ? 2 : 1, lse_shape, dtypes().single, device);
+  if (q.size(0) == 0 || q.size(1) == 0) return lse;
+  FlashsciPagedParams p{};
+  p.q = q.const_data_ptr();
+  p.k_cache = k_cache.const_data_ptr();
+  p.v_cache = v_cache.const_data_ptr();
+  p.out = out.mutable_data_ptr();
+  p.lse = return_lse ? static_cast<float*>(lse.mutable_data_ptr()) : nullptr;
+  p.block_table = static_cast<const int32_t*>(block_table.const_data_ptr());
+  p.seqused_k = static_cast<const int32_t*>(seqused_k.const_data_ptr());
+  p.cu_seqlens_q = static_cast<const int32_t*>(cu_seqlens_q.const_data_ptr());
+  p.sink = sink.has_value() ? static_cast<const float*>(sink->const_data_ptr()) : nullptr;
+  p.q_row = q.stride(0), p.q_head = q.stride(1);
+  p.out_row = out.stride(0), p.out_head = out.stride(1);
+  p.k_page = k_cache.stride(0), p.k_row = k_cache.stride(1), p.k_head = k_cache.stride(2);
+  p.v_page = v_cache.stride(0), p.v_row = v_cache.stride(1), p.v_head = v_cache.stride(2);
+  p.tokens = int32_of(q.size(0), "tokens"), p.sequences = int32_of(sequences, "sequences");
+  p.heads_q = int32_of(q.size(1), "heads"), p.heads_k = int32_of(k_cache.size(2), "heads");
+  p.pages = int32_of(k_cache.size(0), "pages");
+  p.page = int32_of(k_cache.size(1), "rows of a page");
+  p.columns = int32_of(block_table.size(1), "pages of a sequence");
+  p.head_dim = int32_of(q.size(2), "head dims");
+  p.head_dim_v = int32_of(v_cache.size(3), "head dims");
+  p.scale = static_cast<float>(scale), p.softcap = static_cast<float>(softcap);
+  const auto side = [](int64_t x) {
+    return static_cast<int32_t>(std::clamp<int64_t>(x, -1, std::numeric_limits<int32_t>::max()));
+  };
+  p.window_left = side(window_left), p.window_right = side(window_right);
+  p.device = device;
+  const Kernels kernels = kernels_of(dtype, device);
+  int error = cudaErrorNotSupported;
+  if (kernels.launch != nullptr) {
+    const int64_t bytes[] = {kernels.workspace(&p)};
+    Tensor workspace = empty_contiguous(1, bytes, dtypes().byte, device);
+    p.workspace = workspace.mutable_data_ptr();
+    error = kernels.launch(&p, current_stream(device));
+  }
+  FLASHSCI_CHECK(
+      error != cudaErrorNotSupported, "paged_attention: no kernel serves this call (", shapes,
+      ") in this build (", flashsci_build_info(),
+      "); they are for compute capability 9, float16 and bfloat16, head dims that are multiples of "
+      "8 up to 256, pages of multiples of 16 rows, and tensors whose addresses and strides are "
+      "multiples of 16 bytes; use backend=\"triton\"");
+  check_cuda(static_cast<cudaError_t>(error), "paged_attention: launch failed");
+  return lse;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(flashsci, CUDA, m) {
+  m.impl("cuda_paged_attention", TORCH_BOX(&cuda_paged_attention));
+}

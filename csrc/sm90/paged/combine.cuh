@@ -1,0 +1,80 @@
+// Paged attention, last kernel: pieces become rows of the output, and rows of no sequence zeros.
+#pragma once
+#include <cuda_runtime.h>
+#include <cstdint>
+
+#include "../../core/softmax.cuh"
+#include "../../ptx/math.cuh"
+#include "../../ptx/warpgroup.cuh"
+#include "config.cuh"
+#include "mainloop.cuh"
+
+namespace flashsci::sm90::paged {
+
+// The sequence of a token, or -1. Offsets grow; where they do not, any.
+__device__ __forceinline__ int sequence_of(const FlashsciPagedParams& p, int token) {
+  int low = 0, high = p.sequences + 2;  // segments, as in core/varlen.cuh
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (segment_begin(p.cu_seqlens_q, middle, p.sequences, p.tokens) <= token ? low : high) = middle;
+  }
+  return low >= 1 && low <= p.sequences ? low - 1 : -1;
+}
+
+// One warp for each (token, head).
+template <class Op, int kHeadDim>
+__global__ void __launch_bounds__(128, 8) combine_kernel(const __grid_constant__ Args a) {
+  ptx::wait_for_prerequisites();
+  const FlashsciPagedParams& p = a.p;
+  const int64_t number = int64_t{blockIdx.x} * 4 + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int token = static_cast<int>(number / p.heads_q);
+  const int head = static_cast<int>(number - int64_t{token} * p.heads_q);
+  if (token >= p.tokens) return;
+  constexpr int kPairs = kHeadDim / 64;  // of columns, of a lane
+  float2 sum[kPairs] = {};
+  float lse = -INFINITY, factor = 0.f;
+  const int n = sequence_of(p, token);
+  const int pair = n < 0 ? 0 : (token - Sequence(p, n).first_q) * a.group + head % a.group;
+  const int index = n < 0 ? 0 : Sequence(p, n).first_q * a.group / kRows + n + 1 + pair / kRows;
+  const Slot slot = index < a.plan.count ? a.plan.slots[index] : Slot{-1, 0, 0, 0};
+  if (n >= 0 && slot.sequence == n && slot.first_row == pair / kRows * kRows) {
+    const int run = run_of(a.plan);
+    const int begin = a.plan.first[index] + head / a.group * slot.blocks;
+    const int first = begin / run, last = (begin + slot.blocks - 1) / run;
+    if (first == last) return;  // whole: written
+    float maximum = -INFINITY;
+    const auto place_of = [&](int cta) { return piece_of(cta, run, begin) * kRows + pair % kRows; };
+    for (int cta = first; cta <= last; ++cta)
+      maximum = fmaxf(maximum, a.plan.partial_lse[place_of(cta)]);
+    const float reference = maximum == -INFINITY ? 0.f : maximum;
+    float weights = 0.f;
+    for (int cta = first; cta <= last; ++cta) {
+      const int64_t place = place_of(cta);
+      const float weight = ptx::ex2_approx(a.plan.partial_lse[place] - reference);
+      weights += weight;
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const float2 part = *reinterpret_cast<const float2*>(a.plan.partial_out + place * kHeadDim +
+                                                             i * 64 + lane * 2);
+        sum[i].x = fmaf(weight, part.x, sum[i].x);
+        sum[i].y = fmaf(weight, part.y, sum[i].y);
+      }
+    }
+    factor = weights == 0.f ? 0.f : 1.f / weights;
+    lse = weights == 0.f ? -INFINITY : reference + ptx::lg2_approx(weights);
+    if (p.sink != nullptr) {
+      const float2 both = with_logit(lse, __ldg(p.sink + head) * kLog2e);
+      lse = both.x, factor *= both.y;
+    }
+  }
+  auto* out = static_cast<uint16_t*>(p.out) + token * p.out_row + head * p.out_head;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i)
+    if (i * 64 + lane * 2 < p.head_dim_v)
+      *reinterpret_cast<uint32_t*>(out + i * 64 + lane * 2) =
+          Op::pack2(sum[i].x * factor, sum[i].y * factor);
+  if (lane == 0 && p.lse != nullptr) p.lse[int64_t{head} * p.tokens + token] = lse * kLn2;
+}
+
+}  // namespace flashsci::sm90::paged

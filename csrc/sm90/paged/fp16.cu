@@ -1,0 +1,25 @@
+// fp16 instances of paged attention on sm90, all head dimensions.
+#include "../../core/dtype_f16.cuh"
+#include "../../ptx/wgmma_f16.cuh"
+#include "launch.cuh"
+
+#if defined(__CUDA_BF16_H__) || defined(BFLOAT16)
+#error "the fp16 unit must not see cuda_bf16.h"
+#endif
+namespace {
+
+struct Op : flashsci::Float16 {
+  static constexpr bool kIsBf16 = false;
+  template <int kN>
+  using Wgmma = flashsci::ptx::WgmmaF16<kN>;
+};
+
+}  // namespace
+
+extern "C" int flashsci_paged_sm90_fp16(const FlashsciPagedParams* params, FlashsciStream stream) {
+  return flashsci::sm90::paged::launch<Op>(*params, static_cast<cudaStream_t>(stream));
+}
+
+extern "C" int64_t flashsci_paged_sm90_fp16_workspace(const FlashsciPagedParams* params) {
+  return flashsci::sm90::paged::workspace_of(*params);
+}

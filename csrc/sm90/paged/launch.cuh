@@ -1,0 +1,117 @@
+// The host side of paged attention: workspace and launches, from sizes alone, so that a CUDA graph
+// of a call serves any lengths and pages.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+
+#include "../../core/launch.cuh"
+#include "../launch_beside.cuh"
+#include "../tma_map.h"
+#include "combine.cuh"
+#include "config.cuh"
+#include "kernel.cuh"
+#include "plan.cuh"
+
+namespace flashsci::sm90::paged {
+
+inline int padded_dim(const FlashsciPagedParams& p) {
+  const int dim = std::max(p.head_dim, p.head_dim_v);
+  return dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
+}
+
+inline int64_t slots_of(const FlashsciPagedParams& p) {
+  return int64_t{p.tokens} * (p.heads_q / p.heads_k) / kRows + p.sequences + 2;
+}
+
+// Bytes of the parts of the workspace.
+struct Parts {
+  int64_t slots, first, out, lse;
+  explicit Parts(const FlashsciPagedParams& p) {
+    const auto whole = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
+    const int64_t rows = int64_t{processors_of(p.device)} * 2 * kRows;
+    slots = whole(slots_of(p) * static_cast<int64_t>(sizeof(Slot)));
+    first = whole((slots_of(p) + 1) * 4);
+    out = whole(rows * padded_dim(p) * 4);
+    lse = whole(rows * 4);
+  }
+  int64_t all() const { return slots + first + out + lse; }
+};
+
+// Whether the kernels count that far. No product here overflows, whatever the sizes are.
+inline bool takes_sizes(const FlashsciPagedParams& p) {
+  const int64_t keys = int64_t{p.columns} * p.page, block = padded_dim(p) == 256 ? 64 : 128;
+  if (p.head_dim > 256 || p.head_dim_v > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 ||
+      p.page % kSmallPage != 0 || keys > FLASHSCI_MAX_SEQ ||
+      int64_t{p.tokens} * p.heads_q > FLASHSCI_MAX_SEQ)
+    return false;
+  // Blocks of all slots and heads at the longest lengths: the device's sums of them are of 32 bits.
+  const int64_t blocks = p.heads_k * ((keys + block - 1) / block);
+  return slots_of(p) <= INT32_MAX / 2 / blocks;
+}
+
+inline int64_t workspace_of(const FlashsciPagedParams& p) {
+  return takes_sizes(p) ? Parts(p).all() : 0;
+}
+
+template <class Op, int kHeadDim>
+cudaError_t launch_padded(const FlashsciPagedParams& p, cudaStream_t stream) {
+  using C = Tiling<kHeadDim>;
+  constexpr int kSharedBytes = sizeof(Storage<C>) + 1024;
+  static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
+  constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
+  Args a;
+  a.p = p;
+  a.scores = plan_scores(p.scale, p.softcap, p.scale > 0.f);
+  a.group = p.heads_q / p.heads_k;
+  a.box_rows = std::gcd(p.page, C::kBlockK);
+  const Parts parts(p);
+  auto* workspace = static_cast<unsigned char*>(p.workspace);
+  a.plan.slots = reinterpret_cast<Slot*>(workspace);
+  a.plan.first = reinterpret_cast<int*>(workspace + parts.slots);
+  a.plan.partial_out = reinterpret_cast<float*>(workspace + parts.slots + parts.first);
+  a.plan.partial_lse = reinterpret_cast<float*>(workspace + parts.slots + parts.first + parts.out);
+  a.plan.count = static_cast<int>(slots_of(p));
+  a.plan.ctas = processors_of(p.device);
+  const auto map = [&](CUtensorMap* to, const void* cache, int columns, int64_t row, int64_t head,
+                       int64_t page) {
+    return encode_map(to, cache, k16Bit, columns,
+                      {{p.page, p.heads_k, p.pages, 1}, {row, head, page, 0}}, 64, a.box_rows);
+  };
+  cudaError_t error = map(&a.k, p.k_cache, p.head_dim, p.k_row, p.k_head, p.k_page);
+  if (error == cudaSuccess) error = map(&a.v, p.v_cache, p.head_dim_v, p.v_row, p.v_head, p.v_page);
+  if (error != cudaSuccess) return error;
+  constexpr auto kernel = paged_kernel<Op, C>;
+  error = allow_shared<kernel>(kSharedBytes, p.device);
+  if (error != cudaSuccess) return error;
+  constexpr auto plan = plan_kernel<Op, C::kBlockK>;
+  plan<<<1, kPlanThreads, 0, stream>>>(p, a.plan, a.group);
+  error = cudaGetLastError();
+  if (error == cudaSuccess)
+    error = launch_beside(kernel, a.plan.ctas, C::kThreads, kSharedBytes, stream, a);
+  if (error != cudaSuccess) return error;
+  const int64_t rows = int64_t{p.tokens} * p.heads_q;
+  return launch_beside(combine_kernel<Op, kHeadDim>, (rows + 3) / 4, 128, 0, stream, a);
+}
+
+template <class Op>
+cudaError_t launch(const FlashsciPagedParams& p, cudaStream_t stream) {
+  const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
+  const auto at_16_bytes = [](const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; };
+  if (!takes_sizes(p) || !at_16_bytes(p.q) || !at_16_bytes(p.out) || !aligned(p.tokens, p.q_row) ||
+      !aligned(p.heads_q, p.q_head) || !aligned(p.tokens, p.out_row) ||
+      !aligned(p.heads_q, p.out_head))
+    return cudaErrorNotSupported;
+  switch (padded_dim(p)) {
+    case 64:
+      return launch_padded<Op, 64>(p, stream);
+    case 128:
+      return launch_padded<Op, 128>(p, stream);
+    default:
+      return launch_padded<Op, 256>(p, stream);
+  }
+}
+
+}  // namespace flashsci::sm90::paged

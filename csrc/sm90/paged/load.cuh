@@ -1,0 +1,68 @@
+// The loading warp of paged attention: tiles of K and V, gathered page by page.
+#pragma once
+#include <cstdint>
+
+#include "../../core/poison.cuh"
+#include "../../ptx/cp_async.cuh"
+#include "../../ptx/mbarrier.cuh"
+#include "../../ptx/tma.cuh"
+#include "config.cuh"
+
+namespace flashsci::sm90::paged {
+
+// One tile: each lane copies box_rows rows of 64 columns from the page that it has found. box_rows
+// divides kBlockK and kBoxes times 64 columns are kHeadDim, so that the boxes fill the stage.
+template <class C>
+__device__ __forceinline__ void load_tile(const Storage<C>& shared, const unsigned char* tile,
+                                          uint64_t& full, uint64_t& empty, uint32_t parity,
+                                          const CUtensorMap& map, const Args& a, int page,
+                                          int page_row, int head) {
+  const int lane = threadIdx.x % 32, box = lane / C::kBoxes, columns = lane % C::kBoxes;
+  ptx::mbarrier_sleep(ptx::shared_address(&empty), parity);
+  if (lane == 0) {
+    poison_stage(ptx::shared_address(tile), C::kKVBytes);
+    ptx::mbarrier_arrive_expect(ptx::shared_address(&full), sizeof(shared.k[0]));
+  }
+  __syncwarp();
+  if (box * a.box_rows < C::kBlockK)
+    ptx::tma_load_5d(ptx::shared_address(tile) + (columns * C::kBlockK + box * a.box_rows) * 128,
+                     &map, ptx::shared_address(&full), columns * 64, page_row, head, page, 0);
+  __syncwarp();
+}
+
+template <class C>
+__device__ __forceinline__ void load(Storage<C>& shared, const Args& a, int begin, int end) {
+  const int box = threadIdx.x % 32 / C::kBoxes;
+  const int total = a.plan.first[a.plan.count];
+  uint32_t turn = 0;
+  for (Cursor cursor(a.plan, begin); cursor.at < end;) {
+    const Slot& slot = cursor.slot;
+    const Sequence sequence(a.p, slot.sequence);
+    const int32_t* table = a.p.block_table + int64_t{slot.sequence} * a.p.columns;
+    const int last = min(slot.blocks, cursor.block + end - cursor.at);
+    const auto key_of = [&](int block) {
+      return (slot.first_block + block) * C::kBlockK + box * a.box_rows;
+    };
+    // The page of this lane's keys; any, where the sequence has none.
+    const auto page_of = [&](int block) {
+      const int key = key_of(block);
+      const int entry = key < sequence.seq_k ? __ldg(table + key / a.p.page) : 0;
+      return min(max(entry, 0), a.p.pages - 1);
+    };
+    int page = page_of(cursor.block);
+#pragma unroll 1
+    for (int block = cursor.block; block < last; ++block, ++turn) {
+      const int page_row = key_of(block) % a.p.page;
+      const int next = block + 1 < last ? page_of(block + 1) : 0;
+      const uint32_t stage = turn % C::kStages, parity = (turn / C::kStages & 1) ^ 1;
+      load_tile<C>(shared, shared.k[stage], shared.k_full[stage], shared.k_empty[stage], parity,
+                   a.k, a, page, page_row, cursor.head);
+      load_tile<C>(shared, shared.v[stage], shared.v_full[stage], shared.v_empty[stage], parity,
+                   a.v, a, page, page_row, cursor.head);
+      page = next;
+    }
+    cursor.advance(a.plan, last, a.p.heads_k, total);
+  }
+}
+
+}  // namespace flashsci::sm90::paged

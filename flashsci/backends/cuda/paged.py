@@ -1,0 +1,129 @@
+"""Paged attention on the library's Hopper kernels (csrc/sm90/paged): what they serve, and the call.
+
+A :class:`flashsci.problem.Problem` has no strides and no page size. So what these kernels do not take is said in two places:
+`rejects`, when a backend is chosen, and `misfit`, when the library has refused a call. No other kernel stands in for a misfit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.errors import BackendError
+from flashsci.paged_ops import PagedOps, PagedScalars, PagedTensors
+from flashsci.problem import Problem
+
+MAX_HEAD_DIM = 256
+MAX_ROWS = 1 << 29  # FLASHSCI_MAX_SEQ: (token, head) pairs of a call, keys of a sequence
+MAX_BLOCKS = (1 << 30) - 1  # of keys, of all tiles and heads at the longest lengths
+PAGE = 16  # kSmallPage: a copy takes as many rows as pages and tiles have in common
+ROWS = 64  # kRows, of a tile
+UNIT = 8  # 16-bit elements in the 16 bytes that addresses and strides are multiples of
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def unit_of(dtype: torch.dtype) -> str:
+    """The kernel unit of one of `_DTYPES`."""
+    return f"cuda/sm90/paged_{_DTYPES[dtype]}"
+
+
+def rejects(problem: Problem, generation: int, info: Mapping[str, Any], device: str) -> str | None:
+    """Why a paged call cannot be computed, and what to do; None if it can, strides and page size apart.
+
+    Args:
+        generation: the only one to ask, 0 for any.
+        info: what the library holds, or would.
+        device: the device in words.
+    """
+    assert problem.capability is not None
+    if generation not in (0, 90):
+        return f"its paged kernels are of generation sm90, not sm{generation}; use backend='cuda'"
+    if problem.dtype not in _DTYPES:
+        return (
+            f"its paged kernels take queries in float16 and bfloat16, not {_name(problem.dtype)}; "
+            f"use backend={'reference' if problem.dtype == torch.float64 else 'triton'!r}"
+        )
+    if problem.capability[0] != 9:
+        return f"its paged kernels run on compute capability 9.0 (Hopper) and this device is {device}; use backend='triton'"
+    if problem.cache_dtype != problem.dtype:
+        return (
+            f"its paged kernels read caches in the dtype of the queries ({_name(problem.dtype)}), and these are "
+            f"{_name(problem.cache_dtype)}; use backend='triton'"
+        )
+    dims = problem.head_dim, problem.head_dim_v
+    if max(dims) > MAX_HEAD_DIM or any(d % UNIT for d in dims):
+        other = "reference" if max(dims) > MAX_HEAD_DIM else "triton"
+        return (
+            f"its paged kernels have head dims that are multiples of {UNIT} up to {MAX_HEAD_DIM}, and these are {dims[0]} and "
+            f"{dims[1]}; use backend={other!r}"
+        )
+    if unit_of(problem.dtype) not in info["units"]:
+        return (
+            f"this build (FA_ARCHS={','.join(info['archs'])}) has no {_name(problem.dtype)} paged kernel; build with "
+            "FA_ARCHS=90, or use backend='triton'"
+        )
+    return None
+
+
+def misfit(tensors: PagedTensors, out: Tensor) -> str | None:
+    """Why the kernels do not take the tensors of a call as they lie in memory, and what to do; None if they do. As `launch`
+    of csrc/sm90/paged/launch.cuh has it, which looks at the addresses themselves."""
+    q, k_cache, v_cache, block_table = tensors[:4]
+    page, heads_k = k_cache.shape[1:3]
+    scales = [n for n in ("k_scale", "v_scale") if getattr(tensors, n) is not None]
+    if scales:
+        return f"its kernels have no {' and no '.join(scales)}; put scales into the 16-bit cache, or use backend='triton'"
+    if page % PAGE:
+        return f"pages have {page} rows and its kernels take multiples of {PAGE}; use such pages, or backend='triton'"
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
+        sizes, strides = x.shape[:-1], x.stride()[:-1]
+        odd = any(n > 1 and s % UNIT for n, s in zip(sizes, strides, strict=True))
+        if odd or x.storage_offset() % UNIT:
+            return (
+                f"{name} has strides {list(strides)} before its last dim and begins {x.storage_offset()} elements into its "
+                f"storage, and its kernels copy rows that lie at multiples of 16 bytes: all of these must be multiples of {UNIT} "
+                "(strides of dims of size 1 may be any); lay it out so, or use backend='triton'"
+            )
+    keys = block_table.shape[1] * page
+    if keys > MAX_ROWS or q.shape[0] * q.shape[1] > MAX_ROWS:
+        return (
+            f"sequences may have {keys} keys and q has {q.shape[0]} tokens of {q.shape[1]} heads, and its kernels count up to "
+            f"{MAX_ROWS} keys and rows; use fewer columns of the block table, or backend='reference'"
+        )
+    tiles = q.shape[0] * (q.shape[1] // heads_k) // ROWS + block_table.shape[0] + 2
+    wide = max(q.shape[2], v_cache.shape[3]) > 128
+    if tiles * heads_k * -(-keys // (64 if wide else 128)) > MAX_BLOCKS:
+        return (
+            f"{tiles} tiles of rows, {heads_k} key heads and up to {keys} keys of a sequence are more blocks than its kernels "
+            f"count ({MAX_BLOCKS}); use fewer columns of the block table, or backend='triton'"
+        )
+    return None
+
+
+def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tensor:
+    """Fills ``out`` and returns the lse; what `rejects` refuses must not come here.
+
+    Raises:
+        BackendError: `misfit`. Asked only when the library has refused: a step of decoding has no microseconds for it, and a
+            compiler could not trace it.
+    """
+    if tensors.sink is not None and tensors.sink.dtype != torch.float32:
+        tensors = tensors._replace(sink=tensors.sink.float())
+    try:
+        lse: Tensor = torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *scalars)
+    except RuntimeError:
+        reason = misfit(tensors, out)
+        if reason is None:
+            raise
+        raise BackendError(f"backend 'cuda' cannot serve this call: {reason}") from None
+    return lse
+
+
+OPS = PagedOps(attention, None)

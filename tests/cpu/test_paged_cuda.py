@@ -1,0 +1,223 @@
+"""Paged attention of the CUDA library where there is no GPU: what it does not take, and what it says then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flashsci
+from flashsci import paged, registry
+from flashsci.backends import cuda as backend
+from flashsci.backends.cuda import paged as kernels
+from flashsci.check import planning, units
+from flashsci.paged_ops import PagedScalars, PagedTensors
+from flashsci.problem import Problem
+from flashsci.testing import PagedCase, PagedVariant, make_paged_inputs
+
+BUILD = {"archs": ["90"], "units": {"cuda/sm90/paged_fp16": "", "cuda/sm90/paged_bf16": ""}}
+PROBLEM = Problem(
+    "cuda", (9, 0), torch.bfloat16, 8, 2, 128, 128, paged=True, cache_dtype=torch.bfloat16
+)
+SCALARS = PagedScalars(-1, 0.1, 0.0, -1, 0, False)
+FP32 = {"dtype": torch.float32, "cache_dtype": torch.float32}
+FP64 = {"dtype": torch.float64, "cache_dtype": torch.float64}
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """A library with the kernels, as if this machine could run them."""
+    monkeypatch.setattr(backend, "build_info", lambda: BUILD)
+    monkeypatch.setattr(backend, "unavailable", lambda: None)
+    monkeypatch.setattr(registry, "_choices", {})
+
+
+def test_serves(built):
+    for change in (
+        {}, {"dtype": torch.float16, "cache_dtype": torch.float16}, {"head_dim": 40, "head_dim_v": 24}, {"head_dim": 256},
+        {"softcap": 5.0}, {"window_left": 30, "window_right": 0}, {"sink": True}, {"return_lse": True}, {"heads_q": 14},
+    ):  # fmt: skip
+        assert backend.rejects(replace(PROBLEM, **change)) is None, change
+        assert backend.SM90.rejects(replace(PROBLEM, **change)) is None, change
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"device_type": "cpu", "capability": None}, ("cpu", "reference")),
+        ({"capability": (8, 0)}, ("9.0 (Hopper)", "sm_80", "triton")),
+        ({"capability": (12, 0)}, ("9.0 (Hopper)", "sm_120", "triton")),
+        (FP32, ("float32", "float16 and bfloat16", "'triton'")),
+        (FP64, ("float64", "'reference'")),
+        ({"cache_dtype": torch.float8_e4m3fn}, ("bfloat16", "float8_e4m3fn", "triton")),
+        ({"head_dim": 36}, ("multiples of 8 up to 256", "36 and 128", "'triton'")),
+        ({"head_dim_v": 264}, ("multiples of 8 up to 256", "128 and 264", "'reference'")),
+    ],
+)
+def test_rejects_with_advice(built, change, words):
+    reason = backend.rejects(replace(PROBLEM, **change))
+    assert reason is not None
+    for word in words:
+        assert word in reason, reason
+
+
+def test_builds_and_generations(monkeypatch):
+    monkeypatch.setattr(backend, "build_info", lambda: {"archs": ["80"], "units": {}})
+    reason = backend.rejects(PROBLEM)
+    assert "FA_ARCHS=80" in reason and "FA_ARCHS=90" in reason and "triton" in reason
+    monkeypatch.setattr(backend, "build_info", lambda: BUILD)
+    assert "not sm80" in backend.SM80.rejects(PROBLEM)
+
+
+def given(tokens=5, group=4, heads_k=2, dim=64, pages=6, page=16, **changes):
+    """Tensors of a call, in bf16 on the CPU, and its out."""
+    q = torch.zeros(tokens, group * heads_k, dim, dtype=torch.bfloat16)
+    cache = torch.zeros(pages, page, heads_k, dim, dtype=torch.bfloat16)
+    tensors = PagedTensors(
+        q, cache, cache, torch.zeros(2, 3).int(), torch.zeros(2).int(), torch.zeros(3).int(), None, None, None
+    )  # fmt: skip
+    return tensors._replace(**changes), torch.zeros_like(q)
+
+
+def stand_in(monkeypatch, op):
+    """Instead of the library's op."""
+    ops = SimpleNamespace(cuda_paged_attention=SimpleNamespace(default=op))
+    monkeypatch.setattr(torch.ops, "flashsci", ops, raising=False)
+
+
+def bf16(*shape):
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+ODD_ROWS = bf16(5, 8, 68)[..., :64]
+SHIFTED = bf16(6 * 16 * 2 * 64 + 4)[4:].view(6, 16, 2, 64)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"k_cache": bf16(6, 24, 2, 64), "v_cache": bf16(6, 24, 2, 64)}, ("24 rows", "multiples of 16", "triton")),
+        ({"q": ODD_ROWS}, ("q has strides [544, 68]", "multiples of 8", "triton")),
+        ({"v_cache": SHIFTED}, ("v_cache has strides [2048, 128, 64]", "begins 4 elements", "triton")),
+        ({"k_scale": torch.ones(2, 2)}, ("no k_scale;", "triton")),
+        ({"k_scale": torch.ones(2, 2), "v_scale": torch.ones(2, 2)}, ("no k_scale and no v_scale",)),
+        ({"block_table": torch.zeros(1).int().expand(2, 1 << 26)}, ("1073741824 keys", "reference")),
+        ({"block_table": torch.zeros(1).int().expand(1 << 10, 1 << 23)}, ("more blocks", "triton")),
+    ],
+)  # fmt: skip
+def test_misfits(changes, words):
+    tensors, out = given(**changes)
+    reason = kernels.misfit(tensors, out)
+    assert reason is not None
+    for word in words:
+        assert word in reason, reason
+
+
+def test_the_library_refuses_and_the_error_says_why(monkeypatch):
+    """What is no misfit is raised as it is."""
+
+    def refuse(*_):
+        raise RuntimeError("flashsci: paged_attention: no kernel serves this call")
+
+    stand_in(monkeypatch, refuse)
+    with pytest.raises(
+        flashsci.BackendError, match=r"backend 'cuda' cannot serve this call: q has strides"
+    ):
+        kernels.attention(*given(q=ODD_ROWS), SCALARS)
+    with pytest.raises(RuntimeError, match="no kernel serves"):
+        kernels.attention(*given(), SCALARS)
+
+
+def test_an_out_that_does_not_fit():
+    tensors, _ = given()
+    assert "out has strides [544, 68]" in kernels.misfit(tensors, ODD_ROWS)
+
+
+@pytest.mark.parametrize("layout", ["rows", "heads", "joint rows", "joint heads", "stacked"])
+@pytest.mark.parametrize("page", [16, 48, 128])
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (40, 24)])
+def test_layouts_of_engines_fit(layout, page, dims):
+    """And one that is not aligned does not; dims of one row may have any stride."""
+    case = PagedCase(PagedVariant("float16", "", *dims), 1, (1, 7), (40, 90), 2, 4, page, layout)
+    for found, fits in ((case, True), (replace(case, layout="unaligned"), False)):
+        x = make_paged_inputs(found)
+        options = [x.options[n] for n in ("block_table", "seqused_k", "cu_seqlens_q")]
+        tensors = PagedTensors(x.q, x.k_cache, x.v_cache, *options, None, None, None)
+        reason = kernels.misfit(tensors, torch.empty(8, 8, dims[1]))
+        assert (reason is None) == fits, reason
+    tensors, out = given(tokens=1, q=bf16(1, 8, 64).as_strided((1, 8, 64), (3, 64, 1)))
+    assert kernels.misfit(tensors, out) is None
+
+
+def test_calls_reach_the_library(built, monkeypatch):
+    """With a sink in fp32; an update of the cache asked of cuda is Triton's."""
+    seen, call = {}, paged._LOADED.copy()
+    monkeypatch.setattr(paged, "_LOADED", call)
+
+    def op(*arguments):
+        seen["sink"], seen["scalars"] = arguments[6], arguments[10:]
+        return torch.zeros(0)
+
+    stand_in(monkeypatch, op)
+    tensors, out = given(sink=torch.zeros(8).bfloat16())
+    kernels.attention(tensors, out, PagedScalars(7, 0.1, 0.0, -1, 0, False))
+    assert seen == {"sink": seen["sink"], "scalars": (7, 0.1, 0.0, -1, 0, False)}
+    assert seen["sink"].dtype == torch.float32
+    monkeypatch.undo()
+    assert kernels.OPS.write_kv_cache is None
+    monkeypatch.setattr(registry, "decide", lambda *call: "cuda")
+    assert paged._decide() == "cuda" and paged._LOADED["cuda"] is kernels.OPS
+    assert paged._decide_write() == "triton"
+    monkeypatch.setattr(registry, "decide", lambda *call: "cuda:sm90")
+    assert paged._decide() == "cuda:sm90" and paged._LOADED["cuda:sm90"] is kernels.OPS
+
+
+def test_auto_stays_with_triton(built, monkeypatch):
+    """Until records say which is faster, and not even where there is no Triton; asked for by name, cuda serves."""
+    triton = registry.BACKENDS["triton"].load()
+    monkeypatch.setattr(triton, "unavailable", lambda: None)
+    assert registry.choose(PROBLEM, "auto") == "triton"
+    assert registry.choose(PROBLEM, "cuda") == "cuda"
+    monkeypatch.setattr(registry, "_choices", {})
+    monkeypatch.setattr(triton, "unavailable", lambda: "there is none")
+    assert registry.choose(PROBLEM, "auto") == "reference"
+
+
+@pytest.mark.skipif(backend.library_path() is None, reason="flashsci/_C.so was not built")
+@pytest.mark.parametrize("wanted", (False, True))
+def test_a_compiler_sees_shapes(wanted):
+    backend._load()
+    with FakeTensorMode():
+        tensors, out = given()
+        lse = torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *SCALARS._replace(return_lse=wanted))  # fmt: skip
+    assert lse.shape == ((8, 5) if wanted else (0,)) and lse.dtype == torch.float32
+
+
+@pytest.mark.skipif(backend.library_path() is None, reason="flashsci/_C.so was not built")
+def test_tensors_of_the_cpu_reach_no_kernel():
+    backend._load()
+    tensors, out = given()
+    with pytest.raises(NotImplementedError, match="CPU"):
+        torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *SCALARS)
+
+
+def test_checks_judge_it_where_it_runs(monkeypatch):
+    backends = ("triton", "cuda", "cuda:sm90", "cuda:sm80")
+    for info, hopper, expected in (
+        (BUILD["units"], True, ("triton", "cuda")), ({}, True, ("triton",)), (BUILD["units"], False, ("triton",)),
+    ):  # fmt: skip
+        monkeypatch.setattr(units, "library_units", lambda info=info: info)
+        monkeypatch.setattr(units, "_runs_here", lambda _, hopper=hopper: hopper)
+        cases, names = planning.paged_plan(60, 1, "cuda", backends)
+        assert names == expected and len(cases) == 60
+        fit = [
+            c for c in cases
+            if not c.variant.cache and c.variant.dtype != "float32" and c.layout != "unaligned" and c.scales == "none"
+        ]  # fmt: skip
+        assert (len(fit) >= 30) == ("cuda" in names)
+    assert planning.paged_plan(3, 1, "cpu", backends)[1] == ("triton",)
+    assert units.holds("cuda", "cuda/sm90/paged_bf16")
+    assert "cuda/sm90/paged_bf16" in units.chosen_units("paged")

@@ -1,0 +1,217 @@
+"""The sm90 kernels of paged attention, run on the host (emulated.py) from the launcher to the stores, on generated calls and by
+the judge of every backend. What a GPU's barriers, copies and products do is emulated; its speed, its registers, its fences and
+kernels that start beside their predecessors are not."""
+
+from __future__ import annotations
+
+import ctypes as c
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashsci.check.planning import hopper_paged
+from flashsci.testing import (
+    PagedCase,
+    PagedInputs,
+    PagedVariant,
+    generate_paged,
+    make_paged_inputs,
+)
+from scripts.launchers import _fields, _pointer
+from tests.cpu.emulated import build, emulate
+
+
+class Params(c.Structure):
+    _fields_ = [
+        *_fields(c.c_void_p, "q k_cache v_cache out lse block_table seqused_k cu_seqlens_q sink"),
+        *_fields(c.c_int64, "q_row q_head out_row out_head"),
+        *_fields(c.c_int64, "k_page k_row k_head v_page v_row v_head"),
+        *_fields(c.c_int32, "tokens sequences heads_q heads_k pages page columns"),
+        *_fields(c.c_int32, "head_dim head_dim_v"),
+        *_fields(c.c_float, "scale softcap"),
+        *_fields(c.c_int32, "window_left window_right device"),
+        *_fields(c.c_void_p, "workspace"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    library = build(tmp_path_factory.mktemp("paged"), "paged")
+    library.workspace.restype = c.c_int64
+    return library
+
+
+def describe(inputs: PagedInputs, device: int) -> tuple[Params, dict[str, torch.Tensor]]:
+    """As csrc/bindings/paged.cpp does it: the parameters but for a workspace, and the results. device: a number for itself."""
+    q, k, v, given = inputs.q, inputs.k_cache, inputs.v_cache, inputs.options
+    left, right = given["window"] or (None, None)
+    right = 0 if given["causal"] else right
+    out = torch.full((*q.shape[:2], v.shape[3]), torch.nan, dtype=q.dtype)
+    lse = torch.full((q.shape[1], q.shape[0]), torch.nan)
+    vectors = (given[n] for n in ("block_table", "seqused_k", "cu_seqlens_q"))
+    scale = given["scale"] if given["scale"] is not None else q.shape[2] ** -0.5
+    params = Params(
+        *map(_pointer, (q, k, v, out, lse, *vectors, given.get("sink"))), *q.stride()[:2], *out.stride()[:2], *k.stride()[:3],
+        *v.stride()[:3], tokens=q.shape[0], sequences=len(given["seqused_k"]), heads_q=q.shape[1], heads_k=k.shape[2],
+        pages=k.shape[0], page=k.shape[1], columns=given["block_table"].shape[1], head_dim=q.shape[2], head_dim_v=v.shape[3],
+        scale=scale, softcap=given["softcap"] or 0.0, window_left=-1 if left is None else left,
+        window_right=-1 if right is None else right, device=device,
+    )  # fmt: skip
+    return params, {"out": out, "lse": lse}
+
+
+def run(
+    library: c.CDLL, inputs: PagedInputs, seed: int = 0, processors: int = 3
+) -> dict[str, torch.Tensor] | None:
+    """out and lse; None where the kernels leave the call to others. Nothing is written behind the workspace."""
+    # Launchers ask a device once for its multiprocessors: each number of them is a device.
+    params, results = describe(inputs, processors)
+    size = library.workspace(c.byref(params), processors)
+    workspace = torch.full((size + 256,), 255, dtype=torch.uint8)  # NaN, and garbage in integers
+    params.workspace = workspace.data_ptr()
+    taken = emulate(library.emulate, params, inputs.q.dtype == torch.bfloat16, seed, processors)
+    assert (workspace[size:] == 255).all()
+    return results if taken else None
+
+
+def judge(library: c.CDLL, case: PagedCase, processors: int = 3) -> None:
+    """The kernels take a case and are right."""
+    inputs = make_paged_inputs(case)
+    found = run(library, inputs, case.seed, processors)
+    assert found is not None, case
+    problems = inputs.judge(fused=True).problems(found)
+    assert not problems, "\n".join([*problems, repr(case)])
+
+
+@pytest.mark.parametrize("processors", (1, 2, 5, 13))
+@pytest.mark.parametrize("dims", ((64, 64), (128, 128), (256, 256), (192, 128)))
+def test_every_tile(kernel, dims, processors):
+    """Rings that go round, tiles that are cut and tiles that are not, in runs of every length."""
+    variant = PagedVariant("bfloat16", "", *dims, "causal")
+    case = PagedCase(variant, 2 + processors, (1, 30, 0, 2), (700, 90, 40, 150), 2, 3, 48, padding=2)  # fmt: skip
+    judge(kernel, case, processors)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_generated(kernel, part):
+    for case in generate_paged(500 + part, 12, longest_k=400, longest_q=80):
+        judge(kernel, hopper_paged(case), 1 + case.seed % 4)
+
+
+@pytest.mark.parametrize("sink", (False, True))
+def test_a_sequence_is_cut_into_many_pieces(kernel, sink):
+    """A sink counts once, whoever writes the row."""
+    variant = PagedVariant("float16", "", 64, 64, "left", sink=sink)
+    case = PagedCase(variant, 3, (1, 1), (2000, 5), 1, 8, 16, left=1500)
+    for seed in (3, 4):
+        judge(kernel, replace(case, seed=seed), 11)
+
+
+@pytest.mark.parametrize("lens_k", ((0, 0), (0, 17)))
+@pytest.mark.parametrize("lens_q", ((0, 0), (1, 3), (70, 0)))
+def test_nothing_to_see(kernel, lens_q, lens_k):
+    """Sequences without keys, without queries, without either."""
+    case = PagedCase(PagedVariant("bfloat16"), 5, lens_q, lens_k, 2, 4, padding=3)
+    judge(kernel, case)
+
+
+def finite(case: PagedCase) -> PagedInputs:
+    """Without the NaN where no key is: whatever is read of the caches is a number."""
+    inputs = make_paged_inputs(case)
+    for cache in (inputs.k_cache, inputs.v_cache):
+        cache.nan_to_num_(0.0)
+    return inputs
+
+
+@pytest.mark.parametrize("edges", ((0, 1, 8, 11), (5, 3, 2, 900), (-7, 2**31 - 1, 0, 4), (11, 11, 11, 11)))  # fmt: skip
+@pytest.mark.parametrize("used", ((2**31 - 1, -5, 2**30), (-(2**31), 1, 10**9)))
+@pytest.mark.parametrize("entry", (None, 2**31 - 1, -(2**31)))
+def test_what_is_out_of_range_reads_nothing_beyond_the_tensors(kernel, edges, used, entry):
+    """Around the tensors there is NaN, and every row is a number; lengths end with the table, entries with the cache."""
+    inputs = finite(PagedCase(PagedVariant("bfloat16"), 1, (1, 7, 3), (400, 90, 20), 2, 4))
+    options = inputs.options
+    if entry is not None:
+        options["block_table"].fill_(entry)
+    options["cu_seqlens_q"].copy_(torch.tensor(edges))
+    options["seqused_k"].copy_(torch.tensor(used))
+    found = run(kernel, inputs)
+    assert found["out"].isfinite().all() and not found["lse"].isnan().any()
+    if edges == (0, 1, 8, 11):
+        options["seqused_k"].clamp_(0, options["block_table"].shape[1] * 16)
+        inputs.judge(fused=True).require(found)
+
+
+def test_no_sequence(kernel):
+    inputs = make_paged_inputs(PagedCase(PagedVariant("float16"), 1, (3,), (40,), 1, 2))
+    options = {n: inputs.options[n][:0] for n in ("block_table", "seqused_k")}
+    options["cu_seqlens_q"] = inputs.options["cu_seqlens_q"][:1]
+    found = run(kernel, replace(inputs, options=inputs.options | options))
+    assert not found["out"].any() and (found["lse"] == -torch.inf).all()
+
+
+def test_no_lse_is_asked_for(kernel):
+    inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16"), 1, (1, 20), (600, 30), 2, 2))
+    wanted = run(kernel, inputs)
+    params, found = describe(inputs, 3)
+    workspace = torch.empty(kernel.workspace(c.byref(params), 3), dtype=torch.uint8)
+    params.workspace, params.lse = workspace.data_ptr(), None
+    assert emulate(kernel.emulate, params, True, 1)
+    assert torch.equal(found["out"], wanted["out"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"page": 24}, {"head_dim": 68}, {"head_dim_v": 264}, {"q_row": 132}, {"out_head": 68}, {"k_row": 132}, {"v_page": 4},
+        {"columns": 1 << 26, "page": 16}, {"tokens": 1 << 27, "heads_q": 8}, {"sequences": 1 << 22, "columns": 1 << 24},
+        {"heads_q": 1 << 29, "heads_k": 1 << 29, "tokens": 1, "sequences": 1 << 29, "columns": 1 << 25},
+    ],
+)  # fmt: skip
+def test_what_they_leave_to_others(kernel, changes):
+    """Before anything is launched, and without a workspace where sizes are the reason. No size overflows on the way."""
+    inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16"), 1, (1, 20), (600, 30), 2, 2))
+    params, results = describe(inputs, 3)
+    for name, value in changes.items():
+        setattr(params, name, value)
+    size = kernel.workspace(c.byref(params), 3)
+    assert (size == 0) == (not {"q_row", "out_head", "k_row", "v_page"} & changes.keys())
+    assert not emulate(kernel.emulate, params, True, 1)
+    assert results["out"].isnan().all()
+
+
+FAULTS = {
+    "V of keys that no row sees": ("paged/mainloop.cuh", "if (key >= first_key && key + kBlockK <= end_key) return;", "return;"),
+    "V released before its products": ("paged/mainloop.cuh", "      add_values(s, stage);\n      release(shared.v_empty[stage]);", "      release(shared.v_empty[stage]);\n      add_values(s, stage);"),
+    "the stage of another turn": ("paged/mainloop.cuh", "parity = turn / C::kStages & 1;", "parity = (turn / C::kStages & 1) ^ 1;"),
+    "fewer bytes than arrive": ("paged/load.cuh", "sizeof(shared.k[0]));", "sizeof(shared.k[0]) / 2);"),
+    "rows of a page": ("paged/load.cuh", "key_of(block) % a.p.page;", "0;"),
+    "pages that are not clamped": ("paged/load.cuh", "return min(max(entry, 0), a.p.pages - 1);", "return entry;"),
+    "a page too early": ("paged/load.cuh", "page = next;", ""),
+    "the place of a piece": ("paged/config.cuh", "(begin < cta * run ? 0 : 1)", "0"),
+    "a sink in each piece": ("paged/mainloop.cuh", "      if (whole) {\n        const int token = token_of(r), head = head_of(r);\n        if (a.p.sink != nullptr) {", "      if (a.p.sink != nullptr) lse = with_logit(lse, __ldg(a.p.sink + head_of(r)) * kLog2e).x;\n      if (whole) {\n        const int token = token_of(r), head = head_of(r);\n        if (a.p.sink != nullptr) {"),
+    "rows of no sequence": ("paged/combine.cuh", "if (n >= 0 && slot.sequence == n", "if (n < 0) return;\n  if (slot.sequence == n"),
+    "Q of the next tile before the last has read it": ("paged/mainloop.cuh", "    ptx::barrier_sync(kComputing, kComputingThreads);  // nobody reads Q any more", ""),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(tmp_path, fault):
+    other_tiles = [
+        ("paged/launch.cuh", f"return launch_padded<Op, {dim}>(p, stream);", "return cudaErrorNotSupported;")
+        for dim in (128, 256)
+    ]  # fmt: skip
+    broken = build(tmp_path, "paged", FAULTS[fault], *other_tiles)
+    broken.workspace.restype = c.c_int64
+    variant = PagedVariant("bfloat16", "", 64, 64, "both", sink=True)
+    case = PagedCase(variant, 0, (1, 30, 0, 2, 5), (1900, 90, 40, 150, 700), 2, 4, 48, outside=True, padding=3, left=900)  # fmt: skip
+    whole = PagedCase(PagedVariant("bfloat16"), 0, (1,) * 9, (128,) * 9, 2, 16)  # no block is cut
+    found = 0
+    for seed in range(2, 8):
+        for given in (case, whole):
+            try:
+                judge(broken, replace(given, seed=seed), seed)
+            except AssertionError:
+                found += 1
+    assert found
