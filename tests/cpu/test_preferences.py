@@ -193,17 +193,26 @@ def test_tables_of_devices():
 
 def test_what_is_not_timed_is_left_out():
     """By every rule for calls, a learnt one too; not for the gradients of who asked for it by name."""
-    wide = replace(HOPPER, dtype=torch.float32, head_dim=192, batch=(2,), seq_q=900, seq_k=900)
-    eager = preferences.find("calls", wide)
-    assert (
-        eager.order == ("eager", "sdpa", "triton", "reference") and "plain PyTorch" in eager.cited()
-    )
-    for change in ({"varlen": True}, {"bias_shape": (16, 900, 900), "mask": True}, {"capability": (8, 6)}):  # fmt: skip
-        assert "cuda" not in preferences.find("calls", replace(wide, **change)).order
-    assert "cuda" in preferences.find("calls", replace(wide, head_dim=128)).order
-    assert "cuda" in preferences.find("calls", replace(wide, dtype=torch.bfloat16)).order
-    assert preferences.find("gradients", wide, 80, "triton").order == ("triton",)
-    assert preferences.find("gradients", wide, 80, "cuda").order == ("cuda", "triton")
+    defaults = preferences.read(preferences.FOLDER / "defaults.json")
+    wide = {"bits": 32, "head_dim": [129, 256]}
+    untimed = preferences.Rule(wide, ("cuda",), "not timed")
+    mine = preferences.Rule({"bits": 32}, ("cuda", "triton"), "learnt")
+    asked = (replace(defaults, calls=(mine,)), replace(defaults, untimed=(untimed,)))
+
+    def order(kind, problem, generation=0, forward=""):
+        found = preferences.features(problem, generation, forward)
+        return preferences.first(asked, kind, found).order
+
+    large = replace(HOPPER, dtype=torch.float32, head_dim=192, batch=(2,), seq_q=900, seq_k=900)
+    assert order("calls", large) == ("triton",)
+    assert order("calls", replace(large, head_dim=128)) == ("cuda", "triton")
+    assert order("gradients", large, 80, "triton") == ("triton",)
+    assert order("gradients", large, 80, "cuda") == ("cuda", "triton")
+
+
+def test_paged_kernels_of_hopper_are_not_timed():
+    paged = replace(HOPPER, paged=True, batch=(2,), seq_q=2, seq_k=900)
+    assert "cuda" not in preferences.find("calls", paged).order
 
 
 def test_conditions():

@@ -395,6 +395,26 @@ def test_who_computes_gradients_with_a_bias_on_hopper(
     assert not hopper_takes(saved_of(q, v, bias, pairs), need)  # rows of 24 bytes
 
 
+def test_every_generated_case_has_an_answer_about_hopper(full_build):
+    """Of any ranks, broadcast dims and views, as plans ask it before gradients are computed."""
+    from flashsci.backends.cuda import hopper_takes
+    from flashsci.testing import generate
+    from flashsci.testing.inputs import make_inputs
+
+    found = set()
+    for case in generate(11, 400):
+        if case.variant.varlen:
+            continue
+        x = make_inputs(case, torch.device("cpu"))
+        bias, mask = (
+            None if t is None else t[(None,) * (x.q.dim() - t.dim())] for t in (x.bias, x.mask)
+        )
+        saved = saved_of(x.q, x.v, bias, mask)
+        saved = saved._replace(tensors=saved.tensors._replace(k=x.k))
+        found.add(hopper_takes(saved, 7 | (8 if x.bias is not None else 0)))
+    assert found == {True, False}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
