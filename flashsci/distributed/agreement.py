@@ -1,8 +1,9 @@
 """All ranks call with the same options and matching shapes, or all of them raise, before any data moves.
 
-What must agree is a small table of numbers. The ranks exchange it at the first call of a kind (one all_gather of some fifty
-float64, and a wait for it) and keep the answer; later calls of that kind pay a look-up. What the ranks then do differently all
-the same (one of them calls with another shape, the others do not) ends in the process group's timeout.
+What must agree is a small table of numbers, exchanged in one all_gather of some fifty float64 that the host waits for: through the
+group's CPU backend, if it has one, for which no kernel is waited for. A rank cannot know by itself whether the others call as they
+did before, because the parts of a sequence may be of any length. Where it is told the whole length (``total=``, DTensors) it can, and
+then only the first call of a kind asks.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,7 +28,28 @@ DTYPES = (
     torch.int8, torch.uint8,
 )  # fmt: skip
 MOST_KEPT = 4096
-_kept: dict[tuple[Any, ...], list[dict[str, float]]] = {}
+Table = list[dict[str, float]]  # the fields of every rank
+
+
+class Kept:
+    """What the ranks of a process group have agreed on."""
+
+    def __init__(self) -> None:
+        self.plans: dict[Any, Any] = {}
+        self.met: set[str] = set()  # types of devices over which all ranks have exchanged something
+
+
+# By the group, not by its name: who ends one group and begins another gives it the name of the first.
+_kept: WeakKeyDictionary[Any, Kept] = WeakKeyDictionary()
+
+
+def kept(group: Any) -> Kept:
+    return _kept.setdefault(group, Kept())
+
+
+def trusts() -> bool:
+    """Whether a call of a known kind may go without asking; ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` says no."""
+    return dist.get_debug_level() != dist.DebugLevel.DETAIL
 
 
 def group_of(mesh: Mesh | None) -> Any:
@@ -69,22 +93,25 @@ def rows(*names: str) -> frozenset[str]:
 
 
 def agree(
-    group: Any, fields: Fields, free: frozenset[str], error: Exception | None = None
-) -> list[dict[str, float]]:
+    group: Any,
+    fields: Fields,
+    free: frozenset[str],
+    device: str = "cpu",
+    error: Exception | None = None,
+) -> Table:
     """The fields of every rank, which are equal but for those that are ``free``.
 
     Args:
         group: process group.
         fields: what this rank has; every rank gives the same names, or it is an error that all ranks find.
+        device: the type of device that the tensors of the call are on.
         error: what this rank found wrong with its own arguments; it is raised here, and the others raise too.
 
     Raises:
         ValueError: on every rank, where fields differ.
         RuntimeError: where another rank had an error.
     """
-    key = (group.group_name, tuple(fields.items()))
-    if error is None and key in _kept:
-        return _kept[key]
+    fields = {**fields, "device (a hash)": device}
     if group.size() == 1 and error is None:
         return [{name: _number(x) for name, x in fields.items()}]
     table = _exchange(group, fields, error is not None)
@@ -96,10 +123,18 @@ def agree(
                 f"rank {rank} of the mesh refused its arguments; its own error says what is wrong with them"
             )
     _compare(table, free)
-    if len(_kept) >= MOST_KEPT:
-        _kept.clear()
-    _kept[key] = table
+    _meet(group, device)
     return table
+
+
+def _meet(group: Any, device: str) -> None:
+    """NCCL connects the ranks of a group at its first operation, in which all of them must take part. Who sees nothing of another
+    rank's keys takes no part in the ring's."""
+    met = kept(group).met
+    if device != _device(group).type and device not in met:
+        hello = torch.zeros(1, dtype=torch.float64, device=device)
+        all_gather(hello, (1,) * group.size(), group.group_name)
+        met.add(device)
 
 
 WIDTH = 64
@@ -153,5 +188,5 @@ def _compare(table: list[dict[str, float]], free: frozenset[str]) -> None:
 
 def refuse(group: Any, error: Exception) -> NoReturn:
     """Tell the others that this rank's arguments are wrong, and raise that."""
-    agree(group, {}, frozenset(), error)
+    agree(group, {}, frozenset(), error=error)
     raise error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ import flashsci
 from flashsci import arguments
 from flashsci.distributed import agreement, dtensor, gather, plan, ring, ulysses
 from flashsci.distributed.agreement import Mesh
-from flashsci.distributed.collectives import replicated
+from flashsci.distributed.collectives import place_in, replicated
 from flashsci.distributed.plan import Given
 from flashsci.ops import follow_layout
 from flashsci.tracing import autocast
@@ -40,6 +40,7 @@ def attention(
     backend: str = "auto",
     layout: str = "contiguous",
     strategy: str = "auto",
+    total: int | tuple[int, int] | None = None,
 ) -> Any:
     """:func:`flashsci.attention` of a sequence of which every rank of a mesh has a part.
 
@@ -65,6 +66,9 @@ def attention(
             which gives all ranks the same work under a causal mask. q and k alike.
         strategy: "ring", "all_gather" or "ulysses"; "auto" takes the one that the model of
             :mod:`flashsci.distributed.cost` says is fastest.
+        total: the whole Sq, or whole (Sq, Sk), of parts that are those of :func:`flashsci.distributed.shard`. Then only the
+            first call of a kind (shapes, options) compares arguments with the other ranks, for which the host waits;
+            without it every call does, and so does one with a bias or a mask. DTensors say it themselves.
 
     Returns:
         out ``[..., Hq, Sq of this rank, Dv]`` in q's dtype and layout; with ``return_lse`` also lse
@@ -73,11 +77,10 @@ def attention(
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.attention`; ValueError also where ranks call with different
             arguments; BackendError where a strategy cannot serve the call. What is wrong with the arguments is found
-            before data moves, at the first call of a kind, on all ranks.
+            before data moves, on all ranks.
         RuntimeError: another rank refused its arguments.
 
-    The first call of a kind (shapes, options) exchanges a few numbers and waits for them; later ones do not. A second
-    derivative is computed by the all-gather strategy, whatever the first one was. There is no dropout, and no
+    A second derivative is computed by the all-gather strategy, whatever the first one was. There is no dropout, and no
     forward-mode derivative.
 
     Examples:
@@ -98,8 +101,10 @@ def attention(
     """
     tensors: tuple[Any, ...]
     wrap: Callable[[Tensor], Tensor]
+    known = None
     if dtensor.is_dtensor(q):
         tensors, group, wrap = dtensor.unwrapped((q, k, v, bias, key_weight, mask))
+        known = (q.shape[-2], k.shape[-2])
     else:
         tensors, group, wrap = (q, k, v, bias, key_weight, mask), agreement.group_of(mesh), _same
     options: dict[str, Any] = dict(
@@ -107,6 +112,7 @@ def attention(
         precision=precision,
     )  # fmt: skip
     if group.size() == 1:
+        plan.check_choices(layout, strategy)
         q, k, v, bias, key_weight, mask = tensors
         found = flashsci.attention(
             q,
@@ -120,7 +126,8 @@ def attention(
             **options,
         )
         return tuple(wrap(x) for x in found) if return_lse else wrap(found)
-    out, lse = _attend(group, tensors, options, layout, strategy, backend)
+    given = Arguments(options, layout, strategy, backend, known=known, total=total)
+    out, lse = _attend(group, tensors, given)
     return (wrap(out), wrap(lse)) if return_lse else wrap(out)
 
 
@@ -188,34 +195,40 @@ def varlen_attention(
         precision=precision,
     )
     if group.size() == 1:
+        plan.check_choices(layout, strategy)
         return flashsci.varlen_attention(
             q, k, v, cu_seqlens.to(q.device), bias=bias, key_weight=key_weight, return_lse=return_lse, backend=backend,
             **options,
         )  # fmt: skip
     options["align"] = "upper_left"
     tensors = (q, k, v, bias, key_weight, None)
-    out, lse = _attend(group, tensors, options, layout, strategy, backend, cu_seqlens)
+    given = Arguments(options, layout, strategy, backend, cu_seqlens)
+    out, lse = _attend(group, tensors, given)
     out = out.transpose(0, 1)
     return (out, lse) if return_lse else out
 
 
-def _attend(
-    group: Any,
-    tensors: tuple[Any, ...],
-    options: dict[str, Any],
-    layout: str,
-    strategy: str,
-    backend: str,
-    *cu_seqlens: Tensor,
-) -> tuple[Tensor, Tensor]:
+class Arguments(NamedTuple):
+    """What a call is given beside its tensors."""
+
+    options: dict[str, Any]
+    layout: str
+    strategy: str
+    backend: str
+    cu_seqlens: Tensor | None = None
+    known: tuple[int, int] | None = None  # whole Sq and Sk, of DTensors
+    total: int | tuple[int, int] | None = None  # the same, said by the caller
+
+
+def _attend(group: Any, tensors: tuple[Any, ...], given: Arguments) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's part, [..., H, S, D], once all ranks agree."""
     group_name = group.group_name
     if torch.compiler.is_compiling():
-        tensors, mine = _given(tensors, options, layout, strategy, backend, *cu_seqlens)
+        tensors, mine = _given(group_name, tensors, given)
         planned = plan.traced_plan(group_name, mine)
     else:
         try:
-            tensors, mine = _given(tensors, options, layout, strategy, backend, *cu_seqlens)
+            tensors, mine = _given(group_name, tensors, given)
         except (TypeError, ValueError) as error:
             agreement.refuse(group, error)
         planned = plan.plan(group_name, mine)
@@ -227,25 +240,24 @@ def _attend(
 
 
 def _given(
-    tensors: tuple[Any, ...],
-    options: dict[str, Any],
-    layout: str,
-    strategy: str,
-    backend: str,
-    *cu_seqlens: Tensor,
+    group_name: str, tensors: tuple[Any, ...], given: Arguments
 ) -> tuple[tuple[Any, ...], Given]:
     """The tensors with heads before rows, and what is known of the call."""
     q, k, v, bias, key_weight, mask = tensors
     arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight)
     q, k, v = autocast(q, k, v)
-    offsets = None
-    if cu_seqlens:
+    offsets, total = None, given.known
+    if given.cu_seqlens is not None:
         if not q.dim() == k.dim() == v.dim() == 3:
             shapes = f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
             raise ValueError(f"packed q, k, v must have shape [T, H, D], got {shapes}")
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        arguments.check_cu_seqlens("cu_seqlens", cu_seqlens[0], cu_seqlens[0])
-        offsets = tuple(cu_seqlens[0].tolist())
+        arguments.check_cu_seqlens("cu_seqlens", given.cu_seqlens, given.cu_seqlens)
+        offsets = tuple(given.cu_seqlens.tolist())
     tensors = (q, k, v, bias, key_weight, mask)
-    checked = arguments.Options.of(**options, dropout_p=0.0, return_lse=True)
-    return tensors, plan.given(tensors, checked, layout, strategy, backend, offsets)
+    checked = arguments.Options.of(**given.options, dropout_p=0.0, return_lse=True)
+    if given.total is not None and total is None:
+        total = plan.checked_total(given.total, q, k, given.layout, place_in(group_name))
+    return tensors, plan.given(
+        tensors, checked, given.layout, given.strategy, given.backend, offsets, total
+    )

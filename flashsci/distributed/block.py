@@ -49,6 +49,7 @@ def cut(x: Tensor | None, piece: Piece) -> Tensor | None:
     """The part of a bias or mask, or of its gradient, that a piece reads: a view."""
     if x is None:
         return None
+    assert piece.columns is not None
     for dim, (a, b) in ((-1, piece.columns), (-2, piece.rows)):
         if x.dim() >= -dim and x.shape[dim] != 1:
             x = x.narrow(dim, a, b - a)

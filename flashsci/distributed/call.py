@@ -10,7 +10,7 @@ import torch
 
 from flashsci.distributed.block import Scores
 from flashsci.distributed.layout import Interval, Layout
-from flashsci.distributed.pieces import Band, Piece, pieces, seen
+from flashsci.distributed.pieces import Band, Piece, joined, pieces, seen
 
 
 class Call(NamedTuple):
@@ -21,10 +21,9 @@ class Call(NamedTuple):
     keys: Layout
     band: Band
     scores: Scores
-    split: tuple[bool, bool] = (
-        False,
-        False,
-    )  # whether bias and mask have the rows of their rank, not one for all
+    # Whether bias and mask have the rows of their rank, not one for all; and whether there is any of them.
+    split: tuple[bool, bool] = (False, False)
+    placed: bool = False
 
     @property
     def world(self) -> int:
@@ -55,7 +54,8 @@ class Call(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _pieces(call: Call, rank: int, source: int) -> list[Piece]:
-    return pieces(call.queries.intervals(rank), call.keys.intervals(source), call.band)
+    found = pieces(call.queries.intervals(rank), call.keys.intervals(source), call.band)
+    return found if call.placed else joined(found)
 
 
 @torch._dynamo.assume_constant_result
@@ -66,7 +66,7 @@ def from_text(text: str) -> Call:
 
 @functools.lru_cache(maxsize=1024)
 def _from_text(text: str) -> Call:
-    group, queries, keys, band, scores, split = json.loads(text)
+    group, queries, keys, band, scores, split, placed = json.loads(text)
     (kind_q, lengths_q), (kind_k, lengths_k), (left, right, shift, offsets) = queries, keys, band
     return Call(
         group,
@@ -75,4 +75,5 @@ def _from_text(text: str) -> Call:
         Band(left, right, shift, None if offsets is None else tuple(offsets)),
         Scores(*scores),
         (bool(split[0]), bool(split[1])),
+        bool(placed),
     )

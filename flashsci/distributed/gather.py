@@ -13,7 +13,7 @@ from flashsci.distributed.block import Side
 from flashsci.distributed.call import from_text
 from flashsci.distributed.collectives import place_in
 from flashsci.distributed.layout import assemble
-from flashsci.distributed.pieces import pieces
+from flashsci.distributed.pieces import joined, pieces
 
 
 def attend(
@@ -32,4 +32,5 @@ def attend(
         key_weight = assemble(key_weight, call.keys, -1, call.group)
     own = call.queries.intervals(place_in(call.group)[0])
     found = pieces(own, [(0, call.keys.total)], call.band)
+    found = found if call.placed else joined(found)
     return block.attend(q, k, v, key_weight, Side(bias, mask), found, call.scores)

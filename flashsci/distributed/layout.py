@@ -122,7 +122,7 @@ def unshard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous")
     group = agreement.group_of(mesh)
     dim = dim % x.dim()
     said = agreement.tensor_fields("x", x, {dim: "rows"}) | {"dim": dim, "layout": layout}
-    table = agreement.agree(group, said, agreement.rows("x"))
+    table = agreement.agree(group, said, agreement.rows("x"), x.device.type)
     whole = checked(layout, [int(row["x rows"]) for row in table], "x")
     return assemble(x, whole, dim, group.group_name)
 

@@ -28,7 +28,8 @@ class Piece(NamedTuple):
 
     rows: Interval  # of the rank's own tensors
     keys: Interval
-    columns: Interval  # the keys' place in the whole sequence, where biases and masks have them
+    # The keys' place in the whole sequence, where biases and masks have them; None: in several places.
+    columns: Interval | None
     left: int
     right: int
     # Offsets of packed sequences of queries and keys within rows and keys; None: one dense call.
@@ -55,6 +56,48 @@ def pieces(queries: Sequence[Interval], keys: Sequence[Interval], band: Band) ->
             key += k[1] - k[0]
         row += q[1] - q[0]
     return sorted(found)
+
+
+def joined(found: Sequence[Piece]) -> list[Piece]:
+    """The same in fewer calls, where no bias or mask needs to know the places of keys: a rank's chunks are neighbours in its
+    memory, in the order of the sequence. What it sees of its own head and tail is one causal call, and of another's one full call.
+    """
+    for join in (_beside, _below):
+        done: list[Piece] = []
+        for piece in found:
+            both = join(done[-1], piece) if done and _simple(done[-1]) and _simple(piece) else None
+            if both is None:
+                done.append(piece)
+            else:
+                done[-1] = both
+        found = done
+    return list(found)
+
+
+def _simple(piece: Piece) -> bool:
+    return piece.offsets is None and piece.left < 0
+
+
+def _beside(a: Piece, b: Piece) -> Piece | None:
+    """One call for two of the same rows, of which the first sees all of its keys."""
+    if a.rows != b.rows or a.keys[1] != b.keys[0] or a.right >= 0:
+        return None
+    right = b.right if b.right < 0 else b.right + a.keys[1] - a.keys[0]
+    return Piece(a.rows, (a.keys[0], b.keys[1]), None, -1, right)
+
+
+def _below(a: Piece, b: Piece) -> Piece | None:
+    """One call for two of adjoining rows, of which the second goes on where the first ends."""
+    if a.rows[1] != b.rows[0] or a.keys[0] != b.keys[0]:
+        return None
+    n, of_a, of_b = a.rows[1] - a.rows[0], a.keys[1] - a.keys[0], b.keys[1] - b.keys[0]
+    if a.right < 0:
+        fits = b.right < 0 and of_a == of_b
+    else:
+        bounded = of_a == of_b or (of_a < of_b and n + a.right <= of_a)
+        fits = bounded and (b.right == a.right + n or (b.right < 0 and n + a.right >= of_b - 1))
+    columns = a.columns if of_a == of_b else None
+    return Piece((a.rows[0], b.rows[1]), b.keys, columns, -1, a.right) if fits else None
 
 
 def seen(found: Sequence[Piece]) -> Interval:

@@ -14,7 +14,7 @@ from flashsci.distributed.agreement import Value, dtype_number, tensor_fields
 from flashsci.distributed.block import Scores
 from flashsci.distributed.call import Call
 from flashsci.distributed.collectives import group_named
-from flashsci.distributed.layout import LAYOUTS, check_layout, checked
+from flashsci.distributed.layout import LAYOUTS, Layout, check_layout, checked
 from flashsci.distributed.pieces import Band
 from flashsci.errors import BackendError
 
@@ -32,11 +32,13 @@ class Given(NamedTuple):
     bias: Shape | None
     mask: Shape | None
     fields: tuple[tuple[str, Value], ...]  # what ranks compare
+    device: str
     itemsize: int
     layout: str
     strategy: str
     backend: str
     offsets: Shape | None
+    total: tuple[int, int] | None  # whole Sq and Sk, if every rank's rows follow from them
     needs_grad: bool
     bias_grad: bool
     options: Options
@@ -50,9 +52,6 @@ class Planned(NamedTuple):
     split: tuple[bool, bool]  # as the call has it
 
 
-_plans: dict[tuple[Any, ...], Planned] = {}
-
-
 def given(
     tensors: tuple[Tensor | None, ...],
     options: Options,
@@ -60,6 +59,7 @@ def given(
     strategy: str,
     backend: str,
     offsets: Shape | None = None,
+    total: tuple[int, int] | None = None,
 ) -> Given:
     """Checks of this rank's own arguments, ``tensors`` being q, k, v, bias, key_weight, mask.
 
@@ -71,9 +71,7 @@ def given(
     assert q is not None and k is not None and v is not None
     _check_qkv(q, k, v)
     options.check()
-    check_layout(layout)
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
+    check_choices(layout, strategy)
     if bias is not None:
         arguments.check_bias_dtype(bias, q.dtype)
     if mask is not None:
@@ -97,9 +95,36 @@ def given(
         tuple(q.shape), tuple(k.shape), tuple(v.shape),
         None if bias is None else tuple(bias.shape),
         None if mask is None else tuple(mask.shape),
-        tuple(_fields(tensors, options, layout, strategy, backend, offsets).items()),
-        q.dtype.itemsize, layout, strategy, backend, offsets, any(needs), needs[-1], options,
+        tuple(_fields(tensors, options, layout, strategy, backend, offsets, total).items()),
+        q.device.type, q.dtype.itemsize, layout, strategy, backend, offsets, total, any(needs), needs[-1], options,
     )  # fmt: skip
+
+
+def check_choices(layout: str, strategy: str) -> None:
+    check_layout(layout)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
+
+
+def checked_total(
+    total: int | tuple[int, int], q: Tensor, k: Tensor, layout: str, place: tuple[int, int]
+) -> tuple[int, int]:
+    """The whole Sq and Sk.
+
+    Raises:
+        ValueError: this rank's rows are not those that ``shard`` cuts of them.
+    """
+    check_layout(layout)
+    found = (total, total) if isinstance(total, int) else (int(total[0]), int(total[1]))
+    rank, world = place
+    for name, x, whole in zip("qk", (q, k), found, strict=True):
+        rows = Layout.of(layout, whole, world).lengths[rank]
+        if x.shape[-2] != rows:
+            raise ValueError(
+                f"total={total}: rank {rank} of {world} has {rows} rows of {name} in layout {layout!r}, got {x.shape[-2]}; "
+                "leave total out for parts that flashsci.distributed.shard has not cut"
+            )
+    return found
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -125,6 +150,7 @@ def _fields(
     strategy: str,
     backend: str,
     offsets: Shape | None,
+    total: tuple[int, int] | None,
 ) -> dict[str, Value]:
     q, k, v, bias, key_weight, mask = tensors
     assert q is not None and k is not None and v is not None
@@ -159,25 +185,34 @@ def _fields(
         else arguments.PRECISIONS.index(options.precision),
         "backend (a hash)": backend,
         "cu_seqlens (a hash)": -1 if offsets is None else offsets,
+        "total (a hash)": -1 if total is None else total,
         "grad mode": float(torch.is_grad_enabled()),
     }
     return fields
 
 
 def plan(group_name: str, mine: Given) -> Planned:
-    """What all ranks agreed on for calls like this: kept, so that only the first of a kind asks the others.
+    """What all ranks agree on for this call; of a kind that is known by the whole length, only the first asks the others.
 
     Raises:
         ValueError, RuntimeError, BackendError: the same on every rank.
     """
-    key = (group_name, mine)
-    found = _plans.get(key)
-    if found is None:
-        table = agreement.agree(group_named(group_name), dict(mine.fields), FREE)
-        if len(_plans) >= agreement.MOST_KEPT:
-            _plans.clear()
-        found = _plans[key] = _planned(group_name, mine, table)
-    return found
+    group = group_named(group_name)
+    plans = agreement.kept(group).plans
+    found: Planned | None = plans.get(mine)
+    if found is not None and agreement.trusts():
+        return found
+    table = agreement.agree(group, dict(mine.fields), FREE, mine.device)
+    key = (mine, tuple(row.get(name) for row in table for name in sorted(FREE)))
+    if len(plans) >= agreement.MOST_KEPT:
+        plans.clear()
+    if key not in plans:
+        plans[key] = _planned(group_name, mine, table)
+    # Whether a bias or mask of one row is one rank's own or everybody's, a rank with one query does not know.
+    if mine.total is not None and mine.bias is None and mine.mask is None:
+        plans[mine] = plans[key]
+    answer: Planned = plans[key]
+    return answer
 
 
 def _planned(group_name: str, mine: Given, table: list[dict[str, float]]) -> Planned:
@@ -204,7 +239,8 @@ def _planned(group_name: str, mine: Given, table: list[dict[str, float]]) -> Pla
     scores = Scores(
         options.scale, options.softcap, options.deterministic, options.precision, mine.backend
     )
-    call = Call(group_name, queries, keys, band, scores, split)
+    placed = mine.bias is not None or mine.mask is not None
+    call = Call(group_name, queries, keys, band, scores, split, placed)
     return Planned(call.text(), _strategy(call, mine), split)
 
 

@@ -2,7 +2,8 @@
 
     forward   (O_s, L_s) of each block of keys; L = log sum_s e^{L_s}; O = sum_s e^{L_s - L} O_s, both summed in fp32
     backward  each block's gradients under the whole O and L; dq is summed where it is, dk and dv travel back to the rank of the
-              keys and are summed there in the order of steps, all in fp32
+              keys and are summed there in the order of steps, all in fp32. What one call gave travels as it gave it, a sum of
+              several in fp32
 
 Two blocks of keys and values are in memory beside the rank's own, never the sequence. A backward that is itself differentiated
 is recorded by the all-gather strategy, which has derivatives.
@@ -22,8 +23,15 @@ from flashsci.distributed.call import Call, from_text
 from flashsci.distributed.collectives import group_named
 from flashsci.distributed.exchange import Blocks, Transfer, rounds
 from flashsci.distributed.layout import Interval
-from flashsci.distributed.pieces import Piece
-from flashsci.ops import LIBRARY, Tensors, empty_like_layout, fake_forward, statistics_dtype
+from flashsci.distributed.merging import merge
+from flashsci.ops import (
+    LIBRARY,
+    Tensors,
+    empty_like_layout,
+    fake_forward,
+    follow_layout,
+    statistics_dtype,
+)
 
 
 def attend(
@@ -66,23 +74,27 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     call, statistics = from_text(text), statistics_dtype(q.dtype)
     rank, side = group_named(call.group).rank(), Side(bias, mask)
-    out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]), statistics).zero_()
+    out: Tensor | None = None
     lse = q.new_full(q.shape[:-1], float("-inf"), dtype=statistics)
     for source, keys in _travelling(call, k, v, key_weight):
         for piece in call.needed_pieces(rank, source):
             assert keys is not None
-            merge(out, lse, piece, *block.forward(q, *_three(keys), side, piece, call.scores))
-    return out.to(q.dtype), lse
+            part, part_lse = block.forward(q, *_three(keys), side, piece, call.scores)
+            if out is None and piece.rows == (0, q.shape[-2]):  # the beginning of the sums
+                out, lse = part.to(statistics), part_lse
+            else:
+                out = _nothing(q, v, statistics) if out is None else out
+                rows = block.rows_of(out, piece.rows), block.rows_of(lse, piece.rows, -1)
+                merge(*rows, part, part_lse)
+            del part, part_lse
+        del keys  # before there is memory for the next but one
+    out = _nothing(q, v, statistics) if out is None else out
+    return follow_layout(out.to(q.dtype), q), lse
 
 
-def merge(out: Tensor, lse: Tensor, piece: Piece, part: Tensor, part_lse: Tensor) -> None:
-    """Add a piece to the sums (out, lse) of what came before."""
-    rows, old = block.rows_of(out, piece.rows), block.rows_of(lse, piece.rows, -1)
-    both = torch.logaddexp(old, part_lse)
-    base = both.masked_fill(both == float("-inf"), 0.0)
-    kept, added = (torch.exp(x - base).unsqueeze(-1) for x in (old, part_lse))
-    rows.mul_(kept).add_(part * added)
-    old.copy_(both)
+def _nothing(q: Tensor, v: Tensor, statistics: torch.dtype) -> Tensor:
+    """out of queries that have seen no key yet."""
+    return empty_like_layout(q, (*q.shape[:-1], v.shape[-1]), statistics).zero_()
 
 
 def _backward(
@@ -100,35 +112,51 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     call = from_text(text)
     rank, side = group_named(call.group).rank(), Side(bias, mask)
-    dq, dbias = _sums(q), None if bias is None else _sums(bias)
-    home = [_sums(x) for x in (k, v, key_weight) if x is not None]
+    own = [x for x in (k, v, key_weight) if x is not None]
+    dbias, home = None if bias is None else _sums(bias), [_sums(x) for x in own]
+    dq: Tensor | None = None
     returning: Transfer | None = None
     for step, (source, keys) in enumerate(_travelling(call, k, v, key_weight)):
+        found = call.needed_pieces(rank, source)
         parts = _cut(home, call.needed(rank, rank))  # the rank's own go where they belong
         if step:
-            parts = None if keys is None else [_sums(x) for x in keys]
-        for piece in call.needed_pieces(rank, source):
-            assert keys is not None and parts is not None
-            found = block.backward(dout, dlse, q, *_three(keys), side, out, lse, piece, call.scores)
-            block.rows_of(dq, piece.rows).add_(found.dq)
-            for total, part, dim in zip(
-                parts, (found.dk, found.dv, found.dkey_weight), DIMS, strict=False
-            ):
-                if part is not None:
+            parts = None if keys is None or len(found) == 1 else [_sums(x) for x in keys]
+        for piece in found:
+            assert keys is not None
+            share = block.backward(dout, dlse, q, *_three(keys), side, out, lse, piece, call.scores)
+            dq = _added(dq, share.dq, piece.rows, q)
+            cell = block.cut(dbias, piece) if dbias is not None else None
+            if cell is not None and share.dbias is not None:
+                cell.add_(share.dbias)
+            shares = [x for x in (share.dk, share.dv, share.dkey_weight) if x is not None]
+            del share
+            if parts is None:
+                parts = shares
+            else:
+                for total, part, dim in zip(parts, shares, DIMS, strict=False):
                     block.rows_of(total, piece.keys, dim).add_(part)
-            cell = block.cut(dbias, piece)
-            if cell is not None and found.dbias is not None:
-                cell.add_(found.dbias)
+            del shares
+        del keys
         if step:
             _bring_home(returning, home, call, step - 1)
-            returning = _send_home(parts, home, call, step)
+            returning = _send_home(parts, home, own, call, step)
     _bring_home(returning, home, call, call.world - 1)
+    dq = torch.zeros_like(q) if dq is None else dq
     gradients = [dq, *home[:2], dbias, *home[2:], *(None,) * (3 - len(home))]
     tensors = (q, k, v, bias, key_weight)
     return tuple(
         q.new_empty(0) if x is None or g is None else g.to(x.dtype)
         for x, g in zip(tensors, gradients, strict=True)
     )
+
+
+def _added(total: Tensor | None, part: Tensor, rows: Interval, like: Tensor) -> Tensor:
+    """The sum of pieces of dq; the first, if it is of all rows, is its beginning."""
+    if total is None and rows == (0, like.shape[-2]):
+        return part.to(statistics_dtype(like.dtype))
+    total = _sums(like) if total is None else total
+    block.rows_of(total, rows).add_(part)
+    return total
 
 
 def _travelling(
@@ -153,13 +181,20 @@ def _travelling(
     return rounds(group, sent_to(rank), sent_to, room_for)
 
 
-def _send_home(parts: Blocks, home: list[Tensor], call: Call, step: int) -> Transfer:
+def _send_home(
+    parts: Blocks, home: list[Tensor], own: list[Tensor], call: Call, step: int
+) -> Transfer:
     """Gradients of a block to the rank of its keys; those that another rank found of this one's come back."""
     group = group_named(call.group)
     rank, world = group.rank(), group.size()
-    mine = _cut(home, call.needed((rank + step) % world, rank))
-    room = None if mine is None else [x.new_empty(x.shape) for x in mine]
-    return Transfer(group, parts, (rank - step) % world, room, (rank + step) % world)
+    worker = (rank + step) % world
+    mine = _cut(home, call.needed(worker, rank))
+    exact = len(call.pieces(worker, rank)) == 1  # as the one call gave them
+    room = None
+    if mine is not None:
+        dtypes = [x.dtype for x in (own if exact else home)]
+        room = [x.new_empty(x.shape, dtype=d) for x, d in zip(mine, dtypes, strict=True)]
+    return Transfer(group, parts, (rank - step) % world, room, worker)
 
 
 def _bring_home(returning: Transfer | None, home: list[Tensor], call: Call, step: int) -> None:

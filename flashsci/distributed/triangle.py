@@ -96,13 +96,13 @@ def triangle_attention(
         )
     name, given = group.group_name, (q, k, v, bias, mask, options, strategy)
     if torch.compiler.is_compiling():
-        lengths = _constant_lengths(name, tuple(_fields(*given).items()))
+        lengths = _constant_lengths(name, tuple(_fields(*given).items()), q.device.type)
     else:
         try:
             fields = _fields(*given)
         except (TypeError, ValueError) as error:
             agreement.refuse(group, error)
-        lengths = _lengths(name, tuple(fields.items()))
+        lengths = _lengths(name, tuple(fields.items()), q.device.type)
     queries = Layout("contiguous", lengths)
     if queries.total != q.shape[-2]:  # the same on every rank
         raise ValueError(
@@ -149,22 +149,28 @@ def _fields(
     fields |= {
         "deterministic": float(options.deterministic),
         "return_lse": float(options.return_lse),
+        "grad mode": float(torch.is_grad_enabled()),
     }
-    fields |= tensor_fields("q", q, {q.dim() - 4: "rows"}) | tensor_fields(
-        "bias", bias, {bias.dim() - 2: "rows"}
-    )
+    for tensor, x in (("q", q), ("k", k), ("v", v)):
+        fields |= tensor_fields(tensor, x, {x.dim() - 4: "rows"})
+    fields |= tensor_fields("bias", bias, {bias.dim() - 2: "rows"})
     return fields
 
 
-def _lengths(group_name: str, fields: tuple[tuple[str, Value], ...]) -> tuple[int, ...]:
+def _lengths(
+    group_name: str, fields: tuple[tuple[str, Value], ...], device: str
+) -> tuple[int, ...]:
     """The queries of each rank's bias."""
-    table = agreement.agree(group_named(group_name), dict(fields), agreement.rows("q", "bias"))
+    free = agreement.rows("q", "k", "v", "bias")
+    table = agreement.agree(group_named(group_name), dict(fields), free, device)
     return tuple(int(row["bias rows"]) for row in table)
 
 
 @torch._dynamo.assume_constant_result
-def _constant_lengths(group_name: str, fields: tuple[tuple[str, Value], ...]) -> tuple[int, ...]:
-    return _lengths(group_name, fields)
+def _constant_lengths(
+    group_name: str, fields: tuple[tuple[str, Value], ...], device: str
+) -> tuple[int, ...]:
+    return _lengths(group_name, fields, device)
 
 
 @torch._dynamo.assume_constant_result

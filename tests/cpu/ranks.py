@@ -14,18 +14,18 @@ from typing import Any
 import torch
 
 WORLD = 4
-SIZES = (2, 3, 4)  # meshes there are; the ranks beyond a mesh do nothing
+SIZES = (1, 2, 3, 4)  # meshes there are; the ranks beyond a mesh do nothing
 TIMEOUT = 60  # seconds of a collective
 PATIENCE = 240  # of a whole case
 
 
-def _rank(rank: int, file: str, pipe: Any) -> None:
+def _rank(rank: int, file: str, pipe: Any, timeout: float) -> None:
     """A process: (function, size of the mesh, arguments) comes, (what went well, what went wrong) goes."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     torch.set_num_threads(1)
-    patience = timedelta(seconds=TIMEOUT)
+    patience = timedelta(seconds=timeout)
     dist.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD, timeout=patience
     )
@@ -58,7 +58,7 @@ def _loads(x: bytes) -> Any:
 class Ranks:
     """The processes, from the side of the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float = TIMEOUT) -> None:
         context = multiprocessing.get_context("spawn")
         folder = tempfile.mkdtemp()
         hidden = os.environ.pop("TRITON_INTERPRET", None)
@@ -66,9 +66,10 @@ class Ranks:
         for rank in range(WORLD):
             here, there = context.Pipe()
             process = context.Process(
-                target=_rank, args=(rank, f"{folder}/store", there), daemon=True
+                target=_rank, args=(rank, f"{folder}/store", there, timeout), daemon=True
             )
             process.start()
+            there.close()  # the process has its own: the death of that one is the end of the pipe
             self.pipes.append(here)
             self.processes.append(process)
         if hidden is not None:
@@ -80,7 +81,7 @@ class Ranks:
     def outcomes(
         self, function: Callable[..., Any], size: Any, **arguments: Any
     ) -> list[tuple[Any, Any]]:
-        """(result, None) or (None, (error, traceback)) of each rank of the mesh of this size."""
+        """(result, None) or (None, (error, traceback)) of each rank of the mesh of this size; the error of a dead one is "died"."""
         pipes = self.pipes[: WORLD if isinstance(size, str) else size]
         job = _dumps((function, size, arguments))
         for pipe in pipes:
@@ -88,7 +89,10 @@ class Ranks:
         found = []
         for rank, pipe in enumerate(pipes):
             assert pipe.poll(PATIENCE), f"rank {rank} does not answer"
-            found.append(_loads(pipe.recv_bytes()))
+            try:
+                found.append(_loads(pipe.recv_bytes()))
+            except EOFError:
+                found.append((None, ("died", "")))
         return found
 
     def run(self, function: Callable[..., Any], size: Any, **arguments: Any) -> list[Any]:
