@@ -48,11 +48,12 @@ def inputs(mesh: DeviceMesh, seq: int, options: argparse.Namespace, dim: int) ->
     return [x.requires_grad_() for x in made[:3]] + made[3:]
 
 
-def ours(mesh: DeviceMesh, tensors: list[Tensor], strategy: str, backward: bool) -> Step:
+def ours(mesh: DeviceMesh, tensors: list[Tensor], strategy: str, backward: bool, seq: int) -> Step:
     q, k, v, dout = tensors
+    options = dict(mesh=mesh, causal=True, layout=LAYOUT, strategy=strategy, total=seq)
 
     def step() -> Tensor:
-        out = fd.attention(q, k, v, mesh=mesh, causal=True, layout=LAYOUT, strategy=strategy)
+        out = fd.attention(q, k, v, **options)
         return torch.autograd.grad(out, (q, k, v), dout)[0] if backward else out
 
     return step
@@ -81,16 +82,16 @@ def torchs(mesh: DeviceMesh, tensors: list[Tensor], backward: bool) -> Step:
 
 
 def candidates(
-    mesh: DeviceMesh, tensors: list[Tensor], options: argparse.Namespace, backward: bool
+    mesh: DeviceMesh,
+    tensors: list[Tensor],
+    options: argparse.Namespace,
+    backward: bool,
+    seq: int,
 ) -> dict[str, Step]:
     if mesh.size() == 1:
-        return {"one": ours(mesh, tensors, "auto", backward)}
-    found = {
-        "ring": ours(mesh, tensors, "ring", backward),
-        "all_gather": ours(mesh, tensors, "all_gather", backward),
-    }
-    if options.heads_k >= mesh.size():
-        found["ulysses"] = ours(mesh, tensors, "ulysses", backward)
+        return {"one": ours(mesh, tensors, "auto", backward, seq)}
+    names = ["ring", "all_gather", *(["ulysses"] if options.heads_k >= mesh.size() else [])]
+    found = {name: ours(mesh, tensors, name, backward, seq) for name in names}
     if options.device == "cuda":
         found["torch"] = torchs(mesh, tensors, backward)
     return found
@@ -204,7 +205,7 @@ def _lines(
     if left.item() < (WARMUP + LEAST) * least:
         return [f"| {scaling} | {seq} | {dim} | {what} | {world} | no time left | | | | |"], alone
     try:
-        steps = candidates(mesh, inputs(mesh, seq, options, dim), options, backward)
+        steps = candidates(mesh, inputs(mesh, seq, options, dim), options, backward, seq)
     except torch.OutOfMemoryError:
         return [f"| {scaling} | {seq} | {dim} | {what} | {world} | no memory | | | | |"], alone
     for name, (seconds, memory) in measured(mesh, steps, options).items():

@@ -1,12 +1,13 @@
 """What a distributed call costs by each strategy: bytes, arithmetic, and what of the one hides behind the other.
 
-    ring        sum over steps of max(compute of this block, transfer of the next)    memory: two blocks of k and v
+    ring        sum over steps of max(compute of this block, transfer of the next)    memory: two blocks of k and v, sums in float32
     all_gather  transfer of all k and v, then compute                                 memory: all k and v
     ulysses     transfer of q, k, v and out, then compute                             memory: q, k, v, out of 1/W of the heads
 
-Compute is the pairs of the slowest rank over a kernel's speed, and a fixed time for each call; transfers are the bytes that the
-busiest rank sends over the link's speed, and a fixed time for each. The ring's backward moves k and v again and their gradients
-back in float32; that of the others moves what the forward moved.
+Compute is the pairs of the slowest rank over a kernel's speed, a fixed time for each call, and what is read and written beside the
+kernels; transfers are the bytes that the busiest rank sends over the link's speed, and a fixed time for each. The ring's backward
+moves k and v again and their gradients back; that of the others moves what the forward moved. ``scripts/predict_scaling.py`` fits
+the speeds to one GPU, and predicts several from what it measures there.
 """
 
 from __future__ import annotations
@@ -54,6 +55,28 @@ class Sizes(NamedTuple):
     def queries(self, rows: int) -> int:
         """Bytes of so many rows of q and out."""
         return self.batch * self.heads_q * rows * (self.head_dim + self.head_dim_v) * self.itemsize
+
+
+class Work(NamedTuple):
+    """What a rank does between two transfers."""
+
+    pairs: int  # of queries and keys, for each head and batch member
+    calls: int = 1  # of kernels
+    moved: float = 0.0  # bytes read and written beside them: sums, copies
+
+    def seconds(self, sizes: Sizes, back: bool, machine: Machine) -> float:
+        speed = machine.backward if back else machine.forward
+        speed *= 1.0 if sizes.itemsize == 2 else machine.wide
+        return (
+            self.operations(sizes, back) / speed
+            + self.calls * machine.call
+            + self.moved / machine.memory
+        )
+
+    def operations(self, sizes: Sizes, back: bool) -> float:
+        dims = sizes.head_dim + sizes.head_dim_v
+        dims += 2 * sizes.head_dim + sizes.head_dim_v if back else 0
+        return 2.0 * self.pairs * dims * sizes.batch * sizes.heads_q
 
 
 class Prediction(NamedTuple):
@@ -117,12 +140,29 @@ def planned(
     return Call("", whole, whole, Band(left, 0 if causal else right), scores)
 
 
-def _kernel(pairs: float, sizes: Sizes, back: bool, calls: int, machine: Machine) -> float:
-    dims = 3 * sizes.head_dim + 2 * sizes.head_dim_v if back else sizes.head_dim + sizes.head_dim_v
-    speed = (machine.backward if back else machine.forward) * (
-        1.0 if sizes.itemsize == 2 else machine.wide
-    )
-    return 2 * pairs * dims * sizes.batch * sizes.heads_q / speed + calls * machine.call
+def work(call: Call, sizes: Sizes, strategy: str, rank: int, back: bool) -> list[Work]:
+    """What a rank computes, step by step of a ring, all at once of the others."""
+    if strategy == "ring":
+        return [_step(call, sizes, rank, step, back) for step in range(call.world)]
+    own = sizes.queries(call.queries.lengths[rank]) + sizes.keys(call.keys.lengths[rank])
+    if strategy == "ulysses":
+        pairs = sum(call.pairs(r) for r in range(call.world))
+        share = -(-sizes.heads_k // call.world) / sizes.heads_k
+        return [Work(round(pairs * share), 1, 4 * own)]  # packed and unpacked
+    reordered = 1 if call.keys.kind == "contiguous" else 3
+    moved = sizes.keys(call.keys.total) * (reordered + (2 if back else 0))
+    return [Work(call.pairs(rank), len(call.queries.intervals(rank)), moved)]
+
+
+def _step(call: Call, sizes: Sizes, rank: int, step: int, back: bool) -> Work:
+    found = call.pieces(rank, (rank - step) % call.world)
+    rows = sum(p.rows[1] - p.rows[0] for p in found)
+    keys = sum(p.keys[1] - p.keys[0] for p in found)
+    each = 1 + 2 * 4 / sizes.itemsize  # a result is read, a sum in float32 read and written
+    summed = sizes.queries(rows) // 2 * each  # out, or dq
+    if back:
+        summed += sizes.keys(keys) * each
+    return Work(sum(p.pairs() for p in found), len(found), summed)
 
 
 def _move(sent: float, machine: Machine) -> float:
@@ -130,43 +170,64 @@ def _move(sent: float, machine: Machine) -> float:
 
 
 def _ring(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Prediction:
-    world, total, busy, sent, most = call.world, 0.0, 0.0, 0, 0
-    summed = 3 if back else 1  # of float32: the output, or dq, dk and dv
+    world, total, busy, sent, most, last = call.world, 0.0, 0.0, 0, 0, 0
     for step in range(world):
-        compute, bytes_out = 0.0, 0
+        compute, bytes_out, last = 0.0, 0, 0
         for rank in range(world):
-            found = call.pieces(rank, (rank - step) % world)
-            rows = sum(p.rows[1] - p.rows[0] for p in found)
-            time = _kernel(sum(p.pairs() for p in found), sizes, back, len(found), machine)
-            time += summed * sizes.queries(rows) * 4 / sizes.itemsize / machine.memory
-            compute = max(compute, time)
-            needed = call.needed((rank + step + 1) % world, rank) if step + 1 < world else None
-            block = sizes.keys(needed[1] - needed[0]) if needed else 0
-            most = max(most, block)
-            bytes_out = max(bytes_out, block + (block * 4 // sizes.itemsize if back else 0))
+            done = _step(call, sizes, rank, step, back)
+            compute = max(compute, done.seconds(sizes, back, machine))
+            block = _block(call, sizes, (rank + step + 1) % world, rank) if step + 1 < world else 0
+            home = _home(call, sizes, rank, step - 1) if back else 0
+            bytes_out, most = max(bytes_out, block + home), max(most, block)
+            last = max(last, _home(call, sizes, rank, step) if back else 0)
         total += max(compute, _move(bytes_out, machine))
         busy, sent = busy + compute, sent + bytes_out
-    extra = most * (2 + (4 * 4 // sizes.itemsize if back else 0))
-    return Prediction(total, busy, sent, extra)
+    total += _move(last, machine)  # the last gradients go home when all is computed
+    rows, keys = max(call.queries.lengths), max(call.keys.lengths)
+    wide = max(1, 4 // sizes.itemsize)
+    extra = 2 * most + sizes.queries(rows) // 2 * (1 + wide)  # a piece's out or dq, and their sum
+    if back:
+        extra += sizes.keys(keys) * wide + 2 * last
+    return Prediction(total, busy, sent + last, extra)
+
+
+def _home(call: Call, sizes: Sizes, rank: int, step: int) -> int:
+    """Bytes of the gradients that rank sends to the owner of the keys of a step."""
+    if step < 1:
+        return 0
+    source = (rank - step) % call.world
+    several = len(call.pieces(rank, source)) > 1  # a sum, in float32
+    return _block(call, sizes, rank, source) * (max(1, 4 // sizes.itemsize) if several else 1)
+
+
+def _block(call: Call, sizes: Sizes, rank: int, source: int) -> int:
+    """Bytes of the keys of source that rank sees."""
+    needed = call.needed(rank, source)
+    return sizes.keys(needed[1] - needed[0]) if needed else 0
 
 
 def _all_gather(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Prediction:
-    calls = len(call.queries.intervals(0))
-    compute = max(_kernel(call.pairs(r), sizes, back, calls, machine) for r in range(call.world))
+    compute = max(
+        w.seconds(sizes, back, machine)
+        for r in range(call.world)
+        for w in work(call, sizes, "all_gather", r, back)
+    )
     whole = sizes.keys(call.keys.total)
     sent = whole * (call.world - 1) // call.world
     return Prediction(compute + _move(sent, machine), compute, sent, whole * (2 if back else 1))
 
 
 def _ulysses(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Prediction:
-    pairs = sum(call.pairs(r) for r in range(call.world))
-    share = -(-sizes.heads_k // call.world) / sizes.heads_k
-    compute = _kernel(pairs * share, sizes, back, 1, machine)
+    (done,) = work(call, sizes, "ulysses", 0, back)
+    compute = done.seconds(sizes, back, machine)
     own = max(
         sizes.queries(a) + sizes.keys(b)
         for a, b in zip(call.queries.lengths, call.keys.lengths, strict=True)
     )
     sent = own * (call.world - 1) // call.world
     return Prediction(
-        compute + _move(sent, machine) + machine.transfer, compute, sent, own * (2 if back else 1)
+        compute + _move(sent, machine) + 3 * machine.transfer,
+        compute,
+        sent,
+        own * (2 if back else 1),
     )

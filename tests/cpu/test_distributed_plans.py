@@ -11,7 +11,7 @@ import torch
 from flashsci.distributed.call import from_text
 from flashsci.distributed.cost import STRATEGIES, Machine, Sizes, choose, planned, predict
 from flashsci.distributed.layout import Layout
-from flashsci.distributed.pieces import Band, pieces
+from flashsci.distributed.pieces import Band, Piece, joined, pieces
 
 SIZES = Sizes(batch=1, heads_q=16, heads_k=8, head_dim=128, head_dim_v=128, itemsize=2)
 
@@ -47,7 +47,7 @@ def covered(
             rows = [places_q[piece.rows[0] + i] for i in range(a, b)]
             keys = [places_k[piece.keys[0] + j] for j in range(c, d)]
             times[torch.tensor(rows)[:, None], torch.tensor(keys)] += band.int()
-            assert places_k[piece.keys[0]] == piece.columns[0]
+            assert piece.columns is None or places_k[piece.keys[0]] == piece.columns[0]
     return times
 
 
@@ -68,17 +68,53 @@ def test_pieces_are_what_is_visible(seed):
     shift = total_k - total_q if chosen.randrange(2) else 0
     band = Band(chosen.choice([-1, 0, 1, 7, 40]), chosen.choice([-1, 0, 0, 3, 40]), shift, offsets)
     layouts = [Layout.of(kind, n, world) for n in (total_q, total_k)]
-    times = torch.zeros(total_q, total_k, dtype=torch.int)
-    pairs = 0
-    for rank, source in itertools.product(range(world), repeat=2):
-        rows, keys = layouts[0].intervals(rank), layouts[1].intervals(source)
-        found = pieces(rows, keys, band)
-        assert all(min(p.left, p.right) >= -1 for p in found)
-        pairs += sum(p.pairs() for p in found)
-        places = [[i for a, b in side for i in range(a, b)] for side in (rows, keys)]
-        times += covered(found, *places, (total_q, total_k))
     expected = visible(total_q, total_k, band)
-    assert torch.equal(times, expected.int()) and pairs == expected.sum()
+    for form in (list, joined):
+        times = torch.zeros(total_q, total_k, dtype=torch.int)
+        pairs = 0
+        for rank, source in itertools.product(range(world), repeat=2):
+            rows, keys = layouts[0].intervals(rank), layouts[1].intervals(source)
+            found = form(pieces(rows, keys, band))
+            assert all(min(p.left, p.right) >= -1 for p in found)
+            pairs += sum(p.pairs() for p in found)
+            places = [[i for a, b in side for i in range(a, b)] for side in (rows, keys)]
+            times += covered(found, *places, (total_q, total_k))
+        assert torch.equal(times, expected.int()) and pairs == expected.sum()
+
+
+def test_pieces_are_joined_where_one_call_is_the_two():
+    """Any two pieces that touch, also such as no layout of today makes."""
+    chosen, joins = random.Random(0), 0
+    for _ in range(6000):
+        edges = [0, *(chosen.randint(1, 4) for _ in range(2))]
+        a_end, b_end = edges[1], edges[1] + edges[2]
+        keys = [chosen.randint(1, 5) for _ in range(2)]
+        bound = lambda: chosen.choice([-1, 0, 0, 1, 2, 3, 5])  # noqa: E731
+        if chosen.randrange(2):
+            two = [(0, a_end), (a_end, b_end)], [(0, keys[0]), (0, keys[1])]
+        else:
+            two = [(0, a_end)] * 2, [(0, keys[0]), (keys[0], sum(keys))]
+        found = [Piece(r, k, k, -1, bound()) for r, k in zip(*two, strict=True)]
+        together = joined(found)
+        places = list(range(20))
+        assert torch.equal(
+            covered(found, places, places, (20, 20)), covered(together, places, places, (20, 20))
+        ), found
+        joins += len(together) == 1
+    assert joins > 400
+
+
+@pytest.mark.parametrize("total", [64, 61])
+def test_of_head_and_tail_one_call_a_step(total):
+    """Causal or full, a rank computes one piece with each rank's keys; with a bias, which has its own places, one for each chunk."""
+    for causal in (False, True):
+        call = planned(total, 4, causal=causal, layout="head_tail")
+        for rank, source in itertools.product(range(4), repeat=2):
+            assert len(call.pieces(rank, source)) == 1
+        apart = call._replace(placed=True)
+        assert len(apart.pieces(1, 1)) == (3 if causal else 4)
+    (own,) = planned(64, 4, causal=True, layout="head_tail").pieces(1, 1)
+    assert (own.rows, own.keys, own.left, own.right) == ((0, 16), (0, 16), -1, 0)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "head_tail"])
@@ -97,6 +133,16 @@ def test_head_and_tail_balance_a_causal_call():
     assert max(work) - min(work) <= 1e-3 * max(work)
     assert lopsided.pairs(7) > 7 * lopsided.pairs(0)
     assert sum(work) == sum(lopsided.pairs(r) for r in range(8)) == 4096 * 4097 // 2
+
+
+def test_the_picture_is_what_is_computed():
+    from scripts import draw_ranks
+
+    assert draw_ranks.FILE.read_text() == draw_ranks.picture(), (
+        "python scripts/draw_ranks.py --write"
+    )
+    for layout in ("contiguous", "head_tail"):
+        assert set(draw_ranks.computed(layout)) == {(i, j) for i in range(8) for j in range(i + 1)}
 
 
 def test_a_window_moves_its_neighbours_alone():

@@ -1,0 +1,336 @@
+"""One process as each rank of a mesh in turn, and what several would take.
+
+`World.run` makes this process rank r of W: torch.distributed is initialised as such, over a process group whose messages are kept.
+What a rank receives is what the others sent in an earlier pass over all ranks; nothing of what is run knows of it. Messages of
+flashsci.distributed depend on one another (lengths, if they differ; keys; gradients under the whole out): after PASSES passes every
+result is right. What a rank computes between two messages is timed; `simulate` puts the times of all ranks and the sizes of their messages
+together to the time that they would take in parallel.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from flashsci.distributed.agreement import WIDTH
+
+PASSES = 4  # until every message, and what depends on it, is right; 3 where all ranks have equally many rows
+MESSAGES = ("send", "receive")
+Key = tuple[int, int, int]  # from, to, how many went that way before
+
+
+class Step(NamedTuple):
+    """A stretch of computing and what ends it."""
+
+    seconds: float
+    what: str  # "send", "receive", "wait", "collective", "phase"
+    key: Any = None  # of the message, or of what is waited for; of a collective its number; of a phase its name
+    size: int = 0  # bytes that this rank sends or, of "receive", gets
+
+    def of_rank(self, shift: int, world: int) -> Step:
+        """The same of the rank ``shift`` places on, where all ranks do alike."""
+        if not isinstance(self.key, tuple):
+            return self
+        source, to, n = self.key
+        return self._replace(key=((source + shift) % world, (to + shift) % world, n))
+
+
+class World:
+    """The ranks of a mesh on one device.
+
+    Args:
+        size: how many.
+        device: "cuda" or "cpu".
+        real: what is sent is kept, and arrives in the next pass. Else ranks get random numbers: of sequences whose messages
+            would fill the memory, to time.
+    """
+
+    def __init__(self, size: int, device: str, real: bool = True):
+        self.size, self.device, self.real = size, device, real
+        self.frozen = (
+            False  # messages stay as they are: nothing but the ranks' own work takes time or memory
+        )
+        self.messages: dict[Any, Tensor] = {}
+
+    def run(self, rank: int, function: Callable[[DeviceMesh], Any]) -> tuple[Any, list[Step]]:
+        """What ``function`` gives on a rank, and what it did."""
+        global _present
+        self.rank, self.sent, self._marks = rank, Counter[Any](), []
+        self.works: list[Done] = []
+        _present = self
+        hook = sys.excepthook  # to which torch adds one each time
+        dist.init_process_group("emulated", store=dist.HashStore(), rank=rank, world_size=self.size)
+        try:
+            mesh = DeviceMesh(self.device, list(range(self.size)))
+            self._since = self._now()
+            result = function(mesh)
+            self.phase("end")
+        finally:
+            dist.destroy_process_group()
+            sys.excepthook, _present = hook, None
+        return result, self._trace()
+
+    def phase(self, name: str) -> None:
+        """A mark in what the present rank does."""
+        self._mark("phase", name, 0)
+        self._since = self._now()
+
+    # What process groups call.
+
+    def send(self, x: Tensor, to: int) -> Done:
+        key = self._key(self.rank, to)
+        self._mark("send", key, x.nbytes)
+        self._keep(key, x)
+        self._since = self._now()
+        return Done(self, key)
+
+    def receive(self, x: Tensor, source: int) -> Done:
+        key = self._key(source, self.rank)
+        self._mark("receive", key, x.nbytes)
+        self._hand_out(x, self.messages.get(key))
+        self._since = self._now()
+        return Done(self, key)
+
+    def wait(self, key: Any) -> None:
+        if key is not None:
+            self._mark("wait", key, 0)
+            self._since = self._now()
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Done:
+        number = self._collective(x, x.nbytes * (self.size - 1))
+        self._keep((number, self.rank), x)
+        for rank, part in enumerate(out.chunk(self.size)):
+            # Of numbers that ranks compare, and of sizes: its own.
+            kept = x if rank == self.rank else self.messages.get((number, rank), x)
+            part.copy_(kept.view(part.shape))
+        self._since = self._now()
+        return Done(self, None if _agrees(x) else number)
+
+    def all_to_all(
+        self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Done:
+        sent = list(sent) or [len(x) // self.size] * self.size
+        received = list(received) or [len(out) // self.size] * self.size
+        number = self._collective(x, x[:1].nbytes * (sum(sent) - sent[self.rank]))
+        for to, part in enumerate(x.split(sent)):
+            self._keep((number, self.rank, to), part)
+        for source, part in enumerate(out.split(received)):
+            self._hand_out(part, self.messages.get((number, source, self.rank)))
+        self._since = self._now()
+        return Done(self, number)
+
+    # What is behind them.
+
+    def _key(self, source: int, to: int) -> Key:
+        self.sent[source, to] += 1
+        return source, to, self.sent[source, to]
+
+    def _collective(self, x: Tensor, size: int) -> int:
+        """Its number."""
+        self.sent["collectives"] += 1
+        if not _agrees(x):
+            self._mark("collective", self.sent["collectives"], size)
+        return self.sent["collectives"]
+
+    def _keep(self, key: Any, x: Tensor) -> None:
+        if self.frozen or not (self.real or _agrees(x)):
+            return
+        kept = self.messages.get(key)
+        if kept is None or kept.shape != x.shape or kept.dtype != x.dtype:
+            self.messages[key] = x.detach().clone()
+        else:
+            kept.copy_(x)
+
+    def _hand_out(self, x: Tensor, message: Tensor | None) -> None:
+        if message is not None and message.shape == x.shape and message.dtype == x.dtype:
+            x.copy_(message)
+        elif x.is_floating_point():
+            x.normal_()
+        else:
+            x.zero_()
+
+    def _mark(self, what: str, key: Any, size: int) -> None:
+        self._marks.append((self._since, self._now(), what, key, size))
+
+    def _now(self) -> Any:
+        if self.device != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _trace(self) -> list[Step]:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        found = []
+        for begin, end, *rest in self._marks:
+            seconds = begin.elapsed_time(end) / 1e3 if self.device == "cuda" else end - begin
+            found.append(Step(seconds, *rest))
+        return found
+
+
+def _agrees(x: Tensor) -> bool:
+    """Whether a message is one by which ranks agree, which is no part of the work."""
+    return x.dtype == torch.float64 and x.numel() in (1, WIDTH)
+
+
+class Done(dist.Work):
+    """The work of a message that is there."""
+
+    def __init__(self, world: World, key: Any):
+        super().__init__()
+        self.world, self.key = world, key
+        world.works.append(self)  # which C++ does not keep alive
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.world.wait(self.key)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Group(dist.ProcessGroup):
+    """A process group of a World."""
+
+    def __init__(self, rank: int, size: int, world: World):
+        super().__init__(rank, size)
+        self.world = world
+
+    _device_types = property(lambda self: [torch.device("cpu")])
+    group_name = property(lambda self: distributed_c10d._world.pg_names[self])
+
+    def getBackendName(self) -> str:
+        return "emulated"
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Done:
+        return self.world.send(tensors[0], to)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Done:
+        return self.world.receive(tensors[0], source)
+
+    def all_gather_single(self, out: Tensor, x: Tensor, options: Any = None) -> Done:
+        return self.world.all_gather(out, x)
+
+    def all_gather_single_coalesced(
+        self, outs: list[Tensor], tensors: list[Tensor], options: Any = None
+    ) -> Done:
+        return [self.world.all_gather(out, x) for out, x in zip(outs, tensors, strict=True)][-1]
+
+    def all_to_all_single(
+        self, out: Tensor, x: Tensor, received: list[int], sent: list[int], options: Any = None
+    ) -> Done:
+        return self.world.all_to_all(out, x, received, sent)
+
+    # Their names before torch 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+_present: World | None = None
+
+
+def _create(store: Any, rank: int, size: int, timeout: Any) -> Group:
+    assert _present is not None
+    return Group(rank, size, _present)
+
+
+dist.Backend.register_backend("emulated", _create, devices=["cpu", "cuda"])
+
+
+def settled(world: World, function: Callable[[DeviceMesh], Any], passes: int = PASSES) -> list[Any]:
+    """What ``function`` gives on each rank of a world, whose messages are right from then on. An error counts in the last pass."""
+    results: list[Any] = []
+    for turn in range(passes):
+        results = []
+        for rank in range(world.size):
+            try:
+                results.append(world.run(rank, function)[0])
+            except (RuntimeError, ValueError):
+                if turn == passes - 1:
+                    raise
+    world.frozen = True
+    return results
+
+
+def simulate(traces: Sequence[Sequence[Step]], link: float, latency: float) -> float:
+    """Seconds until the last rank is done. A rank computes while its messages are under way, and waits where it waits.
+
+    As NCCL does it: the messages that a rank begins together are under way together, sent and received at full speed each way, and
+    begin when what it computed before is done, and so are its messages before them.
+
+    Args:
+        traces: what each rank did.
+        link: bytes per second that a rank sends while it receives as many.
+        latency: seconds of a message beside its bytes.
+    """
+    ranks = [_Rank(trace) for trace in traces]
+    place: dict[Any, int] = {}  # of a message at a rank: the number of its batch
+    for r, rank in enumerate(ranks):
+        for number, batch in enumerate(rank.batches):
+            for step in batch:
+                place[r, step.key] = number
+
+    @lru_cache(None)
+    def reached(r: int, position: int) -> float:
+        """When a rank has done the steps before a position, and computed up to it."""
+        if position == 0:
+            return traces[r][0].seconds
+        step, at = traces[r][position - 1], reached(r, position - 1)
+        if step.what == "wait":
+            at = max(at, done(r, place[r, step.key]))
+        return at + (traces[r][position].seconds if position < len(traces[r]) else 0.0)
+
+    @lru_cache(None)
+    def begun(r: int, number: int) -> float:
+        posted = reached(r, ranks[r].first[number])
+        return max(posted, done(r, number - 1)) if number else posted
+
+    @lru_cache(None)
+    def done(r: int, number: int) -> float:
+        end = begun(r, number)
+        for step in ranks[r].batches[number]:
+            others: Sequence[int]
+            if step.what == "collective":
+                others = [other for other in range(len(ranks)) if (other, step.key) in place]
+                size = max(s.size for o in others for s in ranks[o].batches[place[o, step.key]])
+            else:
+                source, to, _ = step.key
+                others, size = (to if source == r else source,), step.size
+            start = max(begun(r, number), *(begun(o, place[o, step.key]) for o in others))
+            end = max(end, start + latency + size / link)
+        return end
+
+    for position in range(
+        max(map(len, traces))
+    ):  # in order: each asks for little that is not known
+        for r, trace in enumerate(traces):
+            reached(r, min(position, len(trace)))
+    return max(reached(r, len(trace)) for r, trace in enumerate(traces))
+
+
+class _Rank:
+    """The batches of messages of a trace: sends and receives begun together, and collectives alone."""
+
+    def __init__(self, trace: Sequence[Step]):
+        self.batches: list[list[Step]] = []
+        self.first: list[int] = []  # the position at which each was begun
+        before = ""
+        for position, step in enumerate(trace):
+            if step.what == "send" == before or (step.what == "receive" and before in MESSAGES):
+                self.batches[-1].append(step)
+            elif step.what in (*MESSAGES, "collective"):
+                self.batches.append([step])
+                self.first.append(position)
+            before = step.what
