@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import flashsci
 import flashsci.distributed as fd
+from flashsci.distributed import agreement, block
 from flashsci.distributed.layout import Layout
-from flashsci.testing import Case, Inputs, make_inputs
+from flashsci.testing import Case, Inputs, Variant, draw_case, make_inputs, poisoned_memory
 
 LEAVES = ("q", "k", "v", "bias", "key_weight")
+STRATEGIES = ("ring", "all_gather", "ulysses", "auto")
+LENGTHS = (1, 2, 3, 7, 16, 17, 31, 33, 40, 64, 65, 0)
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,54 @@ class Split:
         )
 
 
+def draw_split(choices: Any, pool: list[Variant], worlds: tuple[int, ...]) -> tuple[int, Split]:
+    """How many ranks, and a problem with how it is split over them; ``choices`` as of flashsci.testing's drawing."""
+    world, strategy = choices.one_of(worlds), choices.one_of(STRATEGIES)
+    case = draw_case(choices, pool, lengths=LENGTHS, score_limit=1 << 14)
+    if case.variant.varlen:  # of a query and its key alike
+        shape = case.bias_shape and (case.bias_shape[0], 1, sum(case.lens_q))
+        case = replace(case, lens_k=case.lens_q, self_attention=True, bias_shape=shape)
+    if (
+        case.bias_shape and case.bias_view == "expanded"
+    ):  # to rows of its own, whose gradients are shared
+        case = replace(case, bias_view="padded")
+    if 0 < case.seq_q <= world:  # a gradient of one row is refused where each rank has one
+        tangents = case.variant.tangents.replace("b", "")
+        case = replace(case, variant=replace(case.variant, bias_grad=False, tangents=tangents))
+    if strategy == "ulysses":
+        case = _with_heads(case, world + choices.integer(0, 1))
+    layout = choices.one_of(("contiguous", "head_tail"))
+    uneven: list[Any] = [None, None]
+    if layout == "contiguous" and choices.integer(0, 1):
+        totals = (sum(case.lens_q), 0) if case.variant.varlen else (case.seq_q, case.seq_k)
+        for i, total in enumerate(totals):
+            ends = sorted(choices.integer(0, total) for _ in range(world - 1))
+            uneven[i] = tuple(b - a for a, b in zip([0, *ends], [*ends, total], strict=True))
+    return world, Split(case, layout, strategy, *uneven)
+
+
+def _with_heads(case: Case, heads_k: int) -> Case:
+    """The case with so many key heads, and a head for each in what is split by rows."""
+    group, rank = case.group, max(case.rank, 3)
+
+    def pairs(shape: Any) -> Any:
+        if shape is None or len(shape) < 2:
+            return shape
+        heads = heads_k * group
+        if len(shape) == 2:
+            return (heads, *shape)
+        own = heads if shape[-2] != 1 or shape[-3] != 1 else 1
+        return (*shape[:-3], own, *shape[-2:])
+
+    weights = case.weight_shape
+    if weights is not None and len(weights) > 1 and weights[-2] != 1:
+        weights = (*weights[:-2], heads_k, weights[-1])
+    bias, mask = pairs(case.bias_shape), pairs(case.mask_shape)
+    return replace(
+        case, heads_k=heads_k, rank=rank, bias_shape=bias, mask_shape=mask, weight_shape=weights
+    )
+
+
 def part(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
     parts = [x.narrow(dim, a, b - a) for a, b in layout.intervals(rank)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -67,8 +121,9 @@ def places(inputs: Inputs) -> dict[str, tuple[str, int] | None]:
 
 
 def split_call(mesh: Any, splits: list[Split]) -> list[dict[str, Tensor]]:
-    """This rank's parts of out, lse and all gradients of each problem."""
-    return [_one(mesh, split) for split in splits]
+    """This rank's parts of out, lse and all gradients of each problem, in memory that is NaN before it is written."""
+    with poisoned_memory():
+        return [_one(mesh, split) for split in splits]
 
 
 def _one(mesh: Any, split: Split) -> dict[str, Tensor]:
@@ -218,40 +273,136 @@ def triangle_problem(n: int) -> tuple[Tensor, ...]:
     return q, k, v, normal(2, 1, 4, n, n), mask, dout
 
 
+def alone(mesh: Any) -> None:
+    """On a mesh of one rank every call is the plain one, bit for bit, with its gradients."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    q, k, v = torch.randn(3, 2, 4, 13, 8).bfloat16()
+    bias, weight, mask = torch.randn(4, 13, 13), torch.rand(2, 4, 13), torch.rand(13, 13) > 0.2
+    packed = [x.flatten(0, 1).transpose(0, 1) for x in (q, k, v)]  # [13, 8 heads, 8]
+    offsets = torch.tensor([0, 5, 13], dtype=torch.int32)
+    sharded = lambda x: DTensor.from_local(x, mesh, [Shard(2)])  # noqa: E731
+    options = dict(causal=True, layout="head_tail", strategy="ring", total=13)
+    calls = [
+        (
+            lambda q, k, v, *pairs: fd.attention(
+                q, k, v, mesh=mesh, bias=pairs[0], key_weight=pairs[1], mask=mask, **options
+            ),
+            lambda q, k, v, *pairs: flashsci.attention(
+                q, k, v, bias=pairs[0], key_weight=pairs[1], mask=mask, causal=True
+            ),
+            [q, k, v, bias, weight],
+        ),
+        (
+            lambda *x: fd.attention(*map(sharded, x), window=(3, 0)).to_local(),
+            lambda *x: flashsci.attention(*x, window=(3, 0)),
+            [q, k, v],
+        ),
+        (
+            lambda *x: fd.varlen_attention(*x, offsets, mesh=mesh, causal=True),
+            lambda *x: flashsci.varlen_attention(*x, offsets, causal=True),
+            packed,
+        ),
+        (
+            lambda *x: fd.triangle_attention(*x, mesh=mesh),
+            lambda q, k, v, bias: flashsci.attention(q, k, v, bias=bias),
+            [q, k, v, bias],
+        ),
+    ]
+    for ours, plain, tensors in calls:
+        found = []
+        for call in (ours, plain):
+            leaves = [x.clone().requires_grad_() for x in tensors]
+            out = call(*leaves)
+            found.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for wrong in (dict(layout="tails"), dict(strategy="rings")):
+        try:
+            fd.attention(q, k, v, mesh=mesh, **wrong)
+        except ValueError:
+            continue
+        raise AssertionError(f"{wrong} is accepted")
+
+
 def dtensors(mesh: Any, strategy: str) -> float:
-    """The largest difference from the plain call, of results and gradients, on a mesh of two dims: batch and sequence."""
+    """The largest difference from the plain call, of results and gradients, on a mesh of two dims: batch and sequence. The second
+    call of a kind asks no other rank, if there is nothing of pairs in it."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     random = torch.Generator().manual_seed(0)
-    q, k, v, dout = torch.randn(4, 2, 4, 13, 8, generator=random, dtype=torch.float64)
-    biases = (
-        torch.randn(4, 13, 13, generator=random, dtype=torch.float64),
-        torch.randn(4, 1, 13, generator=random, dtype=torch.float64),
-    )
-    batch_and_rows = [Shard(0), Shard(2)]
+    normal = lambda *shape: torch.randn(shape, generator=random, dtype=torch.float64)  # noqa: E731
+    q, k, v, dout = (normal(2, 4, 13, 8) for _ in range(4))
+    rows, none = [Shard(0), Shard(2)], [Replicate(), Replicate()]
+    cases: list[dict[str, tuple[Tensor, Any]]] = [
+        {"bias": (normal(4, 13, 13), [Replicate(), Shard(1)])},
+        {"bias": (normal(4, 1, 13), none)},
+        {"mask": (normal(2, 4, 13, 13) > -1, [Shard(0), Shard(2)])},
+        {"key_weight": (normal(2, 4, 13).exp(), [Shard(0), Shard(2)])},
+        {"key_weight": (normal(4, 13).exp(), [Replicate(), Shard(1)])},
+        {},
+    ]
     worst = 0.0
-    for bias, placements in zip(
-        biases, ([Replicate(), Shard(1)], [Replicate(), Replicate()]), strict=True
-    ):
-        whole = [x.clone().requires_grad_() for x in (q, k, v, bias)]
-        out = flashsci.attention(*whole[:3], bias=whole[3], causal=True)
-        expected = [out, *torch.autograd.grad(out, whole, dout)]
-        given = [distribute_tensor(x, mesh, batch_and_rows).requires_grad_() for x in (q, k, v)]
-        given.append(distribute_tensor(bias, mesh, placements).requires_grad_())
-        out = fd.attention(*given[:3], bias=given[3], causal=True, strategy=strategy)
-        found = [
-            out,
-            *torch.autograd.grad(out, given, distribute_tensor(dout, mesh, batch_and_rows)),
-        ]
-        assert out.placements == tuple(batch_and_rows) and found[-1].placements == tuple(placements)
-        worst = max(
-            worst,
-            *(
-                (a.full_tensor() - b).abs().max().item()
-                for a, b in zip(found, expected, strict=True)
-            ),
-        )
+    for case in cases:
+        learnt = [n for n in case if n != "mask"]
+        whole = [x.clone().requires_grad_() for x in (q, k, v, *(case[n][0] for n in learnt))]
+        given = [distribute_tensor(x.detach(), mesh, p).requires_grad_() for x, p in zip(whole, (rows,) * 3 + tuple(case[n][1] for n in learnt), strict=True)]  # fmt: skip
+        expected, found = [], []
+        for tensors, results, cut, function in (
+            (whole, expected, lambda x, p: x, flashsci.attention),
+            (given, found, lambda x, p: distribute_tensor(x, mesh, p), _distributed(strategy)),
+        ):
+            others = dict(zip(learnt, tensors[3:], strict=True))
+            others |= {n: cut(*case[n]) for n in case if n == "mask"}
+            out = function(*tensors[:3], causal=True, **others)
+            results += [out, *torch.autograd.grad(out, tensors, cut(dout, rows))]
+        for x, like in zip(found, [given[0], *given], strict=True):
+            assert x.placements == like.placements
+        pairs = zip(found, expected, strict=True)
+        worst = max(worst, *((a.full_tensor() - b).abs().max().item() for a, b in pairs))
+    with patch.object(agreement, "_exchange", wraps=agreement._exchange) as asked:
+        _distributed(strategy)(*given[:3], causal=True)
+        assert asked.call_count == 0
     return worst
+
+
+def _distributed(strategy: str) -> Any:
+    return partial(fd.attention, strategy=strategy)
+
+
+def forces(mesh: Any, strategy: str) -> list[Tensor]:
+    """A training step on forces: atoms are split, an energy is the sum of what ranks compute, a force its gradient by positions;
+    the gradients of a loss on forces by parameters that every rank has, summed over the ranks."""
+    import torch.distributed as dist
+
+    positions, targets, weights = force_problem()
+    layout = Layout.of("contiguous", len(positions), mesh.size())
+    rank = mesh.get_local_rank()
+    own = part(positions, layout, rank, 0).requires_grad_()
+    found, loss = force_step(
+        own, part(targets, layout, rank, 0), weights, partial(_distributed(strategy), mesh=mesh)
+    )
+    gradients = torch.autograd.grad(loss, weights)
+    for g in gradients:
+        dist.all_reduce(g, group=mesh.get_group())
+    return [found.detach(), *gradients]
+
+
+def force_problem() -> tuple[Tensor, Tensor, list[Tensor]]:
+    random = torch.Generator().manual_seed(5)
+    normal = lambda *shape: torch.randn(shape, generator=random, dtype=torch.float64)  # noqa: E731
+    return (
+        normal(11, 3),
+        normal(11, 3),
+        [normal(3, 24).requires_grad_(), normal(8).requires_grad_()],
+    )
+
+
+def force_step(positions: Tensor, targets: Tensor, weights: list[Tensor], attend: Any) -> Any:
+    """Forces, and the loss on them."""
+    q, k, v = (positions @ weights[0]).unflatten(-1, (3, 8)).movedim(1, 0)
+    energy = (attend(q, k, v).tanh() @ weights[1]).sum()
+    (gradient,) = torch.autograd.grad(energy, positions, create_graph=True)
+    return -gradient, (gradient + targets).square().sum()
 
 
 class Layer(torch.nn.Module):
@@ -288,22 +439,49 @@ def sharded_parameters(mesh: Any, strategy: str) -> float:
     return max((a.grad.full_tensor() - b.grad).abs().max().item() for a, b in pairs)
 
 
-def compiled(mesh: Any, strategy: str) -> bool:
-    """Whether a compiled layer, one graph, gives the bits of the plain one."""
+def compiled(mesh: Any, strategy: str, backend: str = "aot_eager") -> bool:
+    """Whether a compiled layer, one graph, gives the bits of the plain one, and inductor's what is nearly them."""
     layer = Layer(mesh, strategy)
-    x = torch.randn(
-        1,
-        4,
-        16,
-        generator=torch.Generator().manual_seed(mesh.get_local_rank()),
-        dtype=torch.float64,
-    )
+    random = torch.Generator().manual_seed(mesh.get_local_rank())
+    x = torch.randn(1, 4, 16, generator=random, dtype=torch.float64)
+    return _compiled_alike(layer, [x], backend, *layer.parameters())
+
+
+def _compiled_alike(function: Any, inputs: list[Tensor], backend: str, *parameters: Tensor) -> bool:
     found = []
-    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        leaf = x.clone().requires_grad_()
-        out = run(leaf)
-        found.append((out, *torch.autograd.grad(out.square().sum(), [leaf, *layer.parameters()])))
+    for run in (function, torch.compile(function, fullgraph=True, backend=backend)):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = run(*leaves)
+        found.append((out, *torch.autograd.grad(out.square().sum(), [*leaves, *parameters])))
+    if backend == "inductor":
+        return all(
+            torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(*found, strict=True)
+        )
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def compiled_with_pairs(mesh: Any, strategy: str) -> bool:
+    """The same of a call with a bias of pairs, one of one row, and key weights."""
+    random = torch.Generator().manual_seed(mesh.get_local_rank())
+    normal = lambda *shape: torch.randn(shape, generator=random, dtype=torch.float64)  # noqa: E731
+    keys = 5 * mesh.size()
+    inputs = [normal(1, 4, 5, 8) for _ in range(3)] + [normal(4, 5, keys), normal(4, 5).exp()]
+    shared = torch.ones(4, 1, keys, dtype=torch.float64)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
+        options = dict(mesh=mesh, strategy=strategy, window=(7, 2))
+        out = fd.attention(q, k, v, bias=bias, key_weight=weight, **options)
+        return out + fd.attention(q, k, v, bias=shared, **options)
+
+    return _compiled_alike(step, inputs, "aot_eager")
+
+
+def compiled_triangle(mesh: Any, strategy: str) -> bool:
+    random = torch.Generator().manual_seed(mesh.get_local_rank())
+    shapes = ((3, 4, 3 * mesh.size(), 8),) * 3 + ((4, 3, 3 * mesh.size()),)
+    inputs = [torch.randn(s, generator=random, dtype=torch.float64) for s in shapes]
+    step = lambda *x: fd.triangle_attention(*x, mesh=mesh, strategy=strategy)  # noqa: E731
+    return _compiled_alike(step, inputs, "aot_eager")
 
 
 def repeated(mesh: Any, strategy: str) -> bool:
@@ -320,27 +498,67 @@ def repeated(mesh: Any, strategy: str) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def torchs_own_ring(mesh: Any) -> float:
-    """torch's ring attention with flashsci's kernels as its flash attention, against the plain call."""
+def asked_for(mesh: Any, strategy: str, by: str) -> set[bool]:
+    """What the calls of kernels are told about determinism, when a distributed call is."""
+    seen = set()
+
+    def watched(function: Any) -> Any:
+        def call(*tensors: Any, **options: Any) -> Any:
+            seen.add(options["deterministic"])
+            return function(*tensors, **options)
+
+        return call
+
+    names = ("attention", "varlen_attention", "attention_backward")
+    q, k, v = (torch.randn(9, 4, 8, requires_grad=True) for _ in range(3))
+    offsets = torch.tensor([0, 7, 9 * mesh.size()], dtype=torch.int32)
+    given = dict(mesh=mesh, strategy=strategy, deterministic=True if by == "argument" else None)
+    try:
+        torch.use_deterministic_algorithms(by == "torch")
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(patch.object(block, name, watched(getattr(block, name))))
+            heads_first = [x.transpose(0, 1) for x in (q, k, v)]
+            out = fd.attention(*heads_first, causal=True, **given).transpose(0, 1)
+            (out + fd.varlen_attention(q, k, v, offsets, **given)).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return seen
+
+
+def inside_torchs_context_parallel(mesh: Any, causal: bool) -> float:
+    """torch's ``context_parallel`` around its own scaled_dot_product_attention, whose flash attention is flashsci: the largest
+    difference from the plain call, of out and gradients. On CPUs torch has a flash attention that its context parallelism does not
+    know, so here its function is one that calls the operators of CUDA, which ``register`` replaces."""
+    import torch.nn.functional as functional
+    from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
     from flashsci.integrations.torch import library
 
-    q, k, v = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(0))
-    own = [fd.shard(x, mesh, layout="contiguous").contiguous() for x in (q, k, v)]
-    replaced = library("CPU")
-    balanced = theirs._cp_options.enable_load_balance
-    theirs._cp_options.enable_load_balance = False  # of causal calls
+    def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+    layout = "head_tail" if causal else "contiguous"
+    random = torch.Generator().manual_seed(0)
+    q, k, v, dout = torch.randn(4, 2, 4, 16, 8, generator=random)
+    own = [fd.shard(x, mesh, layout=layout).contiguous() for x in (q, k, v, dout)]
+    leaves = [x.requires_grad_() for x in own[:3]]
+    idle = torch.zeros(2 * mesh.size())  # it wants something to cut
+    replaced, balanced = library("CPU"), theirs._cp_options.enable_load_balance
+    theirs._cp_options.enable_load_balance = causal  # which torch does for causal calls alone
     try:
-        out, *_ = theirs._templated_ring_attention(
-            mesh.get_group(),
-            2,
-            torch.ops.aten._scaled_dot_product_flash_attention,
-            *own,
-            is_causal=False,
-        )
+        with (
+            patch.object(functional, scaled_dot_product_attention.__name__, scaled_dot_product_attention),
+            context_parallel(mesh, buffers=[idle], buffer_seq_dims=[0]),
+        ):  # fmt: skip
+            out = functional.scaled_dot_product_attention(*leaves, is_causal=causal)
+            found = [out, *torch.autograd.grad(out, leaves, own[3])]
     finally:
         theirs._cp_options.enable_load_balance = balanced
         replaced._destroy()
-    expected = fd.shard(flashsci.attention(q, k, v), mesh)
-    return (out - expected).abs().max().item()
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = flashsci.attention(*whole, causal=causal)
+    expected = [out, *torch.autograd.grad(out, whole, dout)]
+    parts = [fd.shard(x, mesh, layout=layout) for x in expected]
+    return max((a - b).abs().max().item() for a, b in zip(found, parts, strict=True))

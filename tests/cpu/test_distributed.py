@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import doctest
-import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 from distributed_calls import (
     Split,
     agreement_of,
+    alone,
+    asked_for,
     assembled,
     compiled,
+    compiled_triangle,
+    compiled_with_pairs,
+    draw_split,
     dtensors,
+    force_problem,
+    force_step,
+    forces,
+    inside_torchs_context_parallel,
     repeated,
     sharded_parameters,
     split_call,
-    torchs_own_ring,
     triangle_problem,
     triangles,
 )
+from hypothesis import given, settings
 from ranks import Ranks
 
 import flashsci
 import flashsci.distributed
-from flashsci.testing import Judge, Variant, generate
+from flashsci.testing import Case, Judge, Variant
+from flashsci.testing.drawing import strategy_of
+from scripts.emulated_ranks import World, settled
 
-STRATEGIES = ("ring", "all_gather", "ulysses", "auto")
-LENGTHS = (1, 2, 3, 7, 16, 17, 31, 33, 40, 64, 65)
+STRATEGIES = ("ring", "all_gather", "ulysses")
 DTYPES = ("float32", "bfloat16", "float64", "float16")
 
 
@@ -83,71 +91,40 @@ def second_order_pool() -> list[Variant]:
     ]
 
 
-def splits(seed: int, count: int, variants: list[Variant], world: int) -> list[Split]:
-    """Problems as models have them, split in every way."""
-    choices, found = random.Random(seed), []
-    for case in generate(seed, count, variants, lengths=LENGTHS, score_limit=1 << 14):
-        if case.variant.varlen:
-            bias_shape = case.bias_shape and (case.bias_shape[0], 1, sum(case.lens_q))
-            case = replace(
-                case,
-                lens_k=case.lens_q,
-                self_attention=True,
-                bias_shape=bias_shape,
-                bias_view="contiguous",
-            )
-        if (
-            case.bias_shape and case.bias_view == "expanded"
-        ):  # to rows of its own, whose gradients are shared
-            case = replace(case, bias_view="padded")
-        if (
-            case.variant.bias_grad and 0 < case.seq_q <= world
-        ):  # a bias of one row is refused where each rank has one
-            continue
-        strategy = choices.choice(STRATEGIES)
-        if strategy == "ulysses":
-            enough = dict(heads_k=world + choices.randrange(2), rank=max(case.rank, 3))
-            case = replace(case, **enough, bias_shape=None, mask_shape=None, weight_shape=None)
-            case = replace(
-                case, variant=replace(case.variant, bias=None, mask=False, key_weight=None)
-            )
-        layout = choices.choice(("contiguous", "head_tail"))
-        uneven = [None, None]
-        if layout == "contiguous" and choices.randrange(2):
-            totals = (sum(case.lens_q), 0) if case.variant.varlen else (case.seq_q, case.seq_k)
-            for i, total in enumerate(totals):
-                ends = sorted(choices.randint(0, total) for _ in range(world - 1))
-                uneven[i] = tuple(b - a for a, b in zip([0, *ends], [*ends, total], strict=True))
-        found.append(Split(case, layout, strategy, *uneven))
-    return found
-
-
 def judge(split: Split, parts: list) -> None:
-    inputs = split.inputs()
     results = assembled(split, parts)
-    Judge(inputs, fused=False).require(results)
+    Judge(split.inputs(), fused=False).require(results)
+
+
+def check(run, pool: list[Variant], worlds: tuple[int, ...], examples: int) -> None:
+    """Problems that Hypothesis draws, the number of ranks and their parts with them, against the oracle of the whole."""
+
+    @settings(max_examples=examples)
+    @given(strategy_of(lambda choices: draw_split(choices, pool, worlds)))
+    def body(drawn):
+        world, split = drawn
+        judge(split, [parts[0] for parts in run(split_call, world, splits=[split])])
+
+    body()
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_results_are_those_of_the_whole(ranks, world):
-    drawn = splits(world, 16, pool(), world)
-    found = ranks.run(split_call, world, splits=drawn)
-    for i, split in enumerate(drawn):
-        try:
-            judge(split, [parts[i] for parts in found])
-        except AssertionError as error:
-            raise AssertionError(f"{split}\n{error}") from None
+    check(ranks.run, pool(), (world,), 40)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_second_derivatives(ranks, world):
-    drawn = splits(10 + world, 4, second_order_pool(), world)
-    found = ranks.run(split_call, world, splits=drawn)
-    for i, split in enumerate(drawn):
-        try:
-            judge(split, [parts[i] for parts in found])
-        except AssertionError as error:
-            raise AssertionError(f"{split}\n{error}") from None
+    check(ranks.run, second_order_pool(), (world,), 12)
+
+
+def emulated(function, size, **arguments):
+    """:meth:`Ranks.run` within this process, for any number of ranks."""
+    return settled(World(size, "cpu"), lambda mesh: function(mesh, **arguments))
+
+
+def test_results_of_more_ranks():
+    check(emulated, pool(), (1, 5, 6, 7, 8), 25)
 
 
 @pytest.mark.parametrize(
@@ -178,28 +155,88 @@ def test_triangles(ranks, rows, strategy):
         torch.testing.assert_close(whole, x.detach(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_one_rank_is_the_plain_call(ranks):
+    ranks.run(alone, 1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "rows, keys",
+    [
+        ((0, 7, 0), (4, 0, 5)),
+        ((0, 0, 9), (9, 0, 0)),
+        ((3, 0, 2), (0, 0, 0)),
+        ((0, 0, 0), (2, 1, 0)),
+    ],
+)
+def test_ranks_without_rows(ranks, rows, keys, strategy):
+    """Of queries, of keys, of either, on some ranks or on all of them."""
+    for causal in (False, True):
+        variant = Variant(bias="pair", bias_grad=sum(rows) > 0, lse_grad=True, window=causal)
+        shape = (6, sum(rows), sum(keys))
+        case = Case(
+            variant, lead=(2,), heads_k=3, group=2, seq_q=sum(rows), seq_k=sum(keys), causal=causal,
+            window=(5, None) if causal else None, bias_shape=shape,
+        )  # fmt: skip
+        split = Split(case, "contiguous", strategy, rows, keys)
+        judge(split, [parts[0] for parts in ranks.run(split_call, 3, splits=[split])])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dtensors(ranks, strategy):
     assert max(ranks.run(dtensors, "2x2", strategy=strategy)) < 1e-13
 
 
-def test_with_sharded_parameters(ranks):
-    assert max(ranks.run(sharded_parameters, "2x2", strategy="ring")) < 1e-12
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_with_sharded_parameters(ranks, strategy):
+    assert max(ranks.run(sharded_parameters, "2x2", strategy=strategy)) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_training_on_forces(ranks, strategy):
+    positions, targets, weights = force_problem()
+    plain = lambda *x: flashsci.attention(*x)  # noqa: E731
+    found, loss = force_step(positions.requires_grad_(), targets, weights, plain)
+    expected = torch.autograd.grad(loss, weights)
+    parts = ranks.run(forces, 3, strategy=strategy)
+    torch.testing.assert_close(torch.cat([p[0] for p in parts]), found.detach())
+    for _, *gradients in parts:
+        torch.testing.assert_close(gradients, list(expected))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_compiled_in_one_graph(ranks, strategy):
     assert all(ranks.run(compiled, 2, strategy=strategy))
+    assert all(ranks.run(compiled_with_pairs, 3, strategy=strategy))
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@pytest.mark.slow
+def test_compiled_by_inductor(ranks):
+    assert all(ranks.run(compiled, 2, strategy="ring", backend="inductor"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_triangles_compiled_in_one_graph(ranks, strategy):
+    assert all(ranks.run(compiled_triangle, 2, strategy=strategy))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_same_bits_twice(ranks, strategy):
     assert all(ranks.run(repeated, 3, strategy=strategy))
 
 
-def test_inside_torchs_own_ring(ranks):
-    assert max(ranks.run(torchs_own_ring, 2)) < 1e-5
+@pytest.mark.parametrize("by", ["argument", "torch", "nobody"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_kernels_are_told_to_be_deterministic(ranks, strategy, by):
+    assert ranks.run(asked_for, 2, strategy=strategy, by=by) == [{by != "nobody"}] * 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+def test_inside_torchs_context_parallel(ranks, world, causal):
+    assert max(ranks.run(inside_torchs_context_parallel, world, causal=causal)) < 1e-5
 
 
 @pytest.mark.parametrize("name", flashsci.distributed.__all__)
