@@ -34,7 +34,6 @@ def merge_kernel(
     base = tl.where(seen, top, 0.0)
     added = tl.exp(new - base)
     both = tl.where(seen, tl.exp(old - base) + added, 1.0)
-    tl.store(of_lse, tl.where(seen, base + tl.log(both), float("-inf")), mask=inside)
     share = added / both
     column = tl.arange(0, WIDTH)[None, :]
     filled = inside[:, None] & (column < width)
@@ -46,6 +45,9 @@ def merge_kernel(
         other=0.0,
     )
     tl.store(sums, x + share[:, None] * (y.to(tl.float32) - x), mask=filled)
+    # There are fewer rows than threads: several hold each, and all must have read it before one writes it.
+    tl.debug_barrier()
+    tl.store(of_lse, tl.where(seen, base + tl.log(both), float("-inf")), mask=inside)
 
 
 def launch(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> bool:

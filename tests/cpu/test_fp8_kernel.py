@@ -143,8 +143,6 @@ FAULTS = {
     "V turned over a tile that is being read": ("fp8/transpose.cuh", "ptx::mbarrier_sleep(address(&shared.turned_empty[stage]), phase ^ 1);", ""),
     "V in another order than P": ("fp8/softmax.cuh", "s[e], s[e + 1], s[e + 4], s[e + 5]", "s[e], s[e + 1], s[e + 2], s[e + 3]"),
     "Q released before all have read the tile": ("fp8/kernel.cuh", "4 + (w == 0 ? 1 + C::kTransposers : 0)", "4"),
-    "an offset that leaves half of a block behind": ("fp8/mainloop_halves.cuh", "multiply(low, alpha);", ""),
-    "V released while it is being read": ("fp8/mainloop_halves.cuh", "this->release_v(head - 1);\n    this->find", "this->release_v(head);\n    this->find"),
     "the scale of another block": ("fp8/load.cuh", "scale_of(a.v_scale, v, key)", "scale_of(a.v_scale, v, key + 128)"),
     "fewer bytes than arrive": ("fp8/load.cuh", "(v_full, sizeof(shared.v[0]));", "(v_full, sizeof(shared.v[0]) / 2);"),
 }  # fmt: skip

@@ -10,12 +10,10 @@
 namespace flashsci::sm90::fp8 {
 
 // kHeadDim: columns of q and k; kHeadDimV: of v. A block of keys lies within one block of scales.
-template <int kHeadDim_, int kHeadDimV_, int kBlockK_, int kConsumers_, int kStages_,
-          int kVStages_ = kStages_>
+template <int kHeadDim_, int kHeadDimV_, int kBlockK_, int kConsumers_, int kStages_>
 struct Tiling {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockK = kBlockK_;
-  static constexpr int kConsumers = kConsumers_;
-  static constexpr int kStages = kStages_, kVStages = kVStages_;  // of K and turned V; of V
+  static constexpr int kConsumers = kConsumers_, kStages = kStages_;
   static constexpr int kQStages = 2;
   static constexpr int kBlockQ = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -32,14 +30,11 @@ struct Tiling {
   using OutBox = Box<16>;
   static constexpr int kBoxesV = kHeadDimV / 64, kStaging = 1;
   // The registers of the launch bounds (168 at 384 threads, 128 at 512) redistributed.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kHeadDim == 128 ? 24 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kHeadDim == 128 ? 240 : 232;
-  // Products beside the softmax of the same warpgroup: mainloop_halves.cuh.
-  static constexpr bool kHalves = kHeadDim <= 128 && kBlockK == 128;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
   // Causal calls with fewer keys do not earn the memset of a counter.
   static constexpr int kCountedKeys = 4096;
-  static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && (kStages & (kStages - 1)) == 0 &&
-                (kVStages & (kVStages - 1)) == 0);
+  static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && (kStages & (kStages - 1)) == 0);
   static_assert(kBlockK == 64 || kBlockK == 128, "the swizzle of a row of the transposed V");
 };
 
@@ -55,12 +50,12 @@ template <class C>
 struct Storage {
   unsigned char q[C::kQStages][C::kConsumers][C::kQBytes];  // [..][box][64 rows][kSpan]
   unsigned char k[C::kStages][C::kKBytes];                  // [stage][box][kBlockK rows][kSpan]
-  unsigned char v[C::kVStages][C::kVBytes];                 // [stage][box][kBlockK rows][kSpanV]
+  unsigned char v[C::kStages][C::kVBytes];                  // [stage][box][kBlockK rows][kSpanV]
   unsigned char v_turned[C::kStages][C::kVBytes];           // [stage][kHeadDimV rows][kBlockK]
   unsigned char staging[C::kConsumers * 4][C::kStaging][2048];  // of the output: fwd/epilogue.cuh
   uint64_t q_full[C::kQStages][C::kConsumers], q_empty[C::kQStages][C::kConsumers];
   uint64_t k_full[C::kStages], k_empty[C::kStages];
-  uint64_t v_full[C::kVStages], v_empty[C::kVStages];
+  uint64_t v_full[C::kStages], v_empty[C::kStages];
   uint64_t turned_full[C::kStages], turned_empty[C::kStages];
   float2 scales[C::kStages];        // of K and of V; they come and go with K
   uint64_t tile_ready[kTileSlots];  // published, for those who load; consumers learn it with Q
@@ -69,7 +64,6 @@ struct Storage {
 
 struct Args : fwd::ForwardArgs {
   FlashsciScales q_scale, k_scale, v_scale;
-  float inverse_softcap;
   int out_is_fp16;
 };
 

@@ -8,27 +8,23 @@
 // Roles     Persistent CTAs, one per SM, walk a list of query tiles (../fwd/scheduler.cuh).
 //           Warpgroup 0 loads: its warp 1 plans the tiles and loads Q, warp 0 K and V (load.cuh),
 //           warps 2 and 3 turn V (transpose.cuh). Warpgroups 1 .. kConsumers own 64 query rows each,
-//           from S to the stores (consumer.cuh).
+//           from S to the stores (mainloop.cuh).
 // Shared    Q [stage][consumer][columns][64 rows], K and V [stage][columns][kBlockK rows] in boxes as
 //           TMA writes them, V once more [stage][kHeadDimV rows][kBlockK keys], output staging of
 //           every warp, barriers, published tiles: `Storage` (config.cuh).
-// Pipeline  Of a consumer, right to left: S = Q K^T, softmax, P V, its sum. Up to head dim 128 its
-//           products run beside its own softmax (mainloop_halves.cuh), else beside that of others
-//           (mainloop.cuh). Scheduler, producer and turning warps run ahead across tiles.
-// Limits    By count, exponentials and instruction issue: docs/kernels/sm90_fp8.md.
+// Pipeline  Of a consumer, right to left: S = Q K^T, softmax, P V, its sum. The others' products run
+//           beside its softmax. Scheduler, producer and turning warps run ahead across tiles.
+// Limits    By count, instruction issue: docs/kernels/sm90_fp8.md. Not timed yet.
 #pragma once
 #include <cuda_runtime.h>
-#include <type_traits>
 
 #include "../../core/poison.cuh"
 #include "../../ptx/mbarrier.cuh"
-#include "../../ptx/redux.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "config.cuh"
 #include "load.cuh"
 #include "mainloop.cuh"
-#include "mainloop_halves.cuh"
 #include "transpose.cuh"
 
 namespace flashsci::sm90::fp8 {
@@ -48,12 +44,10 @@ __device__ __forceinline__ void init_barriers(Storage<C>& shared) {
   for (int stage = 0; stage < C::kStages; ++stage) {
     init(shared.k_full[stage], 1);
     init(shared.k_empty[stage], 4 * C::kConsumers);
-    init(shared.turned_full[stage], C::kTransposers);
-    init(shared.turned_empty[stage], 4 * C::kConsumers);
-  }
-  for (int stage = 0; stage < C::kVStages; ++stage) {
     init(shared.v_full[stage], 1);
     init(shared.v_empty[stage], C::kTransposers);
+    init(shared.turned_full[stage], C::kTransposers);
+    init(shared.turned_empty[stage], 4 * C::kConsumers);
   }
   ptx::mbarrier_init_fence();
 }
@@ -86,10 +80,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-    using Consumer =
-        std::conditional_t<C::kHalves, HalvesConsumer<C, kVarlen>, BlockConsumer<C, kVarlen>>;
-    // In a uniform register, and with it the addresses that follow.
-    Consumer(shared, a, ptx::redux_max(warpgroup - 1)).run();
+    Consumer<C, kVarlen>(shared, a, warpgroup - 1).run();
   }
 }
 

@@ -99,13 +99,9 @@ cudaError_t launch_tiling(Args& a, cudaStream_t stream) {
 
 // The tile shapes, by padded head dims of q and k, and of v; why: docs/kernels/sm90_fp8.md. Scales of
 // blocks of 64 keys, or an accumulator of 256 columns, take blocks of 64 keys.
-#ifdef FLASHSCI_FP8_D64_CONSUMERS  // 2, to be measured against 3
-using Tiles64 = Tiling<64, 64, 128, FLASHSCI_FP8_D64_CONSUMERS, 4>;
-#else
 using Tiles64 = Tiling<64, 64, 128, 3, 4>;
-#endif
 using Tiles64Fine = Tiling<64, 64, 64, 3, 4>;
-using Tiles128 = Tiling<128, 128, 128, 2, 4, 2>;
+using Tiles128 = Tiling<128, 128, 128, 3, 2>;
 using Tiles128Fine = Tiling<128, 128, 64, 3, 2>;
 using Tiles192 = Tiling<192, 128, 128, 2, 2>;
 using Tiles192Fine = Tiling<192, 128, 64, 2, 4>;
@@ -132,7 +128,6 @@ inline cudaError_t launch_forward(const FlashsciFp8ForwardParams& params, cudaSt
   a.p = p;
   a.q_scale = params.q_scale, a.k_scale = params.k_scale, a.v_scale = params.v_scale;
   a.out_is_fp16 = params.out_is_fp16;
-  a.inverse_softcap = p.softcap != 0.f ? 1.f / p.softcap : 0.f;
   const auto launch = [&](auto tiles) {
     using C = decltype(tiles);
     return p.cu_seqlens_q != nullptr ? launch_tiling<C, true>(a, stream)

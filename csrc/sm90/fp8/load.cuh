@@ -110,7 +110,7 @@ struct BlockScales {
 template <class C, bool kVarlen>
 __device__ __forceinline__ void load_kv(Storage<C>& shared, const Args& a) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
-  uint32_t turn = 0;  // blocks loaded: stage = turn % kStages, phase = turn / kStages; so of V
+  uint32_t turn = 0;  // blocks loaded: stage = turn % kStages, phase = turn / kStages
 #pragma unroll 1
   for (uint32_t tiles = 0;; ++tiles) {
     ptx::mbarrier_sleep(address(&shared.tile_ready[tiles % kTileSlots]), tiles / kTileSlots & 1);
@@ -134,12 +134,12 @@ __device__ __forceinline__ void load_kv(Storage<C>& shared, const Args& a) {
       ptx::mbarrier_arrive_expect(k_full, sizeof(shared.k[0]));
       fwd::load_boxes<typename C::KBox, sizeof(shared.k[0])>(address(shared.k[stage]), a.k, k_full,
                                                              row, tile.head_k, tile);
-      const uint32_t v_stage = turn % C::kVStages, v_full = address(&shared.v_full[v_stage]);
-      ptx::mbarrier_sleep(address(&shared.v_empty[v_stage]), (turn / C::kVStages & 1) ^ 1);
-      poison_stage(address(shared.v[v_stage]), C::kVBytes);
+      const uint32_t v_full = address(&shared.v_full[stage]);
+      ptx::mbarrier_sleep(address(&shared.v_empty[stage]), free);
+      poison_stage(address(shared.v[stage]), C::kVBytes);
       ptx::mbarrier_arrive_expect(v_full, sizeof(shared.v[0]));
-      fwd::load_boxes<typename C::VBox, sizeof(shared.v[0])>(address(shared.v[v_stage]), a.v,
-                                                             v_full, row, tile.head_k, tile);
+      fwd::load_boxes<typename C::VBox, sizeof(shared.v[0])>(address(shared.v[stage]), a.v, v_full,
+                                                             row, tile.head_k, tile);
     }
     // What is published is not written again before we, too, have released Q.
     ptx::mbarrier_arrive(address(&shared.q_empty[tiles % C::kQStages][0]));

@@ -1,38 +1,95 @@
-// A consumer warpgroup of the sm90 forward on 8-bit floats, head dims beyond 128 and blocks of 64 keys:
-// `step` is what happens to a block of keys: S, its softmax, P as 8 bits, P V of this block alone, and
-// the sum of all blocks in fp32. Nothing overlaps within a warpgroup, which lets the product of a block
-// take the registers of its scores; the other warpgroups keep the tensor cores busy meanwhile.
+// A consumer warpgroup of the sm90 forward on 8-bit floats: 64 query rows of tile after tile, from S
+// to the stores.
+//
+// `Consumer::run` is the loop over tiles, `step` what happens to a block of keys: S, its softmax, P
+// as 8 bits, P V of this block alone, and the sum of all blocks in fp32. Nothing overlaps within a
+// warpgroup, which lets the product of a block take the registers of its scores; the other
+// warpgroups keep the tensor cores busy meanwhile.
 #pragma once
 #include <cstdint>
 
-#include "consumer.cuh"
+#include "../../core/dtype_bf16.cuh"
+#include "../../core/dtype_f16.cuh"
+#include "../../core/softmax.cuh"
+#include "../../ptx/mbarrier.cuh"
+#include "../../ptx/qgmma.cuh"
+#include "../../ptx/redux.cuh"
+#include "../../ptx/warpgroup.cuh"
+#include "../../ptx/wgmma.cuh"
+#include "../fwd/epilogue.cuh"
+#include "config.cuh"
+#include "softmax.cuh"
 
 namespace flashsci::sm90::fp8 {
 
 template <class C, bool kVarlen>
-struct BlockConsumer : ConsumerState<C, kVarlen> {
-  using State = ConsumerState<C, kVarlen>;
-  using State::head;
-  using State::kBlockK;
-  using State::kHeadDim;
-  using State::kHeadDimV;
-  using State::kStages;
-  using State::o;
-  using State::rows;
-  using State::shared;
-  using State::State;
+struct Consumer {
+  static constexpr int kBlockK = C::kBlockK, kStages = C::kStages;
+  static constexpr int kHeadDim = C::kHeadDim, kHeadDimV = C::kHeadDimV;
   static constexpr int kChunk = 64, kChunks = kHeadDimV / kChunk;  // columns of V at a time
   using Product = float[kChunk / 2];
 
+  Storage<C>& shared;
+  const Args& a;
+  const int w;                      // the consumer
+  const int lane, warp_row;         // the warp's first row in the tile
+  const int row_in_tile;            // this lane's first
+  uint64_t q_desc, k_desc, v_desc;  // of the first stages; V: turned
+
   float s[kBlockK / 2];         // scores, then P
+  float o[kHeadDimV / 2];       // output, unnormalised
   uint32_t p[kBlockK / 32][4];  // P as operand, per 32 keys
+  RowStatistics rows;
+  uint32_t head = 0;   // blocks behind us: they tell stage and phase of the next
+  uint32_t tiles = 0;  // tiles behind us
+
+  // Of the tile in work.
+  struct Work {
+    const TileInfo& info;
+    Window seen;
+    fwd::Blocks<C> own;        // that this consumer's rows see
+    int full_begin, full_end;  // keys that all of them see
+    float scale;               // of q k^T: the call's times that of these rows of q
+  };
+
+  __device__ __forceinline__ Consumer(Storage<C>& shared_, const Args& a_, int w_)
+      : shared(shared_),
+        a(a_),
+        w(w_),
+        lane(threadIdx.x % 32),
+        warp_row(w * 64 + threadIdx.x / 32 % 4 * 16),
+        row_in_tile(warp_row + lane / 4),
+        q_desc(ptx::qgmma_descriptor<C::kSpan>(ptx::shared_address(shared.q[0][w]))),
+        k_desc(ptx::qgmma_descriptor<C::kSpan>(ptx::shared_address(shared.k))),
+        v_desc(ptx::qgmma_descriptor<kBlockK>(ptx::shared_address(shared.v_turned))) {}
+
+  // --- barriers
+
+  __device__ __forceinline__ void release(uint64_t& barrier) const {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+  }
+  __device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) const {
+    ptx::mbarrier_wait(ptx::shared_address(&barrier), parity & 1);
+  }
+  // Blocks that this warpgroup's rows do not see.
+  __device__ __forceinline__ void skip(int count) {
+#pragma unroll 1
+    for (; count > 0; --count, ++head) {
+      wait(shared.k_full[head % kStages], head / kStages);
+      release(shared.k_empty[head % kStages]);
+      wait(shared.turned_full[head % kStages], head / kStages);
+      release(shared.turned_empty[head % kStages]);
+    }
+  }
 
   // --- products
 
   // Columns [kBegin, kEnd) of q and k.
   template <int kBegin, int kEnd>
-  __device__ __forceinline__ void issue_qk(float (&scores)[kBlockK / 2], uint64_t q_tile,
-                                           uint64_t k_tile) {
+  __device__ __forceinline__ void issue_qk(float (&scores)[kBlockK / 2]) {
+    const uint64_t q_tile = q_desc + tiles % C::kQStages * (C::kConsumers * C::kQBytes / 16);
+    const uint64_t k_tile = k_desc + head % kStages * (C::kKBytes / 16);
 #pragma unroll
     for (int d = kBegin; d < kEnd; d += 32) {
       const int box = d / C::kSpan, column = d % C::kSpan;
@@ -44,14 +101,13 @@ struct BlockConsumer : ConsumerState<C, kVarlen> {
   // over more than 128 columns.
   __device__ __forceinline__ float2 find_scores(bool last) {
     constexpr int kFirst = kHeadDim < 128 ? kHeadDim : 128;
-    this->wait_k(head);
+    wait(shared.k_full[head % kStages], head / kStages);
     const float2 scales = shared.scales[head % kStages];
-    const uint64_t q_tile = this->q_tile(), k_tile = this->k_tile(head % kStages);
     ptx::wgmma_fence();
-    issue_qk<0, kFirst>(s, q_tile, k_tile);
+    issue_qk<0, kFirst>(s);
     if constexpr (kHeadDim > kFirst) {
       float rest[kBlockK / 2];
-      issue_qk<kFirst, kHeadDim>(rest, q_tile, k_tile);
+      issue_qk<kFirst, kHeadDim>(rest);
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
       ptx::wgmma_tie(s);
@@ -63,12 +119,13 @@ struct BlockConsumer : ConsumerState<C, kVarlen> {
       ptx::wgmma_wait<0>();
       ptx::wgmma_tie(s);
     }
-    this->release_k(head);
-    if (last) this->release_q();
+    release(shared.k_empty[head % kStages]);
+    if (last) release(shared.q_empty[tiles % C::kQStages][w]);
     return scales;
   }
   // P V of this block and columns [kChunk chunk, ...).
-  __device__ __forceinline__ void issue_pv(Product& product, uint64_t v_tile, int chunk) {
+  __device__ __forceinline__ void issue_pv(Product& product, int chunk) {
+    const uint64_t v_tile = v_desc + head % kStages * (C::kVBytes / 16);
 #pragma unroll
     for (int n = 0; n < kBlockK / 32; ++n)
       ptx::Qgmma<kChunk>::rs(product, p[n], v_tile + (chunk * kChunk * kBlockK + n * 32) / 16,
@@ -86,41 +143,122 @@ struct BlockConsumer : ConsumerState<C, kVarlen> {
   // of a chunk is taken beside the product of the next.
   __device__ __forceinline__ void add_values(float v_scale) {
     Product product[2];
-    const uint64_t v_tile = this->turned_tile(head % kStages);
-    this->wait_v(head);
+    wait(shared.turned_full[head % kStages], head / kStages);
     ptx::wgmma_fence();
-    issue_pv(product[0], v_tile, 0);
+    issue_pv(product[0], 0);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       if (chunk + 1 < kChunks) {
         if (chunk > 0) ptx::wgmma_fence();  // sums have read what the next product overwrites
-        issue_pv(product[(chunk + 1) % 2], v_tile, chunk + 1);
+        issue_pv(product[(chunk + 1) % 2], chunk + 1);
         ptx::wgmma_wait<1>();
       } else {
         ptx::wgmma_wait<0>();
-        this->release_v(head);
+        release(shared.turned_empty[head % kStages]);
       }
       ptx::wgmma_tie(product[chunk % 2]);
       add_pv(product[chunk % 2], chunk, v_scale);
     }
   }
 
-  // --- blocks
+  // --- scores
 
-  __device__ __forceinline__ void step(const Work<C>& work, int block) {
+  // From q k^T to what a factor takes to powers of two; returns the factor.
+  __device__ __forceinline__ float modify_scores(float scale) {
+    if (a.p.softcap != 0.f) {
+      const float inner = scale / a.p.softcap;
+#pragma unroll
+      for (int e = 0; e < kBlockK / 2; ++e) s[e] = a.p.softcap * tanh_accurate(inner * s[e]);
+      return kLog2e;
+    }
+    const float factor = scale * kLog2e;
+    if (factor > 0.f) return factor;
+    // Where it is negative the largest score is not the largest product, and 0 times the -inf of a
+    // hidden key is none.
+#pragma unroll
+    for (int e = 0; e < kBlockK / 2; ++e) s[e] *= factor;
+    return 1.f;
+  }
+  __device__ __forceinline__ void mask(const Work& work, int block) {
+    const int first_key = block * kBlockK, column = first_key + lane % 4 * 2;
+    const int row = work.info.row + row_in_tile;
+    if (first_key + kBlockK > work.full_end)
+      fwd::mask_scores<0, kBlockK / 2, false>(s, work.seen, row, column);
+    if (first_key < work.full_begin)
+      fwd::mask_scores<0, kBlockK / 2, true>(s, work.seen, row, column);
+  }
+  __device__ __forceinline__ void softmax(float factor) {
+    float maximum[2];
+    lane_max(s, maximum);
+    if (outgrows(maximum, rows, factor)) {
+      float alpha[2];
+      follow(maximum, rows, alpha, factor);
+#pragma unroll
+      for (int e = 0; e < kHeadDimV / 2; ++e) o[e] *= alpha[e >> 1 & 1];
+      exponentials<true>(s, rows, factor);
+    } else {
+      exponentials<false>(s, rows, factor);
+    }
+  }
+
+  // --- tiles
+
+  __device__ __forceinline__ void step(const Work& work, int block) {
     const float2 scales = find_scores(block == work.own.first);
-    this->find_exponents(s, work, block * kBlockK, scales.x,
-                         [&](const float (&alpha)[2]) { State::multiply(o, alpha); });
-    powers(s, rows);
-    pack<0>(p, s);
+    const float factor = modify_scores(work.scale * scales.x);
+    mask(work, block);
+    softmax(factor);
+    pack(p, s);
     add_values(scales.y);
     ++head;
   }
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int e = 0; e < kHeadDimV / 2; ++e) o[e] = 0.f;
+    rows.sum[0] = rows.sum[1] = 0.f;
+    rows.row_max_log2[0] = rows.row_max_log2[1] = fwd::kUninitializedMax;
+  }
+  __device__ __forceinline__ void write(const TileInfo& tile) {
+    const int seq_q = kVarlen ? tile.seq_q : a.p.seq_q;
+    auto& staging = shared.staging[warp_row / 16];
+    if (a.out_is_fp16)
+      fwd::write_output<Float16, C, kVarlen>(o, rows, a, tile, seq_q, warp_row, staging);
+    else
+      fwd::write_output<BFloat16, C, kVarlen>(o, rows, a, tile, seq_q, warp_row, staging);
+  }
+
   __device__ __forceinline__ void run() {
-    State::run([&](const Work<C>& work) {
 #pragma unroll 1
-      for (int block = work.own.end - 1; block >= work.own.first; --block) step(work, block);
-    });
+    for (;; ++tiles) {
+      const uint32_t q_stage = tiles % C::kQStages;
+      wait(shared.q_full[q_stage][w], tiles / C::kQStages);
+      const TileInfo& info = shared.tile_info[tiles % kTileSlots];
+      // The same in all lanes, which only redux tells the compiler: wgmma wants uniform flow.
+      const int row = ptx::redux_max(info.row);
+      if (row < 0) break;
+      const int seq_q = kVarlen ? ptx::redux_max(info.seq_q) : a.p.seq_q;
+      const int seq_k = kVarlen ? ptx::redux_max(info.seq_k) : a.p.seq_k;
+      const Window seen = fwd::window_of(a.p, seq_q, seq_k);
+      const int first_row = row + w * 64;
+      const fwd::Blocks<C> blocks(seen, row, C::kBlockQ, seq_q);  // of all consumers
+      Work work{info, seen, fwd::Blocks<C>(seen, first_row, 64, seq_q)};
+      clear();
+      if (work.own.first >= work.own.end) {
+        release(shared.q_empty[q_stage][w]);
+        skip(blocks.end - blocks.first);
+      } else {
+        work.full_begin = seen.begin(first_row + 63);
+        work.full_end = max(seen.end(first_row), 0);
+        const float* q_first = first_scale(a.q_scale, info, info.head, info.first_q);
+        work.scale = a.p.scale * scale_of(a.q_scale, q_first, first_row);
+        skip(blocks.end - work.own.end);
+#pragma unroll 1
+        for (int block = work.own.end - 1; block >= work.own.first; --block) step(work, block);
+        skip(work.own.first - blocks.first);
+      }
+      write(info);
+    }
+    ptx::bulk_wait_read<0>();
   }
 };
 

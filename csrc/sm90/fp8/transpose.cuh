@@ -33,9 +33,9 @@ __device__ __forceinline__ constexpr int swizzle_of(int row) {
 template <class C>
 __device__ __forceinline__ void turn_tile(uint32_t v, uint32_t turned, int warp) {
   constexpr int kSpan = C::kSpanV, kSpanTurned = C::kBlockK;
-  constexpr int kGroups = C::kHeadDimV / 16 / C::kTransposers;                      // of 16 columns
-  constexpr int kParts = C::kBlockK / 32;                                           // of 32 keys
-  constexpr int kAtOnce = C::kHeadDimV > 64 && C::kProducerRegisters > 24 ? 4 : 2;  // registers
+  constexpr int kGroups = C::kHeadDimV / 16 / C::kTransposers;  // of 16 columns
+  constexpr int kParts = C::kBlockK / 32;                       // of 32 keys
+  constexpr int kAtOnce = C::kHeadDimV > 64 ? 4 : 2;            // registers
   static_assert(kGroups * kParts % kAtOnce == 0 && kParts % 2 == 0);
   const int lane = threadIdx.x % 32, matrix = lane / 8, r = lane % 8;
   const int swizzle = swizzle_of<kSpan>(r);
@@ -107,10 +107,9 @@ __device__ __forceinline__ void turn_v(Storage<C>& shared, const Args& a, int wa
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++turn) {
       const uint32_t stage = turn % C::kStages, phase = turn / C::kStages & 1;
-      const uint32_t v_stage = turn % C::kVStages;
-      const uint32_t v = address(shared.v[v_stage]), turned = address(shared.v_turned[stage]);
+      const uint32_t v = address(shared.v[stage]), turned = address(shared.v_turned[stage]);
       const int keys = seq_k - block * C::kBlockK;
-      ptx::mbarrier_sleep(address(&shared.v_full[v_stage]), turn / C::kVStages & 1);
+      ptx::mbarrier_sleep(address(&shared.v_full[stage]), phase);
       ptx::mbarrier_sleep(address(&shared.turned_empty[stage]), phase ^ 1);
       constexpr int kBytes = C::kVBytes / C::kTransposers;
       poison_warp(turned + warp * kBytes, kBytes);
@@ -120,7 +119,7 @@ __device__ __forceinline__ void turn_v(Storage<C>& shared, const Args& a, int wa
       __syncwarp();
       if (first_lane) {
         ptx::mbarrier_arrive(address(&shared.turned_full[stage]));
-        ptx::mbarrier_arrive(address(&shared.v_empty[v_stage]));
+        ptx::mbarrier_arrive(address(&shared.v_empty[stage]));
       }
     }
     __syncwarp();  // without blocks there was none behind the reads of what is published
