@@ -28,8 +28,6 @@ LEFT = {
         ("calls-swin-bf16-stage1-s49-model", "backward"), ("calls-swin-bf16-stage2-s49-model", "backward"),
         ("calls-swin-bf16-stage3-s49-model", "backward"),
         ("calls-swin-bf16-stage2-s49-model", "both"), ("calls-swin-bf16-stage3-s49-model", "both"),
-        ("short-bf16-d32-bh1024-s512", "backward"), ("short-bf16-d32-bh1024-s512", "both"),
-        ("triangle-fp32-s768", "backward"), ("triangle-fp32-s768", "both"),
     }
 }  # fmt: skip
 
