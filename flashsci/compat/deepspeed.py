@@ -23,7 +23,7 @@ def DS4Sci_EvoformerAttention(
 
     Args:
         Q, K, V: ``[*, S, H, D]``, with biases ``[B, N, S, H, D]``; float16, bfloat16, float32 or float64.
-        biases: at most two, each of Q's dtype or float32, or None. The first ``[B, N, 1, 1, S]``, of keys: a mask as
+        biases: at most two, each of Q's dtype or float32 (beside float32 also 16 bits), or None. The first ``[B, N, 1, 1, S]``, of keys: a mask as
             ``1e9 * (mask - 1)``, or any numbers. The second ``[B, 1, H, S, S]``, of pairs. The list is left as it is.
 
     Returns:

@@ -108,4 +108,4 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"\[B, N, S, H, D\]"):
         DS4Sci_EvoformerAttention(q[0], k[0], v[0], [keys[0]])
     with pytest.raises(TypeError, match="bias must have q's dtype"):
-        DS4Sci_EvoformerAttention(q, k, v, [None, pairs.half()])
+        DS4Sci_EvoformerAttention(q.half(), k.half(), v.half(), [None, pairs.bfloat16()])
