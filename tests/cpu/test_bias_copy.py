@@ -64,3 +64,13 @@ def test_small_ones_and_those_on_the_cpu_are_torchs():
 def test_an_empty_bias():
     bias = torch.zeros(0, 4, 5, 3).permute(0, 3, 1, 2)
     assert bias_copy.copied(bias).shape == bias.shape
+
+
+def test_a_launch_is_of_one_dtype():
+    """A compiled kernel moves elements of one size: alike tensors of another dtype need another."""
+    host_bias = pytest.importorskip("flashsci.backends.triton.host_bias")
+    host_bias._copy.cache_clear()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
+        bias = made("whole tiles", dtype)
+        assert torch.equal(bias_copy.copied(bias), bias)
+    assert host_bias._copy.cache_info().misses == 3
