@@ -35,7 +35,8 @@ HEAD = """\
 | scaling | S | D | pass | ranks | strategy | ms | efficiency | predicted ms | GiB |
 |---|---|---|---|---|---|---|---|---|---|"""
 WARMUP, LEAST = 2, 3  # rounds
-CELL = 30.0  # seconds that the rounds of one cell may take, if that leaves the least number
+CELL = 20.0  # seconds that the rounds of one cell may take, if that leaves the least number
+LONG = 1.0  # seconds of a call from which on one round is enough to warm up, and two to measure
 Step = Callable[[], Tensor]
 
 
@@ -103,11 +104,13 @@ def measured(
     """(median seconds of the slowest rank, GiB) of each; NaN for what cannot run, with its reason printed."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     memory = dict.fromkeys(steps, 0.0)
-    rounds, spent = options.rounds, 0.0
+    warmup, rounds, spent = WARMUP, options.rounds, 0.0
     for turn in range(WARMUP + options.rounds):
-        if turn == WARMUP:  # all ranks have seen the same times
-            rounds = min(rounds, max(LEAST, int(CELL / max(spent / WARMUP, 1e-9))))
-        if turn >= WARMUP + rounds:
+        if turn == 1 and spent > LONG * len(steps):  # all ranks have seen the same times
+            warmup, rounds = 1, min(rounds, 2)
+        if turn == warmup:
+            rounds = min(rounds, max(min(LEAST, rounds), int(CELL / max(spent / warmup, 1e-9))))
+        if turn >= warmup + rounds:
             break
         for name, step in list(steps.items()):
             seconds = _timed(mesh, name, step, options, memory)
@@ -115,7 +118,7 @@ def measured(
                 del steps[name]
                 continue
             spent += seconds
-            if turn >= WARMUP:
+            if turn >= warmup:
                 times[name].append(seconds)
     return {
         n: (statistics.median(times[n]), memory[n]) if n in steps else (float("nan"),) * 2

@@ -12,7 +12,6 @@ from distributed_calls import (
     agreement_of,
     alone,
     asked_for,
-    assembled,
     compiled,
     compiled_triangle,
     compiled_with_pairs,
@@ -22,7 +21,10 @@ from distributed_calls import (
     force_step,
     forces,
     inside_torchs_context_parallel,
+    judge,
+    pool,
     repeated,
+    second_order_pool,
     sharded_parameters,
     split_call,
     triangle_problem,
@@ -33,12 +35,11 @@ from ranks import Ranks
 
 import flashsci
 import flashsci.distributed
-from flashsci.testing import Case, Judge, Variant
+from flashsci.testing import Case, Variant
 from flashsci.testing.drawing import strategy_of
 from scripts.emulated_ranks import World, settled
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
-DTYPES = ("float32", "bfloat16", "float64", "float16")
 
 
 @pytest.fixture(scope="module")
@@ -46,54 +47,6 @@ def ranks() -> Iterator[Ranks]:
     started = Ranks()
     yield started
     started.stop()
-
-
-def pool() -> list[Variant]:
-    """Every feature that distributed calls have, alone and together."""
-    plain = [
-        Variant(dtype=d, window=w, lse_grad=g)
-        for d in DTYPES
-        for w in (False, True)
-        for g in (False, True)
-    ]
-    pairs = [
-        Variant(dtype=d, bias=b, bias_grad=True, bias_float=f, mask=m, window=w)
-        for d in DTYPES[:2] for b in ("pair", "key") for f, m, w in ((False, False, False), (True, True, True))
-    ]  # fmt: skip
-    weights = [
-        Variant(
-            key_weight="float",
-            key_weight_grad=True,
-            bias=b,
-            bias_grad=b is not None,
-            window=True,
-            lse_grad=True,
-        )
-        for b in (None, "pair")
-    ]
-    packed = [
-        Variant(dtype=d, varlen=True, window=w, bias=b, bias_grad=b is not None, lse_grad=True)
-        for d in DTYPES[:2] for w in (False, True) for b in (None, "key")
-    ]  # fmt: skip
-    others = [
-        Variant(mask=True),
-        Variant(softcap=True, window=True),
-        Variant(head_dim=24, head_dim_v=8, window=True),
-    ]
-    return plain + pairs + weights + packed + others
-
-
-def second_order_pool() -> list[Variant]:
-    return [
-        Variant(dtype="float64", tangents="qkvb", bias="pair", bias_grad=True, window=True),
-        Variant(tangents="qkv", lse_grad=True, mask=True),
-        Variant(dtype="float64", tangents="qkvw", key_weight="inputs", key_weight_grad=True),
-    ]
-
-
-def judge(split: Split, parts: list) -> None:
-    results = assembled(split, parts)
-    Judge(split.inputs(), fused=False).require(results)
 
 
 def check(run, pool: list[Variant], worlds: tuple[int, ...], examples: int) -> None:

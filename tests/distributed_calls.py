@@ -15,9 +15,10 @@ import flashsci
 import flashsci.distributed as fd
 from flashsci.distributed import agreement, block
 from flashsci.distributed.layout import Layout
-from flashsci.testing import Case, Inputs, Variant, draw_case, make_inputs, poisoned_memory
+from flashsci.testing import Case, Inputs, Judge, Variant, draw_case, make_inputs, poisoned_memory
 
 LEAVES = ("q", "k", "v", "bias", "key_weight")
+DTYPES = ("float32", "bfloat16", "float64", "float16")
 STRATEGIES = ("ring", "all_gather", "ulysses", "auto")
 LENGTHS = (1, 2, 3, 7, 16, 17, 31, 33, 40, 64, 65, 0)
 
@@ -101,6 +102,49 @@ def _with_heads(case: Case, heads_k: int) -> Case:
     )
 
 
+def pool() -> list[Variant]:
+    """Every feature that distributed calls have, alone and together."""
+    plain = [
+        Variant(dtype=d, window=w, lse_grad=g)
+        for d in DTYPES
+        for w in (False, True)
+        for g in (False, True)
+    ]
+    pairs = [
+        Variant(dtype=d, bias=b, bias_grad=True, bias_float=f, mask=m, window=w)
+        for d in DTYPES[:2] for b in ("pair", "key") for f, m, w in ((False, False, False), (True, True, True))
+    ]  # fmt: skip
+    weights = [
+        Variant(
+            key_weight="float",
+            key_weight_grad=True,
+            bias=b,
+            bias_grad=b is not None,
+            window=True,
+            lse_grad=True,
+        )
+        for b in (None, "pair")
+    ]
+    packed = [
+        Variant(dtype=d, varlen=True, window=w, bias=b, bias_grad=b is not None, lse_grad=True)
+        for d in DTYPES[:2] for w in (False, True) for b in (None, "key")
+    ]  # fmt: skip
+    others = [
+        Variant(mask=True),
+        Variant(softcap=True, window=True),
+        Variant(head_dim=24, head_dim_v=8, window=True),
+    ]
+    return plain + pairs + weights + packed + others
+
+
+def second_order_pool() -> list[Variant]:
+    return [
+        Variant(dtype="float64", tangents="qkvb", bias="pair", bias_grad=True, window=True),
+        Variant(tangents="qkv", lse_grad=True, mask=True),
+        Variant(dtype="float64", tangents="qkvw", key_weight="inputs", key_weight_grad=True),
+    ]
+
+
 def part(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
     parts = [x.narrow(dim, a, b - a) for a, b in layout.intervals(rank)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -127,7 +171,7 @@ def split_call(mesh: Any, splits: list[Split]) -> list[dict[str, Tensor]]:
 
 
 def _one(mesh: Any, split: Split) -> dict[str, Tensor]:
-    inputs, rank = split.inputs(), mesh.get_local_rank()
+    inputs, rank = split.inputs().on(mesh.device_type), mesh.get_local_rank()
     where = places(inputs)
     layouts = dict(zip("qk", split.layouts(inputs, mesh.size()), strict=True))
 
@@ -224,6 +268,11 @@ def assembled(split: Split, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]
         ordered.sort(key=lambda piece: piece[:2])
         found[name] = torch.cat([x for _, _, x in ordered], dim)
     return found
+
+
+def judge(split: Split, parts: list[dict[str, Tensor]], fused: bool = False) -> None:
+    """The parts of all ranks together, against the oracle; ``fused`` as of :class:`flashsci.testing.Judge`."""
+    Judge(split.inputs(), fused).require(assembled(split, parts))
 
 
 def agreement_of(mesh: Any, wrong: int, argument: str) -> Any:
@@ -488,8 +537,8 @@ def repeated(mesh: Any, strategy: str) -> bool:
     """Whether a call gives the same bits twice."""
     q, k, v = torch.randn(
         3, 1, 4, 33, 16, generator=torch.Generator().manual_seed(mesh.get_local_rank())
-    ).bfloat16()
-    bias = torch.ones(4, 1, 33 * mesh.size())
+    ).to(mesh.device_type, torch.bfloat16)
+    bias = torch.ones(4, 1, 33 * mesh.size(), device=mesh.device_type)
     found = []
     for _ in range(2):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, bias)]

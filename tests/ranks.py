@@ -1,4 +1,4 @@
-"""Four processes with gloo between them, started once and fed with functions: what a test of collectives needs."""
+"""Processes with gloo (on GPUs: NCCL) between them, started once and fed with functions: what a test of collectives needs."""
 
 from __future__ import annotations
 
@@ -14,27 +14,33 @@ from typing import Any
 import torch
 
 WORLD = 4
-SIZES = (1, 2, 3, 4)  # meshes there are; the ranks beyond a mesh do nothing
 TIMEOUT = 60  # seconds of a collective
 PATIENCE = 240  # of a whole case
 
 
-def _rank(rank: int, file: str, pipe: Any, timeout: float) -> None:
+def _rank(rank: int, world: int, device: str, file: str, pipe: Any, timeout: float) -> None:
     """A process: (function, size of the mesh, arguments) comes, (what went well, what went wrong) goes."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     torch.set_num_threads(1)
     patience = timedelta(seconds=timeout)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD, timeout=patience
+        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=f"file://{file}",
+        rank=rank,
+        world_size=world,
+        timeout=patience,
     )
     meshes: dict[Any, Any] = {}
-    for size in SIZES:
+    for size in range(1, world + 1):  # the ranks beyond a mesh do nothing
         group = dist.new_group(list(range(size)), timeout=patience)
         if rank < size:
-            meshes[size] = DeviceMesh.from_group(group, "cpu")
-    meshes["2x2"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+            meshes[size] = DeviceMesh.from_group(group, device)
+    if world == 4:
+        meshes["2x2"] = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "cp"))
     pipe.send("ready")
     while True:
         function, size, arguments = _loads(pipe.recv_bytes())
@@ -52,22 +58,21 @@ def _dumps(x: Any) -> bytes:
 
 
 def _loads(x: bytes) -> Any:
-    return torch.load(io.BytesIO(x), weights_only=False)
+    return torch.load(io.BytesIO(x), map_location="cpu", weights_only=False)
 
 
 class Ranks:
     """The processes, from the side of the test."""
 
-    def __init__(self, timeout: float = TIMEOUT) -> None:
+    def __init__(self, timeout: float = TIMEOUT, world: int = WORLD, device: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
         folder = tempfile.mkdtemp()
         hidden = os.environ.pop("TRITON_INTERPRET", None)
         self.pipes, self.processes = [], []
-        for rank in range(WORLD):
+        for rank in range(world):
             here, there = context.Pipe()
-            process = context.Process(
-                target=_rank, args=(rank, f"{folder}/store", there, timeout), daemon=True
-            )
+            arguments = (rank, world, device, f"{folder}/store", there, timeout)
+            process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             there.close()  # the process has its own: the death of that one is the end of the pipe
             self.pipes.append(here)
@@ -82,7 +87,7 @@ class Ranks:
         self, function: Callable[..., Any], size: Any, **arguments: Any
     ) -> list[tuple[Any, Any]]:
         """(result, None) or (None, (error, traceback)) of each rank of the mesh of this size; the error of a dead one is "died"."""
-        pipes = self.pipes[: WORLD if isinstance(size, str) else size]
+        pipes = self.pipes[: None if isinstance(size, str) else size]
         job = _dumps((function, size, arguments))
         for pipe in pipes:
             pipe.send_bytes(job)

@@ -1,0 +1,61 @@
+"""Distributed calls by the kernels of a GPU: all ranks emulated on one, and with NCCL between as many as there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from distributed_calls import (
+    Split,
+    draw_split,
+    judge,
+    pool,
+    repeated,
+    second_order_pool,
+    split_call,
+)
+from ranks import Ranks
+
+from flashsci.testing.drawing import SeededChoices
+from scripts.emulated_ranks import World, settled
+
+pytestmark = pytest.mark.gpu
+CASES = 12  # of each part
+several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    started = Ranks(world=torch.cuda.device_count(), device="cuda")
+    yield started
+    started.stop()
+
+
+def drawn(part: int, worlds: tuple[int, ...], second: bool = False) -> Iterator[tuple[int, Split]]:
+    choices, variants = SeededChoices(part), second_order_pool() if second else pool()
+    for _ in range(CASES):
+        yield draw_split(choices, variants, worlds)
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_emulated(part):
+    for size, split in drawn(part, (2, 3, 4, 8)):
+        world = World(size, "cuda")
+        found = settled(world, lambda mesh, split=split: split_call(mesh, [split]))
+        judge(split, [parts[0] for parts in found], fused=True)
+
+
+@several
+@pytest.mark.parametrize("part", range(100, 108))
+def test_between_gpus(ranks, part):
+    """The last part takes second derivatives."""
+    for size, split in drawn(part, (torch.cuda.device_count(),), second=part == 107):
+        found = ranks.run(split_call, size, splits=[split])
+        judge(split, [parts[0] for parts in found], fused=True)
+
+
+@several
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_the_same_bits_twice(ranks, strategy):
+    assert all(ranks.run(repeated, torch.cuda.device_count(), strategy=strategy))
