@@ -65,7 +65,8 @@ def draw_split(choices: Any, pool: list[Variant], worlds: tuple[int, ...]) -> tu
         case.bias_shape and case.bias_view == "expanded"
     ):  # to rows of its own, whose gradients are shared
         case = replace(case, bias_view="padded")
-    if 0 < case.seq_q <= world:  # a gradient of one row is refused where each rank has one
+    queries = sum(case.lens_q) if case.variant.varlen else case.seq_q
+    if 0 < queries <= world:  # a gradient of one row is refused where each rank has one
         tangents = case.variant.tangents.replace("b", "")
         case = replace(case, variant=replace(case.variant, bias_grad=False, tangents=tangents))
     if strategy == "ulysses":
@@ -252,9 +253,10 @@ def assembled(split: Split, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]
         ]
         pieces = [p[name] for p in parts]
         if place is None:
-            assert all(torch.equal(pieces[0], x) for x in pieces[1:]), (
-                f"{name} differs between ranks"
-            )
+            for rank, x in enumerate(pieces):
+                assert torch.equal(pieces[0], x), (
+                    f"{name} of ranks 0 and {rank} differ: {pieces[0]}, {x}"
+                )
             found[name] = pieces[0]
             continue
         side, dim = place
