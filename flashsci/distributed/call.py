@@ -10,7 +10,7 @@ import torch
 
 from flashsci.distributed.block import Scores
 from flashsci.distributed.layout import Interval, Layout
-from flashsci.distributed.pieces import Band, Piece, joined, pieces, seen
+from flashsci.distributed.pieces import Band, Piece, deepest, joined, pieces, seen
 
 
 class Call(NamedTuple):
@@ -47,6 +47,10 @@ class Call(NamedTuple):
         first = seen(found)[0] if found else 0
         return [p._replace(keys=(p.keys[0] - first, p.keys[1] - first)) for p in found]
 
+    def most_parts(self, rank: int) -> tuple[int, int]:
+        """How many parts the out of a query of this rank is put together from at most, and the gradients of a key of its."""
+        return _most_parts(self, rank)
+
     def pairs(self, rank: int) -> int:
         """Query-key pairs that a rank computes."""
         return sum(p.pairs() for source in range(self.world) for p in self.pieces(rank, source))
@@ -56,6 +60,15 @@ class Call(NamedTuple):
 def _pieces(call: Call, rank: int, source: int) -> list[Piece]:
     found = pieces(call.queries.intervals(rank), call.keys.intervals(source), call.band)
     return found if call.placed else joined(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _most_parts(call: Call, rank: int) -> tuple[int, int]:
+    ranks = range(call.world)
+    rows = [p.rows for source in ranks for p in call.pieces(rank, source)]
+    others = [call.needed(worker, rank) for worker in ranks if worker != rank]
+    keys = [p.keys for p in call.pieces(rank, rank)] + [x for x in others if x is not None]
+    return deepest(rows), deepest(keys)
 
 
 @torch._dynamo.assume_constant_result

@@ -1,6 +1,6 @@
 """What a distributed call costs by each strategy: bytes, arithmetic, and what of the one hides behind the other.
 
-    ring        sum over steps of max(compute of this block, transfer of the next)    memory: two blocks of k and v, sums in float32
+    ring        sum over steps of max(compute of this block, transfer of the next)    memory: of some heads at a time, two blocks of k and v, and sums
     all_gather  transfer of all k and v, then compute                                 memory: all k and v
     ulysses     transfer of q, k, v and out, then compute                             memory: q, k, v, out of 1/W of the heads
 
@@ -22,14 +22,16 @@ from flashsci.distributed.layout import Layout
 from flashsci.distributed.pieces import Band
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
+# Heads are taken in at most so many groups, each of which is to compute so many seconds a step: the host is ahead then.
+MOST_GROUPS, GROUP_SECONDS = 4, 2e-3
 
 
 @dataclass(frozen=True)
 class Machine:
     """Speeds of one GPU and of what connects it. The defaults are round numbers of an H100-class GPU on NVLink."""
 
-    forward: float = 500e12  # operations per second of a forward kernel, 16 bits
-    backward: float = 450e12
+    forward: float = 650e12  # operations per second of a forward kernel, 16 bits
+    backward: float = 560e12
     wide: float = 0.15  # the same for 32 bits, as a fraction of these
     link: float = 300e9  # bytes per second that a rank sends while it receives as many
     memory: float = 3e12  # bytes per second of the GPU's own memory
@@ -165,6 +167,15 @@ def _step(call: Call, sizes: Sizes, rank: int, step: int, back: bool) -> Work:
     return Work(sum(p.pairs() for p in found), len(found), summed)
 
 
+def head_groups(call: Call, sizes: Sizes, back: bool, machine: Machine | None = None) -> int:
+    """In how many groups of heads a ring computes a call: more of them take less memory, and launch more."""
+    longest = max(
+        (_step(call, sizes, rank, 0, back) for rank in range(call.world)), key=lambda w: w.pairs
+    )
+    seconds = longest.seconds(sizes, back, machine or Machine())
+    return max(1, min(MOST_GROUPS, sizes.heads_k, int(seconds / GROUP_SECONDS)))
+
+
 def _move(sent: float, machine: Machine) -> float:
     return sent / machine.link + machine.transfer if sent else 0.0
 
@@ -183,11 +194,17 @@ def _ring(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Prediction:
         total += max(compute, _move(bytes_out, machine))
         busy, sent = busy + compute, sent + bytes_out
     total += _move(last, machine)  # the last gradients go home when all is computed
+    ranks = range(world)
     rows, keys = max(call.queries.lengths), max(call.keys.lengths)
+    of_rows, of_keys = (max(call.most_parts(r)[i] for r in ranks) for i in (0, 1))
     wide = max(1, 4 // sizes.itemsize)
-    extra = 2 * most + sizes.queries(rows) // 2 * (1 + wide)  # a piece's out or dq, and their sum
+    extra = (
+        2 * most + sizes.queries(rows) // 2
+    )  # of a piece's out or dq, and of their sum, if it is in float32
+    extra += sizes.queries(rows) // 2 * wide if of_rows > 2 else 0
     if back:
-        extra += sizes.keys(keys) * wide + 2 * last
+        extra += 2 * last + (sizes.keys(keys) * wide if of_keys > 2 else 0)
+    extra = -(-extra // head_groups(call, sizes, back, machine))
     return Prediction(total, busy, sent + last, extra)
 
 

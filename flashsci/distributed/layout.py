@@ -151,14 +151,14 @@ def assemble(x: Tensor, layout: Layout, dim: int, group_name: str) -> Tensor:
 
 def in_order(rows: Tensor, layout: Layout) -> Tensor:
     """Rows (dim 0) in rank order, put in the order of the sequence."""
-    if layout.kind == "contiguous":
+    if layout.kind == "contiguous" or not layout.total:  # torch.cat of nothing has no gradient
         return rows
     return torch.cat([rows[a:b] for a, b in _places(layout)])
 
 
 def by_rank(rows: Tensor, layout: Layout) -> Tensor:
     """Rows (dim 0) in the order of the sequence, put in rank order."""
-    if layout.kind == "contiguous":
+    if layout.kind == "contiguous" or not layout.total:
         return rows
     parts = [rows[a:b] for r in range(len(layout.lengths)) for a, b in layout.intervals(r)]
     return torch.cat(parts)

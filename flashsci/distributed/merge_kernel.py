@@ -2,7 +2,7 @@
 
 Grid      (tiles of rows, heads, batch members)
 Tiles     ROWS rows of out and of the piece, whole, with their lse
-Limits    memory: the sum is read and written, the piece read; 10 bytes a number where the piece has 16 bits
+Limits    memory: the sum is read and written, the piece read; 10 bytes a number where the piece has 16 bits, 6 where the sum has, too
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def merge_kernel(
     column = tl.arange(0, WIDTH)[None, :]
     filled = inside[:, None] & (column < width)
     sums = out + member * out_member + head * out_head + row[:, None] * out_row + column
-    x = tl.load(sums, mask=filled, other=0.0)
+    x = tl.load(sums, mask=filled, other=0.0).to(tl.float32)
     y = tl.load(
         part + member * part_member + head * part_head + row[:, None] * part_row + column,
         mask=filled,
@@ -51,7 +51,8 @@ def merge_kernel(
 
 
 def launch(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> bool:
-    """Add a piece in place: out [..., H, S, Dv] and lse [..., H, S] in float32. False: it takes no such strides, nothing is done."""
+    """Add a piece in place: out [..., H, S, Dv] in up to 32 bits, lse [..., H, S] in float32. False: it takes no such strides,
+    nothing is done."""
     if not out.numel():
         return True
     members = tuple(_as_four(x, last) for x, last in ((out, 3), (lse, 2), (part, 3), (part_lse, 2)))

@@ -13,14 +13,15 @@ from torch import Tensor
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add the attention to more keys, ``part`` and ``part_lse``, to the sums ``out`` and ``lse`` (views of them, in float32 or
-    float64). Rows that see nothing have an lse of -inf and an out of 0, on either side."""
-    kernel = _kernel() if out.is_cuda and out.dtype == torch.float32 else None
+    """Add the attention to more keys, ``part`` and ``part_lse``, to the sums ``out`` and ``lse`` (views of them; lse in float32
+    or float64). Rows that see nothing have an lse of -inf and an out of 0, on either side. An out of 16 bits is rounded anew."""
+    kernel = _kernel() if out.is_cuda and lse.dtype == torch.float32 else None
     if kernel is not None and kernel.launch(out, lse, part, part_lse):
         return
     both = torch.logaddexp(lse, part_lse)
     base = both.masked_fill(both == float("-inf"), 0.0)
-    out.lerp_(part.to(out.dtype), torch.exp(part_lse - base).unsqueeze(-1))
+    share = torch.exp(part_lse - base).unsqueeze(-1)
+    out.copy_(torch.lerp(out.to(share.dtype), part.to(share.dtype), share))
     lse.copy_(both)
 
 

@@ -105,6 +105,12 @@ def seen(found: Sequence[Piece]) -> Interval:
     return min(p.keys[0] for p in found), max(p.keys[1] for p in found)
 
 
+def deepest(found: Sequence[Interval]) -> int:
+    """In how many of these intervals a place lies at most."""
+    ends = sorted([(a, 1) for a, b in found if a < b] + [(b, -1) for a, b in found if a < b])
+    return max(itertools.accumulate(step for _, step in ends), default=0)
+
+
 def _dense(q: Interval, k: Interval, band: Band, places: tuple[int, int]) -> list[Piece]:
     n, m, first = q[1] - q[0], k[1] - k[0], q[0] + band.shift - k[0]
     left, right = band.left, band.right

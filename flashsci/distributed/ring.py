@@ -1,17 +1,21 @@
 """Ring attention: keys and values travel, queries stay.
 
-    forward   (O_s, L_s) of each block of keys; L = log sum_s e^{L_s}; O = sum_s e^{L_s - L} O_s, both summed in fp32
+    forward   (O_s, L_s) of each block of keys; L = log sum_s e^{L_s}; O = sum_s e^{L_s - L} O_s, summed in fp32
     backward  each block's gradients under the whole O and L; dq is summed where it is, dk and dv travel back to the rank of the
-              keys and are summed there in the order of steps, all in fp32. What one call gave travels as it gave it, a sum of
+              keys and are summed there in the order of steps, in fp32. What one call gave travels as it gave it, a sum of
               several in fp32
 
-Two blocks of keys and values are in memory beside the rank's own, never the sequence. A backward that is itself differentiated
+Where no sum has more than two parts (two ranks) it is rounded once in any case, and is in the dtype of the tensors.
+
+Two blocks of keys and values are in memory beside the rank's own, never the sequence; of long sequences those of a few heads at
+a time (groups.py). A backward that is itself differentiated
 is recorded by the all-gather strategy, which has derivatives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ from flashsci.distributed.block import Side
 from flashsci.distributed.call import Call, from_text
 from flashsci.distributed.collectives import group_named
 from flashsci.distributed.exchange import Blocks, Transfer, rounds
+from flashsci.distributed.groups import head_groups
 from flashsci.distributed.layout import Interval
 from flashsci.distributed.merging import merge
 from flashsci.ops import (
@@ -72,8 +77,32 @@ def _forward(
     mask: Tensor | None,
     text: str,
 ) -> tuple[Tensor, Tensor]:
-    call, statistics = from_text(text), statistics_dtype(q.dtype)
+    call, tensors = from_text(text), (q, k, v, bias, key_weight, mask)
+    groups = head_groups(call, q, k, v, bias, key_weight, back=False)
+    if len(groups) == 1:
+        return _forward_of(call, *tensors)
+    out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]), q.dtype)
+    lse = q.new_empty(q.shape[:-1], dtype=statistics_dtype(q.dtype))
+    for group in groups:
+        found = _forward_of(call, *group.of(*tensors))
+        for whole, part, dim in zip((out, lse), found, (-3, -2), strict=True):
+            block.rows_of(whole, group.queries, dim).copy_(part)
+        del found, part
+    return out, lse
+
+
+def _forward_of(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    statistics = statistics_dtype(q.dtype)
     rank, side = group_named(call.group).rank(), Side(bias, mask)
+    sums = _sum_dtype(q, call.most_parts(rank)[0])
     out: Tensor | None = None
     lse = q.new_full(q.shape[:-1], float("-inf"), dtype=statistics)
     for source, keys in _travelling(call, k, v, key_weight):
@@ -81,20 +110,25 @@ def _forward(
             assert keys is not None
             part, part_lse = block.forward(q, *_three(keys), side, piece, call.scores)
             if out is None and piece.rows == (0, q.shape[-2]):  # the beginning of the sums
-                out, lse = part.to(statistics), part_lse
+                out, lse = part.to(sums), part_lse
             else:
-                out = _nothing(q, v, statistics) if out is None else out
+                out = _nothing(q, v, sums) if out is None else out
                 rows = block.rows_of(out, piece.rows), block.rows_of(lse, piece.rows, -1)
                 merge(*rows, part, part_lse)
             del part, part_lse
         del keys  # before there is memory for the next but one
-    out = _nothing(q, v, statistics) if out is None else out
+    out = _nothing(q, v, sums) if out is None else out
     return follow_layout(out.to(q.dtype), q), lse
 
 
-def _nothing(q: Tensor, v: Tensor, statistics: torch.dtype) -> Tensor:
+def _nothing(q: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
     """out of queries that have seen no key yet."""
-    return empty_like_layout(q, (*q.shape[:-1], v.shape[-1]), statistics).zero_()
+    return empty_like_layout(q, (*q.shape[:-1], v.shape[-1]), dtype).zero_()
+
+
+def _sum_dtype(x: Tensor, parts: int) -> torch.dtype:
+    """Of a sum of so many parts in x's dtype: two are rounded once in any case, and take half the memory so."""
+    return x.dtype if parts <= 2 else statistics_dtype(x.dtype)
 
 
 def _backward(
@@ -110,10 +144,57 @@ def _backward(
     lse: Tensor,
     text: str,
 ) -> tuple[Tensor, ...]:
-    call = from_text(text)
+    call, tensors = from_text(text), (q, k, v, bias, key_weight, mask)
+    groups = head_groups(call, q, k, v, bias, key_weight, back=True)
+    if len(groups) == 1:
+        return _results(tensors, _backward_of(call, dout, dlse, *tensors, out, lse)())
+    whole = [None if x is None else x.new_empty(x.shape) for x in tensors[:5]]
+    pending: Callable[[], None] | None = (
+        None  # the group before: its last gradients are on their way home
+    )
+    for group in groups:
+        dout_part, dlse_part, *results = group.of_results(dout, dlse, out, lse)
+        end = _backward_of(call, dout_part, dlse_part, *group.of(*tensors), *results)
+        if pending is not None:
+            pending()
+        pending = functools.partial(group.store, whole, end)
+        del end
+    assert pending is not None
+    pending()
+    return _results(tensors, whole)
+
+
+def _results(
+    tensors: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """Gradients as an operator gives them: an empty tensor for none."""
+    q = tensors[0]
+    assert q is not None
+    return tuple(
+        q.new_empty(0) if x is None or g is None else g.to(x.dtype)
+        for x, g in zip(tensors[:5], gradients, strict=True)
+    )
+
+
+def _backward_of(
+    call: Call,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> Callable[[], list[Tensor | None]]:
+    """What waits for the last gradients of this rank's keys, and then has all: dq, dk, dv, dbias, dkey_weight."""
     rank, side = group_named(call.group).rank(), Side(bias, mask)
+    of_queries, of_keys = call.most_parts(rank)
     own = [x for x in (k, v, key_weight) if x is not None]
-    dbias, home = None if bias is None else _sums(bias), [_sums(x) for x in own]
+    dbias = None if bias is None else _sums(bias)
+    home = [_sums(x, _sum_dtype(x, of_keys)) for x in own]
     dq: Tensor | None = None
     returning: Transfer | None = None
     for step, (source, keys) in enumerate(_travelling(call, k, v, key_weight)):
@@ -124,7 +205,7 @@ def _backward(
         for piece in found:
             assert keys is not None
             share = block.backward(dout, dlse, q, *_three(keys), side, out, lse, piece, call.scores)
-            dq = _added(dq, share.dq, piece.rows, q)
+            dq = _added(dq, share.dq, piece.rows, q, _sum_dtype(q, of_queries))
             cell = block.cut(dbias, piece) if dbias is not None else None
             if cell is not None and share.dbias is not None:
                 cell.add_(share.dbias)
@@ -140,21 +221,23 @@ def _backward(
         if step:
             _bring_home(returning, home, call, step - 1)
             returning = _send_home(parts, home, own, call, step)
-    _bring_home(returning, home, call, call.world - 1)
-    dq = torch.zeros_like(q) if dq is None else dq
-    gradients = [dq, *home[:2], dbias, *home[2:], *(None,) * (3 - len(home))]
-    tensors = (q, k, v, bias, key_weight)
-    return tuple(
-        q.new_empty(0) if x is None or g is None else g.to(x.dtype)
-        for x, g in zip(tensors, gradients, strict=True)
-    )
+        del parts
+
+    def end() -> list[Tensor | None]:
+        _bring_home(returning, home, call, call.world - 1)
+        total = torch.zeros_like(q) if dq is None else dq
+        return [total, *home[:2], dbias, home[2] if len(home) > 2 else None]
+
+    return end
 
 
-def _added(total: Tensor | None, part: Tensor, rows: Interval, like: Tensor) -> Tensor:
+def _added(
+    total: Tensor | None, part: Tensor, rows: Interval, like: Tensor, dtype: torch.dtype
+) -> Tensor:
     """The sum of pieces of dq; the first, if it is of all rows, is its beginning."""
     if total is None and rows == (0, like.shape[-2]):
-        return part.to(statistics_dtype(like.dtype))
-    total = _sums(like) if total is None else total
+        return part.to(dtype)
+    total = _sums(like, dtype) if total is None else total
     block.rows_of(total, rows).add_(part)
     return total
 
@@ -192,7 +275,7 @@ def _send_home(
     exact = len(call.pieces(worker, rank)) == 1  # as the one call gave them
     room = None
     if mine is not None:
-        dtypes = [x.dtype for x in (own if exact else home)]
+        dtypes = [x.dtype if exact else statistics_dtype(x.dtype) for x in own]
         room = [x.new_empty(x.shape, dtype=d) for x, d in zip(mine, dtypes, strict=True)]
     return Transfer(group, parts, (rank - step) % world, room, worker)
 
@@ -219,9 +302,9 @@ def _three(keys: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
     return keys[0], keys[1], keys[2] if len(keys) > 2 else None
 
 
-def _sums(x: Tensor) -> Tensor:
+def _sums(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Zeros to sum gradients of x in."""
-    return torch.zeros(x.shape, dtype=statistics_dtype(x.dtype), device=x.device)
+    return torch.zeros(x.shape, dtype=dtype or statistics_dtype(x.dtype), device=x.device)
 
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_weight, Tensor? mask"

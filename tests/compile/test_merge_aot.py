@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -22,9 +23,10 @@ def compile_for(architecture: int) -> list[dict]:
     from flashsci.distributed import merge_kernel
 
     report = []
-    for dim in (16, 64, 128, 256):
-        out, lse = torch.zeros(2, 3, 70, dim), torch.zeros(2, 3, 70)
-        part = out.to(torch.float16 if architecture == 75 else torch.bfloat16)
+    narrow = torch.float16 if architecture == 75 else torch.bfloat16
+    for dim, dtype in itertools.product((16, 64, 128, 256), (torch.float32, narrow)):
+        out, lse = torch.zeros(2, 3, 70, dim, dtype=dtype), torch.zeros(2, 3, 70)
+        part = out.to(narrow)
         rows = max(1, merge_kernel.TILE // dim)
         strides = (*out.stride()[:3], *part.stride()[:3], *lse.stride()[:2], *lse.stride()[:2])
         args = (out, lse, part, lse.clone(), 70, dim, *strides)

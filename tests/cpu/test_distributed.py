@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from distributed_calls import (
     agreement_of,
     alone,
     asked_for,
+    call_by_groups,
     compiled,
     compiled_triangle,
     compiled_with_pairs,
@@ -49,14 +51,16 @@ def ranks() -> Iterator[Ranks]:
     started.stop()
 
 
-def check(run, pool: list[Variant], worlds: tuple[int, ...], examples: int) -> None:
+def check(
+    run, pool: list[Variant], worlds: tuple[int, ...], examples: int, function=split_call
+) -> None:
     """Problems that Hypothesis draws, the number of ranks and their parts with them, against the oracle of the whole."""
 
     @settings(max_examples=examples)
     @given(strategy_of(lambda choices: draw_split(choices, pool, worlds)))
     def body(drawn):
         world, split = drawn
-        judge(split, [parts[0] for parts in run(split_call, world, splits=[split])])
+        judge(split, [parts[0] for parts in run(function, world, splits=[split])])
 
     body()
 
@@ -69,6 +73,14 @@ def test_results_are_those_of_the_whole(ranks, world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_second_derivatives(ranks, world):
     check(ranks.run, second_order_pool(), (world,), 12)
+
+
+def test_rings_by_groups_of_heads(ranks):
+    def body(function, world, splits):
+        ring = replace(splits[0], strategy="ring")
+        return ranks.run(function, world, splits=[ring])
+
+    check(body, pool(), (2, 3), 40, call_by_groups)
 
 
 def emulated(function, size, **arguments):

@@ -53,6 +53,17 @@ def test_pieces_are_put_together(form, dtype, shape):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_sixteen_bits_are_rounded_once(form, dtype):
+    out, part = torch.randn(2, 3, 70, 24).to(dtype), torch.randn(2, 3, 70, 24).to(dtype)
+    lse, part_lse = torch.randn(2, 2, 3, 70)
+    exact, whole = merged(out, lse, part, part_lse)
+    FORMS[form](out, lse, part, part_lse)
+    torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps / 1.9, atol=1e-6)
+    torch.testing.assert_close(lse, whole.float(), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_rows_of_larger_tensors_in_any_order(form):
     """Views of rows, of tensors whose rows are farther apart than their heads, and nothing beside them changes."""
     sums = torch.randn(2, 40, 3, 16).transpose(1, 2)  # [2, 3, 40, 16], as [B, S, H, D] lies
