@@ -3,7 +3,7 @@
 Any build that registers torch.ops.flash_attn_3 will do. One that needs no compiling is in the
 xformers wheel (docs/bench.md says how to get it); it was linked against CUDA 12, whose runtime must be
 loaded before it and may lie next to it. It has no 8-bit floats; the wheel of fa3-fwd has, under another
-name and without a backward.
+name and without a backward. So has vLLM's, whose schema has no defaults.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from benchmarks.peers import collapsed
 
 VARIABLE = "FLASHSCI_FA3"
 RUNTIME = "libcudart.so.12"
-NAMES = ("flash_attn_3", "fa3_fwd")  # of torch.ops, by build
+NAMES = ("flash_attn_3", "fa3_fwd", "_vllm_fa3_C")  # of torch.ops, by build
+NEUTRAL = {
+    **dict.fromkeys(("window_size_left", "window_size_right"), -1),
+    **dict.fromkeys(("is_causal", "has_softcap"), False),
+    **dict.fromkeys(("num_splits", "sm_margin", "max_seqlen_k_new", "cp_rank"), 0),
+    "softcap": 0.0,
+    "is_rotary_interleaved": True,
+    "cp_world_size": 1,
+}
 
 
 def candidate(x: Inputs) -> Callable[[], Tensor]:
@@ -75,12 +83,21 @@ def load(path: str) -> Any:
     found = _registered()
     name = next((n for n in found if n not in before), next(iter(found), None))
     if name is None:
-        raise Unsupported(f"{library} registers neither of {', '.join(NAMES)} in torch.ops")
+        raise Unsupported(f"{library} registers none of {', '.join(NAMES)} in torch.ops")
     return getattr(torch.ops, name)
 
 
 def _registered() -> list[str]:
     return [name for name in NAMES if hasattr(getattr(torch.ops, name), "fwd")]
+
+
+@cache
+def neutral(op: Any) -> dict[str, object]:
+    """What the arguments that an op's schema has no default for must be, where they are not wanted: None, or NEUTRAL."""
+    schema = getattr(getattr(op, "default", None), "_schema", None)
+    lacking = [a for a in schema.arguments if not a.has_default_value()] if schema else []
+    nothing = {a.name: None for a in lacking if a.type.kind() == "OptionalType"}
+    return nothing | {a.name: NEUTRAL[a.name] for a in lacking if a.name in NEUTRAL}
 
 
 def _wheel_runtimes() -> list[Path]:
@@ -117,7 +134,7 @@ def call(ops: Any, x: Inputs) -> Callable[[], Tensor]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ops, options, splits, q, k, v):
-        out, lse, *_ = ops.fwd(q, k, v, num_splits=splits, **options)
+        out, lse, *_ = ops.fwd(q, k, v, **neutral(ops.fwd) | options | {"num_splits": splits})
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ops, ctx.options = ops, options
         return out

@@ -132,6 +132,7 @@ def _fa3(ops: Any, cell: Cell, x: Problem) -> Callable[[], Tensor]:
     q, k, v = (t.transpose(1, 2) for t in (heads.q, heads.k, heads.v))
     options = {f"{n}_descale": heads.options[f"{n}_scale"] for n in "qkv"}
     options |= {"softmax_scale": cell.dim**-0.5, "is_causal": cell.causal, "num_splits": 1}
+    options = fa3.neutral(ops.fwd) | options
 
     def call() -> Tensor:
         out: Tensor = ops.fwd(q, k, v, **options)[0]

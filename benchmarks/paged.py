@@ -1,7 +1,8 @@
 """`python -m benchmarks.paged`: decoding from a paged KV cache, in bytes moved a second, against FlashAttention-3 and a copy.
 
-Every sequence has one new token; lengths are all the same, or log-uniform up to it. A result is judged against the fp64 oracle, in
-the shortest and the longest sequence, before it is timed; what fails has no time. Candidates are interleaved (timer.py).
+Every sequence has one new token; lengths are all the same, or log-uniform up to it. fa3 is scheduled anew at every call, fa3-planned
+by a schedule made before, as vLLM makes one a step. A result is judged against the fp64 oracle, in the shortest and the longest
+sequence, before it is timed; what fails has no time. Candidates are interleaved (timer.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from flashsci.testing import PagedInputs
 BATCHES = (1, 16, 64, 256)
 LENGTHS = (1024, 8192, 32768, 131072)
 SHARE_OF_MEMORY = 0.6  # that a cache may take
+FA3 = ("fa3", "fa3-planned")  # scheduled anew by every call, or once, as an engine does for a step
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def candidates(cell: Cell, x: PagedInputs, names: list[str]) -> dict[str, Callab
     found: dict[str, Callable[[], Tensor]] = {}
     for name in names:
         try:
-            found[name] = _fa3_of(cell, x) if name == "fa3" else _ours(x, name)
+            found[name] = _fa3_of(cell, x, name) if name in FA3 else _ours(x, name)
         except Unsupported as reason:
             print(f"{cell.id}: no {name}: {reason}")
     return found
@@ -120,22 +122,38 @@ def _ours(x: PagedInputs, name: str) -> Callable[[], Tensor]:
     return partial(flashsci.paged_attention, x.q, x.k_cache, x.v_cache, **x.options, backend=name)
 
 
-def _fa3_of(cell: Cell, x: PagedInputs) -> Callable[[], Tensor]:
+def _fa3_of(cell: Cell, x: PagedInputs, name: str) -> Callable[[], Tensor]:
     if cell.cache != cell.dtype:
         raise Unsupported("an 8-bit cache needs 8-bit queries there")
-    return _fa3(fa3.load(os.environ.get(fa3.VARIABLE, "")), x)
+    return _fa3(fa3.load(os.environ.get(fa3.VARIABLE, "")), x, planned=name == "fa3-planned")
 
 
-def _fa3(ops: Any, x: PagedInputs) -> Callable[[], Tensor]:
-    """Its own choice of splits; scheduled anew at every call, as without a step's metadata."""
+def _fa3(ops: Any, x: PagedInputs, planned: bool = False) -> Callable[[], Tensor]:
+    """Its own choice of splits. `planned`: the schedule, which vLLM makes once a step for all layers, is made here, untimed."""
     o = x.options
-    longest = int(o["seqused_k"].max())
+    shared = dict(
+        cu_seqlens_q=o["cu_seqlens_q"], seqused_k=o["seqused_k"], max_seqlen_q=1, max_seqlen_k=int(o["seqused_k"].max()),
+        is_causal=True, num_splits=0,
+    )  # fmt: skip
+    options = fa3.neutral(ops.fwd) | shared | {"page_table": o["block_table"], "softmax_scale": x.q.shape[-1] ** -0.5}  # fmt: skip
+    if planned:
+        plan = getattr(ops, "get_scheduler_metadata", None)
+        if plan is None:
+            raise Unsupported("this build has no get_scheduler_metadata")
+        (batch, heads_q, dim), (_, page, heads_k, _) = x.q.shape, x.k_cache.shape
+        sizes = dict(
+            batch_size=batch, num_heads=heads_q, num_heads_k=heads_k, headdim=dim, headdim_v=dim, qkv_dtype=x.q.dtype,
+            page_size=page,
+        )  # fmt: skip
+        try:
+            options["scheduler_metadata"] = plan(**fa3.neutral(plan) | shared | sizes)
+        except RuntimeError as error:  # the other candidates are timed
+            if fatal(error):
+                raise
+            raise Unsupported(f"it could not plan: {first_line(error)}") from error
 
     def call() -> Tensor:
-        out: Tensor = ops.fwd(
-            x.q, x.k_cache, x.v_cache, cu_seqlens_q=o["cu_seqlens_q"], seqused_k=o["seqused_k"], max_seqlen_q=1,
-            max_seqlen_k=longest, page_table=o["block_table"], softmax_scale=x.q.shape[-1] ** -0.5, is_causal=True, num_splits=0,
-        )[0]  # fmt: skip
+        out: Tensor = ops.fwd(x.q, x.k_cache, x.v_cache, **options)[0]
         return out
 
     return call
@@ -187,7 +205,7 @@ def measure(cell: Cell, names: list[str], device: torch.device, seconds: float) 
         records.append({"case": asdict(cell) | {"id": cell.id}, "backend": name, "seconds": asdict(time), "bytes": cell.bytes(),
                         "bytes_per_second": rate, "share_of_copy": share})  # fmt: skip
         print(
-            f"{cell.id:<48}{name:<10}{1e6 * time.median:10.1f} us{rate / 1e9:10.0f} GB/s{share:8.0%}",
+            f"{cell.id:<48}{name:<12}{1e6 * time.median:10.1f} us{rate / 1e9:10.0f} GB/s{share:8.0%}",
             flush=True,
         )
     return records
@@ -207,7 +225,9 @@ def table(records: list[dict]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paged", description=__doc__)
-    parser.add_argument("--backends", default="triton,cuda,fa3", help="comma-separated")
+    parser.add_argument(
+        "--backends", default=f"triton,cuda,{','.join(FA3)}", help="comma-separated"
+    )
     parser.add_argument("--case", default="", help="only cases whose name has this")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
     parser.add_argument(

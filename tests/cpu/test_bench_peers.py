@@ -141,7 +141,8 @@ def test_fa3_library_is_asked_for(tmp_path):
 
 def test_fa3_under_another_name(monkeypatch, tmp_path):
     """The build that was loaded last is the one that is called."""
-    names = SimpleNamespace(flash_attn_3=SimpleNamespace(fwd="old"), fa3_fwd=SimpleNamespace())
+    names = {"flash_attn_3": SimpleNamespace(fwd="old"), "fa3_fwd": SimpleNamespace()}
+    names = SimpleNamespace(**names, _vllm_fa3_C=SimpleNamespace())
     monkeypatch.setattr(torch, "ops", names)
     names.load_library = lambda path: setattr(names.fa3_fwd, "fwd", path)
     library = tmp_path / "_C.so"
@@ -152,7 +153,7 @@ def test_fa3_under_another_name(monkeypatch, tmp_path):
     del names.flash_attn_3.fwd, names.fa3_fwd.fwd
     names.load_library = lambda path: None
     (tmp_path / "other.so").touch()
-    with pytest.raises(Unsupported, match="registers neither of flash_attn_3, fa3_fwd"):
+    with pytest.raises(Unsupported, match="registers none of flash_attn_3, fa3_fwd, _vllm_fa3_C"):
         fa3.load(str(tmp_path / "other.so"))
 
 

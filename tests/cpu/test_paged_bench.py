@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import flashsci
 from benchmarks import paged
 
 SMALL = paged.Cell(3, 64, "log-uniform", dtype="bfloat16", heads_q=4, heads_k=2, dim=32)
@@ -89,3 +91,96 @@ def test_fa3_gets_its_own_arguments():
     assert paged._fa3(Ops, x)() is x.q
     assert seen["page_table"] is x.options["block_table"] and seen["max_seqlen_k"] == 64
     assert seen["shape"][1:] == (16, 2, 32)
+
+
+# Of vLLM 0.26, word by word: no argument has a default.
+VLLM_FWD = """fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q,
+    Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k,
+    Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? seqlens_rotary,
+    Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, float softmax_scale, bool is_causal, int window_size_left,
+    int window_size_right, float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits,
+    bool? pack_gqa, int sm_margin, Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> Tensor[]"""
+VLLM_PLAN = """get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k,
+    int headdim, int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,
+    Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? leftpad_k, int? page_size, int max_seqlen_k_new, bool is_causal,
+    int window_size_left, int window_size_right, bool has_softcap, int num_splits, bool? pack_gqa, int sm_margin) -> Tensor"""
+OPS = "flashsci_test_of_fa3"
+
+
+@pytest.fixture
+def vllms(monkeypatch):
+    """Ops with vLLM's schemas on the reference, and what they were called with."""
+    fwd_names, plan_names = ([word.split()[-1] for word in text[text.index("(") + 1 : text.rindex(")")].split(",")] for text in (VLLM_FWD, VLLM_PLAN))  # fmt: skip
+    seen = {}
+
+    def fwd(*arguments):
+        seen["fwd"] = given = dict(zip(fwd_names, arguments, strict=True))
+        names = ("cu_seqlens_q", "max_seqlen_q", "seqused_k")
+        options = {n: given[n] for n in names} | {"causal": given["is_causal"]}
+        scale, table = given["softmax_scale"], given["page_table"]
+        out = flashsci.paged_attention(
+            *arguments[:3], block_table=table, scale=scale, backend="reference", **options
+        )
+        return [out, torch.zeros(1)]
+
+    def plan(*arguments):
+        seen["plan"] = dict(zip(plan_names, arguments, strict=True))
+        return torch.zeros(17, dtype=torch.int32)
+
+    library = torch.library.Library(OPS, "DEF")
+    for schema, function in ((VLLM_FWD, fwd), (VLLM_PLAN, plan)):
+        library.define(" ".join(schema.split()))
+        library.impl(schema.split("(")[0], function, "CPU")
+    ops = getattr(torch.ops, OPS)
+    monkeypatch.setattr(paged.fa3, "load", lambda path: ops)
+    yield ops, seen
+    paged.fa3.neutral.cache_clear()
+    library._destroy()
+
+
+def test_fa3_without_defaults(vllms):
+    """What vLLM's build asks for and a decoding step does not use is what vLLM gives it."""
+    _, seen = vllms
+    x = paged.inputs_of(SMALL, CPU)
+    found = paged.candidates(SMALL, x, ["fa3", "fa3-planned"])
+    assert list(found) == ["fa3", "fa3-planned"]
+    expected = flashsci.paged_attention(x.q, x.k_cache, x.v_cache, **x.options, backend="reference")
+    assert torch.equal(found["fa3"](), expected)
+    given = seen["fwd"]
+    assert given["window_size_left"] == given["window_size_right"] == -1
+    assert given["cp_world_size"] == 1 and given["is_rotary_interleaved"] is True
+    assert given["num_splits"] == given["sm_margin"] == given["cp_rank"] == given["softcap"] == 0
+    assert given["scheduler_metadata"] is None and given["pack_gqa"] is None
+    assert torch.equal(found["fa3-planned"](), expected)
+    assert seen["fwd"]["scheduler_metadata"].shape == (17,)
+    sizes = ("batch_size", "num_heads", "num_heads_k", "headdim", "headdim_v", "page_size", "max_seqlen_q", "max_seqlen_k")  # fmt: skip
+    assert [seen["plan"][n] for n in sizes] == [3, 4, 2, 32, 32, 16, 1, 64]
+    assert seen["plan"]["is_causal"] and not seen["plan"]["has_softcap"]
+    assert not paged.judged(x, found["fa3-planned"])
+
+
+def test_fa3_plans_only_where_it_can(monkeypatch, capsys, vllms):
+    x = paged.inputs_of(SMALL, CPU)
+    assert not paged.candidates(replace(SMALL, cache="float8_e4m3fn"), x, list(paged.FA3))
+    assert capsys.readouterr().out.count("needs 8-bit queries") == 2
+    monkeypatch.setattr(paged.fa3, "load", lambda path: SimpleNamespace(fwd=vllms[0].fwd))
+    assert list(paged.candidates(SMALL, x, list(paged.FA3))) == ["fa3"]
+    assert "no fa3-planned: this build has no get_scheduler_metadata" in capsys.readouterr().out
+
+    def broken(**options):
+        raise RuntimeError("no kernel image\nand more")
+
+    ops = SimpleNamespace(fwd=vllms[0].fwd, get_scheduler_metadata=broken)
+    monkeypatch.setattr(paged.fa3, "load", lambda path: ops)
+    assert list(paged.candidates(SMALL, x, list(paged.FA3))) == ["fa3"]
+    assert "no fa3-planned: it could not plan: no kernel image\n" in capsys.readouterr().out
+
+
+def test_fa3_defaults_are_left_alone():
+    """An argument that has a default, or that nobody may leave out, is not filled in."""
+    with torch.library._scoped_library(OPS + "_defaults", "DEF") as library:
+        library.define("fwd(Tensor q, int size, Tensor? a, int sm_margin, int num_splits=3, Tensor? b=None) -> Tensor")  # fmt: skip
+        op = getattr(torch.ops, OPS + "_defaults").fwd
+        assert paged.fa3.neutral(op) == {"a": None, "sm_margin": 0}
+        paged.fa3.neutral.cache_clear()
+    assert paged.fa3.neutral(lambda q: q) == {}
