@@ -5,9 +5,10 @@
     python scripts/context_parallel.py --device cpu --tiny           # that it runs
     python scripts/context_parallel.py --minutes 4 --seq 32768 131072
 
-Causal bf16 calls, forward and backward, all candidates in turn, round by round; medians over rounds of the slowest rank. Strong: the
+Causal bf16 calls, forward and backward, all candidates in turn, round by round; medians over rounds of the slowest rank, of short
+calls several in a row. Strong: the
 sequence stays as ranks are added. Weak: so do the pairs of a rank, its sequence grows with the square root of their number. Efficiency is
-the time of one GPU over that of W, times 1 / W if strong. "predicted" is flashsci.distributed.cost. Rows are printed as they come, short
+the time of one GPU over that of W, times 1 / W if strong. "predicted" is flashsci.distributed.cost, whose choice is marked *. Rows are printed as they come, short
 sequences first, and all of them at the end. What would go beyond the minutes, by the prediction, is left out.
 """
 
@@ -36,6 +37,8 @@ HEAD = """\
 |---|---|---|---|---|---|---|---|---|---|"""
 WARMUP, LEAST = 2, 3  # rounds
 CELL = 20.0  # seconds that the rounds of one cell may take, if that leaves the least number
+# Short calls are timed several in a row, as the layers of a model follow each other: so many at most, until they take so long.
+MOST_CALLS, AT_LEAST = 8, 0.1
 LONG = 1.0  # seconds of a call from which on one round is enough to warm up, and two to measure
 Step = Callable[[], Tensor]
 
@@ -105,6 +108,7 @@ def measured(
     times: dict[str, list[float]] = {name: [] for name in steps}
     memory = dict.fromkeys(steps, 0.0)
     warmup, rounds, spent = WARMUP, options.rounds, 0.0
+    calls: dict[str, int] = {}  # in a row, by what all ranks have seen of the round before
     for turn in range(WARMUP + options.rounds):
         if turn == 1 and spent > LONG * len(steps):  # all ranks have seen the same times
             warmup, rounds = 1, min(rounds, 2)
@@ -113,11 +117,12 @@ def measured(
         if turn >= warmup + rounds:
             break
         for name, step in list(steps.items()):
-            seconds = _timed(mesh, name, step, options, memory)
+            seconds = _timed(mesh, name, step, options, memory, calls.get(name, 1))
             if seconds is None:
                 del steps[name]
                 continue
-            spent += seconds
+            spent += seconds * calls.get(name, 1)
+            calls[name] = max(1, min(MOST_CALLS, int(AT_LEAST / max(seconds, 1e-9))))
             if turn >= warmup:
                 times[name].append(seconds)
     return {
@@ -127,7 +132,12 @@ def measured(
 
 
 def _timed(
-    mesh: DeviceMesh, name: str, step: Step, options: argparse.Namespace, memory: dict[str, float]
+    mesh: DeviceMesh,
+    name: str,
+    step: Step,
+    options: argparse.Namespace,
+    memory: dict[str, float],
+    calls: int,
 ) -> float | None:
     gpu = options.device == "cuda"
     if gpu:
@@ -136,7 +146,8 @@ def _timed(
     dist.barrier(mesh.get_group())
     start, failed = time.perf_counter(), 0.0
     try:
-        step()
+        for _ in range(calls):
+            step()
         if gpu:
             torch.cuda.synchronize()
     except Exception as error:  # of torch's experimental functions, or no memory: the others go on
@@ -146,7 +157,9 @@ def _timed(
             flush=True,
         )
     peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0
-    said = torch.tensor([time.perf_counter() - start, peak, failed], device=options.device)
+    said = torch.tensor(
+        [(time.perf_counter() - start) / calls, peak, failed], device=options.device
+    )
     dist.all_reduce(said, dist.ReduceOp.MAX, group=mesh.get_group())
     seconds, memory[name], failed = said.tolist()
     return None if failed else seconds
@@ -160,6 +173,14 @@ def predicted(
     return cost.predict(
         call, sizes, "all_gather" if strategy in ("one", "torch") else strategy, backward
     ).seconds
+
+
+def chosen(seq: int, world: int, options: argparse.Namespace, dim: int, backward: bool) -> str:
+    """The strategy of "auto"."""
+    call = cost.planned(seq, world, causal=True, layout=LAYOUT)
+    sizes = cost.Sizes(1, options.heads, options.heads_k, dim, dim, 2)
+    allowed = [s for s in cost.STRATEGIES if s != "ulysses" or options.heads_k >= world]
+    return cost.choose(call, sizes, allowed, backward)
 
 
 def table(meshes: dict[int, DeviceMesh], options: argparse.Namespace, until: float) -> list[str]:
@@ -211,12 +232,14 @@ def _lines(
         steps = candidates(mesh, inputs(mesh, seq, options, dim), options, backward, seq)
     except torch.OutOfMemoryError:
         return [f"| {scaling} | {seq} | {dim} | {what} | {world} | no memory | | | | |"], alone
+    choice = chosen(seq, world, options, dim, backward)
     for name, (seconds, memory) in measured(mesh, steps, options).items():
         alone = seconds if world == 1 else alone
         efficiency = (
             alone / seconds / (world if scaling == "strong" else 1) if alone else float("nan")
         )
         model = predicted(seq, world, name, options, dim, backward)
+        name += "*" if name == choice else ""
         rows.append(
             f"| {scaling} | {seq} | {dim} | {what} | {world} | {name} | {1e3 * seconds:.2f} | {100 * efficiency:.0f}% "
             f"| {1e3 * model:.2f} | {memory:.2f} |"
