@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashsci import arguments, registry
+from flashsci.errors import BackendError
 from flashsci.paged_ops import FP8, PagedOps, PagedScalars, PagedTensors
 
 
@@ -87,7 +90,7 @@ def paged_attention(
     )
     max_seqlen_q = arguments.length("max_seqlen_q", max_seqlen_q)
     call = describe(
-        q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, sink, k_scale, v_scale, out, options
+        q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, sink, k_scale, v_scale, out, max_seqlen_q, options
     )  # fmt: skip
     name = _decide(*call, backend)
     sequences, heads_k = block_table.shape[0], k_cache.shape[2]
@@ -102,7 +105,13 @@ def paged_attention(
     scalars = PagedScalars(
         every.max_seqlen_q, every.scale, every.softcap, every.window_left, every.window_right, return_lse
     )  # fmt: skip
-    lse = _LOADED[name].attention(tensors, out, scalars)
+    try:
+        lse = _LOADED[name].attention(tensors, out, scalars)
+    except BackendError as error:  # strides and pages, which only the kernels know
+        if registry.requested(backend)[0] != "auto" or name == "triton":
+            raise
+        _say_once(str(error))
+        lse = _LOADED[_load("triton")].attention(tensors, out, scalars)
     return (out, lse) if return_lse else out
 
 
@@ -185,6 +194,7 @@ def describe(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     out: Tensor | None,
+    max_seqlen_q: int | None,
     options: arguments.Options,
 ) -> tuple[Any, ...]:
     """Check a paged call but for what its integers hold; the arguments of registry.problem_of.
@@ -219,6 +229,9 @@ def describe(
                 f"{arguments.shape_of(out)} with strides {list(out.stride())}"
             )
     features = options.features(None, None, None, sink, False) | _features(k_cache)
+    # Of prompts, which differ from step to step, a plan knows no more than that they are none of these.
+    if not torch.compiler.is_compiling() and max_seqlen_q is not None and max_seqlen_q <= DECODED:
+        features["seq_q"] = max_seqlen_q
     return registry.call(q, v_cache, heads_q, heads_k, features)
 
 
@@ -323,6 +336,8 @@ def _per_head(scale: Tensor | None, sequences: int, heads_k: int) -> Tensor | No
     return None if scale is None else scale.expand(sequences, heads_k)
 
 
+DECODED = 16  # tokens of a sequence that a step decodes at most, speculated ones among them
+
 # Backends that have paged calls, and where their ops are.
 _HOMES = {
     "reference": "flashsci.backends.reference_paged",
@@ -339,7 +354,11 @@ def _load(name: str) -> str:
     return name
 
 
-# "auto" chooses triton on every GPU, by rules of their own in flashsci/preferences: cuda's kernels have not been timed yet.
+@functools.lru_cache(maxsize=64)
+def _say_once(reason: str) -> None:
+    warnings.warn(f"flashsci: running 'triton', since {reason}", stacklevel=3)
+
+
 def _decide(*call: Any) -> str:
     """The backend of ``(*arguments of problem_of, backend argument)``, whose ops are then in _LOADED."""
     return _load(registry.decide(*call))

@@ -8,7 +8,8 @@
 Causal bf16 calls, forward and backward, all candidates in turn, round by round; medians over rounds of the slowest rank, of short
 calls several in a row. Strong: the
 sequence stays as ranks are added. Weak: so do the pairs of a rank, its sequence grows with the square root of their number. Efficiency is
-the time of one GPU over that of W, times 1 / W if strong. "predicted" is flashsci.distributed.cost, whose choice is marked *. Rows are printed as they come, short
+the time of one GPU over that of W, times 1 / W if strong. "predicted" is flashsci.distributed.cost, whose choice is marked *. GiB: of
+the slowest rank's q, k, v and dout, and the most beside what was there before the call. Rows are printed as they come, short
 sequences first, and all of them at the end. What would go beyond the minutes, by the prediction, is left out.
 """
 
@@ -140,9 +141,11 @@ def _timed(
     calls: int,
 ) -> float | None:
     gpu = options.device == "cuda"
+    before = 0
     if gpu:
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
     dist.barrier(mesh.get_group())
     start, failed = time.perf_counter(), 0.0
     try:
@@ -156,7 +159,7 @@ def _timed(
             f"{name} on rank {dist.get_rank()}: {type(error).__name__}: {str(error)[:200]}",
             flush=True,
         )
-    peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if gpu else 0.0
     said = torch.tensor(
         [(time.perf_counter() - start) / calls, peak, failed], device=options.device
     )
@@ -229,10 +232,12 @@ def _lines(
     if left.item() < (WARMUP + LEAST) * least:
         return [f"| {scaling} | {seq} | {dim} | {what} | {world} | no time left | | | | |"], alone
     try:
-        steps = candidates(mesh, inputs(mesh, seq, options, dim), options, backward, seq)
+        tensors = inputs(mesh, seq, options, dim)
+        steps = candidates(mesh, tensors, options, backward, seq)
     except torch.OutOfMemoryError:
         return [f"| {scaling} | {seq} | {dim} | {what} | {world} | no memory | | | | |"], alone
     choice = chosen(seq, world, options, dim, backward)
+    given = sum(x.nbytes for x in tensors) / 2**30
     for name, (seconds, memory) in measured(mesh, steps, options).items():
         alone = seconds if world == 1 else alone
         efficiency = (
@@ -242,7 +247,7 @@ def _lines(
         name += "*" if name == choice else ""
         rows.append(
             f"| {scaling} | {seq} | {dim} | {what} | {world} | {name} | {1e3 * seconds:.2f} | {100 * efficiency:.0f}% "
-            f"| {1e3 * model:.2f} | {memory:.2f} |"
+            f"| {1e3 * model:.2f} | {given + memory:.2f} |"
         )
     return rows, alone
 

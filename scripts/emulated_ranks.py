@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashsci.distributed.agreement import WIDTH
 
-PASSES = 4  # until every message, and what depends on it, is right; 3 where all ranks have equally many rows
+PASSES = 6  # until every message, and what depends on it, is right; 3 where all ranks have equally many rows and share nothing
 MESSAGES = ("send", "receive")
 Key = tuple[int, int, int]  # from, to, how many went that way before
 
@@ -108,10 +108,10 @@ class World:
 
     def all_gather(self, out: Tensor, x: Tensor) -> Done:
         number = self._collective(x, x.nbytes * (self.size - 1))
-        self._keep((number, self.rank), x)
+        self._keep(("whole", number, self.rank), x)
         for rank, part in enumerate(out.chunk(self.size)):
             # Of numbers that ranks compare, and of sizes: its own.
-            kept = x if rank == self.rank else self.messages.get((number, rank), x)
+            kept = x if rank == self.rank else self.messages.get(("whole", number, rank), x)
             part.copy_(kept.view(part.shape))
         self._since = self._now()
         return Done(self, None if _agrees(x) else number)
@@ -123,9 +123,9 @@ class World:
         received = list(received) or [len(out) // self.size] * self.size
         number = self._collective(x, x[:1].nbytes * (sum(sent) - sent[self.rank]))
         for to, part in enumerate(x.split(sent)):
-            self._keep((number, self.rank, to), part)
+            self._keep(("part", number, self.rank, to), part)
         for source, part in enumerate(out.split(received)):
-            self._hand_out(part, self.messages.get((number, source, self.rank)))
+            self._hand_out(part, self.messages.get(("part", number, source, self.rank)))
         self._since = self._now()
         return Done(self, number)
 

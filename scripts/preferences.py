@@ -62,6 +62,7 @@ def pages(table: Table, found: list[Regret]) -> dict[str, str]:
         shown[kind] = "\n".join(rows)
     rows = ["| calls | left out | why |", "|---|---|---|"]
     rows += [f"| {r.text()} | {', '.join(r.order)} | {r.evidence} |" for r in defaults.untimed]
+    rows += [] if defaults.untimed else ["| none | | |"]
     shown["untimed"] = "\n".join(rows)
     return shown
 

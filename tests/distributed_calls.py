@@ -65,8 +65,7 @@ def draw_split(choices: Any, pool: list[Variant], worlds: tuple[int, ...]) -> tu
         case.bias_shape and case.bias_view == "expanded"
     ):  # to rows of its own, whose gradients are shared
         case = replace(case, bias_view="padded")
-    queries = sum(case.lens_q) if case.variant.varlen else case.seq_q
-    if 0 < queries <= world:  # a gradient of one row is refused where each rank has one
+    if 0 < case.seq_q <= world:  # a gradient of one row is refused where each rank has one
         tangents = case.variant.tangents.replace("b", "")
         case = replace(case, variant=replace(case.variant, bias_grad=False, tangents=tangents))
     if strategy == "ulysses":

@@ -224,10 +224,12 @@ def _planned(group_name: str, mine: Given, table: list[dict[str, float]]) -> Pla
     if mine.offsets is not None:
         _check_offsets(mine.offsets, queries.total, keys.total)
     bias_grad = mine.bias is not None and mine.bias_grad
-    split = (
-        _split("bias", mine.bias, bias_grad, table, queries.lengths),
-        _split("mask", mine.mask, False, table, queries.lengths),
-    )
+    split = (False, False)  # of packed sequences: a bias there is per key
+    if mine.offsets is None:
+        split = (
+            _split("bias", mine.bias, bias_grad, table, queries.lengths),
+            _split("mask", mine.mask, False, table, queries.lengths),
+        )
     for name, shape in (("bias", mine.bias), ("mask", mine.mask)):
         if shape is not None:
             arguments.check_broadcast(
@@ -273,7 +275,7 @@ def _split(
                 f"{name} must have this rank's queries in dim -2, {list(lengths)} by rank, or 1 on every rank, got {found}"
             )
         return True
-    if learnt and max(lengths) <= 1:
+    if learnt and max(lengths) == 1:
         raise ValueError(
             f"with one query on each rank a {name} of one row may be shared or split, which its gradient must know; split "
             "the sequence over fewer ranks"

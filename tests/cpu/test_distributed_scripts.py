@@ -33,7 +33,7 @@ def rows(said):
 def test_scaling_of_two_ranks():
     said = run("scripts/context_parallel.py", "--device", "cpu", "--tiny")
     found = rows(said)
-    seen = [(r[0], r[3], r[4], r[5]) for r in found]
+    seen = [(r[0], r[3], r[4], r[5].removesuffix("*")) for r in found]
     both = [
         (scaling, "2", strategy)
         for scaling in ("strong", "weak")
@@ -44,6 +44,7 @@ def test_scaling_of_two_ranks():
         for kind in ("forward", "step")
         for scaling, ranks, name in [("strong", "1", "one"), *both]
     ]
+    assert sum(r[5].endswith("*") for r in found) == 4, "the choice of auto"
     assert all(float(r[6]) > 0 and re.fullmatch(r"\d+%", r[7]) for r in found)
     assert {r[1] for r in found if r[0] == "weak"} == {"364"}, "pairs of a rank stay"
     assert said.count("| one |") == 4, "as they come, and at the end"

@@ -14,7 +14,7 @@ from flashsci import paged, registry
 from flashsci.backends import cuda as backend
 from flashsci.backends.cuda import paged as kernels
 from flashsci.check import planning, units
-from flashsci.paged_ops import PagedScalars, PagedTensors
+from flashsci.paged_ops import PagedOps, PagedScalars, PagedTensors
 from flashsci.problem import Problem
 from flashsci.testing import PagedCase, PagedVariant, make_paged_inputs
 
@@ -131,6 +131,33 @@ def test_the_library_refuses_and_the_error_says_why(monkeypatch):
         kernels.attention(*given(), SCALARS)
 
 
+def test_auto_goes_to_triton_where_strides_do_not_fit(monkeypatch):
+    """With a word about it, once; who asked for cuda gets the error."""
+
+    def attention(tensors, out, scalars):
+        raise flashsci.BackendError("backend 'cuda' cannot serve this call: strides")
+
+    ops = {
+        "cuda": PagedOps(attention, None),
+        "triton": PagedOps(lambda tensors, out, scalars: out.fill_(7.0), None),
+    }
+    monkeypatch.setattr(paged, "_LOADED", ops)
+    monkeypatch.setattr(paged, "_decide", lambda *call: "cuda")
+    tensors = given()[0]
+    call = dict(
+        block_table=tensors.block_table,
+        seqused_k=tensors.seqused_k,
+        cu_seqlens_q=tensors.cu_seqlens_q,
+    )
+    paged._say_once.cache_clear()
+    with pytest.warns(UserWarning, match="running 'triton', since .*strides") as said:
+        for _ in range(2):
+            assert flashsci.paged_attention(*tensors[:3], **call).eq(7).all()
+    assert len(said) == 1
+    with pytest.raises(flashsci.BackendError, match="strides"):
+        flashsci.paged_attention(*tensors[:3], **call, backend="cuda")
+
+
 def test_an_out_that_does_not_fit():
     tensors, _ = given()
     assert "out has strides [544, 68]" in kernels.misfit(tensors, ODD_ROWS)
@@ -175,15 +202,18 @@ def test_calls_reach_the_library(built, monkeypatch):
     assert paged._decide() == "cuda:sm90" and paged._LOADED["cuda:sm90"] is kernels.OPS
 
 
-def test_auto_stays_with_triton(built, monkeypatch):
-    """Until records say which is faster, and not even where there is no Triton; asked for by name, cuda serves."""
+def test_auto_decodes_by_cuda(built, monkeypatch):
+    """And leaves prompts to Triton, as long as there is one."""
     triton = registry.BACKENDS["triton"].load()
     monkeypatch.setattr(triton, "unavailable", lambda: None)
+    decoding = replace(PROBLEM, seq_q=1)
+    assert registry.choose(decoding, "auto") == "cuda"
+    assert registry.choose(replace(decoding, cache_dtype=torch.float8_e4m3fn), "auto") == "triton"
     assert registry.choose(PROBLEM, "auto") == "triton"
     assert registry.choose(PROBLEM, "cuda") == "cuda"
     monkeypatch.setattr(registry, "_choices", {})
     monkeypatch.setattr(triton, "unavailable", lambda: "there is none")
-    assert registry.choose(PROBLEM, "auto") == "reference"
+    assert registry.choose(PROBLEM, "auto") == "cuda"
 
 
 @pytest.mark.skipif(backend.library_path() is None, reason="flashsci/_C.so was not built")

@@ -208,9 +208,10 @@ def test_what_is_not_timed_is_left_out():
     assert order("gradients", large, 80, "cuda") == ("cuda", "triton")
 
 
-def test_paged_kernels_of_hopper_are_not_timed():
-    paged = replace(HOPPER, paged=True, batch=(2,), seq_q=2, seq_k=900)
-    assert "cuda" not in preferences.find("calls", paged).order
+def test_paged_kernels_of_hopper_decode():
+    paged = replace(HOPPER, paged=True)
+    first = [preferences.find("calls", replace(paged, seq_q=n)).order[0] for n in (1, 16, 17, None)]
+    assert first == ["cuda", "cuda", "triton", "triton"]
 
 
 def test_conditions():
