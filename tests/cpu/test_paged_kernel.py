@@ -191,7 +191,9 @@ FAULTS = {
     "the place of a piece": ("paged/config.cuh", "(begin < cta * run ? 0 : 1)", "0"),
     "a sink in each piece": ("paged/mainloop.cuh", "      if (whole) {\n        const int token = token_of(r), head = head_of(r);\n        if (a.p.sink != nullptr) {", "      if (a.p.sink != nullptr) lse = with_logit(lse, __ldg(a.p.sink + head_of(r)) * kLog2e).x;\n      if (whole) {\n        const int token = token_of(r), head = head_of(r);\n        if (a.p.sink != nullptr) {"),
     "rows of no sequence": ("paged/combine.cuh", "if (n >= 0 && slot.sequence == n", "if (n < 0) return;\n  if (slot.sequence == n"),
-    "Q of the next tile before the last has read it": ("paged/mainloop.cuh", "    ptx::barrier_sync(kComputing, kComputingThreads);  // nobody reads Q any more", ""),
+    "Q of the next tile but one before the last has read it": ("paged/load.cuh", "    ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]), (turn / C::kQStages & 1) ^ 1);", ""),
+    "Q before it is there": ("paged/mainloop.cuh", "    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[stage]), tiles / C::kQStages & 1);", ""),
+    "the lse of another piece": ("paged/combine.cuh", "__shfl_sync(0xffffffffu, share, i)", "share"),
 }  # fmt: skip
 
 

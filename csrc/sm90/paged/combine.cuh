@@ -13,11 +13,9 @@ namespace flashsci::sm90::paged {
 
 // The sequence of a token, or -1. Offsets grow; where they do not, any.
 __device__ __forceinline__ int sequence_of(const FlashsciPagedParams& p, int token) {
-  int low = 0, high = p.sequences + 2;  // segments, as in core/varlen.cuh
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (segment_begin(p.cu_seqlens_q, middle, p.sequences, p.tokens) <= token ? low : high) = middle;
-  }
+  const int low = last_before(p.sequences + 2, [&](int i) {  // segments, as in core/varlen.cuh
+    return segment_begin(p.cu_seqlens_q, i, p.sequences, p.tokens) <= token;
+  });
   return low >= 1 && low <= p.sequences ? low - 1 : -1;
 }
 
@@ -43,22 +41,33 @@ __global__ void __launch_bounds__(128, 8) combine_kernel(const __grid_constant__
     const int begin = a.plan.first[index] + head / a.group * slot.blocks;
     const int first = begin / run, last = (begin + slot.blocks - 1) / run;
     if (first == last) return;  // whole: written
-    float maximum = -INFINITY;
     const auto place_of = [&](int cta) { return piece_of(cta, run, begin) * kRows + pair % kRows; };
-    for (int cta = first; cta <= last; ++cta)
-      maximum = fmaxf(maximum, a.plan.partial_lse[place_of(cta)]);
+    // 32 pieces at a time, each lane with the lse of one: a loop would wait for memory at each.
+    const auto lse_of = [&](int cta) {
+      return cta <= last ? a.plan.partial_lse[place_of(cta)] : -INFINITY;
+    };
+    const float own = lse_of(first + lane);
+    float maximum = own;
+    for (int cta = first + 32 + lane; cta <= last; cta += 32) maximum = fmaxf(maximum, lse_of(cta));
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, step));
     const float reference = maximum == -INFINITY ? 0.f : maximum;
     float weights = 0.f;
-    for (int cta = first; cta <= last; ++cta) {
-      const int64_t place = place_of(cta);
-      const float weight = ptx::ex2_approx(a.plan.partial_lse[place] - reference);
-      weights += weight;
+    for (int base = first; base <= last; base += 32) {
+      const float share = ptx::ex2_approx((base == first ? own : lse_of(base + lane)) - reference);
+      const int count = min(last - base + 1, 32);
+#pragma unroll 8
+      for (int i = 0; i < count; ++i) {
+        const float weight = __shfl_sync(0xffffffffu, share, i);
+        const float* part = a.plan.partial_out + place_of(base + i) * kHeadDim + lane * 2;
+        weights += weight;
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        const float2 part = *reinterpret_cast<const float2*>(a.plan.partial_out + place * kHeadDim +
-                                                             i * 64 + lane * 2);
-        sum[i].x = fmaf(weight, part.x, sum[i].x);
-        sum[i].y = fmaf(weight, part.y, sum[i].y);
+        for (int column = 0; column < kPairs; ++column) {
+          const float2 x = *reinterpret_cast<const float2*>(part + column * 64);
+          sum[column].x = fmaf(weight, x.x, sum[column].x);
+          sum[column].y = fmaf(weight, x.y, sum[column].y);
+        }
       }
     }
     factor = weights == 0.f ? 0.f : 1.f / weights;

@@ -20,20 +20,12 @@ struct Tiling {
   static constexpr int kHeadDim = kHeadDim_, kBoxes = kHeadDim / 64;  // of 64 columns
   static constexpr int kBlockK = kHeadDim == 256 ? 64 : 128;
   static constexpr int kStages = kHeadDim == 64 ? 4 : 3;
-  static constexpr int kThreads = 160;
+  static constexpr int kQStages = kHeadDim == 256 ? 1 : 2;  // tiles whose Q is there
+  static constexpr int kThreads = 192;
   static constexpr int kQBytes = kRows * kHeadDim * 2;
   static constexpr int kKVBytes = kBlockK * kHeadDim * 2;
   static_assert(kBlockK / kSmallPage * kBoxes <= 32, "a lane of the loading warp for each copy");
   static_assert(kKVBytes == kBoxes * Box<kBlockK>::kBytes, "a barrier expects what is loaded");
-};
-
-template <class C>
-struct Storage {
-  unsigned char q[C::kQBytes];               // [64 columns][64 rows]
-  unsigned char k[C::kStages][C::kKVBytes];  // [stage][64 columns][kBlockK rows]
-  unsigned char v[C::kStages][C::kKVBytes];
-  uint64_t k_full[C::kStages], k_empty[C::kStages];
-  uint64_t v_full[C::kStages], v_empty[C::kStages];
 };
 
 // A tile of rows, which every head of K and V has.
@@ -42,6 +34,25 @@ struct Slot {
   int first_row;    // (query, head) pair in the sequence
   int first_block;  // of the keys that some row sees
   int blocks;       // at least one where there are rows, which must be written
+};
+
+// A slot and head as a CTA works on it.
+struct Tile {
+  Slot slot;
+  int head, block, last;      // blocks [block, last) of those of the slot
+  int begin;                  // of all blocks: the first of this head of the slot
+  int first_q, seq_q, seq_k;  // of the sequence
+};
+
+template <class C>
+struct Storage {
+  unsigned char q[C::kQStages][C::kQBytes];  // [stage][64 columns][64 rows]
+  unsigned char k[C::kStages][C::kKVBytes];  // [stage][64 columns][kBlockK rows]
+  unsigned char v[C::kStages][C::kKVBytes];
+  uint64_t k_full[C::kStages], k_empty[C::kStages];
+  uint64_t v_full[C::kStages], v_empty[C::kStages];
+  uint64_t q_full[C::kQStages], q_empty[C::kQStages];
+  Tile tiles[C::kQStages];
 };
 
 // In the workspace, but for the numbers. plan_kernel writes slots and first.
@@ -86,6 +97,22 @@ __device__ __forceinline__ int64_t piece_of(int cta, int run, int begin) {
   return int64_t{cta} * 2 + (begin < cta * run ? 0 : 1);
 }
 
+// The last of `count` places of which `before` holds, which it does of the first. By whole warps: a 32-ary search.
+template <class Before>
+__device__ __forceinline__ int last_before(int count, const Before& before) {
+  const int lane = threadIdx.x % 32;
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int step = (high - low + 31) / 32, probe = low + lane * step;
+    const unsigned fails = __ballot_sync(0xffffffffu, !(probe < high && before(probe)));
+    // Up to the first that fails: so the end is between one that holds and one that does not, also
+    // where those before do not all hold.
+    low += ((fails == 0 ? 32 : __ffs(fails) - 1) - 1) * step;
+    high = min(high, low + step);
+  }
+  return low;
+}
+
 // A position in the blocks of all slots and heads. By whole warps.
 struct Cursor {
   int at, index;  // block of all, slot
@@ -93,17 +120,8 @@ struct Cursor {
   int head, block;  // of the slot
 
   __device__ __forceinline__ Cursor(const Plan& plan, int at_) : at(at_) {
-    // 32-ary search for the last slot that begins at or before: the one with blocks.
-    const int lane = threadIdx.x % 32;
-    int low = 0, high = plan.count;
-    while (high - low > 1) {
-      const int step = (high - low + 31) / 32, probe = low + lane * step;
-      const bool before = probe < high && plan.first[probe] <= at;
-      const int count = max(__popc(__ballot_sync(0xffffffffu, before)), 1);
-      low += (count - 1) * step;
-      high = min(high, low + step);
-    }
-    index = low;
+    // The last slot that begins at or before: the one with blocks.
+    index = last_before(plan.count, [&](int i) { return plan.first[i] <= at; });
     slot = plan.slots[index];
     head = (at - plan.first[index]) / max(slot.blocks, 1);
     block = at - plan.first[index] - head * slot.blocks;

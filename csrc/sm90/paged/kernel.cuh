@@ -6,8 +6,9 @@
 //           blocks of keys that each sees, from lengths on the device; the blocks of all tiles and
 //           heads in a row are cut into equal runs, one for each CTA, and combine_kernel puts
 //           together what was cut.
-// Roles     Warps 0 - 3 compute (one warpgroup, 64 rows), warp 4 loads.
-// Shared    Q [64 columns][64 rows], a ring of K and V [stage][64 columns][kBlockK rows] in
+// Roles     Warps 0 - 3 compute (one warpgroup, 64 rows), warp 4 loads K and V, warp 5 finds what
+//           tile is next and loads its Q, ahead of the others.
+// Shared    Two tiles of Q [64 columns][64 rows] (one at head dim 256), a ring of K and V [stage][64 columns][kBlockK rows] in
 //           128-byte swizzled boxes: `Storage`.
 // Pages     A lane of warp 4 looks up the page of the rows that it copies, one tile ahead. A copy
 //           takes as many rows as pages and tiles have in common, 16 at least.
@@ -37,6 +38,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) paged_kernel(const __grid_cons
       ptx::mbarrier_init(ptx::shared_address(&shared.k_empty[stage]), 4);
       ptx::mbarrier_init(ptx::shared_address(&shared.v_empty[stage]), 4);
     }
+    for (int stage = 0; stage < C::kQStages; ++stage) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.q_full[stage]), 32);
+      ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[stage]), 4);
+    }
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
@@ -45,8 +50,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) paged_kernel(const __grid_cons
   const int run = run_of(a.plan), begin = blockIdx.x * run;
   const int end = min(begin + run, a.plan.first[a.plan.count]);
   if (begin >= end) return;
-  if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 4)
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (warp == 4)
     load<C>(shared, a, begin, end);
+  else if (warp == 5)
+    load_queries<C>(shared, a, begin, end);
   else
     compute<Op, C>(shared, a, run, begin, end);
 }

@@ -1,10 +1,11 @@
-// The loading warp of paged attention: tiles of K and V, gathered page by page.
+// The loading warps of paged attention: tiles of K and V, gathered page by page, and of Q.
 #pragma once
 #include <cstdint>
 
 #include "../../core/poison.cuh"
 #include "../../ptx/cp_async.cuh"
 #include "../../ptx/mbarrier.cuh"
+#include "../../ptx/shared.cuh"
 #include "../../ptx/tma.cuh"
 #include "config.cuh"
 
@@ -61,6 +62,47 @@ __device__ __forceinline__ void load(Storage<C>& shared, const Args& a, int begi
                    a.v, a, page, page_row, cursor.head);
       page = next;
     }
+    cursor.advance(a.plan, last, a.p.heads_k, total);
+  }
+}
+
+// Tile after tile: where it is, and Q into shared memory, with zeros past its head dim. Rows past
+// the last hold what they held: no row sees another, and they are not written. What this warp waits
+// for, the computing ones do not.
+template <class C>
+__device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& a, int begin,
+                                             int end) {
+  constexpr int kChunks = C::kHeadDim / 8;  // of 16 bytes in a row
+  const int lane = threadIdx.x % 32, total = a.plan.first[a.plan.count];
+  uint32_t turn = 0;
+  for (Cursor cursor(a.plan, begin); cursor.at < end; ++turn) {
+    const Slot& slot = cursor.slot;
+    const Sequence sequence(a.p, slot.sequence);
+    const int last = min(slot.blocks, cursor.block + end - cursor.at);
+    const int filled = min(kRows, sequence.seq_q * a.group - slot.first_row) * kChunks;
+    const uint32_t stage = turn % C::kQStages;
+    const auto place_of = [&](int i) {
+      const int r = i / kChunks, chunk = i % kChunks;
+      return ptx::shared_address(shared.q[stage]) + chunk / 8 * (kRows * 128) + r * 128 +
+             ((chunk ^ r) & 7) * 16;
+    };
+    ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]), (turn / C::kQStages & 1) ^ 1);
+#pragma unroll 4
+    for (int i = lane; i < filled; i += 32) {
+      const int pair = slot.first_row + i / kChunks, column = i % kChunks * 8;
+      const int64_t token = sequence.first_q + pair / a.group;
+      const int64_t head = cursor.head * a.group + pair % a.group;
+      uint4 words = make_uint4(0, 0, 0, 0);
+      if (column < a.p.head_dim)
+        words = __ldg(reinterpret_cast<const uint4*>(
+            static_cast<const uint16_t*>(a.p.q) + token * a.p.q_row + head * a.p.q_head + column));
+      ptx::st_shared(place_of(i), words);
+    }
+    if (lane == 0)
+      shared.tiles[stage] = Tile{slot,           cursor.head,      cursor.block,   last,
+                                 cursor.begin(), sequence.first_q, sequence.seq_q, sequence.seq_k};
+    ptx::fence_proxy_async();
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.q_full[stage]));
     cursor.advance(a.plan, last, a.p.heads_k, total);
   }
 }

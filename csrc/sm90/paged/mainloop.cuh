@@ -36,9 +36,9 @@ struct Piece {
 
   Storage<C>& shared;
   const Args& a;
-  const Cursor& cursor;
-  const Sequence sequence;
+  const Tile tile;
   const Window window;
+  const uint32_t q_tile;         // its place in shared memory
   const int rows;                // of the tile
   const int row;                 // this lane's first
   const bool busy;               // the warp has rows
@@ -48,13 +48,13 @@ struct Piece {
   RowStatistics statistics;
   float o[kHeadDim / 2];
 
-  __device__ __forceinline__ Piece(Storage<C>& shared_, const Args& a_, const Cursor& cursor_)
+  __device__ __forceinline__ Piece(Storage<C>& shared_, const Args& a_, uint32_t stage)
       : shared(shared_),
         a(a_),
-        cursor(cursor_),
-        sequence(a.p, cursor.slot.sequence),
-        window(sequence.window(a.p)),
-        rows(min(kRows, sequence.seq_q * a.group - cursor.slot.first_row)),
+        tile(shared.tiles[stage]),
+        window(a.p.window_left, a.p.window_right, true, tile.seq_q, tile.seq_k),
+        q_tile(ptx::shared_address(shared.q[stage])),
+        rows(min(kRows, tile.seq_q * a.group - tile.slot.first_row)),
         row(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4),
         busy(ptx::redux_max(threadIdx.x / 32 * 16) < rows),
         query{query_of(row), query_of(row + 8)},
@@ -68,35 +68,16 @@ struct Piece {
   // Row r of the tile is a query and one of the heads that share K and V; rows past the last are as
   // that one.
   __device__ __forceinline__ int pair_of(int r) const {
-    return cursor.slot.first_row + min(r, rows - 1);
+    return tile.slot.first_row + min(r, rows - 1);
   }
   __device__ __forceinline__ int query_of(int r) const { return pair_of(r) / a.group; }
-  __device__ __forceinline__ int token_of(int r) const { return sequence.first_q + query_of(r); }
+  __device__ __forceinline__ int token_of(int r) const { return tile.first_q + query_of(r); }
   __device__ __forceinline__ int head_of(int r) const {
-    return cursor.head * a.group + pair_of(r) % a.group;
-  }
-
-  // Q into shared memory, zeros where there is none.
-  __device__ __forceinline__ void load_q() const {
-    constexpr int kChunks = kHeadDim / 8;  // of 16 bytes in a row
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kRows * kChunks; i += kComputingThreads) {
-      const int r = i / kChunks, chunk = i % kChunks;
-      uint4 words = make_uint4(0, 0, 0, 0);
-      if (r < rows && chunk * 8 < a.p.head_dim)
-        words = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(a.p.q) +
-                                                     token_of(r) * a.p.q_row +
-                                                     head_of(r) * a.p.q_head + chunk * 8));
-      ptx::st_shared(ptx::shared_address(shared.q) + chunk / 8 * (kRows * 128) + r * 128 +
-                         ((chunk ^ r) & 7) * 16,
-                     words);
-    }
-    ptx::fence_proxy_async();
-    ptx::barrier_sync(kComputing, kComputingThreads);
+    return tile.head * a.group + pair_of(r) % a.group;
   }
 
   __device__ __forceinline__ void score(float (&s)[kBlockK / 2], uint32_t stage) const {
-    const uint64_t q_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.q), 16, 1024);
+    const uint64_t q_desc = ptx::wgmma_descriptor(q_tile, 16, 1024);
     const uint64_t k_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.k[stage]), 16, 1024);
     ptx::wgmma_fence();
 #pragma unroll
@@ -163,12 +144,11 @@ struct Piece {
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
   }
 
-  // The blocks up to `last`.
-  __device__ __forceinline__ void run(int last, uint32_t& turn) {
+  __device__ __forceinline__ void run(uint32_t& turn) {
 #pragma unroll 1
-    for (int block = cursor.block; block < last; ++block, ++turn) {
+    for (int block = tile.block; block < tile.last; ++block, ++turn) {
       const uint32_t stage = turn % C::kStages, parity = turn / C::kStages & 1;
-      const int key = (cursor.slot.first_block + block) * kBlockK;
+      const int key = (tile.slot.first_block + block) * kBlockK;
       float s[kBlockK / 2];
       ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[stage]), parity);
       score(s, stage);
@@ -215,24 +195,23 @@ struct Piece {
         if (columns == 0) a.plan.partial_lse[place] = lse;
       }
     }
-    ptx::barrier_sync(kComputing, kComputingThreads);  // nobody reads Q any more
   }
 };
 
 template <class Op, class C>
 __device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int run, int begin,
                                         int end) {
-  const int total = a.plan.first[a.plan.count];
-  uint32_t turn = 0;
-  for (Cursor cursor(a.plan, begin); cursor.at < end;) {
-    const int blocks = cursor.slot.blocks;
-    const int last = min(blocks, cursor.block + end - cursor.at);
-    const bool whole = cursor.block == 0 && last == blocks;
-    Piece<Op, C> piece(shared, a, cursor);
-    piece.load_q();
-    piece.run(last, turn);
-    piece.write(whole, piece_of(blockIdx.x, run, cursor.begin()));
-    cursor.advance(a.plan, last, a.p.heads_k, total);
+  uint32_t turn = 0, tiles = 0;
+  for (int at = begin; at < end; ++tiles) {
+    const uint32_t stage = tiles % C::kQStages;
+    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[stage]), tiles / C::kQStages & 1);
+    Piece<Op, C> piece(shared, a, stage);
+    piece.run(turn);
+    piece.release(shared.q_empty[stage]);  // of the tile's place as well, which was copied
+    const Tile& tile = piece.tile;
+    piece.write(tile.block == 0 && tile.last == tile.slot.blocks,
+                piece_of(blockIdx.x, run, tile.begin));
+    at += tile.last - tile.block;
   }
 }
 
