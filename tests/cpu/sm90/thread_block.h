@@ -183,6 +183,8 @@ inline void run_block() {
     do_copies(slow_copies, stuck);
   }
   if (!block->copies.empty()) throw Failure{"copies that nobody waited for"};
+  for (const Meeting& it : block->named)
+    if (it.arrived != 0) throw Failure{"a barrier that some have arrived at, not all"};
 }
 
 // --- launches
@@ -230,15 +232,21 @@ cudaError_t launch_ex(const cudaLaunchConfig_t* config, Kernel kernel,
 
 // --- what threads do together
 
-inline void meet(Meeting& meeting, int threads) {
+// Returns the turn that the thread takes part in.
+inline uint32_t arrive(Meeting& meeting, int threads) {
   check(meeting.arrived == 0 || meeting.threads == threads,
         "a barrier of other numbers of threads");
   meeting.threads = threads;
   const uint32_t turn = meeting.turn;
-  if (++meeting.arrived < threads) return wait_until([&] { return meeting.turn != turn; });
+  if (++meeting.arrived < threads) return turn;
   meeting.arrived = 0;
   ++meeting.turn;
   block->progress = true;
+  return turn;
+}
+inline void meet(Meeting& meeting, int threads) {
+  const uint32_t turn = arrive(meeting, threads);
+  wait_until([&] { return meeting.turn != turn; });
 }
 inline int lane() { return threadIdx.x % 32; }
 // The x of all lanes.
@@ -296,10 +304,11 @@ inline int redux_max(int x) {
   const auto all = exchange(x);
   return *std::max_element(all.begin(), all.end());
 }
-inline void barrier_sync(int id, int threads) {
+inline Meeting& named_barrier(int id, int threads) {
   check(id > 0 && id < 16 && threads % 32 == 0, "no such named barrier");
-  meet(block->named[id], threads);
+  return block->named[id];
 }
-inline void barrier_arrive(int, int) { fail("bar.arrive is not emulated"); }
+inline void barrier_sync(int id, int threads) { meet(named_barrier(id, threads), threads); }
+inline void barrier_arrive(int id, int threads) { arrive(named_barrier(id, threads), threads); }
 
 }  // namespace flashsci::ptx
