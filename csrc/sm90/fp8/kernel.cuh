@@ -14,7 +14,8 @@
 //           every warp, barriers, published tiles: `Storage` (config.cuh).
 // Pipeline  Of a consumer, right to left: S = Q K^T, softmax, P V, its sum. The others' products run
 //           beside its softmax. Scheduler, producer and turning warps run ahead across tiles.
-// Limits    By count, instruction issue: docs/kernels/sm90_fp8.md. Not timed yet.
+//           They take turns at products, so that they are not all at the same step.
+// Limits    Exponentials and instruction issue: docs/kernels/sm90_fp8.md.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -52,7 +53,7 @@ __device__ __forceinline__ void init_barriers(Storage<C>& shared) {
   ptx::mbarrier_init_fence();
 }
 
-template <class C, bool kVarlen>
+template <class C, bool kVarlen, bool kSoftcap>
 __global__ void __launch_bounds__(C::kThreads, 1)
     fp8_forward_kernel(const __grid_constant__ Args a) {
   extern __shared__ unsigned char shared_memory[];
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-    Consumer<C, kVarlen>(shared, a, warpgroup - 1).run();
+    Consumer<C, kVarlen, kSoftcap>(shared, a, warpgroup - 1).run();
   }
 }
 

@@ -29,37 +29,39 @@ __device__ __forceinline__ constexpr int swizzle_of(int row) {
   return kSpan == 128 ? row & 7 : row >> 1 & 3;
 }
 
-// The columns of one of kTransposers warps.
+// The columns of one of kTransposers warps. Stages are aligned to rows of tiles, so that what a lane
+// adds to their addresses is XORed: all of it but a group's own bits is the same for all stages.
 template <class C>
 __device__ __forceinline__ void turn_tile(uint32_t v, uint32_t turned, int warp) {
   constexpr int kSpan = C::kSpanV, kSpanTurned = C::kBlockK;
   constexpr int kGroups = C::kHeadDimV / 16 / C::kTransposers;  // of 16 columns
   constexpr int kParts = C::kBlockK / 32;                       // of 32 keys
-  constexpr int kAtOnce = C::kHeadDimV > 64 ? 4 : 2;            // registers
-  static_assert(kGroups * kParts % kAtOnce == 0 && kParts % 2 == 0);
+  constexpr int kBoxGroups = kSpan / 16;
+  constexpr int kAtOnce = kParts < 4 ? kParts : 4;  // registers
+  static_assert(kParts % 2 == 0 && (kGroups % kBoxGroups == 0 || kBoxGroups % kGroups == 0));
   const int lane = threadIdx.x % 32, matrix = lane / 8, r = lane % 8;
-  const int swizzle = swizzle_of<kSpan>(r);
-  const uint32_t source = v + (matrix * 8 + r) * kSpan;
+  const int group0 = warp * kGroups;  // its bits below kGroups are zero
+  const uint32_t source = v + group0 / kBoxGroups * (C::kBlockK * kSpan) +
+                          (matrix * 8 + r) * kSpan +
+                          (group0 % kBoxGroups ^ swizzle_of<kSpan>(r)) * 16;
   const int row = 2 * r + ((r >> 2) ^ (matrix & 1));
-  const uint32_t target =
-      turned + row * kSpanTurned + ((matrix >> 1) ^ swizzle_of<kSpanTurned>(row)) * 16;
+  const uint32_t target = turned + (group0 * 16 + row) * kSpanTurned +
+                          ((matrix >> 1) ^ swizzle_of<kSpanTurned>(row)) * 16;
   const uint32_t even = lane < 16 ? 0x6420 : 0x7531, odd = lane < 16 ? 0x7531 : 0x6420;
 #pragma unroll 1
-  for (int i = 0; i < kGroups * kParts; i += kAtOnce) {
-    uint32_t x[kAtOnce][4];  // all loads before the first store, which they would wait for
+  for (int g = 0; g < kGroups; ++g) {
+    const uint32_t from = (source ^ g % kBoxGroups * 16) + g / kBoxGroups * (C::kBlockK * kSpan);
+    const uint32_t to = target + g * 16 * kSpanTurned;
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int group = warp * kGroups + (i + j) / kParts, n = (i + j) % kParts;
-      const uint32_t from = source + group / (kSpan / 16) * (C::kBlockK * kSpan) +
-                            (group % (kSpan / 16) ^ swizzle) * 16;
-      ptx::ldmatrix_x4_trans(x[j], from + n * 32 * kSpan);
-    }
+    for (int n = 0; n < kParts; n += kAtOnce) {
+      uint32_t x[kAtOnce][4];  // all loads before the first store, which they would wait for
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int group = warp * kGroups + (i + j) / kParts, n = (i + j) % kParts;
-      uint32_t y[4] = {__byte_perm(x[j][0], x[j][1], even), __byte_perm(x[j][0], x[j][1], odd),
-                       __byte_perm(x[j][2], x[j][3], even), __byte_perm(x[j][2], x[j][3], odd)};
-      ptx::stmatrix_x4((target + group * 16 * kSpanTurned) ^ n * 32, y[0], y[1], y[2], y[3]);
+      for (int i = 0; i < kAtOnce; ++i) ptx::ldmatrix_x4_trans(x[i], from + (n + i) * 32 * kSpan);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        ptx::stmatrix_x4(to ^ (n + i) * 32, __byte_perm(x[i][0], x[i][1], even),
+                         __byte_perm(x[i][0], x[i][1], odd), __byte_perm(x[i][2], x[i][3], even),
+                         __byte_perm(x[i][2], x[i][3], odd));
     }
   }
 }
