@@ -7,23 +7,6 @@
 #include "../fwd/config.cuh"
 #include "../tma_box.cuh"
 
-// Which of the forms in docs/kernels/logs/sm90_fp8.md: to be measured side by side.
-#ifndef FP8_TURNS  // at what the consumers take turns: 0 nothing, 1 products, 2 exponentials
-#define FP8_TURNS 1
-#endif
-#ifndef FP8_OPTIMISTIC  // exponentials before the maximum, where registers hold S and P
-#define FP8_OPTIMISTIC 1
-#endif
-#ifndef FP8_HALVES  // elsewhere: the maximum of half a block beside the other's exponentials
-#define FP8_HALVES 1
-#endif
-#ifndef FP8_AHEAD  // D 64: the next S beside P V
-#define FP8_AHEAD 0
-#endif
-#ifndef FP8_FIRST  // log2 of P at the first block's maximum
-#define FP8_FIRST 6.f
-#endif
-
 namespace flashsci::sm90::fp8 {
 
 // kHeadDim: columns of q and k; kHeadDimV: of v. A block of keys lies within one block of scales.
@@ -49,9 +32,6 @@ struct Tiling {
   // The registers of the launch bounds (168 at 384 threads, 128 at 512) redistributed.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
-  static constexpr int kTurns = FP8_TURNS;
-  static constexpr bool kOptimistic = FP8_OPTIMISTIC && (kConsumers == 2 || kHeadDimV == 64);
-  static constexpr bool kAhead = FP8_AHEAD && kHeadDimV == 64;
   // Causal calls with fewer keys do not earn the memset of a counter.
   static constexpr int kCountedKeys = 4096;
   static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && (kStages & (kStages - 1)) == 0);

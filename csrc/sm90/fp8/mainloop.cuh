@@ -4,7 +4,7 @@
 // `Consumer::run` is the loop over tiles, `step` what happens to a block of keys: S, its softmax, P
 // as 8 bits, P V of this block alone, and the sum of all blocks in fp32. Nothing overlaps within a
 // warpgroup, which lets the product of a block take the registers of its scores; the other
-// warpgroups keep the tensor cores busy meanwhile.
+// warpgroups keep the tensor cores busy meanwhile, at which they take turns.
 #pragma once
 #include <cstdint>
 
@@ -53,7 +53,7 @@ struct Consumer {
     fwd::Blocks<C> own;          // that this consumer's rows see
     int plain_begin, plain_end;  // and that all of them see as a whole
     float
-        scale;  // of q k^T: the call's times that of these rows of q; without softcap, in powers of 2
+        scale;  // of q k^T, the call's and that of these rows of q; without softcap, in powers of 2
   };
 
   __device__ __forceinline__ Consumer(Storage<C>& shared_, const Args& a_, int w_)
@@ -76,7 +76,8 @@ struct Consumer {
   __device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) const {
     ptx::mbarrier_wait(ptx::shared_address(&barrier), parity & 1);
   }
-  // The consumers take turns: one warpgroup waits, one arrives.
+  // The consumers take turns at [P V of a block, S of the next]: else all three come to be at the same
+  // step, and wait for the same unit. One warpgroup waits, one arrives.
   __device__ __forceinline__ void take_turn() const { ptx::barrier_sync(1 + w, 256); }
   __device__ __forceinline__ void pass_turn() const {
     ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, 256);
@@ -89,19 +90,18 @@ struct Consumer {
       release(shared.k_empty[head % kStages]);
       wait(shared.turned_full[head % kStages], head / kStages);
       release(shared.turned_empty[head % kStages]);
-      if (C::kTurns == 1) pass_turn();
-      if (C::kTurns != 0) take_turn();
-      if (C::kTurns == 2) pass_turn();
+      pass_turn();
+      take_turn();
     }
   }
 
   // --- products
 
-  // Columns [kBegin, kEnd) of q and k of block n, counted as `head` is.
+  // Columns [kBegin, kEnd) of q and k.
   template <int kBegin, int kEnd>
-  __device__ __forceinline__ void issue_qk(float (&scores)[kBlockK / 2], uint32_t n) {
+  __device__ __forceinline__ void issue_qk(float (&scores)[kBlockK / 2]) {
     const uint64_t q_tile = q_desc + tiles % C::kQStages * (C::kConsumers * C::kQBytes / 16);
-    const uint64_t k_tile = k_desc + n % kStages * (C::kKBytes / 16);
+    const uint64_t k_tile = k_desc + head % kStages * (C::kKBytes / 16);
 #pragma unroll
     for (int d = kBegin; d < kEnd; d += 32) {
       const int box = d / C::kSpan, column = d % C::kSpan;
@@ -109,18 +109,18 @@ struct Consumer {
                               k_tile + (box * C::KBox::kBytes + column) / 16, d > kBegin);
     }
   }
-  // S = q k^T of block n; returns its scales. No sum of the tensor cores runs over more than 128
+  // S = q k^T; returns this block's scales. No sum of the tensor cores runs over more than 128
   // columns.
-  __device__ __forceinline__ float2 begin_scores(Rest& rest, uint32_t n) {
-    wait(shared.k_full[n % kStages], n / kStages);
+  __device__ __forceinline__ float2 begin_scores(Rest& rest) {
+    wait(shared.k_full[head % kStages], head / kStages);
     ptx::wgmma_fence();
-    issue_qk<0, kFirst>(s, n);
-    if constexpr (kFirst < kHeadDim) issue_qk<kFirst, kHeadDim>(rest, n);
+    issue_qk<0, kFirst>(s);
+    if constexpr (kFirst < kHeadDim) issue_qk<kFirst, kHeadDim>(rest);
     ptx::wgmma_commit();
-    if (C::kTurns == 1) pass_turn();
-    return shared.scales[n % kStages];
+    pass_turn();
+    return shared.scales[head % kStages];
   }
-  __device__ __forceinline__ void end_scores(Rest& rest, uint32_t n, bool last) {
+  __device__ __forceinline__ void end_scores(Rest& rest, bool last) {
     ptx::wgmma_wait<0>();
     ptx::wgmma_tie(s);
     if constexpr (kFirst < kHeadDim) {
@@ -128,7 +128,7 @@ struct Consumer {
 #pragma unroll
       for (int e = 0; e < kBlockK / 2; ++e) s[e] += rest[e];
     }
-    release(shared.k_empty[n % kStages]);
+    release(shared.k_empty[head % kStages]);
     if (last) release(shared.q_empty[tiles % C::kQStages][w]);
   }
   // P V of this block and columns [kChunk chunk, ...).
@@ -185,141 +185,55 @@ struct Consumer {
 #pragma unroll
       for (int e = 0; e < kBlockK / 2; ++e) s[e] = a.p.softcap * tanh_accurate(inner * s[e]);
       return kLog2e;
-    }
-    // Where it is negative the largest score is not the largest product, and 0 times the -inf of a
-    // hidden key is none.
+    } else {
+      // Where it is negative the largest score is not the largest product, and 0 times the -inf of a
+      // hidden key is none.
 #pragma unroll
-    for (int e = 0; e < kBlockK / 2; ++e) s[e] *= factor;
-    return 1.f;
+      for (int e = 0; e < kBlockK / 2; ++e) s[e] *= factor;
+      return 1.f;
+    }
   }
   __device__ __forceinline__ void mask(const Work& work, int block) {
     const int column = block * kBlockK + lane % 4 * 2, row = work.info.row + row_in_tile;
     if (block >= work.plain_end) fwd::mask_scores<0, kBlockK / 2, false>(s, work.seen, row, column);
     if (block < work.plain_begin) fwd::mask_scores<0, kBlockK / 2, true>(s, work.seen, row, column);
   }
-  // Whether offsets followed the maximum; then all that is on them is multiplied, and elements
-  // [kBegin, kEnd) of S may have become exponents.
-  template <int kBegin, int kEnd>
-  __device__ __forceinline__ bool adapt(Exponent& exponent, const float (&maximum)[2], float factor,
-                                        float (&alpha)[2]) {
-    exponent.factor = factor;
-    const bool grew = outgrows(maximum, rows, factor);
-    if (grew) {
+  // S becomes P. Exponents that are too large on offsets that follow are those of large scores, by
+  // their roundings: these are cut.
+  __device__ __forceinline__ void softmax(float factor) {
+    float maximum[2];
+    lane_max(s, maximum);
+    Exponent exponent{factor, {rows.row_max_log2[0], rows.row_max_log2[1]}};
+    if (outgrows(maximum, rows, factor)) {
+      float alpha[2];
       follow(maximum, rows, alpha, factor);
 #pragma unroll
       for (int e = 0; e < kHeadDimV / 2; ++e) o[e] *= alpha[e >> 1 & 1];
-    }
-    exponent.offset[0] = rows.row_max_log2[0], exponent.offset[1] = rows.row_max_log2[1];
-    if (grew && outgrows(maximum, rows, factor)) {
+      exponent.offset[0] = rows.row_max_log2[0], exponent.offset[1] = rows.row_max_log2[1];
+      if (outgrows(maximum, rows, factor)) {
 #pragma unroll
-      for (int e = kBegin; e < kEnd; ++e) s[e] = fminf(exponent.of(s[e], e), kLargestExponent);
-      exponent.factor = 1.f, exponent.offset[0] = exponent.offset[1] = 0.f;
-    }
-    return grew;
-  }
-  // S becomes P. The maximum of the second half is looked for beside the exponentials of the first.
-  __device__ __forceinline__ void softmax_by_halves(float factor) {
-    constexpr int kHalf = kBlockK / (FP8_HALVES ? 4 : 2);
-    float maximum[2], alpha[2], part[4];
-    Exponent exponent;
-    part_max<0, kHalf>(s, maximum);
-    if (C::kTurns == 2) take_turn();  // a branch between: ptxas moves exponentials before barriers
-    adapt<0, kHalf>(exponent, maximum, factor, alpha);
-    exponentials<0, kHalf>(s, part, exponent);
-    if constexpr (kHalf < kBlockK / 2) {
-      part_max<kHalf, kBlockK / 2>(s, maximum);
-      if (adapt<kHalf, kBlockK / 2>(exponent, maximum, factor, alpha)) {
-#pragma unroll
-        for (int e = 0; e < kHalf; ++e) s[e] *= alpha[e >> 1 & 1];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) part[i] *= alpha[i >> 1];
+        for (int e = 0; e < kBlockK / 2; ++e) s[e] = fminf(exponent.of(s[e], e), kLargestExponent);
+        exponent = {1.f, {0.f, 0.f}};
       }
-      exponentials<kHalf, kBlockK / 2>(s, part, exponent);
     }
-    rows.sum[0] += part[0] + part[1];
-    rows.sum[1] += part[2] + part[3];
+    exponentials(s, rows, exponent);
     pack(p, s);
-  }
-  // S becomes P, on the offsets as they are where no sum says that a score may have outgrown them.
-  __device__ __forceinline__ void softmax(float factor, bool first) {
-    if constexpr (!C::kOptimistic) return softmax_by_halves(factor);
-    BlockSums sums;
-    bool again = first;
-    if (C::kTurns == 2) take_turn();
-    if (!first) {
-      exponentials<false>(p, sums, s, rows, factor);
-      again = __any_sync(0xffffffffu, sums.beyond());
-    }
-    if (again) {
-      float maximum[2];
-      lane_max(s, maximum);
-      const bool grew = outgrows(maximum, rows, factor);
-      if (grew) {
-        float alpha[2];
-        follow(maximum, rows, alpha, factor);
-#pragma unroll
-        for (int e = 0; e < kHeadDimV / 2; ++e) o[e] *= alpha[e >> 1 & 1];
-      }
-      if (first || grew) exponentials<true>(p, sums, s, rows, factor);
-    }
-    rows.sum[0] += sums.row(0);
-    rows.sum[1] += sums.row(1);
   }
 
   // --- tiles
 
   __device__ __forceinline__ void step(const Work& work, int block) {
     Rest rest;
-    const float2 scales = begin_scores(rest, head);
+    const float2 scales = begin_scores(rest);
     float factor = work.scale * scales.x;  // beside the product
     const bool plain = is_plain(work, block, factor);
-    end_scores(rest, head, block == work.own.first);
+    end_scores(rest, block == work.own.first);
     if (!plain) shape_scores(work, block, factor);
-    softmax(factor, block == work.own.end - 1);
+    softmax(factor);
     wait(shared.turned_full[head % kStages], head / kStages);
-    if (C::kTurns == 1) take_turn();
-    if (C::kTurns == 2) pass_turn();
+    take_turn();
     add_values(scales.y);
     ++head;
-  }
-  // The same with the next block's scores, where there is one, beside P V of this one, whose scores
-  // are there already; returns the next one's scales.
-  template <bool kMore>
-  __device__ __forceinline__ float2 step_ahead(const Work& work, int block, float2 scales) {
-    static_assert(kChunks == 1, "registers");
-    float factor = work.scale * scales.x;
-    if (!is_plain(work, block, factor)) shape_scores(work, block, factor);
-    softmax(factor, block == work.own.end - 1);
-    wait(shared.turned_full[head % kStages], head / kStages);
-    if (C::kTurns == 1) take_turn();
-    if (C::kTurns == 2) pass_turn();
-    Product product;
-    Rest rest;
-    float2 next = scales;
-    ptx::wgmma_fence();
-    issue_pv(product, 0);
-    if constexpr (kMore) next = begin_scores(rest, head + 1);
-    ptx::wgmma_wait<kMore ? 1 : 0>();
-    ptx::wgmma_tie(product);
-    release(shared.turned_empty[head % kStages]);
-    add_pv(product, 0, scales.y);
-    ++head;
-    if constexpr (kMore) end_scores(rest, head, block - 1 == work.own.first);
-    return next;
-  }
-  __device__ __forceinline__ void walk(const Work& work) {
-    int block = work.own.end - 1;
-    if constexpr (C::kAhead) {
-      Rest rest;
-      float2 scales = begin_scores(rest, head);
-      end_scores(rest, head, block == work.own.first);
-#pragma unroll 1
-      for (; block > work.own.first; --block) scales = step_ahead<true>(work, block, scales);
-      step_ahead<false>(work, block, scales);
-    } else {
-#pragma unroll 1
-      for (; block >= work.own.first; --block) step(work, block);
-    }
   }
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -337,7 +251,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (C::kTurns != 0 && w == C::kConsumers - 1) pass_turn();
+    if (w == C::kConsumers - 1) pass_turn();  // to the first
 #pragma unroll 1
     for (;; ++tiles) {
       const uint32_t q_stage = tiles % C::kQStages;
@@ -353,7 +267,7 @@ struct Consumer {
       const fwd::Blocks<C> blocks(seen, row, C::kBlockQ, seq_q);  // of all consumers
       Work work{info, seen, fwd::Blocks<C>(seen, first_row, 64, seq_q)};
       clear();
-      if (C::kTurns == 1) take_turn();
+      take_turn();
       if (work.own.first >= work.own.end) {
         release(shared.q_empty[q_stage][w]);
         skip(blocks.end - blocks.first);
@@ -364,13 +278,14 @@ struct Consumer {
         work.scale =
             (kSoftcap ? 1.f : kLog2e) * a.p.scale * scale_of(a.q_scale, q_first, first_row);
         skip(blocks.end - work.own.end);
-        walk(work);
+#pragma unroll 1
+        for (int block = work.own.end - 1; block >= work.own.first; --block) step(work, block);
         skip(work.own.first - blocks.first);
       }
-      if (C::kTurns == 1) pass_turn();
+      pass_turn();
       write(info);
     }
-    if (C::kTurns != 0 && w == 0) take_turn();  // the last turn handed round
+    if (w == 0) take_turn();  // the last turn handed round
     ptx::bulk_wait_read<0>();
   }
 };
