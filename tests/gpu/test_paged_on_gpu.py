@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flashsci
+from flashsci import paged
 from flashsci.check.planning import hopper_paged
 from flashsci.check.units import runs_cuda_paged
 from flashsci.testing import (
@@ -196,7 +197,15 @@ def test_what_is_out_of_range_reads_nothing_beyond_the_tensors():
                 assert found["out"].isfinite().all() and not found["lse"].isnan().any()
 
 
-def test_auto_is_triton():
-    inputs = make_paged_inputs(PagedCase(PagedVariant("float16")), "cuda")
-    found = flashsci.explain(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.options)
-    assert found.chosen == "triton"
+@needs_cuda_kernels
+def test_auto_decodes_by_cuda():
+    """And leaves prompts, and pages that its kernels do not take, to Triton."""
+    inputs = make_paged_inputs(PagedCase(PagedVariant("float16"), 1, (1, 7), (40, 90)), "cuda")
+    for most, chosen in ((7, "cuda"), (17, "triton"), (None, "triton")):
+        options = inputs.options | {"max_seqlen_q": most}
+        found = flashsci.explain(inputs.q, inputs.k_cache, inputs.v_cache, **options)
+        assert found.chosen == chosen, most
+    case = PagedCase(PagedVariant("float16"), 1, (1, 7), (40, 90), layout="unaligned")
+    paged._say_once.cache_clear()
+    with pytest.warns(UserWarning, match="running 'triton', since .*strides"):
+        judge_paged(case, "auto", "cuda")
