@@ -64,9 +64,9 @@ TILING_SM75 = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([0
 TILING_SM90 = re.compile(
     r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])ELi(\d+)E+Lb([01])ELb([01])ELb([01])E"
 )
-# sm90, 8-bit floats: head dims of q and k and of v, keys, consumer warpgroups, stages; packed, softcap.
+# sm90, 8-bit floats: head dims of q and k and of v, keys, consumer warpgroups, stages; packed.
 TILING_FP8 = re.compile(
-    r"fp8_forward_kernelI\w*TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])ELb([01])E"
+    r"fp8_forward_kernelI\w*TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])E"
 )
 # sm80, fp32: head dim, warps, m16 blocks of a warp, n8 blocks of keys, CTAs per SM; bias or mask.
 TILE_FP32 = re.compile(r"ForwardTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
@@ -139,7 +139,7 @@ class Kernel:
                 panel = 128 * int(found[2] or 1)
                 return (32, panel, 64, 12, 2, 1, 1) if found[2] else (32, panel, 0, 8, 0, 1, 1)
             if found := TILING_FP8.search(self.name):
-                dim, _, keys, consumers, stages, *_ = map(int, found.groups())
+                dim, _, keys, consumers, stages, _ = map(int, found.groups())
                 return dim, 64 * consumers, keys, 4 * (consumers + 1), stages, 1, 1
             found = TILING_SM90.search(self.name)
             if found is None:
@@ -242,8 +242,7 @@ class Kernel:
             return "combine" if "decode_combine" in self.name else "decoding"
         if found := TILING_FP8.search(self.name):
             values = f"v {found[2]}" * (found[2] != found[1])
-            words = values, "packed" if found[6] == "1" else "dense", "softcap" * (found[7] == "1")
-            return " ".join(filter(None, words))
+            return " ".join(filter(None, (values, "packed" if found[6] == "1" else "dense")))
         if found := TRIANGLE_SM90.search(self.name):
             return f"{'fp32' if found[1] == '4' else '16-bit'} bias, {found[2]} members"
         if found := TRIANGLE_COPY_SM90.search(self.name):

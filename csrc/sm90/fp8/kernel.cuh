@@ -53,7 +53,7 @@ __device__ __forceinline__ void init_barriers(Storage<C>& shared) {
   ptx::mbarrier_init_fence();
 }
 
-template <class C, bool kVarlen, bool kSoftcap>
+template <class C, bool kVarlen>
 __global__ void __launch_bounds__(C::kThreads, 1)
     fp8_forward_kernel(const __grid_constant__ Args a) {
   extern __shared__ unsigned char shared_memory[];
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-    Consumer<C, kVarlen, kSoftcap>(shared, a, warpgroup - 1).run();
+    Consumer<C, kVarlen>(shared, a, warpgroup - 1).run();
   }
 }
 

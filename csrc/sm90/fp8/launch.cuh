@@ -71,7 +71,7 @@ cudaError_t encode_maps(Args& a) {
   return error;
 }
 
-template <class C, bool kVarlen, bool kSoftcap>
+template <class C, bool kVarlen>
 cudaError_t launch_tiling(Args& a, cudaStream_t stream) {
   constexpr int kSharedBytes = sizeof(Storage<C>) + 1024;  // the base is aligned by hand
   static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
@@ -81,7 +81,7 @@ cudaError_t launch_tiling(Args& a, cudaStream_t stream) {
   cudaError_t error = plan_schedule<C, kVarlen>(a.schedule, a.p, processors);
   if (error == cudaSuccess) error = encode_maps<C>(a);
   if (error != cudaSuccess) return error;
-  constexpr auto kernel = fp8_forward_kernel<C, kVarlen, kSoftcap>;
+  constexpr auto kernel = fp8_forward_kernel<C, kVarlen>;
   error = allow_shared<kernel>(kSharedBytes, a.p.device);
   if (error != cudaSuccess) return error;
   if (plan.counter != nullptr) {
@@ -131,11 +131,8 @@ inline cudaError_t launch_forward(const FlashsciFp8ForwardParams& params, cudaSt
   a.inverse_softcap = p.softcap != 0.f ? 1.f / p.softcap : 0.f;
   const auto launch = [&](auto tiles) {
     using C = decltype(tiles);
-    if (p.softcap != 0.f)
-      return p.cu_seqlens_q != nullptr ? launch_tiling<C, true, true>(a, stream)
-                                       : launch_tiling<C, false, true>(a, stream);
-    return p.cu_seqlens_q != nullptr ? launch_tiling<C, true, false>(a, stream)
-                                     : launch_tiling<C, false, false>(a, stream);
+    return p.cu_seqlens_q != nullptr ? launch_tiling<C, true>(a, stream)
+                                     : launch_tiling<C, false>(a, stream);
   };
   const int shift = std::min(a.k_scale.shift, a.v_scale.shift);
   if (shift < 6 || a.q_scale.shift < 6) return cudaErrorNotSupported;

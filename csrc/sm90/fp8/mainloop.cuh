@@ -22,7 +22,7 @@
 
 namespace flashsci::sm90::fp8 {
 
-template <class C, bool kVarlen, bool kSoftcap>
+template <class C, bool kVarlen>
 struct Consumer {
   static constexpr int kBlockK = C::kBlockK, kStages = C::kStages;
   static constexpr int kHeadDim = C::kHeadDim, kHeadDimV = C::kHeadDimV;
@@ -71,7 +71,7 @@ struct Consumer {
 
   __device__ __forceinline__ void release(uint64_t& barrier) const {
     __syncwarp();
-    if (ptx::elect()) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
   }
   __device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) const {
     ptx::mbarrier_wait(ptx::shared_address(&barrier), parity & 1);
@@ -80,7 +80,7 @@ struct Consumer {
   // step, and wait for the same unit. One warpgroup waits, one arrives.
   __device__ __forceinline__ void take_turn() const { ptx::barrier_sync(1 + w, 256); }
   __device__ __forceinline__ void pass_turn() const {
-    ptx::barrier_arrive(1 + (w + 1) % C::kConsumers, 256);
+    ptx::barrier_arrive(w + 1 == C::kConsumers ? 1 : w + 2, 256);
   }
   // Blocks that this warpgroup's rows do not see.
   __device__ __forceinline__ void skip(int count) {
@@ -172,26 +172,26 @@ struct Consumer {
 
   // Whether q k^T are the scores, but for a factor.
   __device__ __forceinline__ bool is_plain(const Work& work, int block, float factor) const {
-    return !kSoftcap && factor > 0.f && block >= work.plain_begin && block < work.plain_end;
+    return a.p.softcap == 0.f && factor > 0.f && block >= work.plain_begin &&
+           block < work.plain_end;
   }
   __device__ __forceinline__ void shape_scores(const Work& work, int block, float& factor) {
-    if (kSoftcap || !(factor > 0.f)) factor = modify_scores(factor);
+    if (a.p.softcap != 0.f || !(factor > 0.f)) factor = modify_scores(factor);
     if (block < work.plain_begin || block >= work.plain_end) mask(work, block);
   }
   // From q k^T to what a factor takes to powers of two; returns the factor.
   __device__ __forceinline__ float modify_scores(float factor) {
-    if constexpr (kSoftcap) {
+    if (a.p.softcap != 0.f) {
       const float inner = factor * a.inverse_softcap;
 #pragma unroll
       for (int e = 0; e < kBlockK / 2; ++e) s[e] = a.p.softcap * tanh_accurate(inner * s[e]);
       return kLog2e;
-    } else {
-      // Where it is negative the largest score is not the largest product, and 0 times the -inf of a
-      // hidden key is none.
-#pragma unroll
-      for (int e = 0; e < kBlockK / 2; ++e) s[e] *= factor;
-      return 1.f;
     }
+    // Where it is negative the largest score is not the largest product, and 0 times the -inf of a
+    // hidden key is none.
+#pragma unroll
+    for (int e = 0; e < kBlockK / 2; ++e) s[e] *= factor;
+    return 1.f;
   }
   __device__ __forceinline__ void mask(const Work& work, int block) {
     const int column = block * kBlockK + lane % 4 * 2, row = work.info.row + row_in_tile;
@@ -275,8 +275,8 @@ struct Consumer {
         work.plain_begin = (seen.begin(first_row + 63) + kBlockK - 1) / kBlockK;
         work.plain_end = max(seen.end(first_row), 0) / kBlockK;
         const float* q_first = first_scale(a.q_scale, info, info.head, info.first_q);
-        work.scale =
-            (kSoftcap ? 1.f : kLog2e) * a.p.scale * scale_of(a.q_scale, q_first, first_row);
+        work.scale = (a.p.softcap != 0.f ? 1.f : kLog2e) * a.p.scale *
+                     scale_of(a.q_scale, q_first, first_row);
         skip(blocks.end - work.own.end);
 #pragma unroll 1
         for (int block = work.own.end - 1; block >= work.own.first; --block) step(work, block);
