@@ -52,8 +52,7 @@ struct Consumer {
     Window seen;
     fwd::Blocks<C> own;          // that this consumer's rows see
     int plain_begin, plain_end;  // and that all of them see as a whole
-    float
-        scale;  // of q k^T, the call's and that of these rows of q; without softcap, in powers of 2
+    float scale;  // of q k^T, and of these rows of q; without softcap, in powers of 2
   };
 
   __device__ __forceinline__ Consumer(Storage<C>& shared_, const Args& a_, int w_)
