@@ -296,8 +296,13 @@ class Judge:
         cells = {n: torch.zeros_like(x) for n, x in self.truth.items()}
         self.loose: dict[str, Tensor] = {}
         large = False
+        # Fused kernels multiply fp32 in parts of TF32 (the last of which is truncated): 3xTF32.
+        in_parts = self.fused and dtype == torch.float32 and unit == internal == _unit(dtype)
+        parts = Rounding(2.0**-10, self.tiny) if in_parts else None
         for block in blocks(self.inputs.to(torch.float64)):
-            formula = Formula(block, unit, internal, self.tiny, of_bias, of_weight, of_sink, of_p)
+            formula = Formula(
+                block, unit, internal, self.tiny, of_bias, of_weight, of_sink, of_p, parts
+            )
             large |= formula.large
             for name in self.truth:
                 for whole, part in (

@@ -208,6 +208,8 @@ class Formula:
     ``large``: scores so large that plain PyTorch in the inputs' dtype tells nothing of what a kernel may do.
     ``of_p``: the rounding of P, forward alone; None: ``unit`` and ``tiny``. It is so coarse that what it may do at most counts
     once in ``coarse``, not as often as bounds.py allows of others.
+    ``parts``: the rounding of the parts in which tensor cores multiply results' own numbers, None where they take them whole.
+    Of numbers so small that their second part is subnormal, it loses more than ``unit`` does.
     """
 
     def __init__(
@@ -220,6 +222,7 @@ class Formula:
         weight_unit: float,
         sink_unit: float,
         of_p: Rounding | None = None,
+        parts: Rounding | None = None,
     ):
         self.unit, self.tiny = unit, tiny
         # (perturbation, group of equal roundings, how many groups)
@@ -337,7 +340,11 @@ class Formula:
 
         def subnormal(x: Tensor, tiny: Any = tiny) -> Tensor:
             """One rounding cell, in units of ``unit``, where x is a subnormal number: all such may round the same way."""
-            return tiny * ((x.detach().abs() < tiny) & (x.detach() != 0)).to(x.dtype)
+            size = torch.where(x.detach() != 0, x.detach().abs(), torch.inf)
+            cell = tiny * (size < tiny).to(x.dtype)
+            if parts is not None:
+                cell = cell + parts.tiny * (parts.unit / unit) * (size < parts.tiny / parts.unit)
+            return cell
 
         # Of the results whose products have such factors.
         cells = subnormal(pr) if of_p is None else of_p.unit / unit * subnormal(pr, least)

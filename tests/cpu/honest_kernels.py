@@ -89,6 +89,13 @@ def _halves(x, wrong):
     return torch.cat(found, -2) if found else x
 
 
+def _parts(x):
+    """fp32 as tensor cores take it: two numbers of TF32, whose subnormal numbers are 2^-136 apart."""
+    high = ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    rest = x - high
+    return high + ((rest.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
 def _online(scores, low, wrong):
     """Softmax over tiles of 16 keys, the last first: unnormalised P, its largest score; a tile rescales what came before."""
     rows = (*scores.shape[:-1], 1)
@@ -204,7 +211,7 @@ def _block(b, dtype, wrong):
         results["dkey_weight"] = terms.sum_to_size(b.key_weight.shape)
     if tanh is not None:
         ds = ds * (1 - tanh * tanh)
-    ds = low(ds)
+    ds = _parts(ds) if dtype == torch.float32 else low(ds)
     results["dq"] = (1 if wrong == "dq without the scale" else b.scale) * (ds @ k)
     results["dk"] = per_key(b.scale * (turn(ds) @ b.q))
     if wrong == "padding reaches dv":  # by an exponent too small to see in what is not padding

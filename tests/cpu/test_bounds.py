@@ -183,6 +183,22 @@ def test_subnormal_numbers_may_be_zero(case):
     judge.require(found)
 
 
+def test_small_numbers_in_parts():
+    """A dS of 1e-40 keeps three bits in parts of TF32: that much its products may be off, and no more."""
+    variant = Variant("float32", head_dim=8, head_dim_v=8, sink="float")
+    case = Case(
+        variant, seed=2119912205, rank=3, lead=(), heads_k=1, group=2, seq_q=3, seq_k=3, layout="shifted",
+        layouts=("packed", "bshd", "strided"), magnitude="falling", padding="tail", dout_scale=1e-9,
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    judge, found = Judge(inputs), flash_like(inputs)
+    assert 1e-3 < abs(judge.errors("dk", found["dk"])[1]), "the case does not test what it is for"
+    judge.require(found)
+    assert judge.judge("dk", found["dk"] * 1.2).problem
+    with pytest.raises(AssertionError):  # plain PyTorch multiplies whole numbers
+        Judge(inputs, fused=False).require(found)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_whole_rows_of_numbers_loosen_no_other_row(number, dtype):
