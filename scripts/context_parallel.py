@@ -8,7 +8,7 @@
 Causal bf16 calls, forward and backward, all candidates in turn, round by round; medians over rounds of the slowest rank, of short
 calls several in a row. Strong: the
 sequence stays as ranks are added. Weak: so do the pairs of a rank, its sequence grows with the square root of their number. Efficiency is
-the time of one GPU over that of W, times 1 / W if strong. "predicted" is flashsci.distributed.cost, whose choice is marked *. GiB: of
+the time of one GPU, the slowest of all at the same time, over that of W, times 1 / W if strong. "predicted" is flashsci.distributed.cost, whose choice is marked *. GiB: of
 the slowest rank's q, k, v and dout, and the most beside what was there before the call. Rows are printed as they come, short
 sequences first, and all of them at the end. What would go beyond the minutes, by the prediction, is left out.
 """
@@ -239,7 +239,10 @@ def _lines(
     choice = chosen(seq, world, options, dim, backward)
     given = sum(x.nbytes for x in tensors) / 2**30
     for name, (seconds, memory) in measured(mesh, steps, options).items():
-        alone = seconds if world == 1 else alone
+        if world == 1:  # each rank by itself
+            slowest = torch.tensor([seconds], device=options.device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            alone = seconds = slowest.item()
         efficiency = (
             alone / seconds / (world if scaling == "strong" else 1) if alone else float("nan")
         )
@@ -263,13 +266,10 @@ def main(rank: int, options: argparse.Namespace) -> None:
     # Where one rank has failed in the middle of a call, the others do not wait for it much longer than a cell takes.
     patience = datetime.timedelta(seconds=CELL + 180)
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=patience)
-    whole = init_device_mesh(options.device, (dist.get_world_size(),))
-    meshes = {
-        n: DeviceMesh(options.device, list(range(n)))
-        for n in (1, 2, 4, 8)
-        if n < dist.get_world_size()
-    }
-    meshes[dist.get_world_size()] = whole
+    world = dist.get_world_size()
+    grid = init_device_mesh(options.device, (world, 1), mesh_dim_names=("all", "alone"))
+    some = {n: DeviceMesh(options.device, list(range(n))) for n in (2, 4, 8) if n < world}
+    meshes = {1: grid["alone"], **some, world: grid["all"]}
     if dist.get_rank() == 0:
         print(HEAD, flush=True)
     rows = table(meshes, options, until)
