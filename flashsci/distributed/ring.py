@@ -194,14 +194,19 @@ def _backward_of(
     of_queries, of_keys = call.most_parts(rank)
     own = [x for x in (k, v, key_weight) if x is not None]
     dbias = None if bias is None else _sums(bias)
-    home = [_sums(x, _sum_dtype(x, of_keys)) for x in own]
+    home: list[Tensor] = []
     dq: Tensor | None = None
     returning: Transfer | None = None
     for step, (source, keys) in enumerate(_travelling(call, k, v, key_weight)):
         found = call.needed_pieces(rank, source)
-        parts = _cut(home, call.needed(rank, rank))  # the rank's own go where they belong
+        one = len(found) == 1  # as the one call gives them
         if step:
-            parts = None if keys is None or len(found) == 1 else [_sums(x) for x in keys]
+            parts = None if keys is None or one else [_sums(x) for x in keys]
+        elif one and call.needed(rank, rank) == found[0].keys == (0, k.shape[-2]):
+            parts = None
+        else:  # the rank's own go where they belong
+            home = [_sums(x, _sum_dtype(x, of_keys)) for x in own]
+            parts = _cut(home, call.needed(rank, rank))
         for piece in found:
             assert keys is not None
             share = block.backward(dout, dlse, q, *_three(keys), side, out, lse, piece, call.scores)
@@ -218,6 +223,9 @@ def _backward_of(
                     block.rows_of(total, piece.keys, dim).add_(part)
             del shares
         del keys
+        if not home:
+            assert parts is not None
+            home = [x.to(_sum_dtype(x, of_keys)) for x in parts]
         if step:
             _bring_home(returning, home, call, step - 1)
             returning = _send_home(parts, home, own, call, step)
