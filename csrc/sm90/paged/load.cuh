@@ -11,10 +11,10 @@
 
 namespace flashsci::sm90::paged {
 
-// One tile: each lane copies box_rows rows of 64 columns from the page that it has found. box_rows
-// divides kBlockK and kBoxes times 64 columns are kHeadDim, so that the boxes fill the stage.
-template <class C>
-__device__ __forceinline__ void load_tile(const Storage<C>& shared, const unsigned char* tile,
+// One tile: each lane copies box_rows rows of a box's columns from the page that it has found.
+// box_rows divides kBlockK and kBoxes boxes have kHeadDim columns, so that they fill the stage.
+template <class C, class Shared>
+__device__ __forceinline__ void load_tile(const Shared& shared, const unsigned char* tile,
                                           uint64_t& full, uint64_t& empty, uint32_t parity,
                                           const CUtensorMap& map, const Args& a, int page,
                                           int page_row, int head) {
@@ -26,13 +26,15 @@ __device__ __forceinline__ void load_tile(const Storage<C>& shared, const unsign
   }
   __syncwarp();
   if (box * a.box_rows < C::kBlockK)
-    ptx::tma_load_5d(ptx::shared_address(tile) + (columns * C::kBlockK + box * a.box_rows) * 128,
-                     &map, ptx::shared_address(&full), columns * 64, page_row, head, page, 0);
+    ptx::tma_load_5d(ptx::shared_address(tile) +
+                         (columns * C::kBlockK + box * a.box_rows) * C::CacheBox::kRowBytes,
+                     &map, ptx::shared_address(&full), columns * C::CacheBox::kColumns, page_row,
+                     head, page, 0);
   __syncwarp();
 }
 
-template <class C>
-__device__ __forceinline__ void load(Storage<C>& shared, const Args& a, int begin, int end) {
+template <class C, class Shared>
+__device__ __forceinline__ void load(Shared& shared, const Args& a, int begin, int end) {
   const int box = threadIdx.x % 32 / C::kBoxes;
   const int total = a.plan.first[a.plan.count];
   uint32_t turn = 0;
