@@ -43,7 +43,7 @@ struct Tiling {
 
 template <class C>
 struct Storage {
-  unsigned char q[C::kQStages][C::kQBytes];  // [stage][64 columns][64 rows], fp16
+  unsigned char q[C::kQStages][C::kQBytes];  // fp16: query_place
   unsigned char k[C::kStages][C::kKVBytes];  // [stage][kColumns][kBlockK rows]
   unsigned char v[C::kStages][C::kKVBytes];
   float sums[kWarps][kWarpRows][C::kColumns];  // P V of each warp's keys, some columns at a time

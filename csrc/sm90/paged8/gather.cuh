@@ -46,15 +46,22 @@ __device__ __forceinline__ void write_rows(Storage<C>& shared, const paged::Args
   for (int i = threadIdx.x; i < rows.rows * kFours; i += kComputingThreads) {
     const int r = i / kFours, four = i % kFours, row = r % kWarpRows;
     const int column = box * C::kColumns + four * 4;
+    const auto has_row = [&](int warp) { return (warp & (rows.tiers - 1)) == r / kWarpRows; };
+    float2 statistics[kWarps];
     float offset = kUninitializedMax, sum = 0.f;
-    for (int warp = r / kWarpRows; warp < kWarps; warp += rows.tiers)
-      offset = fmaxf(offset, shared.statistics[warp][row].x);
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      if (!has_row(warp)) continue;
+      statistics[warp] = shared.statistics[warp][row];
+      offset = fmaxf(offset, statistics[warp].x);
+    }
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int warp = r / kWarpRows; warp < kWarps; warp += rows.tiers) {
-      const float2 statistics = shared.statistics[warp][row];
-      const float weight = ptx::ex2_approx(statistics.x - offset);
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      if (!has_row(warp)) continue;
+      const float weight = ptx::ex2_approx(statistics[warp].x - offset);
       const float4 part = *sums_place(shared, warp, row, four);
-      sum = fmaf(weight, statistics.y, sum);
+      sum = fmaf(weight, statistics[warp].y, sum);
       x.x = fmaf(weight, part.x, x.x), x.y = fmaf(weight, part.y, x.y);
       x.z = fmaf(weight, part.z, x.z), x.w = fmaf(weight, part.w, x.w);
     }

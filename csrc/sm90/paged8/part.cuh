@@ -95,24 +95,18 @@ struct Part {
     }
     if constexpr (C::kKeepsQ) {
 #pragma unroll
-      for (int step = 0; step < kSteps; step += 2) load_q(q[step], q[step + 1], step);
+      for (int step = 0; step < kSteps; ++step) load_q(q[step], step);
     }
 #pragma unroll
     for (int i = 0; i < kTiles * 4; ++i) o[i / 4][i % 4] = 0.f;
   }
 
-  // Of two products: 8 columns of both rows.
-  __device__ __forceinline__ void load_q(uint32_t (&first)[4], uint32_t (&second)[4],
-                                         int step) const {
-    const int column =
-        step * 4 / (kColumns / 4) * kColumns + t * (kColumns / 4) + step * 4 % (kColumns / 4);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint4 words = ptx::ld_shared_v4(
-          query_place(shared.q[q_stage], tier * kWarpRows + g + half * 8, column / 8));
-      first[half] = words.x, first[2 + half] = words.y;
-      second[half] = words.z, second[2 + half] = words.w;
-    }
+  // Of a product: four columns of both rows.
+  __device__ __forceinline__ void load_q(uint32_t (&fragment)[4], int step) const {
+    constexpr int kBoxSteps = kColumns / 16;
+    const int four = step / kBoxSteps * kBoxSteps * 4 + t * kBoxSteps + step % kBoxSteps;
+    const uint4 words = ptx::ld_shared_v4(query_place<C>(shared.q[q_stage], tier, g, four));
+    fragment[0] = words.x, fragment[1] = words.y, fragment[2] = words.z, fragment[3] = words.w;
   }
 
   // 16 bytes of a row in a box.
@@ -131,22 +125,22 @@ struct Part {
         words[n] = ptx::ld_shared_v4(k + i / kPieces * C::CacheBox::kBytes +
                                      place(g, t * kPieces + i % kPieces) + n * 8 * kColumns);
 #pragma unroll
-      for (int j = 0; j < 4; j += 2) {
-        uint32_t own[2][4];
+      for (int j = 0; j < 4; ++j) {
+        uint32_t own[4];
         if constexpr (C::kKeepsQ) {
 #pragma unroll
-          for (int e = 0; e < 8; ++e) own[e / 4][e % 4] = q[i * 4 + j + e / 4][e % 4];
+          for (int e = 0; e < 4; ++e) own[e] = q[i * 4 + j][e];
         } else {
-          load_q(own[0], own[1], i * 4 + j);
+          load_q(own, i * 4 + j);
         }
 #pragma unroll
-        for (int odd = 0; odd < 2; ++odd)
-#pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            const uint2 b = Format::widen(j == 0 ? (odd ? words[n].y : words[n].x)
-                                                 : (odd ? words[n].w : words[n].z));
-            ptx::mma_m16n8k16_f16(sum[n], own[odd], b.x, b.y);
-          }
+        for (int n = 0; n < 2; ++n) {
+          const uint2 b = Format::widen(j == 0   ? words[n].x
+                                        : j == 1 ? words[n].y
+                                        : j == 2 ? words[n].z
+                                                 : words[n].w);
+          ptx::mma_m16n8k16_f16(sum[n], own, b.x, b.y);
+        }
       }
     }
 #pragma unroll

@@ -10,10 +10,13 @@
 
 namespace flashsci::sm90::paged8 {
 
-// Where 8 columns of a row of Q are: 128-byte swizzled rows, as in paged/load.cuh.
-__device__ __forceinline__ uint32_t query_place(const unsigned char* tile, int row, int chunk) {
-  return ptx::shared_address(tile) + chunk / 8 * (kRows * 128) + row * 128 +
-         ((chunk ^ row) & 7) * 16;
+// Where four columns of rows r and r + 8 of a tier of 16 rows are, as one product takes them from a
+// lane: the first two of r, of r + 8, and the last two. Lanes that load together meet no bank twice.
+template <class C>
+__device__ __forceinline__ uint32_t query_place(const unsigned char* tile, int tier, int r,
+                                                int four) {
+  const int swizzle = four / 8 % 4 | r % 2 * (C::kColumns / 32);
+  return ptx::shared_address(tile) + ((tier * 8 + r) * (C::kHeadDim / 4) + (four ^ swizzle)) * 16;
 }
 
 // Pairs of bf16 become fp16 in units of the power of two that is returned, with the largest number
@@ -72,7 +75,13 @@ __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& arg
         const float unit = to_f16<kLanes>(words);
         if (column == 0) shared.q_units[stage][row] = unit;
       }
-      ptx::st_shared(query_place(shared.q[stage], row, column / 8), words);
+      const int half = row / 8 % 2;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t place = query_place<C>(shared.q[stage], row / 16, row % 8, column / 4 + i);
+        ptx::st_shared(place + half * 4, i ? words.z : words.x);
+        ptx::st_shared(place + half * 4 + 8, i ? words.w : words.y);
+      }
     }
     if (lane == 0) {
       shared.tiles[stage] = Tile{slot,           cursor.head,      cursor.block,   last,
