@@ -196,6 +196,53 @@ def test_what_is_out_of_range_reads_nothing_beyond_the_tensors(kernel, edges, us
         inputs.judge(fused=True).require(found)
 
 
+@pytest.mark.parametrize("dim", (64, 256))
+@pytest.mark.parametrize("power", (-100, -20, 17, 90))
+def test_rows_of_q_of_any_size(kernel, power, dim):
+    """Products are in fp16, whose range bf16 leaves: powers of two that k_scale takes back change no bit."""
+    case = PagedCase(PagedVariant("bfloat16", FORMATS[0], dim, dim), 1, (1, 9), (300, 90), 2, 4)
+    inputs = make_paged_inputs(case)
+    one = inputs.options | {"k_scale": torch.ones(())}
+    other = inputs.options | {"k_scale": torch.tensor(2.0**-power)}
+    expected = run(kernel, replace(inputs, options=one))
+    found = run(kernel, replace(inputs, q=inputs.q * 2.0**power, options=other))
+    assert all(torch.equal(found[n], x) for n, x in expected.items())
+
+
+def test_numbers_in_a_row_of_q_of_all_sizes(kernel):
+    inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16", FORMATS[0]), 1, (1, 9), (300, 90), 2, 4))  # fmt: skip
+    inputs.q.mul_(torch.logspace(-12, 0, 64)[torch.randperm(64)])
+    inputs.judge(fused=True).require(run(kernel, inputs))
+
+
+@pytest.mark.parametrize("value", (torch.inf, torch.nan))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_a_row_of_q_that_is_not_finite_is_no_other_rows_business(kernel, dtype, value):
+    inputs = make_paged_inputs(PagedCase(PagedVariant(dtype, FORMATS[1]), 1, (1, 9), (300, 90), 2, 4))  # fmt: skip
+    expected = run(kernel, inputs)
+    inputs.q[3, 5, 7] = value
+    found = run(kernel, inputs)
+    assert found["out"][3, 5].isnan().all() and found["lse"][5, 3].isnan()
+    for name, x in expected.items():
+        y = found[name].clone()
+        (y[3] if name == "out" else y.T[3])[5] = (x[3] if name == "out" else x.T[3])[5]
+        torch.testing.assert_close(y, x, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("number", (True, False))
+def test_scales_of_any_strides(kernel, number):
+    """One number for all, or a column of a larger table, either without the other."""
+    case = PagedCase(PagedVariant("float16", FORMATS[0]), 7, (1, 3), (300, 40), 3, 2, scales="heads")  # fmt: skip
+    inputs = make_paged_inputs(case)
+    for name in ("k_scale", "v_scale"):
+        scale = inputs.options[name]
+        wide = torch.full((5, 2, 7), torch.nan)[:3, :, 4].T
+        given = scale[0, 0] if number else wide.copy_(scale)
+        options = {k: v for k, v in inputs.options.items() if k not in ("k_scale", "v_scale")}
+        changed = replace(inputs, options=options | {name: given})
+        changed.judge(fused=True).require(run(kernel, changed))
+
+
 @caches
 def test_no_sequence(kernel, cache):
     inputs = make_paged_inputs(PagedCase(PagedVariant("float16", cache), 1, (3,), (40,), 1, 2))

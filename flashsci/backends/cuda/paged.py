@@ -81,9 +81,7 @@ def misfit(tensors: PagedTensors, out: Tensor) -> str | None:
     page, heads_k = k_cache.shape[1:3]
     scales = [n for n in ("k_scale", "v_scale") if getattr(tensors, n) is not None]
     if scales and k_cache.dtype not in FP8:
-        return (
-            f"its kernels have no {' and no '.join(scales)} for a 16-bit cache; put scales into the cache, or use backend='triton'"
-        )
+        return f"its kernels have no {' and no '.join(scales)} for a 16-bit cache; put scales into the cache, or use backend='triton'"
     if page % PAGE:
         return f"pages have {page} rows and its kernels take multiples of {PAGE}; use such pages, or backend='triton'"
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
