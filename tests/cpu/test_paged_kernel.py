@@ -303,23 +303,56 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_found(tmp_path, fault):
+FAULTS8 = {
+    "V of keys that no row sees": ("paged8/part.cuh", "words[i][w] &= mask;", ";"),
+    "stages that are never free": ("paged8/part.cuh", "      release(shared.k_empty[stage]);\n      release(shared.v_empty[stage]);\n", ""),
+    "V before it is there": ("paged8/part.cuh", "      ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[stage]), parity);\n", ""),
+    "bytes of another turn": ("paged8/part.cuh", "parity = turn / C::kStages & 1;", "parity = (turn / C::kStages & 1) ^ 1;"),
+    "boxes that are not swizzled": ("paged8/part.cuh", "(piece ^ row * kColumns / 128 % (kColumns / 16)) * 16", "piece * 16"),
+    "keys of V in another order": ("paged8/part.cuh", "half ? 0x7362 : 0x5140", "half ? 0x3726 : 0x1504"),
+    "chunks of another part": ("paged8/part.cuh", "part(warp / rows.tiers)", "part(warp % (kWarps / rows.tiers))"),
+    "units of Q": ("paged8/part.cuh", "s[e] *= q_unit[e >> 1 & 1];", ";"),
+    "the scale of K": ("paged8/part.cuh", "*= k_scale;", "*= 1.f;"),
+    "the scale of V": ("paged8/gather.cuh", "ptx::rcp_approx(sum) * v_scale", "ptx::rcp_approx(sum)"),
+    "sums that are not there yet": ("paged8/gather.cuh", "    ptx::barrier_sync(paged::kComputing, kComputingThreads);\n    write_rows", "    write_rows"),
+    "sums of the tile before": ("paged8/gather.cuh", "    ptx::barrier_sync(paged::kComputing, kComputingThreads);  // what was there has been read\n", ""),
+    "weights of the warps": ("paged8/gather.cuh", "ptx::ex2_approx(statistics[warp].x - offset)", "1.f"),
+    "Q of the next tile but one before the last has read it": ("paged8/queries.cuh", "    ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]), (turn / C::kQStages & 1) ^ 1);\n", ""),
+    "Q before it is there": ("paged8/kernel.cuh", "    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[stage]), tiles / C::kQStages & 1);", ""),
+    "a sink in each piece": ("paged8/gather.cuh", "      if (column == 0) a.plan.partial_lse[place] = lse;", "      if (column == 0) a.plan.partial_lse[place] = a.p.sink == nullptr ? lse : paged::with_logit(lse, __ldg(a.p.sink + rows.head_of(r)) * kLog2e).x;"),
+}  # fmt: skip
+
+
+def finds(folder: Path, cache: str, fault: tuple[str, str, str]) -> bool:
+    """Whether some of a few calls show a fault."""
+    launcher, names = ("paged8", "Op, Format") if cache else ("paged", "Op")
     other_tiles = [
-        ("paged/launch.cuh", f"return launch_padded<Op, {dim}>(p, stream);", "return cudaErrorNotSupported;")
+        (f"{launcher}/launch.cuh", f"return launch_padded<{names}, {dim}>(p, stream);", "return cudaErrorNotSupported;")
         for dim in (128, 256)
     ]  # fmt: skip
-    broken = build(tmp_path, "paged", FAULTS[fault], *other_tiles)
-    broken.workspace.restype = c.c_int64
-    variant = PagedVariant("bfloat16", "", 64, 64, "both", sink=True)
-    case = PagedCase(variant, 0, (1, 30, 0, 2, 5), (1900, 90, 40, 150, 700), 2, 4, 48, outside=True, padding=3, left=900)  # fmt: skip
-    whole = PagedCase(PagedVariant("bfloat16"), 0, (1,) * 9, (128,) * 9, 2, 16)  # no block is cut
-    found = 0
+    broken = Kernels(folder, fault, *other_tiles)
+    scales = "heads" if cache else "none"
+    variant = PagedVariant("bfloat16", cache, 64, 64, "both", sink=True)
+    case = PagedCase(variant, 0, (1, 30, 0, 2, 5), (1900, 90, 40, 150, 700), 2, 4, 48, outside=True, padding=3, left=900, scales=scales)  # fmt: skip
+    whole = PagedCase(
+        PagedVariant("bfloat16", cache), 0, (1,) * 9, (128,) * 9, 2, 16
+    )  # no block is cut
     for seed in range(2, 8):
         for given in (case, whole):
             try:
                 judge(broken, replace(given, seed=seed), seed)
             except AssertionError:
-                found += 1
-    assert found
+                return True
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(tmp_path, fault):
+    assert finds(tmp_path, "", FAULTS[fault])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS8)
+def test_faults_with_8_bit_caches_are_found(tmp_path, fault):
+    assert finds(tmp_path, FORMATS[0], FAULTS8[fault])
