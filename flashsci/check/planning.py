@@ -133,8 +133,8 @@ def hopper_paged(case: PagedCase) -> PagedCase:
     if layout == "unaligned":
         layout = "rows"
     if variant.cache:
-        dims = (-(-d // 16) * 16 for d in (variant.head_dim, variant.head_dim_v))
-        variant = replace(variant, **dict(zip(("head_dim", "head_dim_v"), dims, strict=True)))
+        dim, dim_v = (-(-d // 16) * 16 for d in (variant.head_dim, variant.head_dim_v))
+        variant = replace(variant, head_dim=dim, head_dim_v=dim_v)
     else:
         scales = "none"
     return replace(case, variant=variant, layout=layout, scales=scales)
