@@ -33,7 +33,9 @@ __device__ __forceinline__ void load_tile(const Shared& shared, const unsigned c
   __syncwarp();
 }
 
-template <class C, class Shared>
+enum Loads { kKeysAndValues, kKeys, kValues };  // what a warp loads
+
+template <class C, Loads kLoads = kKeysAndValues, class Shared>
 __device__ __forceinline__ void load(Shared& shared, const Args& a, int begin, int end) {
   const int box = threadIdx.x % 32 / C::kBoxes;
   const int total = a.plan.first[a.plan.count];
@@ -58,10 +60,12 @@ __device__ __forceinline__ void load(Shared& shared, const Args& a, int begin, i
       const int page_row = key_of(block) % a.p.page;
       const int next = block + 1 < last ? page_of(block + 1) : 0;
       const uint32_t stage = turn % C::kStages, parity = (turn / C::kStages & 1) ^ 1;
-      load_tile<C>(shared, shared.k[stage], shared.k_full[stage], shared.k_empty[stage], parity,
-                   a.k, a, page, page_row, cursor.head);
-      load_tile<C>(shared, shared.v[stage], shared.v_full[stage], shared.v_empty[stage], parity,
-                   a.v, a, page, page_row, cursor.head);
+      if constexpr (kLoads != kValues)
+        load_tile<C>(shared, shared.k[stage], shared.k_full[stage], shared.k_empty[stage], parity,
+                     a.k, a, page, page_row, cursor.head);
+      if constexpr (kLoads != kKeys)
+        load_tile<C>(shared, shared.v[stage], shared.v_full[stage], shared.v_empty[stage], parity,
+                     a.v, a, page, page_row, cursor.head);
       page = next;
     }
     cursor.advance(a.plan, last, a.p.heads_k, total);

@@ -5,8 +5,8 @@
 //           output in fp32.
 // Work      That of paged/kernel.cuh: its plan, its runs, its last kernel.
 // Roles     Warps 0 - 7 compute, each with mma.sync on 16 rows and its own keys of every block:
-//           with 16 rows at most an eighth of them, with 64 a half. Warp 8 loads K and V, warp 9
-//           finds what tile is next and loads its Q.
+//           with 16 rows at most an eighth of them, with 64 a half. Warp 8 loads K, warp 9 V, warp
+//           10 finds what tile is next and loads its Q.
 // Shared    Two tiles of Q (one at head dim 256), a ring of K and V as bytes [stage][kColumns][128
 //           rows] in swizzled boxes, and the warps' sums at the end of a tile: `Storage`.
 // Limits    Memory. Prompts are right, but slow.
@@ -73,8 +73,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) paged8_kernel(const __grid_con
     compute<Op, Format, C>(shared, args, warp, run, begin, end);
   } else {
     ptx::setmaxnreg_dec<C::kLoadingRegisters>();
-    if (warp == kWarps) paged::load<C>(shared, a, begin, end);
-    if (warp == kWarps + 1) load_queries<Op, C>(shared, args, begin, end);
+    if (warp == kWarps) paged::load<C, paged::kKeys>(shared, a, begin, end);
+    if (warp == kWarps + 1) paged::load<C, paged::kValues>(shared, a, begin, end);
+    if (warp == kWarps + 2) load_queries<Op, C>(shared, args, begin, end);
   }
 }
 
