@@ -223,6 +223,22 @@ def table(records: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def gains(records: list[dict]) -> str:
+    """How many times as fast each candidate is with an 8-bit cache as with a 16-bit one, a line for each pair of cases."""
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for r in records:
+        case = r["case"]
+        rest = f"b{case['batch']}-{case['spread']}-s{case['longest']}"
+        times.setdefault((rest, r["backend"]), {})[case["cache"]] = r["seconds"]["median"]
+    found: dict[str, list[str]] = {}
+    for (rest, name), by in times.items():
+        narrow = [s for cache, s in by.items() if "float8" in cache]
+        wide = [s for cache, s in by.items() if "float8" not in cache]
+        if narrow and wide:
+            found.setdefault(rest, []).append(f"{name} {wide[0] / narrow[0]:.2f}")
+    return "\n".join(f"8 bits against 16, {rest}: {', '.join(by)}" for rest, by in found.items())
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paged", description=__doc__)
     parser.add_argument(
@@ -269,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
                 torch.cuda.empty_cache()
     finally:
         if records:
-            print(f"\n{table(records)}", flush=True)
+            print(f"\n{table(records)}\n\n{gains(records)}", flush=True)
     return int(not records)
 
 

@@ -61,8 +61,8 @@ def paged_attention(
             times these is K and V. None: 1. They multiply scores and output, in float32.
         return_lse: also return the lse.
         out: ``[T, Hq, Dv]`` in q's dtype with a contiguous last dim, to be filled and returned; None for a new one.
-        backend: as in :func:`flashsci.attention`; "triton", "cuda" (Hopper, 16-bit caches) and "reference" have paged calls.
-            "auto" is triton on a GPU, reference elsewhere, which reads lengths on the host.
+        backend: as in :func:`flashsci.attention`; "triton", "cuda" (Hopper, 16-bit queries) and "reference" have paged calls.
+            "auto" is triton on a GPU, for decodes on Hopper cuda, reference elsewhere, which reads lengths on the host.
 
     Returns:
         out ``[T, Hq, Dv]``; with ``return_lse`` also the lse ``[Hq, T]``, natural log, float32 (float64 for float64), the sink

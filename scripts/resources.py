@@ -95,6 +95,8 @@ TRIANGLE_COPY_SM90 = re.compile(
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 # sm90 paged attention: kernel; head dim, of the plan the keys of a block.
 PAGED_SM90 = re.compile(r"5paged\d+(?P<kind>paged|plan|combine)_kernelI.*?Li(?P<number>\d+)E")
+# ... from a cache of 8-bit floats, beside the same plan and combine: the floats, head dim.
+PAGED8_SM90 = re.compile(r"paged8_kernelI.*?4(E\dm\d)E.*?TilingILi(\d+)E")
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,8 @@ class Kernel:
                 if found["kind"] == "combine":
                     return number, 4, 0, 4, 0, 8, 1
                 return number, 64, 64 if number == 256 else 128, 6, 4 if number == 64 else 3, 1, 1
+            if found := PAGED8_SM90.search(self.name):
+                return int(found[2]), 64, 128, 12, 512 // int(found[2]), 1, 1
             if found := DECODE_SM90.search(self.name):
                 dim = int(found[1])
                 if "decode_combine" in self.name:
@@ -238,6 +242,8 @@ class Kernel:
             return " ".join(filter(None, words)) or "dense"
         if found := PAGED_SM90.search(self.name):
             return str(found["kind"])
+        if found := PAGED8_SM90.search(self.name):
+            return found[1].lower()
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return "combine" if "decode_combine" in self.name else "decoding"
         if found := TILING_FP8.search(self.name):
@@ -325,6 +331,8 @@ class Kernel:
         if paged or DECODE_SM90.search(self.name):
             of_q = 2 if paged and dim < 256 else 1
             return 2 * dim * (of_q * rows + 2 * stages * keys) if keys else 0
+        if PAGED8_SM90.search(self.name):  # Q, once at D 256, K and V, sums of 8 warps
+            return 2 * dim * ((2 if dim < 256 else 1) * rows + stages * keys) + 512 * min(dim, 128)
         if found := TILING_FP8.search(self.name):  # Q twice, K, V and V turned, output staging
             values = 2 * int(found[2]) * stages * keys
             return dim * (2 * rows + stages * keys) + values + (warps - 4) * 2048

@@ -39,7 +39,7 @@ class Instance:
     """A row of the table: a compiled kernel."""
 
     generation: str  # sm90, sm80 or sm75
-    kind: str  # fwd, bwd; fp8, paged: what has no backward and calls of its own
+    kind: str  # fwd, bwd; fp8, paged, paged8: what has no backward and calls of its own
     dtype: str
     head_dim: int
     tile: str
@@ -163,6 +163,7 @@ class PagedCall:
     head_dim: int
     head_dim_v: int
     window: str = "causal"
+    cache: str = ""  # an 8-bit float, or dtype
     generation: str = "sm90"
     backend: str = "cuda"
     packed: ClassVar[bool] = True
@@ -170,16 +171,19 @@ class PagedCall:
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}", f"v{self.head_dim_v}"
-        return "-".join((self.generation, "paged", self.dtype, *dims, self.window))
+        cache = (self.cache,) if self.cache else ()
+        return "-".join((self.generation, "paged", self.dtype, *cache, *dims, self.window))
 
     def cases(self, processors: int) -> Iterator[tuple[str, PagedCase]]:
         """Names and cases: rings that go round, runs that begin and end within a sequence, one sequence cut into many, more
         of them than multiprocessors, prompts, tiles without a row, rows without a key."""
         banded = self.window == "both"
         variant = PagedVariant(
-            self.dtype, "", self.head_dim, self.head_dim_v, self.window, banded, banded
+            self.dtype, self.cache, self.head_dim, self.head_dim_v, self.window, banded, banded
         )
         common = dict(layout="joint rows", padding=3, left=500, heads_k=2)
+        if self.cache:
+            common["scales"] = "heads"
         more = processors + 1
         shapes = (
             ("one cut among all", (1,), (300 * processors,), 4, 16),
@@ -300,6 +304,7 @@ def _others() -> Iterator[Call]:
         yield Call("sm90", dtype, 80, 72, packed=True, causal=True)
         yield Call("sm90", dtype, 40, 40, bias="shared", mask="keys")
         yield PagedCall(dtype, 192, 128)
+        yield PagedCall(dtype, 192, 80, cache="float8_e4m3fn")
     for dtype, dim in (("bfloat16", 64), ("float16", 128), ("float32", 32)):
         yield Call("triton", dtype, dim, dim, causal=True)
         yield Call("triton", dtype, dim, dim, packed=True, causal=True)
@@ -392,6 +397,17 @@ def _paged(instance: Instance) -> Iterator[PagedCall]:
             yield PagedCall(instance.dtype, dim, dim, window)
 
 
+def _paged8(instance: Instance) -> Iterator[PagedCall]:
+    dims = (64, 128, 256) if instance.variant == "plan" else (instance.head_dim,)
+    caches = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+    caches |= dict.fromkeys(("plan", "combine"), "float8_e4m3fn")
+    if instance.variant not in caches:
+        return
+    for dim in dims:
+        for window in ("causal", "both"):
+            yield PagedCall(instance.dtype, dim, dim, window, caches[instance.variant])
+
+
 def _plain(call: Call, dims: int) -> Iterator[Call]:
     """Calls without pairs, which one kernel of sm80 or sm75 serves; dims: of q, k and v."""
     call = replace(call, head_dim=dims, head_dim_v=dims)
@@ -475,6 +491,7 @@ _UNITS = {
     "sm90/bwd": _sm90_backward,
     "sm90/fp8": _fp8,
     "sm90/paged": _paged,
+    "sm90/paged8": _paged8,
     "sm80/fwd": _older_forward,
     "sm80/bwd": _older_backward,
     "sm80/fwd_fp32": _fp32_forward,
@@ -499,6 +516,8 @@ def launched(names: Iterable[str], dtype: str) -> set[Instance]:
         own = dtype
         if "fp8_forward_" in symbol:
             kind, own = "fp8", DTYPES["e4m3"]
+        elif "6paged8" in symbol or "3Op8" in symbol:
+            kind = "paged8"
         elif "5paged" in symbol:
             kind = "paged"
         suffix = next(s for s, d in DTYPES.items() if d == own)

@@ -7,13 +7,14 @@ namespace {
 
 using namespace flashsci::bindings;
 
+template <class Params>
 struct Kernels {
-  int (*launch)(const FlashsciPagedParams*, FlashsciStream);
-  int64_t (*workspace)(const FlashsciPagedParams*);
+  int (*launch)(const Params*, FlashsciStream);
+  int64_t (*workspace)(const Params*);
 };
 
-// Those of a dtype, empty where this build or the device has none.
-Kernels kernels_of([[maybe_unused]] int32_t dtype, int device) {
+// Those of a dtype of q, empty where this build or the device has none.
+Kernels<FlashsciPagedParams> kernels_of([[maybe_unused]] int32_t dtype, int device) {
   [[maybe_unused]] const bool hopper = describe(device).capability / 10 == 9;
 #ifdef FLASHSCI_HAVE_SM90_PAGED_FP16
   if (hopper && dtype == dtypes().half)
@@ -24,6 +25,30 @@ Kernels kernels_of([[maybe_unused]] int32_t dtype, int device) {
     return {flashsci_paged_sm90_bf16, flashsci_paged_sm90_bf16_workspace};
 #endif
   return {};
+}
+
+// The same for caches of 8-bit floats.
+Kernels<FlashsciPaged8Params> kernels8_of([[maybe_unused]] int32_t dtype, int device) {
+  [[maybe_unused]] const bool hopper = describe(device).capability / 10 == 9;
+#ifdef FLASHSCI_HAVE_SM90_PAGED8_FP16
+  if (hopper && dtype == dtypes().half)
+    return {flashsci_paged8_sm90_fp16, flashsci_paged8_sm90_fp16_workspace};
+#endif
+#ifdef FLASHSCI_HAVE_SM90_PAGED8_BF16
+  if (hopper && dtype == dtypes().brain)
+    return {flashsci_paged8_sm90_bf16, flashsci_paged8_sm90_bf16_workspace};
+#endif
+  return {};
+}
+
+// call: that of params, whose workspace is missing.
+template <class Params>
+int launch(const Kernels<Params>& kernels, const Params& params, FlashsciPagedParams& call) {
+  if (kernels.launch == nullptr) return cudaErrorNotSupported;
+  const int64_t bytes[] = {kernels.workspace(&params)};
+  Tensor workspace = empty_contiguous(1, bytes, dtypes().byte, call.device);
+  call.workspace = workspace.mutable_data_ptr();
+  return kernels.launch(&params, current_stream(call.device));
 }
 
 void check_tensor(const Tensor& x, const char* name, int device, int32_t dtype, int64_t rank) {
@@ -50,11 +75,13 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
   FLASHSCI_CHECK(q.is_cuda(), "q must be a CUDA tensor");
   const int device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
-  FLASHSCI_CHECK(!k_scale.has_value() && !v_scale.has_value(),
-                 "these kernels read 16-bit caches, which have no scales");
+  const int32_t cache_dtype = dtype_of(k_cache);
+  const bool eight_bits = cache_dtype == dtypes().e4m3 || cache_dtype == dtypes().e5m2;
+  FLASHSCI_CHECK(eight_bits || (!k_scale.has_value() && !v_scale.has_value()),
+                 "these kernels have no scales for a 16-bit cache");
   check_tensor(q, "q", device, dtype, 3);
-  check_tensor(k_cache, "k_cache", device, dtype, 4);
-  check_tensor(v_cache, "v_cache", device, dtype, 4);
+  check_tensor(k_cache, "k_cache", device, eight_bits ? cache_dtype : dtype, 4);
+  check_tensor(v_cache, "v_cache", device, eight_bits ? cache_dtype : dtype, 4);
   check_tensor(out, "out", device, dtype, 3);
   check_tensor(block_table, "block_table", device, dtypes().int32, 2);
   check_tensor(seqused_k, "seqused_k", device, dtypes().int32, 1);
@@ -85,12 +112,19 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
     check_tensor(*sink, "sink", device, dtypes().single, 1);
     FLASHSCI_CHECK(sink->size(0) == q.size(1), "sink must have a logit for each head of q");
   }
+  for (const auto& [name, scale] : {std::pair{"k_scale", &k_scale}, {"v_scale", &v_scale}})
+    if (scale->has_value())
+      FLASHSCI_CHECK((*scale)->is_cuda() && (*scale)->get_device_index() == device &&
+                         dtype_of(**scale) == dtypes().single && (*scale)->dim() == 2 &&
+                         (*scale)->size(0) == sequences && (*scale)->size(1) == k_cache.size(2),
+                     name, " must be float32 [N, Hk] on the device of q, got ", shape_of(**scale));
 
   const OnDevice on_device(device);
   const int64_t lse_shape[] = {return_lse ? q.size(1) : 0, q.size(0)};
   Tensor lse = empty_contiguous(return_lse ? 2 : 1, lse_shape, dtypes().single, device);
   if (q.size(0) == 0 || q.size(1) == 0) return lse;
-  FlashsciPagedParams p{};
+  FlashsciPaged8Params params{};
+  FlashsciPagedParams& p = params.call;
   p.q = q.const_data_ptr();
   p.k_cache = k_cache.const_data_ptr();
   p.v_cache = v_cache.const_data_ptr();
@@ -117,20 +151,29 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
   };
   p.window_left = side(window_left), p.window_right = side(window_right);
   p.device = device;
-  const Kernels kernels = kernels_of(dtype, device);
-  int error = cudaErrorNotSupported;
-  if (kernels.launch != nullptr) {
-    const int64_t bytes[] = {kernels.workspace(&p)};
-    Tensor workspace = empty_contiguous(1, bytes, dtypes().byte, device);
-    p.workspace = workspace.mutable_data_ptr();
-    error = kernels.launch(&p, current_stream(device));
+  int error;
+  if (eight_bits) {
+    if (k_scale.has_value()) {
+      params.k_scale = static_cast<const float*>(k_scale->const_data_ptr());
+      params.k_scale_sequence = k_scale->stride(0), params.k_scale_head = k_scale->stride(1);
+    }
+    if (v_scale.has_value()) {
+      params.v_scale = static_cast<const float*>(v_scale->const_data_ptr());
+      params.v_scale_sequence = v_scale->stride(0), params.v_scale_head = v_scale->stride(1);
+    }
+    params.e5m2 = cache_dtype == dtypes().e5m2;
+    error = launch(kernels8_of(dtype, device), params, p);
+  } else {
+    error = launch(kernels_of(dtype, device), p, p);
   }
   FLASHSCI_CHECK(
       error != cudaErrorNotSupported, "paged_attention: no kernel serves this call (", shapes,
       ") in this build (", flashsci_build_info(),
-      "); they are for compute capability 9, float16 and bfloat16, head dims that are multiples of "
-      "8 up to 256, pages of multiples of 16 rows, and tensors whose addresses and strides are "
-      "multiples of 16 bytes; use backend=\"triton\"");
+      "); they are for compute capability 9, queries in float16 and bfloat16, caches in their "
+      "dtype "
+      "or in 8-bit floats, head dims that are multiples of 8 up to 256, pages of multiples of 16 "
+      "rows, and tensors whose addresses and strides are multiples of 16 bytes; use "
+      "backend=\"triton\"");
   check_cuda(static_cast<cudaError_t>(error), "paged_attention: launch failed");
   return lse;
 }

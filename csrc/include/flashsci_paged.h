@@ -32,15 +32,25 @@ typedef struct FlashsciPagedParams {
   void* workspace;  // ..._workspace(params) bytes, aligned to 256, with any contents
 } FlashsciPagedParams;
 
+// The same from caches of 8-bit floats, which times their scales are K and V.
+typedef struct FlashsciPaged8Params {
+  FlashsciPagedParams call;
+  const float* k_scale;  // [N, Hk], or NULL: 1
+  const float* v_scale;
+  int64_t k_scale_sequence, k_scale_head, v_scale_sequence, v_scale_head;  // strides
+  int32_t e5m2;                                                            // 0: e4m3fn
+} FlashsciPaged8Params;
+
 // cudaErrorNotSupported: strides, alignment or sizes that these kernels do not take; nothing was
 // launched then. The workspace depends on sizes alone.
-#define FLASHSCI_DECLARE_PAGED(unit)                                        \
-  FLASHSCI_API int flashsci_paged_##unit(const FlashsciPagedParams* params, \
-                                         FlashsciStream stream);            \
-  FLASHSCI_API int64_t flashsci_paged_##unit##_workspace(const FlashsciPagedParams* params);
+#define FLASHSCI_DECLARE_PAGED(unit, Params)                                     \
+  FLASHSCI_API int flashsci_##unit(const Params* params, FlashsciStream stream); \
+  FLASHSCI_API int64_t flashsci_##unit##_workspace(const Params* params);
 
-FLASHSCI_DECLARE_PAGED(sm90_fp16)
-FLASHSCI_DECLARE_PAGED(sm90_bf16)
+FLASHSCI_DECLARE_PAGED(paged_sm90_fp16, FlashsciPagedParams)
+FLASHSCI_DECLARE_PAGED(paged_sm90_bf16, FlashsciPagedParams)
+FLASHSCI_DECLARE_PAGED(paged8_sm90_fp16, FlashsciPaged8Params)
+FLASHSCI_DECLARE_PAGED(paged8_sm90_bf16, FlashsciPaged8Params)
 
 #ifdef __cplusplus
 }

@@ -113,8 +113,8 @@ def _aligned(case: Case) -> Case:
 def paged_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:
     """Cases of paged attention, for the backends that have it; small ones where Triton interprets.
 
-    Where Hopper's kernels are judged every other case is one that they serve: of those that are drawn nine in ten have an
-    8-bit cache, scales, fp32 or rows that are not aligned.
+    Where Hopper's kernels are judged every other case is one that they serve: most of those that are drawn have fp32, scales of a
+    16-bit cache or rows that are not aligned.
     """
     limits = {} if device == "cuda" else {"longest_k": 40, "longest_q": 6}
     having = ("triton", "cuda") if units.runs_cuda_paged(device) else ("triton",)
@@ -126,13 +126,18 @@ def paged_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> P
 
 
 def hopper_paged(case: PagedCase) -> PagedCase:
-    """What the CUDA library's paged kernels take; as drawn in other respects."""
-    dtype = case.variant.dtype
-    if dtype == "float32":
-        dtype = ("float16", "bfloat16")[case.seed % 2]
-    layout = "rows" if case.layout == "unaligned" else case.layout
-    variant = replace(case.variant, dtype=dtype, cache="")
-    return replace(case, variant=variant, layout=layout, scales="none")
+    """What the CUDA library's paged kernels take, rows at multiples of 16 bytes among it; as drawn in other respects."""
+    variant, layout, scales = case.variant, case.layout, case.scales
+    if variant.dtype == "float32":
+        variant = replace(variant, dtype=("float16", "bfloat16")[case.seed % 2])
+    if layout == "unaligned":
+        layout = "rows"
+    if variant.cache:
+        dim, dim_v = (-(-d // 16) * 16 for d in (variant.head_dim, variant.head_dim_v))
+        variant = replace(variant, head_dim=dim, head_dim_v=dim_v)
+    else:
+        scales = "none"
+    return replace(case, variant=variant, layout=layout, scales=scales)
 
 
 def fp8_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:

@@ -11,7 +11,7 @@ KERNELS = ("triton", "cuda")  # backends of our own
 # Names for several units: the starts of theirs.
 GROUPS = {
     "second_order": ("triton/jvp", "triton/double_backward_"),
-    "paged": ("triton/paged", "cuda/sm90/paged_"),
+    "paged": ("triton/paged", "cuda/sm90/paged"),
     "fp8": ("triton/fp8", "cuda/sm90/fp8_"),
 }
 

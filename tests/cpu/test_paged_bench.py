@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +64,21 @@ def test_all_of_it_in_small(tmp_path, monkeypatch, capsys):
     assert [r["backend"] for r in json.loads(path.read_text())["records"]] == ["reference", "copy"]
     assert paged.main([*given, "--minutes", "0"]) == 1
     assert "no time left" in capsys.readouterr().out
+
+
+def test_what_8_bits_gain():
+    """Of the cases that were timed with both caches."""
+    timed = lambda cache, name, s, longest=64: {"case": asdict(replace(SMALL, cache=cache, longest=longest)), "backend": name, "seconds": {"median": s}}  # noqa: E731  # fmt: skip
+    records = [
+        timed("bfloat16", "cuda", 4.0),
+        timed("bfloat16", "fa3", 3.0),
+        timed("bfloat16", "cuda", 9.0, 128),
+    ]
+    assert paged.gains(records) == ""
+    records += [timed("float8_e4m3fn", "cuda", 2.0), timed("float8_e4m3fn", "triton", 1.0)]
+    assert (
+        paged.gains(records) == f"8 bits against 16, b{SMALL.batch}-{SMALL.spread}-s64: cuda 2.00"
+    )
 
 
 def test_it_says_that_there_is_no_gpu(capsys):

@@ -18,12 +18,13 @@ from flashsci.paged_ops import PagedOps, PagedScalars, PagedTensors
 from flashsci.problem import Problem
 from flashsci.testing import PagedCase, PagedVariant, make_paged_inputs
 
-BUILD = {"archs": ["90"], "units": {"cuda/sm90/paged_fp16": "", "cuda/sm90/paged_bf16": ""}}
+BUILD = {"archs": ["90"], "units": {f"cuda/sm90/{n}": "" for n in ("paged_fp16", "paged_bf16", "paged8_fp16", "paged8_bf16")}}  # fmt: skip
 PROBLEM = Problem(
     "cuda", (9, 0), torch.bfloat16, 8, 2, 128, 128, paged=True, cache_dtype=torch.bfloat16
 )
 SCALARS = PagedScalars(-1, 0.1, 0.0, -1, 0, False)
 FP32 = {"dtype": torch.float32, "cache_dtype": torch.float32}
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP64 = {"dtype": torch.float64, "cache_dtype": torch.float64}
 
 
@@ -38,7 +39,7 @@ def built(monkeypatch):
 def test_serves(built):
     for change in (
         {}, {"dtype": torch.float16, "cache_dtype": torch.float16}, {"head_dim": 40, "head_dim_v": 24}, {"head_dim": 256},
-        {"softcap": 5.0}, {"window_left": 30, "window_right": 0}, {"sink": True}, {"return_lse": True}, {"heads_q": 14},
+        {"cache_dtype": FP8[0]}, {"cache_dtype": FP8[1], "dtype": torch.float16}, {"softcap": 5.0}, {"window_left": 30, "window_right": 0}, {"sink": True}, {"return_lse": True}, {"heads_q": 14},
     ):  # fmt: skip
         assert backend.rejects(replace(PROBLEM, **change)) is None, change
         assert backend.SM90.rejects(replace(PROBLEM, **change)) is None, change
@@ -52,7 +53,7 @@ def test_serves(built):
         ({"capability": (12, 0)}, ("9.0 (Hopper)", "sm_120", "triton")),
         (FP32, ("float32", "float16 and bfloat16", "'triton'")),
         (FP64, ("float64", "'reference'")),
-        ({"cache_dtype": torch.float8_e4m3fn}, ("bfloat16", "float8_e4m3fn", "triton")),
+        ({"cache_dtype": torch.float16}, ("bfloat16", "8-bit floats", "float16", "triton")),
         ({"head_dim": 36}, ("multiples of 8 up to 256", "36 and 128", "'triton'")),
         ({"head_dim_v": 264}, ("multiples of 8 up to 256", "128 and 264", "'reference'")),
     ],
@@ -68,6 +69,10 @@ def test_builds_and_generations(monkeypatch):
     monkeypatch.setattr(backend, "build_info", lambda: {"archs": ["80"], "units": {}})
     reason = backend.rejects(PROBLEM)
     assert "FA_ARCHS=80" in reason and "FA_ARCHS=90" in reason and "triton" in reason
+    older = {n: d for n, d in BUILD["units"].items() if "paged_" in n}
+    monkeypatch.setattr(backend, "build_info", lambda: {"archs": ["90"], "units": older})
+    assert backend.rejects(PROBLEM) is None
+    assert "kernel for float8_e5m2 caches" in backend.rejects(replace(PROBLEM, cache_dtype=FP8[1]))
     monkeypatch.setattr(backend, "build_info", lambda: BUILD)
     assert "not sm80" in backend.SM80.rejects(PROBLEM)
 
@@ -92,6 +97,12 @@ def bf16(*shape):
     return torch.zeros(*shape, dtype=torch.bfloat16)
 
 
+def bytes_of(*shape):
+    """A cache of 8-bit floats, as both."""
+    cache = torch.zeros(*shape, dtype=torch.uint8).view(FP8[0])
+    return {"k_cache": cache, "v_cache": cache}
+
+
 ODD_ROWS = bf16(5, 8, 68)[..., :64]
 SHIFTED = bf16(6 * 16 * 2 * 64 + 4)[4:].view(6, 16, 2, 64)
 
@@ -102,8 +113,10 @@ SHIFTED = bf16(6 * 16 * 2 * 64 + 4)[4:].view(6, 16, 2, 64)
         ({"k_cache": bf16(6, 24, 2, 64), "v_cache": bf16(6, 24, 2, 64)}, ("24 rows", "multiples of 16", "triton")),
         ({"q": ODD_ROWS}, ("q has strides [544, 68]", "multiples of 8", "triton")),
         ({"v_cache": SHIFTED}, ("v_cache has strides [2048, 128, 64]", "begins 4 elements", "triton")),
-        ({"k_scale": torch.ones(2, 2)}, ("no k_scale;", "triton")),
+        ({"k_scale": torch.ones(2, 2)}, ("no k_scale for a 16-bit cache", "triton")),
         ({"k_scale": torch.ones(2, 2), "v_scale": torch.ones(2, 2)}, ("no k_scale and no v_scale",)),
+        (bytes_of(6, 16, 2, 72), ("k_cache has strides [2304, 144, 72]", "multiples of 16 ", "triton")),
+        (bytes_of(6, 24, 2, 64), ("24 rows", "triton")),
         ({"block_table": torch.zeros(1).int().expand(2, 1 << 26)}, ("1073741824 keys", "reference")),
         ({"block_table": torch.zeros(1).int().expand(1 << 10, 1 << 23)}, ("more blocks", "triton")),
     ],
@@ -165,14 +178,18 @@ def test_an_out_that_does_not_fit():
 
 @pytest.mark.parametrize("layout", ["rows", "heads", "joint rows", "joint heads", "stacked"])
 @pytest.mark.parametrize("page", [16, 48, 128])
-@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (40, 24)])
-def test_layouts_of_engines_fit(layout, page, dims):
+@pytest.mark.parametrize(
+    "dims, cache",
+    [((64, 64), ""), ((192, 128), ""), ((40, 24), ""), ((192, 80), "float8_e4m3fn"), ((64, 64), "float8_e5m2")],
+)  # fmt: skip
+def test_layouts_of_engines_fit(layout, page, dims, cache):
     """And one that is not aligned does not; dims of one row may have any stride."""
-    case = PagedCase(PagedVariant("float16", "", *dims), 1, (1, 7), (40, 90), 2, 4, page, layout)
+    case = PagedCase(PagedVariant("float16", cache, *dims), 1, (1, 7), (40, 90), 2, 4, page, layout, scales="heads" if cache else "none")  # fmt: skip
     for found, fits in ((case, True), (replace(case, layout="unaligned"), False)):
         x = make_paged_inputs(found)
         options = [x.options[n] for n in ("block_table", "seqused_k", "cu_seqlens_q")]
-        tensors = PagedTensors(x.q, x.k_cache, x.v_cache, *options, None, None, None)
+        scales = [x.options.get(n) for n in ("k_scale", "v_scale")]
+        tensors = PagedTensors(x.q, x.k_cache, x.v_cache, *options, None, *scales)
         reason = kernels.misfit(tensors, torch.empty(8, 8, dims[1]))
         assert (reason is None) == fits, reason
     tensors, out = given(tokens=1, q=bf16(1, 8, 64).as_strided((1, 8, 64), (3, 64, 1)))
@@ -208,7 +225,8 @@ def test_auto_decodes_by_cuda(built, monkeypatch):
     monkeypatch.setattr(triton, "unavailable", lambda: None)
     decoding = replace(PROBLEM, seq_q=1)
     assert registry.choose(decoding, "auto") == "cuda"
-    assert registry.choose(replace(decoding, cache_dtype=torch.float8_e4m3fn), "auto") == "triton"
+    for cache_dtype in FP8:
+        assert registry.choose(replace(decoding, cache_dtype=cache_dtype), "auto") == "cuda"
     assert registry.choose(PROBLEM, "auto") == "triton"
     assert registry.choose(PROBLEM, "cuda") == "cuda"
     monkeypatch.setattr(registry, "_choices", {})
@@ -243,11 +261,10 @@ def test_checks_judge_it_where_it_runs(monkeypatch):
         monkeypatch.setattr(units, "_runs_here", lambda _, hopper=hopper: hopper)
         cases, names = planning.paged_plan(60, 1, "cuda", backends)
         assert names == expected and len(cases) == 60
-        fit = [
-            c for c in cases
-            if not c.variant.cache and c.variant.dtype != "float32" and c.layout != "unaligned" and c.scales == "none"
-        ]  # fmt: skip
+        fit = [c for c in cases if planning.hopper_paged(c) == c]
         assert (len(fit) >= 30) == ("cuda" in names)
+        if "cuda" in names:
+            assert {c.variant.cache for c in fit} == {"", "float8_e4m3fn", "float8_e5m2"}
     assert planning.paged_plan(3, 1, "cpu", backends)[1] == ("triton",)
     assert units.holds("cuda", "cuda/sm90/paged_bf16")
-    assert "cuda/sm90/paged_bf16" in units.chosen_units("paged")
+    assert {"cuda/sm90/paged_bf16", "cuda/sm90/paged8_bf16"} <= units.chosen_units("paged").keys()

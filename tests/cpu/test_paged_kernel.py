@@ -1,4 +1,4 @@
-"""The sm90 kernels of paged attention, run on the host (emulated.py) from the launcher to the stores, on generated calls and by
+"""The sm90 kernels of paged attention, from caches of 16 and of 8 bits, run on the host (emulated.py) from the launcher to the stores, on generated calls and by
 the judge of every backend. What a GPU's barriers, copies and products do is emulated; its speed, its registers, its fences and
 kernels that start beside their predecessors are not."""
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes as c
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,14 +36,45 @@ class Params(c.Structure):
     ]
 
 
+class Params8(c.Structure):
+    _fields_ = [
+        ("call", Params),
+        *_fields(c.c_void_p, "k_scale v_scale"),
+        *_fields(c.c_int64, "k_scale_sequence k_scale_head v_scale_sequence v_scale_head"),
+        ("e5m2", c.c_int32),
+    ]
+
+
+FORMATS = ("float8_e4m3fn", "float8_e5m2")
+caches = pytest.mark.parametrize("cache", ("", "float8_e4m3fn"))
+
+
+class Kernels:
+    """The two libraries, each built when it is first asked for."""
+
+    def __init__(self, folder: Path, *changes: tuple[str, str, str]):
+        self.folder, self.changes = folder, changes
+        self.built: dict[str, c.CDLL] = {}
+
+    def of(self, inputs: PagedInputs) -> c.CDLL:
+        name = "paged" if inputs.k_cache.dtype == inputs.q.dtype else "paged8"
+        if name not in self.built:
+            (self.folder / name).mkdir()
+            self.built[name] = build(self.folder / name, name, *self.changes)
+            self.built[name].workspace.restype = c.c_int64
+        return self.built[name]
+
+
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    library = build(tmp_path_factory.mktemp("paged"), "paged")
-    library.workspace.restype = c.c_int64
-    return library
+    return Kernels(tmp_path_factory.mktemp("paged"))
 
 
-def describe(inputs: PagedInputs, device: int) -> tuple[Params, dict[str, torch.Tensor]]:
+def call_of(params: Params | Params8) -> Params:
+    return params.call if isinstance(params, Params8) else params
+
+
+def describe(inputs: PagedInputs, device: int) -> tuple[Params | Params8, dict[str, torch.Tensor]]:
     """As csrc/bindings/paged.cpp does it: the parameters but for a workspace, and the results. device: a number for itself."""
     q, k, v, given = inputs.q, inputs.k_cache, inputs.v_cache, inputs.options
     left, right = given["window"] or (None, None)
@@ -58,37 +90,48 @@ def describe(inputs: PagedInputs, device: int) -> tuple[Params, dict[str, torch.
         scale=scale, softcap=given["softcap"] or 0.0, window_left=-1 if left is None else left,
         window_right=-1 if right is None else right, device=device,
     )  # fmt: skip
-    return params, {"out": out, "lse": lse}
+    results = {"out": out, "lse": lse}
+    if k.dtype == q.dtype:
+        return params, results
+    shape = len(given["seqused_k"]), k.shape[2]
+    k_scale, v_scale = (
+        None if given.get(n) is None else given[n].expand(shape) for n in ("k_scale", "v_scale")
+    )
+    strides = [s for x in (k_scale, v_scale) for s in ((0, 0) if x is None else x.stride())]
+    e5m2 = k.dtype == torch.float8_e5m2
+    return Params8(params, _pointer(k_scale), _pointer(v_scale), *strides, e5m2), results
 
 
 def run(
-    library: c.CDLL, inputs: PagedInputs, seed: int = 0, processors: int = 3
+    kernels: Kernels, inputs: PagedInputs, seed: int = 0, processors: int = 3
 ) -> dict[str, torch.Tensor] | None:
     """out and lse; None where the kernels leave the call to others. Nothing is written behind the workspace."""
     # Launchers ask a device once for its multiprocessors: each number of them is a device.
     params, results = describe(inputs, processors)
+    library = kernels.of(inputs)
     size = library.workspace(c.byref(params), processors)
     workspace = torch.full((size + 256,), 255, dtype=torch.uint8)  # NaN, and garbage in integers
-    params.workspace = workspace.data_ptr()
+    call_of(params).workspace = workspace.data_ptr()
     taken = emulate(library.emulate, params, inputs.q.dtype == torch.bfloat16, seed, processors)
     assert (workspace[size:] == 255).all()
     return results if taken else None
 
 
-def judge(library: c.CDLL, case: PagedCase, processors: int = 3) -> None:
+def judge(kernels: Kernels, case: PagedCase, processors: int = 3) -> None:
     """The kernels take a case and are right."""
     inputs = make_paged_inputs(case)
-    found = run(library, inputs, case.seed, processors)
+    found = run(kernels, inputs, case.seed, processors)
     assert found is not None, case
     problems = inputs.judge(fused=True).problems(found)
     assert not problems, "\n".join([*problems, repr(case)])
 
 
+@caches
 @pytest.mark.parametrize("processors", (1, 2, 5, 13))
 @pytest.mark.parametrize("dims", ((64, 64), (128, 128), (256, 256), (192, 128)))
-def test_every_tile(kernel, dims, processors):
+def test_every_tile(kernel, dims, processors, cache):
     """Rings that go round, tiles that are cut and tiles that are not, in runs of every length."""
-    variant = PagedVariant("bfloat16", "", *dims, "causal")
+    variant = PagedVariant("bfloat16", cache, *dims, "causal")
     case = PagedCase(variant, 2 + processors, (1, 30, 0, 2), (700, 90, 40, 150), 2, 3, 48, padding=2)  # fmt: skip
     judge(kernel, case, processors)
 
@@ -99,20 +142,30 @@ def test_generated(kernel, part):
         judge(kernel, hopper_paged(case), 1 + case.seed % 4)
 
 
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("cache", FORMATS)
+def test_generated_with_8_bit_caches(kernel, cache, part):
+    for case in generate_paged(600 + part, 8, longest_k=400, longest_q=80):
+        variant = replace(case.variant, cache=cache)
+        judge(kernel, hopper_paged(replace(case, variant=variant)), 1 + case.seed % 4)
+
+
+@caches
 @pytest.mark.parametrize("sink", (False, True))
-def test_a_sequence_is_cut_into_many_pieces(kernel, sink):
+def test_a_sequence_is_cut_into_many_pieces(kernel, sink, cache):
     """A sink counts once, whoever writes the row."""
-    variant = PagedVariant("float16", "", 64, 64, "left", sink=sink)
+    variant = PagedVariant("float16", cache, 64, 64, "left", sink=sink)
     case = PagedCase(variant, 3, (1, 1), (2000, 5), 1, 8, 16, left=1500)
     for seed in (3, 4):
         judge(kernel, replace(case, seed=seed), 11)
 
 
+@caches
 @pytest.mark.parametrize("lens_k", ((0, 0), (0, 17)))
 @pytest.mark.parametrize("lens_q", ((0, 0), (1, 3), (70, 0)))
-def test_nothing_to_see(kernel, lens_q, lens_k):
+def test_nothing_to_see(kernel, lens_q, lens_k, cache):
     """Sequences without keys, without queries, without either."""
-    case = PagedCase(PagedVariant("bfloat16"), 5, lens_q, lens_k, 2, 4, padding=3)
+    case = PagedCase(PagedVariant("bfloat16", cache), 5, lens_q, lens_k, 2, 4, padding=3)
     judge(kernel, case)
 
 
@@ -120,16 +173,17 @@ def finite(case: PagedCase) -> PagedInputs:
     """Without the NaN where no key is: whatever is read of the caches is a number."""
     inputs = make_paged_inputs(case)
     for cache in (inputs.k_cache, inputs.v_cache):
-        cache.nan_to_num_(0.0)
+        cache.copy_(cache.float().nan_to_num(0.0))
     return inputs
 
 
+@caches
 @pytest.mark.parametrize("edges", ((0, 1, 8, 11), (5, 3, 2, 900), (-7, 2**31 - 1, 0, 4), (11, 11, 11, 11)))  # fmt: skip
 @pytest.mark.parametrize("used", ((2**31 - 1, -5, 2**30), (-(2**31), 1, 10**9)))
 @pytest.mark.parametrize("entry", (None, 2**31 - 1, -(2**31)))
-def test_what_is_out_of_range_reads_nothing_beyond_the_tensors(kernel, edges, used, entry):
+def test_what_is_out_of_range_reads_nothing_beyond_the_tensors(kernel, edges, used, entry, cache):
     """Around the tensors there is NaN, and every row is a number; lengths end with the table, entries with the cache."""
-    inputs = finite(PagedCase(PagedVariant("bfloat16"), 1, (1, 7, 3), (400, 90, 20), 2, 4))
+    inputs = finite(PagedCase(PagedVariant("bfloat16", cache), 1, (1, 7, 3), (400, 90, 20), 2, 4))
     options = inputs.options
     if entry is not None:
         options["block_table"].fill_(entry)
@@ -142,24 +196,75 @@ def test_what_is_out_of_range_reads_nothing_beyond_the_tensors(kernel, edges, us
         inputs.judge(fused=True).require(found)
 
 
-def test_no_sequence(kernel):
-    inputs = make_paged_inputs(PagedCase(PagedVariant("float16"), 1, (3,), (40,), 1, 2))
+@pytest.mark.parametrize("dim", (64, 256))
+@pytest.mark.parametrize("power", (-100, -20, 17, 90))
+def test_rows_of_q_of_any_size(kernel, power, dim):
+    """Products are in fp16, whose range bf16 leaves: powers of two that k_scale takes back change no bit."""
+    case = PagedCase(PagedVariant("bfloat16", FORMATS[0], dim, dim), 1, (1, 9), (300, 90), 2, 4)
+    inputs = make_paged_inputs(case)
+    one = inputs.options | {"k_scale": torch.ones(())}
+    other = inputs.options | {"k_scale": torch.tensor(2.0**-power)}
+    expected = run(kernel, replace(inputs, options=one))
+    found = run(kernel, replace(inputs, q=inputs.q * 2.0**power, options=other))
+    assert all(torch.equal(found[n], x) for n, x in expected.items())
+
+
+def test_numbers_in_a_row_of_q_of_all_sizes(kernel):
+    inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16", FORMATS[0]), 1, (1, 9), (300, 90), 2, 4))  # fmt: skip
+    inputs.q.mul_(torch.logspace(-12, 0, 64)[torch.randperm(64)])
+    inputs.judge(fused=True).require(run(kernel, inputs))
+
+
+@pytest.mark.parametrize("value", (torch.inf, torch.nan))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_a_row_of_q_that_is_not_finite_is_no_other_rows_business(kernel, dtype, value):
+    inputs = make_paged_inputs(PagedCase(PagedVariant(dtype, FORMATS[1]), 1, (1, 9), (300, 90), 2, 4))  # fmt: skip
+    expected = run(kernel, inputs)
+    inputs.q[3, 5, 7] = value
+    found = run(kernel, inputs)
+    assert found["out"][3, 5].isnan().all() and found["lse"][5, 3].isnan()
+    for name, x in expected.items():
+        y = found[name].clone()
+        (y[3] if name == "out" else y.T[3])[5] = (x[3] if name == "out" else x.T[3])[5]
+        torch.testing.assert_close(y, x, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("number", (True, False))
+def test_scales_of_any_strides(kernel, number):
+    """One number for all, or a column of a larger table, either without the other."""
+    case = PagedCase(PagedVariant("float16", FORMATS[0]), 7, (1, 3), (300, 40), 3, 2, scales="heads")  # fmt: skip
+    inputs = make_paged_inputs(case)
+    for name in ("k_scale", "v_scale"):
+        scale = inputs.options[name]
+        wide = torch.full((5, 2, 7), torch.nan)[:3, :, 4].T
+        given = scale[0, 0] if number else wide.copy_(scale)
+        options = {k: v for k, v in inputs.options.items() if k not in ("k_scale", "v_scale")}
+        changed = replace(inputs, options=options | {name: given})
+        changed.judge(fused=True).require(run(kernel, changed))
+
+
+@caches
+def test_no_sequence(kernel, cache):
+    inputs = make_paged_inputs(PagedCase(PagedVariant("float16", cache), 1, (3,), (40,), 1, 2))
     options = {n: inputs.options[n][:0] for n in ("block_table", "seqused_k")}
     options["cu_seqlens_q"] = inputs.options["cu_seqlens_q"][:1]
     found = run(kernel, replace(inputs, options=inputs.options | options))
     assert not found["out"].any() and (found["lse"] == -torch.inf).all()
 
 
-def test_no_lse_is_asked_for(kernel):
-    inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16"), 1, (1, 20), (600, 30), 2, 2))
+@caches
+def test_no_lse_is_asked_for(kernel, cache):
+    inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16", cache), 1, (1, 20), (600, 30), 2, 2))  # fmt: skip
     wanted = run(kernel, inputs)
     params, found = describe(inputs, 3)
-    workspace = torch.empty(kernel.workspace(c.byref(params), 3), dtype=torch.uint8)
-    params.workspace, params.lse = workspace.data_ptr(), None
-    assert emulate(kernel.emulate, params, True, 1)
+    library = kernel.of(inputs)
+    workspace = torch.empty(library.workspace(c.byref(params), 3), dtype=torch.uint8)
+    call_of(params).workspace, call_of(params).lse = workspace.data_ptr(), None
+    assert emulate(library.emulate, params, True, 1)
     assert torch.equal(found["out"], wanted["out"])
 
 
+@caches
 @pytest.mark.parametrize(
     "changes",
     [
@@ -168,15 +273,16 @@ def test_no_lse_is_asked_for(kernel):
         {"heads_q": 1 << 29, "heads_k": 1 << 29, "tokens": 1, "sequences": 1 << 29, "columns": 1 << 25},
     ],
 )  # fmt: skip
-def test_what_they_leave_to_others(kernel, changes):
+def test_what_they_leave_to_others(kernel, changes, cache):
     """Before anything is launched, and without a workspace where sizes are the reason. No size overflows on the way."""
-    inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16"), 1, (1, 20), (600, 30), 2, 2))
+    inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16", cache), 1, (1, 20), (600, 30), 2, 2))  # fmt: skip
     params, results = describe(inputs, 3)
     for name, value in changes.items():
-        setattr(params, name, value)
-    size = kernel.workspace(c.byref(params), 3)
+        setattr(call_of(params), name, value)
+    library = kernel.of(inputs)
+    size = library.workspace(c.byref(params), 3)
     assert (size == 0) == (not {"q_row", "out_head", "k_row", "v_page"} & changes.keys())
-    assert not emulate(kernel.emulate, params, True, 1)
+    assert not emulate(library.emulate, params, True, 1)
     assert results["out"].isnan().all()
 
 
@@ -197,23 +303,56 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_found(tmp_path, fault):
+FAULTS8 = {
+    "V of keys that no row sees": ("paged8/part.cuh", "words[i][w] &= mask;", ";"),
+    "stages that are never free": ("paged8/part.cuh", "      release(shared.k_empty[stage]);\n      release(shared.v_empty[stage]);\n", ""),
+    "V before it is there": ("paged8/part.cuh", "      ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[stage]), parity);\n", ""),
+    "bytes of another turn": ("paged8/part.cuh", "parity = turn / C::kStages & 1;", "parity = (turn / C::kStages & 1) ^ 1;"),
+    "boxes that are not swizzled": ("paged8/part.cuh", "(piece ^ row * kColumns / 128 % (kColumns / 16)) * 16", "piece * 16"),
+    "keys of V in another order": ("paged8/part.cuh", "half ? 0x7362 : 0x5140", "half ? 0x3726 : 0x1504"),
+    "chunks of another part": ("paged8/part.cuh", "part(warp / rows.tiers)", "part(warp % (kWarps / rows.tiers))"),
+    "units of Q": ("paged8/part.cuh", "s[e] *= q_unit[e >> 1 & 1];", ";"),
+    "the scale of K": ("paged8/part.cuh", "*= k_scale;", "*= 1.f;"),
+    "the scale of V": ("paged8/gather.cuh", "ptx::rcp_approx(sum) * v_scale", "ptx::rcp_approx(sum)"),
+    "sums that are not there yet": ("paged8/gather.cuh", "    ptx::barrier_sync(paged::kComputing, kComputingThreads);\n    write_rows", "    write_rows"),
+    "sums of the tile before": ("paged8/gather.cuh", "    ptx::barrier_sync(paged::kComputing, kComputingThreads);  // what was there has been read\n", ""),
+    "weights of the warps": ("paged8/gather.cuh", "ptx::ex2_approx(statistics[warp].x - offset)", "1.f"),
+    "Q of the next tile but one before the last has read it": ("paged8/queries.cuh", "    ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]), (turn / C::kQStages & 1) ^ 1);\n", ""),
+    "Q before it is there": ("paged8/kernel.cuh", "    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[stage]), tiles / C::kQStages & 1);", ""),
+    "a sink in each piece": ("paged8/gather.cuh", "      if (column == 0) a.plan.partial_lse[place] = lse;", "      if (column == 0) a.plan.partial_lse[place] = a.p.sink == nullptr ? lse : paged::with_logit(lse, __ldg(a.p.sink + rows.head_of(r)) * kLog2e).x;"),
+}  # fmt: skip
+
+
+def finds(folder: Path, cache: str, fault: tuple[str, str, str]) -> bool:
+    """Whether some of a few calls show a fault."""
+    launcher, names = ("paged8", "Op, Format") if cache else ("paged", "Op")
     other_tiles = [
-        ("paged/launch.cuh", f"return launch_padded<Op, {dim}>(p, stream);", "return cudaErrorNotSupported;")
+        (f"{launcher}/launch.cuh", f"return launch_padded<{names}, {dim}>(p, stream);", "return cudaErrorNotSupported;")
         for dim in (128, 256)
     ]  # fmt: skip
-    broken = build(tmp_path, "paged", FAULTS[fault], *other_tiles)
-    broken.workspace.restype = c.c_int64
-    variant = PagedVariant("bfloat16", "", 64, 64, "both", sink=True)
-    case = PagedCase(variant, 0, (1, 30, 0, 2, 5), (1900, 90, 40, 150, 700), 2, 4, 48, outside=True, padding=3, left=900)  # fmt: skip
-    whole = PagedCase(PagedVariant("bfloat16"), 0, (1,) * 9, (128,) * 9, 2, 16)  # no block is cut
-    found = 0
+    broken = Kernels(folder, fault, *other_tiles)
+    scales = "heads" if cache else "none"
+    variant = PagedVariant("bfloat16", cache, 64, 64, "both", sink=True)
+    case = PagedCase(variant, 0, (1, 30, 0, 2, 5), (1900, 90, 40, 150, 700), 2, 4, 48, outside=True, padding=3, left=900, scales=scales)  # fmt: skip
+    whole = PagedCase(
+        PagedVariant("bfloat16", cache), 0, (1,) * 9, (128,) * 9, 2, 16
+    )  # no block is cut
     for seed in range(2, 8):
         for given in (case, whole):
             try:
                 judge(broken, replace(given, seed=seed), seed)
             except AssertionError:
-                found += 1
-    assert found
+                return True
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(tmp_path, fault):
+    assert finds(tmp_path, "", FAULTS[fault])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS8)
+def test_faults_with_8_bit_caches_are_found(tmp_path, fault):
+    assert finds(tmp_path, FORMATS[0], FAULTS8[fault])

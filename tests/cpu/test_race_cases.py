@@ -80,6 +80,9 @@ NAMES = {
     "void flashsci::sm90::paged::paged_kernel<(anonymous namespace)::Op, flashsci::sm90::paged::Tiling<128> >(flashsci::sm90::paged::Args)": (128, "64 x 128", "paged"),
     "void flashsci::sm90::paged::plan_kernel<(anonymous namespace)::Op, 64>(FlashsciPagedParams, flashsci::sm90::paged::Plan, int)": (0, "64 x 64", "plan"),
     "void flashsci::sm90::paged::combine_kernel<(anonymous namespace)::Op, 256>(flashsci::sm90::paged::Args)": (256, "4 x 0", "combine"),
+    "void flashsci::sm90::paged::combine_kernel<(anonymous namespace)::Op8, 128>(flashsci::sm90::paged::Args)": (128, "4 x 0", "combine"),
+    "void flashsci::sm90::paged8::paged8_kernel<(anonymous namespace)::Op8, flashsci::sm90::paged8::E5m2, flashsci::sm90::paged8::Tiling<256> >"
+    "(flashsci::sm90::paged8::Args)": (256, "64 x 128", "e5m2"),
     "void flashsci::sm90::bwd::backward_kernel<(anonymous namespace)::Op, flashsci::sm90::bwd::BackwardTiling<64, 64, 128, "
     "(flashsci::sm90::bwd::BiasMaskTiles)0, true>, false, false>(flashsci::sm90::bwd::BackwardArgs)": (64, "128 x 128", "tile after tile"),
     "void flashsci::sm90::bwd::backward_postprocess_kernel<(anonymous namespace)::Op, flashsci::sm90::bwd::D256BackwardTiling<256, 192>, true>"
@@ -240,6 +243,8 @@ def test_cases_of_paged_calls():
     for case in cases.values():
         assert len(case.lens_q) == len(case.lens_k) and case.page % 16 == 0
         assert case.variant.sink and case.variant.softcap and case.variant.head_dim_v == 128
+    for call, scales in ((PagedCall("float16", 64, 64), "none"), (PagedCall("float16", 64, 64, cache="float8_e5m2"), "heads")):  # fmt: skip
+        assert {(c.variant.cache, c.scales) for _, c in call.cases(2)} == {(call.cache, scales)}
 
 
 @pytest.mark.parametrize("block", ("64", "128"))

@@ -76,11 +76,14 @@ def test_an_8_bit_cache_whose_rows_are_not_aligned(case, repeats):
 
 
 @both
+@pytest.mark.parametrize("cache", ["", "float8_e4m3fn"])
 @pytest.mark.parametrize("lens_q", [(1,) * 5, (1, 700, 1, 33, 0)])
 @pytest.mark.parametrize("window", ["causal", "left"])
-def test_long_sequences(lens_q, window, backend):
+def test_long_sequences(lens_q, window, cache, backend):
     """Many splits of some, one of others."""
-    variant = PagedVariant("float16", "", 128, 128, window, sink=True)
+    if cache and not EIGHT_BITS:
+        pytest.skip("no 8-bit floats before sm_89")
+    variant = PagedVariant("float16", cache, 128, 128, window, sink=True)
     lens_k = (9000, 700, 40, 5001, 1)
     case = PagedCase(variant, 5, lens_q, lens_k, heads_k=2, group=4, spare_pages=300, left=3000)
     judge_paged(case, backend, "cuda")
@@ -91,8 +94,6 @@ def test_long_sequences(lens_q, window, backend):
 @pytest.mark.parametrize("lens_q", [(1, 1, 1, 1), (3, 1, 40, 0)])
 def test_one_graph_serves_any_lengths_and_pages(cache, lens_q, backend):
     """Captured with one batch, replayed with others that have the same shapes, each judged."""
-    if cache and backend == "cuda":
-        pytest.skip("the CUDA kernels read 16-bit caches")
     if cache and not EIGHT_BITS:
         pytest.skip("no 8-bit floats before sm_89")
     variant = PagedVariant("float16", cache, 64, 64)
@@ -158,9 +159,26 @@ def test_nothing_waits_for_the_device(backend):
         torch.cuda.set_sync_debug_mode(before)
 
 
+@needs_cuda_kernels
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("cache", ("float8_e4m3fn", "float8_e5m2"))
+@pytest.mark.parametrize("dims", ((64, 64), (128, 128), (256, 256), (192, 80)))
+def test_8_bit_caches(dims, cache, dtype):
+    """Every tile, in decodes and with tiers of rows; what nobody sees is NaN."""
+    variant = PagedVariant(dtype, cache, *dims, "left", sink=True)
+    for lens_q, group in (((1,) * 6, 4), ((4, 1, 9, 0, 30, 2), 3), ((70, 1, 16, 33, 2, 5), 8)):
+        case = PagedCase(variant, 3, lens_q, (2000, 17, 300, 129, 30, 5), 2, group, 48, padding=3, scales="heads", left=900)  # fmt: skip
+        with poisoned_memory():
+            judge_paged(case, "cuda", "cuda")
+
+
 @both
-def test_results_are_the_same_every_time(backend):
-    inputs = make_paged_inputs(PagedCase(PagedVariant("float16"), 2, (1, 5, 1), (3000, 900, 20), 2, 4), "cuda")  # fmt: skip
+@pytest.mark.parametrize("cache", ["", "float8_e4m3fn"])
+def test_results_are_the_same_every_time(backend, cache):
+    if cache and not EIGHT_BITS:
+        pytest.skip("no 8-bit floats before sm_89")
+    variant = PagedVariant("float16", cache)
+    inputs = make_paged_inputs(PagedCase(variant, 2, (1, 5, 1), (3000, 900, 20), 2, 4), "cuda")
     first = inputs.evaluate(backend)
     for _ in range(50):
         found = inputs.evaluate(backend)
@@ -172,19 +190,22 @@ def test_refusals_name_what_was_given():
     case = PagedCase(PagedVariant("float16"), 1, (1, 7), (40, 90), layout="unaligned")
     with pytest.raises(flashsci.BackendError, match=r"k_cache has strides .*multiples of 8"):
         make_paged_inputs(case, "cuda").evaluate("cuda")
-    with pytest.raises(flashsci.BackendError, match="caches in the dtype of the queries"):
+    with pytest.raises(flashsci.BackendError, match=r"k_cache has strides .*multiples of 16 "):
         variant = replace(case.variant, cache="float8_e4m3fn")
         make_paged_inputs(replace(case, variant=variant), "cuda").evaluate("cuda")
+    with pytest.raises(flashsci.BackendError, match="no k_scale and no v_scale for a 16-bit cache"):
+        make_paged_inputs(replace(case, layout="rows", scales="one"), "cuda").evaluate("cuda")
 
 
 @needs_cuda_kernels
-def test_what_is_out_of_range_reads_nothing_beyond_the_tensors():
+@pytest.mark.parametrize("cache", ["", "float8_e4m3fn"])
+def test_what_is_out_of_range_reads_nothing_beyond_the_tensors(cache):
     """Lengths beyond the table, edges that shrink or leave the tensor, a table of garbage: no fault, no NaN from elsewhere."""
-    case = PagedCase(PagedVariant("bfloat16", head_dim=128, head_dim_v=128), 1, (1, 7, 3), (400, 90, 20), 2, 4)  # fmt: skip
+    case = PagedCase(PagedVariant("bfloat16", cache, 128, 128), 1, (1, 7, 3), (400, 90, 20), 2, 4)
     inputs = make_paged_inputs(case, "cuda")
     options = inputs.options
     for x in (inputs.k_cache, inputs.v_cache):
-        x.nan_to_num_(0.0)
+        x.copy_(x.float().nan_to_num(0.0))
     tables = [options["block_table"], torch.full_like(options["block_table"], 2**31 - 1), torch.full_like(options["block_table"], -(2**31))]  # fmt: skip
     for table in tables:
         for used in ((2**31 - 1, -5, 2**30), (10**6, 10**9, 0), (-(2**31), 1, 2**31 - 1)):
@@ -200,7 +221,11 @@ def test_what_is_out_of_range_reads_nothing_beyond_the_tensors():
 @needs_cuda_kernels
 def test_auto_decodes_by_cuda():
     """And leaves prompts, and pages that its kernels do not take, to Triton."""
-    inputs = make_paged_inputs(PagedCase(PagedVariant("float16"), 1, (1, 7), (40, 90)), "cuda")
+    for cache in ("", "float8_e5m2"):
+        case = PagedCase(PagedVariant("float16", cache), 1, (1, 7), (40, 90))
+        inputs = make_paged_inputs(case, "cuda")
+        found = flashsci.explain(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.options)
+        assert found.chosen == "cuda"
     for most, chosen in ((7, "cuda"), (17, "triton"), (None, "triton")):
         options = inputs.options | {"max_seqlen_q": most}
         found = flashsci.explain(inputs.q, inputs.k_cache, inputs.v_cache, **options)

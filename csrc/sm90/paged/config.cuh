@@ -17,15 +17,17 @@ inline constexpr int kSmallPage = 16;  // pages are multiples of it
 
 template <int kHeadDim_>
 struct Tiling {
-  static constexpr int kHeadDim = kHeadDim_, kBoxes = kHeadDim / 64;  // of 64 columns
+  static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockK = kHeadDim == 256 ? 64 : 128;
+  using CacheBox = Box<kBlockK>;
+  static constexpr int kBoxes = kHeadDim / CacheBox::kColumns;
   static constexpr int kStages = kHeadDim == 64 ? 4 : 3;
   static constexpr int kQStages = kHeadDim == 256 ? 1 : 2;  // tiles whose Q is there
   static constexpr int kThreads = 192;
   static constexpr int kQBytes = kRows * kHeadDim * 2;
   static constexpr int kKVBytes = kBlockK * kHeadDim * 2;
   static_assert(kBlockK / kSmallPage * kBoxes <= 32, "a lane of the loading warp for each copy");
-  static_assert(kKVBytes == kBoxes * Box<kBlockK>::kBytes, "a barrier expects what is loaded");
+  static_assert(kKVBytes == kBoxes * CacheBox::kBytes, "a barrier expects what is loaded");
 };
 
 // A tile of rows, which every head of K and V has.
@@ -66,7 +68,7 @@ struct Plan {
 };
 
 struct alignas(128) Args {
-  CUtensorMap k, v;  // boxes of box_rows x 64
+  CUtensorMap k, v;  // boxes of box_rows rows
   FlashsciPagedParams p;
   Plan plan;
   ScorePlan scores;

@@ -21,5 +21,6 @@ extern "C" int flashsci_paged_sm90_fp16(const FlashsciPagedParams* params, Flash
 }
 
 extern "C" int64_t flashsci_paged_sm90_fp16_workspace(const FlashsciPagedParams* params) {
-  return flashsci::sm90::paged::workspace_of(*params);
+  using namespace flashsci::sm90::paged;
+  return workspace_of(*params, block_of(*params));
 }

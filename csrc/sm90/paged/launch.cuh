@@ -40,9 +40,12 @@ struct Parts {
   int64_t all() const { return slots + first + out + lse; }
 };
 
+// Keys of a block.
+inline int block_of(const FlashsciPagedParams& p) { return padded_dim(p) == 256 ? 64 : 128; }
+
 // Whether the kernels count that far. No product here overflows, whatever the sizes are.
-inline bool takes_sizes(const FlashsciPagedParams& p) {
-  const int64_t keys = int64_t{p.columns} * p.page, block = padded_dim(p) == 256 ? 64 : 128;
+inline bool takes_sizes(const FlashsciPagedParams& p, int64_t block) {
+  const int64_t keys = int64_t{p.columns} * p.page;
   if (p.head_dim > 256 || p.head_dim_v > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 ||
       p.page % kSmallPage != 0 || keys > FLASHSCI_MAX_SEQ ||
       int64_t{p.tokens} * p.heads_q > FLASHSCI_MAX_SEQ)
@@ -52,17 +55,22 @@ inline bool takes_sizes(const FlashsciPagedParams& p) {
   return slots_of(p) <= INT32_MAX / 2 / blocks;
 }
 
-inline int64_t workspace_of(const FlashsciPagedParams& p) {
-  return takes_sizes(p) ? Parts(p).all() : 0;
+inline int64_t workspace_of(const FlashsciPagedParams& p, int block) {
+  return takes_sizes(p, block) ? Parts(p).all() : 0;
 }
 
-template <class Op, int kHeadDim>
-cudaError_t launch_padded(const FlashsciPagedParams& p, cudaStream_t stream) {
-  using C = Tiling<kHeadDim>;
-  constexpr int kSharedBytes = sizeof(Storage<C>) + 1024;
-  static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
-  constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
-  Args a;
+// Whether q and out lie as the kernels take them.
+inline bool takes_rows(const FlashsciPagedParams& p) {
+  const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
+  const auto at_16_bytes = [](const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; };
+  return at_16_bytes(p.q) && at_16_bytes(p.out) && aligned(p.tokens, p.q_row) &&
+         aligned(p.heads_q, p.q_head) && aligned(p.tokens, p.out_row) &&
+         aligned(p.heads_q, p.out_head);
+}
+
+// element: of the caches.
+template <class C>
+cudaError_t fill_args(Args& a, const FlashsciPagedParams& p, const MapElement& element) {
   a.p = p;
   a.scores = plan_scores(p.scale, p.softcap, p.scale > 0.f);
   a.group = p.heads_q / p.heads_k;
@@ -77,33 +85,45 @@ cudaError_t launch_padded(const FlashsciPagedParams& p, cudaStream_t stream) {
   a.plan.ctas = processors_of(p.device);
   const auto map = [&](CUtensorMap* to, const void* cache, int columns, int64_t row, int64_t head,
                        int64_t page) {
-    return encode_map(to, cache, k16Bit, columns,
-                      {{p.page, p.heads_k, p.pages, 1}, {row, head, page, 0}}, 64, a.box_rows);
+    return encode_map(to, cache, element, columns,
+                      {{p.page, p.heads_k, p.pages, 1}, {row, head, page, 0}},
+                      C::CacheBox::kColumns, a.box_rows);
   };
   cudaError_t error = map(&a.k, p.k_cache, p.head_dim, p.k_row, p.k_head, p.k_page);
   if (error == cudaSuccess) error = map(&a.v, p.v_cache, p.head_dim_v, p.v_row, p.v_head, p.v_page);
-  if (error != cudaSuccess) return error;
-  constexpr auto kernel = paged_kernel<Op, C>;
-  error = allow_shared<kernel>(kSharedBytes, p.device);
+  return error;
+}
+
+// The three kernels. args: what the second takes, with those of the others.
+template <class Op, class C, auto kKernel, class KernelArgs>
+cudaError_t launch_all(const KernelArgs& args, const Args& a, int shared_bytes,
+                       cudaStream_t stream) {
+  cudaError_t error = allow_shared<kKernel>(shared_bytes, a.p.device);
   if (error != cudaSuccess) return error;
   constexpr auto plan = plan_kernel<Op, C::kBlockK>;
-  plan<<<1, kPlanThreads, 0, stream>>>(p, a.plan, a.group);
+  plan<<<1, kPlanThreads, 0, stream>>>(a.p, a.plan, a.group);
   error = cudaGetLastError();
   if (error == cudaSuccess)
-    error = launch_beside(kernel, a.plan.ctas, C::kThreads, kSharedBytes, stream, a);
+    error = launch_beside(kKernel, a.plan.ctas, C::kThreads, shared_bytes, stream, args);
   if (error != cudaSuccess) return error;
-  const int64_t rows = int64_t{p.tokens} * p.heads_q;
-  return launch_beside(combine_kernel<Op, kHeadDim>, (rows + 3) / 4, 128, 0, stream, a);
+  const int64_t rows = int64_t{a.p.tokens} * a.p.heads_q;
+  return launch_beside(combine_kernel<Op, C::kHeadDim>, (rows + 3) / 4, 128, 0, stream, a);
+}
+
+template <class Op, int kHeadDim>
+cudaError_t launch_padded(const FlashsciPagedParams& p, cudaStream_t stream) {
+  using C = Tiling<kHeadDim>;
+  constexpr int kSharedBytes = sizeof(Storage<C>) + 1024;
+  static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
+  Args a;
+  const cudaError_t error = fill_args<C>(a, p, Op::kIsBf16 ? kBfloat16 : kFloat16);
+  if (error != cudaSuccess) return error;
+  return launch_all<Op, C, paged_kernel<Op, C>>(a, a, kSharedBytes, stream);
 }
 
 template <class Op>
 cudaError_t launch(const FlashsciPagedParams& p, cudaStream_t stream) {
-  const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
-  const auto at_16_bytes = [](const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; };
-  if (!takes_sizes(p) || !at_16_bytes(p.q) || !at_16_bytes(p.out) || !aligned(p.tokens, p.q_row) ||
-      !aligned(p.heads_q, p.q_head) || !aligned(p.tokens, p.out_row) ||
-      !aligned(p.heads_q, p.out_head))
-    return cudaErrorNotSupported;
+  if (!takes_sizes(p, block_of(p)) || !takes_rows(p)) return cudaErrorNotSupported;
   switch (padded_dim(p)) {
     case 64:
       return launch_padded<Op, 64>(p, stream);

@@ -11,10 +11,10 @@
 
 namespace flashsci::sm90::paged {
 
-// One tile: each lane copies box_rows rows of 64 columns from the page that it has found. box_rows
-// divides kBlockK and kBoxes times 64 columns are kHeadDim, so that the boxes fill the stage.
-template <class C>
-__device__ __forceinline__ void load_tile(const Storage<C>& shared, const unsigned char* tile,
+// One tile: each lane copies box_rows rows of a box's columns from the page that it has found.
+// box_rows divides kBlockK and kBoxes boxes have kHeadDim columns, so that they fill the stage.
+template <class C, class Shared>
+__device__ __forceinline__ void load_tile(const Shared& shared, const unsigned char* tile,
                                           uint64_t& full, uint64_t& empty, uint32_t parity,
                                           const CUtensorMap& map, const Args& a, int page,
                                           int page_row, int head) {
@@ -26,13 +26,17 @@ __device__ __forceinline__ void load_tile(const Storage<C>& shared, const unsign
   }
   __syncwarp();
   if (box * a.box_rows < C::kBlockK)
-    ptx::tma_load_5d(ptx::shared_address(tile) + (columns * C::kBlockK + box * a.box_rows) * 128,
-                     &map, ptx::shared_address(&full), columns * 64, page_row, head, page, 0);
+    ptx::tma_load_5d(ptx::shared_address(tile) +
+                         (columns * C::kBlockK + box * a.box_rows) * C::CacheBox::kRowBytes,
+                     &map, ptx::shared_address(&full), columns * C::CacheBox::kColumns, page_row,
+                     head, page, 0);
   __syncwarp();
 }
 
-template <class C>
-__device__ __forceinline__ void load(Storage<C>& shared, const Args& a, int begin, int end) {
+enum Loads { kKeysAndValues, kKeys, kValues };  // what a warp loads
+
+template <class C, Loads kLoads = kKeysAndValues, class Shared>
+__device__ __forceinline__ void load(Shared& shared, const Args& a, int begin, int end) {
   const int box = threadIdx.x % 32 / C::kBoxes;
   const int total = a.plan.first[a.plan.count];
   uint32_t turn = 0;
@@ -56,10 +60,12 @@ __device__ __forceinline__ void load(Storage<C>& shared, const Args& a, int begi
       const int page_row = key_of(block) % a.p.page;
       const int next = block + 1 < last ? page_of(block + 1) : 0;
       const uint32_t stage = turn % C::kStages, parity = (turn / C::kStages & 1) ^ 1;
-      load_tile<C>(shared, shared.k[stage], shared.k_full[stage], shared.k_empty[stage], parity,
-                   a.k, a, page, page_row, cursor.head);
-      load_tile<C>(shared, shared.v[stage], shared.v_full[stage], shared.v_empty[stage], parity,
-                   a.v, a, page, page_row, cursor.head);
+      if constexpr (kLoads != kValues)
+        load_tile<C>(shared, shared.k[stage], shared.k_full[stage], shared.k_empty[stage], parity,
+                     a.k, a, page, page_row, cursor.head);
+      if constexpr (kLoads != kKeys)
+        load_tile<C>(shared, shared.v[stage], shared.v_full[stage], shared.v_empty[stage], parity,
+                     a.v, a, page, page_row, cursor.head);
       page = next;
     }
     cursor.advance(a.plan, last, a.p.heads_k, total);

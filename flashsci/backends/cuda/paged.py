@@ -1,4 +1,4 @@
-"""Paged attention on the library's Hopper kernels (csrc/sm90/paged): what they serve, and the call.
+"""Paged attention on the library's Hopper kernels (csrc/sm90/paged, and paged8 for 8-bit caches): what they serve, and the call.
 
 A :class:`flashsci.problem.Problem` has no strides and no page size. So what these kernels do not take is said in two places:
 `rejects`, when a backend is chosen, and `misfit`, when the library has refused a call. No other kernel stands in for a misfit.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashsci.errors import BackendError
-from flashsci.paged_ops import PagedOps, PagedScalars, PagedTensors
+from flashsci.paged_ops import FP8, PagedOps, PagedScalars, PagedTensors
 from flashsci.problem import Problem
 
 MAX_HEAD_DIM = 256
@@ -21,7 +21,8 @@ MAX_ROWS = 1 << 29  # FLASHSCI_MAX_SEQ: (token, head) pairs of a call, keys of a
 MAX_BLOCKS = (1 << 30) - 1  # of keys, of all tiles and heads at the longest lengths
 PAGE = 16  # kSmallPage: a copy takes as many rows as pages and tiles have in common
 ROWS = 64  # kRows, of a tile
-UNIT = 8  # 16-bit elements in the 16 bytes that addresses and strides are multiples of
+UNIT = 8  # of head dims
+BYTES = 16  # of addresses and strides
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -29,9 +30,9 @@ def _name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def unit_of(dtype: torch.dtype) -> str:
-    """The kernel unit of one of `_DTYPES`."""
-    return f"cuda/sm90/paged_{_DTYPES[dtype]}"
+def unit_of(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> str:
+    """The kernel unit of one of `_DTYPES`, and a cache."""
+    return f"cuda/sm90/paged{'8' if cache_dtype in FP8 else ''}_{_DTYPES[dtype]}"
 
 
 def rejects(problem: Problem, generation: int, info: Mapping[str, Any], device: str) -> str | None:
@@ -52,9 +53,9 @@ def rejects(problem: Problem, generation: int, info: Mapping[str, Any], device: 
         )
     if problem.capability[0] != 9:
         return f"its paged kernels run on compute capability 9.0 (Hopper) and this device is {device}; use backend='triton'"
-    if problem.cache_dtype != problem.dtype:
+    if problem.cache_dtype not in (problem.dtype, *FP8):
         return (
-            f"its paged kernels read caches in the dtype of the queries ({_name(problem.dtype)}), and these are "
+            f"its paged kernels read caches in the dtype of the queries ({_name(problem.dtype)}) or in 8-bit floats, and these are "
             f"{_name(problem.cache_dtype)}; use backend='triton'"
         )
     dims = problem.head_dim, problem.head_dim_v
@@ -64,31 +65,32 @@ def rejects(problem: Problem, generation: int, info: Mapping[str, Any], device: 
             f"its paged kernels have head dims that are multiples of {UNIT} up to {MAX_HEAD_DIM}, and these are {dims[0]} and "
             f"{dims[1]}; use backend={other!r}"
         )
-    if unit_of(problem.dtype) not in info["units"]:
+    if unit_of(problem.dtype, problem.cache_dtype) not in info["units"]:
+        cache = f" for {_name(problem.cache_dtype)} caches" if problem.cache_dtype in FP8 else ""
         return (
-            f"this build (FA_ARCHS={','.join(info['archs'])}) has no {_name(problem.dtype)} paged kernel; build with "
+            f"this build (FA_ARCHS={','.join(info['archs'])}) has no {_name(problem.dtype)} paged kernel{cache}; build with "
             "FA_ARCHS=90, or use backend='triton'"
         )
     return None
 
 
 def misfit(tensors: PagedTensors, out: Tensor) -> str | None:
-    """Why the kernels do not take the tensors of a call as they lie in memory, and what to do; None if they do. As `launch`
-    of csrc/sm90/paged/launch.cuh has it, which looks at the addresses themselves."""
+    """Why the kernels do not take the tensors of a call as they lie in memory, and what to do; None if they do. As csrc/sm90/paged/
+    launch.cuh has it, which looks at the addresses themselves."""
     q, k_cache, v_cache, block_table = tensors[:4]
     page, heads_k = k_cache.shape[1:3]
     scales = [n for n in ("k_scale", "v_scale") if getattr(tensors, n) is not None]
-    if scales:
-        return f"its kernels have no {' and no '.join(scales)}; put scales into the 16-bit cache, or use backend='triton'"
+    if scales and k_cache.dtype not in FP8:
+        return f"its kernels have no {' and no '.join(scales)} for a 16-bit cache; put scales into the cache, or use backend='triton'"
     if page % PAGE:
         return f"pages have {page} rows and its kernels take multiples of {PAGE}; use such pages, or backend='triton'"
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
-        sizes, strides = x.shape[:-1], x.stride()[:-1]
-        odd = any(n > 1 and s % UNIT for n, s in zip(sizes, strides, strict=True))
-        if odd or x.storage_offset() % UNIT:
+        sizes, strides, unit = x.shape[:-1], x.stride()[:-1], BYTES // x.element_size()
+        odd = any(n > 1 and s % unit for n, s in zip(sizes, strides, strict=True))
+        if odd or x.storage_offset() % unit:
             return (
                 f"{name} has strides {list(strides)} before its last dim and begins {x.storage_offset()} elements into its "
-                f"storage, and its kernels copy rows that lie at multiples of 16 bytes: all of these must be multiples of {UNIT} "
+                f"storage, and its kernels copy rows that lie at multiples of {BYTES} bytes: all of these must be multiples of {unit} "
                 "(strides of dims of size 1 may be any); lay it out so, or use backend='triton'"
             )
     keys = block_table.shape[1] * page
@@ -98,7 +100,7 @@ def misfit(tensors: PagedTensors, out: Tensor) -> str | None:
             f"{MAX_ROWS} keys and rows; use fewer columns of the block table, or backend='reference'"
         )
     tiles = q.shape[0] * (q.shape[1] // heads_k) // ROWS + block_table.shape[0] + 2
-    wide = max(q.shape[2], v_cache.shape[3]) > 128
+    wide = max(q.shape[2], v_cache.shape[3]) > 128 and k_cache.dtype not in FP8
     if tiles * heads_k * -(-keys // (64 if wide else 128)) > MAX_BLOCKS:
         return (
             f"{tiles} tiles of rows, {heads_k} key heads and up to {keys} keys of a sequence are more blocks than its kernels "

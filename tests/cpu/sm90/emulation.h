@@ -81,6 +81,7 @@ T load_shared(uint32_t address) {
   return value;
 }
 inline uint32_t ld_shared(uint32_t address) { return load_shared<uint32_t>(address); }
+inline uint64_t ld_shared_u64(uint32_t address) { return load_shared<uint64_t>(address); }
 inline float2 ld_shared_f2(uint32_t address) { return load_shared<float2>(address); }
 inline uint4 ld_shared_v4(uint32_t address) { return load_shared<uint4>(address); }
 template <class T>
@@ -114,11 +115,7 @@ inline void add_release(int* x, int by) { *x += by; }
 // Named by headers that other kernels need more of, not called here.
 template <class... T>
 void mma_m16n8k16_bf16(T&&...) {
-  fail("mma.sync is not emulated");
-}
-template <class... T>
-void mma_m16n8k16_f16(T&&...) {
-  fail("mma.sync is not emulated");
+  fail("mma.sync on bf16 is not emulated");
 }
 template <int>
 void cp_async_small(uint32_t, const void*, bool) {

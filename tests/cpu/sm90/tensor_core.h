@@ -1,5 +1,5 @@
-// Tensor cores of sm_90a on the host: wgmma with operands of 16 and of 8 bits, and the instructions
-// that move 8x8 matrices between registers and shared memory.
+// Tensor cores of sm_90a on the host: wgmma with operands of 16 and of 8 bits, mma.sync on fp16, and
+// the instructions that move 8x8 matrices between registers and shared memory.
 //
 // A product runs as late as its wait allows, or when it is issued (`early`): a kernel that changes
 // operands or reads sums too soon has wrong results with one of the two. A product rounds its sums
@@ -247,6 +247,22 @@ inline uint64_t wgmma_descriptor_span64(uint32_t address) {
   return address >> 4 | uint64_t{1} << 16 | uint64_t{512 >> 4} << 32 | uint64_t{2} << 62;
 }
 
+// mma.sync: see csrc/ptx/mma_f16.cuh for what each lane holds.
+inline void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const auto rows = exchange(std::array<uint32_t, 4>{a[0], a[1], a[2], a[3]});
+  const auto columns = exchange(std::array<uint32_t, 2>{b0, b1});
+  const auto element = [](uint32_t pair, int k) { return from_16(pair >> k % 2 * 16, false); };
+  for (int e = 0; e < 4; ++e) {
+    double sum = c[e];
+    for (int k = 0; k < 16; ++k) {
+      const int t = k % 8 / 2, column = lane() % 4 * 2 + e % 2;
+      sum += double{element(rows[lane() / 4 * 4 + t][k / 8 * 2 + e / 2], k)} *
+             element(columns[column * 4 + t][k / 8], k);
+    }
+    c[e] = static_cast<float>(sum);
+  }
+}
+
 // --- conversions
 
 inline uint32_t cvt_bf16x2(float low, float high) { return to_pair(low, high, true); }
@@ -254,6 +270,14 @@ inline uint32_t cvt_f16x2(float low, float high) { return to_pair(low, high, fal
 inline float cvt_f32_f16(uint16_t x) { return from_16(x, false); }
 inline uint32_t cvt_e4m3x4(float x0, float x1, float x2, float x3) {
   return to_e4m3(x0) | to_e4m3(x1) << 8 | to_e4m3(x2) << 16 | uint32_t{to_e4m3(x3)} << 24;
+}
+inline uint2 cvt_f16x4_e4m3(uint32_t word) {
+  const auto wide = [&](int i) { return e4m3_floats()[word >> 8 * i & 0xff]; };
+  return {to_pair(wide(0), wide(1), false), to_pair(wide(2), wide(3), false)};
+}
+inline uint2 cvt_f16x4_e5m2(uint32_t word) {  // the upper half of an fp16
+  const auto wide = [&](int i) { return (word >> 8 * i & 0xff) << (8 + i % 2 * 16); };
+  return {wide(0) | wide(1), wide(2) | wide(3)};
 }
 
 // --- matrices of 8 rows of 16 bytes; lane 8 m + r gives the address of row r of matrix m

@@ -1,0 +1,246 @@
+// A warp's part of a tile of paged attention on 8-bit floats: 16 rows, and some of the keys.
+#pragma once
+#include <cstdint>
+
+#include "../../ptx/mbarrier.cuh"
+#include "../../ptx/mma_f16.cuh"
+#include "../../ptx/redux.cuh"
+#include "../../ptx/shared.cuh"
+#include "../fwd/softmax.cuh"
+#include "config.cuh"
+#include "queries.cuh"
+
+namespace flashsci::sm90::paged8 {
+
+using fwd::RowStatistics, fwd::kUninitializedMax, fwd::softmax_next;
+
+// A tile's rows, a warp's among them, and what they see.
+struct Rows {
+  const Tile tile;
+  const int group;  // query heads of a head of K and V
+  const Window window;
+  const int rows;                // of the tile
+  const int first_key, end_key;  // that some row sees
+  const int tiers;               // of 16 rows: 1, 2 or 4, to which warps belong in turn
+
+  __device__ __forceinline__ Rows(const paged::Args& a, const Tile& tile_)
+      : tile(tile_),
+        group(a.group),
+        window(a.p.window_left, a.p.window_right, true, tile.seq_q, tile.seq_k),
+        rows(min(kRows, tile.seq_q * group - tile.slot.first_row)),
+        first_key(window.begin(query_of(0))),
+        end_key(window.end(query_of(rows - 1))),
+        tiers(rows <= kWarpRows       ? 1
+              : rows <= 2 * kWarpRows ? 2
+                                      : 4) {}
+
+  // Row r is a query and one of the heads that share K and V; rows past the last are as that one.
+  __device__ __forceinline__ int pair_of(int r) const {
+    return tile.slot.first_row + min(r, rows - 1);
+  }
+  __device__ __forceinline__ int query_of(int r) const { return pair_of(r) / group; }
+  __device__ __forceinline__ int token_of(int r) const { return tile.first_q + query_of(r); }
+  __device__ __forceinline__ int head_of(int r) const {
+    return tile.head * group + pair_of(r) % group;
+  }
+};
+
+// Lane l, g = l / 4, t = l % 4. Which column of K is which k of a product is free, as long as Q has
+// the same, and so is which column of V is which n. A lane reads what lies side by side: of K's rows
+// g and g + 8 a quarter of each box, 4 bytes of it for a product; of V's rows 2t, 2t + 1, 2t + 8 and
+// 2t + 9 an eighth, a column of which is one of 8 of a product.
+template <class Op, class Format, class C>
+struct Part {
+  static constexpr int kColumns = C::kColumns, kBoxes = C::kBoxes;
+  static constexpr int kPieces = kColumns / 64;  // of 16 bytes: a lane's of a row of K in a box
+  static constexpr int kWords = kColumns / 32;   // a lane's of a row of V in a box
+  static constexpr int kSteps = C::kHeadDim / 16, kTiles = C::kHeadDim / 8;
+
+  Storage<C>& shared;
+  const Args& args;
+  const Rows& rows;
+  const uint32_t q_stage;
+  const int warp, tier, part, parts;  // this warp's of the parts of the keys
+  const int g, t;
+  const bool busy;  // there are rows
+  const int query[2];
+  ScorePlan scores;
+
+  RowStatistics statistics;
+  float o[kTiles][4];
+  uint32_t q[C::kKeepsQ ? kSteps : 1][4];
+  float q_unit[2];
+
+  __device__ __forceinline__ Part(Storage<C>& shared_, const Args& args_, const Rows& rows_,
+                                  uint32_t q_stage_, int warp_)
+      : shared(shared_),
+        args(args_),
+        rows(rows_),
+        q_stage(q_stage_),
+        warp(warp_),
+        tier(warp & (rows.tiers - 1)),
+        part(warp / rows.tiers),
+        parts(kWarps / rows.tiers),
+        g(threadIdx.x % 32 / 4),
+        t(threadIdx.x % 4),
+        busy(tier * kWarpRows < rows.rows),
+        query{rows.query_of(tier * kWarpRows + g), rows.query_of(tier * kWarpRows + g + 8)},
+        scores(args.call.scores),
+        statistics{{kUninitializedMax, kUninitializedMax}, {0.f, 0.f}} {
+    const float k_scale = shared.k_scale[q_stage];
+    (scores.mode == kScaled ? scores.exp_scale : scores.inner) *= k_scale;
+    if constexpr (Op::kIsBf16) {
+      q_unit[0] = shared.q_units[q_stage][tier * kWarpRows + g];
+      q_unit[1] = shared.q_units[q_stage][tier * kWarpRows + g + 8];
+    }
+    if constexpr (C::kKeepsQ) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) load_q(q[step], step);
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles * 4; ++i) o[i / 4][i % 4] = 0.f;
+  }
+
+  // Of a product: four columns of both rows.
+  __device__ __forceinline__ void load_q(uint32_t (&fragment)[4], int step) const {
+    constexpr int kBoxSteps = kColumns / 16;
+    const int four = step / kBoxSteps * kBoxSteps * 4 + t * kBoxSteps + step % kBoxSteps;
+    const uint4 words = ptx::ld_shared_v4(query_place<C>(shared.q[q_stage], tier, g, four));
+    fragment[0] = words.x, fragment[1] = words.y, fragment[2] = words.z, fragment[3] = words.w;
+  }
+
+  // 16 bytes of a row in a box.
+  static __device__ __forceinline__ int place(int row, int piece) {
+    return row * kColumns + (piece ^ row * kColumns / 128 % (kColumns / 16)) * 16;
+  }
+
+  // S of 16 keys, whose K begins there.
+  __device__ __forceinline__ void score(float (&s)[8], uint32_t k) const {
+    float sum[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < kBoxes * kPieces; ++i) {
+      uint4 words[2];
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        words[n] = ptx::ld_shared_v4(k + i / kPieces * C::CacheBox::kBytes +
+                                     place(g, t * kPieces + i % kPieces) + n * 8 * kColumns);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t own[4];
+        if constexpr (C::kKeepsQ) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) own[e] = q[i * 4 + j][e];
+        } else {
+          load_q(own, i * 4 + j);
+        }
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const uint2 b = Format::widen(j == 0   ? words[n].x
+                                        : j == 1 ? words[n].y
+                                        : j == 2 ? words[n].z
+                                                 : words[n].w);
+          ptx::mma_m16n8k16_f16(sum[n], own, b.x, b.y);
+        }
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      s[e] = sum[e / 4][e % 4];
+      if constexpr (Op::kIsBf16) s[e] *= q_unit[e >> 1 & 1];
+    }
+  }
+
+  // Scores of the keys from `key` on become P.
+  __device__ __forceinline__ void exponentiate(float (&s)[8], int key) {
+    if (scores.mode != kScaled) scale_scores(s, scores);
+    const Window& window = rows.window;
+    const bool all_seen = key >= window.begin(rows.query_of(rows.rows - 1)) &&
+                          key + kChunk <= window.end(rows.query_of(0));
+    if (!all_seen) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const int i = query[e >> 1 & 1], j = key + e / 4 * 8 + t * 2 + (e & 1);
+        if (j < window.begin(i) || j >= window.end(i)) s[e] = -INFINITY;
+      }
+    }
+    float alpha[2] = {1.f, 1.f};
+    if (softmax_next(s, statistics, alpha, scores.exp_scale)) {
+#pragma unroll
+      for (int i = 0; i < kTiles * 4; ++i) o[i / 4][i % 4] *= alpha[i >> 1 & 1];
+    }
+  }
+
+  // O += P V of 16 keys. Values of keys that no row sees may be anything, and 0 times that must be 0.
+  __device__ __forceinline__ void add_values(const float (&s)[8], uint32_t v, int key) {
+    const uint32_t p[4] = {ptx::cvt_f16x2(s[0], s[1]), ptx::cvt_f16x2(s[2], s[3]),
+                           ptx::cvt_f16x2(s[4], s[5]), ptx::cvt_f16x2(s[6], s[7])};
+    const bool all_seen = key >= rows.first_key && key + kChunk <= rows.end_key;
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      uint32_t words[4][kWords];  // of rows 2t, 2t + 1, 2t + 8, 2t + 9
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t row = v + box * C::CacheBox::kBytes + i / 2 * 8 * kColumns;
+        load_words(words[i], row, t * 2 + i % 2);
+      }
+      if (!all_seen) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int j = key + t * 2 + i / 2 * 8 + i % 2;
+          const uint32_t mask = j >= rows.first_key && j < rows.end_key ? ~0u : 0u;
+#pragma unroll
+          for (int w = 0; w < kWords; ++w) words[i][w] &= mask;
+        }
+      }
+#pragma unroll
+      for (int w = 0; w < kWords; ++w)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          // Two columns, of two rows each.
+          const uint32_t bytes = half ? 0x7362 : 0x5140;
+          const uint2 upper = Format::widen(__byte_perm(words[0][w], words[1][w], bytes));
+          const uint2 lower = Format::widen(__byte_perm(words[2][w], words[3][w], bytes));
+          const int tile = box * (kColumns / 8) + w * 4 + half * 2;
+          ptx::mma_m16n8k16_f16(o[tile], p, upper.x, lower.x);
+          ptx::mma_m16n8k16_f16(o[tile + 1], p, upper.y, lower.y);
+        }
+    }
+  }
+  __device__ __forceinline__ void load_words(uint32_t (&words)[4], uint32_t box, int row) const {
+    const uint4 found = ptx::ld_shared_v4(box + place(row, g));
+    words[0] = found.x, words[1] = found.y, words[2] = found.z, words[3] = found.w;
+  }
+  __device__ __forceinline__ void load_words(uint32_t (&words)[2], uint32_t box, int row) const {
+    const uint64_t found = ptx::ld_shared_u64(box + place(row, g / 2) + g % 2 * 8);
+    words[0] = static_cast<uint32_t>(found), words[1] = static_cast<uint32_t>(found >> 32);
+  }
+
+  __device__ __forceinline__ void release(uint64_t& barrier) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+  }
+
+  // All blocks of the tile that this CTA has.
+  __device__ __forceinline__ void run(uint32_t& turn) {
+#pragma unroll 1
+    for (int block = rows.tile.block; block < rows.tile.last; ++block, ++turn) {
+      const uint32_t stage = turn % C::kStages, parity = turn / C::kStages & 1;
+      const int block_key = (rows.tile.slot.first_block + block) * C::kBlockK;
+      ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[stage]), parity);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[stage]), parity);
+#pragma unroll 1
+      for (int row = part * kChunk; row < C::kBlockK; row += parts * kChunk) {
+        const int key = block_key + row;
+        if (!busy || key >= rows.end_key || key + kChunk <= rows.first_key) continue;
+        float s[8];
+        score(s, ptx::shared_address(shared.k[stage]) + row * kColumns);
+        exponentiate(s, key);
+        add_values(s, ptx::shared_address(shared.v[stage]) + row * kColumns, key);
+      }
+      release(shared.k_empty[stage]);
+      release(shared.v_empty[stage]);
+    }
+  }
+};
+
+}  // namespace flashsci::sm90::paged8

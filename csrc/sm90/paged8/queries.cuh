@@ -1,0 +1,96 @@
+// Q for products in fp16: a row of bf16 numbers is brought into fp16's range by a power of two.
+#pragma once
+#include <cstdint>
+
+#include "../../ptx/mbarrier.cuh"
+#include "../../ptx/mma_f16.cuh"
+#include "../../ptx/shared.cuh"
+#include "../../ptx/tma.cuh"
+#include "config.cuh"
+
+namespace flashsci::sm90::paged8 {
+
+// Where four columns of rows r and r + 8 of a tier of 16 rows are, as one product takes them from a
+// lane: the first two of r, of r + 8, and the last two. Lanes that load together meet no bank twice.
+template <class C>
+__device__ __forceinline__ uint32_t query_place(const unsigned char* tile, int tier, int r,
+                                                int four) {
+  const int swizzle = four / 8 % 4 | r % 2 * (C::kColumns / 32);
+  return ptx::shared_address(tile) + ((tier * 8 + r) * (C::kHeadDim / 4) + (four ^ swizzle)) * 16;
+}
+
+// Pairs of bf16 become fp16 in units of the power of two that is returned, with the largest number
+// of the row from 2^14 to 2^15: all bits stay of what is not 2^-31 times smaller. kLanes lanes have
+// a row. Inf and NaN stay what they are.
+template <int kLanes>
+__device__ __forceinline__ float to_f16(uint4& words) {
+  uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+  int largest = 0;  // its bits
+#pragma unroll
+  for (const uint32_t pair : pairs)
+    largest = max(largest, static_cast<int>(max(pair & 0x7fffu, pair >> 16 & 0x7fffu)));
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2)
+    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+  // Exponents with their offset of 127: of the number that multiplies, whose inverse is normal, too.
+  const int exponent = min(127 + 14 + 127 - (largest >> 7), 253);
+  const float factor = __int_as_float(exponent << 23);
+#pragma unroll
+  for (uint32_t& pair : pairs)
+    pair = ptx::cvt_f16x2(__uint_as_float(pair << 16) * factor,
+                          __uint_as_float(pair & 0xffff0000u) * factor);
+  words = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  return __int_as_float((254 - exponent) << 23);
+}
+
+// Tile after tile: where it is, its scales, and Q, with zeros past its head dim. Rows past the last
+// may hold what they held: no row sees another, and they are not written.
+template <class Op, class C>
+__device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& args, int begin,
+                                             int end) {
+  constexpr int kLanes = C::kHeadDim / 8, kTogether = 32 / kLanes;  // of a row; rows
+  const paged::Args& a = args.call;
+  const int lane = threadIdx.x % 32, total = a.plan.first[a.plan.count];
+  uint32_t turn = 0;
+  for (Cursor cursor(a.plan, begin); cursor.at < end; ++turn) {
+    const Slot& slot = cursor.slot;
+    const Sequence sequence(a.p, slot.sequence);
+    const int last = min(slot.blocks, cursor.block + end - cursor.at);
+    const int rows = min(kRows, sequence.seq_q * a.group - slot.first_row);
+    const float k_scale = args.k.at(slot.sequence, cursor.head);
+    const float v_scale = args.v.at(slot.sequence, cursor.head);
+    const uint32_t stage = turn % C::kQStages;
+    ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]), (turn / C::kQStages & 1) ^ 1);
+#pragma unroll 4
+    for (int first = 0; first < rows; first += kTogether) {
+      const int row = first + lane / kLanes, column = lane % kLanes * 8;
+      const int pair = slot.first_row + row;
+      const int64_t token = sequence.first_q + pair / a.group;
+      const int64_t head = cursor.head * a.group + pair % a.group;
+      uint4 words = make_uint4(0, 0, 0, 0);
+      if (row < rows && column < a.p.head_dim)
+        words = __ldg(reinterpret_cast<const uint4*>(
+            static_cast<const uint16_t*>(a.p.q) + token * a.p.q_row + head * a.p.q_head + column));
+      if constexpr (Op::kIsBf16) {
+        const float unit = to_f16<kLanes>(words);
+        if (column == 0) shared.q_units[stage][row] = unit;
+      }
+      const int half = row / 8 % 2;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t place = query_place<C>(shared.q[stage], row / 16, row % 8, column / 4 + i);
+        ptx::st_shared(place + half * 4, i ? words.z : words.x);
+        ptx::st_shared(place + half * 4 + 8, i ? words.w : words.y);
+      }
+    }
+    if (lane == 0) {
+      shared.tiles[stage] = Tile{slot,           cursor.head,      cursor.block,   last,
+                                 cursor.begin(), sequence.first_q, sequence.seq_q, sequence.seq_k};
+      shared.k_scale[stage] = k_scale, shared.v_scale[stage] = v_scale;
+    }
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.q_full[stage]));
+    cursor.advance(a.plan, last, a.p.heads_k, total);
+  }
+}
+
+}  // namespace flashsci::sm90::paged8
