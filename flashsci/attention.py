@@ -10,7 +10,7 @@ from torch import Tensor
 from flashsci import arguments, fp8, registry
 from flashsci.dispatch import run, seed_for
 from flashsci.ops import Tensors
-from flashsci.plans import Plan, gradients, keep, plans, signature
+from flashsci.plans import Plan, as_given, gradients, keep, plans, present, repeated, signature
 from flashsci.problem import sums_bias
 from flashsci.tracing import autocast, rounds_products
 
@@ -135,6 +135,19 @@ def attention(
         2307.08691; Press, Smith, Lewis, arXiv:2108.12409 (ALiBi); Xiao et al., arXiv:2309.17453 (sinks; as
         one learnt logit per head they are gpt-oss's).
     """
+    again = call = None
+    if sink is dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
+        entry: Any = "dense"
+        given: tuple[Tensor, ...] = (q, k, v)
+        if not (bias is key_weight is mask is alibi_slopes is None):
+            given, entry = present(q, k, v, bias, key_weight, mask, alibi_slopes)
+        again, call = repeated(
+            entry, given,
+            (causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision), window, backend,
+        )  # fmt: skip
+    if again is not None:
+        found = again((q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes))
+        return found if return_lse else found[0]
     arguments.check_types(
         q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink
     )
@@ -168,7 +181,8 @@ def attention(
             q, k, v, bias, key_weight, mask, alibi_slopes, plan.leading
         )
     tensors = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes)
-    out, lse = run(plan, tensors, needs_grad, sink)
+    call = as_given(call, q, k, v, bias, key_weight, mask, alibi_slopes)
+    out, lse = run(plan, tensors, needs_grad, sink, call)
     if plan.leading is not None and len(plan.leading) > 2:
         out = out.unflatten(0, plan.leading[:-1])
         lse = None if lse is None else lse.unflatten(0, plan.leading[:-1])

@@ -184,9 +184,10 @@ class EagerForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, direct: bool, *tensors: Any) -> tuple[Tensor, Tensor]:
-        given = Tensors(*tensors)
         output: tuple[Tensor, Tensor] = (
-            plan.forward(given) if direct else plan.module.forward(given, plan.scalars)
+            plan.prepared(tensors)(tensors)
+            if direct
+            else plan.module.forward(Tensors(*tensors), plan.scalars)
         )
         ctx.set_materialize_grads(False)
         ctx.plan = plan
@@ -196,15 +197,24 @@ class EagerForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         plan, need = ctx.plan, _need(ctx.needs_input_grad[2 : 2 + _LEAVES])
-        *tensors, out, lse = saved = ctx.saved_tensors
-        if dout is None and dlse is None:
-            found = _NOTHING
-        elif not torch.is_grad_enabled() and not transforming() and plain((dout, dlse, *saved)):
-            found = plan.backward(dout, dlse, Tensors(*tensors), out, lse, need)
-        else:
-            kept = Saved(Tensors(*tensors), out.detach(), lse.detach(), plan.scalars)
-            found = _backward(plan.backend, dout, dlse, kept, need)
+        saved = ctx.saved_tensors
+        found = None if torch.is_grad_enabled() else plan.repeated_backward(dout, dlse, saved, need)
+        if found is None:
+            found = EagerForward.first_backward(plan, dout, dlse, saved, need)
         return (None, None, *found, *(None,) * (_TENSORS - _LEAVES))
+
+    @staticmethod
+    def first_backward(
+        plan: Plan, dout: Tensor | None, dlse: Tensor | None, saved: Any, need: int
+    ) -> _Gradients:
+        """Gradients of what no backward was like before."""
+        if dout is None and dlse is None:
+            return _NOTHING
+        if not torch.is_grad_enabled() and not transforming() and plain((dout, dlse, *saved)):
+            return plan.backward(dout, dlse, saved, need)
+        *tensors, out, lse = saved
+        kept = Saved(Tensors(*tensors), out.detach(), lse.detach(), plan.scalars)
+        return _backward(plan.backend, dout, dlse, kept, need)
 
 
 #: ``EagerForward.apply`` without looking for functorch's tensors, which ``ops.plain`` has done already.

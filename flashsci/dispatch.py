@@ -10,15 +10,15 @@ from torch import Tensor
 
 from flashsci import arguments, second_order
 from flashsci.dropout import check_dropout, draw_seed
-from flashsci.ops import Tensors, follow_layout, plain
-from flashsci.plans import Plan
+from flashsci.ops import Given, Tensors, follow_layout, plain
+from flashsci.plans import Plan, remember
 from flashsci.tracing import transforming_eagerly
 
 
 def run(
-    plan: Plan, tensors: Tensors, needs_grad: bool, sink: Tensor | None = None
+    plan: Plan, tensors: Tensors, needs_grad: bool, sink: Tensor | None = None, call: Any = None
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of the backend that a plan names, wired into autograd."""
+    """(out, lse) of the backend that a plan names, wired into autograd. ``call``: by what it is remembered, if it may be."""
     module = plan.module
     if sink is not None:
         from flashsci.sink import attend
@@ -39,12 +39,20 @@ def run(
     direct = plain(tensors)
     if not plan.as_given:
         tensors = plan.ready(tensors, needs_grad, direct)
+    elif direct and call is not None and not plan.scalars.dropout_p:
+        remember(call, functools.partial(_recorded, plan) if needs_grad else plan.prepared(tensors))
     if needs_grad:
-        nodes = _nodes()
-        apply = nodes.apply_directly if direct else nodes.EagerForward.apply
-        result = apply(plan, direct, *tensors)
+        if direct:
+            return _recorded(plan, tensors)
+        result = _nodes().EagerForward.apply(plan, direct, *tensors)
         return result
-    return plan.forward(tensors) if direct else module.forward(tensors, plan.scalars)
+    return plan.prepared(tensors)(tensors) if direct else module.forward(tensors, plan.scalars)
+
+
+def _recorded(plan: Plan, tensors: Given) -> tuple[Tensor, Tensor]:
+    """out, lse of plain tensors as autograd records them."""
+    result: tuple[Tensor, Tensor] = _nodes().apply_directly(plan, True, *tensors)
+    return result
 
 
 @functools.cache

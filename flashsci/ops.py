@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 
@@ -73,6 +74,10 @@ class Tensors(NamedTuple):
             return self
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return Tensors(q, k, v, bias, *others)
+
+
+#: What a prepared function takes: the fields of :class:`Tensors` in their order, in whatever sequence is at hand.
+Given = Sequence[Tensor | None]
 
 
 class Scalars(NamedTuple):
@@ -317,20 +322,23 @@ def define(
 
 
 _escaped = torch._C._functorch.is_functorch_wrapped_tensor
+_transforms = torch._C._are_functorch_transforms_active
+_modes = torch._C._len_torch_dispatch_stack
+_profiled = torch.autograd._profiler_enabled
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _OPTIONS = frozenset((NoneType, bool, int, float, str))
 
 
+def unseen() -> bool:
+    """Whether nobody is to see the ops of a call: no compiler, functorch transform, mode or profiler."""
+    return not (is_compiling() or _transforms() or _modes() or _profiled())
+
+
 def plain(given: Sequence[Any]) -> bool:
-    """Whether a call may go past torch: nobody is to see its ops (a compiler, a functorch transform, a mode, a profiler), and
+    """Whether a call may go past torch: it is :func:`unseen`, and
     its arguments are what they seem: no subclass, no symbol, no tensor that escaped from a functorch transform, none whose
     memory holds its negative (the imaginary part of a conjugate) or, being zero, nothing."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.autograd._profiler_enabled()
-    ):
+    if not unseen():
         return False
     for x in given:
         kind = type(x)

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashsci import arguments, fp8, registry
 from flashsci.dispatch import run, seed_for
 from flashsci.ops import Tensors
-from flashsci.plans import Plan, gradients, keep, plans, signature
+from flashsci.plans import Plan, as_given, gradients, keep, plans, present, repeated, signature
 from flashsci.tracing import autocast, rounds_products
 
 FP8 = fp8.FP8
@@ -92,6 +92,20 @@ def varlen_attention(
         >>> flashsci.varlen_attention(q, k, v, offsets, bias=pairs).shape
         torch.Size([13, 4, 16])
     """
+    again = call = None
+    if sink is dropout_seed is bias is key_weight is q_scale is k_scale is v_scale is out_dtype is None:
+        given, absent = present(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+        again, call = repeated(
+            ("packed", absent), given,
+            (max_seqlen_q, max_seqlen_k, causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision, validate),
+            window, backend,
+        )  # fmt: skip
+    if again is not None:
+        found = again(
+            (q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), None, None, None, cu_seqlens_q,
+             cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, None, None, alibi_slopes)
+        )  # fmt: skip
+        return (found[0].transpose(0, 1), found[1]) if return_lse else found[0].transpose(0, 1)
     arguments.check_types(
         q, k, v, bias=bias, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink
     )
@@ -116,7 +130,9 @@ def varlen_attention(
         needs_grad, backend,
     )  # fmt: skip
     cu_seqlens_q, cu_seqlens_k = dense_offsets(cu_seqlens_q, cu_seqlens_k)
+    call = as_given(call, q, k, v, cu_seqlens_q, cu_seqlens_k if cu_seqlens_k is not cu_seqlens_q else None, alibi_slopes)
     if not torch.compiler.is_compiling() and (validate or q.device.type == "cpu"):
+        call = None  # contents are checked at every call
         check_contents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias)
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     bias, bias_offsets = kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
@@ -136,7 +152,7 @@ def varlen_attention(
         dropout_seed,
         alibi_slopes,
     )
-    out, lse = run(plan, tensors, needs_grad, sink)
+    out, lse = run(plan, tensors, needs_grad, sink, call)
     out = out.transpose(0, 1)
     return (out, lse) if return_lse else out
 

@@ -19,6 +19,7 @@ from flashsci.ops import (
     NEED_K,
     NEED_Q,
     NEED_V,
+    Given,
     Saved,
     Tensors,
     empty_like_layout,
@@ -79,7 +80,7 @@ class Forward:
         library: Any,
         tensors: Tensors,
         options: tuple[Any, ...],
-        general: Callable[[Tensors], tuple[Tensor, Tensor]],
+        general: Callable[[Given], tuple[Tensor, Tensor]],
     ) -> None:
         q = tensors.q
         out, lse = fake_forward(tensors)
@@ -89,7 +90,7 @@ class Forward:
         self.dtype, self.device, self.index = q.dtype, q.device, q.device.index
         self.general = general
 
-    def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    def __call__(self, tensors: Given) -> tuple[Tensor, Tensor]:
         q, k, v, bias, _, mask, offsets_q, offsets_k, _, _, _ = tensors
         out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
         lse = torch.empty_strided(*self.lse, dtype=torch.float32, device=self.device)
@@ -155,7 +156,7 @@ class Backward:
         self.general = general
 
     def __call__(
-        self, dout: Tensor | None, dlse: Tensor | None, tensors: Tensors, out: Tensor, lse: Tensor
+        self, dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
     ) -> tuple[Tensor | None, ...]:
         q, k, v, bias, _, mask, offsets_q, offsets_k, _, _, _ = tensors
         dq, dk, dv = [
