@@ -191,6 +191,14 @@ def empty_like_layout(
     return like.new_empty_strided(shape, strides, dtype=dtype)
 
 
+def is_like(made: Tensor | None, x: Tensor) -> bool:
+    """Whether ``torch.empty_like(x)``, which takes torch less time than sizes and strides do, is a tensor as ``made``."""
+    if made is None:
+        return False
+    found = torch.empty_like(x)
+    return (found.shape, found.stride(), found.dtype) == (made.shape, made.stride(), made.dtype)
+
+
 def follow_layout(x: Tensor, like: Tensor) -> Tensor:
     """``x`` with the memory layout of :func:`empty_like_layout`; differentiable, no copy when it
     has it already."""

@@ -95,10 +95,10 @@ class Plan:
     ) -> Gradients | None:
         """As :meth:`backward` where it has computed as much before; else None, of tensors of any kind. ``saved``: with out and
         lse."""
-        key = need, dout is None, dlse is None
-        given = [x for x in (*saved, dout, dlse) if x is not None]
-        kept = self._backwards.get(key)
-        run = repeats.find(kept, given) if kept is not None and unseen() else None
+        kept = self._backwards.get((need, dout is None, dlse is None))
+        if kept is None or not unseen():
+            return None
+        run = repeats.find(kept, [x for x in (*saved, dout, dlse) if x is not None])
         if run is None:
             return None
         *tensors, out, lse = saved

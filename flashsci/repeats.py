@@ -8,7 +8,7 @@ which is slower and not wrong. Asking Python for as much takes several times as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,13 @@ from torch import Tensor
 _Guards: Any = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
 )
-MOST = 8  # that one key tells not apart: strides, dtypes, gradients
+MOST = 8  # that one key tells not apart: sizes, strides, dtypes, gradients
+
+Kept = tuple[tuple[Any, Any], ...]  # comparisons and what they lead to
 _strided = torch.strided
 
 
-Kept = tuple[tuple[Any, Any], ...]  # comparisons and what they lead to
-
-
-def find(kept: Kept, tensors: Sequence[Tensor]) -> Any:
+def find(kept: Kept, tensors: Iterable[Tensor]) -> Any:
     """What was kept for tensors like these, as many of them; or None."""
     for x in tensors:  # the comparison asks for strides, and ends the process where there are none
         if x.layout is not _strided or x.is_nested:
