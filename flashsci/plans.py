@@ -172,10 +172,10 @@ def repeated(
             q.dtype is torch.float32 and rounds_products(q.dtype), autocasting() and casts_to(q),
         )  # fmt: skip
         kept = plans.get(key)
+        return None if kept is None else repeats.find(kept, given), (key, given)
     except (AttributeError, RuntimeError, TypeError):
         # No tensor; nested tensors, that have no shape; a list or a symbol, that has no hash.
         return None, None
-    return None if kept is None else repeats.find(kept, given), (key, given)
 
 
 def as_given(call: Call | None, *tensors: Tensor | None) -> Call | None:

@@ -131,7 +131,7 @@ def varlen_attention(
     )  # fmt: skip
     cu_seqlens_q, cu_seqlens_k = dense_offsets(cu_seqlens_q, cu_seqlens_k)
     call = as_given(call, q, k, v, cu_seqlens_q, cu_seqlens_k if cu_seqlens_k is not cu_seqlens_q else None, alibi_slopes)
-    if not torch.compiler.is_compiling() and (validate or q.device.type == "cpu"):
+    if contents_are_seen(q, validate):
         call = None  # contents are checked at every call
         check_contents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias)
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
@@ -277,6 +277,11 @@ def dense_offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> tuple[Te
     if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
         return first, first
     return first, cu_seqlens_k.contiguous()
+
+
+def contents_are_seen(q: Tensor, validate: bool) -> bool:
+    """Whether the host looks at the offsets' values."""
+    return not torch.compiler.is_compiling() and (validate or q.device.type == "cpu")
 
 
 def _per_pair(bias: Tensor, total_k: int) -> bool:
