@@ -138,11 +138,11 @@ def attention(
     again = call = None
     if sink is dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
         entry: Any = "dense"
-        given: tuple[Tensor, ...] = (q, k, v)
+        seen: tuple[Any, ...] = (q, k, v)
         if not (bias is key_weight is mask is alibi_slopes is None):
-            given, entry = present(q, k, v, bias, key_weight, mask, alibi_slopes)
+            seen, entry = present(q, k, v, bias, key_weight, mask, alibi_slopes)
         again, call = repeated(
-            entry, given,
+            entry, seen,
             (causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision), window, backend,
         )  # fmt: skip
     if again is not None:

@@ -77,7 +77,7 @@ class Tensors(NamedTuple):
 
 
 #: What a prepared function takes: the fields of :class:`Tensors` in their order, in whatever sequence is at hand.
-Given = Sequence[Tensor | None]
+Given = Sequence[Any]
 
 
 class Scalars(NamedTuple):

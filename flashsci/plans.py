@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from operator import is_
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ class Plan:
         *tensors, out, lse = saved
         run = self._backwards.get(key)
         if run is None:
-            kept = Saved(Tensors(*tensors), out, lse, self.scalars)  # type: ignore[arg-type]
+            kept = Saved(Tensors(*tensors), out, lse, self.scalars)
             run = registry.prepared_backward(self.backend, dout, dlse, kept, need)
             if len(self._backwards) >= MOST_BACKWARDS:
                 self._backwards.clear()

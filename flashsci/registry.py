@@ -338,9 +338,7 @@ def prepared_forward(
 ) -> Callable[[Given], tuple[Tensor, Tensor]]:
     """A module's forward for all plain tensors of the same signature as these, in their order, with everything else decided."""
     if hasattr(module, "prepared_forward"):
-        found: Callable[[Given], tuple[Tensor, Tensor]] = module.prepared_forward(
-            tensors, scalars
-        )
+        found: Callable[[Given], tuple[Tensor, Tensor]] = module.prepared_forward(tensors, scalars)
         return found
     return lambda tensors: module.forward(Tensors(*tensors), scalars)
 

@@ -41,14 +41,18 @@ def casts_to(q: Tensor) -> torch.dtype | None:
     if not torch._C._is_any_autocast_enabled():
         return None
     kind = q.device.type
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+    return (
+        torch.get_autocast_dtype(kind)
+        if kind != "meta" and torch.is_autocast_enabled(kind)
+        else None
+    )
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v in autocast's dtype where autocast is on, as SDPA does: floating tensors other than
     float64."""
     dtype = casts_to(q)
-    if dtype is None or q.dtype is dtype and k.dtype is dtype and v.dtype is dtype:
+    if dtype is None or (q.dtype is dtype and k.dtype is dtype and v.dtype is dtype):
         return q, k, v
     q, k, v = (
         x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)

@@ -93,10 +93,20 @@ def varlen_attention(
         torch.Size([13, 4, 16])
     """
     again = call = None
-    if sink is dropout_seed is bias is key_weight is q_scale is k_scale is v_scale is out_dtype is None:
-        given, absent = present(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+    if (
+        sink
+        is dropout_seed
+        is bias
+        is key_weight
+        is q_scale
+        is k_scale
+        is v_scale
+        is out_dtype
+        is None
+    ):
+        seen, absent = present(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
         again, call = repeated(
-            ("packed", absent), given,
+            ("packed", absent), seen,
             (max_seqlen_q, max_seqlen_k, causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision, validate),
             window, backend,
         )  # fmt: skip
@@ -130,7 +140,15 @@ def varlen_attention(
         needs_grad, backend,
     )  # fmt: skip
     cu_seqlens_q, cu_seqlens_k = dense_offsets(cu_seqlens_q, cu_seqlens_k)
-    call = as_given(call, q, k, v, cu_seqlens_q, cu_seqlens_k if cu_seqlens_k is not cu_seqlens_q else None, alibi_slopes)
+    call = as_given(
+        call,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k if cu_seqlens_k is not cu_seqlens_q else None,
+        alibi_slopes,
+    )
     if contents_are_seen(q, validate):
         call = None  # contents are checked at every call
         check_contents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias)

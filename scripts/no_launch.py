@@ -23,7 +23,6 @@ from flashsci.backends.cuda import prepared
 from flashsci.backends.triton import host_launch
 from flashsci.problem import Problem
 
-
 attention = flashsci.attention  # binds the functions, and loads their modules
 varlen = sys.modules["flashsci.varlen"]
 

@@ -304,10 +304,10 @@ def test_tensors_that_no_comparison_may_see(planned):
         opaque_ones.append(q.to_mkldnn())
     for x in opaque_ones:
         for given_ in ((q, x, v), (q, k, x), (x, k, v)):
-            with pytest.raises(Exception):  # noqa: B017, PT011  (torch's own, of several kinds)
+            with pytest.raises(Exception):  # noqa: B017  (torch's own, of several kinds)
                 call(*given_)
     for given_ in (("q", k, v), (q, None, v), (q, k, [1])):
-        with pytest.raises(TypeError, match="must be a torch.Tensor"):
+        with pytest.raises(TypeError, match="must be a torch"):
             call(*given_)
 
 
@@ -326,7 +326,6 @@ def test_addresses_are_those_of_the_call():
             call(*tensors, backend="cuda")
         storage = torch.randn(1 + tensors[0].numel()).to(torch.bfloat16)
         moved = storage[1:].view(SHAPE)
-        out, lse = None, None
         out = call(moved, *tensors[1:], backend="cuda")
     assert len(seen) == 4 and seen[-1]["q"] == moved.data_ptr() != tensors[0].data_ptr()
     assert moved.data_ptr() % 4 == 2

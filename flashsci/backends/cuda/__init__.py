@@ -404,7 +404,7 @@ def prepared_forward(
     """:func:`forward` of all plain tensors of the signature of these, in their order."""
 
     def general(tensors: Given) -> tuple[Tensor, Tensor]:
-        return forward(Tensors(*tensors), scalars, generation)  # type: ignore[arg-type]
+        return forward(Tensors(*tensors), scalars, generation)
 
     if _load() is not None or _lacks(tensors, scalars) or not prepared.has_scores(tensors):
         return general
@@ -438,7 +438,7 @@ def prepared_backward(
     def general(
         dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
     ) -> tuple[Tensor | None, ...]:
-        saved = Saved(Tensors(*tensors), out, lse, scalars)  # type: ignore[arg-type]
+        saved = Saved(Tensors(*tensors), out, lse, scalars)
         found = backward(dout, dlse, saved, need, generation)
         return tuple([x if need >> i & 1 else None for i, x in enumerate(found)])
 

@@ -169,7 +169,7 @@ class Backward:
             _function(library, "flashsci_run_backward"),
         )
         self.like_inputs = all(map(is_like, rows, (q, k, v)))
-        self.like_bias = dbias is not None and is_like(dbias, bias)
+        self.like_bias = bias is not None and is_like(dbias, bias)
         self.rows = [None if x is None else (x.shape, x.stride()) for x in rows]
         self.dbias = None if dbias is None else (dbias.shape, dbias.dtype)
         self.dtype, self.device, self.index = q.dtype, q.device, q.device.index
@@ -179,6 +179,9 @@ class Backward:
         self, dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
     ) -> tuple[Tensor | None, ...]:
         q, k, v, bias, _, mask, offsets_q, offsets_k, _, _, _ = tensors
+        dq: Tensor | None
+        dk: Tensor | None
+        dv: Tensor | None
         if self.like_inputs:
             dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         else:

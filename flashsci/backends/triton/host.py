@@ -434,7 +434,8 @@ class Backward:
             for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
         ]
         self.like_inputs = all(
-            row is not None and is_like(torch.empty_strided(*row, dtype=x.dtype, device=x.device), x)
+            row is not None
+            and is_like(torch.empty_strided(*row, dtype=x.dtype, device=x.device), x)
             for row, x in zip(self.rows, (q, k, v), strict=True)
         )
         self.need_dbias = bias is not None and bool(need & NEED_BIAS)
