@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from flashsci import arguments, fp8, registry
 from flashsci.dispatch import run, seed_for
-from flashsci.ops import Tensors
+from flashsci.ops import Given, Tensors
 from flashsci.plans import Plan, as_given, gradients, keep, plans, present, repeated, signature
 from flashsci.problem import sums_bias
 from flashsci.tracing import autocast, rounds_products
@@ -176,16 +178,13 @@ def attention(
     plan = _plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
     # A seed without dropout is nothing that a kernel should read.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
-    if plan.leading is not None:
-        q, k, v, bias, key_weight, mask, alibi_slopes = _aligned(
-            q, k, v, bias, key_weight, mask, alibi_slopes, plan.leading
-        )
     tensors = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes)
     call = as_given(call, q, k, v, bias, key_weight, mask, alibi_slopes)
-    out, lse = run(plan, tensors, needs_grad, sink, call)
-    if plan.leading is not None and len(plan.leading) > 2:
-        out = out.unflatten(0, plan.leading[:-1])
-        lse = None if lse is None else lse.unflatten(0, plan.leading[:-1])
+    if plan.leading is None:
+        out, lse = run(plan, tensors, needs_grad, sink, call)
+    else:
+        around = functools.partial(_expanding, plan.leading)
+        out, lse = around(lambda given: run(plan, given, needs_grad, sink, call, around))(tensors)
     return (out, lse) if return_lse else out
 
 
@@ -315,6 +314,25 @@ def describe(
         if bias is not None and features["bias_grad"]:
             features["bias_summed"] = sums_bias(bias, (*batch, *heads))
     return registry.call(q, v, heads_q, heads_k, features)
+
+
+def _expanding(leading: tuple[int, ...], compute: Callable[[Tensors], Any]) -> Callable[..., Any]:
+    """What computes out and lse of tensors whose ranks or leading dims differ, or are more than kernels take."""
+
+    def expanded(tensors: Given) -> tuple[Tensor, Tensor | None]:
+        q, k, v, bias, key_weight, mask, _, _, _, seed, alibi_slopes = tensors
+        q, k, v, bias, key_weight, mask, alibi_slopes = _aligned(
+            q, k, v, bias, key_weight, mask, alibi_slopes, leading
+        )
+        out, lse = compute(
+            Tensors(q, k, v, bias, key_weight, mask, None, None, None, seed, alibi_slopes)
+        )
+        if len(leading) > 2:
+            out = out.unflatten(0, leading[:-1])
+            lse = None if lse is None else lse.unflatten(0, leading[:-1])
+        return out, lse
+
+    return expanded
 
 
 def _aligned(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,14 +12,24 @@ from torch import Tensor
 from flashsci import arguments, second_order
 from flashsci.dropout import check_dropout, draw_seed
 from flashsci.ops import Given, Tensors, follow_layout, plain
-from flashsci.plans import Plan, remember
+from flashsci.plans import Call, Plan, Run, remember
 from flashsci.tracing import transforming_eagerly
 
 
 def run(
-    plan: Plan, tensors: Tensors, needs_grad: bool, sink: Tensor | None = None, call: Any = None
+    plan: Plan,
+    tensors: Tensors,
+    needs_grad: bool,
+    sink: Tensor | None = None,
+    call: Call | None = None,
+    around: Callable[[Run], Run] = lambda run: run,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of the backend that a plan names, wired into autograd. ``call``: by what it is remembered, if it may be."""
+    """(out, lse) of the backend that a plan names, wired into autograd.
+
+    Args:
+        call: by what it is known again, if it may be.
+        around: makes what computes that call of what computes it from these tensors.
+    """
     module = plan.module
     if sink is not None:
         from flashsci.sink import attend
@@ -37,16 +48,28 @@ def run(
         result: tuple[Tensor, Tensor] = _nodes().Forward.apply(plan.backend, *given, *plan.scalars)
         return result
     direct = plain(tensors)
+    if direct and call is not None and plan.settled and not plan.scalars.dropout_p:
+        remember(call, around(_again(plan, tensors, needs_grad)))
     if not plan.as_given:
         tensors = plan.ready(tensors, needs_grad, direct)
-    elif direct and call is not None and not plan.scalars.dropout_p:
-        remember(call, functools.partial(_recorded, plan) if needs_grad else plan.prepared(tensors))
     if needs_grad:
         if direct:
             return _recorded(plan, tensors)
         result = _nodes().EagerForward.apply(plan, direct, *tensors)
         return result
     return plan.prepared(tensors)(tensors) if direct else module.forward(tensors, plan.scalars)
+
+
+def _again(plan: Plan, tensors: Tensors, needs_grad: bool) -> Run:
+    """What computes calls of plain tensors like these, which were computed before."""
+    if not plan.as_given:
+
+        def copied(given: Given) -> tuple[Tensor, Tensor]:
+            tensors = plan.ready(Tensors(*given), needs_grad, True)
+            return _recorded(plan, tensors) if needs_grad else plan.prepared(tensors)(tensors)
+
+        return copied
+    return functools.partial(_recorded, plan) if needs_grad else plan.prepared(tensors)
 
 
 def _recorded(plan: Plan, tensors: Given) -> tuple[Tensor, Tensor]:

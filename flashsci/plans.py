@@ -68,6 +68,11 @@ class Plan:
         self._forward: Run | None = None
         self._backwards: dict[tuple[Any, ...], Any] = {}
 
+    @property
+    def settled(self) -> bool:
+        """Whether :meth:`ready` has found out what it does."""
+        return self._leaves_bias is not None
+
     def ready(self, tensors: Tensors, needs_grad: bool, direct: bool = False) -> Tensors:
         """The tensors as kernels take them, with copies where they must be. ``direct``: they are plain (``ops.plain``)."""
         rows = tensors.inner_contiguous(None)

@@ -63,6 +63,7 @@ def warm(*tensors, **options):
     [
         {}, {"causal": True}, {"window": (1, 2)}, {"window": (None, 2)}, {"scale": 1}, {"softcap": 2.0}, {"return_lse": True},
         {"bias": (1, 4, 6, 6)}, {"bias": (1, 4, 6, 6), "key_weight": (2, 4, 6)}, {"mask": (2, 1, 1, 6)},
+        {"mask": (6, 6)}, {"bias": (4, 6, 6), "key_weight": (6,)}, {"bias": "heads last"},
     ],
     ids=str,
 )  # fmt: skip
@@ -70,7 +71,9 @@ def test_alike_calls_are_repeats_with_their_own_results(planned, options, grad):
     def given():
         made = dict(options)
         for name in ("bias", "key_weight"):
-            if name in made:
+            if made.get(name) == "heads last":  # of which kernels get a copy
+                made[name] = torch.rand(1, 6, 6, 4, requires_grad=grad).permute(0, 3, 1, 2)
+            elif name in made:
                 made[name] = torch.rand(made[name]).requires_grad_(grad)
         if "mask" in made:
             made["mask"] = torch.ones(made["mask"], dtype=torch.bool).triu(1)
@@ -412,7 +415,7 @@ KINDS = st.fixed_dictionaries(
         "turned": st.booleans(),
         "alike": st.sampled_from(["", "k is v"]),
         "grads": st.sampled_from([(), (0,), (0, 1, 2)]),
-        "bias": st.sampled_from([None, None, (1, 2, 3, 3), (1, 2, 3, 5), (3, 3)]),
+        "bias": st.sampled_from([None, None, (1, 2, 3, 3), (1, 2, 3, 5), (3, 3), (2, 1, 1, 1, 3)]),
         "options": st.sampled_from(
             [
                 {}, {}, {"causal": True}, {"causal": 1}, {"scale": 1.0}, {"scale": True}, {"scale": 1}, {"return_lse": True}, {"return_lse": 1},
