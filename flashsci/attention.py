@@ -362,9 +362,15 @@ def _aligned(
             else x.expand(*leading[:-1], *x.shape[-4:]).flatten(0, -5)
         )
 
+    def expanded(x: Tensor) -> Tensor:
+        # One that has the dims already is spared a view, and autograd a node; a compiler would make it a condition.
+        if not torch.compiler.is_compiling() and x.shape[:-3] == leading:
+            return x
+        return x.expand(*leading, *x.shape[-3:])
+
     q, k, v = (same_rank(x) for x in (q, k, v))
     if rank > 3:
-        q, k, v = (x.expand(*leading, *x.shape[-3:]) for x in (q, k, v))
+        q, k, v = (expanded(x) for x in (q, k, v))
     rows = None if key_weight is None else key_weight.unsqueeze(-2)  # [*, Hk, 1, Sk]
     heads = None if alibi_slopes is None else alibi_slopes[..., None, None]  # [*, Hq, 1, 1]
     bias, rows, mask, heads = (

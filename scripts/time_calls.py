@@ -36,6 +36,9 @@ def cases(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Call,
     name = next(n for n, x in DTYPES.items() if x is dtype)
     dense = [draw(*SHAPE) for _ in range(3)]
     biased = [*dense, draw(1, *SHAPE[1:3], SHAPE[2])]
+    # As a Linear over pairs leaves it: kernels get a copy.
+    heads_last = [*dense, draw(1, SHAPE[2], SHAPE[2], SHAPE[1]).permute(0, 3, 1, 2)]
+    shared = torch.ones(SHAPE[2], SHAPE[2], dtype=torch.bool, device=device).tril()
     packed = [draw(SHAPE[2], SHAPE[1], SHAPE[3]) for _ in range(3)]
     offsets = torch.tensor([0, 40, SHAPE[2]], dtype=torch.int32, device=device)
     for backend in BACKENDS:
@@ -46,11 +49,16 @@ def cases(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Call,
         def with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, backend: str = backend) -> Tensor:  # fmt: skip
             return flashsci.attention(q, k, v, bias=bias, backend=backend)
 
+        def with_mask(q: Tensor, k: Tensor, v: Tensor, backend: str = backend) -> Tensor:
+            return flashsci.attention(q, k, v, mask=shared, backend=backend)
+
         def of_packed(q: Tensor, k: Tensor, v: Tensor, backend: str = backend) -> Tensor:
             return flashsci.varlen_attention(q, k, v, offsets, max_seqlen_q=40, max_seqlen_k=40, backend=backend)  # fmt: skip
 
         yield f"{backend}, dense {name}", attention, dense
         yield f"{backend}, pair bias {name}", with_bias, biased
+        yield f"{backend}, pair bias with heads last {name}", with_bias, heads_last
+        yield f"{backend}, mask of two dims {name}", with_mask, dense
         yield f"{backend}, packed {name}", of_packed, packed
     yield f"torch's SDPA, dense {name}", sdpa, dense
     yield f"torch's SDPA, pair bias {name}", lambda q, k, v, b: sdpa(q, k, v, attn_mask=b), biased

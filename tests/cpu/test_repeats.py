@@ -4,6 +4,7 @@ Closed formulas take the place of Triton's kernels, so that calls that went astr
 """
 
 import contextlib
+import inspect
 import os
 import sys
 
@@ -493,3 +494,40 @@ def test_nobody_can_tell_a_repeat(formulas, kinds, order):
             due.append(outcome(kind, number))
     for number, (a, b) in enumerate(zip(found, due, strict=True)):
         assert same(a, b), (number, sequence[number])
+
+
+# --- every argument ---------------------------------------------------------------------------------------------------
+
+OTHER_VALUES = dict(
+    bias=torch.zeros(1, 1, 6, 6), key_weight=torch.ones(6), mask=torch.ones(6, 6, dtype=torch.bool), alibi_slopes=torch.ones(4),
+    sink=torch.zeros(4), causal=True, window=(2, None), align="lower_right", scale=0.5, softcap=2.0, dropout_p=0.25,
+    dropout_seed=torch.zeros(2, dtype=torch.int64), return_lse=True, deterministic=True, precision="ieee", q_scale=torch.ones(()),
+    k_scale=torch.ones(()), v_scale=torch.ones(()), out_dtype=torch.float16, backend="reference", validate=True,
+    cu_seqlens_k=torch.tensor([0, 2, 6], dtype=torch.int32), max_seqlen_q=4, max_seqlen_k=4,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", [flashsci.attention, flashsci.varlen_attention])
+def test_no_argument_is_overlooked(entry):
+    """Also one that is added later: it needs a value here, by which its call is another."""
+    offsets = {} if entry is flashsci.attention else {"cu_seqlens_q": torch.tensor([0, 2, 6], dtype=torch.int32)}  # fmt: skip
+    tensors = draw(*((6, 4, 8),) * 3) if offsets else draw()
+    found = []
+
+    def repeated(*arguments):
+        again, known = plans.repeated(*arguments)
+        found.append(again)
+        return again, known
+
+    with no_launches(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[entry.__module__], "repeated", repeated)
+        for _ in range(3):
+            entry(*tensors, **offsets, backend="cuda")
+        assert found[-1] is not None
+        for name in inspect.signature(entry).parameters:
+            if name in ("q", "k", "v", *offsets):
+                continue
+            found.clear()
+            with contextlib.suppress(Exception):  # of arguments that do not go together here
+                entry(*tensors, **{**offsets, "backend": "cuda", name: OTHER_VALUES[name]})
+            assert not found or found[-1] is None, name
