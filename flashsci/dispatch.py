@@ -53,29 +53,32 @@ def run(
     if not plan.as_given:
         tensors = plan.ready(tensors, needs_grad, direct)
     if needs_grad:
-        if direct:
-            return _recorded(plan, tensors)
-        result = _nodes().EagerForward.apply(plan, direct, *tensors)
+        nodes = _nodes()
+        apply = nodes.apply_directly if direct else nodes.EagerForward.apply
+        result = apply(plan, direct, *tensors)
         return result
     return plan.prepared(tensors)(tensors) if direct else module.forward(tensors, plan.scalars)
 
 
 def _again(plan: Plan, tensors: Tensors, needs_grad: bool) -> Run:
     """What computes calls of plain tensors like these, which were computed before."""
-    if not plan.as_given:
+    if needs_grad:
+        record = _nodes().apply_directly
 
-        def copied(given: Given) -> tuple[Tensor, Tensor]:
-            tensors = plan.ready(Tensors(*given), needs_grad, True)
-            return _recorded(plan, tensors) if needs_grad else plan.prepared(tensors)(tensors)
+        def run(given: Given) -> tuple[Tensor, Tensor]:
+            result: tuple[Tensor, Tensor] = record(plan, True, *given)
+            return result
 
-        return copied
-    return functools.partial(_recorded, plan) if needs_grad else plan.prepared(tensors)
+    elif plan.as_given:
+        return plan.prepared(tensors)
+    else:
 
+        def run(given: Given) -> tuple[Tensor, Tensor]:
+            return plan.prepared(given)(given)
 
-def _recorded(plan: Plan, tensors: Given) -> tuple[Tensor, Tensor]:
-    """out, lse of plain tensors as autograd records them."""
-    result: tuple[Tensor, Tensor] = _nodes().apply_directly(plan, True, *tensors)
-    return result
+    if plan.as_given:
+        return run
+    return lambda given: run(plan.ready(Tensors(*given), needs_grad, True))
 
 
 @functools.cache

@@ -192,4 +192,6 @@ def as_given(call: Call | None, *tensors: Tensor | None) -> Call | None:
 
 def remember(call: Call, run: Run) -> None:
     """Let :func:`repeated` find what computes a call of plain tensors."""
+    if len(plans) >= 2 * MOST_PLANS:
+        plans.clear()
     repeats.keep(plans, *call, run)

@@ -39,5 +39,10 @@ def keep(store: dict[Any, Any], key: Any, tensors: Sequence[Tensor], value: Any)
     """Let :func:`find` find it in ``store[key]``. No tensor is held."""
     if _Guards is None or len({id(x) for x in tensors}) < len(tensors):
         return
-    guards = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    try:
+        guards = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        if not guards.check(*tensors):
+            return
+    except (AttributeError, TypeError):  # another torch's, which wants other arguments
+        return
     store[key] = ((guards.check, value), *store.get(key, ())[: MOST - 1])

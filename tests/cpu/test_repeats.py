@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashsci
@@ -120,7 +121,8 @@ def test_backwards_are_repeats(planned, monkeypatch):
         torch.autograd.grad(call(q, k.detach(), v), (q, v), dense)
     assert len(found) == 3
     # Who wants to differentiate again has nodes for it.
-    (dq,) = torch.autograd.grad(call(q, k, v), q, dense, create_graph=True)
+    step((q, k, v), dense)
+    dq, *_ = torch.autograd.grad(call(q, k, v), (q, k, v), dense, create_graph=True)
     assert dq.requires_grad and len(found) == 3
 
 
@@ -212,6 +214,29 @@ def test_what_torch_is_about_makes_another_call(planned, name, monkeypatch):
     assert found.requires_grad == (name not in ("no grad", "inference"))
     assert found.dtype == (torch.bfloat16 if name == "autocast" else torch.float32)
     assert torch.equal(call(*tensors, backend="auto"), due) and len(planned) == before + 1
+
+
+def test_autocast_to_another_dtype_is_another_call(planned):
+    """Whether there is one, a comparison of tensors sees; not to what."""
+    tensors = draw(dtype=torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype):
+            for _ in range(3):
+                assert call(*tensors).dtype == dtype
+    # Once more in each: those of casted tensors are planned every time, by what the cast made.
+    assert len(planned) == 2 + 3
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(call(*tensors), call(*tensors, backend="triton"))
+    assert len(planned) == 5
+
+
+def test_tracers_see_the_op_of_a_repeat(planned):
+    """Their modes are not in any dispatch key."""
+    tensors = draw()
+    warm(*tensors)
+    traced = make_fx(lambda q, k, v: call(q, k, v))(*tensors)
+    assert "opaque_forward" in traced.code
+    torch.testing.assert_close(traced(*tensors), call(*tensors))
 
 
 def test_transforms_and_compilers_do_not_see_repeats(planned):
