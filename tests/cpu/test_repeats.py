@@ -123,7 +123,7 @@ def test_backwards_are_repeats(planned, monkeypatch):
     # Who wants to differentiate again has nodes for it.
     step((q, k, v), dense)
     dq, *_ = torch.autograd.grad(call(q, k, v), (q, k, v), dense, create_graph=True)
-    assert dq.requires_grad and len(found) == 3
+    assert "EagerBackward" in type(dq.grad_fn).__name__ and len(found) == 3
 
 
 def test_hooks_of_saved_tensors_are_seen_by_backwards(planned):
