@@ -80,6 +80,14 @@ class Tensors(NamedTuple):
 Given = Sequence[Any]
 
 
+def packed(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, alibi_slopes: Any
+) -> Given:
+    """Packed tensors as users give them, [T, H, D], in the order of :class:`Tensors` as kernels take them."""
+    rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    return *rows, None, None, None, cu_seqlens_q, cu_seqlens_k, None, None, alibi_slopes
+
+
 class Scalars(NamedTuple):
     """The options of one call, as kernels take them: what is off is 0 (softcap, dropout) or -1 (windows, longest
     lengths that are unknown)."""

@@ -395,6 +395,31 @@ def test_packed_calls_are_repeats():
         assert len(found) == 10, "contents that the host sees are checked every time"
 
 
+def test_packed_repeats_are_right_to_second_order(monkeypatch):
+    """Triton's own kernels, interpreted; the first call of a kind goes the general way."""
+    where, found = sys.modules["flashsci.varlen"], []
+    monkeypatch.setattr(where, "_plan", spy(where._plan, found))
+    monkeypatch.setattr(where, "contents_are_seen", lambda q, validate: validate)
+    plans.plans.clear()
+    offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
+    tensors = draw(*((8, 2, 4),) * 3, grad=True)
+
+    def step():
+        out, lse = flashsci.varlen_attention(*tensors, offsets, offsets, causal=True, return_lse=True, backend="triton")  # fmt: skip
+        loss = out.sin().sum() + lse.cos().sum()
+        first = torch.autograd.grad(loss, tensors, create_graph=True)
+        plain = torch.autograd.grad(out, tensors[:2], torch.ones_like(out), retain_graph=True)
+        second = torch.autograd.grad(sum(x.square().sum() for x in first), tensors)
+        return [x.detach() for x in (out, lse, *first, *plain, *second)]
+
+    due = step()
+    for _ in range(3):
+        for a, b in zip(step(), due, strict=True):
+            assert a.stride() == b.stride()
+            torch.testing.assert_close(a, b)
+    assert len(found) == 2
+
+
 def test_without_torchs_comparison_every_call_is_planned(planned, monkeypatch):
     monkeypatch.setattr(repeats, "_Guards", None)
     tensors = draw()
