@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +11,8 @@ from torch import Tensor
 
 from flashsci import arguments, fp8, registry
 from flashsci.dispatch import run, seed_for
-from flashsci.ops import Tensors
-from flashsci.plans import Plan, gradients, keep, plans, signature
+from flashsci.ops import Given, Tensors
+from flashsci.plans import Plan, as_given, gradients, keep, plans, present, repeated, signature
 from flashsci.problem import sums_bias
 from flashsci.tracing import autocast, rounds_products
 
@@ -135,6 +137,19 @@ def attention(
         2307.08691; Press, Smith, Lewis, arXiv:2108.12409 (ALiBi); Xiao et al., arXiv:2309.17453 (sinks; as
         one learnt logit per head they are gpt-oss's).
     """
+    again = call = None
+    if sink is dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
+        entry: Any = "dense"
+        seen: tuple[Any, ...] = (q, k, v)
+        if not (bias is key_weight is mask is alibi_slopes is None):
+            seen, entry = present(q, k, v, bias, key_weight, mask, alibi_slopes)
+        again, call = repeated(
+            entry, seen,
+            (causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision), window, backend,
+        )  # fmt: skip
+    if again is not None:
+        found = again((q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes))
+        return found if return_lse else found[0]
     arguments.check_types(
         q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink
     )
@@ -163,15 +178,13 @@ def attention(
     plan = _plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
     # A seed without dropout is nothing that a kernel should read.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
-    if plan.leading is not None:
-        q, k, v, bias, key_weight, mask, alibi_slopes = _aligned(
-            q, k, v, bias, key_weight, mask, alibi_slopes, plan.leading
-        )
     tensors = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes)
-    out, lse = run(plan, tensors, needs_grad, sink)
-    if plan.leading is not None and len(plan.leading) > 2:
-        out = out.unflatten(0, plan.leading[:-1])
-        lse = None if lse is None else lse.unflatten(0, plan.leading[:-1])
+    call = as_given(call, q, k, v, bias, key_weight, mask, alibi_slopes)
+    if plan.leading is None:
+        out, lse = run(plan, tensors, needs_grad, sink, call)
+    else:
+        around = functools.partial(_expanding, plan.leading)
+        out, lse = around(lambda given: run(plan, given, needs_grad, sink, call, around))(tensors)
     return (out, lse) if return_lse else out
 
 
@@ -303,6 +316,25 @@ def describe(
     return registry.call(q, v, heads_q, heads_k, features)
 
 
+def _expanding(leading: tuple[int, ...], compute: Callable[[Tensors], Any]) -> Callable[..., Any]:
+    """What computes out and lse of tensors whose ranks or leading dims differ, or are more than kernels take."""
+
+    def expanded(tensors: Given) -> tuple[Tensor, Tensor | None]:
+        q, k, v, bias, key_weight, mask, _, _, _, seed, alibi_slopes = tensors
+        q, k, v, bias, key_weight, mask, alibi_slopes = _aligned(
+            q, k, v, bias, key_weight, mask, alibi_slopes, leading
+        )
+        out, lse = compute(
+            Tensors(q, k, v, bias, key_weight, mask, None, None, None, seed, alibi_slopes)
+        )
+        if len(leading) > 2:
+            out = out.unflatten(0, leading[:-1])
+            lse = None if lse is None else lse.unflatten(0, leading[:-1])
+        return out, lse
+
+    return expanded
+
+
 def _aligned(
     q: Tensor,
     k: Tensor,
@@ -330,9 +362,15 @@ def _aligned(
             else x.expand(*leading[:-1], *x.shape[-4:]).flatten(0, -5)
         )
 
+    def expanded(x: Tensor) -> Tensor:
+        # One that has the dims already is spared a view, and autograd a node; a compiler would make it a condition.
+        if not torch.compiler.is_compiling() and x.shape[:-3] == leading:
+            return x
+        return x.expand(*leading, *x.shape[-3:])
+
     q, k, v = (same_rank(x) for x in (q, k, v))
     if rank > 3:
-        q, k, v = (x.expand(*leading, *x.shape[-3:]) for x in (q, k, v))
+        q, k, v = (expanded(x) for x in (q, k, v))
     rows = None if key_weight is None else key_weight.unsqueeze(-2)  # [*, Hk, 1, Sk]
     heads = None if alibi_slopes is None else alibi_slopes[..., None, None]  # [*, Hq, 1, 1]
     bias, rows, mask, heads = (

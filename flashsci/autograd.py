@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flashsci import registry
 from flashsci.errors import BackendError
-from flashsci.ops import LIBRARY, Saved, Scalars, Tangents, Tensors, plain
+from flashsci.ops import LIBRARY, Saved, Scalars, Tangents, Tensors, packed, plain
 from flashsci.plans import Plan
 from flashsci.tracing import transforming
 
@@ -184,9 +184,10 @@ class EagerForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, direct: bool, *tensors: Any) -> tuple[Tensor, Tensor]:
-        given = Tensors(*tensors)
         output: tuple[Tensor, Tensor] = (
-            plan.forward(given) if direct else plan.module.forward(given, plan.scalars)
+            plan.prepared(tensors)(tensors)
+            if direct
+            else plan.module.forward(Tensors(*tensors), plan.scalars)
         )
         ctx.set_materialize_grads(False)
         ctx.plan = plan
@@ -195,20 +196,55 @@ class EagerForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        plan, need = ctx.plan, _need(ctx.needs_input_grad[2 : 2 + _LEAVES])
-        *tensors, out, lse = saved = ctx.saved_tensors
-        if dout is None and dlse is None:
-            found = _NOTHING
-        elif not torch.is_grad_enabled() and not transforming() and plain((dout, dlse, *saved)):
-            found = plan.backward(dout, dlse, Tensors(*tensors), out, lse, need)
-        else:
-            kept = Saved(Tensors(*tensors), out.detach(), lse.detach(), plan.scalars)
-            found = _backward(plan.backend, dout, dlse, kept, need)
+        need = _need(ctx.needs_input_grad[2 : 2 + _LEAVES])
+        found = _eager_backward(ctx.plan, dout, dlse, ctx.saved_tensors, need)
         return (None, None, *found, *(None,) * (_TENSORS - _LEAVES))
 
 
-#: ``EagerForward.apply`` without looking for functorch's tensors, which ``ops.plain`` has done already.
+class EagerPacked(torch.autograd.Function):
+    """:class:`EagerForward` of packed tensors as users give them: as many nodes for views of them take longer than the rest. Inputs
+    are the call's Plan and those of ``ops.packed``."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *given: Any) -> tuple[Tensor, Tensor]:
+        tensors = packed(*given)
+        out, lse = plan.prepared(tensors)(tensors)
+        output = out.transpose(0, 1), lse
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        ctx.save_for_backward(*given, *output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        *given, out, lse = ctx.saved_tensors
+        saved = *packed(*given), out.transpose(0, 1), lse
+        dout = None if dout is None else dout.transpose(0, 1)
+        need = _need(ctx.needs_input_grad[1:4])
+        rows = _eager_backward(ctx.plan, dout, dlse, saved, need)[:3]
+        return (None, *[None if x is None else x.transpose(0, 1) for x in rows], None, None, None)
+
+
+def _eager_backward(
+    plan: Plan, dout: Tensor | None, dlse: Tensor | None, saved: Any, need: int
+) -> _Gradients:
+    """Gradients of what :class:`EagerForward` computed; ``saved``: in the order of Tensors, with out and lse."""
+    if not torch.is_grad_enabled():
+        found = plan.repeated_backward(dout, dlse, saved, need)
+        if found is not None:
+            return found
+    if dout is None and dlse is None:
+        return _NOTHING
+    if not torch.is_grad_enabled() and not transforming() and plain((dout, dlse, *saved)):
+        return plan.backward(dout, dlse, saved, need)
+    *tensors, out, lse = saved
+    kept = Saved(Tensors(*tensors), out.detach(), lse.detach(), plan.scalars)
+    return _backward(plan.backend, dout, dlse, kept, need)
+
+
+#: ``apply`` without looking for functorch's tensors, which ``ops.plain`` has done already.
 apply_directly = super(torch.autograd.Function, EagerForward).apply
+apply_packed = super(torch.autograd.Function, EagerPacked).apply
 
 
 def _saved(ctx: Any) -> Saved:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,15 +11,25 @@ from torch import Tensor
 
 from flashsci import arguments, second_order
 from flashsci.dropout import check_dropout, draw_seed
-from flashsci.ops import Tensors, follow_layout, plain
-from flashsci.plans import Plan
+from flashsci.ops import Given, Tensors, follow_layout, plain
+from flashsci.plans import Call, Plan, Run, remember
 from flashsci.tracing import transforming_eagerly
 
 
 def run(
-    plan: Plan, tensors: Tensors, needs_grad: bool, sink: Tensor | None = None
+    plan: Plan,
+    tensors: Tensors,
+    needs_grad: bool,
+    sink: Tensor | None = None,
+    call: Call | None = None,
+    around: Callable[[Run], Run] = lambda run: run,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of the backend that a plan names, wired into autograd."""
+    """(out, lse) of the backend that a plan names, wired into autograd.
+
+    Args:
+        call: by what it is known again, if it may be.
+        around: makes what computes that call of what computes it from these tensors.
+    """
     module = plan.module
     if sink is not None:
         from flashsci.sink import attend
@@ -37,6 +48,8 @@ def run(
         result: tuple[Tensor, Tensor] = _nodes().Forward.apply(plan.backend, *given, *plan.scalars)
         return result
     direct = plain(tensors)
+    if direct and call is not None and plan.settled and not plan.scalars.dropout_p:
+        remember(call, around(_again(plan, tensors, needs_grad)))
     if not plan.as_given:
         tensors = plan.ready(tensors, needs_grad, direct)
     if needs_grad:
@@ -44,7 +57,28 @@ def run(
         apply = nodes.apply_directly if direct else nodes.EagerForward.apply
         result = apply(plan, direct, *tensors)
         return result
-    return plan.forward(tensors) if direct else module.forward(tensors, plan.scalars)
+    return plan.prepared(tensors)(tensors) if direct else module.forward(tensors, plan.scalars)
+
+
+def _again(plan: Plan, tensors: Tensors, needs_grad: bool) -> Run:
+    """What computes calls of plain tensors like these, which were computed before."""
+    if needs_grad:
+        record = _nodes().apply_directly
+
+        def run(given: Given) -> tuple[Tensor, Tensor]:
+            result: tuple[Tensor, Tensor] = record(plan, True, *given)
+            return result
+
+    elif plan.as_given:
+        return plan.prepared(tensors)
+    else:
+
+        def run(given: Given) -> tuple[Tensor, Tensor]:
+            return plan.prepared(given)(given)
+
+    if plan.as_given:
+        return run
+    return lambda given: run(plan.ready(Tensors(*given), needs_grad, True))
 
 
 @functools.cache

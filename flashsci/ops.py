@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 
@@ -73,6 +74,18 @@ class Tensors(NamedTuple):
             return self
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return Tensors(q, k, v, bias, *others)
+
+
+#: What a prepared function takes: the fields of :class:`Tensors` in their order, in whatever sequence is at hand.
+Given = Sequence[Any]
+
+
+def packed(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, alibi_slopes: Any
+) -> Given:
+    """Packed tensors as users give them, [T, H, D], in the order of :class:`Tensors` as kernels take them."""
+    rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    return *rows, None, None, None, cu_seqlens_q, cu_seqlens_k, None, None, alibi_slopes
 
 
 class Scalars(NamedTuple):
@@ -184,6 +197,14 @@ def empty_like_layout(
         strides[dim] = step
         step = step * max(shape[dim], 1)
     return like.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def is_like(made: Tensor | None, x: Tensor) -> bool:
+    """Whether ``torch.empty_like(x)``, which takes torch less time than sizes and strides do, is a tensor as ``made``."""
+    if made is None:
+        return False
+    found = torch.empty_like(x)
+    return (found.shape, found.stride(), found.dtype) == (made.shape, made.stride(), made.dtype)
 
 
 def follow_layout(x: Tensor, like: Tensor) -> Tensor:
@@ -317,20 +338,23 @@ def define(
 
 
 _escaped = torch._C._functorch.is_functorch_wrapped_tensor
+_transforms = torch._C._are_functorch_transforms_active
+_modes = torch._C._len_torch_dispatch_stack
+_profiled = torch.autograd._profiler_enabled
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _OPTIONS = frozenset((NoneType, bool, int, float, str))
 
 
+def unseen() -> bool:
+    """Whether nobody is to see the ops of a call: no compiler, functorch transform, mode or profiler."""
+    return not (is_compiling() or _transforms() or _modes() or _profiled())
+
+
 def plain(given: Sequence[Any]) -> bool:
-    """Whether a call may go past torch: nobody is to see its ops (a compiler, a functorch transform, a mode, a profiler), and
+    """Whether a call may go past torch: it is :func:`unseen`, and
     its arguments are what they seem: no subclass, no symbol, no tensor that escaped from a functorch transform, none whose
     memory holds its negative (the imaginary part of a conjugate) or, being zero, nothing."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.autograd._profiler_enabled()
-    ):
+    if not unseen():
         return False
     for x in given:
         kind = type(x)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import is_
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from flashsci import bias_copy, registry
-from flashsci.ops import Saved, Scalars, Tensors, with_inner_keys
+from flashsci import bias_copy, registry, repeats
+from flashsci.ops import Given, Saved, Scalars, Tensors, unseen, with_inner_keys
+from flashsci.tracing import casts_to, rounds_products
+
+autocasting = torch._C._is_any_autocast_enabled
+deterministic, grad_enabled = torch.are_deterministic_algorithms_enabled, torch.is_grad_enabled
 
 
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -20,6 +27,10 @@ def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
 def gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
     """Of which of these a call is to have gradients: never empty, so that it counts as true."""
     return tuple([x is not None and x.requires_grad for x in tensors])
+
+
+Run = Callable[[Given], tuple[Tensor, Tensor]]
+Gradients = tuple[Tensor | None, ...]
 
 
 class Plan:
@@ -54,8 +65,13 @@ class Plan:
         self.as_given = False  # whether kernels are known to take these tensors without a copy
         self._leaves_bias: bool | None = None  # to kernels that copy it themselves
         self._copied: Callable[[Tensor], Tensor] = with_inner_keys  # how others get it
-        self._forward: Callable[[Tensors], tuple[Tensor, Tensor]] | None = None
-        self._backwards: dict[tuple[Any, ...], Callable[..., tuple[Tensor | None, ...]]] = {}
+        self._forward: Run | None = None
+        self._backwards: dict[tuple[Any, ...], Any] = {}
+
+    @property
+    def settled(self) -> bool:
+        """Whether :meth:`ready` has found out what it does."""
+        return self._leaves_bias is not None
 
     def ready(self, tensors: Tensors, needs_grad: bool, direct: bool = False) -> Tensors:
         """The tensors as kernels take them, with copies where they must be. ``direct``: they are plain (``ops.plain``)."""
@@ -71,36 +87,52 @@ class Plan:
         self.as_given = given is tensors
         return given
 
-    def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """out, lse of plain tensors, as kernels take them."""
+    def prepared(self, tensors: Given) -> Run:
+        """What computes out and lse of plain tensors like these, as kernels take them."""
         run = self._forward
         if run is None:
-            run = self._forward = registry.prepared_forward(self.module, tensors, self.scalars)
-        return run(tensors)
+            given = Tensors(*tensors)
+            run = self._forward = registry.prepared_forward(self.module, given, self.scalars)
+        return run
+
+    def repeated_backward(
+        self, dout: Tensor | None, dlse: Tensor | None, saved: Given, need: int
+    ) -> Gradients | None:
+        """As :meth:`backward` where it has computed as much before; else None, of tensors of any kind. ``saved``: with out and
+        lse."""
+        kept = self._backwards.get((need, dout is None, dlse is None))
+        if kept is None or not unseen():
+            return None
+        run = repeats.find(kept, [x for x in (*saved, dout, dlse) if x is not None])
+        if run is None:
+            return None
+        *tensors, out, lse = saved
+        found: Gradients = run(dout, dlse, tensors, out, lse)
+        return found
 
     def backward(
-        self,
-        dout: Tensor | None,
-        dlse: Tensor | None,
-        tensors: Tensors,
-        out: Tensor,
-        lse: Tensor,
-        need: int,
-    ) -> tuple[Tensor | None, ...]:
-        """dq, dk, dv, dbias, dkey_weight of plain tensors, None where ``need`` does not name them."""
+        self, dout: Tensor | None, dlse: Tensor | None, saved: Given, need: int
+    ) -> Gradients:
+        """dq, dk, dv, dbias, dkey_weight of plain tensors, None where ``need`` does not name them. ``saved``: with out and
+        lse."""
         # Of all tensors: hooks of saved ones may have brought back others than were given.
-        key = (need, *signature(*tensors, out, lse, dout, dlse))
+        key = (need, *signature(*saved, dout, dlse))
+        *tensors, out, lse = saved
         run = self._backwards.get(key)
         if run is None:
-            saved = Saved(tensors, out, lse, self.scalars)
-            run = registry.prepared_backward(self.backend, dout, dlse, saved, need)
+            kept = Saved(Tensors(*tensors), out, lse, self.scalars)
+            run = registry.prepared_backward(self.backend, dout, dlse, kept, need)
             if len(self._backwards) >= MOST_BACKWARDS:
                 self._backwards.clear()
             self._backwards[key] = run
-        return run(dout, dlse, tensors, out, lse)
+        given = [x for x in (*saved, dout, dlse) if x is not None]
+        repeats.keep(self._backwards, (need, dout is None, dlse is None), given, run)
+        found: Gradients = run(dout, dlse, tensors, out, lse)
+        return found
 
 
-plans: dict[tuple[Any, ...], Plan] = {}  # by what decides them; the entry points make the keys
+# By what decides them; the entry points make the keys. Those of repeated calls are among them, so that none outlives its plan.
+plans: dict[tuple[Any, ...], Any] = {}
 MOST_PLANS, MOST_BACKWARDS = 4096, 64
 
 
@@ -110,3 +142,56 @@ def keep(key: tuple[Any, ...], plan: Plan) -> Plan:
         plans.clear()
     plans[key] = plan
     return plan
+
+
+Call = tuple[Any, Sequence[Tensor]]  # by what it is known again
+
+
+def present(*tensors: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+    """The tensors among these, and where there are none."""
+    return tuple([x for x in tensors if x is not None]), tuple([x is None for x in tensors])
+
+
+def repeated(
+    entry: Any, given: tuple[Any, ...], options: tuple[Any, ...], window: Any, backend: str
+) -> tuple[Run | None, Call | None]:
+    """What computed a call that this one repeats, and by what :func:`remember` knows this one again.
+
+    Nothing that is given has been looked at before: the first call of a kind goes another way, and what raises there is not
+    remembered. Both are None where such a call is to be looked at: if others see its ops, or if it cannot be a plain one.
+
+    Args:
+        entry: names whose arguments these are, and which tensors are absent.
+        given: all tensors that there are, q and k first.
+        options: all further arguments; window and backend apart.
+    """
+    if not unseen() or forward_ad._current_level >= 0:
+        return None, None
+    q, k, *_ = given
+    try:
+        key = (
+            entry, q.shape, k.shape, options, window,
+            # 1, 1.0 and True are equal to a dict, and not to our checks.
+            tuple(map(type, options if window is None else (*options, *window))),
+            registry.requested(backend), grad_enabled(), deterministic(),
+            q.dtype is torch.float32 and rounds_products(q.dtype), autocasting() and casts_to(q),
+        )  # fmt: skip
+        kept = plans.get(key)
+        return None if kept is None else repeats.find(kept, given), (key, given)
+    except (AttributeError, RuntimeError, TypeError):
+        # No tensor; nested tensors, that have no shape; a list or a symbol, that has no hash.
+        return None, None
+
+
+def as_given(call: Call | None, *tensors: Tensor | None) -> Call | None:
+    """The call, if it computes with the tensors it was given: to cast or reshape them is part of no repeat."""
+    used = [x for x in tensors if x is not None]
+    same = call is not None and len(call[1]) == len(used) and all(map(is_, call[1], used))
+    return call if same else None
+
+
+def remember(call: Call, run: Run) -> None:
+    """Let :func:`repeated` find what computes a call of plain tensors."""
+    if len(plans) >= 2 * MOST_PLANS:
+        plans.clear()
+    repeats.keep(plans, *call, run)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flashsci import preferences
 from flashsci.errors import BackendError
-from flashsci.ops import NEED_BIAS, Saved, Scalars, Tensors
+from flashsci.ops import NEED_BIAS, Given, Saved, Scalars, Tensors
 from flashsci.problem import Problem, sums_bias
 from flashsci.tracing import rounds_products
 
@@ -191,8 +191,20 @@ def requested(backend: str) -> tuple[str, bool]:
     """(name, strict) after overrides: the argument, then use_backend, then FLASHSCI_BACKEND, then
     "auto"."""
     if backend == "auto":
-        backend = _override.name or os.environ.get("FLASHSCI_BACKEND") or "auto"
+        backend = _override.name or _from_environment() or "auto"
     return backend, _override.strict
+
+
+_VARIABLE = "FLASHSCI_BACKEND"
+_encoded: Any = getattr(os.environ, "encodekey", str)(_VARIABLE)
+
+
+def _from_environment() -> str | None:
+    # os.environ raises and catches an error within where a variable is not set: a tenth of a small call.
+    raw = getattr(os.environ, "_data", None)
+    if raw is not None and _encoded not in raw:
+        return None
+    return os.environ.get(_VARIABLE)
 
 
 def find(name: str) -> Backend:
@@ -323,14 +335,12 @@ def backward(
 
 def prepared_forward(
     module: Any, tensors: Tensors, scalars: Scalars
-) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
-    """A module's forward for all plain tensors of the same signature as these, with everything else decided."""
+) -> Callable[[Given], tuple[Tensor, Tensor]]:
+    """A module's forward for all plain tensors of the same signature as these, in their order, with everything else decided."""
     if hasattr(module, "prepared_forward"):
-        found: Callable[[Tensors], tuple[Tensor, Tensor]] = module.prepared_forward(
-            tensors, scalars
-        )
+        found: Callable[[Given], tuple[Tensor, Tensor]] = module.prepared_forward(tensors, scalars)
         return found
-    return lambda tensors: module.forward(tensors, scalars)
+    return lambda tensors: module.forward(Tensors(*tensors), scalars)
 
 
 def prepared_backward(
@@ -349,9 +359,9 @@ def prepared_backward(
     wanted = [bool(need >> i & 1) for i in range(5)]
 
     def run(
-        dout: Tensor | None, dlse: Tensor | None, tensors: Tensors, out: Tensor, lse: Tensor
+        dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
     ) -> tuple[Tensor | None, ...]:
-        found = module.backward(dout, dlse, Saved(tensors, out, lse, scalars), need)
+        found = module.backward(dout, dlse, Saved(Tensors(*tensors), out, lse, scalars), need)
         return tuple([x if want else None for x, want in zip(found, wanted, strict=True)])
 
     return run

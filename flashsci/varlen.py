@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from flashsci import arguments, fp8, registry
 from flashsci.dispatch import run, seed_for
-from flashsci.ops import Tensors
-from flashsci.plans import Plan, gradients, keep, plans, signature
+from flashsci.ops import Given, Tensors, packed
+from flashsci.plans import Plan, Run, as_given, gradients, keep, plans, present, repeated, signature
 from flashsci.tracing import autocast, rounds_products
 
 FP8 = fp8.FP8
@@ -92,6 +93,21 @@ def varlen_attention(
         >>> flashsci.varlen_attention(q, k, v, offsets, bias=pairs).shape
         torch.Size([13, 4, 16])
     """
+    again = call = None
+    featureless = sink is dropout_seed is bias is key_weight is None
+    if featureless and q_scale is k_scale is v_scale is out_dtype is None:
+        # One tensor for both offsets is what None means.
+        other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
+        seen, absent = present(q, k, v, cu_seqlens_q, other, alibi_slopes)
+        again, call = repeated(
+            ("packed", absent), seen,
+            (max_seqlen_q, max_seqlen_k, causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision, validate),
+            window, backend,
+        )  # fmt: skip
+    if again is not None:
+        second = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        found = again((q, k, v, cu_seqlens_q, second, alibi_slopes))
+        return found if return_lse else found[0]
     arguments.check_types(
         q, k, v, bias=bias, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink
     )
@@ -116,7 +132,10 @@ def varlen_attention(
         needs_grad, backend,
     )  # fmt: skip
     cu_seqlens_q, cu_seqlens_k = dense_offsets(cu_seqlens_q, cu_seqlens_k)
-    if not torch.compiler.is_compiling() and (validate or q.device.type == "cpu"):
+    other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
+    call = as_given(call, q, k, v, cu_seqlens_q, other, alibi_slopes)
+    if contents_are_seen(q, validate):
+        call = None  # contents are checked at every call
         check_contents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias)
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     bias, bias_offsets = kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
@@ -136,9 +155,28 @@ def varlen_attention(
         dropout_seed,
         alibi_slopes,
     )
-    out, lse = run(plan, tensors, needs_grad, sink)
+    around = functools.partial(_repeating, plan, needs_grad)
+    out, lse = run(plan, tensors, needs_grad, sink, call, around)
     out = out.transpose(0, 1)
     return (out, lse) if return_lse else out
+
+
+def _repeating(plan: Plan, needs_grad: bool, again: Run) -> Run:
+    """What computes a call like one before, of the tensors that :func:`flashsci.ops.packed` takes; ``again``: of those it returns."""
+    if needs_grad and plan.as_given:
+        from flashsci.autograd import apply_packed
+
+        def run(given: Given) -> tuple[Tensor, Tensor]:
+            result: tuple[Tensor, Tensor] = apply_packed(plan, *given)
+            return result
+
+    else:
+
+        def run(given: Given) -> tuple[Tensor, Tensor]:
+            out, lse = again(packed(*given))
+            return out.transpose(0, 1), lse
+
+    return run
 
 
 def _plan(
@@ -261,6 +299,11 @@ def dense_offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> tuple[Te
     if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
         return first, first
     return first, cu_seqlens_k.contiguous()
+
+
+def contents_are_seen(q: Tensor, validate: bool) -> bool:
+    """Whether the host looks at the offsets' values."""
+    return not torch.compiler.is_compiling() and (validate or q.device.type == "cpu")
 
 
 def _per_pair(bias: Tensor, total_k: int) -> bool:

@@ -27,7 +27,7 @@ from flashsci import ops, paged_ops
 from flashsci.backends.cuda import fp8, paged, prepared
 from flashsci.errors import BackendError
 from flashsci.fp8_ops import FP8
-from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors
+from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Given, Saved, Scalars, Tensors
 from flashsci.problem import Problem, sums_bias
 
 FUSED = True
@@ -400,9 +400,12 @@ def copies_bias(tensors: Tensors, scalars: Scalars, generation: int = 0) -> bool
 
 def prepared_forward(
     tensors: Tensors, scalars: Scalars, generation: int = 0
-) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
-    """:func:`forward` of all plain tensors of the signature of these."""
-    general = functools.partial(forward, scalars=scalars, generation=generation)
+) -> Callable[[Given], tuple[Tensor, Tensor]]:
+    """:func:`forward` of all plain tensors of the signature of these, in their order."""
+
+    def general(tensors: Given) -> tuple[Tensor, Tensor]:
+        return forward(Tensors(*tensors), scalars, generation)
+
     if _load() is not None or _lacks(tensors, scalars) or not prepared.has_scores(tensors):
         return general
     if _fills_results():
@@ -433,9 +436,10 @@ def prepared_backward(
     scalars = saved.scalars
 
     def general(
-        dout: Tensor | None, dlse: Tensor | None, tensors: Tensors, out: Tensor, lse: Tensor
+        dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
     ) -> tuple[Tensor | None, ...]:
-        found = backward(dout, dlse, Saved(tensors, out, lse, scalars), need, generation)
+        saved = Saved(Tensors(*tensors), out, lse, scalars)
+        found = backward(dout, dlse, saved, need, generation)
         return tuple([x if need >> i & 1 else None for i, x in enumerate(found)])
 
     rows = all(x is None or x.stride(-1) == 1 for x in (dout, saved.out))

@@ -19,10 +19,12 @@ from flashsci.ops import (
     NEED_K,
     NEED_Q,
     NEED_V,
+    Given,
     Saved,
     Tensors,
     empty_like_layout,
     fake_forward,
+    is_like,
 )
 
 _INPUTS = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "out", "lse")
@@ -72,26 +74,41 @@ def _prepared_forward(tensors: Tensors, out: Tensor, options: tuple[Any, ...]) -
 class Forward:
     """out, lse of tensors of one signature."""
 
-    __slots__ = ("address", "device", "dtype", "general", "index", "kept", "launch", "lse", "out")
+    __slots__ = (
+        "address",
+        "device",
+        "dtype",
+        "general",
+        "index",
+        "kept",
+        "launch",
+        "like_q",
+        "lse",
+        "out",
+    )
 
     def __init__(
         self,
         library: Any,
         tensors: Tensors,
         options: tuple[Any, ...],
-        general: Callable[[Tensors], tuple[Tensor, Tensor]],
+        general: Callable[[Given], tuple[Tensor, Tensor]],
     ) -> None:
         q = tensors.q
         out, lse = fake_forward(tensors)
         self.kept = _prepared_forward(tensors, out, options)
         self.address, self.launch = self.kept.data_ptr(), _function(library, "flashsci_run_forward")
         self.out, self.lse = (out.shape, out.stride()), (lse.shape, lse.stride())
+        self.like_q = is_like(out, q)
         self.dtype, self.device, self.index = q.dtype, q.device, q.device.index
         self.general = general
 
-    def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    def __call__(self, tensors: Given) -> tuple[Tensor, Tensor]:
         q, k, v, bias, _, mask, offsets_q, offsets_k, _, _, _ = tensors
-        out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
+        if self.like_q:
+            out = torch.empty_like(q)
+        else:
+            out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
         lse = torch.empty_strided(*self.lse, dtype=torch.float32, device=self.device)
         if self.launch(
             self.address,
@@ -122,6 +139,8 @@ class Backward:
         "index",
         "kept",
         "launch",
+        "like_bias",
+        "like_inputs",
         "rows",
     )
 
@@ -149,21 +168,31 @@ class Backward:
             self.kept.data_ptr(),
             _function(library, "flashsci_run_backward"),
         )
+        self.like_inputs = all(map(is_like, rows, (q, k, v)))
+        self.like_bias = bias is not None and is_like(dbias, bias)
         self.rows = [None if x is None else (x.shape, x.stride()) for x in rows]
         self.dbias = None if dbias is None else (dbias.shape, dbias.dtype)
         self.dtype, self.device, self.index = q.dtype, q.device, q.device.index
         self.general = general
 
     def __call__(
-        self, dout: Tensor | None, dlse: Tensor | None, tensors: Tensors, out: Tensor, lse: Tensor
+        self, dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
     ) -> tuple[Tensor | None, ...]:
         q, k, v, bias, _, mask, offsets_q, offsets_k, _, _, _ = tensors
-        dq, dk, dv = [
-            None if x is None else torch.empty_strided(*x, dtype=self.dtype, device=self.device)
-            for x in self.rows
-        ]
+        dq: Tensor | None
+        dk: Tensor | None
+        dv: Tensor | None
+        if self.like_inputs:
+            dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        else:
+            dq, dk, dv = [
+                None if x is None else torch.empty_strided(*x, dtype=self.dtype, device=self.device)
+                for x in self.rows
+            ]
         dbias = None
-        if self.dbias is not None:
+        if self.like_bias:
+            dbias = torch.empty_like(bias)
+        elif self.dbias is not None:
             dbias = torch.empty(self.dbias[0], dtype=self.dbias[1], device=self.device)
         if self.launch(
             self.address,
