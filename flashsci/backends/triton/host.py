@@ -12,12 +12,10 @@ from flashsci.ops import (
     NEED_KEY_WEIGHT,
     NEED_Q,
     NEED_V,
-    Given,
     Saved,
     Scalars,
     Tensors,
     empty_like_layout,
-    is_like,
 )
 
 from . import launch
@@ -407,15 +405,11 @@ class Forward:
         q, _, v = tensors[:3]
         out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
         self.out, self.lse = (out.shape, out.stride()), q.shape[:-1]
-        self.like_q = is_like(out, q)
         self.dtype, self.device = q.dtype, q.device
         self.launch = None if p.empty else p.forward(out)
 
-    def __call__(self, tensors: Given):
-        if self.like_q:
-            out = torch.empty_like(tensors[0])
-        else:
-            out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
+    def __call__(self, tensors: Tensors):
+        out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
         lse = torch.empty(self.lse, dtype=torch.float32, device=self.device)
         if self.launch is None:
             return out.zero_(), lse.fill_(float("-inf"))
@@ -433,25 +427,17 @@ class Backward:
             rows_like(x) if need & bit else None
             for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
         ]
-        self.like_inputs = all(
-            row is not None
-            and is_like(torch.empty_strided(*row, dtype=x.dtype, device=x.device), x)
-            for row, x in zip(self.rows, (q, k, v), strict=True)
-        )
         self.need_dbias = bias is not None and bool(need & NEED_BIAS)
         self.need_dweight = weight is not None and bool(need & NEED_KEY_WEIGHT)
         self.dtype, self.device = q.dtype, q.device
 
-    def __call__(self, dout, dlse, tensors: Given, out, lse):
+    def __call__(self, dout, dlse, tensors: Tensors, out, lse):
         p = self.plan
-        q, k, v, bias, weight = tensors[:5]
-        if self.like_inputs:
-            dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        else:
-            dq, dk, dv = [
-                None if x is None else torch.empty_strided(*x, dtype=self.dtype, device=self.device)
-                for x in self.rows
-            ]
+        q, _, _, bias, weight = tensors[:5]
+        dq, dk, dv = [
+            None if x is None else torch.empty_strided(*x, dtype=self.dtype, device=self.device)
+            for x in self.rows
+        ]
         if p.empty:
             for x in (dq, dk, dv):
                 if x is not None:
