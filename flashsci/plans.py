@@ -101,7 +101,7 @@ class Plan:
         """As :meth:`backward` where it has computed as much before; else None, of tensors of any kind. ``saved``: with out and
         lse."""
         kept = self._backwards.get((need, dout is None, dlse is None))
-        if kept is None or not unseen():
+        if kept is None or not _alone():
             return None
         run = repeats.find(kept, [x for x in (*saved, dout, dlse) if x is not None])
         if run is None:
@@ -147,6 +147,11 @@ def keep(key: tuple[Any, ...], plan: Plan) -> Plan:
 Call = tuple[Any, Sequence[Tensor]]  # by what it is known again
 
 
+def _alone() -> bool:
+    """Whether nobody sees a call's ops, nor has tangents, which no comparison of tensors sees."""
+    return unseen() and forward_ad._current_level < 0
+
+
 def present(*tensors: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
     """The tensors among these, and where there are none."""
     return tuple([x for x in tensors if x is not None]), tuple([x is None for x in tensors])
@@ -165,7 +170,7 @@ def repeated(
         given: all tensors that there are, q and k first.
         options: all further arguments; window and backend apart.
     """
-    if not unseen() or forward_ad._current_level >= 0:
+    if not _alone():
         return None, None
     q, k, *_ = given
     try:

@@ -93,9 +93,12 @@ def main(seconds: float = 0.5, only: str = "") -> None:
             for name, call, tensors in cases(dtype, device):
                 if only not in name:
                     continue
-                times = host_time(
-                    functions(call, tensors), device, seconds, 100 if on_gpu else 10
-                ).values()
+                try:
+                    able = functions(call, tensors)
+                except flashsci.BackendError as error:
+                    print(name, error, sep=", ")
+                    continue
+                times = host_time(able, device, seconds, 100 if on_gpu else 10).values()
                 shown = [f"{1e6 * (t.median if on_gpu else t.min):.1f}" for t in times]
                 print(name, *shown, sep=", ", flush=True)
 

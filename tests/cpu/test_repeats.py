@@ -126,6 +126,23 @@ def test_backwards_are_repeats(planned, monkeypatch):
     assert "EagerBackward" in type(dq.grad_fn).__name__ and len(found) == 3
 
 
+def test_backwards_have_tangents(planned, monkeypatch):
+    """No comparison sees that a gradient has one: none is asked."""
+    q, k, v = draw(grad=True)
+    dout, direction = torch.randn(SHAPE), torch.randn(SHAPE)
+    for _ in range(3):
+        torch.autograd.grad(call(q, k, v), (q, k, v), dout)
+    due = torch.autograd.grad(call(q, k, v), (q, k, v), direction)
+    out = call(q, k, v)
+    asked = []
+    monkeypatch.setattr(repeats, "find", spy(repeats.find, asked))
+    with forward_ad.dual_level():
+        found = torch.autograd.grad(out, (q, k, v), forward_ad.make_dual(dout, direction))
+        for x, tangent in zip(found, due, strict=True):
+            torch.testing.assert_close(forward_ad.unpack_dual(x).tangent, tangent)
+    assert not asked
+
+
 def test_hooks_of_saved_tensors_are_seen_by_backwards(planned):
     """They may bring back other tensors than were saved."""
     q, k, v = draw(grad=True)
