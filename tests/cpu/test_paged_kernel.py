@@ -151,6 +151,21 @@ def test_generated_with_8_bit_caches(kernel, cache, part):
 
 
 @caches
+def test_what_shared_memory_held_changes_no_bit(kernel, tmp_path, cache):
+    """NaN in rows that nobody has loses every comparison. What another kernel leaves there may win some: here 85, or 1.5e13."""
+    left = (
+        "make_uint4(~0u, ~0u, ~0u, ~0u)",
+        "make_uint4(0x55555555, 0x55555555, 0x55555555, 0x55555555)",
+    )
+    other = Kernels(tmp_path, ("../core/poison.cuh", *left))
+    for dtype in ("float16", "bfloat16"):
+        variant = PagedVariant(dtype, cache, 64, 64)
+        inputs = make_paged_inputs(PagedCase(variant, 2, (1, 5, 1, 9), (700, 300, 20, 90), 2, 4))
+        first, second = (run(kernels, inputs, 3) for kernels in (kernel, other))
+        assert all(torch.equal(x, second[name]) for name, x in first.items())
+
+
+@caches
 @pytest.mark.parametrize("sink", (False, True))
 def test_a_sequence_is_cut_into_many_pieces(kernel, sink, cache):
     """A sink counts once, whoever writes the row."""

@@ -13,6 +13,7 @@
 namespace flashsci::sm90::paged {
 
 inline constexpr int kRows = 64;       // of a tile: (query, head of the group) pairs
+inline constexpr int kWarpRows = 16;   // of a tile: what a warp has
 inline constexpr int kSmallPage = 16;  // pages are multiples of it
 
 template <int kHeadDim_>
@@ -29,6 +30,11 @@ struct Tiling {
   static_assert(kBlockK / kSmallPage * kBoxes <= 32, "a lane of the loading warp for each copy");
   static_assert(kKVBytes == kBoxes * CacheBox::kBytes, "a barrier expects what is loaded");
 };
+
+// Rows of a tile that warps compute, of which so many are there.
+__device__ __forceinline__ constexpr int padded_rows(int rows) {
+  return (rows + kWarpRows - 1) / kWarpRows * kWarpRows;
+}
 
 // A tile of rows, which every head of K and V has.
 struct Slot {

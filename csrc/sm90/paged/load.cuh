@@ -72,9 +72,10 @@ __device__ __forceinline__ void load(Shared& shared, const Args& a, int begin, i
   }
 }
 
-// Tile after tile: where it is, and Q into shared memory, with zeros past its head dim. Rows past
-// the last hold what they held: no row sees another, and they are not written. What this warp waits
-// for, the computing ones do not.
+// Tile after tile: where it is, and Q into shared memory, with zeros past its head dim and in rows
+// past the last that a warp computes beside others: no row sees another, but the offsets of all
+// follow where those of one must, and so the last bits of results. What this warp waits for, the
+// computing ones do not.
 template <class C>
 __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& a, int begin,
                                              int end) {
@@ -85,7 +86,7 @@ __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& a, 
     const Slot& slot = cursor.slot;
     const Sequence sequence(a.p, slot.sequence);
     const int last = min(slot.blocks, cursor.block + end - cursor.at);
-    const int filled = min(kRows, sequence.seq_q * a.group - slot.first_row) * kChunks;
+    const int rows = min(kRows, sequence.seq_q * a.group - slot.first_row);
     const uint32_t stage = turn % C::kQStages;
     const auto place_of = [&](int i) {
       const int r = i / kChunks, chunk = i % kChunks;
@@ -94,12 +95,12 @@ __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& a, 
     };
     ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]), (turn / C::kQStages & 1) ^ 1);
 #pragma unroll 4
-    for (int i = lane; i < filled; i += 32) {
+    for (int i = lane; i < padded_rows(rows) * kChunks; i += 32) {
       const int pair = slot.first_row + i / kChunks, column = i % kChunks * 8;
       const int64_t token = sequence.first_q + pair / a.group;
       const int64_t head = cursor.head * a.group + pair % a.group;
       uint4 words = make_uint4(0, 0, 0, 0);
-      if (column < a.p.head_dim)
+      if (i / kChunks < rows && column < a.p.head_dim)
         words = __ldg(reinterpret_cast<const uint4*>(
             static_cast<const uint16_t*>(a.p.q) + token * a.p.q_row + head * a.p.q_head + column));
       ptx::st_shared(place_of(i), words);

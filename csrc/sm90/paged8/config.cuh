@@ -7,10 +7,9 @@
 
 namespace flashsci::sm90::paged8 {
 
-using paged::kRows, paged::Cursor, paged::Sequence, paged::Slot, paged::Tile;
+using paged::kRows, paged::kWarpRows, paged::Cursor, paged::Sequence, paged::Slot, paged::Tile;
 
 inline constexpr int kWarps = 8;      // that compute
-inline constexpr int kWarpRows = 16;  // of a tile: what a warp has
 inline constexpr int kChunk = 16;     // keys that a warp multiplies at a time
 inline constexpr int kComputingThreads = kWarps * 32;
 

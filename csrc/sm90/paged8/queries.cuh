@@ -43,8 +43,8 @@ __device__ __forceinline__ float to_f16(uint4& words) {
   return __int_as_float((254 - exponent) << 23);
 }
 
-// Tile after tile: where it is, its scales, and Q, with zeros past its head dim. Rows past the last
-// may hold what they held: no row sees another, and they are not written.
+// Tile after tile: where it is, its scales, and Q, with zeros past its head dim and in rows past the
+// last that a warp computes beside others: paged/load.cuh says why.
 template <class Op, class C>
 __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& args, int begin,
                                              int end) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& arg
     const uint32_t stage = turn % C::kQStages;
     ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]), (turn / C::kQStages & 1) ^ 1);
 #pragma unroll 4
-    for (int first = 0; first < rows; first += kTogether) {
+    for (int first = 0; first < paged::padded_rows(rows); first += kTogether) {
       const int row = first + lane / kLanes, column = lane % kLanes * 8;
       const int pair = slot.first_row + row;
       const int64_t token = sequence.first_q + pair / a.group;
