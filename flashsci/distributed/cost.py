@@ -1,6 +1,6 @@
 """What a distributed call costs by each strategy: bytes, arithmetic, and what of the one hides behind the other.
 
-    ring        sum over steps of max(compute of this block, transfer of the next)    memory: of some heads at a time, two blocks of k and v, and sums
+    ring        sum over steps of max(compute of this block, transfer of the next)    memory: two blocks of k and v, and sums; backward of some heads at a time
     all_gather  transfer of all k and v, then compute                                 memory: all k and v
     ulysses     transfer of q, k, v and out, then compute                             memory: q, k, v, out of 1/W of the heads
 
@@ -22,9 +22,8 @@ from flashsci.distributed.layout import Layout
 from flashsci.distributed.pieces import Band
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
-# Heads are taken in at most so many groups, each of which is to compute so many seconds a step: the host is ahead then. Each has
-# a last wave of its own. What training holds at most is the backward's.
-FORWARD_GROUPS, BACKWARD_GROUPS, GROUP_SECONDS = 2, 4, 2e-3
+# A backward takes heads in at most so many groups, each of which is to compute so many seconds a step: the host is ahead then.
+MOST_GROUPS, GROUP_SECONDS = 4, 2e-3
 AS_GOOD = 1.02  # times the fastest: the model knows no better
 
 
@@ -173,14 +172,13 @@ def _step(call: Call, sizes: Sizes, rank: int, step: int, back: bool) -> Work:
     return Work(sum(p.pairs() for p in found), len(found), summed)
 
 
-def head_groups(call: Call, sizes: Sizes, back: bool, machine: Machine | None = None) -> int:
-    """In how many groups of heads a ring computes a call: more of them take less memory, and launch more."""
+def head_groups(call: Call, sizes: Sizes, machine: Machine | None = None) -> int:
+    """In how many groups of heads a ring computes a backward: more of them take less memory, and launch more."""
     longest = max(
-        (_step(call, sizes, rank, 0, back) for rank in range(call.world)), key=lambda w: w.pairs
+        (_step(call, sizes, rank, 0, True) for rank in range(call.world)), key=lambda w: w.pairs
     )
-    seconds = longest.seconds(sizes, back, machine or Machine())
-    most = BACKWARD_GROUPS if back else FORWARD_GROUPS
-    return max(1, min(most, sizes.heads_k, int(seconds / GROUP_SECONDS)))
+    seconds = longest.seconds(sizes, True, machine or Machine())
+    return max(1, min(MOST_GROUPS, sizes.heads_k, int(seconds / GROUP_SECONDS)))
 
 
 def _move(sent: float, machine: Machine) -> float:
@@ -211,7 +209,7 @@ def _ring(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Prediction:
     extra += sizes.queries(rows) // 2 * wide if of_rows > 2 else 0
     if back:
         extra += 2 * last + (sizes.keys(keys) * wide if of_keys > 2 else 0)
-    extra = -(-extra // head_groups(call, sizes, back, machine))
+        extra = -(-extra // head_groups(call, sizes, machine))
     return Prediction(total, busy, sent + last, extra)
 
 

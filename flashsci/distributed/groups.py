@@ -1,4 +1,4 @@
-"""Heads a few at a time: what a ring holds beside the rank's own tensors is then that of a few.
+"""Heads of a backward a few at a time: what a ring holds beside the rank's own tensors is then that of a few.
 
 Blocks under way, a piece's results, sums in float32 and what kernels need beside their results are as much memory as the rank's
 own tensors. Heads do not know of each other, so a long call is several with some of the heads each, one after the other; the
@@ -63,16 +63,15 @@ def head_groups(
     v: Tensor,
     bias: Tensor | None,
     key_weight: Tensor | None,
-    back: bool,
 ) -> list[Group]:
-    """How to take the heads: all at once where a call is short, or where heads share a gradient."""
+    """How a backward takes the heads: all at once where a call is short, or where heads share a gradient."""
     heads_q, heads_k = (x.shape[-3] if x.dim() > 2 else 1 for x in (q, k))
     shared = (bias is not None and (bias.dim() < 3 or bias.shape[-3] != heads_q)) or (
         key_weight is not None and (key_weight.dim() < 2 or key_weight.shape[-2] != heads_k)
     )
     batch = q.shape[:-3].numel() if q.dim() > 3 else 1
     sizes = cost.Sizes(batch, heads_q, heads_k, q.shape[-1], v.shape[-1], q.element_size())
-    count = 1 if shared else cost.head_groups(call, sizes, back)
+    count = 1 if shared else cost.head_groups(call, sizes)
     each = heads_q // heads_k
     return [
         Group((a * each, b * each), (a, b)) for a, b in itertools.pairwise(even(heads_k, count))

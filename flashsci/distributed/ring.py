@@ -77,30 +77,7 @@ def _forward(
     mask: Tensor | None,
     text: str,
 ) -> tuple[Tensor, Tensor]:
-    call, tensors = from_text(text), (q, k, v, bias, key_weight, mask)
-    groups = head_groups(call, q, k, v, bias, key_weight, back=False)
-    if len(groups) == 1:
-        return _forward_of(call, *tensors)
-    out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]), q.dtype)
-    lse = q.new_empty(q.shape[:-1], dtype=statistics_dtype(q.dtype))
-    for group in groups:
-        found = _forward_of(call, *group.of(*tensors))
-        for whole, part, dim in zip((out, lse), found, (-3, -2), strict=True):
-            block.rows_of(whole, group.queries, dim).copy_(part)
-        del found, part
-    return out, lse
-
-
-def _forward_of(
-    call: Call,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_weight: Tensor | None,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    statistics = statistics_dtype(q.dtype)
+    call, statistics = from_text(text), statistics_dtype(q.dtype)
     rank, side = group_named(call.group).rank(), Side(bias, mask)
     sums = _sum_dtype(q, call.most_parts(rank)[0])
     out: Tensor | None = None
@@ -145,7 +122,7 @@ def _backward(
     text: str,
 ) -> tuple[Tensor, ...]:
     call, tensors = from_text(text), (q, k, v, bias, key_weight, mask)
-    groups = head_groups(call, q, k, v, bias, key_weight, back=True)
+    groups = head_groups(call, q, k, v, bias, key_weight)
     if len(groups) == 1:
         return _results(tensors, _backward_of(call, dout, dlse, *tensors, out, lse)())
     whole = [None if x is None else x.new_empty(x.shape) for x in tensors[:5]]
