@@ -65,16 +65,19 @@ class Tables:
     )
     window_slots: Tensor | None  # [T], the slots of new tokens in that pool
 
-    def of(self, sequences: int, tokens: int) -> Tables:
-        """Views of the first of them."""
-        slots = None if self.window_slots is None else self.window_slots[:tokens]
-        return Tables(self.pages[:sequences], self.window_pages[:sequences], slots)
+    def of(self, decodes: int) -> Tables:
+        """Views of the first of them, for a token of each."""
+        slots = None if self.window_slots is None else self.window_slots[:decodes]
+        return Tables(self.pages[:decodes], self.window_pages[:decodes], slots)
 
     def copy_(self, other: Tables) -> None:
+        """A replay is padded with sequences that have no new token: theirs goes to slot 0, which SGLang gives to nobody."""
         self.pages.copy_(other.pages)
         if self.window_slots is not None and other.window_slots is not None:
             self.window_pages.copy_(other.window_pages)
-            self.window_slots.copy_(other.window_slots)
+            new = other.window_slots.shape[0]
+            self.window_slots[:new].copy_(other.window_slots)
+            self.window_slots[new:].zero_()
 
 
 class FlashSciBackend(AttentionBackend):
@@ -128,7 +131,7 @@ class FlashSciBackend(AttentionBackend):
         pages = buffer(max_bs, width)
         tables = Tables(pages, pages, None)
         if self.has_window_pool:
-            slots = buffer(max_num_tokens, dtype=torch.int64)
+            slots = buffer(max_bs, dtype=torch.int64)
             tables = Tables(pages, torch.zeros_like(pages), slots)
         edges = torch.arange(max_bs + 1, dtype=torch.int32, device=self.device)
         self.captured = Step(edges, 1, buffer(max_bs), tables)
@@ -140,8 +143,8 @@ class FlashSciBackend(AttentionBackend):
             raise ValueError(
                 f"flashsci in SGLang: {batch.forward_mode} is not captured in CUDA graphs, only decoding is; switch that graph off"
             )
-        n, tokens = batch.batch_size, batch.out_cache_loc.shape[0]
-        tables = whole.tables.of(n, tokens)
+        n = batch.batch_size
+        tables = whole.tables.of(n)
         tables.copy_(self._tables(batch, self.req_to_token_pool.req_to_token.shape[1]))
         whole.seqused_k[:n].copy_(batch.seq_lens[:n])
         self.step = Step(whole.cu_seqlens_q[: n + 1], 1, whole.seqused_k[:n], tables)
@@ -151,7 +154,9 @@ class FlashSciBackend(AttentionBackend):
 
     def _tables(self, batch: Any, longest: int) -> Tables:
         """For lengths up to ``longest``. What stands beyond a sequence's length is not read."""
-        firsts = self.req_to_token_pool.req_to_token[:, : longest : self.page][batch.req_pool_indices]
+        firsts = self.req_to_token_pool.req_to_token[:, : longest : self.page][
+            batch.req_pool_indices
+        ]
         pages = (firsts // self.page).to(torch.int32)
         if not self.has_window_pool:
             return Tables(pages, pages, None)

@@ -12,6 +12,7 @@ import torch
 os.environ |= dict(
     SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1",
     TRITON_INTERPRET="1",  # SGLang gives tokens their slots with Triton kernels
+    PYTHONWARNINGS="ignore",  # of each process, of what there is no GPU for
 )  # fmt: skip
 
 try:

@@ -1,5 +1,6 @@
 """SGLang's engine with flashsci's attention: greedy tokens of tiny random models are those of transformers' eager attention in
-float32, in batches, with prompts that arrive in chunks and prefixes that are there already.
+float32, in batches, with prompts that arrive in chunks and prefixes that are there already. What its steps become in paged calls:
+tests/cpu/test_sglang.py.
 
 SGLang and transformers install each other's versions: `make serving` makes an environment for these tests."""
 
@@ -36,7 +37,8 @@ def test_tokens_are_those_of_eager_attention(case, tmp_path, monkeypatch, capfd)
     file = tmp_path / "calls"
     monkeypatch.setenv("CALLS", str(file))
     longest, cached, tables = [], [], []
-    with capfd.disabled(), engine(tmp_path, **options) as llm:  # where it fails, pytest ends with it
+    # What SGLang prints is seen: where its scheduler fails, this process ends too.
+    with capfd.disabled(), engine(tmp_path, **options) as llm:
         how = dict(temperature=0, max_new_tokens=NEW, ignore_eos=True)
         for _ in range(2):
             file.write_text("")
@@ -49,7 +51,8 @@ def test_tokens_are_those_of_eager_attention(case, tmp_path, monkeypatch, capfd)
             tables += zip(places[::2], places[1::2], strict=True)
     assert cached[0] == 0 and cached[1] > 100
     assert longest[1] < longest[0] <= 32 < max(map(len, prompts())), "chunks"
-    assert all((a != b) == (name == "mellum") for a, b in tables), "layers of one pool share a table"
+    apart = name == "mellum"
+    assert all((a != b) == apart for a, b in tables), "a table for each pool"
 
 
 @pytest.mark.parametrize("name, off", [("gemma2", dict(sliding_window=128)), ("gemma2", dict(attn_logit_softcapping=None)),

@@ -35,6 +35,7 @@ if not current_platform.is_cpu():
 
 integration.register()  # as vLLM does where flashsci is installed
 
+
 @pytest.fixture
 def calls(monkeypatch):
     """The longest query of every call of paged_attention."""
