@@ -84,7 +84,7 @@ class FlashSciBackend(AttentionBackend):
     """The attention of all layers of a model.
 
     Raises:
-        ValueError: a page size that is no multiple of 16, or speculative decoding.
+        ValueError: a page size that is no multiple of 16, context parallelism in decoding, or speculative decoding.
     """
 
     def __init__(self, model_runner: Any) -> None:
@@ -93,6 +93,10 @@ class FlashSciBackend(AttentionBackend):
         if self.page % PAGE:
             raise ValueError(
                 f"flashsci in SGLang: pages must be multiples of {PAGE} tokens, got {self.page}; start with --page-size {PAGE}"
+            )
+        if model_runner.ps.attn_dcp_size > 1:  # each rank would have a part of every sequence
+            raise ValueError(
+                "flashsci in SGLang: --dcp-size is not supported; start with --attention-backend triton"
             )
         self.device = model_runner.device
         # Layers of SGLang read the two pools from the backend, under these names.

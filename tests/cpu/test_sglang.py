@@ -136,7 +136,7 @@ class Requests:
         self.backend = integration.module.FlashSciBackend(
             SimpleNamespace(
                 page_size=PAGE, device="cpu", token_to_kv_pool=self.pool,
-                req_to_token_pool=SimpleNamespace(req_to_token=table),
+                req_to_token_pool=SimpleNamespace(req_to_token=table), ps=SimpleNamespace(attn_dcp_size=1),
             )
         )  # fmt: skip
 
@@ -292,6 +292,10 @@ def test_refusals(integration):
         requests.backend.init_forward_metadata(step)
     with pytest.raises(ValueError, match="--page-size 16"):
         integration.module.FlashSciBackend(SimpleNamespace(page_size=1))
+    with pytest.raises(ValueError, match="--dcp-size is not supported"):
+        integration.module.FlashSciBackend(
+            SimpleNamespace(page_size=PAGE, ps=SimpleNamespace(attn_dcp_size=2))
+        )
 
 
 def test_registration(integration):
