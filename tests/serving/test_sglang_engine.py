@@ -17,12 +17,13 @@ if importlib.util.find_spec("sglang") is None:
 from tests.serving.sglang_on_cpu import engine  # before transformers
 from tests.serving.tiny import NEW, greedy, model, prompts
 
-# SGLang's Mistral has no window. Windows: Gemma 2's in the one pool, Mellum's in a pool of their own.
+# SGLang's Mistral has no window. Windows: Gemma 2's in the one pool, Mellum's in a pool of their own, so small that its slots are
+# taken again while those of the other pool are not.
 CASES = {
     "llama": ("llama", "eager", dict()),
     "windows, softcap, chunks beside decodes": ("gemma2", "eager", dict(enable_mixed_chunk=True)),
     "8-bit cache": ("gemma2", "rounded", dict(kv_cache_dtype="fp8_e4m3")),
-    "a pool for windows": ("mellum", "eager", dict()),
+    "a pool for windows": ("mellum", "eager", dict(swa_full_tokens_ratio=0.25)),
 }
 
 
@@ -50,7 +51,7 @@ def test_tokens_are_those_of_eager_attention(case, tmp_path, monkeypatch, capfd)
             cached.append(sum(x["meta_info"]["cached_tokens"] for x in found))
             tables += zip(places[::2], places[1::2], strict=True)
     assert cached[0] == 0 and cached[1] > 100
-    assert longest[1] < longest[0] <= 32 < max(map(len, prompts())), "chunks"
+    assert max(longest) <= 32 < max(map(len, prompts())), "chunks"
     apart = name == "mellum"
     assert all((a != b) == apart for a, b in tables), "a table for each pool"
 
