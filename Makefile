@@ -104,8 +104,19 @@ $(SERVING)/.flashsci-installed: constraints.txt pyproject.toml
 	FA_ARCHS=none $(SERVING)/bin/python -m pip --disable-pip-version-check install --no-build-isolation --no-deps -C build-dir=build/serving -e .
 	@touch $@
 
-serving: $(SERVING)/.flashsci-installed ## vLLM on the CPU with flashsci's attention, in an environment of its own (3.5 GB)
+# SGLang has no wheel for the CPU: its own, and of what it requires the part that it imports there (tests/serving/sglang.txt).
+SGLANG := .venv-sglang
+$(SGLANG)/.flashsci-installed: constraints.txt pyproject.toml tests/serving/sglang.txt
+	@test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip --disable-pip-version-check install $$(grep -E '^(torch|triton)==' constraints.txt) \
+	  -r tests/serving/sglang.txt pytest hypothesis scikit-build-core ninja 'cmake>=3.24'
+	$(SGLANG)/bin/python -m pip --disable-pip-version-check install --no-deps $$(grep '^sglang==' constraints.txt)
+	FA_ARCHS=none $(SGLANG)/bin/python -m pip --disable-pip-version-check install --no-build-isolation --no-deps -C build-dir=build/sglang -e .
+	@touch $@
+
+serving: $(SERVING)/.flashsci-installed $(SGLANG)/.flashsci-installed ## vLLM and SGLang on the CPU with flashsci's attention, each in an environment of its own (3.5, 2.3 GB)
 	CUDA_VISIBLE_DEVICES= $(SERVING)/bin/python -m pytest tests/serving
+	CUDA_VISIBLE_DEVICES= $(SGLANG)/bin/python -m pytest tests/serving
 
 lint: install ## ruff, clang-format, torch includes
 	$(PY) -m ruff check .
@@ -153,6 +164,6 @@ env: install ## what is on this machine, what is missing, how to get it
 wheel: $(STATE)/.flashsci-tools ## one py3-none wheel in dist/, with kernels as `make build` compiles them
 	FA_ARCHS='$(TO_BUILD)' $(PIP) wheel -v --no-build-isolation --no-deps -w dist .
 
-clean: ## remove what was built (not .venv, .venv-serving)
+clean: ## remove what was built (not .venv, .venv-serving, .venv-sglang)
 	rm -rf build dist site demo-output force-field-output .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
 	rm -f $(STATE)/.flashsci-installed $(STATE)/.flashsci-archs

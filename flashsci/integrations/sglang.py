@@ -65,23 +65,26 @@ class Tables:
     )
     window_slots: Tensor | None  # [T], the slots of new tokens in that pool
 
-    def of(self, sequences: int, tokens: int) -> Tables:
-        """Views of the first of them."""
-        slots = None if self.window_slots is None else self.window_slots[:tokens]
-        return Tables(self.pages[:sequences], self.window_pages[:sequences], slots)
+    def of(self, decodes: int) -> Tables:
+        """Views of the first of them, for a token of each."""
+        slots = None if self.window_slots is None else self.window_slots[:decodes]
+        return Tables(self.pages[:decodes], self.window_pages[:decodes], slots)
 
     def copy_(self, other: Tables) -> None:
+        """A replay is padded with sequences that have no new token: theirs goes to slot 0, which SGLang gives to nobody."""
         self.pages.copy_(other.pages)
         if self.window_slots is not None and other.window_slots is not None:
             self.window_pages.copy_(other.window_pages)
-            self.window_slots.copy_(other.window_slots)
+            new = other.window_slots.shape[0]
+            self.window_slots[:new].copy_(other.window_slots)
+            self.window_slots[new:].zero_()
 
 
 class FlashSciBackend(AttentionBackend):
     """The attention of all layers of a model.
 
     Raises:
-        ValueError: a page size that is no multiple of 16, or speculative decoding.
+        ValueError: a page size that is no multiple of 16, context parallelism in decoding, or speculative decoding.
     """
 
     def __init__(self, model_runner: Any) -> None:
@@ -91,10 +94,15 @@ class FlashSciBackend(AttentionBackend):
             raise ValueError(
                 f"flashsci in SGLang: pages must be multiples of {PAGE} tokens, got {self.page}; start with --page-size {PAGE}"
             )
+        if model_runner.ps.attn_dcp_size > 1:  # each rank would have a part of every sequence
+            raise ValueError(
+                "flashsci in SGLang: --dcp-size is not supported; start with --attention-backend triton"
+            )
         self.device = model_runner.device
-        self.req_to_token = model_runner.req_to_token_pool.req_to_token
-        self.pool = model_runner.token_to_kv_pool
-        self.has_window_pool = hasattr(self.pool, "translate_loc_from_full_to_swa")
+        # Layers of SGLang read the two pools from the backend, under these names.
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.has_window_pool = hasattr(self.token_to_kv_pool, "translate_loc_from_full_to_swa")
         self.step: Step | None = None
         self.captured: Step | None = None
 
@@ -123,11 +131,11 @@ class FlashSciBackend(AttentionBackend):
         def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
-        width = -(-self.req_to_token.shape[1] // self.page)
+        width = -(-self.req_to_token_pool.req_to_token.shape[1] // self.page)
         pages = buffer(max_bs, width)
         tables = Tables(pages, pages, None)
         if self.has_window_pool:
-            slots = buffer(max_num_tokens, dtype=torch.int64)
+            slots = buffer(max_bs, dtype=torch.int64)
             tables = Tables(pages, torch.zeros_like(pages), slots)
         edges = torch.arange(max_bs + 1, dtype=torch.int32, device=self.device)
         self.captured = Step(edges, 1, buffer(max_bs), tables)
@@ -139,9 +147,9 @@ class FlashSciBackend(AttentionBackend):
             raise ValueError(
                 f"flashsci in SGLang: {batch.forward_mode} is not captured in CUDA graphs, only decoding is; switch that graph off"
             )
-        n, tokens = batch.batch_size, batch.out_cache_loc.shape[0]
-        tables = whole.tables.of(n, tokens)
-        tables.copy_(self._tables(batch, self.req_to_token.shape[1]))
+        n = batch.batch_size
+        tables = whole.tables.of(n)
+        tables.copy_(self._tables(batch, self.req_to_token_pool.req_to_token.shape[1]))
         whole.seqused_k[:n].copy_(batch.seq_lens[:n])
         self.step = Step(whole.cu_seqlens_q[: n + 1], 1, whole.seqused_k[:n], tables)
 
@@ -150,11 +158,13 @@ class FlashSciBackend(AttentionBackend):
 
     def _tables(self, batch: Any, longest: int) -> Tables:
         """For lengths up to ``longest``. What stands beyond a sequence's length is not read."""
-        firsts = self.req_to_token[:, : longest : self.page][batch.req_pool_indices]
+        firsts = self.req_to_token_pool.req_to_token[:, : longest : self.page][
+            batch.req_pool_indices
+        ]
         pages = (firsts // self.page).to(torch.int32)
         if not self.has_window_pool:
             return Tables(pages, pages, None)
-        translate = self.pool.translate_loc_from_full_to_swa
+        translate = self.token_to_kv_pool.translate_loc_from_full_to_swa
         slots = None if batch.out_cache_loc is None else translate(batch.out_cache_loc)
         return Tables(pages, (translate(firsts) // self.page).to(torch.int32), slots)
 
@@ -176,9 +186,9 @@ class FlashSciBackend(AttentionBackend):
         if save_kv_cache and k is not None and v is not None:
             where = KVWriteLoc(forward_batch.out_cache_loc, step.tables.window_slots)
             scales = () if layer.k_scale is None else (layer.k_scale, layer.v_scale)
-            self.pool.set_kv_buffer(layer, where, k, v, *scales)
-        keys, values = (self._paged(x(layer.layer_id)) for x in (self.pool.get_key_buffer, self.pool.get_value_buffer))  # fmt: skip
-        apart = self.has_window_pool and self.pool.layers_mapping[layer.layer_id][1]
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, *scales)
+        keys, values = (self._paged(x(layer.layer_id)) for x in (self.token_to_kv_pool.get_key_buffer, self.token_to_kv_pool.get_value_buffer))  # fmt: skip
+        apart = self.has_window_pool and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
         window = layer.sliding_window_size  # w: w keys before a query's own
         options = {}
         if keys.dtype in FP8 and layer.k_scale is not None:

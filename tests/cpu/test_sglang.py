@@ -1,5 +1,5 @@
-"""SGLang's attention backend between stand-ins with the signatures of SGLang 0.5.18 (which itself needs CUDA's torch): what its
-steps become in paged calls, against the formula."""
+"""SGLang's attention backend between stand-ins with the signatures of SGLang 0.5.18: what its steps become in paged calls, against
+the formula, with what only GPUs do (captured decodes) or SGLang's models on a CPU do not (sinks). tests/serving has its engine."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Requests:
         self.backend = integration.module.FlashSciBackend(
             SimpleNamespace(
                 page_size=PAGE, device="cpu", token_to_kv_pool=self.pool,
-                req_to_token_pool=SimpleNamespace(req_to_token=table),
+                req_to_token_pool=SimpleNamespace(req_to_token=table), ps=SimpleNamespace(attn_dcp_size=1),
             )
         )  # fmt: skip
 
@@ -248,6 +248,31 @@ def test_a_captured_decode_reads_the_same_tensors_later(integration, pool):
         backend.init_forward_metadata_out_graph(requests.batch((0,), (5,), (0,)))
 
 
+def test_rows_that_pad_a_replay_write_to_the_slot_of_nobody(integration):
+    """SGLang pads indices and lengths, and not the slots of new tokens; what stood in their buffer may be a live token's."""
+    requests = Requests(integration, WindowPool())
+    backend, capture = requests.backend, requests.backend.init_forward_metadata_out_graph
+    made = layer(layer_id=1, sliding_window_size=5)
+    requests.run((0, 0, 0), (20, 1, 33), made)
+    backend.init_cuda_graph_state(4, 4)
+    requests.run((20, 1, 33), (21, 2, 34), made, prepare=capture)
+    step = requests.batch((21, 34), (22, 35), which=(0, 2))
+    step.batch_size = 3
+    step.req_pool_indices, step.seq_lens = (
+        torch.cat([x, torch.tensor([fill])]) for x, fill in ((step.req_pool_indices, 0), (step.seq_lens, 1))
+    )  # fmt: skip
+    capture(step)
+    moved = requests.pool.translate_loc_from_full_to_swa(step.out_cache_loc)
+    assert backend.step.tables.window_slots.tolist() == [*moved.tolist(), 0]
+
+
+def test_what_layers_read_from_a_backend(integration):
+    """SGLang's layers ask the backend for both pools (`sglang.srt.model_executor.forward_context`)."""
+    requests = Requests(integration)
+    assert requests.backend.token_to_kv_pool is requests.pool
+    assert requests.backend.req_to_token_pool.req_to_token.shape == (5, WIDTH)
+
+
 def test_refusals(integration):
     requests = Requests(integration)
     step = requests.batch((0, 0, 0), (2, 1, 3))
@@ -267,6 +292,10 @@ def test_refusals(integration):
         requests.backend.init_forward_metadata(step)
     with pytest.raises(ValueError, match="--page-size 16"):
         integration.module.FlashSciBackend(SimpleNamespace(page_size=1))
+    with pytest.raises(ValueError, match="--dcp-size is not supported"):
+        integration.module.FlashSciBackend(
+            SimpleNamespace(page_size=PAGE, ps=SimpleNamespace(attn_dcp_size=2))
+        )
 
 
 def test_registration(integration):

@@ -21,7 +21,6 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make serving` has it")
 
-import transformers
 from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
@@ -29,67 +28,12 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from flashsci.integrations import vllm as integration
+from tests.serving.tiny import NEW, greedy, model, prompts
 
 if not current_platform.is_cpu():
     pytest.skip("scripts/serving.py is for GPUs", allow_module_level=True)
 
 integration.register()  # as vLLM does where flashsci is installed
-
-SIZES = dict(
-    vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, max_position_embeddings=128, initializer_range=0.3,
-    bos_token_id=None, eos_token_id=None, pad_token_id=None,
-)  # fmt: skip
-# A window and a softcap that change the tokens: `test_the_features_show` sees to it.
-CONFIGS = {
-    "llama": lambda **o: transformers.LlamaConfig(**SIZES | o),
-    "mistral": lambda **o: transformers.MistralConfig(**SIZES | dict(sliding_window=20) | o),
-    "gemma2": lambda **o: transformers.Gemma2Config(
-        **SIZES | dict(sliding_window=20, attn_logit_softcapping=2.0, query_pre_attn_scalar=8) | o
-    ),
-}
-NEW = 12  # tokens
-LENGTHS = (1, 5, 40, 90, 17, 33)
-
-
-def rounded(module, query, key, value, mask, **options):
-    """Eager attention on what a cache of e4m3 holds."""
-    key, value = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (key, value))
-    return EAGER["gemma2"](module, query, key, value, mask, **options)
-
-
-EAGER = {"gemma2": transformers.models.gemma2.modeling_gemma2.eager_attention_forward}
-transformers.AttentionInterface.register("rounded", rounded)
-transformers.AttentionMaskInterface.register("rounded", transformers.masking_utils.eager_mask)
-
-
-def model(name, attention="eager", **changes):
-    torch.manual_seed(1)
-    config = CONFIGS[name](**changes)
-    kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
-    config.architectures = [kind.__name__]
-    made = kind._from_config(config, attn_implementation="eager").eval()
-    # Else tied embeddings repeat the last token for ever.
-    made.get_input_embeddings().weight.data *= 0.1
-    made.set_attn_implementation(attention)
-    return made
-
-
-def prompts():
-    numbers = torch.Generator().manual_seed(2)
-    return [torch.randint(128, (n,), generator=numbers).tolist() for n in LENGTHS]
-
-
-@torch.no_grad()
-def greedy(made):
-    """The tokens that follow each prompt, without a cache."""
-    found = []
-    for prompt in prompts():
-        tokens = list(prompt)
-        for _ in range(NEW):
-            tokens.append(int(made(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-        found.append(tokens[len(prompt) :])
-    return found
 
 
 @pytest.fixture
@@ -120,7 +64,7 @@ def tokens_of(llm):
     return [list(x.outputs[0].token_ids) for x in llm.generate(asked, how, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_tokens_are_those_of_eager_attention(name, tmp_path, calls):
     """Six prompts, four at a time, at most 32 tokens a step: chunks of prompts beside decodes."""
     made = model(name)
