@@ -3,9 +3,9 @@
     python scripts/serving.py                    tokens of three tiny models, then step times of a Llama of 1B parameters
     python scripts/serving.py --only tokens      or times
 
-Tokens: greedy, of random models in float16, eagerly and with graphs of decodes, with a 16-bit and an FP8 cache, against
+Tokens: greedy, of random models in 16 bits, eagerly and with graphs of decodes, with a 16-bit and an FP8 cache, against
 transformers' eager attention in float32 (rounded to what the cache holds). Where a token differs, the two logits must be as near
-to each other as twice the error of transformers in float16 allows; by how much they are nearer, or not, is said, and the same of
+to each other as twice the error of transformers in 16 bits allows; by how much they are nearer, or not, is said, and the same of
 vLLM's own backend. Without a GPU the tokens are compared in float32, and there are no times. Times: batch 64, prompts of 512, float16, weights that vLLM makes up; each backend in a process of its own.
 """
 
@@ -34,7 +34,7 @@ import torch
 import transformers
 
 GPU = torch.cuda.is_available()
-DEVICE, DTYPE = ("cuda", torch.float16) if GPU else ("cpu", torch.float32)
+DEVICE = "cuda" if GPU else "cpu"
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 SIZES = dict(
     vocab_size=512, hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=8,
@@ -64,7 +64,13 @@ def rounded(module: Any, query: Any, key: Any, value: Any, mask: Any, **options:
     return eager(module, query, key, value, mask, **options)
 
 
-def engine(folder: str, backend: str, graphs: bool, **options: Any) -> Any:
+def dtype_of(model: str) -> torch.dtype:
+    """vLLM takes no Gemma 2 in float16."""
+    half = torch.bfloat16 if model == "gemma2" else torch.float16
+    return half if GPU else torch.float32
+
+
+def engine(folder: str, dtype: torch.dtype, backend: str, graphs: bool, **options: Any) -> Any:
     from vllm import LLM
 
     from flashsci.integrations.vllm import register
@@ -72,7 +78,7 @@ def engine(folder: str, backend: str, graphs: bool, **options: Any) -> Any:
     register()
     how = dict(compilation_config=GRAPHS) if graphs else dict(enforce_eager=True)
     return LLM(
-        folder, dtype=str(DTYPE).removeprefix("torch."), skip_tokenizer_init=True, enable_prefix_caching=False,
+        folder, dtype=str(dtype).removeprefix("torch."), skip_tokenizer_init=True, enable_prefix_caching=False,
         attention_backend=backend, **how, **options,
     )  # fmt: skip
 
@@ -91,21 +97,23 @@ def drawn() -> list[list[int]]:
 
 
 def tokens_of_vllm(
-    folder: str, backend: str, graphs: bool, cache: str, share: float
+    folder: str, dtype: torch.dtype, backend: str, graphs: bool, cache: str
 ) -> list[list[int]]:
-    """Prompts in pieces of at most 128 tokens a step; ``share`` of the GPU's memory."""
-    options = dict(max_num_batched_tokens=128, max_num_seqs=8, max_model_len=600, gpu_memory_utilization=share)  # fmt: skip
-    return generate(engine(folder, backend, graphs, kv_cache_dtype=cache, **options), drawn(), NEW)
+    """Prompts in pieces of at most 128 tokens a step."""
+    options = dict(max_num_batched_tokens=128, max_num_seqs=8, max_model_len=600, kv_cache_dtype=cache)  # fmt: skip
+    if GPU:  # engines beside each other cannot measure what is free
+        options |= dict(gpu_memory_utilization=0.8 / AT_ONCE, kv_cache_memory_bytes=1 << 29)
+    return generate(engine(folder, dtype, backend, graphs, **options), drawn(), NEW)
 
 
 @torch.no_grad()
-def differing(model: Any, found: list[list[int]]) -> list[float]:
+def differing(model: Any, dtype: torch.dtype, found: list[list[int]]) -> list[float]:
     """Of the prompts whose tokens are not those of the model in float32: how far the first other token's logit is below the best, in
     differences that this dtype allows. What follows it has another prefix."""
     ratios = []
     for prompt, tokens in zip(drawn(), found, strict=True):
         ids = torch.tensor([prompt + tokens], device=DEVICE)
-        exact, plain = (model.to(d)(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() for d in (torch.float32, DTYPE))  # fmt: skip
+        exact, plain = (model.to(d)(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() for d in (torch.float32, dtype))  # fmt: skip
         best = exact.argmax(-1)
         wrong = (best != ids[0, len(prompt) :]).nonzero()
         if wrong.numel():
@@ -134,14 +142,13 @@ def tokens(run: Any, say: Any) -> None:
                 0.3  # else tied embeddings repeat the last token
             )
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            model.to(DTYPE).save_pretrained(folder)
+            model.to(dtype_of(name)).save_pretrained(folder)
             models[name] = model, folder
         # Engines are small and take long to start: several at once.
-        jobs = AT_ONCE if GPU else 1
-        pool = stack.enter_context(ThreadPoolExecutor(jobs))
+        pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE if GPU else 1))
         engines = {
             (name, backend, cache, graphs): pool.submit(
-                run, tokens_of_vllm, folder, backend, graphs, cache, 0.8 / jobs
+                run, tokens_of_vllm, folder, dtype_of(name), backend, graphs, cache
             )
             for name, (_, folder) in models.items()
             for backend, cache, graphs in ways
@@ -154,7 +161,7 @@ def tokens(run: Any, say: Any) -> None:
                 continue
             model = models[name][0]
             model.set_attn_implementation("eager" if cache == "auto" else "rounded")
-            ratios = differing(model.to(DEVICE), found)
+            ratios = differing(model.to(DEVICE), dtype_of(name), found)
             bad = sum(ratio > 1 for ratio in ratios)
             near = f", others as near as {max(ratios):.2f} of what may be" if ratios else ""
             wrong = f", **{bad} WRONG**" if bad else ""
@@ -166,7 +173,7 @@ def step_times(backend: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         transformers.LlamaConfig(**ONE_BILLION).save_pretrained(folder)
         llm = engine(
-            folder, backend, True, load_format="dummy", max_num_seqs=BATCH, max_num_batched_tokens=BATCH * PROMPT,
+            folder, torch.float16, backend, True, load_format="dummy", max_num_seqs=BATCH, max_num_batched_tokens=BATCH * PROMPT,
             max_model_len=PROMPT + STEPS + 16,
         )  # fmt: skip
     prompts = torch.randint(ONE_BILLION["vocab_size"], (BATCH, PROMPT)).tolist()
@@ -190,6 +197,15 @@ def times(run: Any, say: Any) -> None:
         say(f"| 1B, batch {BATCH}, prompt {PROMPT} | {name} | {prefill} | {decode} |")
 
 
+def attempt(function: Any, *arguments: Any) -> tuple[Any, str | None]:
+    """(result, or what went wrong): not every error of vLLM's goes from one process to another."""
+    try:
+        return function(*arguments), None
+    except Exception as error:  # the other engines run all the same
+        said = " ".join(str(error).split()) or "no message"
+        return None, f"{type(error).__name__}: {said[:160]}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", choices=["tokens", "times"])
@@ -207,12 +223,9 @@ def main() -> int:
             return None, "no time left"
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             try:
-                return pool.apply_async(function, arguments).get(left), None
+                return pool.apply_async(attempt, (function, *arguments)).get(left)
             except multiprocessing.TimeoutError:
                 return None, "not done in time"
-            except Exception as error:  # the other engines run all the same
-                said = (str(error).strip() or "no message").splitlines()[0]
-                return None, f"{type(error).__name__}: {said[:120]}"
 
     def say(line: str) -> None:
         lines.append(line)
