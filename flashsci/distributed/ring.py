@@ -7,9 +7,9 @@
 
 Where no sum has more than two parts (two ranks) it is rounded once in any case, and is in the dtype of the tensors.
 
-Two blocks of keys and values are in memory beside the rank's own, never the sequence; of long sequences those of a few heads at
-a time (groups.py). A backward that is itself differentiated
-is recorded by the all-gather strategy, which has derivatives.
+Two blocks of keys and values are in memory beside the rank's own, never the sequence; in the backward of long sequences those of
+a few heads at a time (groups.py). A backward that is itself differentiated is recorded by the all-gather strategy, which has
+derivatives.
 """
 
 from __future__ import annotations
