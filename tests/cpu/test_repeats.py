@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 
+import opaque
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +22,6 @@ from flashsci import plans, registry, repeats
 from flashsci.backends import cuda, triton
 from flashsci.backends.cuda import prepared
 from scripts.no_launch import no_launches
-from tests.cpu import opaque
 
 SHAPE = (2, 4, 6, 8)
 module = sys.modules["flashsci.attention"]
