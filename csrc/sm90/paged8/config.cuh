@@ -9,8 +9,8 @@ namespace flashsci::sm90::paged8 {
 
 using paged::kRows, paged::kWarpRows, paged::Cursor, paged::Sequence, paged::Slot, paged::Tile;
 
-inline constexpr int kWarps = 8;      // that compute
-inline constexpr int kChunk = 16;     // keys that a warp multiplies at a time
+inline constexpr int kWarps = 8;   // that compute
+inline constexpr int kChunk = 16;  // keys that a warp multiplies at a time
 inline constexpr int kComputingThreads = kWarps * 32;
 
 // What a cache holds; four of its bytes as fp16.
