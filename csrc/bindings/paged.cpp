@@ -170,9 +170,8 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
       error != cudaErrorNotSupported, "paged_attention: no kernel serves this call (", shapes,
       ") in this build (", flashsci_build_info(),
       "); they are for compute capability 9, queries in float16 and bfloat16, caches in their "
-      "dtype "
-      "or in 8-bit floats, head dims that are multiples of 8 up to 256, pages of multiples of 16 "
-      "rows, and tensors whose addresses and strides are multiples of 16 bytes; use "
+      "dtype or in 8-bit floats, head dims that are multiples of 8 up to 256, pages of multiples "
+      "of 16 rows, and tensors whose addresses and strides are multiples of 16 bytes; use "
       "backend=\"triton\"");
   check_cuda(static_cast<cudaError_t>(error), "paged_attention: launch failed");
   return lse;
