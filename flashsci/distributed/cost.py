@@ -12,8 +12,9 @@ the speeds to one GPU, and predicts several from what it measures there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flashsci.distributed.block import Scores
@@ -35,6 +36,7 @@ class Machine:
     backward: float = 560e12
     wide: float = 0.15  # the same for 32 bits, as a fraction of these
     link: float = 300e9  # bytes per second that a rank sends while it receives as many
+    quiet: float = 40e9  # the same with few processors (exchange.py)
     memory: float = 3e12  # bytes per second of the GPU's own memory
     call: float = 15e-6  # seconds that each call of a kernel takes beside its work
     transfer: float = 25e-6  # the same for each transfer
@@ -181,6 +183,14 @@ def head_groups(call: Call, sizes: Sizes, machine: Machine | None = None) -> int
     return max(1, min(MOST_GROUPS, sizes.heads_k, int(seconds / GROUP_SECONDS)))
 
 
+@functools.lru_cache(maxsize=1024)
+def hides_quiet(call: Call, sizes: Sizes, back: bool) -> bool:
+    """Whether a ring computes as long as its transfers take with few processors."""
+    machine = Machine()
+    slow = _ring(call, sizes, back, replace(machine, link=machine.quiet))
+    return slow.seconds <= AS_GOOD * slow.compute
+
+
 def _move(sent: float, machine: Machine) -> float:
     return sent / machine.link + machine.transfer if sent else 0.0
 
@@ -198,7 +208,8 @@ def _ring(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Prediction:
             last = max(last, _home(call, sizes, rank, step) if back else 0)
         total += max(compute, _move(bytes_out, machine))
         busy, sent = busy + compute, sent + bytes_out
-    total += _move(last, machine)  # the last gradients go home when all is computed
+    if not back or head_groups(call, sizes, machine) == 1:
+        total += _move(last, machine)  # the last gradients go home when all is computed
     ranks = range(world)
     rows, keys = max(call.queries.lengths), max(call.keys.lengths)
     of_rows, of_keys = (max(call.most_parts(r)[i] for r in ranks) for i in (0, 1))

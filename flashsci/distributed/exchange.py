@@ -3,54 +3,158 @@
 At step t a rank sends its own block to the rank t places on and receives that of the rank t places back. As many bytes as by
 passing blocks on around a ring; but no rank waits for a chain of others, a block goes only to those who see some of it, and only
 the part that they see. The transfer of step t + 1 is under way while step t is computed: NCCL moves it on a stream of its own.
+
+NCCL moves data by a kernel, which needs processors as any other does. So
+- what is to travel beside a step goes in one batch, at its beginning: a second kernel would wait behind the first, and by then
+  attention has all processors, until it ends;
+- attention begins a little later (PAUSE): what follows in a stream begins sooner than what waits for an event, and would be first;
+- where a slow transfer is fast enough, it has few processors (``quiet``): a rank that is early waits for the others with
+  those that it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 Blocks = Sequence[Tensor] | None  # None: nothing to move
+PAUSE = 12_000  # cycles, some 7 us
+CTAS = 4  # of a quiet communicator: 40 GB/s each way over NVLink, where all of them make 300
 
 
 class Transfer:
-    """One batch of sends and receives under way."""
+    """A send and a receive, on their way from when they are posted."""
 
-    def __init__(self, group: Any, sent: Blocks, to: int, received: Blocks, source: int):
+    def __init__(self, post: Post, sent: Blocks, to: int, received: Blocks, source: int):
         self.received = received
-        self._sent = (
-            None if sent is None else [x.contiguous() for x in sent]
-        )  # alive until it is done
-        ops = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in self._sent or ()]
-        ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=source) for x in received or ()]
-        self._works = dist.batch_isend_irecv(ops) if ops else []
+        self._post, self._to, self._source = post, to, source
+        # Alive until it is done.
+        self._sent = None if sent is None else [x.contiguous() for x in sent]
+        self._works: list[Any] | None = None
+
+    def operations(self) -> list[dist.P2POp]:
+        group = self._post.group
+        ops = [
+            dist.P2POp(dist.isend, x, group=group, group_peer=self._to) for x in self._sent or ()
+        ]
+        return ops + [
+            dist.P2POp(dist.irecv, x, group=group, group_peer=self._source)
+            for x in self.received or ()
+        ]
+
+    def begun(self, works: list[Any]) -> None:
+        self._works = works
 
     def wait(self) -> Blocks:
         """What was received, for the current stream to use."""
-        for work in self._works:
+        if self._works is None:
+            self._post.send()
+        for work in self._works or ():
             work.wait()
         self._sent = None
         return self.received
 
 
-def rounds(
-    group: Any, own: Blocks, sent_to: Callable[[int], Blocks], room_for: Callable[[int], Blocks]
-) -> Iterator[tuple[int, Blocks]]:
-    """(source, its blocks) for this rank and then those 1, 2, ... places back; the next is in flight when one is given out.
+class Post:
+    """The transfers of one call. ``group``: the process group that they go through."""
+
+    def __init__(self, group: Any):
+        self.group = group
+        self._waiting: list[Transfer] = []
+
+    def transfer(self, sent: Blocks, to: int, received: Blocks, source: int) -> Transfer:
+        """One that begins with the next ``send``."""
+        self._waiting.append(Transfer(self, sent, to, received, source))
+        return self._waiting[-1]
+
+    def send(self) -> None:
+        """Begin those that wait, all at once."""
+        begun, self._waiting = self._waiting, []
+        ops = [op for transfer in begun for op in transfer.operations()]
+        works = dist.batch_isend_irecv(ops) if ops else []
+        for transfer in begun:
+            transfer.begun(works)
+        if ops and ops[0].tensor.is_cuda:
+            torch.cuda._sleep(PAUSE)
+
+
+class Block(NamedTuple):
+    """Of a step: what this rank has itself, or what makes it come."""
+
+    source: int
+    own: Blocks = None
+    order: Callable[[], Transfer] | None = None
+
+
+def around(
+    post: Post, sent_to: Callable[[int], Blocks], room_for: Callable[[int], Blocks]
+) -> list[Block]:
+    """This rank's block and then those of the ranks 1, 2, ... places back.
 
     Args:
-        own: what this rank itself computes with.
-        sent_to: what of this rank's blocks another rank needs.
+        sent_to: what of this rank's block another one needs, or it itself.
         room_for: empty tensors for what this rank needs of another's.
     """
-    rank, world = group.rank(), group.size()
-    ahead: Transfer | None = None
-    for step in range(world):
-        blocks = own if ahead is None else ahead.wait()
-        if step + 1 < world:
-            to, source = (rank + step + 1) % world, (rank - step - 1) % world
-            ahead = Transfer(group, sent_to(to), to, room_for(source), source)
-        yield (rank - step) % world, blocks
+    rank, world = post.group.rank(), post.group.size()
+
+    def order(step: int) -> Transfer:
+        to, source = (rank + step) % world, (rank - step) % world
+        return post.transfer(sent_to(to), to, room_for(source), source)
+
+    others = (Block((rank - s) % world, order=partial(order, s)) for s in range(1, world))
+    return [Block(rank, sent_to(rank)), *others]
+
+
+def rounds(post: Post, blocks: Sequence[Block]) -> Iterator[Blocks]:
+    """What is there of each block in turn. When one is given out, the next that comes from elsewhere is in flight, and with it what
+    was added to ``post`` meanwhile."""
+    orders = iter([block.order for block in blocks if block.order is not None])
+    ahead = _next(orders)
+    for block in blocks:
+        found = block.own
+        if block.order is not None:
+            assert ahead is not None
+            found = ahead.wait()
+            ahead = _next(orders)
+        post.send()
+        yield found
+
+
+def _next(orders: Iterator[Callable[[], Transfer]]) -> Transfer | None:
+    order = next(orders, None)
+    return None if order is None else order()
+
+
+_quiet: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def quiet(group: Any) -> Any:
+    """A communicator of the same ranks that takes few processors, where NCCL moves the data; else the group itself. All ranks of
+    the group ask for it together."""
+    if group not in _quiet:
+        _quiet[group] = _made_quiet(group)
+    return _quiet[group]
+
+
+def _made_quiet(group: Any) -> Any:
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # a group for CPUs alone
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    nccl = dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)
+    if not nccl or ranks != sorted(ranks):  # the order of a new group
+        return group
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options.config.min_ctas, options.config.max_ctas = 1, CTAS
+    return dist.new_group(
+        ranks, timeout=backend.options._timeout, backend="nccl", pg_options=options,
+        use_local_synchronization=True, group_desc="flashsci transfers", device_id=torch.device("cuda", torch.cuda.current_device()),
+    )  # fmt: skip

@@ -2,13 +2,13 @@
 
 Blocks under way, a piece's results, sums in float32 and what kernels need beside their results are as much memory as the rank's
 own tensors. Heads do not know of each other, so a long call is several with some of the heads each, one after the other; the
-last gradients of one group of heads travel home while the next is computed.
+first keys of a group, and the last gradients, travel while another group is computed.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -46,12 +46,10 @@ class Group(NamedTuple):
         dlse, lse = (_narrow(x, self.queries, -2) for x in (dlse, lse))
         return dout, dlse, out, lse
 
-    def store(
-        self, whole: Sequence[Tensor | None], end: Callable[[], Sequence[Tensor | None]]
-    ) -> None:
-        """Put gradients of the heads, which ``end`` gives, where they belong."""
+    def store(self, whole: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
+        """Put gradients of the heads where they belong."""
         sides = (self.queries, self.keys, self.keys, self.queries, self.keys)
-        for x, part, side, dim in zip(whole, end(), sides, (-3, -3, -3, -3, -2), strict=True):
+        for x, part, side, dim in zip(whole, gradients, sides, (-3, -3, -3, -3, -2), strict=True):
             if x is not None and part is not None:
                 _narrow(x, side, dim).copy_(part)
 
@@ -65,17 +63,24 @@ def head_groups(
     key_weight: Tensor | None,
 ) -> list[Group]:
     """How a backward takes the heads: all at once where a call is short, or where heads share a gradient."""
-    heads_q, heads_k = (x.shape[-3] if x.dim() > 2 else 1 for x in (q, k))
+    heads_q, heads_k = _heads(q), _heads(k)
     shared = (bias is not None and (bias.dim() < 3 or bias.shape[-3] != heads_q)) or (
         key_weight is not None and (key_weight.dim() < 2 or key_weight.shape[-2] != heads_k)
     )
-    batch = q.shape[:-3].numel() if q.dim() > 3 else 1
-    sizes = cost.Sizes(batch, heads_q, heads_k, q.shape[-1], v.shape[-1], q.element_size())
-    count = 1 if shared else cost.head_groups(call, sizes)
+    count = 1 if shared else cost.head_groups(call, sizes_of(q, k, v))
     each = heads_q // heads_k
     return [
         Group((a * each, b * each), (a, b)) for a, b in itertools.pairwise(even(heads_k, count))
     ]
+
+
+def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> cost.Sizes:
+    batch = q.shape[:-3].numel() if q.dim() > 3 else 1
+    return cost.Sizes(batch, _heads(q), _heads(k), q.shape[-1], v.shape[-1], q.element_size())
+
+
+def _heads(x: Tensor) -> int:
+    return x.shape[-3] if x.dim() > 2 else 1
 
 
 def _narrow(x: Any, interval: Interval, dim: int) -> Any:

@@ -8,27 +8,28 @@
 Where no sum has more than two parts (two ranks) it is rounded once in any case, and is in the dtype of the tensors.
 
 Two blocks of keys and values are in memory beside the rank's own, never the sequence; in the backward of long sequences those of
-a few heads at a time (groups.py). A backward that is itself differentiated is recorded by the all-gather strategy, which has
+a few heads at a time (groups.py), one after the other, each of which is under way while one before it is computed. A backward that is itself differentiated is recorded by the all-gather strategy, which has
 derivatives.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashsci.distributed import block, gather, recording
+from flashsci.distributed import block, cost, gather, recording
 from flashsci.distributed.block import Side
 from flashsci.distributed.call import Call, from_text
 from flashsci.distributed.collectives import group_named
-from flashsci.distributed.exchange import Blocks, Transfer, rounds
-from flashsci.distributed.groups import head_groups
+from flashsci.distributed.exchange import Block, Blocks, Post, Transfer, around, quiet, rounds
+from flashsci.distributed.groups import head_groups, sizes_of
 from flashsci.distributed.layout import Interval
 from flashsci.distributed.merging import merge
+from flashsci.distributed.pieces import Piece
 from flashsci.ops import (
     LIBRARY,
     Tensors,
@@ -82,8 +83,10 @@ def _forward(
     sums = _sum_dtype(q, call.most_parts(rank)[0])
     out: Tensor | None = None
     lse = q.new_full(q.shape[:-1], float("-inf"), dtype=statistics)
-    for source, keys in _travelling(call, k, v, key_weight):
-        for piece in call.needed_pieces(rank, source):
+    post = _post(call, q, k, v, back=False)
+    blocks = _around(call, post, [x for x in (k, v, key_weight) if x is not None])
+    for block_, keys in zip(blocks, rounds(post, blocks), strict=True):
+        for piece in call.needed_pieces(rank, block_.source):
             assert keys is not None
             part, part_lse = block.forward(q, *_three(keys), side, piece, call.scores)
             if out is None and piece.rows == (0, q.shape[-2]):  # the beginning of the sums
@@ -123,22 +126,31 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     call, tensors = from_text(text), (q, k, v, bias, key_weight, mask)
     groups = head_groups(call, q, k, v, bias, key_weight)
-    if len(groups) == 1:
-        return _results(tensors, _backward_of(call, dout, dlse, *tensors, out, lse)())
-    whole = [None if x is None else x.new_empty(x.shape) for x in tensors[:5]]
-    pending: Callable[[], None] | None = (
-        None  # the group before: its last gradients are on their way home
-    )
+    post = _post(call, q, k, v, back=True)
+    several = len(groups) > 1
+    gradients: list[Tensor | None] = []
+    if several:
+        gradients = [None if x is None else x.new_empty(x.shape) for x in tensors[:5]]
+    shares = []
     for group in groups:
-        dout_part, dlse_part, *results = group.of_results(dout, dlse, out, lse)
-        end = _backward_of(call, dout_part, dlse_part, *group.of(*tensors), *results)
-        if pending is not None:
-            pending()
-        pending = functools.partial(group.store, whole, end)
-        del end
-    assert pending is not None
-    pending()
-    return _results(tensors, whole)
+        store = functools.partial(group.store, gradients) if several else gradients.extend
+        results = group.of_results(dout, dlse, out, lse)
+        shares.append(Share(call, post, group.of(*tensors), results, store))
+    turns = [(share, step) for share in shares for step in range(call.world)]
+    if several:  # the last gradients travel home while the last step is computed
+        turns.append(turns.pop(-call.world))
+    coming: Coming | None = None
+    travelling = rounds(post, [share.blocks[step] for share, step in turns])
+    for (share, step), keys in zip(turns, travelling, strict=True):
+        parts = share.compute(step, keys)
+        del keys  # before there is memory for the next but one
+        if coming is not None:
+            coming.arrive()
+        coming = Coming(share, step, share.send_home(parts, step)) if step else None
+        del parts
+    if coming is not None:
+        coming.arrive()
+    return _results(tensors, gradients)
 
 
 def _results(
@@ -153,67 +165,117 @@ def _results(
     )
 
 
-def _backward_of(
-    call: Call,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_weight: Tensor | None,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> Callable[[], list[Tensor | None]]:
-    """What waits for the last gradients of this rank's keys, and then has all: dq, dk, dv, dbias, dkey_weight."""
-    rank, side = group_named(call.group).rank(), Side(bias, mask)
-    of_queries, of_keys = call.most_parts(rank)
-    own = [x for x in (k, v, key_weight) if x is not None]
-    dbias = None if bias is None else _sums(bias)
-    home: list[Tensor] = []
-    dq: Tensor | None = None
-    returning: Transfer | None = None
-    for step, (source, keys) in enumerate(_travelling(call, k, v, key_weight)):
-        found = call.needed_pieces(rank, source)
+class Share:
+    """The backward of some heads, step by step.
+
+    Args:
+        tensors: q, k, v, bias, key_weight, mask of the heads.
+        results: dout, dlse, out, lse of them.
+        store: takes dq, dk, dv, dbias, dkey_weight when all is summed.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        post: Post,
+        tensors: Sequence[Any],
+        results: Sequence[Any],
+        store: Callable[[Sequence[Tensor | None]], None],
+    ):
+        self.call, self.post, self.results, self.store = call, post, results, store
+        self.q, k, v, bias, key_weight, mask = tensors
+        self.side, self.rank = Side(bias, mask), post.group.rank()
+        self.own = [x for x in (k, v, key_weight) if x is not None]
+        self.blocks = _around(call, post, self.own)
+        self.of_queries, self.of_keys = call.most_parts(self.rank)
+        self.dq: Tensor | None = None
+        self.dbias = None if bias is None else _sums(bias)
+        self.home: list[Tensor] = []  # gradients of this rank's keys
+        self.left = 2 * call.world - 1  # steps, and what comes back from all but one
+
+    def compute(self, step: int, keys: Blocks) -> Blocks:
+        """Gradients of the keys of a step, unless they are this rank's."""
+        call, rank = self.call, self.rank
+        found = call.needed_pieces(rank, self.blocks[step].source)
         one = len(found) == 1  # as the one call gives them
+        parts: Blocks = None
         if step:
             parts = None if keys is None or one else [_sums(x) for x in keys]
-        elif one and call.needed(rank, rank) == found[0].keys == (0, k.shape[-2]):
-            parts = None
-        else:  # the rank's own go where they belong
-            home = [_sums(x, _sum_dtype(x, of_keys)) for x in own]
-            parts = _cut(home, call.needed(rank, rank))
+        elif not (one and call.needed(rank, rank) == found[0].keys == (0, self.own[0].shape[-2])):
+            parts = self._home_of(rank)
+        elif self.home:
+            parts = self.home
         for piece in found:
             assert keys is not None
-            share = block.backward(dout, dlse, q, *_three(keys), side, out, lse, piece, call.scores)
-            dq = _added(dq, share.dq, piece.rows, q, _sum_dtype(q, of_queries))
-            cell = block.cut(dbias, piece) if dbias is not None else None
-            if cell is not None and share.dbias is not None:
-                cell.add_(share.dbias)
-            shares = [x for x in (share.dk, share.dv, share.dkey_weight) if x is not None]
-            del share
+            shares = self._piece(piece, keys)
             if parts is None:
                 parts = shares
-            else:
-                for total, part, dim in zip(parts, shares, DIMS, strict=False):
-                    block.rows_of(total, piece.keys, dim).add_(part)
-            del shares
-        del keys
-        if not home:
+                continue
+            for total, part, dim in zip(parts, shares, DIMS, strict=False):
+                block.rows_of(total, piece.keys, dim).add_(part)
+        if step == 0 and not self.home:
             assert parts is not None
-            home = [x.to(_sum_dtype(x, of_keys)) for x in parts]
-        if step:
-            _bring_home(returning, home, call, step - 1)
-            returning = _send_home(parts, home, own, call, step)
-        del parts
+            self.home = [x.to(_sum_dtype(x, self.of_keys)) for x in parts]
+        self._settle()
+        return parts if step else None
 
-    def end() -> list[Tensor | None]:
-        _bring_home(returning, home, call, call.world - 1)
-        total = torch.zeros_like(q) if dq is None else dq
-        return [total, *home[:2], dbias, home[2] if len(home) > 2 else None]
+    def _piece(self, piece: Piece, keys: Sequence[Tensor]) -> list[Tensor]:
+        """dk, dv and dkey_weight of a piece; dq and dbias are summed."""
+        dout, dlse, out, lse = self.results
+        found = block.backward(
+            dout, dlse, self.q, *_three(keys), self.side, out, lse, piece, self.call.scores
+        )
+        sums = _sum_dtype(self.q, self.of_queries)
+        self.dq = _added(self.dq, found.dq, piece.rows, self.q, sums)
+        cell = block.cut(self.dbias, piece) if self.dbias is not None else None
+        if cell is not None and found.dbias is not None:
+            cell.add_(found.dbias)
+        return [x for x in (found.dk, found.dv, found.dkey_weight) if x is not None]
 
-    return end
+    def send_home(self, parts: Blocks, step: int) -> Transfer:
+        """Gradients of a step's keys to their rank; those that another rank found of this one's come back."""
+        rank, world = self.rank, self.call.world
+        worker = (rank + step) % world
+        mine = _cut(self.own, self.call.needed(worker, rank))
+        exact = len(self.call.pieces(worker, rank)) == 1  # as the one call gave them
+        room = None
+        if mine is not None:
+            dtypes = [x.dtype if exact else statistics_dtype(x.dtype) for x in self.own]
+            room = [x.new_empty(x.shape, dtype=d) for x, d in zip(mine, dtypes, strict=True)]
+        return self.post.transfer(parts, (rank - step) % world, room, worker)
+
+    def bring_home(self, found: Blocks, step: int) -> None:
+        """Add what came back at a step."""
+        if found is not None:
+            totals = self._home_of((self.rank + step) % self.call.world)
+            for total, part in zip(totals or (), found, strict=True):
+                total.add_(part)
+        self._settle()
+
+    def _home_of(self, worker: int) -> Blocks:
+        """The part of this rank's gradients that a worker finds some of."""
+        if not self.home:
+            self.home = [_sums(x, _sum_dtype(x, self.of_keys)) for x in self.own]
+        return _cut(self.home, self.call.needed(worker, self.rank))
+
+    def _settle(self) -> None:
+        self.left -= 1
+        if self.left:
+            return
+        dq = torch.zeros_like(self.q) if self.dq is None else self.dq
+        self.store([dq, *self.home[:2], self.dbias, self.home[2] if len(self.home) > 2 else None])
+        self.dq, self.dbias, self.home = None, None, []
+
+
+class Coming(NamedTuple):
+    """Gradients on their way home."""
+
+    share: Share
+    step: int
+    transfer: Transfer
+
+    def arrive(self) -> None:
+        self.share.bring_home(self.transfer.wait(), self.step)
 
 
 def _added(
@@ -227,15 +289,15 @@ def _added(
     return total
 
 
-def _travelling(
-    call: Call, k: Tensor, v: Tensor, key_weight: Tensor | None
-) -> Iterator[tuple[int, Blocks]]:
-    """(source, what this rank needs of its keys, values and weights), all ranks in turn."""
-    group, own = group_named(call.group), [x for x in (k, v, key_weight) if x is not None]
-    rank = group.rank()
+def _post(call: Call, q: Tensor, k: Tensor, v: Tensor, back: bool) -> Post:
+    group = group_named(call.group)
+    hidden = q.is_cuda and cost.hides_quiet(call, sizes_of(q, k, v), back)
+    return Post(quiet(group) if hidden else group)
 
-    def sent_to(to: int) -> Blocks:
-        return _cut(own, call.needed(to, rank))
+
+def _around(call: Call, post: Post, own: list[Tensor]) -> list[Block]:
+    """What this rank needs of keys, values and weights, of all ranks in turn."""
+    rank = post.group.rank()
 
     def room_for(source: int) -> Blocks:
         interval = call.needed(rank, source)
@@ -246,34 +308,7 @@ def _travelling(
             shape[dim] = interval[1] - interval[0]
         return [x.new_empty(shape) for x, shape in zip(own, shapes, strict=True)]
 
-    return rounds(group, sent_to(rank), sent_to, room_for)
-
-
-def _send_home(
-    parts: Blocks, home: list[Tensor], own: list[Tensor], call: Call, step: int
-) -> Transfer:
-    """Gradients of a block to the rank of its keys; those that another rank found of this one's come back."""
-    group = group_named(call.group)
-    rank, world = group.rank(), group.size()
-    worker = (rank + step) % world
-    mine = _cut(home, call.needed(worker, rank))
-    exact = len(call.pieces(worker, rank)) == 1  # as the one call gave them
-    room = None
-    if mine is not None:
-        dtypes = [x.dtype if exact else statistics_dtype(x.dtype) for x in own]
-        room = [x.new_empty(x.shape, dtype=d) for x, d in zip(mine, dtypes, strict=True)]
-    return Transfer(group, parts, (rank - step) % world, room, worker)
-
-
-def _bring_home(returning: Transfer | None, home: list[Tensor], call: Call, step: int) -> None:
-    """Add what came back at a step."""
-    found = None if returning is None else returning.wait()
-    if found is None:
-        return
-    rank = group_named(call.group).rank()
-    totals = _cut(home, call.needed((rank + step) % call.world, rank))
-    for total, part in zip(totals or (), found, strict=True):
-        total.add_(part)
+    return around(post, lambda to: _cut(own, call.needed(to, rank)), room_for)
 
 
 def _cut(tensors: Sequence[Tensor], interval: Interval | None) -> list[Tensor] | None:

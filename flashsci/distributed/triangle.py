@@ -23,7 +23,7 @@ from flashsci.distributed.agreement import Mesh, Value, tensor_fields
 from flashsci.distributed.block import Scores, rows_of
 from flashsci.distributed.call import Call, from_text
 from flashsci.distributed.collectives import group_named
-from flashsci.distributed.exchange import Blocks, Transfer, rounds
+from flashsci.distributed.exchange import Block, Blocks, Post, Transfer, around, rounds
 from flashsci.distributed.layout import Interval, Layout, assemble
 from flashsci.distributed.pieces import Band
 from flashsci.ops import LIBRARY, Tensors, fake_forward, statistics_dtype
@@ -203,8 +203,8 @@ class Triangle(torch.autograd.Function):
         return recording.backward(ctx, torch.ops.flashsci.triangle_backward, _collected, dout, dlse)
 
 
-def _travelling(bias: Tensor, call: Call) -> Iterator[tuple[Interval, Tensor | None]]:
-    """(queries, the bias of them) of this rank and then of those 1, 2, ... places back."""
+def _around(post: Post, bias: Tensor, call: Call) -> list[Block]:
+    """The bias of this rank and then of those 1, 2, ... places back."""
 
     def room_for(source: int) -> Blocks:
         shape = list(bias.shape)
@@ -212,8 +212,14 @@ def _travelling(bias: Tensor, call: Call) -> Iterator[tuple[Interval, Tensor | N
         return [bias.new_empty(shape)] if shape[-2] else None
 
     own = [bias] if bias.shape[-2] else None
-    for source, blocks in rounds(group_named(call.group), own, lambda to: own, room_for):
-        yield call.queries.intervals(source)[0], blocks[0] if blocks else None
+    return around(post, lambda to: own, room_for)
+
+
+def _travelling(post: Post, bias: Tensor, call: Call) -> Iterator[tuple[Interval, Tensor | None]]:
+    """(queries, the bias of them), all ranks in turn."""
+    blocks = _around(post, bias, call)
+    for block, found in zip(blocks, rounds(post, blocks), strict=True):
+        yield call.queries.intervals(block.source)[0], found[0] if found else None
 
 
 def _masked(mask: Tensor | None, interval: Interval) -> Tensor | None:
@@ -227,7 +233,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     call = from_text(text)
     out, lse = fake_forward(Tensors(q, k, v))
-    for queries, part in _travelling(bias, call):
+    for queries, part in _travelling(Post(group_named(call.group)), bias, call):
         if part is None:
             continue
         found = flashsci.attention(
@@ -262,7 +268,8 @@ def _backward(
         for x in (q, k, v, bias)
     )
     returning: Transfer | None = None
-    for step, (queries, part) in enumerate(_travelling(bias, call)):
+    post = Post(group_named(call.group))
+    for step, (queries, part) in enumerate(_travelling(post, bias, call)):
         share = None
         if part is not None:
             found = flashsci.attention_backward(
@@ -276,17 +283,17 @@ def _backward(
             dbias.add_(share)
         if step:
             _bring_home(returning, dbias)
-            returning = _send_home(share, bias, call, step)
+            returning = _send_home(post, share, bias, call, step)
     _bring_home(returning, dbias)
     return tuple(g.to(x.dtype) for g, x in zip((dq, dk, dv, dbias), (q, k, v, bias), strict=True))
 
 
-def _send_home(share: Tensor | None, bias: Tensor, call: Call, step: int) -> Transfer:
+def _send_home(post: Post, share: Tensor | None, bias: Tensor, call: Call, step: int) -> Transfer:
     """A block's gradient to the rank of its queries; what another rank found of this one's comes back."""
-    group = group_named(call.group)
-    owner, worker = (group.rank() - step) % call.world, (group.rank() + step) % call.world
+    rank = post.group.rank()
+    owner, worker = (rank - step) % call.world, (rank + step) % call.world
     room = [bias.new_empty(bias.shape)] if bias.shape[-2] else None
-    return Transfer(group, None if share is None else [share], owner, room, worker)
+    return post.transfer(None if share is None else [share], owner, room, worker)
 
 
 def _bring_home(returning: Transfer | None, dbias: Tensor) -> None:
