@@ -19,7 +19,7 @@ __device__ __forceinline__ Slot find_slot(const FlashsciPagedParams& p, int grou
     const int begin = segment_begin(p.cu_seqlens_q, middle, p.sequences, p.tokens) * group;
     (begin / kRows + middle <= index ? low : high) = middle;
   }
-  Slot slot = {-1, 0, 0, 0};
+  Slot slot = {-1};
   if (low < 1 || low > p.sequences) return slot;  // rows of no sequence: combine_kernel's
   const Sequence sequence(p, low - 1);
   const int tile = index - (sequence.first_q * group / kRows + low);
@@ -32,6 +32,7 @@ __device__ __forceinline__ Slot find_slot(const FlashsciPagedParams& p, int grou
   const int end = window.end((min(slot.first_row + kRows, rows) - 1) / group);
   slot.first_block = begin < end ? begin / kBlockK : 0;
   slot.blocks = begin < end ? (end + kBlockK - 1) / kBlockK - slot.first_block : 1;
+  slot.first_q = sequence.first_q, slot.seq_q = sequence.seq_q, slot.seq_k = sequence.seq_k;
   return slot;
 }
 
@@ -45,9 +46,9 @@ __global__ void __launch_bounds__(kPlanThreads)
   int before = 0;
   for (int base = 0; base < plan.count; base += kPlanThreads) {
     const int index = base + threadIdx.x;
-    Slot slot = {-1, 0, 0, 0};
+    Slot slot = {-1};
     if (index < plan.count) slot = find_slot<kBlockK>(p, group, index);
-    const int blocks = slot.blocks * p.heads_k;
+    const int blocks = slot.blocks;
     int sum = blocks;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
