@@ -34,6 +34,11 @@ struct Tiling {
   static_assert(kKVBytes == kBoxes * CacheBox::kBytes, "a barrier expects what is loaded");
 };
 
+// Rows of a tile that warps compute, of which so many are there.
+__device__ __forceinline__ constexpr int padded_rows(int rows) {
+  return (rows + kWarpRows - 1) / kWarpRows * kWarpRows;
+}
+
 // A tile of rows, which every head of K and V has.
 struct alignas(16) Slot {
   int sequence;               // -1: no rows

@@ -116,8 +116,9 @@ __device__ __forceinline__ void load(Shared& shared, const Args& a, Cursor curso
 // before there is a place for them.
 template <class C>
 __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& a, Cursor cursor) {
-  constexpr int kChunks = C::kHeadDim / 8;             // of 16 bytes in a row
-  constexpr int kTogether = kWarpRows * kChunks / 32;  // of a lane
+  constexpr int kChunks = C::kHeadDim / 8;              // of 16 bytes in a row
+  constexpr int kTogether = C::kHeadDim == 64 ? 4 : 8;  // of a lane
+  constexpr int kStep = kTogether * 32 / kChunks;       // rows
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (uint32_t turn = 0; !cursor.done(); ++turn, cursor.next_tile()) {
@@ -125,7 +126,7 @@ __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& a, 
     const int rows = min(kRows, slot.seq_q * a.group - slot.first_row);
     const uint32_t stage = turn % C::kQStages;
 #pragma unroll 1
-    for (int first = 0; first < rows; first += kWarpRows) {
+    for (int first = 0; first < padded_rows(rows); first += kStep) {
       uint4 words[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {

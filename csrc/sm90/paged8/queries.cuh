@@ -47,8 +47,9 @@ __device__ __forceinline__ float to_f16(uint4& words) {
 // last that a warp computes beside others: paged/load.cuh says why, and what is on its way early.
 template <class Op, class C>
 __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& args, Cursor cursor) {
-  constexpr int kLanes = C::kHeadDim / 8;             // of a row
-  constexpr int kTogether = kWarpRows * kLanes / 32;  // of a lane
+  constexpr int kLanes = C::kHeadDim / 8;               // of a row
+  constexpr int kTogether = C::kHeadDim == 64 ? 4 : 8;  // of a lane
+  constexpr int kStep = kTogether * 32 / kLanes;        // rows
   const paged::Args& a = args.call;
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -59,7 +60,7 @@ __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& arg
     const float v_scale = args.v.at(slot.sequence, cursor.head);
     const uint32_t stage = turn % C::kQStages;
 #pragma unroll 1
-    for (int first = 0; first < rows; first += kWarpRows) {
+    for (int first = 0; first < paged::padded_rows(rows); first += kStep) {
       uint4 words[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
