@@ -42,7 +42,9 @@ __global__ void __launch_bounds__(128, 8) combine_kernel(const __grid_constant__
     const int begin = a.plan.first[index] + head / a.group * runs.blocks;
     const int first = runs.cta_of(begin), last = runs.cta_of(begin + slot.blocks - 1);
     if (first == last) return;  // whole: written
-    const auto place_of = [&](int cta) { return runs.piece_of(cta, begin) * kRows + pair % kRows; };
+    const auto place_of = [&](int cta) {
+      return piece_of(cta, cta == first) * kRows + pair % kRows;
+    };
     // 32 pieces at a time, each lane with the lse of one: a loop would wait for memory at each.
     const auto lse_of = [&](int cta) {
       return cta <= last ? a.plan.partial_lse[place_of(cta)] : -INFINITY;
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(128, 8) combine_kernel(const __grid_constant__
     for (int base = first; base <= last; base += 32) {
       const float share = ptx::ex2_approx((base == first ? own : lse_of(base + lane)) - reference);
       const int count = min(last - base + 1, 32);
-#pragma unroll 8
+#pragma unroll kHeadDim == 256 ? 4 : 8
       for (int i = 0; i < count; ++i) {
         const float weight = __shfl_sync(0xffffffffu, share, i);
         const float* part = a.plan.partial_out + place_of(base + i) * kHeadDim + lane * 2;

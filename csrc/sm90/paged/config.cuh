@@ -102,25 +102,27 @@ struct Sequence {
 // Blocks of the slots in a row, for one head after the other, are cut into equal runs, one for each
 // CTA. If heads divide the number of CTAs, each has one head, and those of the other heads read the
 // same rows of the same pages at the same time: rows of heads lie side by side in DRAM.
+// Quotients are exact: nothing divided has more than 40 bits.
 struct Runs {
   int blocks;  // of one head
-  int64_t total;
-  int ctas;
+  int total, ctas;
   __device__ __forceinline__ Runs(const Plan& plan, int heads)
-      : blocks(plan.first[plan.count]), total(int64_t{blocks} * heads), ctas(plan.ctas) {}
+      : blocks(plan.first[plan.count]), total(blocks * heads), ctas(min(plan.ctas, total)) {}
+  // `cta`: up to the number of all, of which the last may have none.
   __device__ __forceinline__ int begin(int cta) const {
-    return static_cast<int>(cta * total / ctas);
+    return cta >= ctas ? total : static_cast<int>(static_cast<double>(cta) * total / ctas);
   }
   // The CTA that has this block of all.
   __device__ __forceinline__ int cta_of(int block) const {
-    return static_cast<int>(((block + int64_t{1}) * ctas - 1) / total);
-  }
-  // Where the partial results of a CTA's piece are that begins at this block of all: it has at most
-  // two that are not whole, one that began before it and one that ends behind it.
-  __device__ __forceinline__ int64_t piece_of(int cta, int block) const {
-    return int64_t{cta} * 2 + (block < begin(cta) ? 0 : 1);
+    return static_cast<int>((static_cast<double>(block + 1) * ctas - 1) / total);
   }
 };
+
+// Where the partial results of a CTA's piece are: it has at most two that are not whole, one that
+// began before it and one that ends behind it.
+__device__ __forceinline__ int64_t piece_of(int cta, bool begins_there) {
+  return int64_t{cta} * 2 + begins_there;
+}
 
 // The last of `count` places of which `before` holds, which it does of the first. By whole warps: a 32-ary search.
 template <class Before>

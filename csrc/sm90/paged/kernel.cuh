@@ -20,6 +20,7 @@
 #include "../../core/poison.cuh"
 #include "load.cuh"
 #include "mainloop.cuh"
+#include "plan.cuh"
 
 namespace flashsci::sm90::paged {
 
@@ -47,6 +48,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) paged_kernel(const __grid_cons
   __syncthreads();
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();  // the plan
+  if (a.plan.count <= kPlannedByEach)
+    make_plan<C::kBlockK, C::kThreads>(a.p, a.plan, a.group, &shared.pages[0][0][0]);
   const Runs runs(a.plan, a.p.heads_k);
   const int begin = runs.begin(blockIdx.x), end = runs.begin(blockIdx.x + 1);
   if (begin >= end) return;
@@ -56,7 +59,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) paged_kernel(const __grid_cons
   else if (warp == 5)
     load_queries<C>(shared, a, Cursor(a.plan, runs, begin, end));
   else
-    compute<Op, C>(shared, a, runs, begin, end);
+    compute<Op, C>(shared, a, begin, end);
 }
 
 }  // namespace flashsci::sm90::paged

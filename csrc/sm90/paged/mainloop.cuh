@@ -199,8 +199,7 @@ struct Piece {
 };
 
 template <class Op, class C>
-__device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, const Runs& runs,
-                                        int begin, int end) {
+__device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int begin, int end) {
   uint32_t turn = 0, tiles = 0;
   for (int at = begin; at < end; ++tiles) {
     const uint32_t stage = tiles % C::kQStages;
@@ -210,7 +209,7 @@ __device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, const
     piece.release(shared.q_empty[stage]);  // of the tile's place as well, which was copied
     const Tile& tile = piece.tile;
     piece.write(tile.block == 0 && tile.last == tile.slot.blocks,
-                runs.piece_of(blockIdx.x, tile.begin));
+                piece_of(blockIdx.x, tile.begin >= begin));
     at += tile.last - tile.block;
   }
 }

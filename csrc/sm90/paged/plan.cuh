@@ -1,4 +1,5 @@
-// Paged attention, first kernel: lengths are on the device, and so is the plan. One CTA.
+// Paged attention, the plan: lengths are on the device, and so is it. A short one is made by every
+// CTA that follows it, which is sooner than a kernel of its own: all write the same.
 #pragma once
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -9,6 +10,7 @@
 namespace flashsci::sm90::paged {
 
 inline constexpr int kPlanThreads = 1024;
+inline constexpr int kPlannedByEach = 384;  // slots
 
 // Tiles of rows are found as in core/varlen.cuh, with `group` rows for every query.
 template <int kBlockK>
@@ -36,15 +38,13 @@ __device__ __forceinline__ Slot find_slot(const FlashsciPagedParams& p, int grou
   return slot;
 }
 
-template <class Op, int kBlockK>  // Op: each unit has its own
-__global__ void __launch_bounds__(kPlanThreads)
-    plan_kernel(const __grid_constant__ FlashsciPagedParams p, const __grid_constant__ Plan plan,
-                int group) {
-  __shared__ int sums[kPlanThreads / 32];
-  ptx::launch_dependents();
+// By all threads of a CTA, which see it afterwards. sums: [kThreads / 32], shared.
+template <int kBlockK, int kThreads>
+__device__ __forceinline__ void make_plan(const FlashsciPagedParams& p, const Plan& plan, int group,
+                                          int* sums) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int before = 0;
-  for (int base = 0; base < plan.count; base += kPlanThreads) {
+  for (int base = 0; base < plan.count; base += kThreads) {
     const int index = base + threadIdx.x;
     Slot slot = {-1};
     if (index < plan.count) slot = find_slot<kBlockK>(p, group, index);
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     if (lane == 31) sums[warp] = sum;
     __syncthreads();
     int warps = 0, all = 0;
-    for (int i = 0; i < kPlanThreads / 32; ++i) {
+    for (int i = 0; i < kThreads / 32; ++i) {
       warps += i < warp ? sums[i] : 0;
       all += sums[i];
     }
@@ -70,6 +70,16 @@ __global__ void __launch_bounds__(kPlanThreads)
     __syncthreads();
   }
   if (threadIdx.x == 0) plan.first[plan.count] = before;
+  __syncthreads();
+}
+
+template <class Op, int kBlockK>  // Op: each unit has its own
+__global__ void __launch_bounds__(kPlanThreads)
+    plan_kernel(const __grid_constant__ FlashsciPagedParams p, const __grid_constant__ Plan plan,
+                int group) {
+  __shared__ int sums[kPlanThreads / 32];
+  ptx::launch_dependents();
+  make_plan<kBlockK, kPlanThreads>(p, plan, group, sums);
 }
 
 }  // namespace flashsci::sm90::paged
