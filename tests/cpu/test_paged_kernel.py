@@ -48,6 +48,8 @@ class Params8(c.Structure):
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
 caches = pytest.mark.parametrize("cache", ("", "float8_e4m3fn"))
 
+PROCESSORS = (1, 2, 3, 4, 50)  # of the devices of generated calls
+
 
 class Kernels:
     """The two libraries, each built when it is first asked for."""
@@ -139,7 +141,7 @@ def test_every_tile(kernel, dims, processors, cache):
 @pytest.mark.parametrize("part", range(4))
 def test_generated(kernel, part):
     for case in generate_paged(500 + part, 12, longest_k=400, longest_q=80):
-        judge(kernel, hopper_paged(case), 1 + case.seed % 4)
+        judge(kernel, hopper_paged(case), PROCESSORS[case.seed % 5])
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -147,7 +149,7 @@ def test_generated(kernel, part):
 def test_generated_with_8_bit_caches(kernel, cache, part):
     for case in generate_paged(600 + part, 8, longest_k=400, longest_q=80):
         variant = replace(case.variant, cache=cache)
-        judge(kernel, hopper_paged(replace(case, variant=variant)), 1 + case.seed % 4)
+        judge(kernel, hopper_paged(replace(case, variant=variant)), PROCESSORS[case.seed % 5])
 
 
 @caches
@@ -173,6 +175,22 @@ def test_a_sequence_is_cut_into_many_pieces(kernel, sink, cache):
     case = PagedCase(variant, 3, (1, 1), (2000, 5), 1, 8, 16, left=1500)
     for seed in (3, 4):
         judge(kernel, replace(case, seed=seed), 11)
+
+
+@caches
+@pytest.mark.parametrize("processors", (7, 16, 40, 132))
+def test_more_processors_than_blocks(kernel, processors, cache):
+    """Every block has one, and the others nothing: pieces are found where they are."""
+    case = PagedCase(PagedVariant("float16", cache, 64, 64), 6, (1, 1), (1000, 130), 2, 4)
+    judge(kernel, case, processors)
+
+
+@caches
+def test_many_sequences(kernel, cache):
+    """More than each CTA plans by itself."""
+    lens_q = tuple(n % 5 != 3 for n in range(420))
+    case = PagedCase(PagedVariant("bfloat16", cache, 64, 64), 7, lens_q, tuple(range(420)), 1, 2)  # fmt: skip
+    judge(kernel, case, 5)
 
 
 @caches

@@ -33,15 +33,18 @@ __global__ void __launch_bounds__(128, 8) combine_kernel(const __grid_constant__
   float2 sum[kPairs] = {};
   float lse = -INFINITY, factor = 0.f;
   const int n = sequence_of(p, token);
-  const int pair = n < 0 ? 0 : (token - Sequence(p, n).first_q) * a.group + head % a.group;
-  const int index = n < 0 ? 0 : Sequence(p, n).first_q * a.group / kRows + n + 1 + pair / kRows;
-  const Slot slot = index < a.plan.count ? a.plan.slots[index] : Slot{-1, 0, 0, 0};
+  const int first_q = segment_begin(p.cu_seqlens_q, n + 1, p.sequences, p.tokens);
+  const int pair = n < 0 ? 0 : (token - first_q) * a.group + head % a.group;
+  const int index = n < 0 ? 0 : first_q * a.group / kRows + n + 1 + pair / kRows;
+  const Slot slot = index < a.plan.count ? a.plan.slots[index] : Slot{-1};
   if (n >= 0 && slot.sequence == n && slot.first_row == pair / kRows * kRows) {
-    const int run = run_of(a.plan);
-    const int begin = a.plan.first[index] + head / a.group * slot.blocks;
-    const int first = begin / run, last = (begin + slot.blocks - 1) / run;
+    const Runs runs(a.plan, p.heads_k);
+    const int begin = a.plan.first[index] + head / a.group * runs.blocks;
+    const int first = runs.cta_of(begin), last = runs.cta_of(begin + slot.blocks - 1);
     if (first == last) return;  // whole: written
-    const auto place_of = [&](int cta) { return piece_of(cta, run, begin) * kRows + pair % kRows; };
+    const auto place_of = [&](int cta) {
+      return piece_of(cta, cta == first) * kRows + pair % kRows;
+    };
     // 32 pieces at a time, each lane with the lse of one: a loop would wait for memory at each.
     const auto lse_of = [&](int cta) {
       return cta <= last ? a.plan.partial_lse[place_of(cta)] : -INFINITY;
@@ -57,7 +60,7 @@ __global__ void __launch_bounds__(128, 8) combine_kernel(const __grid_constant__
     for (int base = first; base <= last; base += 32) {
       const float share = ptx::ex2_approx((base == first ? own : lse_of(base + lane)) - reference);
       const int count = min(last - base + 1, 32);
-#pragma unroll 8
+#pragma unroll kHeadDim == 256 ? 4 : 8
       for (int i = 0; i < count; ++i) {
         const float weight = __shfl_sync(0xffffffffu, share, i);
         const float* part = a.plan.partial_out + place_of(base + i) * kHeadDim + lane * 2;

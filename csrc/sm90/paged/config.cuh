@@ -27,7 +27,10 @@ struct Tiling {
   static constexpr int kThreads = 192;
   static constexpr int kQBytes = kRows * kHeadDim * 2;
   static constexpr int kKVBytes = kBlockK * kHeadDim * 2;
-  static_assert(kBlockK / kSmallPage * kBoxes <= 32, "a lane of the loading warp for each copy");
+  static constexpr int kCopies = kBlockK / kSmallPage * kBoxes;  // of a block, at most
+  static constexpr int kAhead = 4;    // blocks whose pages are looked up before they are copied
+  static constexpr int kLoaders = 1;  // warps that load K and V
+  static_assert(kCopies <= 32, "a lane of the loading warp for each copy");
   static_assert(kKVBytes == kBoxes * CacheBox::kBytes, "a barrier expects what is loaded");
 };
 
@@ -37,19 +40,20 @@ __device__ __forceinline__ constexpr int padded_rows(int rows) {
 }
 
 // A tile of rows, which every head of K and V has.
-struct Slot {
-  int sequence;     // -1: no rows
-  int first_row;    // (query, head) pair in the sequence
-  int first_block;  // of the keys that some row sees
-  int blocks;       // at least one where there are rows, which must be written
+struct alignas(16) Slot {
+  int sequence;               // -1: no rows
+  int first_row;              // (query, head) pair in the sequence
+  int first_block;            // of the keys that some row sees
+  int blocks;                 // at least one where there are rows, which must be written
+  int first_q, seq_q, seq_k;  // of the sequence
+  int unused;
 };
 
 // A slot and head as a CTA works on it.
 struct Tile {
   Slot slot;
-  int head, block, last;      // blocks [block, last) of those of the slot
-  int begin;                  // of all blocks: the first of this head of the slot
-  int first_q, seq_q, seq_k;  // of the sequence
+  int head, block, last;  // blocks [block, last) of those of the slot
+  int begin;              // of all blocks: the first of this head of the slot
 };
 
 template <class C>
@@ -61,12 +65,13 @@ struct Storage {
   uint64_t v_full[C::kStages], v_empty[C::kStages];
   uint64_t q_full[C::kQStages], q_empty[C::kQStages];
   Tile tiles[C::kQStages];
+  int32_t pages[C::kLoaders][C::kAhead][C::kCopies];  // of the blocks to come
 };
 
 // In the workspace, but for the numbers. plan_kernel writes slots and first.
 struct Plan {
   Slot* slots;
-  int* first;          // [count + 1]: blocks of all heads of the slots before
+  int* first;          // [count + 1]: blocks of the slots before, in one head
   float* partial_out;  // [CTA][2][kRows][kHeadDim], normalised: of the first and the last piece
   float* partial_lse;  // [CTA][2][kRows], log2
   int count;           // slots
@@ -82,7 +87,7 @@ struct alignas(128) Args {
   int box_rows;  // rows of a page that one copy takes
 };
 
-// The rows and keys of a sequence.
+// The rows and keys of a sequence, as plan_kernel reads them.
 struct Sequence {
   int first_q, seq_q, seq_k;
   __device__ __forceinline__ Sequence(const FlashsciPagedParams& p, int n)
@@ -94,15 +99,29 @@ struct Sequence {
   }
 };
 
-// Blocks of all slots and heads are cut into equal runs, one for each CTA.
-__device__ __forceinline__ int run_of(const Plan& plan) {
-  return max((plan.first[plan.count] + plan.ctas - 1) / plan.ctas, 1);
-}
+// Blocks of the slots in a row, for one head after the other, are cut into equal runs, one for each
+// CTA. If heads divide the number of CTAs, each has one head, and those of the other heads read the
+// same rows of the same pages at the same time: rows of heads lie side by side in DRAM.
+// Quotients are exact: nothing divided has more than 40 bits.
+struct Runs {
+  int blocks;  // of one head
+  int total, ctas;
+  __device__ __forceinline__ Runs(const Plan& plan, int heads)
+      : blocks(plan.first[plan.count]), total(blocks * heads), ctas(min(plan.ctas, total)) {}
+  // `cta`: up to the number of all, of which the last may have none.
+  __device__ __forceinline__ int begin(int cta) const {
+    return cta >= ctas ? total : static_cast<int>(static_cast<double>(cta) * total / ctas);
+  }
+  // The CTA that has this block of all.
+  __device__ __forceinline__ int cta_of(int block) const {
+    return static_cast<int>((static_cast<double>(block + 1) * ctas - 1) / total);
+  }
+};
 
-// Where the partial results of a CTA's piece are that begins at block `begin` of all: a CTA has at
-// most two that are not whole, one that began before it and one that ends behind it.
-__device__ __forceinline__ int64_t piece_of(int cta, int run, int begin) {
-  return int64_t{cta} * 2 + (begin < cta * run ? 0 : 1);
+// Where the partial results of a CTA's piece are: it has at most two that are not whole, one that
+// began before it and one that ends behind it.
+__device__ __forceinline__ int64_t piece_of(int cta, bool begins_there) {
+  return int64_t{cta} * 2 + begins_there;
 }
 
 // The last of `count` places of which `before` holds, which it does of the first. By whole warps: a 32-ary search.
@@ -121,32 +140,42 @@ __device__ __forceinline__ int last_before(int count, const Before& before) {
   return low;
 }
 
-// A position in the blocks of all slots and heads. By whole warps.
+// A position in the blocks that a CTA has, tile after tile. By whole warps.
 struct Cursor {
-  int at, index;  // block of all, slot
-  Slot slot;
-  int head, block;  // of the slot
+  const Slot* slots;
+  int count;              // of them
+  int at, end;            // block of all, and the first that is not the CTA's
+  int index;              // of the slot
+  Slot slot, next;        // the next is on its way while this one is worked on
+  int head, block, last;  // blocks [block, last) of the slot
 
-  __device__ __forceinline__ Cursor(const Plan& plan, int at_) : at(at_) {
+  __device__ __forceinline__ Cursor(const Plan& plan, const Runs& runs, int begin, int end_)
+      : slots(plan.slots), count(plan.count), at(begin), end(end_) {
+    head = at / runs.blocks;
+    const int within = at - head * runs.blocks;
     // The last slot that begins at or before: the one with blocks.
-    index = last_before(plan.count, [&](int i) { return plan.first[i] <= at; });
-    slot = plan.slots[index];
-    head = (at - plan.first[index]) / max(slot.blocks, 1);
-    block = at - plan.first[index] - head * slot.blocks;
+    index = last_before(count, [&](int i) { return plan.first[i] <= within; });
+    slot = slots[index];
+    next = slots[index + 1 < count ? index + 1 : 0];
+    block = within - plan.first[index];
+    last = min(slot.blocks, block + end - at);
   }
   // The first block of all that this head of the slot has.
   __device__ __forceinline__ int begin() const { return at - block; }
-  // Past the blocks [block, last) of this head; total: blocks of all.
-  __device__ __forceinline__ void advance(const Plan& plan, int last, int heads, int total) {
+  __device__ __forceinline__ bool done() const { return at >= end; }
+  __device__ __forceinline__ void next_tile() {
     at += last - block;
-    block = last;
-    if (block < slot.blocks) return;
-    block = 0;
-    if (++head < heads) return;
-    head = 0;
-    if (at >= total) return;
-    do slot = plan.slots[++index];
-    while (slot.blocks == 0);
+    if (done()) return;
+    do {
+      if (++index == count) index = 0, ++head;
+      slot = next;
+      next = slots[index + 1 < count ? index + 1 : 0];
+    } while (slot.blocks == 0);
+    block = 0, last = min(slot.blocks, end - at);
+  }
+  __device__ __forceinline__ void next_block() {
+    if (block + 1 == last) return next_tile();
+    ++at, ++block;
   }
 };
 

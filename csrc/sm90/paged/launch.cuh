@@ -94,17 +94,23 @@ cudaError_t fill_args(Args& a, const FlashsciPagedParams& p, const MapElement& e
   return error;
 }
 
-// The three kernels. args: what the second takes, with those of the others.
+// The plan, if it is long, and two kernels. args: what the first of these takes, with those of the others.
 template <class Op, class C, auto kKernel, class KernelArgs>
 cudaError_t launch_all(const KernelArgs& args, const Args& a, int shared_bytes,
                        cudaStream_t stream) {
   cudaError_t error = allow_shared<kKernel>(shared_bytes, a.p.device);
   if (error != cudaSuccess) return error;
   constexpr auto plan = plan_kernel<Op, C::kBlockK>;
-  plan<<<1, kPlanThreads, 0, stream>>>(a.p, a.plan, a.group);
-  error = cudaGetLastError();
-  if (error == cudaSuccess)
-    error = launch_beside(kKernel, a.plan.ctas, C::kThreads, shared_bytes, stream, args);
+  constexpr auto kernel = kKernel;
+  if (a.plan.count > kPlannedByEach) {
+    plan<<<1, kPlanThreads, 0, stream>>>(a.p, a.plan, a.group);
+    error = cudaGetLastError();
+    if (error == cudaSuccess)
+      error = launch_beside(kernel, a.plan.ctas, C::kThreads, shared_bytes, stream, args);
+  } else {
+    kernel<<<a.plan.ctas, C::kThreads, shared_bytes, stream>>>(args);
+    error = cudaGetLastError();
+  }
   if (error != cudaSuccess) return error;
   const int64_t rows = int64_t{a.p.tokens} * a.p.heads_q;
   return launch_beside(combine_kernel<Op, C::kHeadDim>, (rows + 3) / 4, 128, 0, stream, a);

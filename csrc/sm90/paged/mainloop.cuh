@@ -52,9 +52,9 @@ struct Piece {
       : shared(shared_),
         a(a_),
         tile(shared.tiles[stage]),
-        window(a.p.window_left, a.p.window_right, true, tile.seq_q, tile.seq_k),
+        window(a.p.window_left, a.p.window_right, true, tile.slot.seq_q, tile.slot.seq_k),
         q_tile(ptx::shared_address(shared.q[stage])),
-        rows(min(kRows, tile.seq_q * a.group - tile.slot.first_row)),
+        rows(min(kRows, tile.slot.seq_q * a.group - tile.slot.first_row)),
         row(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4),
         busy(ptx::redux_max(threadIdx.x / 32 * 16) < rows),
         query{query_of(row), query_of(row + 8)},
@@ -71,7 +71,7 @@ struct Piece {
     return tile.slot.first_row + min(r, rows - 1);
   }
   __device__ __forceinline__ int query_of(int r) const { return pair_of(r) / a.group; }
-  __device__ __forceinline__ int token_of(int r) const { return tile.first_q + query_of(r); }
+  __device__ __forceinline__ int token_of(int r) const { return tile.slot.first_q + query_of(r); }
   __device__ __forceinline__ int head_of(int r) const {
     return tile.head * a.group + pair_of(r) % a.group;
   }
@@ -199,8 +199,7 @@ struct Piece {
 };
 
 template <class Op, class C>
-__device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int run, int begin,
-                                        int end) {
+__device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int begin, int end) {
   uint32_t turn = 0, tiles = 0;
   for (int at = begin; at < end; ++tiles) {
     const uint32_t stage = tiles % C::kQStages;
@@ -210,7 +209,7 @@ __device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int r
     piece.release(shared.q_empty[stage]);  // of the tile's place as well, which was copied
     const Tile& tile = piece.tile;
     piece.write(tile.block == 0 && tile.last == tile.slot.blocks,
-                piece_of(blockIdx.x, run, tile.begin));
+                piece_of(blockIdx.x, tile.begin >= begin));
     at += tile.last - tile.block;
   }
 }

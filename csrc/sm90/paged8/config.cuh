@@ -7,7 +7,7 @@
 
 namespace flashsci::sm90::paged8 {
 
-using paged::kRows, paged::kWarpRows, paged::Cursor, paged::Sequence, paged::Slot, paged::Tile;
+using paged::kRows, paged::kWarpRows, paged::Cursor, paged::Runs, paged::Slot, paged::Tile;
 
 inline constexpr int kWarps = 8;   // that compute
 inline constexpr int kChunk = 16;  // keys that a warp multiplies at a time
@@ -35,8 +35,10 @@ struct Tiling {
   static constexpr int kComputingRegisters = 224, kLoadingRegisters = 56;
   static constexpr int kQBytes = kRows * kHeadDim * 2;
   static constexpr int kKVBytes = kBlockK * kHeadDim;
-  static_assert(kBlockK / paged::kSmallPage * kBoxes <= 32,
-                "a lane of the loading warp for each copy");
+  static constexpr int kCopies = kBlockK / paged::kSmallPage * kBoxes;  // of a block, at most
+  static constexpr int kAhead = 3;    // blocks whose pages are looked up before they are copied
+  static constexpr int kLoaders = 2;  // warps that load K and V
+  static_assert(kCopies <= 32, "a lane of the loading warps for each copy");
   static_assert(kKVBytes == kBoxes * CacheBox::kBytes, "a barrier expects what is loaded");
 };
 
@@ -53,6 +55,7 @@ struct Storage {
   uint64_t v_full[C::kStages], v_empty[C::kStages];
   uint64_t q_full[C::kQStages], q_empty[C::kQStages];
   Tile tiles[C::kQStages];
+  int32_t pages[C::kLoaders][C::kAhead][C::kCopies];  // of the blocks to come
 };
 
 // [sequence, head of K and V], or none: 1.

@@ -16,13 +16,14 @@
 
 #include "../../core/poison.cuh"
 #include "../paged/load.cuh"
+#include "../paged/plan.cuh"
 #include "gather.cuh"
 
 namespace flashsci::sm90::paged8 {
 
 template <class Op, class Format, class C>
-__device__ __forceinline__ void compute(Storage<C>& shared, const Args& args, int warp, int run,
-                                        int begin, int end) {
+__device__ __forceinline__ void compute(Storage<C>& shared, const Args& args, int warp, int begin,
+                                        int end) {
   uint32_t turn = 0, tiles = 0;
   for (int at = begin; at < end; ++tiles) {
     const uint32_t stage = tiles % C::kQStages;
@@ -34,7 +35,7 @@ __device__ __forceinline__ void compute(Storage<C>& shared, const Args& args, in
     part.release(shared.q_empty[stage]);  // and of what is there beside Q, which was copied
     const Tile& tile = rows.tile;
     gather(part, v_scale, tile.block == 0 && tile.last == tile.slot.blocks,
-           paged::piece_of(blockIdx.x, run, tile.begin));
+           paged::piece_of(blockIdx.x, tile.begin >= begin));
     at += tile.last - tile.block;
   }
 }
@@ -64,18 +65,22 @@ __global__ void __launch_bounds__(C::kThreads, 1) paged8_kernel(const __grid_con
   __syncthreads();
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();  // the plan
-  const int run = paged::run_of(a.plan), begin = blockIdx.x * run;
-  const int end = min(begin + run, a.plan.first[a.plan.count]);
+  if (a.plan.count <= paged::kPlannedByEach)
+    paged::make_plan<C::kBlockK, C::kThreads>(a.p, a.plan, a.group, &shared.pages[0][0][0]);
+  const Runs runs(a.plan, a.p.heads_k);
+  const int begin = runs.begin(blockIdx.x), end = runs.begin(blockIdx.x + 1);
   if (begin >= end) return;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp < kWarps) {
     ptx::setmaxnreg_inc<C::kComputingRegisters>();
-    compute<Op, Format, C>(shared, args, warp, run, begin, end);
+    compute<Op, Format, C>(shared, args, warp, begin, end);
   } else {
     ptx::setmaxnreg_dec<C::kLoadingRegisters>();
-    if (warp == kWarps) paged::load<C, paged::kKeys>(shared, a, begin, end);
-    if (warp == kWarps + 1) paged::load<C, paged::kValues>(shared, a, begin, end);
-    if (warp == kWarps + 2) load_queries<Op, C>(shared, args, begin, end);
+    if (warp > kWarps + 2) return;
+    const Cursor cursor(a.plan, runs, begin, end);
+    if (warp == kWarps) paged::load<C, paged::kKeys>(shared, a, cursor);
+    if (warp == kWarps + 1) paged::load<C, paged::kValues>(shared, a, cursor);
+    if (warp == kWarps + 2) load_queries<Op, C>(shared, args, cursor);
   }
 }
 

@@ -26,8 +26,8 @@ struct Rows {
   __device__ __forceinline__ Rows(const paged::Args& a, const Tile& tile_)
       : tile(tile_),
         group(a.group),
-        window(a.p.window_left, a.p.window_right, true, tile.seq_q, tile.seq_k),
-        rows(min(kRows, tile.seq_q * group - tile.slot.first_row)),
+        window(a.p.window_left, a.p.window_right, true, tile.slot.seq_q, tile.slot.seq_k),
+        rows(min(kRows, tile.slot.seq_q * group - tile.slot.first_row)),
         first_key(window.begin(query_of(0))),
         end_key(window.end(query_of(rows - 1))),
         tiers(rows <= kWarpRows       ? 1
@@ -39,7 +39,7 @@ struct Rows {
     return tile.slot.first_row + min(r, rows - 1);
   }
   __device__ __forceinline__ int query_of(int r) const { return pair_of(r) / group; }
-  __device__ __forceinline__ int token_of(int r) const { return tile.first_q + query_of(r); }
+  __device__ __forceinline__ int token_of(int r) const { return tile.slot.first_q + query_of(r); }
   __device__ __forceinline__ int head_of(int r) const {
     return tile.head * group + pair_of(r) % group;
   }

@@ -44,52 +44,60 @@ __device__ __forceinline__ float to_f16(uint4& words) {
 }
 
 // Tile after tile: where it is, its scales, and Q, with zeros past its head dim and in rows past the
-// last that a warp computes beside others: paged/load.cuh says why.
+// last that a warp computes beside others: paged/load.cuh says why, and what is on its way early.
 template <class Op, class C>
-__device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& args, int begin,
-                                             int end) {
-  constexpr int kLanes = C::kHeadDim / 8, kTogether = 32 / kLanes;  // of a row; rows
+__device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& args, Cursor cursor) {
+  constexpr int kLanes = C::kHeadDim / 8;               // of a row
+  constexpr int kTogether = C::kHeadDim == 64 ? 4 : 8;  // of a lane
+  constexpr int kStep = kTogether * 32 / kLanes;        // rows
   const paged::Args& a = args.call;
-  const int lane = threadIdx.x % 32, total = a.plan.first[a.plan.count];
-  uint32_t turn = 0;
-  for (Cursor cursor(a.plan, begin); cursor.at < end; ++turn) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (uint32_t turn = 0; !cursor.done(); ++turn, cursor.next_tile()) {
     const Slot& slot = cursor.slot;
-    const Sequence sequence(a.p, slot.sequence);
-    const int last = min(slot.blocks, cursor.block + end - cursor.at);
-    const int rows = min(kRows, sequence.seq_q * a.group - slot.first_row);
+    const int rows = min(kRows, slot.seq_q * a.group - slot.first_row);
     const float k_scale = args.k.at(slot.sequence, cursor.head);
     const float v_scale = args.v.at(slot.sequence, cursor.head);
     const uint32_t stage = turn % C::kQStages;
-    ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]), (turn / C::kQStages & 1) ^ 1);
-#pragma unroll 4
-    for (int first = 0; first < paged::padded_rows(rows); first += kTogether) {
-      const int row = first + lane / kLanes, column = lane % kLanes * 8;
-      const int pair = slot.first_row + row;
-      const int64_t token = sequence.first_q + pair / a.group;
-      const int64_t head = cursor.head * a.group + pair % a.group;
-      uint4 words = make_uint4(0, 0, 0, 0);
-      if (row < rows && column < a.p.head_dim)
-        words = __ldg(reinterpret_cast<const uint4*>(
-            static_cast<const uint16_t*>(a.p.q) + token * a.p.q_row + head * a.p.q_head + column));
-      if constexpr (Op::kIsBf16) {
-        const float unit = to_f16<kLanes>(words);
-        if (column == 0) shared.q_units[stage][row] = unit;
-      }
-      const int half = row / 8 % 2;
+#pragma unroll 1
+    for (int first = 0; first < paged::padded_rows(rows); first += kStep) {
+      uint4 words[kTogether];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t place = query_place<C>(shared.q[stage], row / 16, row % 8, column / 4 + i);
-        ptx::st_shared(place + half * 4, i ? words.z : words.x);
-        ptx::st_shared(place + half * 4 + 8, i ? words.w : words.y);
+      for (int i = 0; i < kTogether; ++i) {
+        const int row = first + (i * 32 + lane) / kLanes, column = lane % kLanes * 8;
+        const int pair = slot.first_row + row;
+        const int64_t token = slot.first_q + pair / a.group;
+        const int64_t head = cursor.head * a.group + pair % a.group;
+        words[i] = make_uint4(0, 0, 0, 0);
+        if (row < rows && column < a.p.head_dim)
+          words[i] =
+              __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(a.p.q) +
+                                                   token * a.p.q_row + head * a.p.q_head + column));
+      }
+      if (first == 0)
+        ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]),
+                            (turn / C::kQStages & 1) ^ 1);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int row = first + (i * 32 + lane) / kLanes, column = lane % kLanes * 8;
+        if constexpr (Op::kIsBf16) {
+          const float unit = to_f16<kLanes>(words[i]);
+          if (column == 0) shared.q_units[stage][row] = unit;
+        }
+        const int half = row / 8 % 2;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const uint32_t place = query_place<C>(shared.q[stage], row / 16, row % 8, column / 4 + j);
+          ptx::st_shared(place + half * 4, j ? words[i].z : words[i].x);
+          ptx::st_shared(place + half * 4 + 8, j ? words[i].w : words[i].y);
+        }
       }
     }
     if (lane == 0) {
-      shared.tiles[stage] = Tile{slot,           cursor.head,      cursor.block,   last,
-                                 cursor.begin(), sequence.first_q, sequence.seq_q, sequence.seq_k};
+      shared.tiles[stage] = Tile{slot, cursor.head, cursor.block, cursor.last, cursor.begin()};
       shared.k_scale[stage] = k_scale, shared.v_scale[stage] = v_scale;
     }
     ptx::mbarrier_arrive(ptx::shared_address(&shared.q_full[stage]));
-    cursor.advance(a.plan, last, a.p.heads_k, total);
   }
 }
 

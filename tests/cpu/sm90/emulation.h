@@ -117,9 +117,24 @@ template <class... T>
 void mma_m16n8k16_bf16(T&&...) {
   fail("mma.sync on bf16 is not emulated");
 }
-template <int>
-void cp_async_small(uint32_t, const void*, bool) {
-  fail("cp.async is not emulated");
+// Copies of a thread, done when it waits for them. Until then nothing is there.
+template <int kBytes>
+void cp_async_small(uint32_t shared, const void* global, int valid_bytes) {
+  unsigned char* target = at(shared, kBytes, kBytes);
+  std::memset(target, 0xff, kBytes);
+  thread->own_copies.push_back([=] {
+    std::memset(target, 0, kBytes);
+    std::memcpy(target, global, valid_bytes);
+  });
+}
+inline void cp_async_commit() {
+  thread->own_copy_groups.push_back(std::move(thread->own_copies));
+  thread->own_copies.clear();
+}
+template <int kPending>
+void cp_async_wait() {
+  for (auto& groups = thread->own_copy_groups; groups.size() > kPending; groups.pop_front())
+    for (const Work& copy : groups.front()) copy();
 }
 inline void cp_async_16(uint32_t, const void*, bool) { fail("cp.async is not emulated"); }
 inline uint32_t ld_shared_u16(uint32_t address) { return load_shared<uint16_t>(address); }

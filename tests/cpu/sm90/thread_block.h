@@ -54,6 +54,9 @@ struct Thread {
   // copy_engine.h: how many copies out of shared memory are not done, and then so for groups.
   std::shared_ptr<int> stores;
   std::deque<std::shared_ptr<int>> store_groups;
+  // emulation.h: its own copies into shared memory, issued, and then in groups.
+  std::vector<Work> own_copies;
+  std::deque<std::vector<Work>> own_copy_groups;
   // emulation.h: what it has read last to see a change, and how often.
   const int* asked = nullptr;
   int times = 0;
