@@ -52,11 +52,11 @@ class Transfer:
         self._works = works
 
     def wait(self) -> Blocks:
-        """What was received, for the current stream to use."""
+        """What was received, and all that was sent with it, for the current stream to use."""
         if self._works is None:
             self._post.send()
-        for work in self._works or ():
-            work.wait()
+        while self._works:  # shared by what was sent together, and waited for once
+            self._works.pop().wait()
         self._sent = None
         return self.received
 
@@ -153,8 +153,9 @@ def _made_quiet(group: Any) -> Any:
         return group
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
+    options._timeout = backend.options._timeout
     options.config.min_ctas, options.config.max_ctas = 1, CTAS
     return dist.new_group(
-        ranks, timeout=backend.options._timeout, backend="nccl", pg_options=options,
+        ranks, timeout=options._timeout, backend="nccl", pg_options=options,
         use_local_synchronization=True, group_desc="flashsci transfers", device_id=torch.device("cuda", torch.cuda.current_device()),
     )  # fmt: skip

@@ -1,14 +1,11 @@
 // bf16 instances of paged attention on sm90, all head dimensions.
 #include "../../core/dtype_bf16.cuh"
-#include "../../ptx/wgmma_bf16.cuh"
 #include "launch.cuh"
 
 namespace {
 
 struct Op : flashsci::BFloat16 {
   static constexpr bool kIsBf16 = true;
-  template <int kN>
-  using Wgmma = flashsci::ptx::WgmmaBf16<kN>;
 };
 
 }  // namespace
@@ -18,6 +15,5 @@ extern "C" int flashsci_paged_sm90_bf16(const FlashsciPagedParams* params, Flash
 }
 
 extern "C" int64_t flashsci_paged_sm90_bf16_workspace(const FlashsciPagedParams* params) {
-  using namespace flashsci::sm90::paged;
-  return workspace_of(*params, block_of(*params));
+  return flashsci::sm90::paged::workspace_of(*params, 2);
 }

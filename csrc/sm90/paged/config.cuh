@@ -15,22 +15,35 @@ namespace flashsci::sm90::paged {
 inline constexpr int kRows = 64;       // of a tile: (query, head of the group) pairs
 inline constexpr int kWarpRows = 16;   // of a tile: what a warp has
 inline constexpr int kSmallPage = 16;  // pages are multiples of it
+inline constexpr int kWarps = 8;       // that compute
+inline constexpr int kChunk = 16;      // keys that a warp multiplies at a time
+inline constexpr int kComputingThreads = kWarps * 32;
 
-template <int kHeadDim_>
+template <int kHeadDim_, int kBytes_>  // of an element of the caches
 struct Tiling {
-  static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kBlockK = kHeadDim == 256 ? 64 : 128;
-  using CacheBox = Box<kBlockK>;
-  static constexpr int kBoxes = kHeadDim / CacheBox::kColumns;
-  static constexpr int kStages = kHeadDim == 64 ? 4 : 3;
+  static constexpr int kHeadDim = kHeadDim_, kBytes = kBytes_;
+  static constexpr int kColumns = kHeadDim * kBytes < 128 ? kHeadDim : 128 / kBytes;  // of a box
+  static constexpr int kRowBytes = kColumns * kBytes;
+  static constexpr int kBlockK = kBytes == 1 ? 128 : 8192 / kHeadDim;
+  using CacheBox = Box<kBlockK, kColumns, kBytes>;
+  static constexpr int kBoxes = kHeadDim / kColumns;
+  static constexpr int kStages = kBytes == 2 ? 5 : kHeadDim == 64 ? 8 : kHeadDim == 128 ? 4 : 2;
   static constexpr int kQStages = kHeadDim == 256 ? 1 : 2;  // tiles whose Q is there
-  static constexpr int kThreads = 192;
+  static constexpr bool kKeepsQ = kHeadDim <= 128;          // in registers
+  static constexpr int kThreads = kComputingThreads + 128;  // registers move by warpgroups
+  // Up to head dim 128, what these threads leave of the registers is enough for a CTA of
+  // combine_kernel, which then waits beside this one.
+  static constexpr bool kLeavesRoom = kHeadDim <= 128;
+  static constexpr int kRegisters = kLeavesRoom ? 128 : 168;  // of a thread when it begins
+  static constexpr int kComputingRegisters = kLeavesRoom ? 160 : 224, kLoadingRegisters = 56;
+  static_assert(kComputingThreads * kComputingRegisters + 128 * kLoadingRegisters <=
+                    kThreads * kRegisters,
+                "a warp that asks for more waits for ever");
   static constexpr int kQBytes = kRows * kHeadDim * 2;
-  static constexpr int kKVBytes = kBlockK * kHeadDim * 2;
+  static constexpr int kKVBytes = kBlockK * kHeadDim * kBytes;
   static constexpr int kCopies = kBlockK / kSmallPage * kBoxes;  // of a block, at most
-  static constexpr int kAhead = 4;    // blocks whose pages are looked up before they are copied
-  static constexpr int kLoaders = 1;  // warps that load K and V
-  static_assert(kCopies <= 32, "a lane of the loading warp for each copy");
+  static constexpr int kAhead = kBytes == 1 ? 3 : 8;  // blocks whose pages are looked up before
+  static_assert(kCopies <= 32, "a lane of the loading warps for each copy");
   static_assert(kKVBytes == kBoxes * CacheBox::kBytes, "a barrier expects what is loaded");
 };
 
@@ -53,25 +66,39 @@ struct alignas(16) Slot {
 struct Tile {
   Slot slot;
   int head, block, last;  // blocks [block, last) of those of the slot
-  int begin;              // of all blocks: the first of this head of the slot
+  int begin;              // of all units: that of the slot's first block for this head
+  bool more;              // tiles to come
 };
 
 template <class C>
 struct Storage {
-  unsigned char q[C::kQStages][C::kQBytes];  // [stage][64 columns][64 rows]
-  unsigned char k[C::kStages][C::kKVBytes];  // [stage][64 columns][kBlockK rows]
+  unsigned char q[C::kQStages][C::kQBytes];  // queries.cuh: query_place
+  unsigned char k[C::kStages][C::kKVBytes];  // [stage][kColumns][kBlockK rows]
   unsigned char v[C::kStages][C::kKVBytes];
+  float sums[kWarps][kWarpRows][C::kColumns];  // P V of each warp's keys, some columns at a time
+  float2 statistics[kWarps][kWarpRows];        // of their softmax: offset, sum
+  float q_units[C::kQStages][C::kBytes == 1 ? kRows : 1];  // what Q is a multiple of
+  float k_scale[C::kQStages], v_scale[C::kQStages];
   uint64_t k_full[C::kStages], k_empty[C::kStages];
   uint64_t v_full[C::kStages], v_empty[C::kStages];
   uint64_t q_full[C::kQStages], q_empty[C::kQStages];
   Tile tiles[C::kQStages];
-  int32_t pages[C::kLoaders][C::kAhead][C::kCopies];  // of the blocks to come
+  int32_t pages[2][C::kAhead][C::kCopies];  // of the blocks to come: for K, for V
+};
+
+// Of 8-bit caches: [sequence, head of K and V], or none, 1.
+struct Scale {
+  const float* values;
+  int64_t sequence, head;  // strides
+  __device__ __forceinline__ float at(int n, int h) const {
+    return values == nullptr ? 1.f : __ldg(values + n * sequence + h * head);
+  }
 };
 
 // In the workspace, but for the numbers. plan_kernel writes slots and first.
 struct Plan {
   Slot* slots;
-  int* first;          // [count + 1]: blocks of the slots before, in one head
+  int* first;          // [count + 1]: units of the slots before, in one head
   float* partial_out;  // [CTA][2][kRows][kHeadDim], normalised: of the first and the last piece
   float* partial_lse;  // [CTA][2][kRows], log2
   int count;           // slots
@@ -83,6 +110,7 @@ struct alignas(128) Args {
   FlashsciPagedParams p;
   Plan plan;
   ScorePlan scores;
+  Scale k_scale, v_scale;
   int group;     // query heads of a head of K and V
   int box_rows;  // rows of a page that one copy takes
 };
@@ -99,22 +127,28 @@ struct Sequence {
   }
 };
 
-// Blocks of the slots in a row, for one head after the other, are cut into equal runs, one for each
+// What a CTA is given work by: a unit for each block, and one before them for what else a tile costs,
+// which is as long as a block. Else a CTA with many short sequences would be the last.
+__device__ __forceinline__ int units_of(const Slot& slot) {
+  return slot.blocks == 0 ? 0 : slot.blocks + 1;
+}
+
+// Units of the slots in a row, for one head after the other, are cut into equal runs, one for each
 // CTA. If heads divide the number of CTAs, each has one head, and those of the other heads read the
-// same rows of the same pages at the same time: rows of heads lie side by side in DRAM.
-// Quotients are exact: nothing divided has more than 40 bits.
+// same rows of the same pages at the same time: rows of heads lie side by side in DRAM. Quotients
+// are exact: nothing divided has more than 40 bits.
 struct Runs {
-  int blocks;  // of one head
+  int units;  // of one head
   int total, ctas;
-  __device__ __forceinline__ Runs(const Plan& plan, int heads)
-      : blocks(plan.first[plan.count]), total(blocks * heads), ctas(min(plan.ctas, total)) {}
+  __device__ __forceinline__ Runs(int units_, int heads, int all_ctas)
+      : units(units_), total(units * heads), ctas(min(all_ctas, total)) {}
   // `cta`: up to the number of all, of which the last may have none.
   __device__ __forceinline__ int begin(int cta) const {
     return cta >= ctas ? total : static_cast<int>(static_cast<double>(cta) * total / ctas);
   }
-  // The CTA that has this block of all.
-  __device__ __forceinline__ int cta_of(int block) const {
-    return static_cast<int>((static_cast<double>(block + 1) * ctas - 1) / total);
+  // The CTA that has this unit of all.
+  __device__ __forceinline__ int cta_of(int unit) const {
+    return static_cast<int>((static_cast<double>(unit + 1) * ctas - 1) / total);
   }
 };
 
@@ -140,27 +174,34 @@ __device__ __forceinline__ int last_before(int count, const Before& before) {
   return low;
 }
 
-// A position in the blocks that a CTA has, tile after tile. By whole warps.
+// Where a CTA begins.
+struct Start {
+  int index, unit;  // of the slot; of its units
+  Slot slot;
+};
+
+// A position in the blocks that a CTA has, tile after tile.
 struct Cursor {
   const Slot* slots;
   int count;              // of them
-  int at, end;            // block of all, and the first that is not the CTA's
+  int at, end;            // unit of all, and the first that is not the CTA's
   int index;              // of the slot
   Slot slot, next;        // the next is on its way while this one is worked on
   int head, block, last;  // blocks [block, last) of the slot
 
-  __device__ __forceinline__ Cursor(const Plan& plan, const Runs& runs, int begin, int end_)
-      : slots(plan.slots), count(plan.count), at(begin), end(end_) {
-    head = at / runs.blocks;
-    const int within = at - head * runs.blocks;
-    // The last slot that begins at or before: the one with blocks.
-    index = last_before(count, [&](int i) { return plan.first[i] <= within; });
-    slot = slots[index];
-    next = slots[index + 1 < count ? index + 1 : 0];
-    block = within - plan.first[index];
-    last = min(slot.blocks, block + end - at);
-  }
-  // The first block of all that this head of the slot has.
+  __device__ __forceinline__ Cursor(const Plan& plan, const Runs& runs, int begin, int end_,
+                                    const Start& start)
+      : slots(plan.slots),
+        count(plan.count),
+        at(begin + (start.unit == 0)),
+        end(end_),
+        index(start.index),
+        slot(start.slot),
+        next(slots[index + 1 < count ? index + 1 : 0]),
+        head(begin / runs.units),
+        block(max(start.unit - 1, 0)),
+        last(min(slot.blocks, block + end - at)) {}
+  // The unit of the slot's first block.
   __device__ __forceinline__ int begin() const { return at - block; }
   __device__ __forceinline__ bool done() const { return at >= end; }
   __device__ __forceinline__ void next_tile() {
@@ -171,6 +212,7 @@ struct Cursor {
       slot = next;
       next = slots[index + 1 < count ? index + 1 : 0];
     } while (slot.blocks == 0);
+    ++at;
     block = 0, last = min(slot.blocks, end - at);
   }
   __device__ __forceinline__ void next_block() {

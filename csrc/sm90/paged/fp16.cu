@@ -1,6 +1,5 @@
 // fp16 instances of paged attention on sm90, all head dimensions.
 #include "../../core/dtype_f16.cuh"
-#include "../../ptx/wgmma_f16.cuh"
 #include "launch.cuh"
 
 #if defined(__CUDA_BF16_H__) || defined(BFLOAT16)
@@ -10,8 +9,6 @@ namespace {
 
 struct Op : flashsci::Float16 {
   static constexpr bool kIsBf16 = false;
-  template <int kN>
-  using Wgmma = flashsci::ptx::WgmmaF16<kN>;
 };
 
 }  // namespace
@@ -21,6 +18,5 @@ extern "C" int flashsci_paged_sm90_fp16(const FlashsciPagedParams* params, Flash
 }
 
 extern "C" int64_t flashsci_paged_sm90_fp16_workspace(const FlashsciPagedParams* params) {
-  using namespace flashsci::sm90::paged;
-  return workspace_of(*params, block_of(*params));
+  return flashsci::sm90::paged::workspace_of(*params, 2);
 }

@@ -1,31 +1,54 @@
-// Paged attention for few queries of each sequence, Hopper: decoding from a paged KV cache.
+// Paged attention for few queries of each sequence, Hopper: decoding from a paged KV cache, of the
+// dtype of the queries or of 8-bit floats.
 //
-// Maths     That of fwd/kernel.cuh; a sink adds one logit to each row's sum.
+// Maths     That of fwd/kernel.cuh; a sink adds one logit to each row's sum. 8-bit floats are widened
+//           to fp16, and Q and P are fp16 there whatever the dtype of the call is (queries.cuh);
+//           their scales multiply scores and output in fp32.
 // Work      Rows are (query, head of the group) pairs, 64 to a tile, so that a sequence that decodes
-//           reads its keys once for all heads that share them. plan_kernel finds the tiles and the
+//           reads its keys once for all heads that share them. plan.cuh finds the tiles and the
 //           blocks of keys that each sees, from lengths on the device; the blocks of all tiles in a
 //           row, for one head after the other, are cut into equal runs, one for each CTA, and
 //           combine_kernel puts together what was cut.
-// Roles     Warps 0 - 3 compute (one warpgroup, 64 rows), warp 4 loads K and V, warp 5 finds what
-//           tile is next and loads its Q, ahead of the others.
-// Shared    Two tiles of Q [64 columns][64 rows] (one at head dim 256), a ring of K and V [stage][64 columns][kBlockK rows] in
-//           128-byte swizzled boxes: `Storage`.
-// Pages     A lane of warp 4 looks up the page of the rows that it copies, some blocks ahead. A copy
-//           takes as many rows as pages and blocks have in common, 16 at least.
-// Limits    Memory. Prompts are right, but one warpgroup is slow at them.
+// Roles     Warps 0 - 7 compute, each with mma.sync on 16 rows and its own keys: with 16 rows at
+//           most an eighth of them, with 64 a half. Warp 8 loads K, warp 9 V, warp 10 finds what
+//           tile is next and loads its Q.
+// Shared    Two tiles of Q (one at head dim 256), a ring of K and V [stage][kColumns][kBlockK rows] in
+//           swizzled boxes, and the warps' sums at the end of a tile: `Storage`.
+// Pages     A lane of a loading warp looks up the page of the rows that it copies, some blocks ahead.
+//           A copy takes as many rows as pages and blocks have in common, 16 at least.
+// Limits    Memory. Prompts are right, but slow.
 #pragma once
 #include <cuda_runtime.h>
 #include <cstdint>
 
 #include "../../core/poison.cuh"
+#include "gather.cuh"
 #include "load.cuh"
-#include "mainloop.cuh"
 #include "plan.cuh"
 
 namespace flashsci::sm90::paged {
 
-template <class Op, class C>
-__global__ void __launch_bounds__(C::kThreads, 1) paged_kernel(const __grid_constant__ Args a) {
+template <class Op, class Format, class C>
+__device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int warp, int begin) {
+  uint32_t turn = 0, tiles = 0;
+  for (bool more = true; more; ++tiles) {
+    const uint32_t stage = tiles % C::kQStages;
+    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[stage]), tiles / C::kQStages & 1);
+    const Rows rows(a, shared.tiles[stage]);
+    const float v_scale = shared.v_scale[stage];
+    Part<Op, Format, C> part(shared, a, rows, stage, warp);
+    part.run(turn);
+    part.release(shared.q_empty[stage]);  // and of what is there beside Q, which was copied
+    const Tile& tile = rows.tile;
+    gather(part, v_scale, tile.block == 0 && tile.last == tile.slot.blocks,
+           piece_of(blockIdx.x, tile.begin >= begin));
+    more = tile.more;
+  }
+}
+
+template <class Op, class Format, class C>
+__global__ void __launch_bounds__(65536 / C::kRegisters / 128 * 128, 1)
+    paged_kernel(const __grid_constant__ Args a) {
   extern __shared__ unsigned char shared_memory[];
   auto& shared =
       *reinterpret_cast<Storage<C>*>(shared_memory + (-ptx::shared_address(shared_memory) & 1023u));
@@ -36,30 +59,38 @@ __global__ void __launch_bounds__(C::kThreads, 1) paged_kernel(const __grid_cons
     for (int stage = 0; stage < C::kStages; ++stage) {
       ptx::mbarrier_init(ptx::shared_address(&shared.k_full[stage]), 1);
       ptx::mbarrier_init(ptx::shared_address(&shared.v_full[stage]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.k_empty[stage]), 4);
-      ptx::mbarrier_init(ptx::shared_address(&shared.v_empty[stage]), 4);
+      ptx::mbarrier_init(ptx::shared_address(&shared.k_empty[stage]), kWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.v_empty[stage]), kWarps);
     }
     for (int stage = 0; stage < C::kQStages; ++stage) {
       ptx::mbarrier_init(ptx::shared_address(&shared.q_full[stage]), 32);
-      ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[stage]), 4);
+      ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[stage]), kWarps);
     }
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();  // the plan
-  if (a.plan.count <= kPlannedByEach)
-    make_plan<C::kBlockK, C::kThreads>(a.p, a.plan, a.group, &shared.pages[0][0][0]);
-  const Runs runs(a.plan, a.p.heads_k);
+  Runs runs(0, 0, 0);
+  static_assert(sizeof(shared.pages) >= sizeof(Planning<C::kThreads>));
+  auto& planning = *reinterpret_cast<Planning<C::kThreads>*>(&shared.pages);
+  const Start start =
+      a.plan.count <= kPlannedByEach ? plan_and_begin<C>(a, runs, planning) : begin_of(a, runs);
   const int begin = runs.begin(blockIdx.x), end = runs.begin(blockIdx.x + 1);
   if (begin >= end) return;
+  const Cursor cursor(a.plan, runs, begin, end, start);
+  if (cursor.done()) return;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (warp == 4)
-    load<C>(shared, a, Cursor(a.plan, runs, begin, end));
-  else if (warp == 5)
-    load_queries<C>(shared, a, Cursor(a.plan, runs, begin, end));
-  else
-    compute<Op, C>(shared, a, begin, end);
+  if (warp < kWarps) {
+    ptx::setmaxnreg_inc<C::kComputingRegisters>();
+    compute<Op, Format, C>(shared, a, warp, begin);
+  } else {
+    ptx::setmaxnreg_dec<C::kLoadingRegisters>();
+    if (warp > kWarps + 2) return;
+    if (warp == kWarps) load<C, kKeys>(shared, a, cursor);
+    if (warp == kWarps + 1) load<C, kValues>(shared, a, cursor);
+    if (warp == kWarps + 2) load_queries<Op, C>(shared, a, cursor);
+  }
 }
 
 }  // namespace flashsci::sm90::paged

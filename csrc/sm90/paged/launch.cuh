@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <type_traits>
 
 #include "../../core/launch.cuh"
 #include "../launch_beside.cuh"
@@ -40,8 +41,16 @@ struct Parts {
   int64_t all() const { return slots + first + out + lse; }
 };
 
-// Keys of a block.
-inline int block_of(const FlashsciPagedParams& p) { return padded_dim(p) == 256 ? 64 : 128; }
+// Keys of a block, at least; bytes: of an element of the caches.
+inline int block_of(const FlashsciPagedParams& p, int bytes) {
+  const auto block = [&](auto dim) {
+    return bytes == 1 ? Tiling<dim, 1>::kBlockK : Tiling<dim, 2>::kBlockK;
+  };
+  const int dim = padded_dim(p);
+  return dim == 64    ? block(std::integral_constant<int, 64>())
+         : dim == 128 ? block(std::integral_constant<int, 128>())
+                      : block(std::integral_constant<int, 256>());
+}
 
 // Whether the kernels count that far. No product here overflows, whatever the sizes are.
 inline bool takes_sizes(const FlashsciPagedParams& p, int64_t block) {
@@ -50,13 +59,13 @@ inline bool takes_sizes(const FlashsciPagedParams& p, int64_t block) {
       p.page % kSmallPage != 0 || keys > FLASHSCI_MAX_SEQ ||
       int64_t{p.tokens} * p.heads_q > FLASHSCI_MAX_SEQ)
     return false;
-  // Blocks of all slots and heads at the longest lengths: the device's sums of them are of 32 bits.
-  const int64_t blocks = p.heads_k * ((keys + block - 1) / block);
-  return slots_of(p) <= INT32_MAX / 2 / blocks;
+  // Units of all slots and heads at the longest lengths: the device's sums of them are of 32 bits.
+  const int64_t units = p.heads_k * ((keys + block - 1) / block + 1);
+  return slots_of(p) <= INT32_MAX / 2 / units;
 }
 
-inline int64_t workspace_of(const FlashsciPagedParams& p, int block) {
-  return takes_sizes(p, block) ? Parts(p).all() : 0;
+inline int64_t workspace_of(const FlashsciPagedParams& p, int bytes) {
+  return takes_sizes(p, block_of(p, bytes)) ? Parts(p).all() : 0;
 }
 
 // Whether q and out lie as the kernels take them.
@@ -82,7 +91,10 @@ cudaError_t fill_args(Args& a, const FlashsciPagedParams& p, const MapElement& e
   a.plan.partial_out = reinterpret_cast<float*>(workspace + parts.slots + parts.first);
   a.plan.partial_lse = reinterpret_cast<float*>(workspace + parts.slots + parts.first + parts.out);
   a.plan.count = static_cast<int>(slots_of(p));
-  a.plan.ctas = processors_of(p.device);
+  // Equally many for each head, if that leaves few idle: heads then read the same rows of pages
+  // at the same time.
+  const int all = processors_of(p.device), rest = all % p.heads_k;
+  a.plan.ctas = rest * 16 <= all ? all - rest : all;
   const auto map = [&](CUtensorMap* to, const void* cache, int columns, int64_t row, int64_t head,
                        int64_t page) {
     return encode_map(to, cache, element, columns,
@@ -94,50 +106,62 @@ cudaError_t fill_args(Args& a, const FlashsciPagedParams& p, const MapElement& e
   return error;
 }
 
-// The plan, if it is long, and two kernels. args: what the first of these takes, with those of the others.
-template <class Op, class C, auto kKernel, class KernelArgs>
-cudaError_t launch_all(const KernelArgs& args, const Args& a, int shared_bytes,
-                       cudaStream_t stream) {
-  cudaError_t error = allow_shared<kKernel>(shared_bytes, a.p.device);
-  if (error != cudaSuccess) return error;
+template <class Op, class Format, int kHeadDim>
+cudaError_t launch_padded(const FlashsciPaged8Params& p, cudaStream_t stream) {
+  using C = Tiling<kHeadDim, Format::kBytes>;
+  constexpr int kSharedBytes = sizeof(Storage<C>) + 1024;
+  static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
   constexpr auto plan = plan_kernel<Op, C::kBlockK>;
-  constexpr auto kernel = kKernel;
+  constexpr auto kernel = paged_kernel<Op, Format, C>;
+  Args a;
+  cudaError_t error = fill_args<C>(a, p.call,
+                                   C::kBytes == 1 ? kByte
+                                   : Op::kIsBf16  ? kBfloat16
+                                                  : kFloat16);
+  if (error == cudaSuccess) error = allow_shared<kernel>(kSharedBytes, p.call.device);
+  if (error != cudaSuccess) return error;
+  a.k_scale = {p.k_scale, p.k_scale_sequence, p.k_scale_head};
+  a.v_scale = {p.v_scale, p.v_scale_sequence, p.v_scale_head};
   if (a.plan.count > kPlannedByEach) {
     plan<<<1, kPlanThreads, 0, stream>>>(a.p, a.plan, a.group);
     error = cudaGetLastError();
     if (error == cudaSuccess)
-      error = launch_beside(kernel, a.plan.ctas, C::kThreads, shared_bytes, stream, args);
+      error = launch_beside(kernel, a.plan.ctas, C::kThreads, kSharedBytes, stream, a);
   } else {
-    kernel<<<a.plan.ctas, C::kThreads, shared_bytes, stream>>>(args);
+    kernel<<<a.plan.ctas, C::kThreads, kSharedBytes, stream>>>(a);
     error = cudaGetLastError();
   }
   if (error != cudaSuccess) return error;
   const int64_t rows = int64_t{a.p.tokens} * a.p.heads_q;
-  return launch_beside(combine_kernel<Op, C::kHeadDim>, (rows + 3) / 4, 128, 0, stream, a);
+  return launch_beside(combine_kernel<Op, C>, (rows + 3) / 4, 128, 0, stream, a);
 }
 
-template <class Op, int kHeadDim>
-cudaError_t launch_padded(const FlashsciPagedParams& p, cudaStream_t stream) {
-  using C = Tiling<kHeadDim>;
-  constexpr int kSharedBytes = sizeof(Storage<C>) + 1024;
-  static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
-  Args a;
-  const cudaError_t error = fill_args<C>(a, p, Op::kIsBf16 ? kBfloat16 : kFloat16);
-  if (error != cudaSuccess) return error;
-  return launch_all<Op, C, paged_kernel<Op, C>>(a, a, kSharedBytes, stream);
+template <class Op, class Format>
+cudaError_t launch_format(const FlashsciPaged8Params& p, cudaStream_t stream) {
+  if (!takes_sizes(p.call, block_of(p.call, Format::kBytes)) || !takes_rows(p.call))
+    return cudaErrorNotSupported;
+  switch (padded_dim(p.call)) {
+    case 64:
+      return launch_padded<Op, Format, 64>(p, stream);
+    case 128:
+      return launch_padded<Op, Format, 128>(p, stream);
+    default:
+      return launch_padded<Op, Format, 256>(p, stream);
+  }
 }
 
+// A cache of the dtype of the queries.
 template <class Op>
 cudaError_t launch(const FlashsciPagedParams& p, cudaStream_t stream) {
-  if (!takes_sizes(p, block_of(p)) || !takes_rows(p)) return cudaErrorNotSupported;
-  switch (padded_dim(p)) {
-    case 64:
-      return launch_padded<Op, 64>(p, stream);
-    case 128:
-      return launch_padded<Op, 128>(p, stream);
-    default:
-      return launch_padded<Op, 256>(p, stream);
-  }
+  FlashsciPaged8Params call{};
+  call.call = p;
+  return launch_format<Op, Same>(call, stream);
+}
+
+// One of 8-bit floats.
+template <class Op>
+cudaError_t launch8(const FlashsciPaged8Params& p, cudaStream_t stream) {
+  return p.e5m2 ? launch_format<Op, E5m2>(p, stream) : launch_format<Op, E4m3>(p, stream);
 }
 
 }  // namespace flashsci::sm90::paged

@@ -1,4 +1,4 @@
-// The loading warps of paged attention: tiles of K and V, gathered page by page, and of Q.
+// The loading warps of paged attention: blocks of K and V, gathered page by page.
 #pragma once
 #include <cstdint>
 
@@ -89,72 +89,21 @@ __device__ __forceinline__ void load_block(const unsigned char* block, uint64_t&
   __syncwarp();
 }
 
-enum Loads { kKeysAndValues, kKeys, kValues };  // what a warp loads
+enum Loads { kKeys, kValues };  // what a warp loads
 
-template <class C, Loads kLoads = kKeysAndValues, class Shared>
-__device__ __forceinline__ void load(Shared& shared, const Args& a, Cursor cursor) {
+template <class C, Loads kLoads>
+__device__ __forceinline__ void load(Storage<C>& shared, const Args& a, Cursor cursor) {
   const Copy<C> copy(a);
-  Pages<C> pages(a, shared.pages[kLoads == kValues ? 1 : 0], cursor);
+  Pages<C> pages(a, shared.pages[kLoads], cursor);
+  auto& blocks = kLoads == kKeys ? shared.k : shared.v;
+  auto& full = kLoads == kKeys ? shared.k_full : shared.v_full;
+  auto& empty = kLoads == kKeys ? shared.k_empty : shared.v_empty;
 #pragma unroll 1
   for (uint32_t turn = 0; !cursor.done(); ++turn, cursor.next_block()) {
     const uint32_t stage = turn % C::kStages, parity = (turn / C::kStages & 1) ^ 1;
-    const int page = pages.take();
-    if constexpr (kLoads != kValues)
-      load_block<C>(shared.k[stage], shared.k_full[stage], shared.k_empty[stage], parity, a.k, copy,
-                    cursor, page);
-    if constexpr (kLoads != kKeys)
-      load_block<C>(shared.v[stage], shared.v_full[stage], shared.v_empty[stage], parity, a.v, copy,
-                    cursor, page);
+    load_block<C>(blocks[stage], full[stage], empty[stage], parity, kLoads == kKeys ? a.k : a.v,
+                  copy, cursor, pages.take());
     pages.ask();
-  }
-}
-
-// Tile after tile: where it is, and Q into shared memory, with zeros past its head dim and in rows
-// past the last that a warp computes beside others: no row sees another, but the offsets of all
-// follow where those of one must, and so the last bits of results. What this warp waits for, the
-// computing ones do not; and the first rows, all that a decoding sequence has, are on their way
-// before there is a place for them.
-template <class C>
-__device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& a, Cursor cursor) {
-  constexpr int kChunks = C::kHeadDim / 8;              // of 16 bytes in a row
-  constexpr int kTogether = C::kHeadDim == 64 ? 4 : 8;  // of a lane
-  constexpr int kStep = kTogether * 32 / kChunks;       // rows
-  const int lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (uint32_t turn = 0; !cursor.done(); ++turn, cursor.next_tile()) {
-    const Slot& slot = cursor.slot;
-    const int rows = min(kRows, slot.seq_q * a.group - slot.first_row);
-    const uint32_t stage = turn % C::kQStages;
-#pragma unroll 1
-    for (int first = 0; first < padded_rows(rows); first += kStep) {
-      uint4 words[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int r = first + (i * 32 + lane) / kChunks, column = lane % kChunks * 8;
-        const int pair = slot.first_row + r;
-        const int64_t token = slot.first_q + pair / a.group;
-        const int64_t head = cursor.head * a.group + pair % a.group;
-        words[i] = make_uint4(0, 0, 0, 0);
-        if (r < rows && column < a.p.head_dim)
-          words[i] =
-              __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(a.p.q) +
-                                                   token * a.p.q_row + head * a.p.q_head + column));
-      }
-      if (first == 0)
-        ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]),
-                            (turn / C::kQStages & 1) ^ 1);
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int r = first + (i * 32 + lane) / kChunks, chunk = lane % kChunks;
-        ptx::st_shared(ptx::shared_address(shared.q[stage]) + chunk / 8 * (kRows * 128) + r * 128 +
-                           ((chunk ^ r) & 7) * 16,
-                       words[i]);
-      }
-    }
-    if (lane == 0)
-      shared.tiles[stage] = Tile{slot, cursor.head, cursor.block, cursor.last, cursor.begin()};
-    ptx::fence_proxy_async();
-    ptx::mbarrier_arrive(ptx::shared_address(&shared.q_full[stage]));
   }
 }
 

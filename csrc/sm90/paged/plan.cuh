@@ -4,6 +4,8 @@
 #include <cuda_runtime.h>
 #include <cstdint>
 
+#include "../../ptx/prefetch.cuh"
+#include "../../ptx/prefetch_l1.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "config.cuh"
 
@@ -38,39 +40,25 @@ __device__ __forceinline__ Slot find_slot(const FlashsciPagedParams& p, int grou
   return slot;
 }
 
-// By all threads of a CTA, which see it afterwards. sums: [kThreads / 32], shared.
-template <int kBlockK, int kThreads>
-__device__ __forceinline__ void make_plan(const FlashsciPagedParams& p, const Plan& plan, int group,
-                                          int* sums) {
+// By all threads of a CTA: the sum of those before a thread, and of all. sums: shared.
+template <int kThreads>
+__device__ __forceinline__ int2 sum_before(int x, int (&sums)[kThreads / 32]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int before = 0;
-  for (int base = 0; base < plan.count; base += kThreads) {
-    const int index = base + threadIdx.x;
-    Slot slot = {-1};
-    if (index < plan.count) slot = find_slot<kBlockK>(p, group, index);
-    const int blocks = slot.blocks;
-    int sum = blocks;
+  int sum = x;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += other;
-    }
-    if (lane == 31) sums[warp] = sum;
-    __syncthreads();
-    int warps = 0, all = 0;
-    for (int i = 0; i < kThreads / 32; ++i) {
-      warps += i < warp ? sums[i] : 0;
-      all += sums[i];
-    }
-    if (index < plan.count) {
-      plan.slots[index] = slot;
-      plan.first[index] = before + warps + sum - blocks;
-    }
-    before += all;
-    __syncthreads();
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += other;
   }
-  if (threadIdx.x == 0) plan.first[plan.count] = before;
+  if (lane == 31) sums[warp] = sum;
   __syncthreads();
+  int warps = 0, all = 0;
+  for (int i = 0; i < kThreads / 32; ++i) {
+    warps += i < warp ? sums[i] : 0;
+    all += sums[i];
+  }
+  __syncthreads();
+  return make_int2(warps + sum - x, all);
 }
 
 template <class Op, int kBlockK>  // Op: each unit has its own
@@ -79,7 +67,69 @@ __global__ void __launch_bounds__(kPlanThreads)
                 int group) {
   __shared__ int sums[kPlanThreads / 32];
   ptx::launch_dependents();
-  make_plan<kBlockK, kPlanThreads>(p, plan, group, sums);
+  int before = 0;
+  for (int base = 0; base < plan.count; base += kPlanThreads) {
+    const int index = base + threadIdx.x;
+    Slot slot = {-1};
+    if (index < plan.count) slot = find_slot<kBlockK>(p, group, index);
+    const int2 sum = sum_before<kPlanThreads>(units_of(slot), sums);
+    if (index < plan.count) plan.slots[index] = slot, plan.first[index] = before + sum.x;
+    before += sum.y;
+  }
+  if (threadIdx.x == 0) plan.first[plan.count] = before;
+}
+
+// What a CTA needs shared memory for until it knows where it begins.
+template <int kThreads>
+struct Planning {
+  int sums[kThreads / 32];
+  Start start;
+};
+
+// By all threads of a CTA: the plan, and where this CTA begins. A thread that has a slot knows
+// whether it is there.
+template <class C>
+__device__ __forceinline__ Start plan_and_begin(const Args& a, Runs& runs,
+                                                Planning<C::kThreads>& shared) {
+  constexpr int kEach = (kPlannedByEach + C::kThreads - 1) / C::kThreads;
+  // What comes after the offsets begins its way with them: lengths, and the first pages.
+  const int each = blockIdx.x * C::kThreads + threadIdx.x;
+  if (threadIdx.x < a.p.sequences) ptx::prefetch_l1(a.p.seqused_k + threadIdx.x);
+  if (each < a.p.sequences) ptx::prefetch_l2(a.p.block_table + int64_t{each} * a.p.columns);
+  Slot slots[kEach];
+  int first[kEach], units = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int index = i * C::kThreads + threadIdx.x;
+    slots[i] = Slot{-1};
+    if (index < a.plan.count) slots[i] = find_slot<C::kBlockK>(a.p, a.group, index);
+    const int2 sum = sum_before<C::kThreads>(units_of(slots[i]), shared.sums);
+    first[i] = units + sum.x, units += sum.y;
+    if (index < a.plan.count) a.plan.slots[index] = slots[i], a.plan.first[index] = first[i];
+  }
+  if (threadIdx.x == 0) a.plan.first[a.plan.count] = units;
+  runs = Runs(units, a.p.heads_k, a.plan.ctas);
+  const int within = runs.begin(blockIdx.x) % max(units, 1);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int unit = within - first[i];
+    if (unit >= 0 && unit < units_of(slots[i]))
+      shared.start = {i * C::kThreads + static_cast<int>(threadIdx.x), unit, slots[i]};
+  }
+  __syncthreads();
+  const Start start = shared.start;
+  __syncthreads();
+  return start;
+}
+
+// The same where plan_kernel has made the plan. By whole warps.
+__device__ __forceinline__ Start begin_of(const Args& a, Runs& runs) {
+  const Plan& plan = a.plan;
+  runs = Runs(plan.first[plan.count], a.p.heads_k, plan.ctas);
+  const int within = runs.begin(blockIdx.x) % max(runs.units, 1);
+  // The last slot that begins at or before: the one with units.
+  const int index = last_before(plan.count, [&](int i) { return plan.first[i] <= within; });
+  return {index, within - plan.first[index], plan.slots[index]};
 }
 
 }  // namespace flashsci::sm90::paged

@@ -1,6 +1,6 @@
 // bf16 instances of paged attention from 8-bit caches on sm90, all head dimensions.
 #include "../../core/dtype_bf16.cuh"
-#include "launch.cuh"
+#include "../paged/launch.cuh"
 
 namespace {
 
@@ -13,9 +13,9 @@ struct Op8 : flashsci::BFloat16 {
 
 extern "C" int flashsci_paged8_sm90_bf16(const FlashsciPaged8Params* params,
                                          FlashsciStream stream) {
-  return flashsci::sm90::paged8::launch<Op8>(*params, static_cast<cudaStream_t>(stream));
+  return flashsci::sm90::paged::launch8<Op8>(*params, static_cast<cudaStream_t>(stream));
 }
 
 extern "C" int64_t flashsci_paged8_sm90_bf16_workspace(const FlashsciPaged8Params* params) {
-  return flashsci::sm90::paged8::workspace_of(params->call);
+  return flashsci::sm90::paged::workspace_of(params->call, 1);
 }

@@ -5,10 +5,19 @@
 #include "../../core/softmax.cuh"
 #include "../../ptx/math.cuh"
 #include "../../ptx/warpgroup.cuh"
-#include "../paged/mainloop.cuh"
 #include "part.cuh"
 
-namespace flashsci::sm90::paged8 {
+namespace flashsci::sm90::paged {
+
+enum NamedBarrier { kComputing = 1 };  // 0 is __syncthreads
+
+// lse in powers of two of a row and one more logit, and what the output is multiplied by.
+__device__ __forceinline__ float2 with_logit(float lse, float logit) {
+  const float top = fmaxf(lse, logit);
+  if (top == -INFINITY) return make_float2(-INFINITY, 0.f);
+  const float own = ptx::ex2_approx(lse - top), sum = own + ptx::ex2_approx(logit - top);
+  return make_float2(top + ptx::lg2_approx(sum), own / sum);
+}
 
 // Where 4 columns of a row of the sums are: lanes that store, or load, together meet no bank twice.
 template <class C>
@@ -38,29 +47,32 @@ __device__ __forceinline__ void leave_sums(const Part<Op, Format, C>& part, int 
 
 // Rows of a whole tile to out and lse, of another to the workspace.
 template <class Op, class C>
-__device__ __forceinline__ void write_rows(Storage<C>& shared, const paged::Args& a,
-                                           const Rows& rows, float v_scale, int box, bool whole,
-                                           int64_t piece) {
+__device__ __forceinline__ void write_rows(Storage<C>& shared, const Args& a, const Rows& rows,
+                                           float v_scale, int box, bool whole, int64_t piece) {
   constexpr int kFours = C::kColumns / 4;
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows.rows * kFours; i += kComputingThreads) {
     const int r = i / kFours, four = i % kFours, row = r % kWarpRows;
     const int column = box * C::kColumns + four * 4;
+    // Others' are read, too, and do not count: no load waits for a branch.
     const auto has_row = [&](int warp) { return (warp & (rows.tiers - 1)) == r / kWarpRows; };
     float2 statistics[kWarps];
-    float offset = kUninitializedMax, sum = 0.f;
+    float4 parts[kWarps];
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
-      if (!has_row(warp)) continue;
       statistics[warp] = shared.statistics[warp][row];
-      offset = fmaxf(offset, statistics[warp].x);
+      parts[warp] = *sums_place(shared, warp, row, four);
     }
+    float offset = kUninitializedMax, sum = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp)
+      if (has_row(warp)) offset = fmaxf(offset, statistics[warp].x);
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
       if (!has_row(warp)) continue;
       const float weight = ptx::ex2_approx(statistics[warp].x - offset);
-      const float4 part = *sums_place(shared, warp, row, four);
+      const float4 part = parts[warp];
       sum = fmaf(weight, statistics[warp].y, sum);
       x.x = fmaf(weight, part.x, x.x), x.y = fmaf(weight, part.y, x.y);
       x.z = fmaf(weight, part.z, x.z), x.w = fmaf(weight, part.w, x.w);
@@ -70,7 +82,7 @@ __device__ __forceinline__ void write_rows(Storage<C>& shared, const paged::Args
     if (whole) {
       const int token = rows.token_of(r), head = rows.head_of(r);
       if (a.p.sink != nullptr) {
-        const float2 both = paged::with_logit(lse, __ldg(a.p.sink + head) * kLog2e);
+        const float2 both = with_logit(lse, __ldg(a.p.sink + head) * kLog2e);
         lse = both.x, factor *= both.y;
       }
       auto* out = static_cast<uint16_t*>(a.p.out) + token * a.p.out_row + head * a.p.out_head;
@@ -93,7 +105,7 @@ __device__ __forceinline__ void gather(const Part<Op, Format, C>& part, float v_
                                        int64_t piece) {
 #pragma unroll
   for (int box = 0; box < C::kBoxes; ++box) {
-    ptx::barrier_sync(paged::kComputing, kComputingThreads);  // what was there has been read
+    ptx::barrier_sync(kComputing, kComputingThreads);  // what was there has been read
     leave_sums(part, box);
     if (box == 0) {
 #pragma unroll
@@ -104,9 +116,9 @@ __device__ __forceinline__ void gather(const Part<Op, Format, C>& part, float v_
               make_float2(part.statistics.row_max_log2[half], sum);
       }
     }
-    ptx::barrier_sync(paged::kComputing, kComputingThreads);
-    write_rows<Op>(part.shared, part.args.call, part.rows, v_scale, box, whole, piece);
+    ptx::barrier_sync(kComputing, kComputingThreads);
+    write_rows<Op>(part.shared, part.args, part.rows, v_scale, box, whole, piece);
   }
 }
 
-}  // namespace flashsci::sm90::paged8
+}  // namespace flashsci::sm90::paged

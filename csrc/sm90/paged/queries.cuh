@@ -1,4 +1,5 @@
-// Q for products in fp16: a row of bf16 numbers is brought into fp16's range by a power of two.
+// The warp that finds tiles and loads Q, which products with 8-bit caches take in fp16: a row of bf16
+// numbers is brought into its range by a power of two.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +9,7 @@
 #include "../../ptx/tma.cuh"
 #include "config.cuh"
 
-namespace flashsci::sm90::paged8 {
+namespace flashsci::sm90::paged {
 
 // Where four columns of rows r and r + 8 of a tier of 16 rows are, as one product takes them from a
 // lane: the first two of r, of r + 8, and the last two. Lanes that load together meet no bank twice.
@@ -44,23 +45,24 @@ __device__ __forceinline__ float to_f16(uint4& words) {
 }
 
 // Tile after tile: where it is, its scales, and Q, with zeros past its head dim and in rows past the
-// last that a warp computes beside others: paged/load.cuh says why, and what is on its way early.
+// last that a warp computes beside others: no row sees another, but the offsets of all follow where
+// those of one must, and so the last bits of results. What this warp waits for, the computing ones
+// do not; and the first rows are on their way before there is a place for them.
 template <class Op, class C>
-__device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& args, Cursor cursor) {
+__device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& a, Cursor cursor) {
   constexpr int kLanes = C::kHeadDim / 8;               // of a row
   constexpr int kTogether = C::kHeadDim == 64 ? 4 : 8;  // of a lane
   constexpr int kStep = kTogether * 32 / kLanes;        // rows
-  const paged::Args& a = args.call;
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (uint32_t turn = 0; !cursor.done(); ++turn, cursor.next_tile()) {
-    const Slot& slot = cursor.slot;
+  for (uint32_t turn = 0; !cursor.done(); ++turn) {
+    const Slot slot = cursor.slot;
     const int rows = min(kRows, slot.seq_q * a.group - slot.first_row);
-    const float k_scale = args.k.at(slot.sequence, cursor.head);
-    const float v_scale = args.v.at(slot.sequence, cursor.head);
+    const float k_scale = a.k_scale.at(slot.sequence, cursor.head);
+    const float v_scale = a.v_scale.at(slot.sequence, cursor.head);
     const uint32_t stage = turn % C::kQStages;
 #pragma unroll 1
-    for (int first = 0; first < paged::padded_rows(rows); first += kStep) {
+    for (int first = 0; first < padded_rows(rows); first += kStep) {
       uint4 words[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
@@ -80,7 +82,7 @@ __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& arg
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         const int row = first + (i * 32 + lane) / kLanes, column = lane % kLanes * 8;
-        if constexpr (Op::kIsBf16) {
+        if constexpr (C::kBytes == 1 && Op::kIsBf16) {
           const float unit = to_f16<kLanes>(words[i]);
           if (column == 0) shared.q_units[stage][row] = unit;
         }
@@ -93,12 +95,15 @@ __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& arg
         }
       }
     }
+    Tile tile = {slot, cursor.head, cursor.block, cursor.last, cursor.begin()};
+    cursor.next_tile();
+    tile.more = !cursor.done();
     if (lane == 0) {
-      shared.tiles[stage] = Tile{slot, cursor.head, cursor.block, cursor.last, cursor.begin()};
+      shared.tiles[stage] = tile;
       shared.k_scale[stage] = k_scale, shared.v_scale[stage] = v_scale;
     }
     ptx::mbarrier_arrive(ptx::shared_address(&shared.q_full[stage]));
   }
 }
 
-}  // namespace flashsci::sm90::paged8
+}  // namespace flashsci::sm90::paged

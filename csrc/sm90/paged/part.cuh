@@ -1,4 +1,4 @@
-// A warp's part of a tile of paged attention on 8-bit floats: 16 rows, and some of the keys.
+// A warp's part of a tile of paged attention: 16 rows, and some of the keys.
 #pragma once
 #include <cstdint>
 
@@ -8,9 +8,10 @@
 #include "../../ptx/shared.cuh"
 #include "../fwd/softmax.cuh"
 #include "config.cuh"
+#include "format.cuh"
 #include "queries.cuh"
 
-namespace flashsci::sm90::paged8 {
+namespace flashsci::sm90::paged {
 
 using fwd::RowStatistics, fwd::kUninitializedMax, fwd::softmax_next;
 
@@ -23,7 +24,7 @@ struct Rows {
   const int first_key, end_key;  // that some row sees
   const int tiers;               // of 16 rows: 1, 2 or 4, to which warps belong in turn
 
-  __device__ __forceinline__ Rows(const paged::Args& a, const Tile& tile_)
+  __device__ __forceinline__ Rows(const Args& a, const Tile& tile_)
       : tile(tile_),
         group(a.group),
         window(a.p.window_left, a.p.window_right, true, tile.slot.seq_q, tile.slot.seq_k),
@@ -52,8 +53,10 @@ struct Rows {
 template <class Op, class Format, class C>
 struct Part {
   static constexpr int kColumns = C::kColumns, kBoxes = C::kBoxes;
-  static constexpr int kPieces = kColumns / 64;  // of 16 bytes: a lane's of a row of K in a box
-  static constexpr int kWords = kColumns / 32;   // a lane's of a row of V in a box
+  static constexpr int kPieces = C::kRowBytes / 64;  // of 16 bytes: a lane's of a row of K in a box
+  static constexpr int kWords = C::kRowBytes / 32;   // a lane's of a row of V in a box
+  static constexpr int kProducts = 4 / Format::kBytes;  // of a piece
+  using Product = Multiplied<Op, Format>;
   static constexpr int kSteps = C::kHeadDim / 16, kTiles = C::kHeadDim / 8;
 
   Storage<C>& shared;
@@ -85,11 +88,11 @@ struct Part {
         t(threadIdx.x % 4),
         busy(tier * kWarpRows < rows.rows),
         query{rows.query_of(tier * kWarpRows + g), rows.query_of(tier * kWarpRows + g + 8)},
-        scores(args.call.scores),
+        scores(args.scores),
         statistics{{kUninitializedMax, kUninitializedMax}, {0.f, 0.f}} {
     const float k_scale = shared.k_scale[q_stage];
     (scores.mode == kScaled ? scores.exp_scale : scores.inner) *= k_scale;
-    if constexpr (Op::kIsBf16) {
+    if constexpr (Format::kBytes == 1 && Op::kIsBf16) {
       q_unit[0] = shared.q_units[q_stage][tier * kWarpRows + g];
       q_unit[1] = shared.q_units[q_stage][tier * kWarpRows + g + 8];
     }
@@ -111,7 +114,7 @@ struct Part {
 
   // 16 bytes of a row in a box.
   static __device__ __forceinline__ int place(int row, int piece) {
-    return row * kColumns + (piece ^ row * kColumns / 128 % (kColumns / 16)) * 16;
+    return row * C::kRowBytes + (piece ^ row * C::kRowBytes / 128 % (C::kRowBytes / 16)) * 16;
   }
 
   // S of 16 keys, whose K begins there.
@@ -123,30 +126,27 @@ struct Part {
 #pragma unroll
       for (int n = 0; n < 2; ++n)
         words[n] = ptx::ld_shared_v4(k + i / kPieces * C::CacheBox::kBytes +
-                                     place(g, t * kPieces + i % kPieces) + n * 8 * kColumns);
+                                     place(g, t * kPieces + i % kPieces) + n * 8 * C::kRowBytes);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < kProducts; ++j) {
         uint32_t own[4];
         if constexpr (C::kKeepsQ) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) own[e] = q[i * 4 + j][e];
+          for (int e = 0; e < 4; ++e) own[e] = q[i * kProducts + j][e];
         } else {
-          load_q(own, i * 4 + j);
+          load_q(own, i * kProducts + j);
         }
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          const uint2 b = Format::widen(j == 0   ? words[n].x
-                                        : j == 1 ? words[n].y
-                                        : j == 2 ? words[n].z
-                                                 : words[n].w);
-          ptx::mma_m16n8k16_f16(sum[n], own, b.x, b.y);
+          const uint2 b = Format::keys(words[n], j);
+          Product::mma(sum[n], own, b.x, b.y);
         }
       }
     }
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       s[e] = sum[e / 4][e % 4];
-      if constexpr (Op::kIsBf16) s[e] *= q_unit[e >> 1 & 1];
+      if constexpr (Format::kBytes == 1 && Op::kIsBf16) s[e] *= q_unit[e >> 1 & 1];
     }
   }
 
@@ -172,15 +172,15 @@ struct Part {
 
   // O += P V of 16 keys. Values of keys that no row sees may be anything, and 0 times that must be 0.
   __device__ __forceinline__ void add_values(const float (&s)[8], uint32_t v, int key) {
-    const uint32_t p[4] = {ptx::cvt_f16x2(s[0], s[1]), ptx::cvt_f16x2(s[2], s[3]),
-                           ptx::cvt_f16x2(s[4], s[5]), ptx::cvt_f16x2(s[6], s[7])};
+    const uint32_t p[4] = {Product::pack2(s[0], s[1]), Product::pack2(s[2], s[3]),
+                           Product::pack2(s[4], s[5]), Product::pack2(s[6], s[7])};
     const bool all_seen = key >= rows.first_key && key + kChunk <= rows.end_key;
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       uint32_t words[4][kWords];  // of rows 2t, 2t + 1, 2t + 8, 2t + 9
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t row = v + box * C::CacheBox::kBytes + i / 2 * 8 * kColumns;
+        const uint32_t row = v + box * C::CacheBox::kBytes + i / 2 * 8 * C::kRowBytes;
         load_words(words[i], row, t * 2 + i % 2);
       }
       if (!all_seen) {
@@ -195,14 +195,13 @@ struct Part {
 #pragma unroll
       for (int w = 0; w < kWords; ++w)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int pair = 0; pair < 2 / Format::kBytes; ++pair) {
           // Two columns, of two rows each.
-          const uint32_t bytes = half ? 0x7362 : 0x5140;
-          const uint2 upper = Format::widen(__byte_perm(words[0][w], words[1][w], bytes));
-          const uint2 lower = Format::widen(__byte_perm(words[2][w], words[3][w], bytes));
-          const int tile = box * (kColumns / 8) + w * 4 + half * 2;
-          ptx::mma_m16n8k16_f16(o[tile], p, upper.x, lower.x);
-          ptx::mma_m16n8k16_f16(o[tile + 1], p, upper.y, lower.y);
+          const uint2 upper = Format::values(words[0][w], words[1][w], pair);
+          const uint2 lower = Format::values(words[2][w], words[3][w], pair);
+          const int tile = box * (kColumns / 8) + (w * (2 / Format::kBytes) + pair) * 2;
+          Product::mma(o[tile], p, upper.x, lower.x);
+          Product::mma(o[tile + 1], p, upper.y, lower.y);
         }
     }
   }
@@ -228,14 +227,16 @@ struct Part {
       const int block_key = (rows.tile.slot.first_block + block) * C::kBlockK;
       ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[stage]), parity);
       ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[stage]), parity);
+      // Where a block has fewer chunks than there are parts, the next block is the next parts'.
+      const int first = (part - block * (C::kBlockK / kChunk)) & (parts - 1);
 #pragma unroll 1
-      for (int row = part * kChunk; row < C::kBlockK; row += parts * kChunk) {
+      for (int row = first * kChunk; row < C::kBlockK; row += parts * kChunk) {
         const int key = block_key + row;
         if (!busy || key >= rows.end_key || key + kChunk <= rows.first_key) continue;
         float s[8];
-        score(s, ptx::shared_address(shared.k[stage]) + row * kColumns);
+        score(s, ptx::shared_address(shared.k[stage]) + row * C::kRowBytes);
         exponentiate(s, key);
-        add_values(s, ptx::shared_address(shared.v[stage]) + row * kColumns, key);
+        add_values(s, ptx::shared_address(shared.v[stage]) + row * C::kRowBytes, key);
       }
       release(shared.k_empty[stage]);
       release(shared.v_empty[stage]);
@@ -243,4 +244,4 @@ struct Part {
   }
 };
 
-}  // namespace flashsci::sm90::paged8
+}  // namespace flashsci::sm90::paged

@@ -1,0 +1,10 @@
+// PTX ISA "prefetch": starts bringing the line of an address into the first-level cache.
+#pragma once
+
+namespace flashsci::ptx {
+
+__device__ __forceinline__ void prefetch_l1(const void* global) {
+  asm volatile("prefetch.global.L1 [%0];\n" ::"l"(global));
+}
+
+}  // namespace flashsci::ptx
