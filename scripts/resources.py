@@ -93,10 +93,11 @@ TRIANGLE_COPY_SM90 = re.compile(
     r"triangle_forward_copy_bias_kernelILi([24])E"
 )  # bytes of an element
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
-# sm90 paged attention: kernel; head dim, of the plan the keys of a block.
-PAGED_SM90 = re.compile(r"5paged\d+(?P<kind>paged|plan|combine)_kernelI.*?Li(?P<number>\d+)E")
-# ... from a cache of 8-bit floats, beside the same plan and combine: the floats, head dim.
-PAGED8_SM90 = re.compile(r"paged8_kernelI.*?4(E\dm\d)E.*?TilingILi(\d+)E")
+# sm90 paged attention: kernel; what a cache holds; head dim, bytes of an element of the cache. The plan: keys of a block.
+PAGED_SM90 = re.compile(
+    r"5paged\d+(?P<kind>paged|combine)_kernelI.*?(?:4(?P<format>Same|E\dm\d)E.*?)?TilingILi(?P<dim>\d+)ELi(?P<bytes>\d)E"
+)
+PAGED_PLAN_SM90 = re.compile(r"5paged11plan_kernelI.*?Li(\d+)E")
 
 
 @dataclass(frozen=True)
@@ -121,14 +122,12 @@ class Kernel:
             return (dim, rows, 0, 8, 0, 1, 1) if found["kind"] else (dim, rows, keys, 12, 2, 1, 1)
         if self.unit.startswith("sm90"):
             if found := PAGED_SM90.search(self.name):
-                number = int(found["number"])
-                if found["kind"] == "plan":
-                    return 0, 64, number, 32, 0, 1, 1
+                dim, narrow = int(found["dim"]), found["bytes"] == "1"
                 if found["kind"] == "combine":
-                    return number, 4, 0, 4, 0, 8, 1
-                return number, 64, 64 if number == 256 else 128, 6, 4 if number == 64 else 3, 1, 1
-            if found := PAGED8_SM90.search(self.name):
-                return int(found[2]), 64, 128, 12, 512 // int(found[2]), 1, 1
+                    return dim, 4, 0, 4, 0, 8, 1
+                return dim, 64, 128 if narrow else 8192 // dim, 12, 512 // dim if narrow else 5, 1, 1  # fmt: skip
+            if found := PAGED_PLAN_SM90.search(self.name):
+                return 0, 64, int(found[1]), 32, 0, 1, 1
             if found := DECODE_SM90.search(self.name):
                 dim = int(found[1])
                 if "decode_combine" in self.name:
@@ -241,9 +240,10 @@ class Kernel:
             )
             return " ".join(filter(None, words)) or "dense"
         if found := PAGED_SM90.search(self.name):
-            return str(found["kind"])
-        if found := PAGED8_SM90.search(self.name):
-            return found[1].lower()
+            narrow = found["kind"] == "paged" and found["bytes"] == "1"
+            return str(found["format"]).lower() if narrow else str(found["kind"])
+        if PAGED_PLAN_SM90.search(self.name):
+            return "plan"
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return "combine" if "decode_combine" in self.name else "decoding"
         if found := TILING_FP8.search(self.name):
@@ -327,12 +327,14 @@ class Kernel:
             if found["bias_mask"] == "2":  # fp32, up to D 64 two stages of it and of a mask
                 ds += rows * keys * (2 * 5 if dim == dim_v == 64 else 4)
             return inputs + ds + 8 * stages * rows + 4 * dim * rows  # statistics; dQ
-        paged = PAGED_SM90.search(self.name)
-        if paged or DECODE_SM90.search(self.name):
-            of_q = 2 if paged and dim < 256 else 1
-            return 2 * dim * (of_q * rows + 2 * stages * keys) if keys else 0
-        if PAGED8_SM90.search(self.name):  # Q, once at D 256, K and V, sums of 8 warps
-            return 2 * dim * ((2 if dim < 256 else 1) * rows + stages * keys) + 512 * min(dim, 128)
+        if found := PAGED_SM90.search(self.name):  # Q, once at D 256, K and V, sums of 8 warps
+            size = int(found["bytes"])
+            of_q, columns = 2 * dim * rows * (2 if dim < 256 else 1), min(dim, 128 // size)
+            return of_q + 2 * size * dim * stages * keys + 512 * columns if keys else 0
+        if PAGED_PLAN_SM90.search(self.name):
+            return 0
+        if DECODE_SM90.search(self.name):
+            return 2 * dim * (rows + 2 * stages * keys) if keys else 0
         if found := TILING_FP8.search(self.name):  # Q twice, K, V and V turned, output staging
             values = 2 * int(found[2]) * stages * keys
             return dim * (2 * rows + stages * keys) + values + (warps - 4) * 2048

@@ -391,7 +391,7 @@ def _fp8(instance: Instance) -> Iterator[FP8Call]:
 def _paged(instance: Instance) -> Iterator[PagedCall]:
     dims = {"paged": (instance.head_dim,), "combine": (instance.head_dim,)}
     if instance.variant == "plan":  # by the keys of a block
-        dims["plan"] = (256,) if instance.tile.endswith("x 64") else (64, 128)
+        dims["plan"] = (8192 // int(instance.tile.rsplit(" ", 1)[1]),)
     for dim in dims.get(instance.variant, ()):
         for window in ("causal", "both"):
             yield PagedCall(instance.dtype, dim, dim, window)
@@ -516,7 +516,7 @@ def launched(names: Iterable[str], dtype: str) -> set[Instance]:
         own = dtype
         if "fp8_forward_" in symbol:
             kind, own = "fp8", DTYPES["e4m3"]
-        elif "6paged8" in symbol or "3Op8" in symbol:
+        elif "3Op8" in symbol:
             kind = "paged8"
         elif "5paged" in symbol:
             kind = "paged"

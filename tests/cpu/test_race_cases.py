@@ -77,12 +77,11 @@ NAMES = {
     "true, true, true>(flashsci::sm90::fwd::ForwardArgs)": (192, "128 x 128", "v 128 window packed"),
     "void flashsci::sm90::decode::decode_combine<(anonymous namespace)::Op, 256>(flashsci::sm90::decode::DecodeArgs)": (256, "4 x 0", "combine"),
     "void flashsci::sm90::fp8::fp8_forward_kernel<flashsci::sm90::fp8::Tiling<192, 128, 64, 2, 4>, true>(flashsci::sm90::fp8::Args)": (192, "128 x 64", "v 128 packed"),
-    "void flashsci::sm90::paged::paged_kernel<(anonymous namespace)::Op, flashsci::sm90::paged::Tiling<128> >(flashsci::sm90::paged::Args)": (128, "64 x 128", "paged"),
+    "void flashsci::sm90::paged::paged_kernel<(anonymous namespace)::Op, flashsci::sm90::paged::Same, flashsci::sm90::paged::Tiling<128, 2> >(flashsci::sm90::paged::Args)": (128, "64 x 64", "paged"),
     "void flashsci::sm90::paged::plan_kernel<(anonymous namespace)::Op, 64>(FlashsciPagedParams, flashsci::sm90::paged::Plan, int)": (0, "64 x 64", "plan"),
-    "void flashsci::sm90::paged::combine_kernel<(anonymous namespace)::Op, 256>(flashsci::sm90::paged::Args)": (256, "4 x 0", "combine"),
-    "void flashsci::sm90::paged::combine_kernel<(anonymous namespace)::Op8, 128>(flashsci::sm90::paged::Args)": (128, "4 x 0", "combine"),
-    "void flashsci::sm90::paged8::paged8_kernel<(anonymous namespace)::Op8, flashsci::sm90::paged8::E5m2, flashsci::sm90::paged8::Tiling<256> >"
-    "(flashsci::sm90::paged8::Args)": (256, "64 x 128", "e5m2"),
+    "void flashsci::sm90::paged::combine_kernel<(anonymous namespace)::Op, flashsci::sm90::paged::Tiling<256, 2> >(flashsci::sm90::paged::Args)": (256, "4 x 0", "combine"),
+    "void flashsci::sm90::paged::combine_kernel<(anonymous namespace)::Op8, flashsci::sm90::paged::Tiling<128, 1> >(flashsci::sm90::paged::Args)": (128, "4 x 0", "combine"),
+    "void flashsci::sm90::paged::paged_kernel<(anonymous namespace)::Op8, flashsci::sm90::paged::E5m2, flashsci::sm90::paged::Tiling<256, 1> >(flashsci::sm90::paged::Args)": (256, "64 x 128", "e5m2"),
     "void flashsci::sm90::bwd::backward_kernel<(anonymous namespace)::Op, flashsci::sm90::bwd::BackwardTiling<64, 64, 128, "
     "(flashsci::sm90::bwd::BiasMaskTiles)0, true>, false, false>(flashsci::sm90::bwd::BackwardArgs)": (64, "128 x 128", "tile after tile"),
     "void flashsci::sm90::bwd::backward_postprocess_kernel<(anonymous namespace)::Op, flashsci::sm90::bwd::D256BackwardTiling<256, 192>, true>"
