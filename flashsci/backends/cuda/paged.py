@@ -1,4 +1,4 @@
-"""Paged attention on the library's Hopper kernels (csrc/sm90/paged, and paged8 for 8-bit caches): what they serve, and the call.
+"""Paged attention on the library's Hopper kernels (csrc/sm90/paged; the units of paged8 are those for 8-bit caches): what they serve, and the call.
 
 A :class:`flashsci.problem.Problem` has no strides and no page size. So what these kernels do not take is said in two places:
 `rejects`, when a backend is chosen, and `misfit`, when the library has refused a call. No other kernel stands in for a misfit.
