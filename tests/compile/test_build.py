@@ -195,8 +195,8 @@ def test_turing_sass_is_tensor_core_code():
 
 @needs_library
 def test_hopper_sass_uses_wgmma_and_tma():
-    """Every sm90 main loop multiplies with HGMMA, is fed by UTMALDG and stores by UTMASTG; HMMA is for the rare block only;
-    no local memory up to D 128."""
+    """Every sm90 main loop multiplies with HGMMA, is fed by UTMALDG and stores by UTMASTG; HMMA is for the rare block, and for paged
+    decoding, which fills no HGMMA; no local memory up to D 128."""
     if "90" not in (backend.build_info() or {"archs": []})["archs"]:
         pytest.skip("a build without sm_90a kernels")
     forward = sass("sm_90a", "sm903fwd14forward_kernel")
@@ -225,12 +225,11 @@ def test_hopper_sass_uses_wgmma_and_tma():
     decoding = sass("sm_90a", "sm906decode13decode_kernel")
     assert decoding and all("HGMMA.64x" in f and "UTMALDG.5D" in f for f in decoding)
     paged = sass("sm_90a", "sm905paged12paged_kernel")
-    assert len(paged) == 2 * 3
+    assert len(paged) == 2 * 3 * 3  # dtypes, head dims, what a cache holds
     for text in paged:
         name = text.split("\n", 1)[0]
-        assert "HGMMA.64x" in text and "UTMALDG.5D" in text, name
+        assert "HMMA.16816" in text and "UTMALDG.5D" in text, name
         assert not re.search(r"\b(LDL|STL)\b", text), f"{name} uses local memory"
-        assert 2 * text.count("WARPGROUP.DEPBAR") < text.count("HGMMA.64x"), name
     backward = sass("sm_90a", "sm903bwd15backward_kernel")
     assert len(backward) >= 2 * 4 * 4
     for text in backward:

@@ -319,51 +319,49 @@ def test_what_they_leave_to_others(kernel, changes, cache):
     assert results["out"].isnan().all()
 
 
-FAULTS = {
-    "V of keys that no row sees": ("paged/mainloop.cuh", "if (key >= first_key && key + kBlockK <= end_key) return;", "return;"),
-    "V released before its products": ("paged/mainloop.cuh", "      add_values(s, stage);\n      release(shared.v_empty[stage]);", "      release(shared.v_empty[stage]);\n      add_values(s, stage);"),
-    "the stage of another turn": ("paged/mainloop.cuh", "parity = turn / C::kStages & 1;", "parity = (turn / C::kStages & 1) ^ 1;"),
-    "fewer bytes than arrive": ("paged/load.cuh", "sizeof(shared.k[0]));", "sizeof(shared.k[0]) / 2);"),
-    "rows of a page": ("paged/load.cuh", "key_of(block) % a.p.page;", "0;"),
-    "pages that are not clamped": ("paged/load.cuh", "return min(max(entry, 0), a.p.pages - 1);", "return entry;"),
-    "a page too early": ("paged/load.cuh", "page = next;", ""),
-    "the place of a piece": ("paged/config.cuh", "(begin < cta * run ? 0 : 1)", "0"),
-    "a sink in each piece": ("paged/mainloop.cuh", "      if (whole) {\n        const int token = token_of(r), head = head_of(r);\n        if (a.p.sink != nullptr) {", "      if (a.p.sink != nullptr) lse = with_logit(lse, __ldg(a.p.sink + head_of(r)) * kLog2e).x;\n      if (whole) {\n        const int token = token_of(r), head = head_of(r);\n        if (a.p.sink != nullptr) {"),
-    "rows of no sequence": ("paged/combine.cuh", "if (n >= 0 && slot.sequence == n", "if (n < 0) return;\n  if (slot.sequence == n"),
-    "Q of the next tile but one before the last has read it": ("paged/load.cuh", "    ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]), (turn / C::kQStages & 1) ^ 1);", ""),
-    "Q before it is there": ("paged/mainloop.cuh", "    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[stage]), tiles / C::kQStages & 1);", ""),
-    "the lse of another piece": ("paged/combine.cuh", "__shfl_sync(0xffffffffu, share, i)", "share"),
+EITHER = {
+    "V of keys that no row sees": ("part", "words[i][w] &= mask;", ";"),
+    "stages that are never free": ("part", "      release(shared.k_empty[stage]);\n      release(shared.v_empty[stage]);\n", ""),
+    "V before it is there": ("part", "      ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[stage]), parity);\n", ""),
+    "the stage of another turn": ("part", "parity = turn / C::kStages & 1;", "parity = (turn / C::kStages & 1) ^ 1;"),
+    "boxes that are not swizzled": ("part", "(piece ^ row * C::kRowBytes / 128 % (C::kRowBytes / 16)) * 16", "piece * 16"),
+    "chunks of another part": ("part", "part(warp / rows.tiers)", "part(warp % (kWarps / rows.tiers))"),
+    "sums that are not there yet": ("gather", "    ptx::barrier_sync(kComputing, kComputingThreads);\n    write_rows", "    write_rows"),
+    "sums of the tile before": ("gather", "    ptx::barrier_sync(kComputing, kComputingThreads);  // what was there has been read\n", ""),
+    "weights of the warps": ("gather", "ptx::ex2_approx(statistics[warp].x - offset)", "1.f"),
+    "a sink in each piece": ("gather", "      if (column == 0) a.plan.partial_lse[place] = lse;", "      if (column == 0) a.plan.partial_lse[place] = a.p.sink == nullptr ? lse : with_logit(lse, __ldg(a.p.sink + rows.head_of(r)) * kLog2e).x;"),
+    "Q of the next tile but one before the last has read it": ("queries", "        ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]),\n                            (turn / C::kQStages & 1) ^ 1);\n", "{}\n"),
+    "Q before it is there": ("kernel", "    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[stage]), tiles / C::kQStages & 1);", ""),
+    "fewer bytes than arrive": ("load", "copies * box_rows * C::CacheBox::kRowBytes);", "copies * box_rows * C::CacheBox::kRowBytes / 2);"),
+    "rows of a page": ("load", "copy.key(cursor) % copy.a.p.page, cursor.head", "0, cursor.head"),
+    "pages that are not clamped": ("load", "return min(max(entry, 0), a.p.pages - 1);", "return entry;"),
+    "a page of another block": ("load", "place(taken++)", "place(1 + taken++)"),
+    "a page before it is there": ("load", "    ptx::cp_async_wait<C::kAhead - 1>();\n", ""),
+    "the place of a piece": ("config", "return int64_t{cta} * 2 + begins_there;", "return int64_t{cta} * 2;"),
+    "where a run begins": ("config", "at(begin + (start.unit == 0))", "at(begin)"),
+    "the CTA of a block": ("combine", "const int begin = before + 1 +", "const int begin = before +"),
+    "the plan of a warp": ("combine", "before += i < index ? units : 0;", "before += i <= index ? units : 0;"),
+    "rows of no sequence": ("combine", "  if (pieces.any) {", "  if (!pieces.any) return;\n  if (pieces.any) {"),
+    "the lse of another piece": ("combine", "__shfl_sync(0xffffffffu, share, (base + i) % 32)", "share"),
 }  # fmt: skip
-
-
+FAULTS = {**EITHER, "keys of V in another order": ("format", "0x5410), __byte_perm(upper, lower, 0x7632)", "0x1054), __byte_perm(upper, lower, 0x3276)")}  # fmt: skip
 FAULTS8 = {
-    "V of keys that no row sees": ("paged8/part.cuh", "words[i][w] &= mask;", ";"),
-    "stages that are never free": ("paged8/part.cuh", "      release(shared.k_empty[stage]);\n      release(shared.v_empty[stage]);\n", ""),
-    "V before it is there": ("paged8/part.cuh", "      ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[stage]), parity);\n", ""),
-    "bytes of another turn": ("paged8/part.cuh", "parity = turn / C::kStages & 1;", "parity = (turn / C::kStages & 1) ^ 1;"),
-    "boxes that are not swizzled": ("paged8/part.cuh", "(piece ^ row * kColumns / 128 % (kColumns / 16)) * 16", "piece * 16"),
-    "keys of V in another order": ("paged8/part.cuh", "half ? 0x7362 : 0x5140", "half ? 0x3726 : 0x1504"),
-    "chunks of another part": ("paged8/part.cuh", "part(warp / rows.tiers)", "part(warp % (kWarps / rows.tiers))"),
-    "units of Q": ("paged8/part.cuh", "s[e] *= q_unit[e >> 1 & 1];", ";"),
-    "the scale of K": ("paged8/part.cuh", "*= k_scale;", "*= 1.f;"),
-    "the scale of V": ("paged8/gather.cuh", "ptx::rcp_approx(sum) * v_scale", "ptx::rcp_approx(sum)"),
-    "sums that are not there yet": ("paged8/gather.cuh", "    ptx::barrier_sync(paged::kComputing, kComputingThreads);\n    write_rows", "    write_rows"),
-    "sums of the tile before": ("paged8/gather.cuh", "    ptx::barrier_sync(paged::kComputing, kComputingThreads);  // what was there has been read\n", ""),
-    "weights of the warps": ("paged8/gather.cuh", "ptx::ex2_approx(statistics[warp].x - offset)", "1.f"),
-    "Q of the next tile but one before the last has read it": ("paged8/queries.cuh", "    ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]), (turn / C::kQStages & 1) ^ 1);\n", ""),
-    "Q before it is there": ("paged8/kernel.cuh", "    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[stage]), tiles / C::kQStages & 1);", ""),
-    "a sink in each piece": ("paged8/gather.cuh", "      if (column == 0) a.plan.partial_lse[place] = lse;", "      if (column == 0) a.plan.partial_lse[place] = a.p.sink == nullptr ? lse : paged::with_logit(lse, __ldg(a.p.sink + rows.head_of(r)) * kLog2e).x;"),
-}  # fmt: skip
+    **EITHER,
+    "keys of V in another order": ("format", "pair ? 0x7362 : 0x5140", "pair ? 0x3726 : 0x1504"),
+    "units of Q": ("part", "s[e] *= q_unit[e >> 1 & 1];", ";"),
+    "the scale of K": ("part", "*= k_scale;", "*= 1.f;"),
+    "the scale of V": ("gather", "ptx::rcp_approx(sum) * v_scale", "ptx::rcp_approx(sum)"),
+}
 
 
 def finds(folder: Path, cache: str, fault: tuple[str, str, str]) -> bool:
     """Whether some of a few calls show a fault."""
-    launcher, names = ("paged8", "Op, Format") if cache else ("paged", "Op")
     other_tiles = [
-        (f"{launcher}/launch.cuh", f"return launch_padded<{names}, {dim}>(p, stream);", "return cudaErrorNotSupported;")
+        ("paged/launch.cuh", f"return launch_padded<Op, Format, {dim}>(p, stream);", "return cudaErrorNotSupported;")
         for dim in (128, 256)
     ]  # fmt: skip
-    broken = Kernels(folder, fault, *other_tiles)
+    file, *texts = fault
+    broken = Kernels(folder, (f"paged/{file}.cuh", *texts), *other_tiles)
     scales = "heads" if cache else "none"
     variant = PagedVariant("bfloat16", cache, 64, 64, "both", sink=True)
     case = PagedCase(variant, 0, (1, 30, 0, 2, 5), (1900, 90, 40, 150, 700), 2, 4, 48, outside=True, padding=3, left=900, scales=scales)  # fmt: skip

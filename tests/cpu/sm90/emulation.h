@@ -97,6 +97,8 @@ template <int>
 void setmaxnreg_dec() {}
 template <int>
 void setmaxnreg_inc() {}
+inline void prefetch_l1(const void*) {}
+inline void prefetch_l2(const void*) {}
 inline void launch_dependents() {}  // kernels run one after another
 inline void wait_for_prerequisites() {}
 
@@ -113,10 +115,6 @@ inline int load_acquire(const int* x) {
 inline void add_release(int* x, int by) { *x += by; }
 
 // Named by headers that other kernels need more of, not called here.
-template <class... T>
-void mma_m16n8k16_bf16(T&&...) {
-  fail("mma.sync on bf16 is not emulated");
-}
 // Copies of a thread, done when it waits for them. Until then nothing is there.
 template <int kBytes>
 void cp_async_small(uint32_t shared, const void* global, int valid_bytes) {

@@ -1,19 +1,19 @@
-// Paged attention from 8-bit caches, csrc/sm90/paged8, as a library for the host.
+// Paged attention from 8-bit caches, csrc/sm90/paged, as a library for the host.
 #include "emulation.h"
 
 // After what takes the place of csrc/ptx.
-#include "sm90/paged8/launch.cuh"
+#include "sm90/paged/launch.cuh"
 
-using namespace flashsci::sm90::paged8;
+using namespace flashsci::sm90::paged;
 
 extern "C" {
 int emulate(const FlashsciPaged8Params* params, int bf16, int processors, unsigned seed, char* text,
             int size) {
   return emulation::run(bf16 != 0, processors, seed, text, size,
-                        [&](auto op) { return launch<decltype(op)>(*params, nullptr); });
+                        [&](auto op) { return launch8<decltype(op)>(*params, nullptr); });
 }
 int64_t workspace(const FlashsciPaged8Params* params, int processors) {
   emulation::processors = processors;
-  return workspace_of(params->call);
+  return workspace_of(params->call, 1);
 }
 }

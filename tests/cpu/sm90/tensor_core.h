@@ -248,10 +248,11 @@ inline uint64_t wgmma_descriptor_span64(uint32_t address) {
 }
 
 // mma.sync: see csrc/ptx/mma_f16.cuh for what each lane holds.
-inline void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                         bool bf16) {
   const auto rows = exchange(std::array<uint32_t, 4>{a[0], a[1], a[2], a[3]});
   const auto columns = exchange(std::array<uint32_t, 2>{b0, b1});
-  const auto element = [](uint32_t pair, int k) { return from_16(pair >> k % 2 * 16, false); };
+  const auto element = [&](uint32_t pair, int k) { return from_16(pair >> k % 2 * 16, bf16); };
   for (int e = 0; e < 4; ++e) {
     double sum = c[e];
     for (int k = 0; k < 16; ++k) {
@@ -261,6 +262,12 @@ inline void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
     }
     c[e] = static_cast<float>(sum);
   }
+}
+inline void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  mma_m16n8k16(c, a, b0, b1, false);
+}
+inline void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  mma_m16n8k16(c, a, b0, b1, true);
 }
 
 // --- conversions
