@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flashsci
 import flashsci.distributed as fd
-from flashsci.distributed import agreement, block, cost
+from flashsci.distributed import agreement, block, cost, exchange
 from flashsci.distributed.layout import Layout
 from flashsci.testing import Case, Inputs, Judge, Variant, draw_case, make_inputs, poisoned_memory
 
@@ -544,6 +544,14 @@ def compiled_triangle(mesh: Any, strategy: str) -> bool:
     inputs = [torch.randn(s, generator=random, dtype=torch.float64) for s in shapes]
     step = lambda *x: fd.triangle_attention(*x, mesh=mesh, strategy=strategy)  # noqa: E731
     return _compiled_alike(step, inputs, "aot_eager")
+
+
+def own_communicator(mesh: Any) -> bool:
+    """Whether hidden transfers of a mesh have a communicator of their own, the same each time."""
+    group = mesh.get_group()
+    made = exchange.quiet(group)
+    assert exchange.quiet(group) is made and made.size() == group.size()
+    return made is not group
 
 
 def repeated(mesh: Any, strategy: str) -> bool:

@@ -32,11 +32,12 @@ Table = list[dict[str, float]]  # the fields of every rank
 
 
 class Kept:
-    """What the ranks of a process group have agreed on."""
+    """What the ranks of a process group have agreed on, and made together."""
 
     def __init__(self) -> None:
         self.plans: dict[Any, Any] = {}
         self.met: set[str] = set()  # types of devices over which all ranks have exchanged something
+        self.quiet: Any = None  # a communicator for hidden transfers (exchange.py)
 
 
 # By the group, not by its name: who ends one group and begins another gives it the name of the first.

@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from flashsci.distributed.agreement import kept
 
 Blocks = Sequence[Tensor] | None  # None: nothing to move
 PAUSE = 12_000  # cycles, some 7 us
@@ -36,7 +37,7 @@ class Transfer:
         self._post, self._to, self._source = post, to, source
         # Alive until it is done.
         self._sent = None if sent is None else [x.contiguous() for x in sent]
-        self._works: list[Any] | None = None
+        self.works: list[Any] | None = None  # of all that was posted together; None: not yet
 
     def operations(self) -> list[dist.P2POp]:
         group = self._post.group
@@ -48,15 +49,12 @@ class Transfer:
             for x in self.received or ()
         ]
 
-    def begun(self, works: list[Any]) -> None:
-        self._works = works
-
     def wait(self) -> Blocks:
         """What was received, and all that was sent with it, for the current stream to use."""
-        if self._works is None:
+        if self.works is None:
             self._post.send()
-        while self._works:  # shared by what was sent together, and waited for once
-            self._works.pop().wait()
+        while self.works:  # each is waited for once, by whoever comes first
+            self.works.pop().wait()
         self._sent = None
         return self.received
 
@@ -79,7 +77,7 @@ class Post:
         ops = [op for transfer in begun for op in transfer.operations()]
         works = dist.batch_isend_irecv(ops) if ops else []
         for transfer in begun:
-            transfer.begun(works)
+            transfer.works = works
         if ops and ops[0].tensor.is_cuda:
             torch.cuda._sleep(PAUSE)
 
@@ -131,31 +129,32 @@ def _next(orders: Iterator[Callable[[], Transfer]]) -> Transfer | None:
     return None if order is None else order()
 
 
-_quiet: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-
-
 def quiet(group: Any) -> Any:
-    """A communicator of the same ranks that takes few processors, where NCCL moves the data; else the group itself. All ranks of
-    the group ask for it together."""
-    if group not in _quiet:
-        _quiet[group] = _made_quiet(group)
-    return _quiet[group]
+    """A communicator of the same ranks that takes few processors, made at the first call; the group itself where NCCL does not move
+    the data. All ranks of the group ask for it together."""
+    ranks = dist.get_process_group_ranks(group)
+    backend = _nccl(group)
+    if backend is None or ranks != sorted(ranks):  # the order of a new group
+        return group
+    known = kept(group)
+    if known.quiet is None:
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True
+        options._timeout = backend.options._timeout
+        options.config.min_ctas, options.config.max_ctas = 1, CTAS
+        known.quiet = dist.new_group(
+            ranks, timeout=options._timeout, backend="nccl", pg_options=options, use_local_synchronization=True,
+            group_desc="flashsci transfers", device_id=torch.device("cuda", torch.cuda.current_device()),
+        )  # fmt: skip
+    return known.quiet
 
 
-def _made_quiet(group: Any) -> Any:
+def _nccl(group: Any) -> Any:
+    """NCCL's backend of a group, or None."""
+    if not dist.is_nccl_available():
+        return None
     try:
         backend = group._get_backend(torch.device("cuda"))
     except RuntimeError:  # a group for CPUs alone
-        return group
-    ranks = dist.get_process_group_ranks(group)
-    nccl = dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)
-    if not nccl or ranks != sorted(ranks):  # the order of a new group
-        return group
-    options = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = True
-    options._timeout = backend.options._timeout
-    options.config.min_ctas, options.config.max_ctas = 1, CTAS
-    return dist.new_group(
-        ranks, timeout=options._timeout, backend="nccl", pg_options=options,
-        use_local_synchronization=True, group_desc="flashsci transfers", device_id=torch.device("cuda", torch.cuda.current_device()),
-    )  # fmt: skip
+        return None
+    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None

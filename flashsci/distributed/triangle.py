@@ -23,7 +23,7 @@ from flashsci.distributed.agreement import Mesh, Value, tensor_fields
 from flashsci.distributed.block import Scores, rows_of
 from flashsci.distributed.call import Call, from_text
 from flashsci.distributed.collectives import group_named
-from flashsci.distributed.exchange import Block, Blocks, Post, Transfer, around, rounds
+from flashsci.distributed.exchange import Blocks, Post, Transfer, around, rounds
 from flashsci.distributed.layout import Interval, Layout, assemble
 from flashsci.distributed.pieces import Band
 from flashsci.ops import LIBRARY, Tensors, fake_forward, statistics_dtype
@@ -203,8 +203,8 @@ class Triangle(torch.autograd.Function):
         return recording.backward(ctx, torch.ops.flashsci.triangle_backward, _collected, dout, dlse)
 
 
-def _around(post: Post, bias: Tensor, call: Call) -> list[Block]:
-    """The bias of this rank and then of those 1, 2, ... places back."""
+def _travelling(post: Post, bias: Tensor, call: Call) -> Iterator[tuple[Interval, Tensor | None]]:
+    """(queries, the bias of them) of this rank and then of those 1, 2, ... places back."""
 
     def room_for(source: int) -> Blocks:
         shape = list(bias.shape)
@@ -212,12 +212,7 @@ def _around(post: Post, bias: Tensor, call: Call) -> list[Block]:
         return [bias.new_empty(shape)] if shape[-2] else None
 
     own = [bias] if bias.shape[-2] else None
-    return around(post, lambda to: own, room_for)
-
-
-def _travelling(post: Post, bias: Tensor, call: Call) -> Iterator[tuple[Interval, Tensor | None]]:
-    """(queries, the bias of them), all ranks in turn."""
-    blocks = _around(post, bias, call)
+    blocks = around(post, lambda to: own, room_for)
     for block, found in zip(blocks, rounds(post, blocks), strict=True):
         yield call.queries.intervals(block.source)[0], found[0] if found else None
 

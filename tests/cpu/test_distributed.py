@@ -24,6 +24,7 @@ from distributed_calls import (
     forces,
     inside_torchs_context_parallel,
     judge,
+    own_communicator,
     pool,
     repeated,
     second_order_pool,
@@ -212,3 +213,7 @@ def test_examples_in_docstrings(name):
     for example in examples:
         runner.run(example)
     assert runner.summarize(verbose=False) == (0, runner.tries) and runner.tries
+
+
+def test_without_nccl_all_transfers_go_through_the_group(ranks):
+    assert not any(ranks.run(own_communicator, 2))

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from flashsci.distributed.call import from_text
-from flashsci.distributed.cost import STRATEGIES, Machine, Sizes, choose, planned, predict
+from flashsci.distributed.cost import (
+    STRATEGIES,
+    Machine,
+    Sizes,
+    choose,
+    hides_quiet,
+    planned,
+    predict,
+)
 from flashsci.distributed.layout import Layout
 from flashsci.distributed.pieces import Band, Piece, joined, pieces
 
@@ -166,6 +174,14 @@ def test_the_model_hides_what_can_be_hidden():
     assert predict(call, SIZES, "ring", True, slow).seconds > 2 * ring.seconds
     assert ring.memory < predict(call, SIZES, "all_gather", True, fast).memory
     assert choose(call, SIZES, list(STRATEGIES), True, Machine(room=1e6)) != "all_gather"
+
+
+@pytest.mark.parametrize("back", (False, True))
+def test_transfers_take_few_processors_only_where_they_are_hidden(back):
+    """Long parts compute for longer than slow transfers take; short ones, and those of many ranks, do not."""
+    assert hides_quiet(planned(1 << 16, 2, causal=True, layout="head_tail"), SIZES, back)
+    assert not hides_quiet(planned(1 << 12, 2, causal=True, layout="head_tail"), SIZES, back)
+    assert not hides_quiet(planned(1 << 16, 8, causal=True, layout="head_tail"), SIZES, back)
 
 
 def test_calls_survive_as_text():

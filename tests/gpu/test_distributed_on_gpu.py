@@ -11,6 +11,7 @@ from distributed_calls import (
     call_quietly_by_groups,
     draw_split,
     judge,
+    own_communicator,
     pool,
     repeated,
     second_order_pool,
@@ -55,6 +56,11 @@ def test_between_gpus(ranks, part):
     for size, split in drawn(part, (torch.cuda.device_count(),), second=part == 107):
         found = ranks.run(function, size, splits=[split])
         judge(split, [parts[0] for parts in found], fused=True)
+
+
+@several
+def test_hidden_transfers_have_a_communicator_of_their_own(ranks):
+    assert all(ranks.run(own_communicator, torch.cuda.device_count()))
 
 
 @several

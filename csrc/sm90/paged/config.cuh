@@ -19,12 +19,15 @@ inline constexpr int kWarps = 8;       // that compute
 inline constexpr int kChunk = 16;      // keys that a warp multiplies at a time
 inline constexpr int kComputingThreads = kWarps * 32;
 
+// Keys of a block. bytes: of an element of the caches.
+constexpr int block_of(int head_dim, int bytes) { return bytes == 1 ? 128 : 8192 / head_dim; }
+
 template <int kHeadDim_, int kBytes_>  // of an element of the caches
 struct Tiling {
   static constexpr int kHeadDim = kHeadDim_, kBytes = kBytes_;
   static constexpr int kColumns = kHeadDim * kBytes < 128 ? kHeadDim : 128 / kBytes;  // of a box
   static constexpr int kRowBytes = kColumns * kBytes;
-  static constexpr int kBlockK = kBytes == 1 ? 128 : 8192 / kHeadDim;
+  static constexpr int kBlockK = block_of(kHeadDim, kBytes);
   using CacheBox = Box<kBlockK, kColumns, kBytes>;
   static constexpr int kBoxes = kHeadDim / kColumns;
   static constexpr int kStages = kBytes == 2 ? 5 : kHeadDim == 64 ? 8 : kHeadDim == 128 ? 4 : 2;
@@ -34,7 +37,9 @@ struct Tiling {
   // Up to head dim 128, what these threads leave of the registers is enough for a CTA of
   // combine_kernel, which then waits beside this one.
   static constexpr bool kLeavesRoom = kHeadDim <= 128;
-  static constexpr int kRegisters = kLeavesRoom ? 128 : 168;  // of a thread when it begins
+  // Of a thread when it begins: the most that so many threads share, which its launch bounds say.
+  static constexpr int kRegisters = kLeavesRoom ? 128 : 168;
+  static constexpr int kBound = 65536 / kRegisters / 128 * 128;
   static constexpr int kComputingRegisters = kLeavesRoom ? 160 : 224, kLoadingRegisters = 56;
   static_assert(kComputingThreads * kComputingRegisters + 128 * kLoadingRegisters <=
                     kThreads * kRegisters,

@@ -47,8 +47,7 @@ __device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int w
 }
 
 template <class Op, class Format, class C>
-__global__ void __launch_bounds__(65536 / C::kRegisters / 128 * 128, 1)
-    paged_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(C::kBound, 1) paged_kernel(const __grid_constant__ Args a) {
   extern __shared__ unsigned char shared_memory[];
   auto& shared =
       *reinterpret_cast<Storage<C>*>(shared_memory + (-ptx::shared_address(shared_memory) & 1023u));

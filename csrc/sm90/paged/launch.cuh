@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
-#include <type_traits>
 
 #include "../../core/launch.cuh"
 #include "../launch_beside.cuh"
@@ -41,31 +40,22 @@ struct Parts {
   int64_t all() const { return slots + first + out + lse; }
 };
 
-// Keys of a block, at least; bytes: of an element of the caches.
-inline int block_of(const FlashsciPagedParams& p, int bytes) {
-  const auto block = [&](auto dim) {
-    return bytes == 1 ? Tiling<dim, 1>::kBlockK : Tiling<dim, 2>::kBlockK;
-  };
-  const int dim = padded_dim(p);
-  return dim == 64    ? block(std::integral_constant<int, 64>())
-         : dim == 128 ? block(std::integral_constant<int, 128>())
-                      : block(std::integral_constant<int, 256>());
-}
-
 // Whether the kernels count that far. No product here overflows, whatever the sizes are.
-inline bool takes_sizes(const FlashsciPagedParams& p, int64_t block) {
+// bytes: of an element of the caches.
+inline bool takes_sizes(const FlashsciPagedParams& p, int bytes) {
   const int64_t keys = int64_t{p.columns} * p.page;
   if (p.head_dim > 256 || p.head_dim_v > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 ||
       p.page % kSmallPage != 0 || keys > FLASHSCI_MAX_SEQ ||
       int64_t{p.tokens} * p.heads_q > FLASHSCI_MAX_SEQ)
     return false;
   // Units of all slots and heads at the longest lengths: the device's sums of them are of 32 bits.
+  const int64_t block = block_of(padded_dim(p), bytes);
   const int64_t units = p.heads_k * ((keys + block - 1) / block + 1);
   return slots_of(p) <= INT32_MAX / 2 / units;
 }
 
 inline int64_t workspace_of(const FlashsciPagedParams& p, int bytes) {
-  return takes_sizes(p, block_of(p, bytes)) ? Parts(p).all() : 0;
+  return takes_sizes(p, bytes) ? Parts(p).all() : 0;
 }
 
 // Whether q and out lie as the kernels take them.
@@ -138,8 +128,7 @@ cudaError_t launch_padded(const FlashsciPaged8Params& p, cudaStream_t stream) {
 
 template <class Op, class Format>
 cudaError_t launch_format(const FlashsciPaged8Params& p, cudaStream_t stream) {
-  if (!takes_sizes(p.call, block_of(p.call, Format::kBytes)) || !takes_rows(p.call))
-    return cudaErrorNotSupported;
+  if (!takes_sizes(p.call, Format::kBytes) || !takes_rows(p.call)) return cudaErrorNotSupported;
   switch (padded_dim(p.call)) {
     case 64:
       return launch_padded<Op, Format, 64>(p, stream);
