@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import torch
 
 WORLD = 4
 TIMEOUT = 60  # seconds of a collective
+GRACE = 10  # beyond it, after which a process shows where it is
 PATIENCE = 240  # of a whole case
 
 
@@ -44,11 +46,15 @@ def _rank(rank: int, world: int, device: str, file: str, pipe: Any, timeout: flo
     pipe.send("ready")
     while True:
         function, size, arguments = _loads(pipe.recv_bytes())
+        # Who hangs says where: what ends a collective leaves no traceback.
+        faulthandler.dump_traceback_later(timeout + GRACE)
         try:
             pipe.send_bytes(_dumps((function(meshes[size], **arguments), None)))
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             pipe.send_bytes(_dumps((None, (told, traceback.format_exc()))))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _dumps(x: Any) -> bytes:

@@ -17,21 +17,20 @@ import torch
 
 from flashsci.check import judging, machine_code
 from flashsci.check.tally import Tally
-from flashsci.testing import Case, FP8Case, FP8Variant, PagedCase, PagedVariant, Variant
+from flashsci.testing import Case, FP8Case, PagedCase
 from flashsci.testing.coverage import Coverage
 
 _seen: set[str] = set()  # hashes of the Triton kernels whose machine code was looked at
 AnyCase = Case | PagedCase | FP8Case
-AnyVariant = Variant | PagedVariant | FP8Variant
 
 
 def tasks_of(
     cases: Iterable[AnyCase], backends: Sequence[str], device: str, order: int
 ) -> list[Any]:
-    """Cases grouped by variant: a worker compiles what it runs."""
-    groups: dict[AnyVariant, list[AnyCase]] = defaultdict(list)
+    """Cases grouped by the kernels that they need: a worker compiles what it runs."""
+    groups: dict[Any, list[AnyCase]] = defaultdict(list)
     for case in cases:
-        groups[case.variant].append(case)
+        groups[case.compiled if isinstance(case, PagedCase) else case.variant].append(case)
     # Where nothing is compiled, nothing keeps a variant together.
     size = 1 << 30 if "triton" in backends else 8
     return [

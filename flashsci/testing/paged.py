@@ -72,6 +72,11 @@ class PagedCase:
         return self.heads_k * self.group
 
     @property
+    def compiled(self) -> tuple[PagedVariant, bool, bool]:
+        """What kernels are compiled for, beside lengths: cases that share it share most of them."""
+        return self.variant, self.layout == "unaligned", self.scales != "none"
+
+    @property
     def scores(self) -> int:
         return self.heads_q * sum(q * k for q, k in zip(self.lens_q, self.lens_k, strict=True))
 
