@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ GRACE = 10  # beyond it, after which a process shows where it is
 PATIENCE = 240  # of a whole case
 
 
-def _rank(rank: int, world: int, device: str, file: str, pipe: Any, timeout: float) -> None:
+def _rank(rank: int, world: int, device: str, folder: str, pipe: Any, timeout: float) -> None:
     """A process: (function, size of the mesh, arguments) comes, (what went well, what went wrong) goes."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,7 +32,7 @@ def _rank(rank: int, world: int, device: str, file: str, pipe: Any, timeout: flo
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-        init_method=f"file://{file}",
+        init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
         timeout=patience,
@@ -43,11 +44,12 @@ def _rank(rank: int, world: int, device: str, file: str, pipe: Any, timeout: flo
             meshes[size] = DeviceMesh.from_group(group, device)
     if world == 4:
         meshes["2x2"] = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "cp"))
+    trace = open(f"{folder}/trace{rank}", "w")  # noqa: SIM115: for as long as the process lives
     pipe.send("ready")
     while True:
         function, size, arguments = _loads(pipe.recv_bytes())
         # Who hangs says where: what ends a collective leaves no traceback.
-        faulthandler.dump_traceback_later(timeout + GRACE)
+        faulthandler.dump_traceback_later(timeout + GRACE, file=trace)
         try:
             pipe.send_bytes(_dumps((function(meshes[size], **arguments), None)))
         except Exception as error:
@@ -70,14 +72,21 @@ def _loads(x: bytes) -> Any:
 class Ranks:
     """The processes, from the side of the test."""
 
-    def __init__(self, timeout: float = TIMEOUT, world: int = WORLD, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        timeout: float = TIMEOUT,
+        world: int = WORLD,
+        device: str = "cpu",
+        patience: float = PATIENCE,
+    ) -> None:
+        self.patience = patience
         context = multiprocessing.get_context("spawn")
-        folder = tempfile.mkdtemp()
+        self.folder = tempfile.mkdtemp()
         hidden = os.environ.pop("TRITON_INTERPRET", None)
         self.pipes, self.processes = [], []
         for rank in range(world):
             here, there = context.Pipe()
-            arguments = (rank, world, device, f"{folder}/store", there, timeout)
+            arguments = (rank, world, device, self.folder, there, timeout)
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             there.close()  # the process has its own: the death of that one is the end of the pipe
@@ -86,7 +95,7 @@ class Ranks:
         if hidden is not None:
             os.environ["TRITON_INTERPRET"] = hidden
         for pipe in self.pipes:
-            assert pipe.poll(PATIENCE), "a process did not start"
+            assert pipe.poll(patience), "a process did not start"
             assert pipe.recv() == "ready"
 
     def outcomes(
@@ -99,7 +108,7 @@ class Ranks:
             pipe.send_bytes(job)
         found = []
         for rank, pipe in enumerate(pipes):
-            assert pipe.poll(PATIENCE), f"rank {rank} does not answer"
+            assert pipe.poll(self.patience), f"rank {rank} does not answer:\n{self.traces()}"
             try:
                 found.append(_loads(pipe.recv_bytes()))
             except EOFError:
@@ -112,6 +121,11 @@ class Ranks:
         wrong = [f"rank {r}:\n{error[1]}" for r, (_, error) in enumerate(found) if error]
         assert not wrong, "\n".join(wrong)
         return [result for result, _ in found]
+
+    def traces(self) -> str:
+        """Where processes were that took longer than a collective may."""
+        files = sorted(Path(self.folder).glob("trace*"))
+        return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files)
 
     def stop(self) -> None:
         for process in self.processes:
