@@ -29,7 +29,7 @@ several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GP
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks(timeout=30, world=torch.cuda.device_count(), device="cuda", patience=100)
+    started = Ranks(timeout=30, world=torch.cuda.device_count(), device="cuda", patience=60)
     yield started
     started.stop()
 

@@ -20,75 +20,72 @@ __device__ __forceinline__ int sequence_of(const FlashsciPagedParams& p, int tok
   return low >= 1 && low <= p.sequences ? low - 1 : -1;
 }
 
-// Where the pieces of a row are.
-struct Pieces {
-  bool any;         // else zeros are to be written
-  int first, last;  // CTAs
-  int row;          // of a tile
-};
-
-inline constexpr int kPlannedByWarp = 96;  // slots
-
-// By a whole warp. What it takes from a short plan it sums up itself, while the kernel before runs; afterwards that one has ended.
+// Whether the kernel before has slots with all rows of a token: else they are of no sequence, or
+// offsets do not grow. By a whole warp.
 template <class C>
-__device__ __forceinline__ Pieces find_pieces(const Args& a, int token, int head) {
+__device__ __forceinline__ bool has_slots(const Args& a, int token) {
   const FlashsciPagedParams& p = a.p;
   const int n = sequence_of(p, token);
+  if (n < 0) return false;
   const int first_q = segment_begin(p.cu_seqlens_q, n + 1, p.sequences, p.tokens);
-  const int pair = n < 0 ? 0 : (token - first_q) * a.group + head % a.group;
-  const int index = n < 0 ? 0 : first_q * a.group / kRows + n + 1 + pair / kRows;
-  Slot slot = {-1};
-  int before = 0, all = 0;
-  if (a.plan.count <= kPlannedByWarp) {
-    if (index < a.plan.count) slot = find_slot<C::kBlockK>(p, a.group, index);
-    for (int i = threadIdx.x % 32; i < a.plan.count; i += 32) {
-      const int units = units_of(find_slot<C::kBlockK>(p, a.group, i));
-      before += i < index ? units : 0;
-      all += units;
-    }
+  const int first_slot = first_q * a.group / kRows + n + 1;
+  const int last = ((token - first_q + 1) * a.group - 1) / kRows;
+  bool found = true;
+  for (int tile = (token - first_q) * a.group / kRows + static_cast<int>(threadIdx.x) % 32;
+       tile <= last; tile += 32) {
+    Slot slot = {-1};
+    if (first_slot + tile < a.plan.count)
+      slot = find_slot<C::kBlockK>(p, a.group, first_slot + tile);
+    found &= slot.sequence == n && slot.first_row == tile * kRows;
+  }
+  return __all_sync(0xffffffffu, found);
+}
+
+// A part of a row of out, which has 64 columns for each pair of a lane's.
+template <class Op, class C>
+__device__ __forceinline__ void write_row(const FlashsciPagedParams& p, int token, int head,
+                                          const float2 (&x)[C::kHeadDim / 64], float factor,
+                                          float lse) {
+  const int lane = threadIdx.x % 32;
+  auto* out = static_cast<uint16_t*>(p.out) + token * p.out_row + head * p.out_head;
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      before += __shfl_xor_sync(0xffffffffu, before, step);
-      all += __shfl_xor_sync(0xffffffffu, all, step);
+  for (int i = 0; i < C::kHeadDim / 64; ++i)
+    if (i * 64 + lane * 2 < p.head_dim_v)
+      *reinterpret_cast<uint32_t*>(out + i * 64 + lane * 2) =
+          Op::pack2(x[i].x * factor, x[i].y * factor);
+  if (lane == 0 && p.lse != nullptr) p.lse[int64_t{head} * p.tokens + token] = lse * kLn2;
+}
+
+inline constexpr int kCombiningWarps = 4;  // of a CTA
+
+// CTA c of the kernel before may have left the beginning of a tile: CTA c of this one puts its first
+// 16 rows together, the c-th after so many CTAs the next 16. While it waits for the pieces it writes
+// the rows of no sequence.
+template <class Op, class C>
+__global__ void __launch_bounds__(kCombiningWarps * 32, 8)
+    combine_kernel(const __grid_constant__ Args a) {
+  const FlashsciPagedParams& p = a.p;
+  const int first = static_cast<int>(blockIdx.x) % a.plan.ctas;
+  const int tier = static_cast<int>(blockIdx.x) / a.plan.ctas;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  constexpr int kPairs = C::kHeadDim / 64;  // of columns, of a lane
+  if (tier == 0) {
+#pragma unroll 1
+    for (int token = first * kCombiningWarps + warp; token < p.tokens;
+         token += a.plan.ctas * kCombiningWarps) {
+      if (has_slots<C>(a, token)) continue;
+      for (int head = 0; head < p.heads_q; ++head)
+        write_row<Op, C>(p, token, head, {}, 0.f, -INFINITY);
     }
   }
   ptx::wait_for_prerequisites();
-  if (a.plan.count > kPlannedByWarp) {
-    if (index < a.plan.count) slot = a.plan.slots[index], before = a.plan.first[index];
-    all = a.plan.first[a.plan.count];
-  }
-  if (n < 0 || slot.sequence != n || slot.first_row != pair / kRows * kRows)
-    return {false, 0, 0, 0};
-  const Runs runs(all, p.heads_k, a.plan.ctas);
-  const int begin = before + 1 + head / a.group * all;
-  return {true, runs.cta_of(begin), runs.cta_of(begin + slot.blocks - 1), pair % kRows};
-}
-
-// One warp for each (token, head).
-template <class Op, class C>
-__global__ void __launch_bounds__(128, 8) combine_kernel(const __grid_constant__ Args a) {
-  const FlashsciPagedParams& p = a.p;
-  const int64_t number = int64_t{blockIdx.x} * 4 + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const int token = static_cast<int>(number / p.heads_q);
-  const int head = static_cast<int>(number - int64_t{token} * p.heads_q);
-  if (token >= p.tokens) return;
-  constexpr int kPairs = C::kHeadDim / 64;  // of columns, of a lane
-  float2 sum[kPairs] = {};
-  float lse = -INFINITY, factor = 0.f;
-  const Pieces pieces = find_pieces<C>(a, token, head);
-  if (pieces.any) {
-    const int first = pieces.first, last = pieces.last;
-    if (first == last) return;  // whole: written
-    const auto place_of = [&](int cta) { return piece_of(cta, cta == first) * kRows + pieces.row; };
-    const auto part_of = [&](int cta, int pair) {
-      return *reinterpret_cast<const float2*>(a.plan.partial_out + place_of(cta) * C::kHeadDim +
-                                              pair * 64 + lane * 2);
-    };
-    // Each lane has the lse of one of 32 pieces, and pieces come some at a time: a loop would wait
-    // for memory at each.
-    const auto lse_of = [&](int cta) {
-      return cta <= last ? a.plan.partial_lse[place_of(cta)] : -INFINITY;
+  // Pieces are on their way together with what says how many there are, and some at a time: a loop
+  // would wait for memory at each.
+  const Cut cut = a.plan.cuts[first];
+#pragma unroll 1
+  for (int r = tier * kWarpRows + warp; r < (tier + 1) * kWarpRows; r += kCombiningWarps) {
+    const auto place_of = [&](int cta) {
+      return piece_of(min(cta, a.plan.ctas - 1), cta == first) * kRows + r;
     };
     constexpr int kTogether = 16 / kPairs;
     float2 parts[kTogether][kPairs];
@@ -97,23 +94,32 @@ __global__ void __launch_bounds__(128, 8) combine_kernel(const __grid_constant__
       for (int i = 0; i < kTogether; ++i)
 #pragma unroll
         for (int pair = 0; pair < kPairs; ++pair)
-          parts[i][pair] =
-              first + base + i <= last ? part_of(first + base + i, pair) : make_float2(0.f, 0.f);
+          parts[i][pair] = *reinterpret_cast<const float2*>(
+              a.plan.partial_out + place_of(first + base + i) * C::kHeadDim + pair * 64 + lane * 2);
     };
     load(0);
-    const float own = lse_of(first + lane);
+    // Each lane has the lse of one of 32 pieces.
+    float own = a.plan.partial_lse[place_of(first + lane)];
+    if (cut.last < 0 || r >= cut.rows) return;
+    const auto lse_of = [&](int cta) {
+      return cta <= cut.last ? a.plan.partial_lse[place_of(cta)] : -INFINITY;
+    };
+    if (first + lane > cut.last) own = -INFINITY;
     float maximum = own;
-    for (int cta = first + 32 + lane; cta <= last; cta += 32) maximum = fmaxf(maximum, lse_of(cta));
+    for (int cta = first + 32 + lane; cta <= cut.last; cta += 32)
+      maximum = fmaxf(maximum, lse_of(cta));
 #pragma unroll
     for (int step = 16; step > 0; step /= 2)
       maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, step));
     const float reference = maximum == -INFINITY ? 0.f : maximum;
+    float2 sum[kPairs] = {};
     float weights = 0.f, share = ptx::ex2_approx(own - reference);
 #pragma unroll 1
     for (int base = 0;;) {
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         const float weight = __shfl_sync(0xffffffffu, share, (base + i) % 32);
+        if (first + base + i > cut.last) break;  // of no CTA, or of another tile
         weights += weight;
 #pragma unroll
         for (int pair = 0; pair < kPairs; ++pair) {
@@ -122,24 +128,20 @@ __global__ void __launch_bounds__(128, 8) combine_kernel(const __grid_constant__
         }
       }
       base += kTogether;
-      if (first + base > last) break;
+      if (first + base > cut.last) break;
       load(base);
       if (base % 32 == 0) share = ptx::ex2_approx(lse_of(first + base + lane) - reference);
     }
-    factor = weights == 0.f ? 0.f : 1.f / weights;
-    lse = weights == 0.f ? -INFINITY : reference + ptx::lg2_approx(weights);
+    float factor = weights == 0.f ? 0.f : 1.f / weights;
+    float lse = weights == 0.f ? -INFINITY : reference + ptx::lg2_approx(weights);
+    const int pair = cut.first_row + r;
+    const int head = cut.head * a.group + pair % a.group;
     if (p.sink != nullptr) {
       const float2 both = with_logit(lse, __ldg(p.sink + head) * kLog2e);
       lse = both.x, factor *= both.y;
     }
+    write_row<Op, C>(p, cut.first_q + pair / a.group, head, sum, factor, lse);
   }
-  auto* out = static_cast<uint16_t*>(p.out) + token * p.out_row + head * p.out_head;
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i)
-    if (i * 64 + lane * 2 < p.head_dim_v)
-      *reinterpret_cast<uint32_t*>(out + i * 64 + lane * 2) =
-          Op::pack2(sum[i].x * factor, sum[i].y * factor);
-  if (lane == 0 && p.lse != nullptr) p.lse[int64_t{head} * p.tokens + token] = lse * kLn2;
 }
 
 }  // namespace flashsci::sm90::paged

@@ -40,7 +40,8 @@ struct Tiling {
   // Of a thread when it begins: the most that so many threads share, which its launch bounds say.
   static constexpr int kRegisters = kLeavesRoom ? 128 : 168;
   static constexpr int kBound = 65536 / kRegisters / 128 * 128;
-  static constexpr int kComputingRegisters = kLeavesRoom ? 160 : 224, kLoadingRegisters = 56;
+  static constexpr int kComputingRegisters = kLeavesRoom ? 160 : 216;
+  static constexpr int kLoadingRegisters = kLeavesRoom ? 64 : 72;
   static_assert(kComputingThreads * kComputingRegisters + 128 * kLoadingRegisters <=
                     kThreads * kRegisters,
                 "a warp that asks for more waits for ever");
@@ -48,6 +49,9 @@ struct Tiling {
   static constexpr int kKVBytes = kBlockK * kHeadDim * kBytes;
   static constexpr int kCopies = kBlockK / kSmallPage * kBoxes;  // of a block, at most
   static constexpr int kAhead = kBytes == 1 ? 3 : 8;  // blocks whose pages are looked up before
+  // Rows of a tile that one warp puts together: as many as there is room for with all their columns
+  // where 16 rows have those of a box.
+  static constexpr int kFewRows = kWarpRows / kBoxes < 8 ? kWarpRows / kBoxes : 8;
   static_assert(kCopies <= 32, "a lane of the loading warps for each copy");
   static_assert(kKVBytes == kBoxes * CacheBox::kBytes, "a barrier expects what is loaded");
 };
@@ -80,13 +84,15 @@ struct Storage {
   unsigned char q[C::kQStages][C::kQBytes];  // queries.cuh: query_place
   unsigned char k[C::kStages][C::kKVBytes];  // [stage][kColumns][kBlockK rows]
   unsigned char v[C::kStages][C::kKVBytes];
-  float sums[kWarps][kWarpRows][C::kColumns];  // P V of each warp's keys, some columns at a time
-  float2 statistics[kWarps][kWarpRows];        // of their softmax: offset, sum
+  // P V of each warp's keys: of few rows all columns, of more those of a box at a time.
+  float sums[kWarps][kWarpRows][C::kColumns];
+  float2 statistics[kWarps][kWarpRows];                    // of their softmax: offset, sum
   float q_units[C::kQStages][C::kBytes == 1 ? kRows : 1];  // what Q is a multiple of
   float k_scale[C::kQStages], v_scale[C::kQStages];
   uint64_t k_full[C::kStages], k_empty[C::kStages];
   uint64_t v_full[C::kStages], v_empty[C::kStages];
   uint64_t q_full[C::kQStages], q_empty[C::kQStages];
+  uint64_t sums_full, sums_empty;  // of few rows
   Tile tiles[C::kQStages];
   int32_t pages[2][C::kAhead][C::kCopies];  // of the blocks to come: for K, for V
 };
@@ -100,10 +106,17 @@ struct Scale {
   }
 };
 
+// A tile of which a CTA has the beginning, but not the end.
+struct alignas(16) Cut {
+  int last;  // CTA that has the end; -1: there is no such tile
+  int head, first_q, first_row, rows;
+};
+
 // In the workspace, but for the numbers. plan_kernel writes slots and first.
 struct Plan {
   Slot* slots;
   int* first;          // [count + 1]: units of the slots before, in one head
+  Cut* cuts;           // [CTA]
   float* partial_out;  // [CTA][2][kRows][kHeadDim], normalised: of the first and the last piece
   float* partial_lse;  // [CTA][2][kRows], log2
   int count;           // slots

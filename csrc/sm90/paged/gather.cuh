@@ -1,4 +1,5 @@
-// The end of a tile: what warps have of other keys is added up, and written.
+// The end of a tile: what warps have of other keys is added up, and written. Where rows are few a warp
+// of its own does that, while the others are at the next tile.
 #pragma once
 #include <cstdint>
 
@@ -19,64 +20,24 @@ __device__ __forceinline__ float2 with_logit(float lse, float logit) {
   return make_float2(top + ptx::lg2_approx(sum), own / sum);
 }
 
-// Where 4 columns of a row of the sums are: lanes that store, or load, together meet no bank twice.
-template <class C>
-__device__ __forceinline__ float4* sums_place(Storage<C>& shared, int warp, int row, int four) {
-  return reinterpret_cast<float4*>(shared.sums[warp][row]) +
-         (four ^ (four / 8 | row % 2 * (C::kColumns / 32)));
-}
-
-// A warp's sums of one box's columns.
-template <class Op, class Format, class C>
-__device__ __forceinline__ void leave_sums(const Part<Op, Format, C>& part, int box) {
-  constexpr int kEighth = C::kColumns / 8;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = part.g + half * 8;
-    if (part.tier * kWarpRows + row >= part.rows.rows) continue;
-#pragma unroll
-    for (int i = 0; i < 2 * kEighth; i += 4) {
-      const auto sum = [&](int j) {
-        return part.o[box * kEighth + (i + j) % kEighth][half * 2 + i / kEighth];
-      };
-      *sums_place(part.shared, part.warp, row, (part.t * 2 * kEighth + i) / 4) =
-          make_float4(sum(0), sum(1), sum(2), sum(3));
-    }
-  }
-}
-
-// Rows of a whole tile to out and lse, of another to the workspace.
+// Rows of a whole tile go to out and lse, of another to the workspace.
 template <class Op, class C>
-__device__ __forceinline__ void write_rows(Storage<C>& shared, const Args& a, const Rows& rows,
-                                           float v_scale, int box, bool whole, int64_t piece) {
-  constexpr int kFours = C::kColumns / 4;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < rows.rows * kFours; i += kComputingThreads) {
-    const int r = i / kFours, four = i % kFours, row = r % kWarpRows;
-    const int column = box * C::kColumns + four * 4;
-    // Others' are read, too, and do not count: no load waits for a branch.
-    const auto has_row = [&](int warp) { return (warp & (rows.tiers - 1)) == r / kWarpRows; };
-    float2 statistics[kWarps];
-    float4 parts[kWarps];
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
-      statistics[warp] = shared.statistics[warp][row];
-      parts[warp] = *sums_place(shared, warp, row, four);
-    }
-    float offset = kUninitializedMax, sum = 0.f;
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp)
-      if (has_row(warp)) offset = fmaxf(offset, statistics[warp].x);
-    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
-      if (!has_row(warp)) continue;
-      const float weight = ptx::ex2_approx(statistics[warp].x - offset);
-      const float4 part = parts[warp];
-      sum = fmaf(weight, statistics[warp].y, sum);
-      x.x = fmaf(weight, part.x, x.x), x.y = fmaf(weight, part.y, x.y);
-      x.z = fmaf(weight, part.z, x.z), x.w = fmaf(weight, part.w, x.w);
-    }
+struct Writer {
+  const Args& a;
+  const Rows& rows;
+  const float v_scale;
+  const bool whole;
+  const int64_t piece;
+  __device__ __forceinline__ Writer(const Args& a_, const Rows& rows_, float v_scale_)
+      : a(a_),
+        rows(rows_),
+        v_scale(v_scale_),
+        whole(rows.tile.block == 0 && rows.tile.last == rows.tile.slot.blocks),
+        piece(piece_of(blockIdx.x, rows.tile.block == 0)) {}
+
+  // Four columns of row r. offset, sum: of its softmax; x: of P V, not normalised.
+  __device__ __forceinline__ void write(int r, int column, float4 x, float offset,
+                                        float sum) const {
     float factor = sum == 0.f ? 0.f : ptx::rcp_approx(sum) * v_scale;
     float lse = sum == 0.f ? -INFINITY : offset + ptx::lg2_approx(sum);
     if (whole) {
@@ -98,26 +59,168 @@ __device__ __forceinline__ void write_rows(Storage<C>& shared, const Args& a, co
       if (column == 0) a.plan.partial_lse[place] = lse;
     }
   }
+};
+
+// Where 4 columns of a row of the sums are: lanes that store, or load, together meet no bank twice.
+// Of a box; of all columns, where rows are few.
+template <class C>
+__device__ __forceinline__ float4* box_place(Storage<C>& shared, int warp, int row, int four) {
+  return reinterpret_cast<float4*>(shared.sums[warp][row]) +
+         (four ^ (four / 8 | row % 2 * (C::kColumns / 32)));
+}
+template <class C>
+__device__ __forceinline__ float4* row_place(Storage<C>& shared, int warp, int row, int four) {
+  return reinterpret_cast<float4*>(shared.sums[warp]) + row * (C::kHeadDim / 4) + (four ^ row);
+}
+
+// A warp's sums of one box's columns, of its first 8 rows or all. place: of a row and 4 columns.
+template <int kHalves, class Op, class Format, class C, class Place>
+__device__ __forceinline__ void leave_sums(const Part<Op, Format, C>& part, int box,
+                                           const Place& place) {
+  constexpr int kEighth = C::kColumns / 8;
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    const int row = part.g + half * 8;
+    if (part.tier * kWarpRows + row >= part.rows.rows) continue;
+#pragma unroll
+    for (int i = 0; i < 2 * kEighth; i += 4) {
+      const auto sum = [&](int j) {
+        return part.o[box * kEighth + (i + j) % kEighth][half * 2 + i / kEighth];
+      };
+      *place(row, (part.t * 2 * kEighth + i) / 4) = make_float4(sum(0), sum(1), sum(2), sum(3));
+    }
+  }
 }
 
 template <class Op, class Format, class C>
-__device__ __forceinline__ void gather(const Part<Op, Format, C>& part, float v_scale, bool whole,
-                                       int64_t piece) {
+__device__ __forceinline__ void leave_statistics(const Part<Op, Format, C>& part) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float sum = quad_sum(part.statistics.sum[half]);
+    if (part.t == 0)
+      part.shared.statistics[part.warp][part.g + half * 8] =
+          make_float2(part.statistics.row_max_log2[half], sum);
+  }
+}
+
+// Few rows, for the warp that merges.
+template <class Op, class Format, class C>
+__device__ __forceinline__ void leave_all(const Part<Op, Format, C>& part) {
+#pragma unroll
+  for (int box = 0; box < C::kBoxes; ++box)
+    leave_sums<1>(part, box, [&](int row, int four) {
+      return row_place(part.shared, part.warp, row, box * (C::kColumns / 4) + four);
+    });
+  leave_statistics(part);
+  part.release(part.shared.sums_full);
+}
+
+// By one warp: the rows of a tile of few.
+template <class Op, class C>
+__device__ __forceinline__ void merge_rows(Storage<C>& shared, const Writer<Op, C>& writer) {
+  constexpr int kFours = C::kHeadDim / 4;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int r = 0; r < writer.rows.rows; ++r) {
+    const float2 own = shared.statistics[lane % kWarps][r];
+    float offset = own.x;
+#pragma unroll
+    for (int step = kWarps / 2; step > 0; step /= 2)
+      offset = fmaxf(offset, __shfl_xor_sync(0xffffffffu, offset, step));
+    const float weight = ptx::ex2_approx(own.x - offset);
+    float sum = weight * own.y;
+#pragma unroll
+    for (int step = kWarps / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+#pragma unroll 1
+    for (int four = lane; four < kFours + lane; four += 32) {
+      float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int warp = 0; warp < kWarps; ++warp) {
+        const float other = __shfl_sync(0xffffffffu, weight, warp);
+        const float4 part = *row_place(shared, warp, r, four % kFours);
+        x.x = fmaf(other, part.x, x.x), x.y = fmaf(other, part.y, x.y);
+        x.z = fmaf(other, part.z, x.z), x.w = fmaf(other, part.w, x.w);
+      }
+      if (four < kFours) writer.write(r, four * 4, x, offset, sum);
+    }
+  }
+}
+
+// The warp that merges: tile after tile, and which of them another CTA has the end of.
+template <class Op, class C>
+__device__ __forceinline__ void merge(Storage<C>& shared, const Args& a, const Runs& runs) {
+  uint32_t handed = 0;
+  Cut cut = {-1};
+  bool more = true;
+#pragma unroll 1
+  for (uint32_t tiles = 0; more; ++tiles) {
+    const uint32_t stage = tiles % C::kQStages;
+    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[stage]), tiles / C::kQStages & 1);
+    const Rows rows(a, shared.tiles[stage]);
+    const Writer<Op, C> writer(a, rows, shared.v_scale[stage]);
+    __syncwarp();
+    const Tile& tile = rows.tile;
+    more = tile.more;
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.q_empty[stage]));
+    if (!writer.whole && tile.block == 0)
+      cut = {runs.cta_of(tile.begin + tile.slot.blocks - 1), tile.head, tile.slot.first_q,
+             tile.slot.first_row, rows.rows};
+    if (rows.rows > C::kFewRows) continue;
+    ptx::mbarrier_wait(ptx::shared_address(&shared.sums_full), handed++ & 1);
+    merge_rows(shared, writer);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.sums_empty));
+  }
+  if (threadIdx.x % 32 == 0) a.plan.cuts[blockIdx.x] = cut;
+}
+
+// More rows, of some columns, by the computing warps themselves.
+template <class Op, class C>
+__device__ __forceinline__ void write_box(Storage<C>& shared, const Writer<Op, C>& writer,
+                                          int box) {
+  constexpr int kFours = C::kColumns / 4;
+  const Rows& rows = writer.rows;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows.rows * kFours; i += kComputingThreads) {
+    const int r = i / kFours, four = i % kFours, row = r % kWarpRows;
+    // Others' are read, too, and do not count: no load waits for a branch.
+    const auto has_row = [&](int warp) { return (warp & (rows.tiers - 1)) == r / kWarpRows; };
+    float2 statistics[kWarps];
+    float4 parts[kWarps];
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      statistics[warp] = shared.statistics[warp][row];
+      parts[warp] = *box_place(shared, warp, row, four);
+    }
+    float offset = kUninitializedMax, sum = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp)
+      if (has_row(warp)) offset = fmaxf(offset, statistics[warp].x);
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      if (!has_row(warp)) continue;
+      const float weight = ptx::ex2_approx(statistics[warp].x - offset);
+      const float4 part = parts[warp];
+      sum = fmaf(weight, statistics[warp].y, sum);
+      x.x = fmaf(weight, part.x, x.x), x.y = fmaf(weight, part.y, x.y);
+      x.z = fmaf(weight, part.z, x.z), x.w = fmaf(weight, part.w, x.w);
+    }
+    writer.write(r, box * C::kColumns + four * 4, x, offset, sum);
+  }
+}
+
+template <class Op, class Format, class C>
+__device__ __forceinline__ void gather(const Part<Op, Format, C>& part, float v_scale) {
+  const Writer<Op, C> writer(part.args, part.rows, v_scale);
+  leave_statistics(part);
 #pragma unroll
   for (int box = 0; box < C::kBoxes; ++box) {
-    ptx::barrier_sync(kComputing, kComputingThreads);  // what was there has been read
-    leave_sums(part, box);
-    if (box == 0) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float sum = quad_sum(part.statistics.sum[half]);
-        if (part.t == 0)
-          part.shared.statistics[part.warp][part.g + half * 8] =
-              make_float2(part.statistics.row_max_log2[half], sum);
-      }
-    }
+    leave_sums<2>(part, box,
+                  [&](int row, int four) { return box_place(part.shared, part.warp, row, four); });
     ptx::barrier_sync(kComputing, kComputingThreads);
-    write_rows<Op>(part.shared, part.args, part.rows, v_scale, box, whole, piece);
+    write_box(part.shared, writer, box);
+    ptx::barrier_sync(kComputing, kComputingThreads);  // what was there has been read
   }
 }
 

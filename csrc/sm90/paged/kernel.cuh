@@ -11,7 +11,7 @@
 //           combine_kernel puts together what was cut.
 // Roles     Warps 0 - 7 compute, each with mma.sync on 16 rows and its own keys: with 16 rows at
 //           most an eighth of them, with 64 a half. Warp 8 loads K, warp 9 V, warp 10 finds what
-//           tile is next and loads its Q.
+//           tile is next and loads its Q, warp 11 puts tiles of few rows together.
 // Shared    Two tiles of Q (one at head dim 256), a ring of K and V [stage][kColumns][kBlockK rows] in
 //           swizzled boxes, and the warps' sums at the end of a tile: `Storage`.
 // Pages     A lane of a loading warp looks up the page of the rows that it copies, some blocks ahead.
@@ -29,8 +29,8 @@
 namespace flashsci::sm90::paged {
 
 template <class Op, class Format, class C>
-__device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int warp, int begin) {
-  uint32_t turn = 0, tiles = 0;
+__device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int warp) {
+  uint32_t turn = 0, tiles = 0, handed = 0;
   for (bool more = true; more; ++tiles) {
     const uint32_t stage = tiles % C::kQStages;
     ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[stage]), tiles / C::kQStages & 1);
@@ -39,11 +39,21 @@ __device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int w
     Part<Op, Format, C> part(shared, a, rows, stage, warp);
     part.run(turn);
     part.release(shared.q_empty[stage]);  // and of what is there beside Q, which was copied
-    const Tile& tile = rows.tile;
-    gather(part, v_scale, tile.block == 0 && tile.last == tile.slot.blocks,
-           piece_of(blockIdx.x, tile.begin >= begin));
-    more = tile.more;
+    // What was left before has been read.
+    ptx::mbarrier_wait(ptx::shared_address(&shared.sums_empty), (handed & 1) ^ 1);
+    if (rows.rows <= C::kFewRows) {
+      leave_all(part);
+      ++handed;
+    } else {
+      gather(part, v_scale);
+    }
+    more = rows.tile.more;
   }
+}
+
+// Of a CTA that has no block.
+__device__ __forceinline__ void leave_no_cut(const Plan& plan) {
+  if (threadIdx.x == 0) plan.cuts[blockIdx.x].last = -1;
 }
 
 template <class Op, class Format, class C>
@@ -63,8 +73,10 @@ __global__ void __launch_bounds__(C::kBound, 1) paged_kernel(const __grid_consta
     }
     for (int stage = 0; stage < C::kQStages; ++stage) {
       ptx::mbarrier_init(ptx::shared_address(&shared.q_full[stage]), 32);
-      ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[stage]), kWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[stage]), kWarps + 1);
     }
+    ptx::mbarrier_init(ptx::shared_address(&shared.sums_full), kWarps);
+    ptx::mbarrier_init(ptx::shared_address(&shared.sums_empty), 1);
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
@@ -76,19 +88,19 @@ __global__ void __launch_bounds__(C::kBound, 1) paged_kernel(const __grid_consta
   const Start start =
       a.plan.count <= kPlannedByEach ? plan_and_begin<C>(a, runs, planning) : begin_of(a, runs);
   const int begin = runs.begin(blockIdx.x), end = runs.begin(blockIdx.x + 1);
-  if (begin >= end) return;
+  if (begin >= end) return leave_no_cut(a.plan);
   const Cursor cursor(a.plan, runs, begin, end, start);
-  if (cursor.done()) return;
+  if (cursor.done()) return leave_no_cut(a.plan);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp < kWarps) {
     ptx::setmaxnreg_inc<C::kComputingRegisters>();
-    compute<Op, Format, C>(shared, a, warp, begin);
+    compute<Op, Format, C>(shared, a, warp);
   } else {
     ptx::setmaxnreg_dec<C::kLoadingRegisters>();
-    if (warp > kWarps + 2) return;
     if (warp == kWarps) load<C, kKeys>(shared, a, cursor);
     if (warp == kWarps + 1) load<C, kValues>(shared, a, cursor);
     if (warp == kWarps + 2) load_queries<Op, C>(shared, a, cursor);
+    if (warp == kWarps + 3) merge<Op, C>(shared, a, runs);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <type_traits>
 
 #include "../../core/launch.cuh"
 #include "../launch_beside.cuh"
@@ -28,16 +29,17 @@ inline int64_t slots_of(const FlashsciPagedParams& p) {
 
 // Bytes of the parts of the workspace.
 struct Parts {
-  int64_t slots, first, out, lse;
+  int64_t slots, first, cuts, out, lse;
   explicit Parts(const FlashsciPagedParams& p) {
     const auto whole = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
-    const int64_t rows = int64_t{processors_of(p.device)} * 2 * kRows;
+    const int64_t ctas = processors_of(p.device), rows = ctas * 2 * kRows;
     slots = whole(slots_of(p) * static_cast<int64_t>(sizeof(Slot)));
     first = whole((slots_of(p) + 1) * 4);
+    cuts = whole(ctas * static_cast<int64_t>(sizeof(Cut)));
     out = whole(rows * padded_dim(p) * 4);
     lse = whole(rows * 4);
   }
-  int64_t all() const { return slots + first + out + lse; }
+  int64_t all() const { return slots + first + cuts + out + lse; }
 };
 
 // Whether the kernels count that far. No product here overflows, whatever the sizes are.
@@ -76,10 +78,15 @@ cudaError_t fill_args(Args& a, const FlashsciPagedParams& p, const MapElement& e
   a.box_rows = std::gcd(p.page, C::kBlockK);
   const Parts parts(p);
   auto* workspace = static_cast<unsigned char*>(p.workspace);
-  a.plan.slots = reinterpret_cast<Slot*>(workspace);
-  a.plan.first = reinterpret_cast<int*>(workspace + parts.slots);
-  a.plan.partial_out = reinterpret_cast<float*>(workspace + parts.slots + parts.first);
-  a.plan.partial_lse = reinterpret_cast<float*>(workspace + parts.slots + parts.first + parts.out);
+  const auto take = [&](auto*& part, int64_t bytes) {
+    part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(workspace);
+    workspace += bytes;
+  };
+  take(a.plan.slots, parts.slots);
+  take(a.plan.first, parts.first);
+  take(a.plan.cuts, parts.cuts);
+  take(a.plan.partial_out, parts.out);
+  take(a.plan.partial_lse, parts.lse);
   a.plan.count = static_cast<int>(slots_of(p));
   // Equally many for each head, if that leaves few idle: heads then read the same rows of pages
   // at the same time.
@@ -122,8 +129,10 @@ cudaError_t launch_padded(const FlashsciPaged8Params& p, cudaStream_t stream) {
     error = cudaGetLastError();
   }
   if (error != cudaSuccess) return error;
-  const int64_t rows = int64_t{a.p.tokens} * a.p.heads_q;
-  return launch_beside(combine_kernel<Op, C>, (rows + 3) / 4, 128, 0, stream, a);
+  // 16 rows of a tile for a CTA of each.
+  const int64_t rows = std::min<int64_t>(int64_t{a.p.tokens} * a.group, kRows);
+  const int64_t ctas = (rows + kWarpRows - 1) / kWarpRows * a.plan.ctas;
+  return launch_beside(combine_kernel<Op, C>, ctas, kCombiningWarps * 32, 0, stream, a);
 }
 
 template <class Op, class Format>

@@ -227,8 +227,9 @@ struct Part {
       const int block_key = (rows.tile.slot.first_block + block) * C::kBlockK;
       ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[stage]), parity);
       ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[stage]), parity);
-      // Where a block has fewer chunks than there are parts, the next block is the next parts'.
-      const int first = (part - block * (C::kBlockK / kChunk)) & (parts - 1);
+      // Where a block has fewer chunks than there are parts, the next block is the next parts', in
+      // whatever tile: these are at it while the others end theirs.
+      const int first = (part - static_cast<int>(turn) * (C::kBlockK / kChunk)) & (parts - 1);
 #pragma unroll 1
       for (int row = first * kChunk; row < C::kBlockK; row += parts * kChunk) {
         const int key = block_key + row;
