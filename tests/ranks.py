@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,7 +22,9 @@ GRACE = 10  # beyond it, after which a process shows where it is
 PATIENCE = 240  # of a whole case
 
 
-def _rank(rank: int, world: int, device: str, folder: str, pipe: Any, timeout: float) -> None:
+def _rank(
+    rank: int, world: int, device: str, folder: str, pipe: Any, timeout: float, bound: bool
+) -> None:
     """A process: (function, size of the mesh, arguments) comes, (what went well, what went wrong) goes."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,6 +39,7 @@ def _rank(rank: int, world: int, device: str, folder: str, pipe: Any, timeout: f
         rank=rank,
         world_size=world,
         timeout=patience,
+        device_id=torch.device(device, rank) if bound else None,
     )
     meshes: dict[Any, Any] = {}
     for size in range(1, world + 1):  # the ranks beyond a mesh do nothing
@@ -44,7 +48,7 @@ def _rank(rank: int, world: int, device: str, folder: str, pipe: Any, timeout: f
             meshes[size] = DeviceMesh.from_group(group, device)
     if world == 4:
         meshes["2x2"] = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "cp"))
-    trace = open(f"{folder}/trace{rank}", "w")  # noqa: SIM115: for as long as the process lives
+    trace = open(f"{folder}/trace{rank}", "w")  # noqa: SIM115
     pipe.send("ready")
     while True:
         function, size, arguments = _loads(pipe.recv_bytes())
@@ -69,6 +73,19 @@ def _loads(x: bytes) -> Any:
     return torch.load(io.BytesIO(x), map_location="cpu", weights_only=False)
 
 
+def _answer(pipe: Any) -> tuple[Any, Any]:
+    try:
+        answer: tuple[Any, Any] = _loads(pipe.recv_bytes())
+    except EOFError:
+        return None, ("died", "")
+    return answer
+
+
+def _told(found: list[tuple[Any, Any]]) -> str:
+    """What went wrong on which ranks."""
+    return "\n".join(f"rank {r}: {error[0]}\n{error[1]}" for r, (_, error) in enumerate(found) if error)  # fmt: skip
+
+
 class Ranks:
     """The processes, from the side of the test."""
 
@@ -78,7 +95,9 @@ class Ranks:
         world: int = WORLD,
         device: str = "cpu",
         patience: float = PATIENCE,
+        bound: bool = False,
     ) -> None:
+        """``bound``: each process says which GPU is its own, so that NCCL connects them at once."""
         self.patience = patience
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.mkdtemp()
@@ -86,7 +105,7 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(world):
             here, there = context.Pipe()
-            arguments = (rank, world, device, self.folder, there, timeout)
+            arguments = (rank, world, device, self.folder, there, timeout, bound)
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             there.close()  # the process has its own: the death of that one is the end of the pipe
@@ -106,26 +125,25 @@ class Ranks:
         job = _dumps((function, size, arguments))
         for pipe in pipes:
             pipe.send_bytes(job)
-        found = []
-        for rank, pipe in enumerate(pipes):
-            assert pipe.poll(self.patience), f"rank {rank} does not answer:\n{self.traces()}"
-            try:
-                found.append(_loads(pipe.recv_bytes()))
-            except EOFError:
-                found.append((None, ("died", "")))
+        until = time.monotonic() + self.patience
+        late = [not pipe.poll(max(0.0, until - time.monotonic())) for pipe in pipes]
+        found = [
+            (None, ("does not answer", self.trace(rank))) if silent else _answer(pipe)
+            for rank, (pipe, silent) in enumerate(zip(pipes, late, strict=True))
+        ]
+        # Its answer, if it comes, would be taken for that of the next call.
+        assert not any(late), _told(found)
         return found
 
     def run(self, function: Callable[..., Any], size: Any, **arguments: Any) -> list[Any]:
         """What ``function(mesh, **arguments)`` gives on each rank."""
         found = self.outcomes(function, size, **arguments)
-        wrong = [f"rank {r}:\n{error[1]}" for r, (_, error) in enumerate(found) if error]
-        assert not wrong, "\n".join(wrong)
+        assert not any(error for _, error in found), _told(found)
         return [result for result, _ in found]
 
-    def traces(self) -> str:
-        """Where processes were that took longer than a collective may."""
-        files = sorted(Path(self.folder).glob("trace*"))
-        return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files)
+    def trace(self, rank: int) -> str:
+        """Where a process was when its call took longer than a collective may."""
+        return Path(self.folder, f"trace{rank}").read_text()
 
     def stop(self) -> None:
         for process in self.processes:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from flashsci.distributed.agreement import kept
 
@@ -131,10 +132,11 @@ def _next(orders: Iterator[Callable[[], Transfer]]) -> Transfer | None:
 
 def quiet(group: Any) -> Any:
     """A communicator of the same ranks that takes few processors, made at the first call; the group itself where NCCL does not move
-    the data. All ranks of the group ask for it together."""
-    ranks = dist.get_process_group_ranks(group)
+    the data, or where torch would split all ranks' communicator, and those of the group are not all. All ranks of the group ask for
+    it together."""
     backend = _nccl(group)
-    if backend is None or ranks != sorted(ranks):  # the order of a new group
+    splits = c10d._get_default_group().bound_device_id is not None
+    if backend is None or (splits and group.size() < dist.get_world_size()):
         return group
     known = kept(group)
     if known.quiet is None:
@@ -142,11 +144,22 @@ def quiet(group: Any) -> Any:
         options.is_high_priority_stream = True
         options._timeout = backend.options._timeout
         options.config.min_ctas, options.config.max_ctas = 1, CTAS
-        known.quiet = dist.new_group(
-            ranks, timeout=options._timeout, backend="nccl", pg_options=options, use_local_synchronization=True,
-            group_desc="flashsci transfers", device_id=torch.device("cuda", torch.cuda.current_device()),
-        )  # fmt: skip
+        known.quiet = _communicator(group, options)
     return known.quiet
+
+
+def _communicator(group: Any, options: Any) -> Any:
+    """What ``dist.new_group(use_local_synchronization=True)`` makes, under a name that all ranks know: that one counts the groups of a
+    process, and ranks that are in different numbers of groups would wait for each other under different names."""
+    ranks = dist.get_process_group_ranks(group)
+    made, _ = c10d._new_process_group_helper(
+        len(ranks), group.rank(), ranks, dist.Backend("nccl"), c10d._get_default_store(),
+        f"{group.group_name} flashsci transfers",  # type: ignore[arg-type]
+        backend_options=options, timeout=options._timeout, device_id=torch.device("cuda", torch.cuda.current_device()),
+        group_desc="flashsci transfers",
+    )  # fmt: skip
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
 
 
 def _nccl(group: Any) -> Any:

@@ -27,11 +27,20 @@ CASES = 5  # of each part: most compile kernels of their own
 several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
+def started(bound: bool) -> Iterator[Ranks]:
+    ranks = Ranks(30, torch.cuda.device_count(), "cuda", patience=60, bound=bound)
+    yield ranks
+    ranks.stop()
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks(timeout=30, world=torch.cuda.device_count(), device="cuda", patience=60)
-    yield started
-    started.stop()
+    yield from started(bound=False)
+
+
+@pytest.fixture
+def bound_ranks() -> Iterator[Ranks]:
+    yield from started(bound=True)
 
 
 def drawn(part: int, worlds: tuple[int, ...], second: bool = False) -> Iterator[tuple[int, Split]]:
@@ -60,7 +69,17 @@ def test_between_gpus(ranks, part):
 
 @several
 def test_hidden_transfers_have_a_communicator_of_their_own(ranks):
+    """Also where ranks are in different numbers of groups."""
     assert all(ranks.run(own_communicator, torch.cuda.device_count()))
+
+
+@several
+def test_a_communicator_of_ranks_that_are_bound_to_their_gpus(bound_ranks):
+    size = torch.cuda.device_count()
+    assert all(bound_ranks.run(own_communicator, size))
+    split = next(split for n, split in drawn(102, (size,)) if split.strategy == "ring")
+    found = bound_ranks.run(call_quietly_by_groups, size, splits=[split])
+    judge(split, [parts[0] for parts in found], fused=True)
 
 
 @several
