@@ -52,6 +52,7 @@ struct Tiling {
   // Rows of a tile that one warp puts together: as many as there is room for with all their columns
   // where 16 rows have those of a box.
   static constexpr int kFewRows = kWarpRows / kBoxes < 8 ? kWarpRows / kBoxes : 8;
+  static constexpr bool kSharesLast = kHeadDim <= 128;  // gather_few: there are registers for it
   static_assert(kCopies <= 32, "a lane of the loading warps for each copy");
   static_assert(kKVBytes == kBoxes * CacheBox::kBytes, "a barrier expects what is loaded");
 };

@@ -103,7 +103,7 @@ __device__ __forceinline__ void leave_statistics(const Part<Op, Format, C>& part
   }
 }
 
-// Few rows, for the warp that merges.
+// Few rows.
 template <class Op, class Format, class C>
 __device__ __forceinline__ void leave_all(const Part<Op, Format, C>& part) {
 #pragma unroll
@@ -112,66 +112,83 @@ __device__ __forceinline__ void leave_all(const Part<Op, Format, C>& part) {
       return row_place(part.shared, part.warp, row, box * (C::kColumns / 4) + four);
     });
   leave_statistics(part);
-  part.release(part.shared.sums_full);
 }
 
-// By one warp: the rows of a tile of few.
+// By one warp: rows [first, end) of a tile of few.
 template <class Op, class C>
-__device__ __forceinline__ void merge_rows(Storage<C>& shared, const Writer<Op, C>& writer) {
-  constexpr int kFours = C::kHeadDim / 4;
+__device__ __forceinline__ void merge_rows(Storage<C>& shared, const Writer<Op, C>& writer,
+                                           int first, int end) {
+  constexpr int kFours = C::kHeadDim / 4, kRowLanes = kWarps;
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int r = 0; r < writer.rows.rows; ++r) {
-    const float2 own = shared.statistics[lane % kWarps][r];
+  for (; first < end; first += 32 / kRowLanes) {
+    // Each lane has the statistics of one warp, of one of four rows.
+    const float2 own = shared.statistics[lane % kRowLanes][min(first + lane / kRowLanes, end - 1)];
     float offset = own.x;
 #pragma unroll
-    for (int step = kWarps / 2; step > 0; step /= 2)
+    for (int step = kRowLanes / 2; step > 0; step /= 2)
       offset = fmaxf(offset, __shfl_xor_sync(0xffffffffu, offset, step));
     const float weight = ptx::ex2_approx(own.x - offset);
     float sum = weight * own.y;
 #pragma unroll
-    for (int step = kWarps / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    for (int step = kRowLanes / 2; step > 0; step /= 2)
+      sum += __shfl_xor_sync(0xffffffffu, sum, step);
 #pragma unroll 1
-    for (int four = lane; four < kFours + lane; four += 32) {
-      float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int i = 0; i < min(end - first, 32 / kRowLanes); ++i) {
+      const float row_offset = __shfl_sync(0xffffffffu, offset, i * kRowLanes);
+      const float row_sum = __shfl_sync(0xffffffffu, sum, i * kRowLanes);
+#pragma unroll 1
+      for (int four = lane; four < kFours + lane; four += 32) {
+        float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) {
-        const float other = __shfl_sync(0xffffffffu, weight, warp);
-        const float4 part = *row_place(shared, warp, r, four % kFours);
-        x.x = fmaf(other, part.x, x.x), x.y = fmaf(other, part.y, x.y);
-        x.z = fmaf(other, part.z, x.z), x.w = fmaf(other, part.w, x.w);
+        for (int warp = 0; warp < kWarps; ++warp) {
+          const float other = __shfl_sync(0xffffffffu, weight, i * kRowLanes + warp);
+          const float4 part = *row_place(shared, warp, first + i, four % kFours);
+          x.x = fmaf(other, part.x, x.x), x.y = fmaf(other, part.y, x.y);
+          x.z = fmaf(other, part.z, x.z), x.w = fmaf(other, part.w, x.w);
+        }
+        if (four < kFours) writer.write(first + i, four * 4, x, row_offset, row_sum);
       }
-      if (four < kFours) writer.write(r, four * 4, x, offset, sum);
     }
   }
 }
 
-// The warp that merges: tile after tile, and which of them another CTA has the end of.
+// Few rows of the last tile, by the computing warps: nothing else is left to do.
+template <class Op, class Format, class C>
+__device__ __forceinline__ void gather_few(const Part<Op, Format, C>& part, float v_scale) {
+  const Writer<Op, C> writer(part.args, part.rows, v_scale);
+  leave_all(part);
+  ptx::barrier_sync(kComputing, kComputingThreads);
+  merge_rows(part.shared, writer, part.warp, min(part.warp + 1, part.rows.rows));
+}
+
+// The warp that merges: tile after tile. It also says of which another CTA has the end.
 template <class Op, class C>
 __device__ __forceinline__ void merge(Storage<C>& shared, const Args& a, const Runs& runs) {
   uint32_t handed = 0;
-  Cut cut = {-1};
-  bool more = true;
 #pragma unroll 1
-  for (uint32_t tiles = 0; more; ++tiles) {
+  for (uint32_t tiles = 0;; ++tiles) {
     const uint32_t stage = tiles % C::kQStages;
     ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[stage]), tiles / C::kQStages & 1);
     const Rows rows(a, shared.tiles[stage]);
     const Writer<Op, C> writer(a, rows, shared.v_scale[stage]);
     __syncwarp();
-    const Tile& tile = rows.tile;
-    more = tile.more;
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.q_empty[stage]));
-    if (!writer.whole && tile.block == 0)
-      cut = {runs.cta_of(tile.begin + tile.slot.blocks - 1), tile.head, tile.slot.first_q,
-             tile.slot.first_row, rows.rows};
+    const Tile& tile = rows.tile;
+    if (!tile.more) {
+      Cut cut = {-1};
+      if (!writer.whole && tile.block == 0)
+        cut = {runs.cta_of(tile.begin + tile.slot.blocks - 1), tile.head, tile.slot.first_q,
+               tile.slot.first_row, rows.rows};
+      if (threadIdx.x % 32 == 0) a.plan.cuts[blockIdx.x] = cut;
+      return;
+    }
     if (rows.rows > C::kFewRows) continue;
     ptx::mbarrier_wait(ptx::shared_address(&shared.sums_full), handed++ & 1);
-    merge_rows(shared, writer);
+    merge_rows(shared, writer, 0, rows.rows);
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.sums_empty));
   }
-  if (threadIdx.x % 32 == 0) a.plan.cuts[blockIdx.x] = cut;
 }
 
 // More rows, of some columns, by the computing warps themselves.

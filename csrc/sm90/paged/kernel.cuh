@@ -41,13 +41,16 @@ __device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int w
     part.release(shared.q_empty[stage]);  // and of what is there beside Q, which was copied
     // What was left before has been read.
     ptx::mbarrier_wait(ptx::shared_address(&shared.sums_empty), (handed & 1) ^ 1);
-    if (rows.rows <= C::kFewRows) {
-      leave_all(part);
-      ++handed;
-    } else {
-      gather(part, v_scale);
-    }
     more = rows.tile.more;
+    if (rows.rows > C::kFewRows || (!more && !C::kSharesLast)) {
+      gather(part, v_scale);
+    } else if (!more) {
+      gather_few(part, v_scale);
+    } else {
+      leave_all(part);
+      part.release(shared.sums_full);
+      ++handed;
+    }
   }
 }
 
