@@ -185,34 +185,6 @@ def test_more_processors_than_blocks(kernel, processors, cache):
     judge(kernel, case, processors)
 
 
-@pytest.fixture(scope="module")
-def sharing(tmp_path_factory):
-    """Kernels that cut short calls into many items, as others do long ones."""
-    changes = [
-        ("paged/config.cuh", "kLongItem = 64;", "kLongItem = 24;"),
-        ("paged/config.cuh", "kShortestItem = 16;", "kShortestItem = 6;"),
-        ("paged/config.cuh", "kAhead = kBytes == 1 ? 3 : 6;", "kAhead = 2;"),
-    ]
-    return Kernels(tmp_path_factory.mktemp("sharing"), *changes)
-
-
-@caches
-@pytest.mark.parametrize("processors", (1, 2, 3, 5, 9))
-def test_items_that_are_taken_as_they_come(sharing, processors, cache):
-    """Emulated CTAs run one after the other, so that the first takes all that is left."""
-    for dims in ((64, 64), (128, 128), (256, 256)):
-        variant = PagedVariant("bfloat16", cache, *dims)
-        case = PagedCase(variant, 3, (1, 1, 0, 1, 2), (700, 90, 40, 1500, 333), 2, 2, 16, padding=1)
-        judge(sharing, case, processors)
-
-
-@caches
-def test_generated_calls_in_many_items(sharing, cache):
-    for case in generate_paged(700, 16, longest_k=1200, longest_q=2):
-        given = hopper_paged(replace(case, variant=replace(case.variant, cache=cache)))
-        judge(sharing, given, PROCESSORS[case.seed % 5])
-
-
 @caches
 def test_many_sequences(kernel, cache):
     """More than each CTA plans by itself."""

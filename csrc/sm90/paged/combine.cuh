@@ -56,91 +56,22 @@ __device__ __forceinline__ void write_row(const FlashsciPagedParams& p, int toke
   if (lane == 0 && p.lse != nullptr) p.lse[int64_t{head} * p.tokens + token] = lse * kLn2;
 }
 
-// Row r of the tile that item `first` has the beginning of, if there is one. By a whole warp.
-template <class Op, class C>
-__device__ __forceinline__ void combine_row(const Args& a, int first, int r) {
-  constexpr int kPairs = C::kHeadDim / 64;  // of columns, of a lane
-  constexpr int kTogether = 16 / kPairs;    // pieces: a loop would wait for memory at each
-  const int lane = threadIdx.x % 32;
-  // Pieces of one tile follow each other: those of the items after the first began before these.
-  const int64_t begin = piece_row(a.plan, first, true, r);
-  const int most = a.plan.ctas * (r < kFewPieceRows ? kMostItems : 1) - 1;
-  const auto place_of = [&](int item) {
-    const int after = min(item, most) - first;
-    return begin + (after * 2 - (after > 0)) * kFewPieceRows;
-  };
-  float2 parts[kTogether][kPairs];
-  const auto load = [&](int base) {
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i)
-#pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair)
-        parts[i][pair] = *reinterpret_cast<const float2*>(
-            a.plan.partial_out + place_of(first + base + i) * C::kHeadDim + pair * 64 + lane * 2);
-  };
-  // The first pieces are on their way together with what says how many there are.
-  const Cut cut = a.plan.cuts[first];
-  load(0);
-  float own = a.plan.partial_lse[place_of(first + lane)];  // each lane: of one of 32 pieces
-  if (r >= cut.rows || cut.last < 0) return;
-  const auto lse_of = [&](int item) {
-    return item <= cut.last ? a.plan.partial_lse[place_of(item)] : -INFINITY;
-  };
-  if (first + lane > cut.last) own = -INFINITY;
-  float maximum = own;
-  for (int item = first + 32 + lane; item <= cut.last; item += 32)
-    maximum = fmaxf(maximum, lse_of(item));
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2)
-    maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, step));
-  const float reference = maximum == -INFINITY ? 0.f : maximum;
-  float2 sum[kPairs] = {};
-  float weights = 0.f, share = ptx::ex2_approx(own - reference);
-#pragma unroll 1
-  for (int base = 0;;) {
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const float weight = __shfl_sync(0xffffffffu, share, (base + i) % 32);
-      if (first + base + i > cut.last) break;  // of another tile, or of none
-      weights += weight;
-#pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        sum[pair].x = fmaf(weight, parts[i][pair].x, sum[pair].x);
-        sum[pair].y = fmaf(weight, parts[i][pair].y, sum[pair].y);
-      }
-    }
-    base += kTogether;
-    if (first + base > cut.last) break;
-    load(base);
-    if (base % 32 == 0) share = ptx::ex2_approx(lse_of(first + base + lane) - reference);
-  }
-  float factor = weights == 0.f ? 0.f : 1.f / weights;
-  float lse = weights == 0.f ? -INFINITY : reference + ptx::lg2_approx(weights);
-  const int pair = cut.first_row + r;
-  const int head = cut.head * a.group + pair % a.group;
-  if (a.p.sink != nullptr) {
-    const float2 both = with_logit(lse, __ldg(a.p.sink + head) * kLog2e);
-    lse = both.x, factor *= both.y;
-  }
-  write_row<Op, C>(a.p, cut.first_q + pair / a.group, head, sum, factor, lse);
-}
-
 inline constexpr int kCombiningWarps = 4;  // of a CTA
 
-// Item n may have left the beginning of a tile: CTA n puts its first 16 rows together, the n-th after
-// as many CTAs as the kernel before had the next 16. Where there are more items rows are few, and each
-// CTA has the next item after so many as there are CTAs. While they wait for the pieces, CTAs write
+// CTA c of the kernel before may have left the beginning of a tile: CTA c of this one puts its first
+// 16 rows together, the c-th after so many CTAs the next 16. While it waits for the pieces it writes
 // the rows of no sequence.
 template <class Op, class C>
 __global__ void __launch_bounds__(kCombiningWarps * 32, 8)
     combine_kernel(const __grid_constant__ Args a) {
   const FlashsciPagedParams& p = a.p;
+  const int first = static_cast<int>(blockIdx.x) % a.plan.ctas;
+  const int tier = static_cast<int>(blockIdx.x) / a.plan.ctas;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr int kPairs = C::kHeadDim / 64;  // of columns, of a lane
-  int item = static_cast<int>(blockIdx.x), tier = 0;
-  if (item < a.plan.ctas) {
+  if (tier == 0) {
 #pragma unroll 1
-    for (int token = item * kCombiningWarps + warp; token < p.tokens;
+    for (int token = first * kCombiningWarps + warp; token < p.tokens;
          token += a.plan.ctas * kCombiningWarps) {
       if (has_slots<C>(a, token)) continue;
       for (int head = 0; head < p.heads_q; ++head)
@@ -148,15 +79,68 @@ __global__ void __launch_bounds__(kCombiningWarps * 32, 8)
     }
   }
   ptx::wait_for_prerequisites();
-  const int items = a.plan.counter->items;
-  if (blockIdx.x == 0 && threadIdx.x == 0) a.plan.counter->ready = 0;
-  if (items <= a.plan.ctas) tier = item / a.plan.ctas, item %= a.plan.ctas;
+  // Pieces are on their way together with what says how many there are, and some at a time: a loop
+  // would wait for memory at each.
+  const Cut cut = a.plan.cuts[first];
 #pragma unroll 1
-  for (; item < items; item += gridDim.x) {
-    const int rows = items > a.plan.ctas ? kFewPieceRows : kWarpRows;
+  for (int r = tier * kWarpRows + warp; r < (tier + 1) * kWarpRows; r += kCombiningWarps) {
+    const auto place_of = [&](int cta) {
+      return piece_of(min(cta, a.plan.ctas - 1), cta == first) * kRows + r;
+    };
+    constexpr int kTogether = 16 / kPairs;
+    float2 parts[kTogether][kPairs];
+    const auto load = [&](int base) {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair)
+          parts[i][pair] = *reinterpret_cast<const float2*>(
+              a.plan.partial_out + place_of(first + base + i) * C::kHeadDim + pair * 64 + lane * 2);
+    };
+    load(0);
+    // Each lane has the lse of one of 32 pieces.
+    float own = a.plan.partial_lse[place_of(first + lane)];
+    if (cut.last < 0 || r >= cut.rows) return;
+    const auto lse_of = [&](int cta) {
+      return cta <= cut.last ? a.plan.partial_lse[place_of(cta)] : -INFINITY;
+    };
+    if (first + lane > cut.last) own = -INFINITY;
+    float maximum = own;
+    for (int cta = first + 32 + lane; cta <= cut.last; cta += 32)
+      maximum = fmaxf(maximum, lse_of(cta));
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, step));
+    const float reference = maximum == -INFINITY ? 0.f : maximum;
+    float2 sum[kPairs] = {};
+    float weights = 0.f, share = ptx::ex2_approx(own - reference);
 #pragma unroll 1
-    for (int r = warp; r < rows; r += kCombiningWarps)
-      combine_row<Op, C>(a, item, tier * kWarpRows + r);
+    for (int base = 0;;) {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const float weight = __shfl_sync(0xffffffffu, share, (base + i) % 32);
+        if (first + base + i > cut.last) break;  // of no CTA, or of another tile
+        weights += weight;
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+          sum[pair].x = fmaf(weight, parts[i][pair].x, sum[pair].x);
+          sum[pair].y = fmaf(weight, parts[i][pair].y, sum[pair].y);
+        }
+      }
+      base += kTogether;
+      if (first + base > cut.last) break;
+      load(base);
+      if (base % 32 == 0) share = ptx::ex2_approx(lse_of(first + base + lane) - reference);
+    }
+    float factor = weights == 0.f ? 0.f : 1.f / weights;
+    float lse = weights == 0.f ? -INFINITY : reference + ptx::lg2_approx(weights);
+    const int pair = cut.first_row + r;
+    const int head = cut.head * a.group + pair % a.group;
+    if (p.sink != nullptr) {
+      const float2 both = with_logit(lse, __ldg(p.sink + head) * kLog2e);
+      lse = both.x, factor *= both.y;
+    }
+    write_row<Op, C>(p, cut.first_q + pair / a.group, head, sum, factor, lse);
   }
 }
 

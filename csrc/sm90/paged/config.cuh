@@ -19,12 +19,6 @@ inline constexpr int kWarps = 8;       // that compute
 inline constexpr int kChunk = 16;      // keys that a warp multiplies at a time
 inline constexpr int kComputingThreads = kWarps * 32;
 
-// How work is cut (Runs).
-inline constexpr int kFewPieceRows = 8;   // of a tile, up to which there is room for many items
-inline constexpr int kMostItems = 8;      // of a CTA's share
-inline constexpr int kLongItem = 64;      // units from which on an item is cut
-inline constexpr int kShortestItem = 16;  // units
-
 // Keys of a block. bytes: of an element of the caches.
 constexpr int block_of(int head_dim, int bytes) { return bytes == 1 ? 128 : 8192 / head_dim; }
 
@@ -43,22 +37,22 @@ struct Tiling {
   // Up to head dim 128, what these threads leave of the registers is enough for a CTA of
   // combine_kernel, which then waits beside this one.
   static constexpr bool kLeavesRoom = kHeadDim <= 128;
-  static constexpr int kRegisters = kLeavesRoom ? 144 : 168;  // of a thread when it begins
-  static constexpr int kComputingRegisters = kLeavesRoom ? 176 : 216;
-  static constexpr int kLoadingRegisters = kLeavesRoom ? 80 : 72;
+  // Of a thread when it begins: the most that so many threads share, which its launch bounds say.
+  static constexpr int kRegisters = kLeavesRoom ? 128 : 168;
+  static constexpr int kBound = 65536 / kRegisters / 128 * 128;
+  static constexpr int kComputingRegisters = kLeavesRoom ? 160 : 216;
+  static constexpr int kLoadingRegisters = kLeavesRoom ? 64 : 72;
   static_assert(kComputingThreads * kComputingRegisters + 128 * kLoadingRegisters <=
                     kThreads * kRegisters,
                 "a warp that asks for more waits for ever");
   static constexpr int kQBytes = kRows * kHeadDim * 2;
   static constexpr int kKVBytes = kBlockK * kHeadDim * kBytes;
   static constexpr int kCopies = kBlockK / kSmallPage * kBoxes;  // of a block, at most
-  static constexpr int kAhead = kBytes == 1 ? 3 : 6;  // blocks whose pages are looked up before
+  static constexpr int kAhead = kBytes == 1 ? 3 : 8;  // blocks whose pages are looked up before
   // Rows of a tile that one warp puts together: as many as there is room for with all their columns
   // where 16 rows have those of a box.
   static constexpr int kFewRows = kWarpRows / kBoxes < 8 ? kWarpRows / kBoxes : 8;
   static constexpr bool kSharesLast = kHeadDim <= 128;  // gather_few: there are registers for it
-  // So that the item after the next is not asked for while the one before it has blocks left.
-  static_assert(kShortestItem > 2 * kAhead + 1, "of two units at least one is a block");
   static_assert(kCopies <= 32, "a lane of the loading warps for each copy");
   static_assert(kKVBytes == kBoxes * CacheBox::kBytes, "a barrier expects what is loaded");
 };
@@ -81,19 +75,9 @@ struct alignas(16) Slot {
 // A slot and head as a CTA works on it.
 struct Tile {
   Slot slot;
-  int head, block,
-      last;   // blocks [block, last) of those of the slot; none: there are no more tiles
-  int begin;  // of all units: that of the slot's first block for this head
-  int item;
-  bool ends;  // the item
-  bool more;  // tiles to come, or it is not known yet
-};
-
-// What a CTA takes at a time.
-struct alignas(16) Item {
-  int number, begin, end;  // units [begin, end) of all; none: there is nothing left
-  int head, index, unit;   // where it begins: head, slot, which of the slot's units
-  Slot slot;
+  int head, block, last;  // blocks [block, last) of those of the slot
+  int begin;              // of all units: that of the slot's first block for this head
+  bool more;              // tiles to come
 };
 
 template <class C>
@@ -103,17 +87,14 @@ struct Storage {
   unsigned char v[C::kStages][C::kKVBytes];
   // P V of each warp's keys: of few rows all columns, of more those of a box at a time.
   float sums[kWarps][kWarpRows][C::kColumns];
-  float2 statistics[kWarps][kWarpRows];  // of their softmax: offset, sum
-  // The power of two that Q is a multiple of, by its exponent with an offset of 127.
-  uint8_t q_units[C::kQStages][C::kBytes == 1 ? kRows : 1];
+  float2 statistics[kWarps][kWarpRows];                    // of their softmax: offset, sum
+  float q_units[C::kQStages][C::kBytes == 1 ? kRows : 1];  // what Q is a multiple of
   float k_scale[C::kQStages], v_scale[C::kQStages];
   uint64_t k_full[C::kStages], k_empty[C::kStages];
   uint64_t v_full[C::kStages], v_empty[C::kStages];
   uint64_t q_full[C::kQStages], q_empty[C::kQStages];
   uint64_t sums_full, sums_empty;  // of few rows
-  uint64_t item_full, item_empty;
   Tile tiles[C::kQStages];
-  Item item;                                // that comes next
   int32_t pages[2][C::kAhead][C::kCopies];  // of the blocks to come: for K, for V
 };
 
@@ -126,30 +107,19 @@ struct Scale {
   }
 };
 
-// A tile of which an item has the beginning, but not the end.
+// A tile of which a CTA has the beginning, but not the end.
 struct alignas(16) Cut {
-  int last;  // item that has the end; -1: there is no such tile
+  int last;  // CTA that has the end; -1: there is no such tile
   int head, first_q, first_row, rows;
-};
-
-// Items as CTAs take them. A workspace has any contents: no number may be taken before `ready`, which
-// is set by CTA 0 and taken back by combine_kernel. What lies there by chance is not kReady.
-inline constexpr uint64_t kReady = 0x9d4b7c31e85fa62bu;
-struct alignas(16) Counter {
-  uint64_t ready;
-  uint32_t taken;
-  int items;  // of all
 };
 
 // In the workspace, but for the numbers. plan_kernel writes slots and first.
 struct Plan {
   Slot* slots;
-  int*
-      first;  // [count + 2]: units of the slots before, in one head; whether all tiles have few rows
-  Counter* counter;
-  Cut* cuts;           // [item]
-  float* partial_out;  // [piece's row][kHeadDim], normalised
-  float* partial_lse;  // [piece's row], log2
+  int* first;          // [count + 1]: units of the slots before, in one head
+  Cut* cuts;           // [CTA]
+  float* partial_out;  // [CTA][2][kRows][kHeadDim], normalised: of the first and the last piece
+  float* partial_lse;  // [CTA][2][kRows], log2
   int count;           // slots
   int ctas;
 };
@@ -182,78 +152,30 @@ __device__ __forceinline__ int units_of(const Slot& slot) {
   return slot.blocks == 0 ? 0 : slot.blocks + 1;
 }
 
-// `total` things in equal parts: the first ones have one more, where they are not quite equal.
-struct Even {
-  int size, larger;  // how many have one more
-  __device__ __forceinline__ Even(int total, int parts)
-      : size(total / max(parts, 1)), larger(total - size * parts) {}
-  __device__ __forceinline__ int begin(int part) const { return part * size + min(part, larger); }
-  __device__ __forceinline__ int part_of(int x) const {
-    const int after = x - larger * (size + 1);
-    return after < 0 ? x / (size + 1) : larger + after / max(size, 1);
-  }
-};
-
-// Units of the slots in a row, for one head after the other, are cut into items. If heads nearly
-// divide the number of CTAs, each head has the same number of items, and those of all heads at one
-// place are worked on at the same time: rows of heads lie side by side in DRAM.
-//
-// Each CTA has one item to begin with. Where these are long, and few rows leave little behind, they
-// have three quarters of the units, and the rest is cut into more: CTAs take the next as they get
-// there, since the memory serves SMs at speeds that differ by a fifth.
+// Units of the slots in a row, for one head after the other, are cut into equal runs, one for each
+// CTA. If heads divide the number of CTAs, each has one head, and those of the other heads read the
+// same rows of the same pages at the same time: rows of heads lie side by side in DRAM. Quotients
+// are exact: nothing divided has more than 40 bits.
 struct Runs {
-  int units;        // of one head
-  int groups;       // of items: one for each head, or one
-  int each;         // units of a group
-  int first;        // items of a group that CTAs begin with
-  int first_units;  // which these have
-  int rest;         // the other items of a group
-  __device__ __forceinline__ Runs(int units_, int heads, int ctas, bool few)
-      : units(units_),
-        groups(ctas % heads * 16 <= ctas ? heads : 1),
-        each(units * (heads / groups)),
-        first(min(ctas / groups, each)),
-        first_units(each),
-        rest(0) {
-    if (few && each >= int64_t{first} * kLongItem) {
-      const int left = each / 4;
-      first_units = each - left;
-      rest = min((kMostItems - 1) * ctas / groups, left / kShortestItem);
-    }
+  int units;  // of one head
+  int total, ctas;
+  __device__ __forceinline__ Runs(int units_, int heads, int all_ctas)
+      : units(units_), total(units * heads), ctas(min(all_ctas, total)) {}
+  // `cta`: up to the number of all, of which the last may have none.
+  __device__ __forceinline__ int begin(int cta) const {
+    return cta >= ctas ? total : static_cast<int>(static_cast<double>(cta) * total / ctas);
   }
-  __device__ __forceinline__ int items() const { return groups * (first + rest); }
-  // The number of the item that a CTA begins with, or has taken next, or -1.
-  __device__ __forceinline__ int number(int turn) const {
-    if (turn < groups * first) return turn / first * (first + rest) + turn % first;
-    const int later = turn - groups * first;
-    return later < groups * rest ? later % groups * (first + rest) + first + later / groups : -1;
-  }
-  // The first unit of an item.
-  __device__ __forceinline__ int begin(int number) const {
-    const int group = number / (first + rest), place = number % (first + rest);
-    return group * each + (place < first
-                               ? Even(first_units, first).begin(place)
-                               : first_units + Even(each - first_units, rest).begin(place - first));
-  }
-  // The item that has this unit of all.
-  __device__ __forceinline__ int item_of(int unit) const {
-    const int group = unit / each, within = unit % each;
-    const int place = within < first_units
-                          ? Even(first_units, first).part_of(within)
-                          : first + Even(each - first_units, rest).part_of(within - first_units);
-    return group * (first + rest) + place;
+  // The CTA that has this unit of all.
+  __device__ __forceinline__ int cta_of(int unit) const {
+    return static_cast<int>((static_cast<double>(unit + 1) * ctas - 1) / total);
   }
 };
 
-// Where a row of an item's piece is: an item has at most two pieces of tiles that are not whole, one
-// that began before it and one that ends behind it. Only few rows have more items than CTAs.
-__device__ __forceinline__ int64_t piece_row(const Plan& plan, int item, bool begins_there, int r) {
-  const int64_t piece = int64_t{item} * 2 + begins_there;
-  const int64_t before = r < kFewPieceRows ? 0 : int64_t{plan.ctas} * 2 * (kMostItems - 1);
-  return (before + r / kFewPieceRows * int64_t{plan.ctas} * 2 + piece) * kFewPieceRows +
-         r % kFewPieceRows;
+// Where the partial results of a CTA's piece are: it has at most two that are not whole, one that
+// began before it and one that ends behind it.
+__device__ __forceinline__ int64_t piece_of(int cta, bool begins_there) {
+  return int64_t{cta} * 2 + begins_there;
 }
-inline constexpr int kPieceRows = kRows + (kMostItems - 1) * kFewPieceRows;  // of a CTA, times 2
 
 // The last of `count` places of which `before` holds, which it does of the first. By whole warps: a 32-ary search.
 template <class Before>
@@ -271,36 +193,43 @@ __device__ __forceinline__ int last_before(int count, const Before& before) {
   return low;
 }
 
-// A position in the blocks of an item, tile after tile.
+// Where a CTA begins.
+struct Start {
+  int index, unit;  // of the slot; of its units
+  Slot slot;
+};
+
+// A position in the blocks that a CTA has, tile after tile.
 struct Cursor {
-  const Plan& plan;
-  int at, end;            // unit of all, and the first that is not the item's
+  const Slot* slots;
+  int count;              // of them
+  int at, end;            // unit of all, and the first that is not the CTA's
   int index;              // of the slot
-  Slot slot, following;   // this one is on its way while that one is worked on
+  Slot slot, next;        // the next is on its way while this one is worked on
   int head, block, last;  // blocks [block, last) of the slot
 
-  __device__ __forceinline__ Cursor(const Plan& plan_, const Item& item) : plan(plan_) {
-    begin(item);
-  }
-  __device__ __forceinline__ void begin(const Item& item) {
-    at = item.begin + (item.unit == 0), end = item.end;
-    index = item.index, slot = item.slot, head = item.head;
-    block = max(item.unit - 1, 0), last = min(slot.blocks, block + end - at);
-    look_ahead();
-  }
-  __device__ __forceinline__ void look_ahead() {
-    following = plan.slots[index + 1 < plan.count ? index + 1 : 0];
-  }
+  __device__ __forceinline__ Cursor(const Plan& plan, const Runs& runs, int begin, int end_,
+                                    const Start& start)
+      : slots(plan.slots),
+        count(plan.count),
+        at(begin + (start.unit == 0)),
+        end(end_),
+        index(start.index),
+        slot(start.slot),
+        next(slots[index + 1 < count ? index + 1 : 0]),
+        head(begin / runs.units),
+        block(max(start.unit - 1, 0)),
+        last(min(slot.blocks, block + end - at)) {}
   // The unit of the slot's first block.
-  __device__ __forceinline__ int first_unit() const { return at - block; }
+  __device__ __forceinline__ int begin() const { return at - block; }
   __device__ __forceinline__ bool done() const { return at >= end; }
   __device__ __forceinline__ void next_tile() {
     at += last - block;
     if (done()) return;
     do {
-      if (++index == plan.count) index = 0, ++head;
-      slot = following;
-      look_ahead();
+      if (++index == count) index = 0, ++head;
+      slot = next;
+      next = slots[index + 1 < count ? index + 1 : 0];
     } while (slot.blocks == 0);
     ++at;
     block = 0, last = min(slot.blocks, end - at);

@@ -7,7 +7,6 @@
 #include "../../ptx/math.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "part.cuh"
-#include "plan.cuh"
 
 namespace flashsci::sm90::paged {
 
@@ -28,11 +27,13 @@ struct Writer {
   const Rows& rows;
   const float v_scale;
   const bool whole;
+  const int64_t piece;
   __device__ __forceinline__ Writer(const Args& a_, const Rows& rows_, float v_scale_)
       : a(a_),
         rows(rows_),
         v_scale(v_scale_),
-        whole(rows.tile.block == 0 && rows.tile.last == rows.tile.slot.blocks) {}
+        whole(rows.tile.block == 0 && rows.tile.last == rows.tile.slot.blocks),
+        piece(piece_of(blockIdx.x, rows.tile.block == 0)) {}
 
   // Four columns of row r. offset, sum: of its softmax; x: of P V, not normalised.
   __device__ __forceinline__ void write(int r, int column, float4 x, float offset,
@@ -52,7 +53,7 @@ struct Writer {
       if (column == 0 && a.p.lse != nullptr)
         a.p.lse[int64_t{head} * a.p.tokens + token] = lse * kLn2;
     } else {
-      const int64_t place = piece_row(a.plan, rows.tile.item, rows.tile.block == 0, r);
+      const int64_t place = piece * kRows + r;
       *reinterpret_cast<float4*>(a.plan.partial_out + place * C::kHeadDim + column) =
           make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
       if (column == 0) a.plan.partial_lse[place] = lse;
@@ -154,16 +155,16 @@ __device__ __forceinline__ void merge_rows(Storage<C>& shared, const Writer<Op, 
 
 // Few rows of the last tile, by the computing warps: nothing else is left to do.
 template <class Op, class Format, class C>
-__device__ __forceinline__ void gather_few(const Part<Op, Format, C>& part,
-                                           const Writer<Op, C>& writer) {
+__device__ __forceinline__ void gather_few(const Part<Op, Format, C>& part, float v_scale) {
+  const Writer<Op, C> writer(part.args, part.rows, v_scale);
   leave_all(part);
   ptx::barrier_sync(kComputing, kComputingThreads);
-  merge_rows(part.shared, writer, part.warp, min(part.warp + 1, writer.rows.rows));
+  merge_rows(part.shared, writer, part.warp, min(part.warp + 1, part.rows.rows));
 }
 
-// The warp that merges: tile after tile. It also says of which another item has the end.
+// The warp that merges: tile after tile. It also says of which another CTA has the end.
 template <class Op, class C>
-__device__ __forceinline__ void merge(Storage<C>& shared, const Args& a) {
+__device__ __forceinline__ void merge(Storage<C>& shared, const Args& a, const Runs& runs) {
   uint32_t handed = 0;
 #pragma unroll 1
   for (uint32_t tiles = 0;; ++tiles) {
@@ -174,14 +175,14 @@ __device__ __forceinline__ void merge(Storage<C>& shared, const Args& a) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.q_empty[stage]));
     const Tile& tile = rows.tile;
-    if (tile.ends && threadIdx.x % 32 == 0) {
+    if (!tile.more) {
       Cut cut = {-1};
       if (!writer.whole && tile.block == 0)
-        cut = {runs_of(a).item_of(tile.begin + tile.slot.blocks - 1), tile.head, tile.slot.first_q,
+        cut = {runs.cta_of(tile.begin + tile.slot.blocks - 1), tile.head, tile.slot.first_q,
                tile.slot.first_row, rows.rows};
-      a.plan.cuts[tile.item] = cut;
+      if (threadIdx.x % 32 == 0) a.plan.cuts[blockIdx.x] = cut;
+      return;
     }
-    if (!tile.more) return;
     if (rows.rows > C::kFewRows) continue;
     ptx::mbarrier_wait(ptx::shared_address(&shared.sums_full), handed++ & 1);
     merge_rows(shared, writer, 0, rows.rows);
@@ -227,8 +228,8 @@ __device__ __forceinline__ void write_box(Storage<C>& shared, const Writer<Op, C
 }
 
 template <class Op, class Format, class C>
-__device__ __forceinline__ void gather(const Part<Op, Format, C>& part,
-                                       const Writer<Op, C>& writer) {
+__device__ __forceinline__ void gather(const Part<Op, Format, C>& part, float v_scale) {
+  const Writer<Op, C> writer(part.args, part.rows, v_scale);
   leave_statistics(part);
 #pragma unroll
   for (int box = 0; box < C::kBoxes; ++box) {

@@ -35,20 +35,17 @@ __device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int w
     const uint32_t stage = tiles % C::kQStages;
     ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[stage]), tiles / C::kQStages & 1);
     const Rows rows(a, shared.tiles[stage]);
-    if (rows.tile.block == rows.tile.last) break;
+    const float v_scale = shared.v_scale[stage];
     Part<Op, Format, C> part(shared, a, rows, stage, warp);
     part.run(turn);
-    // Read again: registers are few until now.
-    const Rows again(a, shared.tiles[stage]);
-    const Writer<Op, C> writer(a, again, shared.v_scale[stage]);
-    part.release(shared.q_empty[stage]);
+    part.release(shared.q_empty[stage]);  // and of what is there beside Q, which was copied
     // What was left before has been read.
     ptx::mbarrier_wait(ptx::shared_address(&shared.sums_empty), (handed & 1) ^ 1);
-    more = again.tile.more;
-    if (again.rows > C::kFewRows || (!more && !C::kSharesLast)) {
-      gather(part, writer);
+    more = rows.tile.more;
+    if (rows.rows > C::kFewRows || (!more && !C::kSharesLast)) {
+      gather(part, v_scale);
     } else if (!more) {
-      gather_few(part, writer);
+      gather_few(part, v_scale);
     } else {
       leave_all(part);
       part.release(shared.sums_full);
@@ -57,8 +54,13 @@ __device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int w
   }
 }
 
+// Of a CTA that has no block.
+__device__ __forceinline__ void leave_no_cut(const Plan& plan) {
+  if (threadIdx.x == 0) plan.cuts[blockIdx.x].last = -1;
+}
+
 template <class Op, class Format, class C>
-__global__ void __maxnreg__(C::kRegisters) paged_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(C::kBound, 1) paged_kernel(const __grid_constant__ Args a) {
   extern __shared__ unsigned char shared_memory[];
   auto& shared =
       *reinterpret_cast<Storage<C>*>(shared_memory + (-ptx::shared_address(shared_memory) & 1023u));
@@ -76,8 +78,6 @@ __global__ void __maxnreg__(C::kRegisters) paged_kernel(const __grid_constant__ 
       ptx::mbarrier_init(ptx::shared_address(&shared.q_full[stage]), 32);
       ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[stage]), kWarps + 1);
     }
-    ptx::mbarrier_init(ptx::shared_address(&shared.item_full), 32);
-    ptx::mbarrier_init(ptx::shared_address(&shared.item_empty), 2);
     ptx::mbarrier_init(ptx::shared_address(&shared.sums_full), kWarps);
     ptx::mbarrier_init(ptx::shared_address(&shared.sums_empty), 1);
     ptx::mbarrier_init_fence();
@@ -85,39 +85,25 @@ __global__ void __maxnreg__(C::kRegisters) paged_kernel(const __grid_constant__ 
   __syncthreads();
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();  // the plan
-  Runs runs(0, 1, 1, false);
-  if (a.plan.count <= kPlannedByEach) {
-    static_assert(sizeof(shared.pages) >= C::kThreads / 32 * sizeof(int));
-    runs = plan_and_begin<C>(a, shared.item,
-                             reinterpret_cast<int (&)[C::kThreads / 32]>(shared.pages));
-  } else {
-    runs = runs_of(a);
-    if (threadIdx.x < 32) {
-      const Item item = find_item(a.plan, runs, runs.number(blockIdx.x));
-      if (threadIdx.x == 0) shared.item = item;
-    }
-    __syncthreads();
-  }
-  if (blockIdx.x == 0 && threadIdx.x == 0) begin_count(a.plan, runs);
-  const Item& first = shared.item;
-  const bool any = first.begin < first.end;
-  const bool blocks = any && (first.unit != 0 || first.begin + 1 < first.end);
-  __syncthreads();  // afterwards another item may be there
-  if (!blocks) {
-    if (any && threadIdx.x == 0) a.plan.cuts[first.number].last = -1;
-    return;
-  }
-  const bool more = runs.rest > 0;  // items, which no CTA has yet
+  Runs runs(0, 0, 0);
+  static_assert(sizeof(shared.pages) >= sizeof(Planning<C::kThreads>));
+  auto& planning = *reinterpret_cast<Planning<C::kThreads>*>(&shared.pages);
+  const Start start =
+      a.plan.count <= kPlannedByEach ? plan_and_begin<C>(a, runs, planning) : begin_of(a, runs);
+  const int begin = runs.begin(blockIdx.x), end = runs.begin(blockIdx.x + 1);
+  if (begin >= end) return leave_no_cut(a.plan);
+  const Cursor cursor(a.plan, runs, begin, end, start);
+  if (cursor.done()) return leave_no_cut(a.plan);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp < kWarps) {
     ptx::setmaxnreg_inc<C::kComputingRegisters>();
     compute<Op, Format, C>(shared, a, warp);
   } else {
     ptx::setmaxnreg_dec<C::kLoadingRegisters>();
-    if (warp == kWarps) load<C, kKeys>(shared, a, more);
-    if (warp == kWarps + 1) load<C, kValues>(shared, a, more);
-    if (warp == kWarps + 2) load_queries<Op, C>(shared, a, more);
-    if (warp == kWarps + 3) merge<Op, C>(shared, a);
+    if (warp == kWarps) load<C, kKeys>(shared, a, cursor);
+    if (warp == kWarps + 1) load<C, kValues>(shared, a, cursor);
+    if (warp == kWarps + 2) load_queries<Op, C>(shared, a, cursor);
+    if (warp == kWarps + 3) merge<Op, C>(shared, a, runs);
   }
 }
 

@@ -29,18 +29,17 @@ inline int64_t slots_of(const FlashsciPagedParams& p) {
 
 // Bytes of the parts of the workspace.
 struct Parts {
-  int64_t slots, first, counter, cuts, out, lse;
+  int64_t slots, first, cuts, out, lse;
   explicit Parts(const FlashsciPagedParams& p) {
     const auto whole = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
-    const int64_t ctas = processors_of(p.device), rows = ctas * 2 * kPieceRows;
+    const int64_t ctas = processors_of(p.device), rows = ctas * 2 * kRows;
     slots = whole(slots_of(p) * static_cast<int64_t>(sizeof(Slot)));
-    first = whole((slots_of(p) + 2) * 4);
-    counter = whole(sizeof(Counter));
-    cuts = whole(ctas * kMostItems * static_cast<int64_t>(sizeof(Cut)));
+    first = whole((slots_of(p) + 1) * 4);
+    cuts = whole(ctas * static_cast<int64_t>(sizeof(Cut)));
     out = whole(rows * padded_dim(p) * 4);
     lse = whole(rows * 4);
   }
-  int64_t all() const { return slots + first + counter + cuts + out + lse; }
+  int64_t all() const { return slots + first + cuts + out + lse; }
 };
 
 // Whether the kernels count that far. No product here overflows, whatever the sizes are.
@@ -85,12 +84,14 @@ cudaError_t fill_args(Args& a, const FlashsciPagedParams& p, const MapElement& e
   };
   take(a.plan.slots, parts.slots);
   take(a.plan.first, parts.first);
-  take(a.plan.counter, parts.counter);
   take(a.plan.cuts, parts.cuts);
   take(a.plan.partial_out, parts.out);
   take(a.plan.partial_lse, parts.lse);
   a.plan.count = static_cast<int>(slots_of(p));
-  a.plan.ctas = processors_of(p.device);
+  // Equally many for each head, if that leaves few idle: heads then read the same rows of pages
+  // at the same time.
+  const int all = processors_of(p.device), rest = all % p.heads_k;
+  a.plan.ctas = rest * 16 <= all ? all - rest : all;
   const auto map = [&](CUtensorMap* to, const void* cache, int columns, int64_t row, int64_t head,
                        int64_t page) {
     return encode_map(to, cache, element, columns,

@@ -27,36 +27,6 @@ struct Copy {
   }
 };
 
-// The blocks of all items that a CTA takes, one after the other. Another warp says what they are, and
-// who is the last to need one says that it is done with it.
-template <class C, bool kLast>
-struct Blocks {
-  Storage<C>& shared;
-  Cursor cursor;
-  bool more;  // items
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ Blocks(Storage<C>& shared_, const Plan& plan, bool more_)
-      : shared(shared_), cursor(plan, shared.item), more(more_) {
-    done_with_item();
-  }
-  __device__ __forceinline__ void done_with_item() const {
-    __syncwarp();
-    if (kLast && threadIdx.x % 32 == 0)
-      ptx::mbarrier_arrive(ptx::shared_address(&shared.item_empty));
-  }
-  __device__ __forceinline__ bool done() const { return cursor.done(); }
-  __device__ __forceinline__ void next() {
-    cursor.next_block();
-    if (!cursor.done() || !more) return;
-    ptx::mbarrier_sleep(ptx::shared_address(&shared.item_full), parity);
-    parity ^= 1;
-    more = shared.item.begin < shared.item.end;
-    if (more) cursor.begin(shared.item);
-    done_with_item();
-  }
-};
-
 // Pages of the blocks to come. Tables are in DRAM, as what they lead to: a warp that waited for both
 // at each short sequence would leave the memory idle.
 template <class C>
@@ -64,12 +34,12 @@ struct Pages {
   const Args& a;
   const Copy<C> copy;
   int32_t (&entries)[C::kAhead][C::kCopies];  // each lane reads what it has written
-  Blocks<C, false> blocks;                    // the first is that which is looked up next
+  Cursor cursor;                              // of the block that is looked up next
   uint32_t asked = 0, taken = 0;
 
   __device__ __forceinline__ Pages(const Args& a_, int32_t (&entries_)[C::kAhead][C::kCopies],
-                                   const Blocks<C, false>& begin)
-      : a(a_), copy(a_), entries(entries_), blocks(begin) {
+                                   const Cursor& begin)
+      : a(a_), copy(a_), entries(entries_), cursor(begin) {
 #pragma unroll 1
     for (int i = 0; i < C::kAhead; ++i) ask();
   }
@@ -77,14 +47,13 @@ struct Pages {
     return ptx::shared_address(&entries[turn % C::kAhead][threadIdx.x % 32 % C::kCopies]);
   }
   __device__ __forceinline__ void ask() {
-    if (!blocks.done()) {
-      const Cursor& cursor = blocks.cursor;
+    if (!cursor.done()) {
       if (copy.has_keys(cursor))
         ptx::cp_async_small<4>(place(asked),
                                a.p.block_table + int64_t{cursor.slot.sequence} * a.p.columns +
                                    copy.key(cursor) / a.p.page,
                                4);
-      blocks.next();
+      cursor.next_block();
     }
     ptx::cp_async_commit();
     ++asked;
@@ -123,18 +92,17 @@ __device__ __forceinline__ void load_block(const unsigned char* block, uint64_t&
 enum Loads { kKeys, kValues };  // what a warp loads
 
 template <class C, Loads kLoads>
-__device__ __forceinline__ void load(Storage<C>& shared, const Args& a, bool more) {
+__device__ __forceinline__ void load(Storage<C>& shared, const Args& a, Cursor cursor) {
   const Copy<C> copy(a);
-  Blocks<C, true> blocks(shared, a.plan, more);
-  Pages<C> pages(a, shared.pages[kLoads], {shared, a.plan, more});
-  auto& stages = kLoads == kKeys ? shared.k : shared.v;
+  Pages<C> pages(a, shared.pages[kLoads], cursor);
+  auto& blocks = kLoads == kKeys ? shared.k : shared.v;
   auto& full = kLoads == kKeys ? shared.k_full : shared.v_full;
   auto& empty = kLoads == kKeys ? shared.k_empty : shared.v_empty;
 #pragma unroll 1
-  for (uint32_t turn = 0; !blocks.done(); ++turn, blocks.next()) {
+  for (uint32_t turn = 0; !cursor.done(); ++turn, cursor.next_block()) {
     const uint32_t stage = turn % C::kStages, parity = (turn / C::kStages & 1) ^ 1;
-    load_block<C>(stages[stage], full[stage], empty[stage], parity, kLoads == kKeys ? a.k : a.v,
-                  copy, blocks.cursor, pages.take());
+    load_block<C>(blocks[stage], full[stage], empty[stage], parity, kLoads == kKeys ? a.k : a.v,
+                  copy, cursor, pages.take());
     pages.ask();
   }
 }

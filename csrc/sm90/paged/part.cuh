@@ -93,8 +93,8 @@ struct Part {
     const float k_scale = shared.k_scale[q_stage];
     (scores.mode == kScaled ? scores.exp_scale : scores.inner) *= k_scale;
     if constexpr (Format::kBytes == 1 && Op::kIsBf16) {
-      q_unit[0] = __int_as_float(shared.q_units[q_stage][tier * kWarpRows + g] << 23);
-      q_unit[1] = __int_as_float(shared.q_units[q_stage][tier * kWarpRows + g + 8] << 23);
+      q_unit[0] = shared.q_units[q_stage][tier * kWarpRows + g];
+      q_unit[1] = shared.q_units[q_stage][tier * kWarpRows + g + 8];
     }
     if constexpr (C::kKeepsQ) {
 #pragma unroll

@@ -4,7 +4,6 @@
 #include <cuda_runtime.h>
 #include <cstdint>
 
-#include "../../ptx/flag.cuh"
 #include "../../ptx/prefetch.cuh"
 #include "../../ptx/prefetch_l1.cuh"
 #include "../../ptx/warpgroup.cuh"
@@ -41,11 +40,6 @@ __device__ __forceinline__ Slot find_slot(const FlashsciPagedParams& p, int grou
   return slot;
 }
 
-// Whether more rows than there is room for in many items.
-__device__ __forceinline__ bool has_many_rows(const Slot& slot, int group) {
-  return slot.blocks > 0 && slot.seq_q * group - slot.first_row > kFewPieceRows;
-}
-
 // By all threads of a CTA: the sum of those before a thread, and of all. sums: shared.
 template <int kThreads>
 __device__ __forceinline__ int2 sum_before(int x, int (&sums)[kThreads / 32]) {
@@ -74,7 +68,6 @@ __global__ void __launch_bounds__(kPlanThreads)
   __shared__ int sums[kPlanThreads / 32];
   ptx::launch_dependents();
   int before = 0;
-  bool many = false;
   for (int base = 0; base < plan.count; base += kPlanThreads) {
     const int index = base + threadIdx.x;
     Slot slot = {-1};
@@ -82,26 +75,22 @@ __global__ void __launch_bounds__(kPlanThreads)
     const int2 sum = sum_before<kPlanThreads>(units_of(slot), sums);
     if (index < plan.count) plan.slots[index] = slot, plan.first[index] = before + sum.x;
     before += sum.y;
-    many |= has_many_rows(slot, group);
   }
-  many = __syncthreads_or(many);
-  if (threadIdx.x == 0) plan.first[plan.count] = before, plan.first[plan.count + 1] = !many;
+  if (threadIdx.x == 0) plan.first[plan.count] = before;
 }
 
-// An item but for where it begins.
-__device__ __forceinline__ Item item_of(const Runs& runs, int number) {
-  Item item = {number};
-  if (number < 0) return item;
-  item.begin = runs.begin(number), item.end = runs.begin(number + 1);
-  item.head = item.begin / max(runs.units, 1);
-  return item;
-}
+// What a CTA needs shared memory for until it knows where it begins.
+template <int kThreads>
+struct Planning {
+  int sums[kThreads / 32];
+  Start start;
+};
 
-// By all threads of a CTA: the plan, and the item that this CTA begins with, in shared memory. A
-// thread that has a slot knows whether it is there.
+// By all threads of a CTA: the plan, and where this CTA begins. A thread that has a slot knows
+// whether it is there.
 template <class C>
-__device__ __forceinline__ Runs plan_and_begin(const Args& a, Item& begun,
-                                               int (&sums)[C::kThreads / 32]) {
+__device__ __forceinline__ Start plan_and_begin(const Args& a, Runs& runs,
+                                                Planning<C::kThreads>& shared) {
   constexpr int kEach = (kPlannedByEach + C::kThreads - 1) / C::kThreads;
   // What comes after the offsets begins its way with them: lengths, and the first pages.
   const int each = blockIdx.x * C::kThreads + threadIdx.x;
@@ -109,68 +98,38 @@ __device__ __forceinline__ Runs plan_and_begin(const Args& a, Item& begun,
   if (each < a.p.sequences) ptx::prefetch_l2(a.p.block_table + int64_t{each} * a.p.columns);
   Slot slots[kEach];
   int first[kEach], units = 0;
-  bool many = false;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int index = i * C::kThreads + threadIdx.x;
     slots[i] = Slot{-1};
     if (index < a.plan.count) slots[i] = find_slot<C::kBlockK>(a.p, a.group, index);
-    const int2 sum = sum_before<C::kThreads>(units_of(slots[i]), sums);
+    const int2 sum = sum_before<C::kThreads>(units_of(slots[i]), shared.sums);
     first[i] = units + sum.x, units += sum.y;
     if (index < a.plan.count) a.plan.slots[index] = slots[i], a.plan.first[index] = first[i];
-    many |= has_many_rows(slots[i], a.group);
   }
-  const bool few = !__syncthreads_or(many);
-  const Runs runs(units, a.p.heads_k, a.plan.ctas, few);
-  Item item = item_of(runs, runs.number(blockIdx.x));
-  if (threadIdx.x == 0) {
-    a.plan.first[a.plan.count] = units, a.plan.first[a.plan.count + 1] = few;
-    if (item.begin == item.end) begun = item;
-  }
-  const int within = item.begin % max(units, 1);
+  if (threadIdx.x == 0) a.plan.first[a.plan.count] = units;
+  runs = Runs(units, a.p.heads_k, a.plan.ctas);
+  const int within = runs.begin(blockIdx.x) % max(units, 1);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    item.index = i * C::kThreads + static_cast<int>(threadIdx.x);
-    item.unit = within - first[i], item.slot = slots[i];
-    if (item.begin < item.end && item.unit >= 0 && item.unit < units_of(item.slot)) begun = item;
+    const int unit = within - first[i];
+    if (unit >= 0 && unit < units_of(slots[i]))
+      shared.start = {i * C::kThreads + static_cast<int>(threadIdx.x), unit, slots[i]};
   }
   __syncthreads();
-  return runs;
+  const Start start = shared.start;
+  __syncthreads();
+  return start;
 }
 
-// An item with its beginning, which the plan knows. By whole warps.
-__device__ __forceinline__ Item find_item(const Plan& plan, const Runs& runs, int number) {
-  Item item = item_of(runs, number);
-  if (item.begin == item.end) return item;
-  const int within = item.begin % runs.units;
+// The same where plan_kernel has made the plan. By whole warps.
+__device__ __forceinline__ Start begin_of(const Args& a, Runs& runs) {
+  const Plan& plan = a.plan;
+  runs = Runs(plan.first[plan.count], a.p.heads_k, plan.ctas);
+  const int within = runs.begin(blockIdx.x) % max(runs.units, 1);
   // The last slot that begins at or before: the one with units.
-  item.index = last_before(plan.count, [&](int i) { return plan.first[i] <= within; });
-  item.unit = within - plan.first[item.index], item.slot = plan.slots[item.index];
-  return item;
-}
-
-// Where the plan has been made.
-__device__ __forceinline__ Runs runs_of(const Args& a) {
-  const int* end = a.plan.first + a.plan.count;
-  return Runs(end[0], a.p.heads_k, a.plan.ctas, end[1] != 0);
-}
-
-// By one thread of CTA 0, before anybody takes a number.
-__device__ __forceinline__ void begin_count(const Plan& plan, const Runs& runs) {
-  plan.counter->items = runs.items();
-  plan.counter->taken = 0;
-  ptx::store_flag(&plan.counter->ready, kReady);
-}
-
-// The next item that nobody has. By a whole warp.
-__device__ __forceinline__ Item take_item(const Args& a) {
-  int turn = 0;
-  if (threadIdx.x % 32 == 0) {
-    while (ptx::load_flag(&a.plan.counter->ready) != kReady) continue;
-    turn = a.plan.ctas + static_cast<int>(atomicAdd(&a.plan.counter->taken, 1));
-  }
-  const Runs runs = runs_of(a);
-  return find_item(a.plan, runs, runs.number(__shfl_sync(0xffffffffu, turn, 0)));
+  const int index = last_before(plan.count, [&](int i) { return plan.first[i] <= within; });
+  return {index, within - plan.first[index], plan.slots[index]};
 }
 
 }  // namespace flashsci::sm90::paged

@@ -8,7 +8,6 @@
 #include "../../ptx/shared.cuh"
 #include "../../ptx/tma.cuh"
 #include "config.cuh"
-#include "plan.cuh"
 
 namespace flashsci::sm90::paged {
 
@@ -21,11 +20,11 @@ __device__ __forceinline__ uint32_t query_place(const unsigned char* tile, int t
   return ptx::shared_address(tile) + ((tier * 8 + r) * (C::kHeadDim / 4) + (four ^ swizzle)) * 16;
 }
 
-// Pairs of bf16 become fp16 in units of the power of two whose exponent is returned, with the largest number
+// Pairs of bf16 become fp16 in units of the power of two that is returned, with the largest number
 // of the row from 2^14 to 2^15: all bits stay of what is not 2^-31 times smaller. kLanes lanes have
 // a row. Inf and NaN stay what they are.
 template <int kLanes>
-__device__ __forceinline__ uint8_t to_f16(uint4& words) {
+__device__ __forceinline__ float to_f16(uint4& words) {
   uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
   int largest = 0;  // its bits
 #pragma unroll
@@ -42,7 +41,7 @@ __device__ __forceinline__ uint8_t to_f16(uint4& words) {
     pair = ptx::cvt_f16x2(__uint_as_float(pair << 16) * factor,
                           __uint_as_float(pair & 0xffff0000u) * factor);
   words = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-  return static_cast<uint8_t>(254 - exponent);
+  return __int_as_float((254 - exponent) << 23);
 }
 
 // Tile after tile: where it is, its scales, and Q, with zeros past its head dim and in rows past the
@@ -50,90 +49,61 @@ __device__ __forceinline__ uint8_t to_f16(uint4& words) {
 // those of one must, and so the last bits of results. What this warp waits for, the computing ones
 // do not; and the first rows are on their way before there is a place for them.
 template <class Op, class C>
-__device__ __forceinline__ void load_tile(Storage<C>& shared, const Args& a, const Cursor& cursor,
-                                          uint32_t turn) {
-  constexpr int kLanes = C::kHeadDim / 8, kTogether = C::kBytes == 1 ? 2 : 4;
-  constexpr int kStep = kTogether * 32 / kLanes;  // rows
+__device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& a, Cursor cursor) {
+  constexpr int kLanes = C::kHeadDim / 8;               // of a row
+  constexpr int kTogether = C::kHeadDim == 64 ? 4 : 8;  // of a lane
+  constexpr int kStep = kTogether * 32 / kLanes;        // rows
   const int lane = threadIdx.x % 32;
-  const Slot& slot = cursor.slot;
-  const int rows = min(kRows, slot.seq_q * a.group - slot.first_row);
-  const float k_scale = a.k_scale.at(slot.sequence, cursor.head);
-  const float v_scale = a.v_scale.at(slot.sequence, cursor.head);
-  const uint32_t stage = turn % C::kQStages;
 #pragma unroll 1
-  for (int first = 0; first < padded_rows(rows); first += kStep) {
-    uint4 words[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int row = first + (i * 32 + lane) / kLanes, column = lane % kLanes * 8;
-      const int pair = slot.first_row + row;
-      const int64_t token = slot.first_q + pair / a.group;
-      const int64_t head = cursor.head * a.group + pair % a.group;
-      words[i] = make_uint4(0, 0, 0, 0);
-      if (row < rows && column < a.p.head_dim)
-        words[i] = __ldg(reinterpret_cast<const uint4*>(
-            static_cast<const uint16_t*>(a.p.q) + token * a.p.q_row + head * a.p.q_head + column));
-    }
-    if (first == 0)
-      ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]),
-                          (turn / C::kQStages & 1) ^ 1);
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int row = first + (i * 32 + lane) / kLanes, column = lane % kLanes * 8;
-      if constexpr (C::kBytes == 1 && Op::kIsBf16) {
-        const uint8_t unit = to_f16<kLanes>(words[i]);
-        if (column == 0) shared.q_units[stage][row] = unit;
-      }
-      const int half = row / 8 % 2;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint32_t place = query_place<C>(shared.q[stage], row / 16, row % 8, column / 4 + j);
-        ptx::st_shared(place + half * 4, j ? words[i].z : words[i].x);
-        ptx::st_shared(place + half * 4 + 8, j ? words[i].w : words[i].y);
-      }
-    }
-  }
-  if (lane == 0) shared.k_scale[stage] = k_scale, shared.v_scale[stage] = v_scale;
-}
-
-// The next item is taken when the first tile of one is there: no sooner than must be, for whoever is
-// faster by then; no later, for the warps that load K and V are blocks ahead. more: items.
-template <class Op, class C>
-__device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& a, bool more) {
-  const bool leader = threadIdx.x % 32 == 0;
-  Cursor cursor(a.plan, shared.item);
-  int item = shared.item.number;
-  bool taken = !more;  // what comes after this item
-  uint32_t parity = 0, turn = 0;
-#pragma unroll 1
-  for (;; ++turn) {
+  for (uint32_t turn = 0; !cursor.done(); ++turn) {
+    const Slot slot = cursor.slot;
+    const int rows = min(kRows, slot.seq_q * a.group - slot.first_row);
+    const float k_scale = a.k_scale.at(slot.sequence, cursor.head);
+    const float v_scale = a.v_scale.at(slot.sequence, cursor.head);
     const uint32_t stage = turn % C::kQStages;
-    load_tile<Op>(shared, a, cursor, turn);
-    Tile tile = {cursor.slot, cursor.head, cursor.block, cursor.last, cursor.first_unit(), item};
-    cursor.next_tile();
-    tile.ends = cursor.done(), tile.more = !tile.ends || more;
-    if (leader) shared.tiles[stage] = tile;
-    ptx::mbarrier_arrive(ptx::shared_address(&shared.q_full[stage]));
-    if (!tile.more) return;
-    if (!taken) {
-      const Item next = take_item(a);
-      ptx::mbarrier_sleep(ptx::shared_address(&shared.item_empty), parity);
-      parity ^= 1;
-      more = next.begin < next.end, taken = true;
-      if (leader) shared.item = next;
-      __syncwarp();
-      ptx::mbarrier_arrive(ptx::shared_address(&shared.item_full));
+#pragma unroll 1
+    for (int first = 0; first < padded_rows(rows); first += kStep) {
+      uint4 words[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int row = first + (i * 32 + lane) / kLanes, column = lane % kLanes * 8;
+        const int pair = slot.first_row + row;
+        const int64_t token = slot.first_q + pair / a.group;
+        const int64_t head = cursor.head * a.group + pair % a.group;
+        words[i] = make_uint4(0, 0, 0, 0);
+        if (row < rows && column < a.p.head_dim)
+          words[i] =
+              __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(a.p.q) +
+                                                   token * a.p.q_row + head * a.p.q_head + column));
+      }
+      if (first == 0)
+        ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]),
+                            (turn / C::kQStages & 1) ^ 1);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int row = first + (i * 32 + lane) / kLanes, column = lane % kLanes * 8;
+        if constexpr (C::kBytes == 1 && Op::kIsBf16) {
+          const float unit = to_f16<kLanes>(words[i]);
+          if (column == 0) shared.q_units[stage][row] = unit;
+        }
+        const int half = row / 8 % 2;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const uint32_t place = query_place<C>(shared.q[stage], row / 16, row % 8, column / 4 + j);
+          ptx::st_shared(place + half * 4, j ? words[i].z : words[i].x);
+          ptx::st_shared(place + half * 4 + 8, j ? words[i].w : words[i].y);
+        }
+      }
     }
-    if (!cursor.done()) continue;
-    if (!more) break;
-    item = shared.item.number, taken = false;
-    cursor.begin(shared.item);
+    Tile tile = {slot, cursor.head, cursor.block, cursor.last, cursor.begin()};
+    cursor.next_tile();
+    tile.more = !cursor.done();
+    if (lane == 0) {
+      shared.tiles[stage] = tile;
+      shared.k_scale[stage] = k_scale, shared.v_scale[stage] = v_scale;
+    }
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.q_full[stage]));
   }
-  // It was said that there would be more: a tile without blocks.
-  const uint32_t stage = ++turn % C::kQStages;
-  ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]), (turn / C::kQStages & 1) ^ 1);
-  if (leader) shared.tiles[stage] = Tile{};
-  ptx::mbarrier_arrive(ptx::shared_address(&shared.q_full[stage]));
 }
 
 }  // namespace flashsci::sm90::paged

@@ -17,8 +17,6 @@
 
 #undef __launch_bounds__
 #define __launch_bounds__(...)
-#undef __maxnreg__
-#define __maxnreg__(...)
 #undef __grid_constant__
 #define __grid_constant__
 #undef __forceinline__
@@ -106,8 +104,6 @@ inline void wait_for_prerequisites() {}
 
 // Asked again and again, until another CTA has changed it. Those that may be waited for have run
 // before: what does not come while the other threads of this one go on never comes.
-inline uint64_t load_flag(const uint64_t* x) { return *x; }
-inline void store_flag(uint64_t* x, uint64_t value) { *x = value; }
 inline int load_acquire(const int* x) {
   thread->times = thread->asked == x ? thread->times + 1 : 0;
   thread->asked = x;
