@@ -238,7 +238,7 @@ struct Consumer {
 #pragma unroll
     for (int e = 0; e < kHeadDimV / 2; ++e) o[e] = 0.f;
     rows.sum[0] = rows.sum[1] = 0.f;
-    rows.row_max_log2[0] = rows.row_max_log2[1] = fwd::kUninitializedMax;
+    rows.row_max_log2[0] = rows.row_max_log2[1] = kUninitializedMax;
   }
   __device__ __forceinline__ void write(const TileInfo& tile) {
     const int seq_q = kVarlen ? tile.seq_q : a.p.seq_q;

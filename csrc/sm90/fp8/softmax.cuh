@@ -11,16 +11,13 @@
 
 namespace flashsci::sm90::fp8 {
 
-using fwd::lane_max;
-using fwd::RowStatistics;
-
 // log2 of P at a row's maximum, and how far a later score may outgrow it before the offset follows:
 // 256 * 2^0.75 = 431.
 inline constexpr float kLargestP = 8.f, kLargestExponent = 8.75f;
 
 // The offset at a largest score, rounded down: P of that score is at least 256.
 __device__ __forceinline__ float offset_at(float maximum, float factor) {
-  return fmaxf(__fadd_rd(__fmul_rd(maximum, factor), -kLargestP), fwd::kUninitializedMax);
+  return fmaxf(__fadd_rd(__fmul_rd(maximum, factor), -kLargestP), kUninitializedMax);
 }
 
 // Whether an exponent of the warp is beyond what P may have. Where the offset is at the maximum, it

@@ -9,9 +9,6 @@
 
 namespace flashsci::sm90::triangle_fwd {
 
-using fwd::kUninitializedMax;
-using fwd::RowStatistics;
-
 // P = exp2(exp_scale S - offset), packed as operand of P V. sum: of what this lane holds of its two
 // rows, before it is rounded. kLimited: exponents are cut at the threshold.
 template <class Op, bool kLimited, int kCount>
@@ -45,10 +42,10 @@ template <int kCount>
 __device__ __forceinline__ void start_offsets(RowStatistics& rows, const float (&s)[kCount],
                                               float exp_scale) {
   float maximum[2];
-  fwd::row_max(s, maximum);
+  row_max(s, maximum);
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    rows.row_max_log2[half] = fmaxf(fwd::offset_at(maximum[half], exp_scale), kUninitializedMax);
+    rows.row_max_log2[half] = fmaxf(offset_at(maximum[half], exp_scale), kUninitializedMax);
 }
 
 // The offset follows the maximum, sums and output follow it. Where scores are so large that the
@@ -58,10 +55,10 @@ __device__ __forceinline__ void softmax_carefully(uint32_t (&p)[kCount / 8][4],
                                                   const float (&s)[kCount], float (&o)[kOutputs],
                                                   RowStatistics& rows, float exp_scale) {
   float maximum[2], sum[2];
-  fwd::row_max(s, maximum);
+  row_max(s, maximum);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float next = fmaxf(rows.row_max_log2[half], fwd::offset_at(maximum[half], exp_scale));
+    const float next = fmaxf(rows.row_max_log2[half], offset_at(maximum[half], exp_scale));
     const float alpha = ptx::ex2_approx(rows.row_max_log2[half] - next);
     rows.row_max_log2[half] = next;
     rows.sum[half] *= alpha;
