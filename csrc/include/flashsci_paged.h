@@ -51,6 +51,10 @@ FLASHSCI_DECLARE_PAGED(paged_sm90_fp16, FlashsciPagedParams)
 FLASHSCI_DECLARE_PAGED(paged_sm90_bf16, FlashsciPagedParams)
 FLASHSCI_DECLARE_PAGED(paged8_sm90_fp16, FlashsciPaged8Params)
 FLASHSCI_DECLARE_PAGED(paged8_sm90_bf16, FlashsciPaged8Params)
+FLASHSCI_DECLARE_PAGED(paged_sm80_fp16, FlashsciPagedParams)
+FLASHSCI_DECLARE_PAGED(paged_sm80_bf16, FlashsciPagedParams)
+FLASHSCI_DECLARE_PAGED(paged8_sm80_fp16, FlashsciPaged8Params)
+FLASHSCI_DECLARE_PAGED(paged8_sm80_bf16, FlashsciPaged8Params)
 
 #ifdef __cplusplus
 }

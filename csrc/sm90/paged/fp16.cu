@@ -18,5 +18,5 @@ extern "C" int flashsci_paged_sm90_fp16(const FlashsciPagedParams* params, Flash
 }
 
 extern "C" int64_t flashsci_paged_sm90_fp16_workspace(const FlashsciPagedParams* params) {
-  return flashsci::sm90::paged::workspace_of(*params, 2);
+  return flashsci::sm90::paged::workspace_bytes(*params, 2);
 }

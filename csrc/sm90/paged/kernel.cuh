@@ -21,46 +21,15 @@
 #include <cuda_runtime.h>
 #include <cstdint>
 
+#include "../../core/paged/compute.cuh"
+#include "../../core/paged/queries.cuh"
 #include "../../core/poison.cuh"
-#include "gather.cuh"
 #include "load.cuh"
-#include "plan.cuh"
 
 namespace flashsci::sm90::paged {
 
 template <class Op, class Format, class C>
-__device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int warp) {
-  uint32_t turn = 0, tiles = 0, handed = 0;
-  for (bool more = true; more; ++tiles) {
-    const uint32_t stage = tiles % C::kQStages;
-    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[stage]), tiles / C::kQStages & 1);
-    const Rows rows(a, shared.tiles[stage]);
-    const float v_scale = shared.v_scale[stage];
-    Part<Op, Format, C> part(shared, a, rows, stage, warp);
-    part.run(turn);
-    part.release(shared.q_empty[stage]);  // and of what is there beside Q, which was copied
-    // What was left before has been read.
-    ptx::mbarrier_wait(ptx::shared_address(&shared.sums_empty), (handed & 1) ^ 1);
-    more = rows.tile.more;
-    if (rows.rows > C::kFewRows || (!more && !C::kSharesLast)) {
-      gather(part, v_scale);
-    } else if (!more) {
-      gather_few(part, v_scale);
-    } else {
-      leave_all(part);
-      part.release(shared.sums_full);
-      ++handed;
-    }
-  }
-}
-
-// Of a CTA that has no block.
-__device__ __forceinline__ void leave_no_cut(const Plan& plan) {
-  if (threadIdx.x == 0) plan.cuts[blockIdx.x].last = -1;
-}
-
-template <class Op, class Format, class C>
-__global__ void __launch_bounds__(C::kBound, 1) paged_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(C::kBound, 1) paged_kernel(const __grid_constant__ MappedArgs a) {
   extern __shared__ unsigned char shared_memory[];
   auto& shared =
       *reinterpret_cast<Storage<C>*>(shared_memory + (-ptx::shared_address(shared_memory) & 1023u));
@@ -68,43 +37,25 @@ __global__ void __launch_bounds__(C::kBound, 1) paged_kernel(const __grid_consta
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&a.k);
     ptx::prefetch_tensor_map(&a.v);
-    for (int stage = 0; stage < C::kStages; ++stage) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.k_full[stage]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.v_full[stage]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.k_empty[stage]), kWarps);
-      ptx::mbarrier_init(ptx::shared_address(&shared.v_empty[stage]), kWarps);
-    }
-    for (int stage = 0; stage < C::kQStages; ++stage) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.q_full[stage]), 32);
-      ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[stage]), kWarps + 1);
-    }
-    ptx::mbarrier_init(ptx::shared_address(&shared.sums_full), kWarps);
-    ptx::mbarrier_init(ptx::shared_address(&shared.sums_empty), 1);
+    init_barriers(shared, C::kStages, 1);
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
-  ptx::launch_dependents();
-  ptx::wait_for_prerequisites();  // the plan
-  Runs runs(0, 0, 0);
-  static_assert(sizeof(shared.pages) >= sizeof(Planning<C::kThreads>));
-  auto& planning = *reinterpret_cast<Planning<C::kThreads>*>(&shared.pages);
-  const Start start =
-      a.plan.count <= kPlannedByEach ? plan_and_begin<C>(a, runs, planning) : begin_of(a, runs);
-  const int begin = runs.begin(blockIdx.x), end = runs.begin(blockIdx.x + 1);
-  if (begin >= end) return leave_no_cut(a.plan);
-  const Cursor cursor(a.plan, runs, begin, end, start);
-  if (cursor.done()) return leave_no_cut(a.plan);
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (warp < kWarps) {
-    ptx::setmaxnreg_inc<C::kComputingRegisters>();
-    compute<Op, Format, C>(shared, a, warp);
-  } else {
-    ptx::setmaxnreg_dec<C::kLoadingRegisters>();
-    if (warp == kWarps) load<C, kKeys>(shared, a, cursor);
-    if (warp == kWarps + 1) load<C, kValues>(shared, a, cursor);
-    if (warp == kWarps + 2) load_queries<Op, C>(shared, a, cursor);
-    if (warp == kWarps + 3) merge<Op, C>(shared, a, runs);
-  }
+  C::Isa::launch_dependents();
+  C::Isa::wait_for_prerequisites();  // the plan
+  for_run(shared, a, [&](const Cursor& cursor, const Runs& runs) {
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp < kWarps) {
+      ptx::setmaxnreg_inc<C::kComputingRegisters>();
+      compute<Op, Format, C>(shared, a, warp);
+    } else {
+      ptx::setmaxnreg_dec<C::kLoadingRegisters>();
+      if (warp == kWarps + kLoadsKeys) load<C, kLoadsKeys>(shared, a, cursor);
+      if (warp == kWarps + kLoadsValues) load<C, kLoadsValues>(shared, a, cursor);
+      if (warp == kWarps + kLoadsQueries) load_queries<Op, C>(shared, a, cursor);
+      if (warp == kWarps + kMerges) merge<Op, C>(shared, a, runs);
+    }
+  });
 }
 
 }  // namespace flashsci::sm90::paged

@@ -17,5 +17,5 @@ extern "C" int flashsci_paged8_sm90_bf16(const FlashsciPaged8Params* params,
 }
 
 extern "C" int64_t flashsci_paged8_sm90_bf16_workspace(const FlashsciPaged8Params* params) {
-  return flashsci::sm90::paged::workspace_of(params->call, 1);
+  return flashsci::sm90::paged::workspace_bytes(params->call, 1);
 }

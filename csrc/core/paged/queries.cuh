@@ -3,13 +3,11 @@
 #pragma once
 #include <cstdint>
 
-#include "../../ptx/mbarrier.cuh"
 #include "../../ptx/mma_f16.cuh"
 #include "../../ptx/shared.cuh"
-#include "../../ptx/tma.cuh"
 #include "config.cuh"
 
-namespace flashsci::sm90::paged {
+namespace flashsci::paged {
 
 // Where four columns of rows r and r + 8 of a tier of 16 rows are, as one product takes them from a
 // lane: the first two of r, of r + 8, and the last two. Lanes that load together meet no bank twice.
@@ -76,9 +74,7 @@ __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& a, 
               __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(a.p.q) +
                                                    token * a.p.q_row + head * a.p.q_head + column));
       }
-      if (first == 0)
-        ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]),
-                            (turn / C::kQStages & 1) ^ 1);
+      if (first == 0) C::Isa::sleep(shared.q_empty[stage], (turn / C::kQStages & 1) ^ 1);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         const int row = first + (i * 32 + lane) / kLanes, column = lane % kLanes * 8;
@@ -102,8 +98,8 @@ __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& a, 
       shared.tiles[stage] = tile;
       shared.k_scale[stage] = k_scale, shared.v_scale[stage] = v_scale;
     }
-    ptx::mbarrier_arrive(ptx::shared_address(&shared.q_full[stage]));
+    C::Isa::arrive(shared.q_full[stage]);
   }
 }
 
-}  // namespace flashsci::sm90::paged
+}  // namespace flashsci::paged

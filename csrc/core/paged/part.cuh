@@ -2,18 +2,15 @@
 #pragma once
 #include <cstdint>
 
-#include "../../ptx/mbarrier.cuh"
 #include "../../ptx/mma_f16.cuh"
 #include "../../ptx/redux.cuh"
 #include "../../ptx/shared.cuh"
-#include "../fwd/softmax.cuh"
+#include "../lazy_softmax.cuh"
 #include "config.cuh"
 #include "format.cuh"
 #include "queries.cuh"
 
-namespace flashsci::sm90::paged {
-
-using fwd::RowStatistics, fwd::kUninitializedMax, fwd::softmax_next;
+namespace flashsci::paged {
 
 // A tile's rows, a warp's among them, and what they see.
 struct Rows {
@@ -57,13 +54,14 @@ struct Part {
   static constexpr int kWords = C::kRowBytes / 32;   // a lane's of a row of V in a box
   static constexpr int kProducts = 4 / Format::kBytes;  // of a piece
   using Product = Multiplied<Op, Format>;
-  static constexpr int kSteps = C::kHeadDim / 16, kTiles = C::kHeadDim / 8;
+  static constexpr int kSteps = C::kHeadDim / 16, kTiles = C::kHeadDim / C::kSlices / 8;
 
   Storage<C>& shared;
   const Args& args;
   const Rows& rows;
   const uint32_t q_stage;
-  const int warp, tier, part, parts;  // this warp's of the parts of the keys
+  const int warp, slice;        // of the columns of V
+  const int tier, part, parts;  // this warp's of the parts of the keys
   const int g, t;
   const bool busy;  // there are rows
   const int query[2];
@@ -81,9 +79,10 @@ struct Part {
         rows(rows_),
         q_stage(q_stage_),
         warp(warp_),
-        tier(warp & (rows.tiers - 1)),
-        part(warp / rows.tiers),
-        parts(kWarps / rows.tiers),
+        slice(warp / kKeyWarps<C>),
+        tier(warp % kKeyWarps<C> & (rows.tiers - 1)),
+        part(warp % kKeyWarps<C> / rows.tiers),
+        parts(kKeyWarps<C> / rows.tiers),
         g(threadIdx.x % 32 / 4),
         t(threadIdx.x % 4),
         busy(tier * kWarpRows < rows.rows),
@@ -112,11 +111,6 @@ struct Part {
     fragment[0] = words.x, fragment[1] = words.y, fragment[2] = words.z, fragment[3] = words.w;
   }
 
-  // 16 bytes of a row in a box.
-  static __device__ __forceinline__ int place(int row, int piece) {
-    return row * C::kRowBytes + (piece ^ row * C::kRowBytes / 128 % (C::kRowBytes / 16)) * 16;
-  }
-
   // S of 16 keys, whose K begins there.
   __device__ __forceinline__ void score(float (&s)[8], uint32_t k) const {
     float sum[2][4] = {};
@@ -125,8 +119,9 @@ struct Part {
       uint4 words[2];
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        words[n] = ptx::ld_shared_v4(k + i / kPieces * C::CacheBox::kBytes +
-                                     place(g, t * kPieces + i % kPieces) + n * 8 * C::kRowBytes);
+        words[n] =
+            ptx::ld_shared_v4(k + i / kPieces * C::kBoxBytes +
+                              cache_place<C>(g, t * kPieces + i % kPieces) + n * 8 * C::kRowBytes);
 #pragma unroll
       for (int j = 0; j < kProducts; ++j) {
         uint32_t own[4];
@@ -174,13 +169,14 @@ struct Part {
   __device__ __forceinline__ void add_values(const float (&s)[8], uint32_t v, int key) {
     const uint32_t p[4] = {Product::pack2(s[0], s[1]), Product::pack2(s[2], s[3]),
                            Product::pack2(s[4], s[5]), Product::pack2(s[6], s[7])};
+    const uint32_t own = v + slice * (kBoxes / C::kSlices) * C::kBoxBytes;
     const bool all_seen = key >= rows.first_key && key + kChunk <= rows.end_key;
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
+    for (int box = 0; box < kBoxes / C::kSlices; ++box) {
       uint32_t words[4][kWords];  // of rows 2t, 2t + 1, 2t + 8, 2t + 9
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t row = v + box * C::CacheBox::kBytes + i / 2 * 8 * C::kRowBytes;
+        const uint32_t row = own + box * C::kBoxBytes + i / 2 * 8 * C::kRowBytes;
         load_words(words[i], row, t * 2 + i % 2);
       }
       if (!all_seen) {
@@ -206,38 +202,38 @@ struct Part {
     }
   }
   __device__ __forceinline__ void load_words(uint32_t (&words)[4], uint32_t box, int row) const {
-    const uint4 found = ptx::ld_shared_v4(box + place(row, g));
+    const uint4 found = ptx::ld_shared_v4(box + cache_place<C>(row, g));
     words[0] = found.x, words[1] = found.y, words[2] = found.z, words[3] = found.w;
   }
   __device__ __forceinline__ void load_words(uint32_t (&words)[2], uint32_t box, int row) const {
-    const uint64_t found = ptx::ld_shared_u64(box + place(row, g / 2) + g % 2 * 8);
+    const uint64_t found = ptx::ld_shared_u64(box + cache_place<C>(row, g / 2) + g % 2 * 8);
     words[0] = static_cast<uint32_t>(found), words[1] = static_cast<uint32_t>(found >> 32);
   }
 
   __device__ __forceinline__ void release(uint64_t& barrier) const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+    if (threadIdx.x % 32 == 0) C::Isa::arrive(barrier);
   }
 
   // All blocks of the tile that this CTA has.
-  __device__ __forceinline__ void run(uint32_t& turn) {
+  __device__ __forceinline__ void run(Turn& turn) {
 #pragma unroll 1
-    for (int block = rows.tile.block; block < rows.tile.last; ++block, ++turn) {
-      const uint32_t stage = turn % C::kStages, parity = turn / C::kStages & 1;
+    for (int block = rows.tile.block; block < rows.tile.last; ++block, turn.next(args.stages)) {
+      const uint32_t stage = turn.stage;
       const int block_key = (rows.tile.slot.first_block + block) * C::kBlockK;
-      ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[stage]), parity);
-      ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[stage]), parity);
+      C::Isa::wait(shared.k_full[stage], turn.parity);
+      C::Isa::wait(shared.v_full[stage], turn.parity);
       // Where a block has fewer chunks than there are parts, the next block is the next parts', in
       // whatever tile: these are at it while the others end theirs.
-      const int first = (part - static_cast<int>(turn) * (C::kBlockK / kChunk)) & (parts - 1);
+      const int first = (part - static_cast<int>(turn.count) * (C::kBlockK / kChunk)) & (parts - 1);
 #pragma unroll 1
       for (int row = first * kChunk; row < C::kBlockK; row += parts * kChunk) {
         const int key = block_key + row;
         if (!busy || key >= rows.end_key || key + kChunk <= rows.first_key) continue;
         float s[8];
-        score(s, ptx::shared_address(shared.k[stage]) + row * C::kRowBytes);
+        score(s, ptx::shared_address(shared.blocks[stage].k) + row * C::kRowBytes);
         exponentiate(s, key);
-        add_values(s, ptx::shared_address(shared.v[stage]) + row * C::kRowBytes, key);
+        add_values(s, ptx::shared_address(shared.blocks[stage].v) + row * C::kRowBytes, key);
       }
       release(shared.k_empty[stage]);
       release(shared.v_empty[stage]);
@@ -245,4 +241,4 @@ struct Part {
   }
 };
 
-}  // namespace flashsci::sm90::paged
+}  // namespace flashsci::paged

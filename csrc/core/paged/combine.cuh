@@ -3,14 +3,13 @@
 #include <cuda_runtime.h>
 #include <cstdint>
 
-#include "../../core/softmax.cuh"
 #include "../../ptx/math.cuh"
-#include "../../ptx/warpgroup.cuh"
+#include "../softmax.cuh"
 #include "config.cuh"
 #include "gather.cuh"
 #include "plan.cuh"
 
-namespace flashsci::sm90::paged {
+namespace flashsci::paged {
 
 // The sequence of a token, or -1. Offsets grow; where they do not, any.
 __device__ __forceinline__ int sequence_of(const FlashsciPagedParams& p, int token) {
@@ -78,7 +77,7 @@ __global__ void __launch_bounds__(kCombiningWarps * 32, 8)
         write_row<Op, C>(p, token, head, {}, 0.f, -INFINITY);
     }
   }
-  ptx::wait_for_prerequisites();
+  C::Isa::wait_for_prerequisites();
   // Pieces are on their way together with what says how many there are, and some at a time: a loop
   // would wait for memory at each.
   const Cut cut = a.plan.cuts[first];
@@ -144,4 +143,4 @@ __global__ void __launch_bounds__(kCombiningWarps * 32, 8)
   }
 }
 
-}  // namespace flashsci::sm90::paged
+}  // namespace flashsci::paged

@@ -3,12 +3,12 @@
 #pragma once
 #include <cstdint>
 
-#include "../../core/softmax.cuh"
 #include "../../ptx/math.cuh"
 #include "../../ptx/warpgroup.cuh"
+#include "../softmax.cuh"
 #include "part.cuh"
 
-namespace flashsci::sm90::paged {
+namespace flashsci::paged {
 
 enum NamedBarrier { kComputing = 1 };  // 0 is __syncthreads
 
@@ -61,33 +61,53 @@ struct Writer {
   }
 };
 
-// Where 4 columns of a row of the sums are: lanes that store, or load, together meet no bank twice.
-// Of a box; of all columns, where rows are few.
+// A lane has eighths 2t and 2t + 1 of a box's columns, which are kFours times four each. Of each
+// eighth kOfPart fours are in a part of the sums.
 template <class C>
-__device__ __forceinline__ float4* box_place(Storage<C>& shared, int warp, int row, int four) {
+struct Eighth {
+  static constexpr int kFours = C::kColumns / 32, kOfPart = C::kSumColumns / 32;
+  static constexpr int kParts = kFours / kOfPart;
+  // The first of four columns, of a box, that have this place in a part.
+  static __device__ __forceinline__ int column(int part, int place) {
+    return (place / kOfPart * kFours + part * kOfPart + place % kOfPart) * 4;
+  }
+};
+
+// Rows of a tile that one warp puts together: as many as there is room for with all their columns where
+// 16 rows have kSumColumns.
+template <class C>
+inline constexpr int kFewRows = kWarpRows * C::kSumColumns * C::kSlices / C::kHeadDim < 8
+                                    ? kWarpRows * C::kSumColumns * C::kSlices / C::kHeadDim
+                                    : 8;
+
+// Where 4 columns of a row of the sums are: lanes that store, or load, together meet no bank twice.
+// Of a part of a box; of all columns that a warp has, where rows are few.
+template <class C>
+__device__ __forceinline__ float4* part_place(Storage<C>& shared, int warp, int row, int four) {
   return reinterpret_cast<float4*>(shared.sums[warp][row]) +
-         (four ^ (four / 8 | row % 2 * (C::kColumns / 32)));
+         (four ^ (four / 8 | row % 2 * (C::kSumColumns / 32)));
 }
 template <class C>
 __device__ __forceinline__ float4* row_place(Storage<C>& shared, int warp, int row, int four) {
-  return reinterpret_cast<float4*>(shared.sums[warp]) + row * (C::kHeadDim / 4) + (four ^ row);
+  return reinterpret_cast<float4*>(shared.sums[warp]) + row * (C::kHeadDim / C::kSlices / 4) +
+         (four ^ row);
 }
 
-// A warp's sums of one box's columns, of its first 8 rows or all. place: of a row and 4 columns.
+// A warp's sums of a part of one box's columns, of its first 8 rows or all. place: of a row and four
+// columns of the part.
 template <int kHalves, class Op, class Format, class C, class Place>
-__device__ __forceinline__ void leave_sums(const Part<Op, Format, C>& part, int box,
+__device__ __forceinline__ void leave_sums(const Part<Op, Format, C>& part, int box, int sums,
                                            const Place& place) {
-  constexpr int kEighth = C::kColumns / 8;
+  using E = Eighth<C>;
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     const int row = part.g + half * 8;
     if (part.tier * kWarpRows + row >= part.rows.rows) continue;
 #pragma unroll
-    for (int i = 0; i < 2 * kEighth; i += 4) {
-      const auto sum = [&](int j) {
-        return part.o[box * kEighth + (i + j) % kEighth][half * 2 + i / kEighth];
-      };
-      *place(row, (part.t * 2 * kEighth + i) / 4) = make_float4(sum(0), sum(1), sum(2), sum(3));
+    for (int i = 0; i < 2 * E::kOfPart; ++i) {
+      const int first = (box * E::kFours + sums * E::kOfPart + i % E::kOfPart) * 4;
+      const auto sum = [&](int j) { return part.o[first + j][half * 2 + i / E::kOfPart]; };
+      *place(row, part.t * 2 * E::kOfPart + i) = make_float4(sum(0), sum(1), sum(2), sum(3));
     }
   }
 }
@@ -107,10 +127,13 @@ __device__ __forceinline__ void leave_statistics(const Part<Op, Format, C>& part
 template <class Op, class Format, class C>
 __device__ __forceinline__ void leave_all(const Part<Op, Format, C>& part) {
 #pragma unroll
-  for (int box = 0; box < C::kBoxes; ++box)
-    leave_sums<1>(part, box, [&](int row, int four) {
-      return row_place(part.shared, part.warp, row, box * (C::kColumns / 4) + four);
+  for (int i = 0; i < C::kBoxes / C::kSlices * Eighth<C>::kParts; ++i) {
+    const int box = i / Eighth<C>::kParts, sums = i % Eighth<C>::kParts;
+    leave_sums<1>(part, box, sums, [&](int row, int place) {
+      const int column = box * C::kColumns + Eighth<C>::column(sums, place);  // of the slice
+      return row_place(part.shared, part.warp, row, column / 4);
     });
+  }
   leave_statistics(part);
 }
 
@@ -118,11 +141,12 @@ __device__ __forceinline__ void leave_all(const Part<Op, Format, C>& part) {
 template <class Op, class C>
 __device__ __forceinline__ void merge_rows(Storage<C>& shared, const Writer<Op, C>& writer,
                                            int first, int end) {
-  constexpr int kFours = C::kHeadDim / 4, kRowLanes = kWarps;
+  constexpr int kFours = C::kHeadDim / 4, kOfSlice = kFours / C::kSlices;
+  constexpr int kRowLanes = kKeyWarps<C>;
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (; first < end; first += 32 / kRowLanes) {
-    // Each lane has the statistics of one warp, of one of four rows.
+    // Each lane has the statistics of one warp, of one of some rows.
     const float2 own = shared.statistics[lane % kRowLanes][min(first + lane / kRowLanes, end - 1)];
     float offset = own.x;
 #pragma unroll
@@ -139,11 +163,13 @@ __device__ __forceinline__ void merge_rows(Storage<C>& shared, const Writer<Op, 
       const float row_sum = __shfl_sync(0xffffffffu, sum, i * kRowLanes);
 #pragma unroll 1
       for (int four = lane; four < kFours + lane; four += 32) {
+        const int slice = four % kFours / kOfSlice;
         float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-        for (int warp = 0; warp < kWarps; ++warp) {
+        for (int warp = 0; warp < kKeyWarps<C>; ++warp) {
           const float other = __shfl_sync(0xffffffffu, weight, i * kRowLanes + warp);
-          const float4 part = *row_place(shared, warp, first + i, four % kFours);
+          const float4 part =
+              *row_place(shared, slice * kKeyWarps<C> + warp, first + i, four % kOfSlice);
           x.x = fmaf(other, part.x, x.x), x.y = fmaf(other, part.y, x.y);
           x.z = fmaf(other, part.z, x.z), x.w = fmaf(other, part.w, x.w);
         }
@@ -169,11 +195,11 @@ __device__ __forceinline__ void merge(Storage<C>& shared, const Args& a, const R
 #pragma unroll 1
   for (uint32_t tiles = 0;; ++tiles) {
     const uint32_t stage = tiles % C::kQStages;
-    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[stage]), tiles / C::kQStages & 1);
+    C::Isa::wait(shared.q_full[stage], tiles / C::kQStages & 1);
     const Rows rows(a, shared.tiles[stage]);
     const Writer<Op, C> writer(a, rows, shared.v_scale[stage]);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.q_empty[stage]));
+    if (threadIdx.x % 32 == 0) C::Isa::arrive(shared.q_empty[stage]);
     const Tile& tile = rows.tile;
     if (!tile.more) {
       Cut cut = {-1};
@@ -183,39 +209,40 @@ __device__ __forceinline__ void merge(Storage<C>& shared, const Args& a, const R
       if (threadIdx.x % 32 == 0) a.plan.cuts[blockIdx.x] = cut;
       return;
     }
-    if (rows.rows > C::kFewRows) continue;
-    ptx::mbarrier_wait(ptx::shared_address(&shared.sums_full), handed++ & 1);
+    if (rows.rows > kFewRows<C>) continue;
+    C::Isa::wait(shared.sums_full, handed++ & 1);
     merge_rows(shared, writer, 0, rows.rows);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.sums_empty));
+    if (threadIdx.x % 32 == 0) C::Isa::arrive(shared.sums_empty);
   }
 }
 
 // More rows, of some columns, by the computing warps themselves.
 template <class Op, class C>
-__device__ __forceinline__ void write_box(Storage<C>& shared, const Writer<Op, C>& writer,
-                                          int box) {
-  constexpr int kFours = C::kColumns / 4;
+__device__ __forceinline__ void write_part(Storage<C>& shared, const Writer<Op, C>& writer, int box,
+                                           int sums) {
+  constexpr int kFours = C::kSumColumns / 4;
   const Rows& rows = writer.rows;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < rows.rows * kFours; i += kComputingThreads) {
-    const int r = i / kFours, four = i % kFours, row = r % kWarpRows;
+  for (int i = threadIdx.x; i < rows.rows * kFours * C::kSlices; i += kComputingThreads) {
+    const int slice = i / kFours % C::kSlices, four = i % kFours;
+    const int r = i / (kFours * C::kSlices), row = r % kWarpRows;
     // Others' are read, too, and do not count: no load waits for a branch.
     const auto has_row = [&](int warp) { return (warp & (rows.tiers - 1)) == r / kWarpRows; };
-    float2 statistics[kWarps];
-    float4 parts[kWarps];
+    float2 statistics[kKeyWarps<C>];
+    float4 parts[kKeyWarps<C>];
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
+    for (int warp = 0; warp < kKeyWarps<C>; ++warp) {
       statistics[warp] = shared.statistics[warp][row];
-      parts[warp] = *box_place(shared, warp, row, four);
+      parts[warp] = *part_place(shared, slice * kKeyWarps<C> + warp, row, four);
     }
     float offset = kUninitializedMax, sum = 0.f;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp)
+    for (int warp = 0; warp < kKeyWarps<C>; ++warp)
       if (has_row(warp)) offset = fmaxf(offset, statistics[warp].x);
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
+    for (int warp = 0; warp < kKeyWarps<C>; ++warp) {
       if (!has_row(warp)) continue;
       const float weight = ptx::ex2_approx(statistics[warp].x - offset);
       const float4 part = parts[warp];
@@ -223,7 +250,8 @@ __device__ __forceinline__ void write_box(Storage<C>& shared, const Writer<Op, C
       x.x = fmaf(weight, part.x, x.x), x.y = fmaf(weight, part.y, x.y);
       x.z = fmaf(weight, part.z, x.z), x.w = fmaf(weight, part.w, x.w);
     }
-    writer.write(r, box * C::kColumns + four * 4, x, offset, sum);
+    const int column = (slice * (C::kBoxes / C::kSlices) + box) * C::kColumns;
+    writer.write(r, column + Eighth<C>::column(sums, four), x, offset, sum);
   }
 }
 
@@ -232,13 +260,15 @@ __device__ __forceinline__ void gather(const Part<Op, Format, C>& part, float v_
   const Writer<Op, C> writer(part.args, part.rows, v_scale);
   leave_statistics(part);
 #pragma unroll
-  for (int box = 0; box < C::kBoxes; ++box) {
-    leave_sums<2>(part, box,
-                  [&](int row, int four) { return box_place(part.shared, part.warp, row, four); });
+  for (int i = 0; i < C::kBoxes / C::kSlices * Eighth<C>::kParts; ++i) {
+    const int box = i / Eighth<C>::kParts, sums = i % Eighth<C>::kParts;
+    leave_sums<2>(part, box, sums, [&](int row, int place) {
+      return part_place(part.shared, part.warp, row, place);
+    });
     ptx::barrier_sync(kComputing, kComputingThreads);
-    write_box(part.shared, writer, box);
+    write_part(part.shared, writer, box, sums);
     ptx::barrier_sync(kComputing, kComputingThreads);  // what was there has been read
   }
 }
 
-}  // namespace flashsci::sm90::paged
+}  // namespace flashsci::paged

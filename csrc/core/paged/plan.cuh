@@ -6,10 +6,9 @@
 
 #include "../../ptx/prefetch.cuh"
 #include "../../ptx/prefetch_l1.cuh"
-#include "../../ptx/warpgroup.cuh"
 #include "config.cuh"
 
-namespace flashsci::sm90::paged {
+namespace flashsci::paged {
 
 inline constexpr int kPlanThreads = 1024;
 inline constexpr int kPlannedByEach = 384;  // slots
@@ -61,17 +60,17 @@ __device__ __forceinline__ int2 sum_before(int x, int (&sums)[kThreads / 32]) {
   return make_int2(warps + sum - x, all);
 }
 
-template <class Op, int kBlockK>  // Op: each unit has its own
+template <class Op, class C>  // Op: each unit has its own
 __global__ void __launch_bounds__(kPlanThreads)
     plan_kernel(const __grid_constant__ FlashsciPagedParams p, const __grid_constant__ Plan plan,
                 int group) {
   __shared__ int sums[kPlanThreads / 32];
-  ptx::launch_dependents();
+  C::Isa::launch_dependents();
   int before = 0;
   for (int base = 0; base < plan.count; base += kPlanThreads) {
     const int index = base + threadIdx.x;
     Slot slot = {-1};
-    if (index < plan.count) slot = find_slot<kBlockK>(p, group, index);
+    if (index < plan.count) slot = find_slot<C::kBlockK>(p, group, index);
     const int2 sum = sum_before<kPlanThreads>(units_of(slot), sums);
     if (index < plan.count) plan.slots[index] = slot, plan.first[index] = before + sum.x;
     before += sum.y;
@@ -80,7 +79,6 @@ __global__ void __launch_bounds__(kPlanThreads)
 }
 
 // What a CTA needs shared memory for until it knows where it begins.
-template <int kThreads>
 struct Planning {
   int sums[kThreads / 32];
   Start start;
@@ -89,21 +87,20 @@ struct Planning {
 // By all threads of a CTA: the plan, and where this CTA begins. A thread that has a slot knows
 // whether it is there.
 template <class C>
-__device__ __forceinline__ Start plan_and_begin(const Args& a, Runs& runs,
-                                                Planning<C::kThreads>& shared) {
-  constexpr int kEach = (kPlannedByEach + C::kThreads - 1) / C::kThreads;
+__device__ __forceinline__ Start plan_and_begin(const Args& a, Runs& runs, Planning& shared) {
+  constexpr int kEach = (kPlannedByEach + kThreads - 1) / kThreads;
   // What comes after the offsets begins its way with them: lengths, and the first pages.
-  const int each = blockIdx.x * C::kThreads + threadIdx.x;
+  const int each = blockIdx.x * kThreads + threadIdx.x;
   if (threadIdx.x < a.p.sequences) ptx::prefetch_l1(a.p.seqused_k + threadIdx.x);
   if (each < a.p.sequences) ptx::prefetch_l2(a.p.block_table + int64_t{each} * a.p.columns);
   Slot slots[kEach];
   int first[kEach], units = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int index = i * C::kThreads + threadIdx.x;
+    const int index = i * kThreads + threadIdx.x;
     slots[i] = Slot{-1};
     if (index < a.plan.count) slots[i] = find_slot<C::kBlockK>(a.p, a.group, index);
-    const int2 sum = sum_before<C::kThreads>(units_of(slots[i]), shared.sums);
+    const int2 sum = sum_before<kThreads>(units_of(slots[i]), shared.sums);
     first[i] = units + sum.x, units += sum.y;
     if (index < a.plan.count) a.plan.slots[index] = slots[i], a.plan.first[index] = first[i];
   }
@@ -114,7 +111,7 @@ __device__ __forceinline__ Start plan_and_begin(const Args& a, Runs& runs,
   for (int i = 0; i < kEach; ++i) {
     const int unit = within - first[i];
     if (unit >= 0 && unit < units_of(slots[i]))
-      shared.start = {i * C::kThreads + static_cast<int>(threadIdx.x), unit, slots[i]};
+      shared.start = {i * kThreads + static_cast<int>(threadIdx.x), unit, slots[i]};
   }
   __syncthreads();
   const Start start = shared.start;
@@ -132,4 +129,4 @@ __device__ __forceinline__ Start begin_of(const Args& a, Runs& runs) {
   return {index, within - plan.first[index], plan.slots[index]};
 }
 
-}  // namespace flashsci::sm90::paged
+}  // namespace flashsci::paged

@@ -3,20 +3,21 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../../core/dtype_f16.cuh"
-#include "../../ptx/cvt_f16_fp8.cuh"
+#include "../dtype_f16.cuh"
 
-namespace flashsci::sm90::paged {
+namespace flashsci::paged {
 
 __device__ __forceinline__ uint32_t word_of(const uint4& words, int i) {
   return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
-// 8-bit floats are widened to fp16, which is exact. keys: of a lane's 16 bytes of a row of K, what
-// its product i takes. values: of words of two rows of V, columns pair by pair.
-template <uint2 (*kWiden)(uint32_t)>
+// 8-bit floats are widened to fp16, which is exact: to numbers of which they are kUnit times as many.
+// keys: of a lane's 16 bytes of a row of K, what its product i takes. values: of words of two rows of
+// V, columns pair by pair.
+template <uint2 (*kWiden)(uint32_t), int kUnit_ = 1>
 struct Narrow {
   static constexpr int kBytes = 1;
+  static constexpr float kUnit = kUnit_;
   static __device__ __forceinline__ uint2 keys(const uint4& words, int i) {
     return kWiden(word_of(words, i));
   }
@@ -24,12 +25,10 @@ struct Narrow {
     return kWiden(__byte_perm(upper, lower, pair ? 0x7362 : 0x5140));
   }
 };
-struct E4m3 : Narrow<ptx::cvt_f16x4_e4m3> {};
-struct E5m2 : Narrow<ptx::cvt_f16x4_e5m2> {};
-
 // The dtype of the queries.
 struct Same {
   static constexpr int kBytes = 2;
+  static constexpr float kUnit = 1.f;
   static __device__ __forceinline__ uint2 keys(const uint4& words, int i) {
     return i == 0 ? make_uint2(words.x, words.y) : make_uint2(words.z, words.w);
   }
@@ -42,4 +41,4 @@ struct Same {
 template <class Op, class Format>
 using Multiplied = std::conditional_t<Format::kBytes == 1, Float16, Op>;
 
-}  // namespace flashsci::sm90::paged
+}  // namespace flashsci::paged

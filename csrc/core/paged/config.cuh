@@ -1,0 +1,247 @@
+// What the kernels of paged attention share, whatever generation they are for: tile shapes, shared
+// memory, arguments, and how the work is cut.
+#pragma once
+#include <cstdint>
+
+#include "../../include/flashsci_paged.h"
+#include "../mask.cuh"
+#include "../score_mod.cuh"
+#include "../varlen.cuh"
+
+namespace flashsci::paged {
+
+inline constexpr int kRows = 64;       // of a tile: (query, head of the group) pairs
+inline constexpr int kWarpRows = 16;   // of a tile: what a warp has
+inline constexpr int kSmallPage = 16;  // pages are multiples of it
+inline constexpr int kWarps = 8;       // that compute
+inline constexpr int kChunk = 16;      // keys that a warp multiplies at a time
+inline constexpr int kComputingThreads = kWarps * 32;
+inline constexpr int kThreads = kComputingThreads + 128;  // K, V, Q and merging have a warp each
+
+// Warps from kWarps on.
+enum Role { kLoadsKeys, kLoadsValues, kLoadsQueries, kMerges };
+
+// kBytes: of an element of the caches. A generation adds its ring, what it waits with (Isa), and what
+// its registers and shared memory allow: kKeepsQ, in registers; kSharesLast, gather_few; kSlices of the columns of V, each with
+// warps of its own that all compute S; kSumColumns, of a box that the warps' sums have at a time.
+template <int kHeadDim_, int kBytes_, int kBlockK_>
+struct Shape {
+  static constexpr int kHeadDim = kHeadDim_, kBytes = kBytes_, kBlockK = kBlockK_;
+  static constexpr int kColumns = kHeadDim * kBytes < 128 ? kHeadDim : 128 / kBytes;  // of a box
+  static constexpr int kRowBytes = kColumns * kBytes, kBoxBytes = kBlockK * kRowBytes;
+  static constexpr int kBoxes = kHeadDim / kColumns;
+  static constexpr int kKVBytes = kBlockK * kHeadDim * kBytes;
+  static constexpr int kQStages = kHeadDim == 256 ? 1 : 2;  // tiles whose Q is there
+  static constexpr int kQBytes = kRows * kHeadDim * 2;
+};
+
+// Warps that share the keys.
+template <class C>
+inline constexpr int kKeyWarps = kWarps / C::kSlices;
+
+// Where 16 bytes of a row of K or V are in a box: lanes that read 8 of them together meet no bank
+// twice.
+template <class C>
+__device__ __forceinline__ int cache_place(int row, int piece) {
+  return row * C::kRowBytes + (piece ^ row * C::kRowBytes / 128 % (C::kRowBytes / 16)) * 16;
+}
+
+// Rows of a tile that warps compute, of which so many are there.
+__device__ __forceinline__ constexpr int padded_rows(int rows) {
+  return (rows + kWarpRows - 1) / kWarpRows * kWarpRows;
+}
+
+// A tile of rows, which every head of K and V has.
+struct alignas(16) Slot {
+  int sequence;               // -1: no rows
+  int first_row;              // (query, head) pair in the sequence
+  int first_block;            // of the keys that some row sees
+  int blocks;                 // at least one where there are rows, which must be written
+  int first_q, seq_q, seq_k;  // of the sequence
+  int unused;
+};
+
+// A slot and head as a CTA works on it.
+struct Tile {
+  Slot slot;
+  int head, block, last;  // blocks [block, last) of those of the slot
+  int begin;              // of all units: that of the slot's first block for this head
+  bool more;              // tiles to come
+};
+
+// A stage of the ring.
+template <class C>
+struct Block {
+  unsigned char k[C::kKVBytes], v[C::kKVBytes];  // [box][kBlockK rows][kColumns]: cache_place
+};
+
+template <class C>
+struct Storage {
+  unsigned char q[C::kQStages][C::kQBytes];  // queries.cuh: query_place
+  // P V of each warp's keys: of few rows all columns, of more some at a time.
+  float sums[kWarps][kWarpRows][C::kSumColumns];
+  float2 statistics[kWarps][kWarpRows];                    // of their softmax: offset, sum
+  float q_units[C::kQStages][C::kBytes == 1 ? kRows : 1];  // what Q is a multiple of
+  float k_scale[C::kQStages], v_scale[C::kQStages];
+  uint64_t k_full[C::kStages], k_empty[C::kStages];
+  uint64_t v_full[C::kStages], v_empty[C::kStages];
+  uint64_t q_full[C::kQStages], q_empty[C::kQStages];
+  uint64_t sums_full, sums_empty;  // of few rows
+  Tile tiles[C::kQStages];
+  int32_t pages[2][C::kAhead][C::kCopies];             // of the blocks to come: for K, for V
+  alignas(C::kAlignment) Block<C> blocks[C::kStages];  // last: there may be fewer
+};
+
+// The blocks of a CTA one after another: how many there were, and where in the ring the next one is.
+struct Turn {
+  uint32_t count = 0, stage = 0, parity = 0;
+  __device__ __forceinline__ void next(int stages) {
+    ++count;
+    if (++stage == static_cast<uint32_t>(stages)) stage = 0, parity ^= 1;
+  }
+};
+
+// Of 8-bit caches: [sequence, head of K and V], or none, 1; times what their numbers, as they are
+// widened, are multiples of.
+struct Scale {
+  const float* values;
+  int64_t sequence, head;  // strides
+  float unit;
+  __device__ __forceinline__ float at(int n, int h) const {
+    return values == nullptr ? unit : unit * __ldg(values + n * sequence + h * head);
+  }
+};
+
+// A tile of which a CTA has the beginning, but not the end.
+struct alignas(16) Cut {
+  int last;  // CTA that has the end; -1: there is no such tile
+  int head, first_q, first_row, rows;
+};
+
+// In the workspace, but for the numbers. plan_kernel writes slots and first.
+struct Plan {
+  Slot* slots;
+  int* first;          // [count + 1]: units of the slots before, in one head
+  Cut* cuts;           // [CTA]
+  float* partial_out;  // [CTA][2][kRows][kHeadDim], normalised: of the first and the last piece
+  float* partial_lse;  // [CTA][2][kRows], log2
+  int count;           // slots
+  int ctas;
+};
+
+struct Args {
+  FlashsciPagedParams p;
+  Plan plan;
+  ScorePlan scores;
+  Scale k_scale, v_scale;
+  int group;   // query heads of a head of K and V
+  int stages;  // of the ring
+};
+
+// The rows and keys of a sequence, as plan_kernel reads them.
+struct Sequence {
+  int first_q, seq_q, seq_k;
+  __device__ __forceinline__ Sequence(const FlashsciPagedParams& p, int n)
+      : first_q(segment_begin(p.cu_seqlens_q, n + 1, p.sequences, p.tokens)),
+        seq_q(max(segment_begin(p.cu_seqlens_q, n + 2, p.sequences, p.tokens) - first_q, 0)),
+        seq_k(min(max(__ldg(p.seqused_k + n), 0), p.columns * p.page)) {}
+  __device__ __forceinline__ Window window(const FlashsciPagedParams& p) const {
+    return Window(p.window_left, p.window_right, true, seq_q, seq_k);
+  }
+};
+
+// What a CTA is given work by: a unit for each block, and one before them for what else a tile costs,
+// which is as long as a block. Else a CTA with many short sequences would be the last.
+__device__ __forceinline__ int units_of(const Slot& slot) {
+  return slot.blocks == 0 ? 0 : slot.blocks + 1;
+}
+
+// Units of the slots in a row, for one head after the other, are cut into equal runs, one for each
+// CTA. If heads divide the number of CTAs, each has one head, and those of the other heads read the
+// same rows of the same pages at the same time: rows of heads lie side by side in DRAM. Quotients
+// are exact: nothing divided has more than 40 bits.
+struct Runs {
+  int units;  // of one head
+  int total, ctas;
+  __device__ __forceinline__ Runs(int units_, int heads, int all_ctas)
+      : units(units_), total(units * heads), ctas(min(all_ctas, total)) {}
+  // `cta`: up to the number of all, of which the last may have none.
+  __device__ __forceinline__ int begin(int cta) const {
+    return cta >= ctas ? total : static_cast<int>(static_cast<double>(cta) * total / ctas);
+  }
+  // The CTA that has this unit of all.
+  __device__ __forceinline__ int cta_of(int unit) const {
+    return static_cast<int>((static_cast<double>(unit + 1) * ctas - 1) / total);
+  }
+};
+
+// Where the partial results of a CTA's piece are: it has at most two that are not whole, one that
+// began before it and one that ends behind it.
+__device__ __forceinline__ int64_t piece_of(int cta, bool begins_there) {
+  return int64_t{cta} * 2 + begins_there;
+}
+
+// The last of `count` places of which `before` holds, which it does of the first. By whole warps: a 32-ary search.
+template <class Before>
+__device__ __forceinline__ int last_before(int count, const Before& before) {
+  const int lane = threadIdx.x % 32;
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int step = (high - low + 31) / 32, probe = low + lane * step;
+    const unsigned fails = __ballot_sync(0xffffffffu, !(probe < high && before(probe)));
+    // Up to the first that fails: so the end is between one that holds and one that does not, also
+    // where those before do not all hold.
+    low += ((fails == 0 ? 32 : __ffs(fails) - 1) - 1) * step;
+    high = min(high, low + step);
+  }
+  return low;
+}
+
+// Where a CTA begins.
+struct Start {
+  int index, unit;  // of the slot; of its units
+  Slot slot;
+};
+
+// A position in the blocks that a CTA has, tile after tile.
+struct Cursor {
+  const Slot* slots;
+  int count;              // of them
+  int at, end;            // unit of all, and the first that is not the CTA's
+  int index;              // of the slot
+  Slot slot, next;        // the next is on its way while this one is worked on
+  int head, block, last;  // blocks [block, last) of the slot
+
+  __device__ __forceinline__ Cursor(const Plan& plan, const Runs& runs, int begin, int end_,
+                                    const Start& start)
+      : slots(plan.slots),
+        count(plan.count),
+        at(begin + (start.unit == 0)),
+        end(end_),
+        index(start.index),
+        slot(start.slot),
+        next(slots[index + 1 < count ? index + 1 : 0]),
+        head(begin / runs.units),
+        block(max(start.unit - 1, 0)),
+        last(min(slot.blocks, block + end - at)) {}
+  // The unit of the slot's first block.
+  __device__ __forceinline__ int begin() const { return at - block; }
+  __device__ __forceinline__ bool done() const { return at >= end; }
+  __device__ __forceinline__ void next_tile() {
+    at += last - block;
+    if (done()) return;
+    do {
+      if (++index == count) index = 0, ++head;
+      slot = next;
+      next = slots[index + 1 < count ? index + 1 : 0];
+    } while (slot.blocks == 0);
+    ++at;
+    block = 0, last = min(slot.blocks, end - at);
+  }
+  __device__ __forceinline__ void next_block() {
+    if (block + 1 == last) return next_tile();
+    ++at, ++block;
+  }
+};
+
+}  // namespace flashsci::paged

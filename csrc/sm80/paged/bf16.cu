@@ -1,0 +1,22 @@
+// bf16 instances of paged attention on sm80, all head dimensions.
+#include "../../core/dtype_bf16.cuh"
+#include "launch.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#error "bf16 units are built for compute capability 8.0 and newer only"
+#endif
+namespace {
+
+struct Op : flashsci::BFloat16 {
+  static constexpr bool kIsBf16 = true;
+};
+
+}  // namespace
+
+extern "C" int flashsci_paged_sm80_bf16(const FlashsciPagedParams* params, FlashsciStream stream) {
+  return flashsci::sm80::paged::launch<Op>(*params, static_cast<cudaStream_t>(stream));
+}
+
+extern "C" int64_t flashsci_paged_sm80_bf16_workspace(const FlashsciPagedParams* params) {
+  return flashsci::sm80::paged::workspace_bytes(*params, 2);
+}

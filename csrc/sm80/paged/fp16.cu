@@ -1,0 +1,22 @@
+// fp16 instances of paged attention on sm80, all head dimensions.
+#include "../../core/dtype_f16.cuh"
+#include "launch.cuh"
+
+#if defined(__CUDA_BF16_H__) || defined(BFLOAT16)
+#error "the fp16 unit must not see cuda_bf16.h"
+#endif
+namespace {
+
+struct Op : flashsci::Float16 {
+  static constexpr bool kIsBf16 = false;
+};
+
+}  // namespace
+
+extern "C" int flashsci_paged_sm80_fp16(const FlashsciPagedParams* params, FlashsciStream stream) {
+  return flashsci::sm80::paged::launch<Op>(*params, static_cast<cudaStream_t>(stream));
+}
+
+extern "C" int64_t flashsci_paged_sm80_fp16_workspace(const FlashsciPagedParams* params) {
+  return flashsci::sm80::paged::workspace_bytes(*params, 2);
+}

@@ -1,0 +1,24 @@
+// bf16 instances of paged attention from 8-bit caches on sm80, all head dimensions.
+#include "../../core/dtype_bf16.cuh"
+#include "../paged/launch.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#error "bf16 units are built for compute capability 8.0 and newer only"
+#endif
+namespace {
+
+// By its name profilers tell this unit's kernels from those of paged.
+struct Op8 : flashsci::BFloat16 {
+  static constexpr bool kIsBf16 = true;
+};
+
+}  // namespace
+
+extern "C" int flashsci_paged8_sm80_bf16(const FlashsciPaged8Params* params,
+                                         FlashsciStream stream) {
+  return flashsci::sm80::paged::launch8<Op8>(*params, static_cast<cudaStream_t>(stream));
+}
+
+extern "C" int64_t flashsci_paged8_sm80_bf16_workspace(const FlashsciPaged8Params* params) {
+  return flashsci::sm80::paged::workspace_bytes(params->call, 1);
+}

@@ -1,0 +1,21 @@
+// fp16 instances of paged attention from 8-bit caches on sm80, all head dimensions.
+#include "../../core/dtype_f16.cuh"
+#include "../paged/launch.cuh"
+
+namespace {
+
+// By its name profilers tell this unit's kernels from those of paged.
+struct Op8 : flashsci::Float16 {
+  static constexpr bool kIsBf16 = false;
+};
+
+}  // namespace
+
+extern "C" int flashsci_paged8_sm80_fp16(const FlashsciPaged8Params* params,
+                                         FlashsciStream stream) {
+  return flashsci::sm80::paged::launch8<Op8>(*params, static_cast<cudaStream_t>(stream));
+}
+
+extern "C" int64_t flashsci_paged8_sm80_fp16_workspace(const FlashsciPaged8Params* params) {
+  return flashsci::sm80::paged::workspace_bytes(params->call, 1);
+}
