@@ -61,8 +61,8 @@ def paged_attention(
             times these is K and V. None: 1. They multiply scores and output, in float32.
         return_lse: also return the lse.
         out: ``[T, Hq, Dv]`` in q's dtype with a contiguous last dim, to be filled and returned; None for a new one.
-        backend: as in :func:`flashsci.attention`; "triton", "cuda" (Hopper, 16-bit queries) and "reference" have paged calls.
-            "auto" is triton on a GPU, for decodes on Hopper cuda, reference elsewhere, which reads lengths on the host.
+        backend: as in :func:`flashsci.attention`; "triton", "cuda" (from sm_80 on, 16-bit queries) and "reference" have paged
+            calls. "auto" is triton on a GPU, for decodes from sm_80 on cuda, reference elsewhere, which reads lengths on the host.
 
     Returns:
         out ``[T, Hq, Dv]``; with ``return_lse`` also the lse ``[Hq, T]``, natural log, float32 (float64 for float64), the sink
@@ -349,8 +349,9 @@ _LOADED: dict[str, PagedOps] = {}
 
 def _load(name: str) -> str:
     if name not in _LOADED:
-        # A backend held to a generation has the ops of all.
-        _LOADED[name] = importlib.import_module(_HOMES[name.split(":")[0]]).OPS
+        family, _, held = name.partition(":")
+        home = importlib.import_module(_HOMES[family])
+        _LOADED[name] = home.ops_of(int(held[2:])) if held.startswith("sm") else home.OPS
     return name
 
 
@@ -367,7 +368,7 @@ def _decide(*call: Any) -> str:
 def _decide_write(*call: Any) -> str:
     """The same of an update. Cuda's is Triton's kernel: it moves the new tokens once, and a second one could not move less."""
     name = _decide(*call)
-    return name if _LOADED[name].write_kv_cache is not None else _load("triton")
+    return name if _LOADED[name].write_kv_cache is not None else _decide(*call[:-1], "triton")
 
 
 # As of registry.decide: decided once per trace.

@@ -72,8 +72,9 @@ def empty_lse(q: Tensor, wanted: bool) -> Tensor:
 
 def register_fake(name: str) -> None:
     """What a compiler takes an op of attention for."""
+    wanted = _T + 1 + PagedScalars._fields.index("return_lse")
     torch.library.register_fake(
-        f"flashsci::{name}", lambda *given: empty_lse(given[0], given[-1]), lib=LIBRARY
+        f"flashsci::{name}", lambda *given: empty_lse(given[0], given[wanted]), lib=LIBRARY
     )
 
 

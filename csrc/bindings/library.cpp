@@ -39,12 +39,12 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
       "v_scale, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt "
       "max_seqlen_k, float scale, float softcap, SymInt window_left, SymInt window_right, bool "
       "lower_right, bool out_is_fp16) -> (Tensor out, Tensor lse)");
-  // As flashsci/paged_ops.py defines it for other backends.
+  // As flashsci/paged_ops.py defines it for other backends, but for the generation.
   m.def(
       "cuda_paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor "
       "seqused_k, Tensor cu_seqlens_q, Tensor? sink, Tensor? k_scale, Tensor? v_scale, Tensor(a!) "
       "out, int max_seqlen_q, float scale, float softcap, int window_left, int window_right, bool "
-      "return_lse) -> Tensor");
+      "return_lse, int generation) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashsci, CompositeExplicitAutograd, m) {

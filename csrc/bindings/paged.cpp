@@ -7,48 +7,77 @@ namespace {
 
 using namespace flashsci::bindings;
 
+// A unit; generation 0 ends a list of them.
 template <class Params>
 struct Kernels {
+  int generation;
   int (*launch)(const Params*, FlashsciStream);
   int64_t (*workspace)(const Params*);
 };
 
-// Those of a dtype of q, empty where this build or the device has none.
-Kernels<FlashsciPagedParams> kernels_of([[maybe_unused]] int32_t dtype, int device) {
-  [[maybe_unused]] const bool hopper = describe(device).capability / 10 == 9;
+#define UNIT(generation, unit) {generation, flashsci_##unit, flashsci_##unit##_workspace}
+
+// Those of a dtype of q, newest generation first.
+const Kernels<FlashsciPagedParams>* kernels_of(int32_t dtype) {
+  static const Kernels<FlashsciPagedParams> half[] = {
 #ifdef FLASHSCI_HAVE_SM90_PAGED_FP16
-  if (hopper && dtype == dtypes().half)
-    return {flashsci_paged_sm90_fp16, flashsci_paged_sm90_fp16_workspace};
+      UNIT(90, paged_sm90_fp16),
 #endif
+#ifdef FLASHSCI_HAVE_SM80_PAGED_FP16
+      UNIT(80, paged_sm80_fp16),
+#endif
+      {}};
+  static const Kernels<FlashsciPagedParams> brain[] = {
 #ifdef FLASHSCI_HAVE_SM90_PAGED_BF16
-  if (hopper && dtype == dtypes().brain)
-    return {flashsci_paged_sm90_bf16, flashsci_paged_sm90_bf16_workspace};
+      UNIT(90, paged_sm90_bf16),
 #endif
-  return {};
+#ifdef FLASHSCI_HAVE_SM80_PAGED_BF16
+      UNIT(80, paged_sm80_bf16),
+#endif
+      {}};
+  static const Kernels<FlashsciPagedParams> none[] = {{}};
+  return dtype == dtypes().half ? half : dtype == dtypes().brain ? brain : none;
 }
 
 // The same for caches of 8-bit floats.
-Kernels<FlashsciPaged8Params> kernels8_of([[maybe_unused]] int32_t dtype, int device) {
-  [[maybe_unused]] const bool hopper = describe(device).capability / 10 == 9;
+const Kernels<FlashsciPaged8Params>* kernels8_of(int32_t dtype) {
+  static const Kernels<FlashsciPaged8Params> half[] = {
 #ifdef FLASHSCI_HAVE_SM90_PAGED8_FP16
-  if (hopper && dtype == dtypes().half)
-    return {flashsci_paged8_sm90_fp16, flashsci_paged8_sm90_fp16_workspace};
+      UNIT(90, paged8_sm90_fp16),
 #endif
+#ifdef FLASHSCI_HAVE_SM80_PAGED8_FP16
+      UNIT(80, paged8_sm80_fp16),
+#endif
+      {}};
+  static const Kernels<FlashsciPaged8Params> brain[] = {
 #ifdef FLASHSCI_HAVE_SM90_PAGED8_BF16
-  if (hopper && dtype == dtypes().brain)
-    return {flashsci_paged8_sm90_bf16, flashsci_paged8_sm90_bf16_workspace};
+      UNIT(90, paged8_sm90_bf16),
 #endif
-  return {};
+#ifdef FLASHSCI_HAVE_SM80_PAGED8_BF16
+      UNIT(80, paged8_sm80_bf16),
+#endif
+      {}};
+  static const Kernels<FlashsciPaged8Params> none[] = {{}};
+  return dtype == dtypes().half ? half : dtype == dtypes().brain ? brain : none;
 }
 
-// call: that of params, whose workspace is missing.
+// By the newest generation that runs on the device and takes the call. call: that of params, whose
+// workspace is missing. generation: the only one to ask, 0 for any.
 template <class Params>
-int launch(const Kernels<Params>& kernels, const Params& params, FlashsciPagedParams& call) {
-  if (kernels.launch == nullptr) return cudaErrorNotSupported;
-  const int64_t bytes[] = {kernels.workspace(&params)};
-  Tensor workspace = empty_contiguous(1, bytes, dtypes().byte, call.device);
-  call.workspace = workspace.mutable_data_ptr();
-  return kernels.launch(&params, current_stream(call.device));
+int launch(const Kernels<Params>* kernels, const Params& params, FlashsciPagedParams& call,
+           int64_t generation) {
+  const int capability = describe(call.device).capability;
+  for (; kernels->generation != 0; ++kernels) {
+    const int unit = kernels->generation;
+    if (generation != 0 && generation != unit) continue;
+    if (unit == 90 ? capability / 10 != 9 : capability < unit) continue;
+    const int64_t bytes[] = {kernels->workspace(&params)};
+    Tensor workspace = empty_contiguous(1, bytes, dtypes().byte, call.device);
+    call.workspace = workspace.mutable_data_ptr();
+    const int error = kernels->launch(&params, current_stream(call.device));
+    if (error != cudaErrorNotSupported) return error;
+  }
+  return cudaErrorNotSupported;
 }
 
 void check_tensor(const Tensor& x, const char* name, int device, int32_t dtype, int64_t rank) {
@@ -71,7 +100,8 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
                             const std::optional<Tensor>& k_scale,
                             const std::optional<Tensor>& v_scale, const Tensor& out,
                             int64_t /*max_seqlen_q*/, double scale, double softcap,
-                            int64_t window_left, int64_t window_right, bool return_lse) {
+                            int64_t window_left, int64_t window_right, bool return_lse,
+                            int64_t generation) {
   FLASHSCI_CHECK(q.is_cuda(), "q must be a CUDA tensor");
   const int device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
@@ -162,14 +192,14 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
       params.v_scale_sequence = v_scale->stride(0), params.v_scale_head = v_scale->stride(1);
     }
     params.e5m2 = cache_dtype == dtypes().e5m2;
-    error = launch(kernels8_of(dtype, device), params, p);
+    error = launch(kernels8_of(dtype), params, p, generation);
   } else {
-    error = launch(kernels_of(dtype, device), p, p);
+    error = launch(kernels_of(dtype), p, p, generation);
   }
   FLASHSCI_CHECK(
       error != cudaErrorNotSupported, "paged_attention: no kernel serves this call (", shapes,
       ") in this build (", flashsci_build_info(),
-      "); they are for compute capability 9, queries in float16 and bfloat16, caches in their "
+      "); they are for compute capability 8.0 and newer, queries in float16 and bfloat16, caches in their "
       "dtype or in 8-bit floats, head dims that are multiples of 8 up to 256, pages of multiples "
       "of 16 rows, and tensors whose addresses and strides are multiples of 16 bytes; use "
       "backend=\"triton\"");

@@ -113,19 +113,19 @@ def _aligned(case: Case) -> Case:
 def paged_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:
     """Cases of paged attention, for the backends that have it; small ones where Triton interprets.
 
-    Where Hopper's kernels are judged every other case is one that they serve: most of those that are drawn have fp32, scales of a
+    Where CUDA's kernels are judged every other case is one that they serve: most of those that are drawn have fp32, scales of a
     16-bit cache or rows that are not aligned.
     """
     limits = {} if device == "cuda" else {"longest_k": 40, "longest_q": 6}
-    having = ("triton", "cuda") if units.runs_cuda_paged(device) else ("triton",)
-    names = tuple(b for b in backends if b in having)
+    having = units.cuda_paged(device)
+    names = tuple(b for b in backends if b in ("triton", *having))
     cases = list(generate_paged(seed, count, **limits))
-    if "cuda" in names:
-        cases[::2] = [hopper_paged(case) for case in cases[::2]]
+    if set(having) & set(names):
+        cases[::2] = [aligned_paged(case) for case in cases[::2]]
     return cases, names
 
 
-def hopper_paged(case: PagedCase) -> PagedCase:
+def aligned_paged(case: PagedCase) -> PagedCase:
     """What the CUDA library's paged kernels take, rows at multiples of 16 bytes among it; as drawn in other respects."""
     variant, layout, scales = case.variant, case.layout, case.scales
     if variant.dtype == "float32":

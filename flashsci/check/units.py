@@ -11,7 +11,7 @@ KERNELS = ("triton", "cuda")  # backends of our own
 # Names for several units: the starts of theirs.
 GROUPS = {
     "second_order": ("triton/jvp", "triton/double_backward_"),
-    "paged": ("triton/paged", "cuda/sm90/paged"),
+    "paged": ("triton/paged", "cuda/sm90/paged", "cuda/sm80/paged"),
     "fp8": ("triton/fp8", "cuda/sm90/fp8_"),
 }
 
@@ -49,10 +49,12 @@ def runs_group(group: str, device: str) -> bool:
     return group != "fp8" or device != "cuda" or torch.cuda.get_device_capability() >= (8, 9)
 
 
-def runs_cuda_paged(device: str) -> bool:
-    """Whether CUDA's kernels of paged attention are in the library and run here."""
-    built = any(u.startswith(GROUPS["paged"]) for u in library_units())
-    return device == "cuda" and built and _runs_here("cuda:sm90")
+def cuda_paged(device: str) -> tuple[str, ...]:
+    """The backends that run CUDA's kernels of paged attention here: as users get them, and those of an older generation held
+    to it."""
+    folders = {u.split("/")[1] for u in library_units() if u.startswith(GROUPS["paged"])}
+    found = sorted((f"cuda:{f}" for f in folders if _runs_here(f"cuda:{f}")), reverse=True)
+    return ("cuda", *found[1:]) if found and device == "cuda" else ()
 
 
 def runs_cuda_fp8(device: str) -> bool:

@@ -1,4 +1,4 @@
-"""Kernels of csrc/sm90 on the host: a library of their C++, with csrc/ptx replaced by sm90/emulation.h, and calls of it."""
+"""Kernels of csrc/sm90, and those of csrc/sm80 that are much like them, on the host: a library of their C++, with csrc/ptx replaced by sm90/emulation.h, and calls of it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def includes() -> Path:
     return found
 
 
-def build(folder: Path, name: str, *changes: tuple[str, str, str]) -> c.CDLL:
-    """sm90/<name>.cpp as a library. changes: (file of csrc/sm90, text, what it becomes)."""
+def build(folder: Path, name: str, *changes: tuple[str, str, str], define: str = "") -> c.CDLL:
+    """sm90/<name>.cpp as a library. changes: (file of csrc/sm90, text, what it becomes). define: a macro."""
     headers = includes()
     source = folder / "csrc"
     shutil.copytree(ROOT / "csrc", source)
@@ -58,7 +58,7 @@ def build(folder: Path, name: str, *changes: tuple[str, str, str]) -> c.CDLL:
     # library shares no variables with those of other kernels in this process.
     flags = ("-w", "-Wno-psabi", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-fno-gnu-unique")
     subprocess.run(
-        ["g++", "-std=c++17", "-O2", *flags, "-fPIC", "-shared", "-DFLASHSCI_POISON", "-isystem", headers, "-I", source,
+        ["g++", "-std=c++17", "-O2", *flags, "-fPIC", "-shared", "-DFLASHSCI_POISON", *([f"-D{define}"] if define else []), "-isystem", headers, "-I", source,
          HERE / f"{name}.cpp", "-o", target],
         check=True,
     )  # fmt: skip

@@ -18,7 +18,8 @@ from flashsci.paged_ops import PagedOps, PagedScalars, PagedTensors
 from flashsci.problem import Problem
 from flashsci.testing import PagedCase, PagedVariant, make_paged_inputs
 
-BUILD = {"archs": ["90"], "units": {f"cuda/sm90/{n}": "" for n in ("paged_fp16", "paged_bf16", "paged8_fp16", "paged8_bf16")}}  # fmt: skip
+UNITS = ("paged_fp16", "paged_bf16", "paged8_fp16", "paged8_bf16")
+BUILD = {"archs": ["80", "90"], "units": {f"cuda/{g}/{n}": "" for g in ("sm80", "sm90") for n in UNITS}}  # fmt: skip
 PROBLEM = Problem(
     "cuda", (9, 0), torch.bfloat16, 8, 2, 128, 128, paged=True, cache_dtype=torch.bfloat16
 )
@@ -43,14 +44,16 @@ def test_serves(built):
     ):  # fmt: skip
         assert backend.rejects(replace(PROBLEM, **change)) is None, change
         assert backend.SM90.rejects(replace(PROBLEM, **change)) is None, change
+        assert backend.SM80.rejects(replace(PROBLEM, **change)) is None, change
+        for capability in ((8, 0), (8, 9), (12, 0)):
+            assert backend.rejects(replace(PROBLEM, capability=capability, **change)) is None, change
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
         ({"device_type": "cpu", "capability": None}, ("cpu", "reference")),
-        ({"capability": (8, 0)}, ("9.0 (Hopper)", "sm_80", "triton")),
-        ({"capability": (12, 0)}, ("9.0 (Hopper)", "sm_120", "triton")),
+        ({"capability": (7, 5)}, ("8.0 and newer", "sm_75", "triton")),
         (FP32, ("float32", "float16 and bfloat16", "'triton'")),
         (FP64, ("float64", "'reference'")),
         ({"cache_dtype": torch.float16}, ("bfloat16", "8-bit floats", "float16", "triton")),
@@ -66,15 +69,25 @@ def test_rejects_with_advice(built, change, words):
 
 
 def test_builds_and_generations(monkeypatch):
-    monkeypatch.setattr(backend, "build_info", lambda: {"archs": ["80"], "units": {}})
+    monkeypatch.setattr(backend, "build_info", lambda: {"archs": ["75"], "units": {}})
     reason = backend.rejects(PROBLEM)
-    assert "FA_ARCHS=80" in reason and "FA_ARCHS=90" in reason and "triton" in reason
+    assert "FA_ARCHS=75" in reason and "FA_ARCHS=90" in reason and "triton" in reason
     older = {n: d for n, d in BUILD["units"].items() if "paged_" in n}
     monkeypatch.setattr(backend, "build_info", lambda: {"archs": ["90"], "units": older})
     assert backend.rejects(PROBLEM) is None
     assert "kernel for float8_e5m2 caches" in backend.rejects(replace(PROBLEM, cache_dtype=FP8[1]))
     monkeypatch.setattr(backend, "build_info", lambda: BUILD)
-    assert "not sm80" in backend.SM80.rejects(PROBLEM)
+    assert "not sm75" in backend.SM75.rejects(PROBLEM)
+    for capability in ((8, 0), (12, 0)):
+        reason = backend.SM90.rejects(replace(PROBLEM, capability=capability))
+        assert "9.0 (Hopper)" in reason and "triton" in reason
+    newer = {n: d for n, d in BUILD["units"].items() if "sm90" in n}
+    monkeypatch.setattr(backend, "build_info", lambda: {"archs": ["90"], "units": newer})
+    assert backend.rejects(PROBLEM) is None
+    assert "FA_ARCHS=86" in backend.rejects(replace(PROBLEM, capability=(8, 6)))
+    older = {n: d for n, d in BUILD["units"].items() if "sm80" in n}
+    monkeypatch.setattr(backend, "build_info", lambda: {"archs": ["80"], "units": older})
+    assert backend.rejects(PROBLEM) is None  # of an older generation
 
 
 def given(tokens=5, group=4, heads_k=2, dim=64, pages=6, page=16, **changes):
@@ -202,21 +215,27 @@ def test_calls_reach_the_library(built, monkeypatch):
     monkeypatch.setattr(paged, "_LOADED", call)
 
     def op(*arguments):
-        seen["sink"], seen["scalars"] = arguments[6], arguments[10:]
+        seen["sink"], seen["scalars"], seen["generation"] = arguments[6], arguments[10:-1], arguments[-1]  # fmt: skip
         return torch.zeros(0)
 
     stand_in(monkeypatch, op)
     tensors, out = given(sink=torch.zeros(8).bfloat16())
     kernels.attention(tensors, out, PagedScalars(7, 0.1, 0.0, -1, 0, False))
-    assert seen == {"sink": seen["sink"], "scalars": (7, 0.1, 0.0, -1, 0, False)}
+    assert seen["scalars"] == (7, 0.1, 0.0, -1, 0, False) and seen["generation"] == 0
     assert seen["sink"].dtype == torch.float32
     monkeypatch.undo()
     assert kernels.OPS.write_kv_cache is None
     monkeypatch.setattr(registry, "decide", lambda *call: "cuda")
     assert paged._decide() == "cuda" and paged._LOADED["cuda"] is kernels.OPS
-    assert paged._decide_write() == "triton"
-    monkeypatch.setattr(registry, "decide", lambda *call: "cuda:sm90")
-    assert paged._decide() == "cuda:sm90" and paged._LOADED["cuda:sm90"] is kernels.OPS
+    asked = []
+    monkeypatch.setattr(registry, "decide", lambda *call: asked.append(call[-1]) or call[-1])
+    assert paged._decide_write("cuda") == "triton" and asked == ["cuda", "triton"]
+    assert paged._decide("cuda:own") == "cuda:own" and paged._LOADED["cuda:own"] is kernels.OPS
+    for generation in (90, 80):
+        stand_in(monkeypatch, op)
+        name = paged._decide(f"cuda:sm{generation}")
+        paged._LOADED[name].attention(tensors, out, SCALARS)
+        assert seen["generation"] == generation
 
 
 def test_auto_decodes_by_cuda(built, monkeypatch):
@@ -227,6 +246,7 @@ def test_auto_decodes_by_cuda(built, monkeypatch):
     assert registry.choose(decoding, "auto") == "cuda"
     for cache_dtype in FP8:
         assert registry.choose(replace(decoding, cache_dtype=cache_dtype), "auto") == "cuda"
+    assert registry.choose(replace(decoding, capability=(8, 6)), "auto") == "cuda"
     assert registry.choose(PROBLEM, "auto") == "triton"
     assert registry.choose(PROBLEM, "cuda") == "cuda"
     monkeypatch.setattr(registry, "_choices", {})
@@ -240,7 +260,7 @@ def test_a_compiler_sees_shapes(wanted):
     backend._load()
     with FakeTensorMode():
         tensors, out = given()
-        lse = torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *SCALARS._replace(return_lse=wanted))  # fmt: skip
+        lse = torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *SCALARS._replace(return_lse=wanted), 0)  # fmt: skip
     assert lse.shape == ((8, 5) if wanted else (0,)) and lse.dtype == torch.float32
 
 
@@ -249,22 +269,25 @@ def test_tensors_of_the_cpu_reach_no_kernel():
     backend._load()
     tensors, out = given()
     with pytest.raises(NotImplementedError, match="CPU"):
-        torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *SCALARS)
+        torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *SCALARS, 0)
 
 
 def test_checks_judge_it_where_it_runs(monkeypatch):
     backends = ("triton", "cuda", "cuda:sm90", "cuda:sm80")
-    for info, hopper, expected in (
-        (BUILD["units"], True, ("triton", "cuda")), ({}, True, ("triton",)), (BUILD["units"], False, ("triton",)),
+    every, ampere = BUILD["units"], {n: d for n, d in BUILD["units"].items() if "sm80" in n}
+    both, older = ("cuda:sm90", "cuda:sm80"), ("cuda:sm80",)
+    for info, here, expected in (
+        (every, both, ("triton", "cuda", "cuda:sm80")), (every, older, ("triton", "cuda")), (ampere, both, ("triton", "cuda")),
+        ({}, both, ("triton",)), (every, (), ("triton",)),
     ):  # fmt: skip
         monkeypatch.setattr(units, "library_units", lambda info=info: info)
-        monkeypatch.setattr(units, "_runs_here", lambda _, hopper=hopper: hopper)
+        monkeypatch.setattr(units, "_runs_here", lambda name, here=here: name in here)
         cases, names = planning.paged_plan(60, 1, "cuda", backends)
         assert names == expected and len(cases) == 60
-        fit = [c for c in cases if planning.hopper_paged(c) == c]
+        fit = [c for c in cases if planning.aligned_paged(c) == c]
         assert (len(fit) >= 30) == ("cuda" in names)
         if "cuda" in names:
             assert {c.variant.cache for c in fit} == {"", "float8_e4m3fn", "float8_e5m2"}
     assert planning.paged_plan(3, 1, "cpu", backends)[1] == ("triton",)
     assert units.holds("cuda", "cuda/sm90/paged_bf16")
-    assert {"cuda/sm90/paged_bf16", "cuda/sm90/paged8_bf16"} <= units.chosen_units("paged").keys()
+    assert BUILD["units"].keys() <= units.chosen_units("paged").keys()

@@ -1,6 +1,6 @@
-"""The sm90 kernels of paged attention, from caches of 16 and of 8 bits, run on the host (emulated.py) from the launcher to the stores, on generated calls and by
-the judge of every backend. What a GPU's barriers, copies and products do is emulated; its speed, its registers, its fences and
-kernels that start beside their predecessors are not."""
+"""The sm90 and sm80 kernels of paged attention, from caches of 16 and of 8 bits, run on the host (emulated.py) from the launcher
+to the stores, on generated calls and by the judge of every backend. What a GPU's barriers, copies and products do is emulated;
+its speed, its registers, its fences and kernels that start beside their predecessors are not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashsci.check.planning import hopper_paged
+from flashsci.check.planning import aligned_paged
 from flashsci.testing import (
     PagedCase,
     PagedInputs,
@@ -20,7 +20,7 @@ from flashsci.testing import (
     make_paged_inputs,
 )
 from scripts.launchers import _fields, _pointer
-from tests.cpu.emulated import build, emulate
+from tests.cpu.emulated import ROOT, build, emulate
 
 
 class Params(c.Structure):
@@ -48,28 +48,30 @@ class Params8(c.Structure):
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
 caches = pytest.mark.parametrize("cache", ("", "float8_e4m3fn"))
 
+GENERATIONS = ("sm90", "sm80")
 PROCESSORS = (1, 2, 3, 4, 50)  # of the devices of generated calls
 
 
 class Kernels:
-    """The two libraries, each built when it is first asked for."""
+    """The two libraries of a generation, each built when it is first asked for."""
 
-    def __init__(self, folder: Path, *changes: tuple[str, str, str]):
-        self.folder, self.changes = folder, changes
+    def __init__(self, folder: Path, generation: str, *changes: tuple[str, str, str]):
+        self.folder, self.generation, self.changes = folder, generation, changes
         self.built: dict[str, c.CDLL] = {}
 
     def of(self, inputs: PagedInputs) -> c.CDLL:
         name = "paged" if inputs.k_cache.dtype == inputs.q.dtype else "paged8"
         if name not in self.built:
             (self.folder / name).mkdir()
-            self.built[name] = build(self.folder / name, name, *self.changes)
+            define = "SM80" if self.generation == "sm80" else ""
+            self.built[name] = build(self.folder / name, name, *self.changes, define=define)
             self.built[name].workspace.restype = c.c_int64
         return self.built[name]
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
-    return Kernels(tmp_path_factory.mktemp("paged"))
+@pytest.fixture(scope="module", params=GENERATIONS)
+def kernel(tmp_path_factory, request):
+    return Kernels(tmp_path_factory.mktemp("paged"), request.param)
 
 
 def call_of(params: Params | Params8) -> Params:
@@ -141,7 +143,7 @@ def test_every_tile(kernel, dims, processors, cache):
 @pytest.mark.parametrize("part", range(4))
 def test_generated(kernel, part):
     for case in generate_paged(500 + part, 12, longest_k=400, longest_q=80):
-        judge(kernel, hopper_paged(case), PROCESSORS[case.seed % 5])
+        judge(kernel, aligned_paged(case), PROCESSORS[case.seed % 5])
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -149,7 +151,7 @@ def test_generated(kernel, part):
 def test_generated_with_8_bit_caches(kernel, cache, part):
     for case in generate_paged(600 + part, 8, longest_k=400, longest_q=80):
         variant = replace(case.variant, cache=cache)
-        judge(kernel, hopper_paged(replace(case, variant=variant)), PROCESSORS[case.seed % 5])
+        judge(kernel, aligned_paged(replace(case, variant=variant)), PROCESSORS[case.seed % 5])
 
 
 @caches
@@ -159,7 +161,7 @@ def test_what_shared_memory_held_changes_no_bit(kernel, tmp_path, cache):
         "make_uint4(~0u, ~0u, ~0u, ~0u)",
         "make_uint4(0x55555555, 0x55555555, 0x55555555, 0x55555555)",
     )
-    other = Kernels(tmp_path, ("../core/poison.cuh", *left))
+    other = Kernels(tmp_path, kernel.generation, ("../core/poison.cuh", *left))
     for dtype in ("float16", "bfloat16"):
         variant = PagedVariant(dtype, cache, 64, 64)
         inputs = make_paged_inputs(PagedCase(variant, 2, (1, 5, 1, 9), (700, 300, 20, 90), 2, 4))
@@ -319,34 +321,60 @@ def test_what_they_leave_to_others(kernel, changes, cache):
     assert results["out"].isnan().all()
 
 
-EITHER = {
+@pytest.mark.parametrize("cache", FORMATS)
+def test_bytes_as_fp16_without_an_instruction(tmp_path, cache):
+    """Of sm80: every number, the subnormal ones among them, and NaN."""
+    widen = build(tmp_path, "paged8", define="SM80").widen
+    widen.restype = c.c_float
+    every = torch.arange(256, dtype=torch.uint8)
+    wide = torch.empty(256, dtype=torch.float16)
+    for i, word in enumerate(every.view(torch.int32).tolist()):
+        unit = widen(c.c_uint32(word), cache == "float8_e5m2", c.c_void_p(wide.data_ptr() + 8 * i))
+    expected = every.view(getattr(torch, cache)).float()
+    assert torch.equal((wide.float() * unit).nan_to_num(1e9, 2e9, -2e9), expected.nan_to_num(1e9, 2e9, -2e9))  # fmt: skip
+
+
+SHARED = {
     "V of keys that no row sees": ("part", "words[i][w] &= mask;", ";"),
     "stages that are never free": ("part", "      release(shared.k_empty[stage]);\n      release(shared.v_empty[stage]);\n", ""),
-    "V before it is there": ("part", "      ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[stage]), parity);\n", ""),
-    "the stage of another turn": ("part", "parity = turn / C::kStages & 1;", "parity = (turn / C::kStages & 1) ^ 1;"),
-    "boxes that are not swizzled": ("part", "(piece ^ row * C::kRowBytes / 128 % (C::kRowBytes / 16)) * 16", "piece * 16"),
-    "chunks of another part": ("part", "part(warp / rows.tiers)", "part(warp % (kWarps / rows.tiers))"),
-    "sums that are not there yet": ("gather", "    ptx::barrier_sync(kComputing, kComputingThreads);\n    write_rows", "    write_rows"),
-    "sums of the tile before": ("gather", "    ptx::barrier_sync(kComputing, kComputingThreads);  // what was there has been read\n", ""),
+    "V before it is there": ("part", "      C::Isa::wait(shared.v_full[stage], turn.parity);\n", ""),
+    "the stage of another turn": ("config", "uint32_t count = 0, stage = 0, parity = 0;", "uint32_t count = 0, stage = 0, parity = 1;"),
+    "chunks of another part": ("part", "part(warp % kKeyWarps<C> / rows.tiers)", "part(warp % (kKeyWarps<C> / rows.tiers))"),
+    "sums that are not there yet": ("gather", "    ptx::barrier_sync(kComputing, kComputingThreads);\n    write_part", "    write_part"),
+    "sums of the part before": ("gather", "    ptx::barrier_sync(kComputing, kComputingThreads);  // what was there has been read\n", ""),
     "weights of the warps": ("gather", "ptx::ex2_approx(statistics[warp].x - offset)", "1.f"),
+    "weights of the warps where rows are few": ("gather", "__shfl_sync(0xffffffffu, weight, i * kRowLanes + warp)", "1.f"),
+    "sums of few rows that are not there yet": ("gather", "    C::Isa::wait(shared.sums_full, handed++ & 1);\n", ""),
+    "sums of few rows before the last are read": ("compute", "    C::Isa::wait(shared.sums_empty, (handed & 1) ^ 1);", ""),
     "a sink in each piece": ("gather", "      if (column == 0) a.plan.partial_lse[place] = lse;", "      if (column == 0) a.plan.partial_lse[place] = a.p.sink == nullptr ? lse : with_logit(lse, __ldg(a.p.sink + rows.head_of(r)) * kLog2e).x;"),
-    "Q of the next tile but one before the last has read it": ("queries", "        ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[stage]),\n                            (turn / C::kQStages & 1) ^ 1);\n", "{}\n"),
-    "Q before it is there": ("kernel", "    ptx::mbarrier_wait(ptx::shared_address(&shared.q_full[stage]), tiles / C::kQStages & 1);", ""),
-    "fewer bytes than arrive": ("load", "copies * box_rows * C::CacheBox::kRowBytes);", "copies * box_rows * C::CacheBox::kRowBytes / 2);"),
-    "rows of a page": ("load", "copy.key(cursor) % copy.a.p.page, cursor.head", "0, cursor.head"),
-    "pages that are not clamped": ("load", "return min(max(entry, 0), a.p.pages - 1);", "return entry;"),
-    "a page of another block": ("load", "place(taken++)", "place(1 + taken++)"),
-    "a page before it is there": ("load", "    ptx::cp_async_wait<C::kAhead - 1>();\n", ""),
+    "Q of the next tile but one before the last has read it": ("queries", "      if (first == 0) C::Isa::sleep(shared.q_empty[stage], (turn / C::kQStages & 1) ^ 1);\n", ""),
+    "Q before it is there": ("compute", "    C::Isa::wait(shared.q_full[stage], tiles / C::kQStages & 1);\n", ""),
+    "pages that are not clamped": ("pages", "return min(max(entry, 0), a.p.pages - 1);", "return entry;"),
+    "a page of another block": ("pages", "place(taken++)", "place(1 + taken++)"),
+    "a page before it is there": ("pages", "    ptx::cp_async_wait<C::kAhead - 1>();\n", ""),
     "the place of a piece": ("config", "return int64_t{cta} * 2 + begins_there;", "return int64_t{cta} * 2;"),
     "where a run begins": ("config", "at(begin + (start.unit == 0))", "at(begin)"),
-    "the CTA of a block": ("combine", "const int begin = before + 1 +", "const int begin = before +"),
-    "the plan of a warp": ("combine", "before += i < index ? units : 0;", "before += i <= index ? units : 0;"),
-    "rows of no sequence": ("combine", "  if (pieces.any) {", "  if (!pieces.any) return;\n  if (pieces.any) {"),
+    "the CTA of a block": ("gather", "runs.cta_of(tile.begin + tile.slot.blocks - 1)", "runs.cta_of(tile.begin + tile.slot.blocks - 2)"),
+    "rows of no sequence": ("combine", "      if (has_slots<C>(a, token)) continue;\n", "      continue;\n"),
     "the lse of another piece": ("combine", "__shfl_sync(0xffffffffu, share, (base + i) % 32)", "share"),
 }  # fmt: skip
-FAULTS = {**EITHER, "keys of V in another order": ("format", "0x5410), __byte_perm(upper, lower, 0x7632)", "0x1054), __byte_perm(upper, lower, 0x3276)")}  # fmt: skip
-FAULTS8 = {
-    **EITHER,
+LOADS = {
+    "sm90": {
+        "boxes that are not swizzled": ("config", "(piece ^ row * C::kRowBytes / 128 % (C::kRowBytes / 16)) * 16", "piece * 16"),
+        "fewer bytes than arrive": ("load", "copies * box_rows * C::CacheBox::kRowBytes);", "copies * box_rows * C::CacheBox::kRowBytes / 2);"),
+        "rows of a page": ("load", "copy.key(cursor) % copy.a.p.page, cursor.head", "0, cursor.head"),
+    },
+    "sm80": {
+        "copies that nobody has waited for": ("load", "    ptx::cp_async_arrive(ptx::shared_address(&full[turn.stage]));\n", "    C::Isa::arrive(full[turn.stage]);\n"),
+        "stages before they are free": ("load", "    C::Isa::sleep(empty[turn.stage], turn.parity ^ 1);\n", ""),
+        "rows of a page": ("load", "lookup.key(cursor) % p.page * cache.row", "0"),
+        "rows of another page": ("load", "__shfl_sync(0xffffffffu, found, i)", "__shfl_sync(0xffffffffu, found, 0)"),
+        "pieces of another place": ("load", "cache_place<C>(first + at, piece % kBoxPieces)", "cache_place<C>(at, piece % kBoxPieces)"),
+        "more stages than there is room for": ("launch", "stages < C::kStages && shared_bytes<C>(stages + 1) <= room", "stages < C::kStages"),
+    },
+}  # fmt: skip
+OF_16_BITS = {"keys of V in another order": ("format", "0x5410), __byte_perm(upper, lower, 0x7632)", "0x1054), __byte_perm(upper, lower, 0x3276)")}  # fmt: skip
+OF_8_BITS = {
     "keys of V in another order": ("format", "pair ? 0x7362 : 0x5140", "pair ? 0x3726 : 0x1504"),
     "units of Q": ("part", "s[e] *= q_unit[e >> 1 & 1];", ";"),
     "the scale of K": ("part", "*= k_scale;", "*= 1.f;"),
@@ -354,14 +382,20 @@ FAULTS8 = {
 }
 
 
-def finds(folder: Path, cache: str, fault: tuple[str, str, str]) -> bool:
+def file_of(name: str, generation: str) -> str:
+    """Of csrc/core/paged, else of the generation's folder, from csrc/sm90 on."""
+    shared = (ROOT / "csrc" / "core" / "paged" / f"{name}.cuh").is_file()
+    return f"../{'core' if shared else generation}/paged/{name}.cuh"
+
+
+def finds(folder: Path, generation: str, cache: str, fault: tuple[str, str, str]) -> bool:
     """Whether some of a few calls show a fault."""
     other_tiles = [
-        ("paged/launch.cuh", f"return launch_padded<Op, Format, {dim}>(p, stream);", "return cudaErrorNotSupported;")
+        ("../core/paged/host.cuh", f"return launch(std::integral_constant<int, {dim}>());", "return cudaErrorNotSupported;")
         for dim in (128, 256)
     ]  # fmt: skip
     file, *texts = fault
-    broken = Kernels(folder, (f"paged/{file}.cuh", *texts), *other_tiles)
+    broken = Kernels(folder, generation, (file_of(file, generation), *texts), *other_tiles)
     scales = "heads" if cache else "none"
     variant = PagedVariant("bfloat16", cache, 64, 64, "both", sink=True)
     case = PagedCase(variant, 0, (1, 30, 0, 2, 5), (1900, 90, 40, 150, 700), 2, 4, 48, outside=True, padding=3, left=900, scales=scales)  # fmt: skip
@@ -377,13 +411,15 @@ def finds(folder: Path, cache: str, fault: tuple[str, str, str]) -> bool:
     return False
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_found(tmp_path, fault):
-    assert finds(tmp_path, "", FAULTS[fault])
+FAULTS = [
+    pytest.param(generation, cache, fault, id=f"{generation}-{8 if cache else 16}-{name}")
+    for generation in GENERATIONS
+    for cache, own in (("", OF_16_BITS), (FORMATS[0], OF_8_BITS))
+    for name, fault in {**SHARED, **LOADS[generation], **own}.items()
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS8)
-def test_faults_with_8_bit_caches_are_found(tmp_path, fault):
-    assert finds(tmp_path, FORMATS[0], FAULTS8[fault])
+@pytest.mark.parametrize("generation, cache, fault", FAULTS)
+def test_faults_are_found(tmp_path, generation, cache, fault):
+    assert finds(tmp_path, generation, cache, fault)

@@ -208,8 +208,9 @@ def test_what_is_not_timed_is_left_out():
     assert order("gradients", large, 80, "cuda") == ("cuda", "triton")
 
 
-def test_paged_kernels_of_hopper_decode():
-    paged = replace(HOPPER, paged=True)
+@pytest.mark.parametrize("capability", ((8, 0), (8, 9), (9, 0), (12, 0)))
+def test_paged_kernels_decode(capability):
+    paged = replace(HOPPER, paged=True, capability=capability)
     first = [preferences.find("calls", replace(paged, seq_q=n)).order[0] for n in (1, 16, 17, None)]
     assert first == ["cuda", "cuda", "triton", "triton"]
 

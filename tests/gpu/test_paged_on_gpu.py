@@ -9,7 +9,7 @@ import torch
 
 import flashsci
 from flashsci import paged
-from flashsci.check.planning import hopper_paged
+from flashsci.check.planning import aligned_paged
 from flashsci.check.units import runs_cuda_paged
 from flashsci.testing import (
     PagedCase,
@@ -43,7 +43,7 @@ def here(case):
 def test_generated(part, backend):
     judged = 0
     for case in filter(here, generate_paged(100 + part, 25)):
-        case = hopper_paged(case) if backend == "cuda" else case
+        case = aligned_paged(case) if backend == "cuda" else case
         with poisoned_memory():
             judge_paged(case, backend, "cuda")
         judged += 1

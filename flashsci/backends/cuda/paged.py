@@ -1,4 +1,5 @@
-"""Paged attention on the library's Hopper kernels (csrc/sm90/paged; the units of paged8 are those for 8-bit caches): what they serve, and the call.
+"""Paged attention on the library's kernels (csrc/sm90/paged for Hopper, csrc/sm80/paged from sm_80 on; the units of paged8 are
+those for 8-bit caches): what they serve, and the call.
 
 A :class:`flashsci.problem.Problem` has no strides and no page size. So what these kernels do not take is said in two places:
 `rejects`, when a backend is chosen, and `misfit`, when the library has refused a call. No other kernel stands in for a misfit.
@@ -6,6 +7,7 @@ A :class:`flashsci.problem.Problem` has no strides and no page size. So what the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,9 +18,11 @@ from flashsci.errors import BackendError
 from flashsci.paged_ops import FP8, PagedOps, PagedScalars, PagedTensors
 from flashsci.problem import Problem
 
+GENERATIONS = (90, 80)  # newest first, as the library tries them
 MAX_HEAD_DIM = 256
 MAX_ROWS = 1 << 29  # FLASHSCI_MAX_SEQ: (token, head) pairs of a call, keys of a sequence
 MAX_BLOCKS = (1 << 30) - 1  # of keys, of all tiles and heads at the longest lengths
+BLOCK_BYTES = 8192  # of K in a block of csrc/sm80/paged, the smallest of all
 PAGE = 16  # kSmallPage: a copy takes as many rows as pages and tiles have in common
 ROWS = 64  # kRows, of a tile
 UNIT = 8  # of head dims
@@ -30,9 +34,14 @@ def _name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def unit_of(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> str:
+def unit_of(dtype: torch.dtype, cache_dtype: torch.dtype | None, generation: int) -> str:
     """The kernel unit of one of `_DTYPES`, and a cache."""
-    return f"cuda/sm90/paged{'8' if cache_dtype in FP8 else ''}_{_DTYPES[dtype]}"
+    return f"cuda/sm{generation}/paged{'8' if cache_dtype in FP8 else ''}_{_DTYPES[dtype]}"
+
+
+def runs_on(generation: int, capability: tuple[int, int]) -> bool:
+    """Hopper's on nothing else."""
+    return capability[0] == 9 if generation == 90 else capability >= divmod(generation, 10)
 
 
 def rejects(problem: Problem, generation: int, info: Mapping[str, Any], device: str) -> str | None:
@@ -44,15 +53,18 @@ def rejects(problem: Problem, generation: int, info: Mapping[str, Any], device: 
         device: the device in words.
     """
     assert problem.capability is not None
-    if generation not in (0, 90):
-        return f"its paged kernels are of generation sm90, not sm{generation}; use backend='cuda'"
+    if generation not in (0, *GENERATIONS):
+        return f"its paged kernels are of generations sm90 and sm80, not sm{generation}; use backend='cuda'"
     if problem.dtype not in _DTYPES:
         return (
             f"its paged kernels take queries in float16 and bfloat16, not {_name(problem.dtype)}; "
             f"use backend={'reference' if problem.dtype == torch.float64 else 'triton'!r}"
         )
-    if problem.capability[0] != 9:
-        return f"its paged kernels run on compute capability 9.0 (Hopper) and this device is {device}; use backend='triton'"
+    asked = (generation,) if generation else GENERATIONS
+    running = [g for g in asked if runs_on(g, problem.capability)]
+    if not running:
+        wanted = "9.0 (Hopper)" if generation == 90 else "8.0 and newer"
+        return f"its paged kernels run on compute capability {wanted} and this device is {device}; use backend='triton'"
     if problem.cache_dtype not in (problem.dtype, *FP8):
         return (
             f"its paged kernels read caches in the dtype of the queries ({_name(problem.dtype)}) or in 8-bit floats, and these are "
@@ -65,18 +77,19 @@ def rejects(problem: Problem, generation: int, info: Mapping[str, Any], device: 
             f"its paged kernels have head dims that are multiples of {UNIT} up to {MAX_HEAD_DIM}, and these are {dims[0]} and "
             f"{dims[1]}; use backend={other!r}"
         )
-    if unit_of(problem.dtype, problem.cache_dtype) not in info["units"]:
+    units = [unit_of(problem.dtype, problem.cache_dtype, g) for g in running]
+    if not any(unit in info["units"] for unit in units):
         cache = f" for {_name(problem.cache_dtype)} caches" if problem.cache_dtype in FP8 else ""
         return (
-            f"this build (FA_ARCHS={','.join(info['archs'])}) has no {_name(problem.dtype)} paged kernel{cache}; build with "
-            "FA_ARCHS=90, or use backend='triton'"
+            f"this build (FA_ARCHS={','.join(info['archs'])}) has no {_name(problem.dtype)} paged kernel{cache} for "
+            f"{device}; build with FA_ARCHS={problem.capability[0]}{problem.capability[1]}, or use backend='triton'"
         )
     return None
 
 
 def misfit(tensors: PagedTensors, out: Tensor) -> str | None:
-    """Why the kernels do not take the tensors of a call as they lie in memory, and what to do; None if they do. As csrc/sm90/paged/
-    launch.cuh has it, which looks at the addresses themselves."""
+    """Why the kernels do not take the tensors of a call as they lie in memory, and what to do; None if they do. As
+    csrc/core/paged/host.cuh has it, and launchers, which look at the addresses themselves."""
     q, k_cache, v_cache, block_table = tensors[:4]
     page, heads_k = k_cache.shape[1:3]
     scales = [n for n in ("k_scale", "v_scale") if getattr(tensors, n) is not None]
@@ -100,8 +113,9 @@ def misfit(tensors: PagedTensors, out: Tensor) -> str | None:
             f"{MAX_ROWS} keys and rows; use fewer columns of the block table, or backend='reference'"
         )
     tiles = q.shape[0] * (q.shape[1] // heads_k) // ROWS + block_table.shape[0] + 2
-    wide = max(q.shape[2], v_cache.shape[3]) > 128 and k_cache.dtype not in FP8
-    if tiles * heads_k * -(-keys // (64 if wide else 128)) > MAX_BLOCKS:
+    dim = next(n for n in (64, 128, 256) if max(q.shape[2], v_cache.shape[3]) <= n)
+    block = BLOCK_BYTES // (dim * k_cache.element_size())
+    if tiles * heads_k * (-(-keys // block) + 1) > MAX_BLOCKS:
         return (
             f"{tiles} tiles of rows, {heads_k} key heads and up to {keys} keys of a sequence are more blocks than its kernels "
             f"count ({MAX_BLOCKS}); use fewer columns of the block table, or backend='triton'"
@@ -109,8 +123,10 @@ def misfit(tensors: PagedTensors, out: Tensor) -> str | None:
     return None
 
 
-def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tensor:
-    """Fills ``out`` and returns the lse; what `rejects` refuses must not come here.
+def attention(
+    tensors: PagedTensors, out: Tensor, scalars: PagedScalars, generation: int = 0
+) -> Tensor:
+    """Fills ``out`` and returns the lse; what `rejects` refuses must not come here. ``generation``: the only one to ask.
 
     Raises:
         BackendError: `misfit`. Asked only when the library has refused: a step of decoding has no microseconds for it, and a
@@ -119,7 +135,9 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tens
     if tensors.sink is not None and tensors.sink.dtype != torch.float32:
         tensors = tensors._replace(sink=tensors.sink.float())
     try:
-        lse: Tensor = torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *scalars)
+        lse: Tensor = torch.ops.flashsci.cuda_paged_attention.default(
+            *tensors, out, *scalars, generation
+        )
     except RuntimeError:
         reason = misfit(tensors, out)
         if reason is None:
@@ -129,3 +147,8 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tens
 
 
 OPS = PagedOps(attention, None)
+
+
+def ops_of(generation: int) -> PagedOps:
+    """Those of one generation of kernels."""
+    return PagedOps(functools.partial(attention, generation=generation), None)

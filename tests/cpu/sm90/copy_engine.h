@@ -113,10 +113,13 @@ struct Box {
 
 // --- copies
 
-// Into shared memory; a barrier hears of the bytes.
-inline void load_later(uint32_t barrier, uint32_t bytes, Work load) {
+// Into shared memory; a barrier hears of it.
+inline void load_later(uint32_t barrier, Work load) {
   barrier_at(barrier);
-  block->copies.push_back([=, load = std::move(load)] {
+  block->copies.push_back(std::move(load));
+}
+inline void load_later(uint32_t barrier, uint32_t bytes, Work load) {
+  load_later(barrier, [=, load = std::move(load)] {
     load();
     arrive(barrier, 0, -int64_t{bytes});
   });

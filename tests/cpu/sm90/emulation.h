@@ -1,4 +1,4 @@
-// A kernel of csrc/sm90 on the host: what it takes from CUDA C++, from csrc/ptx and, in its
+// A kernel of csrc/sm90 or csrc/sm80 on the host: what it takes from CUDA C++, from csrc/ptx and, in its
 // launcher, from the CUDA runtime, in plain C++. What no emulated kernel uses is not there.
 //
 // tests/cpu/emulated.py compiles a kernel with g++, this in place of csrc/ptx. What hardware may do
@@ -8,6 +8,7 @@
 #pragma once
 #include <cmath>
 #include <cstdio>
+#include <utility>
 
 #include "copy_engine.h"
 #include "tensor_core.h"
@@ -114,16 +115,26 @@ inline int load_acquire(const int* x) {
 }
 inline void add_release(int* x, int by) { *x += by; }
 
-// Named by headers that other kernels need more of, not called here.
-// Copies of a thread, done when it waits for them. Until then nothing is there.
+// Copies of a thread, done when it waits for them, or when their arrival at a barrier is. Until then
+// nothing is there.
+inline void copy_later(uint32_t shared, const void* global, int bytes, int valid_bytes) {
+  unsigned char* target = at(shared, bytes, bytes);
+  check(valid_bytes == 0 || reinterpret_cast<uintptr_t>(global) % bytes == 0, "a misaligned copy");
+  std::memset(target, 0xff, bytes);
+  thread->own_copies.push_back(std::make_shared<Work>([=] {
+    std::memset(target, 0, bytes);
+    std::memcpy(target, global, valid_bytes);
+  }));
+}
+inline void finish(const std::vector<std::shared_ptr<Work>>& copies) {
+  for (const auto& copy : copies) std::exchange(*copy, [] {})();
+}
 template <int kBytes>
 void cp_async_small(uint32_t shared, const void* global, int valid_bytes) {
-  unsigned char* target = at(shared, kBytes, kBytes);
-  std::memset(target, 0xff, kBytes);
-  thread->own_copies.push_back([=] {
-    std::memset(target, 0, kBytes);
-    std::memcpy(target, global, valid_bytes);
-  });
+  copy_later(shared, global, kBytes, valid_bytes);
+}
+inline void cp_async_16(uint32_t shared, const void* global, bool valid) {
+  copy_later(shared, global, 16, valid ? 16 : 0);
 }
 inline void cp_async_commit() {
   thread->own_copy_groups.push_back(std::move(thread->own_copies));
@@ -132,9 +143,22 @@ inline void cp_async_commit() {
 template <int kPending>
 void cp_async_wait() {
   for (auto& groups = thread->own_copy_groups; groups.size() > kPending; groups.pop_front())
-    for (const Work& copy : groups.front()) copy();
+    finish(groups.front());
 }
-inline void cp_async_16(uint32_t, const void*, bool) { fail("cp.async is not emulated"); }
+inline void cp_async_arrive(uint32_t barrier) {
+  auto copies = thread->own_copies;
+  for (const auto& group : thread->own_copy_groups)
+    copies.insert(copies.end(), group.begin(), group.end());
+  load_later(barrier, [=] {
+    finish(copies);
+    emulation::arrive(barrier, 1, 0);
+  });
+}
+inline void mbarrier_poll(uint32_t barrier, uint32_t parity, uint32_t = 0) {
+  mbarrier_wait(barrier, parity);
+}
+
+// Named by headers that other kernels need more of, not called here.
 inline uint32_t ld_shared_u16(uint32_t address) { return load_shared<uint16_t>(address); }
 
 }  // namespace flashsci::ptx
@@ -157,8 +181,9 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsig
   *status = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = emulation::processors;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? emulation::processors
+                                                       : emulation::shared_room;
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t) {

@@ -55,8 +55,8 @@ struct Thread {
   std::shared_ptr<int> stores;
   std::deque<std::shared_ptr<int>> store_groups;
   // emulation.h: its own copies into shared memory, issued, and then in groups.
-  std::vector<Work> own_copies;
-  std::deque<std::vector<Work>> own_copy_groups;
+  std::vector<std::shared_ptr<Work>> own_copies;
+  std::deque<std::vector<std::shared_ptr<Work>>> own_copy_groups;
   // emulation.h: what it has read last to see a change, and how often.
   const int* asked = nullptr;
   int times = 0;
@@ -79,6 +79,7 @@ struct Barrier {
 // Shared memory begins at kBase of these addresses: a kernel may count on 16 bytes of alignment.
 inline constexpr uint32_t kBase = 0x410;
 inline constexpr int kSharedBytes = 227 * 1024;
+inline int shared_room = kSharedBytes;  // of a block on the device
 alignas(1024) inline unsigned char address_space[kBase + kSharedBytes];
 
 struct Block {
@@ -211,7 +212,7 @@ inline void make_threads(Block& made) {
 template <class Kernel, class... Arguments>
 void launch(Kernel kernel, dim3 grid, dim3 threads, int shared_bytes,
             const Arguments&... arguments) {
-  if (shared_bytes > kSharedBytes) throw Failure{"too much shared memory"};
+  if (shared_bytes > shared_room) throw Failure{"too much shared memory"};
   if (threads.x % 32 != 0) throw Failure{"a part of a warp"};
   gridDim = grid, blockDim = threads;
   body = [&] { kernel(arguments...); };
