@@ -93,11 +93,10 @@ TRIANGLE_COPY_SM90 = re.compile(
     r"triangle_forward_copy_bias_kernelILi([24])E"
 )  # bytes of an element
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
-# sm90 paged attention: kernel; what a cache holds; head dim, bytes of an element of the cache. The plan: keys of a block.
-PAGED_SM90 = re.compile(
-    r"5paged\d+(?P<kind>paged|combine)_kernelI.*?(?:4(?P<format>Same|E\dm\d)E.*?)?TilingILi(?P<dim>\d+)ELi(?P<bytes>\d)E"
+# Paged attention: kernel; what a cache holds; head dim, bytes of an element of the cache.
+PAGED = re.compile(
+    r"5paged\d+(?P<kind>paged|plan|combine)_kernelI.*?(?:4(?P<format>Same|E\dm\d)E.*?)?TilingILi(?P<dim>\d+)ELi(?P<bytes>\d)E"
 )
-PAGED_PLAN_SM90 = re.compile(r"5paged11plan_kernelI.*?Li(\d+)E")
 
 
 @dataclass(frozen=True)
@@ -120,14 +119,16 @@ class Kernel:
                 128 if found["rows"] else 64,
             )
             return (dim, rows, 0, 8, 0, 1, 1) if found["kind"] else (dim, rows, keys, 12, 2, 1, 1)
+        if found := PAGED.search(self.name):
+            dim, narrow = int(found["dim"]), found["bytes"] == "1"
+            if found["kind"] == "combine":
+                return dim, 4, 0, 4, 0, 8, 1
+            if self.unit.startswith("sm90"):
+                keys, stages = (128, 512 // dim) if narrow else (8192 // dim, 5)
+            else:  # as many stages as there is room for, up to 8: those of the least room
+                keys, stages = 8192 // dim // int(found["bytes"]), 4 if dim == 64 else 3
+            return (dim, 64, keys, 32, 0, 1, 1) if found["kind"] == "plan" else (dim, 64, keys, 12, stages, 1, 1)  # fmt: skip
         if self.unit.startswith("sm90"):
-            if found := PAGED_SM90.search(self.name):
-                dim, narrow = int(found["dim"]), found["bytes"] == "1"
-                if found["kind"] == "combine":
-                    return dim, 4, 0, 4, 0, 8, 1
-                return dim, 64, 128 if narrow else 8192 // dim, 12, 512 // dim if narrow else 5, 1, 1  # fmt: skip
-            if found := PAGED_PLAN_SM90.search(self.name):
-                return 0, 64, int(found[1]), 32, 0, 1, 1
             if found := DECODE_SM90.search(self.name):
                 dim = int(found[1])
                 if "decode_combine" in self.name:
@@ -239,11 +240,9 @@ class Kernel:
                 "tile after tile" * (found["many"] == "1"),
             )
             return " ".join(filter(None, words)) or "dense"
-        if found := PAGED_SM90.search(self.name):
+        if found := PAGED.search(self.name):
             narrow = found["kind"] == "paged" and found["bytes"] == "1"
             return str(found["format"]).lower() if narrow else str(found["kind"])
-        if PAGED_PLAN_SM90.search(self.name):
-            return "plan"
         if self.unit.startswith("sm90") and DECODE_SM90.search(self.name):
             return "combine" if "decode_combine" in self.name else "decoding"
         if found := TILING_FP8.search(self.name):
@@ -327,12 +326,11 @@ class Kernel:
             if found["bias_mask"] == "2":  # fp32, up to D 64 two stages of it and of a mask
                 ds += rows * keys * (2 * 5 if dim == dim_v == 64 else 4)
             return inputs + ds + 8 * stages * rows + 4 * dim * rows  # statistics; dQ
-        if found := PAGED_SM90.search(self.name):  # Q, once at D 256, K and V, sums of 8 warps
+        if found := PAGED.search(self.name):  # Q, once at D 256, K and V, sums of 8 warps
             size = int(found["bytes"])
-            of_q, columns = 2 * dim * rows * (2 if dim < 256 else 1), min(dim, 128 // size)
-            return of_q + 2 * size * dim * stages * keys + 512 * columns if keys else 0
-        if PAGED_PLAN_SM90.search(self.name):
-            return 0
+            columns = min(dim, 128 // size) if self.unit.startswith("sm90") else 32
+            of_q = 2 * dim * rows * (2 if dim < 256 else 1)
+            return of_q + 2 * size * dim * stages * keys + 512 * columns if stages else 0
         if DECODE_SM90.search(self.name):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0
         if found := TILING_FP8.search(self.name):  # Q twice, K, V and V turned, output staging

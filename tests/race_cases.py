@@ -165,9 +165,13 @@ class PagedCall:
     window: str = "causal"
     cache: str = ""  # an 8-bit float, or dtype
     generation: str = "sm90"
-    backend: str = "cuda"
+    other: str = ""  # a backend in place of the generation's
     packed: ClassVar[bool] = True
     has_backward: ClassVar[bool] = False
+
+    @property
+    def backend(self) -> str:
+        return self.other or f"cuda:{self.generation}"
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}", f"v{self.head_dim_v}"
@@ -303,8 +307,10 @@ def _others() -> Iterator[Call]:
         yield Call("sm90", dtype, 192, 136, causal=True)
         yield Call("sm90", dtype, 80, 72, packed=True, causal=True)
         yield Call("sm90", dtype, 40, 40, bias="shared", mask="keys")
-        yield PagedCall(dtype, 192, 128)
-        yield PagedCall(dtype, 192, 80, cache="float8_e4m3fn")
+        for generation in ("sm90", "sm80"):
+            yield PagedCall(dtype, 192, 128, generation=generation)
+            yield PagedCall(dtype, 192, 80, cache="float8_e4m3fn", generation=generation)
+        yield PagedCall(dtype, 80, 40, cache="float8_e5m2", generation="sm80")  # rows end in a piece
     for dtype, dim in (("bfloat16", 64), ("float16", 128), ("float32", 32)):
         yield Call("triton", dtype, dim, dim, causal=True)
         yield Call("triton", dtype, dim, dim, packed=True, causal=True)
@@ -389,23 +395,16 @@ def _fp8(instance: Instance) -> Iterator[FP8Call]:
 
 
 def _paged(instance: Instance) -> Iterator[PagedCall]:
-    dims = {"paged": (instance.head_dim,), "combine": (instance.head_dim,)}
-    if instance.variant == "plan":  # by the keys of a block
-        dims["plan"] = (8192 // int(instance.tile.rsplit(" ", 1)[1]),)
-    for dim in dims.get(instance.variant, ()):
-        for window in ("causal", "both"):
-            yield PagedCall(instance.dtype, dim, dim, window)
-
-
-def _paged8(instance: Instance) -> Iterator[PagedCall]:
-    dims = (64, 128, 256) if instance.variant == "plan" else (instance.head_dim,)
-    caches = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
-    caches |= dict.fromkeys(("plan", "combine"), "float8_e4m3fn")
+    if instance.kind == "paged":
+        caches = dict.fromkeys(("paged", "plan", "combine"), "")
+    else:
+        caches = dict.fromkeys(("e4m3", "plan", "combine"), "float8_e4m3fn")
+        caches |= {"e5m2": "float8_e5m2"}
     if instance.variant not in caches:
         return
-    for dim in dims:
-        for window in ("causal", "both"):
-            yield PagedCall(instance.dtype, dim, dim, window, caches[instance.variant])
+    dim, cache = instance.head_dim, caches[instance.variant]
+    for window in ("causal", "both"):
+        yield PagedCall(instance.dtype, dim, dim, window, cache, instance.generation)
 
 
 def _plain(call: Call, dims: int) -> Iterator[Call]:
@@ -491,7 +490,9 @@ _UNITS = {
     "sm90/bwd": _sm90_backward,
     "sm90/fp8": _fp8,
     "sm90/paged": _paged,
-    "sm90/paged8": _paged8,
+    "sm90/paged8": _paged,
+    "sm80/paged": _paged,
+    "sm80/paged8": _paged,
     "sm80/fwd": _older_forward,
     "sm80/bwd": _older_backward,
     "sm80/fwd_fp32": _fp32_forward,
@@ -509,7 +510,7 @@ def launched(names: Iterable[str], dtype: str) -> set[Instance]:
     found = set()
     for name in names:
         symbol = name if name.startswith("_Z") else symbol_of(name)
-        generation = re.search(r"4(sm\d\d)", symbol)
+        generation = re.search(r"(?:4|::)(sm\d\d)", name)  # its own, or that of an argument
         if generation is None:
             continue
         kind = "fwd" if re.search(r"\d(forward_|decode_|triangle_forward_)", symbol) else "bwd"

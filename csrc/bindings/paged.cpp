@@ -199,7 +199,8 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
   FLASHSCI_CHECK(
       error != cudaErrorNotSupported, "paged_attention: no kernel serves this call (", shapes,
       ") in this build (", flashsci_build_info(),
-      "); they are for compute capability 8.0 and newer, queries in float16 and bfloat16, caches in their "
+      "); they are for compute capability 8.0 and newer, queries in float16 and bfloat16, caches "
+      "in their "
       "dtype or in 8-bit floats, head dims that are multiples of 8 up to 256, pages of multiples "
       "of 16 rows, and tensors whose addresses and strides are multiples of 16 bytes; use "
       "backend=\"triton\"");

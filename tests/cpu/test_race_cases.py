@@ -77,11 +77,13 @@ NAMES = {
     "true, true, true>(flashsci::sm90::fwd::ForwardArgs)": (192, "128 x 128", "v 128 window packed"),
     "void flashsci::sm90::decode::decode_combine<(anonymous namespace)::Op, 256>(flashsci::sm90::decode::DecodeArgs)": (256, "4 x 0", "combine"),
     "void flashsci::sm90::fp8::fp8_forward_kernel<flashsci::sm90::fp8::Tiling<192, 128, 64, 2, 4>, true>(flashsci::sm90::fp8::Args)": (192, "128 x 64", "v 128 packed"),
-    "void flashsci::sm90::paged::paged_kernel<(anonymous namespace)::Op, flashsci::sm90::paged::Same, flashsci::sm90::paged::Tiling<128, 2> >(flashsci::sm90::paged::Args)": (128, "64 x 64", "paged"),
-    "void flashsci::sm90::paged::plan_kernel<(anonymous namespace)::Op, 64>(FlashsciPagedParams, flashsci::sm90::paged::Plan, int)": (0, "64 x 64", "plan"),
-    "void flashsci::sm90::paged::combine_kernel<(anonymous namespace)::Op, flashsci::sm90::paged::Tiling<256, 2> >(flashsci::sm90::paged::Args)": (256, "4 x 0", "combine"),
-    "void flashsci::sm90::paged::combine_kernel<(anonymous namespace)::Op8, flashsci::sm90::paged::Tiling<128, 1> >(flashsci::sm90::paged::Args)": (128, "4 x 0", "combine"),
-    "void flashsci::sm90::paged::paged_kernel<(anonymous namespace)::Op8, flashsci::sm90::paged::E5m2, flashsci::sm90::paged::Tiling<256, 1> >(flashsci::sm90::paged::Args)": (256, "64 x 128", "e5m2"),
+    "void flashsci::sm90::paged::paged_kernel<(anonymous namespace)::Op, flashsci::paged::Same, flashsci::sm90::paged::Tiling<128, 2> >(flashsci::sm90::paged::MappedArgs)": (128, "64 x 64", "paged"),
+    "void flashsci::paged::plan_kernel<(anonymous namespace)::Op, flashsci::sm90::paged::Tiling<128, 2> >(FlashsciPagedParams, flashsci::paged::Plan, int)": (128, "64 x 64", "plan"),
+    "void flashsci::paged::combine_kernel<(anonymous namespace)::Op, flashsci::sm90::paged::Tiling<256, 2> >(flashsci::paged::Args)": (256, "4 x 0", "combine"),
+    "void flashsci::paged::combine_kernel<(anonymous namespace)::Op8, flashsci::sm80::paged::Tiling<128, 1> >(flashsci::paged::Args)": (128, "4 x 0", "combine"),
+    "void flashsci::sm90::paged::paged_kernel<(anonymous namespace)::Op8, flashsci::sm90::paged::E5m2, flashsci::sm90::paged::Tiling<256, 1> >(flashsci::sm90::paged::MappedArgs)": (256, "64 x 128", "e5m2"),
+    "void flashsci::sm80::paged::paged_kernel<(anonymous namespace)::Op, flashsci::paged::Same, flashsci::sm80::paged::Tiling<128, 2> >(flashsci::paged::Args)": (128, "64 x 32", "paged"),
+    "void flashsci::sm80::paged::paged_kernel<(anonymous namespace)::Op8, flashsci::sm80::paged::E4m3, flashsci::sm80::paged::Tiling<64, 1> >(flashsci::paged::Args)": (64, "64 x 128", "e4m3"),
     "void flashsci::sm90::bwd::backward_kernel<(anonymous namespace)::Op, flashsci::sm90::bwd::BackwardTiling<64, 64, 128, "
     "(flashsci::sm90::bwd::BiasMaskTiles)0, true>, false, false>(flashsci::sm90::bwd::BackwardArgs)": (64, "128 x 128", "tile after tile"),
     "void flashsci::sm90::bwd::backward_postprocess_kernel<(anonymous namespace)::Op, flashsci::sm90::bwd::D256BackwardTiling<256, 192>, true>"
@@ -217,7 +219,7 @@ def test_honest_results_of_8_bit_floats_pass_and_a_wrong_repeat_is_found(
 def test_honest_results_of_paged_calls_pass_and_a_wrong_repeat_is_found(
     harness, monkeypatch, window
 ):
-    call = PagedCall("bfloat16", 64, 64, window, backend="reference")
+    call = PagedCall("bfloat16", 64, 64, window, other="reference")
     small = [(n, c) for n, c in call.cases(2) if sum(c.lens_k) < 2000]
     assert len(small) == 4
     monkeypatch.setattr(PagedCall, "cases", lambda *_: iter(small))

@@ -10,7 +10,7 @@ import torch
 import flashsci
 from flashsci import paged
 from flashsci.check.planning import aligned_paged
-from flashsci.check.units import runs_cuda_paged
+from flashsci.check.units import cuda_paged
 from flashsci.testing import (
     PagedCase,
     PagedVariant,
@@ -24,12 +24,14 @@ pytestmark = pytest.mark.gpu
 EIGHT_BITS = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
 
 
-needs_cuda_kernels = pytest.mark.skipif(
-    not runs_cuda_paged("cuda"), reason="no Hopper, or a library without those kernels"
-)
-both = pytest.mark.parametrize(
-    "backend", ("triton", pytest.param("cuda", marks=needs_cuda_kernels))
-)
+HERE = cuda_paged("cuda")
+needs_cuda_kernels = pytest.mark.skipif(not HERE, reason="none for this device in the library")
+CUDA = [
+    pytest.param(name, marks=pytest.mark.skipif(name not in HERE, reason="not one of this device and library"))
+    for name in ("cuda", "cuda:sm80")
+]  # fmt: skip
+of_cuda = pytest.mark.parametrize("backend", CUDA)
+every = pytest.mark.parametrize("backend", ("triton", *CUDA))
 
 
 def here(case):
@@ -38,12 +40,12 @@ def here(case):
     return (EIGHT_BITS or not case.variant.cache) and not (older and case.variant.dtype == "bfloat16")  # fmt: skip
 
 
-@both
+@every
 @pytest.mark.parametrize("part", range(4))
 def test_generated(part, backend):
     judged = 0
     for case in filter(here, generate_paged(100 + part, 25)):
-        case = aligned_paged(case) if backend == "cuda" else case
+        case = aligned_paged(case) if backend != "triton" else case
         with poisoned_memory():
             judge_paged(case, backend, "cuda")
         judged += 1
@@ -75,7 +77,7 @@ def test_an_8_bit_cache_whose_rows_are_not_aligned(case, repeats):
         torch.cuda.synchronize()
 
 
-@both
+@every
 @pytest.mark.parametrize("cache", ["", "float8_e4m3fn"])
 @pytest.mark.parametrize("lens_q", [(1,) * 5, (1, 700, 1, 33, 0)])
 @pytest.mark.parametrize("window", ["causal", "left"])
@@ -89,7 +91,7 @@ def test_long_sequences(lens_q, window, cache, backend):
     judge_paged(case, backend, "cuda")
 
 
-@both
+@every
 @pytest.mark.parametrize("cache", ["", "float8_e4m3fn"])
 @pytest.mark.parametrize("lens_q", [(1, 1, 1, 1), (3, 1, 40, 0)])
 def test_one_graph_serves_any_lengths_and_pages(cache, lens_q, backend):
@@ -143,7 +145,7 @@ def test_one_graph_serves_any_lengths_and_pages(cache, lens_q, backend):
         batch.judge(fused=True).require({"out": out, "lse": lse})
 
 
-@both
+@every
 def test_nothing_waits_for_the_device(backend):
     inputs = make_paged_inputs(PagedCase(PagedVariant("float16"), 1, (1, 30), (40, 90)), "cuda")
     rows = inputs.q.shape[0]
@@ -159,20 +161,20 @@ def test_nothing_waits_for_the_device(backend):
         torch.cuda.set_sync_debug_mode(before)
 
 
-@needs_cuda_kernels
+@of_cuda
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 @pytest.mark.parametrize("cache", ("float8_e4m3fn", "float8_e5m2"))
 @pytest.mark.parametrize("dims", ((64, 64), (128, 128), (256, 256), (192, 80)))
-def test_8_bit_caches(dims, cache, dtype):
+def test_8_bit_caches(dims, cache, dtype, backend):
     """Every tile, in decodes and with tiers of rows; what nobody sees is NaN."""
     variant = PagedVariant(dtype, cache, *dims, "left", sink=True)
     for lens_q, group in (((1,) * 6, 4), ((4, 1, 9, 0, 30, 2), 3), ((70, 1, 16, 33, 2, 5), 8)):
         case = PagedCase(variant, 3, lens_q, (2000, 17, 300, 129, 30, 5), 2, group, 48, padding=3, scales="heads", left=900)  # fmt: skip
         with poisoned_memory():
-            judge_paged(case, "cuda", "cuda")
+            judge_paged(case, backend, "cuda")
 
 
-@both
+@every
 @pytest.mark.parametrize("cache", ["", "float8_e4m3fn"])
 def test_results_are_the_same_every_time(backend, cache):
     if cache and not EIGHT_BITS:
@@ -187,21 +189,21 @@ def test_results_are_the_same_every_time(backend, cache):
         assert all(torch.equal(found[n], x) for n, x in first.items())
 
 
-@needs_cuda_kernels
-def test_refusals_name_what_was_given():
+@of_cuda
+def test_refusals_name_what_was_given(backend):
     case = PagedCase(PagedVariant("float16"), 1, (1, 7), (40, 90), layout="unaligned")
     with pytest.raises(flashsci.BackendError, match=r"k_cache has strides .*multiples of 8"):
-        make_paged_inputs(case, "cuda").evaluate("cuda")
+        make_paged_inputs(case, "cuda").evaluate(backend)
     with pytest.raises(flashsci.BackendError, match=r"k_cache has strides .*multiples of 16 "):
         variant = replace(case.variant, cache="float8_e4m3fn")
-        make_paged_inputs(replace(case, variant=variant), "cuda").evaluate("cuda")
+        make_paged_inputs(replace(case, variant=variant), "cuda").evaluate(backend)
     with pytest.raises(flashsci.BackendError, match="no k_scale and no v_scale for a 16-bit cache"):
-        make_paged_inputs(replace(case, layout="rows", scales="one"), "cuda").evaluate("cuda")
+        make_paged_inputs(replace(case, layout="rows", scales="one"), "cuda").evaluate(backend)
 
 
-@needs_cuda_kernels
+@of_cuda
 @pytest.mark.parametrize("cache", ["", "float8_e4m3fn"])
-def test_what_is_out_of_range_reads_nothing_beyond_the_tensors(cache):
+def test_what_is_out_of_range_reads_nothing_beyond_the_tensors(cache, backend):
     """Lengths beyond the table, edges that shrink or leave the tensor, a table of garbage: no fault, no NaN from elsewhere."""
     case = PagedCase(PagedVariant("bfloat16", cache, 128, 128), 1, (1, 7, 3), (400, 90, 20), 2, 4)
     inputs = make_paged_inputs(case, "cuda")
@@ -216,7 +218,7 @@ def test_what_is_out_of_range_reads_nothing_beyond_the_tensors(cache):
                     name: torch.tensor(value, dtype=torch.int32, device="cuda")
                     for name, value in (("seqused_k", used), ("cu_seqlens_q", edges))
                 }
-                found = inputs.evaluate("cuda", block_table=table, **given)
+                found = inputs.evaluate(backend, block_table=table, **given)
                 assert found["out"].isfinite().all() and not found["lse"].isnan().any()
 
 

@@ -22,8 +22,9 @@ inline constexpr int kThreads = kComputingThreads + 128;  // K, V, Q and merging
 enum Role { kLoadsKeys, kLoadsValues, kLoadsQueries, kMerges };
 
 // kBytes: of an element of the caches. A generation adds its ring, what it waits with (Isa), and what
-// its registers and shared memory allow: kKeepsQ, in registers; kSharesLast, gather_few; kSlices of the columns of V, each with
-// warps of its own that all compute S; kSumColumns, of a box that the warps' sums have at a time.
+// its registers and shared memory allow: kKeepsQ, in registers; kSharesLast, gather_few; kSlices of
+// the columns of V, each with warps of its own that all compute S; kSumColumns, of a box that the
+// warps' sums have at a time.
 template <int kHeadDim_, int kBytes_, int kBlockK_>
 struct Shape {
   static constexpr int kHeadDim = kHeadDim_, kBytes = kBytes_, kBlockK = kBlockK_;

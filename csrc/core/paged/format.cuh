@@ -11,9 +11,9 @@ __device__ __forceinline__ uint32_t word_of(const uint4& words, int i) {
   return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
-// 8-bit floats are widened to fp16, which is exact: to numbers of which they are kUnit times as many.
-// keys: of a lane's 16 bytes of a row of K, what its product i takes. values: of words of two rows of
-// V, columns pair by pair.
+// 8-bit floats are widened to fp16, which is exact: kUnit times the fp16 number is theirs. keys: of a
+// lane's 16 bytes of a row of K, what its product i takes. values: of words of two rows of V, columns
+// pair by pair.
 template <uint2 (*kWiden)(uint32_t), int kUnit_ = 1>
 struct Narrow {
   static constexpr int kBytes = 1;

@@ -182,8 +182,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsig
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? emulation::processors
-                                                       : emulation::shared_room;
+  *value =
+      attribute == cudaDevAttrMultiProcessorCount ? emulation::processors : emulation::shared_room;
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t) {
