@@ -46,7 +46,9 @@ def test_serves(built):
         assert backend.SM90.rejects(replace(PROBLEM, **change)) is None, change
         assert backend.SM80.rejects(replace(PROBLEM, **change)) is None, change
         for capability in ((8, 0), (8, 9), (12, 0)):
-            assert backend.rejects(replace(PROBLEM, capability=capability, **change)) is None, change
+            assert backend.rejects(replace(PROBLEM, capability=capability, **change)) is None, (
+                change
+            )
 
 
 @pytest.mark.parametrize(
