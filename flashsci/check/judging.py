@@ -150,7 +150,8 @@ def _judge_apart(
                 results = _finished(inputs.evaluate(name))
                 try:
                     stored = _finished(written(name)) if written else None
-                except BackendError:  # what a device cannot store it may read
+                except BackendError as error:  # what a device cannot store it may read
+                    tally.refuse(_reason(error))
                     stored = None
         except BackendError as error:
             tally.refuse(_reason(error))

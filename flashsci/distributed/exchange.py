@@ -135,8 +135,10 @@ def quiet(group: Any) -> Any:
     the data, or where torch would split all ranks' communicator, and those of the group are not all. All ranks of the group ask for
     it together."""
     backend = _nccl(group)
+    if backend is None:
+        return group
     splits = c10d._get_default_group().bound_device_id is not None
-    if backend is None or (splits and group.size() < dist.get_world_size()):
+    if splits and group.size() < dist.get_world_size():
         return group
     known = kept(group)
     if known.quiet is None:

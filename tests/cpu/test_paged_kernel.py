@@ -345,6 +345,7 @@ SHARED = {
     "weights of the warps": ("gather", "ptx::ex2_approx(statistics[warp].x - offset)", "1.f"),
     "weights of the warps where rows are few": ("gather", "__shfl_sync(0xffffffffu, weight, i * kRowLanes + warp)", "1.f"),
     "sums of few rows that are not there yet": ("gather", "    C::Isa::wait(shared.sums_full, handed++ & 1);\n", ""),
+    "sums of the last few rows that are not there yet": ("gather", "  leave_all(part);\n  ptx::barrier_sync(kComputing, kComputingThreads);\n", "  leave_all(part);\n"),
     "sums of few rows before the last are read": ("compute", "    C::Isa::wait(shared.sums_empty, (handed & 1) ^ 1);", ""),
     "a sink in each piece": ("gather", "      if (column == 0) a.plan.partial_lse[place] = lse;", "      if (column == 0) a.plan.partial_lse[place] = a.p.sink == nullptr ? lse : with_logit(lse, __ldg(a.p.sink + rows.head_of(r)) * kLog2e).x;"),
     "Q of the next tile but one before the last has read it": ("queries", "      if (first == 0) C::Isa::sleep(shared.q_empty[stage], (turn / C::kQStages & 1) ^ 1);\n", ""),
@@ -356,6 +357,7 @@ SHARED = {
     "where a run begins": ("config", "at(begin + (start.unit == 0))", "at(begin)"),
     "the CTA of a block": ("gather", "runs.cta_of(tile.begin + tile.slot.blocks - 1)", "runs.cta_of(tile.begin + tile.slot.blocks - 2)"),
     "rows of no sequence": ("combine", "      if (has_slots<C>(a, token)) continue;\n", "      continue;\n"),
+    "pieces of another tile": ("combine", "        if (first + base + i > cut.last) break;", "        ;"),
     "the lse of another piece": ("combine", "__shfl_sync(0xffffffffu, share, (base + i) % 32)", "share"),
 }  # fmt: skip
 LOADS = {
