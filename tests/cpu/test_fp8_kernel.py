@@ -143,7 +143,7 @@ FAULTS = {
     "V turned over a tile that is being read": ("fp8/transpose.cuh", "ptx::mbarrier_sleep(address(&shared.turned_empty[stage]), phase ^ 1);", ""),
     "V in another order than P": ("fp8/softmax.cuh", "s[e], s[e + 1], s[e + 4], s[e + 5]", "s[e], s[e + 1], s[e + 2], s[e + 3]"),
     "a turn that is not passed on": ("fp8/mainloop.cuh", "      pass_turn();\n      take_turn();", "      take_turn();"),
-    "offsets that stay behind": ("fp8/softmax.cuh", "const bool grew = ", "const bool grew = before == fwd::kUninitializedMax && "),
+    "offsets that stay behind": ("fp8/softmax.cuh", "const bool grew = ", "const bool grew = before == kUninitializedMax && "),
     "Q released before all have read the tile": ("fp8/kernel.cuh", "4 + (w == 0 ? 1 + C::kTransposers : 0)", "4"),
     "the scale of another block": ("fp8/load.cuh", "scale_of(a.v_scale, v, key)", "scale_of(a.v_scale, v, key + 128)"),
     "fewer bytes than arrive": ("fp8/load.cuh", "(v_full, sizeof(shared.v[0]));", "(v_full, sizeof(shared.v[0]) / 2);"),
