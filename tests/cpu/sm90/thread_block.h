@@ -4,7 +4,7 @@
 // their turns and copies are done, and some warps, or all copies, hardly have any for a while: what
 // a kernel leaves unordered comes in many orders. It is an error if no thread can go on and no copy is under way, if threads give a barrier
 // different counts, and if products or copies are left that nobody waited for. Blocks run one after
-// another, each to its end.
+// another, each to its end, in any order where none waits for another.
 #pragma once
 #include <cuda_runtime.h>
 #include <setjmp.h>
@@ -18,6 +18,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -98,6 +99,7 @@ inline Warp* warp = nullptr;      // of the thread that runs
 inline Thread* thread = nullptr;  // null: the scheduler runs, or a copy
 inline jmp_buf scheduler;
 inline std::mt19937 generator;
+inline bool any_order = true;  // of the blocks of a grid; false where one waits for those before it
 inline bool early = false;  // products run when they are issued
 inline Work body;           // the kernel with its arguments
 
@@ -216,7 +218,10 @@ void launch(Kernel kernel, dim3 grid, dim3 threads, int shared_bytes,
   if (threads.x % 32 != 0) throw Failure{"a part of a warp"};
   gridDim = grid, blockDim = threads;
   body = [&] { kernel(arguments...); };
-  for (unsigned i = 0; i < grid.x; ++i) {
+  std::vector<unsigned> order(grid.x);
+  std::iota(order.begin(), order.end(), 0u);
+  if (any_order) std::shuffle(order.begin(), order.end(), generator);
+  for (const unsigned i : order) {
     blockIdx = uint3{i, 0, 0};
     std::memset(address_space + kBase, 0xff, shared_bytes);  // NaN
     Block made;
