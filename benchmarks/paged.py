@@ -27,7 +27,7 @@ import flashsci
 from benchmarks import fa3
 from benchmarks.inputs import Unsupported
 from benchmarks.measure import environment, fatal, first_line
-from benchmarks.timer import interleave
+from benchmarks.timer import host_time, interleave
 from flashsci.testing import PagedInputs
 
 BATCHES = (1, 16, 64, 256)
@@ -184,8 +184,10 @@ def judged(x: PagedInputs, function: Callable[[], Tensor]) -> list[str]:
         return [f"it raised: {first_line(error)}"]
 
 
-def measure(cell: Cell, names: list[str], device: torch.device, seconds: float) -> list[dict]:
-    """A record for each candidate, and one of a copy of as many bytes."""
+def measure(
+    cell: Cell, names: list[str], device: torch.device, seconds: float, host: bool = False
+) -> list[dict]:
+    """A record for each candidate, and one of a copy of as many bytes. host: with what a call costs the host."""
     x = inputs_of(cell, device)
     functions: dict[str, Callable[[], object]] = {}
     for name, function in candidates(cell, x, names).items():
@@ -198,14 +200,19 @@ def measure(cell: Cell, names: list[str], device: torch.device, seconds: float) 
     target = torch.empty_like(half)
     functions["copy"] = partial(target.copy_, half)
     times = interleave(functions, device, seconds)
+    on_host = host_time(functions, device, seconds, 20) if host else {}
     records = []
     for name, time in times.items():
         rate = cell.bytes() / time.median
         share = times["copy"].median / time.median
         records.append({"case": asdict(cell) | {"id": cell.id}, "backend": name, "seconds": asdict(time), "bytes": cell.bytes(),
                         "bytes_per_second": rate, "share_of_copy": share})  # fmt: skip
+        more = ""
+        if name in on_host:
+            records[-1]["host_seconds"] = asdict(on_host[name])
+            more = f"{1e6 * on_host[name].median:10.1f} us of the host"
         print(
-            f"{cell.id:<48}{name:<12}{1e6 * time.median:10.1f} us{rate / 1e9:10.0f} GB/s{share:8.0%}",
+            f"{cell.id:<48}{name:<12}{1e6 * time.median:10.1f} us{rate / 1e9:10.0f} GB/s{share:8.0%}{more}",
             flush=True,
         )
     return records
@@ -253,6 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after these")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--host", action="store_true", help="measure what a call costs the host")
     parser.add_argument("--tiny", action="store_true", help="one small case of each cache")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
@@ -272,7 +280,9 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{cell.id}: left out, it does not fit into the memory")
                 continue
             try:
-                records += measure(cell, options.backends.split(","), device, options.seconds)
+                records += measure(
+                    cell, options.backends.split(","), device, options.seconds, options.host
+                )
             except Exception as error:
                 if fatal(error):
                     raise

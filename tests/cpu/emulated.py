@@ -58,7 +58,7 @@ def build(folder: Path, name: str, *changes: tuple[str, str, str], define: str =
     # library shares no variables with those of other kernels in this process.
     flags = ("-w", "-Wno-psabi", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-fno-gnu-unique")
     subprocess.run(
-        ["g++", "-std=c++17", "-O2", *flags, "-fPIC", "-shared", "-DFLASHSCI_POISON", *([f"-D{define}"] if define else []), "-isystem", headers, "-I", source,
+        ["g++", "-std=c++17", "-O1", *flags, "-fPIC", "-shared", "-DFLASHSCI_POISON", *([f"-D{define}"] if define else []), "-isystem", headers, "-I", source,
          HERE / f"{name}.cpp", "-o", target],
         check=True,
     )  # fmt: skip
