@@ -9,9 +9,8 @@ namespace {
 
 using flashsci::sm80::paged::Generation;
 
-struct Op : flashsci::Float16 {
-  static constexpr bool kIsBf16 = false;
-};
+// This unit's own, and so are its kernels.
+struct Op : flashsci::Float16 {};
 
 }  // namespace
 

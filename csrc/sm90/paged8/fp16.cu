@@ -7,9 +7,7 @@ namespace {
 using flashsci::sm90::paged::Generation;
 
 // By its name profilers tell this unit's kernels from those of paged.
-struct Op8 : flashsci::Float16 {
-  static constexpr bool kIsBf16 = false;
-};
+struct Op8 : flashsci::Float16 {};
 
 }  // namespace
 
