@@ -23,8 +23,7 @@ template <class C, bool kVarlen>
 cudaError_t plan_schedule(SchedulePlan& plan, const FlashsciForwardParams& p, int processors) {
   const bool causal = p.window_right >= 0 && p.window_left < 0;
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
-  const int64_t tiles = kVarlen ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
-                                : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  const int64_t tiles = num_tiles(p.seq_q, C::kBlockQ, p.num_seqs, kVarlen);
   if (heads * tiles > INT32_MAX / 2) return cudaErrorNotSupported;
   plan = {};
   plan.items = static_cast<uint32_t>(heads * tiles);

@@ -24,8 +24,7 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   const FlashsciForwardParams& p = a.p;
   const bool causal = p.window_right >= 0 && p.window_left < 0;
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
-  const int64_t tiles = kVarlen ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
-                                : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  const int64_t tiles = num_tiles(p.seq_q, C::kBlockQ, p.num_seqs, kVarlen);
   if (heads == 0 || p.seq_q == 0) return cudaSuccess;
   if (heads * tiles > INT32_MAX / 2) return cudaErrorNotSupported;
   const int processors = processors_of(p.device);
