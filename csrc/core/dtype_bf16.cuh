@@ -8,6 +8,7 @@ namespace flashsci {
 
 struct BFloat16 {
   using Storage = uint16_t;
+  static constexpr bool kIsBf16 = true;
   static __device__ __forceinline__ uint32_t pack2(float low, float high) {
     return ptx::cvt_bf16x2(low, high);
   }

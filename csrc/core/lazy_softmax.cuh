@@ -40,15 +40,21 @@ __device__ __forceinline__ void row_max(const float (&s)[kCount], float (&maximu
   maximum[1] = quad_max(maximum[1]);
 }
 
-// Elements [kBegin, kEnd) of S become P; part: this lane's sums, in four chains. kLimited: exponents
-// are cut at the threshold. (The limit is on the exponent: on P it costs registers.)
+// P of one score. kLimited: its exponent is cut at the threshold. (The limit is on the exponent: on P
+// it costs registers.)
+template <bool kLimited>
+__device__ __forceinline__ float exponential(float s, float offset, float exp_scale) {
+  const float x = fmaf(s, exp_scale, -offset);
+  return ptx::ex2_approx(kLimited ? fminf(x, kRescaleThreshold) : x);
+}
+
+// Elements [kBegin, kEnd) of S become P; part: this lane's sums, in four chains.
 template <bool kLimited, int kBegin, int kEnd, int kCount>
 __device__ __forceinline__ void exponentials(float (&s)[kCount], const float (&offset)[2],
                                              float exp_scale, float (&part)[4]) {
 #pragma unroll
   for (int e = kBegin; e < kEnd; ++e) {
-    const float x = fmaf(s[e], exp_scale, -offset[e >> 1 & 1]);
-    s[e] = ptx::ex2_approx(kLimited ? fminf(x, kRescaleThreshold) : x);
+    s[e] = exponential<kLimited>(s[e], offset[e >> 1 & 1], exp_scale);
     part[e & 3] = e < 4 ? s[e] : part[e & 3] + s[e];
   }
 }
@@ -71,15 +77,33 @@ __device__ __forceinline__ bool exceeds(const float (&maximum)[2], const RowStat
                         fmaf(maximum[1], exp_scale, -rows.row_max_log2[1]) > kRescaleThreshold);
 }
 
+// The offsets of a first block: P of the largest scores, which become known, is at least 1.
+template <int kCount>
+__device__ __forceinline__ void start_offsets(RowStatistics& rows, const float (&s)[kCount],
+                                              float (&maximum)[2], float exp_scale) {
+  row_max(s, maximum);
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    rows.row_max_log2[half] = fmaxf(offset_at(maximum[half], exp_scale), kUninitializedMax);
+}
+
+// The offset of one of the rows follows the largest score, and the sum the offset. Returns what O is
+// to be multiplied by.
+__device__ __forceinline__ float follow_maximum(RowStatistics& rows, int half, float maximum,
+                                                float exp_scale) {
+  const float next = fmaxf(rows.row_max_log2[half], offset_at(maximum, exp_scale));
+  const float alpha = ptx::ex2_approx(rows.row_max_log2[half] - next);
+  rows.row_max_log2[half] = next;
+  rows.sum[half] *= alpha;
+  return alpha;
+}
+
 // The first block of a row: S becomes P.
 template <int kCount>
 __device__ __forceinline__ void softmax_first(float (&s)[kCount], RowStatistics& rows,
                                               float exp_scale) {
   float maximum[2];
-  row_max(s, maximum);
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-    rows.row_max_log2[half] = fmaxf(offset_at(maximum[half], exp_scale), kUninitializedMax);
+  start_offsets(rows, s, maximum, exp_scale);
   if (exceeds(maximum, rows, exp_scale))
     exponentials<true>(s, rows, exp_scale, rows.sum);
   else
@@ -95,13 +119,8 @@ __device__ __forceinline__ bool softmax_next(float (&s)[kCount], RowStatistics& 
   const bool grew = exceeds(maximum, rows, exp_scale);
   if (grew) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float next =
-          fmaxf(rows.row_max_log2[half], offset_at(quad_max(maximum[half]), exp_scale));
-      alpha[half] = ptx::ex2_approx(rows.row_max_log2[half] - next);
-      rows.row_max_log2[half] = next;
-      rows.sum[half] *= alpha[half];
-    }
+    for (int half = 0; half < 2; ++half)
+      alpha[half] = follow_maximum(rows, half, quad_max(maximum[half]), exp_scale);
     exponentials<true>(s, rows, exp_scale, sum);
   } else {
     exponentials<false>(s, rows, exp_scale, sum);

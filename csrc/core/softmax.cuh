@@ -145,6 +145,31 @@ __device__ __forceinline__ void offsets_of(float (&offset)[kM][2], float (&s)[kM
   }
 }
 
+// The largest score of row g or g + 8 that a lane has of an m16 block.
+template <int kN>
+__device__ __forceinline__ float lane_max(const float (&s)[kN][4], int half) {
+  float x = fmaxf(s[0][half * 2], s[0][half * 2 + 1]);
+#pragma unroll
+  for (int n = 1; n < kN; ++n) x = fmaxf(x, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
+  return x;
+}
+
+// The maximum of such a row becomes `next`, and its sum and output follow.
+template <int kDimBlocks>
+__device__ __forceinline__ void rescale_row(float& row_max, float& row_sum,
+                                            float (&o)[kDimBlocks][4], int half, float next,
+                                            float exp_scale) {
+  // A row with no key yet has sum and output 0, whatever they are multiplied by.
+  const float alpha = next == -INFINITY ? 1.f : ptx::ex2_approx((row_max - next) * exp_scale);
+  row_max = next;
+  row_sum *= alpha;
+#pragma unroll
+  for (int d = 0; d < kDimBlocks; ++d) {
+    o[d][half * 2] *= alpha;
+    o[d][half * 2 + 1] *= alpha;
+  }
+}
+
 // S becomes P; the running maximum, sum and output follow.
 template <int kM, int kN, int kDimBlocks>
 __device__ __forceinline__ void online_softmax(float (&s)[kM][kN][4], float (&o)[kM][kDimBlocks][4],
@@ -156,10 +181,7 @@ __device__ __forceinline__ void online_softmax(float (&s)[kM][kN][4], float (&o)
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float x = fmaxf(s[m][0][half * 2], s[m][0][half * 2 + 1]);
-#pragma unroll
-      for (int n = 1; n < kN; ++n) x = fmaxf(x, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
-      tile_max[m][half] = quad_max(x);
+      tile_max[m][half] = quad_max(lane_max(s[m], half));
       grew |= (tile_max[m][half] - row_max[m][half]) * exp_scale > kRescaleThreshold;
     }
   }
@@ -169,16 +191,7 @@ __device__ __forceinline__ void online_softmax(float (&s)[kM][kN][4], float (&o)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float next = fmaxf(row_max[m][half], tile_max[m][half]);
-        // A row with no key yet has sum and output 0, whatever they are multiplied by.
-        const float alpha =
-            next == -INFINITY ? 1.f : ptx::ex2_approx((row_max[m][half] - next) * exp_scale);
-        row_max[m][half] = next;
-        row_sum[m][half] *= alpha;
-#pragma unroll
-        for (int d = 0; d < kDimBlocks; ++d) {
-          o[m][d][half * 2] *= alpha;
-          o[m][d][half * 2 + 1] *= alpha;
-        }
+        rescale_row(row_max[m][half], row_sum[m][half], o[m], half, next, exp_scale);
       }
     }
   }
@@ -208,17 +221,14 @@ __device__ __forceinline__ void online_softmax_lazily(float (&s)[kM][kN][4],
                                                       float (&o)[kM][kDimBlocks][4],
                                                       float (&row_max)[kM][2],
                                                       float (&row_sum)[kM][2], float exp_scale) {
-  float lane_max[kM][2];
+  float own_max[kM][2];
   bool grew = false;
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float x = fmaxf(s[m][0][half * 2], s[m][0][half * 2 + 1]);
-#pragma unroll
-      for (int n = 1; n < kN; ++n) x = fmaxf(x, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
-      lane_max[m][half] = x;
-      grew |= (x - row_max[m][half]) * exp_scale > kRescaleThreshold;
+      own_max[m][half] = lane_max(s[m], half);
+      grew |= (own_max[m][half] - row_max[m][half]) * exp_scale > kRescaleThreshold;
     }
   }
   if (__any_sync(0xffffffffu, grew)) {
@@ -226,17 +236,8 @@ __device__ __forceinline__ void online_softmax_lazily(float (&s)[kM][kN][4],
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float next = fmaxf(row_max[m][half], quad_max(lane_max[m][half]));
-        // A row with no key yet has sum and output 0, whatever they are multiplied by.
-        const float alpha =
-            next == -INFINITY ? 1.f : ptx::ex2_approx((row_max[m][half] - next) * exp_scale);
-        row_max[m][half] = next;
-        row_sum[m][half] *= alpha;
-#pragma unroll
-        for (int d = 0; d < kDimBlocks; ++d) {
-          o[m][d][half * 2] *= alpha;
-          o[m][d][half * 2 + 1] *= alpha;
-        }
+        const float next = fmaxf(row_max[m][half], quad_max(own_max[m][half]));
+        rescale_row(row_max[m][half], row_sum[m][half], o[m], half, next, exp_scale);
       }
     }
   }

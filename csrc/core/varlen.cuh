@@ -62,10 +62,9 @@ __device__ __forceinline__ TileOfSequence find_tile(int slot, const int32_t* __r
   return found;
 }
 
-// Grid size of the slots of one head.
-template <int kTile>
-constexpr int64_t num_slots(int64_t total_q, int64_t num_seqs) {
-  return total_q / kTile + num_seqs + 2;
+// Grid size of one head: the slots of packed rows, or the tiles of all.
+constexpr int64_t num_tiles(int64_t rows, int tile, int64_t num_seqs, bool packed) {
+  return packed ? rows / tile + num_seqs + 2 : (rows + tile - 1) / tile;
 }
 
 }  // namespace flashsci

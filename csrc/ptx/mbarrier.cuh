@@ -1,5 +1,6 @@
-// PTX ISA "mbarrier" (sm_90). Parity: on a fresh barrier wait(0) blocks and wait(1) returns at
-// once; after phase n completes, wait(n & 1) succeeds until phase n + 1 completes.
+// PTX ISA "mbarrier" (sm_90; of sm_80 already: init, arrive, poll, cp_async_arrive). Parity: on a
+// fresh barrier wait(0) blocks and wait(1) returns at once; after phase n completes, wait(n & 1)
+// succeeds until phase n + 1 completes.
 #pragma once
 #include <cstdint>
 
@@ -27,6 +28,11 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t count
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes)
                : "memory");
+}
+
+// One arrival, of those that the barrier counts, when all cp.async of this thread before are done.
+__device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
@@ -59,6 +65,27 @@ __device__ __forceinline__ void mbarrier_sleep(uint32_t barrier, uint32_t parity
         : "r"(barrier), "r"(parity)
         : "memory");
   } while (done == 0);
+}
+
+__device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// What sm_80 has for waiting: to ask again and again, with pauses of so many nanoseconds, which leave
+// issue slots to others.
+__device__ __forceinline__ void mbarrier_poll(uint32_t barrier, uint32_t parity,
+                                              uint32_t pause = 0) {
+  while (!mbarrier_test_wait(barrier, parity)) {
+    if (pause != 0) __nanosleep(pause);
+  }
 }
 
 }  // namespace flashsci::ptx

@@ -357,7 +357,7 @@ SHARED = {
     "where a run begins": ("config", "at(begin + (start.unit == 0))", "at(begin)"),
     "the CTA of a block": ("gather", "runs.cta_of(tile.begin + tile.slot.blocks - 1)", "runs.cta_of(tile.begin + tile.slot.blocks - 2)"),
     "rows of no sequence": ("combine", "      if (has_slots<C>(a, token)) continue;\n", "      continue;\n"),
-    "pieces of another tile": ("combine", "        if (first + base + i > cut.last) break;", "        ;"),
+    "pieces of another tile": ("combine", "      if (first + base + i > last) break;", "      ;"),
     "the lse of another piece": ("combine", "__shfl_sync(0xffffffffu, share, (base + i) % 32)", "share"),
 }  # fmt: skip
 LOADS = {

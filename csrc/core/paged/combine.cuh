@@ -55,6 +55,45 @@ __device__ __forceinline__ void write_row(const FlashsciPagedParams& p, int toke
   if (lane == 0 && p.lse != nullptr) p.lse[int64_t{head} * p.tokens + token] = lse * kLn2;
 }
 
+// The sum of the pieces of a row, each with its weight: pieces of CTAs from `first` to `last`, of whose
+// lse lane l has that of CTA first + l in `own`. By a whole warp. load(base) brings those from the
+// base-th on into `parts`, where the first ones are. Returns lse, and what the sum is multiplied by.
+template <int kTogether, int kPairs, class Load, class LseOf>
+__device__ __forceinline__ float2 add_pieces(float2 (&sum)[kPairs],
+                                             float2 (&parts)[kTogether][kPairs], float own,
+                                             int first, int last, const Load& load,
+                                             const LseOf& lse_of) {
+  const int lane = threadIdx.x % 32;
+  if (first + lane > last) own = -INFINITY;
+  float maximum = own;
+  for (int cta = first + 32 + lane; cta <= last; cta += 32) maximum = fmaxf(maximum, lse_of(cta));
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2)
+    maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, step));
+  const float reference = maximum == -INFINITY ? 0.f : maximum;
+  float weights = 0.f, share = ptx::ex2_approx(own - reference);
+#pragma unroll 1
+  for (int base = 0;;) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const float weight = __shfl_sync(0xffffffffu, share, (base + i) % 32);
+      if (first + base + i > last) break;  // of no CTA, or of another tile
+      weights += weight;
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        sum[pair].x = fmaf(weight, parts[i][pair].x, sum[pair].x);
+        sum[pair].y = fmaf(weight, parts[i][pair].y, sum[pair].y);
+      }
+    }
+    base += kTogether;
+    if (first + base > last) break;
+    load(base);
+    if (base % 32 == 0) share = ptx::ex2_approx(lse_of(first + base + lane) - reference);
+  }
+  const float factor = weights == 0.f ? 0.f : 1.f / weights;
+  return make_float2(weights == 0.f ? -INFINITY : reference + ptx::lg2_approx(weights), factor);
+}
+
 inline constexpr int kCombiningWarps = 4;  // of a CTA
 
 // CTA c of the kernel before may have left the beginning of a tile: CTA c of this one puts its first
@@ -97,42 +136,14 @@ __global__ void __launch_bounds__(kCombiningWarps * 32, 8)
               a.plan.partial_out + place_of(first + base + i) * C::kHeadDim + pair * 64 + lane * 2);
     };
     load(0);
-    // Each lane has the lse of one of 32 pieces.
     float own = a.plan.partial_lse[place_of(first + lane)];
     if (cut.last < 0 || r >= cut.rows) return;
     const auto lse_of = [&](int cta) {
       return cta <= cut.last ? a.plan.partial_lse[place_of(cta)] : -INFINITY;
     };
-    if (first + lane > cut.last) own = -INFINITY;
-    float maximum = own;
-    for (int cta = first + 32 + lane; cta <= cut.last; cta += 32)
-      maximum = fmaxf(maximum, lse_of(cta));
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2)
-      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, step));
-    const float reference = maximum == -INFINITY ? 0.f : maximum;
     float2 sum[kPairs] = {};
-    float weights = 0.f, share = ptx::ex2_approx(own - reference);
-#pragma unroll 1
-    for (int base = 0;;) {
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const float weight = __shfl_sync(0xffffffffu, share, (base + i) % 32);
-        if (first + base + i > cut.last) break;  // of no CTA, or of another tile
-        weights += weight;
-#pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) {
-          sum[pair].x = fmaf(weight, parts[i][pair].x, sum[pair].x);
-          sum[pair].y = fmaf(weight, parts[i][pair].y, sum[pair].y);
-        }
-      }
-      base += kTogether;
-      if (first + base > cut.last) break;
-      load(base);
-      if (base % 32 == 0) share = ptx::ex2_approx(lse_of(first + base + lane) - reference);
-    }
-    float factor = weights == 0.f ? 0.f : 1.f / weights;
-    float lse = weights == 0.f ? -INFINITY : reference + ptx::lg2_approx(weights);
+    const float2 whole = add_pieces(sum, parts, own, first, cut.last, load, lse_of);
+    float lse = whole.x, factor = whole.y;
     const int pair = cut.first_row + r;
     const int head = cut.head * a.group + pair % a.group;
     if (p.sink != nullptr) {

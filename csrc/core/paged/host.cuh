@@ -1,5 +1,6 @@
-// What the host does whatever generation the kernels are for: the workspace, what is refused, and
-// arguments, from sizes alone, so that a CUDA graph of a call serves any lengths and pages.
+// What the host does whatever generation the kernels are for: the workspace, what is refused,
+// arguments, and which kernels a call is for: from sizes alone, so that a CUDA graph of a call serves
+// any lengths and pages.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -7,6 +8,7 @@
 
 #include "../launch.cuh"
 #include "config.cuh"
+#include "format.cuh"
 
 namespace flashsci::paged {
 
@@ -45,10 +47,6 @@ inline bool takes_sizes(const FlashsciPagedParams& p, int64_t block) {
   // Units of all slots and heads at the longest lengths: the device's sums of them are of 32 bits.
   const int64_t units = p.heads_k * ((keys + block - 1) / block + 1);
   return slots_of(p) <= INT32_MAX / 2 / units;
-}
-
-inline int64_t workspace_of(const FlashsciPagedParams& p, int64_t block) {
-  return takes_sizes(p, block) ? Parts(p).all() : 0;
 }
 
 // Whether q and out lie as the kernels take them.
@@ -104,6 +102,43 @@ cudaError_t launch_head_dim(const FlashsciPagedParams& p, const Launch& launch) 
 inline int64_t combining_ctas(const Args& a) {
   const int64_t rows = std::min<int64_t>(int64_t{a.p.tokens} * a.group, kRows);
   return (rows + kWarpRows - 1) / kWarpRows * a.plan.ctas;
+}
+
+// The calls of a unit. Generation, in the launch.cuh of its folder, has
+//   block_of(head dim, bytes of an element of the caches)    keys of a block,
+//   takes_caches(params, bytes)                              whether its copies find K and V,
+//   E4m3, E5m2                                               how it takes 8-bit floats,
+//   launch<Op, Format, head dim>(params, stream)             what is launched.
+template <class Generation, class Op, class Format>
+cudaError_t launch_format(const FlashsciPaged8Params& p, cudaStream_t stream) {
+  if (!takes_sizes(p.call, Generation::block_of(padded_dim(p.call), Format::kBytes)) ||
+      !takes_rows(p.call) || !Generation::takes_caches(p.call, Format::kBytes))
+    return cudaErrorNotSupported;
+  return launch_head_dim(p.call, [&](auto dim) {
+    return Generation::template launch<Op, Format, decltype(dim)::value>(p, stream);
+  });
+}
+
+// A cache of the dtype of the queries.
+template <class Generation, class Op>
+cudaError_t launch(const FlashsciPagedParams& p, cudaStream_t stream) {
+  FlashsciPaged8Params call{};
+  call.call = p;
+  return launch_format<Generation, Op, Same>(call, stream);
+}
+
+// One of 8-bit floats.
+template <class Generation, class Op>
+cudaError_t launch8(const FlashsciPaged8Params& p, cudaStream_t stream) {
+  return p.e5m2 ? launch_format<Generation, Op, typename Generation::E5m2>(p, stream)
+                : launch_format<Generation, Op, typename Generation::E4m3>(p, stream);
+}
+
+// Bytes. element: of the caches.
+template <class Generation>
+int64_t workspace_bytes(const FlashsciPagedParams& p, int element) {
+  const int64_t block = Generation::block_of(padded_dim(p), element);
+  return takes_sizes(p, block) ? Parts(p).all() : 0;
 }
 
 }  // namespace flashsci::paged

@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "../../ptx/prefetch.cuh"
-#include "../../ptx/prefetch_l1.cuh"
 #include "config.cuh"
 
 namespace flashsci::paged {

@@ -92,9 +92,7 @@ template <class Op, class C, bool kAny>
 cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& plan,
                         cudaStream_t stream) {
   static_assert(fits<C>(sizeof(KeyStorage<C>)), "the CTAs of an SM of Turing");
-  const int64_t tiles = p.cu_seqlens_q != nullptr
-                            ? num_slots<C::kBlockK>(p.seq_k, p.num_seqs)
-                            : (int64_t{p.seq_k} + C::kBlockK - 1) / C::kBlockK;
+  const int64_t tiles = num_tiles(p.seq_k, C::kBlockK, p.num_seqs, p.cu_seqlens_q != nullptr);
   return launch<backward_keys_kernel<Op, C, kAny>>(tiles * p.heads_k * p.batch0 * p.batch1,
                                                    C::kThreads, sizeof(KeyStorage<C>), p.device,
                                                    stream, p, plan, static_cast<uint32_t>(tiles));
@@ -104,9 +102,7 @@ template <class Op, class C, bool kAny>
 cudaError_t launch_queries(const FlashsciBackwardParams& p, const BackwardPlan& plan,
                            cudaStream_t stream) {
   static_assert(fits<C>(sizeof(QueryStorage<C>)), "the CTAs of an SM of Turing");
-  const int64_t tiles = p.cu_seqlens_q != nullptr
-                            ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
-                            : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  const int64_t tiles = num_tiles(p.seq_q, C::kBlockQ, p.num_seqs, p.cu_seqlens_q != nullptr);
   return launch<backward_queries_kernel<Op, C, kAny>>(
       tiles * p.heads_q * p.batch0 * p.batch1, C::kThreads, sizeof(QueryStorage<C>), p.device,
       stream, p, plan, static_cast<uint32_t>(tiles));

@@ -16,9 +16,7 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   static_assert(C::kMinBlocks * kSharedBytes <= kSharedPerSM, "the CTAs of an SM of Turing");
   static_assert(C::kMinBlocks * C::kThreads <= 1024, "threads of an SM of Turing");
   ForwardPlan plan;
-  const int64_t tiles = p.cu_seqlens_q != nullptr
-                            ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
-                            : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  const int64_t tiles = num_tiles(p.seq_q, C::kBlockQ, p.num_seqs, p.cu_seqlens_q != nullptr);
   const int64_t blocks = tiles * p.heads_q * p.batch0 * p.batch1;
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;

@@ -142,9 +142,7 @@ BackwardWork plan_work(const FlashsciBackwardParams& p) {
   const auto rounded = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
   const int block_q = work.large ? Large::kBlockQ : Small::kBlockQ;
-  work.query_slots = p.cu_seqlens_q != nullptr
-                         ? int64_t{p.seq_q} / block_q + p.num_seqs + 2  // num_slots
-                         : (int64_t{p.seq_q} + block_q - 1) / block_q;
+  work.query_slots = num_tiles(p.seq_q, block_q, p.num_seqs, p.cu_seqlens_q != nullptr);
   work.statistics_bytes = rounded(heads * p.seq_q * static_cast<int64_t>(sizeof(float2)));
   if (work.adds_dq)
     work.sums_bytes = rounded(heads * work.query_slots * block_q * kHeadDim * int64_t{4});
@@ -173,10 +171,9 @@ cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& pla
     else
       return backward_kernel<Op, C>;
   }();
-  const int64_t tiles = p.cu_seqlens_q != nullptr
-                            ? num_slots<C::kBlockK>(p.seq_k, p.num_seqs)
-                            : std::max((int64_t{p.seq_k} + C::kBlockK - 1) / C::kBlockK,
-                                       int64_t{plan.writes_dq != 0});
+  const int64_t tiles =
+      std::max(num_tiles(p.seq_k, C::kBlockK, p.num_seqs, p.cu_seqlens_q != nullptr),
+               int64_t{plan.writes_dq != 0});
   cudaError_t error =
       launch<kernel>(tiles * p.heads_k * p.batch0 * p.batch1, C::kThreads, sizeof(Shared), p.device,
                      stream, p, plan, static_cast<uint32_t>(tiles));
@@ -217,9 +214,7 @@ cudaError_t launch_queries(const FlashsciBackwardParams& p, const BackwardPlan& 
                            cudaStream_t stream) {
   using C = QueryTiles<kHeadDim>;
   static_assert(sizeof(QueryShared<C>) <= kTilesBudget, "over the budget");
-  const int64_t tiles = p.cu_seqlens_q != nullptr
-                            ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
-                            : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  const int64_t tiles = num_tiles(p.seq_q, C::kBlockQ, p.num_seqs, p.cu_seqlens_q != nullptr);
   return launch<backward_queries_kernel<Op, C>>(tiles * p.heads_q * p.batch0 * p.batch1,
                                                 C::kThreads, sizeof(QueryShared<C>), p.device,
                                                 stream, p, plan, static_cast<uint32_t>(tiles));

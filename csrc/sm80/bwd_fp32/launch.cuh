@@ -58,9 +58,7 @@ cudaError_t launch_tile(const FlashsciBackwardParams& p, BackwardFp32Plan plan,
                         cudaStream_t stream) {
   constexpr bool kKeys = kWhat != kQueries;
   const int seq = kKeys ? p.seq_k : p.seq_q;
-  const int64_t tiles = p.cu_seqlens_q != nullptr
-                            ? num_slots<C::kBlockRows>(seq, p.num_seqs)
-                            : (int64_t{seq} + C::kBlockRows - 1) / C::kBlockRows;
+  const int64_t tiles = num_tiles(seq, C::kBlockRows, p.num_seqs, p.cu_seqlens_q != nullptr);
   plan.tiles = static_cast<uint32_t>(tiles);
   const int64_t blocks = tiles * (kKeys ? p.heads_k : p.heads_q) * p.batch0 * p.batch1;
   constexpr size_t kShared = sizeof(BackwardStorage<C>);

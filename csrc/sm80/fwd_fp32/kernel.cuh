@@ -93,10 +93,7 @@ __device__ __forceinline__ void online_softmax_fp32(float (&s)[kM][kN][4],
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float x = fmaxf(s[m][0][half * 2], s[m][0][half * 2 + 1]);
-#pragma unroll
-      for (int n = 1; n < kN; ++n) x = fmaxf(x, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
-      tile_max[m][half] = quad_max(x) * factor[m][half];
+      tile_max[m][half] = quad_max(lane_max(s[m], half)) * factor[m][half];
       grew |= (tile_max[m][half] - row_max[m][half]) * kUnit > kStale;
     }
   }
@@ -106,15 +103,7 @@ __device__ __forceinline__ void online_softmax_fp32(float (&s)[kM][kN][4],
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float next = fmaxf(row_max[m][half], tile_max[m][half]);
-        const float alpha =
-            next == -INFINITY ? 1.f : ptx::ex2_approx((row_max[m][half] - next) * kUnit);
-        row_max[m][half] = next;
-        row_sum[m][half] *= alpha;
-#pragma unroll
-        for (int d = 0; d < kDimBlocks; ++d) {
-          o[m][d][half * 2] *= alpha;
-          o[m][d][half * 2 + 1] *= alpha;
-        }
+        rescale_row(row_max[m][half], row_sum[m][half], o[m], half, next, kUnit);
       }
     }
   }

@@ -11,9 +11,7 @@ namespace flashsci::sm80::fwd_fp32 {
 template <class C, bool kHasBiasMask>
 cudaError_t launch_forward_tile(const FlashsciForwardParams& p, cudaStream_t stream) {
   ForwardFp32Plan plan;
-  const int64_t tiles = p.cu_seqlens_q != nullptr
-                            ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
-                            : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  const int64_t tiles = num_tiles(p.seq_q, C::kBlockQ, p.num_seqs, p.cu_seqlens_q != nullptr);
   const int64_t blocks = tiles * p.heads_q * p.batch0 * p.batch1;
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;

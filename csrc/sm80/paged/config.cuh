@@ -4,7 +4,6 @@
 
 #include "../../core/paged/config.cuh"
 #include "../../ptx/mbarrier.cuh"
-#include "../../ptx/mbarrier_sm80.cuh"
 #include "../../ptx/shared.cuh"
 
 namespace flashsci::sm80::paged {

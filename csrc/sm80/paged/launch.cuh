@@ -41,53 +41,34 @@ cudaError_t find_stages(int& stages, int device) {
   return error;
 }
 
-template <class Op, class Format, int kHeadDim>
-cudaError_t launch_padded(const FlashsciPaged8Params& p, cudaStream_t stream) {
-  using C = Tiling<kHeadDim, Format::kBytes>;
-  static_assert(shared_bytes<C>(3) <= kLeastShared, "copies under way while blocks are multiplied");
-  int stages;
-  cudaError_t error = find_stages<C>(stages, p.call.device);
-  if (error != cudaSuccess) return error;
-  Args a;
-  fill_args(a, p, Format::kUnit, stages);
-  if (a.plan.count > kPlannedByEach)
-    error = flashsci::launch<plan_kernel<Op, C>>(1, kPlanThreads, 0, p.call.device, stream, a.p,
-                                                 a.plan, a.group);
-  if (error == cudaSuccess)
-    error = flashsci::launch<paged_kernel<Op, Format, C>>(
-        a.plan.ctas, kThreads, shared_bytes<C>(stages), p.call.device, stream, a);
-  if (error == cudaSuccess)
-    error = flashsci::launch<combine_kernel<Op, C>>(combining_ctas(a), kCombiningWarps * 32, 0,
-                                                    p.call.device, stream, a);
-  return error;
-}
+// What core/paged/host.cuh asks of a generation.
+struct Generation {
+  using E4m3 = paged::E4m3;
+  using E5m2 = paged::E5m2;
+  static constexpr auto block_of = paged::block_of;
+  static constexpr auto takes_caches = paged::takes_caches;
 
-template <class Op, class Format>
-cudaError_t launch_format(const FlashsciPaged8Params& p, cudaStream_t stream) {
-  if (!takes_sizes(p.call, block_of(padded_dim(p.call), Format::kBytes)) || !takes_rows(p.call) ||
-      !takes_caches(p.call, Format::kBytes))
-    return cudaErrorNotSupported;
-  return launch_head_dim(
-      p.call, [&](auto dim) { return launch_padded<Op, Format, decltype(dim)::value>(p, stream); });
-}
-
-// A cache of the dtype of the queries.
-template <class Op>
-cudaError_t launch(const FlashsciPagedParams& p, cudaStream_t stream) {
-  FlashsciPaged8Params call{};
-  call.call = p;
-  return launch_format<Op, Same>(call, stream);
-}
-
-// One of 8-bit floats.
-template <class Op>
-cudaError_t launch8(const FlashsciPaged8Params& p, cudaStream_t stream) {
-  return p.e5m2 ? launch_format<Op, E5m2>(p, stream) : launch_format<Op, E4m3>(p, stream);
-}
-
-// Bytes. element: of the caches.
-inline int64_t workspace_bytes(const FlashsciPagedParams& p, int element) {
-  return workspace_of(p, block_of(padded_dim(p), element));
-}
+  template <class Op, class Format, int kHeadDim>
+  static cudaError_t launch(const FlashsciPaged8Params& p, cudaStream_t stream) {
+    using C = Tiling<kHeadDim, Format::kBytes>;
+    static_assert(shared_bytes<C>(3) <= kLeastShared,
+                  "copies under way while blocks are multiplied");
+    int stages;
+    cudaError_t error = find_stages<C>(stages, p.call.device);
+    if (error != cudaSuccess) return error;
+    Args a;
+    fill_args(a, p, Format::kUnit, stages);
+    if (a.plan.count > kPlannedByEach)
+      error = flashsci::launch<plan_kernel<Op, C>>(1, kPlanThreads, 0, p.call.device, stream, a.p,
+                                                   a.plan, a.group);
+    if (error == cudaSuccess)
+      error = flashsci::launch<paged_kernel<Op, Format, C>>(
+          a.plan.ctas, kThreads, shared_bytes<C>(stages), p.call.device, stream, a);
+    if (error == cudaSuccess)
+      error = flashsci::launch<combine_kernel<Op, C>>(combining_ctas(a), kCombiningWarps * 32, 0,
+                                                      p.call.device, stream, a);
+    return error;
+  }
+};
 
 }  // namespace flashsci::sm80::paged

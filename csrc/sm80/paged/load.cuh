@@ -5,7 +5,7 @@
 #include "../../core/paged/pages.cuh"
 #include "../../core/poison.cuh"
 #include "../../ptx/cp_async.cuh"
-#include "../../ptx/mbarrier_sm80.cuh"
+#include "../../ptx/mbarrier.cuh"
 #include "../../ptx/shared.cuh"
 #include "config.cuh"
 

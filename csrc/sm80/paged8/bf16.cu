@@ -7,18 +7,18 @@
 #endif
 namespace {
 
+using flashsci::sm80::paged::Generation;
+
 // By its name profilers tell this unit's kernels from those of paged.
-struct Op8 : flashsci::BFloat16 {
-  static constexpr bool kIsBf16 = true;
-};
+struct Op8 : flashsci::BFloat16 {};
 
 }  // namespace
 
 extern "C" int flashsci_paged8_sm80_bf16(const FlashsciPaged8Params* params,
                                          FlashsciStream stream) {
-  return flashsci::sm80::paged::launch8<Op8>(*params, static_cast<cudaStream_t>(stream));
+  return flashsci::paged::launch8<Generation, Op8>(*params, static_cast<cudaStream_t>(stream));
 }
 
 extern "C" int64_t flashsci_paged8_sm80_bf16_workspace(const FlashsciPaged8Params* params) {
-  return flashsci::sm80::paged::workspace_bytes(params->call, 1);
+  return flashsci::paged::workspace_bytes<Generation>(params->call, 1);
 }

@@ -6,7 +6,6 @@
 namespace {
 
 struct Op : flashsci::BFloat16 {
-  static constexpr bool kIsBf16 = true;
   template <int kN>
   using Wgmma = flashsci::ptx::WgmmaBf16<kN>;
 

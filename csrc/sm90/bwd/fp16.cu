@@ -9,7 +9,6 @@
 namespace {
 
 struct Op : flashsci::Float16 {
-  static constexpr bool kIsBf16 = false;
   template <int kN>
   using Wgmma = flashsci::ptx::WgmmaF16<kN>;
 

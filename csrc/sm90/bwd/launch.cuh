@@ -25,8 +25,7 @@ inline int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 template <class C>
 int64_t query_tiles(const FlashsciBackwardParams& p) {
-  return p.cu_seqlens_q != nullptr ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
-                                   : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  return num_tiles(p.seq_q, C::kBlockQ, p.num_seqs, p.cu_seqlens_q != nullptr);
 }
 
 template <class C>
@@ -57,8 +56,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
   const int64_t key_heads = p.batch0 * p.batch1 * p.heads_k;
   const int64_t q_tiles = query_tiles<C>(p);
-  const int64_t k_tiles = kVarlen ? num_slots<C::kBlockK>(p.seq_k, p.num_seqs)
-                                  : (int64_t{p.seq_k} + C::kBlockK - 1) / C::kBlockK;
+  const int64_t k_tiles = num_tiles(p.seq_k, C::kBlockK, p.num_seqs, kVarlen);
   if (heads * q_tiles > INT32_MAX / 2 || key_heads * k_tiles > INT32_MAX / 2)
     return cudaErrorNotSupported;
   a.q_tiles = static_cast<uint32_t>(q_tiles);

@@ -7,45 +7,12 @@
 
 #include "../../core/launch.cuh"
 #include "../../include/flashsci_fp8.h"
-#include "../fwd/scheduler.cuh"
+#include "../fwd/launch_scheduled.cuh"
 #include "../tma_map.h"
 #include "config.cuh"
 #include "kernel.cuh"
 
 namespace flashsci::sm90::fp8 {
-
-using fwd::Order;
-using fwd::SchedulePlan;
-
-// As of ../fwd: in turn where tiles cost the same; longest first from a counter, or paired, where
-// they do not; packed: the counter, or a CTA for each slot.
-template <class C, bool kVarlen>
-cudaError_t plan_schedule(SchedulePlan& plan, const FlashsciForwardParams& p, int processors) {
-  const bool causal = p.window_right >= 0 && p.window_left < 0;
-  const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
-  const int64_t tiles = kVarlen ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
-                                : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
-  if (heads * tiles > INT32_MAX / 2) return cudaErrorNotSupported;
-  plan = {};
-  plan.items = static_cast<uint32_t>(heads * tiles);
-  plan.tiles_per_head = static_cast<uint32_t>(tiles);
-  plan.heads = static_cast<uint32_t>(heads);
-  plan.descending = causal;
-  const bool uneven = kVarlen || (causal && tiles > 1);
-  const bool counted = p.workspace != nullptr && (kVarlen || p.seq_k >= C::kCountedKeys);
-  if (uneven && counted && heads * tiles > processors)
-    plan.counter = static_cast<uint32_t*>(p.workspace);
-  plan.order = Order::kAsIs;
-  if (!kVarlen && uneven && heads * tiles > processors)
-    plan.order = plan.counter != nullptr ? Order::kLongestFirst : Order::kBalanced;
-  if (plan.order == Order::kBalanced)
-    plan.items = static_cast<uint32_t>((heads + 1) / 2 * tiles * 2);
-  const int64_t head_bytes =  // of K and V, for each head of Q
-      int64_t{p.seq_k} * (p.head_dim + p.head_dim_v) * p.heads_k / p.heads_q;
-  const int64_t groups = heads * head_bytes / (32 << 20) + 1;
-  plan.group = static_cast<uint32_t>((heads + groups - 1) / groups);
-  return cudaSuccess;
-}
 
 template <class C>
 cudaError_t encode_maps(Args& a) {
@@ -77,24 +44,11 @@ cudaError_t launch_tiling(Args& a, cudaStream_t stream) {
   static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
   const int processors = processors_of(a.p.device);
   if (processors <= 0) return cudaErrorInvalidDevice;
-  const SchedulePlan& plan = a.schedule;
-  cudaError_t error = plan_schedule<C, kVarlen>(a.schedule, a.p, processors);
+  cudaError_t error = fwd::plan_schedule<C, kVarlen>(a.schedule, a.p, processors, 1);
   if (error == cudaSuccess) error = encode_maps<C>(a);
   if (error != cudaSuccess) return error;
   constexpr auto kernel = fp8_forward_kernel<C, kVarlen>;
-  error = allow_shared<kernel>(kSharedBytes, a.p.device);
-  if (error != cudaSuccess) return error;
-  if (plan.counter != nullptr) {
-    error = cudaMemsetAsync(plan.counter, 0, sizeof(uint32_t), stream);
-    if (error != cudaSuccess) return error;
-  }
-  // Packed without a counter: the hardware hands out the slots as SMs become free.
-  const uint32_t starts = plan.order == Order::kBalanced ? plan.items / 2 : plan.items;
-  const uint32_t grid = kVarlen && plan.counter == nullptr
-                            ? starts
-                            : std::min(starts, static_cast<uint32_t>(processors));
-  kernel<<<grid, C::kThreads, kSharedBytes, stream>>>(a);
-  return cudaGetLastError();
+  return fwd::launch_scheduled<kernel, C, kVarlen>(a, kSharedBytes, processors, stream);
 }
 
 // The tile shapes, by padded head dims of q and k, and of v; why: docs/kernels/sm90_fp8.md. Scales of

@@ -13,7 +13,7 @@
 #include "../triangle_fwd/launch.cuh"
 #include "config.cuh"
 #include "kernel.cuh"
-#include "scheduler.cuh"
+#include "launch_scheduled.cuh"
 
 namespace flashsci::sm90::fwd {
 
@@ -22,33 +22,11 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   constexpr int kSharedBytes = sizeof(SharedStorage<C>) + 1024;  // the base is aligned by hand
   static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
   const FlashsciForwardParams& p = a.p;
-  const bool causal = p.window_right >= 0 && p.window_left < 0;
-  const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
-  const int64_t tiles = kVarlen ? num_slots<C::kBlockQ>(p.seq_q, p.num_seqs)
-                                : (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
-  if (heads == 0 || p.seq_q == 0) return cudaSuccess;
-  if (heads * tiles > INT32_MAX / 2) return cudaErrorNotSupported;
+  if (p.batch0 * p.batch1 * p.heads_q == 0 || p.seq_q == 0) return cudaSuccess;
   const int processors = processors_of(p.device);
   if (processors <= 0) return cudaErrorInvalidDevice;
-  SchedulePlan& plan = a.schedule;
-  plan.items = static_cast<uint32_t>(heads * tiles);
-  plan.tiles_per_head = static_cast<uint32_t>(tiles);
-  plan.heads = static_cast<uint32_t>(heads);
-  plan.descending = causal;
-  const bool uneven = kVarlen || (causal && tiles > 1);
-  const bool counted = kVarlen || p.seq_k >= C::kCountedKeys;
-  plan.counter = uneven && counted && heads * tiles > processors
-                     ? static_cast<uint32_t*>(p.workspace)
-                     : nullptr;
-  plan.order = Order::kAsIs;
-  if (!kVarlen && uneven && heads * tiles > processors)
-    plan.order = plan.counter != nullptr ? Order::kLongestFirst : Order::kBalanced;
-  if (plan.order == Order::kBalanced)
-    plan.items = static_cast<uint32_t>((heads + 1) / 2 * tiles * 2);
-  const int64_t head_bytes =  // of K and V, for each head of Q
-      int64_t{p.seq_k} * (p.head_dim + p.head_dim_v) * 2 * p.heads_k / p.heads_q;
-  const int64_t groups = heads * head_bytes / (32 << 20) + 1;
-  plan.group = static_cast<uint32_t>((heads + groups - 1) / groups);
+  cudaError_t error = plan_schedule<C, kVarlen>(a.schedule, p, processors, 2);
+  if (error != cudaSuccess) return error;
 
   using KBox = typename C::KBox;
   constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
@@ -58,8 +36,7 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
                       dense_dims(strides, rows, heads_of, p.batch1, p.batch0), KBox::kColumns,
                       box_rows);
   };
-  cudaError_t error =
-      encode(&a.q, p.q, p.q_strides, p.seq_q, p.heads_q, p.head_dim, C::QBox::kRows);
+  error = encode(&a.q, p.q, p.q_strides, p.seq_q, p.heads_q, p.head_dim, C::QBox::kRows);
   if (error == cudaSuccess)
     error = encode(&a.k, p.k, p.k_strides, p.seq_k, p.heads_k, p.head_dim, KBox::kRows);
   if (error == cudaSuccess)
@@ -104,19 +81,7 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
 
   constexpr auto kernel = forward_kernel<Op, C, kWindowed, kPlainScores, kVarlen>;
-  error = allow_shared<kernel>(kSharedBytes, p.device);
-  if (error != cudaSuccess) return error;
-  if (plan.counter != nullptr) {
-    error = cudaMemsetAsync(plan.counter, 0, sizeof(uint32_t), stream);
-    if (error != cudaSuccess) return error;
-  }
-  // Packed without a counter: the hardware hands out the slots as SMs become free.
-  const uint32_t starts = plan.order == Order::kBalanced ? plan.items / 2 : plan.items;
-  const uint32_t grid = kVarlen && plan.counter == nullptr
-                            ? starts
-                            : std::min(starts, static_cast<uint32_t>(processors));
-  kernel<<<grid, C::kThreads, kSharedBytes, stream>>>(a);
-  return cudaGetLastError();
+  return launch_scheduled<kernel, C, kVarlen>(a, kSharedBytes, processors, stream);
 }
 
 // The tile shapes, by padded head dims of q and k, and of v; why: docs/kernels/sm90_forward.md.

@@ -7,16 +7,17 @@
 #endif
 namespace {
 
-struct Op : flashsci::Float16 {
-  static constexpr bool kIsBf16 = false;
-};
+using flashsci::sm90::paged::Generation;
+
+// This unit's own, and so are its kernels.
+struct Op : flashsci::Float16 {};
 
 }  // namespace
 
 extern "C" int flashsci_paged_sm90_fp16(const FlashsciPagedParams* params, FlashsciStream stream) {
-  return flashsci::sm90::paged::launch<Op>(*params, static_cast<cudaStream_t>(stream));
+  return flashsci::paged::launch<Generation, Op>(*params, static_cast<cudaStream_t>(stream));
 }
 
 extern "C" int64_t flashsci_paged_sm90_fp16_workspace(const FlashsciPagedParams* params) {
-  return flashsci::sm90::paged::workspace_bytes(*params, 2);
+  return flashsci::paged::workspace_bytes<Generation>(*params, 2);
 }

@@ -32,57 +32,40 @@ cudaError_t fill_maps(MappedArgs& a, const MapElement& element) {
   return error;
 }
 
-template <class Op, class Format, int kHeadDim>
-cudaError_t launch_padded(const FlashsciPaged8Params& p, cudaStream_t stream) {
-  using C = Tiling<kHeadDim, Format::kBytes>;
-  constexpr int kSharedBytes = sizeof(Storage<C>) + 1024;
-  static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
-  constexpr auto plan = plan_kernel<Op, C>;
-  constexpr auto kernel = paged_kernel<Op, Format, C>;
-  MappedArgs a;
-  fill_args(a, p, Format::kUnit, C::kStages);
-  cudaError_t error = fill_maps<C>(a, C::kBytes == 1 ? kByte : Op::kIsBf16 ? kBfloat16 : kFloat16);
-  if (error == cudaSuccess) error = allow_shared<kernel>(kSharedBytes, p.call.device);
-  if (error != cudaSuccess) return error;
-  if (a.plan.count > kPlannedByEach) {
-    plan<<<1, kPlanThreads, 0, stream>>>(a.p, a.plan, a.group);
-    error = cudaGetLastError();
-    if (error == cudaSuccess)
-      error = launch_beside(kernel, a.plan.ctas, kThreads, kSharedBytes, stream, a);
-  } else {
-    kernel<<<a.plan.ctas, kThreads, kSharedBytes, stream>>>(a);
-    error = cudaGetLastError();
+// What core/paged/host.cuh asks of a generation.
+struct Generation {
+  using E4m3 = paged::E4m3;
+  using E5m2 = paged::E5m2;
+  static constexpr auto block_of = paged::block_of;
+  // What its copies do not take has no map.
+  static bool takes_caches(const FlashsciPagedParams&, int) { return true; }
+
+  template <class Op, class Format, int kHeadDim>
+  static cudaError_t launch(const FlashsciPaged8Params& p, cudaStream_t stream) {
+    using C = Tiling<kHeadDim, Format::kBytes>;
+    constexpr int kSharedBytes = sizeof(Storage<C>) + 1024;
+    static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
+    constexpr auto plan = plan_kernel<Op, C>;
+    constexpr auto kernel = paged_kernel<Op, Format, C>;
+    MappedArgs a;
+    fill_args(a, p, Format::kUnit, C::kStages);
+    constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
+    cudaError_t error = fill_maps<C>(a, C::kBytes == 1 ? kByte : k16Bit);
+    if (error == cudaSuccess) error = allow_shared<kernel>(kSharedBytes, p.call.device);
+    if (error != cudaSuccess) return error;
+    if (a.plan.count > kPlannedByEach) {
+      plan<<<1, kPlanThreads, 0, stream>>>(a.p, a.plan, a.group);
+      error = cudaGetLastError();
+      if (error == cudaSuccess)
+        error = launch_beside(kernel, a.plan.ctas, kThreads, kSharedBytes, stream, a);
+    } else {
+      kernel<<<a.plan.ctas, kThreads, kSharedBytes, stream>>>(a);
+      error = cudaGetLastError();
+    }
+    if (error != cudaSuccess) return error;
+    return launch_beside(combine_kernel<Op, C>, combining_ctas(a), kCombiningWarps * 32, 0, stream,
+                         static_cast<const Args&>(a));
   }
-  if (error != cudaSuccess) return error;
-  return launch_beside(combine_kernel<Op, C>, combining_ctas(a), kCombiningWarps * 32, 0, stream,
-                       static_cast<const Args&>(a));
-}
-
-template <class Op, class Format>
-cudaError_t launch_format(const FlashsciPaged8Params& p, cudaStream_t stream) {
-  if (!takes_sizes(p.call, block_of(padded_dim(p.call), Format::kBytes)) || !takes_rows(p.call))
-    return cudaErrorNotSupported;
-  return launch_head_dim(
-      p.call, [&](auto dim) { return launch_padded<Op, Format, decltype(dim)::value>(p, stream); });
-}
-
-// A cache of the dtype of the queries.
-template <class Op>
-cudaError_t launch(const FlashsciPagedParams& p, cudaStream_t stream) {
-  FlashsciPaged8Params call{};
-  call.call = p;
-  return launch_format<Op, Same>(call, stream);
-}
-
-// One of 8-bit floats.
-template <class Op>
-cudaError_t launch8(const FlashsciPaged8Params& p, cudaStream_t stream) {
-  return p.e5m2 ? launch_format<Op, E5m2>(p, stream) : launch_format<Op, E4m3>(p, stream);
-}
-
-// Bytes. element: of the caches.
-inline int64_t workspace_bytes(const FlashsciPagedParams& p, int element) {
-  return workspace_of(p, block_of(padded_dim(p), element));
-}
+};
 
 }  // namespace flashsci::sm90::paged

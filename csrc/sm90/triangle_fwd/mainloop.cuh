@@ -148,8 +148,8 @@ struct Consumer {
   }
   // P out of S. first: no row has an offset yet.
   __device__ __forceinline__ void softmax(bool first) {
-    if (first) start_offsets(rows, s, a.plan.exp_scale);
-    float sum[2];
+    float maximum[2], sum[2];
+    if (first) start_offsets(rows, s, maximum, a.plan.exp_scale);
     exponentials<Op, false>(p, s, rows, a.plan.exp_scale, sum);
     if (overflows(sum)) {
       softmax_carefully<Op>(p, s, o, rows, a.plan.exp_scale);

@@ -4,13 +4,12 @@
 #pragma once
 #include <cstdint>
 
-#include "../../ptx/math.cuh"
 #include "../fwd/softmax.cuh"
 
 namespace flashsci::sm90::triangle_fwd {
 
 // P = exp2(exp_scale S - offset), packed as operand of P V. sum: of what this lane holds of its two
-// rows, before it is rounded. kLimited: exponents are cut at the threshold.
+// rows, before it is rounded. kLimited: as in core/lazy_softmax.cuh.
 template <class Op, bool kLimited, int kCount>
 __device__ __forceinline__ void exponentials(uint32_t (&p)[kCount / 8][4], const float (&s)[kCount],
                                              const RowStatistics& rows, float exp_scale,
@@ -21,8 +20,7 @@ __device__ __forceinline__ void exponentials(uint32_t (&p)[kCount / 8][4], const
     float pair[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float x = fmaf(s[e + i], exp_scale, -rows.row_max_log2[e >> 1 & 1]);
-      pair[i] = ptx::ex2_approx(kLimited ? fminf(x, kRescaleThreshold) : x);
+      pair[i] = exponential<kLimited>(s[e + i], rows.row_max_log2[e >> 1 & 1], exp_scale);
       float& chain = part[(e & 2) + i];
       chain = e < 4 ? pair[i] : chain + pair[i];
     }
@@ -37,17 +35,6 @@ __device__ __forceinline__ bool overflows(const float (&sum)[2]) {
   return __any_sync(0xffffffffu, fmaxf(sum[0], sum[1]) > fwd::kOverflow);
 }
 
-// The offsets of a first block: P of its largest score is at least 1.
-template <int kCount>
-__device__ __forceinline__ void start_offsets(RowStatistics& rows, const float (&s)[kCount],
-                                              float exp_scale) {
-  float maximum[2];
-  row_max(s, maximum);
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-    rows.row_max_log2[half] = fmaxf(offset_at(maximum[half], exp_scale), kUninitializedMax);
-}
-
 // The offset follows the maximum, sums and output follow it. Where scores are so large that the
 // roundings of the offset overflow, exponents are cut.
 template <class Op, int kCount, int kOutputs>
@@ -58,10 +45,7 @@ __device__ __forceinline__ void softmax_carefully(uint32_t (&p)[kCount / 8][4],
   row_max(s, maximum);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float next = fmaxf(rows.row_max_log2[half], offset_at(maximum[half], exp_scale));
-    const float alpha = ptx::ex2_approx(rows.row_max_log2[half] - next);
-    rows.row_max_log2[half] = next;
-    rows.sum[half] *= alpha;
+    const float alpha = follow_maximum(rows, half, maximum[half], exp_scale);
 #pragma unroll
     for (int e = 2 * half; e < kOutputs; e += 4) {
       o[e] *= alpha;

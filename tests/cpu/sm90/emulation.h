@@ -203,12 +203,10 @@ cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 namespace emulation {
 
 struct Bf16 : flashsci::BFloat16 {
-  static constexpr bool kIsBf16 = true;
   template <int kN>
   using Wgmma = flashsci::ptx::WgmmaBf16<kN>;
 };
 struct Fp16 : flashsci::Float16 {
-  static constexpr bool kIsBf16 = false;
   template <int kN>
   using Wgmma = flashsci::ptx::WgmmaF16<kN>;
 };

@@ -16,11 +16,12 @@ extern "C" {
 int emulate(const FlashsciPagedParams* params, int bf16, int processors, unsigned seed, char* text,
             int size) {
   emulation::shared_room = kRooms[seed % 3] << 10;
-  return emulation::run(bf16 != 0, processors, seed, text, size,
-                        [&](auto op) { return launch<decltype(op)>(*params, nullptr); });
+  return emulation::run(bf16 != 0, processors, seed, text, size, [&](auto op) {
+    return launch<Generation, decltype(op)>(*params, nullptr);
+  });
 }
 int64_t workspace(const FlashsciPagedParams* params, int processors) {
   emulation::processors = processors;
-  return workspace_bytes(*params, 2);
+  return workspace_bytes<Generation>(*params, 2);
 }
 }

@@ -16,12 +16,13 @@ extern "C" {
 int emulate(const FlashsciPaged8Params* params, int bf16, int processors, unsigned seed, char* text,
             int size) {
   emulation::shared_room = kRooms[seed % 3] << 10;
-  return emulation::run(bf16 != 0, processors, seed, text, size,
-                        [&](auto op) { return launch8<decltype(op)>(*params, nullptr); });
+  return emulation::run(bf16 != 0, processors, seed, text, size, [&](auto op) {
+    return launch8<Generation, decltype(op)>(*params, nullptr);
+  });
 }
 int64_t workspace(const FlashsciPaged8Params* params, int processors) {
   emulation::processors = processors;
-  return workspace_bytes(params->call, 1);
+  return workspace_bytes<Generation>(params->call, 1);
 }
 #ifdef SM80
 // Four bytes as fp16, in units of what is returned.
