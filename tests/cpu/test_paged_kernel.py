@@ -140,18 +140,6 @@ def test_every_tile(kernel, dims, processors, cache):
     judge(kernel, case, processors)
 
 
-@pytest.mark.parametrize("processors", (1, 2, 5, 13))
-@pytest.mark.parametrize("heads", ((4, 4), (8, 1), (4, 8)))
-def test_tiles_of_several_heads(kernel, heads, processors):
-    """Few tokens of each sequence; one with more rows than a tier has; none; short ones; a window."""
-    variant = PagedVariant("bfloat16", "", 128, 128, "causal")
-    lens_q, lens_k = (1, 2, 0, 1, 1, 5), (700, 90, 40, 0, 17, 150)
-    case = PagedCase(variant, 2 + processors, lens_q, lens_k, *heads, 32, padding=2)
-    judge(kernel, case, processors)
-    left = replace(variant, dtype="float16", window="left", sink="float32", softcap=True)
-    judge(kernel, replace(case, variant=left, lens_q=(1, 1, 1, 1, 1, 1)), processors)
-
-
 @pytest.mark.parametrize("part", range(4))
 def test_generated(kernel, part):
     for case in generate_paged(500 + part, 12, longest_k=400, longest_q=80):

@@ -27,14 +27,15 @@ __device__ __forceinline__ bool has_slots(const Args& a, int token) {
   const int n = sequence_of(p, token);
   if (n < 0) return false;
   const int first_q = segment_begin(p.cu_seqlens_q, n + 1, p.sequences, p.tokens);
-  const int first_slot = first_q * a.group / C::kTileRows + n + 1;
-  const int last = ((token - first_q + 1) * a.group - 1) / C::kTileRows;
+  const int first_slot = first_q * a.group / kRows + n + 1;
+  const int last = ((token - first_q + 1) * a.group - 1) / kRows;
   bool found = true;
-  for (int tile = (token - first_q) * a.group / C::kTileRows + static_cast<int>(threadIdx.x) % 32;
+  for (int tile = (token - first_q) * a.group / kRows + static_cast<int>(threadIdx.x) % 32;
        tile <= last; tile += 32) {
     Slot slot = {-1};
-    if (first_slot + tile < a.plan.count) slot = find_slot<C>(p, a.group, first_slot + tile);
-    found &= slot.sequence == n && slot.first_row == tile * C::kTileRows;
+    if (first_slot + tile < a.plan.count)
+      slot = find_slot<C::kBlockK>(p, a.group, first_slot + tile);
+    found &= slot.sequence == n && slot.first_row == tile * kRows;
   }
   return __all_sync(0xffffffffu, found);
 }
@@ -136,15 +137,15 @@ __global__ void __launch_bounds__(kCombiningWarps * 32, 8)
     };
     load(0);
     float own = a.plan.partial_lse[place_of(first + lane)];
-    if (cut.last < 0 || r % C::kTileRows >= cut.rows) return;
+    if (cut.last < 0 || r >= cut.rows) return;
     const auto lse_of = [&](int cta) {
       return cta <= cut.last ? a.plan.partial_lse[place_of(cta)] : -INFINITY;
     };
     float2 sum[kPairs] = {};
     const float2 whole = add_pieces(sum, parts, own, first, cut.last, load, lse_of);
     float lse = whole.x, factor = whole.y;
-    const int pair = cut.first_row + r % C::kTileRows;
-    const int head = (cut.head * C::kHeads + r / C::kTileRows) * a.group + pair % a.group;
+    const int pair = cut.first_row + r;
+    const int head = cut.head * a.group + pair % a.group;
     if (p.sink != nullptr) {
       const float2 both = with_logit(lse, __ldg(p.sink + head) * kLog2e);
       lse = both.x, factor *= both.y;

@@ -38,7 +38,7 @@ __device__ __forceinline__ void for_run(Storage<C>& shared, const Args& a, const
   auto& planning = *reinterpret_cast<Planning*>(&shared.sums);
   Runs runs(0, 0, 0);
   const Start start =
-      a.plan.count <= kPlannedByEach ? plan_and_begin<C>(a, runs, planning) : begin_of<C>(a, runs);
+      a.plan.count <= kPlannedByEach ? plan_and_begin<C>(a, runs, planning) : begin_of(a, runs);
   const int begin = runs.begin(blockIdx.x), end = runs.begin(blockIdx.x + 1);
   if (begin >= end) return leave_no_cut(a.plan);
   const Cursor cursor(a.plan, runs, begin, end, start);
@@ -53,14 +53,14 @@ __device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int w
   for (bool more = true; more; ++tiles) {
     const uint32_t stage = tiles % C::kQStages;
     C::Isa::wait(shared.q_full[stage], tiles / C::kQStages & 1);
-    const Rows<C> rows(a, shared.tiles[stage]);
+    const Rows rows(a, shared.tiles[stage]);
     const float v_scale = shared.v_scale[stage];
     Part<Op, Format, C> part(shared, a, rows, stage, warp);
     part.run(turn);
     part.release(shared.q_empty[stage]);  // and of what is there beside Q, which was copied
     C::Isa::wait(shared.sums_empty, (handed & 1) ^ 1);  // what was left before has been read
     more = rows.tile.more;
-    if (!are_few(rows) || (!more && !C::kSharesLast)) {
+    if (rows.rows > kFewRows<C> || (!more && !C::kSharesLast)) {
       gather(part, v_scale);
     } else if (!more) {
       gather_few(part, v_scale);

@@ -25,15 +25,8 @@ enum Role { kLoadsKeys, kLoadsValues, kLoadsQueries, kMerges };
 // its registers and shared memory allow: kKeepsQ, in registers; kSharesLast, gather_few; kSlices of
 // the columns of V, each with warps of its own that all compute S; kSumColumns, of a box that the
 // warps' sums have at a time.
-//
-// kHeads: of K and V that a tile has, of each 64 / kHeads rows of queries and kBlockK / kHeads keys to a
-// block. Rows of a cache have its heads side by side: the more of them are read together, the longer is
-// what is read of a row.
-template <int kHeadDim_, int kBytes_, int kBlockK_, int kHeads_ = 1>
+template <int kHeadDim_, int kBytes_, int kBlockK_>
 struct Shape {
-  static constexpr int kHeads = kHeads_;
-  static constexpr int kTileRows = kRows / kHeads, kBlockKeys = kBlockK_ / kHeads;  // of a head
-  static_assert(kHeads == 1 || (kTileRows == kWarpRows && kBytes_ == 2), "a tier for each head");
   static constexpr int kHeadDim = kHeadDim_, kBytes = kBytes_, kBlockK = kBlockK_;
   static constexpr int kColumns = kHeadDim * kBytes < 128 ? kHeadDim : 128 / kBytes;  // of a box
   static constexpr int kRowBytes = kColumns * kBytes, kBoxBytes = kBlockK * kRowBytes;
@@ -59,7 +52,7 @@ __device__ __forceinline__ constexpr int padded_rows(int rows) {
   return (rows + kWarpRows - 1) / kWarpRows * kWarpRows;
 }
 
-// A tile of rows, which every head of K and V has, or kHeads of them together.
+// A tile of rows, which every head of K and V has.
 struct alignas(16) Slot {
   int sequence;               // -1: no rows
   int first_row;              // (query, head) pair in the sequence
@@ -69,7 +62,7 @@ struct alignas(16) Slot {
   int unused;
 };
 
-// A slot and head, or the index of kHeads of them, as a CTA works on it.
+// A slot and head as a CTA works on it.
 struct Tile {
   Slot slot;
   int head, block, last;  // blocks [block, last) of those of the slot

@@ -24,11 +24,11 @@ __device__ __forceinline__ float2 with_logit(float lse, float logit) {
 template <class Op, class C>
 struct Writer {
   const Args& a;
-  const Rows<C>& rows;
+  const Rows& rows;
   const float v_scale;
   const bool whole;
   const int64_t piece;
-  __device__ __forceinline__ Writer(const Args& a_, const Rows<C>& rows_, float v_scale_)
+  __device__ __forceinline__ Writer(const Args& a_, const Rows& rows_, float v_scale_)
       : a(a_),
         rows(rows_),
         v_scale(v_scale_),
@@ -80,11 +80,6 @@ inline constexpr int kFewRows = kWarpRows * C::kSumColumns * C::kSlices / C::kHe
                                     ? kWarpRows * C::kSumColumns * C::kSlices / C::kHeadDim
                                     : 8;
 
-template <class C>
-__device__ __forceinline__ bool are_few(const Rows<C>& rows) {
-  return C::kHeads == 1 && rows.rows <= kFewRows<C>;
-}
-
 // Where 4 columns of a row of the sums are: lanes that store, or load, together meet no bank twice.
 // Of a part of a box; of all columns that a warp has, where rows are few.
 template <class C>
@@ -107,7 +102,7 @@ __device__ __forceinline__ void leave_sums(const Part<Op, Format, C>& part, int 
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     const int row = part.g + half * 8;
-    if (!part.rows.has(part.tier * kWarpRows + row)) continue;
+    if (part.tier * kWarpRows + row >= part.rows.rows) continue;
 #pragma unroll
     for (int i = 0; i < 2 * E::kOfPart; ++i) {
       const int first = (box * E::kFours + sums * E::kOfPart + i % E::kOfPart) * 4;
@@ -201,7 +196,7 @@ __device__ __forceinline__ void merge(Storage<C>& shared, const Args& a, const R
   for (uint32_t tiles = 0;; ++tiles) {
     const uint32_t stage = tiles % C::kQStages;
     C::Isa::wait(shared.q_full[stage], tiles / C::kQStages & 1);
-    const Rows<C> rows(a, shared.tiles[stage]);
+    const Rows rows(a, shared.tiles[stage]);
     const Writer<Op, C> writer(a, rows, shared.v_scale[stage]);
     __syncwarp();
     if (threadIdx.x % 32 == 0) C::Isa::arrive(shared.q_empty[stage]);
@@ -214,7 +209,7 @@ __device__ __forceinline__ void merge(Storage<C>& shared, const Args& a, const R
       if (threadIdx.x % 32 == 0) a.plan.cuts[blockIdx.x] = cut;
       return;
     }
-    if (!are_few(rows)) continue;
+    if (rows.rows > kFewRows<C>) continue;
     C::Isa::wait(shared.sums_full, handed++ & 1);
     merge_rows(shared, writer, 0, rows.rows);
     __syncwarp();
@@ -227,12 +222,11 @@ template <class Op, class C>
 __device__ __forceinline__ void write_part(Storage<C>& shared, const Writer<Op, C>& writer, int box,
                                            int sums) {
   constexpr int kFours = C::kSumColumns / 4;
-  const Rows<C>& rows = writer.rows;
+  const Rows& rows = writer.rows;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < rows.end() * kFours * C::kSlices; i += kComputingThreads) {
+  for (int i = threadIdx.x; i < rows.rows * kFours * C::kSlices; i += kComputingThreads) {
     const int slice = i / kFours % C::kSlices, four = i % kFours;
     const int r = i / (kFours * C::kSlices), row = r % kWarpRows;
-    if (!rows.has(r)) continue;
     // Others' are read, too, and do not count: no load waits for a branch.
     const auto has_row = [&](int warp) { return (warp & (rows.tiers - 1)) == r / kWarpRows; };
     float2 statistics[kKeyWarps<C>];

@@ -17,19 +17,18 @@ inline int padded_dim(const FlashsciPagedParams& p) {
   return dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
 }
 
-// tile: rows of one.
-inline int64_t slots_of(const FlashsciPagedParams& p, int tile) {
-  return int64_t{p.tokens} * (p.heads_q / p.heads_k) / tile + p.sequences + 2;
+inline int64_t slots_of(const FlashsciPagedParams& p) {
+  return int64_t{p.tokens} * (p.heads_q / p.heads_k) / kRows + p.sequences + 2;
 }
 
 // Bytes of the parts of the workspace.
 struct Parts {
   int64_t slots, first, cuts, out, lse;
-  Parts(const FlashsciPagedParams& p, int tile) {
+  explicit Parts(const FlashsciPagedParams& p) {
     const auto whole = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
     const int64_t ctas = processors_of(p.device), rows = ctas * 2 * kRows;
-    slots = whole(slots_of(p, tile) * static_cast<int64_t>(sizeof(Slot)));
-    first = whole((slots_of(p, tile) + 1) * 4);
+    slots = whole(slots_of(p) * static_cast<int64_t>(sizeof(Slot)));
+    first = whole((slots_of(p) + 1) * 4);
     cuts = whole(ctas * static_cast<int64_t>(sizeof(Cut)));
     out = whole(rows * padded_dim(p) * 4);
     lse = whole(rows * 4);
@@ -38,16 +37,16 @@ struct Parts {
 };
 
 // Whether the kernels count that far. No product here overflows, whatever the sizes are.
-// block: rows of K of one, for `heads` of them.
-inline bool takes_sizes(const FlashsciPagedParams& p, int64_t block, int heads) {
+// block: keys of one.
+inline bool takes_sizes(const FlashsciPagedParams& p, int64_t block) {
   const int64_t keys = int64_t{p.columns} * p.page;
   if (p.head_dim > 256 || p.head_dim_v > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 ||
       p.page % kSmallPage != 0 || keys > FLASHSCI_MAX_SEQ ||
       int64_t{p.tokens} * p.heads_q > FLASHSCI_MAX_SEQ)
     return false;
   // Units of all slots and heads at the longest lengths: the device's sums of them are of 32 bits.
-  const int64_t units = p.heads_k / heads * (keys / (block / heads) + 2);
-  return slots_of(p, kRows / heads) <= INT32_MAX / 2 / units;
+  const int64_t units = p.heads_k * ((keys + block - 1) / block + 1);
+  return slots_of(p) <= INT32_MAX / 2 / units;
 }
 
 // Whether q and out lie as the kernels take them.
@@ -60,8 +59,7 @@ inline bool takes_rows(const FlashsciPagedParams& p) {
 }
 
 // unit: Format's. stages: of the ring.
-template <class C>
-void fill_args(Args& a, const FlashsciPaged8Params& given, float unit, int stages) {
+inline void fill_args(Args& a, const FlashsciPaged8Params& given, float unit, int stages) {
   const FlashsciPagedParams& p = given.call;
   a.p = p;
   a.scores = plan_scores(p.scale, p.softcap, p.scale > 0.f);
@@ -69,7 +67,7 @@ void fill_args(Args& a, const FlashsciPaged8Params& given, float unit, int stage
   a.k_scale = {given.k_scale, given.k_scale_sequence, given.k_scale_head, unit};
   a.v_scale = {given.v_scale, given.v_scale_sequence, given.v_scale_head, unit};
   a.stages = stages;
-  const Parts parts(p, C::kTileRows);
+  const Parts parts(p);
   auto* workspace = static_cast<unsigned char*>(p.workspace);
   const auto take = [&](auto*& part, int64_t bytes) {
     part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(workspace);
@@ -80,10 +78,10 @@ void fill_args(Args& a, const FlashsciPaged8Params& given, float unit, int stage
   take(a.plan.cuts, parts.cuts);
   take(a.plan.partial_out, parts.out);
   take(a.plan.partial_lse, parts.lse);
-  a.plan.count = static_cast<int>(slots_of(p, C::kTileRows));
+  a.plan.count = static_cast<int>(slots_of(p));
   // Equally many for each head, if that leaves few idle: heads then read the same rows of pages
   // at the same time.
-  const int all = processors_of(p.device), rest = all % (p.heads_k / C::kHeads);
+  const int all = processors_of(p.device), rest = all % p.heads_k;
   a.plan.ctas = rest * 16 <= all ? all - rest : all;
 }
 
@@ -101,23 +99,19 @@ cudaError_t launch_head_dim(const FlashsciPagedParams& p, const Launch& launch) 
 }
 
 // CTAs of combine_kernel: one for 16 rows of a tile of each.
-template <class C>
-int64_t combining_ctas(const Args& a) {
-  const int64_t of_head = std::min<int64_t>(int64_t{a.p.tokens} * a.group, kRows);
-  const int64_t rows = C::kHeads == 1 ? of_head : kRows;
+inline int64_t combining_ctas(const Args& a) {
+  const int64_t rows = std::min<int64_t>(int64_t{a.p.tokens} * a.group, kRows);
   return (rows + kWarpRows - 1) / kWarpRows * a.plan.ctas;
 }
 
 // The calls of a unit. Generation, in the launch.cuh of its folder, has
 //   block_of(head dim, bytes of an element of the caches)    keys of a block,
 //   takes_caches(params, bytes)                              whether its copies find K and V,
-//   heads_of(params, bytes)                                  heads of K and V of a tile,
 //   E4m3, E5m2                                               how it takes 8-bit floats,
 //   launch<Op, Format, head dim>(params, stream)             what is launched.
 template <class Generation, class Op, class Format>
 cudaError_t launch_format(const FlashsciPaged8Params& p, cudaStream_t stream) {
-  if (!takes_sizes(p.call, Generation::block_of(padded_dim(p.call), Format::kBytes),
-                   Generation::heads_of(p.call, Format::kBytes)) ||
+  if (!takes_sizes(p.call, Generation::block_of(padded_dim(p.call), Format::kBytes)) ||
       !takes_rows(p.call) || !Generation::takes_caches(p.call, Format::kBytes))
     return cudaErrorNotSupported;
   return launch_head_dim(p.call, [&](auto dim) {
@@ -144,8 +138,7 @@ cudaError_t launch8(const FlashsciPaged8Params& p, cudaStream_t stream) {
 template <class Generation>
 int64_t workspace_bytes(const FlashsciPagedParams& p, int element) {
   const int64_t block = Generation::block_of(padded_dim(p), element);
-  const int heads = Generation::heads_of(p, element);
-  return takes_sizes(p, block, heads) ? Parts(p, kRows / heads).all() : 0;
+  return takes_sizes(p, block) ? Parts(p).all() : 0;
 }
 
 }  // namespace flashsci::paged

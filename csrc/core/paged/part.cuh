@@ -12,14 +12,12 @@
 
 namespace flashsci::paged {
 
-// A tile's rows, a warp's among them, and what they see. Row r of a tile of several heads is of head
-// r / kTileRows.
-template <class C>
+// A tile's rows, a warp's among them, and what they see.
 struct Rows {
   const Tile tile;
   const int group;  // query heads of a head of K and V
   const Window window;
-  const int rows;                // of the tile, in each head
+  const int rows;                // of the tile
   const int first_key, end_key;  // that some row sees
   const int tiers;               // of 16 rows: 1, 2 or 4, to which warps belong in turn
 
@@ -27,25 +25,21 @@ struct Rows {
       : tile(tile_),
         group(a.group),
         window(a.p.window_left, a.p.window_right, true, tile.slot.seq_q, tile.slot.seq_k),
-        rows(min(C::kTileRows, tile.slot.seq_q * group - tile.slot.first_row)),
+        rows(min(kRows, tile.slot.seq_q * group - tile.slot.first_row)),
         first_key(window.begin(query_of(0))),
         end_key(window.end(query_of(rows - 1))),
-        tiers(C::kHeads > 1           ? C::kHeads
-              : rows <= kWarpRows     ? 1
+        tiers(rows <= kWarpRows       ? 1
               : rows <= 2 * kWarpRows ? 2
                                       : 4) {}
-  // Beyond the last, of whatever head.
-  __device__ __forceinline__ int end() const { return (C::kHeads - 1) * C::kTileRows + rows; }
-  __device__ __forceinline__ bool has(int r) const { return r % C::kTileRows < rows; }
 
   // Row r is a query and one of the heads that share K and V; rows past the last are as that one.
   __device__ __forceinline__ int pair_of(int r) const {
-    return tile.slot.first_row + min(r % C::kTileRows, rows - 1);
+    return tile.slot.first_row + min(r, rows - 1);
   }
   __device__ __forceinline__ int query_of(int r) const { return pair_of(r) / group; }
   __device__ __forceinline__ int token_of(int r) const { return tile.slot.first_q + query_of(r); }
   __device__ __forceinline__ int head_of(int r) const {
-    return (tile.head * C::kHeads + r / C::kTileRows) * group + pair_of(r) % group;
+    return tile.head * group + pair_of(r) % group;
   }
 };
 
@@ -64,7 +58,7 @@ struct Part {
 
   Storage<C>& shared;
   const Args& args;
-  const Rows<C>& rows;
+  const Rows& rows;
   const uint32_t q_stage;
   const int warp, slice;        // of the columns of V
   const int tier, part, parts;  // this warp's of the parts of the keys
@@ -78,7 +72,7 @@ struct Part {
   uint32_t q[C::kKeepsQ ? kSteps : 1][4];
   float q_unit[2];
 
-  __device__ __forceinline__ Part(Storage<C>& shared_, const Args& args_, const Rows<C>& rows_,
+  __device__ __forceinline__ Part(Storage<C>& shared_, const Args& args_, const Rows& rows_,
                                   uint32_t q_stage_, int warp_)
       : shared(shared_),
         args(args_),
@@ -91,7 +85,7 @@ struct Part {
         parts(kKeyWarps<C> / rows.tiers),
         g(threadIdx.x % 32 / 4),
         t(threadIdx.x % 4),
-        busy(rows.has(tier * kWarpRows)),
+        busy(tier * kWarpRows < rows.rows),
         query{rows.query_of(tier * kWarpRows + g), rows.query_of(tier * kWarpRows + g + 8)},
         scores(args.scores),
         statistics{{kUninitializedMax, kUninitializedMax}, {0.f, 0.f}} {
@@ -226,23 +220,20 @@ struct Part {
 #pragma unroll 1
     for (int block = rows.tile.block; block < rows.tile.last; ++block, turn.next(args.stages)) {
       const uint32_t stage = turn.stage;
-      const int block_key = (rows.tile.slot.first_block + block) * C::kBlockKeys;
-      const int of_head = C::kHeads == 1 ? 0 : tier * C::kBlockKeys;  // rows of the block
+      const int block_key = (rows.tile.slot.first_block + block) * C::kBlockK;
       C::Isa::wait(shared.k_full[stage], turn.parity);
       C::Isa::wait(shared.v_full[stage], turn.parity);
       // Where a block has fewer chunks than there are parts, the next block is the next parts', in
       // whatever tile: these are at it while the others end theirs.
-      const int first =
-          (part - static_cast<int>(turn.count) * (C::kBlockKeys / kChunk)) & (parts - 1);
+      const int first = (part - static_cast<int>(turn.count) * (C::kBlockK / kChunk)) & (parts - 1);
 #pragma unroll 1
-      for (int row = first * kChunk; row < C::kBlockKeys; row += parts * kChunk) {
+      for (int row = first * kChunk; row < C::kBlockK; row += parts * kChunk) {
         const int key = block_key + row;
-        const uint32_t place = (of_head + row) * C::kRowBytes;
         if (!busy || key >= rows.end_key || key + kChunk <= rows.first_key) continue;
         float s[8];
-        score(s, ptx::shared_address(shared.blocks[stage].k) + place);
+        score(s, ptx::shared_address(shared.blocks[stage].k) + row * C::kRowBytes);
         exponentiate(s, key);
-        add_values(s, ptx::shared_address(shared.blocks[stage].v) + place, key);
+        add_values(s, ptx::shared_address(shared.blocks[stage].v) + row * C::kRowBytes, key);
       }
       release(shared.k_empty[stage]);
       release(shared.v_empty[stage]);

@@ -13,27 +13,27 @@ inline constexpr int kPlanThreads = 1024;
 inline constexpr int kPlannedByEach = 384;  // slots
 
 // Tiles of rows are found as in core/varlen.cuh, with `group` rows for every query.
-template <class C>
+template <int kBlockK>
 __device__ __forceinline__ Slot find_slot(const FlashsciPagedParams& p, int group, int index) {
   int low = 0, high = p.sequences + 2;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     const int begin = segment_begin(p.cu_seqlens_q, middle, p.sequences, p.tokens) * group;
-    (begin / C::kTileRows + middle <= index ? low : high) = middle;
+    (begin / kRows + middle <= index ? low : high) = middle;
   }
   Slot slot = {-1};
   if (low < 1 || low > p.sequences) return slot;  // rows of no sequence: combine_kernel's
   const Sequence sequence(p, low - 1);
-  const int tile = index - (sequence.first_q * group / C::kTileRows + low);
+  const int tile = index - (sequence.first_q * group / kRows + low);
   const int rows = sequence.seq_q * group;
-  if (tile < 0 || tile * int64_t{C::kTileRows} >= rows) return slot;
+  if (tile < 0 || tile * int64_t{kRows} >= rows) return slot;
   slot.sequence = low - 1;
-  slot.first_row = tile * C::kTileRows;
+  slot.first_row = tile * kRows;
   const Window window = sequence.window(p);
   const int begin = window.begin(slot.first_row / group);
-  const int end = window.end((min(slot.first_row + C::kTileRows, rows) - 1) / group);
-  slot.first_block = begin < end ? begin / C::kBlockKeys : 0;
-  slot.blocks = begin < end ? (end + C::kBlockKeys - 1) / C::kBlockKeys - slot.first_block : 1;
+  const int end = window.end((min(slot.first_row + kRows, rows) - 1) / group);
+  slot.first_block = begin < end ? begin / kBlockK : 0;
+  slot.blocks = begin < end ? (end + kBlockK - 1) / kBlockK - slot.first_block : 1;
   slot.first_q = sequence.first_q, slot.seq_q = sequence.seq_q, slot.seq_k = sequence.seq_k;
   return slot;
 }
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   for (int base = 0; base < plan.count; base += kPlanThreads) {
     const int index = base + threadIdx.x;
     Slot slot = {-1};
-    if (index < plan.count) slot = find_slot<C>(p, group, index);
+    if (index < plan.count) slot = find_slot<C::kBlockK>(p, group, index);
     const int2 sum = sum_before<kPlanThreads>(units_of(slot), sums);
     if (index < plan.count) plan.slots[index] = slot, plan.first[index] = before + sum.x;
     before += sum.y;
@@ -98,13 +98,13 @@ __device__ __forceinline__ Start plan_and_begin(const Args& a, Runs& runs, Plann
   for (int i = 0; i < kEach; ++i) {
     const int index = i * kThreads + threadIdx.x;
     slots[i] = Slot{-1};
-    if (index < a.plan.count) slots[i] = find_slot<C>(a.p, a.group, index);
+    if (index < a.plan.count) slots[i] = find_slot<C::kBlockK>(a.p, a.group, index);
     const int2 sum = sum_before<kThreads>(units_of(slots[i]), shared.sums);
     first[i] = units + sum.x, units += sum.y;
     if (index < a.plan.count) a.plan.slots[index] = slots[i], a.plan.first[index] = first[i];
   }
   if (threadIdx.x == 0) a.plan.first[a.plan.count] = units;
-  runs = Runs(units, a.p.heads_k / C::kHeads, a.plan.ctas);
+  runs = Runs(units, a.p.heads_k, a.plan.ctas);
   const int within = runs.begin(blockIdx.x) % max(units, 1);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
@@ -119,10 +119,9 @@ __device__ __forceinline__ Start plan_and_begin(const Args& a, Runs& runs, Plann
 }
 
 // The same where plan_kernel has made the plan. By whole warps.
-template <class C>
 __device__ __forceinline__ Start begin_of(const Args& a, Runs& runs) {
   const Plan& plan = a.plan;
-  runs = Runs(plan.first[plan.count], a.p.heads_k / C::kHeads, plan.ctas);
+  runs = Runs(plan.first[plan.count], a.p.heads_k, plan.ctas);
   const int within = runs.begin(blockIdx.x) % max(runs.units, 1);
   // The last slot that begins at or before: the one with units.
   const int index = last_before(plan.count, [&](int i) { return plan.first[i] <= within; });

@@ -55,23 +55,21 @@ __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& a, 
 #pragma unroll 1
   for (uint32_t turn = 0; !cursor.done(); ++turn) {
     const Slot slot = cursor.slot;
-    const int rows = min(C::kTileRows, slot.seq_q * a.group - slot.first_row);
-    const int padded = C::kHeads == 1 ? padded_rows(rows) : kRows;
+    const int rows = min(kRows, slot.seq_q * a.group - slot.first_row);
     const float k_scale = a.k_scale.at(slot.sequence, cursor.head);
     const float v_scale = a.v_scale.at(slot.sequence, cursor.head);
     const uint32_t stage = turn % C::kQStages;
 #pragma unroll 1
-    for (int first = 0; first < padded; first += kStep) {
+    for (int first = 0; first < padded_rows(rows); first += kStep) {
       uint4 words[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         const int row = first + (i * 32 + lane) / kLanes, column = lane % kLanes * 8;
-        const int pair = slot.first_row + row % C::kTileRows;
+        const int pair = slot.first_row + row;
         const int64_t token = slot.first_q + pair / a.group;
-        const int64_t head =
-            (cursor.head * C::kHeads + row / C::kTileRows) * a.group + pair % a.group;
+        const int64_t head = cursor.head * a.group + pair % a.group;
         words[i] = make_uint4(0, 0, 0, 0);
-        if (row % C::kTileRows < rows && column < a.p.head_dim)
+        if (row < rows && column < a.p.head_dim)
           words[i] =
               __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(a.p.q) +
                                                    token * a.p.q_row + head * a.p.q_head + column));

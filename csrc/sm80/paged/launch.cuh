@@ -47,7 +47,6 @@ struct Generation {
   using E5m2 = paged::E5m2;
   static constexpr auto block_of = paged::block_of;
   static constexpr auto takes_caches = paged::takes_caches;
-  static int heads_of(const FlashsciPagedParams&, int) { return 1; }
 
   template <class Op, class Format, int kHeadDim>
   static cudaError_t launch(const FlashsciPaged8Params& p, cudaStream_t stream) {
@@ -58,7 +57,7 @@ struct Generation {
     cudaError_t error = find_stages<C>(stages, p.call.device);
     if (error != cudaSuccess) return error;
     Args a;
-    fill_args<C>(a, p, Format::kUnit, stages);
+    fill_args(a, p, Format::kUnit, stages);
     if (a.plan.count > kPlannedByEach)
       error = flashsci::launch<plan_kernel<Op, C>>(1, kPlanThreads, 0, p.call.device, stream, a.p,
                                                    a.plan, a.group);
@@ -66,7 +65,7 @@ struct Generation {
       error = flashsci::launch<paged_kernel<Op, Format, C>>(
           a.plan.ctas, kThreads, shared_bytes<C>(stages), p.call.device, stream, a);
     if (error == cudaSuccess)
-      error = flashsci::launch<combine_kernel<Op, C>>(combining_ctas<C>(a), kCombiningWarps * 32, 0,
+      error = flashsci::launch<combine_kernel<Op, C>>(combining_ctas(a), kCombiningWarps * 32, 0,
                                                       p.call.device, stream, a);
     return error;
   }

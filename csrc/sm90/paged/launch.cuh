@@ -20,12 +20,12 @@ namespace flashsci::sm90::paged {
 template <class C>
 cudaError_t fill_maps(MappedArgs& a, const MapElement& element) {
   const FlashsciPagedParams& p = a.p;
-  a.box_rows = std::gcd(p.page, C::kBlockKeys);
+  a.box_rows = std::gcd(p.page, C::kBlockK);
   const auto map = [&](CUtensorMap* to, const void* cache, int columns, int64_t row, int64_t head,
                        int64_t page) {
     return encode_map(to, cache, element, columns,
                       {{p.page, p.heads_k, p.pages, 1}, {row, head, page, 0}},
-                      C::CacheBox::kColumns, a.box_rows, C::kHeads);
+                      C::CacheBox::kColumns, a.box_rows);
   };
   cudaError_t error = map(&a.k, p.k_cache, p.head_dim, p.k_row, p.k_head, p.k_page);
   if (error == cudaSuccess) error = map(&a.v, p.v_cache, p.head_dim_v, p.v_row, p.v_head, p.v_page);
@@ -39,31 +39,16 @@ struct Generation {
   static constexpr auto block_of = paged::block_of;
   // What its copies do not take has no map.
   static bool takes_caches(const FlashsciPagedParams&, int) { return true; }
-  // Several where rows are few: of more a tile of one head is full.
-  static int heads_of(const FlashsciPagedParams& p, int bytes) {
-    const int64_t group = p.heads_q / p.heads_k;
-    const bool fits = bytes == 2 && padded_dim(p) == 128 && p.heads_k % kManyHeads == 0 &&
-                      p.tokens * group <= p.sequences * int64_t{kWarpRows} &&
-                      takes_sizes(p, block_of(128, 2), kManyHeads);
-    return fits ? kManyHeads : 1;
-  }
 
   template <class Op, class Format, int kHeadDim>
   static cudaError_t launch(const FlashsciPaged8Params& p, cudaStream_t stream) {
-    if constexpr (kHeadDim == 128 && Format::kBytes == 2) {
-      if (heads_of(p.call, Format::kBytes) == kManyHeads)
-        return launch_tiling<Op, Format, Tiling<kHeadDim, Format::kBytes, kManyHeads>>(p, stream);
-    }
-    return launch_tiling<Op, Format, Tiling<kHeadDim, Format::kBytes>>(p, stream);
-  }
-  template <class Op, class Format, class C>
-  static cudaError_t launch_tiling(const FlashsciPaged8Params& p, cudaStream_t stream) {
+    using C = Tiling<kHeadDim, Format::kBytes>;
     constexpr int kSharedBytes = sizeof(Storage<C>) + 1024;
     static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
     constexpr auto plan = plan_kernel<Op, C>;
     constexpr auto kernel = paged_kernel<Op, Format, C>;
     MappedArgs a;
-    fill_args<C>(a, p, Format::kUnit, C::kStages);
+    fill_args(a, p, Format::kUnit, C::kStages);
     constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
     cudaError_t error = fill_maps<C>(a, C::kBytes == 1 ? kByte : k16Bit);
     if (error == cudaSuccess) error = allow_shared<kernel>(kSharedBytes, p.call.device);
@@ -78,8 +63,8 @@ struct Generation {
       error = cudaGetLastError();
     }
     if (error != cudaSuccess) return error;
-    return launch_beside(combine_kernel<Op, C>, combining_ctas<C>(a), kCombiningWarps * 32, 0,
-                         stream, static_cast<const Args&>(a));
+    return launch_beside(combine_kernel<Op, C>, combining_ctas(a), kCombiningWarps * 32, 0, stream,
+                         static_cast<const Args&>(a));
   }
 };
 

@@ -11,7 +11,7 @@
 
 namespace flashsci::sm90::paged {
 
-// What a lane of a loading warp copies of a block: box_rows rows of a box's columns, of all its heads.
+// What a lane of a loading warp copies of a block: box_rows rows of a box's columns.
 template <class C>
 struct Copy {
   const MappedArgs& a;
@@ -19,11 +19,11 @@ struct Copy {
   __device__ __forceinline__ explicit Copy(const MappedArgs& a_)
       : a(a_), box(threadIdx.x % 32 / C::kBoxes), columns(threadIdx.x % 32 % C::kBoxes) {}
   __device__ __forceinline__ int key(const Cursor& cursor) const {
-    return (cursor.slot.first_block + cursor.block) * C::kBlockKeys + box * a.box_rows;
+    return (cursor.slot.first_block + cursor.block) * C::kBlockK + box * a.box_rows;
   }
   // The others hold what they held: nothing counts beyond the last key.
   __device__ __forceinline__ bool has_keys(const Cursor& cursor) const {
-    return box * a.box_rows < C::kBlockKeys && key(cursor) < cursor.slot.seq_k;
+    return box * a.box_rows < C::kBlockK && key(cursor) < cursor.slot.seq_k;
   }
 };
 
@@ -39,14 +39,14 @@ __device__ __forceinline__ void load_block(const unsigned char* block, uint64_t&
   if (threadIdx.x % 32 == 0) {
     poison_stage(ptx::shared_address(block), C::kKVBytes);
     ptx::mbarrier_arrive_expect(ptx::shared_address(&full),
-                                copies * box_rows * C::kHeads * C::CacheBox::kRowBytes);
+                                copies * box_rows * C::CacheBox::kRowBytes);
   }
   __syncwarp();
   if (has_keys)
     ptx::tma_load_5d(ptx::shared_address(block) +
                          (copy.columns * C::kBlockK + copy.box * box_rows) * C::CacheBox::kRowBytes,
                      &map, ptx::shared_address(&full), copy.columns * C::CacheBox::kColumns,
-                     copy.key(cursor) % copy.a.p.page, cursor.head * C::kHeads, page, 0);
+                     copy.key(cursor) % copy.a.p.page, cursor.head, page, 0);
   __syncwarp();
 }
 
