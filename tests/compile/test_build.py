@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from cpp_functions import functions, loops
 
+from benchmarks import page_loads
 from flashsci import digest
 from flashsci.backends import cuda as backend
 from flashsci.backends.cuda import prepared
@@ -153,6 +154,20 @@ def test_manual_build_is_the_same_library(tmp_path):
     library = build_manual(tmp_path, ",".join(archs), FA_TILE_PRESET=preset)
     assert exported(library) == exported(backend.library_path())
     assert (tmp_path / "forward_runner").exists() == any(int(a) >= 80 for a in info["archs"])
+
+
+@needs_nvcc
+def test_the_benchmark_of_loads_compiles(tmp_path):
+    """And its patterns fit: copies fill a stage, by threads that there are, and lie within a page."""
+    assert page_loads.library(tmp_path / "page_loads.so").read_pages
+    for place, patterns in page_loads.PATTERNS.items():
+        layout = place(21)
+        for name, (by, pattern) in patterns.items():
+            rows = 32768 // (layout.lines * pattern.heads * page_loads.LINE)
+            copy = pattern.lines * pattern.copy_heads * pattern.rows * page_loads.LINE
+            assert 32768 % copy == 0 and rows % pattern.rows == 0, name
+            assert by == "pieces" or 32768 // copy <= 128, name
+            assert layout.page_rows % pattern.rows == layout.heads % pattern.heads == 0, name
 
 
 @needs_library
