@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(128, 8) decode_combine(const __grid_constant__
   const int sequence = index / plan.rows, row = index - sequence * plan.rows;
   if (sequence >= plan.sequences) return;
   const int begin = sequence * plan.blocks, last = begin + plan.blocks - 1;
-  const int segments = plan.runs.cta_of(last) - plan.runs.cta_of(begin) + 1;
+  const int segments = last / plan.run - begin / plan.run + 1;
   if (segments == 1) return;
   const int64_t first = int64_t{sequence} * plan.segments * plan.rows + row;
   float maximum = -INFINITY;

@@ -2,7 +2,6 @@
 #pragma once
 #include <cstdint>
 
-#include "../../core/even_runs.cuh"
 #include "../../core/score_mod.cuh"
 #include "../../include/flashsci.h"
 #include "../tma_box.cuh"
@@ -38,7 +37,7 @@ struct DecodePlan {
   int sequences;            // B0 * B1 * Hk
   int group, rows;          // heads of Q for one of K; rows = group * seq_q
   int first_block, blocks;  // of every sequence
-  EvenRuns runs;            // of all blocks
+  int run;                  // blocks of a CTA
   int segments;             // at most, of a sequence
   float* partial_out;       // [sequence][segment][row][kHeadDim], normalised
   float* partial_lse;       // [sequence][segment][row], log2
@@ -64,7 +63,7 @@ __device__ __forceinline__ DecodeSegment decode_segment(const DecodePlan& plan, 
   const int begin = s.sequence * plan.blocks;
   s.first = at - begin;
   s.end = min(end - begin, plan.blocks);
-  s.index = static_cast<int>(blockIdx.x) - plan.runs.cta_of(begin);
+  s.index = at / plan.run - begin / plan.run;
   s.alone = s.first == 0 && s.end == plan.blocks;
   return s;
 }

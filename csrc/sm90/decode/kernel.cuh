@@ -234,9 +234,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
-  ptx::wait_for_prerequisites();  // whatever was before
   ptx::launch_dependents();
-  const int begin = a.plan.runs.begin(blockIdx.x), end = a.plan.runs.begin(blockIdx.x + 1);
+  const int begin = blockIdx.x * a.plan.run;
+  const int end = min(begin + a.plan.run, a.plan.sequences * a.plan.blocks);
   if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 4) {
     if (ptx::elect()) decode_load<C>(shared, a, begin, end);
   } else {

@@ -1,7 +1,6 @@
 // The host side of decoding: how the keys are split among CTAs, workspace, launches.
 #pragma once
 #include <cuda_runtime.h>
-#include <algorithm>
 #include <cstdint>
 
 #include "../../core/launch.cuh"
@@ -35,11 +34,9 @@ inline DecodePlan decode_plan(const FlashsciForwardParams& p) {
   if (total == 0 || total > INT32_MAX / 2) return plan;
   plan.sequences = static_cast<int>(sequences);
   const int processors = processors_of(p.device);
-  if (processors <= 0) return plan;
-  plan.runs = {static_cast<int>(total), static_cast<int>(std::min<int64_t>(total, processors))};
-  const int run = plan.runs.total / plan.runs.ctas;  // the shortest
-  const bool whole = plan.runs.total % plan.runs.ctas == 0 && run % plan.blocks == 0;
-  plan.segments = whole ? 1 : (plan.blocks + run - 2) / run + 1;
+  plan.run = processors > 0 ? static_cast<int>((total + processors - 1) / processors) : 0;
+  if (plan.run > 0)
+    plan.segments = plan.run % plan.blocks == 0 ? 1 : (plan.blocks + plan.run - 2) / plan.run + 1;
   return plan;
 }
 
@@ -47,7 +44,7 @@ inline DecodePlan decode_plan(const FlashsciForwardParams& p) {
 inline bool is_decoding(const FlashsciForwardParams& p) {
   return p.cu_seqlens_q == nullptr && p.bias_mask.bias == nullptr && p.bias_mask.mask == nullptr &&
          int64_t{p.seq_q} * (p.heads_q / p.heads_k) <= kDecodeRows && p.seq_q > 0 &&
-         decode_plan(p).blocks > 1 && decode_plan(p).runs.ctas > 0;
+         decode_plan(p).blocks > 1 && decode_plan(p).run > 0;
 }
 
 inline int64_t decode_workspace(const FlashsciForwardParams& p) {
@@ -87,7 +84,9 @@ cudaError_t launch_decode(const fwd::ForwardArgs& from, cudaStream_t stream) {
   constexpr auto kernel = decode_kernel<Op, C>;
   error = allow_shared<kernel>(kSharedBytes, p.device);
   if (error != cudaSuccess) return error;
-  error = launch_beside(kernel, a.plan.runs.ctas, C::kThreads, kSharedBytes, stream, a);
+  const int total = a.plan.sequences * a.plan.blocks;
+  kernel<<<(total + a.plan.run - 1) / a.plan.run, C::kThreads, kSharedBytes, stream>>>(a);
+  error = cudaGetLastError();
   if (error != cudaSuccess || a.plan.segments == 1) return error;
   const int64_t rows = int64_t{a.plan.sequences} * a.plan.rows;
   return launch_beside(decode_combine<Op, kHeadDim>, (rows + 3) / 4, 128, 0, stream, a);
