@@ -87,7 +87,9 @@ struct Box {
   Box(const void* source, uint32_t address, int c0, int c1, int c2, int c3, int c4)
       : address(address), start{c0, c1, c2, c3, c4} {
     std::memcpy(&map, source, sizeof(map));
-    check(address % (map.row_bytes * 8) == 0, "a box that is not aligned to its swizzle");
+    // Swizzles are of addresses: single rows may be anywhere.
+    check(map.box[1] == 1 || address % (map.row_bytes * 8) == 0,
+          "a box that is not aligned to its swizzle");
     at(address, bytes(), 128);
   }
   uint32_t bytes() const { return map.box[1] * map.row_bytes; }

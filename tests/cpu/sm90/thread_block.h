@@ -39,6 +39,7 @@ using Work = std::function<void()>;
 struct Meeting {
   int arrived = 0, threads = 0;
   uint32_t turn = 0;
+  bool all[2];  // of this turn and the last: what those who came asked for
 };
 
 struct Thread {
@@ -100,8 +101,8 @@ inline Thread* thread = nullptr;  // null: the scheduler runs, or a copy
 inline jmp_buf scheduler;
 inline std::mt19937 generator;
 inline bool any_order = true;  // of the blocks of a grid; false where one waits for those before it
-inline bool early = false;  // products run when they are issued
-inline Work body;           // the kernel with its arguments
+inline bool early = false;     // products run when they are issued
+inline Work body;              // the kernel with its arguments
 
 // --- turns
 
@@ -318,6 +319,13 @@ inline Meeting& named_barrier(int id, int threads) {
   return block->named[id];
 }
 inline void barrier_sync(int id, int threads) { meet(named_barrier(id, threads), threads); }
+inline bool barrier_all(int id, int threads, bool x) {
+  Meeting& meeting = named_barrier(id, threads);
+  bool& all = meeting.all[meeting.turn % 2];
+  all = (meeting.arrived == 0 || all) && x;
+  meet(meeting, threads);
+  return all;
+}
 inline void barrier_arrive(int id, int threads) { arrive(named_barrier(id, threads), threads); }
 
 }  // namespace flashsci::ptx
