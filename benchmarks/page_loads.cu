@@ -180,9 +180,7 @@ __global__ void __launch_bounds__(kThreads) read_pieces(const __grid_constant__ 
       ptx::cp_async_16(ptx::shared_address(shared.ring[stage]) + at * 16,
                        line_at(a, row + key, first_head, last * 2) + at % 16 * 16, true);
     }
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(
-                     ptx::shared_address(&shared.full[stage]))
-                 : "memory");
+    ptx::cp_async_arrive(ptx::shared_address(&shared.full[stage]));
   });
 }
 

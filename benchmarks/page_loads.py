@@ -25,6 +25,7 @@ SOURCE = Path(__file__).with_suffix(".cu")
 BY = ("boxes", "rows", "pieces")  # TMA's, "cp.async.bulk", "cp.async" of 16 bytes
 PROMOTIONS = {"none": 0, "64": 1, "128": 2, "256": 3}
 LINE = 128  # bytes: half a row of K or V of a head
+STAGE, LOADERS = 32768, 128  # bytes; threads, a copy each
 
 
 class Layout(c.Structure):

@@ -163,10 +163,10 @@ def test_the_benchmark_of_loads_compiles(tmp_path):
     for place, patterns in page_loads.PATTERNS.items():
         layout = place(21)
         for name, (by, pattern) in patterns.items():
-            rows = 32768 // (layout.lines * pattern.heads * page_loads.LINE)
+            rows = page_loads.STAGE // (layout.lines * pattern.heads * page_loads.LINE)
             copy = pattern.lines * pattern.copy_heads * pattern.rows * page_loads.LINE
-            assert 32768 % copy == 0 and rows % pattern.rows == 0, name
-            assert by == "pieces" or 32768 // copy <= 128, name
+            assert page_loads.STAGE % copy == 0 and rows % pattern.rows == 0, name
+            assert by == "pieces" or page_loads.STAGE // copy <= page_loads.LOADERS, name
             assert layout.page_rows % pattern.rows == layout.heads % pattern.heads == 0, name
 
 

@@ -11,7 +11,7 @@ import torch
 
 from flashsci.testing import Inputs, Judge, evaluate
 from scripts.launchers import BackwardParams, BiasMask, _pointer, _score_strides, _strides
-from tests.cpu.emulated import build, emulate
+from tests.cpu.emulated import build, emulate, is_found
 
 
 @pytest.fixture(scope="module")
@@ -212,10 +212,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(tmp_path, fault):
     broken = build(tmp_path, "triangle_backward", FAULTS[fault])
-    found = 0
-    for seed in range(2, 6):
-        try:
-            judge(broken, Case(rows=300, mask="padding", seed=seed))
-        except AssertionError:
-            found += 1
-    assert found
+    assert is_found(
+        lambda seed: judge(broken, Case(rows=300, mask="padding", seed=seed)), range(2, 6)
+    )
