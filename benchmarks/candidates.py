@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,15 +57,23 @@ def names_of(chosen: Iterable[str], device: torch.device, base: bool = False) ->
     return list(names)
 
 
+def package_of(name: str) -> tuple[Any, str]:
+    """Where the candidate of this name is from, the other revision or this one, and its name there."""
+    if name.endswith(BASE):
+        return revision.current().package, name.removesuffix(BASE)
+    return flashsci, name
+
+
 def candidate(name: str, inputs: Inputs) -> Callable[[], Tensor]:
     """The forward of `name` on these inputs, as a function without arguments."""
-    if name in OURS:
-        return _ours(flashsci, name, inputs)
-    if name.endswith(BASE):
+    package, backend = package_of(name)
+    if backend in OURS:
         try:
-            return _ours(revision.current().package, name.removesuffix(BASE), inputs)
-        except (ValueError, TypeError) as error:  # what it did not have yet
-            raise Unsupported(str(error)) from error
+            return _ours(package, backend, inputs)
+        except (ValueError, TypeError) as error:
+            if package is flashsci:
+                raise
+            raise Unsupported(str(error)) from error  # what it did not have yet
     if name.startswith("sdpa:"):
         return peers.sdpa(name.removeprefix("sdpa:"), inputs)
     others = {

@@ -23,7 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashsci
-from benchmarks import fa3
+from benchmarks import fa3, revision
+from benchmarks.candidates import package_of
 from benchmarks.inputs import Unsupported
 from benchmarks.measure import environment
 from benchmarks.peers import first_error_as_reason
@@ -108,7 +109,8 @@ def candidates(cell: Cell, x: Problem, names: list[str]) -> dict[str, Callable[[
             elif name == "fa3":
                 found[name] = _fa3(fa3.load(os.environ.get(fa3.VARIABLE, "")), cell, x)
             else:
-                found[name] = partial(flashsci.attention, eight.q, eight.k, eight.v, **eight.options, backend=name)  # fmt: skip
+                package, backend = package_of(name)
+                found[name] = partial(package.attention, eight.q, eight.k, eight.v, **eight.options, backend=backend)  # fmt: skip
         except Unsupported as reason:
             print(f"{cell.id}: no {name}: {reason}")
     return found
@@ -272,6 +274,9 @@ def table(records: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8", description=__doc__)
     parser.add_argument("--backends", default="triton,bf16,cudnn,fa3", help="comma-separated")
+    parser.add_argument(
+        "--base", help="another revision, a folder or a commit: its backends are named cuda@base"
+    )
     parser.add_argument("--case", default="", help="only cases whose name has this")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
     parser.add_argument("--json", type=Path, help="where the records go")
@@ -280,6 +285,8 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=2, help="of the table")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.base:
+        revision.load(options.base, kernels=device.type == "cuda")
     records = []
     if options.errors:
         records = errors("triton", options.seq, 128, options.heads, device)

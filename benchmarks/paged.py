@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import flashsci
-from benchmarks import fa3
+from benchmarks import fa3, revision
+from benchmarks.candidates import package_of
 from benchmarks.inputs import Unsupported
 from benchmarks.measure import environment, fatal, first_line
 from benchmarks.timer import host_time, interleave
@@ -115,11 +115,12 @@ def candidates(cell: Cell, x: PagedInputs, names: list[str]) -> dict[str, Callab
 
 
 def _ours(x: PagedInputs, name: str) -> Callable[[], Tensor]:
-    """One of our backends, never another in its place."""
-    asked = flashsci.explain(x.q, x.k_cache, x.v_cache, **x.options, backend=name)
-    if asked.reasons[name] is not None:
-        raise Unsupported(asked.reasons[name])
-    return partial(flashsci.paged_attention, x.q, x.k_cache, x.v_cache, **x.options, backend=name)
+    """One of our backends, never another in its place; or of another revision's."""
+    package, backend = package_of(name)
+    asked = package.explain(x.q, x.k_cache, x.v_cache, **x.options, backend=backend)
+    if asked.reasons[backend] is not None:
+        raise Unsupported(asked.reasons[backend])
+    return partial(package.paged_attention, x.q, x.k_cache, x.v_cache, **x.options, backend=backend)
 
 
 def _fa3_of(cell: Cell, x: PagedInputs, name: str) -> Callable[[], Tensor]:
@@ -251,6 +252,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--backends", default=f"triton,cuda,{','.join(FA3)}", help="comma-separated"
     )
+    parser.add_argument(
+        "--base", help="another revision, a folder or a commit: its backends are named cuda@base"
+    )
     parser.add_argument("--case", default="", help="only cases whose name has this")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
     parser.add_argument(
@@ -266,6 +270,8 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA GPU here (--device cpu --tiny tries the program itself)")
+    if options.base:
+        revision.load(options.base, kernels=device.type == "cuda")
     most = SHARE_OF_MEMORY * torch.cuda.mem_get_info()[1] if device.type == "cuda" else math.inf
     records: list[dict] = []
     until = clock.monotonic() + 60 * options.minutes
