@@ -128,7 +128,8 @@ class _GpuClock:
         self.events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event, bool]]] = {}
         self.launching: dict[str, float] = {}  # seconds the host needs for one call
         l2 = torch.cuda.get_device_properties(device).L2_cache_size
-        self.flush = torch.empty(2 * max(l2, 1 << 24), dtype=torch.int8, device=device)
+        # Read, not written: L2 would write it back to memory while the function runs.
+        self.flush = torch.zeros(max(l2, 1 << 24) // 2, dtype=torch.float32, device=device)
 
     def pilot(self, name: str, function: Function) -> float:
         """GPU seconds of one call; notes how long the host takes to launch it."""
@@ -151,7 +152,7 @@ class _GpuClock:
     def record(self, name: str, function: Function, batch: int) -> None:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(int(self.overhead(name, batch) * _CYCLES_PER_SECOND))
-        self.flush.zero_()
+        self.flush.sum()
         start.record()
         for _ in range(batch):
             function()

@@ -406,11 +406,10 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
         if choices.integer(1, 10) == 10:
             rows, keys = choices.one_of(((0, keys), (rows, 0)))
         bias, mask = case.bias_shape or (), case.mask_shape
+        case = replace(case, lead=lead, seq_q=rows, seq_k=keys)
         return replace(
             case,
-            lead=lead,
-            seq_q=rows,
-            seq_k=keys,
+            weight_shape=_spread(case.weight_shape, keys_before, case.key_shape),
             bias_shape=(*bias[:-2], *(rows, keys)[-len(bias) :]),
             mask_shape=mask and (*lead, *mask[len(lead) : -1], keys),
         )
@@ -421,18 +420,7 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
         lead = tuple(max(1, n - 1) for n in lead)
     case = replace(case, seq_q=seq_q, seq_k=seq_k, lead=lead)
 
-    def spread(
-        shape: tuple[int, ...] | None, before: tuple[int, ...], after: tuple[int, ...]
-    ) -> tuple[int, ...] | None:
-        if shape is None:
-            return None
-        old, new = before[len(before) - len(shape) :], after[len(after) - len(shape) :]
-        return tuple(
-            1 if n == 1 and (m != 1 or k == 1) else k
-            for n, m, k in zip(shape, old, new, strict=True)
-        )
-
-    bias_shape = spread(case.bias_shape, before, case.score_shape)
+    bias_shape = _spread(case.bias_shape, before, case.score_shape)
     if bias_shape is not None and case.bias_view in ("contiguous", "expanded"):
         # Ones to the left, or none: one problem to a kernel, several to what calls it.
         ones = next((i for i, n in enumerate(bias_shape[:-1]) if n != 1), len(bias_shape) - 1)
@@ -440,8 +428,20 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
     return replace(
         case,
         bias_shape=bias_shape,
-        weight_shape=spread(case.weight_shape, keys_before, case.key_shape),
-        mask_shape=spread(case.mask_shape, before, case.score_shape),
+        weight_shape=_spread(case.weight_shape, keys_before, case.key_shape),
+        mask_shape=_spread(case.mask_shape, before, case.score_shape),
+    )
+
+
+def _spread(
+    shape: tuple[int, ...] | None, before: tuple[int, ...], after: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Of a tensor that broadcast to ``before``: its shape to do the same to ``after``."""
+    if shape is None:
+        return None
+    old, new = before[len(before) - len(shape) :], after[len(after) - len(shape) :]
+    return tuple(
+        1 if n == 1 and (m != 1 or k == 1) else k for n, m, k in zip(shape, old, new, strict=True)
     )
 
 

@@ -162,8 +162,8 @@ def test_resized_cases_stay_in_their_family():
 
     choices = SeededChoices(1)
     sizes = set()
-    for family in generate(2, 60):
-        for case in (resized(choices, family) for _ in range(4)):
+    for i, family in enumerate(generate(2, 3000)):  # rare ones, too: many members with key weights
+        for case in (resized(choices, family) for _ in range(4 if i < 60 else 1)):
             sizes.add((case.seq_q, case.lead, case.lens_q))
             for name in (
                 "variant",
@@ -185,8 +185,10 @@ def test_resized_cases_stay_in_their_family():
                         case.score_shape
                     )
             if case.weight_shape is not None:
-                torch.broadcast_shapes(case.weight_shape, case.key_shape)
-                assert make_inputs(case).key_weight.shape == case.weight_shape
+                shape = torch.broadcast_shapes(case.weight_shape, case.key_shape)
+                assert shape == torch.Size(case.key_shape)
+                if i < 60:
+                    assert make_inputs(case).key_weight.shape == case.weight_shape
             if case.variant.varlen and case.bias_shape is not None:
                 assert case.bias_shape[0] in (1, case.heads_q)
     assert len(sizes) > 60
