@@ -129,16 +129,18 @@ def _cudnn(cell: Cell, x: Problem) -> Callable[[], Tensor]:
 
 
 def _fa3(ops: Any, cell: Cell, x: Problem) -> Callable[[], Tensor]:
-    """Its 8-bit forward: one scale for each batch member and head, the only kind that it has."""
+    """Its 8-bit forward: one scale for each batch member and head, the only kind that it has. Packed, which all builds have."""
     heads = quantised((x.q, x.k, x.v), "head")
-    q, k, v = (t.transpose(1, 2) for t in (heads.q, heads.k, heads.v))
+    q, k, v = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in (heads.q, heads.k, heads.v))
+    offsets = torch.arange(cell.batch + 1, dtype=torch.int32, device=q.device) * cell.seq
     options = {f"{n}_descale": heads.options[f"{n}_scale"] for n in "qkv"}
     options |= {"softmax_scale": cell.dim**-0.5, "is_causal": cell.causal, "num_splits": 1}
+    options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": cell.seq, "max_seqlen_k": cell.seq}  # fmt: skip
     options = fa3.neutral(ops.fwd) | options
 
     def call() -> Tensor:
         out: Tensor = ops.fwd(q, k, v, **options)[0]
-        return out.transpose(1, 2)
+        return out.unflatten(0, (cell.batch, cell.seq)).transpose(1, 2)
 
     return first_error_as_reason(call)  # of a build without 8-bit floats
 
