@@ -187,6 +187,17 @@ def test_bias_of_a_linear(kernel, dtype, bias, seq_q, seq_k):
     judge(kernel, x)
 
 
+@pytest.mark.parametrize("dtype, bias", KINDS)
+@pytest.mark.parametrize("heads, seq_k", ((4, 150), (8, 70), (12, 40)))
+def test_neighbouring_heads_of_a_bias(kernel, dtype, bias, heads, seq_k):
+    """8 and 16 bytes of a key together, where addresses allow it."""
+    for first in (0, 1):
+        x = make(20, seq_k, dtype=dtype, bias=bias, heads=(heads, 2), mask=0.4)
+        beside = torch.cat([x.bias, x.bias[:, :, :2]], 2).permute(0, 1, 3, 4, 2).contiguous()
+        x.bias = beside[..., first : first + heads].permute(0, 1, 4, 2, 3)
+        judge(kernel, x, seed=heads + first)
+
+
 def test_the_same_twice(kernel):
     """Whatever the order of the threads: bit for bit."""
     for dtype, bias in KINDS:

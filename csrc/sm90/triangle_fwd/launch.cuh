@@ -59,9 +59,9 @@ inline int64_t workspace(const FlashsciForwardParams& p) {
   const int64_t units =
       p.bias_mask.bias_is_fp32 ? units_of<TilingOfFp32>(p) : units_of<TilingOf16Bits>(p);
   const BiasCopy copy = plan_bias_copy(p);
-  const bool counted = int64_t{copy.batch0} * copy.batch1 * copy.rows <= INT32_MAX &&
-                       int64_t{copy.heads} * copy.keys <= INT32_MAX;
-  return counted && units >= processors_of(p.device) ? copy.bytes : 0;
+  const int64_t processors = processors_of(p.device);
+  const bool counted = copy.items(p.bias_mask.bias_is_fp32 ? 4 : 2) <= INT32_MAX / 2;
+  return counted && units >= processors ? copy.bytes : 0;
 }
 
 // cudaErrorNotSupported: there are too few units for the device.
@@ -90,6 +90,19 @@ cudaError_t plan_units(Args& a, uint32_t& grid) {
   plan.exp_scale = p.scale * kLog2e;
   plan.bias_copied = p.bias_mask.bias_strides.column != 1;
   return cudaSuccess;
+}
+
+// An SM must be empty to divide its memory anew into shared memory and cache: for the next kernel to
+// start beside this one, it must have the most shared memory here, too.
+template <int kBytes, int kWidth>
+cudaError_t launch_copy(const FlashsciForwardParams& p, const BiasCopy& copy, uint32_t blocks,
+                        cudaStream_t stream) {
+  constexpr auto kernel = triangle_forward_copy_bias_kernel<kBytes, kWidth>;
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (error != cudaSuccess) return error;
+  kernel<<<blocks, kCopyThreads, 0, stream>>>(p.bias_mask.bias, p.workspace, copy);
+  return cudaGetLastError();
 }
 
 template <class Op, class C>
@@ -124,10 +137,10 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   if (error == cudaSuccess) error = allow_shared<kernel>(kSharedBytes, p.device);
   if (error != cudaSuccess) return error;
   if (a.plan.bias_copied) {
-    const uint32_t blocks = copy.batch0 * copy.batch1 * copy.rows;
-    constexpr auto copier = triangle_forward_copy_bias_kernel<C::kBiasBytes>;
-    copier<<<blocks, 256, 0, stream>>>(p.bias_mask.bias, p.workspace, copy);
-    error = cudaGetLastError();
+    const auto blocks = static_cast<uint32_t>(std::min<int64_t>(copy.items(C::kBiasBytes), grid));
+    error = copy.width == 16  ? launch_copy<C::kBiasBytes, 16>(p, copy, blocks, stream)
+            : copy.width == 8 ? launch_copy<C::kBiasBytes, 8>(p, copy, blocks, stream)
+                              : launch_copy<C::kBiasBytes, C::kBiasBytes>(p, copy, blocks, stream);
     if (error != cudaSuccess) return error;
   }
   return launch_beside(kernel, grid, C::kThreads, kSharedBytes, stream, a);
