@@ -41,8 +41,9 @@ __global__ void __launch_bounds__(C::kBound, 1) paged_kernel(const __grid_consta
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
+  C::Isa::wait_for_prerequisites();  // the plan, or whatever was before
+  // Only now: combine_kernel writes before it waits for this one.
   C::Isa::launch_dependents();
-  C::Isa::wait_for_prerequisites();  // the plan
   for_run(shared, a, [&](const Cursor& cursor, const Runs& runs) {
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp < kWarps) {

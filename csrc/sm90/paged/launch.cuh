@@ -56,12 +56,9 @@ struct Generation {
     if (a.plan.count > kPlannedByEach) {
       plan<<<1, kPlanThreads, 0, stream>>>(a.p, a.plan, a.group);
       error = cudaGetLastError();
-      if (error == cudaSuccess)
-        error = launch_beside(kernel, a.plan.ctas, kThreads, kSharedBytes, stream, a);
-    } else {
-      kernel<<<a.plan.ctas, kThreads, kSharedBytes, stream>>>(a);
-      error = cudaGetLastError();
+      if (error != cudaSuccess) return error;
     }
+    error = launch_beside(kernel, a.plan.ctas, kThreads, kSharedBytes, stream, a);
     if (error != cudaSuccess) return error;
     return launch_beside(combine_kernel<Op, C>, combining_ctas(a), kCombiningWarps * 32, 0, stream,
                          static_cast<const Args&>(a));
