@@ -57,18 +57,21 @@ inline constexpr MapElement kFloat16 = {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2};
 inline constexpr MapElement kFloat32 = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4};
 inline constexpr MapElement kByte = {CU_TENSOR_MAP_DATA_TYPE_UINT8, 1};
 
-// Boxes of box_columns (32, 64 or 128 bytes: the swizzle) and box_rows; zeros beyond the tensor.
+// Boxes of box_columns (32, 64 or 128 bytes: the swizzle), box_rows, and box_next of the dimension after
+// these; zeros beyond the tensor.
 // Not supported: a base that is not 16-byte aligned, strides that are not multiples of 16 bytes or
 // reach 2^40.
 inline cudaError_t encode_map(CUtensorMap* map, const void* base, const MapElement& element,
-                              int columns, const MapDims& dims, int box_columns, int box_rows) {
+                              int columns, const MapDims& dims, int box_columns, int box_rows,
+                              int box_next = 1) {
   const EncodeTiled encode = encode_tiled();
   if (encode == nullptr) return cudaErrorNotSupported;
   if (reinterpret_cast<uintptr_t>(base) % 16 != 0) return cudaErrorNotSupported;
   cuuint64_t size[5] = {static_cast<cuuint64_t>(columns)};
   cuuint64_t stride[4];
   const cuuint32_t box[5] = {static_cast<cuuint32_t>(box_columns),
-                             static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+                             static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(box_next),
+                             1, 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   for (int i = 0; i < 4; ++i) {
     // Of a single row: never used.

@@ -362,8 +362,8 @@ SHARED = {
 }  # fmt: skip
 LOADS = {
     "sm90": {
-        "boxes that are not swizzled": ("config", "(piece ^ row * C::kRowBytes / 128 % (C::kRowBytes / 16)) * 16", "piece * 16"),
-        "fewer bytes than arrive": ("load", "copies * box_rows * C::CacheBox::kRowBytes);", "copies * box_rows * C::CacheBox::kRowBytes / 2);"),
+        "boxes that are not swizzled": ("config", "(piece ^ line * C::kRowBytes / 128 % (C::kRowBytes / 16)) * 16", "piece * 16"),
+        "fewer bytes than arrive": ("load", "copies * box_rows * C::kPitch);", "copies * box_rows * C::kPitch / 2);"),
         "rows of a page": ("load", "copy.key(cursor) % copy.a.p.page, cursor.head", "0, cursor.head"),
     },
     "sm80": {
@@ -371,7 +371,7 @@ LOADS = {
         "stages before they are free": ("load", "    C::Isa::sleep(empty[turn.stage], turn.parity ^ 1);\n", ""),
         "rows of a page": ("load", "lookup.key(cursor) % p.page * cache.row", "0"),
         "rows of another page": ("load", "__shfl_sync(0xffffffffu, found, i)", "__shfl_sync(0xffffffffu, found, 0)"),
-        "pieces of another place": ("load", "cache_place<C>(first + at, piece % kBoxPieces)", "cache_place<C>(at, piece % kBoxPieces)"),
+        "pieces of another place": ("load", "first + at, piece % kBoxPieces)", "at, piece % kBoxPieces)"),
         "more stages than there is room for": ("launch", "stages < C::kStages && shared_bytes<C>(stages + 1) <= room", "stages < C::kStages"),
     },
 }  # fmt: skip

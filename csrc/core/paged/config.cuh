@@ -21,16 +21,20 @@ inline constexpr int kThreads = kComputingThreads + 128;  // K, V, Q and merging
 // Warps from kWarps on.
 enum Role { kLoadsKeys, kLoadsValues, kLoadsQueries, kMerges };
 
-// kBytes: of an element of the caches. A generation adds its ring, what it waits with (Isa), and what
+// kBytes: of an element of the caches. kJoined: the boxes of a row of K or V, which are two, lie side by
+// side, as copies bring them that take whole rows. A generation adds its ring, what it waits with (Isa), and what
 // its registers and shared memory allow: kKeepsQ, in registers; kSharesLast, gather_few; kSlices of
 // the columns of V, each with warps of its own that all compute S; kSumColumns, of a box that the
 // warps' sums have at a time.
-template <int kHeadDim_, int kBytes_, int kBlockK_>
+template <int kHeadDim_, int kBytes_, int kBlockK_, bool kJoined_ = false>
 struct Shape {
+  static constexpr bool kJoined = kJoined_;
   static constexpr int kHeadDim = kHeadDim_, kBytes = kBytes_, kBlockK = kBlockK_;
   static constexpr int kColumns = kHeadDim * kBytes < 128 ? kHeadDim : 128 / kBytes;  // of a box
   static constexpr int kRowBytes = kColumns * kBytes, kBoxBytes = kBlockK * kRowBytes;
   static constexpr int kBoxes = kHeadDim / kColumns;
+  static constexpr int kPitch = kJoined ? kBoxes * kRowBytes : kRowBytes;  // from row to row
+  static_assert(!kJoined || (kBoxes == 2 && kRowBytes == 128), "the order of keys in part.cuh");
   static constexpr int kKVBytes = kBlockK * kHeadDim * kBytes;
   static constexpr int kQStages = kHeadDim == 256 ? 1 : 2;  // tiles whose Q is there
   static constexpr int kQBytes = kRows * kHeadDim * 2;
@@ -40,11 +44,13 @@ struct Shape {
 template <class C>
 inline constexpr int kKeyWarps = kWarps / C::kSlices;
 
-// Where 16 bytes of a row of K or V are in a box: lanes that read 8 of them together meet no bank
+// Where 16 bytes of a row of K or V are in a block: lanes that read 8 of them together meet no bank
 // twice.
 template <class C>
-__device__ __forceinline__ int cache_place(int row, int piece) {
-  return row * C::kRowBytes + (piece ^ row * C::kRowBytes / 128 % (C::kRowBytes / 16)) * 16;
+__device__ __forceinline__ int cache_place(int box, int row, int piece) {
+  const int line = C::kJoined ? row * C::kBoxes + box : row;
+  return (C::kJoined ? 0 : box * C::kBoxBytes) + line * C::kRowBytes +
+         (piece ^ line * C::kRowBytes / 128 % (C::kRowBytes / 16)) * 16;
 }
 
 // Rows of a tile that warps compute, of which so many are there.
@@ -73,7 +79,8 @@ struct Tile {
 // A stage of the ring.
 template <class C>
 struct Block {
-  unsigned char k[C::kKVBytes], v[C::kKVBytes];  // [box][kBlockK rows][kColumns]: cache_place
+  // [box][kBlockK rows][kColumns], joined [kBlockK rows][box][kColumns]: cache_place
+  unsigned char k[C::kKVBytes], v[C::kKVBytes];
 };
 
 template <class C>

@@ -46,7 +46,9 @@ struct Rows {
 // Lane l, g = l / 4, t = l % 4. Which column of K is which k of a product is free, as long as Q has
 // the same, and so is which column of V is which n. A lane reads what lies side by side: of K's rows
 // g and g + 8 a quarter of each box, 4 bytes of it for a product; of V's rows 2t, 2t + 1, 2t + 8 and
-// 2t + 9 an eighth, a column of which is one of 8 of a product.
+// 2t + 9 an eighth, a column of which is one of 8 of a product. Where boxes are joined, rows are two
+// lines of 128 bytes apart, in which swizzles repeat themselves after four: there a lane has other
+// pieces of K, and the keys of 8 another order, so that no two lanes meet in a bank.
 template <class Op, class Format, class C>
 struct Part {
   static constexpr int kColumns = C::kColumns, kBoxes = C::kBoxes;
@@ -103,10 +105,20 @@ struct Part {
     for (int i = 0; i < kTiles * 4; ++i) o[i / 4][i % 4] = 0.f;
   }
 
+  // The key, of 8, that is the n-th of a product.
+  static __device__ __forceinline__ int key_of(int n) {
+    return C::kJoined ? (n & 4) | (n << 1 & 2 ^ n >> 1 & 2) | n >> 1 & 1 : n;
+  }
+  // Of a row of K in a box, the i-th that this lane has.
+  __device__ __forceinline__ int own_piece(int i) const {
+    return C::kJoined ? t + i * 4 : t * kPieces + i;
+  }
   // Of a product: four columns of both rows.
   __device__ __forceinline__ void load_q(uint32_t (&fragment)[4], int step) const {
     constexpr int kBoxSteps = kColumns / 16;
-    const int four = step / kBoxSteps * kBoxSteps * 4 + t * kBoxSteps + step % kBoxSteps;
+    constexpr int kPieceSteps = kBoxSteps / kPieces;
+    const int four = step / kBoxSteps * kBoxSteps * 4 +
+                     own_piece(step % kBoxSteps / kPieceSteps) * kPieceSteps + step % kPieceSteps;
     const uint4 words = ptx::ld_shared_v4(query_place<C>(shared.q[q_stage], tier, g, four));
     fragment[0] = words.x, fragment[1] = words.y, fragment[2] = words.z, fragment[3] = words.w;
   }
@@ -119,9 +131,9 @@ struct Part {
       uint4 words[2];
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        words[n] =
-            ptx::ld_shared_v4(k + i / kPieces * C::kBoxBytes +
-                              cache_place<C>(g, t * kPieces + i % kPieces) + n * 8 * C::kRowBytes);
+        words[n] = ptx::ld_shared_v4(
+            k + cache_place<C>(i / kPieces, key_of(g), own_piece(i % kPieces)) + n * 8 * C::kPitch);
+
 #pragma unroll
       for (int j = 0; j < kProducts; ++j) {
         uint32_t own[4];
@@ -154,7 +166,7 @@ struct Part {
     if (!all_seen) {
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        const int i = query[e >> 1 & 1], j = key + e / 4 * 8 + t * 2 + (e & 1);
+        const int i = query[e >> 1 & 1], j = key + e / 4 * 8 + key_of(t * 2 + (e & 1));
         if (j < window.begin(i) || j >= window.end(i)) s[e] = -INFINITY;
       }
     }
@@ -169,20 +181,19 @@ struct Part {
   __device__ __forceinline__ void add_values(const float (&s)[8], uint32_t v, int key) {
     const uint32_t p[4] = {Product::pack2(s[0], s[1]), Product::pack2(s[2], s[3]),
                            Product::pack2(s[4], s[5]), Product::pack2(s[6], s[7])};
-    const uint32_t own = v + slice * (kBoxes / C::kSlices) * C::kBoxBytes;
     const bool all_seen = key >= rows.first_key && key + kChunk <= rows.end_key;
 #pragma unroll
     for (int box = 0; box < kBoxes / C::kSlices; ++box) {
       uint32_t words[4][kWords];  // of rows 2t, 2t + 1, 2t + 8, 2t + 9
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t row = own + box * C::kBoxBytes + i / 2 * 8 * C::kRowBytes;
-        load_words(words[i], row, t * 2 + i % 2);
+        const uint32_t rows_of_8 = v + i / 2 * 8 * C::kPitch;
+        load_words(words[i], rows_of_8, slice * (kBoxes / C::kSlices) + box, key_of(t * 2 + i % 2));
       }
       if (!all_seen) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int j = key + t * 2 + i / 2 * 8 + i % 2;
+          const int j = key + i / 2 * 8 + key_of(t * 2 + i % 2);
           const uint32_t mask = j >= rows.first_key && j < rows.end_key ? ~0u : 0u;
 #pragma unroll
           for (int w = 0; w < kWords; ++w) words[i][w] &= mask;
@@ -201,12 +212,14 @@ struct Part {
         }
     }
   }
-  __device__ __forceinline__ void load_words(uint32_t (&words)[4], uint32_t box, int row) const {
-    const uint4 found = ptx::ld_shared_v4(box + cache_place<C>(row, g));
+  __device__ __forceinline__ void load_words(uint32_t (&words)[4], uint32_t from, int box,
+                                             int row) const {
+    const uint4 found = ptx::ld_shared_v4(from + cache_place<C>(box, row, g));
     words[0] = found.x, words[1] = found.y, words[2] = found.z, words[3] = found.w;
   }
-  __device__ __forceinline__ void load_words(uint32_t (&words)[2], uint32_t box, int row) const {
-    const uint64_t found = ptx::ld_shared_u64(box + cache_place<C>(row, g / 2) + g % 2 * 8);
+  __device__ __forceinline__ void load_words(uint32_t (&words)[2], uint32_t from, int box,
+                                             int row) const {
+    const uint64_t found = ptx::ld_shared_u64(from + cache_place<C>(box, row, g / 2) + g % 2 * 8);
     words[0] = static_cast<uint32_t>(found), words[1] = static_cast<uint32_t>(found >> 32);
   }
 
@@ -231,9 +244,9 @@ struct Part {
         const int key = block_key + row;
         if (!busy || key >= rows.end_key || key + kChunk <= rows.first_key) continue;
         float s[8];
-        score(s, ptx::shared_address(shared.blocks[stage].k) + row * C::kRowBytes);
+        score(s, ptx::shared_address(shared.blocks[stage].k) + row * C::kPitch);
         exponentiate(s, key);
-        add_values(s, ptx::shared_address(shared.blocks[stage].v) + row * C::kRowBytes, key);
+        add_values(s, ptx::shared_address(shared.blocks[stage].v) + row * C::kPitch, key);
       }
       release(shared.k_empty[stage]);
       release(shared.v_empty[stage]);

@@ -63,11 +63,11 @@ struct Cache {
   __device__ __forceinline__ void copy_rows(uint32_t block, int first, const unsigned char* source,
                                             int keys) const {
     source += first_row * row + piece * 16;
-    const uint32_t box = block + piece / kBoxPieces * C::kBoxBytes;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step, source += kRowsTogether * row) {
       const int at = step * kRowsTogether + first_row;
-      if (at < keys) copy(box + cache_place<C>(first + at, piece % kBoxPieces), source);
+      if (at < keys)
+        copy(block + cache_place<C>(piece / kBoxPieces, first + at, piece % kBoxPieces), source);
     }
   }
 };

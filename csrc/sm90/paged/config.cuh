@@ -35,9 +35,11 @@ struct E5m2 : Narrow<ptx::cvt_f16x4_e5m2> {};
 // Keys of a block. bytes: of an element of the caches.
 constexpr int block_of(int head_dim, int bytes) { return bytes == 1 ? 128 : 8192 / head_dim; }
 
-template <int kHeadDim, int kBytes>
-struct Tiling : Shape<kHeadDim, kBytes, block_of(kHeadDim, kBytes)> {
-  using Base = Shape<kHeadDim, kBytes, block_of(kHeadDim, kBytes)>;
+// kJoined: a copy takes both boxes of its rows, whose 256 bytes are then asked for together; heads of
+// other sizes would have it read what is not theirs.
+template <int kHeadDim, int kBytes, bool kJoined = false>
+struct Tiling : Shape<kHeadDim, kBytes, block_of(kHeadDim, kBytes), kJoined> {
+  using Base = Shape<kHeadDim, kBytes, block_of(kHeadDim, kBytes), kJoined>;
   using Isa = paged::Isa;
   using CacheBox = Box<Base::kBlockK, Base::kColumns, kBytes>;
   static constexpr int kStages = kBytes == 2 ? 5 : kHeadDim == 64 ? 8 : kHeadDim == 128 ? 4 : 2;
@@ -57,7 +59,8 @@ struct Tiling : Shape<kHeadDim, kBytes, block_of(kHeadDim, kBytes)> {
   static_assert(kComputingThreads * kComputingRegisters + 128 * kLoadingRegisters <=
                     kThreads * kRegisters,
                 "a warp that asks for more waits for ever");
-  static constexpr int kCopies = Base::kBlockK / kSmallPage * Base::kBoxes;  // of a block, at most
+  static constexpr int kRowCopies = kJoined ? 1 : Base::kBoxes;
+  static constexpr int kCopies = Base::kBlockK / kSmallPage * kRowCopies;  // of a block, at most
   static constexpr int kAhead = kBytes == 1 ? 3 : 8;  // blocks whose pages are looked up before
   static_assert(kCopies <= 32, "a lane of the loading warps for each copy");
   static_assert(Base::kBoxBytes == CacheBox::kBytes, "a barrier expects what is loaded");

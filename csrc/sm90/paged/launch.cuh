@@ -23,6 +23,11 @@ cudaError_t fill_maps(MappedArgs& a, const MapElement& element) {
   a.box_rows = std::gcd(p.page, C::kBlockK);
   const auto map = [&](CUtensorMap* to, const void* cache, int columns, int64_t row, int64_t head,
                        int64_t page) {
+    if constexpr (C::kJoined)  // lines of a row in the place of rows
+      return encode_map(
+          to, cache, element, C::CacheBox::kColumns,
+          {{C::kBoxes, p.page, p.heads_k, p.pages}, {C::CacheBox::kColumns, row, head, page}},
+          C::CacheBox::kColumns, C::kBoxes, a.box_rows);
     return encode_map(to, cache, element, columns,
                       {{p.page, p.heads_k, p.pages, 1}, {row, head, page, 0}},
                       C::CacheBox::kColumns, a.box_rows);
@@ -42,7 +47,14 @@ struct Generation {
 
   template <class Op, class Format, int kHeadDim>
   static cudaError_t launch(const FlashsciPaged8Params& p, cudaStream_t stream) {
-    using C = Tiling<kHeadDim, Format::kBytes>;
+    if constexpr (kHeadDim == 128 && Format::kBytes == 2) {
+      if (p.call.head_dim == kHeadDim && p.call.head_dim_v == kHeadDim)
+        return launch_tiling<Op, Format, Tiling<kHeadDim, Format::kBytes, true>>(p, stream);
+    }
+    return launch_tiling<Op, Format, Tiling<kHeadDim, Format::kBytes>>(p, stream);
+  }
+  template <class Op, class Format, class C>
+  static cudaError_t launch_tiling(const FlashsciPaged8Params& p, cudaStream_t stream) {
     constexpr int kSharedBytes = sizeof(Storage<C>) + 1024;
     static_assert(kSharedBytes <= 227 * 1024, "the shared memory of an SM");
     constexpr auto plan = plan_kernel<Op, C>;

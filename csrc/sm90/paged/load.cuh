@@ -11,13 +11,13 @@
 
 namespace flashsci::sm90::paged {
 
-// What a lane of a loading warp copies of a block: box_rows rows of a box's columns.
+// What a lane of a loading warp copies of a block: box_rows rows of a box's columns, joined of all.
 template <class C>
 struct Copy {
   const MappedArgs& a;
   const int box, columns;  // which rows and columns
   __device__ __forceinline__ explicit Copy(const MappedArgs& a_)
-      : a(a_), box(threadIdx.x % 32 / C::kBoxes), columns(threadIdx.x % 32 % C::kBoxes) {}
+      : a(a_), box(threadIdx.x % 32 / C::kRowCopies), columns(threadIdx.x % 32 % C::kRowCopies) {}
   __device__ __forceinline__ int key(const Cursor& cursor) const {
     return (cursor.slot.first_block + cursor.block) * C::kBlockK + box * a.box_rows;
   }
@@ -38,15 +38,20 @@ __device__ __forceinline__ void load_block(const unsigned char* block, uint64_t&
   C::Isa::sleep(empty, parity);
   if (threadIdx.x % 32 == 0) {
     poison_stage(ptx::shared_address(block), C::kKVBytes);
-    ptx::mbarrier_arrive_expect(ptx::shared_address(&full),
-                                copies * box_rows * C::CacheBox::kRowBytes);
+    ptx::mbarrier_arrive_expect(ptx::shared_address(&full), copies * box_rows * C::kPitch);
   }
   __syncwarp();
-  if (has_keys)
-    ptx::tma_load_5d(ptx::shared_address(block) +
-                         (copy.columns * C::kBlockK + copy.box * box_rows) * C::CacheBox::kRowBytes,
-                     &map, ptx::shared_address(&full), copy.columns * C::CacheBox::kColumns,
-                     copy.key(cursor) % copy.a.p.page, cursor.head, page, 0);
+  const int row = copy.key(cursor) % copy.a.p.page;
+  if constexpr (C::kJoined) {
+    if (has_keys)
+      ptx::tma_load_5d(ptx::shared_address(block) + copy.box * box_rows * C::kPitch, &map,
+                       ptx::shared_address(&full), 0, 0, row, cursor.head, page);
+  } else if (has_keys) {
+    ptx::tma_load_5d(
+        ptx::shared_address(block) + (copy.columns * C::kBlockK + copy.box * box_rows) * C::kPitch,
+        &map, ptx::shared_address(&full), copy.columns * C::CacheBox::kColumns, row, cursor.head,
+        page, 0);
+  }
   __syncwarp();
 }
 

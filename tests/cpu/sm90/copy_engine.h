@@ -41,7 +41,7 @@ inline void arrive(uint32_t address, int arrivals, int64_t bytes) {
 struct Map {
   unsigned char* base;
   uint64_t size[5], stride[5];  // elements, bytes
-  uint32_t box[2];              // columns, rows
+  uint32_t box[3];              // columns, rows, rows of the next dimension
   uint32_t element;             // bytes
   uint32_t row_bytes;           // of a row of the box, which are swizzled
 };
@@ -65,9 +65,9 @@ inline CUresult encode(CUtensorMap* target, CUtensorMapDataType type, cuuint32_t
     map.size[i] = size[i];
     map.stride[i] = i == 0 ? map.element : stride[i - 1];
     if (i > 0 && map.stride[i] % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
-    if (box[i] > 256 || (i > 1 && box[i] != 1)) return CUDA_ERROR_INVALID_VALUE;
+    if (box[i] > 256 || (i > 2 && box[i] != 1)) return CUDA_ERROR_INVALID_VALUE;
   }
-  map.box[0] = box[0], map.box[1] = box[1];
+  map.box[0] = box[0], map.box[1] = box[1], map.box[2] = box[2];
   if (box[0] * map.element != map.row_bytes) return CUDA_ERROR_INVALID_VALUE;
   std::memcpy(target, &map, sizeof(map));
   return CUDA_SUCCESS;
@@ -92,14 +92,14 @@ struct Box {
           "a box that is not aligned to its swizzle");
     at(address, bytes(), 128);
   }
-  uint32_t bytes() const { return map.box[1] * map.row_bytes; }
+  uint32_t bytes() const { return map.box[2] * map.box[1] * map.row_bytes; }
 
   // Calls move(shared memory, tensor or null beyond it) for each element.
   template <class Move>
   void for_each(const Move& move) const {
-    for (uint32_t row = 0; row < map.box[1]; ++row)
+    for (uint32_t row = 0; row < map.box[1] * map.box[2]; ++row)
       for (uint32_t column = 0; column < map.box[0]; ++column) {
-        const int64_t offset[5] = {column, row};
+        const int64_t offset[5] = {column, row % map.box[1], row / map.box[1]};
         unsigned char* global = map.base;
         bool inside = true;
         for (int i = 0; i < 5; ++i) {
