@@ -62,12 +62,6 @@ inline uint32_t atomicAdd(uint32_t* x, uint32_t by) {
   *x += by;
   return before;
 }
-inline unsigned long long atomicCAS(unsigned long long* x, unsigned long long expected,
-                                   unsigned long long value) {
-  const unsigned long long before = *x;
-  if (before == expected) *x = value;
-  return before;
-}
 template <class T>
 T __ldcg(const T* x) {
   return *x;
