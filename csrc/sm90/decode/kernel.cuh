@@ -234,6 +234,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
+  ptx::wait_for_prerequisites();  // whatever was before
   ptx::launch_dependents();
   const int begin = blockIdx.x * a.plan.run;
   const int end = min(begin + a.plan.run, a.plan.sequences * a.plan.blocks);

@@ -17,6 +17,20 @@ inline int decode_block(const FlashsciForwardParams& p) {
   return p.head_dim > 128 || p.head_dim_v > 128 ? 64 : 128;
 }
 
+// Blocks of a CTA, at least `least` of `blocks` of a sequence: as many as end where sequences do, if that
+// is a sixteenth more at most. Memory is the limit, not CTAs; where a CTA goes from one sequence to the
+// next, and where partial results are put together, it waits.
+inline int whole_run(int least, int blocks) {
+  const int most = least + least / 16;
+  if (least >= blocks) {
+    const int whole = (least + blocks - 1) / blocks * blocks;
+    return whole <= most ? whole : least;
+  }
+  for (int parts = blocks / least; blocks <= parts * most; --parts)
+    if (blocks % parts == 0) return blocks / parts;
+  return least;
+}
+
 inline DecodePlan decode_plan(const FlashsciForwardParams& p) {
   DecodePlan plan{};
   plan.group = p.heads_q / p.heads_k;
@@ -34,9 +48,9 @@ inline DecodePlan decode_plan(const FlashsciForwardParams& p) {
   if (total == 0 || total > INT32_MAX / 2) return plan;
   plan.sequences = static_cast<int>(sequences);
   const int processors = processors_of(p.device);
-  plan.run = processors > 0 ? static_cast<int>((total + processors - 1) / processors) : 0;
-  if (plan.run > 0)
-    plan.segments = plan.run % plan.blocks == 0 ? 1 : (plan.blocks + plan.run - 2) / plan.run + 1;
+  if (processors <= 0) return plan;
+  plan.run = whole_run(static_cast<int>((total + processors - 1) / processors), plan.blocks);
+  plan.segments = plan.run % plan.blocks == 0 ? 1 : (plan.blocks + plan.run - 2) / plan.run + 1;
   return plan;
 }
 
@@ -85,8 +99,8 @@ cudaError_t launch_decode(const fwd::ForwardArgs& from, cudaStream_t stream) {
   error = allow_shared<kernel>(kSharedBytes, p.device);
   if (error != cudaSuccess) return error;
   const int total = a.plan.sequences * a.plan.blocks;
-  kernel<<<(total + a.plan.run - 1) / a.plan.run, C::kThreads, kSharedBytes, stream>>>(a);
-  error = cudaGetLastError();
+  error = launch_beside(kernel, (total + a.plan.run - 1) / a.plan.run, C::kThreads, kSharedBytes,
+                        stream, a);
   if (error != cudaSuccess || a.plan.segments == 1) return error;
   const int64_t rows = int64_t{a.plan.sequences} * a.plan.rows;
   return launch_beside(decode_combine<Op, kHeadDim>, (rows + 3) / 4, 128, 0, stream, a);
