@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from flashsci.distributed.lent import collective
+
 _ops = torch.ops._c10d_functional
 Lengths = tuple[int, ...]
 
@@ -29,8 +31,8 @@ def place_in(group_name: str) -> tuple[int, int]:
 
 
 def _all_to_all(x: Tensor, sent: Lengths, received: Lengths, group_name: str) -> Tensor:
-    found: Tensor = _ops.all_to_all_single(x.contiguous(), list(received), list(sent), group_name)
-    return _ops.wait_tensor(found)
+    counts = list(received), list(sent)
+    return collective(_ops.all_to_all_single, x.contiguous(), *counts, group_name)
 
 
 class AllGather(torch.autograd.Function):
@@ -43,7 +45,7 @@ class AllGather(torch.autograd.Function):
         padded = x.contiguous()
         if x.shape[0] < most:
             padded = torch.cat([padded, x.new_zeros(most - x.shape[0], *x.shape[1:])])
-        every = _ops.wait_tensor(_ops.all_gather_into_tensor(padded, world, group_name))
+        every = collective(_ops.all_gather_into_tensor, padded, world, group_name)
         if all(n == most for n in lengths):
             return every
         return torch.cat([every[r * most : r * most + n] for r, n in enumerate(lengths)])
