@@ -144,6 +144,14 @@ def test_pieces(kernel, dims):
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
+@pytest.mark.parametrize("scales", ("64", "128"))
+@pytest.mark.parametrize("processors", (7, 16, 40, 132))
+def test_more_processors_than_blocks(kernel, processors, scales):
+    """Tiles as long as those that are cut, but few: a run without a block would be waited for, and never come."""
+    case = replace(PIECES, lens_q=(40,), lens_k=(1100,), scales=("one", scales, scales))
+    assert judge(kernel, case, processors)
+
+
 def test_few_keys_are_not_cut(kernel):
     assert judge(kernel, replace(PIECES, lens_k=(900,)), 4, False)
 

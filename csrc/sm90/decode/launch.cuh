@@ -1,6 +1,7 @@
 // The host side of decoding: how the keys are split among CTAs, workspace, launches.
 #pragma once
 #include <cuda_runtime.h>
+#include <algorithm>
 #include <cstdint>
 
 #include "../../core/launch.cuh"
@@ -17,11 +18,14 @@ inline int decode_block(const FlashsciForwardParams& p) {
   return p.head_dim > 128 || p.head_dim_v > 128 ? 64 : 128;
 }
 
+// What it costs a CTA to go from one sequence to the next, and another kernel to put partial results
+// together, in blocks.
+inline constexpr int kSwitchBlocks = 4;
+
 // Blocks of a CTA, at least `least` of `blocks` of a sequence: as many as end where sequences do, if that
-// is a sixteenth more at most. Memory is the limit, not CTAs; where a CTA goes from one sequence to the
-// next, and where partial results are put together, it waits.
+// pays.
 inline int whole_run(int least, int blocks) {
-  const int most = least + least / 16;
+  const int most = least + std::min(least / 16, kSwitchBlocks);
   if (least >= blocks) {
     const int whole = (least + blocks - 1) / blocks * blocks;
     return whole <= most ? whole : least;

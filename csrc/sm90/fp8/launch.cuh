@@ -18,14 +18,14 @@ namespace flashsci::sm90::fp8 {
 inline constexpr int64_t kPieceBlocks = 8;
 
 // Which of a call's last tiles are cut into pieces: those that leave CTAs without one, where all rows
-// see all keys and that pays.
+// see all keys, each CTA has a block of them, and that pays.
 template <class C>
 Pieces pieces_of(const FlashsciForwardParams& p, int64_t processors) {
   const int64_t tiles = p.batch0 * p.batch1 * p.heads_q * num_tiles(p.seq_q, C::kBlockQ, 0, false);
   const int64_t blocks = (int64_t{p.seq_k} + C::kBlockK - 1) / C::kBlockK;
   const int64_t rest = tiles % processors;
   if (p.cu_seqlens_q != nullptr || p.window_left >= 0 || p.window_right >= 0 || rest == 0 ||
-      rest * blocks > INT32_MAX / (processors + 1) ||
+      rest * blocks < processors || rest * blocks > INT32_MAX / (processors + 1) ||
       rest * blocks / processors + kPieceBlocks >= blocks)
     return {};
   return {static_cast<uint32_t>(rest), static_cast<uint32_t>(blocks)};

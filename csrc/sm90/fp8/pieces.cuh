@@ -1,8 +1,8 @@
 // The last tiles of a call, fewer than there are CTAs, cut into pieces: a wave that would leave most SMs
 // idle is shared by all.
 //
-// Their blocks of keys, in a row, are cut into equal runs, one for each CTA, shorter than a tile: a run
-// has a piece of a tile, or the end of one and the beginning of the next. The sums of a piece go to the
+// Their blocks of keys, in a row, are cut into equal runs, one for each CTA, of at least a block and
+// shorter than a tile: a run has a piece of a tile, or the end of one and the beginning of the next. The sums of a piece go to the
 // workspace, and the warp that brings the last piece of its rows adds them up, in the order of the
 // pieces, whoever comes last.
 #pragma once
