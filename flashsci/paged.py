@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from flashsci import arguments, registry
 from flashsci.errors import BackendError
 from flashsci.paged_ops import FP8, PagedOps, PagedScalars, PagedTensors
+from flashsci.plans import grad_enabled, gradients, keep, plans, signature
 
 
 def paged_attention(
@@ -89,30 +91,75 @@ def paged_attention(
         causal, window, "lower_right", scale, softcap, 0.0, return_lse, False, None
     )
     max_seqlen_q = arguments.length("max_seqlen_q", max_seqlen_q)
-    call = describe(
-        q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, sink, k_scale, v_scale, out, max_seqlen_q, options
-    )  # fmt: skip
-    name = _decide(*call, backend)
-    sequences, heads_k = block_table.shape[0], k_cache.shape[2]
-    tensors = PagedTensors(
-        q if q.stride(-1) == 1 else q.contiguous(), k_cache, v_cache, block_table.contiguous(), seqused_k.contiguous(),
-        cu_seqlens_q.contiguous(), None if sink is None else sink.contiguous(),
-        _per_head(k_scale, sequences, heads_k), _per_head(v_scale, sequences, heads_k),
-    )  # fmt: skip
+    given = PagedTensors(
+        q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, sink, k_scale, v_scale
+    )
+    plan = _plan(given, out, max_seqlen_q, options, backend)
+    tensors = given if plan.as_given else _as_kernels_take_them(given)
     if out is None:
         out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
-    every = options.scalars(q.shape[-1], max_seqlen_q)
-    scalars = PagedScalars(
-        every.max_seqlen_q, every.scale, every.softcap, every.window_left, every.window_right, return_lse
-    )  # fmt: skip
     try:
-        lse = _LOADED[name].attention(tensors, out, scalars)
+        lse = _LOADED[plan.backend].attention(tensors, out, plan.scalars)
     except BackendError as error:  # strides and pages, which only the kernels know
-        if registry.requested(backend)[0] != "auto" or name == "triton":
+        if registry.requested(backend)[0] != "auto" or plan.backend == "triton":
             raise
         _say_once(str(error))
-        lse = _LOADED[_load("triton")].attention(tensors, out, scalars)
+        lse = _LOADED[_load("triton")].attention(tensors, out, plan.scalars)
     return (out, lse) if return_lse else out
+
+
+class _Plan(NamedTuple):
+    """What a call's tensors (by their signature) and options decide."""
+
+    backend: str
+    scalars: PagedScalars
+    as_given: bool  # whether kernels take the tensors without a copy
+
+
+def _plan(
+    given: PagedTensors,
+    out: Any,
+    max_seqlen_q: int | None,
+    options: arguments.Options,
+    backend: str,
+) -> _Plan:
+    """From the cache where an equal call was planned before; the checks are a plan's, too."""
+    if torch.compiler.is_compiling() or not all(
+        isinstance(x, Tensor | None) for x in (*given, out)
+    ):
+        return _make_plan(given, out, max_seqlen_q, options, backend)
+    wanted = grad_enabled() and gradients(*given, out)
+    key = ("paged", *signature(*given, out), max_seqlen_q, options, wanted, registry.requested(backend))  # fmt: skip
+    plan: _Plan | None = plans.get(key)
+    return (
+        keep(key, _make_plan(given, out, max_seqlen_q, options, backend)) if plan is None else plan
+    )
+
+
+def _make_plan(
+    given: PagedTensors,
+    out: Any,
+    max_seqlen_q: int | None,
+    options: arguments.Options,
+    backend: str,
+) -> _Plan:
+    call = describe(*given, out, max_seqlen_q, options)
+    name = _decide(*call, backend)
+    taken = _as_kernels_take_them(given)
+    every = options.scalars(given.q.shape[-1], max_seqlen_q)
+    scalars = PagedScalars(
+        every.max_seqlen_q, every.scale, every.softcap, every.window_left, every.window_right, options.return_lse
+    )  # fmt: skip
+    return _Plan(name, scalars, all(map(is_, given, taken)))
+
+
+def _as_kernels_take_them(x: PagedTensors) -> PagedTensors:
+    shape = x.block_table.shape[0], x.k_cache.shape[2]
+    return PagedTensors(
+        x.q if x.q.stride(-1) == 1 else x.q.contiguous(), x.k_cache, x.v_cache, x.block_table.contiguous(),
+        x.seqused_k.contiguous(), x.cu_seqlens_q.contiguous(), None if x.sink is None else x.sink.contiguous(),
+        _per_head(x.k_scale, *shape), _per_head(x.v_scale, *shape),
+    )  # fmt: skip
 
 
 def write_kv_cache(

@@ -136,7 +136,7 @@ plans: dict[tuple[Any, ...], Any] = {}
 MOST_PLANS, MOST_BACKWARDS = 4096, 64
 
 
-def keep(key: tuple[Any, ...], plan: Plan) -> Plan:
+def keep(key: tuple[Any, ...], plan: Any) -> Any:
     """The plan, found again by its key."""
     if len(plans) >= MOST_PLANS:
         plans.clear()
