@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flashsci
+from flashsci import paged
 from flashsci.backends import reference_paged
 from flashsci.testing import PagedCase, PagedVariant, embed, judge_paged, make_paged_inputs
 from flashsci.testing.bounds import exact_matmul
@@ -181,6 +182,46 @@ def test_parameters_that_require_grad_are_fine_without_gradients():
     sink = torch.nn.Parameter(torch.zeros(4))
     with torch.no_grad():
         flashsci.paged_attention(**call(sink=sink))
+
+
+def test_calls_alike_are_planned_once(monkeypatch):
+    """Checks are a plan's: a call that differs in anything which they or the choice look at has its own."""
+    counted = []
+    describe = paged.describe
+    monkeypatch.setattr(paged, "describe", lambda *given: counted.append(1) or describe(*given))
+    monkeypatch.setattr(paged, "plans", {})
+    monkeypatch.setattr(paged, "keep", paged.plans.setdefault)
+
+    def plans_of(**changes):
+        before = len(counted)
+        for _ in range(3):
+            found = flashsci.paged_attention(**call(**changes))
+        return len(counted) - before, found
+
+    assert plans_of()[0] == 1 and plans_of()[0] == 0
+    strided = torch.randn(DIM, 4, 4).permute(2, 1, 0)
+    assert plans_of(q=strided)[0] == 1
+    given = call(q=strided)
+    again = [flashsci.paged_attention(**given) for _ in range(2)]
+    plain = flashsci.paged_attention(**given | {"q": strided.contiguous()})
+    assert all(torch.equal(x, plain) for x in again), "copied each time"
+    for changes in (
+        {"causal": False}, {"window": (3, 0)}, {"softcap": 2.0}, {"scale": 0.5}, {"max_seqlen_q": 3}, {"return_lse": True},
+        {"sink": torch.zeros(4)}, {"out": torch.empty(4, 4, DIM)}, {"backend": "reference"},
+        {"block_table": torch.tensor([[3, 1, 0], [4, 0, 0]], dtype=torch.int32)},
+    ):  # fmt: skip
+        assert plans_of(**changes)[0] == 1, changes
+    with flashsci.use_backend("triton"):
+        assert plans_of()[0] == 1
+
+
+def test_a_plan_without_gradients_serves_no_call_with_them():
+    given = call(q=torch.randn(4, 4, DIM, requires_grad=True))
+    with torch.no_grad():
+        flashsci.paged_attention(**given)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no gradients"):
+            flashsci.paged_attention(**given)
 
 
 def test_explain():
