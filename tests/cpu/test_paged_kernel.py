@@ -364,7 +364,7 @@ LOADS = {
     "sm90": {
         "boxes that are not swizzled": ("config", "(piece ^ line * C::kRowBytes / 128 % (C::kRowBytes / 16)) * 16", "piece * 16"),
         "fewer bytes than arrive": ("load", "copies * box_rows * C::kPitch);", "copies * box_rows * C::kPitch / 2);"),
-        "rows of a page": ("load", "copy.key(cursor) % copy.a.p.page, cursor.head", "0, cursor.head"),
+        "rows of a page": ("load", "const int row = copy.key(cursor) % copy.a.p.page;", "const int row = 0;"),
     },
     "sm80": {
         "copies that nobody has waited for": ("load", "    ptx::cp_async_arrive(ptx::shared_address(&full[turn.stage]));\n", "    C::Isa::arrive(full[turn.stage]);\n"),
