@@ -240,7 +240,7 @@ def test_hopper_sass_uses_wgmma_and_tma():
     decoding = sass("sm_90a", "sm906decode13decode_kernel")
     assert decoding and all("HGMMA.64x" in f and "UTMALDG.5D" in f for f in decoding)
     paged = sass("sm_90a", "sm905paged12paged_kernel")
-    assert len(paged) == 2 * 3 * 3  # dtypes, head dims, what a cache holds
+    assert len(paged) == 2 * (3 * 3 + 1)  # dtypes, head dims, what a cache holds; joined rows
     for text in paged:
         name = text.split("\n", 1)[0]
         assert "HMMA.16816" in text and "UTMALDG.5D" in text, name

@@ -38,15 +38,21 @@ def test_measures(cell, capsys):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_flash_attention_3(causal):
-    """Its op, as fp8.py calls it, on the reference: layout [B, S, H, D], a scale for each head, splits by choice."""
+    """Its op, as fp8.py calls it, on the reference: packed, a scale for each member and head, splits by choice."""
 
-    def fwd(q, k, v, *, q_descale, k_descale, v_descale, softmax_scale, is_causal, num_splits):
-        assert q.shape == (1, 300, 2, 32) and q.dtype is torch.float8_e4m3fn and num_splits == 1
+    def fwd(
+        q, k, v, *, q_descale, k_descale, v_descale, softmax_scale, is_causal, num_splits, cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, max_seqlen_k,
+    ):  # fmt: skip
+        assert q.shape == (300, 2, 32) and q.dtype is torch.float8_e4m3fn and num_splits == 1
+        assert cu_seqlens_q.tolist() == cu_seqlens_k.tolist() == [0, 300]
+        assert max_seqlen_q == max_seqlen_k == 300
         scales = {"q_scale": q_descale, "k_scale": k_descale, "v_scale": v_descale}
         assert all(s.shape == (1, 2) and s.dtype is torch.float32 for s in scales.values())
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         options = {"scale": softmax_scale, "causal": is_causal, "backend": "reference"}
-        return flashsci.attention(q, k, v, **scales, **options).transpose(1, 2), None, None, None
+        found = flashsci.attention(q, k, v, **scales, **options)
+        return found[0].transpose(0, 1), None, None, None
 
     cell = replace(SMALL, causal=causal)
     x = fp8.problem_of(cell, CPU)
