@@ -124,33 +124,23 @@ def _plan(
     backend: str,
 ) -> _Plan:
     """From the cache where an equal call was planned before; the checks are a plan's, too."""
-    if torch.compiler.is_compiling() or not all(
-        isinstance(x, Tensor | None) for x in (*given, out)
-    ):
-        return _make_plan(given, out, max_seqlen_q, options, backend)
-    wanted = grad_enabled() and gradients(*given, out)
-    key = ("paged", *signature(*given, out), max_seqlen_q, options, wanted, registry.requested(backend))  # fmt: skip
-    plan: _Plan | None = plans.get(key)
-    return (
-        keep(key, _make_plan(given, out, max_seqlen_q, options, backend)) if plan is None else plan
-    )
-
-
-def _make_plan(
-    given: PagedTensors,
-    out: Any,
-    max_seqlen_q: int | None,
-    options: arguments.Options,
-    backend: str,
-) -> _Plan:
-    call = describe(*given, out, max_seqlen_q, options)
-    name = _decide(*call, backend)
-    taken = _as_kernels_take_them(given)
-    every = options.scalars(given.q.shape[-1], max_seqlen_q)
+    key: tuple[Any, ...] | None = None
+    every = (*given, out)
+    if not torch.compiler.is_compiling() and all(isinstance(x, Tensor | None) for x in every):
+        wanted = grad_enabled() and gradients(*every)
+        key = ("paged", *signature(*every), max_seqlen_q, options, wanted, registry.requested(backend))  # fmt: skip
+        kept: _Plan | None = plans.get(key)
+        if kept is not None:
+            return kept
+    name = _decide(*describe(*given, out, max_seqlen_q, options), backend)
+    dense = options.scalars(given.q.shape[-1], max_seqlen_q)
     scalars = PagedScalars(
-        every.max_seqlen_q, every.scale, every.softcap, every.window_left, every.window_right, options.return_lse
+        dense.max_seqlen_q, dense.scale, dense.softcap, dense.window_left, dense.window_right, options.return_lse
     )  # fmt: skip
-    return _Plan(name, scalars, all(map(is_, given, taken)))
+    plan = _Plan(name, scalars, all(map(is_, given, _as_kernels_take_them(given))))
+    if key is not None:
+        keep(key, plan)
+    return plan
 
 
 def _as_kernels_take_them(x: PagedTensors) -> PagedTensors:

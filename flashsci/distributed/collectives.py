@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from flashsci.distributed.lent import collective
+from flashsci.distributed.gloo import collective
 
 _ops = torch.ops._c10d_functional
 Lengths = tuple[int, ...]
