@@ -34,7 +34,13 @@ class Params(c.Structure):
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("fp8"), "fp8")
+    return loaded(tmp_path_factory.mktemp("fp8"))
+
+
+def loaded(folder, *changes):
+    library = build(folder, "fp8", *changes)
+    library.workspace.restype = c.c_int64
+    return library
 
 
 def scales_of(scale: torch.Tensor | None, x: torch.Tensor, sequences: int) -> Scales:
@@ -57,8 +63,10 @@ def scales_of(scale: torch.Tensor | None, x: torch.Tensor, sequences: int) -> Sc
     return found
 
 
-def run(library: c.CDLL, inputs: FP8Inputs, seed: int = 0) -> dict[str, torch.Tensor] | None:
-    """out and lse; None where the kernel leaves the call to others."""
+def run(
+    library: c.CDLL, inputs: FP8Inputs, seed: int = 0, processors: int = 3, cut: bool | None = None
+) -> dict[str, torch.Tensor] | None:
+    """out and lse; None where the kernel leaves the call to others. cut: whether tiles are to be cut into pieces."""
     given = inputs.options
     edges = [given.get(f"cu_seqlens_{n}") for n in "qk"]
     packed = edges[0] is not None
@@ -70,25 +78,29 @@ def run(library: c.CDLL, inputs: FP8Inputs, seed: int = 0) -> dict[str, torch.Te
     out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=dtype)
     lse = torch.full(q.shape[:-1], torch.nan)
     lead = (1,) * (5 - q.dim()) + q.shape[:-3]
-    workspace = torch.full((64,), 255, dtype=torch.uint8)
     call = ForwardParams(
         *map(_pointer, (q, k, v, out, lse, *edges)), *map(_strides, (q, k, v, out)), batch0=lead[0], batch1=lead[1],
         heads_q=q.shape[-3], heads_k=k.shape[-3], seq_q=q.shape[-2], seq_k=k.shape[-2], num_seqs=max(sequences, 0),
         max_seqlen_q=-1, head_dim=q.shape[-1], head_dim_v=v.shape[-1], scale=given["scale"] or q.shape[-1] ** -0.5,
         softcap=given["softcap"] or 0.0, window_left=-1 if left is None else left, window_right=-1 if right is None else right,
-        lower_right=given["align"] == "lower_right", workspace=workspace.data_ptr(),
+        lower_right=given["align"] == "lower_right", device=processors,
     )  # fmt: skip
     scales = (scales_of(given.get(f"{n}_scale"), x, sequences) for n, x in zip("qkv", (q, k, v), strict=True))  # fmt: skip
     params = Params(call, *scales, dtype == torch.float16)
-    if not emulate(library.emulate, params, True, seed):
+    needed = library.workspace(c.byref(params), processors)
+    if cut is not None:
+        assert (needed > 4) == cut
+    workspace = torch.full((needed,), 255, dtype=torch.uint8)
+    params.call.workspace = workspace.data_ptr() if needed else None
+    if not emulate(library.emulate, params, True, seed, processors):
         return None
     return {"out": out.transpose(0, 1) if packed else out, "lse": lse}
 
 
-def judge(library: c.CDLL, case: FP8Case) -> bool:
-    """Whether the kernel took a case; it must be right then."""
+def judge(library: c.CDLL, case: FP8Case, *how) -> bool:
+    """Whether the kernel took a case; it must be right then. how: the rest that `run` takes."""
     inputs = make_fp8_inputs(case)
-    found = run(library, inputs, case.seed)
+    found = run(library, inputs, case.seed, *how)
     if found is None:
         return False
     problems = inputs.judge().problems(found)
@@ -108,6 +120,40 @@ def test_every_tile(kernel, dims, block):
     assert judge(kernel, case)
     full = replace(case, variant=replace(variant, window="none"), seed=2, lens_q=(70,))
     assert judge(kernel, full)
+
+
+PIECES = FP8Case(
+    FP8Variant("bfloat16", 64, 64, "none"),
+    1,
+    (70,),
+    (3100,),
+    heads_k=3,
+    scales=("128", "128", "128"),
+)
+
+
+@pytest.mark.parametrize("dims", TILES)
+def test_pieces(kernel, dims):
+    """Of some of the tiles and of all, in two pieces and in many."""
+    case = replace(PIECES, variant=replace(PIECES.variant, head_dim=dims[0], head_dim_v=dims[1]))
+    inputs = make_fp8_inputs(case)
+    for processors in (2, 5, 20):
+        found = run(kernel, inputs, 1, processors, True)
+        assert not (problems := inputs.judge().problems(found)), problems
+    again = run(kernel, inputs, 2, 20, True)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+@pytest.mark.parametrize("scales", ("64", "128"))
+@pytest.mark.parametrize("processors", (7, 16, 40, 132))
+def test_more_processors_than_blocks(kernel, processors, scales):
+    """Tiles as long as those that are cut, but few: a run without a block would be waited for, and never come."""
+    case = replace(PIECES, lens_q=(40,), lens_k=(1100,), scales=("one", scales, scales))
+    assert judge(kernel, case, processors)
+
+
+def test_few_keys_are_not_cut(kernel):
+    assert judge(kernel, replace(PIECES, lens_k=(900,)), 4, False)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -147,12 +193,16 @@ FAULTS = {
     "Q released before all have read the tile": ("fp8/kernel.cuh", "4 + (w == 0 ? 1 + C::kTransposers : 0)", "4"),
     "the scale of another block": ("fp8/load.cuh", "scale_of(a.v_scale, v, key)", "scale_of(a.v_scale, v, key + 128)"),
     "fewer bytes than arrive": ("fp8/load.cuh", "(v_full, sizeof(shared.v[0]));", "(v_full, sizeof(shared.v[0]) / 2);"),
+    "pieces added before all are there": ("fp8/pieces.cuh", "before != last - first", "before + 1 != last - first"),
+    "the weight of another row": ("fp8/pieces.cuh", "fmaf(weight[1], y.z,", "fmaf(weight[0], y.z,"),
+    "a run that ends too early": ("fp8/pieces.cuh", "end(run_begin(pieces, blockIdx.x + 1))", "end(run_begin(pieces, blockIdx.x + 1) - 1)"),
+    "two pieces in one place": ("fp8/pieces.cuh", "(cta * 2 + begins)", "(cta * 2)"),
 }  # fmt: skip
 
 
 # Left out, which a compiler is quicker with: faults are looked for at head dim 64.
 OTHER_TILES = [
-    ("fp8/launch.cuh", f"return {tiles};", "return cudaErrorNotSupported;")
+    ("fp8/launch.cuh", f"return {tiles};", "return launch(Tiles64{});")
     for tiles in (
         "fine ? launch(Tiles128Fine{}) : launch(Tiles128{})",
         "fine ? launch(Tiles192Fine{}) : launch(Tiles192{})",
@@ -164,7 +214,10 @@ OTHER_TILES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(tmp_path, fault):
-    broken = build(tmp_path, "fp8", FAULTS[fault], *OTHER_TILES)
+    broken = loaded(tmp_path, FAULTS[fault], *OTHER_TILES)
+    how: tuple[int, ...] = ()
     variant = FP8Variant("bfloat16", 64, 64, "causal", packed=True)
     case = FP8Case(variant, 1, (100, 40, 200), (300, 77, 640), heads_k=2, scales=("128", "128", "128"), align="lower_right")  # fmt: skip
-    assert is_found(lambda seed: judge(broken, replace(case, seed=seed)))
+    if FAULTS[fault][0] == "fp8/pieces.cuh":
+        case, how = PIECES, (5,)
+    assert is_found(lambda seed: judge(broken, replace(case, seed=seed), *how))

@@ -40,7 +40,9 @@ struct Tiling {
 
 // What the scheduler tells the others about a tile.
 struct TileInfo : fwd::TileInfo {
-  int sequence;  // packed: its index
+  int sequence;                // packed: its index
+  int first_block, end_block;  // of keys, at most; of a piece: pieces.cuh
+  int piece_of;                // the index of its tile among those that are cut, or -1
 };
 // A slot is reused when the Q of the tile two before has been released; by then the consumers may
 // still owe the output of the tile before that one.
@@ -62,11 +64,29 @@ struct Storage {
   TileInfo tile_info[kTileSlots];
 };
 
+// The tiles behind those of the schedule, cut into a piece for each CTA: pieces.cuh.
+struct Pieces {
+  uint32_t tiles, blocks;  // blocks of keys of each tile
+  uint32_t* arrived;       // [tile][warp of the consumers]
+  float4* sums;            // [CTA][2][warp of the consumers][kPieceWords][lane]
+};
+
 struct Args : fwd::ForwardArgs {
+  Pieces pieces;
   FlashsciScales q_scale, k_scale, v_scale;
   int out_is_fp16;
   float inverse_softcap;  // a division in the kernel would be a call
 };
+
+// The blocks of a tile, or of its piece, that rows see. piece: first and end.
+template <class C, bool kVarlen>
+__device__ __forceinline__ fwd::Blocks<C> blocks_of(const Window& seen, int row, int count,
+                                                    int seq_q, int first, int end) {
+  fwd::Blocks<C> blocks(seen, row, count, seq_q);
+  if constexpr (!kVarlen)
+    blocks.first = max(blocks.first, first), blocks.end = min(blocks.end, end);
+  return blocks;
+}
 
 // Where the scales of a head's sequence, which begins at first_row, begin; NULL: all are 1.
 __device__ __forceinline__ const float* first_scale(const FlashsciScales& scales,

@@ -14,6 +14,34 @@
 
 namespace flashsci::sm90::fp8 {
 
+// What to begin and end a piece costs a CTA, in blocks of keys.
+inline constexpr int64_t kPieceBlocks = 8;
+
+// Which of a call's last tiles are cut into pieces: those that leave CTAs without one, where all rows
+// see all keys, each CTA has a block of them, and that pays.
+template <class C>
+Pieces pieces_of(const FlashsciForwardParams& p, int64_t processors) {
+  const int64_t tiles = p.batch0 * p.batch1 * p.heads_q * num_tiles(p.seq_q, C::kBlockQ, 0, false);
+  const int64_t blocks = (int64_t{p.seq_k} + C::kBlockK - 1) / C::kBlockK;
+  const int64_t rest = tiles % processors;
+  if (p.cu_seqlens_q != nullptr || p.window_left >= 0 || p.window_right >= 0 || rest == 0 ||
+      rest * blocks < processors || rest * blocks > INT32_MAX / (processors + 1) ||
+      rest * blocks / processors + kPieceBlocks >= blocks)
+    return {};
+  return {static_cast<uint32_t>(rest), static_cast<uint32_t>(blocks)};
+}
+
+// Bytes of the parts of the workspace for that.
+template <class C>
+struct PieceParts {
+  int64_t arrived, sums;
+  PieceParts(const Pieces& pieces, int64_t processors)
+      : arrived((pieces.tiles * C::kConsumers * 4 * int64_t{sizeof(uint32_t)} + 255) / 256 * 256),
+        sums(pieces.tiles == 0 ? 0
+                               : processors * 2 * C::kConsumers * 4 * kPieceWords<C> * 32 *
+                                     static_cast<int64_t>(sizeof(float4))) {}
+};
+
 template <class C>
 cudaError_t encode_maps(Args& a) {
   const FlashsciForwardParams& p = a.p;
@@ -47,8 +75,19 @@ cudaError_t launch_tiling(Args& a, cudaStream_t stream) {
   cudaError_t error = fwd::plan_schedule<C, kVarlen>(a.schedule, a.p, processors, 1);
   if (error == cudaSuccess) error = encode_maps<C>(a);
   if (error != cudaSuccess) return error;
+  if (!kVarlen && a.p.workspace != nullptr) a.pieces = pieces_of<C>(a.p, processors);
+  if (a.pieces.tiles != 0) {
+    const PieceParts<C> parts(a.pieces, processors);
+    auto* workspace = static_cast<unsigned char*>(a.p.workspace);
+    a.pieces.arrived = reinterpret_cast<uint32_t*>(workspace);
+    a.pieces.sums = reinterpret_cast<float4*>(workspace + parts.arrived);
+    a.schedule.items -= a.pieces.tiles;
+    error = cudaMemsetAsync(workspace, 0, parts.arrived, stream);
+    if (error != cudaSuccess) return error;
+  }
   constexpr auto kernel = fp8_forward_kernel<C, kVarlen>;
-  return fwd::launch_scheduled<kernel, C, kVarlen>(a, kSharedBytes, processors, stream);
+  return fwd::launch_scheduled<kernel, C, kVarlen>(a, kSharedBytes, processors, stream,
+                                                   a.pieces.tiles != 0 ? processors : 0);
 }
 
 // The tile shapes, by padded head dims of q and k, and of v; why: docs/kernels/sm90_fp8.md. Scales of
@@ -61,11 +100,30 @@ using Tiles192 = Tiling<192, 128, 128, 2, 2>;
 using Tiles192Fine = Tiling<192, 128, 64, 2, 4>;
 using Tiles256 = Tiling<256, 256, 64, 2, 2>;
 
-// Bytes of workspace: the counter of the schedule.
+// launch(tile shape) of a call.
+template <class Launch>
+auto with_tiles(const FlashsciFp8ForwardParams& params, const Launch& launch) {
+  const FlashsciForwardParams& p = params.call;
+  const int dim = std::max(p.head_dim, p.head_dim_v);
+  const bool fine =
+      std::min(params.k_scale.shift, params.v_scale.shift) < 7;  // 64 keys share a scale
+  if (dim <= 64) return fine ? launch(Tiles64Fine{}) : launch(Tiles64{});
+  if (dim <= 128) return fine ? launch(Tiles128Fine{}) : launch(Tiles128{});
+  if (dim <= 192 && p.head_dim_v <= 128) return fine ? launch(Tiles192Fine{}) : launch(Tiles192{});
+  return launch(Tiles256{});
+}
+
+// Bytes of workspace: the counter of the schedule, or what pieces of tiles leave.
 inline int64_t forward_workspace(const FlashsciFp8ForwardParams& params) {
   const FlashsciForwardParams& p = params.call;
   const bool causal = p.window_right >= 0 && p.window_left < 0;
-  return causal || p.cu_seqlens_q != nullptr ? sizeof(uint32_t) : 0;
+  if (causal || p.cu_seqlens_q != nullptr) return sizeof(uint32_t);
+  return with_tiles(params, [&](auto tiles) {
+    using C = decltype(tiles);
+    const int processors = processors_of(p.device);
+    const PieceParts<C> parts(pieces_of<C>(p, processors), processors);
+    return parts.arrived + parts.sums;
+  });
 }
 
 // cudaErrorNotSupported: there is no kernel for this call, nothing was launched.
@@ -78,7 +136,7 @@ inline cudaError_t launch_forward(const FlashsciFp8ForwardParams& params, cudaSt
       !aligned(p.batch1, p.out_strides.batch1) || !aligned(p.heads_q, p.out_strides.head) ||
       !aligned(p.seq_q, p.out_strides.row) || reinterpret_cast<uintptr_t>(p.out) % 16 != 0)
     return cudaErrorNotSupported;
-  Args a;
+  Args a{};
   a.p = p;
   a.q_scale = params.q_scale, a.k_scale = params.k_scale, a.v_scale = params.v_scale;
   a.out_is_fp16 = params.out_is_fp16;
@@ -88,13 +146,9 @@ inline cudaError_t launch_forward(const FlashsciFp8ForwardParams& params, cudaSt
     return p.cu_seqlens_q != nullptr ? launch_tiling<C, true>(a, stream)
                                      : launch_tiling<C, false>(a, stream);
   };
-  const int shift = std::min(a.k_scale.shift, a.v_scale.shift);
-  if (shift < 6 || a.q_scale.shift < 6) return cudaErrorNotSupported;
-  const bool fine = shift < 7;  // 64 keys share a scale
-  if (dim <= 64) return fine ? launch(Tiles64Fine{}) : launch(Tiles64{});
-  if (dim <= 128) return fine ? launch(Tiles128Fine{}) : launch(Tiles128{});
-  if (dim <= 192 && p.head_dim_v <= 128) return fine ? launch(Tiles192Fine{}) : launch(Tiles192{});
-  return launch(Tiles256{});
+  if (std::min({a.q_scale.shift, a.k_scale.shift, a.v_scale.shift}) < 6)
+    return cudaErrorNotSupported;
+  return with_tiles(params, launch);
 }
 
 }  // namespace flashsci::sm90::fp8

@@ -8,6 +8,7 @@
 #include "../../ptx/warpgroup.cuh"
 #include "../fwd/load.cuh"
 #include "config.cuh"
+#include "pieces.cuh"
 
 namespace flashsci::sm90::fp8 {
 
@@ -27,7 +28,8 @@ __device__ __forceinline__ int sequence_of(const Args& a, uint32_t item) {
 // Publishes a tile, or the end, and loads its Q. One thread.
 template <class C>
 __device__ __forceinline__ void post_tile(Storage<C>& shared, const Args& a, uint32_t tiles,
-                                          const WorkTile& work, int sequence) {
+                                          const WorkTile& work, int sequence, int first_block,
+                                          int end_block, int piece_of) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
   const fwd::KvHeadCoord at(a.p, work.row >= 0 ? work.batch_head : 0);
   TileInfo& tile = shared.tile_info[tiles % kTileSlots];
@@ -37,6 +39,7 @@ __device__ __forceinline__ void post_tile(Storage<C>& shared, const Args& a, uin
   tile.first_q = work.first_q, tile.first_k = work.first_k;
   tile.seq_q = work.seq_q, tile.seq_k = work.seq_k;
   tile.sequence = sequence;
+  tile.first_block = first_block, tile.end_block = end_block, tile.piece_of = piece_of;
   ptx::mbarrier_arrive(address(&shared.tile_ready[tiles % kTileSlots]));
   const Blocks<C> blocks(fwd::window_of(a.p, work.seq_q, work.seq_k), work.row, C::kBlockQ,
                          work.seq_q);
@@ -67,20 +70,27 @@ __device__ __forceinline__ void schedule_tiles(Storage<C>& shared, const Args& a
       ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[tiles % C::kQStages][w]),
                           (tiles / C::kQStages & 1) ^ 1);
   };
+  Run run(a.pieces);
   for (uint32_t item = fwd::first_item(a.schedule);;
        item = fwd::next_item(a.schedule, item, taken)) {
-    const bool more = item < a.schedule.items;
+    bool more = item < a.schedule.items;
+    uint32_t index = item;
+    int first_block = 0, end_block = INT32_MAX, piece_of = -1;
+    if (!kVarlen && !more && !run.done()) {
+      piece_of = run.take(a.pieces, first_block, end_block);
+      index = a.schedule.items + piece_of, more = true;
+    }
     WorkTile work{};
     work.row = -1;
     int sequence = 0;
     if (more) {
-      work = fwd::find_work<C::kBlockQ, kVarlen>(a.schedule, a.p, item);
+      work = fwd::find_work<C::kBlockQ, kVarlen>(a.schedule, a.p, index);
       if constexpr (kVarlen) sequence = sequence_of<C>(a, item);
     }
     const bool posts = !more || work.row >= 0;
     if (posts && ptx::elect()) {
       wait_q();
-      post_tile<C>(shared, a, tiles, work, sequence);
+      post_tile<C>(shared, a, tiles, work, sequence, first_block, end_block, piece_of);
     }
     __syncwarp();
     if (!more) break;
@@ -117,7 +127,8 @@ __device__ __forceinline__ void load_kv(Storage<C>& shared, const Args& a) {
     const TileInfo& tile = shared.tile_info[tiles % kTileSlots];
     if (tile.row < 0) break;
     const int seq_q = kVarlen ? tile.seq_q : a.p.seq_q, seq_k = kVarlen ? tile.seq_k : a.p.seq_k;
-    const Blocks<C> blocks(fwd::window_of(a.p, seq_q, seq_k), tile.row, C::kBlockQ, seq_q);
+    const auto blocks = blocks_of<C, kVarlen>(fwd::window_of(a.p, seq_q, seq_k), tile.row,
+                                              C::kBlockQ, seq_q, tile.first_block, tile.end_block);
     const BlockScales<C> scales(a, tile);
     float2 next = make_float2(1.f, 1.f);  // a block ahead: nothing waits for them
     if (blocks.end > blocks.first) next = scales.of(a, blocks.end - 1);

@@ -18,6 +18,7 @@
 #include "../../ptx/wgmma.cuh"
 #include "../fwd/epilogue.cuh"
 #include "config.cuh"
+#include "pieces.cuh"
 #include "softmax.cuh"
 
 namespace flashsci::sm90::fp8 {
@@ -240,6 +241,12 @@ struct Consumer {
     rows.sum[0] = rows.sum[1] = 0.f;
     rows.row_max_log2[0] = rows.row_max_log2[1] = kUninitializedMax;
   }
+  // Whether these are the sums of a whole tile.
+  __device__ __forceinline__ bool gathered(const TileInfo& tile) {
+    const int piece_of = ptx::redux_max(tile.piece_of);
+    return piece_of < 0 ||
+           gather<C>(o, rows, a.pieces, piece_of, tile.first_block == 0, warp_row / 16);
+  }
   __device__ __forceinline__ void write(const TileInfo& tile) {
     const int seq_q = kVarlen ? tile.seq_q : a.p.seq_q;
     auto& staging = shared.staging[warp_row / 16];
@@ -263,8 +270,13 @@ struct Consumer {
       const int seq_k = kVarlen ? ptx::redux_max(info.seq_k) : a.p.seq_k;
       const Window seen = fwd::window_of(a.p, seq_q, seq_k);
       const int first_row = row + w * 64;
-      const fwd::Blocks<C> blocks(seen, row, C::kBlockQ, seq_q);  // of all consumers
-      Work work{info, seen, fwd::Blocks<C>(seen, first_row, 64, seq_q)};
+      const int first_block = ptx::redux_max(info.first_block);
+      const int end_block = ptx::redux_max(info.end_block);
+      const auto blocks_from = [&](int begin, int count) {
+        return blocks_of<C, kVarlen>(seen, begin, count, seq_q, first_block, end_block);
+      };
+      const fwd::Blocks<C> blocks = blocks_from(row, C::kBlockQ);  // of all consumers
+      Work work{info, seen, blocks_from(first_row, 64)};
       clear();
       take_turn();
       if (work.own.first >= work.own.end) {
@@ -282,7 +294,7 @@ struct Consumer {
         skip(work.own.first - blocks.first);
       }
       pass_turn();
-      write(info);
+      if (kVarlen || gathered(info)) write(info);
     }
     if (w == 0) take_turn();  // the last turn handed round
     ptx::bulk_wait_read<0>();

@@ -105,7 +105,8 @@ __device__ __forceinline__ void turn_v(Storage<C>& shared, const Args& a, int wa
     const TileInfo& tile = shared.tile_info[tiles % kTileSlots];
     if (tile.row < 0) break;
     const int seq_q = kVarlen ? tile.seq_q : a.p.seq_q, seq_k = kVarlen ? tile.seq_k : a.p.seq_k;
-    const Blocks<C> blocks(fwd::window_of(a.p, seq_q, seq_k), tile.row, C::kBlockQ, seq_q);
+    const auto blocks = blocks_of<C, kVarlen>(fwd::window_of(a.p, seq_q, seq_k), tile.row,
+                                              C::kBlockQ, seq_q, tile.first_block, tile.end_block);
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++turn) {
       const uint32_t stage = turn % C::kStages, phase = turn / C::kStages & 1;

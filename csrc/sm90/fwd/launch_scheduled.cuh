@@ -39,8 +39,10 @@ cudaError_t plan_schedule(SchedulePlan& plan, const FlashsciForwardParams& p, in
   return cudaSuccess;
 }
 
+// fewest: CTAs that have something to do beside the schedule.
 template <auto kKernel, class C, bool kVarlen, class Args>
-cudaError_t launch_scheduled(const Args& a, int shared_bytes, int processors, cudaStream_t stream) {
+cudaError_t launch_scheduled(const Args& a, int shared_bytes, int processors, cudaStream_t stream,
+                             uint32_t fewest = 0) {
   const SchedulePlan& plan = a.schedule;
   cudaError_t error = allow_shared<kKernel>(shared_bytes, a.p.device);
   if (error == cudaSuccess && plan.counter != nullptr)
@@ -50,7 +52,7 @@ cudaError_t launch_scheduled(const Args& a, int shared_bytes, int processors, cu
   const uint32_t starts = plan.order == Order::kBalanced ? plan.items / 2 : plan.items;
   const uint32_t grid = kVarlen && plan.counter == nullptr
                             ? starts
-                            : std::min(starts, static_cast<uint32_t>(processors));
+                            : std::max(fewest, std::min(starts, static_cast<uint32_t>(processors)));
   kKernel<<<grid, C::kThreads, shared_bytes, stream>>>(a);
   return cudaGetLastError();
 }

@@ -62,6 +62,10 @@ inline uint32_t atomicAdd(uint32_t* x, uint32_t by) {
   *x += by;
   return before;
 }
+template <class T>
+T __ldcg(const T* x) {
+  return *x;
+}
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline size_t __cvta_generic_to_shared(const void* pointer) {
@@ -114,6 +118,7 @@ inline int load_acquire(const int* x) {
   return *x;
 }
 inline void add_release(int* x, int by) { *x += by; }
+inline uint32_t arrive(uint32_t* x) { return (*x)++; }
 
 // Copies of a thread, done when it waits for them, or when their arrival at a barrier is. Until then
 // nothing is there.

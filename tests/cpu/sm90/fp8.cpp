@@ -10,3 +10,8 @@ extern "C" int emulate(const FlashsciFp8ForwardParams* params, int, int processo
     return flashsci::sm90::fp8::launch_forward(*params, nullptr);
   });
 }
+
+extern "C" int64_t workspace(const FlashsciFp8ForwardParams* params, int processors) {
+  emulation::processors = processors;
+  return flashsci::sm90::fp8::forward_workspace(*params);
+}
