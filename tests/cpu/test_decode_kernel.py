@@ -110,8 +110,8 @@ def test_the_same_twice(kernel):
 
 
 FAULTS = {
-    "K read before it is there": ("decode/kernel.cuh", "wait(shared.k_full[stage], turn / kStages);", ""),
-    "V overwritten while it is read": ("decode/kernel.cuh", "ptx::mbarrier_sleep(ptx::shared_address(&empty), parity);", ""),
+    "K read before it is there": ("decode/kernel.cuh", "wait(shared.k_full[stage], turn.parity);", ""),
+    "V overwritten while it is read": ("decode/kernel.cuh", "ptx::mbarrier_sleep(ptx::shared_address(&empty), turn.parity ^ 1);", ""),
     "pieces in one place": ("decode/kernel.cuh", "* a.plan.segments + segment.index)", "* a.plan.segments)"),
     "a piece too many": ("decode/combine.cuh", "last / plan.run - begin / plan.run + 1;", "last / plan.run - begin / plan.run + 2;"),
     "keys beyond the last": ("decode/kernel.cuh", "first_key + kBlockK > full_end", "first_key > full_end"),

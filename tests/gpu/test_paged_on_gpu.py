@@ -190,6 +190,26 @@ def test_results_are_the_same_every_time(backend, cache):
 
 
 @of_cuda
+@pytest.mark.parametrize("cache", ["", "float8_e4m3fn"])
+def test_long_runs_beside_others(backend, cache):
+    """On Hopper CTAs keep step in such runs: not only with those of their own launch, nor are all of them there at once."""
+    if cache and not EIGHT_BITS:
+        pytest.skip("no 8-bit floats before sm_89")
+    case = PagedCase(PagedVariant("bfloat16", cache, 128, 128), 4, (1, 1), (110000, 60001), 8, 4)
+    inputs = make_paged_inputs(case, "cuda")
+    first = inputs.evaluate(backend)
+    inputs.judge(fused=True).require(first)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    found = []
+    for turn in range(20):
+        with torch.cuda.stream(streams[turn % 2]):
+            found.append(inputs.evaluate(backend))
+    torch.cuda.synchronize()
+    assert all(torch.equal(x[n], first[n]) for x in found for n in first)
+
+
+@of_cuda
 def test_refusals_name_what_was_given(backend):
     case = PagedCase(PagedVariant("float16"), 1, (1, 7), (40, 90), layout="unaligned")
     with pytest.raises(flashsci.BackendError, match=r"k_cache has strides .*multiples of 8"):

@@ -19,6 +19,9 @@ struct DecodeTiling {
   static constexpr int kThreads = 160;
   static constexpr int kQBytes = kDecodeRows * kHeadDim * 2;
   static constexpr int kKVBytes = kBlockK * kHeadDim * 2;
+  // Of a CTA that has one sequence: what DRAM needs to be busy. More lets the SMs that it serves first
+  // take more from the others.
+  static constexpr int kFewStages = 32768 / kKVBytes;
   using KVBox = Box<kBlockK>;
   static_assert(kKVBytes == kColumnBlocks * KVBox::kBytes, "a barrier expects what is loaded");
 };
@@ -39,6 +42,7 @@ struct DecodePlan {
   int first_block, blocks;  // of every sequence
   int run;                  // blocks of a CTA
   int segments;             // at most, of a sequence
+  bool one_sequence;        // has every run
   float* partial_out;       // [sequence][segment][row][kHeadDim], normalised
   float* partial_lse;       // [sequence][segment][row], log2
 };
@@ -48,6 +52,14 @@ struct alignas(128) DecodeArgs {
   FlashsciForwardParams p;
   DecodePlan plan;
   ScorePlan scores;
+};
+
+// The blocks of a CTA one after another: where in the ring the next one is.
+struct DecodeTurn {
+  uint32_t stage = 0, parity = 0;
+  __device__ __forceinline__ void next(uint32_t stages) {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
 };
 
 // What a CTA does of one sequence.

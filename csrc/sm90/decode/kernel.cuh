@@ -9,7 +9,8 @@
 //           beginning of the next. Warps 0 - 3 compute (one warpgroup, 64 rows), warp 4 loads.
 // Shared    Q [64 columns][64 rows], a ring of K and V [stage][64 columns][kBlockK rows] in
 //           128-byte swizzled boxes: `DecodeStorage`.
-// Pipeline  The ring runs ahead by kStages blocks of K and V, across sequences too.
+// Pipeline  The ring runs ahead by kStages blocks of K and V, across sequences too; by fewer where there
+//           are none to cross.
 // Limits    Memory: docs/kernels/sm90_decode.md. The tensor cores multiply rows that do not exist;
 //           they have the time.
 #pragma once
@@ -33,18 +34,18 @@ using namespace fwd;  // softmax and masks are the forward's
 
 template <class C>
 __device__ __forceinline__ void decode_load(DecodeStorage<C>& shared, const DecodeArgs& a,
-                                            int begin, int end) {
-  uint32_t turn = 0;
-  for (int at = begin; at < end; ++at, ++turn) {
+                                            int begin, int end, uint32_t stages) {
+  DecodeTurn turn;
+  for (int at = begin; at < end; ++at, turn.next(stages)) {
     const int sequence = at / a.plan.blocks;
     const int row = (a.plan.first_block + at - sequence * a.plan.blocks) * C::kBlockK;
     const int batch = sequence / a.p.heads_k, head = sequence - batch * a.p.heads_k;
     const int batch0 = batch / static_cast<int>(a.p.batch1);
     const int batch1 = batch - batch0 * static_cast<int>(a.p.batch1);
-    const uint32_t stage = turn % C::kStages, parity = (turn / C::kStages & 1) ^ 1;
+    const uint32_t stage = turn.stage;
     const auto load = [&](uint64_t& empty, uint64_t& full, unsigned char* target,
                           const CUtensorMap& map) {
-      ptx::mbarrier_sleep(ptx::shared_address(&empty), parity);
+      ptx::mbarrier_sleep(ptx::shared_address(&empty), turn.parity ^ 1);
       poison_stage(ptx::shared_address(target), C::kKVBytes);
       ptx::mbarrier_arrive_expect(ptx::shared_address(&full), sizeof(shared.k[0]));
 #pragma unroll
@@ -148,10 +149,10 @@ __device__ __forceinline__ void decode_store(const float (&o)[C::kHeadDim / 2],
 
 template <class Op, class C>
 __device__ __forceinline__ void decode_compute(DecodeStorage<C>& shared, const DecodeArgs& a,
-                                               int begin, int end) {
+                                               int begin, int end, uint32_t stages) {
   using MmaQK = typename Op::template Wgmma<C::kBlockK>;
   using MmaPV = typename Op::template Wgmma<C::kHeadDim>;
-  constexpr int kBlockK = C::kBlockK, kStages = C::kStages, kHeadDim = C::kHeadDim;
+  constexpr int kBlockK = C::kBlockK, kHeadDim = C::kHeadDim;
   const int lane = threadIdx.x % 32;
   const int row = threadIdx.x / 32 * 16 + lane / 4;                       // this lane's first
   const bool busy = ptx::redux_max(threadIdx.x / 32 * 16) < a.plan.rows;  // the warp
@@ -164,7 +165,7 @@ __device__ __forceinline__ void decode_compute(DecodeStorage<C>& shared, const D
   const uint64_t k_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.k), 16, 1024);
   const uint64_t v_desc = ptx::wgmma_descriptor(ptx::shared_address(shared.v), kBlockK * 128, 1024);
   const auto wait = [&](uint64_t& barrier, uint32_t parity) {
-    ptx::mbarrier_wait(ptx::shared_address(&barrier), parity & 1);
+    ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
   };
   const auto release = [&](uint64_t& barrier) {
     __syncwarp();
@@ -174,7 +175,7 @@ __device__ __forceinline__ void decode_compute(DecodeStorage<C>& shared, const D
   float s[kBlockK / 2], o[kHeadDim / 2];
   uint32_t p[kBlockK / 16][4];
   RowStatistics rows;
-  uint32_t turn = 0;
+  DecodeTurn turn;
   for (int at = begin; at < end;) {
     const DecodeSegment segment = decode_segment(a.plan, at, end);
     decode_load_q(shared, a, segment.sequence);
@@ -182,9 +183,9 @@ __device__ __forceinline__ void decode_compute(DecodeStorage<C>& shared, const D
     ptx::barrier_sync(1, 128);
     start_rows<C>(rows, o);
 #pragma unroll 1
-    for (int block = segment.first; block < segment.end; ++block, ++turn, ++at) {
-      const uint32_t stage = turn % kStages;
-      wait(shared.k_full[stage], turn / kStages);
+    for (int block = segment.first; block < segment.end; ++block, turn.next(stages), ++at) {
+      const uint32_t stage = turn.stage;
+      wait(shared.k_full[stage], turn.parity);
       multiply_qk<MmaQK, C>(s, q_desc, k_desc, stage);
       release(shared.k_empty[stage]);
       if (busy) {
@@ -206,7 +207,7 @@ __device__ __forceinline__ void decode_compute(DecodeStorage<C>& shared, const D
 #pragma unroll
       for (int e = 0; e < kBlockK / 2; e += 2)
         p[e / 8][e / 2 % 4] = busy ? Op::pack2(s[e], s[e + 1]) : 0u;
-      wait(shared.v_full[stage], turn / kStages);
+      wait(shared.v_full[stage], turn.parity);
       multiply_pv<MmaPV, C>(o, p, v_desc, stage);
       release(shared.v_empty[stage]);
     }
@@ -238,10 +239,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   ptx::launch_dependents();
   const int begin = blockIdx.x * a.plan.run;
   const int end = min(begin + a.plan.run, a.plan.sequences * a.plan.blocks);
+  const uint32_t stages = a.plan.one_sequence ? C::kFewStages : C::kStages;
   if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 4) {
-    if (ptx::elect()) decode_load<C>(shared, a, begin, end);
+    if (ptx::elect()) decode_load<C>(shared, a, begin, end, stages);
   } else {
-    decode_compute<Op, C>(shared, a, begin, end);
+    decode_compute<Op, C>(shared, a, begin, end, stages);
   }
 }
 

@@ -23,14 +23,14 @@ inline int decode_block(const FlashsciForwardParams& p) {
 inline constexpr int kSwitchBlocks = 4;
 
 // Blocks of a CTA, at least `least` of `blocks` of a sequence: as many as end where sequences do, if that
-// pays.
+// pays. That a CTA has one sequence, whole or a part, pays more.
 inline int whole_run(int least, int blocks) {
-  const int most = least + std::min(least / 16, kSwitchBlocks);
-  if (least >= blocks) {
+  if (least > blocks) {
     const int whole = (least + blocks - 1) / blocks * blocks;
-    return whole <= most ? whole : least;
+    return whole - least <= std::min(least / 16, kSwitchBlocks) ? whole : least;
   }
-  for (int parts = blocks / least; blocks <= parts * most; --parts)
+  const int most = least + least / 16;
+  for (int parts = blocks / least; parts > 0 && blocks <= parts * most; --parts)
     if (blocks % parts == 0) return blocks / parts;
   return least;
 }
@@ -54,6 +54,7 @@ inline DecodePlan decode_plan(const FlashsciForwardParams& p) {
   const int processors = processors_of(p.device);
   if (processors <= 0) return plan;
   plan.run = whole_run(static_cast<int>((total + processors - 1) / processors), plan.blocks);
+  plan.one_sequence = plan.blocks % plan.run == 0;
   plan.segments = plan.run % plan.blocks == 0 ? 1 : (plan.blocks + plan.run - 2) / plan.run + 1;
   return plan;
 }

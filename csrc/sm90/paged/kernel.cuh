@@ -51,10 +51,14 @@ __global__ void __launch_bounds__(C::kBound, 1) paged_kernel(const __grid_consta
       compute<Op, Format, C>(shared, a, warp);
     } else {
       ptx::setmaxnreg_dec<C::kLoadingRegisters>();
-      if (warp == kWarps + kLoadsKeys) load<C, kLoadsKeys>(shared, a, cursor);
-      if (warp == kWarps + kLoadsValues) load<C, kLoadsValues>(shared, a, cursor);
-      if (warp == kWarps + kLoadsQueries) load_queries<Op, C>(shared, a, cursor);
-      if (warp == kWarps + kMerges) merge<Op, C>(shared, a, runs);
+      if (warp == kWarps + kLoadsKeys)
+        load<C, kLoadsKeys>(shared, a, runs, cursor);
+      else if (warp == kWarps + kLoadsValues)
+        load<C, kLoadsValues>(shared, a, runs, cursor);
+      else if (warp == kWarps + kLoadsQueries)
+        load_queries<Op, C>(shared, a, cursor);
+      else
+        merge<Op, C>(shared, a, runs);
     }
   });
 }

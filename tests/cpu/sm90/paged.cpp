@@ -20,6 +20,9 @@ int emulate(const FlashsciPagedParams* params, int bf16, int processors, unsigne
     return launch<Generation, decltype(op)>(*params, nullptr);
   });
 }
+#ifndef SM80
+unsigned steps() { return steps_begun; }
+#endif
 int64_t workspace(const FlashsciPagedParams* params, int processors) {
   emulation::processors = processors;
   return workspace_bytes<Generation>(*params, 2);
