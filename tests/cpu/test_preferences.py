@@ -17,19 +17,9 @@ from scripts import preferences as script
 
 DEFAULTS = preferences.read(preferences.FOLDER / "defaults.json")
 HOPPER = Problem("cuda", (9, 0), torch.bfloat16, 16, 16, 24, 24)
-# Regret above 1.10. Of short heads in fp32: forward, SDPA's kernel is ahead of all that `auto` has, its own call of SDPA included;
-# backward, plain math is, but behind where its forward counts too. Of Swin: SDPA, whose calls cost a training step more host time
-# than they save on the GPU (rules.HOST).
-LEFT = {
-    "sm90": {
-        ("short-fp32-d128-bh16-s128", "forward"), ("short-fp32-d128-bh16-s512", "forward"),
-        ("short-fp32-d128-bh1024-s512", "backward"), ("short-fp32-d128-bh1024-s128", "backward"),
-        ("short-fp32-d64-bh16-s128", "backward"), ("pet-train-d48", "backward"),
-        ("calls-swin-bf16-stage1-s49-model", "backward"), ("calls-swin-bf16-stage2-s49-model", "backward"),
-        ("calls-swin-bf16-stage3-s49-model", "backward"),
-        ("calls-swin-bf16-stage2-s49-model", "both"), ("calls-swin-bf16-stage3-s49-model", "both"),
-    }
-}  # fmt: skip
+# Regret above 1.10: of backwards alone. Plain math computes that of the one sooner, but not after its forward; of the other two
+# candidates whose kernel is the same differ by as much.
+LEFT = {"sm90": {("pet-train-d48", "backward"), ("short-bf16-d64-bh16-s512", "backward")}}
 
 
 def test_tables_are_what_the_records_give():
@@ -42,7 +32,7 @@ def test_tables_are_what_the_records_give():
 def test_regret_on_the_committed_records(path):
     """In the geometric mean 1.02 at most, of no case above 1.10 but for those named; and every choice was measured."""
     for kind, (count, mean, worst) in json.loads(path.read_text())["regret"].items():
-        assert count > 0 and mean <= 1.02 and worst <= 1.31, kind
+        assert count > 0 and mean <= 1.02 and worst <= 1.19, kind
     cases = by_gpu(sorted(script.RESULTS.glob("*/*.json")))[path.stem]
     found = regrets(cases, (preferences.read(path), DEFAULTS))
     assert all(r.ratio is not None for r in found), report(found)

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,9 @@ from race_cases import Call, FP8Call, Instance, PagedCall, Shape
 
 from flashsci.backends import cuda as backend
 from flashsci.backends import reference
+from flashsci.backends.cuda.paged import misfit
+from flashsci.paged_ops import PagedTensors
+from flashsci.testing import make_paged_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -246,6 +250,16 @@ def test_cases_of_paged_calls():
         assert case.variant.sink and case.variant.softcap and case.variant.head_dim_v == 128
     for call, scales in ((PagedCall("float16", 64, 64), "none"), (PagedCall("float16", 64, 64, cache="float8_e5m2"), "heads")):  # fmt: skip
         assert {(c.variant.cache, c.scales) for _, c in call.cases(2)} == {(call.cache, scales)}
+
+
+def test_paged_calls_are_those_that_kernels_take():
+    """One that they refuse would be found on a GPU alone."""
+    for call in (c for c in races.all_calls() if isinstance(c, PagedCall)):
+        case = next(replace(c, seed=0) for _, c in call.cases(2) if sum(c.lens_k) < 2000)
+        x = make_paged_inputs(case)
+        out = torch.empty(*x.q.shape[:2], x.v_cache.shape[-1], dtype=x.q.dtype)
+        given = [x.options.get(n) for n in PagedTensors._fields[3:]]
+        assert misfit(PagedTensors(x.q, x.k_cache, x.v_cache, *given), out) is None, call
 
 
 @pytest.mark.parametrize("block", ("64", "128"))
