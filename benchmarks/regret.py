@@ -86,7 +86,7 @@ def problem_of(case: dict[str, Any], capability: tuple[int, int] | None, on_gpu:
         batch=(lens["n"],) if lens else batch,
         seq_q=lens["total"] if lens else case["Sq"], seq_k=lens["total"] if lens else case["Sk"],
         varlen=bool(lens), ragged_bias=bool(lens and bias), bias_shape=shape, bias_dtype=bias_dtype if bias else None,
-        bias_grad=wanted, bias_summed=summed, mask="mask" in case,
+        bias_grad=wanted, bias_summed=summed, inner_heads=bool(case.get("bias_layout")), mask="mask" in case,
         window_left=left, window_right=0 if case.get("causal") else right, requires_grad=order > 0,
     )  # fmt: skip
 

@@ -45,7 +45,7 @@ MOST_CONDITIONS, BEAM = 6, 12
 HOST = {"sdpa": 120.0}
 #: What learnt rules may ask, with the numbers among them.
 ASKED = {
-    "calls": ("bits", "head_dim", "seq_q", "seq_k", "batch_heads", "aligned", "band", "bias", "mask", "varlen", "grad"),
+    "calls": ("bits", "head_dim", "seq_q", "seq_k", "batch_heads", "aligned", "band", "bias", "inner_heads", "mask", "varlen", "grad"),
     "gradients": ("bits", "head_dim", "seq_q", "seq_k", "batch_heads", "aligned", "band", "bias", "bias_grad", "bias_summed", "mask", "varlen", "generation", "forward"),
 }  # fmt: skip
 

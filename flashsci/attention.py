@@ -13,7 +13,7 @@ from flashsci import arguments, fp8, registry
 from flashsci.dispatch import run, seed_for
 from flashsci.ops import Given, Tensors
 from flashsci.plans import Plan, as_given, gradients, keep, plans, present, repeated, signature
-from flashsci.problem import sums_bias
+from flashsci.problem import has_inner_heads, sums_bias
 from flashsci.tracing import autocast, rounds_products
 
 FP8 = fp8.FP8  # one look-up: every call asks
@@ -311,6 +311,8 @@ def describe(
     else:
         bias_shape = None if bias is None else tuple(bias.shape)
         features.update(batch=batch, seq_q=q.shape[-2], seq_k=k.shape[-2], bias_shape=bias_shape)
+        if bias is not None:
+            features["inner_heads"] = has_inner_heads(bias)
         if bias is not None and features["bias_grad"]:
             features["bias_summed"] = sums_bias(bias, (*batch, *heads))
     return registry.call(q, v, heads_q, heads_k, features)

@@ -63,7 +63,7 @@ class Plan:
         # Leading dims to expand q, k, v to; None: equal ranks and dims already.
         self.leading = leading
         self.as_given = False  # whether kernels are known to take these tensors without a copy
-        self._leaves_bias: bool | None = None  # to kernels that copy it themselves
+        self._leaves_bias: bool | None = None  # to kernels that take it as it is
         self._copied: Callable[[Tensor], Tensor] = with_inner_keys  # how others get it
         self._forward: Run | None = None
         self._backwards: dict[tuple[Any, ...], Any] = {}
@@ -78,8 +78,8 @@ class Plan:
         rows = tensors.inner_contiguous(None)
         if self._leaves_bias is None:
             # A copy that the gradients need as well is made here, for both.
-            strided = not needs_grad and rows.has_strided_bias() and hasattr(self.module, "copies_bias")  # fmt: skip
-            self._leaves_bias = strided and self.module.copies_bias(rows, self.scalars)
+            strided = rows.has_strided_bias() and hasattr(self.module, "takes_bias")
+            self._leaves_bias = strided and self.module.takes_bias(rows, self.scalars, needs_grad)
             if rows.has_strided_bias():
                 self._copied = bias_copy.choose(rows)
         copied = self._copied if direct else with_inner_keys

@@ -19,6 +19,12 @@ def sums_bias(bias: Tensor, leading: Sequence[int]) -> bool:
     return bias.dtype != torch.float32 and own != tuple(leading)
 
 
+def has_inner_heads(bias: Tensor) -> bool:
+    """Whether the heads of a bias are neighbours in memory and its keys are not: ``[.., Sq, Sk, H]``, as a Linear over pairs
+    leaves it, with its dims permuted."""
+    return bias.dim() > 2 and bias.shape[-3] > 1 and bias.stride(-3) == 1 and bias.stride(-1) > 1
+
+
 @dataclass(frozen=True)
 class Problem:
     """Shapes, dtypes, features and device of one call; hashable, holds no tensors.
@@ -43,6 +49,7 @@ class Problem:
     bias_dtype: torch.dtype | None = None
     bias_grad: bool = False
     bias_summed: bool = False  # see `sums_bias`
+    inner_heads: bool = False  # of the bias, see `has_inner_heads`
     ragged_bias: bool = False
     key_weight: bool = False
     key_weight_grad: bool = False

@@ -102,8 +102,10 @@ EAGER = Backend("eager", "flashsci.backends.eager")
 AUTO_TRITON = Backend("auto:triton", "flashsci.backends.triton")
 _ALL = {**BACKENDS, **GENERATIONS, EAGER.name: EAGER, AUTO_TRITON.name: AUTO_TRITON}
 
+FORWARD_OF_CUDA = frozenset(("cuda", *GENERATIONS))
+
 # Backends whose gradients may be another's: cuda and triton take each other's out and lse.
-SHARES_GRADIENTS = frozenset(("cuda", AUTO_TRITON.name, *GENERATIONS))
+SHARES_GRADIENTS = FORWARD_OF_CUDA | {AUTO_TRITON.name}
 
 
 @dataclass(frozen=True)
@@ -372,6 +374,8 @@ def _gradient_backend(name: str, module: Any, saved: Saved, need: int) -> str:
     scalars = saved.scalars
     features: dict[str, Any] = {}
     bias_shape: tuple[int, ...] = ()
+    if name in FORWARD_OF_CUDA and module.takes_pairs(saved.tensors, scalars):
+        return name
     if bias is not None:
         bias_shape = bias.shape
         features["bias_shape"] = ()  # there is one; a compiler may hide its sizes

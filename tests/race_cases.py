@@ -75,7 +75,7 @@ class Call:
     causal: bool = False
     softcap: bool = False
     # own: [B, Hq, Sq, Sk]; shared: [1, Hq, Sq, Sk]; members: the same in large batches, linear: in memory [1, Sq, Sk, Hq];
-    # keys: [B, 1, 1, Sk]
+    # keys: [B, 1, 1, Sk]; inner 4, inner 8: in memory [B, Sq, Sk, Hq], multiples of so many heads
     bias: str | None = None
     bias_fp32: bool = False
     mask: str | None = None  # own, keys
@@ -101,6 +101,8 @@ class Call:
             return True
         if self.bias == "linear":  # gradients read a copy
             return False
+        if str(self.bias).startswith("inner"):  # so they do of 16 bits
+            return self.dtype == "float32" and self.bias == "inner 8"
         if self.generation != "sm90":
             return widest <= 128 or self.generation == "sm80"  # in fp32 from sm_90 on
         if self.bias is None and self.mask is None:
@@ -250,6 +252,13 @@ def shapes(call: Call, processors: int) -> Iterator[Shape]:
         yield Shape("two steps", processors // 3 + 4, 4, 4, 192, 96)
         yield Shape("two panels, a bias that changes", 48, 4, 4, 400, 528)
         return
+    if str(call.bias).startswith("inner"):  # clusters of four, two and one
+        heads = int(str(call.bias).split()[1])
+        yield Shape("one", 1, heads, heads, 16, 32)
+        yield Shape("long", 1, 3 * heads, 3 * heads, 200, 528)
+        yield Shape("more clusters than processors", processors // 3, heads, heads, 72, 40)
+        yield Shape("blocks that end within a box", 5, heads, heads, 130, 77)
+        return
     batch = -(-processors * 3 // 8)  # 1.5 heads a processor, of two tiles each at least
     yield Shape("many", batch, 4, 2, 200, 48)
     if call.generation == "sm90":  # CTAs that take tile after tile
@@ -381,6 +390,18 @@ def _sm90_backward(instance: Instance) -> Iterator[Call]:
         yield replace(call, causal=True)
 
 
+def _pair(instance: Instance) -> Iterator[Call]:
+    dim = instance.head_dim
+    call = Call("sm90", instance.dtype, dim, dim)
+    if instance.variant == "statistics":
+        yield replace(call, bias="inner 8", bias_fp32=True)
+    elif found := re.fullmatch(r"(?:forward|backward), (16-bit|fp32) bias, (4|8) heads", instance.variant):  # fmt: skip
+        call = replace(call, bias=f"inner {found[2]}", bias_fp32=found[1] == "fp32")
+        yield call
+        yield replace(call, mask="keys")
+        yield replace(call, head_dim_v=dim - 8)
+
+
 def _fp8(instance: Instance) -> Iterator[FP8Call]:
     found = re.fullmatch(r"(?:v (\d+) )?(dense|packed)", instance.variant)
     if found is None:
@@ -489,6 +510,8 @@ def _fp32_backward(instance: Instance) -> Iterator[Call]:
 _UNITS = {
     "sm90/fwd": _sm90_forward,
     "sm90/bwd": _sm90_backward,
+    "sm90/pair": _pair,
+    "sm90/pair_fp32": _pair,
     "sm90/fp8": _fp8,
     "sm90/paged": _paged,
     "sm90/paged8": _paged,
@@ -518,6 +541,8 @@ def launched(names: Iterable[str], dtype: str) -> set[Instance]:
         own = dtype
         if "fp8_forward_" in symbol:
             kind, own = "fp8", DTYPES["e4m3"]
+        elif "4pair" in symbol:
+            kind = "pair"
         elif "3Op8" in symbol:
             kind = "paged8"
         elif "5paged" in symbol:

@@ -50,6 +50,9 @@ cudaError_t launch(const Backward& prepared, FlashsciBackwardParams p, void* str
   p.copy_bytes = prepared.copy_bytes(p.q, p.k, p.v, p.out, p.dout);
   return prepared.launch_first([&](const Kernels& kernels) -> int {
     if (kernels.backward == nullptr) return cudaErrorNotSupported;
+    // Only units of pairs write it in another order than row-major.
+    if (p.dbias != nullptr && p.dbias_strides.column > 1 && kernels.takes_pairs == nullptr)
+      return cudaErrorNotSupported;
     const int64_t bytes[] = {kernels.workspace(&p)};
     Tensor workspace = empty_contiguous(1, bytes, dtypes().byte, p.device);
     p.workspace = workspace.mutable_data_ptr();
@@ -110,8 +113,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
   return {std::move(dq), std::move(dk), std::move(dv), std::move(dbias)};
 }
 
-// A gradient as Python made it: shape and dtype of `like`, last dim contiguous.
-View check_gradient(const Tensor& x, const Tensor& like, const char* name) {
+// A gradient as Python made it: shape and dtype of `like`.
+View check_like(const Tensor& x, const Tensor& like, const char* name) {
   FLASHSCI_CHECK(x.is_cuda() && x.get_device_index() == like.get_device_index() &&
                      dtype_of(x) == dtype_of(like) && x.dim() == like.dim(),
                  name, " must be on the device of what it is a gradient of, with its dtype");
@@ -119,13 +122,26 @@ View check_gradient(const Tensor& x, const Tensor& like, const char* name) {
   for (int i = 0; i < kMaxRank; ++i)
     FLASHSCI_CHECK(view.size[i] == other.size[i], name, " has shape ", shape_of(x), ", not ",
                    shape_of(like));
+  return view;
+}
+
+// That of q, k or v: its last dim is contiguous.
+View check_gradient(const Tensor& x, const Tensor& like, const char* name) {
+  const View view = check_like(x, like, name);
   FLASHSCI_CHECK(view.stride[4] == 1 || view.size[4] == 1, "the last dim of ", name,
                  " must be contiguous");
   return view;
 }
 
-// A Backward for all calls of these shapes, strides and options, none of them empty. `lse` and
-// `dbias` are contiguous.
+View check_pairs(const Tensor& x, const Tensor& like) {
+  const View view = check_like(x, like, "dbias");
+  FLASHSCI_CHECK(is_contiguous(x) || view.stride[2] == 1,
+                 "dbias must be contiguous, or its heads neighbours");
+  return view;
+}
+
+// A Backward for all calls of these shapes, strides and options, none of them empty. `lse` is
+// contiguous, and so is `dbias` unless its heads are neighbours, for kernels that take them so.
 Tensor cuda_prepared_backward(const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse,
                               const Tensor& q, const Tensor& k, const Tensor& v,
                               const std::optional<Tensor>& bias, const std::optional<Tensor>& mask,
@@ -147,8 +163,8 @@ Tensor cuda_prepared_backward(const std::optional<Tensor>& dout, const std::opti
   if (dk.has_value()) p.dk_strides = check_gradient(*dk, k, "dk").strides();
   if (dv.has_value()) p.dv_strides = check_gradient(*dv, v, "dv").strides();
   if (dbias.has_value()) {
-    FLASHSCI_CHECK(bias.has_value() && is_contiguous(*dbias), "dbias must be contiguous");
-    p.dbias_strides = check_gradient(*dbias, *bias, "dbias").pair_strides();
+    FLASHSCI_CHECK(bias.has_value(), "dbias without a bias");
+    p.dbias_strides = check_pairs(*dbias, *bias).pair_strides();
   }
   return kept_by_python(prepared);
 }

@@ -1,4 +1,5 @@
 #include "call.h"
+#include "../include/flashsci_pair.h"
 
 extern "C" {
 FLASHSCI_DECLARE_BACKWARD(sm90_fp16)
@@ -146,14 +147,29 @@ View check_out(const Tensor& x, const char* name, const Call& call) {
   return view;
 }
 
-#define FORWARD(generation, unit) {generation, flashsci_forward_##unit, nullptr, nullptr, nullptr}
-#define FORWARD_IN_WORKSPACE(generation, unit) \
-  {generation, flashsci_forward_##unit, flashsci_forward_##unit##_workspace, nullptr, nullptr}
-#define BACKWARD(generation, unit) \
-  {generation, nullptr, nullptr, flashsci_backward_##unit, flashsci_backward_##unit##_workspace}
+#define FORWARD(generation, unit) \
+  {generation, flashsci_forward_##unit, nullptr, nullptr, nullptr, nullptr}
+#define FORWARD_IN_WORKSPACE(generation, unit)                                                 \
+  {generation, flashsci_forward_##unit, flashsci_forward_##unit##_workspace, nullptr, nullptr, \
+   nullptr}
+#define BACKWARD(generation, unit)                                                               \
+  {generation, nullptr, nullptr, flashsci_backward_##unit, flashsci_backward_##unit##_workspace, \
+   nullptr}
+#define PAIR_FORWARD(generation, unit) \
+  {generation, flashsci_forward_##unit, nullptr, nullptr, nullptr, flashsci_takes_##unit}
+#define PAIR(generation, unit)           \
+  {generation,                           \
+   flashsci_forward_##unit,              \
+   nullptr,                              \
+   flashsci_backward_##unit,             \
+   flashsci_backward_##unit##_workspace, \
+   flashsci_takes_##unit}
 
 const Kernels* kernels_of(int32_t dtype) {
   static const Kernels half[] = {
+#ifdef FLASHSCI_HAVE_SM90_PAIR_FP16
+      PAIR_FORWARD(90, pair_fp16),
+#endif
 #ifdef FLASHSCI_HAVE_SM90_FWD_FP16
       FORWARD_IN_WORKSPACE(90, sm90_fp16),
 #endif
@@ -174,6 +190,9 @@ const Kernels* kernels_of(int32_t dtype) {
 #endif
       {}};
   static const Kernels brain[] = {
+#ifdef FLASHSCI_HAVE_SM90_PAIR_BF16
+      PAIR_FORWARD(90, pair_bf16),
+#endif
 #ifdef FLASHSCI_HAVE_SM90_FWD_BF16
       FORWARD_IN_WORKSPACE(90, sm90_bf16),
 #endif
@@ -188,6 +207,9 @@ const Kernels* kernels_of(int32_t dtype) {
 #endif
       {}};
   static const Kernels single[] = {
+#ifdef FLASHSCI_HAVE_SM90_PAIR_FP32
+      PAIR(90, pair_fp32),
+#endif
 #ifdef FLASHSCI_HAVE_SM80_FWD_FP32
       FORWARD(80, sm80_fp32),
 #endif

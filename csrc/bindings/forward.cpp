@@ -1,6 +1,7 @@
 // flashsci::cuda_forward: output allocation and launch; and the same for calls that are alike.
 #include <tuple>
 
+#include "../include/flashsci_pair.h"
 #include "call.h"
 
 namespace {
@@ -96,10 +97,21 @@ extern "C" FLASHSCI_API int flashsci_run_forward(const void* prepared, const voi
   return succeeds(p.device, [&] { return launch(forward, p, stream); });
 }
 
-// Whether the kernel that such calls come to copies a bias whose keys are not neighbours in memory.
-extern "C" FLASHSCI_API int flashsci_copies_bias(const void* prepared) {
+// Who takes a bias whose keys are not neighbours in memory as it is, of the kernels that such calls
+// come to (FLASHSCI_AS_GIVEN, ...): csrc/sm90/pair, or without gradients csrc/sm90/triangle_fwd by a
+// copy that it makes beside other work.
+extern "C" FLASHSCI_API int flashsci_takes_bias(const void* prepared) {
   const Forward& forward = *static_cast<const Forward*>(prepared);
   FlashsciForwardParams p = forward.params;
+  p.copy_bytes = forward.copy_bytes(p.q, p.k, p.v);
+  const auto by_pairs = [&] {
+    int found = FLASHSCI_COPIED;
+    forward.launch_first([&](const Kernels& kernels) -> int {
+      found = kernels.takes_pairs == nullptr ? FLASHSCI_COPIED : kernels.takes_pairs(&p);
+      return found == FLASHSCI_COPIED ? cudaErrorNotSupported : cudaSuccess;
+    });
+    return found;
+  };
   const auto workspace = [&] {
     int64_t bytes = 0;
     forward.launch_first([&](const Kernels& kernels) -> int {
@@ -110,9 +122,11 @@ extern "C" FLASHSCI_API int flashsci_copies_bias(const void* prepared) {
     return bytes;
   };
   try {
+    const int found = by_pairs();
+    if (found != FLASHSCI_COPIED) return found;
     const int64_t given = workspace();
     p.bias_mask.bias_strides.column = 1;
-    return given != workspace();
+    return given != workspace() ? FLASHSCI_FORWARD_AS_GIVEN : FLASHSCI_COPIED;
   } catch (...) {
     return 0;
   }

@@ -93,7 +93,8 @@ typedef struct FlashsciBackwardParams {
   FlashsciStrides q_strides, k_strides, v_strides, out_strides, dout_strides, dlse_strides;
   FlashsciStrides dq_strides, dk_strides, dv_strides;
   FlashsciBiasMask bias_mask;          // dense only
-  FlashsciScoreStrides dbias_strides;  // contiguous where the bias has a size, 0 where it has none
+  FlashsciScoreStrides dbias_strides;  // contiguous where the bias has a size, 0 where it has none;
+                                       // units of pairs: as bias_strides
   int64_t batch0, batch1;
   int32_t heads_q, heads_k;
   int32_t seq_q, seq_k;

@@ -57,7 +57,7 @@ inline constexpr MapElement kFloat16 = {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2};
 inline constexpr MapElement kFloat32 = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4};
 inline constexpr MapElement kByte = {CU_TENSOR_MAP_DATA_TYPE_UINT8, 1};
 
-// Boxes of box_columns (32, 64 or 128 bytes: the swizzle), box_rows, and box_next of the dimension after
+// Boxes of box_columns (32, 64 or 128 bytes: the swizzle; others: none), box_rows, and box_next of the dimension after
 // these; zeros beyond the tensor.
 // Not supported: a base that is not 16-byte aligned, strides that are not multiples of 16 bytes or
 // reach 2^40.
@@ -84,7 +84,8 @@ inline cudaError_t encode_map(CUtensorMap* map, const void* base, const MapEleme
   const int span = box_columns * element.bytes;
   const CUtensorMapSwizzle swizzle = span == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
                                      : span == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                  : CU_TENSOR_MAP_SWIZZLE_32B;
+                                     : span == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
+                                                  : CU_TENSOR_MAP_SWIZZLE_NONE;
   const auto write = [&] {
     return encode(map, element.type, 5, const_cast<void*>(base), size, stride, box, steps,
                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,

@@ -12,6 +12,7 @@ from flashsci.testing import (
     Case,
     FP8Case,
     PagedCase,
+    Variant,
     generate,
     generate_fp8,
     generate_paged,
@@ -25,6 +26,7 @@ from flashsci.testing.drawing import (
     draw_case,
     layouts_of,
     resized,
+    with_inner_heads,
     with_members,
 )
 
@@ -45,7 +47,8 @@ def plan_cases(
     pool = make() if device == "cuda" else make(max_dim=32)
     if unit and "bias" in unit:
         pool = [v for v in pool if v.bias_grad]
-    hopper = bool(unit and unit.startswith("cuda/sm90"))
+    pairs = bool(unit and unit.startswith("cuda/sm90/pair"))
+    hopper = bool(unit and unit.startswith("cuda/sm90")) and not pairs
     if unit and unit.startswith("cuda"):
         only = DTYPE_OF.get(unit.rsplit("_")[-1])
         # Without what these kernels refuse: a case that nobody serves shows nothing.
@@ -56,6 +59,8 @@ def plan_cases(
             and only in (None, v.dtype)
             and not (hopper and (v.dtype == "float32" or v.head_dim % 8 or v.head_dim_v % 8))
         ]
+        if pairs:
+            served = [paired(v) for v in served if not v.varlen]
         pool = list(dict.fromkeys(served))[: 256 if many else 64]
     if device != "cuda":
         return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
@@ -67,13 +72,17 @@ def plan_cases(
     met: dict[tuple[Any, ...], int] = defaultdict(int)
     for i, variant in enumerate(pool * rounds):
         lengths = LARGE_LENGTHS if i % 16 == 0 else BULK_LENGTHS
-        drawn = draw_case(choices, [variant], lengths)
-        if order == 1 and variant.bias == "pair" and not variant.varlen:
+        drawn, inner_heads = draw_case(choices, [variant], lengths), pairs
+        if order == 1 and variant.bias == "pair" and not variant.varlen and not pairs:
             met[variant.dtype, "pairs", None] += 1
-            if met[variant.dtype, "pairs", None] % 4 == 2:
+            turn = met[variant.dtype, "pairs", None] % 4
+            inner_heads = turn == 0
+            if turn == 2:
                 drawn = with_members(choices, drawn)
         family = _dealt(drawn, met)
-        families.append(_aligned(family) if hopper else family)
+        if inner_heads:
+            family = with_inner_heads(choices, family)
+        families.append(_aligned(family) if hopper or pairs else family)
     most = 19 if order == 2 else 21  # log2 of scores: the second order of the oracle is slow
     limits = [1 << (most if i % 16 == 0 else most - 2) for i in range(len(families))]
     n = len(families)
@@ -108,6 +117,15 @@ def _aligned(case: Case) -> Case:
     """Rows at multiples of 16 bytes, which Hopper's copies need; as drawn in other respects."""
     kept = lambda layout: "bshd" if layout == "shifted" else layout  # noqa: E731
     return replace(case, layout=kept(case.layout), layouts=tuple(map(kept, case.layouts)))
+
+
+def paired(variant: Variant) -> Variant:
+    """The nearest variant that csrc/sm90/pair serves."""
+    widest, step = (32, 4) if variant.dtype == "float32" else (64, 8)
+    dims = [min(-(-d // step) * step, widest) for d in (variant.head_dim, variant.head_dim_v)]
+    return replace(
+        variant, head_dim=dims[0], head_dim_v=dims[1], bias="pair", window=False, softcap=False, sink=None
+    )  # fmt: skip
 
 
 def paged_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:

@@ -31,7 +31,7 @@ KINDS = (
 
 #: Of numbers a rule gives a range, of the others the value or a list of values.
 NUMBERS = ("sm", "head_dim", "head_dim_least", "seq_q", "seq_k", "batch_heads", "group", "generation")  # fmt: skip
-WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "bias_grad", "bias_summed", "mask", "key_weight", "dropout", "softcap", "varlen", "paged", "grad", "forward")  # fmt: skip
+WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "inner_heads", "bias_grad", "bias_summed", "mask", "key_weight", "dropout", "softcap", "varlen", "paged", "grad", "forward")  # fmt: skip
 
 
 def _bias(p: Problem) -> str:
@@ -61,7 +61,7 @@ def features(p: Problem, generation: int = 0, forward: str = "") -> dict[str, An
         of D and Dv. seq_q, seq_k: lengths, of packed sequences their mean. batch_heads: batch times query heads.
         group: query heads for each key head. aligned: D and Dv are multiples of 8. band: "full", "causal" or
         "window". bias: "none"; "keys", the same for all queries; "shared" by some of batch and heads, or "pairs" of
-        its own for each; "packed"; "hidden" by a compiler. paged: keys lie in a paged cache; a rule that does not say so
+        its own for each; "packed"; "hidden" by a compiler. inner_heads: of the bias, in memory. paged: keys lie in a paged cache; a rule that does not say so
         is not about such calls. grad: a gradient is wanted. The others are as :class:`Problem` has them.
     """
     count = None if p.batch is None else math.prod(p.batch)
@@ -83,6 +83,7 @@ def features(p: Problem, generation: int = 0, forward: str = "") -> dict[str, An
         "band": "window" if not unwindowed else "causal" if p.window_right == 0 else "full",
         "lower_right": p.lower_right,
         "bias": _bias(p),
+        "inner_heads": p.inner_heads,
         "bias_grad": p.bias_grad,
         "bias_summed": p.bias_summed,
         "mask": p.mask,

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from flashsci.testing.cases import DOUT_SCALES, LAYOUTS, MAGNITUDES, NUMBERS, PADDINGS, PLACES, Case
+from flashsci.testing.drawing import has_inner_heads
 
 # Head dims, by the larger of the two, as kernels are made for them.
 BUCKETS = (16, 32, 64, 96, 128, 192, 256)
@@ -27,6 +28,7 @@ def properties(case: Case) -> list[str]:
         if not variant.varlen:
             found.append(f"bias of {len(case.bias_shape)} dims")
             found += ["bias of many members"] if max((*case.lead, 1)) > 5 else []
+            found += ["bias of inner heads"] if has_inner_heads(case) else []
         if case.bias_number:
             found += [f"bias {case.bias_number}", f"numbers {case.bias_number_at}"]
         if case.bias_number and case.padding != "none":
@@ -48,7 +50,7 @@ def expected(dtype: str, features: bool = True) -> list[str]:
     if features:
         found += [f"bias {x}" for x in (*VIEWS, *NUMBERS)] + [f"numbers {x}" for x in PLACES]
         found += [f"bias of {n} dims" for n in range(1, 6)] + ["numbers and zero rows"]
-        found += ["bias of many members"]
+        found += ["bias of many members", "bias of inner heads"]
         found += [f"bias gradient of no {x}" for x in ("batch", "queries", "keys")]
     return found
 

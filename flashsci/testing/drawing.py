@@ -249,6 +249,8 @@ def _draw_dense(choices: Choices, case: Case, lengths: Sequence[int], score_limi
     case = replace(case, rank=rank, lead=lead, seq_q=seq_q, seq_k=seq_k)
     if case.variant.bias == "pair" and score_limit >= 1 << 20 and choices.integer(1, 12) == 12:
         return with_members(choices, case)
+    if case.variant.bias == "pair" and rank > 2 and choices.integer(1, 8) == 8:
+        return with_inner_heads(choices, case)
 
     def broadcast(kind: str | None) -> tuple[int, ...] | None:
         if kind is None:
@@ -298,6 +300,31 @@ def with_members(choices: Choices, case: Case) -> Case:
         seq_k=seq_k,
         bias_shape=bias,
         bias_view=choices.one_of(("contiguous", "linear", "padded")),
+        mask_shape=mask if masked else None,
+        mask_kind=choices.one_of(("keys", "random")) if masked else "random",
+    )
+
+
+def has_inner_heads(case: Case) -> bool:
+    """Whether a case is one of :func:`with_inner_heads`, in this respect."""
+    own = case.bias_shape == case.score_shape and case.bias_view == "linear"
+    return own and case.heads_q % 4 == 0 and case.rank > 2 and not case.variant.varlen
+
+
+def with_inner_heads(choices: Choices, case: Case) -> Case:
+    """A bias of its own for every pair and head, as a Linear over pairs leaves it, and a mask of keys: what kernels take that read
+    such a bias as it is."""
+    case = replace(case, rank=max(case.rank, 3), lead=case.lead or (1,), group=1)
+    case = replace(case, heads_k=choices.one_of((4, 8, 8, 12)))
+    while case.scores > 1 << 20 and max(case.lead) > 1:
+        case = replace(case, lead=tuple(max(1, n - 1) for n in case.lead))
+    full = case.score_shape
+    mask = (*(n if choices.integer(0, 1) else 1 for n in full[:-3]), 1, 1, full[-1])
+    masked = case.variant.mask
+    return replace(
+        case,
+        bias_shape=full,
+        bias_view="linear",
         mask_shape=mask if masked else None,
         mask_kind=choices.one_of(("keys", "random")) if masked else "random",
     )
@@ -361,6 +388,7 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
     lengths, where lengths stay in their class (as tile sizes see them) and broadcast dims broadcast.
     """
     many = max((*case.lead, 1)) > 5  # members of a batch, that share a bias
+    inner_heads = has_inner_heads(case)
     kept = many or case.rank == 2
     group = case.group if kept else choices.one_of((1, 1, 2, 4))
     heads_k = case.heads_k if kept else choices.one_of((1, 2, 3))
@@ -425,12 +453,13 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
         # Ones to the left, or none: one problem to a kernel, several to what calls it.
         ones = next((i for i, n in enumerate(bias_shape[:-1]) if n != 1), len(bias_shape) - 1)
         bias_shape = bias_shape[choices.integer(0, ones) :]
-    return replace(
+    case = replace(
         case,
         bias_shape=bias_shape,
         weight_shape=_spread(case.weight_shape, keys_before, case.key_shape),
         mask_shape=_spread(case.mask_shape, before, case.score_shape),
     )
+    return with_inner_heads(choices, case) if inner_heads else case
 
 
 def _spread(

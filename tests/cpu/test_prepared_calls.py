@@ -69,33 +69,33 @@ def never(*_):
     raise AssertionError("the general call is for what the library refuses")
 
 
-class Copies(types.SimpleNamespace):
-    """A backend whose kernels copy a bias themselves, or not."""
+class Takes(types.SimpleNamespace):
+    """A backend whose kernels take a bias as it lies in memory: never, without gradients, or always."""
 
     FUSED = True
 
-    def copies_bias(self, tensors, scalars):
+    def takes_bias(self, tensors, scalars, needs_grad):
         self.asked += 1
-        return self.copies
+        return self.takes == "always" or (self.takes == "forward" and not needs_grad)
 
     def forward(self, tensors, scalars):
         self.given.append(tensors)
         return tensors.q, tensors.q[..., 0]
 
 
-@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("takes", ["never", "forward", "always"])
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_a_bias_is_left_to_kernels_that_copy_it(copies, needs_grad):
-    """Asked once for calls that are alike; never where the gradients need the copy, too."""
-    module = Copies(copies=copies, asked=0, given=[])
+def test_a_bias_is_left_to_kernels_that_take_it(takes, needs_grad):
+    """Asked once for calls that are alike."""
+    module = Takes(takes=takes, asked=0, given=[])
     plan = plans.Plan("some", module, SCALARS)
     strided = tensors()._replace(bias=torch.randn(1, 5, 5, 3).permute(0, 3, 1, 2))
     for _ in range(3):
         ready = plan.ready(strided, needs_grad)
-        left = copies and not needs_grad
+        left = takes == "always" or (takes == "forward" and not needs_grad)
         assert (ready.bias is strided.bias) == left and plan.as_given == left
         assert left or (ready.bias.stride(-1) == 1 and torch.equal(ready.bias, strided.bias))
-    assert module.asked == (not needs_grad)
+    assert module.asked == 1
     columns = strided._replace(v=strided.v.transpose(-1, -2).contiguous().transpose(-1, -2))
     assert plans.Plan("some", module, SCALARS).ready(columns, needs_grad).v.stride(-1) == 1
     plan = plans.Plan("some", module, SCALARS)

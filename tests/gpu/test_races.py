@@ -88,6 +88,9 @@ def draw(call: Call, shape: Shape) -> Inputs:
     if call.bias == "linear":
         pair = (1, shape.seq_q, shape.seq_k, shape.heads)
         bias = rand(*pair, dtype=torch.float32 if call.bias_fp32 else dtype).permute(0, 3, 1, 2)
+    elif str(call.bias).startswith("inner"):
+        pair = (shape.batch, shape.seq_q, shape.seq_k, shape.heads)
+        bias = rand(*pair, dtype=torch.float32 if call.bias_fp32 else dtype).permute(0, 3, 1, 2)
     elif call.bias is not None:
         bias = rand(*pairs(call.bias), dtype=torch.float32 if call.bias_fp32 else dtype)
     if call.mask is not None:
@@ -149,7 +152,9 @@ class Kernels:
             self.q, self.k, self.v, inputs.bias, None, inputs.mask, *self.offsets
         )
         self.need = ops.NEED_Q | ops.NEED_K | ops.NEED_V
-        self.need |= ops.NEED_BIAS if inputs.bias is not None else 0
+        # The op gives that of a bias row-major: kernels that write it in the order of the bias leave it to others.
+        by_others = str(call.bias).startswith("inner")
+        self.need |= ops.NEED_BIAS if inputs.bias is not None and not by_others else 0
 
     def _swap(self, x: Tensor) -> Tensor:
         """Packed: [T, H, D] as [H, T, D], which the ops take, and back."""

@@ -390,12 +390,27 @@ def _options(scalars: Scalars) -> tuple[Any, ...]:
     return *options, precision == "tf32"
 
 
-def copies_bias(tensors: Tensors, scalars: Scalars, generation: int = 0) -> bool:
-    """Whether :func:`forward` takes a bias whose keys are not neighbours in memory as well as a copy that has them so: the
-    kernels of triangle attention make one themselves, beside other work."""
+def takes_bias(tensors: Tensors, scalars: Scalars, needs_grad: bool, generation: int = 0) -> bool:
+    """Whether the library takes a bias whose keys are not neighbours in memory at least as well as a copy that has them so:
+    csrc/sm90/pair where its heads are, of 16 bits without gradients; without them also triangle attention, which makes a copy
+    itself, beside other work."""
+    found = _takes_bias(tensors, scalars, generation)
+    return found == prepared.AS_GIVEN or (found == prepared.FORWARD_AS_GIVEN and not needs_grad)
+
+
+def takes_pairs(tensors: Tensors, scalars: Scalars, generation: int = 0) -> bool:
+    """Whether the gradients of a call are those of csrc/sm90/pair, which takes its bias as it is."""
+    return tensors.has_strided_bias() and (
+        _takes_bias(tensors, scalars, generation) == prepared.AS_GIVEN
+    )
+
+
+def _takes_bias(tensors: Tensors, scalars: Scalars, generation: int) -> int:
     if _load() is not None or _lacks(tensors, scalars) or not prepared.has_scores(tensors):
-        return False
-    return prepared.copies_bias(_library, tensors, (*_options(scalars), generation))
+        return 0
+    if tensors.q.device.type != "cuda":
+        return 0
+    return prepared.takes_bias(_library, tensors, (*_options(scalars), generation))
 
 
 def prepared_forward(
@@ -448,7 +463,8 @@ def prepared_backward(
     if _fills_results():
         return general
     options = *_options(scalars), scalars.deterministic, generation
-    return prepared.Backward(_library, dout, dlse, saved, need, options, general)
+    by_pairs = takes_pairs(saved.tensors, scalars, generation) and dout is not None
+    return prepared.Backward(_library, dout, dlse, saved, need, options, general, by_pairs)
 
 
 def _restricted_to(generation: int) -> SimpleNamespace:
@@ -460,7 +476,8 @@ def _restricted_to(generation: int) -> SimpleNamespace:
         hopper_takes=hopper_takes,
         forward=functools.partial(forward, generation=generation),
         backward=functools.partial(backward, generation=generation),
-        copies_bias=functools.partial(copies_bias, generation=generation),
+        takes_bias=functools.partial(takes_bias, generation=generation),
+        takes_pairs=functools.partial(takes_pairs, generation=generation),
         prepared_forward=functools.partial(prepared_forward, generation=generation),
         prepared_backward=functools.partial(prepared_backward, generation=generation),
     )

@@ -30,7 +30,7 @@ from flashsci.ops import (
 _INPUTS = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "out", "lse")
 # What the functions take: addresses, None of tensors that are not there.
 PARAMETERS = {
-    "flashsci_copies_bias": ("prepared",),
+    "flashsci_takes_bias": ("prepared",),
     "flashsci_run_forward": ("prepared", *_INPUTS, "stream"),
     "flashsci_run_backward": (
         "prepared",
@@ -44,6 +44,8 @@ PARAMETERS = {
         "stream",
     ),
 }
+#: What `flashsci_takes_bias` answers (csrc/include/flashsci_pair.h).
+FORWARD_AS_GIVEN, AS_GIVEN = 1, 2
 _stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in CPU builds
 
 
@@ -58,10 +60,12 @@ def has_scores(tensors: Tensors) -> bool:
     return 0 not in tensors.q.shape and tensors.k.shape[-2] != 0
 
 
-def copies_bias(library: Any, tensors: Tensors, options: tuple[Any, ...]) -> bool:
-    """Whether the kernels that such calls come to copy their bias themselves, whose keys are not neighbours in memory."""
+def takes_bias(library: Any, tensors: Tensors, options: tuple[Any, ...]) -> int:
+    """Whether the kernels that such calls come to take their bias as it is, whose keys are not neighbours in memory:
+    AS_GIVEN, forward and backward do; FORWARD_AS_GIVEN, the forward does."""
     kept = _prepared_forward(tensors, fake_forward(tensors)[0], options)
-    return bool(_function(library, "flashsci_copies_bias")(kept.data_ptr()))
+    found: int = _function(library, "flashsci_takes_bias")(kept.data_ptr())
+    return found
 
 
 def _prepared_forward(tensors: Tensors, out: Tensor, options: tuple[Any, ...]) -> Tensor:
@@ -153,13 +157,17 @@ class Backward:
         need: int,
         options: tuple[Any, ...],
         general: Callable[..., tuple[Tensor | None, ...]],
+        by_pairs: bool = False,
     ) -> None:
+        """``by_pairs``: the gradient of the bias is in the order of the bias, else row-major."""
         q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = saved.tensors
         rows = [
             empty_like_layout(x, x.shape) if need & bit else None
             for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
         ]
-        dbias = bias.new_empty(bias.shape) if bias is not None and need & NEED_BIAS else None
+        dbias = None
+        if bias is not None and need & NEED_BIAS:
+            dbias = torch.empty_like(bias) if by_pairs else bias.new_empty(bias.shape)
         inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, saved.out, saved.lse
         self.kept = torch.ops.flashsci.cuda_prepared_backward(
             dout, dlse, *inputs, *rows, dbias, *options
@@ -171,7 +179,7 @@ class Backward:
         self.like_inputs = all(map(is_like, rows, (q, k, v)))
         self.like_bias = bias is not None and is_like(dbias, bias)
         self.rows = [None if x is None else (x.shape, x.stride()) for x in rows]
-        self.dbias = None if dbias is None else (dbias.shape, dbias.dtype)
+        self.dbias = None if dbias is None else (dbias.shape, dbias.stride(), dbias.dtype)
         self.dtype, self.device, self.index = q.dtype, q.device, q.device.index
         self.general = general
 
@@ -193,7 +201,8 @@ class Backward:
         if self.like_bias:
             dbias = torch.empty_like(bias)
         elif self.dbias is not None:
-            dbias = torch.empty(self.dbias[0], dtype=self.dbias[1], device=self.device)
+            shape, stride, dtype = self.dbias
+            dbias = torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
         if self.launch(
             self.address,
             None if dout is None else dout.data_ptr(),

@@ -1,0 +1,61 @@
+// PTX ISA "barrier.cluster", "mapa" and ld.shared::cluster (sm_90): CTAs that run at a time and read
+// each other's shared memory.
+#pragma once
+#include <cstdint>
+
+namespace flashsci::ptx {
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ uint32_t cluster_size() {
+  uint32_t size;
+  asm("mov.u32 %0, %%cluster_nctarank;\n" : "=r"(size));
+  return size;
+}
+
+// All threads of all CTAs of the cluster; what they wrote before it is seen after it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;\n" ::
+          : "memory");
+}
+
+// The same for who has only read since: writes before it may be seen later.
+__device__ __forceinline__ void cluster_sync_relaxed() {
+  asm volatile(
+      "barrier.cluster.arrive.relaxed.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;\n" ::
+          : "memory");
+}
+
+// The same place in the shared memory of another CTA.
+__device__ __forceinline__ uint32_t map_shared(uint32_t shared, uint32_t rank) {
+  uint32_t mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(mapped) : "r"(shared), "r"(rank));
+  return mapped;
+}
+
+__device__ __forceinline__ float4 ld_cluster_f4(uint32_t mapped) {
+  float4 x;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(mapped)
+               : "memory");
+  return x;
+}
+
+__device__ __forceinline__ float2 ld_cluster_f2(uint32_t mapped) {
+  float2 x;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];\n"
+               : "=f"(x.x), "=f"(x.y)
+               : "r"(mapped)
+               : "memory");
+  return x;
+}
+
+}  // namespace flashsci::ptx

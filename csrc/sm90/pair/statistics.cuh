@@ -1,0 +1,58 @@
+// What the backward needs to know of each query besides q and dout.
+//
+// statistics_i = (-lse_of_backward(lse_i), -delta_i), delta_i = sum_d dout_id out_id - dlse_i;
+// (-inf, 0) where a row sees no key. Heads have `rows` of them, a multiple of kRowsOfBlock. A row is read by kRowLanes lanes, 16 bytes each at a time.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "../../core/softmax.cuh"
+#include "../../ptx/warpgroup.cuh"
+#include "load.cuh"
+
+namespace flashsci::sm90::pair {
+
+inline constexpr int kRowThreads = 256, kRowLanes = 4;
+inline constexpr int kRowsOfBlock = kRowThreads / kRowLanes;  // of one head
+
+template <class F>
+__global__ void __launch_bounds__(kRowThreads)
+    statistics_kernel(const __grid_constant__ FlashsciBackwardParams p, float2* statistics,
+                      int64_t rows, uint32_t tiles) {
+  using Element = typename F::Element;
+  ptx::launch_dependents();
+  const HeadCoord place(blockIdx.x, tiles, p.heads_q, p.batch1);
+  const int64_t row =
+      int64_t{blockIdx.x - place.batch_head * tiles} * kRowsOfBlock + threadIdx.x / kRowLanes;
+  float sum = 0.f;
+  if (row < p.seq_q) {
+    const auto* dout = static_cast<const Element*>(p.dout) +
+                       place.offset(p.dout_strides, place.head) + row * p.dout_strides.row;
+    const auto* out = static_cast<const Element*>(p.out) + place.offset(p.out_strides, place.head) +
+                      row * p.out_strides.row;
+#pragma unroll
+    for (int d = 0; d < F::kDim; d += kRowLanes * F::kElements) {
+      const int column = d + threadIdx.x % kRowLanes * F::kElements;
+      if (column >= p.head_dim_v) break;
+      float x[F::kElements], y[F::kElements];
+      F::load(x, dout + column);
+      F::load(y, out + column);
+#pragma unroll
+      for (int e = 0; e < F::kElements; ++e) sum = fmaf(x[e], y[e], sum);
+    }
+  }
+  sum = quad_sum(sum);
+  if (threadIdx.x % kRowLanes != 0) return;
+  float2& target = statistics[int64_t{place.batch_head} * rows + row];
+  if (row >= p.seq_q) {
+    target = make_float2(0.f, 0.f);  // P of zeros then, which adds nothing
+    return;
+  }
+  const int64_t at = int64_t{place.batch_head} * p.seq_q + row;
+  if (p.dlse != nullptr)
+    sum -= p.dlse[place.offset(p.dlse_strides, place.head) + row * p.dlse_strides.row];
+  const float lse = p.lse[at];
+  target =
+      lse == -INFINITY ? make_float2(-INFINITY, 0.f) : make_float2(-lse_of_backward(lse), -sum);
+}
+
+}  // namespace flashsci::sm90::pair
