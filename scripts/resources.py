@@ -93,10 +93,8 @@ TRIANGLE_COPY_SM90 = re.compile(
     r"triangle_forward_copy_bias_kernelILi([24])E"
 )  # bytes of an element
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
-# A bias whose heads lie side by side: kernel, operands, head dim; quads of heads, bytes of a bias element.
-PAIR = re.compile(
-    r"4pair\d+(?P<kind>forward|backward|statistics)_kernelI\w*?(?P<format>Half|Single)I\w*?Li(?P<dim>\d+)E(?:E+Li(?P<quads>\d)ELi(?P<bytes>\d)E)?"
-)
+# A bias whose heads lie side by side: kernel; head dim, tensors of which a CTA keeps its rows.
+PAIR = re.compile(r"4pair\d+(forward|backward|statistics)_kernel(?:I\w*?TilingILi(\d+)ELi(\d)E)?")
 # Paged attention: kernel; what a cache holds; head dim, bytes of an element of the cache.
 PAGED = re.compile(
     r"5paged\d+(?P<kind>paged|plan|combine)_kernelI.*?(?:4(?P<format>Same|E\dm\d)E.*?)?TilingILi(?P<dim>\d+)ELi(?P<bytes>\d)E"
@@ -124,11 +122,10 @@ class Kernel:
             )
             return (dim, rows, 0, 8, 0, 1, 1) if found["kind"] else (dim, rows, keys, 12, 2, 1, 1)
         if found := PAIR.search(self.name):
-            if found["quads"] is None:
-                return int(found["dim"]), 64, 0, 8, 0, 8, 1
-            quads = int(found["quads"])
-            room = 225 * 1024 - self.pair_tensors * self.pair_box
-            return int(found["dim"]), 32, 64 // quads, 8, min(3, room // self.pair_stage), 1, 1
+            if found[2] is None:
+                return 0, 64, 0, 8, 0, 8, 1
+            room = 225 * 1024 - int(found[3]) * self.pair_box
+            return int(found[2]), 32, 32, 8, min(3, room // self.pair_stage), 1, 1
         if found := PAGED.search(self.name):
             dim, narrow = int(found["dim"]), found["bytes"] == "1"
             if found["kind"] == "combine":
@@ -251,10 +248,7 @@ class Kernel:
             )
             return " ".join(filter(None, words)) or "dense"
         if found := PAIR.search(self.name):
-            if found["kind"] == "statistics":
-                return "statistics"
-            kind = "fp32 bias" if found["bytes"] == "4" else "16-bit bias"
-            return f"{found['kind']}, {kind}, {4 * int(found['quads'])} heads"
+            return found[1]
         if found := PAGED.search(self.name):
             narrow = found["kind"] == "paged" and found["bytes"] == "1"
             return str(found["format"]).lower() if narrow else str(found["kind"])
@@ -298,10 +292,11 @@ class Kernel:
         if self.tiling is None:
             return 0
         dim, rows, keys, warps, stages, _, _ = self.tiling
-        if PAIR.search(self.name):  # what a CTA keeps, stages; barriers, and to begin at 1,024
-            return (
-                self.pair_tensors * self.pair_box + stages * self.pair_stage + 2048 * (stages > 0)
-            )
+        if found := PAIR.search(
+            self.name
+        ):  # what a CTA keeps, stages; barriers, and to begin at 1,024
+            own = int(found[3] or 0) * self.pair_box
+            return own + stages * self.pair_stage + 2048 * (stages > 0)
         if self.unit == "sm80/bwd_fp32":
             if not dim:
                 return 0
@@ -380,28 +375,15 @@ class Kernel:
         return 2 * dim * (q_stages * rows + 2 * stages * keys)
 
     @property
-    def pair_tensors(self) -> int:
-        """Of which a CTA of csrc/sm90/pair keeps its rows."""
-        found = PAIR.search(self.name)
-        return 2 if found is not None and found["kind"] == "backward" else 1
-
-    @property
     def pair_box(self) -> int:
-        """Bytes of 32 rows of all its heads."""
+        """Bytes of 32 rows of all heads of a CTA of csrc/sm90/pair."""
         found = PAIR.search(self.name)
-        if found is None:
-            return 0
-        size = 4 if found["format"] == "Single" else 2
-        return 4 * int(found["quads"] or 0) * 32 * int(found["dim"]) * size
+        return 8 * 32 * 4 * int(found[2] or 0) if found is not None else 0
 
     @property
     def pair_stage(self) -> int:
-        """Bytes of its stages: boxes of two tensors, 32 bytes a pair, statistics."""
-        found = PAIR.search(self.name)
-        quads = int(found["quads"] or 1) if found is not None else 1
-        boxes = 2 // quads
-        stage = boxes * (2 * self.pair_box + 32 * 32 * 32 + 4 * quads * 32 * 8)
-        return -(-stage // 1024) * 1024
+        """Bytes of its stages: rows of two tensors, their pairs, statistics."""
+        return 2 * self.pair_box + 32 * 32 * 32 + 8 * 32 * 8
 
     @property
     def shared_of_backward_sm80(self) -> int:

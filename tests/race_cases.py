@@ -75,7 +75,7 @@ class Call:
     causal: bool = False
     softcap: bool = False
     # own: [B, Hq, Sq, Sk]; shared: [1, Hq, Sq, Sk]; members: the same in large batches, linear: in memory [1, Sq, Sk, Hq];
-    # keys: [B, 1, 1, Sk]; inner 4, inner 8: in memory [B, Sq, Sk, Hq], multiples of so many heads
+    # keys: [B, 1, 1, Sk]; inner: in memory [B, Sq, Sk, Hq], multiples of eight heads
     bias: str | None = None
     bias_fp32: bool = False
     mask: str | None = None  # own, keys
@@ -101,8 +101,8 @@ class Call:
             return True
         if self.bias == "linear":  # gradients read a copy
             return False
-        if str(self.bias).startswith("inner"):  # so they do of 16 bits
-            return self.dtype == "float32" and self.bias == "inner 8"
+        if self.bias == "inner":
+            return True
         if self.generation != "sm90":
             return widest <= 128 or self.generation == "sm80"  # in fp32 from sm_90 on
         if self.bias is None and self.mask is None:
@@ -252,12 +252,11 @@ def shapes(call: Call, processors: int) -> Iterator[Shape]:
         yield Shape("two steps", processors // 3 + 4, 4, 4, 192, 96)
         yield Shape("two panels, a bias that changes", 48, 4, 4, 400, 528)
         return
-    if str(call.bias).startswith("inner"):  # clusters of four, two and one
-        heads = int(str(call.bias).split()[1])
-        yield Shape("one", 1, heads, heads, 16, 32)
-        yield Shape("long", 1, 3 * heads, 3 * heads, 200, 528)
-        yield Shape("more clusters than processors", processors // 3, heads, heads, 72, 40)
-        yield Shape("blocks that end within a box", 5, heads, heads, 130, 77)
+    if call.bias == "inner":  # clusters of four, two and one
+        yield Shape("one", 1, 8, 8, 16, 32)
+        yield Shape("long", 1, 24, 24, 200, 528)
+        yield Shape("more clusters than processors", processors // 3 + 1, 8, 8, 72, 40)
+        yield Shape("blocks that end within a box", 5, 8, 8, 130, 77)
         return
     batch = -(-processors * 3 // 8)  # 1.5 heads a processor, of two tiles each at least
     yield Shape("many", batch, 4, 2, 200, 48)
@@ -391,12 +390,9 @@ def _sm90_backward(instance: Instance) -> Iterator[Call]:
 
 
 def _pair(instance: Instance) -> Iterator[Call]:
-    dim = instance.head_dim
-    call = Call("sm90", instance.dtype, dim, dim)
-    if instance.variant == "statistics":
-        yield replace(call, bias="inner 8", bias_fp32=True)
-    elif found := re.fullmatch(r"(?:forward|backward), (16-bit|fp32) bias, (4|8) heads", instance.variant):  # fmt: skip
-        call = replace(call, bias=f"inner {found[2]}", bias_fp32=found[1] == "fp32")
+    dim = instance.head_dim or 24
+    if instance.variant in ("forward", "backward", "statistics"):
+        call = Call("sm90", instance.dtype, dim, dim, bias="inner", bias_fp32=True)
         yield call
         yield replace(call, mask="keys")
         yield replace(call, head_dim_v=dim - 8)
@@ -510,7 +506,6 @@ def _fp32_backward(instance: Instance) -> Iterator[Call]:
 _UNITS = {
     "sm90/fwd": _sm90_forward,
     "sm90/bwd": _sm90_backward,
-    "sm90/pair": _pair,
     "sm90/pair_fp32": _pair,
     "sm90/fp8": _fp8,
     "sm90/paged": _paged,

@@ -105,12 +105,10 @@ extern "C" FLASHSCI_API int flashsci_takes_bias(const void* prepared) {
   FlashsciForwardParams p = forward.params;
   p.copy_bytes = forward.copy_bytes(p.q, p.k, p.v);
   const auto by_pairs = [&] {
-    int found = FLASHSCI_COPIED;
-    forward.launch_first([&](const Kernels& kernels) -> int {
-      found = kernels.takes_pairs == nullptr ? FLASHSCI_COPIED : kernels.takes_pairs(&p);
-      return found == FLASHSCI_COPIED ? cudaErrorNotSupported : cudaSuccess;
+    return forward.launch_first([&](const Kernels& kernels) -> int {
+      return kernels.takes_pairs != nullptr && kernels.takes_pairs(&p) ? cudaSuccess
+                                                                       : cudaErrorNotSupported;
     });
-    return found;
   };
   const auto workspace = [&] {
     int64_t bytes = 0;
@@ -122,8 +120,7 @@ extern "C" FLASHSCI_API int flashsci_takes_bias(const void* prepared) {
     return bytes;
   };
   try {
-    const int found = by_pairs();
-    if (found != FLASHSCI_COPIED) return found;
+    if (by_pairs() == cudaSuccess) return FLASHSCI_AS_GIVEN;
     const int64_t given = workspace();
     p.bias_mask.bias_strides.column = 1;
     return given != workspace() ? FLASHSCI_FORWARD_AS_GIVEN : FLASHSCI_COPIED;

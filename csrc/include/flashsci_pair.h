@@ -8,17 +8,15 @@
 extern "C" {
 #endif
 
-// Who takes a call with its bias as it lies in memory: nobody, the forward, or the backward too,
-// whose dbias has strides in the order of the bias then.
-enum { FLASHSCI_COPIED = 0, FLASHSCI_FORWARD_AS_GIVEN = 1, FLASHSCI_AS_GIVEN = 2 };
-#define FLASHSCI_DECLARE_PAIR(unit) \
-  FLASHSCI_DECLARE_FORWARD(unit)    \
-  FLASHSCI_API int flashsci_takes_##unit(const FlashsciForwardParams* params);
-
-FLASHSCI_DECLARE_PAIR(pair_fp16)
-FLASHSCI_DECLARE_PAIR(pair_bf16)
-FLASHSCI_DECLARE_PAIR(pair_fp32)
+// Of these dbias has strides in the order of the bias.
+FLASHSCI_DECLARE_FORWARD(pair_fp32)
 FLASHSCI_DECLARE_BACKWARD(pair_fp32)
+// Whether they take a call and its gradients with the bias as it lies in memory.
+FLASHSCI_API int flashsci_takes_pair_fp32(const FlashsciForwardParams* params);
+
+// Who takes a call with a bias whose keys are not neighbours in memory as it is: nobody, the
+// forward, or the backward too.
+enum { FLASHSCI_COPIED = 0, FLASHSCI_FORWARD_AS_GIVEN = 1, FLASHSCI_AS_GIVEN = 2 };
 
 #ifdef __cplusplus
 }

@@ -121,8 +121,7 @@ def _aligned(case: Case) -> Case:
 
 def paired(variant: Variant) -> Variant:
     """The nearest variant that csrc/sm90/pair serves."""
-    widest, step = (32, 4) if variant.dtype == "float32" else (64, 8)
-    dims = [min(-(-d // step) * step, widest) for d in (variant.head_dim, variant.head_dim_v)]
+    dims = [min(-(-d // 4) * 4, 32) for d in (variant.head_dim, variant.head_dim_v)]
     return replace(
         variant, head_dim=dims[0], head_dim_v=dims[1], bias="pair", window=False, softcap=False, sink=None
     )  # fmt: skip

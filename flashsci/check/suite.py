@@ -24,8 +24,6 @@ from flashsci.testing import Trap
 from flashsci.testing.coverage import Coverage
 
 Say = Callable[[str], Any]
-# Units that have no backward, though their names do not say so.
-FORWARDS = ("pair_bf16", "pair_fp16")
 
 
 class Results:
@@ -129,7 +127,7 @@ def run(
     chosen = {
         u: d for u, d in chosen.items() if u in second or any(units.holds(b, u) for b in backends)
     }
-    forwards = all(u.split("/")[-1].startswith(("forward", "fwd_", *FORWARDS)) for u in chosen)
+    forwards = all(u.split("/")[-1].startswith(("forward", "fwd_")) for u in chosen)
     order = 0 if unit and forwards else 1
     orders = [1] if not second else [2] if len(second) == len(chosen) else [1, 2]
     traps = [

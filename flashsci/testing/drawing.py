@@ -308,14 +308,15 @@ def with_members(choices: Choices, case: Case) -> Case:
 def has_inner_heads(case: Case) -> bool:
     """Whether a case is one of :func:`with_inner_heads`, in this respect."""
     own = case.bias_shape == case.score_shape and case.bias_view == "linear"
-    return own and case.heads_q % 4 == 0 and case.rank > 2 and not case.variant.varlen
+    return own and case.heads_q % 4 == 0 and case.rank > 2 and max((1, *case.lead)) <= 5
 
 
 def with_inner_heads(choices: Choices, case: Case) -> Case:
     """A bias of its own for every pair and head, as a Linear over pairs leaves it, and a mask of keys: what kernels take that read
     such a bias as it is."""
-    case = replace(case, rank=max(case.rank, 3), lead=case.lead or (1,), group=1)
-    case = replace(case, heads_k=choices.one_of((4, 8, 8, 12)))
+    lead = tuple(min(n, 5) for n in case.lead)  # more of them share a bias (`with_members`)
+    case = replace(case, rank=max(case.rank, 3), lead=lead or (1,), group=1)
+    case = replace(case, heads_k=choices.one_of((4, 8, 8, 16)))
     while case.scores > 1 << 20 and max(case.lead) > 1:
         case = replace(case, lead=tuple(max(1, n - 1) for n in case.lead))
     full = case.score_shape

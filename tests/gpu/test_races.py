@@ -88,9 +88,9 @@ def draw(call: Call, shape: Shape) -> Inputs:
     if call.bias == "linear":
         pair = (1, shape.seq_q, shape.seq_k, shape.heads)
         bias = rand(*pair, dtype=torch.float32 if call.bias_fp32 else dtype).permute(0, 3, 1, 2)
-    elif str(call.bias).startswith("inner"):
+    elif call.bias == "inner":
         pair = (shape.batch, shape.seq_q, shape.seq_k, shape.heads)
-        bias = rand(*pair, dtype=torch.float32 if call.bias_fp32 else dtype).permute(0, 3, 1, 2)
+        bias = rand(*pair).permute(0, 3, 1, 2)
     elif call.bias is not None:
         bias = rand(*pairs(call.bias), dtype=torch.float32 if call.bias_fp32 else dtype)
     if call.mask is not None:
@@ -153,7 +153,7 @@ class Kernels:
         )
         self.need = ops.NEED_Q | ops.NEED_K | ops.NEED_V
         # The op gives that of a bias row-major: kernels that write it in the order of the bias leave it to others.
-        by_others = str(call.bias).startswith("inner")
+        by_others = call.bias == "inner"
         self.need |= ops.NEED_BIAS if inputs.bias is not None and not by_others else 0
 
     def _swap(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-// The gradients of attention with a bias whose heads lie side by side.
+// The gradients of attention in fp32 with a bias whose heads lie side by side.
 //
 // Maths     P = exp(scale Q K^T + bias - lse), dP = dO V^T, dS = P (dP - delta): dbias = dS,
 //           dQ = scale dS K, dK = scale dS^T Q, dV = P^T dO.
@@ -19,24 +19,24 @@
 #include "../../ptx/warpgroup.cuh"
 #include "combine.cuh"
 #include "pipeline.cuh"
+#include "products.cuh"
 
 namespace flashsci::sm90::pair {
 
 template <class C>
 struct BackwardBlock {
-  using F = typename C::Format;
-  using Element = typename F::Element;
+  static constexpr int kDim = C::kDim;
   using Scores = float[2][4];
-  static constexpr uint32_t kSecond = offsetof(Stage<C>, second);
-  static constexpr uint32_t kCells = offsetof(Stage<C>, cells);
-  static constexpr uint32_t kStatistics = offsetof(Stage<C>, statistics);
+  static constexpr uint32_t kSecond = offsetof(Stage<kDim>, second);
+  static constexpr uint32_t kCells = offsetof(Stage<kDim>, cells);
+  static constexpr uint32_t kStatistics = offsetof(Stage<kDim>, statistics);
 
   const FlashsciBackwardParams& p;
   const Plan& plan;
   const Maps& maps;
   Storage<C>& shared;
-  const Place<C> place;
-  const Warp<C> w;
+  const Place place;
+  const Warp w;
   const int rank = ptx::cluster_rank(), size = ptx::cluster_size();
   const ShownKeys keys{p.bias_mask, place, p.seq_k};
   const uint32_t own = ptx::shared_address(shared.own[0]);
@@ -74,26 +74,27 @@ struct BackwardBlock {
     for (int i = 0; i < kQuad * 2; ++i) {
       const int row = first_query + w.row + i % 2 * 8 + w.group;
       of_row[i / 2][i % 2] = row < p.seq_q
-                                 ? statistics[(w.quad * kQuad + i / 2) * plan.statistics_rows + row]
+                                 ? statistics[(w.quad + i / 2) * plan.statistics_rows + row]
                                  : make_float2(-INFINITY, 0.f);
       large |= is_large(of_row[i / 2][i % 2].x);
     }
     large = __any_sync(0xffffffffu, large);
-    Sums<C> dq = {};
-    ShownColumns shown = keys.columns(rank * C::kBlock, w);
-    for_blocks<C>(
+    Sums<kDim> dq = {};
+    ShownColumns shown = keys.columns(rank * kRows, w);
+    for_blocks(
         shared, p.seq_k, rank, size,
         [&](uint32_t stage, uint32_t barrier, int key) {
-          copy_stage<C>(stage, barrier, place, maps.k, maps.v, maps.bias, key, first_query, 0);
+          copy_stage<kDim>(stage, barrier, place, maps.k, maps.v, maps.bias, key, first_query, 0);
         },
         [&](uint32_t stage, int key) {
-          const ShownColumns next = keys.columns(key + size * C::kBlock, w);
+          const ShownColumns next = keys.columns(key + size * kRows, w);
           float s[kQuad][2][4];  // the bias first, then P, then dS
-          read_cells<C>(s, stage + kCells, w, place.head);
+          read_cells(s, stage + kCells, w);
 #pragma unroll
           for (int head = 0; head < kQuad; ++head) {
             Scores product = {};
-            F::multiply_transposed(product, w.own_rows(own, head), w.block_rows(stage, head));
+            multiply_transposed<kDim>(product, w.own_rows<kDim>(own, head),
+                                      w.block_rows<kDim>(stage, head));
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
               const int n = i / 4, e = i % 4;
@@ -105,22 +106,23 @@ struct BackwardBlock {
 #pragma unroll
           for (int head = 0; head < kQuad; ++head) {
             Scores dp = {};
-            F::multiply_transposed(dp, w.own_rows(dout, head), w.block_rows(stage + kSecond, head));
+            multiply_transposed<kDim>(dp, w.own_rows<kDim>(dout, head),
+                                      w.block_rows<kDim>(stage + kSecond, head));
 #pragma unroll
             for (int i = 0; i < 8; ++i)
               s[head][i / 4][i % 4] *= dp[i / 4][i % 4] + of_row[head][i % 4 / 2].y;
-            F::multiply(dq[head], s[head], w.block_rows(stage, head));
+            multiply<kDim>(dq[head], s[head], w.block_rows<kDim>(stage, head));
           }
           if (p.dbias != nullptr) write_dbias(s, first_query, key);
           shown = next;
         });
     if (p.dq != nullptr)
-      write_gradient<C>(shared, dq, w, p.scale, place.template rows<Element>(p.dq, p.dq_strides),
-                        p.dq_strides, first_query, p.seq_q, p.head_dim);
+      write_gradient(shared, dq, w, p.scale, place.rows(p.dq, p.dq_strides), p.dq_strides,
+                     first_query, p.seq_q, p.head_dim);
   }
   __device__ __forceinline__ void write_dbias(const float (&ds)[kQuad][2][4], int first_query,
                                               int first_key) const {
-    auto* target = static_cast<float*>(p.dbias) + place.offset(p.dbias_strides) + w.quad * kQuad;
+    float* target = place.rows(p.dbias, p.dbias_strides) + w.quad;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int n = i / 4, e = i % 4;
@@ -143,32 +145,30 @@ struct BackwardBlock {
         plan.statistics + (int64_t{place.batch} * p.heads_q + place.head) * plan.statistics_rows;
     const uint8_t shown[2] = {keys(first_key + w.row + w.group),
                               keys(first_key + w.row + w.group + 8)};
-    Sums<C> dk = {}, dv = {};
-    for_blocks<C>(
+    Sums<kDim> dk = {}, dv = {};
+    for_blocks(
         shared, p.seq_q, rank, size,
         [&](uint32_t stage, uint32_t barrier, int query) {
-          copy_stage<C>(stage, barrier, place, maps.q, maps.dout, maps.bias_of_keys, query,
-                        first_key, sizeof(Stage<C>::statistics));
+          copy_stage<kDim>(stage, barrier, place, maps.q, maps.dout, maps.bias_of_keys, query,
+                           first_key, sizeof(Stage<kDim>::statistics));
 #pragma unroll
-          for (int i = 0; i < C::kBoxes * C::kHeads; ++i) {
-            const int head = i % C::kHeads, row = query + i / C::kHeads * kRows;
-            ptx::bulk_load(stage + kStatistics + i * kRows * 8,
-                           statistics + head * plan.statistics_rows + row, kRows * 8, barrier);
-          }
+          for (int head = 0; head < kHeads; ++head)
+            ptx::bulk_load(stage + kStatistics + head * kRows * 8,
+                           statistics + head * plan.statistics_rows + query, kRows * 8, barrier);
         },
         [&](uint32_t stage, int) {
           float s[kQuad][2][4], negated_delta[kQuad][2][2];  // the bias first, then P, then dS
-          read_cells<C>(s, stage + kCells, w, place.head);
+          read_cells(s, stage + kCells, w);
           const uint32_t dout = stage + kSecond;
           bool large = false;
 #pragma unroll
           for (int head = 0; head < kQuad; ++head) {
             Scores product = {};
-            F::multiply_transposed(product, w.own_rows(own, head), w.block_rows(stage, head));
+            multiply_transposed<kDim>(product, w.own_rows<kDim>(own, head),
+                                      w.block_rows<kDim>(stage, head));
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-              const int column = (w.split / 2 * C::kHeads + w.quad * kQuad + head) * kRows +
-                                 w.column(n, 0) % kRows;
+              const int column = (w.quad + head) * kRows + w.column(n, 0);
               const uint4 x = ptx::ld_shared_v4(stage + kStatistics +
                                                 column * static_cast<uint32_t>(sizeof(float2)));
               const float negated_lse[2] = {__uint_as_float(x.x), __uint_as_float(x.z)};
@@ -184,21 +184,22 @@ struct BackwardBlock {
           if (__any_sync(0xffffffffu, large)) limit_probabilities(s);
 #pragma unroll
           for (int head = 0; head < kQuad; ++head) {
-            F::multiply(dv[head], s[head], w.block_rows(dout, head));
+            multiply<kDim>(dv[head], s[head], w.block_rows<kDim>(dout, head));
             Scores dp = {};
-            F::multiply_transposed(dp, w.own_rows(v, head), w.block_rows(dout, head));
+            multiply_transposed<kDim>(dp, w.own_rows<kDim>(v, head),
+                                      w.block_rows<kDim>(dout, head));
 #pragma unroll
             for (int i = 0; i < 8; ++i)
               s[head][i / 4][i % 4] *= dp[i / 4][i % 4] + negated_delta[head][i / 4][i % 2];
-            F::multiply(dk[head], s[head], w.block_rows(stage, head));
+            multiply<kDim>(dk[head], s[head], w.block_rows<kDim>(stage, head));
           }
         });
     if (p.dk != nullptr)
-      write_gradient<C>(shared, dk, w, p.scale, place.template rows<Element>(p.dk, p.dk_strides),
-                        p.dk_strides, first_key, p.seq_k, p.head_dim);
+      write_gradient(shared, dk, w, p.scale, place.rows(p.dk, p.dk_strides), p.dk_strides,
+                     first_key, p.seq_k, p.head_dim);
     if (p.dv != nullptr)
-      write_gradient<C>(shared, dv, w, 1.f, place.template rows<Element>(p.dv, p.dv_strides),
-                        p.dv_strides, first_key, p.seq_k, p.head_dim_v);
+      write_gradient(shared, dv, w, 1.f, place.rows(p.dv, p.dv_strides), p.dv_strides, first_key,
+                     p.seq_k, p.head_dim_v);
   }
 };
 

@@ -1,11 +1,11 @@
-// Attention with a bias of its own for every pair and head whose heads lie side by side in memory,
-// [.., Sq, Sk, H], as a Linear over pairs leaves it: what its kernels have in common.
+// Attention in fp32 with a bias of its own for every pair and head whose heads lie side by side in
+// memory, [.., Sq, Sk, H], as a Linear over pairs leaves it: what its kernels have in common.
 //
 // Such a bias is as large as all scores. Kernels for which keys are neighbours need a copy first
 // and another one of the gradient; they take as long as the attention itself. Here a CTA works on
-// four or eight heads at a time, so that what it reads of a pair are neighbours, and a lane has the
-// scores of four heads for its pairs. That leaves few rows for a CTA; those of a cluster share the
-// others' side among them and add up what they have.
+// eight heads at a time, so that what it reads of a pair is a sector, and a lane has the scores of
+// four heads for its pairs. That leaves few rows for a CTA; those of a cluster share the others'
+// side among them and add up what they have.
 #pragma once
 #include <cuda.h>
 
@@ -16,64 +16,50 @@
 
 namespace flashsci::sm90::pair {
 
-inline constexpr int kQuad = 4;       // heads of a warp
-inline constexpr int kWarpRows = 16;  // rows of a warp, and of a block that it goes through
-inline constexpr int kRows = 32;      // rows of a CTA, queries or keys, and of what a copy moves
-// What is copied of a pair: a sector, with other heads in it than the CTA's where it has fewer. (Of
-// boxes whose inner dimension has 16 bytes TMA reports the end too early.)
-inline constexpr int kCellBytes = 32;
+inline constexpr int kHeads = 8, kQuad = 4;  // heads of a CTA, and of a warp
+inline constexpr int kRows = 32;             // rows of a CTA, queries or keys, and of a stage
+inline constexpr int kWarpRows = 16;         // rows of a warp on either side
+// A warp has one half of the CTA's rows, of its heads, and of the rows of a stage.
 inline constexpr int kWarps = 8, kThreads = kWarps * 32;
-inline constexpr int kMostCtas = 4;              // of a cluster
+inline constexpr int kMostCtas = 4;  // of a cluster
+// What is copied of a pair. (Of boxes whose inner dimension has 16 bytes TMA reports the end too
+// early.)
+inline constexpr int kCellBytes = kHeads * 4;
 inline constexpr int kSharedBytes = 227 * 1024;  // what Hopper has for a CTA
 
-// Format: half.cuh or single.cuh. kQuads: of heads of a CTA. kBiasBytes: of an element of the bias.
-// A warp has the first or the second half of the CTA's rows, a quad of its heads, and of a stage
-// every kSplits-th kWarpRows rows.
-template <class Format_, int kQuads_, int kBiasBytes_>
-struct Shape {
-  using Format = Format_;
-  static constexpr int kDim = Format::kDim, kQuads = kQuads_, kHeads = kQuads * kQuad;
-  static constexpr int kBiasBytes = kBiasBytes_;
-  static constexpr int kSplits = kWarps / (2 * kQuads);
-  static constexpr int kBoxes = kSplits * kWarpRows / kRows;  // of kRows rows in a stage
-  static constexpr int kBlock = kBoxes * kRows;               // rows of a stage: keys, or queries
-  static constexpr int kCellHeads = kCellBytes / kBiasBytes;
-  static constexpr int kBoxBytes = kHeads * kRows * Format::kRowBytes;
-};
-
-// What a copy brings, a box of kRows rows of all heads after the other: of the pairs, all others of
-// one of the CTA's rows side by side.
-template <class C>
+// A block of what a CTA goes through: of the pairs, all others of one of its rows side by side.
+template <int kDim>
 struct alignas(1024) Stage {
-  unsigned char first[C::kBoxes][C::kBoxBytes];   // K, or Q
-  unsigned char second[C::kBoxes][C::kBoxBytes];  // V, or dO
-  unsigned char cells[C::kBoxes][kRows][kRows * kCellBytes];
-  float2 statistics[C::kBoxes][C::kHeads][kRows];  // of queries
+  float first[kHeads][kRows][kDim];   // K, or Q
+  float second[kHeads][kRows][kDim];  // V, or dO
+  unsigned char cells[kRows][kRows * kCellBytes];
+  float2 statistics[kHeads][kRows];  // of queries
 };
 
 // What there is of the rows of a CTA, to be added up; and of the forward the largest score of a row
 // and the sum of its exponentials.
-template <class C>
+template <int kDim>
 struct Partial {
-  float x[C::kHeads][kRows][C::kDim + 4];
-  float2 maximum_sum[C::kHeads][kRows];
+  float x[kHeads][kRows][kDim + 4];
+  float2 maximum_sum[kHeads][kRows];
 };
 
 // kOwn: tensors of which a CTA keeps its rows: Q (and dO), or K and V.
-template <class C, int kOwn_>
-struct Tiling : C {
-  static constexpr int kOwn = kOwn_;
-  static constexpr int kRoom = kSharedBytes - 2 * 1024 - kOwn * C::kBoxBytes;
-  static constexpr int kStages = std::min<int>(3, kRoom / sizeof(Stage<C>));
-  static_assert(kStages >= 1 && kRoom >= C::kSplits * int{sizeof(Partial<C>)}, "no room");
+template <int kDim_, int kOwn_>
+struct Tiling {
+  static constexpr int kDim = kDim_, kOwn = kOwn_;
+  static constexpr int kBoxBytes = kHeads * kRows * kDim * 4;
+  static constexpr int kRoom = kSharedBytes - 2 * 1024 - kOwn * kBoxBytes;
+  static constexpr int kStages = std::min<int>(3, kRoom / sizeof(Stage<kDim>));
+  static_assert(kStages >= 1 && kRoom >= 2 * int{sizeof(Partial<kDim>)}, "no room");
 };
 
 template <class C>
 struct alignas(1024) Storage {
   unsigned char own[C::kOwn][C::kBoxBytes];
   union {
-    Stage<C> stage[C::kStages];
-    Partial<C> partial[C::kSplits];
+    Stage<C::kDim> stage[C::kStages];
+    Partial<C::kDim> partial[2];  // of each half of the rows of stages
   };
   uint64_t copied[C::kStages], own_copied;  // mbarriers
 };

@@ -2,12 +2,12 @@
 #include "launch.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
-#error "built for compute capability 9.0 only"
+#error "units of sm90 are built for compute capability 9.0 only"
 #endif
 
 extern "C" int flashsci_forward_pair_fp32(const FlashsciForwardParams* params,
                                           FlashsciStream stream) {
-  return flashsci::sm90::pair::launch_forward<void>(*params, static_cast<cudaStream_t>(stream));
+  return flashsci::sm90::pair::launch_forward(*params, static_cast<cudaStream_t>(stream));
 }
 
 extern "C" int flashsci_backward_pair_fp32(const FlashsciBackwardParams* params,
@@ -20,5 +20,5 @@ extern "C" int64_t flashsci_backward_pair_fp32_workspace(const FlashsciBackwardP
 }
 
 extern "C" int flashsci_takes_pair_fp32(const FlashsciForwardParams* params) {
-  return flashsci::sm90::pair::takes_call<void>(*params);
+  return flashsci::sm90::pair::takes(*params);
 }

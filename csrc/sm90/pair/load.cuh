@@ -1,9 +1,10 @@
 // What a CTA copies, and how a lane sees the pairs.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
-#include "../../core/head_coord.cuh"
 #include "../../core/poison.cuh"
+#include "../../ptx/cp_async.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/shared.cuh"
 #include "../../ptx/tma.cuh"
@@ -12,25 +13,21 @@
 namespace flashsci::sm90::pair {
 
 // Which heads of which batch a cluster works on, and on which tile of their rows.
-template <class C>
 struct Place {
   uint32_t tile, batch, batch0, batch1, head;  // head: the first
 
   __device__ __forceinline__ Place(uint32_t cluster, uint32_t tiles, int heads, int64_t batches1) {
-    const uint32_t groups = heads / C::kHeads, group = cluster / tiles;
+    const uint32_t groups = heads / kHeads, group = cluster / tiles;
     tile = cluster - group * tiles;
     batch = group / groups;
-    head = (group - batch * groups) * C::kHeads;
+    head = (group - batch * groups) * kHeads;
     batch0 = batch / static_cast<uint32_t>(batches1);
     batch1 = batch - batch0 * static_cast<uint32_t>(batches1);
   }
   template <class Strides>
-  __device__ __forceinline__ int64_t offset(const Strides& strides) const {
-    return batch0 * strides.batch0 + batch1 * strides.batch1 + head * strides.head;
-  }
-  template <class Element>
-  __device__ __forceinline__ Element* rows(void* data, const FlashsciStrides& strides) const {
-    return static_cast<Element*>(data) + offset(strides);
+  __device__ __forceinline__ float* rows(void* data, const Strides& strides) const {
+    return static_cast<float*>(data) + batch0 * strides.batch0 + batch1 * strides.batch1 +
+           head * strides.head;
   }
   // A box of rows of all heads, by one thread; zeros past the last row and column.
   __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int row,
@@ -40,76 +37,58 @@ struct Place {
 };
 
 // A warp's part of the work.
-template <class C>
 struct Warp {
   const int warp = threadIdx.x / 32;
   const int row = warp % 2 * kWarpRows;                           // its first of the CTA's
-  const int quad = warp / 2 % C::kQuads;                          // its heads: from kQuad * quad on
-  const int split = warp / (2 * C::kQuads);                       // its rows of a stage
+  const int quad = warp / 2 % 2 * kQuad;                          // its first head
+  const int half = warp / 4;                                      // its rows of a stage
   const int group = threadIdx.x / 4 % 8, lane = threadIdx.x % 4;  // of score fragments
 
   // Where its rows of a head begin, in what the CTA keeps and in a stage.
+  template <int kDim>
   __device__ __forceinline__ uint32_t own_rows(uint32_t box, int head) const {
-    return box + ((quad * kQuad + head) * kRows + row) * C::Format::kRowBytes;
+    return box + ((quad + head) * kRows + row) * kDim * 4;
   }
-  __device__ __forceinline__ uint32_t block_rows(uint32_t boxes, int head) const {
-    return boxes + split / 2 * C::kBoxBytes +
-           ((quad * kQuad + head) * kRows + split % 2 * kWarpRows) * C::Format::kRowBytes;
+  template <int kDim>
+  __device__ __forceinline__ uint32_t block_rows(uint32_t box, int head) const {
+    return box + ((quad + head) * kRows + half * kWarpRows) * kDim * 4;
   }
   // Of element (n, e) of a lane's score fragment: its place among the CTA's rows, and the stage's.
   __device__ __forceinline__ int own_row(int e) const { return row + group + e / 2 * 8; }
   __device__ __forceinline__ int column(int n, int e) const {
-    return split * kWarpRows + n * 8 + lane * 2 + e % 2;
+    return half * kWarpRows + n * 8 + lane * 2 + e % 2;
   }
 };
 
-// Part of a stage: the rows of two tensors from `row` on (`first`, `second`), and their pairs with
-// the CTA's rows from `own` on. One thread; what else the stage has is in `bytes`.
-template <class C>
-__device__ __forceinline__ void copy_stage(uint32_t stage, uint32_t barrier, const Place<C>& place,
+// Part of a stage: the rows of two tensors from `row` on, and their pairs with the CTA's rows from
+// `own` on. One thread; what else the stage has is in `bytes`.
+template <int kDim>
+__device__ __forceinline__ void copy_stage(uint32_t stage, uint32_t barrier, const Place& place,
                                            const CUtensorMap& first, const CUtensorMap& second,
                                            const CUtensorMap& bias, int row, int own, int bytes) {
-  constexpr int kBytes = offsetof(Stage<C>, statistics);
-  static_assert(kBytes == C::kBoxes * (2 * C::kBoxBytes + kRows * kRows * kCellBytes),
+  constexpr int kBytes = offsetof(Stage<kDim>, statistics);
+  static_assert(kBytes == kRows * (2 * kHeads * kDim * 4 + kRows * kCellBytes),
                 "boxes fill their stage");
   ptx::mbarrier_arrive_expect(barrier, kBytes + bytes);
-#pragma unroll
-  for (int i = 0; i < C::kBoxes; ++i) {
-    const int at = row + i * kRows;
-    place.copy_box(stage + i * C::kBoxBytes, first, at, barrier);
-    place.copy_box(stage + static_cast<uint32_t>(offsetof(Stage<C>, second)) + i * C::kBoxBytes,
-                   second, at, barrier);
-    ptx::tma_load_5d(
-        stage + static_cast<uint32_t>(offsetof(Stage<C>, cells)) + i * kRows * kRows * kCellBytes,
-        &bias, barrier, place.head / C::kCellHeads * C::kCellHeads, at, own, place.batch1,
-        place.batch0);
-  }
+  place.copy_box(stage, first, row, barrier);
+  place.copy_box(stage + static_cast<uint32_t>(offsetof(Stage<kDim>, second)), second, row,
+                 barrier);
+  ptx::tma_load_5d(stage + static_cast<uint32_t>(offsetof(Stage<kDim>, cells)), &bias, barrier,
+                   place.head, row, own, place.batch1, place.batch0);
 }
 
-// The bias of a lane's pairs, for the heads of its quad. head: the first of the CTA.
-template <class C>
+// The bias of a lane's pairs, for the heads of its warp.
 __device__ __forceinline__ void read_cells(float (&bias)[kQuad][2][4], uint32_t cells,
-                                           const Warp<C>& w, uint32_t head) {
-  const uint32_t byte = (head % C::kCellHeads + w.quad * kQuad) * C::kBiasBytes;
+                                           const Warp& w) {
   // Halves of a cell change places, as TMA writes them: for all of a lane's pairs or none.
   const uint32_t start =
-      cells + ((w.split / 2 * kRows + w.own_row(0)) * kRows + w.column(0, 0) % kRows) * kCellBytes +
-      (byte ^ w.lane / 2 * 16);
+      cells + (w.own_row(0) * kRows + w.column(0, 0)) * kCellBytes + (w.quad * 4 ^ w.lane / 2 * 16);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int n = i / 4, e = i % 4;
-    const uint32_t place = start + (e / 2 * 8 * kRows + n * 8 + e % 2) * kCellBytes;
-    if constexpr (C::kBiasBytes == 4) {
-      const uint4 x = ptx::ld_shared_v4(place);
-      const uint32_t word[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int head = 0; head < kQuad; ++head) bias[head][n][e] = __uint_as_float(word[head]);
-    } else {
-      const uint64_t x = ptx::ld_shared_u64(place);
-#pragma unroll
-      for (int head = 0; head < kQuad; ++head)
-        bias[head][n][e] = C::Format::Op::to_float(static_cast<uint16_t>(x >> head * 16));
-    }
+    const uint4 x = ptx::ld_shared_v4(start + (e / 2 * 8 * kRows + n * 8 + e % 2) * kCellBytes);
+    bias[0][n][e] = __uint_as_float(x.x), bias[1][n][e] = __uint_as_float(x.y);
+    bias[2][n][e] = __uint_as_float(x.z), bias[3][n][e] = __uint_as_float(x.w);
   }
 }
 
@@ -125,8 +104,7 @@ struct ShownKeys {
   int64_t stride;
   int seq_k;
 
-  template <class C>
-  __device__ __forceinline__ ShownKeys(const FlashsciBiasMask& p, const Place<C>& place, int seq_k_)
+  __device__ __forceinline__ ShownKeys(const FlashsciBiasMask& p, const Place& place, int seq_k_)
       : mask(p.mask), stride(p.mask_strides.column), seq_k(seq_k_) {
     if (mask != nullptr)
       mask += place.batch0 * p.mask_strides.batch0 + place.batch1 * p.mask_strides.batch1;
@@ -134,8 +112,7 @@ struct ShownKeys {
   __device__ __forceinline__ uint8_t operator()(int key) const {
     return key >= seq_k ? 0 : mask == nullptr ? 1 : __ldg(mask + key * stride);
   }
-  template <class C>
-  __device__ __forceinline__ ShownColumns columns(int first_key, const Warp<C>& w) const {
+  __device__ __forceinline__ ShownColumns columns(int first_key, const Warp& w) const {
     ShownColumns shown;
 #pragma unroll
     for (int i = 0; i < 4; ++i) shown.key[i] = (*this)(first_key + w.column(i / 2, i % 2));

@@ -1,6 +1,5 @@
 // The blocks that a CTA goes through, one after the other, while the copies of later ones fly.
 #pragma once
-#include "../../ptx/cp_async.cuh"
 #include "load.cuh"
 
 namespace flashsci::sm90::pair {
@@ -21,36 +20,35 @@ __device__ __forceinline__ Storage<C>& start_storage(unsigned char* memory) {
   return shared;
 }
 
-// Of a cluster, CTA `rank` takes blocks rank, rank + size, ...: issue(stage, barrier, row) starts the
-// copies of one, by one thread; step(stage, row) works on it, when these and those of what the CTA
-// keeps are there.
+// Of a cluster, CTA `rank` takes blocks rank, rank + size, ...: issue(stage, barrier, row) starts
+// the copies of one, by one thread; step(stage, row) works on it, when these and those of what the
+// CTA keeps are there.
 template <class C, class Issue, class Step>
 __device__ __forceinline__ void for_blocks(Storage<C>& shared, int rows, int rank, int size,
                                            Issue&& issue, Step&& step) {
   constexpr int kAhead = C::kStages > 1 ? C::kStages - 1 : 1;  // blocks on their way
-  const int stride = size * C::kBlock;
+  constexpr uint32_t kStageBytes = sizeof(Stage<C::kDim>);
+  const int stride = size * kRows;
   const uint32_t first = ptx::shared_address(&shared.stage[0]);
   const uint32_t barriers = ptx::shared_address(&shared.copied[0]);
   const auto issue_at = [&](int slot, int row) {
-    const uint32_t stage = first + slot * static_cast<uint32_t>(sizeof(Stage<C>));
-    if (threadIdx.x == 0 && row < rows) {
-      poison_stage(stage, sizeof(Stage<C>));
-      issue(stage, barriers + slot * 8, row);
-    }
+    if (threadIdx.x != 0 || row >= rows) return;
+    poison_stage(first + slot * kStageBytes, kStageBytes);
+    issue(first + slot * kStageBytes, barriers + slot * 8, row);
   };
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) issue_at(i, rank * C::kBlock + i * stride);
+  for (int i = 0; i < kAhead; ++i) issue_at(i, rank * kRows + i * stride);
   ptx::mbarrier_wait(ptx::shared_address(&shared.own_copied), 0);
   int slot = 0, next = kAhead % C::kStages;  // worked on, and copied into
   uint32_t parity = 0;
 #pragma unroll 1
-  for (int row = rank * C::kBlock; row < rows; row += stride) {
+  for (int row = rank * kRows; row < rows; row += stride) {
     if (C::kStages > 1) {
       __syncthreads();  // the last one is read
       issue_at(next, row + kAhead * stride);
     }
     ptx::mbarrier_wait(barriers + slot * 8, parity);
-    step(first + slot * static_cast<uint32_t>(sizeof(Stage<C>)), row);
+    step(first + slot * kStageBytes, row);
     if (C::kStages == 1) {
       __syncthreads();
       issue_at(0, row + stride);

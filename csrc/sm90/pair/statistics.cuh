@@ -1,43 +1,39 @@
 // What the backward needs to know of each query besides q and dout.
 //
 // statistics_i = (-lse_of_backward(lse_i), -delta_i), delta_i = sum_d dout_id out_id - dlse_i;
-// (-inf, 0) where a row sees no key. Heads have `rows` of them, a multiple of kRowsOfBlock. A row is read by kRowLanes lanes, 16 bytes each at a time.
+// (-inf, 0) where a row sees no key. A row is read by kRowLanes lanes, 16 bytes each at a time.
 #pragma once
 #include <cuda_runtime.h>
 
+#include "../../core/head_coord.cuh"
 #include "../../core/softmax.cuh"
 #include "../../ptx/warpgroup.cuh"
-#include "load.cuh"
+#include "config.cuh"
 
 namespace flashsci::sm90::pair {
 
 inline constexpr int kRowThreads = 256, kRowLanes = 4;
 inline constexpr int kRowsOfBlock = kRowThreads / kRowLanes;  // of one head
+static_assert(kRowsOfBlock % kRows == 0, "blocks end where statistics do");
 
-template <class F>
+// A head has `rows` of them, a multiple of kRowsOfBlock.
 __global__ void __launch_bounds__(kRowThreads)
     statistics_kernel(const __grid_constant__ FlashsciBackwardParams p, float2* statistics,
                       int64_t rows, uint32_t tiles) {
-  using Element = typename F::Element;
   ptx::launch_dependents();
   const HeadCoord place(blockIdx.x, tiles, p.heads_q, p.batch1);
   const int64_t row =
       int64_t{blockIdx.x - place.batch_head * tiles} * kRowsOfBlock + threadIdx.x / kRowLanes;
   float sum = 0.f;
   if (row < p.seq_q) {
-    const auto* dout = static_cast<const Element*>(p.dout) +
+    const auto* dout = static_cast<const float*>(p.dout) +
                        place.offset(p.dout_strides, place.head) + row * p.dout_strides.row;
-    const auto* out = static_cast<const Element*>(p.out) + place.offset(p.out_strides, place.head) +
+    const auto* out = static_cast<const float*>(p.out) + place.offset(p.out_strides, place.head) +
                       row * p.out_strides.row;
-#pragma unroll
-    for (int d = 0; d < F::kDim; d += kRowLanes * F::kElements) {
-      const int column = d + threadIdx.x % kRowLanes * F::kElements;
-      if (column >= p.head_dim_v) break;
-      float x[F::kElements], y[F::kElements];
-      F::load(x, dout + column);
-      F::load(y, out + column);
-#pragma unroll
-      for (int e = 0; e < F::kElements; ++e) sum = fmaf(x[e], y[e], sum);
+    for (int d = threadIdx.x % kRowLanes * 4; d < p.head_dim_v; d += kRowLanes * 4) {
+      const float4 x = __ldg(reinterpret_cast<const float4*>(dout + d));
+      const float4 y = __ldg(reinterpret_cast<const float4*>(out + d));
+      sum = fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
     }
   }
   sum = quad_sum(sum);

@@ -392,8 +392,7 @@ def _options(scalars: Scalars) -> tuple[Any, ...]:
 
 def takes_bias(tensors: Tensors, scalars: Scalars, needs_grad: bool, generation: int = 0) -> bool:
     """Whether the library takes a bias whose keys are not neighbours in memory at least as well as a copy that has them so:
-    csrc/sm90/pair where its heads are, of 16 bits without gradients; without them also triangle attention, which makes a copy
-    itself, beside other work."""
+    csrc/sm90/pair where its heads are; without gradients also triangle attention, which makes a copy itself, beside other work."""
     found = _takes_bias(tensors, scalars, generation)
     return found == prepared.AS_GIVEN or (found == prepared.FORWARD_AS_GIVEN and not needs_grad)
 
