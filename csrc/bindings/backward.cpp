@@ -94,21 +94,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
   Tensor dk = gradient(k, kK, p.dk, p.dk_strides);
   Tensor dv = gradient(v, kV, p.dv, p.dv_strides);
   const bool need_bias = bias.has_value() && (need & kBias);
-  const int64_t nothing[] = {0};
+  const int32_t bias_dtype = bias.has_value() ? dtype_of(*bias) : call.dtype;
+  const int64_t none[] = {0};
   Tensor dbias = empty_contiguous(need_bias ? static_cast<int>(bias->dim()) : 1,
-                                  need_bias ? bias->sizes().data() : nothing,
-                                  bias.has_value() ? dtype_of(*bias) : call.dtype, call.device);
-  if (need_bias) {
+                                  need_bias ? bias->sizes().data() : none, bias_dtype, call.device);
+  const auto write_to = [&](Tensor made) {
+    dbias = std::move(made);
     p.dbias = dbias.mutable_data_ptr();
     p.dbias_strides = View(dbias).pair_strides();
-  }
+  };
+  if (need_bias) write_to(dbias);
   // Without a score every gradient is zero, also that of a bias which the batch shares: no kernel
   // has a block that would write it.
   if (call.rows() == 0 || call.k_view.size[3] == 0) {
     for (Tensor* made : {&dq, &dk, &dv, &dbias})
       if (made->numel() != 0) torch::stable::zero_(*made);
   } else {
-    call.require("backward", launch(prepared, p, current_stream(call.device)));
+    void* stream = current_stream(call.device);
+    cudaError_t error = cudaErrorNotSupported;
+    if (need_bias && takes_pairs(Prepared<FlashsciForwardParams>(call))) {
+      const Tensor others = dbias;
+      write_to(empty_in_order(*bias, bias_dtype, call.device));
+      error = launch(prepared, p, stream);
+      if (error == cudaErrorNotSupported) write_to(others);
+    }
+    if (error == cudaErrorNotSupported) error = launch(prepared, p, stream);
+    call.require("backward", error);
   }
   return {std::move(dq), std::move(dk), std::move(dv), std::move(dbias)};
 }

@@ -149,6 +149,17 @@ struct Prepared {
   }
 };
 
+// Whether the kernels that such calls come to are those of csrc/sm90/pair.
+inline bool takes_pairs(const Prepared<FlashsciForwardParams>& prepared) {
+  FlashsciForwardParams p = prepared.params;
+  p.copy_bytes = prepared.copy_bytes(p.q, p.k, p.v);
+  const cudaError_t found = prepared.launch_first([&](const Kernels& kernels) -> int {
+    return kernels.takes_pairs != nullptr && kernels.takes_pairs(&p) ? cudaSuccess
+                                                                     : cudaErrorNotSupported;
+  });
+  return found == cudaSuccess;
+}
+
 // For Python, which asks for no reason: it gives a call that did not succeed to the op, which does
 // it again and raises.
 template <class Launch>

@@ -103,13 +103,6 @@ extern "C" FLASHSCI_API int flashsci_run_forward(const void* prepared, const voi
 extern "C" FLASHSCI_API int flashsci_takes_bias(const void* prepared) {
   const Forward& forward = *static_cast<const Forward*>(prepared);
   FlashsciForwardParams p = forward.params;
-  p.copy_bytes = forward.copy_bytes(p.q, p.k, p.v);
-  const auto by_pairs = [&] {
-    return forward.launch_first([&](const Kernels& kernels) -> int {
-      return kernels.takes_pairs != nullptr && kernels.takes_pairs(&p) ? cudaSuccess
-                                                                       : cudaErrorNotSupported;
-    });
-  };
   const auto workspace = [&] {
     int64_t bytes = 0;
     forward.launch_first([&](const Kernels& kernels) -> int {
@@ -120,7 +113,7 @@ extern "C" FLASHSCI_API int flashsci_takes_bias(const void* prepared) {
     return bytes;
   };
   try {
-    if (by_pairs() == cudaSuccess) return FLASHSCI_AS_GIVEN;
+    if (takes_pairs(forward)) return FLASHSCI_AS_GIVEN;
     const int64_t given = workspace();
     p.bias_mask.bias_strides.column = 1;
     return given != workspace() ? FLASHSCI_FORWARD_AS_GIVEN : FLASHSCI_COPIED;

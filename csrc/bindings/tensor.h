@@ -198,6 +198,21 @@ inline Tensor empty_like_layout(const Tensor& q, int64_t columns, int32_t dtype,
   return empty_strided(rank, sizes, strides, dtype, device);
 }
 
+// A dense tensor of the shape of another, all dims ordered in memory as its strides order them.
+inline Tensor empty_in_order(const Tensor& like, int32_t dtype, int device) {
+  const int rank = static_cast<int>(like.dim());
+  int64_t strides[kMaxRank], step = 1;
+  int order[kMaxRank];
+  for (int i = 0; i < rank; ++i) order[i] = i;
+  std::stable_sort(order, order + rank,
+                   [&](int a, int b) { return like.stride(a) > like.stride(b); });
+  for (int i = rank - 1; i >= 0; --i) {
+    strides[order[i]] = step;
+    step *= std::max<int64_t>(like.size(order[i]), 1);
+  }
+  return empty_strided(rank, like.sizes().data(), strides, dtype, device);
+}
+
 // A dense row-major tensor.
 inline Tensor empty_contiguous(int rank, const int64_t* sizes, int32_t dtype, int device) {
   int64_t strides[kMaxRank], step = 1;

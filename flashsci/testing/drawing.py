@@ -314,6 +314,7 @@ def has_inner_heads(case: Case) -> bool:
 def with_inner_heads(choices: Choices, case: Case) -> Case:
     """A bias of its own for every pair and head, as a Linear over pairs leaves it, and a mask of keys: what kernels take that read
     such a bias as it is."""
+    keys = case.key_shape
     lead = tuple(min(n, 5) for n in case.lead)  # more of them share a bias (`with_members`)
     case = replace(case, rank=max(case.rank, 3), lead=lead or (1,), group=1)
     case = replace(case, heads_k=choices.one_of((4, 8, 8, 16)))
@@ -326,6 +327,7 @@ def with_inner_heads(choices: Choices, case: Case) -> Case:
         case,
         bias_shape=full,
         bias_view="linear",
+        weight_shape=_spread(case.weight_shape, keys, case.key_shape),
         mask_shape=mask if masked else None,
         mask_kind=choices.one_of(("keys", "random")) if masked else "random",
     )

@@ -113,25 +113,21 @@ struct BackwardBlock {
               s[head][i / 4][i % 4] *= dp[i / 4][i % 4] + of_row[head][i % 4 / 2].y;
             multiply<kDim>(dq[head], s[head], w.block_rows<kDim>(stage, head));
           }
-          if (p.dbias != nullptr) write_dbias(s, first_query, key);
+          if (p.dbias != nullptr) {  // from where the bias was
+            write_cells(s, stage + kCells, w);
+            ptx::fence_proxy_async();
+            __syncthreads();
+            if (threadIdx.x == 0) {
+              ptx::tma_store_5d(&maps.dbias, stage + kCells, place.head, key, first_query,
+                                place.batch1, place.batch0);
+              ptx::bulk_commit();
+            }
+          }
           shown = next;
         });
     if (p.dq != nullptr)
       write_gradient(shared, dq, w, p.scale, place.rows(p.dq, p.dq_strides), p.dq_strides,
                      first_query, p.seq_q, p.head_dim);
-  }
-  __device__ __forceinline__ void write_dbias(const float (&ds)[kQuad][2][4], int first_query,
-                                              int first_key) const {
-    float* target = place.rows(p.dbias, p.dbias_strides) + w.quad;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int n = i / 4, e = i % 4;
-      const int query = first_query + w.own_row(e), key = first_key + w.column(n, e);
-      if (query >= p.seq_q || key >= p.seq_k) continue;
-      float* cell = target + query * p.dbias_strides.row + key * p.dbias_strides.column;
-      *reinterpret_cast<float4*>(cell) =
-          make_float4(ds[0][n][e], ds[1][n][e], ds[2][n][e], ds[3][n][e]);
-    }
   }
 
   // dK and dV of a tile of keys.

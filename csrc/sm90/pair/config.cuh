@@ -66,7 +66,8 @@ struct alignas(1024) Storage {
 
 struct Maps {
   CUtensorMap q, k, v, dout;
-  CUtensorMap bias, bias_of_keys;  // all keys of a query side by side, or all queries of a key
+  // All keys of a query side by side, or all queries of a key.
+  CUtensorMap bias, dbias, bias_of_keys;
 };
 
 struct Plan {

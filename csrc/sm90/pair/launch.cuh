@@ -52,20 +52,23 @@ cudaError_t encode_maps(Maps& maps, const Params& p) {
                          kHeads);
   };
   const FlashsciScoreStrides& s = p.bias_mask.bias_strides;
-  const auto pairs = [&](CUtensorMap& map, int inner, int64_t step, int outer, int64_t far_step) {
+  const auto pairs = [&](CUtensorMap& map, const void* data, const FlashsciScoreStrides& strides,
+                         int inner, int64_t step, int outer, int64_t far_step) {
     if (error == cudaSuccess)
-      error = encode_map(
-          &map, p.bias_mask.bias, kFloat32, p.heads_q,
-          MapDims{{inner, outer, p.batch1, p.batch0}, {step, far_step, s.batch1, s.batch0}}, kHeads,
-          kRows, kRows);
+      error = encode_map(&map, data, kFloat32, p.heads_q,
+                         MapDims{{inner, outer, p.batch1, p.batch0},
+                                 {step, far_step, strides.batch1, strides.batch0}},
+                         kHeads, kRows, kRows);
   };
   rows(maps.q, p.q, p.q_strides, p.seq_q, p.head_dim);
   rows(maps.k, p.k, p.k_strides, p.seq_k, p.head_dim);
   rows(maps.v, p.v, p.v_strides, p.seq_k, p.head_dim_v);
-  pairs(maps.bias, p.seq_k, s.column, p.seq_q, s.row);
+  pairs(maps.bias, p.bias_mask.bias, s, p.seq_k, s.column, p.seq_q, s.row);
   if constexpr (std::is_same_v<Params, FlashsciBackwardParams>) {
     rows(maps.dout, p.dout, p.dout_strides, p.seq_q, p.head_dim_v);
-    pairs(maps.bias_of_keys, p.seq_q, s.row, p.seq_k, s.column);
+    pairs(maps.bias_of_keys, p.bias_mask.bias, s, p.seq_q, s.row, p.seq_k, s.column);
+    const FlashsciScoreStrides& d = p.dbias_strides;
+    if (p.dbias != nullptr) pairs(maps.dbias, p.dbias, d, p.seq_k, d.column, p.seq_q, d.row);
   }
   return error;
 }

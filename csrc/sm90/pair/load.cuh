@@ -77,19 +77,34 @@ __device__ __forceinline__ void copy_stage(uint32_t stage, uint32_t barrier, con
                    place.head, row, own, place.batch1, place.batch0);
 }
 
-// The bias of a lane's pairs, for the heads of its warp.
-__device__ __forceinline__ void read_cells(float (&bias)[kQuad][2][4], uint32_t cells,
-                                           const Warp& w) {
-  // Halves of a cell change places, as TMA writes them: for all of a lane's pairs or none.
+// Calls each(n, e, place) for a lane's pairs, with where the heads of its warp are. Halves of a cell
+// change places, as TMA has them: for all of a lane's pairs or none.
+template <class Each>
+__device__ __forceinline__ void for_cells(uint32_t cells, const Warp& w, Each&& each) {
   const uint32_t start =
       cells + (w.own_row(0) * kRows + w.column(0, 0)) * kCellBytes + (w.quad * 4 ^ w.lane / 2 * 16);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int n = i / 4, e = i % 4;
-    const uint4 x = ptx::ld_shared_v4(start + (e / 2 * 8 * kRows + n * 8 + e % 2) * kCellBytes);
+    each(n, e, start + (e / 2 * 8 * kRows + n * 8 + e % 2) * kCellBytes);
+  }
+}
+
+__device__ __forceinline__ void read_cells(float (&bias)[kQuad][2][4], uint32_t cells,
+                                           const Warp& w) {
+  for_cells(cells, w, [&](int n, int e, uint32_t place) {
+    const uint4 x = ptx::ld_shared_v4(place);
     bias[0][n][e] = __uint_as_float(x.x), bias[1][n][e] = __uint_as_float(x.y);
     bias[2][n][e] = __uint_as_float(x.z), bias[3][n][e] = __uint_as_float(x.w);
-  }
+  });
+}
+
+__device__ __forceinline__ void write_cells(const float (&x)[kQuad][2][4], uint32_t cells,
+                                            const Warp& w) {
+  for_cells(cells, w, [&](int n, int e, uint32_t place) {
+    ptx::st_shared(place, make_uint4(__float_as_uint(x[0][n][e]), __float_as_uint(x[1][n][e]),
+                                     __float_as_uint(x[2][n][e]), __float_as_uint(x[3][n][e])));
+  });
 }
 
 // Whether the keys of a lane's columns are to be attended: not 0. They are loaded a block ahead.

@@ -33,6 +33,7 @@ __device__ __forceinline__ void for_blocks(Storage<C>& shared, int rows, int ran
   const uint32_t barriers = ptx::shared_address(&shared.copied[0]);
   const auto issue_at = [&](int slot, int row) {
     if (threadIdx.x != 0 || row >= rows) return;
+    ptx::bulk_wait_read<0>();  // what a step sends to memory from its stage has left
     poison_stage(first + slot * kStageBytes, kStageBytes);
     issue(first + slot * kStageBytes, barriers + slot * 8, row);
   };
@@ -56,6 +57,7 @@ __device__ __forceinline__ void for_blocks(Storage<C>& shared, int rows, int ran
     if (++slot == C::kStages) slot = 0, parity ^= 1;
     if (++next == C::kStages) next = 0;
   }
+  if (threadIdx.x == 0) ptx::bulk_wait_read<0>();
   __syncthreads();  // stages are free
 }
 

@@ -282,7 +282,29 @@ def backward_kernels(
 ) -> tuple[int, str | None]:
     """The generation of kernels that computes the gradients of a call that `rejects` lets pass, or 0 and the reason why
     none does. ``strides``: of bias and mask, what :func:`hopper_takes` says."""
+    if generation in (0, 90) and _may_take_pairs(problem):
+        return 90, None
     return _kernels("backward", problem, generation, strides)
+
+
+def _may_take_pairs(problem: Problem) -> bool:
+    """Whether csrc/sm90/pair serves a call, but for the strides that a Problem does not know (:func:`takes_pairs` does)."""
+    dims = problem.head_dim, problem.head_dim_v
+    unbounded = problem.window_left < 0 and problem.window_right < 0 and not problem.softcap
+    others = problem.dropout_p or problem.key_weight or problem.alibi or problem.varlen
+    shapes = max(dims) <= 32 and not any(dim % 4 for dim in dims) and problem.heads_q % 8 == 0
+    return (
+        problem.inner_heads
+        and problem.dtype == torch.float32
+        and problem.precision != "ieee"
+        and problem.capability is not None
+        and problem.capability[0] == 9
+        and "cuda/sm90/pair_fp32" in (build_info() or _sources())["units"]
+        and problem.heads_q == problem.heads_k
+        and not bool(others)
+        and unbounded
+        and shapes
+    )
 
 
 def _sums_bias_on_chip(saved: Saved, need: int) -> bool:
