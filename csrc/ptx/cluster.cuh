@@ -1,5 +1,5 @@
-// PTX ISA "barrier.cluster", "mapa" and ld.shared::cluster (sm_90): CTAs that run at a time and read
-// each other's shared memory.
+// PTX ISA "barrier.cluster", "mapa" and "ld.shared::cluster" (sm_90): CTAs that run at a time and
+// read each other's shared memory.
 #pragma once
 #include <cstdint>
 

@@ -2,13 +2,13 @@
 //
 // Maths     P = exp(scale Q K^T + bias - lse), dP = dO V^T, dS = P (dP - delta): dbias = dS,
 //           dQ = scale dS K, dK = scale dS^T Q, dV = P^T dO.
-// Roles     Two kinds of clusters in one launch, each with kRows rows of some heads. Those of queries
-//           go through blocks of keys as in forward.cuh, for dQ and dbias; those of keys through
-//           blocks of queries, for dK and dV. So S and dP are computed twice, and nothing is added up
-//           in memory: results are the same from run to run.
+// Roles     Two kinds of clusters in one launch, each with kRows rows of some heads. Those of
+//           queries go through blocks of keys as in forward.cuh, for dQ and dbias; those of keys
+//           through blocks of queries, for dK and dV. So S and dP are computed twice, and nothing
+//           is added up in memory: results are the same from run to run.
 // Shared    Q and dO, or K and V; stages of the others, bias and statistics, then the parts of a
 //           gradient: `Storage` (config.cuh).
-// Pipeline  As forward.cuh.
+// Pipeline  As forward.cuh; dS leaves by TMA from where its bias was.
 // Limits    As forward.cuh.
 #pragma once
 #include <cuda_runtime.h>

@@ -1,9 +1,9 @@
 // Forward attention in fp32 with a bias whose heads lie side by side.
 //
 // Maths     S = scale Q K^T + bias, P = exp(S - max), O = P V / sum P, lse = max + log sum P.
-// Roles     A cluster has kRows queries of kHeads heads, and each of its CTAs every so many-th block
-//           of keys. A warp has half of the queries, of the heads and of the keys of a block. At the
-//           end warps and CTAs add up what they have.
+// Roles     A cluster has kRows queries of kHeads heads, and each of its CTAs every so many-th
+//           block of keys. A warp has half of the queries, of the heads and of the keys of a block.
+//           At the end warps and CTAs add up what they have.
 // Shared    Q; stages of K, V and bias, then the parts of the output: `Storage` (config.cuh).
 // Pipeline  TMA, as many blocks ahead as there are stages but one (pipeline.cuh); one barrier a
 //           block.

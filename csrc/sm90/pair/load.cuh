@@ -77,8 +77,8 @@ __device__ __forceinline__ void copy_stage(uint32_t stage, uint32_t barrier, con
                    place.head, row, own, place.batch1, place.batch0);
 }
 
-// Calls each(n, e, place) for a lane's pairs, with where the heads of its warp are. Halves of a cell
-// change places, as TMA has them: for all of a lane's pairs or none.
+// Calls each(n, e, place) for a lane's pairs, with where the heads of its warp are. Halves of a
+// cell change places, as TMA has them: for all of a lane's pairs or none.
 template <class Each>
 __device__ __forceinline__ void for_cells(uint32_t cells, const Warp& w, Each&& each) {
   const uint32_t start =

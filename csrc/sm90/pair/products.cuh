@@ -1,5 +1,5 @@
-// Products of fp32 for one warp: three of TF32 numbers each, high and low parts of 11 bits, for fp32
-// accuracy. Unlike fp16 halves (core/split_fp16.cuh) they have fp32's range and need no scales, at
+// Products of fp32 for one warp: three of TF32 numbers each, high and low parts of 11 bits, for
+// fp32 accuracy. Unlike fp16 halves (core/split_fp16.cuh) they have fp32's range and need no scales, at
 // half the rate of tensor cores, which these kernels hardly wait for.
 //
 // Terms of a product may come in any order. A lane takes two neighbouring dims of a row, or rows of
@@ -31,8 +31,8 @@ __device__ __forceinline__ void multiply_small(float (&c)[4], const Split<4>& a,
   ptx::mma_m16n8k8_tf32(c, a.high, b.low);
 }
 
-// Where a byte of a row of a tile is. Rows of 96 bytes meet in few banks as they are; 16-byte pieces
-// of those of 128 change places, as TMA writes them.
+// Where a byte of a row of a tile is. Rows of 96 bytes meet in few banks as they are; 16-byte
+// pieces of those of 128 change places, as TMA writes them.
 template <int kDim>
 __device__ __forceinline__ uint32_t place_of(int row, int byte) {
   return row * kDim * 4 + (kDim == 32 ? byte ^ (row & 7) * 16 : byte);
