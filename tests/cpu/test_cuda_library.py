@@ -351,6 +351,7 @@ def test_barriers_expect_the_sizes_of_what_is_loaded():
     sizes = r"sizeof\(shared\.\w+(\[0\])*\)"
     asserted = (  # where what is loaded is known at run time: beside static_asserts of its boxes
         "plan.loaded",
+        "kBytes + bytes",
         "copies * box_rows * C::kPitch",
         "sizeof(shared.bias[0]) - C::kBiasStart",
         "(a.bias_tiles ? C::kBiasBytes : 0) + (a.mask_tiles ? C::kMaskBytes : 0)",

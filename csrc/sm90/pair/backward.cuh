@@ -51,7 +51,7 @@ struct BackwardBlock {
                                            int row) const {
     if (threadIdx.x != 0) return;
     const uint32_t barrier = ptx::shared_address(&shared.own_copied);
-    ptx::mbarrier_arrive_expect(barrier, 2 * C::kBoxBytes);
+    ptx::mbarrier_arrive_expect(barrier, sizeof(shared.own));
     place.copy_box(own, first, row, barrier);
     place.copy_box(own + C::kBoxBytes, second, row, barrier);
   }

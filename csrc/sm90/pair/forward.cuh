@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t q = ptx::shared_address(shared.own[0]);
   if (threadIdx.x == 0) {
     const uint32_t barrier = ptx::shared_address(&shared.own_copied);
-    ptx::mbarrier_arrive_expect(barrier, C::kBoxBytes);
+    ptx::mbarrier_arrive_expect(barrier, sizeof(shared.own));
     place.copy_box(q, maps.q, first_query, barrier);
   }
   const ShownKeys keys(p.bias_mask, place, p.seq_k);
