@@ -152,9 +152,7 @@ class Kernels:
             self.q, self.k, self.v, inputs.bias, None, inputs.mask, *self.offsets
         )
         self.need = ops.NEED_Q | ops.NEED_K | ops.NEED_V
-        # The op gives that of a bias row-major: kernels that write it in the order of the bias leave it to others.
-        by_others = call.bias == "inner"
-        self.need |= ops.NEED_BIAS if inputs.bias is not None and not by_others else 0
+        self.need |= ops.NEED_BIAS if inputs.bias is not None else 0
 
     def _swap(self, x: Tensor) -> Tensor:
         """Packed: [T, H, D] as [H, T, D], which the ops take, and back."""
