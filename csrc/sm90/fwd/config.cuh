@@ -32,9 +32,12 @@ struct Tiling {
   using OutBox = Box<16>;
   static constexpr int kQBytes = 64 * kBoxes * 128;  // of one consumer
   static constexpr int kKBytes = kBlockK * kBoxes * 128, kVBytes = kBlockK * kBoxesV * 128;
-  // The registers of the launch bounds (168 at 384 threads, 128 at 512) redistributed.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kHasBiasMask ? 40 : 24;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kHasBiasMask ? 232 : 240;
+  // The registers of the launch bounds (168 at 384 threads, 128 at 512, 96 at 640) redistributed.
+  static constexpr int kProducerRegisters = kConsumers >= 3 ? 32 : kHasBiasMask ? 40 : 24;
+  static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
+                                            : kConsumers == 3 ? 160
+                                            : kHasBiasMask    ? 232
+                                                              : 240;
   // Scores whose exponentials come before the wait for P V of the block before.
   static constexpr int kEarly = kHeadDim <= 64 ? 0 : kBlockK / 4;
   // Causal calls with fewer keys do not earn the memset of a counter.

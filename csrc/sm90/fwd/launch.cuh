@@ -94,6 +94,7 @@ struct Tiles<32> {  // in boxes of 64 columns, half of them zeros
 template <>
 struct Tiles<64> {
   using Plain = Tiling<64, 128, 3, 4>;
+  using Wide = Tiling<64, 64, 4, 8>;  // of 256 rows
   using WithBiasMask = Tiling<64, 64, 3, 2, true>;
 };
 template <>
@@ -119,6 +120,21 @@ struct Tiles<256> {
   using WithBiasMask = Tiling<256, 32, 2, 2, true>;
 };
 
+// Whether wide tiles are the better ones: a row takes as long by either, and the last rows
+// of a sequence, or of a GPU's last wave, count as whole tiles. (Long causal calls are slower by
+// them: more blocks are cut by the diagonal.)
+template <class Narrow, class Wide>
+bool suits_wide_tiles(const FlashsciForwardParams& p, bool windowed) {
+  if (windowed && p.seq_k > 1024) return false;
+  const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
+  const int64_t processors = std::max(processors_of(p.device), 1);
+  const auto rows = [&](int64_t tile) {
+    const int64_t tiles = heads * ((p.seq_q + tile - 1) / tile);
+    return (tiles + processors - 1) / processors * tile;
+  };
+  return rows(Wide::kBlockQ) <= rows(Narrow::kBlockQ) * 1.02;
+}
+
 template <class Op, class C>
 cudaError_t launch_plain(ForwardArgs& a, cudaStream_t stream) {
   const bool windowed = a.p.window_left >= 0 || a.p.window_right >= 0;
@@ -127,6 +143,12 @@ cudaError_t launch_plain(ForwardArgs& a, cudaStream_t stream) {
     return plain ? launch_tiling<Op, C, true, true, true>(a, stream)
                  : launch_tiling<Op, C, true, false, true>(a, stream);
   if (!plain) return launch_tiling<Op, C, true, false, false>(a, stream);
+  if constexpr (C::kHeadDim == 64) {
+    using Wide = Tiles<64>::Wide;
+    if (suits_wide_tiles<C, Wide>(a.p, windowed))
+      return windowed ? launch_tiling<Op, Wide, true, true, false>(a, stream)
+                      : launch_tiling<Op, Wide, false, true, false>(a, stream);
+  }
   if (windowed) return launch_tiling<Op, C, true, true, false>(a, stream);
   return launch_tiling<Op, C, false, true, false>(a, stream);
 }
