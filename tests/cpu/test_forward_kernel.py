@@ -54,6 +54,7 @@ def run(
         window_left=-1 if left is None else left, window_right=-1 if right is None else right,
         lower_right=given.get("align") == "lower_right", device=processors,
     )  # fmt: skip
+    library.was_wide = bool(library.is_wide(c.byref(params), processors))
     size = library.workspace(c.byref(params), processors)
     workspace = torch.full((size + 64,), 255, dtype=torch.uint8)
     params.workspace = workspace.data_ptr() if size else None
@@ -97,6 +98,19 @@ def test_every_tile(kernel, dims, kind):
     )
     for processors in (3, 50):
         assert judge(kernel, case, processors)
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize(
+    ("seq_q", "wide"), ((192, False), (197, True), (256, True), (320, False), (500, True))
+)
+def test_tiles_by_what_they_waste(kernel, seq_q, wide, causal):
+    """Of 256 rows where these waste no more than those of 192: more keys than their ring has stages, too."""
+    variant = Variant("bfloat16", 64, 64, window=causal)
+    for seq_k in (seq_q, 600):
+        case = Case(variant, 3, heads_k=2, seq_q=seq_q, seq_k=seq_k, causal=causal)
+        assert judge(kernel, case, processors=1)
+        assert kernel.was_wide == wide
 
 
 @pytest.mark.parametrize("part", range(4))
