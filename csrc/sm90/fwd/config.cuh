@@ -45,7 +45,7 @@ struct Tiling {
   // With a bias: without looking for the maximum of blocks once every row has seen a key.
   static constexpr bool kOptimistic = kHasBiasMask && kHeadDim <= 128;
   // For the stages of bias and mask, as many as fit: BiasMaskPlan.
-  static constexpr int kBiasMaskBytes = (kHeadDim > 64 ? 80 : 120) * 1024;
+  static constexpr int kBiasMaskBytes = (kHeadDim > 64 ? 80 : kConsumers == 4 ? 96 : 120) * 1024;
   static_assert(!kHasBiasMask || kBlockK == 32 || kBlockK == 64);
   static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kBlockK % 16 == 0 &&
                 (kStages & (kStages - 1)) == 0);

@@ -90,6 +90,7 @@ struct Tiles;
 template <>
 struct Tiles<32> {  // in boxes of 64 columns, half of them zeros
   using WithBiasMask = Tiling<32, 64, 3, 2, true>;
+  using WideWithBias = Tiling<32, 64, 4, 2, true>;  // of 256 rows, for 16 bits: stages of 32 KiB
 };
 template <>
 struct Tiles<64> {
@@ -120,12 +121,16 @@ struct Tiles<256> {
   using WithBiasMask = Tiling<256, 32, 2, 2, true>;
 };
 
+inline bool is_windowed(const FlashsciForwardParams& p) {
+  return p.window_left >= 0 || p.window_right >= 0;
+}
+
 // Whether wide tiles are the better ones: a row takes as long by either, and the last rows
 // of a sequence, or of a GPU's last wave, count as whole tiles. (Long causal calls are slower by
 // them: more blocks are cut by the diagonal.)
 template <class Narrow, class Wide>
-bool suits_wide_tiles(const FlashsciForwardParams& p, bool windowed) {
-  if (windowed && p.seq_k > 1024) return false;
+bool suits_wide_tiles(const FlashsciForwardParams& p) {
+  if (is_windowed(p) && p.seq_k > 1024) return false;
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
   const int64_t processors = std::max(processors_of(p.device), 1);
   const auto rows = [&](int64_t tile) {
@@ -137,7 +142,7 @@ bool suits_wide_tiles(const FlashsciForwardParams& p, bool windowed) {
 
 template <class Op, class C>
 cudaError_t launch_plain(ForwardArgs& a, cudaStream_t stream) {
-  const bool windowed = a.p.window_left >= 0 || a.p.window_right >= 0;
+  const bool windowed = is_windowed(a.p);
   const bool plain = a.scores.mode == kScaled;
   if (a.p.cu_seqlens_q != nullptr)
     return plain ? launch_tiling<Op, C, true, true, true>(a, stream)
@@ -145,7 +150,7 @@ cudaError_t launch_plain(ForwardArgs& a, cudaStream_t stream) {
   if (!plain) return launch_tiling<Op, C, true, false, false>(a, stream);
   if constexpr (C::kHeadDim == 64) {
     using Wide = Tiles<64>::Wide;
-    if (suits_wide_tiles<C, Wide>(a.p, windowed))
+    if (suits_wide_tiles<C, Wide>(a.p))
       return windowed ? launch_tiling<Op, Wide, true, true, false>(a, stream)
                       : launch_tiling<Op, Wide, false, true, false>(a, stream);
   }
@@ -155,8 +160,14 @@ cudaError_t launch_plain(ForwardArgs& a, cudaStream_t stream) {
 
 template <class Op, int kHeadDim>
 cudaError_t launch_bias_mask(ForwardArgs& a, cudaStream_t stream) {
+  using C = typename Tiles<kHeadDim>::WithBiasMask;
   if (a.p.cu_seqlens_q != nullptr) return cudaErrorNotSupported;
-  return launch_tiling<Op, typename Tiles<kHeadDim>::WithBiasMask, true, false, false>(a, stream);
+  if constexpr (kHeadDim == 32) {
+    using Wide = Tiles<32>::WideWithBias;
+    if (!a.p.bias_mask.bias_is_fp32 && suits_wide_tiles<C, Wide>(a.p))
+      return launch_tiling<Op, Wide, true, false, false>(a, stream);
+  }
+  return launch_tiling<Op, C, true, false, false>(a, stream);
 }
 
 // Bytes of workspace: partial results of a decoding call, the counter of the schedule, or a copy of

@@ -16,7 +16,7 @@ int is_wide(const FlashsciForwardParams* params, int processors) {
   using namespace flashsci::sm90::fwd;
   using Of64 = Tiles<64>;
   emulation::processors = processors;
-  return suits_wide_tiles<Of64::Plain, Of64::Wide>(*params, params->window_right >= 0);
+  return suits_wide_tiles<Of64::Plain, Of64::Wide>(*params);
 }
 int64_t workspace(const FlashsciForwardParams* params, int processors) {
   emulation::processors = processors;
