@@ -144,11 +144,11 @@ def undefined_reads(kernel: str, code: list[Instruction]) -> list[Finding]:
     for instruction, have in zip(code, before, strict=True):
         if have is None:  # never reached
             continue
-        for number in range(63):
-            if instruction.reads & ~have & bits(number):
-                findings.append(
-                    Finding(kernel, instruction.offset, instruction.text, f"UR{number}")
-                )
+        missing = instruction.reads & ~have & bits(0, 63)
+        while missing:
+            number = (missing & -missing).bit_length() - 1
+            findings.append(Finding(kernel, instruction.offset, instruction.text, f"UR{number}"))
+            missing &= missing - 1
     return findings
 
 

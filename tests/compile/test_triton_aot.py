@@ -7,6 +7,7 @@ recorded instead of made, and compiled.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import sys
@@ -114,6 +115,7 @@ def compile_for(architecture: int) -> list[dict]:
     from flashsci.backends.triton.host_bias import copied
     from flashsci.check.machine_code import undefined_in
 
+    undefined = functools.cache(undefined_in)  # calls share kernels
     report = []
     for call, dtype, dims, features in calls(architecture):
         if call == "plain" and architecture >= 80:
@@ -135,7 +137,7 @@ def compile_for(architecture: int) -> list[dict]:
             fixed = {kernel.arg_names[path[0]] for path in (*source.constants, *source.attrs)}
             report.append({"call": call, "kernel": kernel.__name__, "shared": compiled.metadata.shared,
                                "sizes": sorted(fixed & set(RUNTIME)), "wgmma": "wgmma" in ptx, "mma": "mma.sync" in ptx,
-                               "stages": options.get("num_stages", 1), "undefined": undefined_in(compiled.asm["cubin"]),
+                               "stages": options.get("num_stages", 1), "undefined": undefined(compiled.asm["cubin"]),
                                "rounded products": len(re.findall(r"fma\.rn\.f32 .*, 0f00000000;", ptx))})  # fmt: skip
     return report
 

@@ -109,11 +109,12 @@ def test_tools_are_pinned_once():
 
 
 def test_ci_runs_what_the_readme_says():
-    steps = (ROOT / ".ci" / "run").read_text()
-    commands = set(re.findall(r"^(make [\w-]+)", (ROOT / "README.md").read_text(), re.M))
-    assert {"make demo", "make test", "make force-field"} <= commands
-    for command in commands - {"make sweep", "make gpu-check"}:  # these need a GPU
-        assert re.search(rf"; {command}$", steps, re.M), f".ci/run does not run `{command}`"
+    steps = re.findall("; make (.*)$", (ROOT / ".ci" / "run").read_text(), re.M)
+    made = {word for step in steps for word in step.split()}
+    targets = set(re.findall(r"^make ([\w-]+)", (ROOT / "README.md").read_text(), re.M))
+    assert {"demo", "test", "force-field"} <= targets
+    missing = targets - {"sweep", "gpu-check"} - made  # those two need a GPU
+    assert not missing, f".ci/run does not make {missing}"
     assert re.search(r"run: .*\.ci/run$", (ROOT / ".github/workflows/ci.yml").read_text(), re.M)
 
 
