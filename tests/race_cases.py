@@ -262,6 +262,8 @@ def shapes(call: Call, processors: int) -> Iterator[Shape]:
     yield Shape("many", batch, 4, 2, 200, 48)
     if call.generation == "sm90":  # CTAs that take tile after tile
         yield Shape("few keys, short rows", 2 * batch, 4, 4, 24, 16)
+        # Up to 64 head dims "many" is for tiles of 256 rows, this for those of 192.
+        yield Shape("many, longer rows", batch, 4, 2, 310, 48)
     yield Shape("one", 1, 1, 1, 16, 32)
     yield Shape("one more than processors", 1, more, more, 40, 48)
     yield Shape("two tiles of keys", 2 * batch // 3, 4, 2, 72, 144, lower_right=True)

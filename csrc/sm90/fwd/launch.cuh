@@ -137,7 +137,7 @@ bool suits_wide_tiles(const FlashsciForwardParams& p) {
     const int64_t tiles = heads * ((p.seq_q + tile - 1) / tile);
     return (tiles + processors - 1) / processors * tile;
   };
-  return rows(Wide::kBlockQ) <= rows(Narrow::kBlockQ) * 1.02;
+  return rows(Wide::kBlockQ) <= rows(Narrow::kBlockQ);
 }
 
 template <class Op, class C>
