@@ -87,6 +87,7 @@ def run(
     )  # fmt: skip
     scales = (scales_of(given.get(f"{n}_scale"), x, sequences) for n, x in zip("qkv", (q, k, v), strict=True))  # fmt: skip
     params = Params(call, *scales, dtype == torch.float16)
+    library.rows = library.tile_rows(c.byref(params), processors)
     needed = library.workspace(c.byref(params), processors)
     if cut is not None:
         assert (needed > 4) == cut
@@ -132,13 +133,14 @@ PIECES = FP8Case(
 )
 
 
-@pytest.mark.parametrize("dims", TILES)
-def test_pieces(kernel, dims):
-    """Of some of the tiles and of all, in two pieces and in many."""
-    case = replace(PIECES, variant=replace(PIECES.variant, head_dim=dims[0], head_dim_v=dims[1]))
-    inputs = make_fp8_inputs(case)
+@pytest.mark.parametrize(("dims", "rows"), [*((dims, 70) for dims in TILES), ((64, 64), 256)])
+def test_pieces(kernel, dims, rows):
+    """Of some of the tiles and of all, in two pieces and in many; 256 rows: of wide tiles."""
+    variant = replace(PIECES.variant, head_dim=dims[0], head_dim_v=dims[1])
+    inputs = make_fp8_inputs(replace(PIECES, variant=variant, lens_q=(rows,)))
     for processors in (2, 5, 20):
         found = run(kernel, inputs, 1, processors, True)
+        assert (kernel.rows == 256) == (rows == 256)
         assert not (problems := inputs.judge().problems(found)), problems
     again = run(kernel, inputs, 2, 20, True)
     assert all(torch.equal(found[name], again[name]) for name in found)
@@ -154,6 +156,49 @@ def test_more_processors_than_blocks(kernel, processors, scales):
 
 def test_few_keys_are_not_cut(kernel):
     assert judge(kernel, replace(PIECES, lens_k=(900,)), 4, False)
+
+
+WIDE = FP8Case(
+    FP8Variant("bfloat16", 64, 64, "causal"), 3, (197,), (600,), heads_k=2, scales=("128",) * 3
+)
+
+
+@pytest.mark.parametrize("window", ("none", "causal", "both"))
+@pytest.mark.parametrize(
+    ("seq_q", "rows"), ((192, 192), (197, 256), (256, 256), (320, 192), (500, 256))
+)
+def test_tiles_by_what_they_waste(kernel, seq_q, rows, window):
+    """Of 256 rows where these waste no more than those of 192: more keys than their ring has stages, too."""
+    for seq_k in (seq_q, 600):
+        variant = replace(WIDE.variant, window=window)
+        assert judge(kernel, replace(WIDE, variant=variant, lens_q=(seq_q,), lens_k=(seq_k,)), 1)
+        assert kernel.rows == rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "seq", "changed"),
+    (
+        (256, 16, 16384, {}),
+        (256, 16, 16384, {"causal": True}),
+        (256, 64, 4096, {}),
+        (256, 512, 512, {}),
+        (192, 512, 512, {"packed": True}),
+        (192, 512, 512, {"shift": 6}),
+        (192, 64, 1100, {}),  # 1,280 rows of a head in tiles of 256, 1,152 in tiles of 192
+        # 7 waves of 256 rows or 9 of 192; the last waves are cut into pieces where all rows see all keys.
+        (192, 13, 16384, {"causal": True}),
+        (256, 13, 16384, {}),
+    ),
+)
+def test_choice_of_tiles(kernel, rows, heads, seq, changed):
+    """For a GPU's 132 multiprocessors."""
+    call = ForwardParams(
+        batch0=1, batch1=1, heads_q=heads, heads_k=heads, seq_q=seq, seq_k=seq, head_dim=64, head_dim_v=64,
+        window_left=-1, window_right=0 if changed.get("causal") else -1, device=132,
+        cu_seqlens_q=1 if changed.get("packed") else None,
+    )  # fmt: skip
+    scales = (Scales(shift=changed.get("shift", 7)) for _ in range(3))
+    assert kernel.tile_rows(c.byref(Params(call, *scales, 0)), 132) == rows
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -197,27 +242,38 @@ FAULTS = {
     "the weight of another row": ("fp8/pieces.cuh", "fmaf(weight[1], y.z,", "fmaf(weight[0], y.z,"),
     "a run that ends too early": ("fp8/pieces.cuh", "end(run_begin(pieces, blockIdx.x + 1))", "end(run_begin(pieces, blockIdx.x + 1) - 1)"),
     "two pieces in one place": ("fp8/pieces.cuh", "(cta * 2 + begins)", "(cta * 2)"),
+    "an output that does not follow its offsets": ("fp8/mainloop.cuh", "        if (kLate && chunk == 0) follow_offsets();\n", ""),
+    "turns of three where there are four": ("fp8/mainloop.cuh", "w + 1 == C::kConsumers ? 1 : w + 2", "w % 3 == 2 ? 1 : w + 2"),
 }  # fmt: skip
 
 
-# Left out, which a compiler is quicker with: faults are looked for at head dim 64.
-OTHER_TILES = [
-    ("fp8/launch.cuh", f"return {tiles};", "return launch(Tiles64{});")
-    for tiles in (
-        "fine ? launch(Tiles128Fine{}) : launch(Tiles128{})",
-        "fine ? launch(Tiles192Fine{}) : launch(Tiles192{})",
-        "launch(Tiles256{})",
-    )
-]
+def only(tiles: str) -> list[tuple[str, str, str]]:
+    """Changes that leave the other tile shapes out, which a compiler is quicker with."""
+    return [
+        ("fp8/launch.cuh", f"return {others};", f"return launch({tiles}{{}});")
+        for others in (
+            "launch(Tiles64Wide{})",
+            "fine ? launch(Tiles64Fine{}) : launch(Tiles64{})",
+            "fine ? launch(Tiles128Fine{}) : launch(Tiles128{})",
+            "fine ? launch(Tiles192Fine{}) : launch(Tiles192{})",
+            "launch(Tiles256{})",
+        )
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(tmp_path, fault):
-    broken = loaded(tmp_path, FAULTS[fault], *OTHER_TILES)
     how: tuple[int, ...] = ()
+    tiles = "Tiles64"
     variant = FP8Variant("bfloat16", 64, 64, "causal", packed=True)
     case = FP8Case(variant, 1, (100, 40, 200), (300, 77, 640), heads_k=2, scales=("128", "128", "128"), align="lower_right")  # fmt: skip
     if FAULTS[fault][0] == "fp8/pieces.cuh":
         case, how = PIECES, (5,)
+    elif "kLate" in FAULTS[fault][1]:
+        tiles = "Tiles128"
+        case = replace(case, variant=replace(variant, head_dim=128, head_dim_v=128))
+    elif "four" in fault:
+        tiles, case = "Tiles64Wide", WIDE
+    broken = loaded(tmp_path, FAULTS[fault], *only(tiles))
     assert is_found(lambda seed: judge(broken, replace(case, seed=seed), *how))

@@ -29,9 +29,9 @@ struct Tiling {
   // Of the output, in 16 bits: fwd/epilogue.cuh.
   using OutBox = Box<16>;
   static constexpr int kBoxesV = kHeadDimV / 64, kStaging = 1;
-  // The registers of the launch bounds (168 at 384 threads, 128 at 512) redistributed.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  // The registers of the launch bounds (168 at 384 threads, 128 at 512, 96 at 640) redistributed.
+  static constexpr int kProducerRegisters = kConsumers >= 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 232;
   // Causal calls with fewer keys do not earn the memset of a counter.
   static constexpr int kCountedKeys = 4096;
   static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && (kStages & (kStages - 1)) == 0);

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "../../core/launch.cuh"
 #include "../../include/flashsci_fp8.h"
@@ -93,12 +94,33 @@ cudaError_t launch_tiling(Args& a, cudaStream_t stream) {
 // The tile shapes, by padded head dims of q and k, and of v; why: docs/kernels/sm90_fp8.md. Scales of
 // blocks of 64 keys, or an accumulator of 256 columns, take blocks of 64 keys.
 using Tiles64 = Tiling<64, 64, 128, 3, 4>;
+using Tiles64Wide = Tiling<64, 64, 128, 4, 4>;  // of 256 rows; dense only: registers
 using Tiles64Fine = Tiling<64, 64, 64, 3, 4>;
 using Tiles128 = Tiling<128, 128, 128, 3, 2>;
 using Tiles128Fine = Tiling<128, 128, 64, 3, 2>;
 using Tiles192 = Tiling<192, 128, 128, 2, 2>;
 using Tiles192Fine = Tiling<192, 128, 64, 2, 4>;
 using Tiles256 = Tiling<256, 256, 64, 2, 2>;
+
+// What a call costs a CTA, in query rows. The last rows of a sequence count as a whole tile, and so
+// do those of the last wave where it is not cut into pieces.
+template <class C>
+double rows_of_cta(const FlashsciForwardParams& p, int64_t processors) {
+  const int64_t tiles = p.batch0 * p.batch1 * p.heads_q * num_tiles(p.seq_q, C::kBlockQ, 0, false);
+  const Pieces pieces = pieces_of<C>(p, processors);
+  const double waves = pieces.tiles != 0 ? static_cast<double>(tiles) / processors +
+                                               static_cast<double>(kPieceBlocks) / pieces.blocks
+                                         : (tiles + processors - 1) / processors;
+  return waves * C::kBlockQ;
+}
+
+// Whether a call is for wide tiles: where they waste no more rows than narrow ones.
+template <class Narrow, class Wide>
+bool suits_wide_tiles(const FlashsciForwardParams& p) {
+  if (p.cu_seqlens_q != nullptr) return false;
+  const int64_t processors = std::max(processors_of(p.device), 1);
+  return rows_of_cta<Wide>(p, processors) <= rows_of_cta<Narrow>(p, processors) * 1.02;
+}
 
 // launch(tile shape) of a call.
 template <class Launch>
@@ -107,6 +129,7 @@ auto with_tiles(const FlashsciFp8ForwardParams& params, const Launch& launch) {
   const int dim = std::max(p.head_dim, p.head_dim_v);
   const bool fine =
       std::min(params.k_scale.shift, params.v_scale.shift) < 7;  // 64 keys share a scale
+  if (dim <= 64 && !fine && suits_wide_tiles<Tiles64, Tiles64Wide>(p)) return launch(Tiles64Wide{});
   if (dim <= 64) return fine ? launch(Tiles64Fine{}) : launch(Tiles64{});
   if (dim <= 128) return fine ? launch(Tiles128Fine{}) : launch(Tiles128{});
   if (dim <= 192 && p.head_dim_v <= 128) return fine ? launch(Tiles192Fine{}) : launch(Tiles192{});
@@ -143,8 +166,9 @@ inline cudaError_t launch_forward(const FlashsciFp8ForwardParams& params, cudaSt
   a.inverse_softcap = p.softcap != 0.f ? 1.f / p.softcap : 0.f;
   const auto launch = [&](auto tiles) {
     using C = decltype(tiles);
-    return p.cu_seqlens_q != nullptr ? launch_tiling<C, true>(a, stream)
-                                     : launch_tiling<C, false>(a, stream);
+    if constexpr (!std::is_same_v<C, Tiles64Wide>)
+      if (p.cu_seqlens_q != nullptr) return launch_tiling<C, true>(a, stream);
+    return launch_tiling<C, false>(a, stream);
   };
   if (std::min({a.q_scale.shift, a.k_scale.shift, a.v_scale.shift}) < 6)
     return cudaErrorNotSupported;

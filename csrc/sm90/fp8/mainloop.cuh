@@ -32,6 +32,8 @@ struct Consumer {
   static constexpr int kFirst =
       kHeadDim < 128 ? kHeadDim : 128;  // columns of q k^T, and of the rest
   using Rest = float[kFirst < kHeadDim ? kBlockK / 2 : 1];
+  // Whether O follows offsets beside P V of the block, not before its exponentials.
+  static constexpr bool kLate = kHeadDimV > 64;
 
   Storage<C>& shared;
   const Args& a;
@@ -44,6 +46,8 @@ struct Consumer {
   float o[kHeadDimV / 2];       // output, unnormalised
   uint32_t p[kBlockK / 32][4];  // P as operand, per 32 keys
   RowStatistics rows;
+  bool grew = false;   // of the last block: whether offsets of this warp's rows followed,
+  float alpha[2];      // and what O is to be multiplied by then
   uint32_t head = 0;   // blocks behind us: they tell stage and phase of the next
   uint32_t tiles = 0;  // tiles behind us
 
@@ -76,7 +80,7 @@ struct Consumer {
   __device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) const {
     ptx::mbarrier_wait(ptx::shared_address(&barrier), parity & 1);
   }
-  // The consumers take turns at [P V of a block, S of the next]: else all three come to be at the same
+  // The consumers take turns at [P V of a block, S of the next]: else all come to be at the same
   // step, and wait for the same unit. One warpgroup waits, one arrives.
   __device__ __forceinline__ void take_turn() const { ptx::barrier_sync(1 + w, 256); }
   __device__ __forceinline__ void pass_turn() const {
@@ -158,6 +162,7 @@ struct Consumer {
       if (chunk + 1 < kChunks) {
         if (chunk > 0) ptx::wgmma_fence();  // sums have read what the next product overwrites
         issue_pv(product[(chunk + 1) % 2], chunk + 1);
+        if (kLate && chunk == 0) follow_offsets();
         ptx::wgmma_wait<1>();
       } else {
         ptx::wgmma_wait<0>();
@@ -165,6 +170,13 @@ struct Consumer {
       }
       ptx::wgmma_tie(product[chunk % 2]);
       add_pv(product[chunk % 2], chunk, v_scale);
+    }
+  }
+
+  __device__ __forceinline__ void follow_offsets() {
+    if (__builtin_expect(grew, 0)) {
+#pragma unroll
+      for (int e = 0; e < kHeadDimV / 2; ++e) o[e] *= alpha[e >> 1 & 1];
     }
   }
 
@@ -204,11 +216,10 @@ struct Consumer {
     float maximum[2];
     lane_max(s, maximum);
     Exponent exponent{factor, {rows.row_max_log2[0], rows.row_max_log2[1]}};
-    if (outgrows(maximum, rows, factor)) {
-      float alpha[2];
+    grew = outgrows(maximum, rows, factor);
+    if (__builtin_expect(grew, 0)) {
       follow(maximum, rows, alpha, factor);
-#pragma unroll
-      for (int e = 0; e < kHeadDimV / 2; ++e) o[e] *= alpha[e >> 1 & 1];
+      if (!kLate) follow_offsets();
       exponent.offset[0] = rows.row_max_log2[0], exponent.offset[1] = rows.row_max_log2[1];
       if (outgrows(maximum, rows, factor)) {
 #pragma unroll

@@ -11,6 +11,13 @@ extern "C" int emulate(const FlashsciFp8ForwardParams* params, int, int processo
   });
 }
 
+// Query rows of the tiles of a call.
+extern "C" int tile_rows(const FlashsciFp8ForwardParams* params, int processors) {
+  emulation::processors = processors;
+  return flashsci::sm90::fp8::with_tiles(*params,
+                                         [](auto tiles) { return int{decltype(tiles)::kBlockQ}; });
+}
+
 extern "C" int64_t workspace(const FlashsciFp8ForwardParams* params, int processors) {
   emulation::processors = processors;
   return flashsci::sm90::fp8::forward_workspace(*params);
