@@ -1,5 +1,6 @@
 // flashsci::cuda_backward: gradients and workspace allocation, and launch; and the same for calls
 // that are alike.
+#include <algorithm>
 #include <tuple>
 
 #include "call.h"
@@ -45,10 +46,21 @@ Backward prepare(const Call& call, const std::optional<Tensor>& dout,
   return prepared;
 }
 
+// Whether sm80's kernels are the faster ones on Hopper, too (docs/kernels/sm90_backward.md): its own
+// have tiles of 128 keys and 64 head dims, and few heads leave multiprocessors to them.
+bool is_short(const FlashsciBackwardParams& p) {
+  constexpr int64_t kManyHeads = 132;
+  if (p.cu_seqlens_q != nullptr || p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr)
+    return false;
+  const int dim = std::max(p.head_dim, p.head_dim_v), rows = std::max(p.seq_q, p.seq_k);
+  const bool many = p.batch0 * p.batch1 * p.heads_q >= kManyHeads;
+  return dim <= 32 ? rows <= (many ? 512 : 128) : dim <= 64 && rows <= (many ? 128 : 64);
+}
+
 // With the addresses of this call in `p`.
 cudaError_t launch(const Backward& prepared, FlashsciBackwardParams p, void* stream) {
   p.copy_bytes = prepared.copy_bytes(p.q, p.k, p.v, p.out, p.dout);
-  return prepared.launch_first([&](const Kernels& kernels) -> int {
+  const auto launch_on = [&](const Kernels& kernels) -> int {
     if (kernels.backward == nullptr) return cudaErrorNotSupported;
     // Only units of pairs write it in another order than row-major.
     if (p.dbias != nullptr && p.dbias_strides.column > 1 && kernels.takes_pairs == nullptr)
@@ -57,7 +69,14 @@ cudaError_t launch(const Backward& prepared, FlashsciBackwardParams p, void* str
     Tensor workspace = empty_contiguous(1, bytes, dtypes().byte, p.device);
     p.workspace = workspace.mutable_data_ptr();
     return kernels.backward(&p, stream);
-  });
+  };
+  if (prepared.generation == 0 && is_short(p)) {
+    const cudaError_t error = prepared.launch_first([&](const Kernels& kernels) {
+      return kernels.generation >= 90 ? int{cudaErrorNotSupported} : launch_on(kernels);
+    });
+    if (error != cudaErrorNotSupported) return error;
+  }
+  return prepared.launch_first(launch_on);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
@@ -96,29 +115,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
   const bool need_bias = bias.has_value() && (need & kBias);
   const int32_t bias_dtype = bias.has_value() ? dtype_of(*bias) : call.dtype;
   const int64_t none[] = {0};
-  Tensor dbias = empty_contiguous(need_bias ? static_cast<int>(bias->dim()) : 1,
-                                  need_bias ? bias->sizes().data() : none, bias_dtype, call.device);
+  Tensor dbias = empty_contiguous(1, none, bias_dtype, call.device);
   const auto write_to = [&](Tensor made) {
     dbias = std::move(made);
     p.dbias = dbias.mutable_data_ptr();
     p.dbias_strides = View(dbias).pair_strides();
   };
-  if (need_bias) write_to(dbias);
+  const auto write_row_major = [&] {
+    if (need_bias)
+      write_to(empty_contiguous(static_cast<int>(bias->dim()), bias->sizes().data(), bias_dtype,
+                                call.device));
+  };
   // Without a score every gradient is zero, also that of a bias which the batch shares: no kernel
   // has a block that would write it.
   if (call.rows() == 0 || call.k_view.size[3] == 0) {
+    write_row_major();
     for (Tensor* made : {&dq, &dk, &dv, &dbias})
       if (made->numel() != 0) torch::stable::zero_(*made);
   } else {
     void* stream = current_stream(call.device);
     cudaError_t error = cudaErrorNotSupported;
     if (need_bias && takes_pairs(Prepared<FlashsciForwardParams>(call))) {
-      const Tensor others = dbias;
       write_to(empty_in_order(*bias, bias_dtype, call.device));
       error = launch(prepared, p, stream);
-      if (error == cudaErrorNotSupported) write_to(others);
     }
-    if (error == cudaErrorNotSupported) error = launch(prepared, p, stream);
+    if (error == cudaErrorNotSupported) {
+      write_row_major();
+      error = launch(prepared, p, stream);
+    }
     call.require("backward", error);
   }
   return {std::move(dq), std::move(dk), std::move(dv), std::move(dbias)};
