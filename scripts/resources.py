@@ -371,7 +371,7 @@ class Kernel:
             pairs = found[5] == "1"  # output staging, 2 KiB a warp once or twice; bias, mask
             once = dim <= 64 or warps == 16 or columns != values or pairs
             tiles += (warps - 4) * 2048 * (1 if once else 2)
-            return tiles + pairs * (120 if dim <= 64 else 80) * 1024
+            return tiles + pairs * (80 if dim > 64 else 96 if rows == 256 else 120) * 1024
         return 2 * dim * (q_stages * rows + 2 * stages * keys)
 
     @property
