@@ -120,3 +120,22 @@ def test_held_to_hopper_a_bias_is_served_or_refused():
     odd = make_inputs(replace(case, layout="shifted"), "cuda")
     with pytest.raises(BackendError, match="of generation sm90 serves this call"):
         evaluate(odd, "cuda:sm90", deterministic=False)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("heads", "rows", "dim", "generation"),
+    ((192, 77, 64, "sm80"), (192, 197, 64, "sm90"), (16, 77, 64, "sm90"), (192, 77, 96, "sm90")),
+)
+def test_short_plain_calls_are_left_to_sm80(findings, heads, rows, dim, generation, dtype):
+    shape = 1, heads, rows, dim
+    q, k, v, dout = torch.randn(4, *shape, device="cuda", dtype=HALVES[dtype]).unbind()
+    scalars = (-1, -1, dim**-0.5, 0.0, -1, -1, False, False)
+    given = (q, k, v, None, None, None, None)
+    out, lse = torch.ops.flashsci.cuda_forward(*given, *scalars, 0)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        torch.ops.flashsci.cuda_backward(dout, None, *given, out, lse, *scalars, False, 0, 7)
+        torch.cuda.synchronize()
+    names = {event.name for event in profile.events() if "flashsci" in event.name}
+    assert names and all(f"flashsci::{generation}::" in name for name in names)
