@@ -32,7 +32,7 @@ from flashsci.ops import (
 )
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FOLDERS = ("sm90", "sm80", "sm75")
+FOLDERS = ("sm90", "sm80", "sm75", "small")
 NOT_SUPPORTED = 801  # cudaErrorNotSupported: left to an older generation
 
 

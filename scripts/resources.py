@@ -95,6 +95,8 @@ TRIANGLE_COPY_SM90 = re.compile(
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 # A bias whose heads lie side by side: kernel; head dim, tensors of which a CTA keeps its rows.
 PAIR = re.compile(r"4pair\d+(forward|backward|statistics)_kernel(?:I\w*?TilingILi(\d+)ELi(\d)E)?")
+# Short sequences: kernel; blocks of 8 rows, units of 16 columns, whether heads have just as many.
+SMALL = re.compile(r"5small\d+small_(forward|backward)_kernelI.*?ShapeILi(\d)ELi(\d)ELb([01])E")
 # Paged attention: kernel; what a cache holds; head dim, bytes of an element of the cache.
 PAGED = re.compile(
     r"5paged\d+(?P<kind>paged|plan|combine)_kernelI.*?(?:4(?P<format>Same|E\dm\d)E.*?)?TilingILi(?P<dim>\d+)ELi(?P<bytes>\d)E"
@@ -126,6 +128,9 @@ class Kernel:
                 return 0, 64, 0, 8, 0, 8, 1
             room = 225 * 1024 - int(found[3]) * self.pair_box
             return int(found[2]), 32, 32, 8, min(3, room // self.pair_stage), 1, 1
+        if found := SMALL.search(self.name):
+            rows = 8 * int(found[2])
+            return 16 * int(found[3]), rows, rows, 4, 0, 1, 1
         if found := PAGED.search(self.name):
             dim, narrow = int(found["dim"]), found["bytes"] == "1"
             if found["kind"] == "combine":
@@ -249,6 +254,8 @@ class Kernel:
             return " ".join(filter(None, words)) or "dense"
         if found := PAIR.search(self.name):
             return found[1]
+        if found := SMALL.search(self.name):
+            return found[1] + ("" if found[4] == "1" else ", any columns")
         if found := PAGED.search(self.name):
             narrow = found["kind"] == "paged" and found["bytes"] == "1"
             return str(found["format"]).lower() if narrow else str(found["kind"])
@@ -289,7 +296,7 @@ class Kernel:
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory for tiles: Q (twice up to D 128 on sm90, never on sm75), and `stages` of K and V."""
-        if self.tiling is None:
+        if self.tiling is None or SMALL.search(self.name):
             return 0
         dim, rows, keys, warps, stages, _, _ = self.tiling
         if found := PAIR.search(
@@ -409,6 +416,8 @@ class Kernel:
     def runs_on(self, others: list[Kernel]) -> tuple[str, ...]:
         """The devices that ever run it. others: all kernels."""
         rooms = SHARED_KIB[self.arch].items()
+        if SMALL.search(self.name):
+            return tuple(SHARED_KIB[self.arch])
         if self.tiling and SHORT_FP32.search(self.name):
             dim, _, keys, _, _, blocks, _ = self.tiling
             wide = dim > 16 and keys > 32  # only where an SM holds all its CTAs (takes_short)

@@ -80,6 +80,7 @@ class Call:
     bias_fp32: bool = False
     mask: str | None = None  # own, keys
     decoding: bool = False
+    short: bool = False  # 32 queries and keys at most
 
     def __str__(self) -> str:
         words = (
@@ -87,7 +88,7 @@ class Call:
             self.dtype,
             f"d{self.head_dim}",
             f"v{self.head_dim_v}",
-            *(n for n in ("packed", "causal", "softcap", "decoding") if getattr(self, n)),
+            *(n for n in ("packed", "causal", "softcap", "decoding", "short") if getattr(self, n)),
             f"bias_{self.bias}{'_fp32' * self.bias_fp32}" if self.bias else "",
             f"mask_{self.mask}" if self.mask else "",
         )
@@ -258,6 +259,12 @@ def shapes(call: Call, processors: int) -> Iterator[Shape]:
         yield Shape("more clusters than processors", processors // 3 + 1, 8, 8, 72, 40)
         yield Shape("blocks that end within a box", 5, 8, 8, 130, 77)
         return
+    if call.short:  # a warp for every head
+        yield Shape("two blocks of rows", 40 * processors, 6, 6, 16, 11)
+        yield Shape("three", 20 * processors, 3, 3, 19, 24, lower_right=True)
+        yield Shape("four", 8 * processors, 8, 8, 32, 29)
+        yield Shape("one", 1, 1, 1, 1, 32)
+        return
     batch = -(-processors * 3 // 8)  # 1.5 heads a processor, of two tiles each at least
     yield Shape("many", batch, 4, 2, 200, 48)
     if call.generation == "sm90":  # CTAs that take tile after tile
@@ -400,6 +407,17 @@ def _pair(instance: Instance) -> Iterator[Call]:
         yield replace(call, head_dim_v=dim - 8)
 
 
+def _small(instance: Instance) -> Iterator[Call]:
+    dim, whole = instance.head_dim, not instance.variant.endswith("any columns")
+    if not instance.variant.startswith(("forward", "backward")):
+        return
+    call = Call("sm80", instance.dtype, dim, dim if whole else dim - 12, short=True)
+    yield call
+    yield replace(call, causal=True, mask="keys")
+    yield replace(call, bias="keys", bias_fp32=True)
+    yield replace(call, bias="own", mask="own")
+
+
 def _fp8(instance: Instance) -> Iterator[FP8Call]:
     found = re.fullmatch(r"(?:v (\d+) )?(dense|packed)", instance.variant)
     if found is None:
@@ -479,7 +497,9 @@ def _fp32_forward(instance: Instance) -> Iterator[Call]:
     if instance.variant == "any rows":
         yield from _plain(call, dim)
         yield replace(call, head_dim=dim - 3, head_dim_v=dim - 5, softcap=True)
+        yield replace(call, softcap=True, short=True)
     elif instance.variant == "any rows, bias or mask":
+        yield replace(call, bias="own", softcap=True, short=True)
         yield replace(call, bias="own", causal=True)
         yield replace(call, bias="shared", mask="keys")
         yield replace(call, mask="own")
@@ -492,6 +512,7 @@ def _fp32_backward(instance: Instance) -> Iterator[Call]:
     pairs = variant != instance.variant
     if variant in ("short rows of keys", "statistics"):
         yield from _plain(call, dim)
+        yield replace(call, softcap=True, short=True)
         yield replace(call, bias="own", mask="keys")
     elif variant in ("keys", "queries", "keys, dk", "keys, dv"):
         if pairs:
@@ -514,6 +535,7 @@ _UNITS = {
     "sm90/paged8": _paged,
     "sm80/paged": _paged,
     "sm80/paged8": _paged,
+    "sm80/small": _small,
     "sm80/fwd": _older_forward,
     "sm80/bwd": _older_backward,
     "sm80/fwd_fp32": _fp32_forward,
@@ -540,6 +562,8 @@ def launched(names: Iterable[str], dtype: str) -> set[Instance]:
             kind, own = "fp8", DTYPES["e4m3"]
         elif "4pair" in symbol:
             kind = "pair"
+        elif "5small" in symbol:
+            kind = "small"
         elif "3Op8" in symbol:
             kind = "paged8"
         elif "5paged" in symbol:

@@ -1,5 +1,6 @@
 #include "call.h"
 #include "../include/flashsci_pair.h"
+#include "../include/flashsci_small.h"
 
 extern "C" {
 FLASHSCI_DECLARE_BACKWARD(sm90_fp16)
@@ -155,8 +156,18 @@ View check_out(const Tensor& x, const char* name, const Call& call) {
 #define BACKWARD(generation, unit)                                                               \
   {generation, nullptr, nullptr, flashsci_backward_##unit, flashsci_backward_##unit##_workspace, \
    nullptr}
+#define SMALL(dtype)                            \
+  {80,                                          \
+   flashsci_forward_small_##dtype,              \
+   nullptr,                                     \
+   flashsci_backward_small_##dtype,             \
+   flashsci_backward_small_##dtype##_workspace, \
+   nullptr}
 const Kernels* kernels_of(int32_t dtype) {
   static const Kernels half[] = {
+#ifdef FLASHSCI_HAVE_SM80_SMALL_FP16
+      SMALL(fp16),
+#endif
 #ifdef FLASHSCI_HAVE_SM90_FWD_FP16
       FORWARD_IN_WORKSPACE(90, sm90_fp16),
 #endif
@@ -177,6 +188,9 @@ const Kernels* kernels_of(int32_t dtype) {
 #endif
       {}};
   static const Kernels brain[] = {
+#ifdef FLASHSCI_HAVE_SM80_SMALL_BF16
+      SMALL(bf16),
+#endif
 #ifdef FLASHSCI_HAVE_SM90_FWD_BF16
       FORWARD_IN_WORKSPACE(90, sm90_bf16),
 #endif
@@ -194,6 +208,9 @@ const Kernels* kernels_of(int32_t dtype) {
 #ifdef FLASHSCI_HAVE_SM90_PAIR_FP32
       {90, flashsci_forward_pair_fp32, nullptr, flashsci_backward_pair_fp32,
        flashsci_backward_pair_fp32_workspace, flashsci_takes_pair_fp32},
+#endif
+#ifdef FLASHSCI_HAVE_SM80_SMALL_FP32
+      SMALL(fp32),
 #endif
 #ifdef FLASHSCI_HAVE_SM80_FWD_FP32
       FORWARD(80, sm80_fp32),

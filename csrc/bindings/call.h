@@ -99,7 +99,8 @@ struct Kernels {
   int (*takes_pairs)(const FlashsciForwardParams*);  // or null: no unit of csrc/sm90/pair
 };
 
-// The units of a dtype: those of pairs, then newest generation first; the last one is empty.
+// The units of a dtype: those of pairs and of short sequences, then newest generation first; the last
+// one is empty.
 const Kernels* kernels_of(int32_t dtype);
 
 // The largest power of 2 up to 16 that divides all strides and addresses of rows, in bytes.

@@ -19,7 +19,7 @@ from flashsci.testing import (
     second_order_variants,
     variants,
 )
-from flashsci.testing.cases import BULK_LENGTHS, LARGE_LENGTHS, SMALL_LENGTHS
+from flashsci.testing.cases import BULK_LENGTHS, LARGE_LENGTHS, SHORT_LENGTHS, SMALL_LENGTHS
 from flashsci.testing.coverage import VIEWS
 from flashsci.testing.drawing import (
     SeededChoices,
@@ -48,6 +48,7 @@ def plan_cases(
     if unit and "bias" in unit:
         pool = [v for v in pool if v.bias_grad]
     pairs = bool(unit and unit.startswith("cuda/sm90/pair"))
+    small = bool(unit and unit.startswith("cuda/sm80/small"))
     hopper = bool(unit and unit.startswith("cuda/sm90")) and not pairs
     if unit and unit.startswith("cuda"):
         only = DTYPE_OF.get(unit.rsplit("_")[-1])
@@ -59,8 +60,9 @@ def plan_cases(
             and only in (None, v.dtype)
             and not (hopper and (v.dtype == "float32" or v.head_dim % 8 or v.head_dim_v % 8))
         ]
-        if pairs:
-            served = [paired(v) for v in served if not v.varlen]
+        if pairs or small:
+            nearest = paired if pairs else shortened
+            served = [nearest(v) for v in served if not v.varlen]
         pool = list(dict.fromkeys(served))[: 256 if many else 64]
     if device != "cuda":
         return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
@@ -71,7 +73,7 @@ def plan_cases(
     families: list[Case] = []
     met: dict[tuple[Any, ...], int] = defaultdict(int)
     for i, variant in enumerate(pool * rounds):
-        lengths = LARGE_LENGTHS if i % 16 == 0 else BULK_LENGTHS
+        lengths = SHORT_LENGTHS if small else LARGE_LENGTHS if i % 16 == 0 else BULK_LENGTHS
         drawn, inner_heads = draw_case(choices, [variant], lengths), pairs
         if order == 1 and variant.bias == "pair" and not variant.varlen and not pairs:
             met[variant.dtype, "pairs", None] += 1
@@ -82,7 +84,7 @@ def plan_cases(
         family = _dealt(drawn, met)
         if inner_heads:
             family = with_inner_heads(choices, family)
-        families.append(_aligned(family) if hopper or pairs else family)
+        families.append(_aligned(family) if hopper or pairs or small else family)
     most = 19 if order == 2 else 21  # log2 of scores: the second order of the oracle is slow
     limits = [1 << (most if i % 16 == 0 else most - 2) for i in range(len(families))]
     n = len(families)
@@ -114,7 +116,7 @@ def _dealt(case: Case, met: dict[tuple[Any, ...], int]) -> Case:
 
 
 def _aligned(case: Case) -> Case:
-    """Rows at multiples of 16 bytes, which Hopper's copies need; as drawn in other respects."""
+    """Rows at multiples of 16 bytes, as Hopper's copies and wide loads need; as drawn in other respects."""
     kept = lambda layout: "bshd" if layout == "shifted" else layout  # noqa: E731
     return replace(case, layout=kept(case.layout), layouts=tuple(map(kept, case.layouts)))
 
@@ -125,6 +127,12 @@ def paired(variant: Variant) -> Variant:
     return replace(
         variant, head_dim=dims[0], head_dim_v=dims[1], bias="pair", window=False, softcap=False, sink=None
     )  # fmt: skip
+
+
+def shortened(variant: Variant) -> Variant:
+    """The nearest variant that csrc/sm80/small serves, where sequences are short."""
+    dims = [min(-(-d // 4) * 4, 64) for d in (variant.head_dim, variant.head_dim_v)]
+    return replace(variant, head_dim=dims[0], head_dim_v=dims[1], softcap=False, sink=None)
 
 
 def paged_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:

@@ -179,6 +179,7 @@ DOUT_SCALES = {
 }
 SOFTCAPS = (2.0, 15.0, 50.0, 0.01)
 SMALL_LENGTHS = (0, 1, 2, 3, 5, 15, 16, 17, 23, 33)
+SHORT_LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 20, 23, 24, 25, 29, 31, 32)  # of csrc/sm80/small
 HEAD_DIMS = (
     (1, 1),
     (3, 5),

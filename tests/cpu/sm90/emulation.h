@@ -103,6 +103,11 @@ void setmaxnreg_dec() {}
 template <int>
 void setmaxnreg_inc() {}
 inline void prefetch_l1(const void*) {}
+template <class T>
+void ld_row(T& x, const T* from) {
+  check(reinterpret_cast<uintptr_t>(from) % sizeof(T) == 0, "a misaligned load");
+  x = *from;
+}
 inline void prefetch_l2(const void*) {}
 inline void launch_dependents() {}  // kernels run one after another
 inline void wait_for_prerequisites() {}

@@ -270,6 +270,22 @@ inline void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0
   mma_m16n8k16(c, a, b0, b1, true);
 }
 
+// TF32 operands: the upper 19 bits count. See csrc/ptx/mma_tf32.cuh.
+inline void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const auto rows = exchange(std::array<uint32_t, 4>{a[0], a[1], a[2], a[3]});
+  const auto columns = exchange(std::array<uint32_t, 2>{b[0], b[1]});
+  const auto element = [](uint32_t x) { return double{bits_as<float>(x & 0xffffe000u)}; };
+  for (int e = 0; e < 4; ++e) {
+    double sum = c[e];
+    for (int k = 0; k < 8; ++k) {
+      const int t = k % 4, column = lane() % 4 * 2 + e % 2;
+      sum += element(rows[lane() / 4 * 4 + t][k / 4 * 2 + e / 2]) *
+             element(columns[column * 4 + t][k / 4]);
+    }
+    c[e] = static_cast<float>(sum);
+  }
+}
+
 // --- conversions
 
 inline uint32_t cvt_bf16x2(float low, float high) { return to_pair(low, high, true); }
@@ -312,6 +328,12 @@ inline void load_matrices(uint32_t (&r)[4], uint32_t address, bool transposed) {
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { load_matrices(r, address, false); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
   load_matrices(r, address, true);
+}
+inline uint32_t movmatrix_trans(uint32_t x) {
+  const auto all = exchange(x);
+  const int row = lane() / 4, column = lane() % 4 * 2;
+  const auto element = [&](int r, int c) { return all[r * 4 + c / 2] >> c % 2 * 16 & 0xffff; };
+  return element(column, row) | element(column + 1, row) << 16;
 }
 inline void store_matrices(uint32_t address, const uint32_t (&r)[4], bool transposed) {
   for_each_element(address, transposed, [&](int m, int i, unsigned char* to) {

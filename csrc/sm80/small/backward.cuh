@@ -1,0 +1,171 @@
+// Gradients of attention of short sequences: a warp has a whole head, and goes through it once.
+//
+// Maths     S^T = scale K Q^T (+ bias, masked), P = exp(S - lse), delta = sum_d dO O - dlse,
+//           dS = P (dO V^T - delta), dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K; dbias = dS
+// Roles     warps of a block have neighbouring heads; where heads share a bias of keys, a block has
+//           all heads of a batch member, and its warps' sums are added up in their order
+// Shared    those sums
+// Pipeline  none: other warps compute while one waits for its rows
+// Limits    memory; in fp32 three products of parts take half as long
+#pragma once
+#include "scores.cuh"
+
+namespace flashsci::sm80::small {
+
+// What becomes of dS.
+enum DbiasForm {
+  kNoDbias,
+  kDbiasOfPairs,  // a place for each
+  kDbiasOfKeys,   // sums over queries
+  kDbiasOfHeads,  // and over the heads of a batch member
+};
+
+// Statistics of the queries that a lane has scores of: columns 2 t, 2 t + 1 of each block.
+template <int kBlocks>
+struct QueryStatistics {
+  float lse[kBlocks][2];  // in powers of two; +inf: the row has no probabilities
+  float delta[kBlocks][2];
+};
+
+template <class P, class S>
+__device__ __forceinline__ void load_statistics(QueryStatistics<S::kBlocks>& of,
+                                                const FlashsciBackwardParams& p, const Head& place,
+                                                const LaneRows& queries, const HeadRows<P, S>& dout,
+                                                const HeadRows<P, S>& out) {
+  float delta[S::kBlocks] = {}, lse[S::kBlocks];  // of row g of each block
+#pragma unroll
+  for (int u = 0; u < S::kUnits; ++u) {
+    typename P::Row x[S::kBlocks], y[S::kBlocks];
+    dout.load(x, u);
+    out.load(y, u);
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) delta[i] += P::dot(x[i], y[i]);
+  }
+  const float* lse_of_head = p.lse + static_cast<int64_t>(place.index) * p.seq_q;
+#pragma unroll
+  for (int i = 0; i < S::kBlocks; ++i) {
+    const int row = queries.clamped(i);
+    const float given = __ldg(lse_of_head + row);
+    lse[i] = given == -INFINITY || !queries.has(i) ? INFINITY : lse_of_backward(given);
+    delta[i] = quad_sum(delta[i]);
+    if (p.dlse != nullptr)
+      delta[i] -=
+          __ldg(p.dlse + place.offset(p.dlse_strides, place.head) + row * p.dlse_strides.row);
+  }
+#pragma unroll
+  for (int i = 0; i < S::kBlocks * 2; ++i) {
+    const int from = (threadIdx.x % 4 * 2 + i % 2) * 4;
+    of.lse[i / 2][i % 2] = __shfl_sync(0xffffffffu, lse[i / 2], from);
+    of.delta[i / 2][i % 2] = __shfl_sync(0xffffffffu, delta[i / 2], from);
+  }
+}
+
+template <class P>
+__device__ __forceinline__ void store_dbias(const FlashsciBackwardParams& p, const Head& place,
+                                            uint32_t head, int query, int key, float x) {
+  const FlashsciScoreStrides& strides = p.dbias_strides;
+  const int64_t at = place.offset(strides, head) + query * strides.row + key * strides.column;
+  if (sizeof(typename P::Element) == 4 || p.bias_mask.bias_is_fp32)
+    static_cast<float*>(p.dbias)[at] = x;
+  else
+    static_cast<uint16_t*>(p.dbias)[at] = static_cast<uint16_t>(P::Op::pack2(x, 0.f));
+}
+
+// All gradients of a head. What the bias of keys 8 i + g gets goes to `sums`, this lane's part.
+template <class P, class S>
+__device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, int dbias,
+                                              const Head& place, float (&sums)[S::kBlocks]) {
+  constexpr int kBlocks = S::kBlocks;
+  const LaneRows queries(p.seq_q), keys(p.seq_k);
+  const auto matrix = [&](auto* data, const FlashsciStrides& strides, const LaneRows& rows,
+                          int columns) {
+    return HeadRows<P, S>(data, strides, place, place.head, rows, columns);
+  };
+  const HeadRows<P, S> q = matrix(p.q, p.q_strides, queries, p.head_dim);
+  const HeadRows<P, S> k = matrix(p.k, p.k_strides, keys, p.head_dim);
+  const HeadRows<P, S> v = matrix(p.v, p.v_strides, keys, p.head_dim_v);
+  const HeadRows<P, S> dout = matrix(p.dout, p.dout_strides, queries, p.head_dim_v);
+
+  Scores<kBlocks> s, ds;
+  {
+    QueryStatistics<kBlocks> of;
+    load_statistics(of, p, place, queries, dout,
+                    matrix(p.out, p.out_strides, queries, p.head_dim_v));
+    const auto nothing = [] {};
+    multiply_heads(s, k, q, nothing);
+    multiply_heads(ds, v, dout, nothing);
+    finish_scores<P, true>(s, p, place);
+#pragma unroll
+    for (int i = 0; i < kBlocks * kBlocks * 2; ++i) {
+      const int block = i / (kBlocks * 2), n = i / 2 % kBlocks, e = i % 2;
+      float &x = s[block / 2][n][block % 2 * 2 + e], &y = ds[block / 2][n][block % 2 * 2 + e];
+      x = fminf(ptx::ex2_approx(fmaf(x, kLog2e, -of.lse[n][e])), 1.f);
+      y = x == 0.f ? 0.f : x * (y - of.delta[n][e]);  // whatever hidden keys hold
+    }
+  }
+  if (dbias == kDbiasOfPairs)
+    visit<true>(ds, [&](float x, int query, int key) {
+      if (key < p.seq_k && query < p.seq_q) store_dbias<P>(p, place, place.head, query, key, x);
+    });
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) {
+    sums[i] = 0.f;
+#pragma unroll
+    for (int n = 0; n < kBlocks * 2; ++n) sums[i] += ds[i / 2][n / 2][i % 2 * 2 + n % 2];
+  }
+
+  // C = A B, times a factor, where it is wanted.
+  const auto multiply = [&](const auto& left, const HeadRows<P, S>& b, void* data,
+                            const FlashsciStrides& strides, const LaneRows& rows, int columns,
+                            float factor) {
+    if (data == nullptr) return;
+    const HeadRows<P, S> result = matrix(data, strides, rows, columns);
+#pragma unroll
+    for (int u = 0; u < S::kUnits; ++u) {
+      typename P::Row x[kBlocks];
+      b.load(x, u);
+      typename P::Sum sum[S::kTiles][2];
+      P::template multiply<kBlocks>(sum, left, x);
+      result.store(sum, u, [&](int) { return factor; });
+    }
+  };
+  using Left = typename P::template Left<kBlocks>;
+  Left left(ds);
+  multiply(Left(s), dout, p.dv, p.dv_strides, keys, p.head_dim_v, 1.f);
+  multiply(left, q, p.dk, p.dk_strides, keys, p.head_dim, p.scale);
+  left.transpose();
+  multiply(left, k, p.dq, p.dq_strides, queries, p.head_dim, p.scale);
+}
+
+template <class P, class S>
+__global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits))
+    small_backward_kernel(const __grid_constant__ FlashsciBackwardParams p,
+                          const __grid_constant__ HeadPlan plan, int dbias) {
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const uint32_t index = blockIdx.x * warps + warp;
+  if (index >= plan.count) return;  // not where warps meet: blocks have whole batch members then
+  const Head place(plan, index);
+  float sums[S::kBlocks];
+  differentiate<P, S>(p, dbias, place, sums);
+  if (dbias != kDbiasOfKeys && dbias != kDbiasOfHeads) return;
+  __shared__ float sums_of_warps[kMostWarps][kMostRows];
+#pragma unroll
+  for (int i = 0; i < S::kBlocks; ++i) {
+    const int key = i * 8 + threadIdx.x % 32 / 4;
+    const float x = quad_sum(sums[i]);
+    if (threadIdx.x % 4 != 0) continue;
+    if (dbias == kDbiasOfHeads)
+      sums_of_warps[warp][key] = x;
+    else if (key < p.seq_k)
+      store_dbias<P>(p, place, place.head, 0, key, x);
+  }
+  if (dbias != kDbiasOfHeads) return;
+  __syncthreads();
+  const int key = threadIdx.x;
+  if (key >= p.seq_k) return;
+  float x = 0.f;
+  for (int w = 0; w < warps; ++w) x += sums_of_warps[w][key];
+  store_dbias<P>(p, place, 0, 0, key, x);
+}
+
+}  // namespace flashsci::sm80::small

@@ -1,0 +1,70 @@
+// Which calls short sequences are, and the shapes of their kernels.
+#pragma once
+#include <cstdint>
+
+#include "../../core/launch.cuh"
+#include "../../include/flashsci.h"
+
+namespace flashsci::sm80::small {
+
+inline constexpr int kMostRows = 32;  // queries, and keys
+inline constexpr int kMostDim = 64;
+inline constexpr int kMostWarps = 8;  // of a block: heads side by side
+
+// Division by a number that the host knows, of numbers below 2^31.
+struct Divisor {
+  uint32_t divisor, multiplier, shift;
+
+  explicit Divisor(uint32_t by) : divisor(by), multiplier(0), shift(0) {
+    while (uint64_t{1} << shift < by) ++shift;
+    multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + by - 1) / by);
+  }
+  __device__ __forceinline__ uint32_t divide(uint32_t x) const {
+    return static_cast<uint32_t>(uint64_t{x} * multiplier >> 31 >> shift);
+  }
+};
+
+// The heads of a call, one for each warp of a grid.
+struct HeadPlan {
+  uint32_t count;
+  Divisor heads, batch1, group;  // group: query heads of a key head
+
+  template <class Params>
+  explicit HeadPlan(const Params& p)
+      : count(static_cast<uint32_t>(p.batch0 * p.batch1 * p.heads_q)),
+        heads(p.heads_q),
+        batch1(static_cast<uint32_t>(p.batch1)),
+        group(p.heads_q / p.heads_k) {}
+};
+
+struct Head {
+  uint32_t index, batch0, batch1, head, head_k;
+
+  __device__ __forceinline__ Head(const HeadPlan& plan, uint32_t index_) : index(index_) {
+    const uint32_t batch = plan.heads.divide(index);
+    head = index - batch * plan.heads.divisor;
+    batch0 = plan.batch1.divide(batch);
+    batch1 = batch - batch0 * plan.batch1.divisor;
+    head_k = plan.group.divide(head);
+  }
+  // Elements from the start of a tensor; Strides: of rows or of pairs.
+  template <class Strides>
+  __device__ __forceinline__ int64_t offset(const Strides& strides, uint32_t of_head) const {
+    return batch0 * strides.batch0 + batch1 * strides.batch1 + of_head * strides.head;
+  }
+};
+
+// Tiles of a warp: kBlocks x 8 queries by as many keys; heads of at most kUnits x 16 columns, or, where
+// kWhole, of just as many.
+template <int kBlocks_, int kUnits_, bool kWhole_>
+struct Shape {
+  static constexpr int kBlocks = kBlocks_, kUnits = kUnits_;
+  static constexpr bool kWhole = kWhole_;
+  static constexpr int kTiles = (kBlocks + 1) / 2;  // m16 tiles of an operand with as many rows
+};
+
+// Scores or the like of one head: [m16, n8, fragment].
+template <int kBlocks>
+using Scores = float[(kBlocks + 1) / 2][kBlocks][4];
+
+}  // namespace flashsci::sm80::small

@@ -1,0 +1,104 @@
+// The host side of short sequences: which calls they are, and the launch.
+#pragma once
+#include <algorithm>
+#include <cstdlib>
+#include <type_traits>
+
+#include "backward.cuh"
+#include "forward.cuh"
+
+namespace flashsci::sm80::small {
+
+// Rows that lanes load and store four columns at a time.
+template <class P>
+bool by_fours(const void* data, const FlashsciStrides& strides, int columns) {
+  constexpr int64_t kBytes = sizeof(typename P::Row), kElement = sizeof(typename P::Element);
+  const int64_t all = strides.batch0 | strides.batch1 | strides.head | strides.row;
+  return columns % 4 == 0 && all * kElement % kBytes == 0 &&
+         reinterpret_cast<uintptr_t>(data) % kBytes == 0 &&
+         std::abs(strides.row) * kElement <= INT32_MAX / kMostRows;
+}
+
+// What both directions ask of a call, but for its results.
+template <class P, class Params>
+bool takes(const Params& p) {
+  return p.cu_seqlens_q == nullptr && p.softcap == 0.f && p.seq_q <= kMostRows &&
+         p.seq_k <= kMostRows && p.seq_q > 0 && p.seq_k > 0 &&
+         std::max(p.head_dim, p.head_dim_v) <= kMostDim &&
+         by_fours<P>(p.q, p.q_strides, p.head_dim) && by_fours<P>(p.k, p.k_strides, p.head_dim) &&
+         by_fours<P>(p.v, p.v_strides, p.head_dim_v) && p.batch0 * p.batch1 * p.heads_q > 0 &&
+         p.batch0 * p.batch1 * p.heads_q <= INT32_MAX;
+}
+
+// act(shape) of the least shape that holds a call.
+template <class Params, class Act>
+auto with_shape(const Params& p, Act&& act) {
+  const int dim = std::max(p.head_dim, p.head_dim_v), rows = std::max(p.seq_q, p.seq_k);
+  const int dims = p.head_dim == p.head_dim_v ? p.head_dim : 0;
+  const auto with_blocks = [&](auto blocks) {
+    constexpr int kBlocks = decltype(blocks)::value;
+    if (dims == 16) return act(Shape<kBlocks, 1, true>{});
+    if (dims == 32) return act(Shape<kBlocks, 2, true>{});
+    if (dims == 64) return act(Shape<kBlocks, 4, true>{});
+    if (dim <= 32) return act(Shape<kBlocks, 2, false>{});
+    return act(Shape<kBlocks, 4, false>{});
+  };
+  if (rows <= 16) return with_blocks(std::integral_constant<int, 2>{});
+  if (rows <= 24) return with_blocks(std::integral_constant<int, 3>{});
+  return with_blocks(std::integral_constant<int, 4>{});
+}
+
+// Of a block. Heads of one row of memory are read at the same time.
+inline int warps_of(int heads) {
+  return heads % 4 != 0 && heads > 2 && heads < kMostWarps ? heads : 4;
+}
+
+template <class P>
+cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
+  if (!takes<P>(p) || !by_fours<P>(p.out, p.out_strides, p.head_dim_v))
+    return cudaErrorNotSupported;
+  const HeadPlan plan(p);
+  const int warps = warps_of(p.heads_q);
+  return with_shape(p, [&](auto shape) {
+    return launch<small_forward_kernel<P, decltype(shape)>>(
+        (int64_t{plan.count} + warps - 1) / warps, warps * 32, 0, p.device, stream, p, plan);
+  });
+}
+
+// Whether every batch member has a gradient of its own, and what it is.
+inline bool has_dbias_form(const FlashsciBackwardParams& p, int& form) {
+  form = kNoDbias;
+  if (p.dbias == nullptr) return true;
+  const FlashsciScoreStrides& s = p.dbias_strides;
+  const auto own = [](int64_t size, int64_t stride) { return size == 1 || stride != 0; };
+  if (!own(p.batch0, s.batch0) || !own(p.batch1, s.batch1) || !own(p.seq_k, s.column)) return false;
+  const bool heads = own(p.heads_q, s.head);
+  if (own(p.seq_q, s.row)) {
+    form = kDbiasOfPairs;
+    return heads;
+  }
+  form = heads ? kDbiasOfKeys : kDbiasOfHeads;
+  return heads || p.heads_q <= kMostWarps;
+}
+
+template <class P>
+cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream) {
+  const auto results = [&](const void* data, const FlashsciStrides& strides, int columns) {
+    return data == nullptr || by_fours<P>(data, strides, columns);
+  };
+  int dbias;
+  if (!takes<P>(p) || p.heads_q != p.heads_k || p.dout == nullptr ||
+      !by_fours<P>(p.out, p.out_strides, p.head_dim_v) ||
+      !by_fours<P>(p.dout, p.dout_strides, p.head_dim_v) ||
+      !results(p.dq, p.dq_strides, p.head_dim) || !results(p.dk, p.dk_strides, p.head_dim) ||
+      !results(p.dv, p.dv_strides, p.head_dim_v) || !has_dbias_form(p, dbias))
+    return cudaErrorNotSupported;
+  const HeadPlan plan(p);
+  const int warps = dbias == kDbiasOfHeads ? p.heads_q : warps_of(p.heads_q);
+  return with_shape(p, [&](auto shape) {
+    return launch<small_backward_kernel<P, decltype(shape)>>(
+        (int64_t{plan.count} + warps - 1) / warps, warps * 32, 0, p.device, stream, p, plan, dbias);
+  });
+}
+
+}  // namespace flashsci::sm80::small

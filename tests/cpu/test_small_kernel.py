@@ -1,0 +1,238 @@
+"""The kernels of short sequences, csrc/sm80/small, run on the host (emulated.py) from the launcher to the stores, judged as every backend
+by generated cases. What a GPU's products and exchanges do is emulated; its speed and its registers are not."""
+
+from __future__ import annotations
+
+import ctypes as c
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashsci.ops import empty_like_layout
+from flashsci.testing import Case, Inputs, Judge, Variant, make_inputs
+from flashsci.testing.drawing import SeededChoices, draw_case
+from scripts.launchers import (
+    BackwardParams,
+    BiasMask,
+    ForwardParams,
+    _pointer,
+    _score_strides,
+    _strides,
+)
+from tests.cpu.emulated import build, emulate, is_found
+
+DTYPES = ("float16", "bfloat16", "float32")
+LENGTHS = (1, 2, 7, 15, 16, 17, 24, 29, 31, 32)
+DIMS = ((16, 16), (8, 16), (24, 32), (32, 20), (48, 64), (64, 4))
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("small"), "small")
+
+
+def common(x: Inputs) -> dict:
+    """What both directions say of a call."""
+    q, k, v = x.q, x.k, x.v
+    batch0, batch1, heads_q, seq_q, head_dim = (1,) * (5 - q.dim()) + q.shape
+    left, right = x.options.get("window") or (None, None)
+    right = 0 if x.options.get("causal") else right
+    unbounded = lambda side: -1 if side is None else side  # noqa: E731
+    mask = None if x.mask is None else x.mask.view(torch.uint8)
+    scale = x.options.get("scale")
+    return dict(
+        q=_pointer(q), k=_pointer(k), v=_pointer(v), q_strides=_strides(q), k_strides=_strides(k), v_strides=_strides(v),
+        bias_mask=BiasMask(_pointer(x.bias), _pointer(mask), _score_strides(x.bias), _score_strides(mask),
+                           int(x.bias is not None and x.bias.dtype == torch.float32)),
+        batch0=batch0, batch1=batch1, heads_q=heads_q, heads_k=k.shape[-3] if k.dim() > 2 else 1, seq_q=seq_q, seq_k=k.shape[-2],
+        head_dim=head_dim, head_dim_v=v.shape[-1], scale=head_dim**-0.5 if scale is None else scale, softcap=x.options.get("softcap") or 0.0,
+        window_left=unbounded(left), window_right=unbounded(right), lower_right=int(x.options.get("align") == "lower_right"),
+        max_seqlen_q=-1, copy_bytes=16, device=64,
+    )  # fmt: skip
+
+
+def poisoned(like: torch.Tensor, columns: int | None = None) -> torch.Tensor:
+    shape = like.shape if columns is None else (*like.shape[:-1], columns)
+    return empty_like_layout(like, shape).fill_(torch.nan)
+
+
+def kind(x: Inputs) -> int:
+    return {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}[x.q.dtype]
+
+
+def forward(library: c.CDLL, x: Inputs) -> dict[str, torch.Tensor] | None:
+    """None where the kernel leaves the call to others."""
+    out, lse = poisoned(x.q, x.v.shape[-1]), torch.full(x.q.shape[:-1], torch.nan)
+    p = ForwardParams(
+        **common(x), out=_pointer(out), lse=_pointer(lse), out_strides=_strides(out)
+    )
+    return {"out": out, "lse": lse} if emulate(library.emulate_forward, p, kind(x), 0) else None
+
+
+def backward(library: c.CDLL, x: Inputs, made: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:  # fmt: skip
+    found = {f"d{name}": poisoned(getattr(x, name)) for name in "qkv"}
+    p = common(x) | {"max_seqlen_k": -1}
+    if x.bias is not None and x.bias_grad:
+        found["dbias"] = torch.full(x.bias.shape, torch.nan, dtype=x.bias.dtype)
+        p |= {"dbias": _pointer(found["dbias"]), "dbias_strides": _score_strides(found["dbias"])}
+    for name in ("dq", "dk", "dv"):
+        p |= {name: _pointer(found[name]), f"{name}_strides": _strides(found[name])}
+    out, lse = made["out"], made["lse"].contiguous()
+    p |= {"out": _pointer(out), "out_strides": _strides(out), "lse": _pointer(lse)}
+    p |= {"dout": _pointer(x.dout), "dout_strides": _strides(x.dout)}
+    p |= {"dlse": _pointer(x.dlse), "dlse_strides": _strides(x.dlse, last=False)}
+    taken = emulate(library.emulate_backward, BackwardParams(**p), kind(x), 0)
+    return found if taken else None
+
+
+def judge(library: c.CDLL, x: Inputs) -> dict[str, torch.Tensor]:
+    """Results; of what the kernels leave to others none."""
+    judged = Judge(x)
+    x = replace(x, q=x.q.resolve_neg(), k=x.k.resolve_neg(), v=x.v.resolve_neg())
+    results = forward(library, x)
+    if results is None:
+        return {}
+    results |= (backward(library, x, results) or {}) if x.dout is not None else {}
+    judged.require(results)
+    return results
+
+
+def draw(seed: int, **options) -> Case:
+    """A case of these kernels: everything that they take."""
+    choices = SeededChoices(seed)
+    dims = choices.one_of(DIMS)
+    variant = Variant(
+        choices.one_of(DTYPES), *dims,
+        bias=choices.one_of((None, "pair", "key")), bias_float=choices.one_of((False, True)), bias_grad=True,
+        mask=choices.one_of((False, True)), window=choices.one_of((False, True)), lse_grad=choices.one_of((False, True)), **options,
+    )  # fmt: skip
+    return draw_case(choices, [variant], LENGTHS)
+
+
+def made(seed: int) -> Inputs:
+    return make_inputs(draw(seed), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_generated_calls(kernels, seed):
+    """What layouts keep from these kernels they leave to others."""
+    judge(kernels, made(seed))
+
+
+def test_most_generated_calls_are_taken(kernels):
+    results = [judge(kernels, made(seed)) for seed in range(100, 130)]
+    assert sum("out" in found for found in results) >= 15
+    assert sum("dq" in found for found in results) >= 7
+
+
+def simple(
+    rows: int = 24, keys: int = 24, heads: int = 3, dims: tuple[int, int] = (16, 16), dtype: torch.dtype = torch.float32, size: float = 1.0,
+    dout: float = 1.0, batch: tuple[int, int] = (2, 2), seed: int = 0, **options,
+) -> Inputs:  # fmt: skip
+    """Heads inside rows, as projections leave them."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = [(rows, dims[0]), (keys, dims[0]), (keys, dims[1]), (rows, dims[1])]
+    q, k, v, gradient = (torch.randn(*batch, n, heads, d, generator=random).transpose(-2, -3) for n, d in shapes)  # fmt: skip
+    cast = lambda x: x.to(dtype)  # noqa: E731
+    return Inputs(cast(q * size), cast(k), cast(v), dout=cast(gradient * dout), options=options)
+
+
+KINDS = [getattr(torch, name) for name in DTYPES]
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=DTYPES)
+@pytest.mark.parametrize("rows, keys", ((16, 16), (9, 24), (32, 17), (25, 32), (1, 1)))
+@pytest.mark.parametrize("dims", ((16, 16), (32, 32), (64, 64), (20, 12), (48, 36)), ids=str)
+def test_shapes(kernels, dtype, rows, keys, dims):
+    found = judge(kernels, simple(rows, keys, dims=dims, dtype=dtype, batch=(1, 2), seed=rows))
+    assert found["dq"].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=DTYPES)
+@pytest.mark.parametrize("shape", ("own", "heads", "keys", "keys of heads"))
+def test_gradient_of_a_bias(kernels, dtype, shape):
+    """Of pairs, of keys for each head, of keys for all heads of a batch member."""
+    x = simple(20, 29, heads=5, dtype=dtype)
+    sizes = {"own": (5, 20, 29), "heads": (5, 1, 29), "keys": (1, 1, 29), "keys of heads": (5, 1, 29)}
+    for kind in (torch.float32, dtype):
+        x.bias = torch.randn(2, 2, *sizes[shape]).to(kind)
+        assert "dbias" in judge(kernels, x)
+
+
+def test_no_results_of_their_own_bits(kernels):
+    """A bias of keys is added up in one order: the same bits whatever the order of blocks."""
+    x = simple(24, 24, heads=8)
+    x.bias = torch.randn(2, 2, 1, 1, 24)
+    first = judge(kernels, x)
+    assert all(torch.equal(first[n], y) for n, y in judge(kernels, x).items())
+
+
+def unserved() -> dict[str, Inputs]:
+    aligned = simple()
+    shifted = torch.randn(2, 2, 24, 3, 17)[..., 1:].transpose(-2, -3)
+    nine = simple(heads=9)
+    nine.bias = torch.randn(2, 2, 1, 1, 24)
+    shared = simple()
+    shared.bias = torch.randn(1, 1, 3, 24, 24)
+    return {
+        "softcap": simple(softcap=5.0),
+        "33 queries": simple(33),
+        "33 keys": simple(24, 33),
+        "68 columns": simple(dims=(68, 16)),
+        "columns that are no fours": simple(dims=(18, 16)),
+        "rows at any address": replace(aligned, q=shifted),
+        "a bias of keys that nine heads share": nine,
+        "a bias that batches share": shared,
+    }
+
+
+@pytest.mark.parametrize("name", unserved())
+def test_left_to_others(kernels, name):
+    assert "dq" not in judge(kernels, unserved()[name])
+
+
+@pytest.mark.parametrize("number", (-torch.inf, -1e9, "lowest"))
+@pytest.mark.parametrize("dtype", KINDS, ids=DTYPES)
+def test_padding_as_models_write_it(kernels, number, dtype):
+    """Keys hidden by numbers, rows with none, tiny gradients and zero rows, rows of garbage beyond."""
+    number = torch.finfo(torch.float32).min if number == "lowest" else number
+    x = simple(29, 29, heads=8, dtype=dtype, dout=1e-9 if dtype == torch.float32 else 1e-3, seed=3)
+    x.bias = torch.zeros(2, 2, 1, 1, 29)
+    x.bias[0, 0, ..., 11:] = number
+    x.bias[1, 1] = number
+    x.dout[..., 20:, :] = 0
+    x.k[0, 0, :, 11:], x.v[0, 0, :, 11:] = 300, 300
+    judge(kernels, x)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=DTYPES)
+def test_large_scores(kernels, dtype):
+    for size in (30.0, 1000.0):
+        judge(kernels, simple(31, 23, dtype=dtype, size=size))
+
+
+FAULTS = {
+    "numbers change places": ("fragments.cuh", "movmatrix_trans(__byte_perm(a, b, 0x5410))", "movmatrix_trans(__byte_perm(a, b, 0x1054))"),
+    "keys beyond the last": ("scores.cuh", "p.seq_k < kBlocks * 8", "false"),
+    "queries beyond the last": ("backward.cuh", " || !queries.has(i)", ""),
+    "a head too few": ("backward.cuh", "for (int w = 0;", "for (int w = 1;"),
+    "zeros beyond the last column": ("fragments.cuh", "x[i] = Row{};", "x[i] = P::row_of(1.f, 1.f, 1.f, 1.f);"),
+    "low parts left out": ("fragments.cuh", "ptx::mma_m16n8k8_tf32(sum.small, a.high, b.low);", ""),
+    "a block too few": ("fragments.cuh", "n < kBlocks ? pair[m]", "n < kBlocks - 1 ? pair[m]"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(tmp_path, fault):
+    file, old, new = FAULTS[fault]
+    broken = build(tmp_path, "small", (f"../sm80/small/{file}", old, new))
+
+    def judge_all(seed: int) -> None:
+        for dtype in KINDS:
+            x = simple(21, 19, heads=4, dims=(20, 12), dtype=dtype, seed=seed)
+            x.bias = torch.randn(2, 2, 1, 1, 19)
+            judge(broken, x)
+
+    assert is_found(judge_all)
