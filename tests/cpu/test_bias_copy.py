@@ -73,19 +73,19 @@ def test_an_empty_bias():
 
 def test_a_launch_is_of_one_dtype():
     """A compiled kernel moves elements of one size: alike tensors of another dtype need another."""
-    host_bias = pytest.importorskip("flashsci.backends.triton.host_bias")
-    host_bias._copy.cache_clear()
+    host_copy = pytest.importorskip("flashsci.backends.triton.host_copy")
+    host_copy._copy.cache_clear()
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
         bias = made("whole tiles", dtype)
         assert torch.equal(bias_copy.copied(bias), bias)
-    assert host_bias._copy.cache_info().misses == 3
+    assert host_copy._copy.cache_info().misses == 3
 
 
 @pytest.mark.parametrize("source", list(itertools.permutations(range(3))), ids=str)
 @pytest.mark.parametrize("apart", (1, 2))
 def test_from_any_order_to_any_other(source, apart):
     """Also where neighbours lie apart in both, or are the same in both."""
-    host_bias = pytest.importorskip("flashsci.backends.triton.host_bias")
+    host_copy = pytest.importorskip("flashsci.backends.triton.host_copy")
     shape = (5, 9, 67)
 
     def laid(order, last):
@@ -95,18 +95,18 @@ def test_from_any_order_to_any_other(source, apart):
 
     for order in itertools.permutations(range(3)):
         x, y = laid(source, apart), laid(order, 3 - apart)
-        assert torch.equal(host_bias.copied(x, y), x), order
+        assert torch.equal(host_copy.copied(x, y), x), order
 
 
 def test_tiles():
     """Dims behind each other in both orders are one; accesses of 16 bytes wherever rows begin at multiples of them."""
-    host_bias = pytest.importorskip("flashsci.backends.triton.host_bias")
+    host_copy = pytest.importorskip("flashsci.backends.triton.host_copy")
 
     def sides(shape, source, target, itemsize=4):
-        dims = host_bias.copy_dims(shape, source, target)
+        dims = host_copy.copy_dims(shape, source, target)
         assert math.prod(dim[0] for dim in dims) == math.prod(shape)
-        read, written = host_bias.copy_sides(dims, itemsize)
-        assert 0 < read.TILE * written.TILE * itemsize <= host_bias.COPIED_BYTES
+        read, written = host_copy.copy_sides(dims, itemsize)
+        assert 0 < read.TILE * written.TILE * itemsize <= host_copy.COPIED_BYTES
         return [dim[0] for dim in dims], (tuple(read), tuple(written))
 
     size, pairs = 384, 384 * 384
