@@ -2,7 +2,9 @@
 
 Learning starts from the rules written by hand and puts exceptions before them, one at a time: the conditions and the
 backend that save most regret, as long as they save more than a rule costs. Each condition costs a little, and so does
-every call that nobody measured and that the rule would turn: rules stay near what they rest on.
+every call that nobody measured and that the rule would turn: rules stay near what they rest on. No price keeps a rule that
+saves enough from calls with a bias of another form, which kernels treat unlike each other: so every rule names the forms that
+its records have. What it would turn beyond them is still in its price; without that, ranges closed around single records.
 """
 
 from __future__ import annotations
@@ -224,7 +226,10 @@ class Learner:
         others = OTHERS if self.kind == "calls" else SHARING
         ran = {n for e in self.seen for n, time in e.case.forward.items() if time < math.inf}
         rest = (n for n in others if n != best.lead and (n in ran or n == "reference"))
-        return Rule(dict(sorted(best.when.items(), key=_place)), (best.lead, *rest), "")
+        covered = best.covered[: len(self.seen)].tolist()
+        forms = sorted({e.found["bias"] for e, own in zip(self.seen, covered, strict=True) if own})
+        when = best.when | {"bias": forms if len(forms) > 1 else forms[0]}
+        return Rule(dict(sorted(when.items(), key=_place)), (best.lead, *rest), "")
 
 
 def _place(item: Condition) -> int:
@@ -266,8 +271,10 @@ def _changed(p: Problem) -> Iterable[Problem]:
     rows, keys = p.seq_q, p.seq_k
     if p.bias_shape is None:
         yield replace(p, seq_q=8 * rows, seq_k=8 * keys)
-    shared = (p.heads_q, rows, keys)
-    for shape in (None, (1, keys), shared, (*p.batch, *shared)):
+    every = (*p.batch, p.heads_q, rows, keys)
+    # By the batch; one batch member has its own bias for each head then, or one for all of them.
+    shared = every[-3:] if math.prod(p.batch) > 1 else (1, rows, keys)
+    for shape in (None, (1, keys), shared, every):
         if shape != p.bias_shape:
             yield replace(p, bias_shape=shape, bias_dtype=p.dtype if shape else None)
 

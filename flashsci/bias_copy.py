@@ -65,6 +65,6 @@ def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int], 
 
 
 def _fill(source: Tensor, target: Tensor) -> Tensor:
-    from flashsci.backends.triton.host_bias import copied
+    from flashsci.backends.triton.host_copy import copied
 
     return copied(source, target)

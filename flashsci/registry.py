@@ -58,16 +58,19 @@ class Backend:
         return reason
 
     def remark(self, problem: Problem) -> str | None:
-        """What is worth knowing about a call that it serves: whose its gradients are, if they are another's."""
+        """What is worth knowing about a call that it serves: whose its gradients are, if they are another's or of kernels of an
+        older generation than the device's."""
         if not problem.requires_grad:
             return None
         found = gradients(self.name, problem)
+        kernels = _older_kernels(found.backend, problem)
+        source = f"its gradients come from {found.backend}{kernels}"
         if found.backend == self.name.removeprefix("auto:"):
-            return None
+            return f"{source}: so short a call is faster by them" if kernels else None
         where = ""
         if gradients(self.name, problem, strides=True).backend == self.name:
             where = ", where its Hopper backward does not take the strides of bias or mask"
-        return f"its gradients come from {found.backend}{where}: {found.reason}"
+        return f"{source}{where}: {found.reason}"
 
 
 BACKENDS = {
@@ -259,6 +262,14 @@ def gradients(
         f"its gradients would come from the {order[-1]} backend, which cannot serve this call ({reason}); "
         "use backend='sdpa' or 'reference'",
     )
+
+
+def _older_kernels(name: str | None, problem: Problem) -> str:
+    """Where a backend that computes gradients does so by an older generation of its kernels, which one."""
+    if name not in FORWARD_OF_CUDA:
+        return ""
+    generation = find(name).load().older_backward(problem)
+    return f" (sm{generation} kernels)" if generation else ""
 
 
 class _Sizes(NamedTuple):

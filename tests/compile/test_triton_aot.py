@@ -112,7 +112,7 @@ def compile_for(architecture: int) -> list[dict]:
 
     ops, launched = recorder(architecture)
     from flashsci.backends.triton.arguments import RUNTIME
-    from flashsci.backends.triton.host_bias import copied
+    from flashsci.backends.triton.host_copy import copied
     from flashsci.check.machine_code import undefined_in
 
     undefined = functools.cache(undefined_in)  # calls share kernels

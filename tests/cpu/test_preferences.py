@@ -1,5 +1,6 @@
 """Rules of `auto`: what the records give, what a tool learns, what a call sees of it."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import flashsci
 from benchmarks.cases import CASES
 from benchmarks.inputs import make_inputs
 from benchmarks.regret import by_gpu, problem_of, read, regrets, report, summary
-from benchmarks.rules import learnt
+from benchmarks.rules import examples, learnt, unmeasured
 from flashsci import preferences, registry
 from flashsci.problem import Problem
 from scripts import preferences as script
@@ -127,6 +128,40 @@ def test_from_records_to_a_call(saved, tmp_path, monkeypatch, capsys):
 def test_nothing_is_learnt_where_nothing_is_lost(saved):
     table = learnt("none", read(saved(NARROW)))
     assert table.calls == table.gradients == ()
+
+
+def of_forms(problem):
+    """The features of a call with a bias of each form."""
+    seq = problem.seq_q, problem.seq_k
+    shapes = None, (1, seq[1]), (1, *seq), (*problem.batch, problem.heads_q, *seq)
+    return [preferences.features(replace(problem, bias_shape=shape)) for shape in shapes]
+
+
+@pytest.mark.parametrize("shape", (None, (1, 32), (1, 32, 32), (4, 4, 32, 32)), ids=str)
+def test_a_rule_reaches_no_bias_of_a_form_without_records(shape, saved):
+    """However much it saves on others: kernels treat each form in a way of its own."""
+    times = {"sdpa": (20.0, 50.0), "eager": (2.0, 3.0)}
+    many = [
+        records(times, Sk=n, **({} if shape is None else {"bias": [*shape[:-1], n]}))
+        for n in range(33, 41)
+    ]
+    cases = read(saved([*itertools.chain(*many), *NARROW]))
+    (rule,) = learnt("none", cases).calls
+    own = cases[0].problem
+    assert rule.order[0] == "eager" and rule.holds(preferences.features(own))
+    reached = {found["bias"] for found in of_forms(own) if rule.holds(found)}
+    assert reached == {preferences.features(own)["bias"]}
+
+
+@pytest.mark.parametrize("batch", (1, 4))
+def test_calls_that_nobody_measured_have_a_bias_of_every_form(batch, saved):
+    """Those that are like a call of one batch member, too, where sharing is by heads."""
+    cases = read(saved(records({"sdpa": (10.0, 20.0)}, B=batch)))
+    points = unmeasured(cases, examples(cases, "calls", (DEFAULTS,)), "calls")
+    near = [
+        p for p in points if (p["seq_k"], p["head_dim"], p["batch_heads"]) == (32, 160, 4 * batch)
+    ]
+    assert {p["bias"] for p in near} == {"none", "keys", "shared", "pairs"}
 
 
 def test_what_failed_its_check_is_never_learnt_and_always_told(saved):

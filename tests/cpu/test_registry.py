@@ -503,6 +503,30 @@ def test_explain_says_where_strides_decide(full_build):
     assert remark("cuda", replace(problem, bias_shape=None, bias_grad=False)) is None
 
 
+def test_explain_names_the_kernels_of_short_gradients(full_build, monkeypatch):
+    """On Hopper sm80's compute those of short calls without bias and mask, whoever's the forward is."""
+    given = dict(batch=(64,), seq_q=100, seq_k=128, requires_grad=True)
+    problem = Problem("cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64, **given)
+    by_cuda = preferences.Rule({}, ("cuda", "triton"), "measured")
+    monkeypatch.setattr(preferences, "find", lambda *_: by_cuda)
+    own = "its gradients come from cuda (sm80 kernels): so short a call is faster by them"
+    assert remark("cuda", problem) == own and own in str(registry.explain(problem, "cuda"))
+    assert remark("cuda:own", problem) == own.replace("cuda", "cuda:own")
+    assert remark("auto:triton", problem).startswith(
+        "its gradients come from cuda (sm80 kernels): measured"
+    )
+    for name in ("cuda:sm80", "cuda:sm90"):
+        assert remark(name, problem) is None, "those that were asked for"
+    for change in ({"seq_k": 129}, {"batch": (2,)}, {"head_dim": 72}, {"seq_q": None}, {"varlen": True}, {"capability": (8, 0)}):  # fmt: skip
+        assert remark("cuda", replace(problem, **change)) is None, change
+
+
+def test_explain_names_no_kernels_that_are_not_there(monkeypatch):
+    pretend(monkeypatch, [unit for unit in EVERYTHING if "sm80" not in unit])
+    given = dict(batch=(64,), seq_q=100, seq_k=128, requires_grad=True)
+    assert remark("cuda", Problem("cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64, **given)) is None
+
+
 def test_gradients_stay_where_triton_has_none(no_hopper_backward, monkeypatch):
     problem = Problem("cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64, requires_grad=True)
     assert "faster" in remark("cuda", problem)

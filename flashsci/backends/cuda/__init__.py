@@ -287,6 +287,29 @@ def backward_kernels(
     return _kernels("backward", problem, generation, strides)
 
 
+_MANY_HEADS = 132
+
+
+def _is_short(problem: Problem) -> bool:
+    """What `is_short` of csrc/bindings/backward.cpp says, which gives such calls to sm80's kernels; no where a size is hidden."""
+    p = problem
+    if p.varlen or p.bias or p.mask or p.batch is None or p.seq_q is None or p.seq_k is None:
+        return False
+    dim, rows = max(p.head_dim, p.head_dim_v), max(p.seq_q, p.seq_k)
+    many = math.prod(p.batch) * p.heads_q >= _MANY_HEADS
+    if dim <= 32:
+        return rows <= (512 if many else 128)
+    return dim <= 64 and rows <= (128 if many else 64)
+
+
+def older_backward(problem: Problem, generation: int = 0) -> int:
+    """The generation of kernels that computes the gradients of a call though the one of :func:`backward_kernels` would take it,
+    or 0. Rules of `auto` still go by that one: what they say of a generation holds for calls that it would serve best."""
+    if generation or not _is_short(problem) or backward_kernels(problem)[0] != 90:
+        return 0
+    return _kernels("backward", problem, 80)[0]
+
+
 def _may_take_pairs(problem: Problem) -> bool:
     """Whether csrc/sm90/pair serves a call, but for the strides that a Problem does not know (:func:`takes_pairs` does)."""
     dims = problem.head_dim, problem.head_dim_v
@@ -494,6 +517,7 @@ def _restricted_to(generation: int) -> SimpleNamespace:
         unavailable=unavailable,
         rejects=functools.partial(rejects, generation=generation),
         backward_kernels=functools.partial(backward_kernels, generation=generation),
+        older_backward=functools.partial(older_backward, generation=generation),
         hopper_takes=hopper_takes,
         forward=functools.partial(forward, generation=generation),
         backward=functools.partial(backward, generation=generation),

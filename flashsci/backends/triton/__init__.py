@@ -20,7 +20,8 @@ from flashsci import fp8_ops, ops
 from flashsci.ops import Saved, Scalars, Tensors
 from flashsci.problem import Problem
 
-from . import checks, host, host_fp8, host_paged, host_second_order, launch  # noqa: F401  (defines the ops of paged calls)
+# Some for what they define alone: the ops of paged calls, and kernels, which Triton interprets or not from here on.
+from . import checks, host, host_copy, host_fp8, host_paged, host_second_order, launch  # noqa: F401
 
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED:

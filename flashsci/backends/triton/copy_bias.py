@@ -2,52 +2,76 @@
 one whose keys are, and a gradient back.
 
 Maths     target = source
-Grid      one axis over (batch member, row, tile of keys)
-Tiles     keys by heads; loads follow the source's order and stores the target's: between them the tile goes through shared memory
-Limits    memory
+Grid      one axis over (up to three dims, tile of what is read, tile of what is written)
+Tiles     the dim whose neighbours are written by the one whose neighbours are read, 4 KB: 16 bytes a lane both ways, rows of
+          64 bytes and more, through shared memory between. Of the other dims a program has one position
+Limits    memory. 64 threads of 64 bytes: all that a few MB need is under way at once, and an SM has at most one such block more
+          than another. Larger blocks leave more over at the end, and more bytes a thread more to wait for
 """
 
 from typing import NamedTuple
 
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from .kernel import kernel
 
 
 class CopyStrides(NamedTuple):
-    source: tuple[int, ...]  # (b0, b1, head, row, column)
+    source: tuple[int, ...]  # (three outer dims, the dim that is read, the dim that is written)
     target: tuple[int, ...]
 
 
 class CopySizes(NamedTuple):
-    batch1: int
-    heads: int
-    rows: int
-    keys: int
-    tiles: int  # of a row
+    outer1: int
+    outer2: int
+    read: int  # of the dim whose neighbours are read
+    written: int
+
+
+class CopySide(NamedTuple):
+    """Of a tile along the dim that is read, or the one that is written."""
+
+    TILE: int
+    VECTOR: int  # rows of neighbours begin, and end, at multiples of it
+    WHOLE: bool  # no tile reaches beyond the dim
+    ONE: bool  # there is one tile
 
 
 @kernel
 def copy_bias_kernel(
     source, target, strides, sizes,
-    KEYS: tl.constexpr, HEADS: tl.constexpr, WHOLE_KEYS: tl.constexpr, WHOLE_HEADS: tl.constexpr,
+    READ: tl.constexpr, WRITTEN: tl.constexpr, OUTER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: no tile reaches beyond, so that nothing has to be masked, which would hinder wide loads."""
-    pid = tl.program_id(0)
-    line = pid // sizes.tiles
-    row = (line % sizes.rows).to(tl.int64)
-    batch = line // sizes.rows
-    b0 = (batch // sizes.batch1).to(tl.int64)
-    b1 = (batch % sizes.batch1).to(tl.int64)
-    source += b0 * strides.source[0] + b1 * strides.source[1] + row * strides.source[3]
-    target += b0 * strides.target[0] + b1 * strides.target[1] + row * strides.target[3]
-    key = (pid % sizes.tiles * KEYS + tl.arange(0, KEYS)).to(tl.int64)[:, None]
-    for first in tl.range(0, sizes.heads, HEADS):
-        head = (first + tl.arange(0, HEADS)).to(tl.int64)[None, :]
-        inside = tl.full([KEYS, HEADS], True, tl.int1)
-        if not WHOLE_KEYS:
-            inside &= key < sizes.keys
-        if not WHOLE_HEADS:
-            inside &= head < sizes.heads
-        x = tl.load(source + key * strides.source[4] + head * strides.source[2], mask=inside)
-        tl.store(target + key * strides.target[4] + head * strides.target[2], x, mask=inside)
+    """OUTER: whether there are outer dims. EARLY: the launch does not wait for the kernel before; its results are waited for here."""
+    line = tl.program_id(0)
+    written = tl.arange(0, WRITTEN.TILE).to(tl.int64)[:, None]
+    read = tl.arange(0, READ.TILE).to(tl.int64)[None, :]
+    if not WRITTEN.ONE:
+        tiles = tl.cdiv(sizes.written, WRITTEN.TILE)
+        written += line % tiles * WRITTEN.TILE
+        line //= tiles
+    if not READ.ONE:
+        tiles = tl.cdiv(sizes.read, READ.TILE)
+        read += line % tiles * READ.TILE
+        line //= tiles
+    if OUTER:
+        outer2 = (line % sizes.outer2).to(tl.int64)
+        line //= sizes.outer2
+        outer1, outer0 = (line % sizes.outer1).to(tl.int64), (line // sizes.outer1).to(tl.int64)
+        at = outer0 * strides.source[0] + outer1 * strides.source[1] + outer2 * strides.source[2]
+        source += at // READ.VECTOR * READ.VECTOR  # tells the compiler what it is a multiple of
+        at = outer0 * strides.target[0] + outer1 * strides.target[1] + outer2 * strides.target[2]
+        target += at // WRITTEN.VECTOR * WRITTEN.VECTOR
+    inside = tl.full([WRITTEN.TILE, READ.TILE], True, tl.int1)
+    if not WRITTEN.WHOLE:
+        inside &= written < sizes.written // WRITTEN.VECTOR * WRITTEN.VECTOR
+    if not READ.WHOLE:
+        inside &= read < sizes.read // READ.VECTOR * READ.VECTOR
+    source += read * strides.source[3] + written * (strides.source[4] // READ.VECTOR * READ.VECTOR)
+    target += (
+        read * (strides.target[3] // WRITTEN.VECTOR * WRITTEN.VECTOR) + written * strides.target[4]
+    )
+    if EARLY:
+        gdc_wait()
+    tl.store(target, tl.load(source, mask=inside), mask=inside)

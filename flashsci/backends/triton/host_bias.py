@@ -1,14 +1,8 @@
-"""Where gradients of a bias and of key weights come from, by what the bias is broadcast along (p: a Plan of host.py), and
-copies of a bias in another order of its dims."""
-
-import functools
+"""Where gradients of a bias and of key weights come from, by what the bias is broadcast along (p: a Plan of host.py)."""
 
 import torch
-import triton
 
 from .backward_queries import NO_BIAS_GRADIENT, ROW_SUMS, STORE
-from .copy_bias import CopySizes, CopyStrides, copy_bias_kernel
-from .host_launch import Launch
 
 NO_ROUTE = NO_BIAS_GRADIENT.value, None, None, False
 
@@ -53,34 +47,3 @@ def reduce_to(sums: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """fp32 sums over the dims that the bias is broadcast along."""
     dims = [d for d, (n, m) in enumerate(zip(sums.shape, bias.shape, strict=True)) if n != m]
     return (sums.sum(dims, keepdim=True) if dims else sums).to(bias.dtype)
-
-
-COPIED_KEYS, COPIED_HEADS = 64, 16  # a tile of copy_bias.py
-
-
-@functools.lru_cache(maxsize=1024)
-def _copy(
-    device: torch.device,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    source: tuple[int, ...],
-    target: tuple[int, ...],
-) -> Launch:
-    """The launch that copies a bias of these strides to those."""
-    batch0, batch1, heads, rows, keys = (1, 1, 1, 1, 1, *shape)[-5:]
-    of_tile = min(COPIED_HEADS, triton.next_power_of_2(heads))
-    tiles = -(-keys // COPIED_KEYS)
-    return Launch(copy_bias_kernel, batch0 * batch1 * rows * tiles, {
-        "strides": CopyStrides((0, 0, 0, 0, 0, *source)[-5:], (0, 0, 0, 0, 0, *target)[-5:]),
-        "sizes": CopySizes(batch1, heads, rows, keys, tiles), "KEYS": COPIED_KEYS, "HEADS": of_tile,
-        "WHOLE_KEYS": keys % COPIED_KEYS == 0, "WHOLE_HEADS": heads % of_tile == 0, "num_warps": 4, "num_stages": 1,
-    })  # fmt: skip
-
-
-def copied(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """``target``, of source's shape and up to 5 dims, filled with what source holds."""
-    if source.numel():
-        _copy(source.device, source.dtype, tuple(source.shape), source.stride(), target.stride())(
-            source, target
-        )
-    return target
