@@ -260,9 +260,9 @@ def shapes(call: Call, processors: int) -> Iterator[Shape]:
         yield Shape("blocks that end within a box", 5, 8, 8, 130, 77)
         return
     if call.short:  # a warp for every head
-        yield Shape("two blocks of rows", 40 * processors, 6, 6, 16, 11)
-        yield Shape("three", 20 * processors, 3, 3, 19, 24, lower_right=True)
-        yield Shape("four", 8 * processors, 8, 8, 32, 29)
+        yield Shape("two blocks of rows", 4 * processors, 6, 6, 16, 11)
+        yield Shape("three", 2 * processors, 3, 3, 19, 24, lower_right=True)
+        yield Shape("four", processors, 8, 8, 32, 29)
         yield Shape("one", 1, 1, 1, 1, 32)
         return
     batch = -(-processors * 3 // 8)  # 1.5 heads a processor, of two tiles each at least

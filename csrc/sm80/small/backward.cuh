@@ -20,6 +20,10 @@ enum DbiasForm {
   kDbiasOfHeads,  // and over the heads of a batch member
 };
 
+// Units whose loads may be early: with all of them, fp32 has too few registers.
+template <class P, class S>
+inline constexpr int kUnroll = sizeof(typename P::Row) == 16 ? 1 : S::kUnits;
+
 // Statistics of the queries that a lane has scores of: columns 2 t, 2 t + 1 of each block.
 template <int kBlocks>
 struct QueryStatistics {
@@ -33,7 +37,7 @@ __device__ __forceinline__ void load_statistics(QueryStatistics<S::kBlocks>& of,
                                                 const LaneRows& queries, const HeadRows<P, S>& dout,
                                                 const HeadRows<P, S>& out) {
   float delta[S::kBlocks] = {}, lse[S::kBlocks];  // of row g of each block
-#pragma unroll
+#pragma unroll(kUnroll<P, S>)
   for (int u = 0; u < S::kUnits; ++u) {
     typename P::Row x[S::kBlocks], y[S::kBlocks];
     dout.load(x, u);
@@ -92,8 +96,8 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
     load_statistics(of, p, place, queries, dout,
                     matrix(p.out, p.out_strides, queries, p.head_dim_v));
     const auto nothing = [] {};
-    multiply_heads(s, k, q, nothing);
-    multiply_heads(ds, v, dout, nothing);
+    multiply_heads<kUnroll<P, S>>(s, k, q, nothing);
+    multiply_heads<kUnroll<P, S>>(ds, v, dout, nothing);
     finish_scores<P, true>(s, p, place);
 #pragma unroll
     for (int i = 0; i < kBlocks * kBlocks * 2; ++i) {
@@ -120,7 +124,7 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
                             float factor) {
     if (data == nullptr) return;
     const HeadRows<P, S> result = matrix(data, strides, rows, columns);
-#pragma unroll
+#pragma unroll(kUnroll<P, S>)
     for (int u = 0; u < S::kUnits; ++u) {
       typename P::Row x[kBlocks];
       b.load(x, u);

@@ -21,9 +21,9 @@ __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Hea
 
   Scores<kBlocks> s;
   // What registers hold of V is on its way while scores are computed.
-  constexpr int kEarly = sizeof(typename P::Row) * kBlocks * S::kUnits <= 128 ? S::kUnits : 1;
+  constexpr int kEarly = kHoldsRows<P, S> ? S::kUnits : 1;
   typename P::Row values[kEarly][kBlocks];
-  multiply_heads(s, q, k, [&] {
+  multiply_heads<S::kUnits>(s, q, k, [&] {
 #pragma unroll
     for (int u = 0; u < kEarly; ++u) v.load(values[u], u);
   });
@@ -60,7 +60,7 @@ __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Hea
 }
 
 template <class P, class S>
-__global__ void __launch_bounds__(P::forward_threads())
+__global__ void __launch_bounds__(P::forward_threads(S::kBlocks, S::kUnits))
     small_forward_kernel(const __grid_constant__ FlashsciForwardParams p,
                          const __grid_constant__ HeadPlan plan) {
   const uint32_t index = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;

@@ -23,7 +23,9 @@ struct Products16 {
   using Element = uint16_t;
   using Row = uint2;  // four columns of a row
   // Threads for which the registers of a multiprocessor must do: more would spill, fewer wait longer.
-  static constexpr int forward_threads() { return 512; }
+  static constexpr int forward_threads(int blocks, int units) {
+    return blocks * units < 16 ? 512 : 384;
+  }
   static constexpr int backward_threads(int blocks, int) { return blocks <= 3 ? 512 : 384; }
   struct Sum {
     float c[4] = {};
@@ -103,9 +105,9 @@ struct Products32 {
   };
   using Element = float;
   using Row = float4;
-  static constexpr int forward_threads() { return 384; }
+  static constexpr int forward_threads(int, int) { return 384; }
   static constexpr int backward_threads(int blocks, int units) {
-    return units > 1 ? 256 : blocks <= 3 ? 512 : 384;
+    return units == 2 ? 256 : units > 2 ? 384 : blocks <= 3 ? 512 : 384;
   }
   // Tensor cores round sums towards zero: the small products have sums of their own.
   struct Sum {
@@ -261,13 +263,17 @@ struct HeadRows {
   }
 };
 
+// Whether all rows of a matrix are in registers at a time.
+template <class P, class S>
+inline constexpr bool kHoldsRows = sizeof(typename P::Row) * S::kBlocks * S::kUnits <= 128;
+
 // Scores or the like of all rows: C = A B^T. As many rows are on their way at a time as registers hold;
-// what `meanwhile` asks for comes after the first of them.
-template <class P, class S, class Meanwhile>
+// what `meanwhile` asks for comes after the first of them. kUnroll: units whose loads may be early.
+template <int kUnroll, class P, class S, class Meanwhile>
 __device__ __forceinline__ void multiply_heads(Scores<S::kBlocks>& c, const HeadRows<P, S>& a,
                                                const HeadRows<P, S>& b, Meanwhile&& meanwhile) {
   constexpr int kBlocks = S::kBlocks, kLast = kBlocks - 1;
-  constexpr bool kTogether = sizeof(typename P::Row) * kBlocks * S::kUnits <= 128;
+  constexpr bool kTogether = kHoldsRows<P, S>;
   constexpr int kUnits = kTogether ? S::kUnits : 1;
   typename P::Row x[kUnits][kBlocks], y[kUnits][kBlocks];
   const auto load = [&](int first) {
@@ -282,7 +288,7 @@ __device__ __forceinline__ void multiply_heads(Scores<S::kBlocks>& c, const Head
 #pragma unroll
   for (int m = 0; m < S::kTiles; ++m) {
     typename P::Sum sum[kBlocks];
-#pragma unroll
+#pragma unroll(kTogether ? S::kUnits : kUnroll)
     for (int u = 0; u < S::kUnits; ++u) {
       if (!kTogether) load(u);
       const auto& rows = x[kTogether ? u : 0];
