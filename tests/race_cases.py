@@ -397,7 +397,8 @@ def _pair(instance: Instance) -> Iterator[Call]:
         call = Call("sm90", instance.dtype, dim, dim, bias="inner", bias_fp32=True)
         yield call
         yield replace(call, mask="keys")
-        yield replace(call, head_dim_v=dim - 8)
+        if instance.dtype == "float32":
+            yield replace(call, head_dim_v=dim - 8)
 
 
 def _fp8(instance: Instance) -> Iterator[FP8Call]:
@@ -509,6 +510,8 @@ _UNITS = {
     "sm90/fwd": _sm90_forward,
     "sm90/bwd": _sm90_backward,
     "sm90/pair_fp32": _pair,
+    "sm90/pair_fp16": _pair,
+    "sm90/pair_bf16": _pair,
     "sm90/fp8": _fp8,
     "sm90/paged": _paged,
     "sm90/paged8": _paged,

@@ -155,8 +155,18 @@ View check_out(const Tensor& x, const char* name, const Call& call) {
 #define BACKWARD(generation, unit)                                                               \
   {generation, nullptr, nullptr, flashsci_backward_##unit, flashsci_backward_##unit##_workspace, \
    nullptr}
+#define PAIRS(unit)                      \
+  {90,                                   \
+   flashsci_forward_##unit,              \
+   nullptr,                              \
+   flashsci_backward_##unit,             \
+   flashsci_backward_##unit##_workspace, \
+   flashsci_takes_##unit}
 const Kernels* kernels_of(int32_t dtype) {
   static const Kernels half[] = {
+#ifdef FLASHSCI_HAVE_SM90_PAIR_FP16
+      PAIRS(pair_fp16),
+#endif
 #ifdef FLASHSCI_HAVE_SM90_FWD_FP16
       FORWARD_IN_WORKSPACE(90, sm90_fp16),
 #endif
@@ -177,6 +187,9 @@ const Kernels* kernels_of(int32_t dtype) {
 #endif
       {}};
   static const Kernels brain[] = {
+#ifdef FLASHSCI_HAVE_SM90_PAIR_BF16
+      PAIRS(pair_bf16),
+#endif
 #ifdef FLASHSCI_HAVE_SM90_FWD_BF16
       FORWARD_IN_WORKSPACE(90, sm90_bf16),
 #endif
@@ -192,8 +205,7 @@ const Kernels* kernels_of(int32_t dtype) {
       {}};
   static const Kernels single[] = {
 #ifdef FLASHSCI_HAVE_SM90_PAIR_FP32
-      {90, flashsci_forward_pair_fp32, nullptr, flashsci_backward_pair_fp32,
-       flashsci_backward_pair_fp32_workspace, flashsci_takes_pair_fp32},
+      PAIRS(pair_fp32),
 #endif
 #ifdef FLASHSCI_HAVE_SM80_FWD_FP32
       FORWARD(80, sm80_fp32),

@@ -82,7 +82,7 @@ def plan_cases(
         family = _dealt(drawn, met)
         if inner_heads:
             family = with_inner_heads(choices, family)
-        families.append(_aligned(family) if hopper or pairs else family)
+        families.append(_aligned(family, pairs) if hopper or pairs else family)
     most = 19 if order == 2 else 21  # log2 of scores: the second order of the oracle is slow
     limits = [1 << (most if i % 16 == 0 else most - 2) for i in range(len(families))]
     n = len(families)
@@ -113,17 +113,21 @@ def _dealt(case: Case, met: dict[tuple[Any, ...], int]) -> Case:
     return case
 
 
-def _aligned(case: Case) -> Case:
-    """Rows at multiples of 16 bytes, which Hopper's copies need; as drawn in other respects."""
-    kept = lambda layout: "bshd" if layout == "shifted" else layout  # noqa: E731
+def _aligned(case: Case, pairs: bool = False) -> Case:
+    """Rows at multiples of 16 bytes, which Hopper's copies need, and in 16 bits for ``pairs`` those of all heads side by side; as
+    drawn in other respects."""
+    whole = pairs and case.variant.dtype != "float32"
+    kept = lambda layout: "bshd" if whole or layout == "shifted" else layout  # noqa: E731
     return replace(case, layout=kept(case.layout), layouts=tuple(map(kept, case.layouts)))
 
 
 def paired(variant: Variant) -> Variant:
     """The nearest variant that csrc/sm90/pair serves."""
     dims = [min(-(-d // 4) * 4, 32) for d in (variant.head_dim, variant.head_dim_v)]
+    if narrow := variant.dtype != "float32":
+        dims = [24 if max(dims) <= 24 else 32] * 2
     return replace(
-        variant, head_dim=dims[0], head_dim_v=dims[1], bias="pair", window=False, softcap=False, sink=None
+        variant, head_dim=dims[0], head_dim_v=dims[1], bias="pair", bias_float=narrow, window=False, softcap=False, sink=None
     )  # fmt: skip
 
 

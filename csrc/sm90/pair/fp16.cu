@@ -1,0 +1,28 @@
+// fp16 instances of attention with a bias whose heads lie side by side.
+#include "../../core/dtype_f16.cuh"
+#include "half/launch.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+#error "units of sm90 are built for compute capability 9.0 only"
+#endif
+
+namespace half = flashsci::sm90::pair::half;
+using Op = flashsci::Float16;
+
+extern "C" int flashsci_forward_pair_fp16(const FlashsciForwardParams* params,
+                                          FlashsciStream stream) {
+  return half::launch_forward<Op>(*params, static_cast<cudaStream_t>(stream));
+}
+
+extern "C" int flashsci_backward_pair_fp16(const FlashsciBackwardParams* params,
+                                           FlashsciStream stream) {
+  return half::launch_backward<Op>(*params, static_cast<cudaStream_t>(stream));
+}
+
+extern "C" int64_t flashsci_backward_pair_fp16_workspace(const FlashsciBackwardParams* params) {
+  return flashsci::sm90::pair::backward_workspace(*params);
+}
+
+extern "C" int flashsci_takes_pair_fp16(const FlashsciForwardParams* params) {
+  return half::takes(*params);
+}
