@@ -82,11 +82,14 @@ def plan_cases(
         family = _dealt(drawn, met)
         if inner_heads:
             family = with_inner_heads(choices, family)
-        families.append(_aligned(family, pairs) if hopper or pairs else family)
+        families.append(_aligned(family) if hopper or pairs else family)
     most = 19 if order == 2 else 21  # log2 of scores: the second order of the oracle is slow
     limits = [1 << (most if i % 16 == 0 else most - 2) for i in range(len(families))]
     n = len(families)
-    return [resized(choices, families[i % n], limits[i % n]) for i in range(count)]
+    cases = [resized(choices, families[i % n], limits[i % n]) for i in range(count)]
+    if not pairs:
+        return cases
+    return [case if i % 4 == 0 else _whole_rows(case) for i, case in enumerate(cases)]
 
 
 def _dealt(case: Case, met: dict[tuple[Any, ...], int]) -> Case:
@@ -113,12 +116,15 @@ def _dealt(case: Case, met: dict[tuple[Any, ...], int]) -> Case:
     return case
 
 
-def _aligned(case: Case, pairs: bool = False) -> Case:
-    """Rows at multiples of 16 bytes, which Hopper's copies need, and in 16 bits for ``pairs`` those of all heads side by side; as
-    drawn in other respects."""
-    whole = pairs and case.variant.dtype != "float32"
-    kept = lambda layout: "bshd" if whole or layout == "shifted" else layout  # noqa: E731
+def _aligned(case: Case) -> Case:
+    """Rows at multiples of 16 bytes, which Hopper's copies need; as drawn in other respects."""
+    kept = lambda layout: "bshd" if layout == "shifted" else layout  # noqa: E731
     return replace(case, layout=kept(case.layout), layouts=tuple(map(kept, case.layouts)))
+
+
+def _whole_rows(case: Case) -> Case:
+    """In 16 bits rows of all heads side by side, which csrc/sm90/pair needs there."""
+    return case if case.variant.dtype == "float32" else replace(case, layout="bshd", layouts=())
 
 
 def paired(variant: Variant) -> Variant:

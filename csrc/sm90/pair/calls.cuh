@@ -1,5 +1,5 @@
-// The host side that kernels of all dtypes have in common: which calls they take, how many CTAs make
-// a cluster, and the workspace.
+// The host side that kernels of all dtypes have in common: which calls they take, how many CTAs
+// make a cluster, and the workspace.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -47,7 +47,8 @@ inline int cluster_size(int64_t clusters, int rows, int device) {
   return size;
 }
 
-// Clusters that go through blocks of `rows` in all. beside: before the kernel that precedes them ends.
+// Clusters that go through blocks of `rows` in all. beside: before the kernel that precedes them
+// ends.
 template <auto kKernel, class... Arguments>
 cudaError_t launch_clusters(int64_t clusters, int rows, int threads, int shared, bool beside,
                             int device, cudaStream_t stream, const Arguments&... arguments) {

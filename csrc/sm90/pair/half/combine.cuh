@@ -79,8 +79,8 @@ struct Exchange {
     }
   }
   // Calls each(head, row, load) for rows of this CTA's heads, when all have pushed theirs: load(r,
-  // piece) gives two neighbours of a row that CTA r has in a piece. For CTAs that there are not, those
-  // of the last: so that all are loaded at a time.
+  // piece) gives two neighbours of a row that CTA r has in a piece; for CTAs that there are not,
+  // those of the last, so that all are loaded at a time.
   template <int kPieces, class Each>
   __device__ __forceinline__ void for_rows(const Warp& w, Each&& each) const {
     ptx::mbarrier_wait(ptx::shared_address(&shared.summed), 0);

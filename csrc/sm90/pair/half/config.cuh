@@ -1,10 +1,10 @@
-// Attention in 16 bits with an fp32 bias whose heads lie side by side in memory (pair/config.cuh):
-// what its kernels have in common.
+// Attention in 16 bits with an fp32 bias whose heads lie side by side in memory
+// (../config.cuh): what its kernels have in common.
 //
-// A CTA has 32 rows of eight heads and the CTAs of a cluster share the others' side, as in fp32. But
-// products take next to no time here: what is left is copies, shared memory, and the sums of a
-// cluster. So a thread of its own copies, rows of eight heads at a time, nothing meets in a bank, and
-// parts of sums are pushed to the CTA that adds them up.
+// A CTA has 32 rows of eight heads and the CTAs of a cluster share the others' side, as in fp32.
+// But products take next to no time here: what is left is copies, shared memory, and the sums of a
+// cluster. So a thread of its own copies, rows of eight heads at a time, nothing meets in a bank,
+// and parts of sums are pushed to the CTA that adds them up.
 #pragma once
 #include <algorithm>
 #include <cstdint>

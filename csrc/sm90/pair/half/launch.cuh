@@ -1,5 +1,5 @@
-// The host side of the kernels in 16 bits: which calls they take, and the launch. Each kernel begins
-// before what precedes it in the stream ends, and waits for it.
+// The host side of the kernels in 16 bits: which calls they take, and the launch. Each kernel
+// begins before what precedes it in the stream ends, and waits for it.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -1,12 +1,10 @@
-// Products of 16-bit operands for one warp, by mma of m16n8k16, and of m16n8k8 for the last eight
-// dims of 24.
+// Products of 16-bit operands for one warp, by mma of m16n8k16, and for eight of 24 dims of m16n8k8
+// (Op::mma_eight).
 #pragma once
 #include <cstdint>
 
 #include "../../../ptx/ldmatrix.cuh"
 #include "../../../ptx/ldmatrix_x2.cuh"
-#include "../../../ptx/mma_bf16_k8.cuh"
-#include "../../../ptx/mma_f16_k8.cuh"
 #include "cells.cuh"
 
 namespace flashsci::sm90::pair::half {
@@ -16,8 +14,9 @@ template <int kDim>
 using Operand = uint32_t[kDim / 8][2];
 
 // Where heads of a row of Rows are: piece x of 16 bytes of a warp's four heads, and x + 1 for lanes
-// whose `odd` is 1 (x is even then). `rows` begin at a multiple of eight. What depends on x is known
-// to the compiler: an XOR and an immediate remain. (Of 24 dims four heads are a panel and a half.)
+// whose `odd` is 1 (x is even then). `rows` begin at a multiple of eight. What depends on x is
+// known to the compiler: an XOR and an immediate remain. (Of 24 dims four heads are a panel and a
+// half.)
 template <int kDim>
 __device__ __forceinline__ uint32_t place_of(uint32_t rows, int quad, int x, int row, int odd = 0) {
   constexpr int kPanel = sizeof(Rows<kDim>::panel[0]);
@@ -34,14 +33,6 @@ __device__ __forceinline__ constexpr int pair_of(int head, int i) {
   return i * 2 + (kDim == 24 ? head % 2 : 0);
 }
 __device__ __forceinline__ constexpr int single_of(int head) { return head % 2 == 0 ? 2 : 0; }
-
-template <class Op>
-__device__ __forceinline__ void multiply_eight(float (&c)[4], const uint32_t (&a)[2], uint32_t b) {
-  if constexpr (Op::kIsBf16)
-    ptx::mma_m16n8k8_bf16(c, a[0], a[1], b);
-  else
-    ptx::mma_m16n8k8_f16(c, a[0], a[1], b);
-}
 
 template <int kDim>
 __device__ __forceinline__ void load_operand(Operand<kDim>& a, uint32_t rows, int quad, int head) {
@@ -78,8 +69,8 @@ __device__ __forceinline__ void multiply_transposed(float (&c)[2][4], const Oper
     const int d = single_of(head);
     uint32_t x[2];
     ptx::ldmatrix_x2(x, place_of<kDim>(b, quad, first + d, row_of_column(lane % 16)));
-    multiply_eight<Op>(c[0], a[d], x[0]);
-    multiply_eight<Op>(c[1], a[d], x[1]);
+    Op::mma_eight(c[0], a[d], x[0]);
+    Op::mma_eight(c[1], a[d], x[1]);
   }
 }
 
