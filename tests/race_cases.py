@@ -509,9 +509,8 @@ def _fp32_backward(instance: Instance) -> Iterator[Call]:
 _UNITS = {
     "sm90/fwd": _sm90_forward,
     "sm90/bwd": _sm90_backward,
+    "sm90/pair": _pair,
     "sm90/pair_fp32": _pair,
-    "sm90/pair_fp16": _pair,
-    "sm90/pair_bf16": _pair,
     "sm90/fp8": _fp8,
     "sm90/paged": _paged,
     "sm90/paged8": _paged,

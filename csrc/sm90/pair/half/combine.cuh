@@ -59,6 +59,7 @@ __device__ __forceinline__ void exchange_halves(Pieces<kQuad / 2, kPieces>& ours
 template <class C>
 struct Exchange {
   static constexpr int kTiles = kRows / kWarpRows;
+  static_assert(C::kPartBytes == kHeads * kTiles * C::kPieces * kPieceBytes, "what is pushed");
   Storage<C>& shared;
   const int rank = ptx::cluster_rank(), size = ptx::cluster_size();
   const int heads = kHeads >> size / 2;  // size: 1, 2 or 4

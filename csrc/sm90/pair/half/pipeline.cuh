@@ -106,9 +106,11 @@ __device__ __forceinline__ void copy_block(uint32_t stage, uint32_t barrier, con
                                            const CUtensorMap& bias, int row, int own, int bytes) {
   using S = Stage<kDim>;
   constexpr uint32_t kFirst = offsetof(S, first), kSecond = offsetof(S, second);
-  constexpr int kBox = kRows * kBoxPairs * kCellBytes;
+  constexpr int kBox = kRows * kBoxPairs * kCellBytes, kBytes = offsetof(S, statistics);
+  static_assert(kBytes == kRows * (2 * kHeads * kDim * 2 + kRows * kCellBytes),
+                "boxes fill their stage");
   poison_stage(stage, sizeof(S));
-  ptx::mbarrier_arrive_expect(barrier, offsetof(S, statistics) + bytes);
+  ptx::mbarrier_arrive_expect(barrier, kBytes + bytes);
   copy_rows<kDim>(stage + kFirst, first, place, row, barrier);
 #pragma unroll
   for (int i = 0; i < kRows / kBoxPairs; ++i)
