@@ -93,10 +93,12 @@ TRIANGLE_COPY_SM90 = re.compile(
     r"triangle_forward_copy_bias_kernelILi([24])E"
 )  # bytes of an element
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
-# A bias whose heads lie side by side: kernel; head dim, tensors of which a CTA keeps its rows.
-PAIR = re.compile(r"4pair\d+(forward|backward|statistics)_kernel(?:I\w*?TilingILi(\d+)ELi(\d)E)?")
 # Short sequences: kernel; blocks of 8 rows, units of 16 columns, whether heads have just as many.
 SMALL = re.compile(r"5small\d+small_(forward|backward)_kernelI.*?ShapeILi(\d)ELi(\d)ELb([01])E")
+# A bias whose heads lie side by side: kernel; head dim, tensors of which a CTA keeps its rows; in 16 bits pieces of sums.
+PAIR = re.compile(
+    r"4pair(?:4half)?\d+(forward|backward|statistics)_kernel(?:I\w*?TilingI(?:\w*?16E)?Li(\d+)ELi(\d)E(?:Li(\d+)E)?)?"
+)
 # Paged attention: kernel; what a cache holds; head dim, bytes of an element of the cache.
 PAGED = re.compile(
     r"5paged\d+(?P<kind>paged|plan|combine)_kernelI.*?(?:4(?P<format>Same|E\dm\d)E.*?)?TilingILi(?P<dim>\d+)ELi(?P<bytes>\d)E"
@@ -126,8 +128,9 @@ class Kernel:
         if found := PAIR.search(self.name):
             if found[2] is None:
                 return 0, 64, 0, 8, 0, 8, 1
-            room = 225 * 1024 - int(found[3]) * self.pair_box
-            return int(found[2]), 32, 32, 8, min(3, room // self.pair_stage), 1, 1
+            room = 225 * 1024 - int(found[3]) * self.pair_box - self.pair_parts
+            stages, warps = min(3, room // self.pair_stage), 12 if found[4] else 8
+            return int(found[2]), 32, 32, warps, stages, 1, 1
         if found := SMALL.search(self.name):
             rows = 8 * int(found[2])
             return 16 * int(found[3]), rows, rows, 4, 0, 1, 1
@@ -301,8 +304,8 @@ class Kernel:
         dim, rows, keys, warps, stages, _, _ = self.tiling
         if found := PAIR.search(
             self.name
-        ):  # what a CTA keeps, stages; barriers, and to begin at 1,024
-            own = int(found[3] or 0) * self.pair_box
+        ):  # what a CTA keeps, stages, parts of sums; barriers, and to begin at 1,024
+            own = int(found[3] or 0) * self.pair_box + self.pair_parts
             return own + stages * self.pair_stage + 2048 * (stages > 0)
         if self.unit == "sm80/bwd_fp32":
             if not dim:
@@ -385,7 +388,15 @@ class Kernel:
     def pair_box(self) -> int:
         """Bytes of 32 rows of all heads of a CTA of csrc/sm90/pair."""
         found = PAIR.search(self.name)
-        return 8 * 32 * 4 * int(found[2] or 0) if found is not None else 0
+        if found is None:
+            return 0
+        return 8 * 32 * (2 if found[4] else 4) * int(found[2] or 0)
+
+    @property
+    def pair_parts(self) -> int:
+        """Bytes of what other CTAs push to it: pieces of 16 bytes of each lane, of two tiles of eight heads."""
+        found = PAIR.search(self.name)
+        return 8 * 2 * 32 * 16 * int(found[4] or 0) if found is not None else 0
 
     @property
     def pair_stage(self) -> int:

@@ -404,7 +404,8 @@ def _pair(instance: Instance) -> Iterator[Call]:
         call = Call("sm90", instance.dtype, dim, dim, bias="inner", bias_fp32=True)
         yield call
         yield replace(call, mask="keys")
-        yield replace(call, head_dim_v=dim - 8)
+        if instance.dtype == "float32":
+            yield replace(call, head_dim_v=dim - 8)
 
 
 def _small(instance: Instance) -> Iterator[Call]:
@@ -529,6 +530,7 @@ def _fp32_backward(instance: Instance) -> Iterator[Call]:
 _UNITS = {
     "sm90/fwd": _sm90_forward,
     "sm90/bwd": _sm90_backward,
+    "sm90/pair": _pair,
     "sm90/pair_fp32": _pair,
     "sm90/fp8": _fp8,
     "sm90/paged": _paged,

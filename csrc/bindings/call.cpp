@@ -163,8 +163,18 @@ View check_out(const Tensor& x, const char* name, const Call& call) {
    flashsci_backward_small_##dtype,             \
    flashsci_backward_small_##dtype##_workspace, \
    nullptr}
+#define PAIRS(unit)                      \
+  {90,                                   \
+   flashsci_forward_##unit,              \
+   nullptr,                              \
+   flashsci_backward_##unit,             \
+   flashsci_backward_##unit##_workspace, \
+   flashsci_takes_##unit}
 const Kernels* kernels_of(int32_t dtype) {
   static const Kernels half[] = {
+#ifdef FLASHSCI_HAVE_SM90_PAIR_FP16
+      PAIRS(pair_fp16),
+#endif
 #ifdef FLASHSCI_HAVE_SM80_SMALL_FP16
       SMALL(fp16),
 #endif
@@ -188,6 +198,9 @@ const Kernels* kernels_of(int32_t dtype) {
 #endif
       {}};
   static const Kernels brain[] = {
+#ifdef FLASHSCI_HAVE_SM90_PAIR_BF16
+      PAIRS(pair_bf16),
+#endif
 #ifdef FLASHSCI_HAVE_SM80_SMALL_BF16
       SMALL(bf16),
 #endif
@@ -206,8 +219,7 @@ const Kernels* kernels_of(int32_t dtype) {
       {}};
   static const Kernels single[] = {
 #ifdef FLASHSCI_HAVE_SM90_PAIR_FP32
-      {90, flashsci_forward_pair_fp32, nullptr, flashsci_backward_pair_fp32,
-       flashsci_backward_pair_fp32_workspace, flashsci_takes_pair_fp32},
+      PAIRS(pair_fp32),
 #endif
 #ifdef FLASHSCI_HAVE_SM80_SMALL_FP32
       SMALL(fp32),

@@ -106,7 +106,8 @@ extern "C" FLASHSCI_API int flashsci_takes_bias(const void* prepared) {
   const auto workspace = [&] {
     int64_t bytes = 0;
     forward.launch_first([&](const Kernels& kernels) -> int {
-      if (kernels.forward == nullptr) return cudaErrorNotSupported;
+      if (kernels.forward == nullptr || kernels.takes_pairs != nullptr)
+        return cudaErrorNotSupported;
       if (kernels.forward_workspace != nullptr) bytes = kernels.forward_workspace(&p);
       return cudaSuccess;
     });

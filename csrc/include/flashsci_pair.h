@@ -9,9 +9,15 @@ extern "C" {
 #endif
 
 // Of these dbias has strides in the order of the bias.
+FLASHSCI_DECLARE_FORWARD(pair_fp16)
+FLASHSCI_DECLARE_FORWARD(pair_bf16)
 FLASHSCI_DECLARE_FORWARD(pair_fp32)
+FLASHSCI_DECLARE_BACKWARD(pair_fp16)
+FLASHSCI_DECLARE_BACKWARD(pair_bf16)
 FLASHSCI_DECLARE_BACKWARD(pair_fp32)
 // Whether they take a call and its gradients with the bias as it lies in memory.
+FLASHSCI_API int flashsci_takes_pair_fp16(const FlashsciForwardParams* params);
+FLASHSCI_API int flashsci_takes_pair_bf16(const FlashsciForwardParams* params);
 FLASHSCI_API int flashsci_takes_pair_fp32(const FlashsciForwardParams* params);
 
 // Who takes a call with a bias whose keys are not neighbours in memory as it is: nobody, the

@@ -88,7 +88,10 @@ def plan_cases(
     most = 19 if order == 2 else 21  # log2 of scores: the second order of the oracle is slow
     limits = [1 << (most if i % 16 == 0 else most - 2) for i in range(len(families))]
     n = len(families)
-    return [resized(choices, families[i % n], limits[i % n]) for i in range(count)]
+    cases = [resized(choices, families[i % n], limits[i % n]) for i in range(count)]
+    if not pairs:
+        return cases
+    return [case if i % 4 == 0 else _whole_rows(case) for i, case in enumerate(cases)]
 
 
 def _dealt(case: Case, met: dict[tuple[Any, ...], int]) -> Case:
@@ -121,11 +124,18 @@ def _aligned(case: Case) -> Case:
     return replace(case, layout=kept(case.layout), layouts=tuple(map(kept, case.layouts)))
 
 
+def _whole_rows(case: Case) -> Case:
+    """In 16 bits rows of all heads side by side, which csrc/sm90/pair needs there."""
+    return case if case.variant.dtype == "float32" else replace(case, layout="bshd", layouts=())
+
+
 def paired(variant: Variant) -> Variant:
     """The nearest variant that csrc/sm90/pair serves."""
     dims = [min(-(-d // 4) * 4, 32) for d in (variant.head_dim, variant.head_dim_v)]
+    if narrow := variant.dtype != "float32":
+        dims = [24 if max(dims) <= 24 else 32] * 2
     return replace(
-        variant, head_dim=dims[0], head_dim_v=dims[1], bias="pair", window=False, softcap=False, sink=None
+        variant, head_dim=dims[0], head_dim_v=dims[1], bias="pair", bias_float=narrow, window=False, softcap=False, sink=None
     )  # fmt: skip
 
 

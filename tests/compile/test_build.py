@@ -315,7 +315,11 @@ def test_loops_are_found():
 
 
 # (unit, head dim, variant): bytes. Keys and queries share a launch, and the registers of the larger.
-SPILLS = {("sm90/pair_fp32", "32", "backward"): 120}
+SPILLS = {
+    ("sm90/pair_fp32", "32", "backward"): 120,
+    ("sm90/pair_bf16", "32", "backward"): 64,
+    ("sm90/pair_fp16", "32", "backward"): 64,
+}
 
 
 def test_resource_table_is_current_and_nothing_spills():

@@ -333,9 +333,10 @@ def test_kernels_launched_beside_others_wait_for_their_end():
     """Before they read or write memory: some at once, others where they begin to load; what generations share, by their Isa."""
     found = 0
     wait = re.compile(r"(ptx|C::Isa)::wait_for_prerequisites\(\);(?! })")
-    for folder in {path.parent for path in (ROOT / "csrc" / "sm90").glob("*/launch.cuh")}:
+    for folder in {path.parent for path in (ROOT / "csrc" / "sm90").rglob("launch.cuh")}:
         launched = len(re.findall(r"launch_beside\(", (folder / "launch.cuh").read_text()))
-        files = [*folder.iterdir(), *(ROOT / "csrc" / "core" / folder.name).glob("*")]
+        own = filter(Path.is_file, folder.iterdir())
+        files = [*own, *(ROOT / "csrc" / "core" / folder.name).glob("*")]
         waits = sum(len(wait.findall(path.read_text())) for path in files)
         assert waits >= launched, folder.name
         found += launched
@@ -352,6 +353,7 @@ def test_barriers_expect_the_sizes_of_what_is_loaded():
     asserted = (  # where what is loaded is known at run time: beside static_asserts of its boxes
         "plan.loaded",
         "kBytes + bytes",
+        "part_bytes",
         "copies * box_rows * C::kPitch",
         "sizeof(shared.bias[0]) - C::kBiasStart",
         "(a.bias_tiles ? C::kBiasBytes : 0) + (a.mask_tiles ? C::kMaskBytes : 0)",

@@ -8,13 +8,9 @@
 #include "../../core/head_coord.cuh"
 #include "../../core/softmax.cuh"
 #include "../../ptx/warpgroup.cuh"
-#include "config.cuh"
+#include "calls.cuh"
 
 namespace flashsci::sm90::pair {
-
-inline constexpr int kRowThreads = 256, kRowLanes = 4;
-inline constexpr int kRowsOfBlock = kRowThreads / kRowLanes;  // of one head
-static_assert(kRowsOfBlock % kRows == 0, "blocks end where statistics do");
 
 // A head has `rows` of them, a multiple of kRowsOfBlock.
 __global__ void __launch_bounds__(kRowThreads)

@@ -315,18 +315,22 @@ def _may_take_pairs(problem: Problem) -> bool:
     dims = problem.head_dim, problem.head_dim_v
     unbounded = problem.window_left < 0 and problem.window_right < 0 and not problem.softcap
     others = problem.dropout_p or problem.key_weight or problem.alibi or problem.varlen
-    shapes = max(dims) <= 32 and not any(dim % 4 for dim in dims) and problem.heads_q % 8 == 0
+    if problem.dtype == torch.float32:
+        suited = max(dims) <= 32 and not any(dim % 4 for dim in dims)
+    else:  # and rows of all heads are whole
+        suited = dims in ((24, 24), (32, 32)) and problem.bias_dtype == torch.float32
+    unit = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(problem.dtype)
     return (
         problem.inner_heads
-        and problem.dtype == torch.float32
         and problem.precision != "ieee"
         and problem.capability is not None
         and problem.capability[0] == 9
-        and "cuda/sm90/pair_fp32" in (build_info() or _sources())["units"]
+        and f"cuda/sm90/pair_{unit}" in (build_info() or _sources())["units"]
         and problem.heads_q == problem.heads_k
+        and problem.heads_q % 8 == 0
         and not bool(others)
         and unbounded
-        and shapes
+        and suited
     )
 
 
