@@ -360,17 +360,17 @@ def whose(saved, need):
 @pytest.mark.parametrize(
     "shape, stride, dtype, need, takes, backend",
     [
-        ((6, 4, 16, 24), None, torch.bfloat16, 15, True, "cuda"),
-        ((6, 4, 16, 24), (1536, 384, 1, 16), torch.bfloat16, 7, False, "triton"),  # transposed
-        ((6, 4, 16, 23), None, torch.bfloat16, 7, False, "triton"),  # rows off 16 bytes
-        ((6, 4, 16, 24), None, torch.float32, 15, True, "cuda"),
-        ((6, 4, 16, 20), None, torch.float32, 15, True, "cuda"),  # rows of 80 bytes
-        ((6, 4, 16, 22), None, torch.float32, 7, False, "triton"),
-        ((1, 4, 16, 24), None, torch.float32, 15, True, "cuda"),  # added to by tiles
+        ((6, 4, 48, 24), None, torch.bfloat16, 15, True, "cuda"),
+        ((6, 4, 48, 24), (4608, 1152, 1, 48), torch.bfloat16, 7, False, "triton"),  # transposed
+        ((6, 4, 48, 23), None, torch.bfloat16, 7, False, "triton"),  # rows off 16 bytes
+        ((6, 4, 48, 24), None, torch.float32, 15, True, "cuda"),
+        ((6, 4, 48, 20), None, torch.float32, 15, True, "cuda"),  # rows of 80 bytes
+        ((6, 4, 48, 22), None, torch.float32, 7, False, "triton"),
+        ((1, 4, 48, 24), None, torch.float32, 15, True, "cuda"),  # added to by tiles
         ((6, 1, 1, 24), None, torch.float32, 15, True, "triton"),
-        ((1, 4, 16, 24), None, torch.bfloat16, 7, True, "cuda"),
-        ((1, 4, 16, 24), None, torch.bfloat16, 15, True, "triton"),  # a shared gradient
-        ((6, 4, 16, 1), None, torch.bfloat16, 7, False, "triton"),
+        ((1, 4, 48, 24), None, torch.bfloat16, 7, True, "cuda"),
+        ((1, 4, 48, 24), None, torch.bfloat16, 15, True, "triton"),  # a shared gradient
+        ((6, 4, 48, 1), None, torch.bfloat16, 7, False, "triton"),
         ((6, 1, 1, 23), None, torch.float32, 7, True, "cuda"),
     ],
 )
@@ -380,11 +380,11 @@ def test_who_computes_gradients_with_a_bias_on_hopper(
     """What the Hopper backward takes, which is not always what it should. (Of up to 16 heads learnt rules speak.)"""
     from flashsci.backends.cuda import hopper_takes
 
-    q = v = torch.empty(6, 4, 16, 64, dtype=torch.bfloat16)
+    q = v = torch.empty(6, 4, 48, 64, dtype=torch.bfloat16)
     bias = torch.empty(shape, dtype=dtype)
     if stride is not None:
         bias = torch.empty(6 * stride[0], dtype=dtype).as_strided(shape, stride)
-    keys, pairs = torch.ones(6, 1, 1, shape[-1]) > 0, torch.ones(6, 1, 16, shape[-1]) > 0
+    keys, pairs = torch.ones(6, 1, 1, shape[-1]) > 0, torch.ones(6, 1, 48, shape[-1]) > 0
     for mask in (None, keys):
         saved = saved_of(q, v, bias, mask)
         assert hopper_takes(saved, need) is takes
@@ -393,6 +393,30 @@ def test_who_computes_gradients_with_a_bias_on_hopper(
     assert not hopper_takes(capped, need) and whose(capped, need) == "triton"
     assert hopper_takes(saved_of(q, v, None, keys), need)
     assert not hopper_takes(saved_of(q, v, bias, pairs), need)  # rows of 24 bytes
+
+
+@pytest.mark.parametrize(
+    "shape, need, takes",
+    [
+        ((6, 4, 16, 16), 15, True),
+        ((6, 4, 16, 15), 7, True),  # any strides
+        ((6, 1, 1, 16), 15, True),  # added up by the block that has all heads
+        ((6, 1, 16, 16), 15, False),
+        ((1, 4, 16, 16), 15, False),
+        ((1, 4, 16, 16), 7, True),
+    ],
+)
+def test_short_calls_with_a_bias_are_taken_in_any_strides(full_build, shape, need, takes):
+    """By csrc/sm80/small, where Hopper's own kernels would refuse: no other backend has to stand in."""
+    from flashsci.backends.cuda import _takes_small, hopper_takes
+
+    q = v = torch.empty(6, 16, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    bias = torch.empty(*shape[:-1], 17, dtype=torch.bfloat16)[..., 1:]
+    saved = saved_of(q, v, bias, None)
+    assert _takes_small(saved, need) is takes
+    if takes:
+        assert hopper_takes(saved, need) and whose(saved, need) == "cuda"
+    assert not _takes_small(saved_of(q, v, bias, None, softcap=5.0), need)
 
 
 def test_every_generated_case_has_an_answer_about_hopper(full_build):
@@ -464,8 +488,8 @@ def test_the_gradient_of_a_bias_of_many_members_is_summed_on_chip(full_build, ch
 def test_what_the_hopper_backward_takes_of_a_mask_by_pairs(dim, dtype, both):
     from flashsci.backends.cuda import hopper_takes
 
-    q = v = torch.empty(2, 4, 16, dim, dtype=torch.float16)
-    mask, bias = torch.ones(2, 1, 16, 32) > 0, torch.empty(2, 4, 16, 32, dtype=dtype)
+    q = v = torch.empty(2, 4, 48, dim, dtype=torch.float16)
+    mask, bias = torch.ones(2, 1, 48, 32) > 0, torch.empty(2, 4, 48, 32, dtype=dtype)
     assert hopper_takes(saved_of(q, v, None, mask), 7)
     assert not hopper_takes(saved_of(q, v, None, mask[..., 1:]), 7)
     assert hopper_takes(saved_of(q, v, bias, mask), 15) is both

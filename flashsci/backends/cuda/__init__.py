@@ -302,10 +302,20 @@ def _is_short(problem: Problem) -> bool:
     return dim <= 64 and rows <= (128 if many else 64)
 
 
+def _is_small(problem: Problem) -> bool:
+    """Whether csrc/sm80/small computes the gradients of a call, but for strides: sequences of at most 32 rows."""
+    p = problem
+    if p.varlen or p.softcap or p.seq_q is None or p.seq_k is None or p.heads_q != p.heads_k:
+        return False
+    dims = p.head_dim, p.head_dim_v
+    built = f"cuda/sm80/small_{_DTYPES.get(p.dtype)}" in (build_info() or _sources())["units"]
+    return built and max(p.seq_q, p.seq_k) <= 32 and max(dims) <= 64 and not any(d % 4 for d in dims)
+
+
 def older_backward(problem: Problem, generation: int = 0) -> int:
     """The generation of kernels that computes the gradients of a call though the one of :func:`backward_kernels` would take it,
     or 0. Rules of `auto` still go by that one: what they say of a generation holds for calls that it would serve best."""
-    if generation or not _is_short(problem) or backward_kernels(problem)[0] != 90:
+    if generation or not (_is_short(problem) or _is_small(problem)) or backward_kernels(problem)[0] != 90:
         return 0
     return _kernels("backward", problem, 80)[0]
 
@@ -358,11 +368,32 @@ def _sums_bias_on_chip(saved: Saved, need: int) -> bool:
     return shapes and whole and by_key and ordered and math.prod(shares) >= 16
 
 
+def _takes_small(saved: Saved, need: int) -> bool:
+    """Whether a call's gradients are those of csrc/sm80/small, which come before Hopper's: what its `takes` says, but for addresses."""
+    q, k, v, bias, *_ = saved.tensors
+    dims = q.shape[-1], v.shape[-1]
+    steps = (s for x in (q, k, v, saved.out) for s in x.stride()[:-1])
+    fits = max(q.shape[-2], k.shape[-2]) <= 32 and max(dims) <= 64 and not any(d % 4 for d in dims)
+    if saved.tensors.cu_seqlens_q is not None or saved.scalars.softcap or not fits:
+        return False
+    if q.shape[:-2] != k.shape[:-2] or any(s % 4 for s in steps):
+        return False
+    if bias is None or not need & NEED_BIAS:
+        return True
+    lead = (1,) * (bias.dim() - q.dim()) + q.shape[:-2]
+    own = [True, *(a == b for a, b in zip(lead, bias.shape[:-2], strict=True))]
+    of_keys = bias.shape[-2] == 1 != q.shape[-2]
+    heads = own[-1] or (of_keys and q.shape[-3] <= 8)
+    return all(own[:-1]) and heads and bias.shape[-1] == k.shape[-2]
+
+
 def hopper_takes(saved: Saved, need: int) -> bool:
     """Whether the Hopper backward takes bias and mask of a call as they lie in memory: what `takes_pairs` of csrc/sm90 and TMA
     allow, found here because a kernel that another backend replaces must not be launched."""
     q, _, v, bias, _, mask, *_ = saved.tensors
     if (bias is None and mask is None) or _sums_bias_on_chip(saved, need):
+        return True
+    if _takes_small(saved, need):
         return True
     dims = q.shape[-1], v.shape[-1]
     if saved.scalars.softcap or max(dims) > 128 or any(dim % 8 for dim in dims):
