@@ -538,6 +538,7 @@ _UNITS = {
     "sm80/paged": _paged,
     "sm80/paged8": _paged,
     "sm80/small": _small,
+    "sm80/small_fp32": _small,
     "sm80/fwd": _older_forward,
     "sm80/bwd": _older_backward,
     "sm80/fwd_fp32": _fp32_forward,

@@ -20,7 +20,7 @@ DEFAULTS = preferences.read(preferences.FOLDER / "defaults.json")
 HOPPER = Problem("cuda", (9, 0), torch.bfloat16, 16, 16, 24, 24)
 # Regret above 1.10: of backwards alone. Plain math computes that of the one sooner, but not after its forward; of the other, two
 # candidates whose kernel is the same differ by as much.
-LEFT = {"sm90": {("pet-train-d48", "backward")}}
+LEFT: dict[str, set[tuple[str, str]]] = {"sm90": set()}
 
 
 def test_tables_are_what_the_records_give():
@@ -33,7 +33,7 @@ def test_tables_are_what_the_records_give():
 def test_regret_on_the_committed_records(path):
     """In the geometric mean 1.02 at most, of no case above 1.10 but for those named; and every choice was measured."""
     for kind, (count, mean, worst) in json.loads(path.read_text())["regret"].items():
-        assert count > 0 and mean <= 1.02 and worst <= 1.19, kind
+        assert count > 0 and mean <= 1.02 and worst <= 1.10, kind
     cases = by_gpu(sorted(script.RESULTS.glob("*/*.json")))[path.stem]
     found = regrets(cases, (preferences.read(path), DEFAULTS))
     assert all(r.ratio is not None for r in found), report(found)
