@@ -90,7 +90,7 @@ def draw(call: Call, shape: Shape) -> Inputs:
         bias = rand(*pair, dtype=torch.float32 if call.bias_fp32 else dtype).permute(0, 3, 1, 2)
     elif call.bias == "inner":
         pair = (shape.batch, shape.seq_q, shape.seq_k, shape.heads)
-        bias = rand(*pair).permute(0, 3, 1, 2)
+        bias = rand(*pair, dtype=torch.float32 if call.bias_fp32 else dtype).permute(0, 3, 1, 2)
     elif call.bias is not None:
         bias = rand(*pairs(call.bias), dtype=torch.float32 if call.bias_fp32 else dtype)
     if call.mask is not None:
