@@ -320,6 +320,8 @@ SPILLS = {
     ("sm90/pair_bf16", "32", "backward"): 64,
     ("sm90/pair_fp16", "32", "backward"): 64,
 }
+# Of units without a loop over rows: what they spill they spill once, and took longer with fewer warps and more registers.
+STRAIGHT = {"sm80/small_bf16": 48, "sm80/small_fp16": 48, "sm80/small_fp32": 400}
 
 
 def test_resource_table_is_current_and_nothing_spills():
@@ -331,7 +333,8 @@ def test_resource_table_is_current_and_nothing_spills():
         # Both stage counts are in the binary; which one a device runs depends on its shared memory.
         clean = int(row["head dim"]) <= 128 or row["unit"].startswith("sm90")
         if clean and row["runs on"] != "none":
-            allowed = SPILLS.get((row["unit"], row["head dim"], row["variant"]), 0)
+            place = row["unit"], row["head dim"], row["variant"]
+            allowed = SPILLS.get(place, STRAIGHT.get(row["unit"], 0))
             assert int(row["spill bytes"]) <= allowed, row
         assert int(row["registers"]) <= 255
 

@@ -64,9 +64,7 @@ def kind(x: Inputs) -> int:
 def forward(library: c.CDLL, x: Inputs) -> dict[str, torch.Tensor] | None:
     """None where the kernel leaves the call to others."""
     out, lse = poisoned(x.q, x.v.shape[-1]), torch.full(x.q.shape[:-1], torch.nan)
-    p = ForwardParams(
-        **common(x), out=_pointer(out), lse=_pointer(lse), out_strides=_strides(out)
-    )
+    p = ForwardParams(**common(x), out=_pointer(out), lse=_pointer(lse), out_strides=_strides(out))
     return {"out": out, "lse": lse} if emulate(library.emulate_forward, p, kind(x), 0) else None
 
 
@@ -114,16 +112,16 @@ def made(seed: int) -> Inputs:
     return make_inputs(draw(seed), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_generated_calls(kernels, seed):
     """What layouts keep from these kernels they leave to others."""
     judge(kernels, made(seed))
 
 
 def test_most_generated_calls_are_taken(kernels):
-    results = [judge(kernels, made(seed)) for seed in range(100, 130)]
-    assert sum("out" in found for found in results) >= 15
-    assert sum("dq" in found for found in results) >= 7
+    results = [judge(kernels, made(seed)) for seed in range(100, 112)]
+    assert sum("out" in found for found in results) >= 6
+    assert sum("dq" in found for found in results) >= 3
 
 
 def simple(
@@ -142,9 +140,15 @@ KINDS = [getattr(torch, name) for name in DTYPES]
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=DTYPES)
-@pytest.mark.parametrize("rows, keys", ((16, 16), (9, 24), (32, 17), (25, 32), (1, 1)))
-@pytest.mark.parametrize("dims", ((16, 16), (32, 32), (64, 64), (20, 12), (48, 36)), ids=str)
+@pytest.mark.parametrize(
+    "rows, keys, dims",
+    (
+        (16, 16, (16, 16)), (9, 24, (16, 16)), (25, 32, (16, 16)), (1, 1, (32, 32)), (32, 17, (32, 32)), (24, 20, (64, 64)),
+        (32, 32, (64, 64)), (16, 13, (20, 12)), (17, 24, (48, 36)), (30, 32, (48, 64)),
+    ),
+)  # fmt: skip
 def test_shapes(kernels, dtype, rows, keys, dims):
+    """Every tile, whole units of columns and others."""
     found = judge(kernels, simple(rows, keys, dims=dims, dtype=dtype, batch=(1, 2), seed=rows))
     assert found["dq"].isfinite().all()
 
@@ -154,7 +158,12 @@ def test_shapes(kernels, dtype, rows, keys, dims):
 def test_gradient_of_a_bias(kernels, dtype, shape):
     """Of pairs, of keys for each head, of keys for all heads of a batch member."""
     x = simple(20, 29, heads=5, dtype=dtype)
-    sizes = {"own": (5, 20, 29), "heads": (5, 1, 29), "keys": (1, 1, 29), "keys of heads": (5, 1, 29)}
+    sizes = {
+        "own": (5, 20, 29),
+        "heads": (5, 1, 29),
+        "keys": (1, 1, 29),
+        "keys of heads": (5, 1, 29),
+    }
     for kind in (torch.float32, dtype):
         x.bias = torch.randn(2, 2, *sizes[shape]).to(kind)
         assert "dbias" in judge(kernels, x)

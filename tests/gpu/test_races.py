@@ -108,11 +108,16 @@ def draw(call: Call, shape: Shape) -> Inputs:
         starts = torch.tensor((0, *lens), device=DEVICE).cumsum(0)
         return starts.to(torch.int32) if call.packed else None
 
+    def rows(heads: int, seq: int, dim: int) -> Tensor:
+        if call.bias != "inner":
+            return rand(*sizes(heads, seq, dim))
+        return rand(shape.batch, seq, heads, dim).transpose(1, 2)  # as such a bias: heads inside
+
     return Inputs(
-        q=rand(*sizes(shape.heads, shape.seq_q, call.head_dim)),
-        k=rand(*sizes(shape.heads_k, shape.seq_k, call.head_dim)),
-        v=rand(*sizes(shape.heads_k, shape.seq_k, call.head_dim_v)),
-        dout=rand(*sizes(shape.heads, shape.seq_q, call.head_dim_v))
+        q=rows(shape.heads, shape.seq_q, call.head_dim),
+        k=rows(shape.heads_k, shape.seq_k, call.head_dim),
+        v=rows(shape.heads_k, shape.seq_k, call.head_dim_v),
+        dout=rows(shape.heads, shape.seq_q, call.head_dim_v)
         if call.has_backward and not shape.forward_only
         else None,
         bias=bias,

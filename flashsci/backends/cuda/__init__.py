@@ -309,13 +309,19 @@ def _is_small(problem: Problem) -> bool:
         return False
     dims = p.head_dim, p.head_dim_v
     built = f"cuda/sm80/small_{_DTYPES.get(p.dtype)}" in (build_info() or _sources())["units"]
-    return built and max(p.seq_q, p.seq_k) <= 32 and max(dims) <= 64 and not any(d % 4 for d in dims)
+    return (
+        built and max(p.seq_q, p.seq_k) <= 32 and max(dims) <= 64 and not any(d % 4 for d in dims)
+    )
 
 
 def older_backward(problem: Problem, generation: int = 0) -> int:
     """The generation of kernels that computes the gradients of a call though the one of :func:`backward_kernels` would take it,
     or 0. Rules of `auto` still go by that one: what they say of a generation holds for calls that it would serve best."""
-    if generation or not (_is_short(problem) or _is_small(problem)) or backward_kernels(problem)[0] != 90:
+    if (
+        generation
+        or not (_is_short(problem) or _is_small(problem))
+        or backward_kernels(problem)[0] != 90
+    ):
         return 0
     return _kernels("backward", problem, 80)[0]
 
