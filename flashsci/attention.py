@@ -181,10 +181,12 @@ def attention(
     tensors = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes)
     call = as_given(call, q, k, v, bias, key_weight, mask, alibi_slopes)
     if plan.leading is None:
-        out, lse = run(plan, tensors, needs_grad, sink, call)
+        out, lse = run(plan, tensors, needs_grad, sink, call, reads_lse=return_lse)
     else:
         around = functools.partial(_expanding, plan.leading)
-        out, lse = around(lambda given: run(plan, given, needs_grad, sink, call, around))(tensors)
+        out, lse = around(
+            lambda given: run(plan, given, needs_grad, sink, call, around, return_lse)
+        )(tensors)
     return (out, lse) if return_lse else out
 
 

@@ -23,12 +23,14 @@ def run(
     sink: Tensor | None = None,
     call: Call | None = None,
     around: Callable[[Run], Run] = lambda run: run,
+    reads_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of the backend that a plan names, wired into autograd.
 
     Args:
         call: by what it is known again, if it may be.
         around: makes what computes that call of what computes it from these tensors.
+        reads_lse: whether the caller does.
     """
     module = plan.module
     if sink is not None:
@@ -49,7 +51,7 @@ def run(
         return result
     direct = plain(tensors)
     if direct and call is not None and plan.settled and not plan.scalars.dropout_p:
-        remember(call, around(_again(plan, tensors, needs_grad)))
+        remember(call, around(_again(plan, tensors, needs_grad, reads_lse)))
     if not plan.as_given:
         tensors = plan.ready(tensors, needs_grad, direct)
     if needs_grad:
@@ -60,7 +62,7 @@ def run(
     return plan.prepared(tensors)(tensors) if direct else module.forward(tensors, plan.scalars)
 
 
-def _again(plan: Plan, tensors: Tensors, needs_grad: bool) -> Run:
+def _again(plan: Plan, tensors: Tensors, needs_grad: bool, reads_lse: bool) -> Run:
     """What computes calls of plain tensors like these, which were computed before."""
     if needs_grad:
         record = _nodes().apply_directly
@@ -70,7 +72,9 @@ def _again(plan: Plan, tensors: Tensors, needs_grad: bool) -> Run:
             return result
 
     elif plan.as_given:
-        return plan.prepared(tensors)
+        prepared = plan.prepared(tensors)
+        discarding = None if reads_lse else getattr(prepared, "without_lse", None)
+        return prepared if discarding is None else discarding()
     else:
 
         def run(given: Given) -> tuple[Tensor, Tensor]:

@@ -156,7 +156,7 @@ def varlen_attention(
         alibi_slopes,
     )
     around = functools.partial(_repeating, plan, needs_grad)
-    out, lse = run(plan, tensors, needs_grad, sink, call, around)
+    out, lse = run(plan, tensors, needs_grad, sink, call, around, return_lse)
     out = out.transpose(0, 1)
     return (out, lse) if return_lse else out
 

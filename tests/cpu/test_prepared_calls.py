@@ -161,6 +161,22 @@ def test_backward_gives_every_call_its_own_addresses(made, need):
     assert arguments[15:] == ("options",)
 
 
+def test_a_small_lse_that_nobody_reads_has_no_memory_of_its_own(made):
+    library, given = Library(True), tensors()
+    run = prepared.Forward(library, given, ("options",), never)
+    discarding = run.without_lse()
+    for x in (given, tensors()):
+        out, _ = discarding(x)
+        assert library.calls[-1]["out"] == address(out)
+        assert library.calls[-1]["lse"] == address(prepared._discarded(given.q.device))
+    for _ in range(2):  # who reads it gets one that no later call writes
+        _, lse = run(given)
+        assert library.calls[-1]["lse"] == address(lse) != address(prepared._discarded(lse.device))
+    rows = torch.zeros(1, 1, prepared.MOST_DISCARDED + 1, 8)
+    long = prepared.Forward(library, Tensors(rows, rows, rows), (), never)
+    assert long.without_lse() is long
+
+
 def test_what_the_library_refuses_is_left_to_the_op(made):
     """Its message is the op's; results of the refused attempt are not used."""
     library, given = Library(False), tensors()

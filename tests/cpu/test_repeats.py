@@ -373,9 +373,13 @@ def test_addresses_are_those_of_the_call():
         storage = torch.randn(1 + tensors[0].numel()).to(torch.bfloat16)
         moved = storage[1:].view(SHAPE)
         out = call(moved, *tensors[1:], backend="cuda")
-    assert len(seen) == 4 and seen[-1]["q"] == moved.data_ptr() != tensors[0].data_ptr()
+        read = [call(*tensors, backend="cuda", return_lse=True)[1] for _ in range(3)]
+    unread = prepared._discarded(torch.device("cpu")).data_ptr()
+    assert [x["lse"] == unread for x in seen] == [False, False, True, True, False, False, False]
+    assert [x["lse"] for x in seen[4:]] == [x.data_ptr() for x in read]
+    assert seen[3]["q"] == moved.data_ptr() != tensors[0].data_ptr()
     assert moved.data_ptr() % 4 == 2
-    assert seen[-1]["out"] == out.data_ptr()
+    assert seen[3]["out"] == out.data_ptr()
 
 
 def test_packed_calls_are_repeats():

@@ -7,6 +7,8 @@ functions refuse, for whatever reason, they leave to the op, which does it again
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from ctypes import c_int, c_void_p
 from typing import Any
@@ -75,13 +77,22 @@ def _prepared_forward(tensors: Tensors, out: Tensor, options: tuple[Any, ...]) -
     return kept
 
 
+# Numbers of an lse that nobody reads, at most.
+MOST_DISCARDED = 65536
+
+
+@functools.cache
+def _discarded(device: torch.device) -> Tensor:
+    """Where kernels may write such an lse, all of them at any time. It stays: a stream may be at work on it."""
+    return torch.empty(MOST_DISCARDED, dtype=torch.float32, device=device)
+
+
 class Forward:
     """out, lse of tensors of one signature."""
 
     __slots__ = (
         "address",
-        "device",
-        "dtype",
+        "discarded",
         "general",
         "index",
         "kept",
@@ -89,6 +100,7 @@ class Forward:
         "like_q",
         "lse",
         "out",
+        "single",
     )
 
     def __init__(
@@ -104,16 +116,29 @@ class Forward:
         self.address, self.launch = self.kept.data_ptr(), _function(library, "flashsci_run_forward")
         self.out, self.lse = (out.shape, out.stride()), (lse.shape, lse.stride())
         self.like_q = is_like(out, q)
-        self.dtype, self.device, self.index = q.dtype, q.device, q.device.index
+        # Of a tensor: to name a dtype and a device costs half a microsecond.
+        self.single = torch.empty(0, dtype=torch.float32, device=q.device)
+        self.index = q.device.index
         self.general = general
+        self.discarded: Tensor | None = None
+
+    def without_lse(self) -> Forward:
+        """The same for callers that do not read the lse: where it is small, it has no memory of its own."""
+        shape, _ = self.lse
+        # What is allocated while a graph is captured is the graph's.
+        captured = self.single.is_cuda and torch.cuda.is_current_stream_capturing()
+        if shape.numel() > MOST_DISCARDED or captured:
+            return self
+        other = copy.copy(self)
+        other.discarded = _discarded(self.single.device)
+        return other
 
     def __call__(self, tensors: Given) -> tuple[Tensor, Tensor]:
         q, k, v, bias, _, mask, offsets_q, offsets_k, _, _, _ = tensors
-        if self.like_q:
-            out = torch.empty_like(q)
-        else:
-            out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
-        lse = torch.empty_strided(*self.lse, dtype=torch.float32, device=self.device)
+        out = torch.empty_like(q) if self.like_q else q.new_empty_strided(*self.out)
+        lse = self.discarded
+        if lse is None:
+            lse = self.single.new_empty_strided(*self.lse)
         if self.launch(
             self.address,
             q.data_ptr(),
@@ -137,8 +162,6 @@ class Backward:
     __slots__ = (
         "address",
         "dbias",
-        "device",
-        "dtype",
         "general",
         "index",
         "kept",
@@ -179,8 +202,8 @@ class Backward:
         self.like_inputs = all(map(is_like, rows, (q, k, v)))
         self.like_bias = bias is not None and is_like(dbias, bias)
         self.rows = [None if x is None else (x.shape, x.stride()) for x in rows]
-        self.dbias = None if dbias is None else (dbias.shape, dbias.stride(), dbias.dtype)
-        self.dtype, self.device, self.index = q.dtype, q.device, q.device.index
+        self.dbias = None if dbias is None else (dbias.shape, dbias.stride())
+        self.index = q.device.index
         self.general = general
 
     def __call__(
@@ -193,16 +216,12 @@ class Backward:
         if self.like_inputs:
             dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         else:
-            dq, dk, dv = [
-                None if x is None else torch.empty_strided(*x, dtype=self.dtype, device=self.device)
-                for x in self.rows
-            ]
+            dq, dk, dv = [None if x is None else q.new_empty_strided(*x) for x in self.rows]
         dbias = None
         if self.like_bias:
             dbias = torch.empty_like(bias)
         elif self.dbias is not None:
-            shape, stride, dtype = self.dbias
-            dbias = torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
+            dbias = bias.new_empty_strided(*self.dbias)
         if self.launch(
             self.address,
             None if dout is None else dout.data_ptr(),
