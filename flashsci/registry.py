@@ -381,7 +381,7 @@ def prepared_backward(
 
 
 def _gradient_backend(name: str, module: Any, saved: Saved, need: int) -> str:
-    q, k, v, bias, key_weight, mask, cu_seqlens_q, *_ = saved.tensors
+    q, k, v, bias, key_weight, mask, cu_seqlens_q, _, _, _, alibi_slopes = saved.tensors
     scalars = saved.scalars
     features: dict[str, Any] = {}
     bias_shape: tuple[int, ...] = ()
@@ -398,7 +398,7 @@ def _gradient_backend(name: str, module: Any, saved: Saved, need: int) -> str:
     sizes = _Sizes(q.shape, k.shape, bias_shape, sequences) if known else None
     return _gradients_of(
         name, module.hopper_takes(saved, need), q.device, q.dtype, q.shape[-1], v.shape[-1], sizes,
-        mask=mask is not None, key_weight=key_weight is not None, varlen=cu_seqlens_q is not None,
+        mask=mask is not None, key_weight=key_weight is not None, alibi=alibi_slopes is not None, varlen=cu_seqlens_q is not None,
         window_left=window[0] if known else -1, window_right=window[1] if known else -1,
         lower_right=scalars.lower_right, softcap=1.0 if scalars.softcap else 0.0, dropout_p=0.5 if scalars.dropout_p else 0.0, precision=scalars.precision,
         deterministic=scalars.deterministic, requires_grad=True, **features,

@@ -608,3 +608,38 @@ def test_explain_carries_remarks(no_hopper_backward):
     found = registry.explain(problem, "cuda")
     assert found.chosen == "cuda" and "gradients come from triton" in found.remarks["cuda"]
     assert "can serve this call; its gradients come from triton" in str(found)
+
+
+SEEN_BY_GRADIENTS = {  # calls, by what a backend may lack
+    "plain": {},
+    "bias": {"bias": torch.randn(2, 4, 5, 5)},
+    "mask": {"mask": torch.ones(2, 1, 5, 5, dtype=torch.bool)},
+    "key_weight": {"key_weight": torch.rand(5)},
+    "alibi": {"alibi_slopes": torch.rand(4)},
+    "dropout": {"dropout_p": 0.5},
+    "softcap": {"softcap": 1.0},
+    "window": {"window": (3, 1)},
+    "causal": {"causal": True, "align": "lower_right"},
+    "deterministic": {"deterministic": True},
+    "precision": {"precision": "tf32x3"},
+}
+# What becomes of the forward, or of leaves whose gradients the choice is told by name.
+OF_THE_FORWARD = {"return_lse", "sink", "alibi_grad", "key_weight_grad", "bias_grad", "bias_summed", "bias_dtype", "inner_heads"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEEN_BY_GRADIENTS)
+def test_gradients_are_chosen_by_the_whole_call(monkeypatch, name):
+    """Another backend than the forward's may compute them: a feature that is not passed on would silently be left out."""
+    options = {"precision": "tf32x3", **SEEN_BY_GRADIENTS[name]}
+    asked = flashsci.explain(Q.clone().requires_grad_(), Q, Q, **options).problem
+    of = {n: x for n, x in options.items() if isinstance(x, torch.Tensor)}
+    named = {n: getattr(asked, n) for n in ops.Scalars._fields if hasattr(asked, n)}
+    scalars = ops.Scalars(max_seqlen_q=-1, max_seqlen_k=-1, scale=0.3, **named)
+    saved = ops.Saved(ops.Tensors(Q, Q, Q, **of), Q, Q[..., 0], scalars)
+    seen = []
+    monkeypatch.setattr(registry, "gradients", lambda name, problem, strides: seen.append(problem) or registry.Gradients(name))  # fmt: skip
+    registry._gradients_of.cache_clear()
+    registry._gradient_backend("cuda", registry.kernels("cuda"), saved, 7)
+    registry._gradients_of.cache_clear()
+    differ = {f for f, x in vars(asked).items() if getattr(seen[0], f) != x}
+    assert differ <= OF_THE_FORWARD, differ

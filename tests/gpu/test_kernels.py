@@ -45,9 +45,10 @@ def test_trap(name, backend):
         pytest.skip(f"{backend} refuses: {reason}")
 
 
-@pytest.mark.parametrize("backend", [*KERNELS, "cuda:sm90"])
+@pytest.mark.parametrize("backend", [*KERNELS, "cuda:sm90", "auto"])
 @pytest.mark.parametrize("index", range(len(SOME)))
 def test_generated_problems(backend, index):
+    """`auto`, too: its gradients may be another backend's than its results."""
     variant = SOME[index]
     tried = 0
     for case in generate(11, 6, [variant]):

@@ -451,16 +451,21 @@ def forward(tensors: Tensors, scalars: Scalars, generation: int = 0) -> tuple[Te
         if reason is not None:
             raise BackendError(f"flashsci: {reason}")
     q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
-    if _lacks(tensors, scalars):
-        raise BackendError(
-            "flashsci: the cuda backend has no dropout, no key_weight, no alibi_slopes and no bias of "
-            "packed sequences; use backend='triton'"
-        )
+    _require_served(tensors, scalars)
     inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k
     result: tuple[Tensor, Tensor] = _call(
         _ops[0], generation, *inputs, *_options(scalars), generation
     )
     return result
+
+
+def _require_served(tensors: Tensors, scalars: Scalars) -> None:
+    """Whoever chose this backend may have overlooked something, and kernels would compute without it."""
+    if _lacks(tensors, scalars):
+        raise BackendError(
+            "flashsci: the cuda backend has no dropout, no key_weight, no alibi_slopes and no bias of "
+            "packed sequences; use backend='triton'"
+        )
 
 
 def _lacks(tensors: Tensors, scalars: Scalars) -> bool:
@@ -517,6 +522,7 @@ def backward(
     dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int, generation: int = 0
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, dbias, dkey_weight; what `backward_kernels` refuses must not come here."""
+    _require_served(saved.tensors, saved.scalars)
     q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = saved.tensors
     out, lse = saved.out, saved.lse.contiguous()
     if dout is not None and dout.stride(-1) != 1:
@@ -534,6 +540,7 @@ def prepared_backward(
 ) -> Callable[..., tuple[Tensor | None, ...]]:
     """:func:`backward` in the same way: of (dout, dlse, tensors, out, lse), with None for what ``need`` does not name."""
     scalars = saved.scalars
+    _require_served(saved.tensors, scalars)
 
     def general(
         dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
