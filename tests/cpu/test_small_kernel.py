@@ -50,7 +50,7 @@ def common(x: Inputs) -> dict:
         batch0=batch0, batch1=batch1, heads_q=heads_q, heads_k=k.shape[-3] if k.dim() > 2 else 1, seq_q=seq_q, seq_k=k.shape[-2],
         head_dim=head_dim, head_dim_v=v.shape[-1], scale=head_dim**-0.5 if scale is None else scale, softcap=x.options.get("softcap") or 0.0,
         window_left=unbounded(left), window_right=unbounded(right), lower_right=int(x.options.get("align") == "lower_right"),
-        max_seqlen_q=-1, copy_bytes=16, device=64,
+        max_seqlen_q=-1, copy_bytes=16, device=64, shared_per_sm=228 * 1024,
     )  # fmt: skip
 
 
@@ -198,6 +198,43 @@ def test_the_same_bits_in_any_order(kernels):
     assert all(torch.equal(first[n], y) for found in others for n, y in found.items())
 
 
+def laid_out(x: Inputs, joint: bool, **order: bool) -> Inputs:
+    """The same numbers, for each tensor heads before rows or, where `order` says so, inside them; joint: q, k and v as slices
+    of one projection."""
+    made = {}
+    if joint:
+        qkv = torch.stack([y.transpose(-2, -3) for y in (x.q, x.k, x.v)], dim=-3)
+        made = dict(zip("qkv", qkv.transpose(-2, -4).unbind(-3), strict=True))
+    for name, inside in order.items():
+        y = getattr(x, name)
+        made[name] = (
+            y.transpose(-2, -3).contiguous().transpose(-2, -3) if inside else y.contiguous()
+        )
+    return replace(x, **made)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=DTYPES)
+@pytest.mark.parametrize("heads", (1, 2, 3, 5, 6, 7, 8, 11, 12))
+def test_the_same_bits_in_any_layout(kernels, dtype, heads):
+    """Heads inside rows go through shared memory, in the same order of arithmetic."""
+    dim, rows = (16, 32, 64)[heads % 3], (24, 16, 32, 9)[heads % 4]
+    x = simple(rows, rows, heads=heads, dims=(dim, dim), dtype=dtype, batch=(1, 2), seed=heads)
+    if heads <= 8:
+        x.bias = torch.randn(1, 2, 1, 1, rows)
+    before = laid_out(x, False, q=False, k=False, v=False, dout=False)
+    others = (
+        laid_out(x, True, dout=True),
+        laid_out(x, True, dout=False),
+        laid_out(x, False, q=True, k=False, v=True, dout=True),
+        laid_out(x, False, q=False, k=True, v=True, dout=True),
+    )
+    found = judge(kernels, before)
+    for other in others:
+        results = forward(kernels, other)
+        results |= backward(kernels, other, results, seed=heads)
+        assert all(torch.equal(y, results[name]) for name, y in found.items())
+
+
 def unserved() -> dict[str, Inputs]:
     aligned = simple()
     shifted = torch.randn(2, 2, 24, 3, 17)[..., 1:].transpose(-2, -3)
@@ -250,6 +287,12 @@ FAULTS = {
     "zeros beyond the last column": ("fragments.cuh", "x[i] = Row{};", "x[i] = P::row_of(1.f, 1.f, 1.f, 1.f);"),
     "low parts left out": ("fragments.cuh", "ptx::mma_m16n8k8_tf32(sum.small, a.high, b.low);", ""),
     "a block too few": ("fragments.cuh", "n < kBlocks ? pair[m]", "n < kBlocks - 1 ? pair[m]"),
+    "rows that nobody waits for": ("staging.cuh", "ptx::cp_async_wait<kPending>();", ""),
+    "rows of other warps": ("staging.cuh", "__syncthreads();", ""),
+    "values that nobody waits for": ("forward.cuh", "[&] { stage.template wait<0>(); }", "[] {}"),
+    "results of other warps": ("backward.cuh", "__syncthreads();\n    const auto store", "const auto store"),
+    "rows too near": ("staging.cuh", "+ row * kPitch", "+ row * (kPitch - 16)"),
+    "heads of another block": ("staging.cuh", "first.head + head)", "head)"),
 }  # fmt: skip
 
 
@@ -261,8 +304,9 @@ def test_faults_are_found(tmp_path, fault):
 
     def judge_all(seed: int) -> None:
         for dtype in KINDS:
-            x = simple(21, 19, heads=4, dims=(20, 12), dtype=dtype, seed=seed)
-            x.bias = torch.randn(2, 2, 1, 1, 19)
-            judge(broken, x)
+            for heads, dims in ((4, (20, 12)), (8, (16, 16))):  # from memory, through shared memory
+                x = simple(21, 19, heads=heads, dims=dims, dtype=dtype, seed=seed)
+                x.bias = torch.randn(2, 2, 1, 1, 19)
+                judge(broken, x)
 
     assert is_found(judge_all)
