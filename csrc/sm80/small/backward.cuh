@@ -4,7 +4,7 @@
 //           dS = P (dO V^T - delta), dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K; dbias = dS
 // Roles     warps of a block have neighbouring heads; where heads share a bias of keys, a block has
 //           all heads of a batch member, and its warps' sums are added up in their order
-// Shared    those sums; kStaged: all operands, and results in the place of what they are products of
+// Shared    those sums; kStaged: all operands (staging.cuh)
 // Pipeline  none: other warps compute while one waits for its rows
 // Limits    memory; in fp32 three products of parts take half as long
 #pragma once
@@ -32,12 +32,11 @@ struct QueryStatistics {
   float delta[kBlocks][2];
 };
 
-template <class P, class S, bool kShared>
+template <class P, class S, class Rows>
 __device__ __forceinline__ void load_statistics(QueryStatistics<S::kBlocks>& of,
                                                 const FlashsciBackwardParams& p, const Head& place,
-                                                const LaneRows& queries,
-                                                const HeadRows<P, S, kShared>& dout,
-                                                const HeadRows<P, S, kShared>& out) {
+                                                const LaneRows& queries, const Rows& dout,
+                                                const Rows& out) {
   float delta[S::kBlocks] = {}, lse[S::kBlocks];  // of row g of each block
 #pragma unroll(kUnroll<P, S>)
   for (int u = 0; u < S::kUnits; ++u) {
@@ -77,8 +76,8 @@ __device__ __forceinline__ void store_dbias(const FlashsciBackwardParams& p, con
     static_cast<uint16_t*>(p.dbias)[at] = static_cast<uint16_t>(P::Op::pack2(x, 0.f));
 }
 
-// All gradients of a head. What the bias of keys 8 i + g gets goes to `sums`, this lane's part. rows_of:
-// HeadRows of a tensor, or of its place in shared memory.
+// All gradients of a head. What the bias of keys 8 i + g gets goes to `sums`, this lane's part.
+// rows_of(matrix, tensor, strides, rows, columns): HeadRows or StagedRows.
 template <class P, class S, class RowsOf>
 __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, int dbias,
                                               const Head& place, float (&sums)[S::kBlocks],
@@ -93,11 +92,11 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
   Scores<kBlocks> s, ds;
   {
     QueryStatistics<kBlocks> of;
-    load_statistics(of, p, place, queries, dout,
-                    rows_of(kOut, p.out, p.out_strides, queries, p.head_dim_v));
+    load_statistics<P, S>(of, p, place, queries, dout,
+                          rows_of(kOut, p.out, p.out_strides, queries, p.head_dim_v));
     const auto nothing = [] {};
-    multiply_heads<kUnroll<P, S>>(s, k, q, nothing);
-    multiply_heads<kUnroll<P, S>>(ds, v, dout, nothing);
+    multiply_heads<P, S, kUnroll<P, S>>(s, k, q, nothing);
+    multiply_heads<P, S, kUnroll<P, S>>(ds, v, dout, nothing);
     finish_scores<P, true>(s, p, place);
 #pragma unroll
     for (int i = 0; i < kBlocks * kBlocks * 2; ++i) {
@@ -118,12 +117,12 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
     for (int n = 0; n < kBlocks * 2; ++n) sums[i] += ds[i / 2][n / 2][i % 2 * 2 + n % 2];
   }
 
-  // C = A B, times a factor, where it is wanted; in shared memory in the place of B.
-  const auto multiply = [&](const auto& left, Matrix place_of_b, const auto& b, void* data,
+  // C = A B, times a factor, where it is wanted.
+  const auto multiply = [&](const auto& left, const auto& b, void* data,
                             const FlashsciStrides& strides, const LaneRows& rows, int columns,
                             float factor) {
     if (data == nullptr) return;
-    const auto result = rows_of(place_of_b, data, strides, rows, columns);
+    const HeadRows<P, S> result(data, strides, place, place.head, rows, columns);
 #pragma unroll(kUnroll<P, S>)
     for (int u = 0; u < S::kUnits; ++u) {
       typename P::Row x[kBlocks];
@@ -135,10 +134,10 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
   };
   using Left = typename P::template Left<kBlocks>;
   Left left(ds);
-  multiply(Left(s), kDout, dout, p.dv, p.dv_strides, keys, p.head_dim_v, 1.f);
-  multiply(left, kQ, q, p.dk, p.dk_strides, keys, p.head_dim, p.scale);
+  multiply(Left(s), dout, p.dv, p.dv_strides, keys, p.head_dim_v, 1.f);
+  multiply(left, q, p.dk, p.dk_strides, keys, p.head_dim, p.scale);
   left.transpose();
-  multiply(left, kK, k, p.dq, p.dq_strides, queries, p.head_dim, p.scale);
+  multiply(left, k, p.dq, p.dq_strides, queries, p.head_dim, p.scale);
 }
 
 template <class P, class S, bool kStaged>
@@ -146,13 +145,14 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits))
     small_backward_kernel(const __grid_constant__ FlashsciBackwardParams p,
                           const __grid_constant__ HeadPlan plan, int dbias) {
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const uint32_t index = blockIdx.x * warps + warp;
-  if (!kStaged && index >= plan.count) return;  // not where warps meet: of whole batch members
-  const Head first(plan, kStaged ? index - warp : index);
-  const Head place = kStaged ? first.next(warp) : first;
+  const uint32_t first = blockIdx.x * warps;
+  if (!kStaged && first + warp >= plan.count)
+    return;  // not where warps meet: of whole batch members
+  const Head first_head(plan, kStaged ? first : first + warp);
+  const Head place = kStaged ? first_head.next(warp) : first_head;
   float sums[S::kBlocks];
   if constexpr (kStaged) {
-    const Stage<P, S, 5> stage(plan, first, max(p.seq_q, p.seq_k));
+    const Stage<P, S, kOfBackward> stage(plan, first_head, max(p.seq_q, p.seq_k));
     stage.fetch(kDout, p.dout, p.dout_strides, p.seq_q);
     stage.fetch(kOut, p.out, p.out_strides, p.seq_q);
     stage.fetch(kK, p.k, p.k_strides, p.seq_k);
@@ -163,19 +163,12 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits))
     differentiate<P, S>(p, dbias, place, sums,
                         [&](Matrix matrix, const void*, const FlashsciStrides&,
                             const LaneRows& rows, int) { return stage.rows_of(matrix, rows); });
-    __syncthreads();
-    const auto store = [&](Matrix matrix, void* to, const FlashsciStrides& strides, int rows) {
-      if (to != nullptr) stage.store(matrix, to, strides, rows);
-    };
-    store(kDout, p.dv, p.dv_strides, p.seq_k);
-    store(kQ, p.dk, p.dk_strides, p.seq_k);
-    store(kK, p.dq, p.dq_strides, p.seq_q);
   } else {
-    differentiate<P, S>(
-        p, dbias, place, sums,
-        [&](Matrix, auto* data, const FlashsciStrides& strides, const LaneRows& rows, int columns) {
-          return HeadRows<P, S>(data, strides, place, place.head, rows, columns);
-        });
+    differentiate<P, S>(p, dbias, place, sums,
+                        [&](Matrix, const void* tensor, const FlashsciStrides& strides,
+                            const LaneRows& rows, int columns) {
+                          return HeadRows<P, S>(tensor, strides, place, place.head, rows, columns);
+                        });
   }
   if (dbias != kDbiasOfKeys && dbias != kDbiasOfHeads) return;
   __shared__ float sums_of_warps[kMostWarps][kMostRows];

@@ -9,8 +9,7 @@ namespace flashsci::sm80::small {
 
 inline constexpr int kMostRows = 32;  // queries, and keys
 inline constexpr int kMostDim = 64;
-inline constexpr int kMostWarps = 8;        // of a block: heads side by side
-inline constexpr int kSharedBeside = 2048;  // bytes of a block that are not its rows, at most
+inline constexpr int kMostWarps = 8;  // of a block: heads side by side
 
 // Division by a number that the host knows, of numbers below 2^31.
 struct Divisor {

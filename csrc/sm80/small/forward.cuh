@@ -3,7 +3,7 @@
 // Maths     S = scale Q K^T (+ bias, masked), P = exp(S - max), O = P V / sum; lse = max + log(sum)
 // Roles     warps of a block have neighbouring heads and know nothing of each other
 // Shared    none: operands go from memory to registers as products want them (fragments.cuh); kStaged:
-//           through shared memory (staging.cuh)
+//           by way of shared memory (staging.cuh)
 // Pipeline  none: other warps compute while one waits for its rows; kStaged: V comes after Q and K
 // Limits    memory
 #pragma once
@@ -12,19 +12,17 @@
 
 namespace flashsci::sm80::small {
 
-// wait: until V is there.
-template <class P, class S, bool kShared, class Wait>
+// Rows: HeadRows or StagedRows. wait(): until V is there.
+template <class P, class S, class Rows, class Wait>
 __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Head& place,
-                                       const HeadRows<P, S, kShared>& q,
-                                       const HeadRows<P, S, kShared>& k,
-                                       const HeadRows<P, S, kShared>& v,
-                                       const HeadRows<P, S, kShared>& out, Wait&& wait) {
+                                       const LaneRows& queries, const Rows& q, const Rows& k,
+                                       const Rows& v, const HeadRows<P, S>& out, Wait&& wait) {
   constexpr int kBlocks = S::kBlocks;
   Scores<kBlocks> s;
   // What registers hold of V is on its way from memory while scores are computed.
-  constexpr int kEarly = kShared ? 0 : kHoldsRows<P, S> ? S::kUnits : 1;
-  typename P::Row values[kEarly + 1][kBlocks];
-  multiply_heads<S::kUnits>(s, q, k, [&] {
+  constexpr int kEarly = Rows::kShared ? 0 : kHoldsRows<P, S> ? S::kUnits : 1;
+  typename P::Row values[kEarly > 0 ? kEarly : 1][kBlocks];
+  multiply_heads<P, S, S::kUnits>(s, q, k, [&] {
 #pragma unroll
     for (int u = 0; u < kEarly; ++u) v.load(values[u], u);
   });
@@ -45,8 +43,8 @@ __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Hea
     }
     sum = quad_sum(sum);
     inverse[i] = sum == 0.f ? 0.f : 1.f / sum;
-    if (threadIdx.x % 4 == 0 && q.rows.has(i))
-      p.lse[static_cast<int64_t>(place.index) * p.seq_q + q.rows.first + i * 8] =
+    if (threadIdx.x % 4 == 0 && queries.has(i))
+      p.lse[static_cast<int64_t>(place.index) * p.seq_q + queries.first + i * 8] =
           sum == 0.f ? -INFINITY : fmaf(ptx::lg2_approx(sum), kLn2, reference);
   }
 
@@ -54,9 +52,9 @@ __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Hea
   wait();
 #pragma unroll
   for (int u = 0; u < S::kUnits; ++u) {
-    if (u >= kEarly) v.load(values[kEarly], u);
+    if (u >= kEarly) v.load(values[0], u);
     typename P::Sum o[S::kTiles][2];
-    P::template multiply<kBlocks>(o, probabilities, values[u < kEarly ? u : kEarly]);
+    P::template multiply<kBlocks>(o, probabilities, values[u < kEarly ? u : 0]);
     out.store(o, u, [&](int i) { return inverse[i]; });
   }
 }
@@ -67,27 +65,27 @@ __global__ void __launch_bounds__(P::forward_threads(S::kBlocks, S::kUnits))
                          const __grid_constant__ HeadPlan plan) {
   const uint32_t warp = threadIdx.x / 32, first = blockIdx.x * (blockDim.x / 32);
   if (!kStaged && first + warp >= plan.count) return;
+  const Head first_head(plan, kStaged ? first : first + warp);
+  const Head place = kStaged ? first_head.next(warp) : first_head;
   const LaneRows queries(p.seq_q), keys(p.seq_k);
+  using Rows = HeadRows<P, S>;
   if constexpr (kStaged) {
-    const Head block(plan, first), place = block.next(warp);
-    const Stage<P, S, 3> stage(plan, block, max(p.seq_q, p.seq_k));
+    const Stage<P, S, kOfForward> stage(plan, first_head, max(p.seq_q, p.seq_k));
     stage.fetch(kQ, p.q, p.q_strides, p.seq_q);
     stage.fetch(kK, p.k, p.k_strides, p.seq_k);
     ptx::cp_async_commit();
     stage.fetch(kV, p.v, p.v_strides, p.seq_k);
     ptx::cp_async_commit();
     stage.template wait<1>();
-    attend(p, place, stage.rows_of(kQ, queries), stage.rows_of(kK, keys), stage.rows_of(kV, keys),
-           stage.rows_of(kV, queries), [&] { stage.template wait<0>(); });
-    __syncthreads();
-    stage.store(kV, p.out, p.out_strides, p.seq_q);
+    attend<P, S>(p, place, queries, stage.rows_of(kQ, queries), stage.rows_of(kK, keys),
+                 stage.rows_of(kV, keys),
+                 Rows(p.out, p.out_strides, place, place.head, queries, p.head_dim_v),
+                 [&] { stage.template wait<0>(); });
   } else {
-    using Rows = HeadRows<P, S>;
-    const Head place(plan, first + warp);
-    attend(p, place, Rows(p.q, p.q_strides, place, place.head, queries, p.head_dim),
-           Rows(p.k, p.k_strides, place, place.head_k, keys, p.head_dim),
-           Rows(p.v, p.v_strides, place, place.head_k, keys, p.head_dim_v),
-           Rows(p.out, p.out_strides, place, place.head, queries, p.head_dim_v), [] {});
+    attend<P, S>(p, place, queries, Rows(p.q, p.q_strides, place, place.head, queries, p.head_dim),
+                 Rows(p.k, p.k_strides, place, place.head_k, keys, p.head_dim),
+                 Rows(p.v, p.v_strides, place, place.head_k, keys, p.head_dim_v),
+                 Rows(p.out, p.out_strides, place, place.head, queries, p.head_dim_v), [] {});
   }
 }
 

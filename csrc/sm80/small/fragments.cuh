@@ -212,11 +212,10 @@ struct LaneRows {
   __device__ __forceinline__ bool has(int i) const { return first + i * 8 < count; }
 };
 
-// A matrix of one head as this lane sees it, in memory or in shared memory (staging.cuh). A head spans
-// less than 2^31 bytes.
-template <class P, class S, bool kShared_ = false>
+// A matrix of one head in memory as this lane sees it. A head spans less than 2^31 bytes.
+template <class P, class S>
 struct HeadRows {
-  static constexpr bool kShared = kShared_;
+  static constexpr bool kShared = false;
   using Row = typename P::Row;
   char* data;  // column 4 t of the first row
   int stride;  // bytes
@@ -235,11 +234,6 @@ struct HeadRows {
         static_cast<const Element*>(start) + place.offset(strides, head) + threadIdx.x % 4 * 4));
   }
 
-  __device__ __forceinline__ HeadRows(unsigned char* start, int stride_, const LaneRows& rows_)
-      : data(reinterpret_cast<char*>(start) + threadIdx.x % 4 * sizeof(Row)),
-        stride(stride_),
-        rows(rows_) {}
-
   __device__ __forceinline__ Row* at(int row, int unit) const {
     return reinterpret_cast<Row*>(data + int64_t{row} * stride) + unit * 4;
   }
@@ -251,17 +245,13 @@ struct HeadRows {
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
       if constexpr (!S::kWhole) x[i] = Row{};
-      if constexpr (kShared)
-        x[i] = *at(rows.clamped(i), unit);
-      else if (inside(unit))
-        ptx::ld_row(x[i], at(rows.clamped(i), unit));
+      if (inside(unit)) ptx::ld_row(x[i], at(rows.clamped(i), unit));
     }
   }
   // Those of sums, times a factor for each row.
   template <class Factor>
   __device__ __forceinline__ void store(const typename P::Sum (&x)[S::kTiles][2], int unit,
                                         Factor&& factor) const {
-    if constexpr (kShared) __syncwarp();  // what is there now, other lanes may have read
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
       const auto& y = x[i / 2];
@@ -279,11 +269,10 @@ template <class P, class S>
 inline constexpr bool kHoldsRows = sizeof(typename P::Row) * S::kBlocks * S::kUnits <= 128;
 
 // Scores or the like of all rows: C = A B^T. As many rows are on their way at a time as registers hold;
-// what `meanwhile` asks for comes after the first of them. kUnroll: units whose loads may be early.
-template <int kUnroll, class P, class S, bool kShared, class Meanwhile>
-__device__ __forceinline__ void multiply_heads(Scores<S::kBlocks>& c,
-                                               const HeadRows<P, S, kShared>& a,
-                                               const HeadRows<P, S, kShared>& b,
+// what `meanwhile` asks for comes after the first of them. kUnroll: units whose loads may be early. Rows:
+// HeadRows or StagedRows.
+template <class P, class S, int kUnroll, class Rows, class Meanwhile>
+__device__ __forceinline__ void multiply_heads(Scores<S::kBlocks>& c, const Rows& a, const Rows& b,
                                                Meanwhile&& meanwhile) {
   constexpr int kBlocks = S::kBlocks, kLast = kBlocks - 1;
   constexpr bool kTogether = kHoldsRows<P, S>;

@@ -9,6 +9,11 @@
 
 namespace flashsci::sm80::small {
 
+// Matrices that a direction reads, and may have in shared memory.
+template <class Params>
+inline constexpr int kOperands =
+    std::is_same_v<Params, FlashsciBackwardParams> ? kOfBackward : kOfForward;
+
 // Whether rows begin at multiples of so many bytes.
 template <class P>
 bool aligned(int bytes, const void* data, const FlashsciStrides& strides) {
@@ -66,10 +71,28 @@ inline int staged_warps_of(int heads) {
   return 1;
 }
 
-// act(shape, whether rows go through shared memory, blocks, threads, bytes of that, plan). by_pieces:
-// rows of all matrices begin at multiples of 16 bytes; staged_warps: of a block, if they do.
-template <class P, int kMatrices, class Params, class Act>
-auto with_launch(const Params& p, int warps, int staged_warps, bool by_pieces, Act&& act) {
+// Bytes of rows that a block may have: a multiprocessor holds two blocks. Beside rows a block has 1 KiB
+// of the driver's and 1 KiB of sums; one more keeps rows and sums within 48 KiB, which need no leave,
+// where a multiprocessor has 100.
+template <class Params>
+int most_bytes(const Params& p) {
+  return p.shared_per_sm / 2 - 3072;
+}
+
+// Whether rows of all operands begin at multiples of 16 bytes.
+template <class P, class Params>
+bool by_pieces(const Params& p) {
+  bool all = aligned<P>(16, p.q, p.q_strides) && aligned<P>(16, p.k, p.k_strides) &&
+             aligned<P>(16, p.v, p.v_strides);
+  if constexpr (kOperands<Params> == kOfBackward)
+    all = all && aligned<P>(16, p.out, p.out_strides) && aligned<P>(16, p.dout, p.dout_strides);
+  return all;
+}
+
+// act(shape, whether rows go through shared memory, blocks, threads, bytes of those rows, plan). warps,
+// staged_warps: of a block, of direct kernels and of those of rows in shared memory.
+template <class P, class Params, class Act>
+auto with_launch(const Params& p, int warps, int staged_warps, Act&& act) {
   return with_shape(p, [&](auto shape) {
     using S = decltype(shape);
     const auto go = [&](auto staged, int of_block, int pieces, int bytes) {
@@ -77,29 +100,37 @@ auto with_launch(const Params& p, int warps, int staged_warps, bool by_pieces, A
       return act(shape, staged, (int64_t{plan.count} + of_block - 1) / of_block, of_block * 32,
                  bytes, plan);
     };
-    if constexpr (kStages<P, S>) {
-      using Staged = Stage<P, S, kMatrices>;
+    if constexpr (kStages<P, S, kOperands<Params>>) {
+      using Staged = Stage<P, S, kOperands<Params>>;
       const int bytes = staged_warps * Staged::head_bytes(std::max(p.seq_q, p.seq_k));
-      const bool heads_inside_rows = p.q_strides.head < p.q_strides.row;
-      if (by_pieces && heads_inside_rows && p.heads_q == p.heads_k && staged_warps > 1 &&
-          2 * (bytes + kSharedBeside) <= p.shared_per_sm)
+      const bool wanted = kRowBytes<P, S> == 128 || p.q_strides.head < p.q_strides.row;
+      if (wanted && staged_warps > 1 && p.heads_q == p.heads_k && by_pieces<P>(p) &&
+          bytes <= most_bytes(p))
         return go(std::true_type{}, staged_warps, staged_warps * Staged::kPieces, bytes);
     }
     return go(std::false_type{}, warps, 1, 0);
   });
 }
 
+// `launch` of a kernel whose shared memory depends on the call. What a kernel is allowed is said once:
+// as much as any call may ask for.
+template <auto kKernel, class Params, class... Arguments>
+cudaError_t launch_rows(int64_t blocks, int threads, int bytes, cudaStream_t stream,
+                        const Params& p, const Arguments&... arguments) {
+  const cudaError_t error = allow_shared<kKernel>(bytes > 0 ? most_bytes(p) : 0, p.device);
+  if (error != cudaSuccess) return error;
+  return launch<kKernel>(blocks, threads, bytes, p.device, stream, p, arguments...);
+}
+
 template <class P>
 cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
   if (!takes<P>(p) || !by_fours<P>(p.out, p.out_strides, p.head_dim_v))
     return cudaErrorNotSupported;
-  const bool by_pieces = aligned<P>(16, p.q, p.q_strides) && aligned<P>(16, p.k, p.k_strides) &&
-                         aligned<P>(16, p.v, p.v_strides) && aligned<P>(16, p.out, p.out_strides);
-  return with_launch<P, 3>(
-      p, warps_of(p.heads_q), staged_warps_of(p.heads_q), by_pieces,
+  return with_launch<P>(
+      p, warps_of(p.heads_q), staged_warps_of(p.heads_q),
       [&](auto shape, auto staged, int64_t blocks, int threads, int bytes, const HeadPlan& plan) {
-        return launch<small_forward_kernel<P, decltype(shape), decltype(staged)::value>>(
-            blocks, threads, bytes, p.device, stream, p, plan);
+        return launch_rows<small_forward_kernel<P, decltype(shape), decltype(staged)::value>>(
+            blocks, threads, bytes, stream, p, plan);
       });
 }
 
@@ -131,20 +162,12 @@ cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream
       !results(p.dq, p.dq_strides, p.head_dim) || !results(p.dk, p.dk_strides, p.head_dim) ||
       !results(p.dv, p.dv_strides, p.head_dim_v) || !has_dbias_form(p, dbias))
     return cudaErrorNotSupported;
-  const auto piece = [](const void* data, const FlashsciStrides& strides) {
-    return data == nullptr || aligned<P>(16, data, strides);
-  };
-  const bool by_pieces = piece(p.q, p.q_strides) && piece(p.k, p.k_strides) &&
-                         piece(p.v, p.v_strides) && piece(p.out, p.out_strides) &&
-                         piece(p.dout, p.dout_strides) && piece(p.dq, p.dq_strides) &&
-                         piece(p.dk, p.dk_strides) && piece(p.dv, p.dv_strides);
   const bool all = dbias == kDbiasOfHeads;
-  return with_launch<P, 5>(
+  return with_launch<P>(
       p, all ? p.heads_q : warps_of(p.heads_q), all ? p.heads_q : staged_warps_of(p.heads_q),
-      by_pieces,
       [&](auto shape, auto staged, int64_t blocks, int threads, int bytes, const HeadPlan& plan) {
-        return launch<small_backward_kernel<P, decltype(shape), decltype(staged)::value>>(
-            blocks, threads, bytes, p.device, stream, p, plan, dbias);
+        return launch_rows<small_backward_kernel<P, decltype(shape), decltype(staged)::value>>(
+            blocks, threads, bytes, stream, p, plan, dbias);
       });
 }
 
