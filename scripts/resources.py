@@ -93,8 +93,11 @@ TRIANGLE_COPY_SM90 = re.compile(
     r"triangle_forward_copy_bias_kernelILi([24])E"
 )  # bytes of an element
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
-# Short sequences: kernel; blocks of 8 rows, units of 16 columns, whether heads have just as many.
-SMALL = re.compile(r"5small\d+small_(forward|backward)_kernelI.*?ShapeILi(\d)ELi(\d)ELb([01])E")
+# Short sequences: kernel; blocks of 8 rows, units of 16 columns, whether heads have just as many; whether rows go through shared
+# memory.
+SMALL = re.compile(
+    r"5small\d+small_(forward|backward)_kernelI.*?ShapeILi(\d)ELi(\d)ELb([01])E+Lb([01])E"
+)
 # A bias whose heads lie side by side: kernel; head dim, tensors of which a CTA keeps its rows; in 16 bits pieces of sums.
 PAIR = re.compile(
     r"4pair(?:4half)?\d+(forward|backward|statistics)_kernel(?:I\w*?TilingI(?:\w*?16E)?Li(\d+)ELi(\d)E(?:Li(\d+)E)?)?"
@@ -258,7 +261,7 @@ class Kernel:
         if found := PAIR.search(self.name):
             return found[1]
         if found := SMALL.search(self.name):
-            return found[1] + ("" if found[4] == "1" else ", any columns")
+            return found[1] + ", any columns" * (found[4] == "0") + ", staged" * (found[5] == "1")
         if found := PAGED.search(self.name):
             narrow = found["kind"] == "paged" and found["bytes"] == "1"
             return str(found["format"]).lower() if narrow else str(found["kind"])
@@ -299,8 +302,13 @@ class Kernel:
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory for tiles: Q (twice up to D 128 on sm90, never on sm75), and `stages` of K and V."""
-        if self.tiling is None or SMALL.search(self.name):
+        if self.tiling is None:
             return 0
+        if found := SMALL.search(self.name):  # of two heads; of more where there is room
+            size = 4 if self.unit.endswith("fp32") else 2
+            matrices, units = 3 if found[1] == "forward" else 5, int(found[3]) | 1
+            of_head = (matrices * 8 * int(found[2]) * units | 1) * 16 * size
+            return 2 * of_head if found[5] == "1" else 0
         dim, rows, keys, warps, stages, _, _ = self.tiling
         if found := PAIR.search(
             self.name

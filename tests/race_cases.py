@@ -81,6 +81,7 @@ class Call:
     mask: str | None = None  # own, keys
     decoding: bool = False
     short: bool = False  # 32 queries and keys at most
+    inside: bool = False  # heads inside rows: in memory [B, S, H, D]
 
     def __str__(self) -> str:
         words = (
@@ -88,7 +89,11 @@ class Call:
             self.dtype,
             f"d{self.head_dim}",
             f"v{self.head_dim_v}",
-            *(n for n in ("packed", "causal", "softcap", "decoding", "short") if getattr(self, n)),
+            *(
+                n
+                for n in ("packed", "causal", "softcap", "decoding", "short", "inside")
+                if getattr(self, n)
+            ),
             f"bias_{self.bias}{'_fp32' * self.bias_fp32}" if self.bias else "",
             f"mask_{self.mask}" if self.mask else "",
         )
@@ -264,6 +269,10 @@ def shapes(call: Call, processors: int) -> Iterator[Shape]:
         yield Shape("three", 2 * processors, 3, 3, 19, 24, lower_right=True)
         yield Shape("four", processors, 8, 8, 32, 29)
         yield Shape("one", 1, 1, 1, 1, 32)
+        yield Shape("four, of three heads", processors, 3, 3, 27, 29)
+        # Heads that no blocks divide: their rows do not go through shared memory.
+        yield Shape("eleven heads", processors, 11, 11, 13, 16)
+        yield Shape("eleven heads, three blocks of rows", processors, 11, 11, 24, 21)
         return
     batch = -(-processors * 3 // 8)  # 1.5 heads a processor, of two tiles each at least
     yield Shape("many", batch, 4, 2, 200, 48)
@@ -413,6 +422,8 @@ def _small(instance: Instance) -> Iterator[Call]:
     if not instance.variant.startswith(("forward", "backward")):
         return
     call = Call("sm80", instance.dtype, dim, dim if whole else dim - 12, short=True)
+    if instance.variant.endswith("staged"):
+        call = replace(call, inside=True)
     yield call
     yield replace(call, causal=True, mask="keys")
     yield replace(call, bias="keys", bias_fp32=True)

@@ -28,11 +28,14 @@ from flashsci.testing.drawing import (
     resized,
     with_inner_heads,
     with_members,
+    with_neighbours,
 )
 
 Plan = tuple[
     list[Case] | list[PagedCase] | list[FP8Case], tuple[str, ...]
 ]  # cases, and the backends that are judged by them
+# Head dims whose rows are 64 and 128 bytes.
+WHOLE = {"float16": (32, 64), "bfloat16": (32, 64), "float32": (16, 32)}
 DTYPE_OF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -60,9 +63,11 @@ def plan_cases(
             and only in (None, v.dtype)
             and not (hopper and (v.dtype == "float32" or v.head_dim % 8 or v.head_dim_v % 8))
         ]
-        if pairs or small:
-            nearest = paired if pairs else shortened
-            served = [nearest(v) for v in served if not v.varlen]
+        if pairs:
+            served = [paired(v) for v in served if not v.varlen]
+        elif small:
+            dense = (v for v in served if not v.varlen)
+            served = [shortened(v, whole=i % 2 == 0) for i, v in enumerate(dense)]
         pool = list(dict.fromkeys(served))[: 256 if many else 64]
     if device != "cuda":
         return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
@@ -89,6 +94,9 @@ def plan_cases(
     limits = [1 << (most if i % 16 == 0 else most - 2) for i in range(len(families))]
     n = len(families)
     cases = [resized(choices, families[i % n], limits[i % n]) for i in range(count)]
+    if small:  # in every other round
+        chosen = lambda i, x: i // n % 2 == 0 and is_whole(x)  # noqa: E731
+        return [with_neighbours(choices, x) if chosen(i, x) else x for i, x in enumerate(cases)]
     if not pairs:
         return cases
     return [case if i % 4 == 0 else _whole_rows(case) for i, case in enumerate(cases)]
@@ -139,10 +147,19 @@ def paired(variant: Variant) -> Variant:
     )  # fmt: skip
 
 
-def shortened(variant: Variant) -> Variant:
-    """The nearest variant that csrc/sm80/small serves, where sequences are short."""
+def shortened(variant: Variant, whole: bool) -> Variant:
+    """The nearest variant that csrc/sm80/small serves, where sequences are short. whole: rows of 64 or 128 bytes."""
     dims = [min(-(-d // 4) * 4, 64) for d in (variant.head_dim, variant.head_dim_v)]
+    if whole:
+        short, long = WHOLE[variant.dtype]
+        dims = [short if max(dims) <= short else long] * 2
     return replace(variant, head_dim=dims[0], head_dim_v=dims[1], softcap=False, sink=None)
+
+
+def is_whole(case: Case) -> bool:
+    """Whether csrc/sm80/small may have rows of a case in shared memory, by their size."""
+    longest = max(case.seq_q, case.seq_k)
+    return case.variant.head_dim in WHOLE[case.variant.dtype] and longest <= SHORT_LENGTHS[-1]
 
 
 def paged_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:

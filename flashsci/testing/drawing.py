@@ -333,6 +333,20 @@ def with_inner_heads(choices: Choices, case: Case) -> Case:
     )
 
 
+def with_neighbours(choices: Choices, case: Case) -> Case:
+    """Several heads of queries, each with keys of its own: neighbours that kernels may read together."""
+    if case.rank == 2 or case.variant.varlen:
+        return case
+    scores, keys = case.score_shape, case.key_shape
+    case = replace(case, heads_k=choices.one_of((2, 3, 4, 5, 6, 8, 12)), group=1)
+    return replace(
+        case,
+        bias_shape=_spread(case.bias_shape, scores, case.score_shape),
+        weight_shape=_spread(case.weight_shape, keys, case.key_shape),
+        mask_shape=_spread(case.mask_shape, scores, case.score_shape),
+    )
+
+
 def _draw_packed(choices: Choices, case: Case, lengths: Sequence[int], score_limit: int) -> Case:
     count = choices.integer(1, 6)
     lens_q = tuple(choices.one_of(lengths) for _ in range(count))

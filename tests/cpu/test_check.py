@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -260,6 +261,22 @@ def test_cases_of_cuda_units_are_served():
     assert not any(c.variant.varlen and c.variant.bias for c in cases)
     for dtype in ("float16", "bfloat16", "float32"):
         assert sum(c.variant.dtype == dtype for c in cases) > 200
+
+
+@pytest.mark.parametrize("dtype", ("bf16", "fp32"))
+def test_cases_of_short_sequences_have_rows_that_go_through_shared_memory(dtype):
+    """Of 64 and 128 bytes, of several heads with keys of their own, before rows and inside them: a sixth of all at least."""
+    cases = check.plan_cases(2000, 0, "cuda", f"cuda/sm80/small_{dtype}", many=True)
+    seen = Counter()
+    for case in cases:
+        variant = case.variant
+        dims, lengths = (variant.head_dim, variant.head_dim_v), (case.seq_q, case.seq_k)
+        whole = [size for size, dim in zip((64, 128), planning.WHOLE[variant.dtype], strict=True) if dims == (dim, dim)]  # fmt: skip
+        if whole and case.group == 1 and case.heads_k in (2, 3, 4, 5, 6, 8, 12) and min(lengths) > 0 and max(lengths) <= 32:  # fmt: skip
+            seen[whole[0], case.layout] += 1
+    for layout in ("bhsd", "bshd", "joint"):
+        assert min(seen[64, layout], seen[128, layout]) >= 10, seen
+    assert sum(seen.values()) > len(cases) / 6
 
 
 def test_large_traps_run_beside_and_wait_for_memory(monkeypatch):

@@ -106,12 +106,17 @@ def describe(inputs: PagedInputs, device: int) -> tuple[Params | Params8, dict[s
     return Params8(params, _pointer(k_scale), _pointer(v_scale), *strides, e5m2), results
 
 
+def device_of(processors: int, seed: int) -> int:
+    """Launchers ask a device once for its multiprocessors and allow a kernel its shared memory once: each number of them is a
+    device, with each of the three rooms of paged.cpp."""
+    return 3 * processors + seed % 3
+
+
 def run(
     kernels: Kernels, inputs: PagedInputs, seed: int = 0, processors: int = 3
 ) -> dict[str, torch.Tensor] | None:
     """out and lse; None where the kernels leave the call to others. Nothing is written behind the workspace."""
-    # Launchers ask a device once for its multiprocessors: each number of them is a device.
-    params, results = describe(inputs, processors)
+    params, results = describe(inputs, device_of(processors, seed))
     library = kernels.of(inputs)
     size = library.workspace(c.byref(params), processors)
     workspace = torch.full((size + 256,), 255, dtype=torch.uint8)  # NaN, and garbage in integers
@@ -303,7 +308,7 @@ def test_no_sequence(kernel, cache):
 def test_no_lse_is_asked_for(kernel, cache):
     inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16", cache), 1, (1, 20), (600, 30), 2, 2))  # fmt: skip
     wanted = run(kernel, inputs)
-    params, found = describe(inputs, 3)
+    params, found = describe(inputs, device_of(3, 1))
     library = kernel.of(inputs)
     workspace = torch.empty(library.workspace(c.byref(params), 3), dtype=torch.uint8)
     call_of(params).workspace, call_of(params).lse = workspace.data_ptr(), None
@@ -323,7 +328,7 @@ def test_no_lse_is_asked_for(kernel, cache):
 def test_what_they_leave_to_others(kernel, changes, cache):
     """Before anything is launched, and without a workspace where sizes are the reason. No size overflows on the way."""
     inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16", cache), 1, (1, 20), (600, 30), 2, 2))  # fmt: skip
-    params, results = describe(inputs, 3)
+    params, results = describe(inputs, device_of(3, 1))
     for name, value in changes.items():
         setattr(call_of(params), name, value)
     library = kernel.of(inputs)

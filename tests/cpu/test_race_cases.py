@@ -108,6 +108,30 @@ def test_instances_are_known_by_the_names_that_profilers_show(name):
     assert found in races.instances()
 
 
+@pytest.mark.parametrize(
+    "kernel, blocks, units, staged, variant, shared",
+    (
+        ("forward", 3, 4, "true", "forward, staged", 2 * (3 * 24 * 160 + 32)),
+        ("backward", 4, 2, "true", "backward, staged", 2 * (5 * 32 * 96 + 32)),
+        ("backward", 4, 2, "false", "backward", 0),
+    ),
+)
+def test_kernels_of_rows_in_shared_memory_are_told_from_others(
+    kernel, blocks, units, staged, variant, shared
+):
+    name = (
+        f"void flashsci::sm80::small::small_{kernel}_kernel<flashsci::sm80::small::Products16<flashsci::BFloat16>, "
+        f"flashsci::sm80::small::Shape<{blocks}, {units}, true>, {staged}>(Flashsci{kernel.title()}Params, flashsci::sm80::small::HeadPlan)"
+    )
+    rows = 8 * blocks
+    (found,) = races.launched([name], "bfloat16")
+    assert found == Instance("sm80", "small", "bfloat16", 16 * units, f"{rows} x {rows}", variant)
+    calls = races.calls_of(found)
+    assert all(call.inside == (staged == "true") for call in calls)
+    symbol = races.symbol_of(name)
+    assert races.resources().Kernel("sm80/small_bf16", 90, symbol, 0, 0, 0, 0).shared == shared
+
+
 def _symbols() -> list[str]:
     """Of the kernels in the built library, for sm_90 and Turing."""
     triton = pytest.importorskip("triton")

@@ -109,10 +109,10 @@ def draw(call: Call, shape: Shape) -> Inputs:
         return starts.to(torch.int32) if call.packed else None
 
     def rows(heads: int, seq: int, dim: int) -> Tensor:
-        if call.bias != "inner" or call.dtype == "float32":
-            return rand(*sizes(heads, seq, dim))
-        # In 16 bits the kernels of such a bias want heads inside rows, too.
-        return rand(shape.batch, seq, heads, dim).transpose(1, 2)
+        # In 16 bits the kernels of a bias with inner heads want heads inside rows, too.
+        if call.inside or (call.bias == "inner" and call.dtype != "float32"):
+            return rand(shape.batch, seq, heads, dim).transpose(1, 2)
+        return rand(*sizes(heads, seq, dim))
 
     return Inputs(
         q=rows(shape.heads, shape.seq_q, call.head_dim),

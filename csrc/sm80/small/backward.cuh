@@ -4,11 +4,12 @@
 //           dS = P (dO V^T - delta), dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K; dbias = dS
 // Roles     warps of a block have neighbouring heads; where heads share a bias of keys, a block has
 //           all heads of a batch member, and its warps' sums are added up in their order
-// Shared    those sums
+// Shared    those sums; kStaged: all operands (staging.cuh)
 // Pipeline  none: other warps compute while one waits for its rows
 // Limits    memory; in fp32 three products of parts take half as long
 #pragma once
 #include "scores.cuh"
+#include "staging.cuh"
 
 namespace flashsci::sm80::small {
 
@@ -31,11 +32,11 @@ struct QueryStatistics {
   float delta[kBlocks][2];
 };
 
-template <class P, class S>
+template <class P, class S, class Rows>
 __device__ __forceinline__ void load_statistics(QueryStatistics<S::kBlocks>& of,
                                                 const FlashsciBackwardParams& p, const Head& place,
-                                                const LaneRows& queries, const HeadRows<P, S>& dout,
-                                                const HeadRows<P, S>& out) {
+                                                const LaneRows& queries, const Rows& dout,
+                                                const Rows& out) {
   float delta[S::kBlocks] = {}, lse[S::kBlocks];  // of row g of each block
 #pragma unroll(kUnroll<P, S>)
   for (int u = 0; u < S::kUnits; ++u) {
@@ -76,28 +77,26 @@ __device__ __forceinline__ void store_dbias(const FlashsciBackwardParams& p, con
 }
 
 // All gradients of a head. What the bias of keys 8 i + g gets goes to `sums`, this lane's part.
-template <class P, class S>
+// rows_of(matrix, tensor, strides, rows, columns): HeadRows or StagedRows.
+template <class P, class S, class RowsOf>
 __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, int dbias,
-                                              const Head& place, float (&sums)[S::kBlocks]) {
+                                              const Head& place, float (&sums)[S::kBlocks],
+                                              RowsOf&& rows_of) {
   constexpr int kBlocks = S::kBlocks;
   const LaneRows queries(p.seq_q), keys(p.seq_k);
-  const auto matrix = [&](auto* data, const FlashsciStrides& strides, const LaneRows& rows,
-                          int columns) {
-    return HeadRows<P, S>(data, strides, place, place.head, rows, columns);
-  };
-  const HeadRows<P, S> q = matrix(p.q, p.q_strides, queries, p.head_dim);
-  const HeadRows<P, S> k = matrix(p.k, p.k_strides, keys, p.head_dim);
-  const HeadRows<P, S> v = matrix(p.v, p.v_strides, keys, p.head_dim_v);
-  const HeadRows<P, S> dout = matrix(p.dout, p.dout_strides, queries, p.head_dim_v);
+  const auto q = rows_of(kQ, p.q, p.q_strides, queries, p.head_dim);
+  const auto k = rows_of(kK, p.k, p.k_strides, keys, p.head_dim);
+  const auto v = rows_of(kV, p.v, p.v_strides, keys, p.head_dim_v);
+  const auto dout = rows_of(kDout, p.dout, p.dout_strides, queries, p.head_dim_v);
 
   Scores<kBlocks> s, ds;
   {
     QueryStatistics<kBlocks> of;
-    load_statistics(of, p, place, queries, dout,
-                    matrix(p.out, p.out_strides, queries, p.head_dim_v));
+    load_statistics<P, S>(of, p, place, queries, dout,
+                          rows_of(kOut, p.out, p.out_strides, queries, p.head_dim_v));
     const auto nothing = [] {};
-    multiply_heads<kUnroll<P, S>>(s, k, q, nothing);
-    multiply_heads<kUnroll<P, S>>(ds, v, dout, nothing);
+    multiply_heads<P, S, kUnroll<P, S>>(s, k, q, nothing);
+    multiply_heads<P, S, kUnroll<P, S>>(ds, v, dout, nothing);
     finish_scores<P, true>(s, p, place);
 #pragma unroll
     for (int i = 0; i < kBlocks * kBlocks * 2; ++i) {
@@ -119,11 +118,11 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
   }
 
   // C = A B, times a factor, where it is wanted.
-  const auto multiply = [&](const auto& left, const HeadRows<P, S>& b, void* data,
+  const auto multiply = [&](const auto& left, const auto& b, void* data,
                             const FlashsciStrides& strides, const LaneRows& rows, int columns,
                             float factor) {
     if (data == nullptr) return;
-    const HeadRows<P, S> result = matrix(data, strides, rows, columns);
+    const HeadRows<P, S> result(data, strides, place, place.head, rows, columns);
 #pragma unroll(kUnroll<P, S>)
     for (int u = 0; u < S::kUnits; ++u) {
       typename P::Row x[kBlocks];
@@ -141,16 +140,36 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
   multiply(left, k, p.dq, p.dq_strides, queries, p.head_dim, p.scale);
 }
 
-template <class P, class S>
+template <class P, class S, bool kStaged>
 __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits))
     small_backward_kernel(const __grid_constant__ FlashsciBackwardParams p,
                           const __grid_constant__ HeadPlan plan, int dbias) {
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const uint32_t index = blockIdx.x * warps + warp;
-  if (index >= plan.count) return;  // not where warps meet: blocks have whole batch members then
-  const Head place(plan, index);
+  const uint32_t first = blockIdx.x * warps;
+  if (!kStaged && first + warp >= plan.count)
+    return;  // not where warps meet: of whole batch members
+  const Head first_head(plan, kStaged ? first : first + warp);
+  const Head place = kStaged ? first_head.next(warp) : first_head;
   float sums[S::kBlocks];
-  differentiate<P, S>(p, dbias, place, sums);
+  if constexpr (kStaged) {
+    const Stage<P, S, kOfBackward> stage(plan, first_head, max(p.seq_q, p.seq_k));
+    stage.fetch(kDout, p.dout, p.dout_strides, p.seq_q);
+    stage.fetch(kOut, p.out, p.out_strides, p.seq_q);
+    stage.fetch(kK, p.k, p.k_strides, p.seq_k);
+    stage.fetch(kQ, p.q, p.q_strides, p.seq_q);
+    stage.fetch(kV, p.v, p.v_strides, p.seq_k);
+    ptx::cp_async_commit();
+    stage.template wait<0>();
+    differentiate<P, S>(p, dbias, place, sums,
+                        [&](Matrix matrix, const void*, const FlashsciStrides&,
+                            const LaneRows& rows, int) { return stage.rows_of(matrix, rows); });
+  } else {
+    differentiate<P, S>(p, dbias, place, sums,
+                        [&](Matrix, const void* tensor, const FlashsciStrides& strides,
+                            const LaneRows& rows, int columns) {
+                          return HeadRows<P, S>(tensor, strides, place, place.head, rows, columns);
+                        });
+  }
   if (dbias != kDbiasOfKeys && dbias != kDbiasOfHeads) return;
   __shared__ float sums_of_warps[kMostWarps][kMostRows];
 #pragma unroll

@@ -28,13 +28,15 @@ struct Divisor {
 struct HeadPlan {
   uint32_t count;
   Divisor heads, batch1, group;  // group: query heads of a key head
+  Divisor pieces;                // of 16 bytes, of a row of a block's heads (staging.cuh)
 
   template <class Params>
-  explicit HeadPlan(const Params& p)
+  HeadPlan(const Params& p, int pieces_)
       : count(static_cast<uint32_t>(p.batch0 * p.batch1 * p.heads_q)),
         heads(p.heads_q),
         batch1(static_cast<uint32_t>(p.batch1)),
-        group(p.heads_q / p.heads_k) {}
+        group(p.heads_q / p.heads_k),
+        pieces(pieces_) {}
 };
 
 struct Head {
@@ -46,6 +48,12 @@ struct Head {
     batch0 = plan.batch1.divide(batch);
     batch1 = batch - batch0 * plan.batch1.divisor;
     head_k = plan.group.divide(head);
+  }
+  // Another of the same batch member, where keys have as many heads.
+  __device__ __forceinline__ Head next(uint32_t by) const {
+    Head other = *this;
+    other.index += by, other.head += by, other.head_k += by;
+    return other;
   }
   // Elements from the start of a tensor; Strides: of rows or of pairs.
   template <class Strides>

@@ -2,28 +2,27 @@
 //
 // Maths     S = scale Q K^T (+ bias, masked), P = exp(S - max), O = P V / sum; lse = max + log(sum)
 // Roles     warps of a block have neighbouring heads and know nothing of each other
-// Shared    none: operands go from memory to registers as products want them (fragments.cuh)
-// Pipeline  none: other warps compute while one waits for its rows
+// Shared    none: operands go from memory to registers as products want them (fragments.cuh); kStaged:
+//           by way of shared memory (staging.cuh)
+// Pipeline  none: other warps compute while one waits for its rows; kStaged: V comes after Q and K
 // Limits    memory
 #pragma once
 #include "scores.cuh"
+#include "staging.cuh"
 
 namespace flashsci::sm80::small {
 
-template <class P, class S>
-__device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Head& place) {
+// Rows: HeadRows or StagedRows. wait(): until V is there.
+template <class P, class S, class Rows, class Wait>
+__device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Head& place,
+                                       const LaneRows& queries, const Rows& q, const Rows& k,
+                                       const Rows& v, const HeadRows<P, S>& out, Wait&& wait) {
   constexpr int kBlocks = S::kBlocks;
-  const LaneRows queries(p.seq_q), keys(p.seq_k);
-  const HeadRows<P, S> q(p.q, p.q_strides, place, place.head, queries, p.head_dim);
-  const HeadRows<P, S> k(p.k, p.k_strides, place, place.head_k, keys, p.head_dim);
-  const HeadRows<P, S> v(p.v, p.v_strides, place, place.head_k, keys, p.head_dim_v);
-  const HeadRows<P, S> out(p.out, p.out_strides, place, place.head, queries, p.head_dim_v);
-
   Scores<kBlocks> s;
-  // What registers hold of V is on its way while scores are computed.
-  constexpr int kEarly = kHoldsRows<P, S> ? S::kUnits : 1;
-  typename P::Row values[kEarly][kBlocks];
-  multiply_heads<S::kUnits>(s, q, k, [&] {
+  // What registers hold of V is on its way from memory while scores are computed.
+  constexpr int kEarly = Rows::kShared ? 0 : kHoldsRows<P, S> ? S::kUnits : 1;
+  typename P::Row values[kEarly > 0 ? kEarly : 1][kBlocks];
+  multiply_heads<P, S, S::kUnits>(s, q, k, [&] {
 #pragma unroll
     for (int u = 0; u < kEarly; ++u) v.load(values[u], u);
   });
@@ -50,6 +49,7 @@ __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Hea
   }
 
   const typename P::template Left<kBlocks> probabilities(s);
+  wait();
 #pragma unroll
   for (int u = 0; u < S::kUnits; ++u) {
     if (u >= kEarly) v.load(values[0], u);
@@ -59,12 +59,34 @@ __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Hea
   }
 }
 
-template <class P, class S>
+template <class P, class S, bool kStaged>
 __global__ void __launch_bounds__(P::forward_threads(S::kBlocks, S::kUnits))
     small_forward_kernel(const __grid_constant__ FlashsciForwardParams p,
                          const __grid_constant__ HeadPlan plan) {
-  const uint32_t index = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-  if (index < plan.count) attend<P, S>(p, Head(plan, index));
+  const uint32_t warp = threadIdx.x / 32, first = blockIdx.x * (blockDim.x / 32);
+  if (!kStaged && first + warp >= plan.count) return;
+  const Head first_head(plan, kStaged ? first : first + warp);
+  const Head place = kStaged ? first_head.next(warp) : first_head;
+  const LaneRows queries(p.seq_q), keys(p.seq_k);
+  using Rows = HeadRows<P, S>;
+  if constexpr (kStaged) {
+    const Stage<P, S, kOfForward> stage(plan, first_head, max(p.seq_q, p.seq_k));
+    stage.fetch(kQ, p.q, p.q_strides, p.seq_q);
+    stage.fetch(kK, p.k, p.k_strides, p.seq_k);
+    ptx::cp_async_commit();
+    stage.fetch(kV, p.v, p.v_strides, p.seq_k);
+    ptx::cp_async_commit();
+    stage.template wait<1>();
+    attend<P, S>(p, place, queries, stage.rows_of(kQ, queries), stage.rows_of(kK, keys),
+                 stage.rows_of(kV, keys),
+                 Rows(p.out, p.out_strides, place, place.head, queries, p.head_dim_v),
+                 [&] { stage.template wait<0>(); });
+  } else {
+    attend<P, S>(p, place, queries, Rows(p.q, p.q_strides, place, place.head, queries, p.head_dim),
+                 Rows(p.k, p.k_strides, place, place.head_k, keys, p.head_dim),
+                 Rows(p.v, p.v_strides, place, place.head_k, keys, p.head_dim_v),
+                 Rows(p.out, p.out_strides, place, place.head, queries, p.head_dim_v), [] {});
+  }
 }
 
 }  // namespace flashsci::sm80::small

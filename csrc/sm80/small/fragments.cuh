@@ -212,9 +212,10 @@ struct LaneRows {
   __device__ __forceinline__ bool has(int i) const { return first + i * 8 < count; }
 };
 
-// A matrix of one head as this lane sees it. A head spans less than 2^31 bytes.
+// A matrix of one head in memory as this lane sees it. A head spans less than 2^31 bytes.
 template <class P, class S>
 struct HeadRows {
+  static constexpr bool kShared = false;
   using Row = typename P::Row;
   char* data;  // column 4 t of the first row
   int stride;  // bytes
@@ -268,10 +269,11 @@ template <class P, class S>
 inline constexpr bool kHoldsRows = sizeof(typename P::Row) * S::kBlocks * S::kUnits <= 128;
 
 // Scores or the like of all rows: C = A B^T. As many rows are on their way at a time as registers hold;
-// what `meanwhile` asks for comes after the first of them. kUnroll: units whose loads may be early.
-template <int kUnroll, class P, class S, class Meanwhile>
-__device__ __forceinline__ void multiply_heads(Scores<S::kBlocks>& c, const HeadRows<P, S>& a,
-                                               const HeadRows<P, S>& b, Meanwhile&& meanwhile) {
+// what `meanwhile` asks for comes after the first of them. kUnroll: units whose loads may be early. Rows:
+// HeadRows or StagedRows.
+template <class P, class S, int kUnroll, class Rows, class Meanwhile>
+__device__ __forceinline__ void multiply_heads(Scores<S::kBlocks>& c, const Rows& a, const Rows& b,
+                                               Meanwhile&& meanwhile) {
   constexpr int kBlocks = S::kBlocks, kLast = kBlocks - 1;
   constexpr bool kTogether = kHoldsRows<P, S>;
   constexpr int kUnits = kTogether ? S::kUnits : 1;

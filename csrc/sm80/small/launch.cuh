@@ -9,13 +9,24 @@
 
 namespace flashsci::sm80::small {
 
+// Matrices that a direction reads, and may have in shared memory.
+template <class Params>
+inline constexpr int kOperands =
+    std::is_same_v<Params, FlashsciBackwardParams> ? kOfBackward : kOfForward;
+
+// Whether rows begin at multiples of so many bytes.
+template <class P>
+bool aligned(int bytes, const void* data, const FlashsciStrides& strides) {
+  const int64_t all = strides.batch0 | strides.batch1 | strides.head | strides.row;
+  return all * static_cast<int64_t>(sizeof(typename P::Element)) % bytes == 0 &&
+         reinterpret_cast<uintptr_t>(data) % bytes == 0;
+}
+
 // Rows that lanes load and store four columns at a time.
 template <class P>
 bool by_fours(const void* data, const FlashsciStrides& strides, int columns) {
-  constexpr int64_t kBytes = sizeof(typename P::Row), kElement = sizeof(typename P::Element);
-  const int64_t all = strides.batch0 | strides.batch1 | strides.head | strides.row;
-  return columns % 4 == 0 && all * kElement % kBytes == 0 &&
-         reinterpret_cast<uintptr_t>(data) % kBytes == 0 &&
+  constexpr int64_t kElement = sizeof(typename P::Element);
+  return columns % 4 == 0 && aligned<P>(sizeof(typename P::Row), data, strides) &&
          std::abs(strides.row) * kElement <= INT32_MAX / kMostRows;
 }
 
@@ -53,16 +64,74 @@ inline int warps_of(int heads) {
   return heads % 4 != 0 && heads > 2 && heads < kMostWarps ? heads : 4;
 }
 
+// The same where rows go through shared memory: a part of the heads of a batch member.
+inline int staged_warps_of(int heads) {
+  for (const int warps : {4, 6, 5, 7, 3, 2})
+    if (heads % warps == 0) return warps;
+  return 1;
+}
+
+// Bytes of rows that a block may have: a multiprocessor holds two blocks. Beside rows a block has 1 KiB
+// of the driver's and 1 KiB of sums; one more keeps rows and sums within 48 KiB, which need no leave,
+// where a multiprocessor has 100.
+template <class Params>
+int most_bytes(const Params& p) {
+  return p.shared_per_sm / 2 - 3072;
+}
+
+// Whether rows of all operands begin at multiples of 16 bytes.
+template <class P, class Params>
+bool by_pieces(const Params& p) {
+  bool all = aligned<P>(16, p.q, p.q_strides) && aligned<P>(16, p.k, p.k_strides) &&
+             aligned<P>(16, p.v, p.v_strides);
+  if constexpr (kOperands<Params> == kOfBackward)
+    all = all && aligned<P>(16, p.out, p.out_strides) && aligned<P>(16, p.dout, p.dout_strides);
+  return all;
+}
+
+// act(shape, whether rows go through shared memory, blocks, threads, bytes of those rows, plan). warps,
+// staged_warps: of a block, of direct kernels and of those of rows in shared memory.
+template <class P, class Params, class Act>
+auto with_launch(const Params& p, int warps, int staged_warps, Act&& act) {
+  return with_shape(p, [&](auto shape) {
+    using S = decltype(shape);
+    const auto go = [&](auto staged, int of_block, int pieces, int bytes) {
+      const HeadPlan plan(p, pieces);
+      return act(shape, staged, (int64_t{plan.count} + of_block - 1) / of_block, of_block * 32,
+                 bytes, plan);
+    };
+    if constexpr (kStages<P, S, kOperands<Params>>) {
+      using Staged = Stage<P, S, kOperands<Params>>;
+      const int bytes = staged_warps * Staged::head_bytes(std::max(p.seq_q, p.seq_k));
+      const bool wanted = kRowBytes<P, S> == 128 || p.q_strides.head < p.q_strides.row;
+      if (wanted && staged_warps > 1 && p.heads_q == p.heads_k && by_pieces<P>(p) &&
+          bytes <= most_bytes(p))
+        return go(std::true_type{}, staged_warps, staged_warps * Staged::kPieces, bytes);
+    }
+    return go(std::false_type{}, warps, 1, 0);
+  });
+}
+
+// `launch` of a kernel whose shared memory depends on the call. What a kernel is allowed is said once:
+// as much as any call may ask for.
+template <auto kKernel, class Params, class... Arguments>
+cudaError_t launch_rows(int64_t blocks, int threads, int bytes, cudaStream_t stream,
+                        const Params& p, const Arguments&... arguments) {
+  const cudaError_t error = allow_shared<kKernel>(bytes > 0 ? most_bytes(p) : 0, p.device);
+  if (error != cudaSuccess) return error;
+  return launch<kKernel>(blocks, threads, bytes, p.device, stream, p, arguments...);
+}
+
 template <class P>
 cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
   if (!takes<P>(p) || !by_fours<P>(p.out, p.out_strides, p.head_dim_v))
     return cudaErrorNotSupported;
-  const HeadPlan plan(p);
-  const int warps = warps_of(p.heads_q);
-  return with_shape(p, [&](auto shape) {
-    return launch<small_forward_kernel<P, decltype(shape)>>(
-        (int64_t{plan.count} + warps - 1) / warps, warps * 32, 0, p.device, stream, p, plan);
-  });
+  return with_launch<P>(
+      p, warps_of(p.heads_q), staged_warps_of(p.heads_q),
+      [&](auto shape, auto staged, int64_t blocks, int threads, int bytes, const HeadPlan& plan) {
+        return launch_rows<small_forward_kernel<P, decltype(shape), decltype(staged)::value>>(
+            blocks, threads, bytes, stream, p, plan);
+      });
 }
 
 // Whether every batch member has a gradient of its own, and what it is.
@@ -93,12 +162,13 @@ cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream
       !results(p.dq, p.dq_strides, p.head_dim) || !results(p.dk, p.dk_strides, p.head_dim) ||
       !results(p.dv, p.dv_strides, p.head_dim_v) || !has_dbias_form(p, dbias))
     return cudaErrorNotSupported;
-  const HeadPlan plan(p);
-  const int warps = dbias == kDbiasOfHeads ? p.heads_q : warps_of(p.heads_q);
-  return with_shape(p, [&](auto shape) {
-    return launch<small_backward_kernel<P, decltype(shape)>>(
-        (int64_t{plan.count} + warps - 1) / warps, warps * 32, 0, p.device, stream, p, plan, dbias);
-  });
+  const bool all = dbias == kDbiasOfHeads;
+  return with_launch<P>(
+      p, all ? p.heads_q : warps_of(p.heads_q), all ? p.heads_q : staged_warps_of(p.heads_q),
+      [&](auto shape, auto staged, int64_t blocks, int threads, int bytes, const HeadPlan& plan) {
+        return launch_rows<small_backward_kernel<P, decltype(shape), decltype(staged)::value>>(
+            blocks, threads, bytes, stream, p, plan, dbias);
+      });
 }
 
 }  // namespace flashsci::sm80::small

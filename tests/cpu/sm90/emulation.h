@@ -179,7 +179,11 @@ namespace emulation {
 inline int processors = 1;  // multiprocessors of the device
 }
 template <class... T>
-cudaError_t cudaFuncSetAttribute(void (*)(T...), cudaFuncAttribute, int) {
+cudaError_t cudaFuncSetAttribute(void (*kernel)(T...), cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+  if (value > emulation::shared_room) return cudaErrorInvalidValue;
+  int& allowed = emulation::allowed_shared[reinterpret_cast<void (*)()>(kernel)];
+  allowed = std::max(allowed, value);  // of several devices
   return cudaSuccess;
 }
 

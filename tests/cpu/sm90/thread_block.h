@@ -81,7 +81,10 @@ struct Barrier {
 // Shared memory begins at kBase of these addresses: a kernel may count on 16 bytes of alignment.
 inline constexpr uint32_t kBase = 0x410;
 inline constexpr int kSharedBytes = 227 * 1024;
-inline int shared_room = kSharedBytes;  // of a block on the device
+inline int shared_room = kSharedBytes;            // of a block on the device
+inline constexpr int kSharedOfAll = 48 * 1024;    // of a kernel that is allowed no more
+inline std::map<void (*)(), int> allowed_shared;  // what cudaFuncSetAttribute has allowed others
+inline int launched_shared = 0;                   // bytes of the last launch
 alignas(1024) inline unsigned char address_space[kBase + kSharedBytes];
 
 struct Block {
@@ -216,6 +219,10 @@ template <class Kernel, class... Arguments>
 void launch(Kernel kernel, dim3 grid, dim3 threads, int shared_bytes,
             const Arguments&... arguments) {
   if (shared_bytes > shared_room) throw Failure{"too much shared memory"};
+  const auto allowed = allowed_shared.find(reinterpret_cast<void (*)()>(kernel));
+  if (shared_bytes > (allowed == allowed_shared.end() ? kSharedOfAll : allowed->second))
+    throw Failure{"more shared memory than the kernel is allowed"};
+  launched_shared = shared_bytes;
   if (threads.x % 32 != 0) throw Failure{"a part of a warp"};
   gridDim = grid, blockDim = threads;
   body = [&] { kernel(arguments...); };
