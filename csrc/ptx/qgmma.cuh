@@ -4,11 +4,14 @@
 // 1), column 16 (i >> 1) + 4 t + e. accumulate 0: d is overwritten. There are no transposed operands
 // of 8 bits: both have their sum innermost. Sums keep about 14 bits, cut off.
 //
-// Qgmma<N>::ss and ::rs for the widths in use: keys of a block, and 64 columns of V.
+// Qgmma<N>::ss and ::rs for the widths in use: keys of a block, and 64 columns of V, or 8 more.
 #pragma once
 #include <cstdint>
 
 #include "wgmma_widths.cuh"
+
+#define FLASHSCI_D36 FLASHSCI_D32, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+#define FLASHSCI_NAMES36 FLASHSCI_NAMES32 ", %32, %33, %34, %35"
 
 // One width: `count` accumulators, and i0 ..., the names of the operands after them.
 // clang-format off
@@ -42,6 +45,7 @@ namespace flashsci::ptx {
 template <int kN>
 struct Qgmma;
 FLASHSCI_QGMMA_WIDTH(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
+FLASHSCI_QGMMA_WIDTH(72, 36, "%36", "%37", "%38", "%39", "%40", "%41")
 FLASHSCI_QGMMA_WIDTH(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 
 // Descriptor of a K-major operand whose rows have kRowBytes, the span of its swizzle, in tiles that

@@ -294,6 +294,7 @@ class Judge:
             for n, x in self.truth.items()
         }
         cells = {n: torch.zeros_like(x) for n, x in self.truth.items()}
+        shift: dict[str, Any] = {}  # what roundings that are computed rescale, times <truth, truth>
         self.loose: dict[str, Tensor] = {}
         large = False
         # Fused kernels multiply fp32 in parts of TF32 (the last of which is truncated): 3xTF32.
@@ -316,6 +317,9 @@ class Judge:
                 if name in formula.loose:
                     sums = self.loose.setdefault(name, torch.zeros_like(self.truth[name]))
                     _into(name, block.slot(name, sums), formula.loose[name].detach())
+                if name in formula.shift:
+                    along_truth = formula.shift[name] * block.slot(name, directions[name][0])
+                    shift[name] = shift.get(name, 0.0) + along_truth.flatten(1).sum(1)
                 variances[name] += formula.variances(
                     name, torch.stack([block.slot(name, x) for x in directions[name]])
                 )
@@ -337,21 +341,24 @@ class Judge:
             sums = internal * fine[name]
             cell = unit * (cells[name] + least * (finite(truth).abs() < least))
             # One wait for the device, not one for each number.
-            largest, square, along, across, sum_gain, fine_norm, sum_norm, difference = _numbers(
-                size.max() if size.numel() else size.sum(),
-                finite(truth).square().sum(),
-                variances[name][0].sqrt(),
-                variances[name][1:].mean().sqrt(),
-                ((SUM_ROUNDINGS * sums + cell) * finite(truth).abs()).sum(),
-                fine[name].norm(),
-                sums.norm(),
-                self._beyond(name, _error(value[name], truth)).max()
-                if truth.numel()
-                else truth.sum(),
+            largest, square, along, across, sum_gain, fine_norm, sum_norm, moved, difference = (
+                _numbers(
+                    size.max() if size.numel() else size.sum(),
+                    finite(truth).square().sum(),
+                    variances[name][0].sqrt(),
+                    variances[name][1:].mean().sqrt(),
+                    ((SUM_ROUNDINGS * sums + cell) * finite(truth).abs()).sum(),
+                    fine[name].norm(),
+                    sums.norm(),
+                    shift.get(name, variances[name].new_zeros(1)).abs().max(),
+                    self._beyond(name, _error(value[name], truth)).max()
+                    if truth.numel()
+                    else truth.sum(),
+                )
             )
             self.floor[name] = FLOOR_ROUNDINGS * largest
             self.square[name] = square
-            gain = self.sigmas * along + sum_gain
+            gain = self.sigmas * along + sum_gain + moved
             self.gain_floor[name] = gain / square if square else 0.0
             norm = square**0.5
             self.vanishes[name] = norm <= 2.0**-40 * fine_norm

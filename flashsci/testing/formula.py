@@ -21,6 +21,7 @@ ROUNDINGS = 16.0  # of a score, in units of the internal precision, that such ro
 # A row whose every score is below may count as one without keys: in powers of two such scores overflow.
 LOWEST = -2e38
 UNIFORM = 3.0**-0.5  # standard deviation of a uniform error between -1 and 1
+PHASES = 8  # places of a row's offset between two powers of two, at which its sum of rounded P is computed
 
 
 class Rounding(NamedTuple):
@@ -28,6 +29,12 @@ class Rounding(NamedTuple):
 
     unit: float  # unit roundoff
     tiny: float  # the smallest normal number, beside the largest P of a row
+
+    def of_sum(self, x: Tensor) -> Tensor:
+        """What the sums of rows of x, at least zero, gain where x is rounded before."""
+        step = torch.ldexp(torch.full_like(x, self.unit), torch.frexp(x).exponent)
+        step = step.clamp(min=2 * self.unit * self.tiny)
+        return (torch.round(x / step) * step - x).sum(-1, keepdim=True)
 
 
 def finite(x: Tensor) -> Tensor:
@@ -207,7 +214,11 @@ class Formula:
     add zero whatever P is. ``loose`` is empty where no row is loose.
     ``large``: scores so large that plain PyTorch in the inputs' dtype tells nothing of what a kernel may do.
     ``of_p``: the rounding of P, forward alone; None: ``unit`` and ``tiny``. It is so coarse that what it may do at most counts
-    once in ``coarse``, not as often as bounds.py allows of others.
+    once in ``coarse``, not as often as bounds.py allows of others. Kernels may sum P before that rounding or after it. In the
+    first case it is in the numerator of out alone and not in the lse. In the second it is the same in numerator and denominator
+    (``others``: results whose roundings may take the place of those of ``values``), and the lse is that of the rounded P: by how
+    much depends on where between two powers of two a row has its offset, and is computed for some such places. Rows may be off
+    independently of each other, but for copies, or all with one place (``shift``: [places, *], errors of a result).
     ``parts``: the rounding of the parts in which tensor cores multiply results' own numbers, None where they take them whole.
     Of numbers so small that their second part is subnormal, it loses more than ``unit`` does.
     """
@@ -227,6 +238,8 @@ class Formula:
         self.unit, self.tiny = unit, tiny
         # (perturbation, group of equal roundings, how many groups)
         self.leaves: list[tuple[Tensor, Tensor, int]] = []
+        self.others: dict[str, list[Tensor]] = {}
+        self.shift: dict[str, Tensor] = {}
         groups = b.q.shape[-3] // b.k.shape[-3]
         per_query = lambda x: x.repeat_interleave(groups, -3)  # noqa: E731
         per_key = lambda x: x.unflatten(-3, (-1, groups)).sum(-3) if groups > 1 else x  # noqa: E731
@@ -318,27 +331,51 @@ class Formula:
         if of_p is None:
             pr = self.rounded(self.rounded(pr), like=before)
         else:  # to so few bits that one of the two would be seen in the other
-            least = of_p.tiny * (torch.exp(of_keys - top) / total).detach()
+            of_row = (torch.exp(of_keys - top) / total).detach()
+            least = of_p.tiny * of_row
+            phases = [2.0 ** (i / PHASES) for i in range(PHASES)]
+            off = [of_row * of_p.of_sum(before * x) / x for x in phases]
+            self.shift["lse"] = torch.stack(off).squeeze(-1)
+            size = torch.stack(off).square().mean(0).sqrt()
+            sizes, copies = torch.unique(torch.round(size * 2.0**40), return_inverse=True)
+            leaf = torch.zeros_like(size, requires_grad=True)
+            self.leaves.append((leaf, copies, sizes.numel()))
+            lse = lse + leaf * size
+            of_sums = [
+                self.rounded(pr, of_p.unit, before, least, rows=copies),
+                self.rounded(pr, of_p.unit, before, least, bins=2.0**16),
+            ]
             pr = self.rounded(pr, of_p.unit, before, least)
         out_abs, out_fine = pr_abs @ v_abs, pr_fine @ v_abs
         out = pr @ v
         if b.sink is not None:  # rounded before it gives the sink its share, too
             share = row(p).detach()
             out = self.rounded(out, like=torch.where(share > 0, out / share, zero))
-        out = self.rounded(out)
+        bare_out, out = out, self.rounded(out)
         self.values = {"out": out, "lse": torch.where(unseen, -torch.inf, lse).squeeze(-1)}
-        out_coarse = out_abs
+        self.coarse = {"out": out_abs, "lse": zero.expand(lse.shape[:-1])}
+        cells: Any = None
         if of_p is not None:
-            once = (p_abs + least * visible) @ v_abs
-            out_coarse = out_abs + of_p.unit / (ROUNDINGS * unit) * once
-        self.coarse = {"out": out_coarse, "lse": zero.expand(lse.shape[:-1])}
+            # Roundings of P in units of theirs: of its own size, of subnormal numbers as of the smallest normal one, or all of it.
+            size = pr.detach().abs()
+            size = torch.where(size < least, (size / of_p.unit).clamp(max=least), size)
+            moved_by = lambda x: x @ v_abs + row(x) * out.detach().abs()  # noqa: E731
+            self.coarse = {
+                "out": out_abs + of_p.unit / (ROUNDINGS * unit) * moved_by(size),
+                "lse": of_p.unit / (ROUNDINGS * unit) * row(size).squeeze(-1),
+            }
+            cells = of_p.unit / unit * moved_by(torch.where(pr.detach().abs() < least, size, zero))
+            moves = [x - x.detach() for x in of_sums]
+            self.others["out"] = [
+                out - bare_out + bare_out.detach() + x @ v - out.detach() * row(x) for x in moves
+            ]
         self.fine = {
             "out": out_abs + out_fine,
             "lse": ((mean_abs + lse.abs()) * near).squeeze(-1),
         }
         self.loose: dict[str, Tensor] = {}
 
-        def subnormal(x: Tensor, tiny: Any = tiny) -> Tensor:
+        def subnormal(x: Tensor) -> Tensor:
             """One rounding cell, in units of ``unit``, where x is a subnormal number: all such may round the same way."""
             size = torch.where(x.detach() != 0, x.detach().abs(), torch.inf)
             cell = tiny * (size < tiny).to(x.dtype)
@@ -347,8 +384,7 @@ class Formula:
             return cell
 
         # Of the results whose products have such factors.
-        cells = subnormal(pr) if of_p is None else of_p.unit / unit * subnormal(pr, least)
-        self.subnormal = {"out": cells @ v_abs}
+        self.subnormal = {"out": subnormal(pr) @ v_abs if cells is None else cells}
         if b.sink is not None:
             # A share so near 1 that it moves a rounded number by less than a rounding is lost, in every element the same way.
             lost = torch.clamp((1 - share) / self.unit, max=1.0)
@@ -508,18 +544,24 @@ class Formula:
                 self.values[name] = self.rounded(x.value, last)
 
     def rounded(
-        self, x: Tensor, unit: float | None = None, like: Tensor | None = None, tiny: Any = None
+        self,
+        x: Tensor,
+        unit: float | None = None,
+        like: Tensor | None = None,
+        tiny: Any = None,
+        bins: float = 8,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """x with a perturbation, zero, that stands for its rounding to the precision ``unit``.
 
-        Mantissas that are equal, to an eighth of a rounding, round equally, so they share a group; values that ``unit``
-        represents do not round at all.
+        Mantissas that are equal, to an eighth of a rounding (``bins``), round equally, so they share a group, of all rows or of
+        those that share an index (``rows``); values that ``unit`` represents do not round at all.
         ``like``: what is rounded in x's place, x times a factor of its row. ``tiny``: the smallest normal number (of each
         row), None: that of results, where ``unit`` is theirs.
         """
         unit = self.unit if unit is None else unit
         mantissa = torch.frexp((x if like is None else like).detach().abs()).mantissa
-        mantissas, group = torch.unique(torch.round(mantissa * (8 / unit)), return_inverse=True)
+        mantissas, group = torch.unique(torch.round(mantissa * (bins / unit)), return_inverse=True)
         exact = torch.round(mantissa * (2**16 / unit)) % 2**15 == 0
         leaf = torch.zeros_like(x, requires_grad=True)
         size = x.detach().abs()
@@ -530,13 +572,21 @@ class Formula:
         # What does not round adds zero, to any group: masked scores are millions of equal zeros, and a GPU adds to one address
         # one after the other.
         count = mantissas.numel()
+        if rows is not None and count:
+            group, count = group + rows * count, count * (int(rows.max()) + 1)
         any_group = torch.arange(group.numel(), device=x.device).view_as(group) % max(count, 1)
         self.leaves.append((leaf, torch.where(size == 0, any_group, group), count))
         return x + leaf * (x.detach().sign() * size * (unit * UNIFORM))
 
     def variances(self, name: str, directions: Tensor) -> Tensor:
         """Variance of <result, direction> for each of [n, *] directions, when groups of equal values round independently."""
-        value, found = self.values[name], directions.new_zeros(directions.shape[0])
+        found = self._variances(self.values[name], directions)
+        for other in self.others.get(name, []):
+            found = torch.maximum(found, self._variances(other, directions))
+        return found
+
+    def _variances(self, value: Tensor, directions: Tensor) -> Tensor:
+        found = directions.new_zeros(directions.shape[0])
         if not value.numel():
             return found
         leaves = [leaf for leaf, _, _ in self.leaves]

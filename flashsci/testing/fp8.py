@@ -3,8 +3,8 @@
 What the inputs mean is a call in fp32, :meth:`FP8Inputs.dequantised`: the rounding of the inputs themselves is no error of a kernel.
 Against that the ordinary :class:`flashsci.testing.Judge` allows what both products in e4m3 must do: P is rounded once to 1 part
 in 16, and no finer than 2^-17 beside the largest P of its row, out once to its own dtype, and on a GPU sums of 8-bit products keep
-14 bits where others keep 24. The largest error is held to one such rounding of every P, all of them upwards; gain and
-spread to what roundings that are independent do.
+14 bits where others keep 24. The sums of P, and with them lse, may be those of P before it is rounded or afterwards. The largest error
+is held to one such rounding of every P, all of them upwards; gain and spread to what roundings that are independent do.
 """
 
 from __future__ import annotations

@@ -151,9 +151,21 @@ def test_generated(case):
     judge_fp8(case, "reference")
 
 
-def as_a_kernel(inputs: FP8Inputs, fault: str = "") -> dict[str, torch.Tensor]:
-    """out and lse of a dense call without a window as a kernel computes them: P in e4m3, tile by tile of 64 keys; or with a
-    fault."""
+def truncated(p: torch.Tensor) -> torch.Tensor:
+    """p in e4m3, towards zero."""
+    _, exponent = torch.frexp(p)
+    step = torch.ldexp(torch.ones_like(p), (exponent - 4).clamp(min=-9))
+    return (p / step).floor() * step
+
+
+def as_a_kernel(
+    inputs: FP8Inputs,
+    fault: str = "",
+    rounded_sums: bool = False,
+    offset: float | torch.Tensor = 0.0,
+) -> dict[str, torch.Tensor]:
+    """out and lse of a dense call without a window as a kernel computes them: P in e4m3; or with a fault. rounded_sums: the
+    sums are those of P as rounded, as CUDA's kernel has them. offset: how much P of a row's maximum is above 256, in powers of 2."""
     given = inputs.dequantised()
     q, k, v = (x.double() for x in (given.q, given.k, given.v))
     groups = q.shape[-3] // k.shape[-3]
@@ -162,40 +174,60 @@ def as_a_kernel(inputs: FP8Inputs, fault: str = "") -> dict[str, torch.Tensor]:
     if fault == "a key lost":
         s[..., 3] = -torch.inf
     top = s.amax(-1, keepdim=True)
-    p = torch.exp(s - top)
-    total = p.sum(-1, keepdim=True)
-    largest = 1.0 if fault == "P not scaled" else 256.0
-    rounded = p * largest
-    if fault == "P truncated":
-        _, exponent = torch.frexp(rounded)
-        step = torch.ldexp(torch.ones_like(rounded), (exponent - 4).clamp(min=-9))
-        rounded = (rounded / step).floor() * step
-    rounded = rounded.float().to(E4M3).double()
+    largest = 1.0 if fault == "P not scaled" else 256.0 * 2**offset
+    p = torch.exp(s - top) * largest
+    rounded = (truncated(p) if fault == "P truncated" else p).float().to(E4M3).double()
     if fault == "a scale of the next block":
         v = v.clone()
         v[..., :64, :] *= 2
-    out = rounded @ v / (total * largest)
-    lse = (top + total.log()).squeeze(-1)
-    return {"out": out.to(inputs.options["out_dtype"]), "lse": lse.float()}
+    summed = rounded if rounded_sums else p
+    if fault == "a key lost from the sum":
+        summed = summed[..., 1:]
+    if fault == "the sum of truncated P":
+        summed = truncated(p)
+    total = summed.sum(-1, keepdim=True)
+    lse = (top + (total / largest).log()).squeeze(-1)
+    if fault == "lse 1% off":
+        lse = lse * 1.01
+    if fault in OF_LSE:
+        total = (rounded if rounded_sums else p).sum(-1, keepdim=True)
+    return {"out": (rounded @ v / total).to(inputs.options["out_dtype"]), "lse": lse.float()}
 
 
 FAULTS = ("P truncated", "a key lost", "a scale of the next block")
+OF_LSE = ("a key lost from the sum", "the sum of truncated P", "lse 1% off")
 SPREAD_OUT = FP8Case(FP8Variant(head_dim=64, head_dim_v=64), 5, (200,), (900,), (2,), 2, 2, scales=("head", "64", "64"))  # fmt: skip
 
 
-@pytest.mark.parametrize("sharp", (1.0, 4.0))
-def test_the_judge_lets_a_kernel_pass(sharp):
-    case = FP8Case(**vars(SPREAD_OUT) | {"sharp": sharp})
-    inputs = make_fp8_inputs(case)
-    inputs.judge().require(as_a_kernel(inputs))
+@pytest.mark.parametrize("rounded_sums", (False, True))
+@pytest.mark.parametrize("sharp", (0.01, 0.1, 1.0, 4.0))
+def test_the_judge_lets_a_kernel_pass(sharp, rounded_sums):
+    """Few rows and keys, too, and offsets that are not at the maximum."""
+    for seed, (queries, keys) in enumerate(((200, 900), (1, 900), (1, 7), (40, 30), (3, 1), (200, 2))):  # fmt: skip
+        sizes = {"sharp": sharp, "lens_q": (queries,), "lens_k": (keys,), "seed": seed}
+        inputs = make_fp8_inputs(FP8Case(**vars(SPREAD_OUT) | sizes))
+        judge = inputs.judge()
+        apart = 0.75 * min(sharp, 1.0) * torch.rand(2, 4, queries, 1)
+        for offset in (0.0, apart) if rounded_sums else (0.0,):
+            judge.require(as_a_kernel(inputs, "", rounded_sums, offset))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_judge_finds_faults(fault):
+@pytest.mark.parametrize("rounded_sums", (False, True))
+@pytest.mark.parametrize("fault", (*FAULTS, *OF_LSE))
+def test_the_judge_finds_faults(fault, rounded_sums):
     inputs = make_fp8_inputs(SPREAD_OUT)
-    judge, right = inputs.judge(), as_a_kernel(inputs)
+    judge, right = inputs.judge(), as_a_kernel(inputs, "", rounded_sums)
     judge.require(right)
-    assert judge.problems(as_a_kernel(inputs, fault)), fault
+    assert judge.problems(as_a_kernel(inputs, fault, rounded_sums)), fault
+
+
+def test_the_mean_of_equal_values_is_their_value():
+    """Where the weights that are summed are those that are used."""
+    inputs = make_fp8_inputs(SPREAD_OUT)
+    v = torch.full_like(inputs.v, 1.5)
+    alike = replace(inputs, v=v, options=inputs.options | {"v_scale": None})
+    assert (as_a_kernel(alike, "", True)["out"] == 1.5).all()
+    assert (as_a_kernel(alike)["out"] != 1.5).any()
 
 
 def test_a_flat_tail_beside_one_large_score():
@@ -206,8 +238,9 @@ def test_a_flat_tail_beside_one_large_score():
     q, k, v = (x.to(E4M3) for x in (torch.ones(1, 3, 64), k, v))
     inputs = FP8Inputs(q, k, v, {"out_dtype": torch.bfloat16})
     judge = inputs.judge()
-    judge.require(as_a_kernel(inputs))
-    assert judge.problems(as_a_kernel(inputs, "P not scaled"))
+    for rounded_sums in (False, True):
+        judge.require(as_a_kernel(inputs, "", rounded_sums))
+        assert judge.problems(as_a_kernel(inputs, "P not scaled", rounded_sums))
 
 
 def test_the_judge_finds_wrong_scales_and_dtypes():

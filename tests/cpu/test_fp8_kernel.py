@@ -243,6 +243,11 @@ FAULTS = {
     "a run that ends too early": ("fp8/pieces.cuh", "end(run_begin(pieces, blockIdx.x + 1))", "end(run_begin(pieces, blockIdx.x + 1) - 1)"),
     "two pieces in one place": ("fp8/pieces.cuh", "(cta * 2 + begins)", "(cta * 2)"),
     "an output that does not follow its offsets": ("fp8/mainloop.cuh", "        if (kLate && chunk == 0) follow_offsets();\n", ""),
+    "ones in another row": ("fp8/transpose.cuh", "unit < kRow ?", "unit / kRow == 1 ?"),
+    "ones that a later stage lacks": ("fp8/transpose.cuh", "i < C::kStages * 8 * kRow;", "i < 2 * 8 * kRow;"),
+    "sums that do not follow their offsets": ("fp8/softmax.cuh", "    rows.sum[half] *= alpha[half];\n", ""),
+    "sums in all lanes of a quad": ("fp8/mainloop.cuh", "rows.sum[0] += own[kChunk / 2],", "rows.sum[0] += __shfl_sync(~0u, own[kChunk / 2], lane & ~3),"),
+    "the sum of the row 8 before": ("fp8/mainloop.cuh", "rows.sum[1] += own[kChunk / 2 + 2];", "rows.sum[1] += own[kChunk / 2];"),
     "turns of three where there are four": ("fp8/mainloop.cuh", "w + 1 == C::kConsumers ? 1 : w + 2", "w % 3 == 2 ? 1 : w + 2"),
 }  # fmt: skip
 

@@ -26,6 +26,8 @@ struct Tiling {
   using VBox = Box<kBlockK, kSpanV, 1>;
   static constexpr int kQBytes = 64 * kHeadDim;  // of one consumer
   static constexpr int kKBytes = kBlockK * kHeadDim, kVBytes = kBlockK * kHeadDimV;
+  // Of V turned: behind its rows one of ones, by which the product has the sums of P, and 7 of zeros.
+  static constexpr int kTurnedBytes = kVBytes + 8 * kBlockK;
   // Of the output, in 16 bits: fwd/epilogue.cuh.
   using OutBox = Box<16>;
   static constexpr int kBoxesV = kHeadDimV / 64, kStaging = 1;
@@ -36,6 +38,8 @@ struct Tiling {
   static constexpr int kCountedKeys = 4096;
   static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && (kStages & (kStages - 1)) == 0);
   static_assert(kBlockK == 64 || kBlockK == 128, "the swizzle of a row of the transposed V");
+  static_assert(kTurnedBytes % (8 * kBlockK) == 0, "the swizzle's pattern, in every stage");
+  static_assert(kStages * kTurnedBytes % 1024 == 0, "that of the staging behind them");
 };
 
 // What the scheduler tells the others about a tile.
@@ -53,7 +57,7 @@ struct Storage {
   unsigned char q[C::kQStages][C::kConsumers][C::kQBytes];  // [..][box][64 rows][kSpan]
   unsigned char k[C::kStages][C::kKBytes];                  // [stage][box][kBlockK rows][kSpan]
   unsigned char v[C::kStages][C::kVBytes];                  // [stage][box][kBlockK rows][kSpanV]
-  unsigned char v_turned[C::kStages][C::kVBytes];           // [stage][kHeadDimV rows][kBlockK]
+  unsigned char v_turned[C::kStages][C::kTurnedBytes];      // [stage][kHeadDimV + 8 rows][kBlockK]
   unsigned char staging[C::kConsumers * 4][C::kStaging][2048];  // of the output: fwd/epilogue.cuh
   uint64_t q_full[C::kQStages][C::kConsumers], q_empty[C::kQStages][C::kConsumers];
   uint64_t k_full[C::kStages], k_empty[C::kStages];

@@ -2,9 +2,9 @@
 // to the stores.
 //
 // `Consumer::run` is the loop over tiles, `step` what happens to a block of keys: S, its softmax, P
-// as 8 bits, P V of this block alone, and the sum of all blocks in fp32. Nothing overlaps within a
-// warpgroup, which lets the product of a block take the registers of its scores; the other
-// warpgroups keep the tensor cores busy meanwhile, at which they take turns.
+// as 8 bits, P V and the sums of P of this block alone, and those of all blocks in fp32. Nothing
+// overlaps within a warpgroup, which lets the product of a block take the registers of its scores;
+// the other warpgroups keep the tensor cores busy meanwhile, at which they take turns.
 #pragma once
 #include <cstdint>
 
@@ -27,8 +27,10 @@ template <class C, bool kVarlen>
 struct Consumer {
   static constexpr int kBlockK = C::kBlockK, kStages = C::kStages;
   static constexpr int kHeadDim = C::kHeadDim, kHeadDimV = C::kHeadDimV;
-  static constexpr int kChunk = 64, kChunks = kHeadDimV / kChunk;  // columns of V at a time
-  using Product = float[kChunk / 2];
+  // Columns of V at a time.
+  static constexpr int kChunk = 64, kChunks = kHeadDimV / kChunk;
+  using Values = float[kChunk / 2];       // their product,
+  using Product = float[kChunk / 2 + 4];  // and sums of P
   static constexpr int kFirst =
       kHeadDim < 128 ? kHeadDim : 128;  // columns of q k^T, and of the rest
   using Rest = float[kFirst < kHeadDim ? kBlockK / 2 : 1];
@@ -135,41 +137,49 @@ struct Consumer {
     release(shared.k_empty[head % kStages]);
     if (last) release(shared.q_empty[tiles % C::kQStages][w]);
   }
-  // P V of this block and columns [kChunk chunk, ...).
+  // P V of this block and columns [kChunk chunk, ...); of the last with the rows behind V: a column
+  // with the sums of P, which lane 0 of a quad has, and zeros, which the others have.
   __device__ __forceinline__ void issue_pv(Product& product, int chunk) {
-    const uint64_t v_tile = v_desc + head % kStages * (C::kVBytes / 16);
+    const uint64_t v_tile = v_desc + head % kStages * (C::kTurnedBytes / 16);
 #pragma unroll
-    for (int n = 0; n < kBlockK / 32; ++n)
-      ptx::Qgmma<kChunk>::rs(product, p[n], v_tile + (chunk * kChunk * kBlockK + n * 32) / 16,
-                             n > 0);
+    for (int n = 0; n < kBlockK / 32; ++n) {
+      const uint64_t v = v_tile + (chunk * kChunk * kBlockK + n * 32) / 16;
+      if (chunk + 1 < kChunks)
+        ptx::Qgmma<kChunk>::rs(values_of(product), p[n], v, n > 0);
+      else
+        ptx::Qgmma<kChunk + 8>::rs(product, p[n], v, n > 0);
+    }
     ptx::wgmma_commit();
   }
-  __device__ __forceinline__ void add_pv(const Product& product, int chunk, float v_scale) {
-#pragma unroll
-    for (int e = 0; e < kChunk / 2; ++e) {
-      float& sum = o[chunk * (kChunk / 2) + e];
-      sum = fmaf(product[e], v_scale, sum);
-    }
+  static __device__ __forceinline__ Values& values_of(Product& product) {
+    return reinterpret_cast<Values&>(product);
   }
-  // O += P V v_scale: products of one block in the tensor core, the sum over blocks in fp32. The sum
-  // of a chunk is taken beside the product of the next.
+  // O += P V v_scale, and the sums of P: products of one block in the tensor core, the sum over
+  // blocks in fp32. The sum of a chunk is taken beside the product of the next.
   __device__ __forceinline__ void add_values(float v_scale) {
     Product product[2];
     ptx::wgmma_fence();
     issue_pv(product[0], 0);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
+      Product& own = product[chunk % 2];
       if (chunk + 1 < kChunks) {
         if (chunk > 0) ptx::wgmma_fence();  // sums have read what the next product overwrites
         issue_pv(product[(chunk + 1) % 2], chunk + 1);
         if (kLate && chunk == 0) follow_offsets();
         ptx::wgmma_wait<1>();
+        ptx::wgmma_tie(values_of(own));
       } else {
         ptx::wgmma_wait<0>();
         release(shared.turned_empty[head % kStages]);
+        ptx::wgmma_tie(own);
+        rows.sum[0] += own[kChunk / 2], rows.sum[1] += own[kChunk / 2 + 2];
       }
-      ptx::wgmma_tie(product[chunk % 2]);
-      add_pv(product[chunk % 2], chunk, v_scale);
+#pragma unroll
+      for (int e = 0; e < kChunk / 2; ++e) {
+        float& sum = o[chunk * (kChunk / 2) + e];
+        sum = fmaf(own[e], v_scale, sum);
+      }
     }
   }
 
@@ -227,7 +237,7 @@ struct Consumer {
         exponent = {1.f, {0.f, 0.f}};
       }
     }
-    exponentials(s, rows, exponent);
+    exponentials(s, exponent);
     pack(p, s);
   }
 

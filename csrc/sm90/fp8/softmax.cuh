@@ -1,6 +1,7 @@
 // Online softmax of the sm90 forward on 8-bit floats: P = 2^(factor S - offset), where the offset is
 // the row's running maximum less kLargestP, so that e4m3, which ends at 448, holds P in the middle
-// of its range. The row sum and so the lse take the factor back by themselves.
+// of its range. The row sum and so the lse take the factor back by themselves. The sum of a block is
+// that of P as rounded: a column of its product with V (mainloop.cuh).
 #pragma once
 #include <cstdint>
 
@@ -29,9 +30,9 @@ __device__ __forceinline__ bool outgrows(const float (&maximum)[2], const RowSta
                         fmaf(maximum[1], factor, -rows.row_max_log2[1]) > kLargestExponent);
 }
 
-// The offsets of rows that outgrew theirs follow the maximum of a block; what was summed before is to
-// be multiplied by alpha. The other rows of the warp keep theirs: what becomes of a row depends on no
-// other.
+// The offsets of rows that outgrew theirs follow the maximum of a block; what was summed before is
+// multiplied by alpha, the row sum here, O by the caller. The other rows of the warp keep theirs:
+// what becomes of a row depends on no other.
 __device__ __forceinline__ void follow(const float (&maximum)[2], RowStatistics& rows,
                                        float (&alpha)[2], float factor) {
 #pragma unroll
@@ -53,18 +54,11 @@ struct Exponent {
   }
 };
 
-// S becomes P; to the rows' sums.
+// S becomes P.
 template <int kCount>
-__device__ __forceinline__ void exponentials(float (&s)[kCount], RowStatistics& rows,
-                                             const Exponent& exponent) {
-  float part[4];  // this lane's sums, in four chains
+__device__ __forceinline__ void exponentials(float (&s)[kCount], const Exponent& exponent) {
 #pragma unroll
-  for (int e = 0; e < kCount; ++e) {
-    s[e] = ptx::ex2_approx(exponent.of(s[e], e));
-    part[e & 3] = e < 4 ? s[e] : part[e & 3] + s[e];
-  }
-  rows.sum[0] += part[0] + part[1];
-  rows.sum[1] += part[2] + part[3];
+  for (int e = 0; e < kCount; ++e) s[e] = ptx::ex2_approx(exponent.of(s[e], e));
 }
 
 // P as operand, per 32 keys: 8 columns of S apart from each other lie in one register

@@ -8,6 +8,9 @@
 // That is the order in which a lane has P: byte e of its A operand is the score of column 8 (e >> 1)
 // + 2 t + (e & 1) of every 16 (ptx/qgmma.cuh). So slot 4 t + e of a row of V^T holds that key.
 //
+// Behind the rows of V^T lie 8 more, of ones and zeros: their columns of the product with P are its
+// sums.
+//
 // stmatrix writes 8 rows at a time; in swizzled tiles they collide where they have the same parity.
 // So the matrix of the even columns takes the odd ones for g >= 4, and the other way round.
 #pragma once
@@ -29,8 +32,9 @@ __device__ __forceinline__ constexpr int swizzle_of(int row) {
   return kSpan == 128 ? row & 7 : row >> 1 & 3;
 }
 
-// The columns of one of kTransposers warps. Stages are aligned to rows of tiles, so that what a lane
-// adds to their addresses is XORed: all of it but a group's own bits is the same for all stages.
+// The columns of one of kTransposers warps. Stages are aligned to the 8 rows of the swizzle's pattern
+// (Tiling), so that what a lane adds to their addresses is XORed: all of it but a group's own bits is
+// the same for all stages.
 template <class C>
 __device__ __forceinline__ void turn_tile(uint32_t v, uint32_t turned, int warp) {
   constexpr int kSpan = C::kSpanV, kSpanTurned = C::kBlockK;
@@ -93,12 +97,26 @@ __device__ __forceinline__ void cut_tile(uint32_t turned, int warp, int keys) {
     }
 }
 
+// The rows behind those of V, in every stage: once, for nobody writes there again. The fence and the
+// arrivals of each stage's first tile are theirs, too.
+template <class C>
+__device__ __forceinline__ void write_ones(Storage<C>& shared, int warp) {
+  constexpr int kRow = C::kBlockK / 16;  // in units of 16 bytes; swizzled they are the same
+  for (int i = warp * 32 + threadIdx.x % 32; i < C::kStages * 8 * kRow; i += C::kTransposers * 32) {
+    const int stage = i / (8 * kRow), unit = i % (8 * kRow);
+    const uint32_t x = unit < kRow ? 0x38383838 : 0;  // 1 in e4m3
+    ptx::st_shared(ptx::shared_address(shared.v_turned[stage]) + C::kVBytes + unit * 16,
+                   make_uint4(x, x, x, x));
+  }
+}
+
 // Turns V of the published tiles. One of kTransposers warps.
 template <class C, bool kVarlen>
 __device__ __forceinline__ void turn_v(Storage<C>& shared, const Args& a, int warp) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
   const bool first_lane = threadIdx.x % 32 == 0;
   uint32_t turn = 0;
+  write_ones(shared, warp);
 #pragma unroll 1
   for (uint32_t tiles = 0;; ++tiles) {
     ptx::mbarrier_sleep(address(&shared.tile_ready[tiles % kTileSlots]), tiles / kTileSlots & 1);
