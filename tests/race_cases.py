@@ -188,7 +188,8 @@ class PagedCall:
 
     def cases(self, processors: int) -> Iterator[tuple[str, PagedCase]]:
         """Names and cases: rings that go round, runs that begin and end within a sequence, one sequence cut into many, more
-        of them than multiprocessors, prompts, tiles without a row, rows without a key."""
+        of them than multiprocessors, prompts, tiles without a row, rows without a key; plans that every block makes and one that
+        is made ahead (more than 384 slots)."""
         banded = self.window == "both"
         variant = PagedVariant(
             self.dtype, self.cache, self.head_dim, self.head_dim_v, self.window, banded, banded
@@ -200,7 +201,7 @@ class PagedCall:
         shapes = (
             ("one cut among all", (1,), (300 * processors,), 4, 16),
             ("mixed", (1, 70, 0, 3, 1), (9000, 70, 500, 4000, 1), 7, 48),
-            ("many short", (1,) * 2 * more, (17,) * 2 * more, 8, 16),
+            ("many short, planned ahead", (1,) * 3 * more, (17,) * 3 * more, 8, 16),
             ("one more than processors", (1,) * more, (260,) * more, 1, 32),
             ("prompts", (150, 40, 1, 300), (700, 40, 3000, 300), 5, 64),
             ("nothing to see", (1, 1, 1), (0, 0, 0), 16, 128),

@@ -276,6 +276,17 @@ def test_cases_of_paged_calls():
         assert {(c.variant.cache, c.scales) for _, c in call.cases(2)} == {(call.cache, scales)}
 
 
+def test_paged_calls_have_plans_of_either_kind():
+    """A kernel of its own makes those of many slots (csrc/core/paged/plan.cuh), every block the others."""
+    source = (ROOT / "csrc/core/paged/plan.cuh").read_text()
+    most = int(re.search(r"kPlannedByEach = (\d+)", source)[1])
+    call = PagedCall("bfloat16", 64, 64)
+    slots = [
+        sum(case.lens_q) * case.group // 64 + len(case.lens_q) + 2 for _, case in call.cases(132)
+    ]
+    assert any(n > most for n in slots) and sum(n <= most for n in slots) > 1
+
+
 def test_paged_calls_are_those_that_kernels_take():
     """One that they refuse would be found on a GPU alone."""
     for call in (c for c in races.all_calls() if isinstance(c, PagedCall)):
