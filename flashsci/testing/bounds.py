@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.testing.formula import Formula, Rounding, blocks, finite
+from flashsci.testing.blocks import blocks
+from flashsci.testing.formula import Formula, Rounding, finite
 from flashsci.testing.inputs import Inputs, moved_to
 from flashsci.testing.second_order import SECOND_ORDER
 

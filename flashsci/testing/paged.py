@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flashsci.testing.blocks import visible_pairs
 from flashsci.testing.bounds import PLAIN, Finding, Judge
 from flashsci.testing.drawing import Choices, SeededChoices, strategy_of
-from flashsci.testing.formula import _visible
 from flashsci.testing.inputs import Inputs
 from flashsci.testing.poison import embed
 
@@ -147,7 +147,7 @@ class PagedInputs:
         """fp32 ``[Hq, Lq * (Lk + 1)]``: causal and window as -inf, and the sink behind the last key."""
         device = self.q.device
         window = {n: self.options[n] for n in ("causal", "window")} | {"align": "lower_right"}
-        visible = _visible(length_q, length_k, window, device)
+        visible = visible_pairs(length_q, length_k, window, device)
         hidden = torch.zeros(visible.shape, device=device).masked_fill(~visible, -torch.inf)
         sink = self.options["sink"].float()[:, None, None].expand(-1, length_q, 1)
         return torch.cat((hidden.expand(len(sink), -1, -1), sink), -1).flatten(1)

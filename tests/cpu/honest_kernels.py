@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashsci.testing import Inputs
-from flashsci.testing.formula import blocks
+from flashsci.testing.blocks import blocks
 
 MISTAKES = (
     "last key forgotten", "last key forgotten in the backward", "first row sees one key too few",

@@ -622,6 +622,7 @@ SEEN_BY_GRADIENTS = {  # calls, by what a backend may lack
     "causal": {"causal": True, "align": "lower_right"},
     "deterministic": {"deterministic": True},
     "precision": {"precision": "tf32x3"},
+    "packed": {"cu_seqlens_q": torch.tensor([0, 2, 5], dtype=torch.int32)},
 }
 # What becomes of the forward, or of leaves whose gradients the choice is told by name.
 OF_THE_FORWARD = {"return_lse", "sink", "alibi_grad", "key_weight_grad", "bias_grad", "bias_summed", "bias_dtype", "inner_heads"}  # fmt: skip
@@ -631,11 +632,13 @@ OF_THE_FORWARD = {"return_lse", "sink", "alibi_grad", "key_weight_grad", "bias_g
 def test_gradients_are_chosen_by_the_whole_call(monkeypatch, name):
     """Another backend than the forward's may compute them: a feature that is not passed on would silently be left out."""
     options = {"precision": "tf32x3", **SEEN_BY_GRADIENTS[name]}
-    asked = flashsci.explain(Q.clone().requires_grad_(), Q, Q, **options).problem
+    q = Q[0] if name == "packed" else Q  # kernels have heads first, packed calls rows
+    given = q.transpose(0, 1) if name == "packed" else q
+    asked = flashsci.explain(given.clone().requires_grad_(), given, given, **options).problem
     of = {n: x for n, x in options.items() if isinstance(x, torch.Tensor)}
     named = {n: getattr(asked, n) for n in ops.Scalars._fields if hasattr(asked, n)}
     scalars = ops.Scalars(max_seqlen_q=-1, max_seqlen_k=-1, scale=0.3, **named)
-    saved = ops.Saved(ops.Tensors(Q, Q, Q, **of), Q, Q[..., 0], scalars)
+    saved = ops.Saved(ops.Tensors(q, q, q, **of), q, q[..., 0], scalars)
     seen = []
     monkeypatch.setattr(registry, "gradients", lambda name, problem, strides: seen.append(problem) or registry.Gradients(name))  # fmt: skip
     registry._gradients_of.cache_clear()
