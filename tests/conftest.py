@@ -71,7 +71,7 @@ def loaded(request: pytest.FixtureRequest) -> None:
     from flashsci import registry
 
     name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
-    if name is not None:
+    if name not in (None, "auto"):  # auto is always there
         reason = registry.find(name).unavailable()
         if reason is not None:
             pytest.skip(f"{name}: {reason}")
