@@ -61,6 +61,9 @@ FEATURES: dict[str, Problem] = {
     "gradient of the key weights": replace(
         _PLAIN, key_weight=True, key_weight_grad=True, requires_grad=True
     ),
+    "key weights (fp32), up to 32 keys": replace(
+        _PLAIN, dtype=torch.float32, seq_q=32, seq_k=32, key_weight=True
+    ),
     "ALiBi": replace(_PLAIN, alibi=True, requires_grad=True),
     "gradient of ALiBi slopes": replace(_PLAIN, alibi=True, alibi_grad=True, requires_grad=True),
     "attention sinks": replace(_PLAIN, sink=True, requires_grad=True),

@@ -261,7 +261,9 @@ class Kernel:
         if found := PAIR.search(self.name):
             return found[1]
         if found := SMALL.search(self.name):
-            return found[1] + ", any columns" * (found[4] == "0") + ", staged" * (found[5] == "1")
+            weights = ", weights" * ("WeightedProducts" in self.name)
+            columns = ", any columns" * (found[4] == "0")
+            return found[1] + weights + columns + ", staged" * (found[5] == "1")
         if found := PAGED.search(self.name):
             narrow = found["kind"] == "paged" and found["bytes"] == "1"
             return str(found["format"]).lower() if narrow else str(found["kind"])

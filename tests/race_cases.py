@@ -75,7 +75,7 @@ class Call:
     causal: bool = False
     softcap: bool = False
     # own: [B, Hq, Sq, Sk]; shared: [1, Hq, Sq, Sk]; members: the same in large batches, linear: in memory [1, Sq, Sk, Hq];
-    # keys: [B, 1, 1, Sk]; inner: in memory [B, Sq, Sk, Hq], multiples of eight heads
+    # keys: [B, 1, 1, Sk]; weights: key weights in its place, of each head where there are more than eight; inner: in memory [B, Sq, Sk, Hq], multiples of eight heads
     bias: str | None = None
     bias_fp32: bool = False
     mask: str | None = None  # own, keys
@@ -425,6 +425,11 @@ def _small(instance: Instance) -> Iterator[Call]:
     call = Call("sm80", instance.dtype, dim, dim if whole else dim - 12, short=True)
     if instance.variant.endswith("staged"):
         call = replace(call, inside=True)
+    if "weights" in instance.variant:
+        call = replace(call, bias="weights", bias_fp32=True)
+        yield call
+        yield replace(call, causal=True, mask="keys")
+        return
     yield call
     yield replace(call, causal=True, mask="keys")
     yield replace(call, bias="keys", bias_fp32=True)

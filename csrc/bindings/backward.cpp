@@ -86,9 +86,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
     const std::optional<Tensor>& cu_seqlens_k, const Tensor& out, const Tensor& lse,
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t window_left,
     int64_t window_right, bool lower_right, bool tf32, bool deterministic, int64_t generation,
-    int64_t need) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,   window_left,
-                        window_right, lower_right,  tf32,  generation};
+    int64_t need, bool weighted) {
+  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,  window_left,
+                        window_right, lower_right,  tf32,  weighted, generation};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   Backward prepared = prepare(call, dout, dlse, out, lse, deterministic);
   FlashsciBackwardParams& p = prepared.params;
@@ -187,9 +187,9 @@ Tensor cuda_prepared_backward(const std::optional<Tensor>& dout, const std::opti
                               const std::optional<Tensor>& dbias, int64_t max_seqlen_q,
                               int64_t max_seqlen_k, double scale, double softcap,
                               int64_t window_left, int64_t window_right, bool lower_right,
-                              bool tf32, bool deterministic, int64_t generation) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,   window_left,
-                        window_right, lower_right,  tf32,  generation};
+                              bool tf32, bool deterministic, int64_t generation, bool weighted) {
+  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,  window_left,
+                        window_right, lower_right,  tf32,  weighted, generation};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   Backward prepared = prepare(call, dout, dlse, out, lse, deterministic);
   FlashsciBackwardParams& p = prepared.params;

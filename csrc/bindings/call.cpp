@@ -1,6 +1,5 @@
 #include "call.h"
 #include "../include/flashsci_pair.h"
-#include "../include/flashsci_small.h"
 
 extern "C" {
 FLASHSCI_DECLARE_BACKWARD(sm90_fp16)
@@ -106,6 +105,12 @@ Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optiona
     FLASHSCI_CHECK(bias_dtype == dtype || bias_dtype == dtypes().single,
                    "bias must have q's dtype or float32");
   }
+  if (options.weighted) {
+    FLASHSCI_CHECK(bias.has_value() && bias->dim() == rank && bias->size(rank - 2) == 1,
+                   "key weights must be [*, Hk or 1, 1, Sk], in the place of a bias");
+    FLASHSCI_CHECK(dtype == dtypes().single && dtype_of(*bias) == dtype,
+                   "key weights and what they are beside must be float32");
+  }
   if (mask.has_value()) {
     check_bias_mask(*mask, "mask", *this);
     FLASHSCI_CHECK(dtype_of(*mask) == dtypes().boolean, "mask must be bool");
@@ -148,21 +153,19 @@ View check_out(const Tensor& x, const char* name, const Call& call) {
   return view;
 }
 
-#define FORWARD(generation, unit) \
-  {generation, flashsci_forward_##unit, nullptr, nullptr, nullptr, nullptr}
-#define FORWARD_IN_WORKSPACE(generation, unit)                                                 \
-  {generation, flashsci_forward_##unit, flashsci_forward_##unit##_workspace, nullptr, nullptr, \
-   nullptr}
-#define BACKWARD(generation, unit)                                                               \
-  {generation, nullptr, nullptr, flashsci_backward_##unit, flashsci_backward_##unit##_workspace, \
-   nullptr}
-#define SMALL(dtype)                            \
+#define FORWARD(generation, unit) {generation, flashsci_forward_##unit}
+#define FORWARD_IN_WORKSPACE(generation, unit) \
+  {generation, flashsci_forward_##unit, flashsci_forward_##unit##_workspace}
+#define BACKWARD(generation, unit) \
+  {generation, nullptr, nullptr, flashsci_backward_##unit, flashsci_backward_##unit##_workspace}
+#define SMALL(dtype, takes_weights)             \
   {80,                                          \
    flashsci_forward_small_##dtype,              \
    nullptr,                                     \
    flashsci_backward_small_##dtype,             \
    flashsci_backward_small_##dtype##_workspace, \
-   nullptr}
+   nullptr,                                     \
+   takes_weights}
 #define PAIRS(unit)                      \
   {90,                                   \
    flashsci_forward_##unit,              \
@@ -176,7 +179,7 @@ const Kernels* kernels_of(int32_t dtype) {
       PAIRS(pair_fp16),
 #endif
 #ifdef FLASHSCI_HAVE_SM80_SMALL_FP16
-      SMALL(fp16),
+      SMALL(fp16, false),
 #endif
 #ifdef FLASHSCI_HAVE_SM90_FWD_FP16
       FORWARD_IN_WORKSPACE(90, sm90_fp16),
@@ -202,7 +205,7 @@ const Kernels* kernels_of(int32_t dtype) {
       PAIRS(pair_bf16),
 #endif
 #ifdef FLASHSCI_HAVE_SM80_SMALL_BF16
-      SMALL(bf16),
+      SMALL(bf16, false),
 #endif
 #ifdef FLASHSCI_HAVE_SM90_FWD_BF16
       FORWARD_IN_WORKSPACE(90, sm90_bf16),
@@ -222,7 +225,7 @@ const Kernels* kernels_of(int32_t dtype) {
       PAIRS(pair_fp32),
 #endif
 #ifdef FLASHSCI_HAVE_SM80_SMALL_FP32
-      SMALL(fp32),
+      SMALL(fp32, true),
 #endif
 #ifdef FLASHSCI_HAVE_SM80_FWD_FP32
       FORWARD(80, sm80_fp32),

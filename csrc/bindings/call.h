@@ -4,6 +4,7 @@
 // Bad input must be an exception whoever calls: these checks stand between torch.ops and raw
 // pointers.
 #pragma once
+#include "../include/flashsci_small.h"
 #include "tensor.h"
 
 namespace flashsci::bindings {
@@ -13,6 +14,7 @@ struct Options {
   double scale, softcap;
   int64_t window_left, window_right;
   bool lower_right, tf32;
+  bool weighted;       // `bias` has weights of keys, [*, Hk or 1, 1, Sk]
   int64_t generation;  // 0 = by device; 75, 80, 90 = that one's kernels and no others
   bool fp8 = false;    // q, k, v are float8_e4m3fn
 };
@@ -55,7 +57,8 @@ struct Call {
     if (bias.has_value()) {
       p.bias_mask.bias = bias->const_data_ptr();
       p.bias_mask.bias_strides = View(*bias).pair_strides();
-      p.bias_mask.bias_is_fp32 = dtype_of(*bias) == dtypes().single;
+      p.bias_mask.bias_is_fp32 =
+          options.weighted ? FLASHSCI_KEY_WEIGHTS : dtype_of(*bias) == dtypes().single;
     }
     if (mask.has_value()) {
       p.bias_mask.mask = static_cast<const uint8_t*>(mask->const_data_ptr());
@@ -97,6 +100,7 @@ struct Kernels {
   int (*backward)(const FlashsciBackwardParams*, FlashsciStream);
   int64_t (*workspace)(const FlashsciBackwardParams*);
   int (*takes_pairs)(const FlashsciForwardParams*);  // or null: no unit of csrc/sm90/pair
+  bool takes_weights;
 };
 
 // The units of a dtype: those of pairs and of short sequences, then newest generation first; the last
@@ -139,6 +143,8 @@ struct Prepared {
     for (const Kernels* kernels = kernels_of(dtype); kernels->generation != 0; ++kernels) {
       const int unit = kernels->generation;
       if (generation != 0 && generation != unit) continue;
+      if (params.bias_mask.bias_is_fp32 == FLASHSCI_KEY_WEIGHTS && !kernels->takes_weights)
+        continue;
       // Hopper's instructions have no successor; the others' PTX runs on everything newer, Turing's
       // on request.
       if (unit == 90 ? capability / 10 != 9 : capability < unit) continue;

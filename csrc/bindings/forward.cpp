@@ -32,16 +32,14 @@ cudaError_t launch(const Forward& prepared, FlashsciForwardParams p, void* strea
   });
 }
 
-std::tuple<Tensor, Tensor> cuda_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                        const std::optional<Tensor>& bias,
-                                        const std::optional<Tensor>& mask,
-                                        const std::optional<Tensor>& cu_seqlens_q,
-                                        const std::optional<Tensor>& cu_seqlens_k,
-                                        int64_t max_seqlen_q, int64_t max_seqlen_k, double scale,
-                                        double softcap, int64_t window_left, int64_t window_right,
-                                        bool lower_right, bool tf32, int64_t generation) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,   window_left,
-                        window_right, lower_right,  tf32,  generation};
+std::tuple<Tensor, Tensor> cuda_forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& mask, const std::optional<Tensor>& cu_seqlens_q,
+    const std::optional<Tensor>& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    double scale, double softcap, int64_t window_left, int64_t window_right, bool lower_right,
+    bool tf32, int64_t generation, bool weighted) {
+  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,  window_left,
+                        window_right, lower_right,  tf32,  weighted, generation};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   const OnDevice on_device(call.device);
   Tensor out = empty_like_layout(q, call.v_view.size[4], call.dtype, call.device);
@@ -69,9 +67,9 @@ Tensor cuda_prepared_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                              const std::optional<Tensor>& cu_seqlens_k, const Tensor& out,
                              int64_t max_seqlen_q, int64_t max_seqlen_k, double scale,
                              double softcap, int64_t window_left, int64_t window_right,
-                             bool lower_right, bool tf32, int64_t generation) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,   window_left,
-                        window_right, lower_right,  tf32,  generation};
+                             bool lower_right, bool tf32, int64_t generation, bool weighted) {
+  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,  window_left,
+                        window_right, lower_right,  tf32,  weighted, generation};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   check_out(out, "out", call);
   return kept_by_python(prepare(call, out));

@@ -24,16 +24,20 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
 #define SCALARS                                                                                \
   "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, " \
   "SymInt window_right, bool lower_right, bool tf32, "
-  m.def("cuda_forward(" TENSORS SCALARS "int generation) -> (Tensor out, Tensor lse)");
+  // weighted: `bias` has no biases but weights of keys, `dbias` their gradient.
+  m.def("cuda_forward(" TENSORS SCALARS
+        "int generation, bool weighted=False) -> (Tensor out, Tensor lse)");
   m.def("cuda_backward(Tensor? dout, Tensor? dlse, " TENSORS "Tensor out, Tensor lse, " SCALARS
-        "bool deterministic, int generation, int need) -> (Tensor dq, Tensor dk, Tensor dv, Tensor "
-        "dbias)");
+        "bool deterministic, int generation, int need, bool weighted=False) -> (Tensor dq, Tensor "
+        "dk, "
+        "Tensor dv, Tensor dbias)");
   // What later calls of equal shapes, strides and options give to flashsci_run_forward and
   // flashsci_run_backward, past torch; out, lse and gradients as those calls will have them.
-  m.def("cuda_prepared_forward(" TENSORS "Tensor out, " SCALARS "int generation) -> Tensor");
+  m.def("cuda_prepared_forward(" TENSORS "Tensor out, " SCALARS
+        "int generation, bool weighted=False) -> Tensor");
   m.def("cuda_prepared_backward(Tensor? dout, Tensor? dlse, " TENSORS
         "Tensor out, Tensor lse, Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dbias, " SCALARS
-        "bool deterministic, int generation) -> Tensor");
+        "bool deterministic, int generation, bool weighted=False) -> Tensor");
   m.def(
       "cuda_fp8_forward(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? "
       "v_scale, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt "

@@ -67,7 +67,9 @@ def plan_cases(
             served = [paired(v) for v in served if not v.varlen]
         elif small:
             dense = (v for v in served if not v.varlen)
-            served = [shortened(v, whole=i % 2 == 0) for i, v in enumerate(dense)]
+            served = [
+                shortened(v, whole=i % 2 == 0, weighted=i % 3 == 0) for i, v in enumerate(dense)
+            ]
         pool = list(dict.fromkeys(served))[: 256 if many else 64]
     if device != "cuda":
         return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
@@ -147,13 +149,18 @@ def paired(variant: Variant) -> Variant:
     )  # fmt: skip
 
 
-def shortened(variant: Variant, whole: bool) -> Variant:
-    """The nearest variant that csrc/sm80/small serves, where sequences are short. whole: rows of 64 or 128 bytes."""
+def shortened(variant: Variant, whole: bool, weighted: bool) -> Variant:
+    """The nearest variant that csrc/sm80/small serves, where sequences are short. whole: rows of 64 or 128 bytes. weighted:
+    in fp32 with key weights in the place of a bias."""
     dims = [min(-(-d // 4) * 4, 64) for d in (variant.head_dim, variant.head_dim_v)]
     if whole:
         short, long = WHOLE[variant.dtype]
         dims = [short if max(dims) <= short else long] * 2
-    return replace(variant, head_dim=dims[0], head_dim_v=dims[1], softcap=False, sink=None)
+    variant = replace(variant, head_dim=dims[0], head_dim_v=dims[1], softcap=False, sink=None)
+    if weighted and variant.dtype == "float32":
+        learnt = variant.bias is None or variant.bias_grad
+        variant = replace(variant, bias=None, bias_float=False, bias_grad=False, key_weight="float", key_weight_grad=learnt)  # fmt: skip
+    return variant
 
 
 def is_whole(case: Case) -> bool:

@@ -42,11 +42,12 @@ def common(x: Inputs, room: int) -> dict:
     right = 0 if x.options.get("causal") else right
     unbounded = lambda side: -1 if side is None else side  # noqa: E731
     mask = None if x.mask is None else x.mask.view(torch.uint8)
+    bias = x.bias if x.key_weight is None else x.key_weight.unsqueeze(-2)
+    kind_of_bias = 2 if x.key_weight is not None else int(bias is not None and bias.dtype == torch.float32)  # fmt: skip
     scale = x.options.get("scale")
     return dict(
         q=_pointer(q), k=_pointer(k), v=_pointer(v), q_strides=_strides(q), k_strides=_strides(k), v_strides=_strides(v),
-        bias_mask=BiasMask(_pointer(x.bias), _pointer(mask), _score_strides(x.bias), _score_strides(mask),
-                           int(x.bias is not None and x.bias.dtype == torch.float32)),
+        bias_mask=BiasMask(_pointer(bias), _pointer(mask), _score_strides(bias), _score_strides(mask), kind_of_bias),
         batch0=batch0, batch1=batch1, heads_q=heads_q, heads_k=k.shape[-3] if k.dim() > 2 else 1, seq_q=seq_q, seq_k=k.shape[-2],
         head_dim=head_dim, head_dim_v=v.shape[-1], scale=head_dim**-0.5 if scale is None else scale, softcap=x.options.get("softcap") or 0.0,
         window_left=unbounded(left), window_right=unbounded(right), lower_right=int(x.options.get("align") == "lower_right"),
@@ -78,6 +79,10 @@ def backward(library: c.CDLL, x: Inputs, made: dict[str, torch.Tensor], seed: in
     if x.bias is not None and x.bias_grad:
         found["dbias"] = torch.full(x.bias.shape, torch.nan, dtype=x.bias.dtype)
         p |= {"dbias": _pointer(found["dbias"]), "dbias_strides": _score_strides(found["dbias"])}
+    if x.key_weight is not None and x.key_weight_grad:
+        found["dkey_weight"] = torch.full(x.key_weight.shape, torch.nan)
+        made_of = found["dkey_weight"].unsqueeze(-2)
+        p |= {"dbias": _pointer(made_of), "dbias_strides": _score_strides(made_of)}
     for name in ("dq", "dk", "dv"):
         p |= {name: _pointer(found[name]), f"{name}_strides": _strides(found[name])}
     out, lse = made["out"], made["lse"].contiguous()
@@ -93,8 +98,9 @@ def takes_small(x: Inputs, results: dict[str, torch.Tensor]) -> bool:
     bias, mask = (None if t is None else t[(None,) * (x.q.dim() - t.dim())] for t in (x.bias, x.mask))  # fmt: skip
     softcap = x.options.get("softcap") or 0.0
     scalars = ops.Scalars(-1, -1, 1.0, softcap, -1, -1, False, 0.0, "default", False)
-    tensors = ops.Tensors(x.q, x.k, x.v, bias, mask=mask)
+    tensors = ops.Tensors(x.q, x.k, x.v, bias, x.key_weight, mask)
     need = 7 | (ops.NEED_BIAS if x.bias is not None and x.bias_grad else 0)
+    need |= ops.NEED_KEY_WEIGHT if x.key_weight is not None and x.key_weight_grad else 0
     return _takes_small(ops.Saved(tensors, results["out"], results["lse"], scalars), need)
 
 
@@ -188,6 +194,52 @@ def test_gradient_of_a_bias(kernels, dtype, shape):
     for kind in (torch.float32, dtype):
         x.bias = torch.randn(2, 2, *sizes[shape]).to(kind)
         assert "dbias" in judge(kernels, x)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_generated_key_weights(kernels, seed):
+    """Of one head or of all of them, zeros and rows of zeros among them, with a gradient and without."""
+    choices = SeededChoices(seed + 500)
+    variant = Variant(
+        "float32", *choices.one_of(DIMS), key_weight="float", key_weight_grad=choices.one_of((True, True, False)),
+        mask=choices.one_of((False, True)), window=choices.one_of((False, True)), lse_grad=choices.one_of((False, True)),
+    )  # fmt: skip
+    judge(kernels, make_inputs(draw_case(choices, [variant], LENGTHS), torch.device("cpu")))
+
+
+def weighted(rows: int = 29, shared: bool = True, **options) -> Inputs:
+    """A cutoff that neighbours leave smoothly: zeros, numbers so small that their keys hardly count, atoms without neighbours."""
+    x = simple(rows, 29, heads=8, seed=rows, **options)
+    random = torch.Generator().manual_seed(rows)
+    x.key_weight = torch.rand(2, 2, 1 if shared else 8, 29, generator=random)
+    x.key_weight[..., 20:] = 0
+    x.key_weight[0, 0, ..., 5:9] = 1e-30
+    x.key_weight[1, 1] = 0
+    return x
+
+
+@pytest.mark.parametrize("shared", (True, False))
+@pytest.mark.parametrize("rows", (29, 16, 1))
+def test_key_weights(kernels, rows, shared):
+    """dw of a weight of zero is that of the key's first step in; where all are zero there is nothing."""
+    found = judge(kernels, weighted(rows, shared))
+    assert found["dkey_weight"][0, 1, ..., 20:].abs().min() > 0
+    assert all(found[n][1, 1].abs().max() == 0 for n in ("out", "dq", "dk", "dv", "dkey_weight"))
+
+
+@pytest.mark.parametrize("size", (10.0, 100.0))
+def test_key_weights_of_large_scores(kernels, size):
+    """Keys without weight have the largest of some rows: their exponentials are beyond fp32."""
+    judge(kernels, weighted(size=size))
+
+
+def test_padded_neighbours_without_weight(kernels):
+    """Hidden by a mask as well, with garbage beyond, and gradients as small as a mean over a batch leaves them."""
+    x = weighted(dout=1e-9)
+    x.mask = (torch.arange(29) < 22).expand(2, 2, 1, 29, 29).clone()
+    x.mask[..., 25:, :] = False
+    x.k[..., 22:, :], x.v[..., 22:, :] = 300, 300
+    judge(kernels, x)
 
 
 def test_the_same_bits_in_any_order(kernels):
@@ -305,7 +357,13 @@ def unserved() -> dict[str, Inputs]:
     nine.bias = torch.randn(2, 2, 1, 1, 24)
     shared = simple()
     shared.bias = torch.randn(1, 1, 3, 24, 24)
+    many, batches, half = weighted(), weighted(), weighted(dtype=torch.bfloat16)
+    many = replace(many, k=many.k[..., :4, :, :], v=many.v[..., :4, :, :])
+    batches.key_weight = batches.key_weight[:1]
     return {
+        "weights of grouped heads": many,
+        "weights that batches share": batches,
+        "weights in 16 bits": half,
         "softcap": simple(softcap=5.0),
         "33 queries": simple(33),
         "33 keys": simple(24, 33),
@@ -355,6 +413,11 @@ FAULTS = {
     "values that nobody waits for": ("forward.cuh", "[&] { stage.template wait<0>(); }", "[] {}"),
     "rows too near": ("staging.cuh", "+ row * kPitch", "+ row * (kPitch - 16)"),
     "heads of another block": ("staging.cuh", "first.head + head)", "head)"),
+    "weights of zero count": ("backward.cuh", "x *= weights.weight[block];", ""),
+    "no gradient of a weight": ("backward.cuh", "sums[block] += times(x);", ""),
+    "exponentials without a limit": ("backward.cuh", "x = weights.limit(x, block, lse);", ""),
+    "weights of other keys": ("backward.cuh", "weight[i] = keys.has(i) ? __ldg(head + keys.clamped(i)", "weight[i] = keys.has(i) ? __ldg(head + keys.clamped(0)"),
+    "weights left out": ("scores.cuh", "return logf(weight);", "return 0.f;"),
     "shared memory of the first call": ("launch.cuh", "bytes > 0 ? most_bytes(p) : 0", "bytes"),
 }  # fmt: skip
 
@@ -368,6 +431,8 @@ def judge_calls(library: c.CDLL, seed: int) -> None:
             x = simple(rows, 19, heads=heads, dims=dims, dtype=dtype, seed=seed)
             x.bias = torch.randn(2, 2, 1, 1, 19)
             assert "dbias" in judge(library, x)
+    judge(library, weighted())
+    judge(library, weighted(size=100.0))
 
 
 def test_honest_kernels_pass(kernels):

@@ -81,6 +81,7 @@ def draw(call: Call, shape: Shape) -> Inputs:
             "shared": (1, shape.heads, shape.seq_q),
             "members": (1, shape.heads, shape.seq_q),
             "keys": (shape.batch, 1, 1),
+            "weights": (shape.batch, shape.heads if shape.heads > 8 else 1, 1),
         }
         return (*rows[str(kind)], shape.seq_k)
 
@@ -93,6 +94,8 @@ def draw(call: Call, shape: Shape) -> Inputs:
         bias = rand(*pair, dtype=torch.float32 if call.bias_fp32 else dtype).permute(0, 3, 1, 2)
     elif call.bias is not None:
         bias = rand(*pairs(call.bias), dtype=torch.float32 if call.bias_fp32 else dtype)
+    weighted = call.bias == "weights"
+    key_weight = bias.squeeze(-2).abs() if weighted else None
     if call.mask is not None:
         mask = torch.rand(*pairs(call.mask), device=DEVICE, generator=generator) < 0.75
         mask[..., 0] = True
@@ -121,7 +124,8 @@ def draw(call: Call, shape: Shape) -> Inputs:
         dout=rows(shape.heads, shape.seq_q, call.head_dim_v)
         if call.has_backward and not shape.forward_only
         else None,
-        bias=bias,
+        bias=None if weighted else bias,
+        key_weight=key_weight,
         mask=mask,
         cu_seqlens_q=offsets(shape.lens_q),
         cu_seqlens_k=offsets(shape.lens_k),
@@ -157,8 +161,11 @@ class Kernels:
         self.tensors = ops.Tensors(
             self.q, self.k, self.v, inputs.bias, None, inputs.mask, *self.offsets
         )
+        # In the place of a bias, and their gradient in that of its own.
+        self.weighted = inputs.key_weight is not None
+        self.bias = inputs.key_weight.unsqueeze(-2) if self.weighted else inputs.bias
         self.need = ops.NEED_Q | ops.NEED_K | ops.NEED_V
-        self.need |= ops.NEED_BIAS if inputs.bias is not None else 0
+        self.need |= ops.NEED_BIAS if self.bias is not None else 0
 
     def _swap(self, x: Tensor) -> Tensor:
         """Packed: [T, H, D] as [H, T, D], which the ops take, and back."""
@@ -173,8 +180,8 @@ class Kernels:
             return functools.partial(forward, self.tensors, scalars)
         return functools.partial(
             torch.ops.flashsci.cuda_forward.default,
-            self.q, self.k, self.v, x.bias, x.mask, *self.offsets,
-            *self.scalars, False, int(self.call.generation[2:]),
+            self.q, self.k, self.v, self.bias, x.mask, *self.offsets,
+            *self.scalars, False, int(self.call.generation[2:]), self.weighted,
         )  # fmt: skip
 
     def forward(self) -> dict[str, Tensor]:
@@ -195,16 +202,18 @@ class Kernels:
         else:
             call = functools.partial(
                 torch.ops.flashsci.cuda_backward.default,
-                self.dout, None, self.q, self.k, self.v, x.bias, x.mask, *self.offsets,
-                out, lse, *self.scalars, False, deterministic, int(self.call.generation[2:]), need,
+                self.dout, None, self.q, self.k, self.v, self.bias, x.mask, *self.offsets,
+                out, lse, *self.scalars, False, deterministic, int(self.call.generation[2:]), need, self.weighted,
             )  # fmt: skip
         bits = (ops.NEED_Q, ops.NEED_K, ops.NEED_V, ops.NEED_BIAS)
-        names = [n for n, bit in zip(("dq", "dk", "dv", "dbias"), bits, strict=True) if need & bit]
+        last = "dkey_weight" if self.weighted else "dbias"
+        names = [n for n, bit in zip(("dq", "dk", "dv", last), bits, strict=True) if need & bit]
         indices = [i for i, bit in enumerate(bits) if need & bit]
 
         def run() -> dict[str, Tensor]:
             found = call()
-            swapped = (found[i] if i == 3 else self._swap(found[i]) for i in indices)
+            own = lambda x: x.squeeze(-2) if self.weighted else x  # noqa: E731
+            swapped = (own(found[i]) if i == 3 else self._swap(found[i]) for i in indices)
             return dict(zip(names, swapped, strict=True))
 
         return run

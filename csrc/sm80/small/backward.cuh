@@ -1,7 +1,8 @@
 // Gradients of attention of short sequences: a warp has a whole head, and goes through it once.
 //
 // Maths     S^T = scale K Q^T (+ bias, masked), P = exp(S - lse), delta = sum_d dO O - dlse,
-//           dS = P (dO V^T - delta), dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K; dbias = dS
+//           dS = P (dO V^T - delta), dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K; dbias = dS;
+//           with key weights P = w exp(S - lse), dw = sum exp(S - lse) (dO V^T - delta)
 // Roles     warps of a block have neighbouring heads; where heads share a bias of keys, a block has
 //           all heads of a batch member, and its warps' sums are added up in their order
 // Shared    those sums; kStaged: all operands (staging.cuh)
@@ -13,12 +14,37 @@
 
 namespace flashsci::sm80::small {
 
-// What becomes of dS.
+// What becomes of dS; of key weights, of what their gradient sums.
 enum DbiasForm {
   kNoDbias,
   kDbiasOfPairs,  // a place for each
   kDbiasOfKeys,   // sums over queries
   kDbiasOfHeads,  // and over the heads of a batch member
+};
+
+// The weights of the keys that a lane has, 8 i + g, and bounds of e^(S - lse), which without a weight has none:
+// 1 / w; of a weight of zero kLargest, and 1 in a row whose lse knows no better. Nothing of kernels without.
+template <class P, int kBlocks>
+struct KeyWeights {
+  static constexpr float kLargest = 1e38f, kHuge = 16777216.f;
+  float weight[P::kWeighted ? kBlocks : 1], most[P::kWeighted ? kBlocks : 1];
+
+  __device__ __forceinline__ KeyWeights(const FlashsciBackwardParams& p, const Head& place,
+                                        const LaneRows& keys) {
+    if constexpr (P::kWeighted) {
+      const FlashsciScoreStrides& strides = p.bias_mask.bias_strides;
+      const float* head =
+          static_cast<const float*>(p.bias_mask.bias) + place.offset(strides, place.head);
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        weight[i] = keys.has(i) ? __ldg(head + keys.clamped(i) * strides.column) : 0.f;
+        most[i] = fminf(1.f / weight[i], kLargest);
+      }
+    }
+  }
+  __device__ __forceinline__ float limit(float x, int i, float lse) const {
+    return fminf(x, weight[i] == 0.f && fabsf(lse) >= kHuge ? 1.f : most[i]);
+  }
 };
 
 // Units whose loads may be early: with all of them, fp32 has too few registers.
@@ -76,8 +102,25 @@ __device__ __forceinline__ void store_dbias(const FlashsciBackwardParams& p, con
     static_cast<uint16_t*>(p.dbias)[at] = static_cast<uint16_t>(P::Op::pack2(x, 0.f));
 }
 
-// All gradients of a head. What the bias of keys 8 i + g gets goes to `sums`, this lane's part.
-// rows_of(matrix, tensor, strides, rows, columns): HeadRows or StagedRows.
+// Whether operands stay in registers from the first product to the last: few of them. Others are read once
+// more, from the first-level cache or shared memory.
+template <class P, class S, bool kStaged>
+inline constexpr bool kKeeps = [] {
+  constexpr int kBytes = sizeof(typename P::Row) * S::kBlocks * S::kUnits;  // of a matrix, a lane
+  return sizeof(typename P::Element) == 2 ? kBytes <= 64 && (!kStaged || kBytes == 64)
+                                          : kBytes <= 48 && !kStaged;
+}();
+
+template <class P, class S, bool kStaged, class Rows>
+__device__ __forceinline__ auto kept(const Rows& rows) {
+  if constexpr (kKeeps<P, S, kStaged>)
+    return HeldRows<P, S>(rows);
+  else
+    return rows;
+}
+
+// All gradients of a head. What the bias or weight of keys 8 i + g gets goes to `sums`, this lane's part.
+// rows_of(matrix, tensor, strides, rows, columns): HeadRows, StagedRows or HeldRows.
 template <class P, class S, class RowsOf>
 __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, int dbias,
                                               const Head& place, float (&sums)[S::kBlocks],
@@ -98,24 +141,38 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
     multiply_heads<P, S, kUnroll<P, S>>(s, k, q, nothing);
     multiply_heads<P, S, kUnroll<P, S>>(ds, v, dout, nothing);
     finish_scores<P, true>(s, p, place);
+    const KeyWeights<P, kBlocks> weights(p, place, keys);
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) sums[i] = 0.f;
 #pragma unroll
     for (int i = 0; i < kBlocks * kBlocks * 2; ++i) {
       const int block = i / (kBlocks * 2), n = i / 2 % kBlocks, e = i % 2;
       float &x = s[block / 2][n][block % 2 * 2 + e], &y = ds[block / 2][n][block % 2 * 2 + e];
-      x = fminf(ptx::ex2_approx(fmaf(x, kLog2e, -of.lse[n][e])), 1.f);
-      y = x == 0.f ? 0.f : x * (y - of.delta[n][e]);  // whatever hidden keys hold
+      const float lse = of.lse[n][e], dp = y - of.delta[n][e];
+      const auto times = [dp](float z) {
+        return z == 0.f ? 0.f : z * dp;
+      };  // whatever hidden keys hold
+      x = ptx::ex2_approx(fmaf(x, kLog2e, -lse));
+      if constexpr (P::kWeighted) {
+        x = weights.limit(x, block, lse);
+        sums[block] += times(x);
+        x *= weights.weight[block];
+      } else {
+        x = fminf(x, 1.f);
+      }
+      y = times(x);
     }
   }
   if (dbias == kDbiasOfPairs)
     visit<true>(ds, [&](float x, int query, int key) {
       if (key < p.seq_k && query < p.seq_q) store_dbias<P>(p, place, place.head, query, key, x);
     });
+  if constexpr (!P::kWeighted)
 #pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    sums[i] = 0.f;
-#pragma unroll
-    for (int n = 0; n < kBlocks * 2; ++n) sums[i] += ds[i / 2][n / 2][i % 2 * 2 + n % 2];
-  }
+    for (int i = 0; i < kBlocks * kBlocks * 2; ++i) {
+      const int block = i / (kBlocks * 2);
+      sums[block] += ds[block / 2][i / 2 % kBlocks][block % 2 * 2 + i % 2];
+    }
 
   // C = A B, times a factor, where it is wanted.
   const auto multiply = [&](const auto& left, const auto& b, void* data,
@@ -160,14 +217,17 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits))
     stage.fetch(kV, p.v, p.v_strides, p.seq_k);
     ptx::cp_async_commit();
     stage.template wait<0>();
-    differentiate<P, S>(p, dbias, place, sums,
-                        [&](Matrix matrix, const void*, const FlashsciStrides&,
-                            const LaneRows& rows, int) { return stage.rows_of(matrix, rows); });
+    differentiate<P, S>(
+        p, dbias, place, sums,
+        [&](Matrix matrix, const void*, const FlashsciStrides&, const LaneRows& rows, int) {
+          return kept<P, S, kStaged>(stage.rows_of(matrix, rows));
+        });
   } else {
     differentiate<P, S>(p, dbias, place, sums,
                         [&](Matrix, const void* tensor, const FlashsciStrides& strides,
                             const LaneRows& rows, int columns) {
-                          return HeadRows<P, S>(tensor, strides, place, place.head, rows, columns);
+                          return kept<P, S, kStaged>(
+                              HeadRows<P, S>(tensor, strides, place, place.head, rows, columns));
                         });
   }
   if (dbias != kDbiasOfKeys && dbias != kDbiasOfHeads) return;

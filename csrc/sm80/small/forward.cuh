@@ -1,6 +1,6 @@
 // Attention of short sequences: a warp has a whole head.
 //
-// Maths     S = scale Q K^T (+ bias, masked), P = exp(S - max), O = P V / sum; lse = max + log(sum)
+// Maths     S = scale Q K^T (+ bias or log of key weights, masked), P = exp(S - max), O = P V / sum; lse = max + log(sum)
 // Roles     warps of a block have neighbouring heads and know nothing of each other
 // Shared    none: operands go from memory to registers as products want them (fragments.cuh); kStaged:
 //           by way of shared memory (staging.cuh)

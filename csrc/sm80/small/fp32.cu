@@ -10,13 +10,17 @@
 extern "C" int flashsci_forward_small_fp32(const FlashsciForwardParams* params,
                                            FlashsciStream stream) {
   using namespace flashsci::sm80::small;
-  return launch_forward<Products32>(*params, static_cast<cudaStream_t>(stream));
+  const auto launch =
+      is_weighted(*params) ? launch_forward<WeightedProducts32> : launch_forward<Products32>;
+  return launch(*params, static_cast<cudaStream_t>(stream));
 }
 
 extern "C" int flashsci_backward_small_fp32(const FlashsciBackwardParams* params,
                                             FlashsciStream stream) {
   using namespace flashsci::sm80::small;
-  return launch_backward<Products32>(*params, static_cast<cudaStream_t>(stream));
+  const auto launch =
+      is_weighted(*params) ? launch_backward<WeightedProducts32> : launch_backward<Products32>;
+  return launch(*params, static_cast<cudaStream_t>(stream));
 }
 
 extern "C" int64_t flashsci_backward_small_fp32_workspace(const FlashsciBackwardParams*) {

@@ -22,6 +22,7 @@ struct Products16 {
   using Op = Op_;
   using Element = uint16_t;
   using Row = uint2;  // four columns of a row
+  static constexpr bool kWeighted = false;
   // Threads for which the registers of a multiprocessor must do: more would spill, fewer wait longer.
   static constexpr int forward_threads(int blocks, int units) {
     return blocks * units < 16 ? 512 : 384;
@@ -105,6 +106,7 @@ struct Products32 {
   };
   using Element = float;
   using Row = float4;
+  static constexpr bool kWeighted = false;
   static constexpr int forward_threads(int, int) { return 384; }
   static constexpr int backward_threads(int blocks, int units) {
     return units == 2 ? 256 : units > 2 ? 384 : blocks <= 3 ? 512 : 384;
@@ -202,6 +204,12 @@ struct Products32 {
   }
 };
 
+// The same where keys have weights in the place of a bias: kernels of their own, for others would have fewer
+// registers by them.
+struct WeightedProducts32 : Products32 {
+  static constexpr bool kWeighted = true;
+};
+
 // The rows of a matrix that this lane has: 8 i + g. Those beyond the last are the last once more, for
 // their products count for nothing: hidden keys, queries without probabilities.
 struct LaneRows {
@@ -261,6 +269,23 @@ struct HeadRows {
         *at(rows.first + i * 8, unit) =
             P::row_of(y[0][j] * f, y[0][j + 1] * f, y[1][j] * f, y[1][j + 1] * f);
     }
+  }
+};
+
+// A matrix of one head in registers: what several products read.
+template <class P, class S>
+struct HeldRows {
+  static constexpr bool kShared = true;  // no load waits for memory
+  typename P::Row x[S::kUnits][S::kBlocks];
+
+  template <class Rows>
+  __device__ __forceinline__ explicit HeldRows(const Rows& from) {
+#pragma unroll
+    for (int u = 0; u < S::kUnits; ++u) from.load(x[u], u);
+  }
+  __device__ __forceinline__ void load(typename P::Row (&to)[S::kBlocks], int unit) const {
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) to[i] = x[unit][i];
   }
 };
 

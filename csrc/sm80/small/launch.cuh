@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <type_traits>
 
+#include "../../include/flashsci_small.h"
 #include "backward.cuh"
 #include "forward.cuh"
 
@@ -30,10 +31,16 @@ bool by_fours(const void* data, const FlashsciStrides& strides, int columns) {
          std::abs(strides.row) * kElement <= INT32_MAX / kMostRows;
 }
 
+template <class Params>
+bool is_weighted(const Params& p) {
+  return p.bias_mask.bias != nullptr && p.bias_mask.bias_is_fp32 == FLASHSCI_KEY_WEIGHTS;
+}
+
 // What both directions ask of a call, but for its results.
 template <class P, class Params>
 bool takes(const Params& p) {
-  return p.cu_seqlens_q == nullptr && p.softcap == 0.f && p.seq_q <= kMostRows &&
+  return is_weighted(p) == P::kWeighted && (!P::kWeighted || p.heads_q == p.heads_k) &&
+         p.cu_seqlens_q == nullptr && p.softcap == 0.f && p.seq_q <= kMostRows &&
          p.seq_k <= kMostRows && p.seq_q > 0 && p.seq_k > 0 &&
          std::max(p.head_dim, p.head_dim_v) <= kMostDim &&
          by_fours<P>(p.q, p.q_strides, p.head_dim) && by_fours<P>(p.k, p.k_strides, p.head_dim) &&
@@ -142,7 +149,7 @@ inline bool has_dbias_form(const FlashsciBackwardParams& p, int& form) {
   const auto own = [](int64_t size, int64_t stride) { return size == 1 || stride != 0; };
   if (!own(p.batch0, s.batch0) || !own(p.batch1, s.batch1) || !own(p.seq_k, s.column)) return false;
   const bool heads = own(p.heads_q, s.head);
-  if (own(p.seq_q, s.row)) {
+  if (own(p.seq_q, s.row) && !is_weighted(p)) {
     form = kDbiasOfPairs;
     return heads;
   }

@@ -38,7 +38,8 @@ __device__ __forceinline__ void apply(float (&s)[kTiles][kBlocks][4], const void
     visit_by(strides.row, strides.column);
 }
 
-// Scores in natural units, -inf where hidden.
+// Scores in natural units, -inf where hidden. Those of the forward (not kTransposed) have the logarithms
+// of weights in them.
 template <class P, bool kTransposed, int kTiles, int kBlocks, class Params>
 __device__ __forceinline__ void finish_scores(float (&s)[kTiles][kBlocks][4], const Params& p,
                                               const Head& place) {
@@ -46,8 +47,12 @@ __device__ __forceinline__ void finish_scores(float (&s)[kTiles][kBlocks][4], co
   const auto add = [&](auto value_of) {
     return [&, value_of](float& x, auto value) { x = fmaf(x, p.scale, value_of(value)); };
   };
-  if (given.bias == nullptr)
+  if (given.bias == nullptr || (kTransposed && P::kWeighted))
     visit<kTransposed>(s, [&](float& x, int, int) { x *= p.scale; });
+  else if (P::kWeighted)
+    apply<kTransposed, float>(s, given.bias, given.bias_strides, p, place, add([](float weight) {
+                                return logf(weight);  // of 0: -inf
+                              }));
   else if (sizeof(typename P::Element) == 4 || given.bias_is_fp32)
     apply<kTransposed, float>(s, given.bias, given.bias_strides, p, place,
                               add([](float x) { return x; }));

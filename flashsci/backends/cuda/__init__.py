@@ -27,7 +27,17 @@ from flashsci import ops, paged_ops
 from flashsci.backends.cuda import fp8, paged, prepared
 from flashsci.errors import BackendError
 from flashsci.fp8_ops import FP8
-from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Given, Saved, Scalars, Tensors
+from flashsci.ops import (
+    NEED_BIAS,
+    NEED_K,
+    NEED_KEY_WEIGHT,
+    NEED_Q,
+    NEED_V,
+    Given,
+    Saved,
+    Scalars,
+    Tensors,
+)
 from flashsci.problem import Problem, sums_bias
 
 FUSED = True
@@ -217,8 +227,6 @@ def _kernels(
     reason why none does. ``generation``: the only one to ask; it refuses strides itself."""
     if problem.dropout_p:
         return 0, "it has no dropout"
-    if problem.key_weight:
-        return 0, "it has no key_weight"
     if problem.alibi:
         return 0, "it has no alibi_slopes"
     if problem.varlen and problem.bias:
@@ -234,6 +242,15 @@ def _kernels(
     assert problem.capability is not None
     capability = problem.capability[0] * 10 + problem.capability[1]
     info = build_info() or _sources()
+    if problem.key_weight:  # csrc/sm80/small alone has them
+        if generation not in (0, 80) or capability < 80 or not _is_weighted(problem):
+            return 0, WEIGHTED
+        if kind == "backward" and not strides:
+            return (
+                0,
+                "its gradients of key_weight are of rows that begin at multiples of 16 bytes, and of weights of each batch member",
+            )
+        return 80, None
     reason = None
     for candidate in (generation,) if generation else GENERATIONS:
         if candidate == 90:
@@ -285,6 +302,18 @@ def backward_kernels(
     if generation in (0, 90) and _may_take_pairs(problem):
         return 90, None
     return _kernels("backward", problem, generation, strides)
+
+
+#: Calls with key weights that csrc/sm80/small takes.
+WEIGHTED = (
+    "it has key_weight for float32 calls of at most 32 queries and keys and 64 head dims, multiples of 4, without bias, "
+    "softcap and grouped heads"
+)
+
+
+def _is_weighted(problem: Problem) -> bool:
+    """Whether the kernels take a call with key weights."""
+    return problem.dtype == torch.float32 and not problem.bias and _is_small(problem)
 
 
 _MANY_HEADS = 132
@@ -384,11 +413,16 @@ def _takes_small(saved: Saved, need: int) -> bool:
         return False
     if q.shape[:-2] != k.shape[:-2] or any(s % 4 for s in steps):
         return False
+    weighted = saved.tensors.key_weight is not None
+    if weighted:
+        if bias is not None or q.dtype != torch.float32:
+            return False
+        bias, need = _bias_or_weights(saved.tensors), _bias_or_weights_needed(need)
     if bias is None or not need & NEED_BIAS:
         return True
     lead = (1,) * (bias.dim() - q.dim()) + q.shape[:-2]
     own = [True, *(a == b for a, b in zip(lead, bias.shape[:-2], strict=True))]
-    of_keys = bias.shape[-2] == 1 != q.shape[-2]
+    of_keys = bias.shape[-2] == 1 and (weighted or q.shape[-2] != 1)
     heads = own[-1] or (of_keys and q.shape[-3] <= 8)
     return all(own[:-1]) and heads and bias.shape[-1] == k.shape[-2]
 
@@ -396,7 +430,9 @@ def _takes_small(saved: Saved, need: int) -> bool:
 def hopper_takes(saved: Saved, need: int) -> bool:
     """Whether the Hopper backward takes bias and mask of a call as they lie in memory: what `takes_pairs` of csrc/sm90 and TMA
     allow, found here because a kernel that another backend replaces must not be launched."""
-    q, _, v, bias, _, mask, *_ = saved.tensors
+    q, _, v, bias, weights, mask, *_ = saved.tensors
+    if weights is not None:
+        return _takes_small(saved, need)
     if (bias is None and mask is None) or _sums_bias_on_chip(saved, need):
         return True
     if _takes_small(saved, need):
@@ -450,29 +486,70 @@ def forward(tensors: Tensors, scalars: Scalars, generation: int = 0) -> tuple[Te
         reason = _load()
         if reason is not None:
             raise BackendError(f"flashsci: {reason}")
-    q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
     _require_served(tensors, scalars)
-    inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k
+    tensors = _whole_rows(tensors)
+    q, k, v, _, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
+    inputs = q, k, v, _bias_or_weights(tensors), mask, cu_seqlens_q, cu_seqlens_k
     result: tuple[Tensor, Tensor] = _call(
-        _ops[0], generation, *inputs, *_options(scalars), generation
+        _ops[0], generation, *inputs, *_options(scalars), generation, tensors.key_weight is not None
     )
     return result
+
+
+def _bias_or_weights(tensors: Tensors) -> Tensor | None:
+    """What the library takes as a bias: key weights as [*, Hk or 1, 1, Sk], where a call has them."""
+    return tensors.bias if tensors.key_weight is None else tensors.key_weight.unsqueeze(-2)
+
+
+def _bias_or_weights_needed(need: int) -> int:
+    """``need`` as the library has it, which calls the gradient of key weights one of the bias."""
+    return need & ~NEED_KEY_WEIGHT | (NEED_BIAS if need & NEED_KEY_WEIGHT else 0)
+
+
+def _whole_rows(tensors: Tensors) -> Tensors:
+    """With key weights rows of q, k and v that begin at multiples of 16 bytes: there is no kernel for others."""
+    if tensors.key_weight is None:
+        return tensors
+
+    def whole(x: Tensor) -> Tensor:
+        steps = [s for n, s in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
+        aligned = x.data_ptr() % 16 == 0 and not any(s % 4 for s in steps)
+        return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+    return tensors._replace(q=whole(tensors.q), k=whole(tensors.k), v=whole(tensors.v))
 
 
 def _require_served(tensors: Tensors, scalars: Scalars) -> None:
     """Whoever chose this backend may have overlooked something, and kernels would compute without it."""
     if _lacks(tensors, scalars):
         raise BackendError(
-            "flashsci: the cuda backend has no dropout, no key_weight, no alibi_slopes and no bias of "
-            "packed sequences; use backend='triton'"
+            "flashsci: the cuda backend has no dropout, no alibi_slopes and no bias of packed sequences, and "
+            f"{WEIGHTED.removeprefix('it ')}; use backend='triton'"
         )
 
 
 def _lacks(tensors: Tensors, scalars: Scalars) -> bool:
     """Whether a call has what no kernel of the library has."""
     packed_bias = tensors.cu_seqlens_q is not None and tensors.bias is not None
-    weighted = tensors.key_weight is not None or tensors.alibi_slopes is not None
-    return bool(scalars.dropout_p) or weighted or packed_bias
+    weighted = tensors.key_weight is not None and not _takes_weights(tensors, scalars)
+    others = scalars.dropout_p or tensors.alibi_slopes is not None
+    return bool(others) or weighted or packed_bias
+
+
+def _takes_weights(tensors: Tensors, scalars: Scalars) -> bool:
+    """:func:`_is_weighted` of tensors."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    dims = q.shape[-1], v.shape[-1]
+    return (
+        q.dtype == torch.float32
+        and tensors.bias is None
+        and tensors.cu_seqlens_q is None
+        and not scalars.softcap
+        and max(q.shape[-2], k.shape[-2]) <= 32
+        and max(dims) <= 64
+        and not any(d % 4 for d in dims)
+        and q.shape[:-2] == k.shape[:-2]
+    )
 
 
 def _options(scalars: Scalars) -> tuple[Any, ...]:
@@ -515,7 +592,9 @@ def prepared_forward(
         return general
     if _fills_results():
         return general
-    return prepared.Forward(_library, tensors, (*_options(scalars), generation), general)
+    weighted = tensors.key_weight is not None
+    options = *_options(scalars), generation, weighted
+    return prepared.Forward(_library, tensors, options, general)
 
 
 def backward(
@@ -523,16 +602,21 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, dbias, dkey_weight; what `backward_kernels` refuses must not come here."""
     _require_served(saved.tensors, saved.scalars)
-    q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = saved.tensors
+    tensors = saved.tensors
+    q, k, v, _, weights, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
     out, lse = saved.out, saved.lse.contiguous()
     if dout is not None and dout.stride(-1) != 1:
         dout = dout.contiguous()
     if out.stride(-1) != 1:
         out = out.contiguous()
-    inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, out, lse
-    options = *_options(saved.scalars), saved.scalars.deterministic, generation, need
-    result: tuple[Tensor, ...] = _call(_ops[1], generation, dout, dlse, *inputs, *options)
-    return *result, q.new_empty(0)
+    inputs = q, k, v, _bias_or_weights(tensors), mask, cu_seqlens_q, cu_seqlens_k, out, lse
+    options = *_options(saved.scalars), saved.scalars.deterministic, generation
+    if weights is None:
+        result: tuple[Tensor, ...] = _call(_ops[1], generation, dout, dlse, *inputs, *options, need)
+        return *result, q.new_empty(0)
+    need = _bias_or_weights_needed(need)
+    *rows, dweights = _call(_ops[1], generation, dout, dlse, *inputs, *options, need, True)
+    return *rows, q.new_empty(0), dweights.reshape(weights.shape) if need & NEED_BIAS else dweights
 
 
 def prepared_backward(
@@ -554,7 +638,8 @@ def prepared_backward(
         return general
     if _fills_results():
         return general
-    options = *_options(scalars), scalars.deterministic, generation
+    weighted = saved.tensors.key_weight is not None
+    options = *_options(scalars), scalars.deterministic, generation, weighted
     by_pairs = takes_pairs(saved.tensors, scalars, generation) and dout is not None
     return prepared.Backward(_library, dout, dlse, saved, need, options, general, by_pairs)
 

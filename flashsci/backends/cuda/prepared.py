@@ -19,6 +19,7 @@ from torch import Tensor
 from flashsci.ops import (
     NEED_BIAS,
     NEED_K,
+    NEED_KEY_WEIGHT,
     NEED_Q,
     NEED_V,
     Given,
@@ -71,7 +72,9 @@ def takes_bias(library: Any, tensors: Tensors, options: tuple[Any, ...]) -> int:
 
 
 def _prepared_forward(tensors: Tensors, out: Tensor, options: tuple[Any, ...]) -> Tensor:
-    q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
+    q, k, v, bias, weights, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
+    if weights is not None:  # in the place of a bias
+        bias = weights.unsqueeze(-2)
     inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k
     kept: Tensor = torch.ops.flashsci.cuda_prepared_forward(*inputs, out, *options)
     return kept
@@ -134,7 +137,9 @@ class Forward:
         return other
 
     def __call__(self, tensors: Given) -> tuple[Tensor, Tensor]:
-        q, k, v, bias, _, mask, offsets_q, offsets_k, _, _, _ = tensors
+        q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _ = tensors
+        if weights is not None:
+            bias = weights
         out = torch.empty_like(q) if self.like_q else q.new_empty_strided(*self.out)
         lse = self.discarded
         if lse is None:
@@ -169,6 +174,7 @@ class Backward:
         "like_bias",
         "like_inputs",
         "rows",
+        "weighted",
     )
 
     def __init__(
@@ -183,7 +189,7 @@ class Backward:
         by_pairs: bool = False,
     ) -> None:
         """``by_pairs``: the gradient of the bias is in the order of the bias, else row-major."""
-        q, k, v, bias, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = saved.tensors
+        q, k, v, bias, weights, mask, cu_seqlens_q, cu_seqlens_k, *_ = saved.tensors
         rows = [
             empty_like_layout(x, x.shape) if need & bit else None
             for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
@@ -191,6 +197,12 @@ class Backward:
         dbias = None
         if bias is not None and need & NEED_BIAS:
             dbias = torch.empty_like(bias) if by_pairs else bias.new_empty(bias.shape)
+        self.like_bias = bias is not None and is_like(dbias, bias)
+        self.weighted = weights is not None
+        if weights is not None:  # in the place of a bias, also their gradient
+            bias = weights.unsqueeze(-2)
+            if need & NEED_KEY_WEIGHT:
+                dbias = bias.new_empty(bias.shape)
         inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, saved.out, saved.lse
         self.kept = torch.ops.flashsci.cuda_prepared_backward(
             dout, dlse, *inputs, *rows, dbias, *options
@@ -200,8 +212,9 @@ class Backward:
             _function(library, "flashsci_run_backward"),
         )
         self.like_inputs = all(map(is_like, rows, (q, k, v)))
-        self.like_bias = bias is not None and is_like(dbias, bias)
         self.rows = [None if x is None else (x.shape, x.stride()) for x in rows]
+        if weights is not None and dbias is not None:
+            dbias = dbias.squeeze(-2)
         self.dbias = None if dbias is None else (dbias.shape, dbias.stride())
         self.index = q.device.index
         self.general = general
@@ -209,7 +222,9 @@ class Backward:
     def __call__(
         self, dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, _, mask, offsets_q, offsets_k, _, _, _ = tensors
+        q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _ = tensors
+        if self.weighted:
+            bias = weights
         dq: Tensor | None
         dk: Tensor | None
         dv: Tensor | None
@@ -241,5 +256,5 @@ class Backward:
             None if dbias is None else dbias.data_ptr(),
             _stream_of(self.index),
         ):
-            return dq, dk, dv, dbias, None
+            return (dq, dk, dv, None, dbias) if self.weighted else (dq, dk, dv, dbias, None)
         return self.general(dout, dlse, tensors, out, lse)

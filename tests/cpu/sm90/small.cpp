@@ -6,6 +6,20 @@
 
 using namespace flashsci::sm80::small;
 
+namespace {
+
+// As csrc/sm80/small/fp32.cu does.
+cudaError_t forward_fp32(const FlashsciForwardParams& p) {
+  return is_weighted(p) ? launch_forward<WeightedProducts32>(p, nullptr)
+                        : launch_forward<Products32>(p, nullptr);
+}
+cudaError_t backward_fp32(const FlashsciBackwardParams& p) {
+  return is_weighted(p) ? launch_backward<WeightedProducts32>(p, nullptr)
+                        : launch_backward<Products32>(p, nullptr);
+}
+
+}  // namespace
+
 extern "C" {
 // Bytes of the last launch: none of a kernel whose rows do not go through shared memory.
 int shared_bytes() { return emulation::launched_shared; }
@@ -13,14 +27,14 @@ int shared_bytes() { return emulation::launched_shared; }
 int emulate_forward(const FlashsciForwardParams* params, int dtype, int processors, unsigned seed,
                     char* text, int size) {
   return emulation::run(dtype == 1, processors, seed, text, size, [&](auto op) {
-    return dtype == 2 ? launch_forward<Products32>(*params, nullptr)
+    return dtype == 2 ? forward_fp32(*params)
                       : launch_forward<Products16<decltype(op)>>(*params, nullptr);
   });
 }
 int emulate_backward(const FlashsciBackwardParams* params, int dtype, int processors, unsigned seed,
                      char* text, int size) {
   return emulation::run(dtype == 1, processors, seed, text, size, [&](auto op) {
-    return dtype == 2 ? launch_backward<Products32>(*params, nullptr)
+    return dtype == 2 ? backward_fp32(*params)
                       : launch_backward<Products16<decltype(op)>>(*params, nullptr);
   });
 }
