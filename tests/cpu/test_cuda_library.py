@@ -219,6 +219,40 @@ def test_gradients_of_wide_heads_in_fp32(monkeypatch, capability, dims, served):
     assert served or "end at 128 on this device" in reason
 
 
+SHORT = replace(
+    PROBLEM, dtype=torch.float32, head_dim=16, head_dim_v=16, seq_q=29, seq_k=29, key_weight=True
+)
+
+
+@pytest.mark.parametrize(
+    "change, served",
+    [
+        ({}, True),
+        ({"capability": (8, 0), "mask": True, "window_right": 0}, True),
+        ({"seq_k": 33}, False),
+        ({"seq_q": None}, False),
+        ({"dtype": torch.float16}, False),
+        ({"bias_shape": (1, 29), "bias_dtype": torch.float32}, False),
+        ({"heads_k": 2}, False),
+        ({"head_dim": 18}, False),
+        ({"softcap": 5.0}, False),
+        ({"precision": "ieee"}, False),
+        ({"capability": (7, 5)}, False),
+    ],
+)
+def test_key_weights_of_short_sequences(monkeypatch, change, served):
+    units = BUILD["units"] | {f"cuda/sm80/small_{d}": "" for d in ("bf16", "fp16", "fp32")}
+    monkeypatch.setattr(backend, "build_info", lambda: {**BUILD, "units": units})
+    problem = replace(SHORT, **change)
+    reason = backend.rejects(problem)
+    assert (reason is None) == served and (served or "triton" in reason)
+    if served:  # of strides that the kernels take; else another backend has the gradients
+        assert backend.backward_kernels(problem, True) == (80, None)
+        assert backend.backward_kernels(problem)[0] == 0
+    monkeypatch.setattr(backend, "build_info", lambda: BUILD)
+    assert backend.rejects(problem) is not None
+
+
 def test_gradients_need_triton(monkeypatch):
     triton, cuda = (registry.BACKENDS[name] for name in ("triton", "cuda"))
     monkeypatch.setattr(triton.load(), "unavailable", lambda: "Triton is not installed")

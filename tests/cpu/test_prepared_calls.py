@@ -10,7 +10,16 @@ import torch
 from flashsci import plans
 from flashsci.backends import cuda
 from flashsci.backends.cuda import prepared
-from flashsci.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors
+from flashsci.ops import (
+    NEED_BIAS,
+    NEED_K,
+    NEED_KEY_WEIGHT,
+    NEED_Q,
+    NEED_V,
+    Saved,
+    Scalars,
+    Tensors,
+)
 
 SCALARS = Scalars(-1, -1, 0.25, 0.0, -1, -1, False, 0.0, "tf32x3", False)
 CSRC = Path(__file__).parents[2] / "csrc" / "bindings"
@@ -159,6 +168,24 @@ def test_backward_gives_every_call_its_own_addresses(made, need):
         assert (given is None) == (found[i] is None)
         assert given is None or given.stride() == found[i].stride()
     assert arguments[15:] == ("options",)
+
+
+@pytest.mark.parametrize("need", [NEED_Q | NEED_KEY_WEIGHT, NEED_Q])
+def test_key_weights_are_in_the_place_of_a_bias(made, need):
+    """Theirs is the fifth gradient, in their own shape."""
+    given = lambda: tensors()._replace(bias=None, key_weight=torch.rand(2, 1, 5))  # noqa: E731
+    library, first, second = Library(True), given(), given()
+    out, lse = prepared.Forward(library, first, ("options",), never)(second)
+    weights = made["cuda_prepared_forward"][3]
+    assert weights.shape == (2, 1, 1, 5) and address(weights) == address(first.key_weight)
+    saved = Saved(first, out, lse, SCALARS)
+    run = prepared.Backward(library, out, None, saved, need, ("options",), never)
+    *rows, dbias, dweights = run(out, None, second, out, lse)
+    assert all(call["bias"] == address(second.key_weight) for call in library.calls)
+    assert dbias is None and library.calls[-1]["dbias"] == address(dweights)
+    assert [x is not None for x in rows] == [True, False, False]
+    assert (dweights is not None) == bool(need & NEED_KEY_WEIGHT)
+    assert dweights is None or dweights.shape == (2, 1, 5)
 
 
 def test_a_small_lse_that_nobody_reads_has_no_memory_of_its_own(made):

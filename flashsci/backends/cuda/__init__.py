@@ -336,10 +336,24 @@ def _is_small(problem: Problem) -> bool:
     p = problem
     if p.varlen or p.softcap or p.seq_q is None or p.seq_k is None or p.heads_q != p.heads_k:
         return False
-    dims = p.head_dim, p.head_dim_v
     built = f"cuda/sm80/small_{_DTYPES.get(p.dtype)}" in (build_info() or _sources())["units"]
+    return built and _fits_small(max(p.seq_q, p.seq_k), (p.head_dim, p.head_dim_v))
+
+
+def _fits_small(rows: int, dims: tuple[int, int]) -> bool:
+    """Whether sequences and head dims are as csrc/sm80/small has them."""
+    return rows <= 32 and max(dims) <= 64 and not any(d % 4 for d in dims)
+
+
+def _is_small_call(tensors: Tensors, scalars: Scalars) -> bool:
+    """:func:`_is_small` of tensors."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    fits = _fits_small(max(q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1]))
     return (
-        built and max(p.seq_q, p.seq_k) <= 32 and max(dims) <= 64 and not any(d % 4 for d in dims)
+        fits
+        and tensors.cu_seqlens_q is None
+        and not scalars.softcap
+        and q.shape[:-2] == k.shape[:-2]
     )
 
 
@@ -406,16 +420,12 @@ def _sums_bias_on_chip(saved: Saved, need: int) -> bool:
 def _takes_small(saved: Saved, need: int) -> bool:
     """Whether a call's gradients are those of csrc/sm80/small, which come before Hopper's: what its `takes` says, but for addresses."""
     q, k, v, bias, *_ = saved.tensors
-    dims = q.shape[-1], v.shape[-1]
     steps = (s for x in (q, k, v, saved.out) for s in x.stride()[:-1])
-    fits = max(q.shape[-2], k.shape[-2]) <= 32 and max(dims) <= 64 and not any(d % 4 for d in dims)
-    if saved.tensors.cu_seqlens_q is not None or saved.scalars.softcap or not fits:
-        return False
-    if q.shape[:-2] != k.shape[:-2] or any(s % 4 for s in steps):
+    if not _is_small_call(saved.tensors, saved.scalars) or any(s % 4 for s in steps):
         return False
     weighted = saved.tensors.key_weight is not None
     if weighted:
-        if bias is not None or q.dtype != torch.float32:
+        if not _takes_weights(saved.tensors, saved.scalars):
             return False
         bias, need = _bias_or_weights(saved.tensors), _bias_or_weights_needed(need)
     if bias is None or not need & NEED_BIAS:
@@ -538,18 +548,8 @@ def _lacks(tensors: Tensors, scalars: Scalars) -> bool:
 
 def _takes_weights(tensors: Tensors, scalars: Scalars) -> bool:
     """:func:`_is_weighted` of tensors."""
-    q, k, v = tensors.q, tensors.k, tensors.v
-    dims = q.shape[-1], v.shape[-1]
-    return (
-        q.dtype == torch.float32
-        and tensors.bias is None
-        and tensors.cu_seqlens_q is None
-        and not scalars.softcap
-        and max(q.shape[-2], k.shape[-2]) <= 32
-        and max(dims) <= 64
-        and not any(d % 4 for d in dims)
-        and q.shape[:-2] == k.shape[:-2]
-    )
+    single = tensors.q.dtype == torch.float32
+    return single and tensors.bias is None and _is_small_call(tensors, scalars)
 
 
 def _options(scalars: Scalars) -> tuple[Any, ...]:
