@@ -28,9 +28,8 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
   m.def("cuda_forward(" TENSORS SCALARS
         "int generation, bool weighted=False) -> (Tensor out, Tensor lse)");
   m.def("cuda_backward(Tensor? dout, Tensor? dlse, " TENSORS "Tensor out, Tensor lse, " SCALARS
-        "bool deterministic, int generation, int need, bool weighted=False) -> (Tensor dq, Tensor "
-        "dk, "
-        "Tensor dv, Tensor dbias)");
+        "bool deterministic, int generation, int need, bool weighted=False) -> "
+        "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
   // What later calls of equal shapes, strides and options give to flashsci_run_forward and
   // flashsci_run_backward, past torch; out, lse and gradients as those calls will have them.
   m.def("cuda_prepared_forward(" TENSORS "Tensor out, " SCALARS

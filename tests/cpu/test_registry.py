@@ -408,15 +408,15 @@ def test_who_computes_gradients_with_a_bias_on_hopper(
 )
 def test_short_calls_with_a_bias_are_taken_in_any_strides(full_build, shape, need, takes):
     """By csrc/sm80/small, where Hopper's own kernels would refuse: no other backend has to stand in."""
-    from flashsci.backends.cuda import _takes_small, hopper_takes
+    from flashsci.backends.cuda.layouts import hopper_takes, takes_small
 
     q = v = torch.empty(6, 16, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
     bias = torch.empty(*shape[:-1], 17, dtype=torch.bfloat16)[..., 1:]
     saved = saved_of(q, v, bias, None)
-    assert _takes_small(saved, need) is takes
+    assert takes_small(saved, need) is takes
     if takes:
         assert hopper_takes(saved, need) and whose(saved, need) == "cuda"
-    assert not _takes_small(saved_of(q, v, bias, None, softcap=5.0), need)
+    assert not takes_small(saved_of(q, v, bias, None, softcap=5.0), need)
 
 
 def test_every_generated_case_has_an_answer_about_hopper(full_build):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashsci import ops
-from flashsci.backends.cuda import _takes_small
+from flashsci.backends.cuda.layouts import takes_small
 from flashsci.ops import empty_like_layout
 from flashsci.testing import Case, Inputs, Judge, Variant, make_inputs
 from flashsci.testing.drawing import SeededChoices, draw_case
@@ -93,7 +93,7 @@ def backward(library: c.CDLL, x: Inputs, made: dict[str, torch.Tensor], seed: in
     return found if taken else None
 
 
-def takes_small(x: Inputs, results: dict[str, torch.Tensor]) -> bool:
+def mirrors(x: Inputs, results: dict[str, torch.Tensor]) -> bool:
     """What Python says of the gradients of a call, which must not launch to know: the kernels' own rule, but for addresses."""
     bias, mask = (None if t is None else t[(None,) * (x.q.dim() - t.dim())] for t in (x.bias, x.mask))  # fmt: skip
     softcap = x.options.get("softcap") or 0.0
@@ -101,7 +101,7 @@ def takes_small(x: Inputs, results: dict[str, torch.Tensor]) -> bool:
     tensors = ops.Tensors(x.q, x.k, x.v, bias, x.key_weight, mask)
     need = 7 | (ops.NEED_BIAS if x.bias is not None and x.bias_grad else 0)
     need |= ops.NEED_KEY_WEIGHT if x.key_weight is not None and x.key_weight_grad else 0
-    return _takes_small(ops.Saved(tensors, results["out"], results["lse"], scalars), need)
+    return takes_small(ops.Saved(tensors, results["out"], results["lse"], scalars), need)
 
 
 def judge(library: c.CDLL, x: Inputs) -> dict[str, torch.Tensor]:
@@ -114,7 +114,7 @@ def judge(library: c.CDLL, x: Inputs) -> dict[str, torch.Tensor]:
         return {}
     if x.dout is not None:
         found = backward(library, x, results)
-        mirrored = takes_small(x, results)
+        mirrored = mirrors(x, results)
         aligned = all(y.data_ptr() % 16 == 0 for y in (x.q, x.k, x.v, x.dout))
         assert mirrored or found is None
         assert found is not None or not (mirrored and aligned)

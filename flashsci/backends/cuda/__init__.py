@@ -24,29 +24,18 @@ import torch
 from torch import Tensor
 
 from flashsci import ops, paged_ops
-from flashsci.backends.cuda import fp8, paged, prepared
+from flashsci.backends.cuda import fp8, layouts, paged, prepared
+from flashsci.backends.cuda.layouts import hopper_takes
 from flashsci.errors import BackendError
 from flashsci.fp8_ops import FP8
-from flashsci.ops import (
-    NEED_BIAS,
-    NEED_K,
-    NEED_KEY_WEIGHT,
-    NEED_Q,
-    NEED_V,
-    Given,
-    Saved,
-    Scalars,
-    Tensors,
-)
-from flashsci.problem import Problem, sums_bias
+from flashsci.ops import NEED_BIAS, Given, Saved, Scalars, Tensors
+from flashsci.problem import Problem
 
 FUSED = True
 MAX_HEAD_DIM = 256
 GENERATIONS = (90, 80, 75)  # newest first, as the library tries them
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _UNITS = {"forward": "fwd", "backward": "bwd"}
-
-NEED_ALL = NEED_Q | NEED_K | NEED_V | NEED_BIAS
 
 _ops: Any = None  # (forward, backward)
 _library: ctypes.CDLL | None = None
@@ -337,24 +326,7 @@ def _is_small(problem: Problem) -> bool:
     if p.varlen or p.softcap or p.seq_q is None or p.seq_k is None or p.heads_q != p.heads_k:
         return False
     built = f"cuda/sm80/small_{_DTYPES.get(p.dtype)}" in (build_info() or _sources())["units"]
-    return built and _fits_small(max(p.seq_q, p.seq_k), (p.head_dim, p.head_dim_v))
-
-
-def _fits_small(rows: int, dims: tuple[int, int]) -> bool:
-    """Whether sequences and head dims are as csrc/sm80/small has them."""
-    return rows <= 32 and max(dims) <= 64 and not any(d % 4 for d in dims)
-
-
-def _is_small_call(tensors: Tensors, scalars: Scalars) -> bool:
-    """:func:`_is_small` of tensors."""
-    q, k, v = tensors.q, tensors.k, tensors.v
-    fits = _fits_small(max(q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1]))
-    return (
-        fits
-        and tensors.cu_seqlens_q is None
-        and not scalars.softcap
-        and q.shape[:-2] == k.shape[:-2]
-    )
+    return built and layouts.fits_small(max(p.seq_q, p.seq_k), (p.head_dim, p.head_dim_v))
 
 
 def older_backward(problem: Problem, generation: int = 0) -> int:
@@ -393,91 +365,6 @@ def _may_take_pairs(problem: Problem) -> bool:
     )
 
 
-def _sums_bias_on_chip(saved: Saved, need: int) -> bool:
-    """Whether a call's gradients are those that csrc/sm90/triangle_bwd computes together, dbias of many members in registers:
-    what its `takes` says, but for addresses."""
-    q, k, v, bias, _, mask, cu_seqlens_q, *_ = saved.tensors
-    scalars, dims = saved.scalars, (q.shape[-1], v.shape[-1])
-    banded = scalars.softcap or scalars.window_left >= 0 or scalars.window_right >= 0
-    if bias is None or cu_seqlens_q is not None or banded or need & NEED_ALL != NEED_ALL:
-        return False
-    lead = (1,) * (5 - q.dim()) + q.shape[:-2]
-    owned = (1,) * (5 - bias.dim()) + bias.shape
-    shares = [n for n, m in zip(lead[:2], owned[:2], strict=True) if m == 1]
-    shapes = (
-        q.dtype != torch.float32
-        and max(dims) <= 32
-        and not any(dim % 8 for dim in dims)
-        and q.shape[-3:-2] == k.shape[-3:-2]
-    )
-    rows, keys = q.shape[-2], k.shape[-2]
-    whole = rows > 64 and keys > 64 and owned[2:] == (lead[2], rows, keys)
-    by_key = mask is None or mask.shape[-2] == 1 or mask.stride(-2) == 0
-    ordered = not scalars.deterministic or rows <= 768  # two panels of queries
-    return shapes and whole and by_key and ordered and math.prod(shares) >= 16
-
-
-def _takes_small(saved: Saved, need: int) -> bool:
-    """Whether a call's gradients are those of csrc/sm80/small, which come before Hopper's: what its `takes` says, but for addresses."""
-    q, k, v, bias, *_ = saved.tensors
-    steps = (s for x in (q, k, v, saved.out) for s in x.stride()[:-1])
-    if not _is_small_call(saved.tensors, saved.scalars) or any(s % 4 for s in steps):
-        return False
-    weighted = saved.tensors.key_weight is not None
-    if weighted:
-        if not _takes_weights(saved.tensors, saved.scalars):
-            return False
-        bias, need = _bias_or_weights(saved.tensors), _bias_or_weights_needed(need)
-    if bias is None or not need & NEED_BIAS:
-        return True
-    lead = (1,) * (bias.dim() - q.dim()) + q.shape[:-2]
-    own = [True, *(a == b for a, b in zip(lead, bias.shape[:-2], strict=True))]
-    of_keys = bias.shape[-2] == 1 and (weighted or q.shape[-2] != 1)
-    heads = own[-1] or (of_keys and q.shape[-3] <= 8)
-    return all(own[:-1]) and heads and bias.shape[-1] == k.shape[-2]
-
-
-def hopper_takes(saved: Saved, need: int) -> bool:
-    """Whether the Hopper backward takes bias and mask of a call as they lie in memory: what `takes_pairs` of csrc/sm90 and TMA
-    allow, found here because a kernel that another backend replaces must not be launched."""
-    q, _, v, bias, weights, mask, *_ = saved.tensors
-    if weights is not None:
-        return _takes_small(saved, need)
-    if (bias is None and mask is None) or _sums_bias_on_chip(saved, need):
-        return True
-    if _takes_small(saved, need):
-        return True
-    dims = q.shape[-1], v.shape[-1]
-    if saved.scalars.softcap or max(dims) > 128 or any(dim % 8 for dim in dims):
-        return False
-
-    def of_keys(x: Tensor) -> bool:
-        return x.shape[-2] == 1 or x.stride(-2) == 0
-
-    def by_tiles(x: Tensor) -> bool:
-        unit = 16 // x.element_size()
-        return (
-            x.shape[-1] > 1
-            and x.stride(-1) == 1
-            and x.storage_offset() % unit == 0
-            and all(n == 1 or s % unit == 0 for n, s in zip(x.shape[:-1], x.stride(), strict=False))
-        )
-
-    masked = mask is not None and not of_keys(mask)
-    if mask is not None and masked and not by_tiles(mask):
-        return False
-    if bias is None or of_keys(bias):
-        return True
-    apart = bias.dtype == torch.float32
-    if masked and not (apart and max(dims) <= 64):
-        return False
-    # A gradient that leaves by tiles: rows of whole 16 bytes.
-    whole = bias.shape[-1] * bias.element_size() % 16 == 0
-    if need & NEED_BIAS and not sums_bias(bias, q.shape[:-2]) and not whole:
-        return False
-    return (apart or bias.dtype == q.dtype) and by_tiles(bias)
-
-
 def _call(op: Any, generation: int, *arguments: Any) -> Any:
     """An op of the library. Restricted to a generation whose kernels do not take these strides, its refusal is a
     BackendError."""
@@ -497,36 +384,13 @@ def forward(tensors: Tensors, scalars: Scalars, generation: int = 0) -> tuple[Te
         if reason is not None:
             raise BackendError(f"flashsci: {reason}")
     _require_served(tensors, scalars)
-    tensors = _whole_rows(tensors)
+    tensors = layouts.whole_rows(tensors)
     q, k, v, _, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
-    inputs = q, k, v, _bias_or_weights(tensors), mask, cu_seqlens_q, cu_seqlens_k
+    inputs = q, k, v, layouts.bias_or_weights(tensors), mask, cu_seqlens_q, cu_seqlens_k
     result: tuple[Tensor, Tensor] = _call(
         _ops[0], generation, *inputs, *_options(scalars), generation, tensors.key_weight is not None
     )
     return result
-
-
-def _bias_or_weights(tensors: Tensors) -> Tensor | None:
-    """What the library takes as a bias: key weights as [*, Hk or 1, 1, Sk], where a call has them."""
-    return tensors.bias if tensors.key_weight is None else tensors.key_weight.unsqueeze(-2)
-
-
-def _bias_or_weights_needed(need: int) -> int:
-    """``need`` as the library has it, which calls the gradient of key weights one of the bias."""
-    return need & ~NEED_KEY_WEIGHT | (NEED_BIAS if need & NEED_KEY_WEIGHT else 0)
-
-
-def _whole_rows(tensors: Tensors) -> Tensors:
-    """With key weights rows of q, k and v that begin at multiples of 16 bytes: there is no kernel for others."""
-    if tensors.key_weight is None:
-        return tensors
-
-    def whole(x: Tensor) -> Tensor:
-        steps = [s for n, s in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
-        aligned = x.data_ptr() % 16 == 0 and not any(s % 4 for s in steps)
-        return x if aligned else x.clone(memory_format=torch.contiguous_format)
-
-    return tensors._replace(q=whole(tensors.q), k=whole(tensors.k), v=whole(tensors.v))
 
 
 def _require_served(tensors: Tensors, scalars: Scalars) -> None:
@@ -541,15 +405,9 @@ def _require_served(tensors: Tensors, scalars: Scalars) -> None:
 def _lacks(tensors: Tensors, scalars: Scalars) -> bool:
     """Whether a call has what no kernel of the library has."""
     packed_bias = tensors.cu_seqlens_q is not None and tensors.bias is not None
-    weighted = tensors.key_weight is not None and not _takes_weights(tensors, scalars)
+    weighted = tensors.key_weight is not None and not layouts.takes_weights(tensors, scalars)
     others = scalars.dropout_p or tensors.alibi_slopes is not None
     return bool(others) or weighted or packed_bias
-
-
-def _takes_weights(tensors: Tensors, scalars: Scalars) -> bool:
-    """:func:`_is_weighted` of tensors."""
-    single = tensors.q.dtype == torch.float32
-    return single and tensors.bias is None and _is_small_call(tensors, scalars)
 
 
 def _options(scalars: Scalars) -> tuple[Any, ...]:
@@ -609,12 +467,12 @@ def backward(
         dout = dout.contiguous()
     if out.stride(-1) != 1:
         out = out.contiguous()
-    inputs = q, k, v, _bias_or_weights(tensors), mask, cu_seqlens_q, cu_seqlens_k, out, lse
+    inputs = q, k, v, layouts.bias_or_weights(tensors), mask, cu_seqlens_q, cu_seqlens_k, out, lse
     options = *_options(saved.scalars), saved.scalars.deterministic, generation
     if weights is None:
         result: tuple[Tensor, ...] = _call(_ops[1], generation, dout, dlse, *inputs, *options, need)
         return *result, q.new_empty(0)
-    need = _bias_or_weights_needed(need)
+    need = layouts.bias_or_weights_needed(need)
     *rows, dweights = _call(_ops[1], generation, dout, dlse, *inputs, *options, need, True)
     return *rows, q.new_empty(0), dweights.reshape(weights.shape) if need & NEED_BIAS else dweights
 

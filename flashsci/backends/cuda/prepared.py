@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashsci.backends.cuda.layouts import bias_or_weights, bias_or_weights_needed
 from flashsci.ops import (
     NEED_BIAS,
     NEED_K,
-    NEED_KEY_WEIGHT,
     NEED_Q,
     NEED_V,
     Given,
@@ -72,10 +72,8 @@ def takes_bias(library: Any, tensors: Tensors, options: tuple[Any, ...]) -> int:
 
 
 def _prepared_forward(tensors: Tensors, out: Tensor, options: tuple[Any, ...]) -> Tensor:
-    q, k, v, bias, weights, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
-    if weights is not None:  # in the place of a bias
-        bias = weights.unsqueeze(-2)
-    inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k
+    q, k, v, _, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
+    inputs = q, k, v, bias_or_weights(tensors), mask, cu_seqlens_q, cu_seqlens_k
     kept: Tensor = torch.ops.flashsci.cuda_prepared_forward(*inputs, out, *options)
     return kept
 
@@ -174,7 +172,6 @@ class Backward:
         "like_bias",
         "like_inputs",
         "rows",
-        "weighted",
     )
 
     def __init__(
@@ -189,20 +186,16 @@ class Backward:
         by_pairs: bool = False,
     ) -> None:
         """``by_pairs``: the gradient of the bias is in the order of the bias, else row-major."""
-        q, k, v, bias, weights, mask, cu_seqlens_q, cu_seqlens_k, *_ = saved.tensors
+        q, k, v, _, weights, mask, cu_seqlens_q, cu_seqlens_k, *_ = saved.tensors
         rows = [
             empty_like_layout(x, x.shape) if need & bit else None
             for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
         ]
-        dbias = None
-        if bias is not None and need & NEED_BIAS:
+        bias, dbias = bias_or_weights(saved.tensors), None
+        if bias is not None and bias_or_weights_needed(need) & NEED_BIAS:
             dbias = torch.empty_like(bias) if by_pairs else bias.new_empty(bias.shape)
-        self.like_bias = bias is not None and is_like(dbias, bias)
-        self.weighted = weights is not None
-        if weights is not None:  # in the place of a bias, also their gradient
-            bias = weights.unsqueeze(-2)
-            if need & NEED_KEY_WEIGHT:
-                dbias = bias.new_empty(bias.shape)
+        # Weights have a dim less than what is in the place of a bias.
+        self.like_bias = bias is not None and weights is None and is_like(dbias, bias)
         inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, saved.out, saved.lse
         self.kept = torch.ops.flashsci.cuda_prepared_backward(
             dout, dlse, *inputs, *rows, dbias, *options
@@ -223,7 +216,7 @@ class Backward:
         self, dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
     ) -> tuple[Tensor | None, ...]:
         q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _ = tensors
-        if self.weighted:
+        if weights is not None:
             bias = weights
         dq: Tensor | None
         dk: Tensor | None
@@ -256,5 +249,5 @@ class Backward:
             None if dbias is None else dbias.data_ptr(),
             _stream_of(self.index),
         ):
-            return (dq, dk, dv, None, dbias) if self.weighted else (dq, dk, dv, dbias, None)
+            return (dq, dk, dv, dbias, None) if weights is None else (dq, dk, dv, None, dbias)
         return self.general(dout, dlse, tensors, out, lse)
