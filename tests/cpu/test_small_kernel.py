@@ -268,24 +268,23 @@ def laid_out(x: Inputs, joint: bool, **order: bool) -> Inputs:
     return replace(x, **made)
 
 
-def is_staged(x: Inputs, backward: bool) -> bool:
+def is_staged(x: Inputs) -> bool:
     """Whether rows go through shared memory, of calls that leave room for that."""
-    heads, rows, dim = x.q.shape[-3:]
+    heads, _, dim = x.q.shape[-3:]
     size = dim * x.q.element_size()
-    slower = x.q.dtype == torch.float32 and not backward and max(rows, x.k.shape[-2]) <= 24
-    inside = x.q.stride(-3) < x.q.stride(-2) and not slower
+    inside = x.q.stride(-3) < x.q.stride(-2)
     alone = all(heads % n for n in range(2, 8)) or x.k.shape[-3] != heads
-    return dim in (16, 32, 64) and (size == 128 or (size == 64 and inside)) and not alone
+    return dim in (16, 32, 64) and (size == 128 or (size < 128 and inside)) and not alone
 
 
 def evaluate(library: c.CDLL, x: Inputs, room: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Results of the kernels that the call should have."""
     staged = library.shared_bytes
     found = forward(library, x, seed, room)
-    assert (staged() > 0) == (room > 0 and is_staged(x, backward=False))
+    assert (staged() > 0) == (room > 0 and is_staged(x))
     if x.k.shape[-3] == x.q.shape[-3]:
         found |= backward(library, x, found, seed, room)
-        assert (staged() > 0) == (room > 0 and is_staged(x, backward=True))
+        assert (staged() > 0) == (room > 0 and is_staged(x))
     return found
 
 
@@ -380,6 +379,22 @@ def test_left_to_others(kernels, name):
     assert "dq" not in judge(kernels, unserved()[name])
 
 
+@pytest.mark.parametrize("dim, step", ((-4, 1 << 32), (-3, 1 << 32), (-2, 1 << 26)))
+def test_steps_of_more_bytes_than_kernels_multiply(kernels, dim, step):
+    """To others, by the launcher's rule and by Python's; a step of 4 bytes less is taken."""
+    x = simple(batch=(2, 2))
+    q = ForwardParams(**common(x, 228)).q_strides
+    field = {-4: "batch1", -3: "head", -2: "row"}[dim]
+    for bytes_, taken in ((step - 16, True), (step, False)):
+        steps = list(x.q.stride())
+        steps[dim] = bytes_ // 4
+        far = torch.empty_strided(x.q.shape, steps, device="meta")
+        saved = ops.Saved(ops.Tensors(far, x.k, x.v, None, None, None), x.q, None, ops.Scalars(-1, -1, 1.0, 0.0, -1, -1, False, 0.0, "default", False))  # fmt: skip
+        assert takes_small(saved, 7) == taken
+        setattr(q, field, bytes_ // 4)
+        assert bool(kernels.steps_fit(c.byref(q), 4)) == taken
+
+
 @pytest.mark.parametrize("number", (-torch.inf, -1e9, "lowest"))
 @pytest.mark.parametrize("dtype", KINDS, ids=DTYPES)
 def test_padding_as_models_write_it(kernels, number, dtype):
@@ -411,7 +426,12 @@ FAULTS = {
     "rows that nobody waits for": ("staging.cuh", "ptx::cp_async_wait<kPending>();", ""),
     "rows of other warps": ("staging.cuh", "__syncthreads();", ""),
     "values that nobody waits for": ("forward.cuh", "[&] { stage.template wait<0>(); }", "[] {}"),
-    "rows too near": ("staging.cuh", "+ row * kPitch", "+ row * (kPitch - 16)"),
+    "rows too near": ("staging.cuh", "piece = row * plan.pitch", "piece = row * (plan.pitch - 16)"),
+    "rows beyond the last": ("staging.cuh", "cp_async_16_if(of_row < static_cast<uint32_t>(rows)", "cp_async_16_if(true"),
+    "gradients that nobody waits for": ("backward.cuh", "__syncthreads();\n      stage.release(kDv", "stage.release(kDv"),
+    "a gradient in the place of keys": ("staging.cuh", "gradient == kDk ? kOut", "gradient == kDk ? kK"),
+    "scores without a check": ("config.cuh", "p.seq_k == rows && ", ""),
+    "a scale below zero": ("config.cuh", " && p.scale > 0.f", ""),
     "heads of another block": ("staging.cuh", "first.head + head)", "head)"),
     "weights of zero count": ("backward.cuh", "x *= weights.weight[block];", ""),
     "no gradient of a weight": ("backward.cuh", "sums[block] += times(x);", ""),
@@ -426,11 +446,13 @@ def judge_calls(library: c.CDLL, seed: int) -> None:
     """From memory; through shared memory, of one block of a batch member, of two, and more of it."""
     for dtype in KINDS:
         long = 32 if dtype == torch.float32 else 64
-        calls = (21, 4, (20, 12)), (17, 4, (long, long)), (21, 8, (long, long)), (24, 4, (long, long))  # fmt: skip
+        calls = (21, 4, (20, 12)), (17, 4, (long, long)), (21, 8, (long, long)), (24, 4, (long, long)), (21, 4, (16, 16))  # fmt: skip
         for rows, heads, dims in calls:
             x = simple(rows, 19, heads=heads, dims=dims, dtype=dtype, seed=seed)
             x.bias = torch.randn(2, 2, 1, 1, 19)
             assert "dbias" in judge(library, x)
+        judge(library, simple(24, 19, dtype=dtype, seed=seed))
+        judge(library, simple(24, 24, dtype=dtype, seed=seed, scale=-3.0, size=10.0))
     judge(library, weighted())
     judge(library, weighted(size=100.0))
 

@@ -5,7 +5,7 @@
 //           with key weights P = w exp(S - lse), dw = sum exp(S - lse) (dO V^T - delta)
 // Roles     warps of a block have neighbouring heads; where heads share a bias of keys, a block has
 //           all heads of a batch member, and its warps' sums are added up in their order
-// Shared    those sums; kStaged: all operands (staging.cuh)
+// Shared    those sums; kStaged: all operands, and gradients of rows of 32 bytes (staging.cuh)
 // Pipeline  none: other warps compute while one waits for its rows
 // Limits    memory; in fp32 three products of parts take half as long
 #pragma once
@@ -58,10 +58,24 @@ struct QueryStatistics {
   float delta[kBlocks][2];
 };
 
+// lse of row g of each block.
+template <int kBlocks>
+struct RowLse {
+  float of[kBlocks];
+
+  __device__ __forceinline__ RowLse(const FlashsciBackwardParams& p, const Head& place,
+                                    const LaneRows& queries) {
+    const float* head = p.lse + static_cast<int64_t>(place.index) * p.seq_q;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) ptx::ld_row(of[i], head + queries.clamped(i));
+  }
+};
+
 template <class P, class S, class Rows>
 __device__ __forceinline__ void load_statistics(QueryStatistics<S::kBlocks>& of,
                                                 const FlashsciBackwardParams& p, const Head& place,
-                                                const LaneRows& queries, const Rows& dout,
+                                                const LaneRows& queries,
+                                                const RowLse<S::kBlocks>& given, const Rows& dout,
                                                 const Rows& out) {
   float delta[S::kBlocks] = {}, lse[S::kBlocks];  // of row g of each block
 #pragma unroll(kUnroll<P, S>)
@@ -72,12 +86,10 @@ __device__ __forceinline__ void load_statistics(QueryStatistics<S::kBlocks>& of,
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) delta[i] += P::dot(x[i], y[i]);
   }
-  const float* lse_of_head = p.lse + static_cast<int64_t>(place.index) * p.seq_q;
 #pragma unroll
   for (int i = 0; i < S::kBlocks; ++i) {
     const int row = queries.clamped(i);
-    const float given = __ldg(lse_of_head + row);
-    lse[i] = given == -INFINITY || !queries.has(i) ? INFINITY : lse_of_backward(given);
+    lse[i] = given.of[i] == -INFINITY || !queries.has(i) ? INFINITY : lse_of_backward(given.of[i]);
     delta[i] = quad_sum(delta[i]);
     if (p.dlse != nullptr)
       delta[i] -=
@@ -120,27 +132,30 @@ __device__ __forceinline__ auto kept(const Rows& rows) {
 }
 
 // All gradients of a head. What the bias or weight of keys 8 i + g gets goes to `sums`, this lane's part.
-// rows_of(matrix, tensor, strides, rows, columns): HeadRows, StagedRows or HeldRows.
-template <class P, class S, class RowsOf>
+// rows_of(matrix, tensor, rows, columns): HeadRows, StagedRows or HeldRows.
+// result_of(matrix, tensor, rows, columns): HeadRows or StagedRows.
+template <class P, class S, class RowsOf, class ResultOf>
 __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, int dbias,
-                                              const Head& place, float (&sums)[S::kBlocks],
-                                              RowsOf&& rows_of) {
+                                              const HeadPlan& plan, const Head& place,
+                                              const LaneRows& queries, const LaneRows& keys,
+                                              const RowLse<S::kBlocks>& lse_of_rows,
+                                              float (&sums)[S::kBlocks], RowsOf&& rows_of,
+                                              ResultOf&& result_of) {
   constexpr int kBlocks = S::kBlocks;
-  const LaneRows queries(p.seq_q), keys(p.seq_k);
-  const auto q = rows_of(kQ, p.q, p.q_strides, queries, p.head_dim);
-  const auto k = rows_of(kK, p.k, p.k_strides, keys, p.head_dim);
-  const auto v = rows_of(kV, p.v, p.v_strides, keys, p.head_dim_v);
-  const auto dout = rows_of(kDout, p.dout, p.dout_strides, queries, p.head_dim_v);
+  const auto q = rows_of(kQ, p.q, queries, p.head_dim);
+  const auto k = rows_of(kK, p.k, keys, p.head_dim);
+  const auto v = rows_of(kV, p.v, keys, p.head_dim_v);
+  const auto dout = rows_of(kDout, p.dout, queries, p.head_dim_v);
 
   Scores<kBlocks> s, ds;
   {
     QueryStatistics<kBlocks> of;
-    load_statistics<P, S>(of, p, place, queries, dout,
-                          rows_of(kOut, p.out, p.out_strides, queries, p.head_dim_v));
+    load_statistics<P, S>(of, p, place, queries, lse_of_rows, dout,
+                          rows_of(kOut, p.out, queries, p.head_dim_v));
     const auto nothing = [] {};
     multiply_heads<P, S, kUnroll<P, S>>(s, k, q, nothing);
     multiply_heads<P, S, kUnroll<P, S>>(ds, v, dout, nothing);
-    finish_scores<P, true>(s, p, place);
+    const float unit = finish_scores<P, true>(s, p, place, plan.plain) * kLog2e;
     const KeyWeights<P, kBlocks> weights(p, place, keys);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) sums[i] = 0.f;
@@ -152,7 +167,7 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
       const auto times = [dp](float z) {
         return z == 0.f ? 0.f : z * dp;
       };  // whatever hidden keys hold
-      x = ptx::ex2_approx(fmaf(x, kLog2e, -lse));
+      x = ptx::ex2_approx(fmaf(x, unit, -lse));
       if constexpr (P::kWeighted) {
         x = weights.limit(x, block, lse);
         sums[block] += times(x);
@@ -167,7 +182,7 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
     visit<true>(ds, [&](float x, int query, int key) {
       if (key < p.seq_k && query < p.seq_q) store_dbias<P>(p, place, place.head, query, key, x);
     });
-  if constexpr (!P::kWeighted)
+  if (!P::kWeighted && (dbias == kDbiasOfKeys || dbias == kDbiasOfHeads))
 #pragma unroll
     for (int i = 0; i < kBlocks * kBlocks * 2; ++i) {
       const int block = i / (kBlocks * 2);
@@ -175,11 +190,10 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
     }
 
   // C = A B, times a factor, where it is wanted.
-  const auto multiply = [&](const auto& left, const auto& b, void* data,
-                            const FlashsciStrides& strides, const LaneRows& rows, int columns,
-                            float factor) {
+  const auto multiply = [&](const auto& left, const auto& b, Matrix matrix, void* data,
+                            const LaneRows& rows, int columns, float factor) {
     if (data == nullptr) return;
-    const HeadRows<P, S> result(data, strides, place, place.head, rows, columns);
+    const auto result = result_of(matrix, data, rows, columns);
 #pragma unroll(kUnroll<P, S>)
     for (int u = 0; u < S::kUnits; ++u) {
       typename P::Row x[kBlocks];
@@ -191,14 +205,15 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
   };
   using Left = typename P::template Left<kBlocks>;
   Left left(ds);
-  multiply(Left(s), dout, p.dv, p.dv_strides, keys, p.head_dim_v, 1.f);
-  multiply(left, q, p.dk, p.dk_strides, keys, p.head_dim, p.scale);
+  multiply(Left(s), dout, kDv, p.dv, keys, p.head_dim_v, 1.f);
+  multiply(left, q, kDk, p.dk, keys, p.head_dim, p.scale);
   left.transpose();
-  multiply(left, k, p.dq, p.dq_strides, queries, p.head_dim, p.scale);
+  multiply(left, k, kDq, p.dq, queries, p.head_dim, p.scale);
 }
 
 template <class P, class S, bool kStaged>
-__global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits))
+__global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits, kStaged).of_block,
+                                  P::backward_threads(S::kBlocks, S::kUnits, kStaged).blocks)
     small_backward_kernel(const __grid_constant__ FlashsciBackwardParams p,
                           const __grid_constant__ HeadPlan plan, int dbias) {
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -207,28 +222,45 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits))
     return;  // not where warps meet: of whole batch members
   const Head first_head(plan, kStaged ? first : first + warp);
   const Head place = kStaged ? first_head.next(warp) : first_head;
+  const LaneRows queries(p.seq_q), keys(p.seq_k);
+  const auto head_rows = [&](Matrix matrix, const void* tensor, const LaneRows& rows, int columns) {
+    return HeadRows<P, S>(tensor, plan.of[matrix], place, place.head, rows, columns);
+  };
   float sums[S::kBlocks];
   if constexpr (kStaged) {
-    const Stage<P, S, kOfBackward> stage(plan, first_head, max(p.seq_q, p.seq_k));
-    stage.fetch(kDout, p.dout, p.dout_strides, p.seq_q);
-    stage.fetch(kOut, p.out, p.out_strides, p.seq_q);
-    stage.fetch(kK, p.k, p.k_strides, p.seq_k);
-    stage.fetch(kQ, p.q, p.q_strides, p.seq_q);
-    stage.fetch(kV, p.v, p.v_strides, p.seq_k);
+    const Stage<P, S, kOfBackward> stage(plan, first_head);
+    stage.fetch(kDout, p.dout, p.seq_q);
+    stage.fetch(kOut, p.out, p.seq_q);
+    stage.fetch(kK, p.k, p.seq_k);
+    stage.fetch(kQ, p.q, p.seq_q);
+    stage.fetch(kV, p.v, p.seq_k);
     ptx::cp_async_commit();
+    const RowLse<S::kBlocks> lse(p, place, queries);
     stage.template wait<0>();
     differentiate<P, S>(
-        p, dbias, place, sums,
-        [&](Matrix matrix, const void*, const FlashsciStrides&, const LaneRows& rows, int) {
+        p, dbias, plan, place, queries, keys, lse, sums,
+        [&](Matrix matrix, const void*, const LaneRows& rows, int) {
           return kept<P, S, kStaged>(stage.rows_of(matrix, rows));
+        },
+        [&](Matrix matrix, void* tensor, const LaneRows& rows, int columns) {
+          if constexpr (kStagesResults<P, S>)
+            return stage.rows_of(place_of(matrix), rows);
+          else
+            return head_rows(matrix, tensor, rows, columns);
         });
+    if constexpr (kStagesResults<P, S>) {
+      __syncthreads();
+      stage.release(kDv, p.dv, p.seq_k);
+      stage.release(kDk, p.dk, p.seq_k);
+      stage.release(kDq, p.dq, p.seq_q);
+    }
   } else {
-    differentiate<P, S>(p, dbias, place, sums,
-                        [&](Matrix, const void* tensor, const FlashsciStrides& strides,
-                            const LaneRows& rows, int columns) {
-                          return kept<P, S, kStaged>(
-                              HeadRows<P, S>(tensor, strides, place, place.head, rows, columns));
-                        });
+    differentiate<P, S>(
+        p, dbias, plan, place, queries, keys, RowLse<S::kBlocks>(p, place, queries), sums,
+        [&](Matrix matrix, const void* tensor, const LaneRows& rows, int columns) {
+          return kept<P, S, kStaged>(head_rows(matrix, tensor, rows, columns));
+        },
+        head_rows);
   }
   if (dbias != kDbiasOfKeys && dbias != kDbiasOfHeads) return;
   __shared__ float sums_of_warps[kMostWarps][kMostRows];

@@ -1,6 +1,7 @@
 // Which calls short sequences are, and the shapes of their kernels.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "../../core/launch.cuh"
 #include "../../include/flashsci.h"
@@ -24,19 +25,63 @@ struct Divisor {
   }
 };
 
+// Matrices of a head. Those of which a block may have all rows in shared memory: the first three in the
+// forward, the first five in the backward.
+enum Matrix { kQ, kK, kV, kDout, kOut, kDq, kDk, kDv, kMatrices };
+inline constexpr int kOfForward = 3, kOfBackward = 5;
+
+// Strides in bytes: what the host can multiply, a warp need not.
+struct Steps {
+  int64_t batch0;
+  uint32_t batch1, head, row;
+
+  static bool fit(const FlashsciStrides& s, int64_t size) {
+    const auto fits = [=](int64_t step, int64_t most) { return step >= 0 && step * size <= most; };
+    return fits(s.batch1, UINT32_MAX) && fits(s.head, UINT32_MAX) &&
+           fits(s.row, INT32_MAX / kMostRows);
+  }
+  Steps() = default;
+  Steps(const FlashsciStrides& s, int size)
+      : batch0(s.batch0 * size),
+        batch1(static_cast<uint32_t>(s.batch1 * size)),
+        head(static_cast<uint32_t>(s.head * size)),
+        row(static_cast<uint32_t>(s.row * size)) {}
+};
+
 // The heads of a call, one for each warp of a grid.
 struct HeadPlan {
   uint32_t count;
   Divisor heads, batch1, group;  // group: query heads of a key head
-  Divisor pieces;                // of 16 bytes, of a row of a block's heads (staging.cuh)
+  // Where rows of a block's heads go through shared memory (staging.cuh): pieces of 16 bytes of a row, bytes from
+  // row to row, and of a matrix.
+  Divisor pieces;
+  int pitch, matrix;
+  bool plain;  // scores are products of rows times a positive scale, and all are keys
+  Steps of[kMatrices];
 
+  // size: bytes of an element; rows: of a tile.
   template <class Params>
-  HeadPlan(const Params& p, int pieces_)
+  HeadPlan(const Params& p, int size, int rows, int pieces_ = 1, int pitch_ = 0)
       : count(static_cast<uint32_t>(p.batch0 * p.batch1 * p.heads_q)),
         heads(p.heads_q),
         batch1(static_cast<uint32_t>(p.batch1)),
         group(p.heads_q / p.heads_k),
-        pieces(pieces_) {}
+        pieces(pieces_),
+        pitch(pitch_),
+        matrix(pitch_ * (p.seq_q > p.seq_k ? p.seq_q : p.seq_k)),
+        plain(p.bias_mask.bias == nullptr && p.bias_mask.mask == nullptr && p.window_left < 0 &&
+              p.window_right < 0 && p.seq_k == rows && p.scale > 0.f) {
+    of[kQ] = Steps(p.q_strides, size);
+    of[kK] = Steps(p.k_strides, size);
+    of[kV] = Steps(p.v_strides, size);
+    of[kOut] = Steps(p.out_strides, size);
+    if constexpr (std::is_same_v<Params, FlashsciBackwardParams>) {
+      of[kDout] = Steps(p.dout_strides, size);
+      of[kDq] = Steps(p.dq_strides, size);
+      of[kDk] = Steps(p.dk_strides, size);
+      of[kDv] = Steps(p.dv_strides, size);
+    }
+  }
 };
 
 struct Head {
@@ -55,7 +100,12 @@ struct Head {
     other.index += by, other.head += by, other.head_k += by;
     return other;
   }
-  // Elements from the start of a tensor; Strides: of rows or of pairs.
+  // Bytes from the start of a tensor.
+  __device__ __forceinline__ int64_t offset(const Steps& steps, uint32_t of_head) const {
+    return batch0 * steps.batch0 + static_cast<int64_t>(uint64_t{batch1} * steps.batch1) +
+           static_cast<int64_t>(uint64_t{of_head} * steps.head);
+  }
+  // Elements; Strides: of rows or of pairs.
   template <class Strides>
   __device__ __forceinline__ int64_t offset(const Strides& strides, uint32_t of_head) const {
     return batch0 * strides.batch0 + batch1 * strides.batch1 + of_head * strides.head;

@@ -16,7 +16,8 @@ namespace flashsci::sm80::small {
 template <class P, class S, class Rows, class Wait>
 __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Head& place,
                                        const LaneRows& queries, const Rows& q, const Rows& k,
-                                       const Rows& v, const HeadRows<P, S>& out, Wait&& wait) {
+                                       const Rows& v, const HeadRows<P, S>& out, bool plain,
+                                       Wait&& wait) {
   constexpr int kBlocks = S::kBlocks;
   Scores<kBlocks> s;
   // What registers hold of V is on its way from memory while scores are computed.
@@ -26,7 +27,7 @@ __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Hea
 #pragma unroll
     for (int u = 0; u < kEarly; ++u) v.load(values[u], u);
   });
-  finish_scores<P, false>(s, p, place);
+  const float unit = finish_scores<P, false>(s, p, place, plain);
 
   float inverse[kBlocks];  // of the sums of rows g of each block
 #pragma unroll
@@ -38,14 +39,14 @@ __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Hea
 #pragma unroll
     for (int j = 0; j < kBlocks * 2; ++j) {
       float& x = tile[j / 2][i % 2 * 2 + j % 2];
-      x = ptx::ex2_approx((x - reference) * kLog2e);
+      x = ptx::ex2_approx((x - reference) * (unit * kLog2e));
       sum += x;
     }
     sum = quad_sum(sum);
-    inverse[i] = sum == 0.f ? 0.f : 1.f / sum;
+    inverse[i] = sum == 0.f ? 0.f : ptx::rcp_approx(sum);
     if (threadIdx.x % 4 == 0 && queries.has(i))
       p.lse[static_cast<int64_t>(place.index) * p.seq_q + queries.first + i * 8] =
-          sum == 0.f ? -INFINITY : fmaf(ptx::lg2_approx(sum), kLn2, reference);
+          sum == 0.f ? -INFINITY : fmaf(ptx::lg2_approx(sum), kLn2, reference * unit);
   }
 
   const typename P::template Left<kBlocks> probabilities(s);
@@ -60,7 +61,7 @@ __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Hea
 }
 
 template <class P, class S, bool kStaged>
-__global__ void __launch_bounds__(P::forward_threads(S::kBlocks, S::kUnits))
+__global__ void __launch_bounds__(P::forward_threads(S::kBlocks, S::kUnits).of_block)
     small_forward_kernel(const __grid_constant__ FlashsciForwardParams p,
                          const __grid_constant__ HeadPlan plan) {
   const uint32_t warp = threadIdx.x / 32, first = blockIdx.x * (blockDim.x / 32);
@@ -70,22 +71,23 @@ __global__ void __launch_bounds__(P::forward_threads(S::kBlocks, S::kUnits))
   const LaneRows queries(p.seq_q), keys(p.seq_k);
   using Rows = HeadRows<P, S>;
   if constexpr (kStaged) {
-    const Stage<P, S, kOfForward> stage(plan, first_head, max(p.seq_q, p.seq_k));
-    stage.fetch(kQ, p.q, p.q_strides, p.seq_q);
-    stage.fetch(kK, p.k, p.k_strides, p.seq_k);
+    const Stage<P, S, kOfForward> stage(plan, first_head);
+    stage.fetch(kQ, p.q, p.seq_q);
+    stage.fetch(kK, p.k, p.seq_k);
     ptx::cp_async_commit();
-    stage.fetch(kV, p.v, p.v_strides, p.seq_k);
+    stage.fetch(kV, p.v, p.seq_k);
     ptx::cp_async_commit();
     stage.template wait<1>();
     attend<P, S>(p, place, queries, stage.rows_of(kQ, queries), stage.rows_of(kK, keys),
                  stage.rows_of(kV, keys),
-                 Rows(p.out, p.out_strides, place, place.head, queries, p.head_dim_v),
+                 Rows(p.out, plan.of[kOut], place, place.head, queries, p.head_dim_v), plan.plain,
                  [&] { stage.template wait<0>(); });
   } else {
-    attend<P, S>(p, place, queries, Rows(p.q, p.q_strides, place, place.head, queries, p.head_dim),
-                 Rows(p.k, p.k_strides, place, place.head_k, keys, p.head_dim),
-                 Rows(p.v, p.v_strides, place, place.head_k, keys, p.head_dim_v),
-                 Rows(p.out, p.out_strides, place, place.head, queries, p.head_dim_v), [] {});
+    attend<P, S>(p, place, queries, Rows(p.q, plan.of[kQ], place, place.head, queries, p.head_dim),
+                 Rows(p.k, plan.of[kK], place, place.head_k, keys, p.head_dim),
+                 Rows(p.v, plan.of[kV], place, place.head_k, keys, p.head_dim_v),
+                 Rows(p.out, plan.of[kOut], place, place.head, queries, p.head_dim_v), plan.plain,
+                 [] {});
   }
 }
 

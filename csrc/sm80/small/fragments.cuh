@@ -16,6 +16,12 @@
 
 namespace flashsci::sm80::small {
 
+// Threads of so many blocks for which the registers of a multiprocessor must do: of more, some would spill;
+// of fewer, too many would wait at a time. No number of blocks leaves the compiler more freedom.
+struct Threads {
+  int of_block, blocks = 0;
+};
+
 // Operands of 16 bits. Op: core/dtype_*.cuh.
 template <class Op_>
 struct Products16 {
@@ -23,11 +29,14 @@ struct Products16 {
   using Element = uint16_t;
   using Row = uint2;  // four columns of a row
   static constexpr bool kWeighted = false;
-  // Threads for which the registers of a multiprocessor must do: more would spill, fewer wait longer.
-  static constexpr int forward_threads(int blocks, int units) {
-    return blocks * units < 16 ? 512 : 384;
+  static constexpr Threads forward_threads(int blocks, int units) {
+    return {blocks * units < 16 ? 512 : 384};
   }
-  static constexpr int backward_threads(int blocks, int) { return blocks <= 3 ? 512 : 384; }
+  static constexpr Threads backward_threads(int blocks, int units, bool staged) {
+    if (units == 1) return blocks == 2 ? Threads{288, 4} : Threads{256, blocks == 3 ? 3 : 2};
+    if (units == 2 && blocks == 3 && staged) return {320, 2};
+    return {blocks <= 3 ? 512 : 384};
+  }
   struct Sum {
     float c[4] = {};
     __device__ __forceinline__ float operator[](int i) const { return c[i]; }
@@ -107,9 +116,9 @@ struct Products32 {
   using Element = float;
   using Row = float4;
   static constexpr bool kWeighted = false;
-  static constexpr int forward_threads(int, int) { return 384; }
-  static constexpr int backward_threads(int blocks, int units) {
-    return units == 2 ? 256 : units > 2 ? 384 : blocks <= 3 ? 512 : 384;
+  static constexpr Threads forward_threads(int, int) { return {384}; }
+  static constexpr Threads backward_threads(int blocks, int units, bool) {
+    return {units == 2 ? 256 : units > 2 ? 384 : blocks <= 3 ? 512 : 384};
   }
   // Tensor cores round sums towards zero: the small products have sums of their own.
   struct Sum {
@@ -220,6 +229,21 @@ struct LaneRows {
   __device__ __forceinline__ bool has(int i) const { return first + i * 8 < count; }
 };
 
+// put(row, columns) of the 16 columns of sums, times a factor for each row.
+template <class P, class S, class Factor, class Put>
+__device__ __forceinline__ void store_rows(const typename P::Sum (&x)[S::kTiles][2],
+                                           const LaneRows& rows, Factor&& factor, Put&& put) {
+#pragma unroll
+  for (int i = 0; i < S::kBlocks; ++i) {
+    const auto& y = x[i / 2];
+    const int j = i % 2 * 2;
+    const float f = factor(i);
+    if (rows.has(i))
+      put(rows.first + i * 8,
+          P::row_of(y[0][j] * f, y[0][j + 1] * f, y[1][j] * f, y[1][j + 1] * f));
+  }
+}
+
 // A matrix of one head in memory as this lane sees it. A head spans less than 2^31 bytes.
 template <class P, class S>
 struct HeadRows {
@@ -230,17 +254,13 @@ struct HeadRows {
   int columns;
   const LaneRows& rows;
 
-  template <class Pointer>
-  __device__ __forceinline__ HeadRows(Pointer* start, const FlashsciStrides& strides,
-                                      const Head& place, uint32_t head, const LaneRows& rows_,
-                                      int columns_)
-      : stride(static_cast<int>(strides.row) * static_cast<int>(sizeof(typename P::Element))),
+  __device__ __forceinline__ HeadRows(const void* start, const Steps& steps, const Head& place,
+                                      uint32_t head, const LaneRows& rows_, int columns_)
+      : data(static_cast<char*>(const_cast<void*>(start)) +
+             (place.offset(steps, head) + threadIdx.x % 4 * sizeof(Row))),
+        stride(static_cast<int>(steps.row)),
         columns(columns_ - static_cast<int>(threadIdx.x % 4 * 4)),
-        rows(rows_) {
-    using Element = typename P::Element;
-    data = const_cast<char*>(reinterpret_cast<const char*>(
-        static_cast<const Element*>(start) + place.offset(strides, head) + threadIdx.x % 4 * 4));
-  }
+        rows(rows_) {}
 
   __device__ __forceinline__ Row* at(int row, int unit) const {
     return reinterpret_cast<Row*>(data + int64_t{row} * stride) + unit * 4;
@@ -256,19 +276,12 @@ struct HeadRows {
       if (inside(unit)) ptx::ld_row(x[i], at(rows.clamped(i), unit));
     }
   }
-  // Those of sums, times a factor for each row.
   template <class Factor>
   __device__ __forceinline__ void store(const typename P::Sum (&x)[S::kTiles][2], int unit,
                                         Factor&& factor) const {
-#pragma unroll
-    for (int i = 0; i < S::kBlocks; ++i) {
-      const auto& y = x[i / 2];
-      const int j = i % 2 * 2;
-      const float f = factor(i);
-      if (rows.has(i) && inside(unit))
-        *at(rows.first + i * 8, unit) =
-            P::row_of(y[0][j] * f, y[0][j + 1] * f, y[1][j] * f, y[1][j + 1] * f);
-    }
+    store_rows<P, S>(x, rows, factor, [&](int row, const Row& y) {
+      if (inside(unit)) *at(row, unit) = y;
+    });
   }
 };
 

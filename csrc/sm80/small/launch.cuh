@@ -28,7 +28,7 @@ template <class P>
 bool by_fours(const void* data, const FlashsciStrides& strides, int columns) {
   constexpr int64_t kElement = sizeof(typename P::Element);
   return columns % 4 == 0 && aligned<P>(sizeof(typename P::Row), data, strides) &&
-         std::abs(strides.row) * kElement <= INT32_MAX / kMostRows;
+         Steps::fit(strides, kElement);
 }
 
 template <class Params>
@@ -86,13 +86,15 @@ int most_bytes(const Params& p) {
   return p.shared_per_sm / 2 - 3072;
 }
 
-// Whether rows of all operands begin at multiples of 16 bytes.
+// Whether rows of all operands, and of gradients, begin at multiples of 16 bytes.
 template <class P, class Params>
 bool by_pieces(const Params& p) {
   bool all = aligned<P>(16, p.q, p.q_strides) && aligned<P>(16, p.k, p.k_strides) &&
              aligned<P>(16, p.v, p.v_strides);
   if constexpr (kOperands<Params> == kOfBackward)
-    all = all && aligned<P>(16, p.out, p.out_strides) && aligned<P>(16, p.dout, p.dout_strides);
+    all = all && aligned<P>(16, p.out, p.out_strides) && aligned<P>(16, p.dout, p.dout_strides) &&
+          aligned<P>(16, p.dq, p.dq_strides) && aligned<P>(16, p.dk, p.dk_strides) &&
+          aligned<P>(16, p.dv, p.dv_strides);
   return all;
 }
 
@@ -102,20 +104,22 @@ template <class P, class Params, class Act>
 auto with_launch(const Params& p, int warps, int staged_warps, Act&& act) {
   return with_shape(p, [&](auto shape) {
     using S = decltype(shape);
-    const auto go = [&](auto staged, int of_block, int pieces, int bytes) {
-      const HeadPlan plan(p, pieces);
+    const auto go = [&](auto staged, int of_block, int pieces, int pitch, int matrices) {
+      const HeadPlan plan(p, sizeof(typename P::Element), S::kBlocks * 8, pieces, pitch);
       return act(shape, staged, (int64_t{plan.count} + of_block - 1) / of_block, of_block * 32,
-                 bytes, plan);
+                 plan.matrix * matrices, plan);
     };
-    if constexpr (kStages<P, S, kOperands<Params>>) {
+    if constexpr (kStages<P, S>) {
       using Staged = Stage<P, S, kOperands<Params>>;
-      const int bytes = staged_warps * Staged::head_bytes(std::max(p.seq_q, p.seq_k));
+      const int pitch = Staged::pitch(staged_warps);
+      const int bytes = pitch * std::max(p.seq_q, p.seq_k) * kOperands<Params>;
       const bool wanted = kRowBytes<P, S> == 128 || p.q_strides.head < p.q_strides.row;
       if (wanted && staged_warps > 1 && p.heads_q == p.heads_k && by_pieces<P>(p) &&
           bytes <= most_bytes(p))
-        return go(std::true_type{}, staged_warps, staged_warps * Staged::kPieces, bytes);
+        return go(std::true_type{}, staged_warps, staged_warps * Staged::kPieces, pitch,
+                  kOperands<Params>);
     }
-    return go(std::false_type{}, warps, 1, 0);
+    return go(std::false_type{}, warps, 1, 0, 0);
   });
 }
 

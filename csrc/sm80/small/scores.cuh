@@ -38,11 +38,13 @@ __device__ __forceinline__ void apply(float (&s)[kTiles][kBlocks][4], const void
     visit_by(strides.row, strides.column);
 }
 
-// Scores in natural units, -inf where hidden. Those of the forward (not kTransposed) have the logarithms
-// of weights in them.
+// Scores, -inf where hidden. Those of the forward (not kTransposed) have the logarithms of weights in them.
+// Returns their unit, a positive number. plain: of HeadPlan.
 template <class P, bool kTransposed, int kTiles, int kBlocks, class Params>
-__device__ __forceinline__ void finish_scores(float (&s)[kTiles][kBlocks][4], const Params& p,
-                                              const Head& place) {
+__device__ __forceinline__ float finish_scores(float (&s)[kTiles][kBlocks][4], const Params& p,
+                                               const Head& place, bool plain) {
+  if constexpr (sizeof(typename P::Element) == 2)
+    if (plain) return p.scale;
   const FlashsciBiasMask& given = p.bias_mask;
   const auto add = [&](auto value_of) {
     return [&, value_of](float& x, auto value) { x = fmaf(x, p.scale, value_of(value)); };
@@ -70,6 +72,7 @@ __device__ __forceinline__ void finish_scores(float (&s)[kTiles][kBlocks][4], co
   } else if (p.seq_k < kBlocks * 8) {
     visit<kTransposed>(s, [&](float& x, int, int key) { x = key < p.seq_k ? x : -INFINITY; });
   }
+  return 1.f;
 }
 
 }  // namespace flashsci::sm80::small

@@ -95,11 +95,20 @@ def _sums_bias_on_chip(saved: Saved, need: int) -> bool:
     return shapes and whole and by_key and ordered and math.prod(shares) >= 16
 
 
+def _small_steps(x: Tensor) -> bool:
+    """Whether strides are as csrc/sm80/small has them: `Steps` of its config.cuh."""
+    most = (2**31 - 1) // 32, 2**32 - 1, 2**32 - 1  # bytes from row to row, of heads and members
+    steps = x.stride()[-2::-1]
+    within = all(s * x.element_size() <= n for s, n in zip(steps, most, strict=False))
+    return within and not any(s % 4 for s in steps)
+
+
 def takes_small(saved: Saved, need: int) -> bool:
     """Whether a call's gradients are those of csrc/sm80/small, which come before Hopper's: what its `takes` says, but for addresses."""
     q, k, v, bias, *_ = saved.tensors
-    steps = (s for x in (q, k, v, saved.out) for s in x.stride()[:-1])
-    if not is_small(saved.tensors, saved.scalars) or any(s % 4 for s in steps):
+    if not is_small(saved.tensors, saved.scalars):
+        return False
+    if not all(_small_steps(x) for x in (q, k, v, saved.out)):
         return False
     weighted = saved.tensors.key_weight is not None
     if weighted:

@@ -146,6 +146,9 @@ void cp_async_small(uint32_t shared, const void* global, int valid_bytes) {
 inline void cp_async_16(uint32_t shared, const void* global, bool valid) {
   copy_later(shared, global, 16, valid ? 16 : 0);
 }
+inline void cp_async_16_if(bool wanted, uint32_t shared, const void* global) {
+  if (wanted) cp_async_16(shared, global, true);
+}
 inline void cp_async_commit() {
   thread->own_copy_groups.push_back(std::move(thread->own_copies));
   thread->own_copies.clear();

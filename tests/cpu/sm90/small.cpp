@@ -23,6 +23,8 @@ cudaError_t backward_fp32(const FlashsciBackwardParams& p) {
 extern "C" {
 // Bytes of the last launch: none of a kernel whose rows do not go through shared memory.
 int shared_bytes() { return emulation::launched_shared; }
+// Whether kernels multiply steps of these strides.
+bool steps_fit(const FlashsciStrides* strides, int size) { return Steps::fit(*strides, size); }
 // bf16: of 16 bits; 2: fp32.
 int emulate_forward(const FlashsciForwardParams* params, int dtype, int processors, unsigned seed,
                     char* text, int size) {
