@@ -8,7 +8,8 @@ digest.
     python flashsci/digest.py            all units, as JSON
     python flashsci/digest.py cuda       CUDA units only
     python flashsci/digest.py cuda --build-info FILE --archs 80,90 --preset 1 --nvcc 13.0.88
-                                         the C string literal that the library carries
+                                         the C string literal that the library carries, and
+                                         digests/UNIT beside it
 """
 
 from __future__ import annotations
@@ -179,11 +180,23 @@ def build_info(archs: str, preset: str, nvcc: str, root: Path = ROOT, poison: bo
     )
 
 
+def _write_digests(folder: Path) -> None:
+    """A file for each unit, new only where its digest is: what objects depend on besides the headers that the compiler names,
+    or a library could carry the digest of sources that its objects were not built from."""
+    folder.mkdir(exist_ok=True)
+    for unit, digest in cuda_units().items():
+        file = folder / unit.removeprefix("cuda/").replace("/", "_")
+        if not file.is_file() or file.read_text(encoding="utf-8") != digest:
+            file.write_text(digest, encoding="utf-8")
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Digests of the kernel units.")
     parser.add_argument("kind", nargs="?", choices=("cuda", "triton", "all"), default="all")
     parser.add_argument(
-        "--build-info", metavar="FILE", help="write the library's description there"
+        "--build-info",
+        metavar="FILE",
+        help="write the library's description there, and digests/UNIT beside it",
     )
     parser.add_argument("--archs", default="")
     parser.add_argument("--preset", default="")
@@ -197,6 +210,7 @@ def main(arguments: list[str]) -> int:
         target = Path(options.build_info)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text + "\n", encoding="utf-8")
+        _write_digests(target.parent / "digests")
         return 0
     chosen = {"cuda": cuda_units, "triton": triton_units, "all": units}[options.kind]
     print(json.dumps(chosen(), indent=1))

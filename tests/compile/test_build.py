@@ -162,6 +162,27 @@ def test_manual_build_is_the_same_library(tmp_path):
 
 
 @needs_nvcc
+def test_objects_depend_on_the_digest_of_their_sources(tmp_path):
+    """And not only on the headers that the compiler names, which a build had lost: its library carried the digests of new sources
+    and kernels of old ones, and was judged in their place."""
+    folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    cmake, ninja = (shutil.which(name, path=folders) for name in ("cmake", "ninja"))
+    assert cmake and ninja
+    given = {
+        "FA_ARCHS": "75,80,90",
+        "CMAKE_MAKE_PROGRAM": ninja,
+        "Python_EXECUTABLE": sys.executable,
+    }
+    given |= {"SKBUILD_PROJECT_NAME": "flashsci", "SKBUILD_PROJECT_VERSION": digest.VERSION}
+    command = [cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(tmp_path)]
+    command += [f"-D{name}={value}" for name, value in given.items()]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    objects = re.findall(r"^build CMakeFiles/(\w+)\.dir/csrc/sm\S+\.o: .*? \| (\S+) ", (tmp_path / "build.ninja").read_text(), re.M)  # fmt: skip
+    units = {unit.removeprefix("cuda/").replace("/", "_") for unit in digest.cuda_units(ROOT)}
+    assert dict(objects) == {unit: f"generated/digests/{unit}" for unit in units}
+
+
+@needs_nvcc
 def test_the_benchmark_of_loads_compiles(tmp_path):
     """And its patterns fit: copies fill a stage, by threads that there are, and lie within a page."""
     assert page_loads.library(tmp_path / "page_loads.so").read_pages
@@ -327,7 +348,7 @@ SPILLS = {
     ("sm90/pair_fp16", "32", "backward"): 64,
 }
 # Of units without a loop over rows: what they spill they spill once, and took longer with fewer warps and more registers.
-STRAIGHT = {"sm80/small_bf16": 48, "sm80/small_fp16": 48, "sm80/small_fp32": 400}
+STRAIGHT = {"sm80/small_bf16": 128, "sm80/small_fp16": 128, "sm80/small_fp32": 400}
 
 
 def test_resource_table_is_current_and_nothing_spills():

@@ -33,7 +33,8 @@ struct Products16 {
     return {blocks * units < 16 ? 512 : 384};
   }
   static constexpr Threads backward_threads(int blocks, int units, bool staged) {
-    if (units == 1) return blocks == 2 ? Threads{288, 4} : Threads{256, blocks == 3 ? 3 : 2};
+    if (units == 1 && blocks != 3) return blocks == 2 ? Threads{288, 4} : Threads{256, 2};
+    if (units == 1) return staged ? Threads{256, 3} : Threads{320, 2};
     if (units == 2 && blocks == 3 && staged) return {320, 2};
     return {blocks <= 3 ? 512 : 384};
   }
