@@ -381,7 +381,7 @@ def test_left_to_others(kernels, name):
 
 @pytest.mark.parametrize("dim, step", ((-4, 1 << 32), (-3, 1 << 32), (-2, 1 << 26)))
 def test_steps_of_more_bytes_than_kernels_multiply(kernels, dim, step):
-    """To others, by the launcher's rule and by Python's; a step of 4 bytes less is taken."""
+    """To others, by the launcher's rule and by Python's; a step of 16 bytes less is taken."""
     x = simple(batch=(2, 2))
     q = ForwardParams(**common(x, 228)).q_strides
     field = {-4: "batch1", -3: "head", -2: "row"}[dim]
