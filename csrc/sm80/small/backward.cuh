@@ -58,25 +58,31 @@ struct QueryStatistics {
   float delta[kBlocks][2];
 };
 
-// lse of row g of each block.
-template <int kBlocks>
+// lse of row g of each block, asked for at once or, not kEarly, when it is read: fp32 that lies in memory has no
+// registers to keep it.
+template <int kBlocks, bool kEarly>
 struct RowLse {
-  float of[kBlocks];
+  const float* head;
+  float early[kEarly ? kBlocks : 1];
 
-  __device__ __forceinline__ RowLse(const FlashsciBackwardParams& p, const Head& place,
-                                    const LaneRows& queries) {
-    const float* head = p.lse + static_cast<int64_t>(place.index) * p.seq_q;
+  __device__ __forceinline__ RowLse(const FlashsciBackwardParams& p, const Head& place)
+      : head(p.lse + static_cast<int64_t>(place.index) * p.seq_q) {
+    if constexpr (kEarly) {
+      const LaneRows queries(p.seq_q);
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) ptx::ld_row(of[i], head + queries.clamped(i));
+      for (int i = 0; i < kBlocks; ++i) ptx::ld_row(early[i], head + queries.clamped(i));
+    }
+  }
+  __device__ __forceinline__ float of(int i, const LaneRows& queries) const {
+    return kEarly ? early[i * kEarly] : __ldg(head + queries.clamped(i));
   }
 };
 
-template <class P, class S, class Rows>
+template <class P, class S, class Lse, class Rows>
 __device__ __forceinline__ void load_statistics(QueryStatistics<S::kBlocks>& of,
                                                 const FlashsciBackwardParams& p, const Head& place,
-                                                const LaneRows& queries,
-                                                const RowLse<S::kBlocks>& given, const Rows& dout,
-                                                const Rows& out) {
+                                                const LaneRows& queries, const Lse& given,
+                                                const Rows& dout, const Rows& out) {
   float delta[S::kBlocks] = {}, lse[S::kBlocks];  // of row g of each block
 #pragma unroll(kUnroll<P, S>)
   for (int u = 0; u < S::kUnits; ++u) {
@@ -89,7 +95,8 @@ __device__ __forceinline__ void load_statistics(QueryStatistics<S::kBlocks>& of,
 #pragma unroll
   for (int i = 0; i < S::kBlocks; ++i) {
     const int row = queries.clamped(i);
-    lse[i] = given.of[i] == -INFINITY || !queries.has(i) ? INFINITY : lse_of_backward(given.of[i]);
+    const float x = given.of(i, queries);
+    lse[i] = x == -INFINITY || !queries.has(i) ? INFINITY : lse_of_backward(x);
     delta[i] = quad_sum(delta[i]);
     if (p.dlse != nullptr)
       delta[i] -=
@@ -134,14 +141,13 @@ __device__ __forceinline__ auto kept(const Rows& rows) {
 // All gradients of a head. What the bias or weight of keys 8 i + g gets goes to `sums`, this lane's part.
 // rows_of(matrix, tensor, rows, columns): HeadRows, StagedRows or HeldRows.
 // result_of(matrix, tensor, rows, columns): HeadRows or StagedRows.
-template <class P, class S, class RowsOf, class ResultOf>
+template <class P, class S, class Lse, class RowsOf, class ResultOf>
 __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, int dbias,
                                               const HeadPlan& plan, const Head& place,
-                                              const LaneRows& queries, const LaneRows& keys,
-                                              const RowLse<S::kBlocks>& lse_of_rows,
-                                              float (&sums)[S::kBlocks], RowsOf&& rows_of,
-                                              ResultOf&& result_of) {
+                                              const Lse& lse_of_rows, float (&sums)[S::kBlocks],
+                                              RowsOf&& rows_of, ResultOf&& result_of) {
   constexpr int kBlocks = S::kBlocks;
+  const LaneRows queries(p.seq_q), keys(p.seq_k);
   const auto q = rows_of(kQ, p.q, queries, p.head_dim);
   const auto k = rows_of(kK, p.k, keys, p.head_dim);
   const auto v = rows_of(kV, p.v, keys, p.head_dim_v);
@@ -222,7 +228,6 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits, kSt
     return;  // not where warps meet: of whole batch members
   const Head first_head(plan, kStaged ? first : first + warp);
   const Head place = kStaged ? first_head.next(warp) : first_head;
-  const LaneRows queries(p.seq_q), keys(p.seq_k);
   const auto head_rows = [&](Matrix matrix, const void* tensor, const LaneRows& rows, int columns) {
     return HeadRows<P, S>(tensor, plan.of[matrix], place, place.head, rows, columns);
   };
@@ -235,10 +240,10 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits, kSt
     stage.fetch(kQ, p.q, p.seq_q);
     stage.fetch(kV, p.v, p.seq_k);
     ptx::cp_async_commit();
-    const RowLse<S::kBlocks> lse(p, place, queries);
+    const RowLse<S::kBlocks, true> lse(p, place);
     stage.template wait<0>();
     differentiate<P, S>(
-        p, dbias, plan, place, queries, keys, lse, sums,
+        p, dbias, plan, place, lse, sums,
         [&](Matrix matrix, const void*, const LaneRows& rows, int) {
           return kept<P, S, kStaged>(stage.rows_of(matrix, rows));
         },
@@ -256,7 +261,7 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits, kSt
     }
   } else {
     differentiate<P, S>(
-        p, dbias, plan, place, queries, keys, RowLse<S::kBlocks>(p, place, queries), sums,
+        p, dbias, plan, place, RowLse<S::kBlocks, sizeof(typename P::Element) == 2>(p, place), sums,
         [&](Matrix matrix, const void* tensor, const LaneRows& rows, int columns) {
           return kept<P, S, kStaged>(head_rows(matrix, tensor, rows, columns));
         },

@@ -3,7 +3,8 @@
 // A warp that loads rows of its own head asks for 32 or 64 bytes of each of 8 rows at a time: two to four
 // times for every line of memory. Here all threads of a block copy what its heads have of a row, 16
 // bytes each, neighbours side by side, and every warp takes its head from there. Gradients of rows of 32
-// bytes leave the same way, others from registers.
+// bytes leave the same way, others from registers. Rows of 128 bytes are whole lines: a warp copies its own, and waits
+// for no other.
 #pragma once
 #include "../../core/poison.cuh"
 #include "../../ptx/cp_async_if.cuh"
@@ -62,6 +63,7 @@ struct Stage {
   static constexpr int kUnit = 4 * sizeof(typename P::Row);
   static constexpr int kPieces = kRowBytes<P, S> / 16;  // of a row of a head
   static constexpr int kStep = 32 / kPieces;            // rows that all threads copy at a time
+  static constexpr bool kOwn = kRowBytes<P, S> == 128;  // a warp copies rows of its head
 
   const HeadPlan& plan;
   const Head& first;  // of the block
@@ -75,8 +77,14 @@ struct Stage {
       : plan(plan_), first(first_) {
     extern __shared__ unsigned char shared[];
     data = shared;
-    row = plan.pieces.divide(threadIdx.x);
-    const uint32_t of_row = threadIdx.x - row * plan.pieces.divisor;
+    uint32_t of_row;
+    if constexpr (kOwn) {
+      row = threadIdx.x % 32 / kPieces;
+      of_row = threadIdx.x / 32 * kPieces + threadIdx.x % kPieces;
+    } else {
+      row = plan.pieces.divide(threadIdx.x);
+      of_row = threadIdx.x - row * plan.pieces.divisor;
+    }
     head = of_row / kPieces;
     column = of_row % kPieces * 16;
     piece = row * plan.pitch + of_row * 16;
@@ -100,11 +108,14 @@ struct Stage {
                   *reinterpret_cast<const uint4*>(data + place);
           });
   }
-  // Until all threads have what they fetched, but for their last kPending groups.
+  // Until this warp's head is there, but for what threads fetched in their last kPending groups.
   template <int kPending>
   __device__ __forceinline__ void wait() const {
     ptx::cp_async_wait<kPending>();
-    __syncthreads();
+    if constexpr (kOwn)
+      __syncwarp();
+    else
+      __syncthreads();
   }
   // act(row, bytes from the start of a tensor, place in shared memory) of what this thread copies.
   template <class Act>
