@@ -36,8 +36,15 @@ def includes() -> Path:
     return found
 
 
-def build(folder: Path, name: str, *changes: tuple[str, str, str], define: str = "") -> c.CDLL:
-    """sm90/<name>.cpp as a library. changes: (file of csrc/sm90, text, what it becomes). define: a macro."""
+def build(
+    folder: Path,
+    name: str,
+    *changes: tuple[str, str, str],
+    define: str = "",
+    fast: bool | None = None,
+) -> c.CDLL:
+    """sm90/<name>.cpp as a library. changes: (file of csrc/sm90, text, what it becomes). define: a macro. fast: whether the
+    compiler optimises; by default not what is changed, which runs a few times, so that most of its time is the compiler's."""
     headers = includes()
     source = folder / "csrc"
     shutil.copytree(ROOT / "csrc", source)
@@ -57,9 +64,10 @@ def build(folder: Path, name: str, *changes: tuple[str, str, str], define: str =
     target = folder / f"{name}.so"
     # Kernels read bytes as other types, as nvcc allows; threads jump between stacks, which a fortified longjmp refuses; a
     # library shares no variables with those of other kernels in this process.
-    flags = ("-w", "-Wno-psabi", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-fno-gnu-unique")
+    level = "-O1" if fast or (fast is None and not changes) else "-O0"
+    flags = [level, *"-w -Wno-psabi -fno-strict-aliasing -U_FORTIFY_SOURCE -fno-gnu-unique".split()]
     subprocess.run(
-        ["g++", "-std=c++17", "-O1", *flags, "-fPIC", "-shared", "-DFLASHSCI_POISON", *([f"-D{define}"] if define else []), "-isystem", headers, "-I", source,
+        ["g++", "-std=c++17", *flags, "-fPIC", "-shared", "-DFLASHSCI_POISON", *([f"-D{define}"] if define else []), "-isystem", headers, "-I", source,
          HERE / f"{name}.cpp", "-o", target],
         check=True,
     )  # fmt: skip

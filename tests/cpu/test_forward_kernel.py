@@ -21,7 +21,7 @@ ELSEWHERE = (
 
 
 def loaded(folder, *changes: tuple[str, str, str]) -> c.CDLL:
-    library = build(folder, "forward", *ELSEWHERE, *changes)
+    library = build(folder, "forward", *ELSEWHERE, *changes, fast=not changes)
     library.workspace.restype = c.c_int64
     return library
 
