@@ -65,9 +65,9 @@ def build(
     # Kernels read bytes as other types, as nvcc allows; threads jump between stacks, which a fortified longjmp refuses; a
     # library shares no variables with those of other kernels in this process.
     level = "-O1" if fast or (fast is None and not changes) else "-O0"
-    flags = [level, *"-w -Wno-psabi -fno-strict-aliasing -U_FORTIFY_SOURCE -fno-gnu-unique".split()]
+    flags = ["-w", "-Wno-psabi", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-fno-gnu-unique"]
     subprocess.run(
-        ["g++", "-std=c++17", *flags, "-fPIC", "-shared", "-DFLASHSCI_POISON", *([f"-D{define}"] if define else []), "-isystem", headers, "-I", source,
+        ["g++", "-std=c++17", level, *flags, "-fPIC", "-shared", "-DFLASHSCI_POISON", *([f"-D{define}"] if define else []), "-isystem", headers, "-I", source,
          HERE / f"{name}.cpp", "-o", target],
         check=True,
     )  # fmt: skip
