@@ -71,9 +71,9 @@ def no_launches() -> Iterator[None]:
         for module in (cuda, triton):
             replace(module, "unavailable", lambda: None)
             replace(module, "rejects", lambda problem: None)
-        replace(cuda, "_load", lambda: None)
-        replace(cuda, "_library", Library())
-        replace(cuda, "_fills_results", lambda: False)
+        replace(cuda.library, "load", lambda: None)
+        replace(cuda.library, "handle", Library())
+        replace(cuda.library, "fills_results", lambda: False)
         replace(cuda, "backward_kernels", lambda *_: (90, None))
         replace(prepared, "_stream_of", lambda index: 0)
         replace(registry, "choose", _chosen)

@@ -54,20 +54,20 @@ def fresh_backend(monkeypatch):
         ("_problem", None),
         ("_driver", None),
         ("_driver_asked", False),
-        ("_library", None),
-        ("_ops", None),
+        ("handle", None),
+        ("ops", None),
     ):
-        monkeypatch.setattr(backend, name, value)
+        monkeypatch.setattr(backend.library, name, value)
     return backend
 
 
 @needs_library
 def test_loads_and_describes_itself():
     info = backend.build_info()
-    assert info is not None, backend._load()
+    assert info is not None, backend.library.load()
     assert info["version"] == digest.VERSION
     assert info["archs"] and info["nvcc"] and info["tile_preset"]
-    assert torch.ops.flashsci.build_info() == backend._library.flashsci_build_info().decode()
+    assert torch.ops.flashsci.build_info() == backend.library.handle.flashsci_build_info().decode()
     assert torch.ops.flashsci.sees_torch_cuda() == (torch.version.cuda is not None)
     stale = backend.stale()
     assert stale is None or "build it again" in stale
@@ -188,7 +188,7 @@ def test_driver_problem_is_answered_without_torch():
     ],
 )
 def test_rejects_with_advice(monkeypatch, change, words):
-    monkeypatch.setattr(backend, "build_info", lambda: BUILD)
+    monkeypatch.setattr(backend.library, "build_info", lambda: BUILD)
     assert backend.rejects(PROBLEM) is None
     reason = backend.rejects(replace(PROBLEM, **change))
     assert reason is not None
@@ -209,7 +209,7 @@ def test_rejects_with_advice(monkeypatch, change, words):
 )
 def test_gradients_of_wide_heads_in_fp32(monkeypatch, capability, dims, served):
     """The forward runs everywhere, the backward where a block has 227 KiB of shared memory."""
-    monkeypatch.setattr(backend, "build_info", lambda: BUILD)
+    monkeypatch.setattr(backend.library, "build_info", lambda: BUILD)
     problem = replace(
         PROBLEM, dtype=torch.float32, capability=capability, head_dim=dims[0], head_dim_v=dims[1]
     )
@@ -242,14 +242,14 @@ SHORT = replace(
 )
 def test_key_weights_of_short_sequences(monkeypatch, change, served):
     units = BUILD["units"] | {f"cuda/sm80/small_{d}": "" for d in ("bf16", "fp16", "fp32")}
-    monkeypatch.setattr(backend, "build_info", lambda: {**BUILD, "units": units})
+    monkeypatch.setattr(backend.library, "build_info", lambda: {**BUILD, "units": units})
     problem = replace(SHORT, **change)
     reason = backend.rejects(problem)
     assert (reason is None) == served and (served or "triton" in reason)
     if served:  # of strides that the kernels take; else another backend has the gradients
         assert backend.backward_kernels(problem, True) == (80, None)
         assert backend.backward_kernels(problem)[0] == 0
-    monkeypatch.setattr(backend, "build_info", lambda: BUILD)
+    monkeypatch.setattr(backend.library, "build_info", lambda: BUILD)
     assert backend.rejects(problem) is not None
 
 
@@ -258,14 +258,14 @@ def test_gradients_need_triton(monkeypatch):
     monkeypatch.setattr(triton.load(), "unavailable", lambda: "Triton is not installed")
     monkeypatch.setattr(backend, "unavailable", lambda: None)
     forward_only = {unit: "" for unit in BUILD["units"] if "/fwd" in unit}
-    monkeypatch.setattr(backend, "build_info", lambda: {**BUILD, "units": forward_only})
+    monkeypatch.setattr(backend.library, "build_info", lambda: {**BUILD, "units": forward_only})
     assert cuda.rejects(PROBLEM) is None
     reason = cuda.rejects(replace(PROBLEM, requires_grad=True))
     assert "Triton is not installed" in reason and "sdpa" in reason
 
 
 def test_library_without_a_kernel_for_the_device(monkeypatch):
-    monkeypatch.setattr(backend, "build_info", lambda: {"archs": ["75"], "units": {}})
+    monkeypatch.setattr(backend.library, "build_info", lambda: {"archs": ["75"], "units": {}})
     reason = backend.rejects(PROBLEM)
     assert "FA_ARCHS=75" in reason and "FA_ARCHS=90" in reason
 
@@ -319,7 +319,7 @@ def test_digest_ignores_comments_and_layout_only():
     ],
 )
 def test_what_the_hopper_backward_serves(monkeypatch, change, reason):
-    monkeypatch.setattr(backend, "build_info", lambda: BUILD)
+    monkeypatch.setattr(backend.library, "build_info", lambda: BUILD)
     _, found = backend.SM90.backward_kernels(replace(PROBLEM, **change))
     assert found is None if reason is None else reason in found
 

@@ -452,9 +452,9 @@ def test_cuda_build_absent(monkeypatch, fresh_registry):
 
 def test_cuda_library_missing_from_disk(monkeypatch, fresh_registry):
     cuda = registry.BACKENDS["cuda"].load()
-    monkeypatch.setattr(cuda, "library_path", lambda: None)
-    monkeypatch.setattr(cuda, "_loaded", False)
-    monkeypatch.setattr(cuda, "_problem", None)
+    monkeypatch.setattr(cuda.library, "library_path", lambda: None)
+    monkeypatch.setattr(cuda.library, "_loaded", False)
+    monkeypatch.setattr(cuda.library, "_problem", None)
     assert "was not built" in cuda.unavailable() and "nvcc" in cuda.unavailable()
 
 

@@ -412,11 +412,11 @@ def test_what_the_cuda_backend_refuses(message, changes, units, generation):
 
 def test_the_cuda_backend_asks_its_library(monkeypatch):
     """Of its units, and of 8-bit floats before dtypes that it has never; the first of auto on Hopper."""
-    monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["90"], "units": dict.fromkeys(UNITS, "")})  # fmt: skip
+    monkeypatch.setattr(cuda.library, "build_info", lambda: {"archs": ["90"], "units": dict.fromkeys(UNITS, "")})  # fmt: skip
     assert cuda.rejects(HOPPER) is None
     assert "no 8-bit floats" in cuda.rejects(HOPPER, generation=80)
     assert "the tensors are on cpu" in cuda.rejects(replace(HOPPER, device_type="cpu"))
-    monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["80"], "units": {}})
+    monkeypatch.setattr(cuda.library, "build_info", lambda: {"archs": ["80"], "units": {}})
     assert "build with FA_ARCHS=90" in cuda.rejects(HOPPER)
     assert preferences.find("calls", HOPPER).order == ("cuda", "triton", "reference")
     assert preferences.find("calls", replace(HOPPER, capability=(8, 9))).order[0] == "triton"

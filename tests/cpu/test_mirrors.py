@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashsci.backends import cuda
+from flashsci.backends.cuda import served
 from flashsci.problem import Problem
 from scripts import launchers
 from tests.cpu.test_paged_kernel import Params
@@ -92,7 +92,7 @@ def test_mirror_of_who_computes_short_gradients(tmp_path):
     def mirrored(leading, seq_q, seq_k, dim, dim_v, others):
         *batch, heads = leading
         packed, bias, mask = map(bool, others)
-        return cuda._is_short(
+        return served.is_short(
             Problem("cuda", (9, 0), torch.bfloat16, heads, heads, dim, dim_v, batch=tuple(batch), seq_q=seq_q, seq_k=seq_k,
                     varlen=packed, bias_shape=(seq_q, seq_k) if bias else None, mask=mask)
         )  # fmt: skip

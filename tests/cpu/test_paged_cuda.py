@@ -32,7 +32,7 @@ FP64 = {"dtype": torch.float64, "cache_dtype": torch.float64}
 @pytest.fixture
 def built(monkeypatch):
     """A library with the kernels, as if this machine could run them."""
-    monkeypatch.setattr(backend, "build_info", lambda: BUILD)
+    monkeypatch.setattr(backend.library, "build_info", lambda: BUILD)
     monkeypatch.setattr(backend, "unavailable", lambda: None)
     monkeypatch.setattr(registry, "_choices", {})
 
@@ -71,24 +71,24 @@ def test_rejects_with_advice(built, change, words):
 
 
 def test_builds_and_generations(monkeypatch):
-    monkeypatch.setattr(backend, "build_info", lambda: {"archs": ["75"], "units": {}})
+    monkeypatch.setattr(backend.library, "build_info", lambda: {"archs": ["75"], "units": {}})
     reason = backend.rejects(PROBLEM)
     assert "FA_ARCHS=75" in reason and "FA_ARCHS=90" in reason and "triton" in reason
     older = {n: d for n, d in BUILD["units"].items() if "paged_" in n}
-    monkeypatch.setattr(backend, "build_info", lambda: {"archs": ["90"], "units": older})
+    monkeypatch.setattr(backend.library, "build_info", lambda: {"archs": ["90"], "units": older})
     assert backend.rejects(PROBLEM) is None
     assert "kernel for float8_e5m2 caches" in backend.rejects(replace(PROBLEM, cache_dtype=FP8[1]))
-    monkeypatch.setattr(backend, "build_info", lambda: BUILD)
+    monkeypatch.setattr(backend.library, "build_info", lambda: BUILD)
     assert "not sm75" in backend.SM75.rejects(PROBLEM)
     for capability in ((8, 0), (12, 0)):
         reason = backend.SM90.rejects(replace(PROBLEM, capability=capability))
         assert "9.0 (Hopper)" in reason and "triton" in reason
     newer = {n: d for n, d in BUILD["units"].items() if "sm90" in n}
-    monkeypatch.setattr(backend, "build_info", lambda: {"archs": ["90"], "units": newer})
+    monkeypatch.setattr(backend.library, "build_info", lambda: {"archs": ["90"], "units": newer})
     assert backend.rejects(PROBLEM) is None
     assert "FA_ARCHS=86" in backend.rejects(replace(PROBLEM, capability=(8, 6)))
     older = {n: d for n, d in BUILD["units"].items() if "sm80" in n}
-    monkeypatch.setattr(backend, "build_info", lambda: {"archs": ["80"], "units": older})
+    monkeypatch.setattr(backend.library, "build_info", lambda: {"archs": ["80"], "units": older})
     assert backend.rejects(PROBLEM) is None  # of an older generation
 
 
@@ -259,7 +259,7 @@ def test_auto_decodes_by_cuda(built, monkeypatch):
 @pytest.mark.skipif(backend.library_path() is None, reason="flashsci/_C.so was not built")
 @pytest.mark.parametrize("wanted", (False, True))
 def test_a_compiler_sees_shapes(wanted):
-    backend._load()
+    backend.library.load()
     with FakeTensorMode():
         tensors, out = given()
         lse = torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *SCALARS._replace(return_lse=wanted), 0)  # fmt: skip
@@ -268,7 +268,7 @@ def test_a_compiler_sees_shapes(wanted):
 
 @pytest.mark.skipif(backend.library_path() is None, reason="flashsci/_C.so was not built")
 def test_tensors_of_the_cpu_reach_no_kernel():
-    backend._load()
+    backend.library.load()
     tensors, out = given()
     with pytest.raises(NotImplementedError, match="CPU"):
         torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *SCALARS, 0)

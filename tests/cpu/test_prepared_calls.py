@@ -217,9 +217,9 @@ def test_what_the_library_refuses_is_left_to_the_op(made):
 
 def test_what_is_not_prepared(monkeypatch, made):
     """Empty calls, features that no kernel has, and gradients that do not lie as kernels read them go through the ops."""
-    monkeypatch.setattr(cuda, "_load", lambda: None)
-    monkeypatch.setattr(cuda, "_library", Library(True))
-    monkeypatch.setattr(cuda, "_fills_results", lambda: False)
+    monkeypatch.setattr(cuda.library, "load", lambda: None)
+    monkeypatch.setattr(cuda.library, "handle", Library(True))
+    monkeypatch.setattr(cuda.library, "fills_results", lambda: False)
     given = tensors()
     assert isinstance(cuda.prepared_forward(given, SCALARS), prepared.Forward)
     empty = given._replace(k=given.k[:, :, :0], v=given.v[:, :, :0], bias=given.bias[..., :0])
@@ -239,6 +239,6 @@ def test_what_is_not_prepared(monkeypatch, made):
     for other in ((columns, out, lse), (out, columns, lse), (out, out, torch.randn(2, 5, 3).transpose(1, 2))):  # fmt: skip
         assert not isinstance(backward(*other), prepared.Backward)
     assert not isinstance(backward(out, out, lse, empty), prepared.Backward)
-    monkeypatch.setattr(cuda, "_fills_results", lambda: True)
+    monkeypatch.setattr(cuda.library, "fills_results", lambda: True)
     assert not isinstance(backward(out, out, lse), prepared.Backward)
     assert not isinstance(cuda.prepared_forward(given, SCALARS), prepared.Forward)

@@ -227,7 +227,9 @@ def test_a_generation_serves_only_what_its_kernels_do(monkeypatch):
 
     units = {f"cuda/sm{g}/fwd_{d}": "" for g in (75, 80, 90) for d in ("fp16", "bf16")}
     del units["cuda/sm75/fwd_bf16"]
-    monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["75", "80", "90"], "units": units})
+    monkeypatch.setattr(
+        cuda.library, "build_info", lambda: {"archs": ["75", "80", "90"], "units": units}
+    )
     hopper = Problem("cuda", (9, 0), torch.bfloat16, 2, 2, 64, 64)
     assert cuda.SM90.rejects(hopper) is None and cuda.SM80.rejects(hopper) is None
     assert "generation sm75" in cuda.SM75.rejects(hopper)
@@ -241,7 +243,7 @@ def test_held_to_hopper_nothing_else_serves(monkeypatch):
     from flashsci.backends import cuda
 
     units = {f"cuda/sm90/{kind}_bf16": "" for kind in ("fwd", "bwd")}
-    monkeypatch.setattr(cuda, "build_info", lambda: {"archs": ["90"], "units": units})
+    monkeypatch.setattr(cuda.library, "build_info", lambda: {"archs": ["90"], "units": units})
     given = dict(bias_shape=(1, 2, 9, 9), mask=True, requires_grad=True)
     hopper = Problem("cuda", (9, 0), torch.bfloat16, 2, 2, 64, 64, **given)
     assert rejects("cuda:sm90", hopper) is None and rejects("cuda", hopper) is not None
@@ -283,7 +285,7 @@ def pretend(monkeypatch, units, triton=None):
     from flashsci.backends import triton as module
 
     info = {"archs": ["75", "80", "90"], "units": dict.fromkeys(units, "")}
-    monkeypatch.setattr(cuda, "build_info", lambda: info)
+    monkeypatch.setattr(cuda.library, "build_info", lambda: info)
     monkeypatch.setattr(cuda, "unavailable", lambda: None)
     monkeypatch.setattr(module, "unavailable", lambda: triton)
     registry._gradients_of.cache_clear()

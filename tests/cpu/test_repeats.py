@@ -366,7 +366,7 @@ def test_addresses_are_those_of_the_call():
             seen.append(dict(zip(prepared.PARAMETERS["flashsci_run_forward"], addresses, strict=True)))  # fmt: skip
             return 1
 
-        cuda._library.flashsci_run_forward = run
+        cuda.library.handle.flashsci_run_forward = run
         tensors = draw(dtype=torch.bfloat16)
         for _ in range(3):
             call(*tensors, backend="cuda")

@@ -1,0 +1,161 @@
+"""The library flashsci/_C.so: loaded once, what it holds, and why it cannot be used here."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci import paged_ops
+from flashsci.ops import LIBRARY, Tensors, fake_backward, fake_forward, register_vmap
+
+ops: Any = None  # (forward, backward) of the loaded library, as torch has them
+handle: ctypes.CDLL | None = None  # the same library for what torch's dispatcher is left out of
+_loaded = False
+_problem: str | None = None  # why the library is not there
+_driver: str | None = None
+_driver_asked = False
+_lock = threading.RLock()  # of all of these: whoever asks first loads, others wait for the outcome
+
+
+def library_path() -> Path | None:
+    """The newest _C*.so of the package; an editable install spreads it over two folders."""
+    folders = sys.modules["flashsci"].__path__
+    found = [path for folder in folders for path in Path(folder).glob("_C*.so")]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def load() -> str | None:
+    """Load the library once; the reason if that fails."""
+    global _problem, _loaded
+    if not _loaded:
+        with _lock:
+            if not _loaded:
+                _problem = _load_now()
+                _loaded = True  # last: a thread that sees it sees the outcome
+    return _problem
+
+
+def _load_now() -> str | None:
+    global ops, handle
+    path = library_path()
+    if path is None:
+        return (
+            "the CUDA library (flashsci/_C.so) was not built: flashsci was installed without nvcc on the PATH, or with "
+            "FA_ARCHS=none; install it again with the CUDA toolkit there, such as by FA_ARCHS=90 make build"
+        )
+    try:
+        torch.ops.load_library(str(path))
+        library = ctypes.CDLL(str(path))
+        library.flashsci_build_info.restype = ctypes.c_char_p
+        library.flashsci_driver_problem.restype = ctypes.c_char_p
+        namespace = torch.ops.flashsci
+        found = namespace.cuda_forward.default, namespace.cuda_backward.default
+        fakes: tuple[Callable[..., Any], ...] = (_fake_forward, _fake_backward)
+        for op, fake in zip(found, fakes, strict=True):
+            torch.library.register_fake(op.name(), fake, lib=LIBRARY)
+            register_vmap(op)
+        if hasattr(namespace, "cuda_paged_attention"):  # not in a library of an older tree
+            paged_ops.register_fake("cuda_paged_attention")
+        handle, ops = library, found
+    except Exception as error:  # whatever a broken build raises is a reason, not a crash
+        # load_library hides the loader's own words in __cause__.
+        reasons = [str(e) for e in (error, error.__cause__) if e is not None]
+        return f"the CUDA library {path} cannot be loaded ({'; '.join(reasons)}); build it again for this torch"
+    return None
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return fake_forward(Tensors(q, k, v))
+
+
+def _fake_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    """The library's op knows no key weights."""
+    return fake_backward(Tensors(q, k, v, bias), rest[-1])[:4]
+
+
+def build_info() -> dict[str, Any] | None:
+    """Version, kernel digests, architectures, tile preset and compiler of the loaded library; None without one."""
+    if load() is not None or handle is None:
+        return None
+    info: dict[str, Any] = json.loads(handle.flashsci_build_info().decode())
+    return info
+
+
+@functools.cache
+def fills_results() -> bool:
+    """Whether this is a debug build, whose ops fill results with NaN that kernels are to overwrite (csrc/core/poison.cuh)."""
+    return any("-poison" in digest for digest in (build_info() or {"units": {}})["units"].values())
+
+
+def stale() -> str | None:
+    """Why the loaded library is not what the source tree holds, or None; `check` refuses a stale one."""
+    from flashsci.digest import cuda_units
+
+    info, tree = build_info(), cuda_units()
+    if info is None or not tree:
+        return None
+    differ = [name for name, digest in info["units"].items() if tree.get(name) != digest]
+    if differ:
+        return f"the CUDA library was built from other sources than the tree holds ({', '.join(differ)}); build it again"
+    return None
+
+
+def unavailable() -> str | None:
+    """Why the backend cannot run on this machine at all, or None."""
+    global _driver, _driver_asked
+    problem = load()
+    if problem is not None:
+        return problem
+    if not _driver_asked:
+        with _lock:
+            if not _driver_asked:
+                _driver = _ask_driver()
+                _driver_asked = True
+    return _driver
+
+
+def _ask_driver() -> str | None:
+    """Why the loaded library cannot run here, or None."""
+    if not torch.ops.flashsci.sees_torch_cuda():
+        return f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device (no GPU, or no working NVIDIA driver)"
+    assert handle is not None
+    reason = handle.flashsci_driver_problem()
+    if reason is None:
+        return None
+    nvcc = json.loads(handle.flashsci_build_info().decode())["nvcc"]
+    return (
+        f"the CUDA library, built with nvcc {nvcc}, cannot use this machine's driver "
+        f"({reason.decode()}); update the driver or build flashsci with an older toolkit"
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _sources() -> dict[str, Any]:
+    from flashsci.digest import cuda_units
+
+    return {"archs": ["75", "80", "90"], "units": cuda_units()}
+
+
+def described() -> dict[str, Any]:
+    """`build_info`, or what a full build of the source tree would hold, for answers where none was made (`unavailable` says so
+    first)."""
+    return build_info() or _sources()

@@ -1,0 +1,207 @@
+"""Which calls the library computes, forward and backward apart, of what a Problem knows of them; layouts.py says it of
+tensors. Where the library has no backward for a call, or a slower one, flashsci/registry.py names another backend, which
+takes the same saved tensors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flashsci.backends.cuda import fp8, layouts, library, paged
+from flashsci.fp8_ops import FP8
+from flashsci.problem import Problem
+
+MAX_HEAD_DIM = 256
+GENERATIONS = (90, 80, 75)  # newest first, as the library tries them
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_UNITS = {"forward": "fwd", "backward": "bwd"}
+
+
+def _device_name(capability: tuple[int, int]) -> str:
+    text = f"sm_{capability[0]}{capability[1]}"
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            if torch.cuda.get_device_capability(index) == capability:
+                return f"{torch.cuda.get_device_name(index)}, {text}"
+    return text
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _limit(kind: str, generation: int, problem: Problem, strides: bool) -> str | None:
+    """What the kernels of one generation do not take, beyond dtypes and devices. ``strides``: whether those of bias and mask
+    are known to be such as Hopper's kernels take (a Problem has none)."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if problem.dtype == torch.float32:
+        # Tiles of wide heads take the shared memory of Hopper (sm_90) and of sm_100.
+        large = problem.capability is not None and problem.capability[0] in (9, 10)
+        if kind == "backward" and widest > 128 and not large:
+            return f"the head dims of its float32 backward end at 128 on this device, and this call has {widest}"
+        return None
+    if generation == 90 and not strides and (problem.bias or problem.mask):
+        return "its Hopper kernels take a bias or a mask in some strides only"
+    if generation == 75 and kind == "backward" and widest > 128:
+        return f"the head dims of its Turing backward end at 128, and this call has {widest}"
+    odd = problem.head_dim % 8 or problem.head_dim_v % 8
+    if generation == 90 and kind == "backward" and odd:
+        return "the head dims of its Hopper backward are multiples of 8"
+    return None
+
+
+def _kernels(
+    kind: str, problem: Problem, generation: int = 0, strides: bool = False
+) -> tuple[int, str | None]:
+    """The generation of the library's kernels that computes the forward or backward of a call whose dtype it has, or 0 and the
+    reason why none does. ``generation``: the only one to ask; it refuses strides itself."""
+    if problem.dropout_p:
+        return 0, "it has no dropout"
+    if problem.alibi:
+        return 0, "it has no alibi_slopes"
+    if problem.varlen and problem.bias:
+        return 0, "it has no bias for packed sequences"
+    if problem.dtype == torch.float32 and problem.precision == "ieee":
+        return (
+            0,
+            "its float32 products are three of fp16 halves (fp32 accuracy) or one, not IEEE",
+        )
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        dims = f"{problem.head_dim} and {problem.head_dim_v}"
+        return 0, f"its head dims end at {MAX_HEAD_DIM}, and these are {dims}"
+    assert problem.capability is not None
+    capability = problem.capability[0] * 10 + problem.capability[1]
+    info = library.described()
+    if problem.key_weight:  # csrc/sm80/small alone has them
+        if generation not in (0, 80) or capability < 80 or not _is_weighted(problem):
+            return 0, WEIGHTED
+        if kind == "backward" and not strides:
+            return (
+                0,
+                "its gradients of key_weight are of rows that begin at multiples of 16 bytes, and of weights of each batch member",
+            )
+        return 80, None
+    reason = None
+    for candidate in (generation,) if generation else GENERATIONS:
+        if candidate == 90:
+            runs = capability // 10 == 9
+        else:  # Turing's kernels run on what is newer, but only for who asks for them
+            asked = candidate != 75 or capability < 80 or generation == 75
+            runs = capability >= candidate and asked
+        unit = f"cuda/sm{candidate}/{_UNITS[kind]}_{_DTYPES[problem.dtype]}"
+        if runs and unit in info["units"]:
+            reason = _limit(kind, candidate, problem, strides or generation != 0)
+            if reason is None:
+                return candidate, None
+    if reason is not None:
+        return 0, reason
+    only = f" of generation sm{generation}" if generation else ""
+    return (
+        0,
+        f"this build (FA_ARCHS={','.join(info['archs'])}) has no {_name(problem.dtype)} {kind} "
+        f"kernel{only} for {_device_name(problem.capability)}; build with FA_ARCHS={capability}",
+    )
+
+
+def rejects(problem: Problem, generation: int = 0) -> str | None:
+    """Why the forward of a call cannot be computed, and what to do; None if it can."""
+    if problem.device_type != "cuda" or problem.capability is None:
+        return f"its kernels run on CUDA devices and the tensors are on {problem.device_type}; use backend='sdpa' or 'reference'"
+    if problem.paged:
+        info = library.described()
+        return paged.rejects(problem, generation, info, _device_name(problem.capability))
+    if problem.dtype == FP8:
+        return fp8.rejects(problem, library.described()["units"], generation)
+    if problem.dtype not in _DTYPES:
+        other = "'reference'" if problem.dtype == torch.float64 else "'triton'"
+        return f"it has no {_name(problem.dtype)} kernels, only float16, bfloat16 and float32; use backend={other}"
+    if problem.dtype == torch.bfloat16 and problem.capability < (8, 0):
+        return (
+            f"bfloat16 needs compute capability 8.0 and this device ({_device_name(problem.capability)}) has no bfloat16 "
+            "tensor cores; use float16, float32 with backend='triton', or backend='sdpa'"
+        )
+    _, reason = _kernels("forward", problem, generation)
+    return None if reason is None else f"{reason}, or use backend='triton' or 'sdpa'"
+
+
+def backward_kernels(
+    problem: Problem, strides: bool = False, generation: int = 0
+) -> tuple[int, str | None]:
+    """The generation of kernels that computes the gradients of a call that `rejects` lets pass, or 0 and the reason why
+    none does. ``strides``: of bias and mask, what :func:`hopper_takes` says."""
+    if generation in (0, 90) and _may_take_pairs(problem):
+        return 90, None
+    return _kernels("backward", problem, generation, strides)
+
+
+#: Calls with key weights that csrc/sm80/small takes.
+WEIGHTED = (
+    "it has key_weight for float32 calls of at most 32 queries and keys and 64 head dims, multiples of 4, without bias, "
+    "softcap and grouped heads"
+)
+
+
+def _is_weighted(problem: Problem) -> bool:
+    """Whether the kernels take a call with key weights."""
+    return problem.dtype == torch.float32 and not problem.bias and _is_small(problem)
+
+
+_MANY_HEADS = 132
+
+
+def is_short(problem: Problem) -> bool:
+    """What `is_short` of csrc/bindings/backward.cpp says, which gives such calls to sm80's kernels; no where a size is hidden."""
+    p = problem
+    if p.varlen or p.bias or p.mask or p.batch is None or p.seq_q is None or p.seq_k is None:
+        return False
+    dim, rows = max(p.head_dim, p.head_dim_v), max(p.seq_q, p.seq_k)
+    many = math.prod(p.batch) * p.heads_q >= _MANY_HEADS
+    if dim <= 32:
+        return rows <= (512 if many else 128)
+    return dim <= 64 and rows <= (128 if many else 64)
+
+
+def _is_small(problem: Problem) -> bool:
+    """Whether csrc/sm80/small computes the gradients of a call, but for strides: sequences of at most 32 rows."""
+    p = problem
+    if p.varlen or p.softcap or p.seq_q is None or p.seq_k is None or p.heads_q != p.heads_k:
+        return False
+    built = f"cuda/sm80/small_{_DTYPES.get(p.dtype)}" in library.described()["units"]
+    return built and layouts.fits_small(max(p.seq_q, p.seq_k), (p.head_dim, p.head_dim_v))
+
+
+def older_backward(problem: Problem, generation: int = 0) -> int:
+    """The generation of kernels that computes the gradients of a call though the one of :func:`backward_kernels` would take it,
+    or 0. Rules of `auto` still go by that one: what they say of a generation holds for calls that it would serve best."""
+    if (
+        generation
+        or not (is_short(problem) or _is_small(problem))
+        or backward_kernels(problem)[0] != 90
+    ):
+        return 0
+    return _kernels("backward", problem, 80)[0]
+
+
+def _may_take_pairs(problem: Problem) -> bool:
+    """Whether csrc/sm90/pair serves a call, but for the strides that a Problem does not know (:func:`takes_pairs` does)."""
+    dims = problem.head_dim, problem.head_dim_v
+    unbounded = problem.window_left < 0 and problem.window_right < 0 and not problem.softcap
+    others = problem.dropout_p or problem.key_weight or problem.alibi or problem.varlen
+    if problem.dtype == torch.float32:
+        suited = max(dims) <= 32 and not any(dim % 4 for dim in dims)
+    else:  # and rows of all heads are whole
+        suited = dims in ((24, 24), (32, 32)) and problem.bias_dtype == torch.float32
+    unit = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(problem.dtype)
+    return (
+        problem.inner_heads
+        and problem.precision != "ieee"
+        and problem.capability is not None
+        and problem.capability[0] == 9
+        and f"cuda/sm90/pair_{unit}" in library.described()["units"]
+        and problem.heads_q == problem.heads_k
+        and problem.heads_q % 8 == 0
+        and not bool(others)
+        and unbounded
+        and suited
+    )
