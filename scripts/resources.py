@@ -94,9 +94,9 @@ TRIANGLE_COPY_SM90 = re.compile(
 )  # bytes of an element
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 # Short sequences: kernel; blocks of 8 rows, units of 16 columns, whether heads have just as many; whether rows go through shared
-# memory.
+# memory; of gradients, heads for which there is room (0: as many as a block has).
 SMALL = re.compile(
-    r"5small\d+small_(forward|backward)_kernelI.*?ShapeILi(\d)ELi(\d)ELb([01])E+Lb([01])E"
+    r"5small\d+small_(forward|backward)_kernelI.*?ShapeILi(\d)ELi(\d)ELb([01])E+Lb([01])E(?:Li(\d)E)?"
 )
 # A bias whose heads lie side by side: kernel; head dim, tensors of which a CTA keeps its rows; in 16 bits pieces of sums.
 PAIR = re.compile(
@@ -263,7 +263,8 @@ class Kernel:
         if found := SMALL.search(self.name):
             weights = ", weights" * ("WeightedProducts" in self.name)
             columns = ", any columns" * (found[4] == "0")
-            return found[1] + weights + columns + ", staged" * (found[5] == "1")
+            room = f", room for {found[6]}" if found[6] not in (None, "0") else ""
+            return found[1] + weights + columns + ", staged" * (found[5] == "1") + room
         if found := PAGED.search(self.name):
             narrow = found["kind"] == "paged" and found["bytes"] == "1"
             return str(found["format"]).lower() if narrow else str(found["kind"])
@@ -308,8 +309,11 @@ class Kernel:
             return 0
         if found := SMALL.search(self.name):  # of two heads; of more where there is room
             size = 4 if self.unit.endswith("fp32") else 2
-            matrices, units = 3 if found[1] == "forward" else 5, int(found[3]) | 1
-            of_head = (matrices * 8 * int(found[2]) * units | 1) * 16 * size
+            matrices, rows, units = 3 if found[1] == "forward" else 5, 8 * int(found[2]), int(found[3])
+            if room := int(found[6] or 0):  # rows of so many heads; as many as all threads copy in whole turns
+                step = 512 // (units * 16 * size)
+                return matrices * -(-rows // step) * step * (room * units | 1) * 16 * size + 256  # and lse of two
+            of_head = (matrices * rows * (units | 1) | 1) * 16 * size
             return 2 * of_head if found[5] == "1" else 0
         dim, rows, keys, warps, stages, _, _ = self.tiling
         if found := PAIR.search(

@@ -274,6 +274,10 @@ def shapes(call: Call, processors: int) -> Iterator[Shape]:
         # Heads that no blocks divide: their rows do not go through shared memory.
         yield Shape("eleven heads", processors, 11, 11, 13, 16)
         yield Shape("eleven heads, three blocks of rows", processors, 11, 11, 24, 21)
+        if call.inside:  # tensors that lie alike; room for four heads, and for eight
+            for name, batch, rows in (("two", 4 * processors, 14), ("three", 2 * processors, 22), ("four", processors, 29)):  # fmt: skip
+                yield Shape(f"{name}, as many keys", batch, 3, 3, rows, rows)
+                yield Shape(f"{name}, as many keys, six heads", batch, 6, 6, rows + 2, rows + 2)
         return
     batch = -(-processors * 3 // 8)  # 1.5 heads a processor, of two tiles each at least
     yield Shape("many", batch, 4, 2, 200, 48)
@@ -419,11 +423,11 @@ def _pair(instance: Instance) -> Iterator[Call]:
 
 
 def _small(instance: Instance) -> Iterator[Call]:
-    dim, whole = instance.head_dim, not instance.variant.endswith("any columns")
+    dim, whole = instance.head_dim, "any columns" not in instance.variant
     if not instance.variant.startswith(("forward", "backward")):
         return
     call = Call("sm80", instance.dtype, dim, dim if whole else dim - 12, short=True)
-    if instance.variant.endswith("staged"):
+    if "staged" in instance.variant:
         call = replace(call, inside=True)
     if "weights" in instance.variant:
         call = replace(call, bias="weights", bias_fp32=True)

@@ -34,8 +34,8 @@ from flashsci.testing.drawing import (
 Plan = tuple[
     list[Case] | list[PagedCase] | list[FP8Case], tuple[str, ...]
 ]  # cases, and the backends that are judged by them
-# Head dims whose rows are 64 and 128 bytes.
-WHOLE = {"float16": (32, 64), "bfloat16": (32, 64), "float32": (16, 32)}
+# Head dims whose rows are 32, 64 and 128 bytes.
+WHOLE = {"float16": (16, 32, 64), "bfloat16": (16, 32, 64), "float32": (16, 32)}
 DTYPE_OF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -154,8 +154,8 @@ def shortened(variant: Variant, whole: bool, weighted: bool) -> Variant:
     in fp32 with key weights in the place of a bias."""
     dims = [min(-(-d // 4) * 4, 64) for d in (variant.head_dim, variant.head_dim_v)]
     if whole:
-        short, long = WHOLE[variant.dtype]
-        dims = [short if max(dims) <= short else long] * 2
+        known = WHOLE[variant.dtype]
+        dims = [next((d for d in known if max(dims) <= d), known[-1])] * 2
     variant = replace(variant, head_dim=dims[0], head_dim_v=dims[1], softcap=False, sink=None)
     if weighted and variant.dtype == "float32":
         learnt = variant.bias is None or variant.bias_grad

@@ -334,11 +334,14 @@ def with_inner_heads(choices: Choices, case: Case) -> Case:
 
 
 def with_neighbours(choices: Choices, case: Case) -> Case:
-    """Several heads of queries, each with keys of its own: neighbours that kernels may read together."""
+    """Several heads of queries, each with keys of its own: neighbours that kernels may read together. Half of them attend to
+    themselves, and all their tensors lie alike."""
     if case.rank == 2 or case.variant.varlen:
         return case
     scores, keys = case.score_shape, case.key_shape
     case = replace(case, heads_k=choices.one_of((2, 3, 4, 5, 6, 8, 12)), group=1)
+    if choices.integer(0, 1) == 1:
+        case = replace(case, seq_k=case.seq_q, layouts=())
     return replace(
         case,
         bias_shape=_spread(case.bias_shape, scores, case.score_shape),

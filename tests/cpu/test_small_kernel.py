@@ -73,8 +73,11 @@ def forward(library: c.CDLL, x: Inputs, seed: int = 0, room: int = 228) -> dict[
     return {"out": out, "lse": lse} if emulate(library.emulate_forward, p, kind(x), seed) else None
 
 
-def backward(library: c.CDLL, x: Inputs, made: dict[str, torch.Tensor], seed: int = 0, room: int = 228) -> dict[str, torch.Tensor] | None:  # fmt: skip
-    found = {f"d{name}": poisoned(getattr(x, name)) for name in "qkv"}
+def backward(
+    library: c.CDLL, x: Inputs, made: dict[str, torch.Tensor], seed: int = 0, room: int = 228, laid: dict[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor] | None:  # fmt: skip
+    """laid: tensors as which gradients lie, those that are not to lie as what they are gradients of."""
+    found = {f"d{name}": poisoned((laid or {}).get(name, getattr(x, name))) for name in "qkv"}
     p = common(x, room) | {"max_seqlen_k": -1}
     if x.bias is not None and x.bias_grad:
         found["dbias"] = torch.full(x.bias.shape, torch.nan, dtype=x.bias.dtype)
@@ -428,9 +431,17 @@ FAULTS = {
     "rows of other lanes": ("staging.cuh", "__syncwarp();", "{}"),
     "lse of other rows": ("backward.cuh", "__ldg(head + queries.clamped(i))", "__ldg(head + i)"),
     "values that nobody waits for": ("forward.cuh", "[&] { stage.template wait<0>(); }", "[] {}"),
-    "rows too near": ("staging.cuh", "piece = row * plan.pitch", "piece = row * (plan.pitch - 16)"),
-    "rows beyond the last": ("staging.cuh", "cp_async_16_if(of_row < static_cast<uint32_t>(rows)", "cp_async_16_if(true"),
-    "gradients that nobody waits for": ("backward.cuh", "__syncthreads();\n      stage.release(kDv", "stage.release(kDv"),
+    "rows too near": ("staging.cuh", "piece = row * pitch()", "piece = row * (pitch() - 16)"),
+    "rows beyond the last": ("staging.cuh", "cp_async_16_if(is_there", "cp_async_16_if(true"),
+    "no zeros beyond the last row": ("staging.cuh", "cp_async_16(to, from, is_there)", "cp_async_16(to, from, true)"),
+    "lse of other heads": ("backward.cuh", "stage.lse()", "stage.lse() - threadIdx.x / 32 * kMostRows"),
+    "lse that nobody waits for": ("backward.cuh", "    ptx::cp_async_commit();\n    stage.template wait<0>();", "    stage.template wait<0>();"),
+    "keys that lie elsewhere": ("launch.cuh", "same(p.q_strides, p.k_strides)", "true"),
+    "values that lie elsewhere": ("launch.cuh", "same(p.q_strides, p.v_strides)", "true"),
+    "results that lie elsewhere": ("launch.cuh", "same(p.dout_strides, p.out_strides)", "true"),
+    "gradients that lie elsewhere": ("launch.cuh", "same(p.dq_strides, p.dk_strides)", "true"),
+    "room for too few heads": ("launch.cuh", "staged_warps <= kFewHeads ? kFewHeads : kMostWarps", "kFewHeads"),
+    "gradients that nobody waits for": ("backward.cuh", "__syncthreads();\n      at = stage.offsets(kDv);", "at = stage.offsets(kDv);"),
     "a gradient in the place of keys": ("staging.cuh", "gradient == kDk ? kOut", "gradient == kDk ? kK"),
     "scores without a check": ("config.cuh", "p.seq_k == rows && ", ""),
     "a scale below zero": ("config.cuh", " && p.scale > 0.f", ""),
@@ -444,6 +455,35 @@ FAULTS = {
 }  # fmt: skip
 
 
+def within(x: torch.Tensor) -> torch.Tensor:
+    """The same amid NaN: no row before the first or beyond the last may be read."""
+    wide = torch.full((*x.shape[:-2], x.shape[-2] + 16, x.shape[-1]), torch.nan, dtype=x.dtype)
+    wide = wide.transpose(-2, -3).contiguous().transpose(-2, -3)
+    return wide[..., 8:-8, :].copy_(x)
+
+
+def judge_layouts(library: c.CDLL, dtype: torch.dtype, dim: int, heads: int) -> None:
+    """Tensors that lie alike, and each that does not; rows amid NaN."""
+    for rows in (14, 22, 29):
+        same = simple(rows, rows, heads=heads, dims=(dim, dim), dtype=dtype, batch=(1, 2), seed=rows)  # fmt: skip
+        alone = {n: getattr(same, n).contiguous() for n in ("k", "v", "dout")}
+        amid = {n: within(getattr(same, n)) for n in ("q", "k", "v", "dout")}
+        for changed in ({}, {"k": alone["k"]}, {"v": alone["v"]}, {"dout": alone["dout"]}, amid):
+            assert "dq" in judge(library, replace(same, **changed))
+        for name in "qkv":
+            results = forward(library, same)
+            assert results is not None
+            laid = {name: getattr(same, name).contiguous()}
+            Judge(same).require(results | (backward(library, same, results, laid=laid) or {}))
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=DTYPES)
+@pytest.mark.parametrize("heads", (3, 6))
+def test_layouts(kernels, dtype, heads):
+    for dim in (16, 32, 64):
+        judge_layouts(kernels, dtype, dim, heads)
+
+
 def judge_calls(library: c.CDLL, seed: int) -> None:
     """From memory; through shared memory, of one block of a batch member, of two, and more of it."""
     for dtype in KINDS:
@@ -455,6 +495,8 @@ def judge_calls(library: c.CDLL, seed: int) -> None:
             assert "dbias" in judge(library, x)
         judge(library, simple(24, 19, dtype=dtype, seed=seed))
         judge(library, simple(24, 24, dtype=dtype, seed=seed, scale=-3.0, size=10.0))
+        for heads in (3, 6):
+            judge_layouts(library, dtype, 16, heads)
     judge(library, weighted())
     judge(library, weighted(size=100.0))
 

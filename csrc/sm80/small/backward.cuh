@@ -74,8 +74,28 @@ struct RowLse {
     }
   }
   __device__ __forceinline__ float of(int i, const LaneRows& queries) const {
-    return kEarly ? early[i * kEarly] : __ldg(head + queries.clamped(i));
+    if constexpr (kEarly)
+      return early[i];
+    else
+      return __ldg(head + queries.clamped(i));
   }
+};
+
+// The same in shared memory. The compiler asks memory late for what is needed late, after all else has come; a
+// copy has its place.
+struct StagedLse {
+  const float* first;  // of row g
+
+  __device__ __forceinline__ StagedLse(const FlashsciBackwardParams& p, const Head& place,
+                                       float* shared)
+      : first(shared + threadIdx.x % 32 / 4) {
+    const int row = threadIdx.x % 32;
+    if (row < p.seq_q)
+      ptx::cp_async_small<4>(ptx::shared_address(shared + row),
+                             p.lse + static_cast<int64_t>(place.index) * p.seq_q + row, 4);
+  }
+  // Of rows beyond the last nothing.
+  __device__ __forceinline__ float of(int i, const LaneRows&) const { return first[i * 8]; }
 };
 
 template <class P, class S, class Lse, class Rows>
@@ -140,12 +160,12 @@ __device__ __forceinline__ auto kept(const Rows& rows) {
 
 // All gradients of a head. What the bias or weight of keys 8 i + g gets goes to `sums`, this lane's part.
 // rows_of(matrix, tensor, rows, columns): HeadRows, StagedRows or HeldRows.
-// result_of(matrix, tensor, rows, columns): HeadRows or StagedRows.
-template <class P, class S, class Lse, class RowsOf, class ResultOf>
+// results()(matrix, tensor, rows, columns): HeadRows or StagedRows.
+template <class P, class S, class Lse, class RowsOf, class Results>
 __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, int dbias,
                                               const HeadPlan& plan, const Head& place,
                                               const Lse& lse_of_rows, float (&sums)[S::kBlocks],
-                                              RowsOf&& rows_of, ResultOf&& result_of) {
+                                              RowsOf&& rows_of, Results&& results) {
   constexpr int kBlocks = S::kBlocks;
   const LaneRows queries(p.seq_q), keys(p.seq_k);
   const auto q = rows_of(kQ, p.q, queries, p.head_dim);
@@ -195,6 +215,7 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
       sums[block] += ds[block / 2][i / 2 % kBlocks][block % 2 * 2 + i % 2];
     }
 
+  const auto result_of = results();
   // C = A B, times a factor, where it is wanted.
   const auto multiply = [&](const auto& left, const auto& b, Matrix matrix, void* data,
                             const LaneRows& rows, int columns, float factor) {
@@ -217,7 +238,8 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
   multiply(left, k, kDq, p.dq, queries, p.head_dim, p.scale);
 }
 
-template <class P, class S, bool kStaged>
+// kRoom: of tensors that lie alike, heads for which a block has room in shared memory (staging.cuh).
+template <class P, class S, bool kStaged, int kRoom>
 __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits, kStaged).of_block,
                                   P::backward_threads(S::kBlocks, S::kUnits, kStaged).blocks)
     small_backward_kernel(const __grid_constant__ FlashsciBackwardParams p,
@@ -228,44 +250,62 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits, kSt
     return;  // not where warps meet: of whole batch members
   const Head first_head(plan, kStaged ? first : first + warp);
   const Head place = kStaged ? first_head.next(warp) : first_head;
-  const auto head_rows = [&](Matrix matrix, const void* tensor, const LaneRows& rows, int columns) {
-    return HeadRows<P, S>(tensor, plan.of[matrix], place, place.head, rows, columns);
-  };
   float sums[S::kBlocks];
   if constexpr (kStaged) {
-    const Stage<P, S, kOfBackward> stage(plan, first_head);
-    stage.fetch(kDout, p.dout, p.seq_q);
-    stage.fetch(kOut, p.out, p.seq_q);
-    stage.fetch(kK, p.k, p.seq_k);
-    stage.fetch(kQ, p.q, p.seq_q);
-    stage.fetch(kV, p.v, p.seq_k);
+    constexpr bool kAlike = kRoom > 0;
+    const Stage<P, S, kOfBackward, kRoom> stage(plan, first_head);
+    auto at = stage.offsets(kDout);
+    stage.fetch(at, kDout, p.dout, p.seq_q);
+    stage.template follow<kAlike>(at, kOut);
+    stage.fetch(at, kOut, p.out, p.seq_q);
+    at = stage.offsets(kK);
+    stage.fetch(at, kK, p.k, p.seq_k);
+    stage.template follow<kAlike>(at, kQ);
+    stage.fetch(at, kQ, p.q, p.seq_q);
+    stage.template follow<kAlike>(at, kV);
+    stage.fetch(at, kV, p.v, p.seq_k);
+    const StagedLse lse(p, place, stage.lse());
     ptx::cp_async_commit();
-    const RowLse<S::kBlocks, true> lse(p, place);
     stage.template wait<0>();
     differentiate<P, S>(
         p, dbias, plan, place, lse, sums,
         [&](Matrix matrix, const void*, const LaneRows& rows, int) {
           return kept<P, S, kStaged>(stage.rows_of(matrix, rows));
         },
-        [&](Matrix matrix, void* tensor, const LaneRows& rows, int columns) {
-          if constexpr (kStagesResults<P, S>)
-            return stage.rows_of(place_of(matrix), rows);
-          else
-            return head_rows(matrix, tensor, rows, columns);
+        [&] {
+          // Of gradients that lie alike counted once.
+          const int64_t shared =
+              kAlike && !kStagesResults<P, S> ? place.offset(plan.of[kDv], place.head) : 0;
+          return [&, shared](Matrix matrix, void* tensor, const LaneRows& rows, int columns) {
+            if constexpr (kStagesResults<P, S>) {
+              return stage.rows_of(place_of(matrix), rows);
+            } else {
+              const Steps& steps = plan.of[matrix];
+              const int64_t offset = kAlike ? shared : place.offset(steps, place.head);
+              return HeadRows<P, S>(tensor, offset, steps, rows, columns);
+            }
+          };
         });
     if constexpr (kStagesResults<P, S>) {
       __syncthreads();
-      stage.release(kDv, p.dv, p.seq_k);
-      stage.release(kDk, p.dk, p.seq_k);
-      stage.release(kDq, p.dq, p.seq_q);
+      at = stage.offsets(kDv);
+      stage.release(at, kDv, p.dv, p.seq_k);
+      stage.template follow<kAlike>(at, kDk);
+      stage.release(at, kDk, p.dk, p.seq_k);
+      stage.template follow<kAlike>(at, kDq);
+      stage.release(at, kDq, p.dq, p.seq_q);
     }
   } else {
+    const auto head_rows = [&](Matrix matrix, const void* tensor, const LaneRows& rows,
+                               int columns) {
+      return HeadRows<P, S>(tensor, plan.of[matrix], place, place.head, rows, columns);
+    };
     differentiate<P, S>(
         p, dbias, plan, place, RowLse<S::kBlocks, sizeof(typename P::Element) == 2>(p, place), sums,
         [&](Matrix matrix, const void* tensor, const LaneRows& rows, int columns) {
           return kept<P, S, kStaged>(head_rows(matrix, tensor, rows, columns));
         },
-        head_rows);
+        [&] { return head_rows; });
   }
   if (dbias != kDbiasOfKeys && dbias != kDbiasOfHeads) return;
   __shared__ float sums_of_warps[kMostWarps][kMostRows];

@@ -57,18 +57,20 @@ struct HeadPlan {
   Divisor pieces;
   int pitch, matrix;
   bool plain;  // scores are products of rows times a positive scale, and all are keys
+  bool alike;  // q, k and v have the same strides, and so have dout and out, and the gradients
   Steps of[kMatrices];
 
-  // size: bytes of an element; rows: of a tile.
+  // size: bytes of an element; rows: of a tile; the others as of this.
   template <class Params>
-  HeadPlan(const Params& p, int size, int rows, int pieces_ = 1, int pitch_ = 0)
+  HeadPlan(const Params& p, int size, int rows, int pieces_, int pitch_, int matrix_, bool alike_)
       : count(static_cast<uint32_t>(p.batch0 * p.batch1 * p.heads_q)),
         heads(p.heads_q),
         batch1(static_cast<uint32_t>(p.batch1)),
         group(p.heads_q / p.heads_k),
         pieces(pieces_),
         pitch(pitch_),
-        matrix(pitch_ * (p.seq_q > p.seq_k ? p.seq_q : p.seq_k)),
+        matrix(matrix_),
+        alike(alike_),
         plain(p.bias_mask.bias == nullptr && p.bias_mask.mask == nullptr && p.window_left < 0 &&
               p.window_right < 0 && p.seq_k == rows && p.scale > 0.f) {
     of[kQ] = Steps(p.q_strides, size);

@@ -61,7 +61,8 @@ __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Hea
 }
 
 template <class P, class S, bool kStaged>
-__global__ void __launch_bounds__(P::forward_threads(S::kBlocks, S::kUnits).of_block)
+__global__ void __launch_bounds__(P::forward_threads(S::kBlocks, S::kUnits).of_block,
+                                  P::forward_threads(S::kBlocks, S::kUnits).blocks)
     small_forward_kernel(const __grid_constant__ FlashsciForwardParams p,
                          const __grid_constant__ HeadPlan plan) {
   const uint32_t warp = threadIdx.x / 32, first = blockIdx.x * (blockDim.x / 32);
@@ -71,12 +72,22 @@ __global__ void __launch_bounds__(P::forward_threads(S::kBlocks, S::kUnits).of_b
   const LaneRows queries(p.seq_q), keys(p.seq_k);
   using Rows = HeadRows<P, S>;
   if constexpr (kStaged) {
-    const Stage<P, S, kOfForward> stage(plan, first_head);
-    stage.fetch(kQ, p.q, p.seq_q);
-    stage.fetch(kK, p.k, p.seq_k);
-    ptx::cp_async_commit();
-    stage.fetch(kV, p.v, p.seq_k);
-    ptx::cp_async_commit();
+    const Stage<P, S, kOfForward, 0> stage(plan, first_head);
+    const auto fetch = [&](auto alike) {
+      constexpr bool kAlike = decltype(alike)::value;
+      auto at = stage.offsets(kQ);
+      stage.fetch(at, kQ, p.q, p.seq_q);
+      stage.template follow<kAlike>(at, kK);
+      stage.fetch(at, kK, p.k, p.seq_k);
+      ptx::cp_async_commit();
+      stage.template follow<kAlike>(at, kV);
+      stage.fetch(at, kV, p.v, p.seq_k);
+      ptx::cp_async_commit();
+    };
+    if (stage.kOwn || plan.alike)
+      fetch(std::true_type{});
+    else
+      fetch(std::false_type{});
     stage.template wait<1>();
     attend<P, S>(p, place, queries, stage.rows_of(kQ, queries), stage.rows_of(kK, keys),
                  stage.rows_of(kV, keys),

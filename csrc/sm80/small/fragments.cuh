@@ -30,6 +30,7 @@ struct Products16 {
   using Row = uint2;  // four columns of a row
   static constexpr bool kWeighted = false;
   static constexpr Threads forward_threads(int blocks, int units) {
+    if (units == 1 && blocks == 4) return {384, 2};
     return {blocks * units < 16 ? 512 : 384};
   }
   static constexpr Threads backward_threads(int blocks, int units, bool staged) {
@@ -255,13 +256,17 @@ struct HeadRows {
   int columns;
   const LaneRows& rows;
 
-  __device__ __forceinline__ HeadRows(const void* start, const Steps& steps, const Head& place,
-                                      uint32_t head, const LaneRows& rows_, int columns_)
+  // offset: bytes from the start of the tensor to this head.
+  __device__ __forceinline__ HeadRows(const void* start, int64_t offset, const Steps& steps,
+                                      const LaneRows& rows_, int columns_)
       : data(static_cast<char*>(const_cast<void*>(start)) +
-             (place.offset(steps, head) + threadIdx.x % 4 * sizeof(Row))),
+             (offset + threadIdx.x % 4 * sizeof(Row))),
         stride(static_cast<int>(steps.row)),
         columns(columns_ - static_cast<int>(threadIdx.x % 4 * 4)),
         rows(rows_) {}
+  __device__ __forceinline__ HeadRows(const void* start, const Steps& steps, const Head& place,
+                                      uint32_t head, const LaneRows& rows_, int columns_)
+      : HeadRows(start, place.offset(steps, head), steps, rows_, columns_) {}
 
   __device__ __forceinline__ Row* at(int row, int unit) const {
     return reinterpret_cast<Row*>(data + int64_t{row} * stride) + unit * 4;

@@ -98,28 +98,59 @@ bool by_pieces(const Params& p) {
   return all;
 }
 
-// act(shape, whether rows go through shared memory, blocks, threads, bytes of those rows, plan). warps,
-// staged_warps: of a block, of direct kernels and of those of rows in shared memory.
+// Of HeadPlan.
+template <class Params>
+bool are_alike(const Params& p) {
+  const auto same = [](const FlashsciStrides& x, const FlashsciStrides& y) {
+    return x.batch0 == y.batch0 && x.batch1 == y.batch1 && x.head == y.head && x.row == y.row;
+  };
+  bool all = same(p.q_strides, p.k_strides) && same(p.q_strides, p.v_strides);
+  if constexpr (kOperands<Params> == kOfBackward)
+    all = all && same(p.dout_strides, p.out_strides) && same(p.dq_strides, p.dk_strides) &&
+          same(p.dq_strides, p.dv_strides);
+  return all;
+}
+
+// act(shape, whether rows go through shared memory, heads for which a block has room there or 0, blocks, threads,
+// bytes of those rows, plan). warps, staged_warps: of a block, of direct kernels and of those of rows in shared
+// memory.
 template <class P, class Params, class Act>
 auto with_launch(const Params& p, int warps, int staged_warps, Act&& act) {
+  const bool alike = are_alike(p);
   return with_shape(p, [&](auto shape) {
     using S = decltype(shape);
-    const auto go = [&](auto staged, int of_block, int pieces, int pitch, int matrices) {
-      const HeadPlan plan(p, sizeof(typename P::Element), S::kBlocks * 8, pieces, pitch);
-      return act(shape, staged, (int64_t{plan.count} + of_block - 1) / of_block, of_block * 32,
-                 plan.matrix * matrices, plan);
+    const auto go = [&](auto staged, auto room, int of_block, int pieces, int pitch, int matrix,
+                        int bytes) {
+      const HeadPlan plan(p, sizeof(typename P::Element), S::kBlocks * 8, pieces, pitch, matrix,
+                          alike);
+      return act(shape, staged, room, (int64_t{plan.count} + of_block - 1) / of_block,
+                 of_block * 32, bytes, plan);
     };
     if constexpr (kStages<P, S>) {
-      using Staged = Stage<P, S, kOperands<Params>>;
-      const int pitch = Staged::pitch(staged_warps);
-      const int bytes = pitch * std::max(p.seq_q, p.seq_k) * kOperands<Params>;
+      using Staged = Stage<P, S, kOperands<Params>, 0>;
+      using Fixed = Stage<P, S, kOperands<Params>, kFewHeads>;
+      constexpr bool kFixed = kOperands<Params> == kOfBackward && kRoomIsFixed<P, S>;
+      const int known = !kFixed || !alike ? 0 : staged_warps <= kFewHeads ? kFewHeads : kMostWarps;
+      const int pitch = Staged::pitch_of(known > 0 ? known : staged_warps);
+      const int most = std::max(p.seq_q, p.seq_k);
+      const int rows = known > 0 ? Fixed::rows_of_matrix(most) : Staged::rows_of_matrix(most);
+      const int matrix = pitch * rows;
+      const int bytes = matrix * kOperands<Params> + staged_warps * Staged::kLseBytes;
       const bool wanted = kRowBytes<P, S> == 128 || p.q_strides.head < p.q_strides.row;
       if (wanted && staged_warps > 1 && p.heads_q == p.heads_k && by_pieces<P>(p) &&
-          bytes <= most_bytes(p))
-        return go(std::true_type{}, staged_warps, staged_warps * Staged::kPieces, pitch,
-                  kOperands<Params>);
+          bytes <= most_bytes(p)) {
+        const auto go_staged = [&](auto room) {
+          return go(std::true_type{}, room, staged_warps, staged_warps * Staged::kPieces, pitch,
+                    matrix, bytes);
+        };
+        if constexpr (kFixed) {
+          if (known == kFewHeads) return go_staged(std::integral_constant<int, kFewHeads>{});
+          if (known == kMostWarps) return go_staged(std::integral_constant<int, kMostWarps>{});
+        }
+        return go_staged(std::integral_constant<int, 0>{});
+      }
     }
-    return go(std::false_type{}, warps, 1, 0, 0);
+    return go(std::false_type{}, std::integral_constant<int, 0>{}, warps, 1, 0, 0, 0);
   });
 }
 
@@ -139,7 +170,8 @@ cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) 
     return cudaErrorNotSupported;
   return with_launch<P>(
       p, warps_of(p.heads_q), staged_warps_of(p.heads_q),
-      [&](auto shape, auto staged, int64_t blocks, int threads, int bytes, const HeadPlan& plan) {
+      [&](auto shape, auto staged, auto, int64_t blocks, int threads, int bytes,
+          const HeadPlan& plan) {
         return launch_rows<small_forward_kernel<P, decltype(shape), decltype(staged)::value>>(
             blocks, threads, bytes, stream, p, plan);
       });
@@ -176,9 +208,11 @@ cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream
   const bool all = dbias == kDbiasOfHeads;
   return with_launch<P>(
       p, all ? p.heads_q : warps_of(p.heads_q), all ? p.heads_q : staged_warps_of(p.heads_q),
-      [&](auto shape, auto staged, int64_t blocks, int threads, int bytes, const HeadPlan& plan) {
-        return launch_rows<small_backward_kernel<P, decltype(shape), decltype(staged)::value>>(
-            blocks, threads, bytes, stream, p, plan, dbias);
+      [&](auto shape, auto staged, auto room, int64_t blocks, int threads, int bytes,
+          const HeadPlan& plan) {
+        return launch_rows<small_backward_kernel<P, decltype(shape), decltype(staged)::value,
+                                                 decltype(room)::value>>(blocks, threads, bytes,
+                                                                         stream, p, plan, dbias);
       });
 }
 

@@ -30,8 +30,8 @@ __device__ __forceinline__ constexpr Matrix place_of(Matrix gradient) {
   return gradient == kDv ? kV : gradient == kDk ? kOut : kQ;
 }
 
-// A matrix of one head in shared memory as this lane sees it.
-template <class P, class S>
+// A matrix of one head in shared memory as this lane sees it. kWhole: rows beyond the last are there, zeros.
+template <class P, class S, bool kWhole>
 struct StagedRows {
   static constexpr bool kShared = true;
   unsigned char* data;  // column 4 t of the first row
@@ -43,7 +43,8 @@ struct StagedRows {
     using Row = typename P::Row;
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i)
-      x[i] = reinterpret_cast<const Row*>(data + rows.clamped(i) * pitch)[unit * 4];
+      x[i] = reinterpret_cast<const Row*>(data + (kWhole ? rows.first + i * 8 : rows.clamped(i)) *
+                                                     pitch)[unit * 4];
   }
   template <class Factor>
   __device__ __forceinline__ void store(const typename P::Sum (&x)[S::kTiles][2], int unit,
@@ -55,15 +56,36 @@ struct StagedRows {
   }
 };
 
-// Shared memory is [matrix, row, head, padding]: a row lies there as it does in memory, for what copies ask of the
+// Heads for which a block has room where that is one of two numbers and tensors lie alike: then places are what
+// the compiler knows, and registers are free that the backward lacks, but in
+// 16 bits with at most 16 rows. 0: any tensors, and room for as
+// many heads as the block has.
+template <class P, class S>
+inline constexpr bool kRoomIsFixed =
+    kRowBytes<P, S> < 128 && (S::kBlocks >= 3 || sizeof(typename P::Element) == 4);
+inline constexpr int kFewHeads = 4;
+
+// Shared memory is [matrix, row, head, padding], and behind it lse: a row lies there as it does in memory, for what copies ask of the
 // second-level cache at a time is what lands side by side. Rows are odd numbers of units, what lanes of equal
 // t load at a time: eight lanes side by side are in different banks.
-template <class P, class S, int kOperands>
+template <class P, class S, int kOperands, int kRoom>
 struct Stage {
   static constexpr int kUnit = 4 * sizeof(typename P::Row);
   static constexpr int kPieces = kRowBytes<P, S> / 16;  // of a row of a head
   static constexpr int kStep = 32 / kPieces;            // rows that all threads copy at a time
+  static constexpr int kCopies = (S::kBlocks * 8 + kStep - 1) / kStep;  // of a thread, of a matrix
   static constexpr bool kOwn = kRowBytes<P, S> == 128;  // a warp copies rows of its head
+  // Whether a matrix has all rows of a tile, zeros beyond the last. Those of 128 bytes are many, and with at most 16
+  // of 16 bits the backward takes 7 % more time so.
+  static constexpr bool kWhole = !kOwn && (kOperands == kOfForward || kRoom > 0);
+  static __host__ __device__ constexpr int rows_of_matrix(int rows) {
+    return kWhole ? kCopies * kStep : rows;
+  }
+  static constexpr int kLseBytes = kOperands == kOfBackward ? kMostRows * 4 : 0;  // of a warp
+  // Bytes from row to row.
+  static __host__ __device__ constexpr int pitch_of(int heads) {
+    return (heads * S::kUnits | 1) * kUnit;
+  }
 
   const HeadPlan& plan;
   const Head& first;  // of the block
@@ -71,7 +93,15 @@ struct Stage {
   // What this thread copies first: head, row and byte of it, place in shared memory.
   uint32_t head, row, column, piece;
 
-  static int pitch(int heads) { return (heads * S::kUnits | 1) * kUnit; }
+  // Bytes from the start of a tensor to what this thread copies of it.
+  struct Offsets {
+    uint64_t of[kCopies];
+  };
+
+  __device__ __forceinline__ int pitch() const { return kRoom > 0 ? pitch_of(kRoom) : plan.pitch; }
+  __device__ __forceinline__ int matrix_bytes() const {
+    return kRoom > 0 ? pitch_of(kRoom) * rows_of_matrix(0) : plan.matrix;
+  }
 
   __device__ __forceinline__ Stage(const HeadPlan& plan_, const Head& first_)
       : plan(plan_), first(first_) {
@@ -87,26 +117,52 @@ struct Stage {
     }
     head = of_row / kPieces;
     column = of_row % kPieces * 16;
-    piece = row * plan.pitch + of_row * 16;
-    poison_block(data, kOperands * plan.matrix);
+    piece = row * pitch() + of_row * 16;
+    poison_block(data, kOperands * matrix_bytes() + blockDim.x / 32 * kLseBytes);
+  }
+  // Of this warp's head.
+  __device__ __forceinline__ float* lse() const {
+    return reinterpret_cast<float*>(data + kOperands * matrix_bytes() +
+                                    threadIdx.x / 32 * kLseBytes);
+  }
+
+  __device__ __forceinline__ Offsets offsets(Matrix matrix) const {
+    const Steps& steps = plan.of[matrix];
+    const uint64_t from = static_cast<uint64_t>(first.offset(steps, first.head + head)) + column;
+    Offsets at;
+#pragma unroll
+    for (uint32_t i = 0; i < kCopies; ++i) at.of[i] = from + uint64_t{row + i * kStep} * steps.row;
+    return at;
+  }
+  // The same after those of a tensor before. kAlike: of plan.alike; as an `if` of this function it would cost what it
+  // saves, for the compiler counts both and chooses.
+  template <bool kAlike>
+  __device__ __forceinline__ void follow(Offsets& at, Matrix matrix) const {
+    if constexpr (kOwn || !kAlike) at = offsets(matrix);
   }
 
   // Begins to copy a matrix of all heads of the block.
-  __device__ __forceinline__ void fetch(Matrix matrix, const void* tensor, int rows) const {
-    visit(plan.of[matrix], matrix, [&](uint32_t of_row, uint64_t bytes, uint32_t place) {
-      ptx::cp_async_16_if(of_row < static_cast<uint32_t>(rows), ptx::shared_address(data) + place,
-                          static_cast<const char*>(tensor) + bytes);
+  __device__ __forceinline__ void fetch(const Offsets& at, Matrix matrix, const void* tensor,
+                                        int rows) const {
+    visit(at, matrix, [&](uint32_t of_row, uint64_t bytes, uint32_t place) {
+      const uint32_t to = ptx::shared_address(data) + place;
+      const void* from = static_cast<const char*>(tensor) + bytes;
+      const bool is_there = of_row < static_cast<uint32_t>(rows);
+      if constexpr (kWhole)
+        ptx::cp_async_16(to, from, is_there);
+      else
+        ptx::cp_async_16_if(is_there, to, from);
     });
   }
   // Copies a gradient of all heads to memory.
-  __device__ __forceinline__ void release(Matrix gradient, void* tensor, int rows) const {
+  __device__ __forceinline__ void release(const Offsets& at, Matrix gradient, void* tensor,
+                                          int rows) const {
     if (tensor == nullptr) return;
-    visit(plan.of[gradient], place_of(gradient),
-          [&](uint32_t of_row, uint64_t bytes, uint32_t place) {
-            if (of_row < static_cast<uint32_t>(rows))
-              *reinterpret_cast<uint4*>(static_cast<char*>(tensor) + bytes) =
-                  *reinterpret_cast<const uint4*>(data + place);
-          });
+    visit(at, place_of(gradient), [&](uint32_t of_row, uint64_t bytes, uint32_t place) {
+      if (of_row < static_cast<uint32_t>(rows))
+        *reinterpret_cast<uint4*>(static_cast<char*>(tensor) + bytes) =
+            *reinterpret_cast<const uint4*>(data + place);
+    });
   }
   // Until this warp's head is there, but for what threads fetched in their last kPending groups.
   template <int kPending>
@@ -119,17 +175,16 @@ struct Stage {
   }
   // act(row, bytes from the start of a tensor, place in shared memory) of what this thread copies.
   template <class Act>
-  __device__ __forceinline__ void visit(const Steps& steps, Matrix matrix, Act&& act) const {
-    const uint64_t from = static_cast<uint64_t>(first.offset(steps, first.head + head)) + column;
+  __device__ __forceinline__ void visit(const Offsets& at, Matrix matrix, Act&& act) const {
 #pragma unroll
-    for (uint32_t i = 0; i < S::kBlocks * 8; i += kStep)
-      act(row + i, from + uint64_t{row + i} * steps.row,
-          piece + matrix * plan.matrix + i * plan.pitch);
+    for (uint32_t i = 0; i < kCopies; ++i)
+      act(row + i * kStep, at.of[i], piece + matrix * matrix_bytes() + i * kStep * pitch());
   }
   // Of this warp's head.
-  __device__ __forceinline__ StagedRows<P, S> rows_of(Matrix matrix, const LaneRows& rows) const {
-    const int at = threadIdx.x / 32 * (S::kUnits * kUnit) + matrix * plan.matrix;
-    return {data + at + threadIdx.x % 4 * sizeof(typename P::Row), plan.pitch, rows};
+  __device__ __forceinline__ StagedRows<P, S, kWhole> rows_of(Matrix matrix,
+                                                              const LaneRows& rows) const {
+    const int at = threadIdx.x / 32 * (S::kUnits * kUnit) + matrix * matrix_bytes();
+    return {data + at + threadIdx.x % 4 * sizeof(typename P::Row), pitch(), rows};
   }
 };
 
