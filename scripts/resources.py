@@ -309,17 +309,11 @@ class Kernel:
             return 0
         if found := SMALL.search(self.name):  # of two heads; of more where there is room
             size = 4 if self.unit.endswith("fp32") else 2
-            matrices, rows, units = (
-                3 if found[1] == "forward" else 5,
-                8 * int(found[2]),
-                int(found[3]),
-            )
-            if room := int(
-                found[6] or 0
-            ):  # rows as many as all threads copy in whole turns, and lse of two heads
+            matrices, rows = 3 if found[1] == "forward" else 5, 8 * int(found[2])
+            units, room = int(found[3]), int(found[6] or 0)
+            if room > 0:  # rows as many as all threads copy in whole turns; lse of two heads
                 step = 512 // (units * 16 * size)
-                rows_there = -(-rows // step) * step
-                return matrices * rows_there * (room * units | 1) * 16 * size + 256
+                return matrices * -(-rows // step) * step * (room * units | 1) * 16 * size + 256
             of_head = (matrices * rows * (units | 1) | 1) * 16 * size
             return 2 * of_head if found[5] == "1" else 0
         dim, rows, keys, warps, stages, _, _ = self.tiling

@@ -5,7 +5,7 @@
 //           with key weights P = w exp(S - lse), dw = sum exp(S - lse) (dO V^T - delta)
 // Roles     warps of a block have neighbouring heads; where heads share a bias of keys, a block has
 //           all heads of a batch member, and its warps' sums are added up in their order
-// Shared    those sums; kStaged: all operands, and gradients of rows of 32 bytes (staging.cuh)
+// Shared    those sums; kStaged: all operands and lse, and gradients of rows of 32 bytes (staging.cuh)
 // Pipeline  none: other warps compute while one waits for its rows
 // Limits    memory; in fp32 three products of parts take half as long
 #pragma once

@@ -56,18 +56,17 @@ struct StagedRows {
   }
 };
 
-// Heads for which a block has room where that is one of two numbers and tensors lie alike: then places are what
-// the compiler knows, and registers are free that the backward lacks, but in
-// 16 bits with at most 16 rows. 0: any tensors, and room for as
-// many heads as the block has.
+// Heads for which a block has room, where tensors lie alike: of two numbers, so that the compiler knows the places
+// in shared memory. It frees registers that the backward lacks, but in 16 bits with at most 16 rows. 0: any
+// tensors, and room for as many heads as the block has.
 template <class P, class S>
 inline constexpr bool kRoomIsFixed =
     kRowBytes<P, S> < 128 && (S::kBlocks >= 3 || sizeof(typename P::Element) == 4);
 inline constexpr int kFewHeads = 4;
 
-// Shared memory is [matrix, row, head, padding], and behind it lse: a row lies there as it does in memory, for what copies ask of the
-// second-level cache at a time is what lands side by side. Rows are odd numbers of units, what lanes of equal
-// t load at a time: eight lanes side by side are in different banks.
+// Shared memory is [matrix, row, head, padding], and behind it lse: a row lies there as it does in memory, for what
+// copies ask of the second-level cache at a time is what lands side by side. Rows are odd numbers of units, what
+// lanes of equal t load at a time: eight lanes side by side are in different banks.
 template <class P, class S, int kOperands, int kRoom>
 struct Stage {
   static constexpr int kUnit = 4 * sizeof(typename P::Row);
@@ -75,9 +74,10 @@ struct Stage {
   static constexpr int kStep = 32 / kPieces;            // rows that all threads copy at a time
   static constexpr int kCopies = (S::kBlocks * 8 + kStep - 1) / kStep;  // of a thread, of a matrix
   static constexpr bool kOwn = kRowBytes<P, S> == 128;  // a warp copies rows of its head
-  // Whether a matrix has all rows of a tile, zeros beyond the last. Those of 128 bytes are many, and with at most 16
-  // of 16 bits the backward takes 7 % more time so.
+  // Whether a matrix has all rows of a tile, zeros beyond the last: not those of 128 bytes, which are many, nor
+  // where the backward has no fixed room.
   static constexpr bool kWhole = !kOwn && (kOperands == kOfForward || kRoom > 0);
+  // Rows of a matrix that has `rows` in memory.
   static __host__ __device__ constexpr int rows_of_matrix(int rows) {
     return kWhole ? kCopies * kStep : rows;
   }
@@ -134,8 +134,8 @@ struct Stage {
     for (uint32_t i = 0; i < kCopies; ++i) at.of[i] = from + uint64_t{row + i * kStep} * steps.row;
     return at;
   }
-  // The same after those of a tensor before. kAlike: of plan.alike; as an `if` of this function it would cost what it
-  // saves, for the compiler counts both and chooses.
+  // The same after those of a tensor before. kAlike: of plan.alike; as an `if` of this function it would cost what
+  // it saves, for the compiler counts both and chooses.
   template <bool kAlike>
   __device__ __forceinline__ void follow(Offsets& at, Matrix matrix) const {
     if constexpr (kOwn || !kAlike) at = offsets(matrix);
