@@ -5,12 +5,13 @@
 //           with key weights P = w exp(S - lse), dw = sum exp(S - lse) (dO V^T - delta)
 // Roles     warps of a block have neighbouring heads; where heads share a bias of keys, a block has
 //           all heads of a batch member, and its warps' sums are added up in their order
-// Shared    those sums; kStaged: all operands and lse, and gradients of rows of 32 bytes (staging.cuh)
+// Shared    those sums; kStaged: all operands and statistics, and gradients of rows of 32 bytes (staging.cuh)
 // Pipeline  none: other warps compute while one waits for its rows
 // Limits    memory; in fp32 three products of parts take half as long
 #pragma once
-#include "scores.cuh"
-#include "staging.cuh"
+#include <type_traits>
+
+#include "statistics.cuh"
 
 namespace flashsci::sm80::small {
 
@@ -47,89 +48,6 @@ struct KeyWeights {
   }
 };
 
-// Units whose loads may be early: with all of them, fp32 has too few registers.
-template <class P, class S>
-inline constexpr int kUnroll = sizeof(typename P::Row) == 16 ? 1 : S::kUnits;
-
-// Statistics of the queries that a lane has scores of: columns 2 t, 2 t + 1 of each block.
-template <int kBlocks>
-struct QueryStatistics {
-  float lse[kBlocks][2];  // in powers of two; +inf: the row has no probabilities
-  float delta[kBlocks][2];
-};
-
-// lse of row g of each block, asked for at once or, not kEarly, when it is read: fp32 that lies in memory has no
-// registers to keep it.
-template <int kBlocks, bool kEarly>
-struct RowLse {
-  const float* head;
-  float early[kEarly ? kBlocks : 1];
-
-  __device__ __forceinline__ RowLse(const FlashsciBackwardParams& p, const Head& place)
-      : head(p.lse + static_cast<int64_t>(place.index) * p.seq_q) {
-    if constexpr (kEarly) {
-      const LaneRows queries(p.seq_q);
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) ptx::ld_row(early[i], head + queries.clamped(i));
-    }
-  }
-  __device__ __forceinline__ float of(int i, const LaneRows& queries) const {
-    if constexpr (kEarly)
-      return early[i];
-    else
-      return __ldg(head + queries.clamped(i));
-  }
-};
-
-// The same in shared memory. The compiler asks memory late for what is needed late, after all else has come; a
-// copy has its place.
-struct StagedLse {
-  const float* first;  // of row g
-
-  __device__ __forceinline__ StagedLse(const FlashsciBackwardParams& p, const Head& place,
-                                       float* shared)
-      : first(shared + threadIdx.x % 32 / 4) {
-    const int row = threadIdx.x % 32;
-    if (row < p.seq_q)
-      ptx::cp_async_small<4>(ptx::shared_address(shared + row),
-                             p.lse + static_cast<int64_t>(place.index) * p.seq_q + row, 4);
-  }
-  // Of rows beyond the last nothing.
-  __device__ __forceinline__ float of(int i, const LaneRows&) const { return first[i * 8]; }
-};
-
-template <class P, class S, class Lse, class Rows>
-__device__ __forceinline__ void load_statistics(QueryStatistics<S::kBlocks>& of,
-                                                const FlashsciBackwardParams& p, const Head& place,
-                                                const LaneRows& queries, const Lse& given,
-                                                const Rows& dout, const Rows& out) {
-  float delta[S::kBlocks] = {}, lse[S::kBlocks];  // of row g of each block
-#pragma unroll(kUnroll<P, S>)
-  for (int u = 0; u < S::kUnits; ++u) {
-    typename P::Row x[S::kBlocks], y[S::kBlocks];
-    dout.load(x, u);
-    out.load(y, u);
-#pragma unroll
-    for (int i = 0; i < S::kBlocks; ++i) delta[i] += P::dot(x[i], y[i]);
-  }
-#pragma unroll
-  for (int i = 0; i < S::kBlocks; ++i) {
-    const int row = queries.clamped(i);
-    const float x = given.of(i, queries);
-    lse[i] = x == -INFINITY || !queries.has(i) ? INFINITY : lse_of_backward(x);
-    delta[i] = quad_sum(delta[i]);
-    if (p.dlse != nullptr)
-      delta[i] -=
-          __ldg(p.dlse + place.offset(p.dlse_strides, place.head) + row * p.dlse_strides.row);
-  }
-#pragma unroll
-  for (int i = 0; i < S::kBlocks * 2; ++i) {
-    const int from = (threadIdx.x % 4 * 2 + i % 2) * 4;
-    of.lse[i / 2][i % 2] = __shfl_sync(0xffffffffu, lse[i / 2], from);
-    of.delta[i / 2][i % 2] = __shfl_sync(0xffffffffu, delta[i / 2], from);
-  }
-}
-
 template <class P>
 __device__ __forceinline__ void store_dbias(const FlashsciBackwardParams& p, const Head& place,
                                             uint32_t head, int query, int key, float x) {
@@ -161,11 +79,12 @@ __device__ __forceinline__ auto kept(const Rows& rows) {
 // All gradients of a head. What the bias or weight of keys 8 i + g gets goes to `sums`, this lane's part.
 // rows_of(matrix, tensor, rows, columns): HeadRows, StagedRows or HeldRows.
 // results()(matrix, tensor, rows, columns): HeadRows or StagedRows.
-template <class P, class S, class Lse, class RowsOf, class Results>
+// wait(kBehind): until operands are there but for those behind them in this order: k, q; v, dout; out, lse.
+template <class P, class S, class Statistics, class RowsOf, class Results, class Wait>
 __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, int dbias,
                                               const HeadPlan& plan, const Head& place,
-                                              const Lse& lse_of_rows, float (&sums)[S::kBlocks],
-                                              RowsOf&& rows_of, Results&& results) {
+                                              Statistics& statistics, float (&sums)[S::kBlocks],
+                                              RowsOf&& rows_of, Results&& results, Wait&& wait) {
   constexpr int kBlocks = S::kBlocks;
   const LaneRows queries(p.seq_q), keys(p.seq_k);
   const auto q = rows_of(kQ, p.q, queries, p.head_dim);
@@ -175,33 +94,57 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
 
   Scores<kBlocks> s, ds;
   {
-    QueryStatistics<kBlocks> of;
-    load_statistics<P, S>(of, p, place, queries, lse_of_rows, dout,
-                          rows_of(kOut, p.out, queries, p.head_dim_v));
     const auto nothing = [] {};
+    const auto find = [&] {
+      find_statistics<P, S>(statistics, p, place, dout,
+                            rows_of(kOut, p.out, queries, p.head_dim_v));
+    };
+    if constexpr (!Statistics::kLate) find();
+    wait(std::integral_constant<int, 2>{});
     multiply_heads<P, S, kUnroll<P, S>>(s, k, q, nothing);
+    wait(std::integral_constant<int, 1>{});
     multiply_heads<P, S, kUnroll<P, S>>(ds, v, dout, nothing);
+    wait(std::integral_constant<int, 0>{});
+    if constexpr (Statistics::kLate) find();
+    statistics.wait();
     const float unit = finish_scores<P, true>(s, p, place, plan.plain) * kLog2e;
     const KeyWeights<P, kBlocks> weights(p, place, keys);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) sums[i] = 0.f;
+    // Of one block of keys and queries, these with lse and delta of two.
+    const auto finish = [&](int block, int n, const float4& of) {
 #pragma unroll
-    for (int i = 0; i < kBlocks * kBlocks * 2; ++i) {
-      const int block = i / (kBlocks * 2), n = i / 2 % kBlocks, e = i % 2;
-      float &x = s[block / 2][n][block % 2 * 2 + e], &y = ds[block / 2][n][block % 2 * 2 + e];
-      const float lse = of.lse[n][e], dp = y - of.delta[n][e];
-      const auto times = [dp](float z) {
-        return z == 0.f ? 0.f : z * dp;
-      };  // whatever hidden keys hold
-      x = ptx::ex2_approx(fmaf(x, unit, -lse));
-      if constexpr (P::kWeighted) {
-        x = weights.limit(x, block, lse);
-        sums[block] += times(x);
-        x *= weights.weight[block];
-      } else {
-        x = fminf(x, 1.f);
+      for (int e = 0; e < 2; ++e) {
+        float &x = s[block / 2][n][block % 2 * 2 + e], &y = ds[block / 2][n][block % 2 * 2 + e];
+        const float lse = e == 0 ? of.x : of.z, dp = y - (e == 0 ? of.y : of.w);
+        const auto times = [dp](float z) {
+          return z == 0.f ? 0.f : z * dp;
+        };  // whatever hidden keys hold
+        x = ptx::ex2_approx(fmaf(x, unit, -lse));
+        if constexpr (P::kWeighted) {
+          x = weights.limit(x, block, lse);
+          sums[block] += times(x);
+          x *= weights.weight[block];
+        } else {
+          x = fminf(x, 1.f);
+        }
+        y = times(x);
       }
-      y = times(x);
+    };
+    // The compiler keeps to this order: of two, that by which fewer registers spill.
+    if constexpr (sizeof(typename P::Element) == 2) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+        const float4 of = statistics.of_rows(n);
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) finish(block, n, of);
+      }
+    } else {
+      float4 of[kBlocks];
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) of[n] = statistics.of_rows(n);
+#pragma unroll
+      for (int i = 0; i < kBlocks * kBlocks; ++i) finish(i / kBlocks, i % kBlocks, of[i % kBlocks]);
     }
   }
   if (dbias == kDbiasOfPairs)
@@ -253,31 +196,34 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits, kSt
   float sums[S::kBlocks];
   if constexpr (kStaged) {
     constexpr bool kAlike = kRoom > 0;
+    // Whether products begin when their operands are there: those of many rows, read from shared memory as
+    // they are multiplied.
+    constexpr bool kInParts = S::kBlocks == 4 && S::kUnits == 1;
     const Stage<P, S, kOfBackward, kRoom> stage(plan, first_head);
-    auto at = stage.offsets(kDout);
-    stage.fetch(at, kDout, p.dout, p.seq_q);
-    stage.template follow<kAlike>(at, kOut);
-    stage.fetch(at, kOut, p.out, p.seq_q);
-    at = stage.offsets(kK);
+    auto at = stage.offsets(kK);
     stage.fetch(at, kK, p.k, p.seq_k);
-    stage.template follow<kAlike>(at, kQ);
-    stage.fetch(at, kQ, p.q, p.seq_q);
-    stage.template follow<kAlike>(at, kV);
-    stage.fetch(at, kV, p.v, p.seq_k);
-    const StagedLse lse(p, place, stage.lse());
+    stage.template fetch_next<kAlike>(at, kQ, p.q, p.seq_q);
+    if constexpr (kInParts) ptx::cp_async_commit();
+    stage.template fetch_next<kAlike>(at, kV, p.v, p.seq_k);
+    at = stage.offsets(kDout);
+    stage.fetch(at, kDout, p.dout, p.seq_q);
+    if constexpr (kInParts) ptx::cp_async_commit();
+    stage.template fetch_next<kAlike>(at, kOut, p.out, p.seq_q);
+    StagedStatistics<P, S> statistics(p, place, stage.statistics());
     ptx::cp_async_commit();
-    stage.template wait<0>();
+    if constexpr (!kInParts) stage.template wait<0>();
     differentiate<P, S>(
-        p, dbias, plan, place, lse, sums,
+        p, dbias, plan, place, statistics, sums,
         [&](Matrix matrix, const void*, const LaneRows& rows, int) {
           return kept<P, S, kStaged>(stage.rows_of(matrix, rows));
         },
         [&] {
           // Of gradients that lie alike counted once.
-          const int64_t shared =
-              kAlike && !kStagesResults<P, S> ? place.offset(plan.of[kDv], place.head) : 0;
+          const int64_t shared = kAlike && !kStagesResults<P, S, kOfBackward>
+                                     ? place.offset(plan.of[kDv], place.head)
+                                     : 0;
           return [&, shared](Matrix matrix, void* tensor, const LaneRows& rows, int columns) {
-            if constexpr (kStagesResults<P, S>) {
+            if constexpr (kStagesResults<P, S, kOfBackward>) {
               return stage.rows_of(place_of(matrix), rows);
             } else {
               const Steps& steps = plan.of[matrix];
@@ -285,27 +231,29 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits, kSt
               return HeadRows<P, S>(tensor, offset, steps, rows, columns);
             }
           };
+        },
+        [&](auto behind) {
+          if constexpr (kInParts) stage.template wait<decltype(behind)::value>();
         });
-    if constexpr (kStagesResults<P, S>) {
+    if constexpr (kStagesResults<P, S, kOfBackward>) {
       __syncthreads();
       at = stage.offsets(kDv);
       stage.release(at, kDv, p.dv, p.seq_k);
-      stage.template follow<kAlike>(at, kDk);
-      stage.release(at, kDk, p.dk, p.seq_k);
-      stage.template follow<kAlike>(at, kDq);
-      stage.release(at, kDq, p.dq, p.seq_q);
+      stage.template release_next<kAlike>(at, kDk, p.dk, p.seq_k);
+      stage.template release_next<kAlike>(at, kDq, p.dq, p.seq_q);
     }
   } else {
     const auto head_rows = [&](Matrix matrix, const void* tensor, const LaneRows& rows,
                                int columns) {
       return HeadRows<P, S>(tensor, plan.of[matrix], place, place.head, rows, columns);
     };
+    RowStatistics statistics(p, place);
     differentiate<P, S>(
-        p, dbias, plan, place, RowLse<S::kBlocks, sizeof(typename P::Element) == 2>(p, place), sums,
+        p, dbias, plan, place, statistics, sums,
         [&](Matrix matrix, const void* tensor, const LaneRows& rows, int columns) {
           return kept<P, S, kStaged>(head_rows(matrix, tensor, rows, columns));
         },
-        [&] { return head_rows; });
+        [&] { return head_rows; }, [](auto) {});
   }
   if (dbias != kDbiasOfKeys && dbias != kDbiasOfHeads) return;
   __shared__ float sums_of_warps[kMostWarps][kMostRows];

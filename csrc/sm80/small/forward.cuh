@@ -3,7 +3,7 @@
 // Maths     S = scale Q K^T (+ bias or log of key weights, masked), P = exp(S - max), O = P V / sum; lse = max + log(sum)
 // Roles     warps of a block have neighbouring heads and know nothing of each other
 // Shared    none: operands go from memory to registers as products want them (fragments.cuh); kStaged:
-//           by way of shared memory (staging.cuh)
+//           by way of shared memory, and results of 32 short rows as well (staging.cuh)
 // Pipeline  none: other warps compute while one waits for its rows; kStaged: V comes after Q and K
 // Limits    memory
 #pragma once
@@ -12,12 +12,11 @@
 
 namespace flashsci::sm80::small {
 
-// Rows: HeadRows or StagedRows. wait(): until V is there.
-template <class P, class S, class Rows, class Wait>
+// Rows, Out: HeadRows or StagedRows. wait(): until V is there.
+template <class P, class S, class Rows, class Out, class Wait>
 __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Head& place,
                                        const LaneRows& queries, const Rows& q, const Rows& k,
-                                       const Rows& v, const HeadRows<P, S>& out, bool plain,
-                                       Wait&& wait) {
+                                       const Rows& v, const Out& out, bool plain, Wait&& wait) {
   constexpr int kBlocks = S::kBlocks;
   Scores<kBlocks> s;
   // What registers hold of V is on its way from memory while scores are computed.
@@ -30,6 +29,8 @@ __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Hea
   const float unit = finish_scores<P, false>(s, p, place, plain);
 
   float inverse[kBlocks];  // of the sums of rows g of each block
+  const int t = threadIdx.x % 4;
+  float own_sum = 0.f, own_reference = 0.f;  // of row 8 t + g, whose lse this lane stores
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) {
     auto& tile = s[i / 2];
@@ -44,10 +45,11 @@ __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Hea
     }
     sum = quad_sum(sum);
     inverse[i] = sum == 0.f ? 0.f : ptx::rcp_approx(sum);
-    if (threadIdx.x % 4 == 0 && queries.has(i))
-      p.lse[static_cast<int64_t>(place.index) * p.seq_q + queries.first + i * 8] =
-          sum == 0.f ? -INFINITY : fmaf(ptx::lg2_approx(sum), kLn2, reference * unit);
+    if (t == i) own_sum = sum, own_reference = reference;
   }
+  if (const int row = t * 8 + queries.first; row < p.seq_q)
+    p.lse[static_cast<int64_t>(place.index) * p.seq_q + row] =
+        own_sum == 0.f ? -INFINITY : fmaf(ptx::lg2_approx(own_sum), kLn2, own_reference * unit);
 
   const typename P::template Left<kBlocks> probabilities(s);
   wait();
@@ -60,7 +62,8 @@ __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Hea
   }
 }
 
-template <class P, class S, bool kStaged>
+// kRoom: as of the backward.
+template <class P, class S, bool kStaged, int kRoom>
 __global__ void __launch_bounds__(P::forward_threads(S::kBlocks, S::kUnits).of_block,
                                   P::forward_threads(S::kBlocks, S::kUnits).blocks)
     small_forward_kernel(const __grid_constant__ FlashsciForwardParams p,
@@ -71,33 +74,40 @@ __global__ void __launch_bounds__(P::forward_threads(S::kBlocks, S::kUnits).of_b
   const Head place = kStaged ? first_head.next(warp) : first_head;
   const LaneRows queries(p.seq_q), keys(p.seq_k);
   using Rows = HeadRows<P, S>;
+  const auto out = [&] {
+    return Rows(p.out, plan.of[kOut], place, place.head, queries, p.head_dim_v);
+  };
   if constexpr (kStaged) {
-    const Stage<P, S, kOfForward, 0> stage(plan, first_head);
+    const Stage<P, S, kOfForward, kRoom> stage(plan, first_head);
     const auto fetch = [&](auto alike) {
       constexpr bool kAlike = decltype(alike)::value;
       auto at = stage.offsets(kQ);
       stage.fetch(at, kQ, p.q, p.seq_q);
-      stage.template follow<kAlike>(at, kK);
-      stage.fetch(at, kK, p.k, p.seq_k);
+      stage.template fetch_next<kAlike>(at, kK, p.k, p.seq_k);
       ptx::cp_async_commit();
-      stage.template follow<kAlike>(at, kV);
-      stage.fetch(at, kV, p.v, p.seq_k);
+      stage.template fetch_next<kAlike>(at, kV, p.v, p.seq_k);
       ptx::cp_async_commit();
     };
-    if (stage.kOwn || plan.alike)
+    if (stage.kOwn || kRoom > 0 || plan.alike)
       fetch(std::true_type{});
     else
       fetch(std::false_type{});
     stage.template wait<1>();
-    attend<P, S>(p, place, queries, stage.rows_of(kQ, queries), stage.rows_of(kK, keys),
-                 stage.rows_of(kV, keys),
-                 Rows(p.out, plan.of[kOut], place, place.head, queries, p.head_dim_v), plan.plain,
-                 [&] { stage.template wait<0>(); });
+    const auto attend_to = [&](const auto& results) {
+      attend<P, S>(p, place, queries, stage.rows_of(kQ, queries), stage.rows_of(kK, keys),
+                   stage.rows_of(kV, keys), results, plan.plain, [&] { stage.template wait<0>(); });
+    };
+    if constexpr (kStagesResults<P, S, kOfForward>) {
+      attend_to(stage.rows_of(place_of(kOut), queries));
+      __syncthreads();
+      stage.release(stage.offsets(kOut), kOut, p.out, p.seq_q);
+    } else {
+      attend_to(out());
+    }
   } else {
     attend<P, S>(p, place, queries, Rows(p.q, plan.of[kQ], place, place.head, queries, p.head_dim),
                  Rows(p.k, plan.of[kK], place, place.head_k, keys, p.head_dim),
-                 Rows(p.v, plan.of[kV], place, place.head_k, keys, p.head_dim_v),
-                 Rows(p.out, plan.of[kOut], place, place.head, queries, p.head_dim_v), plan.plain,
+                 Rows(p.v, plan.of[kV], place, place.head_k, keys, p.head_dim_v), out(), plan.plain,
                  [] {});
   }
 }

@@ -34,7 +34,8 @@ struct Products16 {
     return {blocks * units < 16 ? 512 : 384};
   }
   static constexpr Threads backward_threads(int blocks, int units, bool staged) {
-    if (units == 1 && blocks != 3) return blocks == 2 ? Threads{288, 4} : Threads{256, 2};
+    if (units == 1 && blocks == 2) return {288, 4};
+    if (units == 1 && blocks == 4) return staged ? Threads{320, 2} : Threads{256, 2};
     if (units == 1) return staged ? Threads{256, 3} : Threads{320, 2};
     if (units == 2 && blocks == 3 && staged) return {320, 2};
     return {blocks <= 3 ? 512 : 384};
@@ -118,7 +119,9 @@ struct Products32 {
   using Element = float;
   using Row = float4;
   static constexpr bool kWeighted = false;
-  static constexpr Threads forward_threads(int, int) { return {384}; }
+  static constexpr Threads forward_threads(int blocks, int units) {
+    return units == 1 && blocks == 4 ? Threads{320, 2} : Threads{384};
+  }
   static constexpr Threads backward_threads(int blocks, int units, bool) {
     return {units == 2 ? 256 : units > 2 ? 384 : blocks <= 3 ? 512 : 384};
   }

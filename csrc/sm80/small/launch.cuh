@@ -86,15 +86,14 @@ int most_bytes(const Params& p) {
   return p.shared_per_sm / 2 - 3072;
 }
 
-// Whether rows of all operands, and of gradients, begin at multiples of 16 bytes.
+// Whether rows of all operands, and of results, begin at multiples of 16 bytes.
 template <class P, class Params>
 bool by_pieces(const Params& p) {
   bool all = aligned<P>(16, p.q, p.q_strides) && aligned<P>(16, p.k, p.k_strides) &&
-             aligned<P>(16, p.v, p.v_strides);
+             aligned<P>(16, p.v, p.v_strides) && aligned<P>(16, p.out, p.out_strides);
   if constexpr (kOperands<Params> == kOfBackward)
-    all = all && aligned<P>(16, p.out, p.out_strides) && aligned<P>(16, p.dout, p.dout_strides) &&
-          aligned<P>(16, p.dq, p.dq_strides) && aligned<P>(16, p.dk, p.dk_strides) &&
-          aligned<P>(16, p.dv, p.dv_strides);
+    all = all && aligned<P>(16, p.dout, p.dout_strides) && aligned<P>(16, p.dq, p.dq_strides) &&
+          aligned<P>(16, p.dk, p.dk_strides) && aligned<P>(16, p.dv, p.dv_strides);
   return all;
 }
 
@@ -126,31 +125,29 @@ auto with_launch(const Params& p, int warps, int staged_warps, Act&& act) {
       return act(shape, staged, room, (int64_t{plan.count} + of_block - 1) / of_block,
                  of_block * 32, bytes, plan);
     };
+    const auto go_direct = [&] {
+      return go(std::false_type{}, std::integral_constant<int, 0>{}, warps, 1, 0, 0, 0);
+    };
     if constexpr (kStages<P, S>) {
-      using Staged = Stage<P, S, kOperands<Params>, 0>;
-      using Fixed = Stage<P, S, kOperands<Params>, kFewHeads>;
-      constexpr bool kFixed = kOperands<Params> == kOfBackward && kRoomIsFixed<P, S>;
-      const int known = !kFixed || !alike ? 0 : staged_warps <= kFewHeads ? kFewHeads : kMostWarps;
-      const int pitch = Staged::pitch_of(known > 0 ? known : staged_warps);
-      const int most = std::max(p.seq_q, p.seq_k);
-      const int rows = known > 0 ? Fixed::rows_of_matrix(most) : Staged::rows_of_matrix(most);
-      const int matrix = pitch * rows;
-      const int bytes = matrix * kOperands<Params> + staged_warps * Staged::kLseBytes;
+      const auto go_staged = [&](auto room) {
+        using Place = Stage<P, S, kOperands<Params>, decltype(room)::value>;
+        const int pitch = Place::pitch_of(room > 0 ? static_cast<int>(room) : staged_warps);
+        const int matrix = pitch * Place::rows_of_matrix(std::max(p.seq_q, p.seq_k));
+        const int bytes = matrix * kOperands<Params> + staged_warps * int{Place::kStatisticsBytes};
+        if (bytes > most_bytes(p)) return go_direct();
+        return go(std::true_type{}, room, staged_warps, staged_warps * Place::kPieces, pitch,
+                  matrix, bytes);
+      };
       const bool wanted = kRowBytes<P, S> == 128 || p.q_strides.head < p.q_strides.row;
-      if (wanted && staged_warps > 1 && p.heads_q == p.heads_k && by_pieces<P>(p) &&
-          bytes <= most_bytes(p)) {
-        const auto go_staged = [&](auto room) {
-          return go(std::true_type{}, room, staged_warps, staged_warps * Staged::kPieces, pitch,
-                    matrix, bytes);
-        };
-        if constexpr (kFixed) {
-          if (known == kFewHeads) return go_staged(std::integral_constant<int, kFewHeads>{});
-          if (known == kMostWarps) return go_staged(std::integral_constant<int, kMostWarps>{});
-        }
+      if (wanted && staged_warps > 1 && p.heads_q == p.heads_k && by_pieces<P>(p)) {
+        if constexpr (kRoomIsFixed<P, S, kOperands<Params>>)
+          if (alike)
+            return staged_warps <= kFewHeads ? go_staged(std::integral_constant<int, kFewHeads>{})
+                                             : go_staged(std::integral_constant<int, kMostWarps>{});
         return go_staged(std::integral_constant<int, 0>{});
       }
     }
-    return go(std::false_type{}, std::integral_constant<int, 0>{}, warps, 1, 0, 0, 0);
+    return go_direct();
   });
 }
 
@@ -170,10 +167,11 @@ cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) 
     return cudaErrorNotSupported;
   return with_launch<P>(
       p, warps_of(p.heads_q), staged_warps_of(p.heads_q),
-      [&](auto shape, auto staged, auto, int64_t blocks, int threads, int bytes,
+      [&](auto shape, auto staged, auto room, int64_t blocks, int threads, int bytes,
           const HeadPlan& plan) {
-        return launch_rows<small_forward_kernel<P, decltype(shape), decltype(staged)::value>>(
-            blocks, threads, bytes, stream, p, plan);
+        return launch_rows<small_forward_kernel<P, decltype(shape), decltype(staged)::value,
+                                                decltype(room)::value>>(blocks, threads, bytes,
+                                                                        stream, p, plan);
       });
 }
 

@@ -21,13 +21,14 @@ inline constexpr int kRowBytes = S::kWhole ? S::kUnits * 16 * sizeof(typename P:
 template <class P, class S>
 inline constexpr bool kStages = kRowBytes<P, S> >= 32 && kRowBytes<P, S> <= 128;
 
-// Whether gradients do, too.
-template <class P, class S>
-inline constexpr bool kStagesResults = kRowBytes<P, S> == 32 && S::kBlocks <= 3;
+// Whether results do, too. kOperands: of a direction, kOfForward or kOfBackward.
+template <class P, class S, int kOperands>
+inline constexpr bool kStagesResults =
+    kRowBytes<P, S> == 32 && (kOperands == kOfBackward || S::kBlocks == 4);
 
 // Where they lie before they leave: in the place of what their warp has read for the last time.
-__device__ __forceinline__ constexpr Matrix place_of(Matrix gradient) {
-  return gradient == kDv ? kV : gradient == kDk ? kOut : kQ;
+__device__ __forceinline__ constexpr Matrix place_of(Matrix result) {
+  return result == kDv ? kV : result == kDk ? kOut : kQ;
 }
 
 // A matrix of one head in shared memory as this lane sees it. kWhole: rows beyond the last are there, zeros.
@@ -57,14 +58,16 @@ struct StagedRows {
 };
 
 // Heads for which a block has room, where tensors lie alike: of two numbers, so that the compiler knows the places
-// in shared memory. It frees registers that the backward lacks, but in 16 bits with at most 16 rows. 0: any
-// tensors, and room for as many heads as the block has.
-template <class P, class S>
+// in shared memory. It frees registers that the backward lacks, but in 16 bits with at most 16 rows, and the forward of
+// many short rows. 0: any tensors, and room for as many heads as the block has.
+template <class P, class S, int kOperands>
 inline constexpr bool kRoomIsFixed =
-    kRowBytes<P, S> < 128 && (S::kBlocks >= 3 || sizeof(typename P::Element) == 4);
+    kOperands == kOfBackward
+        ? kRowBytes<P, S> < 128 && (S::kBlocks >= 3 || sizeof(typename P::Element) == 4)
+        : kStagesResults<P, S, kOfForward>;
 inline constexpr int kFewHeads = 4;
 
-// Shared memory is [matrix, row, head, padding], and behind it lse: a row lies there as it does in memory, for what
+// Shared memory is [matrix, row, head, padding], and behind it statistics: a row lies there as it does in memory, for what
 // copies ask of the second-level cache at a time is what lands side by side. Rows are odd numbers of units, what
 // lanes of equal t load at a time: eight lanes side by side are in different banks.
 template <class P, class S, int kOperands, int kRoom>
@@ -81,7 +84,8 @@ struct Stage {
   static __host__ __device__ constexpr int rows_of_matrix(int rows) {
     return kWhole ? kCopies * kStep : rows;
   }
-  static constexpr int kLseBytes = kOperands == kOfBackward ? kMostRows * 4 : 0;  // of a warp
+  // Of a warp.
+  static constexpr int kStatisticsBytes = kOperands == kOfBackward ? kMostRows * sizeof(float2) : 0;
   // Bytes from row to row.
   static __host__ __device__ constexpr int pitch_of(int heads) {
     return (heads * S::kUnits | 1) * kUnit;
@@ -118,12 +122,12 @@ struct Stage {
     head = of_row / kPieces;
     column = of_row % kPieces * 16;
     piece = row * pitch() + of_row * 16;
-    poison_block(data, kOperands * matrix_bytes() + blockDim.x / 32 * kLseBytes);
+    poison_block(data, kOperands * matrix_bytes() + blockDim.x / 32 * kStatisticsBytes);
   }
   // Of this warp's head.
-  __device__ __forceinline__ float* lse() const {
-    return reinterpret_cast<float*>(data + kOperands * matrix_bytes() +
-                                    threadIdx.x / 32 * kLseBytes);
+  __device__ __forceinline__ float2* statistics() const {
+    return reinterpret_cast<float2*>(data + kOperands * matrix_bytes() +
+                                     threadIdx.x / 32 * kStatisticsBytes);
   }
 
   __device__ __forceinline__ Offsets offsets(Matrix matrix) const {
@@ -134,13 +138,6 @@ struct Stage {
     for (uint32_t i = 0; i < kCopies; ++i) at.of[i] = from + uint64_t{row + i * kStep} * steps.row;
     return at;
   }
-  // The same after those of a tensor before. kAlike: of plan.alike; as an `if` of this function it would cost what
-  // it saves, for the compiler counts both and chooses.
-  template <bool kAlike>
-  __device__ __forceinline__ void follow(Offsets& at, Matrix matrix) const {
-    if constexpr (kOwn || !kAlike) at = offsets(matrix);
-  }
-
   // Begins to copy a matrix of all heads of the block.
   __device__ __forceinline__ void fetch(const Offsets& at, Matrix matrix, const void* tensor,
                                         int rows) const {
@@ -154,15 +151,29 @@ struct Stage {
         ptx::cp_async_16_if(is_there, to, from);
     });
   }
-  // Copies a gradient of all heads to memory.
-  __device__ __forceinline__ void release(const Offsets& at, Matrix gradient, void* tensor,
+  // The same after another. kAlike: of plan.alike; as an `if` of this function it would cost what it saves, for the
+  // compiler counts both and chooses.
+  template <bool kAlike>
+  __device__ __forceinline__ void fetch_next(Offsets& at, Matrix matrix, const void* tensor,
+                                             int rows) const {
+    if constexpr (kOwn || !kAlike) at = offsets(matrix);
+    fetch(at, matrix, tensor, rows);
+  }
+  // Copies a result of all heads to memory.
+  __device__ __forceinline__ void release(const Offsets& at, Matrix result, void* tensor,
                                           int rows) const {
     if (tensor == nullptr) return;
-    visit(at, place_of(gradient), [&](uint32_t of_row, uint64_t bytes, uint32_t place) {
+    visit(at, place_of(result), [&](uint32_t of_row, uint64_t bytes, uint32_t place) {
       if (of_row < static_cast<uint32_t>(rows))
         *reinterpret_cast<uint4*>(static_cast<char*>(tensor) + bytes) =
             *reinterpret_cast<const uint4*>(data + place);
     });
+  }
+  template <bool kAlike>
+  __device__ __forceinline__ void release_next(Offsets& at, Matrix result, void* tensor,
+                                               int rows) const {
+    if constexpr (!kAlike) at = offsets(result);
+    release(at, result, tensor, rows);
   }
   // Until this warp's head is there, but for what threads fetched in their last kPending groups.
   template <int kPending>
