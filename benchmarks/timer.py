@@ -187,7 +187,8 @@ def host_time(
     eager small model is bound by), or with `to_end` until the GPU is done.
 
     Each sample is `calls` calls in a row on an idle device; the device is drained between samples,
-    so that a full launch queue never blocks the host. `seconds` is about the whole time spent.
+    so that a full launch queue never blocks the host. Every second round goes the other way round: one
+    function may leave the host's caches to the next as it likes them. `seconds` is about the whole time spent.
     """
 
     def drain() -> None:
@@ -199,8 +200,10 @@ def host_time(
         for _ in range(warmup):
             function()
     end = time.perf_counter() + seconds
+    order = list(functions.items())
     while time.perf_counter() < end or len(next(iter(samples.values()))) < 3:
-        for name, function in functions.items():
+        order.reverse()
+        for name, function in order:
             drain()
             start = time.perf_counter()
             for _ in range(calls):
