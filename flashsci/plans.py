@@ -16,7 +16,7 @@ from flashsci.ops import Given, Saved, Scalars, Tensors, unseen, with_inner_keys
 from flashsci.tracing import casts_to, rounds_products
 
 autocasting = torch._C._is_any_autocast_enabled
-deterministic, grad_enabled = torch.are_deterministic_algorithms_enabled, torch.is_grad_enabled
+deterministic, grad_enabled = torch._C._get_deterministic_algorithms, torch.is_grad_enabled
 
 
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -172,10 +172,11 @@ def repeated(
     """
     if not _alone():
         return None, None
-    q, k, *_ = given
     try:
+        q = given[0]
         key = (
-            entry, q.shape, k.shape, options, window,
+            # Not shapes, which torch makes anew whenever it is asked: the comparison sees them.
+            entry, q.numel(), given[1].numel(), options, window,
             # 1, 1.0 and True are equal to a dict, and not to our checks.
             tuple(map(type, options if window is None else (*options, *window))),
             registry.requested(backend), grad_enabled(), deterministic(),
@@ -184,7 +185,7 @@ def repeated(
         kept = plans.get(key)
         return None if kept is None else repeats.find(kept, given), (key, given)
     except (AttributeError, RuntimeError, TypeError):
-        # No tensor; nested tensors, that have no shape; a list or a symbol, that has no hash.
+        # No tensor; a list or a symbol, that has no hash.
         return None, None
 
 
