@@ -29,8 +29,8 @@ from benchmarks.timer import Times, host_time, interleave
 SIZES = {"tiny": "tiny", "real": "check"}  # by what is timed: where errors are measured
 WAYS = ("client", "flashsci")
 # A step that takes this many times what the GPU needs for it waits for the host, whose time varies by a tenth from
-# round to round: it is measured for so many times as long.
-HOST_BOUND, HOST_SECONDS = 1.05, 6
+# round to round: it is measured for LONGER times as long.
+HOST_BOUND, LONGER = 1.05, 6
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -275,15 +275,14 @@ def _time(step: Step, sides: dict[str, _Side], device: torch.device, seconds: fl
         for name, times in of_device.items():
             sides[name].device_time = times
         if any(clock[name].median > HOST_BOUND * of_device[name].median for name in able):
-            clock = host_time(able, device, HOST_SECONDS * seconds, calls=1, to_end=True, warmup=0)
-    for name, times in clock.items():
-        sides[name].time = times
-    if device.type == "cuda":
+            clock = host_time(able, device, LONGER * seconds, calls=1, to_end=True, warmup=0)
         graphs = {name: _captured(way, device) for name, way in able.items()}
         if all(graphs.values()):
             replays = {name: graph.replay for name, graph in graphs.items() if graph is not None}
             for name, times in interleave(replays, device, seconds / 2).items():
                 sides[name].graph_time = times
+    for name, times in clock.items():
+        sides[name].time = times
 
 
 def _captured(way: Way, device: torch.device) -> torch.cuda.CUDAGraph | None:

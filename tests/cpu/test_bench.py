@@ -136,6 +136,14 @@ def test_host_times_of_the_small_call():
     assert all(r["gate"] == "not checked" for r in found)
 
 
+def test_host_times_go_round_both_ways():
+    order = []
+    functions = {name: lambda name=name: order.append(name) for name in "abc"}
+    timer.host_time(functions, torch.device("cpu"), seconds=0, calls=1, warmup=0)
+    rounds = {"".join(order[i : i + 3]) for i in range(0, len(order), 3)}
+    assert rounds == {"abc", "cba"}
+
+
 def test_training_step_is_forward_and_backward_to_the_end(monkeypatch):
     case = small()
     monkeypatch.setattr(measure, "TRAINING_STEPS", (case.id,))

@@ -285,6 +285,8 @@ CHANGES = {
     "strides": changed_strides,
     "dtype": lambda *x: [y.to(torch.bfloat16) for y in x],
     "shape": lambda q, k, v: (q, k[..., 1:, :].contiguous(), v[..., 1:, :].contiguous()),
+    "as many numbers": lambda *x: [y.reshape(4, 2, *y.shape[2:]) for y in x],
+    "as many numbers in longer rows": lambda *x: [y.reshape(2, 4, 3, 16) for y in x],
     "heads": lambda q, k, v: (q, k[:, :2].contiguous(), v[:, :2].contiguous()),
     "grad": lambda q, k, v: (q, k, v.clone().requires_grad_()),
     "parameter": lambda q, k, v: (torch.nn.Parameter(q, False), k, v),
