@@ -81,6 +81,11 @@ def calls(architecture: int):
     yield "short, bias of queries", main, (32, 32), short | {"bias": (2, 4, 31, 1), "softcap": 9.0}, FIRST_ORDER  # fmt: skip
     yield "short, packed", main, (32, 32), {"packed": True, "longest": 30, "dropout_p": 0.1}, OPERATIONS  # fmt: skip
     yield "short, packed, bias of pairs", main, (32, 32), {"packed": True, "longest": 30, "bias": "ragged"}, FIRST_ORDER  # fmt: skip
+    wide = {"seq": (40, 36), "heads_k": 4}
+    yield "wide, short", "float32", (320, 64), wide | {"dlse": True}, OPERATIONS
+    yield "wide, short, unaligned", "float32", (129, 131), wide | {"dropout_p": 0.1, "softcap": 9.0}, FIRST_ORDER  # fmt: skip
+    yield "wide, short, bias", "float32", (256, 256), wide | {"bias": (2, 4, 40, 36), "weight": (2, 4, 36)}, OPERATIONS  # fmt: skip
+    yield "wide, short, bias of keys", "float32", (320, 64), {"seq": (40, 36), "bias": (2, 1, 1, 36)}, FIRST_ORDER  # fmt: skip
     if architecture == 90:
         yield "d512", main, (512, 512), {}, FIRST_ORDER
         yield "d192", main, (192, 128), causal, FIRST_ORDER
@@ -95,8 +100,9 @@ def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
     lead = () if packed else (2,)
     seq_q, seq_k = options.get("seq", (300, 300))
     q = torch.zeros(*lead, 4, seq_q, head_dim, dtype=dtype)
-    k = torch.zeros(*lead, 2, seq_k, head_dim, dtype=dtype)
-    v = torch.zeros(*lead, 2, seq_k, head_dim_v, dtype=dtype)
+    heads_k = options.get("heads_k", 2)
+    k = torch.zeros(*lead, heads_k, seq_k, head_dim, dtype=dtype)
+    v = torch.zeros(*lead, heads_k, seq_k, head_dim_v, dtype=dtype)
     bias = weight = mask = cu = offsets = seed = slopes = None
     longest = options.get("longest", -1)
     if packed:

@@ -23,7 +23,8 @@ KERNELS = {
     "forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel", "small_backward_kernel",
     "small_shared_backward_kernel",
     "jvp_kernel", "double_backward_queries_kernel", "double_backward_keys_kernel", "double_backward_bias_kernel",
-    "double_backward_small_kernel", "copy_bias_kernel",
+    "double_backward_small_kernel", "copy_bias_kernel", "product_kernel", "wide_forward_kernel", "wide_backward_kernel",
+    "wide_double_backward_kernel",
 }  # fmt: skip
 
 
@@ -64,8 +65,11 @@ def calls(architecture):
     yield "packed", "float16", (128, 128), {"packed": True, "window_right": 0, "bias": "ragged"}
     yield "ALiBi", "float16", (64, 64), {"alibi": (2, 2), "window_right": 0}
     yield "ALiBi, packed", "float16", (32, 32), {"alibi": (1, 2), "packed": True}
+    wide = {"bias": (2, 2, 40, 36), "weight": (1, 2, 36), "softcap": 9.0, "dropout_p": 0.1}
+    yield "wide", "float32", (320, 64), wide | {"seq": (40, 36), "heads_k": 2}
+    yield "wide, unaligned rows", "float32", (129, 131), {"seq": (100, 90), "mask": (2, 1, 1, 90)}
     if architecture == 80:
-        yield "wide", "float32", (256, 256), {"bias": (2, 1, 1, 96)}
+        yield "wide, long", "float32", (256, 256), {"seq": (600, 700), "bias": (2, 1, 1, 700)}
         yield "widest", "float16", (512, 512), {}
 
 

@@ -169,6 +169,29 @@ def test_named(name):
     assert {"gq", "gk", "gv", "gdout", "tout", "tlse"} <= set(found)
 
 
+# Heads so wide that scores are held in memory, of every dense case.
+WIDE = {
+    name: replace(x, variant=replace(x.variant, dtype="float32", head_dim=130, head_dim_v=24))
+    for name, x in CASES.items()
+    if not x.variant.varlen
+}
+
+
+@pytest.mark.parametrize("name", quick_first(WIDE, QUICK & set(WIDE)))
+def test_wide_heads(name, monkeypatch):
+    from flashsci.backends.triton.host_wide import Wide
+
+    served = []
+    for what in ("forward", "backward", "tangents", "double_backward"):
+        honest = getattr(Wide, what)
+        spy = lambda *a, what=what, honest=honest, **k: served.append(what) or honest(*a, **k)  # noqa: E731
+        monkeypatch.setattr(Wide, what, spy)
+    judge = Judge(make_inputs(WIDE[name]))
+    with poisoned_memory():
+        judge.require(evaluate(judge.inputs, "triton"))
+    assert len(set(served)) == 4 or name in ("no keys", "no queries")
+
+
 @pytest.mark.parametrize("part", quick_first(range(6), {0}))
 def test_generated(part):
     pool = second_order_variants(max_dim=96)

@@ -148,6 +148,20 @@ def named_cases():
         "short, bias of queries",
         case({"bias": "pair", "bias_grad": True}, bias_shape=(2, 1, 17, 1), **short),
     )
+    # And with heads that are read in slices, where every head has keys of its own.
+    wide = {"head_dim": 136, "head_dim_v": 72}
+    own = {"heads_k": 2, "group": 1, **short}
+    yield "wide", case({"lse_grad": True, "window": True, "softcap": True, **wide}, causal=True, softcap=2.0, **own)  # fmt: skip
+    yield "wide, ALiBi and a sink", case({"head_dim": 320, "head_dim_v": 64, "alibi": True, "sink": "float"}, align="lower_right", **own)  # fmt: skip
+    yield "wide, unaligned rows, dropout", case({"head_dim": 129, "head_dim_v": 131, "dropout": True}, dropout_p=0.4, **own)  # fmt: skip
+    yield "wide, full bias", case({"bias": "pair", "bias_grad": True, "mask": True, **wide}, bias_shape=(2, 2, 17, 23),
+                                  mask_shape=(1, 1, 17, 23), mask_kind="rows", layout="bshd", **own)  # fmt: skip
+    yield "wide, bias of keys", case({"bias": "key", "bias_grad": True, **wide}, bias_shape=(2, 1, 1, 23), **own)  # fmt: skip
+    yield "wide, bias of queries", case({"bias": "pair", "bias_grad": True, **wide}, bias_shape=(2, 1, 17, 1), **own)  # fmt: skip
+    yield "wide, shared bias", case({"bias": "pair", "bias_grad": True, **wide}, bias_shape=(1, 2, 17, 23), **own)  # fmt: skip
+    yield "wide, key weights", case({"key_weight": "float", "key_weight_grad": True, **wide}, weight_shape=(2, 2, 23), **own)  # fmt: skip
+    yield "wide, key heads shared", case({"lse_grad": True, **wide}, **short)
+    yield "wide, 64 keys", case({**wide}, heads_k=2, group=1, seq_q=40, seq_k=64)
     lens = {
         "rank": 3,
         "lead": (),

@@ -122,6 +122,39 @@ class Chunks(NamedTuple):
     VECTOR: int  # strides and head dims are multiples of it
 
 
+class ProductStrides(NamedTuple):
+    """Of the operands and the result of wide_products.py: (b0, b1, head, row)."""
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    a2: tuple[int, ...]
+    b2: tuple[int, ...]
+    out: tuple[int, ...]
+
+
+class Product(NamedTuple):
+    """One product for each head of a result, see wide_products.py."""
+
+    batch1: int  # the inner one of two batch dims
+    heads: int  # of the result
+    members: int  # heads of `a` that are summed for one of the result
+    shared: int  # heads of `a` that meet one of `b`
+    rows: int  # of the result
+    columns: int
+    depth: int  # what is summed over
+    tiles_m: int
+    tiles_n: int
+    factor: float
+
+
+class Operand(NamedTuple):
+    """How an operand lies in memory; compiled in."""
+
+    TURNED: bool  # transposed: neighbours are rows of the product's matrix
+    PADDED: bool  # neighbours end within a tile
+    VECTOR: int  # strides and rows are multiples of it
+
+
 # Numbers in these change from call to call: no kernel is compiled again where one of them is 1 or a multiple of 16. (Where a
 # stride is, it is: strides of one layout are alike.)
-RUNTIME = ("sizes", "schedule", "sharing", "mod", "tiles")
+RUNTIME = ("sizes", "schedule", "sharing", "mod", "tiles", "product")

@@ -25,7 +25,18 @@ from .chunks import (
 from .coord import flat_row, key_range, query_tile
 from .dropout import dropout_keep
 from .kernel import kernel
-from .scores import HUGE, LN2, LOG2E, alibi_of, bias_of, exponential, load_weights, mask_of, scores
+from .scores import (
+    HUGE,
+    LN2,
+    LOG2E,
+    alibi_of,
+    bias_of,
+    exponential,
+    load_weights,
+    mask_of,
+    scores,
+    weighted_scores,
+)
 
 AGAIN_N = tl.constexpr(
     32
@@ -107,10 +118,7 @@ def attend(
                 s, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
             )  # fmt: skip
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
-            if weights is not None:
-                nothing = weights == 0.0
-                logarithm = tl.log(tl.where(nothing, 1.0, weights))
-                s += tl.where(nothing, float("-inf"), logarithm)[None, :]
+            s = weighted_scores(s, weights)
 
             tile_max = tl.max(s, 1)
             if FOLD:

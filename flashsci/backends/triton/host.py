@@ -29,52 +29,19 @@ from .bias_gradient import bias_gradient_kernel
 from .forward import forward_kernel
 from .host_bias import NO_ROUTE, bias_parts, bias_result, bias_route, reduce_to
 from .host_launch import Launch, device_of
+from .host_strides import (
+    NO_STRIDES,
+    plane_strides,
+    plane_vector,
+    slope_strides,
+    strides4,
+    strides_of,
+    weight_strides,
+)
+from .host_wide import Wide
 from .scores import ABSENT, KEY, PLANE
 
 UNBOUNDED = 1 << 30  # a window side that never cuts
-NO_STRIDES = (0, 0, 0, 0, 0)
-
-
-def strides4(stride: tuple[int, ...]) -> tuple[int, ...]:
-    """(b0, b1, head, row) strides of a tensor of rank 2 to 5."""
-    return (0, 0, 0, 0, *stride[:-1])[-4:]
-
-
-def strides_of(x) -> tuple[int, ...]:
-    """Those of a result with rows; None: it is not wanted."""
-    return NO_STRIDES[:4] if x is None else strides4(x.stride())
-
-
-def weight_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """(b0, b1, head, key) strides of key weights; 0 in the dims they are broadcast along."""
-    stride = tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True))
-    return (0, 0, 0, 0, *stride)[-4:]
-
-
-def slope_strides(shape: tuple[int, ...], stride: tuple[int, ...], varlen: bool) -> tuple[int, ...]:
-    """(b0, b1, head) strides of ALiBi slopes, (sequence, 0, head) of a packed call; 0 in the dims they are broadcast
-    along."""
-    stride = tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True))
-    if varlen:
-        return (*(0, *stride[:-1])[-1:], 0, *stride[-1:])
-    return (0, 0, 0, *stride)[-3:]
-
-
-def plane_strides(shape: tuple[int, ...], stride: tuple[int, ...], ragged: bool) -> tuple[int, ...]:
-    """(b0, b1, head, row, column) strides of a bias or mask; 0 in the dims it is broadcast along."""
-    stride = tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True))
-    if ragged:
-        return (0, 0, stride[0], 0, stride[1])
-    return (0, 0, 0, 0, 0, *stride)[-5:]
-
-
-def plane_vector(strides: tuple[int, ...], size_k: int, itemsize: int, varlen: bool) -> int:
-    """0: columns are not neighbours in memory; else how many elements a load may take at once."""
-    if strides[4] != 1:
-        return 0
-    vector = 16 // itemsize
-    whole = all(s % vector == 0 for s in strides[:4]) and size_k % vector == 0
-    return vector if whole and not varlen else 1
 
 
 def products(precision: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> str:
@@ -119,10 +86,13 @@ class Plan:
         steps = (self.head_dim, self.head_dim_v, *(s for stride in strides for s in stride[:-1]))
         vector = vector if all(s % vector == 0 for s in steps) else 1
         precise = products(precision, dtype, device.capability)
-        if mask is not None and dropout_p and max(self.head_dim, self.head_dim_v) > 128:
+        dims = self.head_dim, self.head_dim_v
+        dense = not (self.varlen or self.empty)
+        wide = dense and dtype == torch.float32 and launch.is_wide(dims, *self.lengths)
+        if mask is not None and dropout_p and max(dims) > 128 and not wide:
             # Triton 3.6 makes wrong code of these together with TF32 products (sm_90): P of some keys is lost or misplaced.
             precise = "ieee" if dtype == torch.float32 else precise
-        dims, kind = (self.head_dim, self.head_dim_v), (vector > 1, precise != "tf32x3")
+        kind = vector > 1, precise != "tf32x3"
         d0, d1 = launch.head_chunks(dims[0], *kind, dims[1])
         v0, v1 = launch.head_chunks(dims[1], *kind, dims[0])
         self.strides = tuple(strides4(stride) for stride in strides)
@@ -147,6 +117,7 @@ class Plan:
         self.bias_mask = PLANE.value in (bias_kind, mask_kind)
         self.width = max(d0 + d1, v0 + v1)
         self.small = launch.small_config(device.capability, dtype, self.width, self.longest)
+        self.wide = Wide(self) if wide else None
         self.window = 0 if window_left < 0 and window_right < 0 else 1 if window_left < 0 else 2
         dropout = dropout_p > 0.0
         threshold = min(math.floor(dropout_p * 2**32), 2**32 - 1)
@@ -406,14 +377,18 @@ class Forward:
         out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
         self.out, self.lse = (out.shape, out.stride()), q.shape[:-1]
         self.dtype, self.device = q.dtype, q.device
-        self.launch = None if p.empty else p.forward(out)
+        self.wide = p.wide
+        self.launch = None if p.empty or p.wide else p.forward(out)
 
     def __call__(self, tensors: Tensors):
         out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
         lse = torch.empty(self.lse, dtype=torch.float32, device=self.device)
-        if self.launch is None:
-            return out.zero_(), lse.fill_(float("-inf"))
-        self.launch(tuple(tensors), out, lse)
+        if self.wide is not None:
+            self.wide.forward(tuple(tensors), out, lse)
+        elif self.launch is not None:
+            self.launch(tuple(tensors), out, lse)
+        else:
+            out.zero_(), lse.fill_(float("-inf"))
         return out, lse
 
 
@@ -422,7 +397,7 @@ class Backward:
 
     def __init__(self, p: Plan, tensors: Tensors, need: int):
         q, k, v, bias, weight = tensors[:5]
-        self.plan = p
+        self.plan, self.need = p, need
         self.rows = [
             rows_like(x) if need & bit else None
             for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
@@ -448,6 +423,9 @@ class Backward:
         lse = lse.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
         inputs = tuple(tensors)
+        if p.wide is not None:
+            rows = dq, dk, dv
+            return *rows, *p.wide.backward(dout, dlse, inputs, out, lse, rows, self.need)
         use, dbias, sums, shared = bias_route(p, bias, lse) if self.need_dbias else NO_ROUTE
         weight_sums = p.weight_sums(q) if self.need_dweight else None
         small = p.small and dq is not None and dk is not None and dv is not None

@@ -12,6 +12,7 @@ from flashsci.ops import (
     NEED_V,
     Saved,
     Tangents,
+    Tensors,
     empty_like_layout,
 )
 
@@ -22,20 +23,13 @@ from .double_backward_bias import double_backward_bias_kernel
 from .double_backward_keys import double_backward_keys_kernel
 from .double_backward_queries import double_backward_queries_kernel
 from .double_backward_small import double_backward_small_kernel
-from .host import (
-    NO_STRIDES,
-    Plan,
-    longest_class,
-    plan_of,
-    plane_strides,
-    plane_vector,
-    strides_of,
-    weight_strides,
-)
+from .host import Plan, longest_class, plan_of
 from .host_bias import NO_ROUTE, bias_parts, bias_result, bias_route, reduce_to
 from .host_launch import Launch
+from .host_strides import NO_STRIDES, plane_strides, plane_vector, strides_of, weight_strides
 from .jvp import jvp_kernel
 from .scores import ABSENT, KEY, PLANE
+from .wide_double_backward import wide_double_backward_kernel
 
 
 def inner(x):
@@ -112,6 +106,15 @@ class SecondOrder:
             self.launches[key] = Launch(double_backward_small_kernel, programs, arguments)
         return self.launches[key]
 
+    def wide(self) -> Launch:
+        """What lies between products of wide heads, for Wide (host_wide.py)."""
+        if "wide" not in self.launches:
+            tangents = {name: x for name, x in self.tangents.items() if name != "dout_strides"}
+            self.launches["wide"] = self.plan.wide.between(
+                wide_double_backward_kernel, 2, **tangents
+            )
+        return self.launches["wide"]
+
     def bias(self, gbias) -> tuple[Launch, int]:
         """The launch for a bias that heads or batch members share, and its number of partial sums."""
         if "bias" not in self.launches:
@@ -155,6 +158,9 @@ def jvp(tangents: Tangents, saved: Saved):
     inputs = tuple(tensors)
     tangents = (tq, tk, tv, tbias, tweight)
     second = second_order_of(inputs, tangents, None, out, 0, options)
+    if second.plan.wide is not None:
+        second.plan.wide.tangents(second.wide(), tangents, inputs, lse, tout, mean)
+        return tout, mean
     second.jvp(tout)(inputs, tangents, out, lse, None, None, tout, mean, None, None)
     return tout, mean
 
@@ -187,6 +193,12 @@ def double_backward(tangents: Tangents, dout, dlse, saved: Saved, need: int):
         longest = longest_class(max_seqlen_q, max_seqlen_k)
         second = second_order_of(inputs, tangents, dout, out, longest, options)
         p = second.plan
+        if p.wide is not None:
+            rows = gq, gk, gv, tout if need & NEED_DOUT else None
+            gbias, gweight = p.wide.double_backward(
+                second.wide(), tangents, dout, dlse, inputs, out, lse, rows, mean, need
+            )
+            return results(tensors, lse, (*rows[:3], gbias, gweight, tout, mean), need)
         use, gbias, sums, shared = bias_route(p, bias, lse) if need_bias else NO_ROUTE
         weight_sums = p.weight_sums(q) if need_weight else None
         if second.small and not shared:
@@ -208,10 +220,16 @@ def double_backward(tangents: Tangents, dout, dlse, saved: Saved, need: int):
                 run(*common, gbias)
         gbias = bias_result(bias, use, gbias, sums, shared) if need_bias else None
         gweight = None if weight_sums is None else reduce_to(weight_sums, weight)
+    return results(tensors, lse, (gq, gk, gv, gbias, gweight, tout, mean), need)
+
+
+def results(tensors: Tensors, lse, found: tuple, need: int) -> tuple:
+    """What the raw op returns: an empty tensor for None, and for tout and mean where `need` does not name them."""
+    q, k, v, bias, weight = tensors[:5]
+    *gradients, tout, mean = found
+    likes = (q, k, v, q if bias is None else bias, q if weight is None else weight)
     return (
-        *(q.new_empty(0) if x is None else x for x in (gq, gk, gv)),
-        (q if bias is None else bias).new_empty(0) if gbias is None else gbias,
-        (q if weight is None else weight).new_empty(0) if gweight is None else gweight,
+        *(like.new_empty(0) if x is None else x for x, like in zip(gradients, likes, strict=True)),
         tout if need & NEED_DOUT else q.new_empty(0),
         mean if need & NEED_DLSE else lse.new_empty(0),
     )

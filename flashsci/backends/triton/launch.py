@@ -172,6 +172,7 @@ INTERPRETER: Tiles = {
 }  # small, so that small tests have several tiles
 
 MAX_HEAD_DIM = 512
+MOST_KEYS = 1024  # of a row of scores that one program holds
 
 
 @functools.lru_cache
@@ -270,6 +271,39 @@ def small_config(
     if longest <= 32:
         return (32, 2, 168 if wide else 128) if width <= 32 else (32, 4)
     return None if wide and width > 32 else (64, 4)
+
+
+def is_wide(dims: tuple[int, int], length_q: int, length_k: int) -> bool:
+    """Whether scores of fp32 inputs are held in memory, between products of whole heads: no tile serves rows so wide, and
+    the scores are no more numbers than half of the rows."""
+    few = 2 * length_q * length_k <= (length_q + length_k) * sum(dims)
+    return max(dims) > 128 and few and length_k <= MOST_KEYS
+
+
+def product_config(
+    capability: tuple[int, int] | None, of_rows: bool, rows: int, depth: int, aligned: bool
+) -> tuple[int, int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, BLOCK_K, warps, stages) of a product of whole heads. of_rows: its depth is a head dim."""
+    if capability is None:
+        return 16, 32, 16, 4, 1
+    if capability < (8, 0):
+        return 32, 32, 16, 4, 1
+    # Four warps with 64 rows are wgmma's on Hopper, for which three TF32 products write both halves of an operand to shared
+    # memory: worth it for long sums alone.
+    if of_rows and aligned:
+        return (64, 64, 32, 4, 3) if rows > 32 else (32, 32, 32, 2, 3)
+    if of_rows:
+        return 32, 64, 16, 2, 3
+    if depth > 64:
+        return 32, 64, 32, 2, 3
+    return (64, 64, 16, 2, 3) if rows > 32 else (32, 64, 16, 1, 3)
+
+
+def rows_config(rows: int, columns: int, narrower: int) -> tuple[int, int, int]:
+    """(BLOCK_M, BLOCK_N, warps) of a kernel on whole rows of scores; 1/narrower of the rows."""
+    n = max(16, 1 << (columns - 1).bit_length())
+    m = min(1 << (rows - 1).bit_length(), 4096 // narrower // n, 64 // narrower)
+    return max(m, 1), n, 4
 
 
 @functools.lru_cache

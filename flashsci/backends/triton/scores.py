@@ -246,6 +246,17 @@ def load_weights(pointer, strides, at, span, j):
 
 
 @triton.jit
+def weighted_scores(s, weights):
+    """s [M, N] + log w: scores whose exponentials are weighted by w [N], -inf where it is zero; None: as they are."""
+    if weights is None:
+        return s
+    else:
+        nothing = weights == 0.0
+        logarithm = tl.log(tl.where(nothing, 1.0, weights))
+        return s + tl.where(nothing, float("-inf"), logarithm)[None, :]
+
+
+@triton.jit
 def at_most(x, most):
     """min(x, most); NaN stays NaN."""
     return tl.minimum(x, most, propagate_nan=tl.PropagateNan.ALL)

@@ -35,6 +35,15 @@ def tangent_scores(
         raw = score_chunks(tq_rows, k_rows, raw, PRECISION, TRANSPOSED)
     if tk_rows is not None:
         raw = score_chunks(q_rows, tk_rows, raw, PRECISION, TRANSPOSED)
+    return tangent_of(raw, slope, i, j, tbias, span, mod, F, TBIAS, TBIAS_VECTOR, TRANSPOSED)
+
+
+@triton.jit
+def tangent_of(
+    raw, slope, i, j, tbias, span, mod, F: tl.constexpr,
+    TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """T and T' from tq k^T + q tk^T."""
     raw = raw * mod.scale
     t = raw * slope if F.SOFTCAP else raw
     if tbias is not None:

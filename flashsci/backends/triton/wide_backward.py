@@ -1,0 +1,62 @@
+"""Backward between the products q k^T, dO v^T and those of the gradients, where heads are wide and scores lie in memory.
+
+Maths     P = e^(S - lse) again; dS = P (R dO v^T - delta); R P and dS in the places of the products
+Grid      as in wide_forward.py
+Tiles     as there
+Limits    bytes of the scores
+"""
+
+import triton.language as tl
+
+from .dropout import drop, dropout_keep
+from .kernel import kernel
+from .scores import (
+    alibi_of,
+    bias_of,
+    load_weights,
+    mask_of,
+    probabilities,
+    reference_of,
+    scores,
+)
+from .wide_scores import load_scores, score_rows, store_scores
+
+
+@kernel
+def wide_backward_kernel(
+    inputs, p, ds, lse, delta, dbias, terms, strides, tiles, sizes, mod,
+    F: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """p: q k^T on the way in, R P on the way out; ds: dO v^T, dS. dbias: None, or dS before the softcap's slope; terms: None, or
+    those of the gradient of key weights."""
+    i0, at, span, first = score_rows(tl.program_id(0), tiles, sizes, mod, BLOCK_M)
+    i = i0 + tl.arange(0, BLOCK_M)
+    j = tl.arange(0, BLOCK_N)
+    inside = i < span.len_q
+    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
+    mask = mask_of(inputs, strides, at, span, F)
+    alibi = alibi_of(inputs, strides, at, sizes, F)
+    weights = load_weights(inputs.weight, strides.weight, at, span, j)
+    # Rows without keys and beyond the queries get reference +inf: their probabilities are 0.
+    row_lse = tl.load(lse + first + i, mask=inside, other=float("-inf"))
+    row_delta = tl.load(delta + first + i, mask=inside, other=0.0)
+    s = load_scores(p, first, i, j, span, VECTOR)
+    dp = load_scores(ds, first, i, j, span, VECTOR)
+    s, slope = scores(s, i, j, bias, mask, alibi, span, mod, F, False, True, F.WINDOW, False)
+    reference = reference_of(row_lse, False)[:, None]
+    found, bare = probabilities(s, reference, weights, mod.scale, False, False)
+    kept = found
+    if F.DROPOUT:
+        keep = dropout_keep(
+            inputs.dropout_seed, at, sizes.heads, i0, 0, mod, BLOCK_M, BLOCK_N, False
+        )
+        kept = drop(found, keep, mod)
+        dp = drop(dp, keep, mod)
+    dp -= row_delta[:, None]
+    gradient = found * dp
+    store_scores(p, first, i, j, span, kept, VECTOR)
+    store_scores(dbias, first, i, j, span, gradient, VECTOR)
+    store_scores(terms, first, i, j, span, bare * dp, VECTOR)
+    if F.SOFTCAP:
+        gradient = gradient * slope
+    store_scores(ds, first, i, j, span, gradient, VECTOR)

@@ -1,0 +1,45 @@
+"""Forward between the products q k^T and P v, where heads are wide and scores lie in memory.
+
+Maths     P = R e^(S - lse), in the place of q k^T
+Grid      one axis over (sequence, head, tile of rows)
+Tiles     whole rows, up to 1,024 keys of them
+Limits    bytes of the scores
+"""
+
+import triton.language as tl
+
+from .dropout import dropout_keep
+from .kernel import kernel
+from .scores import alibi_of, bias_of, exponential, load_weights, mask_of, scores, weighted_scores
+from .wide_scores import load_scores, score_rows, store_scores
+
+
+@kernel
+def wide_forward_kernel(
+    inputs, p, lse, strides, tiles, sizes, mod,
+    F: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """p: q k^T on the way in, P on the way out."""
+    i0, at, span, first = score_rows(tl.program_id(0), tiles, sizes, mod, BLOCK_M)
+    i = i0 + tl.arange(0, BLOCK_M)
+    j = tl.arange(0, BLOCK_N)
+    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
+    mask = mask_of(inputs, strides, at, span, F)
+    alibi = alibi_of(inputs, strides, at, sizes, F)
+    s = load_scores(p, first, i, j, span, VECTOR)
+    s, _slope = scores(s, i, j, bias, mask, alibi, span, mod, F, False, True, F.WINDOW, False)
+    s = weighted_scores(s, load_weights(inputs.weight, strides.weight, at, span, j))
+
+    row_max = tl.max(s, 1)
+    # A row without keys has maximum -inf: subtract 0 instead, e^(-inf - 0) = 0.
+    reference = tl.where(row_max == float("-inf"), 0.0, row_max)
+    e = exponential(s, reference[:, None], mod.scale, False)
+    row_sum = tl.sum(e, 1)
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    tl.store(lse + first + i, row_max + tl.log(row_sum), mask=i < span.len_q)
+    if F.DROPOUT:
+        keep = dropout_keep(
+            inputs.dropout_seed, at, sizes.heads, i0, 0, mod, BLOCK_M, BLOCK_N, False
+        )
+        e = tl.where(keep, e, 0.0)
+    store_scores(p, first, i, j, span, e * (mod.keep_scale / row_sum)[:, None], VECTOR)

@@ -1,0 +1,95 @@
+"""Products of whole heads: q k^T, P v, dS k, dS^T q and their like, where heads are wide and scores lie in memory.
+
+Maths     out = factor (a b + a2 b2), for every head; one head of k or v may meet several of q
+Grid      one axis over (sequence, head, row tile, column tile)
+Tiles     both operands stream; fp32 sums stay on chip
+Sums      over the depth of a tile by tensor cores, which round towards zero; tiles are added outside
+Limits    bytes, of 40 rows and fewer; else the tensor cores
+"""
+
+import triton
+import triton.language as tl
+
+from .chunks import dot, load_tile, rows_of, store_tile
+from .coord import HeadCoord
+from .kernel import kernel
+
+
+@kernel
+def product_kernel(
+    a, b, a2, b2, out, strides, product,
+    A: tl.constexpr, B: tl.constexpr, OUT_VECTOR: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """a2, b2: None, or a second pair like the first."""
+    pid = tl.program_id(0)
+    n0 = pid % product.tiles_n * BLOCK_N
+    strip = pid // product.tiles_n
+    m0 = strip % product.tiles_m * BLOCK_M
+    head = strip // product.tiles_m
+    sequence = head // product.heads
+    h = head % product.heads
+    at = HeadCoord(sequence, sequence // product.batch1, sequence % product.batch1, h, h)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if GROUPED:
+        for member in tl.range(0, product.members):
+            acc = both_terms(
+                acc, a, b, a2, b2, strides, at, h * product.members + member, m0, n0, product,
+                A, B, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+    else:
+        acc = both_terms(
+            acc, a, b, a2, b2, strides, at, h, m0, n0, product, A, B, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
+        )  # fmt: skip
+    tile = rows_of(out, strides.out, at, h, m0, OUT_VECTOR) + n0
+    store_tile(
+        tile, strides.out[3], product.rows - m0, product.columns - n0, acc * product.factor, BLOCK_M, BLOCK_N, OUT_VECTOR
+    )  # fmt: skip
+
+
+@triton.jit
+def both_terms(
+    acc, a, b, a2, b2, strides, at, h, m0, n0, product,
+    A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """acc + a b + a2 b2 for head h of a."""
+    acc = add_term(
+        acc, a, strides.a, b, strides.b, at, h, m0, n0, product, A, B, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
+    )  # fmt: skip
+    if a2 is not None:
+        acc = add_term(
+            acc, a2, strides.a2, b2, strides.b2, at, h, m0, n0, product, A, B, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def add_term(
+    acc, a, a_strides, b, b_strides, at, h, m0, n0, product,
+    A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    for k in tl.range(0, product.depth, BLOCK_K):
+        k = tl.multiple_of(k, BLOCK_K)
+        depth = product.depth - k
+        x = load_operand(a, a_strides, at, h, m0, k, product.rows - m0, depth, BLOCK_M, BLOCK_K, A)
+        y = load_operand(
+            b, b_strides, at, h // product.shared, k, n0, depth, product.columns - n0, BLOCK_K, BLOCK_N, B
+        )  # fmt: skip
+        acc += dot(x, y, None, PRECISION)
+    return acc
+
+
+@triton.jit
+def load_operand(
+    pointer, strides, at, h, row, column, rows_left, columns_left,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, OF: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, COLUMNS] of head h at (row, column) of the product's matrix."""
+    if OF.TURNED:
+        tile = rows_of(pointer, strides, at, h, column, OF.VECTOR) + row
+        return load_tile(tile, strides[3], columns_left, rows_left, COLUMNS, ROWS, OF, True).T
+    else:
+        tile = rows_of(pointer, strides, at, h, row, OF.VECTOR) + column
+        return load_tile(tile, strides[3], rows_left, columns_left, ROWS, COLUMNS, OF, True)
