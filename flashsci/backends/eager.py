@@ -51,7 +51,10 @@ def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, None]:
     q, k, v, bias, _, mask, *_ = tensors
     heads = q.shape[-3] if q.dim() > 2 else 1
     k, v = (reference.per_query_head(x, heads) for x in (k, v))
-    scores = (q * scalars.scale) @ k.transpose(-1, -2)
+    if k.shape[-2] < q.shape[-1]:  # fewer scores than numbers in q
+        scores = (q @ k.transpose(-1, -2)) * scalars.scale
+    else:
+        scores = (q * scalars.scale) @ k.transpose(-1, -2)
     if bias is not None:
         scores = scores + bias
     window = scalars.window_left, scalars.window_right, scalars.lower_right

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,6 +37,8 @@ Plan = tuple[
 ]  # cases, and the backends that are judged by them
 # Head dims whose rows are 32, 64 and 128 bytes.
 WHOLE = {"float16": (16, 32, 64), "bfloat16": (16, 32, 64), "float32": (16, 32)}
+# Heads wider than `variants` draws them; in fp32 their scores are held in memory where they are few.
+WIDE = ((320, 64), (129, 128), (512, 512), (257, 40), (264, 320))
 DTYPE_OF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -163,6 +166,21 @@ def shortened(variant: Variant, whole: bool, weighted: bool) -> Variant:
     return variant
 
 
+def wide_cases(count: int, seed: int, device: str) -> list[Case]:
+    """Cases of heads wider than others have: three of four in fp32 and dense, with derivatives of second order."""
+    choices = SeededChoices(seed)
+    drawn = [v for v in second_order_variants(96) if v.dtype == "float32" and not v.varlen][:9]
+    drawn += [replace(v, sink=None) for v in variants(96) if v.dtype != "float32" or v.varlen][:3]
+    pool = [
+        replace(v, head_dim=d, head_dim_v=dv)
+        for v, (d, dv) in zip(drawn, itertools.cycle(WIDE), strict=False)
+    ]
+    if device != "cuda":
+        return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
+    families = [draw_case(choices, [v], (*BULK_LENGTHS, 40, *LARGE_LENGTHS[:2])) for v in pool]
+    return [resized(choices, families[i % len(families)], 1 << 18) for i in range(count)]
+
+
 def is_whole(case: Case) -> bool:
     """Whether csrc/sm80/small may have rows of a case in shared memory, by their size."""
     longest = max(case.seq_q, case.seq_k)
@@ -240,6 +258,9 @@ def plans_of(
         device == "cuda" and held and unit is not None and unit.startswith("cuda") and orders != [2]
     ):
         plans.append(apart(3 * count // 4, unit, held))
+    wide = count // 16 if "triton" in backends and orders != [0] else 0
+    if wide:
+        plans.append((wide_cases(wide, seed + len(plans), device), ("triton",)))
     rest -= sum(len(planned) for planned, _ in plans)
     plans.insert(0, (plan_cases(rest, seed, device, unit, orders[0]), backends))
     if len(orders) > 1:

@@ -1,7 +1,8 @@
 """The Triton backend: every feature of the specification, on any GPU that Triton supports.
 
 One file per kernel idea: forward.py; backward_preprocess.py (delta), backward_queries.py (dq), backward_keys.py (dk, dv),
-backward_small*.py, bias_gradient.py, copy_bias.py; of the second order jvp.py and double_backward_*.py. They share arguments.py (groups of
+backward_small*.py, bias_gradient.py, copy_bias.py; of the second order jvp.py and double_backward_*.py; of wide heads, whose scores are
+held in memory, wide_*.py. They share arguments.py (groups of
 arguments), coord.py (where a program works), chunks.py (tiles of rows), scores.py, dropout.py and tangents.py; paged.py and paged_cache.py, of paged KV caches, and fp8.py, of 8-bit floats, too. launch.py has
 the tile sizes, host*.py the launches, checks.py what the raw ops refuse.
 
