@@ -258,8 +258,8 @@ def plans_of(
         device == "cuda" and held and unit is not None and unit.startswith("cuda") and orders != [2]
     ):
         plans.append(apart(3 * count // 4, unit, held))
-    wide = count // 16 if "triton" in backends and orders != [0] else 0
-    if wide:
+    wide = count if (unit or "").startswith("triton/wide") else count // 16
+    if wide and "triton" in backends:
         plans.append((wide_cases(wide, seed + len(plans), device), ("triton",)))
     rest -= sum(len(planned) for planned, _ in plans)
     plans.insert(0, (plan_cases(rest, seed, device, unit, orders[0]), backends))

@@ -10,7 +10,7 @@ from flashsci.registry import BACKENDS
 KERNELS = ("triton", "cuda")  # backends of our own
 # Names for several units: the starts of theirs.
 GROUPS = {
-    "second_order": ("triton/jvp", "triton/double_backward_"),
+    "second_order": ("triton/jvp", "triton/double_backward_", "triton/wide_double_backward"),
     "paged": ("triton/paged", "cuda/sm90/paged", "cuda/sm80/paged"),
     "fp8": ("triton/fp8", "cuda/sm90/fp8_"),
 }

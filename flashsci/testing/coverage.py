@@ -9,7 +9,7 @@ from flashsci.testing.cases import DOUT_SCALES, LAYOUTS, MAGNITUDES, NUMBERS, PA
 from flashsci.testing.drawing import has_inner_heads
 
 # Head dims, by the larger of the two, as kernels are made for them.
-BUCKETS = (16, 32, 64, 96, 128, 192, 256)
+BUCKETS = (16, 32, 64, 96, 128, 192, 256, 512)
 VIEWS = ("contiguous", "transposed", "padded", "expanded", "linear")
 
 

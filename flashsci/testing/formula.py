@@ -265,10 +265,10 @@ class Formula:
         da, da_abs, da_fine, da_loose = e, e_abs, e_fine, e_loose
         slope_fine = zero
         if tanh is not None and b.softcap:
-            slope = 1 - tanh * tanh
+            slope = _slope(raw / b.softcap)
             # How far off an argument of tanh can be, and the steepest that it is from there: never more than 1.
             off = ROUNDINGS * internal * raw_abs / b.softcap
-            steepest = 1 / torch.cosh(((raw / b.softcap).abs() - off).clamp(0, 300)) ** 2
+            steepest = _slope(((raw / b.softcap).abs() - off).clamp(min=0))
             slope_fine = 2 * tanh * tanh + steepest * (2 * tanh.abs() * off + 2 * off * off).clamp(
                 max=1
             ) / (ROUNDINGS * internal)
@@ -350,8 +350,8 @@ class Formula:
             inclined: Sized | None = None
             bend: Sized | None = None
             if tanh is not None and b.softcap:
-                inclined = Sized(1 - tanh * tanh, 1 - tanh * tanh, slope_fine)
-                bend = Sized.bend(tanh, raw_abs, b.softcap)
+                inclined = Sized(slope, slope, slope_fine)
+                bend = Sized.bend(tanh, slope, raw_abs, b.softcap)
             spread = {"tk": per_query, "tv": per_query, "tkey_weight": per_pair}
             results = second_order(
                 {n: exact(spread.get(n, lambda y: y)(x)) for n, x in b.tangents.items()},
@@ -447,6 +447,11 @@ class Formula:
                     sums.index_add_(1, group.flatten(), change.flatten(1))
                     found[part] += sums.square().sum(1)
         return found
+
+
+def _slope(x: Tensor) -> Tensor:
+    """1 - tanh^2 x, in which nothing cancels where x is large."""
+    return 1 / torch.cosh(x.clamp(-300, 300)) ** 2
 
 
 def _terms(

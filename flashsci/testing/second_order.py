@@ -73,9 +73,8 @@ class Sized(NamedTuple):
         return self._replace(value=how(self.value), coarse=self.coarse + tiny * (self.coarse > 0))
 
     @staticmethod
-    def bend(tanh: Tensor, raw_abs: Tensor, softcap: float) -> Sized:
-        """The second derivative of the softcap at scores ``softcap atanh(tanh)``."""
-        slope = 1 - tanh * tanh
+    def bend(tanh: Tensor, slope: Tensor, raw_abs: Tensor, softcap: float) -> Sized:
+        """The second derivative of the softcap at scores ``softcap atanh(tanh)``, with the slope that it has there."""
         coarse = 2 / softcap * tanh.abs() * slope
         steep = 2 / softcap**2 * slope * (slope + 2 * tanh * tanh)
         return Sized(-2 / softcap * tanh * slope, coarse, coarse + steep * raw_abs)
