@@ -8,6 +8,8 @@ import pytest
 
 from flashsci.check import machine_code, workers
 from flashsci.check.machine_code import Finding, flow, kernels, undefined_reads
+from flashsci.check.tally import Tally
+from flashsci.testing import Case, Variant
 
 # As `nvdisasm -c` prints it: a loop, a branch over the descriptor's first half, wgmma with A in registers.
 FINE = """
@@ -69,6 +71,29 @@ def test_a_kernel_with_such_a_read_fails_its_cases(monkeypatch):
     assert workers.undefined_reads() == [
         "Triton kernels ran, and none of their machine code was found"
     ]
+
+
+def test_cases_without_queries_or_keys_owe_no_machine_code(monkeypatch):
+    """A worker whose first cases are all empty has launched nothing yet."""
+    judged = Tally()
+    judged.cases = 1
+    asked = []
+    monkeypatch.setattr(workers.judging, "judge_case", lambda *_: {"triton": judged})
+    monkeypatch.setattr(workers, "undefined_reads", lambda: asked.append(True) or [])
+    packed = Variant(varlen=True)
+    nothing = [
+        Case(Variant(), seq_q=0, seq_k=3),
+        Case(Variant(), lead=(0,), seq_q=2, seq_k=3),
+        Case(packed, rank=3, lead=(), lens_q=(0, 0), lens_k=(3, 0)),
+    ]
+    workers.work(("cases", nothing, ("triton",), "cuda", 1))
+    assert not asked
+    for case in (
+        Case(Variant(), seq_q=2, seq_k=3),
+        Case(packed, rank=3, lead=(), lens_q=(2, 0), lens_k=(0, 3)),
+    ):
+        workers.work(("cases", [*nothing, case], ("triton",), "cuda", 1))
+    assert len(asked) == 2
 
 
 # A kernel of ours with what Triton keeps of it: for each device (compiled kernels by key, ...).
