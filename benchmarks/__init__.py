@@ -16,7 +16,7 @@ from benchmarks.candidates import BASELINES, OURS, names_of
 from benchmarks.cases import CASES, CLAIMS, SUITES, BenchError, Case, Claim, select
 from benchmarks.measure import in_dtype, run
 from benchmarks.ranking import split, standings
-from benchmarks.report import comparison, markdown, plain, refresh, show, tables
+from benchmarks.report import comparison, markdown, merged, plain, refresh, show, tables
 
 __all__ = [
     "BASELINES",
@@ -31,6 +31,7 @@ __all__ = [
     "compile_ahead",
     "in_dtype",
     "markdown",
+    "merged",
     "names_of",
     "plain",
     "refresh",

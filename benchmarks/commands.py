@@ -241,6 +241,10 @@ def report(
     compare: Annotated[
         bool, typer.Option(help="Two files, OLD and NEW: what changed between them.")
     ] = False,
+    merge: Annotated[
+        bool,
+        typer.Option(help="Write into the first file what the others have measured again."),
+    ] = False,
     plots: Annotated[
         Path | None,
         typer.Option(help="Draw speed, error and standings as PNG files in this folder."),
@@ -255,6 +259,13 @@ def report(
     if not files:
         raise typer.BadParameter("no files given, and none in benchmarks/results")
     read = [json.loads(path.read_text()) for path in files]
+    if merge:
+        if len(files) < 2:
+            raise typer.BadParameter("--merge takes OLD and what was measured since")
+        for newer in read[1:]:
+            read[0] = core.merged(read[0], newer)
+        _save(read[0], files[0])
+        read = read[:1]
     if compare:
         if len(files) != 2:
             raise typer.BadParameter(f"--compare takes two files, OLD and NEW, not {len(files)}")

@@ -196,6 +196,20 @@ def claims(records: list[Record]) -> Table:
     return Table("Claims", ["claim", "who", "measured", "target", ""], rows)
 
 
+def merged(old: list[Record], new: list[Record]) -> list[Record]:
+    """``old``, with what ``new`` has measured again: all records of each of its cases and passes, where the old ones were, and
+    cases that are new at the end."""
+
+    def what(record: Record) -> tuple[str, str, str]:
+        return record["case"]["id"], record["case"].get("dtype", ""), record["pass"]
+
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for record in old:
+        groups.setdefault(what(record), []).append(record)
+    again = {what(record): [r for r in new if what(r) == what(record)] for record in new}
+    return [record for group in (groups | again).values() for record in group]
+
+
 def comparison(old: list[Record], new: list[Record], one_run: bool = False) -> Table:
     """What changed between two measurements, case by case, and the geometric means last."""
     found = ranking.changes(old, new)

@@ -197,6 +197,27 @@ def page(tmp_path, body, table="summary", source="results.json"):
     return readme
 
 
+def test_what_was_measured_again_is_merged(tmp_path, capsys):
+    """Other backends of that case and pass leave, other passes and cases stay where they are, new cases come last."""
+    again = [
+        record("dense-bf16-d64-full-s1024", "forward", "cuda", 9.0),
+        record("dense-bf16-d64-full-s1024", "forward", "sdpa:flash", 11.0),
+        record("new-case", "forward", "cuda", 1.0),
+    ]
+    of = lambda records: [(r["case"]["id"], r["pass"], r["backend"]) for r in records]  # noqa: E731
+    assert of(bench.merged(RECORDS, again)) == of([*again[:2], *RECORDS[5:], again[2]])
+    assert bench.merged(RECORDS, []) == RECORDS
+    assert bench.merged(RECORDS, RECORDS[:1])[:2] == [RECORDS[0], RECORDS[5]]
+
+    files = [tmp_path / "old.json", tmp_path / "new.json"]
+    for path, records in zip(files, (RECORDS, again), strict=True):
+        path.write_text(json.dumps(records))
+    assert cli.main(["report", "--merge", *map(str, files)]) == 0
+    assert json.loads(files[0].read_text()) == bench.merged(RECORDS, again)
+    assert "new-case" in capsys.readouterr().out
+    assert cli.main(["report", "--merge", str(files[0])]) == 2
+
+
 def test_pages_are_rewritten_between_markers(tmp_path):
     readme = page(tmp_path, "\nOld news.\n\n")
     assert report.refresh(tmp_path, write=False) == [readme]
