@@ -162,6 +162,11 @@ def named_cases():
     yield "wide, key weights", case({"key_weight": "float", "key_weight_grad": True, **wide}, weight_shape=(2, 2, 23), **own)  # fmt: skip
     yield "wide, key heads shared", case({"lse_grad": True, **wide}, **short)
     yield "wide, 64 keys", case({**wide}, heads_k=2, group=1, seq_q=40, seq_k=64)
+    yield "wide, many rows, dropout", case({"dropout": True, **wide}, dropout_p=0.4, heads_k=2, group=1, seq_q=70, seq_k=40)  # fmt: skip
+    yield "wide, key weights, key heads shared", case({"key_weight": "float", "key_weight_grad": True, **wide}, weight_shape=(2, 1, 2, 23),
+                                                      rank=5, lead=(2, 1), heads_k=2, **short)  # fmt: skip
+    yield "wide, bias of two batch dims", case({"bias": "pair", "bias_grad": True, **wide}, rank=5, lead=(2, 3),
+                                               bias_shape=(1, 3, 2, 17, 23), mask_shape=(2, 1, 1, 1, 23), **short)  # fmt: skip
     lens = {
         "rank": 3,
         "lead": (),
