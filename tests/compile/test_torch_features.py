@@ -48,9 +48,11 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("wide", (False, True))  # their scores are held between products
 @pytest.mark.parametrize("bias", (None, "pair"))
-def test_opcheck_of_the_triton_ops(bias: str | None) -> None:
-    q, k, v = qkv(grad=False)
+def test_opcheck_of_the_triton_ops(bias: str | None, wide: bool) -> None:
+    shape = (2, 2, 12, 132 if wide else 16)
+    q, k, v = qkv(*shape, grad=False, dtype=torch.float32 if wide else None)
     extra = None if bias is None else torch.randn(2, 1, 12, 12, device=DEVICE)
     weight = None if bias is None else torch.rand(2, 1, 12, device=DEVICE)
     keys = k.transpose(0, 1).contiguous().transpose(0, 1)
@@ -384,9 +386,9 @@ def test_a_derivative_of_attention_backward_raises() -> None:
 
 
 @pytest.mark.skipif(not GPU, reason="CUDA graphs need a GPU")
-@fused
-def test_cuda_graph_replays_forward_and_backward(backend: str) -> None:
-    q, k, v = qkv()
+@pytest.mark.parametrize(("backend", "wide"), [*((b, False) for b in FUSED), ("triton", True)])
+def test_cuda_graph_replays_forward_and_backward(backend: str, wide: bool) -> None:
+    q, k, v = qkv(2, 2, 12, 320, dtype=torch.float32) if wide else qkv()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compile and load outside the capture
