@@ -260,6 +260,8 @@ def report(
         raise typer.BadParameter("no files given, and none in benchmarks/results")
     read = [json.loads(path.read_text()) for path in files]
     if merge:
+        if compare:
+            raise typer.BadParameter("--merge and --compare do not go together: compare first")
         if len(files) < 2:
             raise typer.BadParameter("--merge takes OLD and what was measured since")
         for newer in read[1:]:

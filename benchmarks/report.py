@@ -200,14 +200,14 @@ def merged(old: list[Record], new: list[Record]) -> list[Record]:
     """``old``, with what ``new`` has measured again: all records of each of its cases and passes, where the old ones were, and
     cases that are new at the end."""
 
-    def what(record: Record) -> tuple[str, str, str]:
-        return record["case"]["id"], record["case"].get("dtype", ""), record["pass"]
+    def grouped(records: list[Record]) -> dict[tuple[str, str, str], list[Record]]:
+        groups: dict[tuple[str, str, str], list[Record]] = {}
+        for r in records:
+            key = r["case"]["id"], r["case"].get("dtype", ""), r["pass"]
+            groups.setdefault(key, []).append(r)
+        return groups
 
-    groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in old:
-        groups.setdefault(what(record), []).append(record)
-    again = {what(record): [r for r in new if what(r) == what(record)] for record in new}
-    return [record for group in (groups | again).values() for record in group]
+    return [record for group in (grouped(old) | grouped(new)).values() for record in group]
 
 
 def comparison(old: list[Record], new: list[Record], one_run: bool = False) -> Table:

@@ -239,7 +239,8 @@ def plans_of(
     """Which cases are judged on which backends.
 
     Half of a run of everything, and three quarters of one of CUDA units, are for generations of CUDA kernels held to
-    themselves, in many more layouts and variants than the rest. Second order is Triton's, after a forward of either.
+    themselves, in many more layouts and variants than the rest. Second order is Triton's, after a forward of either. Wide
+    heads, a sixteenth as many, are Triton's, too.
     """
     backends = tuple(backends)
     # What these serve they serve themselves: no Triton kernel stands in, and none is compiled.
@@ -249,7 +250,6 @@ def plans_of(
         return plan_cases(share, seed + len(plans), device, part, many=True), names
 
     plans: list[Plan] = []
-    rest = count
     if device == "cuda" and unit is None and "cuda:sm90" in held:
         plans.append(apart(7 * count // 20, "cuda/sm90", held))
         if "cuda:sm80" in held:
@@ -258,12 +258,13 @@ def plans_of(
         device == "cuda" and held and unit is not None and unit.startswith("cuda") and orders != [2]
     ):
         plans.append(apart(3 * count // 4, unit, held))
-    wide = count if (unit or "").startswith("triton/wide") else count // 16
-    if wide and "triton" in backends:
-        plans.append((wide_cases(wide, seed + len(plans), device), ("triton",)))
-    rest -= sum(len(planned) for planned, _ in plans)
+    only_wide = bool(unit and unit.startswith("triton/wide"))
+    rest = 0 if only_wide else count - sum(len(planned) for planned, _ in plans)
     plans.insert(0, (plan_cases(rest, seed, device, unit, orders[0]), backends))
     if len(orders) > 1:
         users = tuple(b for b in backends if ":" not in b)
         plans.append((plan_cases(count // 10, seed, device, unit, orders[1]), users or backends))
+    wide = count if only_wide else count // 16
+    if wide and "triton" in backends:
+        plans.append((wide_cases(wide, seed, device), ("triton",)))
     return plans

@@ -90,8 +90,8 @@ def run(
     Args:
         unit: one unit of ``flashsci.digest.units()``, the start of its name, "second_order", "paged" or "fp8"; None for all.
         cases: how many generated problems; where Hopper's kernels are, a run of all units takes 7 of 20 for them alone and
-            3 of 20 for the fp32 kernels; it adds a tenth as many of second order, and a twentieth of paged attention and of
-            8-bit floats each.
+            3 of 20 for the fp32 kernels; it adds a tenth as many of second order, a twentieth of paged attention and of
+            8-bit floats each, and a sixteenth of wide heads by Triton, which are all of a run of "triton/wide".
         out: where the report goes; None for nowhere. A part (see ``part``) is added to the report that is there.
         seed: of the generator; None for today's date as a number, behind which a part has three digits more. The report
             names it.

@@ -215,7 +215,10 @@ def test_what_was_measured_again_is_merged(tmp_path, capsys):
     assert cli.main(["report", "--merge", *map(str, files)]) == 0
     assert json.loads(files[0].read_text()) == bench.merged(RECORDS, again)
     assert "new-case" in capsys.readouterr().out
-    assert cli.main(["report", "--merge", str(files[0])]) == 2
+    for refused in (["--merge", str(files[0])], ["--merge", "--compare", *map(str, files)]):
+        before = files[0].read_text()
+        assert cli.main(["report", *refused]) == 2
+        assert files[0].read_text() == before
 
 
 def test_pages_are_rewritten_between_markers(tmp_path):
