@@ -44,7 +44,7 @@ SHORT = {
 PAIRS = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (64, 32, 4, 2), (128, 32, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2),
          (64, 128, 4, 2), (32, 64, 4, 3), (32, 128, 4, 2), (64, 64, 8, 2)]  # fmt: skip
 FP32 = [(64, 32, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1), (32, 64, 4, 1), (128, 32, 8, 1), (64, 32, 4, 2), (32, 32, 2, 1), (64, 64, 8, 1),
-        (32, 32, 4, 2), (64, 16, 4, 2), (16, 64, 4, 2)]  # fmt: skip
+        (32, 32, 4, 2), (64, 16, 4, 2), (16, 64, 4, 2), (64, 64, 2, 1), (64, 32, 2, 1), (64, 32, 2, 2), (32, 64, 2, 1), (128, 32, 4, 1)]  # fmt: skip
 SECOND = {
     "jvp": [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2)],
     "double_backward_queries": [(64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)],
@@ -76,9 +76,9 @@ SWEEPS: dict[str, tuple[tuple[str, ...], str, dict[str, list[Config]]]] = {
     "order2-bf16": (("order2-bf16-s8192", "order2-bf16-d128-s8192"), "default", SECOND),
     "order2-tf32x3": (("order2-fp32-s2048",), "tf32x3", {
         "dkdv": [(32, 32, 2, 1), (32, 32, 4, 2)],
-        "jvp": [(64, 32, 4, 1), (128, 64, 8, 1)],
-        "double_backward_queries": [(32, 32, 4, 1), (64, 32, 4, 1), (128, 32, 8, 1)],
-        "double_backward_keys": [(32, 32, 4, 1), (32, 32, 4, 2)],
+        "jvp": [(64, 32, 4, 1), (128, 64, 8, 1), (64, 32, 2, 1), (64, 64, 2, 1), (128, 32, 4, 1)],
+        "double_backward_queries": [(32, 32, 4, 1), (64, 32, 4, 1), (128, 32, 8, 1), (64, 32, 2, 1), (32, 32, 2, 1), (64, 64, 4, 1)],
+        "double_backward_keys": [(32, 32, 4, 1), (32, 32, 4, 2), (32, 32, 2, 1), (32, 64, 2, 1)],
     }),
     "order2-tf32": (("order2-fp32-s2048",), "tf32", {
         "dkdv": [(32, 32, 2, 1), (64, 64, 4, 1)],
@@ -156,7 +156,7 @@ class Problem:
         q, k, v, dout, out = self.q, self.k, self.v, self.dout, self.out
         tq, tk, tv, result, other = (torch.randn_like(q) for _ in range(5))
         mean, delta, zeta = (torch.randn_like(self.lse) for _ in range(3))
-        inputs, tangents = Inputs(q, k, v, *(None,) * 7), Tangents(tq, tk, tv, None, None)
+        inputs, tangents = Inputs(q, k, v, *(None,) * 8), Tangents(tq, tk, tv, None, None)
         second = host_second_order.second_order_of(inputs, tangents, dout, out, 0, self.options)
         common = (inputs, tangents, self.lse, dout, mean, delta, zeta)
         if kernel == "dkdv":

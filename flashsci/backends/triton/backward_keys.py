@@ -95,21 +95,14 @@ def dkdv_kernel(
                 dout_rows = load_chunks(
                     dout_tile, dout_strides, rows_left, sizes.head_dim_v, BLOCK_M, V, True
                 )
-                if F.DROPOUT:
-                    keep = dropout_keep(
-                        inputs.dropout_seed, head, sizes.heads, start, j0, mod, BLOCK_M, BLOCK_N, TRANSPOSED
-                    )  # fmt: skip
+                keep = dropout_keep(inputs, head, sizes, start, j0, mod, F, BLOCK_M, BLOCK_N, TRANSPOSED)  # fmt: skip
                 if dv is not None:
-                    kept = p
-                    if F.DROPOUT:
-                        kept = drop(p, keep, mod)
-                    kept = kept.to(dout_rows[0].dtype)
+                    kept = drop(p, keep, mod).to(dout_rows[0].dtype)
                     acc_v = add_product(kept if TRANSPOSED else kept.T, dout_rows, acc_v, PRECISION)
                 if dk is not None or column_sums is not None or weight_sums is not None:
                     row_delta = load_row(delta + statistics + i, inside, 0.0, TRANSPOSED)
                     dp = score_chunks(dout_rows, v_rows, None, PRECISION, TRANSPOSED)
-                    if F.DROPOUT:
-                        dp = drop(dp, keep, mod)
+                    dp = drop(dp, keep, mod)
                     dp -= row_delta[None, :] if TRANSPOSED else row_delta[:, None]
                     ds = p * dp
                     if weight_sums is not None:

@@ -8,7 +8,7 @@ Limits    bytes: dO and O once
 import triton.language as tl
 
 from .chunks import load_rows, row_dot
-from .coord import HeadCoord
+from .coord import dense_head
 from .kernel import kernel
 from .scores import reference_of
 
@@ -26,12 +26,10 @@ def delta_kernel(
     pid = tl.program_id(0)
     bh = pid // tiles
     i0 = pid % tiles * BLOCK_M
-    b = bh // sizes.heads
-    h = bh % sizes.heads
-    at = HeadCoord(b, b // sizes.batch1, b % sizes.batch1, h, h)
+    at = dense_head(bh, sizes.heads, sizes.batch1, sizes.group)
     rows_left = sizes.size_q - i0
-    dout_rows = load_rows(dout, dout_strides, at, h, i0, rows_left, sizes.head_dim_v, BLOCK_M, V)
-    out_rows = load_rows(out, out_strides, at, h, i0, rows_left, sizes.head_dim_v, BLOCK_M, V)
+    dout_rows = load_rows(dout, dout_strides, at, at.h, i0, rows_left, sizes.head_dim_v, BLOCK_M, V)
+    out_rows = load_rows(out, out_strides, at, at.h, i0, rows_left, sizes.head_dim_v, BLOCK_M, V)
     row_delta = row_dot(dout_rows, out_rows)
     rows = tl.arange(0, BLOCK_M)
     position = bh.to(tl.int64) * sizes.size_q + i0 + rows

@@ -85,11 +85,8 @@ def dq_kernel(
             )  # fmt: skip
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             p, _bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
-            if F.DROPOUT:
-                keep = dropout_keep(
-                    inputs.dropout_seed, at, sizes.heads, i0, start, mod, BLOCK_M, BLOCK_N, False
-                )
-                dp = drop(dp, keep, mod)
+            keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
+            dp = drop(dp, keep, mod)
             ds = p * (dp - row_delta[:, None])
             if BIAS_GRADIENT == STORE:
                 store_plane(dbias, i, j, span.len_k, ds, DBIAS_VECTOR)

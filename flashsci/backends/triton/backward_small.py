@@ -146,11 +146,9 @@ def head_scores(
     alibi = alibi_of(inputs, strides, at, sizes, F)
     s, slope = scores(s, i, i, bias, mask, alibi, span, mod, F, FOLD, True, F.WINDOW, False)
     p, bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
-    kept = p
-    if F.DROPOUT:
-        keep = dropout_keep(inputs.dropout_seed, at, sizes.heads, 0, 0, mod, BLOCK, BLOCK, False)
-        kept = drop(p, keep, mod)
-        dp = drop(dp, keep, mod)
+    keep = dropout_keep(inputs, at, sizes, 0, 0, mod, F, BLOCK, BLOCK, False)
+    kept = drop(p, keep, mod)
+    dp = drop(dp, keep, mod)
     acc_v = add_product(kept.to(dout_rows[0].dtype).T, dout_rows, acc_v, PRECISION)
     dp -= row_delta[:, None]
     return q_rows, p * dp, slope, acc_v, bare * dp

@@ -83,11 +83,8 @@ def bias_gradient_kernel(
             row_delta = tl.load(delta + first_row + i, mask=inside, other=0.0)
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             p, _bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
-            if F.DROPOUT:
-                keep = dropout_keep(
-                    inputs.dropout_seed, at, sizes.heads, i0, j0, mod, BLOCK_M, BLOCK_N, False
-                )
-                dp = drop(dp, keep, mod)
+            keep = dropout_keep(inputs, at, sizes, i0, j0, mod, F, BLOCK_M, BLOCK_N, False)
+            dp = drop(dp, keep, mod)
             total += p * (dp - row_delta[:, None])
         store_plane(dplane, i, j, span.len_k, total, DBIAS_VECTOR)
 

@@ -99,6 +99,14 @@ def whole_sequence(pid, inputs, sizes, mod, VARLEN: tl.constexpr):
 
 
 @triton.jit
+def dense_head(head, heads, batch1, group):
+    """HeadCoord of a query head of a dense batch, counted over all of it. group: query heads of a key head."""
+    b = head // heads
+    h = head % heads
+    return HeadCoord(b, b // batch1, b % batch1, h, h // group)
+
+
+@triton.jit
 def member(at, m):
     """The m-th query head from `at` on, of the same key head."""
     return HeadCoord(at.b, at.b0, at.b1, at.h + m, at.hk)

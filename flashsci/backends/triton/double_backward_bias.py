@@ -99,12 +99,9 @@ def double_backward_bias_kernel(
             )  # fmt: skip
             if tv_rows is not None:
                 tdp = score_chunks(dout_rows, tv_rows, None, PRECISION, False)
-            if F.DROPOUT:
-                keep = dropout_keep(
-                    inputs.dropout_seed, at, sizes.heads, i0, j0, mod, BLOCK_M, BLOCK_N, False
-                )
-                dp = drop(dp, keep, mod)
-                tdp = drop(tdp, keep, mod)
+            keep = dropout_keep(inputs, at, sizes, i0, j0, mod, F, BLOCK_M, BLOCK_N, False)
+            dp = drop(dp, keep, mod)
+            tdp = drop(tdp, keep, mod)
             bend = softcap_bend(products, slope, mod, F)
             row_mean = tl.load(mean + position, mask=inside, other=0.0)
             row_delta = tl.load(delta + position, mask=inside, other=0.0)

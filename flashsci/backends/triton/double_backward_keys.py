@@ -117,12 +117,9 @@ def double_backward_keys_kernel(
                 tdp = tl.zeros_like(dp)
                 if tv_rows is not None:
                     tdp = score_chunks(dout_rows, tv_rows, None, PRECISION, TRANSPOSED)
-                if F.DROPOUT:
-                    keep = dropout_keep(
-                        inputs.dropout_seed, head, sizes.heads, start, j0, mod, BLOCK_M, BLOCK_N, TRANSPOSED
-                    )  # fmt: skip
-                    dp = drop(dp, keep, mod)
-                    tdp = drop(tdp, keep, mod)
+                keep = dropout_keep(inputs, head, sizes, start, j0, mod, F, BLOCK_M, BLOCK_N, TRANSPOSED)  # fmt: skip
+                dp = drop(dp, keep, mod)
+                tdp = drop(tdp, keep, mod)
                 bend = softcap_bend(products, slope, mod, F)
                 row_mean = load_row(mean + position, inside, 0.0, TRANSPOSED)
                 row_delta = load_row(delta + position, inside, 0.0, TRANSPOSED)
@@ -136,8 +133,7 @@ def double_backward_keys_kernel(
                 if weight_sums is not None:
                     weight_sum += tl.sum(g, 1 if TRANSPOSED else 0)
                 if gv is not None:
-                    if F.DROPOUT:
-                        w = drop(w, keep, mod)
+                    w = drop(w, keep, mod)
                     w = w.to(dout_rows[0].dtype)
                     acc_v = add_product(w if TRANSPOSED else w.T, dout_rows, acc_v, PRECISION)
                 if gk is not None:

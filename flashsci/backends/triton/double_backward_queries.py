@@ -105,12 +105,9 @@ def double_backward_queries_kernel(
             )  # fmt: skip
             if tv_rows is not None:
                 tdp = score_chunks(dout_rows, tv_rows, None, PRECISION, False)
-            if F.DROPOUT:
-                keep = dropout_keep(
-                    inputs.dropout_seed, at, sizes.heads, i0, start, mod, BLOCK_M, BLOCK_N, False
-                )
-                dp = drop(dp, keep, mod)
-                tdp = drop(tdp, keep, mod)
+            keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
+            dp = drop(dp, keep, mod)
+            tdp = drop(tdp, keep, mod)
             bend = softcap_bend(products, slope, mod, F)
             _w, f, e_raw, f_raw, _g = second_order(
                 p, bare, t, raw_t, tweights, dp - row_delta[:, None], tdp - row_zeta[:, None], row_mean, slope, bend, F, False

@@ -130,7 +130,6 @@ def double_backward_small_kernel(
             TBIAS, TBIAS_VECTOR, PRECISION, False,
         )  # fmt: skip
         row_mean = tl.sum(p * t, 1)
-        kept = p
         if tweights is not None:
             kept_extra = bare * tweights[None, :]
             row_mean += tl.sum(kept_extra, 1)
@@ -138,15 +137,12 @@ def double_backward_small_kernel(
         tdp = tl.zeros([BLOCK, BLOCK], tl.float32)
         if tv_rows is not None:
             tdp = score_chunks(dout_rows, tv_rows, None, PRECISION, False)
-        if F.DROPOUT:
-            keep = dropout_keep(
-                inputs.dropout_seed, head, sizes.heads, 0, 0, mod, BLOCK, BLOCK, False
-            )
-            kept = drop(p, keep, mod)
-            dp = drop(dp, keep, mod)
-            tdp = drop(tdp, keep, mod)
-            if tweights is not None:
-                kept_extra = drop(kept_extra, keep, mod)
+        keep = dropout_keep(inputs, head, sizes, 0, 0, mod, F, BLOCK, BLOCK, False)
+        kept = drop(p, keep, mod)
+        dp = drop(dp, keep, mod)
+        tdp = drop(tdp, keep, mod)
+        if tweights is not None:
+            kept_extra = drop(kept_extra, keep, mod)
         w_kept = kept * (t - row_mean[:, None])
         if tweights is not None:
             w_kept += kept_extra

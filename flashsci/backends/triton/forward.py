@@ -23,7 +23,7 @@ from .chunks import (
     zero_chunks,
 )
 from .coord import flat_row, key_range, query_tile
-from .dropout import dropout_keep
+from .dropout import drop_unscaled, dropout_keep
 from .kernel import kernel
 from .scores import (
     HUGE,
@@ -132,11 +132,8 @@ def attend(
                 decay = tl.where(tl.abs(reference) < HUGE, decay, float("nan"))
             row_sum = row_sum * decay + tl.sum(p, 1)
             row_max = new_max
-            if F.DROPOUT:
-                keep = dropout_keep(
-                    inputs.dropout_seed, at, sizes.heads, i0, start, mod, BLOCK_M, BLOCK_N, False
-                )
-                p = tl.where(keep, p, 0.0)
+            keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
+            p = drop_unscaled(p, keep)
 
             v_rows = load_chunks(
                 v_tile, strides.v, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1

@@ -377,18 +377,15 @@ class Forward:
         out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
         self.out, self.lse = (out.shape, out.stride()), q.shape[:-1]
         self.dtype, self.device = q.dtype, q.device
-        self.wide = p.wide
-        self.launch = None if p.empty or p.wide else p.forward(out)
+        self.run = None if p.empty else p.wide.forward if p.wide else p.forward(out)
 
     def __call__(self, tensors: Tensors):
         out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
         lse = torch.empty(self.lse, dtype=torch.float32, device=self.device)
-        if self.wide is not None:
-            self.wide.forward(tuple(tensors), out, lse)
-        elif self.launch is not None:
-            self.launch(tuple(tensors), out, lse)
-        else:
+        if self.run is None:
             out.zero_(), lse.fill_(float("-inf"))
+        else:
+            self.run(tuple(tensors), out, lse)
         return out, lse
 
 

@@ -110,7 +110,7 @@ class SecondOrder:
         """What lies between products of wide heads, for Wide (host_wide.py)."""
         if "wide" not in self.launches:
             tangents = {name: x for name, x in self.tangents.items() if name != "dout_strides"}
-            self.launches["wide"] = self.plan.wide.between(
+            self.launches["wide"] = self.plan.wide.of_scores(
                 wide_double_backward_kernel, 2, **tangents
             )
         return self.launches["wide"]

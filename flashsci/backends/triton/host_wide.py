@@ -27,9 +27,7 @@ class Wide:
 
     def __init__(self, plan):
         self.plan = plan
-        self.launches: dict[tuple, Launch] = {}
-        self.between_forward: Launch | None = None
-        self.between_backward: Launch | None = None
+        self.launches: dict[object, Launch] = {}
         self.vector = (
             4 if plan.size_k % 4 == 0 else 1
         )  # fp32 numbers of a row of scores in one load
@@ -75,7 +73,13 @@ class Wide:
         }  # fmt: skip
         return Launch(product_kernel, p.batch * heads * tiles_m * tiles_n, arguments)
 
-    def between(self, kernel, narrower: int = 1, **more) -> Launch:
+    def between(self, kernel) -> Launch:
+        """What a first-order kernel does to all scores between two products."""
+        if kernel not in self.launches:
+            self.launches[kernel] = self.of_scores(kernel)
+        return self.launches[kernel]
+
+    def of_scores(self, kernel, narrower: int = 1, **more) -> Launch:
         """A launch of a kernel on all scores. narrower: by how much its tiles are, for its many of them."""
         p = self.plan
         block_m, block_n, warps = launch.rows_config(p.size_q, p.size_k, narrower)
@@ -89,9 +93,7 @@ class Wide:
         """Fills out and lse."""
         q, k, v = tensors[:3]
         scores = self.product(SCORES, self.scores(q), q, k)
-        if self.between_forward is None:
-            self.between_forward = self.between(wide_forward_kernel)
-        self.between_forward(tensors, scores, lse)
+        self.between(wide_forward_kernel)(tensors, scores, lse)
         self.product(QUERIES, out, scores, v)
 
     def backward(self, dout, dlse, tensors, out, lse, results, need: int) -> tuple:
@@ -102,9 +104,7 @@ class Wide:
         ds = self.product(SCORES, self.scores(q), dout, v)
         delta = self.delta(dout, out, lse, dlse)
         room = self.room(bias, weight, need, q)
-        if self.between_backward is None:
-            self.between_backward = self.between(wide_backward_kernel)
-        self.between_backward(tensors, kept, ds, lse, delta, *room)
+        self.between(wide_backward_kernel)(tensors, kept, ds, lse, delta, *room)
         scale = self.plan.arguments["mod"].scale
         if dq is not None:
             self.product(QUERIES, dq, ds, k, factor=scale)

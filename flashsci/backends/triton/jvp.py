@@ -89,12 +89,8 @@ def jvp_kernel(
                 weights = load_weights(inputs.weight, strides.weight, at, span, j)
                 tweights = load_weights(tangents.weight, tangent_strides.weight, at, span, j)
                 p, bare = probabilities(s, reference[:, None], weights, mod.scale, FOLD, False)
-                kept = p
-                if F.DROPOUT:
-                    keep = dropout_keep(
-                        inputs.dropout_seed, at, sizes.heads, i0, start, mod, BLOCK_M, BLOCK_N, False
-                    )  # fmt: skip
-                    kept = drop(p, keep, mod)
+                keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)  # fmt: skip
+                kept = drop(p, keep, mod)
                 if MOVES or tweights is not None:
                     mass = tl.sum(p, 1)
                     total += mass
@@ -119,8 +115,7 @@ def jvp_kernel(
                     if tweights is not None:
                         extra = bare * tweights[None, :]
                         excess += tl.sum(extra, 1)
-                        if F.DROPOUT:
-                            extra = drop(extra, keep, mod)
+                        extra = drop(extra, keep, mod)
                         change += extra
                     if sweep == SWEEPS - 1:
                         v_rows = load_from(

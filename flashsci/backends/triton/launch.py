@@ -144,7 +144,7 @@ FP32: Tiles = {
     "double_backward_bias": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
 }
 HOPPER_FP32 = FP32 | {
-    "forward": FP32["forward"] | {32: (64, 32, 4, 2), 64: (64, 64, 4, 1), 128: (128, 32, 8, 1)},
+    "forward": FP32["forward"] | {32: (64, 32, 4, 2), 128: (64, 64, 4, 1)},
     "dq": FP32["dq"] | {32: (64, 64, 4, 1), 64: (64, 64, 4, 1), 128: (32, 32, 4, 2)},
     "dkdv": FP32["dkdv"] | {32: (64, 64, 4, 1), 64: (32, 32, 2, 1), 128: (32, 32, 4, 1)},
 }
@@ -294,9 +294,10 @@ def product_config(
         return (64, 64, 32, 4, 3) if rows > 32 else (32, 32, 32, 2, 3)
     if of_rows:
         return 32, 64, 16, 2, 3
-    if depth > 64:
-        return 32, 64, 32, 2, 3
-    return (64, 64, 16, 2, 3) if rows > 32 else (32, 64, 16, 1, 3)
+    if depth <= 64:
+        return (64, 64, 16, 2, 3) if rows > 32 else (32, 64, 16, 1, 3)
+    half_empty = 0 < rows % 64 <= 32  # the last of the tiles with 64 rows
+    return (32, 64, 32, 2, 3) if half_empty else (64, 64, 16, 2, 3)
 
 
 def rows_config(rows: int, columns: int, narrower: int) -> tuple[int, int, int]:

@@ -45,13 +45,9 @@ def wide_backward_kernel(
     s, slope = scores(s, i, j, bias, mask, alibi, span, mod, F, False, True, F.WINDOW, False)
     reference = reference_of(row_lse, False)[:, None]
     found, bare = probabilities(s, reference, weights, mod.scale, False, False)
-    kept = found
-    if F.DROPOUT:
-        keep = dropout_keep(
-            inputs.dropout_seed, at, sizes.heads, i0, 0, mod, BLOCK_M, BLOCK_N, False
-        )
-        kept = drop(found, keep, mod)
-        dp = drop(dp, keep, mod)
+    keep = dropout_keep(inputs, at, sizes, i0, 0, mod, F, BLOCK_M, BLOCK_N, False)
+    kept = drop(found, keep, mod)
+    dp = drop(dp, keep, mod)
     dp -= row_delta[:, None]
     gradient = found * dp
     store_scores(p, first, i, j, span, kept, VECTOR)

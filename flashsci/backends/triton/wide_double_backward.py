@@ -50,13 +50,9 @@ def wide_double_backward_kernel(
     change = found * (t - row_mean[:, None])
     if tweights is not None:
         change += bare * tweights[None, :]
-    kept = found
-    if F.DROPOUT:
-        keep = dropout_keep(
-            inputs.dropout_seed, at, sizes.heads, i0, 0, mod, BLOCK_M, BLOCK_N, False
-        )
-        kept = drop(found, keep, mod)
-        change = drop(change, keep, mod)
+    keep = dropout_keep(inputs, at, sizes, i0, 0, mod, F, BLOCK_M, BLOCK_N, False)
+    kept = drop(found, keep, mod)
+    change = drop(change, keep, mod)
     tl.store(mean + first + i, row_mean, mask=inside)
     store_scores(w, first, i, j, span, change, VECTOR)
     store_scores(p, first, i, j, span, kept, VECTOR)
@@ -67,9 +63,8 @@ def wide_double_backward_kernel(
         if tdp is not None:
             y = load_scores(tdp, first, i, j, span, VECTOR)
             row_zeta += tl.sum(kept * y, 1)
-        if F.DROPOUT:
-            dp = drop(dp, keep, mod)
-            y = drop(y, keep, mod)
+        dp = drop(dp, keep, mod)
+        y = drop(y, keep, mod)
         row_delta = tl.load(delta + first + i, mask=inside, other=0.0)
         bend = softcap_bend(products, slope, mod, F)
         _w, plain, e_raw, f_raw, g = second_order(

@@ -8,7 +8,7 @@ Limits    bytes of the scores
 
 import triton.language as tl
 
-from .dropout import dropout_keep
+from .dropout import drop_unscaled, dropout_keep
 from .kernel import kernel
 from .scores import alibi_of, bias_of, exponential, load_weights, mask_of, scores, weighted_scores
 from .wide_scores import load_scores, score_rows, store_scores
@@ -37,9 +37,6 @@ def wide_forward_kernel(
     row_sum = tl.sum(e, 1)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     tl.store(lse + first + i, row_max + tl.log(row_sum), mask=i < span.len_q)
-    if F.DROPOUT:
-        keep = dropout_keep(
-            inputs.dropout_seed, at, sizes.heads, i0, 0, mod, BLOCK_M, BLOCK_N, False
-        )
-        e = tl.where(keep, e, 0.0)
+    keep = dropout_keep(inputs, at, sizes, i0, 0, mod, F, BLOCK_M, BLOCK_N, False)
+    e = drop_unscaled(e, keep)
     store_scores(p, first, i, j, span, e * (mod.keep_scale / row_sum)[:, None], VECTOR)

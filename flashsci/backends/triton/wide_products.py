@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .chunks import dot, load_tile, rows_of, store_tile
-from .coord import HeadCoord
+from .coord import dense_head
 from .kernel import kernel
 
 
@@ -27,21 +27,19 @@ def product_kernel(
     strip = pid // product.tiles_n
     m0 = strip % product.tiles_m * BLOCK_M
     head = strip // product.tiles_m
-    sequence = head // product.heads
-    h = head % product.heads
-    at = HeadCoord(sequence, sequence // product.batch1, sequence % product.batch1, h, h)
+    at = dense_head(head, product.heads, product.batch1, 1)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if GROUPED:
         for member in tl.range(0, product.members):
             acc = both_terms(
-                acc, a, b, a2, b2, strides, at, h * product.members + member, m0, n0, product,
+                acc, a, b, a2, b2, strides, at, at.h * product.members + member, m0, n0, product,
                 A, B, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
         acc = both_terms(
-            acc, a, b, a2, b2, strides, at, h, m0, n0, product, A, B, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
+            acc, a, b, a2, b2, strides, at, at.h, m0, n0, product, A, B, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
         )  # fmt: skip
-    tile = rows_of(out, strides.out, at, h, m0, OUT_VECTOR) + n0
+    tile = rows_of(out, strides.out, at, at.h, m0, OUT_VECTOR) + n0
     store_tile(
         tile, strides.out[3], product.rows - m0, product.columns - n0, acc * product.factor, BLOCK_M, BLOCK_N, OUT_VECTOR
     )  # fmt: skip

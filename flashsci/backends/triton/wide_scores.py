@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .chunks import aligned
-from .coord import HeadCoord, Span, shift_of
+from .coord import Span, dense_head, shift_of
 
 
 @triton.jit
@@ -12,9 +12,7 @@ def score_rows(pid, tiles, sizes, mod, BLOCK_M: tl.constexpr):
     """Of a program that owns rows of a head's scores: first row, HeadCoord, Span, first row in the tensor of scores."""
     head = pid // tiles
     i0 = pid % tiles * BLOCK_M
-    b = head // sizes.heads
-    h = head % sizes.heads
-    at = HeadCoord(b, b // sizes.batch1, b % sizes.batch1, h, h // sizes.group)
+    at = dense_head(head, sizes.heads, sizes.batch1, sizes.group)
     start = tl.full([], 0, tl.int32)
     shift = shift_of(sizes.size_q, sizes.size_k, mod)
     span = Span(start, sizes.size_q, start, sizes.size_k, shift)
