@@ -262,6 +262,41 @@ def _llm() -> list[Case]:
     ]
 
 
+def _wide() -> Iterable[Case]:
+    """fp32 heads wider than 128, as models leave them: few and many scores beside the rows, masks of each kind, one query."""
+    base = Case("", "wide", "fp32", B=64, H=8, layout=HEADS_INSIDE)
+    for causal in (False, True):
+        mode = "causal" if causal else "full"
+        for d, dv, s, b in (
+            (256, 256, 128, 64),
+            (256, 256, 256, 32),
+            (256, 256, 512, 16),
+            (320, 64, 256, 32),
+            (512, 512, 512, 4),
+        ):
+            shape = {"B": b, "D": d, "Dv": dv, "Sq": s, "Sk": s}
+            yield replace(base, id=f"wide-d{d}-{mode}-s{s}", causal=causal, **shape)
+    pairs = {
+        "D": 256,
+        "Dv": 256,
+        "Sq": 128,
+        "Sk": 128,
+        "bias": (64, 8, 128, 128),
+        "bias_grad": True,
+    }
+    yield replace(base, id="wide-d256-bias-s128", **pairs)
+    for d, dv, s, b in (
+        (256, 256, 1024, 8),
+        (320, 64, 400, 32),
+    ):  # more scores than half of the rows
+        yield replace(base, id=f"wide-d{d}-full-s{s}", B=b, D=d, Dv=dv, Sq=s, Sk=s)
+    window = {"window": (16, 16), "D": 256, "Dv": 256, "Sq": 512, "Sk": 512}
+    yield replace(base, id="wide-d256-window-s512", B=8, **window)
+    yield replace(base, id="wide-d256-one-query", D=256, Dv=256, Sq=1, Sk=200)
+    for d, dv, s in ((130, 130, 120), (321, 64, 40)):  # rows that no vector load fits
+        yield replace(base, id=f"wide-d{d}-full-s{s}", D=d, Dv=dv, Sq=s, Sk=s)
+
+
 def _decode() -> list[Case]:
     return [
         Case(f"decode-b{b}-s{s}", "decode", B=b, H=32, Hk=8, Sq=1, Sk=s, D=128, order=0)
@@ -376,6 +411,7 @@ CASES: dict[str, Case] = {
         *_bias(),
         *_order2(),
         *_short(),
+        *_wide(),
         *_decode(),
         *_calls(),
         SMALL_CALL,
@@ -491,7 +527,7 @@ for _case in CASES.values():
     SUITES.setdefault(_case.suite, []).append(_case)
 SUITES["auto"] = [
     case
-    for suite in ("calls", "bias", "tiny", "varlen", "dense-short", "decode", "latency")
+    for suite in ("calls", "bias", "tiny", "varlen", "dense-short", "wide", "decode", "latency")
     for case in SUITES[suite]
 ]
 SUITES["all"] = list(CASES.values())

@@ -58,7 +58,7 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: headline, dense, dense-fp32, bias, tiny, varlen, order2, decode, "
-            "latency, calls, dense-short, auto, all, cpu."
+            "latency, calls, dense-short, wide, auto, all, cpu."
         ),
     ] = "",
     case: Annotated[str, typer.Option(help="Comma-separated ids of single cases.")] = "",

@@ -73,6 +73,15 @@ class Problem:
     def bias(self) -> bool:
         return self.bias_shape is not None or self.ragged_bias
 
+    @property
+    def few_scores(self) -> bool:
+        """Whether the scores of a dense call are no more numbers than half of the rows of q, k, v and out: what Triton's kernels
+        for wide heads, which hold them in memory, ask for. False where sizes are not known."""
+        if self.varlen or self.seq_q is None or self.seq_k is None:
+            return False
+        width = self.head_dim + self.head_dim_v
+        return 2 * self.seq_q * self.seq_k <= (self.seq_q + self.seq_k) * width
+
     def visible_pairs(self) -> int:
         """Query-key pairs of one head that causal and window leave, summed over the batch (dense
         calls)."""

@@ -86,6 +86,7 @@ def calls(architecture: int):
     yield "wide, short, unaligned", "float32", (129, 131), wide | {"dropout_p": 0.1, "softcap": 9.0}, FIRST_ORDER  # fmt: skip
     yield "wide, short, bias", "float32", (256, 256), wide | {"bias": (2, 4, 40, 36), "weight": (2, 4, 36)}, OPERATIONS  # fmt: skip
     yield "wide, short, bias of keys", "float32", (320, 64), {"seq": (40, 36), "bias": (2, 1, 1, 36)}, FIRST_ORDER  # fmt: skip
+    yield "wide, few queries", "float32", (256, 256), {"seq": (9, 36), "heads_k": 4}, OPERATIONS
     if architecture == 90:
         yield "d512", main, (512, 512), {}, FIRST_ORDER
         yield "d192", main, (192, 128), causal, FIRST_ORDER

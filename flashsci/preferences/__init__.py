@@ -31,7 +31,7 @@ KINDS = (
 
 #: Of numbers a rule gives a range, of the others the value or a list of values.
 NUMBERS = ("sm", "head_dim", "head_dim_least", "seq_q", "seq_k", "batch_heads", "group", "generation")  # fmt: skip
-WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "inner_heads", "bias_grad", "bias_summed", "mask", "key_weight", "dropout", "softcap", "varlen", "paged", "grad", "forward")  # fmt: skip
+WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "inner_heads", "bias_grad", "bias_summed", "mask", "key_weight", "dropout", "softcap", "varlen", "few_scores", "paged", "grad", "forward")  # fmt: skip
 
 
 def _bias(p: Problem) -> str:
@@ -91,6 +91,7 @@ def features(p: Problem, generation: int = 0, forward: str = "") -> dict[str, An
         "dropout": p.dropout_p > 0,
         "softcap": p.softcap > 0,
         "varlen": p.varlen,
+        "few_scores": p.few_scores,
         "paged": p.paged,
         "grad": p.requires_grad,
         "generation": generation,

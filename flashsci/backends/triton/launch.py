@@ -288,6 +288,9 @@ def product_config(
         return 16, 32, 16, 4, 1
     if capability < (8, 0):
         return 32, 32, 16, 4, 1
+    # Few queries: what counts is that the other operand is read, or written, by many programs.
+    if rows <= 16:
+        return (16, 32, 32, 1, 3) if of_rows else (16, 64, 16, 1, 4)
     # Four warps with 64 rows are wgmma's on Hopper, for which three TF32 products write both halves of an operand to shared
     # memory: worth it for long sums alone.
     if of_rows and aligned:
@@ -295,7 +298,7 @@ def product_config(
     if of_rows:
         return 32, 64, 16, 2, 3
     if depth <= 64:
-        return (64, 64, 16, 2, 3) if rows > 32 else (32, 64, 16, 1, 3)
+        return (64, 64, 16, 2, 3) if rows > 32 and depth > 16 else (32, 64, 16, 1, 3)
     half_empty = 0 < rows % 64 <= 32  # the last of the tiles with 64 rows
     return (32, 64, 32, 2, 3) if half_empty else (64, 64, 16, 2, 3)
 
