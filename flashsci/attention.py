@@ -162,9 +162,9 @@ def attention(
         )
         return fp8.dense(q, k, v, given, options, backend)
     if q.is_nested:
-        from flashsci import nested
+        from flashsci.nested import attention as attend
 
-        return nested.attention(
+        return attend(
             q, k, v, bias=bias, key_weight=key_weight, mask=mask, alibi_slopes=alibi_slopes, sink=sink,
             causal=causal, window=window, align=align, scale=scale, softcap=softcap, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
             deterministic=deterministic, precision=precision, backend=backend,

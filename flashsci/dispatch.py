@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -46,8 +47,11 @@ def run(
         return follow_layout(out, tensors.q), lse
     # A compiler does not say what transforms it traces: there, a gradient may always be wanted.
     if torch.compiler.is_compiling() or transforming_eagerly():
+        # What a compiler traces imports nothing from the package itself: torch before 2.12 takes modules of ModuleType alone.
+        from flashsci.autograd import Forward
+
         given = tensors.inner_contiguous()
-        result: tuple[Tensor, Tensor] = _nodes().Forward.apply(plan.backend, *given, *plan.scalars)
+        result: tuple[Tensor, Tensor] = Forward.apply(plan.backend, *given, *plan.scalars)
         return result
     direct = plain(tensors)
     if direct and call is not None and plan.settled and not plan.scalars.dropout_p:
@@ -88,9 +92,7 @@ def _again(plan: Plan, tensors: Tensors, needs_grad: bool, reads_lse: bool) -> R
 @functools.cache
 def _nodes() -> Any:
     """flashsci.autograd, which imports the compiler: not before it is needed."""
-    from flashsci import autograd
-
-    return autograd
+    return importlib.import_module("flashsci.autograd")
 
 
 def seed_for(q: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:

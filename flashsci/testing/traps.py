@@ -464,6 +464,28 @@ def first_call_of_a_thread(backend: str, device: torch.device, dtype: str) -> No
             assert torch.equal(x, y), f"{name} differs in a thread of its own"
 
 
+@trap(one_of=DTYPES)
+def compiled_in_one_graph(backend: str, device: torch.device, dtype: str) -> None:
+    """`torch.compile` takes a step and its gradients whole, whichever torch there is, and the bits are those of the step."""
+    import flashsci
+
+    variant = Variant(dtype=dtype, head_dim=16, head_dim_v=16)
+    inputs = make_inputs(Case(seed=14, variant=variant, seq_q=13, seq_k=13), device)
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = flashsci.attention(
+            q, k, v, causal=True, return_lse=True, deterministic=True, backend=backend
+        )
+        return out.float().square().sum() + lse.sin().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    found, expected = (torch.autograd.grad(f(*leaves), leaves) for f in (compiled, step))
+    for name, x, y in zip(("dq", "dk", "dv"), found, expected, strict=True):
+        assert torch.equal(x, y), f"{name} differs in a compiled step"
+
+
 @trap(cuda=True, one_of=HALVES)
 def cuda_graph(backend: str, device: torch.device, dtype: str) -> None:
     """Forward and backward captured once, replayed on other values."""

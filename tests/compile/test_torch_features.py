@@ -89,9 +89,8 @@ def test_opcheck_of_the_cuda_ops() -> None:
     tensors, scalars = (q, k, v, *(None,) * 4), (*SCALARS[:7], False)
     forward, backward = torch.ops.flashsci.cuda_forward, torch.ops.flashsci.cuda_backward
     torch.library.opcheck(forward.default, (*tensors, *scalars, 0))
-    generations = [
-        g for g in cuda.GENERATIONS if f"cuda/sm{g}/bwd_fp16" in cuda.build_info()["units"]
-    ]
+    units = cuda.build_info()["units"]
+    generations = [g for g in (90, 80, 75) if f"cuda/sm{g}/bwd_fp16" in units]
     if not generations:
         pytest.skip("this build has no CUDA backward")
     out, lse = forward(*tensors, *scalars, 0)

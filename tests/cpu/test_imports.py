@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +87,23 @@ def test_backends_import_nothing_above_them():
         if name.startswith("flashsci.backends."):
             others = {other.split(".")[1] if "." in other else other for other in edges[name]}
             assert others <= below, name
+
+
+def test_functions_import_nothing_from_the_package_itself():
+    """Its class is its own (flashsci/__init__.py), and compilers of torch before 2.12, which trace imports of functions, take
+    modules of ModuleType alone: `from flashsci.autograd import Forward`, never `from flashsci import autograd`."""
+    wrong = []
+    for name, path in modules(ROOT / "flashsci").items():
+        if name.startswith(("flashsci.testing", "flashsci.__main__")):  # nobody compiles these
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]  # fmt: skip
+        for node in itertools.chain.from_iterable(ast.walk(f) for f in functions):
+            absolute = isinstance(node, ast.ImportFrom) and node.module == "flashsci"
+            whole = isinstance(node, ast.Import) and any(a.name.split(".")[0] == "flashsci" for a in node.names)  # fmt: skip
+            if absolute or whole:
+                wrong.append(f"{name}, line {node.lineno}")
+    assert not wrong
 
 
 @pytest.mark.parametrize(
