@@ -174,6 +174,9 @@ def models(
     minutes: Annotated[
         float, typer.Option(help="Begin no model after these; the table comes all the same.")
     ] = math.inf,
+    compiled: Annotated[
+        bool, typer.Option(help="Both ways by torch.compile, too: a minute for each.")
+    ] = False,
     clients: Annotated[
         Path | None,
         typer.Option(
@@ -212,6 +215,7 @@ def models(
                 device=device or None,
                 seconds=seconds,
                 minutes=minutes,
+                compiled=compiled,
                 on_step=lambda text: progress.update(task, description=text),
                 on_model=save,
             )

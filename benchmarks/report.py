@@ -301,7 +301,8 @@ def speeds(records: list[Record]) -> Table:
                 less = _ratio(client["peak_mem_mb"] / ours["peak_mem_mb"])
                 row[case["dtype"]] += f", memory {less}"
             if _waits(client) and client.get("graph_us") and ours.get("graph_us"):
-                row[case["dtype"]] += f"; as CUDA graphs {_ratio(_graph(client) / _graph(ours))}"
+                speed = client["graph_us"]["median"] / ours["graph_us"]["median"]
+                row[case["dtype"]] += f"; as CUDA graphs {_ratio(speed)}"
     dtypes = ("bf16", "fp32")
     header = ["model", "step", "its own attention", *dtypes]
     shown = [[*key, *(row.get(d, "-") for d in dtypes)] for key, row in rows.items()]
@@ -316,9 +317,12 @@ def _waits(record: Record) -> bool:
     return device is not None and device["median"] < 0.8 * ranking.median(record)
 
 
-def _graph(record: Record) -> float:
-    """Microseconds of a step that is played as a CUDA graph."""
-    return float(record["graph_us"]["median"])
+def _both(client: Record, ours: Record, clock: str) -> str:
+    """Times of both ways by another clock than the host's, and their ratio."""
+    if not (client.get(clock) and ours.get(clock)):
+        return "-"
+    theirs, mine = (float(r[clock]["median"]) for r in (client, ours))
+    return f"{theirs / 1e3:.3g}, {mine / 1e3:.3g} ms: {_ratio(theirs / mine)}"
 
 
 def models(records: list[Record]) -> Table:
@@ -335,10 +339,6 @@ def models(records: list[Record]) -> Table:
             speed = ranking.median(client) / ranking.median(ours)
         if client["peak_mem_mb"] and ours["peak_mem_mb"]:
             memory = client["peak_mem_mb"] / ours["peak_mem_mb"]
-        graphs = "-"
-        if client.get("graph_us") and ours.get("graph_us"):
-            theirs, mine = _graph(client), _graph(ours)
-            graphs = f"{theirs / 1e3:.3g}, {mine / 1e3:.3g} ms: {_ratio(theirs / mine)}"
         errors = "-"
         if ours["errors"]:
             worst = max(ours["errors"], key=lambda name: ours["errors"][name])
@@ -346,6 +346,8 @@ def models(records: list[Record]) -> Table:
             errors = f"{worst} {ours['errors'][worst]:.1e}"
             errors += f" ({theirs:.1e})" if theirs is not None else ""
         failed = [f"{r['backend']} {g}" for r in way.values() if (g := r["gate"]) != "passed"]
+        changed = ours.get("compiled_gate") or ""
+        failed += [f"flashsci {changed}"] if changed.startswith("failed") else []
         rows.append(
             [
                 case["model"],
@@ -355,7 +357,8 @@ def models(records: list[Record]) -> Table:
                 _time(client if client["time_us"] else None),
                 _time(ours if ours["time_us"] else None),
                 _ratio(speed),
-                graphs,
+                _both(client, ours, "graph_us"),
+                _both(client, ours, "compiled_us"),
                 _memory(client),
                 _memory(ours),
                 _ratio(memory),
@@ -364,7 +367,14 @@ def models(records: list[Record]) -> Table:
             ]
         )
     header = ["model", "step", "dtype", "its own attention", "time as it is", "time on flashsci"]
-    header += ["speed", "as CUDA graphs", "memory as it is", "memory on flashsci", "less by"]
+    header += [
+        "speed",
+        "as CUDA graphs",
+        "compiled",
+        "memory as it is",
+        "memory on flashsci",
+        "less by",
+    ]
     header += ["largest error (the client's)", "served by"]
     note = ""
     if rows:

@@ -104,10 +104,6 @@ def build(size: str, dtype: torch.dtype, device: torch.device) -> list[Step]:
         with torch.set_grad_enabled(training):
             return _finish(packed(x[real], real)[0], training)
 
-    def through(training: bool) -> Results:
-        with patched():
-            return unpadded(training)
-
     installed = kernels.FLASH_ATTN_INSTALLED and kernels.FLASH_ATTN_ROTARY_INSTALLED
     if installed and dtype.itemsize == 2 and device.type == "cuda":
         path, model, own = "flash_attn, packed", packed, unpadded
@@ -121,7 +117,7 @@ def build(size: str, dtype: torch.dtype, device: torch.device) -> list[Step]:
             f"{tokens}, {n['layers']} layers, {kind}",
             path,
             Way(model, partial(own, training)),
-            Way(packed, partial(through, training)),
+            Way(packed, partial(unpadded, training), patched),
         )
         for name, kind, training in (
             ("esmc", "training", True),

@@ -42,6 +42,7 @@ def run(
     device: torch.device | str | None = None,
     seconds: float = 1.0,
     minutes: float = math.inf,
+    compiled: bool = False,
     on_step: Callable[[str], object] = lambda text: None,
     on_model: Callable[[list[dict]], object] = lambda records: None,
 ) -> list[dict]:
@@ -54,12 +55,15 @@ def run(
         device: default the GPU if there is one.
         seconds: measuring time per step and clock, about; more where a step waits for the host.
         minutes: no model begins after these, and none goes on to another dtype.
+        compiled: time both ways by `torch.compile`, too, which takes a minute for each.
         on_step, on_model: told what is being done, and after each model the records so far.
 
     Returns:
         Records as of `benchmarks.run`, suite "models" and pass "step": `time_us` by the host's clock, from an idle
         device to an idle one; `device_us` by the GPU's, without waiting for the host; `graph_us` of the step captured
-        as a CUDA graph and played again, where nothing in it waits for the device; `errors` by result, relative
+        as a CUDA graph and played again, where nothing in it waits for the device; `compiled_us` of the step by `torch.compile`,
+        one way after the other, `compiled_difference` the largest of its results from the way's own, and `compiled_gate` what came
+        of it; `errors` by result, relative
         in the Euclidean norm, and `err_ratio`, the largest share of what is allowed: twice the client's and one
         rounding. `difference` is the largest from the client at the size that is timed; `path` whose attention it
         was; `calls` those that reached flashsci. What failed has no time, and its gate says why; so does that of a
@@ -84,7 +88,9 @@ def run(
         if not isinstance(module, Unavailable):
             chosen = [d for d in module.DTYPES if dtype is None or d == DTYPES[dtype]]
             try:
-                for found in _model(name, module, size, chosen, device, seconds, on_step, until):
+                for found in _model(
+                    name, module, size, chosen, device, seconds, on_step, until, compiled
+                ):
                     records += found
                 gate = ""
             except OutOfTime:
@@ -119,6 +125,9 @@ class _Side:
     time: Times | None = None
     device_time: Times | None = None
     graph_time: Times | None = None
+    compiled_time: Times | None = None
+    compiled_difference: float | None = None
+    compiled_gate: str | None = None  # None: nobody asked
 
     @property
     def failed(self) -> bool:
@@ -134,6 +143,7 @@ def _model(
     seconds: float,
     on_step: Callable[[str], object],
     until: float,
+    compiled: bool,
 ) -> Iterator[list[dict]]:
     """Records of one dtype after the other."""
     if not dtypes:
@@ -161,6 +171,9 @@ def _model(
             on_step(f"{step.id}, {_NAMES[dtype]}: timing")
             sides = found[step.id]
             _time(step, sides, device, seconds)
+            if compiled:
+                on_step(f"{step.id}, {_NAMES[dtype]}: compiled")
+                _time_compiled(step, sides, dtype, device, seconds)
             about = {
                 "id": f"{step.id}-{_NAMES[dtype]}",
                 "model": name,
@@ -285,6 +298,35 @@ def _time(step: Step, sides: dict[str, _Side], device: torch.device, seconds: fl
         sides[name].time = times
 
 
+def _time_compiled(
+    step: Step, sides: dict[str, _Side], dtype: torch.dtype, device: torch.device, seconds: float
+) -> None:
+    """Some steps no compiler takes, such as those of forces: their gate says why. It fails where the compiler changes our results
+    by more than twice what it does to the client's, and a rounding."""
+    for side, way in zip(sides.values(), (step.client, step.ours), strict=True):
+        if side.failed:
+            continue
+        plain, compiled = way.results(), way.compiled()
+        try:
+            found = compiled.results()
+        except Exception as error:
+            if fatal(error):
+                raise
+            side.compiled_gate = f"refused: {first_line(error)}"
+            continue
+        side.compiled_difference = max(relative(found[n], x) for n, x in plain.items())
+        side.compiled_gate = "passed"
+        del plain, found
+        times = host_time({"": compiled}, device, seconds, calls=1, to_end=True, warmup=2)
+        side.compiled_time = times[""]
+    torch.compiler.reset()
+    client, ours = (sides[name] for name in WAYS)
+    if client.compiled_difference is not None and ours.compiled_difference is not None:
+        if ours.compiled_difference > 2 * client.compiled_difference + torch.finfo(dtype).eps:
+            by = f"{ours.compiled_difference:.1e}, the client's {client.compiled_difference:.1e}"
+            ours.compiled_gate = f"failed: the compiler changes results by {by}"
+
+
 def _captured(way: Way, device: torch.device) -> torch.cuda.CUDAGraph | None:
     """A step as a CUDA graph; None where the host waits for the device on the way, as some clients do."""
     torch.cuda.set_sync_debug_mode("error")
@@ -344,6 +386,11 @@ def _record(about: dict, way: str, side: _Side, device: torch.device) -> dict:
         "graph_us": None
         if side.failed or side.graph_time is None
         else microseconds(side.graph_time),
+        "compiled_us": None
+        if side.failed or side.compiled_time is None
+        else microseconds(side.compiled_time),
+        "compiled_difference": side.compiled_difference,
+        "compiled_gate": side.compiled_gate,
         "tflops": None,
         "gbps": None,
         "pct_sol": None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -21,10 +21,18 @@ class Way:
 
     model: nn.Module
     step: Callable[[], Results]
+    patched: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __call__(self) -> Results:
         self.model.zero_grad(set_to_none=True)
-        return self.step()
+        with self.patched():
+            return self.step()
+
+    def compiled(self) -> Way:
+        """The same by `torch.compile` as it is by itself: what it cannot trace, such as the engine's backward, runs as before.
+        One way at a time: nothing tells the compiler of another patch."""
+        torch.compiler.reset()
+        return replace(self, step=torch.compile(self.step))
 
     def results(self) -> Results:
         """Of one step; with the gradients of the parameters, as one vector, where it has any."""
@@ -55,12 +63,7 @@ class Step:
         patched: Callable[[], AbstractContextManager[Any]],
     ) -> Step:
         """A step of one model, which a patch sends through flashsci."""
-
-        def through() -> Results:
-            with patched():
-                return step()
-
-        return Step(id, about, path, Way(model, step), Way(model, through))
+        return Step(id, about, path, Way(model, step), Way(model, step, patched))
 
 
 @contextmanager

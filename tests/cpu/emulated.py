@@ -63,9 +63,16 @@ def build(
         path.write_text(text)
     target = folder / f"{name}.so"
     # Kernels read bytes as other types, as nvcc allows; threads jump between stacks, which a fortified longjmp refuses; a
-    # library shares no variables with those of other kernels in this process.
+    # library shares no variables with those of other kernels in this process, nor functions with the CUDA runtime that torch loads.
     level = "-O1" if fast or (fast is None and not changes) else "-O0"
-    flags = ["-w", "-Wno-psabi", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-fno-gnu-unique"]
+    flags = [
+        "-w",
+        "-Wno-psabi",
+        "-fno-strict-aliasing",
+        "-U_FORTIFY_SOURCE",
+        "-fno-gnu-unique",
+        "-Wl,-Bsymbolic",
+    ]
     subprocess.run(
         ["g++", "-std=c++17", level, *flags, "-fPIC", "-shared", "-DFLASHSCI_POISON", *([f"-D{define}"] if define else []), "-isystem", headers, "-I", source,
          HERE / f"{name}.cpp", "-o", target],

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -273,11 +273,7 @@ def toy(ours=lambda self, q, k, v: served.attention(q, k, v), theirs=Toy.attend)
             return {"out": out}
 
         def through(attend):
-            def run():
-                with replaced((Toy, "attend", attend)):
-                    return step()
-
-            return Way(model, run)
+            return Way(model, step, partial(replaced, (Toy, "attend", attend)))
 
         # What is wrong with the client is so in fp32 alone: float64 is the truth.
         attend = Toy.attend if dtype == torch.float64 else theirs
@@ -387,6 +383,44 @@ def test_names_of_models():
     assert all(release.count("==") == 1 for release in models.clients.RELEASES)
 
 
+def compiled_toy(monkeypatch, module):
+    monkeypatch.setattr(measure, "load", lambda name: module)
+    return measure.run(["toy"], size="tiny", device="cpu", seconds=0.01, compiled=True)
+
+
+def test_compiled_steps(monkeypatch):
+    theirs, ours = compiled_toy(monkeypatch, toy())
+    for record in (theirs, ours):
+        assert record["compiled_gate"] == "passed" and record["compiled_us"]["median"] > 0
+        assert record["compiled_difference"] < 1e-5
+
+
+def test_a_compiler_that_changes_results_or_refuses_is_seen(monkeypatch):
+    honest = torch.compile
+    ways = []
+
+    def wrong(step):
+        """Its second call gives results of another model."""
+        ways.append(step)
+        return honest(step) if len(ways) == 1 else lambda: {"out": 1.01 * step()["out"]}
+
+    monkeypatch.setattr(measure.torch, "compile", wrong)
+    theirs, ours = compiled_toy(monkeypatch, toy())
+    assert theirs["compiled_gate"] == "passed" and ours["gate"] == "passed"
+    assert "changes results by 1.0e-02" in ours["compiled_gate"]
+
+    def refuses(step):
+        def run():
+            raise RuntimeError("no such thing")
+
+        return run
+
+    monkeypatch.setattr(measure.torch, "compile", refuses)
+    for record in compiled_toy(monkeypatch, toy()):
+        assert record["compiled_gate"] == "refused: no such thing" and record["time_us"]
+        assert record["compiled_us"] is None
+
+
 def test_table_of_models(monkeypatch):
     found = measured(monkeypatch, toy())
     for record, us, mb in zip(found, (5000.0, 2500.0), (3000.0, 900.0), strict=True):
@@ -395,7 +429,7 @@ def test_table_of_models(monkeypatch):
     table = report.models(found)
     (row,) = table.rows
     assert row[:4] == ["toy", "a toy", "fp32", "matmul"]
-    assert row[4:11] == ["5 ms", "2.5 ms", "2.00x", "-", "3 GB", "900 MB", "3.33x"]
+    assert row[4:12] == ["5 ms", "2.5 ms", "2.00x", "-", "-", "3 GB", "900 MB", "3.33x"]
     assert row[-1] == "sdpa 1; gradients sdpa 1"
     assert "errors relative to the client in float64" in table.note
     short = report.speeds(found)
@@ -405,6 +439,10 @@ def test_table_of_models(monkeypatch):
     assert report.models(found).rows[0][7] == "0.9, 0.6 ms: 1.50x"
     ((*_, in_short),) = report.speeds(found).rows
     assert in_short == "2.00x, memory 3.33x; as CUDA graphs 1.50x"
+    found[0]["compiled_us"], found[1]["compiled_us"] = {"median": 800.0}, {"median": 400.0}
+    assert report.models(found).rows[0][8] == "0.8, 0.4 ms: 2.00x"
+    found[1]["compiled_gate"] = "failed: the compiler changes results"
+    assert report.models(found).rows[0][-1] == "flashsci failed: the compiler changes results"
     found[1]["time_us"] = None
     assert report.speeds(found).rows == [] and report.speeds([]).note == ""
     (call,) = report.served(found).rows
