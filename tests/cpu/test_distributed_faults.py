@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+import torch
 from distributed_faults import (
     TIMEOUT,
     differing,
@@ -92,6 +93,8 @@ def test_how_often_ranks_ask(ranks, given, detail, times):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_under_torchs_own_checks(ranks, strategy):
+    if torch.__version__ < (2, 12):
+        pytest.skip("before torch 2.12 its checks take none of its functional gathers over gloo")
     assert all(ranks.run(in_detail, 4, strategy=strategy))
 
 

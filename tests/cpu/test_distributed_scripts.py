@@ -71,12 +71,15 @@ def test_torchs_context_parallelism_gets_what_it_wants():
         mesh = init_device_mesh("cpu", (1,))
         options = argparse.Namespace(heads=4, heads_k=2, device="cpu", rounds=1)
         tensors = script.inputs(mesh, 64, options, 16)
-        steps = {"torch": script.torchs(mesh, tensors, True), "ours": script.ours(mesh, tensors, "auto", True, 64)}
-        found = script.measured(mesh, steps, options)
+        # Apart, ours first: where its ring fails, torch before 2.12 leaves its dispatch behind.
+        steps = {"ours": script.ours(mesh, tensors, "auto", True, 64)}, {"torch": script.torchs(mesh, tensors, True)}
+        found = script.measured(mesh, steps[0], options) | script.measured(mesh, steps[1], options)
         assert math.isnan(found["torch"][0]) and found["ours"][0] > 0
     """
     said = run("-c", textwrap.dedent(code))
-    assert said.startswith("torch on rank 0: NotImplementedError: ") and "flash_attention" in said
+    assert re.search(
+        r"^torch on rank 0: NotImplementedError: .*flash_attention", said, re.MULTILINE
+    )
 
 
 def test_a_long_sequence():
