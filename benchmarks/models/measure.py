@@ -301,7 +301,7 @@ def _time(step: Step, sides: dict[str, _Side], device: torch.device, seconds: fl
 def _time_compiled(
     step: Step, sides: dict[str, _Side], dtype: torch.dtype, device: torch.device, seconds: float
 ) -> None:
-    """Some steps no compiler takes, such as those of forces: their gate says why. It fails where the compiler changes our results
+    """Some steps no compiler takes, such as training on forces: their gate says why. It fails where the compiler changes our results
     by more than twice what it does to the client's, and a rounding."""
     for side, way in zip(sides.values(), (step.client, step.ours), strict=True):
         if side.failed:
