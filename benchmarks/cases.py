@@ -295,11 +295,12 @@ def _wide() -> Iterable[Case]:
     yield replace(base, id="wide-d256-one-query", D=256, Dv=256, Sq=1, Sk=200)
     for d, dv, s in ((130, 130, 120), (321, 64, 40)):  # rows that no vector load fits
         yield replace(base, id=f"wide-d{d}-full-s{s}", D=d, Dv=dv, Sq=s, Sk=s)
-    packed = ((256, 256, 64, 20, 100), (192, 128, 64, 20, 100), (256, 256, 16, 300, 700), (320, 64, 350, 30, 50), (129, 128, 216, 80, 130))  # fmt: skip
+    packed = ((256, 256, 64, 20, 100), (192, 128, 64, 20, 100), (256, 256, 16, 300, 700), (320, 64, 350, 30, 50))  # fmt: skip
     for d, dv, n, low, high in packed:
-        lens, heads = uniform_lengths(n, low, high), 1 if d == 129 else 8
-        name = f"wide-d{d}-packed-{high}"
-        yield Case(name, "wide", "fp32", H=heads, D=d, Dv=dv, lens=lens, layout=HEADS_INSIDE)
+        shape = {"D": d, "Dv": dv, "lens": uniform_lengths(n, low, high)}
+        yield replace(base, id=f"wide-d{d}-packed-{high}", B=1, **shape)
+    one = {"B": 1, "H": 1, "Hk": 1, "D": 129, "Dv": 128, "lens": uniform_lengths(216, 80, 130)}
+    yield replace(base, id="wide-d129-packed-130", **one)
 
 
 def _decode() -> list[Case]:

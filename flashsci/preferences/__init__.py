@@ -61,7 +61,8 @@ def features(p: Problem, generation: int = 0, forward: str = "") -> dict[str, An
         of D and Dv. seq_q, seq_k: lengths, of packed sequences their mean. batch_heads: batch times query heads.
         group: query heads for each key head. aligned: D and Dv are multiples of 8. band: "full", "causal" or
         "window". bias: "none"; "keys", the same for all queries; "shared" by some of batch and heads, or "pairs" of
-        its own for each; "packed"; "hidden" by a compiler. inner_heads: of the bias, in memory. paged: keys lie in a paged cache; a rule that does not say so
+        its own for each; "packed"; "hidden" by a compiler. inner_heads: of the bias, in memory. few_scores:
+        as :class:`Problem` has it. paged: keys lie in a paged cache; a rule that does not say so
         is not about such calls. grad: a gradient is wanted. The others are as :class:`Problem` has them.
     """
     count = None if p.batch is None else math.prod(p.batch)

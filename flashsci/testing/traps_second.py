@@ -16,12 +16,11 @@ from flashsci.testing.traps import (
     HALVES,
     each_served,
     judged,
-    repeat_bitwise,
-    replay_other_values,
     require,
     stays_in_its_sequence,
     trap,
 )
+from flashsci.testing.traps_execution import repeat_bitwise, replay_other_values
 
 ALL = "qkvb"
 

@@ -271,6 +271,18 @@ def test_forms_of_a_bias(changes, form):
     assert preferences.features(problem)["bias"] == form
 
 
+@pytest.mark.parametrize("dims", ((320, 64), (129, 128), (512, 512)))
+def test_few_scores_are_what_wide_heads_ask_for(dims):
+    from flashsci.backends.triton.launch import is_wide
+
+    given = {"head_dim": dims[0], "head_dim_v": dims[1], "batch": (2,)}
+    for seq_q, seq_k in itertools.product((1, 40, 300, 385, 1024), repeat=2):
+        problem = replace(HOPPER, **given, seq_q=seq_q, seq_k=seq_k)
+        assert problem.few_scores == is_wide(dims, seq_q, seq_k)
+    assert not replace(HOPPER, **given, seq_q=None, seq_k=40).few_scores
+    assert not replace(HOPPER, **given, varlen=True, seq_q=40, seq_k=40).few_scores
+
+
 def test_packed_lengths_are_means():
     found = preferences.features(replace(HOPPER, varlen=True, batch=(5,), seq_q=50, seq_k=100))
     assert (found["seq_q"], found["seq_k"], found["batch_heads"]) == (10, 20, 80)
