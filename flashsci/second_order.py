@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashsci import registry
+from flashsci import recording, registry
 from flashsci.backends.sdpa import aligned
 from flashsci.ops import Scalars, Tensors
 from flashsci.tracing import transforming
@@ -69,19 +70,20 @@ class SecondOrder(torch.autograd.Function):
         if not torch.is_grad_enabled():
             gradients[0] = aligned(dout)
             return tuple(gradients)
-        tensors = Tensors(*ctx.saved_tensors)
+        wanted = ctx.needs_input_grad[2:]
+        found = recording.gradients(_again(ctx.scalars), ctx.saved_tensors, wanted, (dout,))
+        return None, None, *found
+
+
+def _again(scalars: Scalars) -> Callable[..., tuple[Tensor]]:
+    """What computes out once more, of the tensors of a call, so that it has a derivative of every order that there is."""
+
+    def compute(*given: Any) -> tuple[Tensor]:
+        tensors = Tensors(*given)
         if tensors.q.is_cuda and registry.triton_rejects(tensors) is None:
             from flashsci.autograd import Forward  # imports the compiler
 
-            out, _ = Forward.apply("triton", *tensors.inner_contiguous(), *ctx.scalars)
-        else:
-            out, _ = registry.kernels("reference").forward(tensors, ctx.scalars)
-        leaves = {
-            2 + i: x
-            for i, x in enumerate(tensors[:_GRADIENTS])
-            if x is not None and ctx.needs_input_grad[2 + i]
-        }
-        found = torch.autograd.grad(out, list(leaves.values()), dout, create_graph=True)
-        for i, gradient in zip(leaves, found, strict=True):
-            gradients[i] = gradient
-        return tuple(gradients)
+            return (Forward.apply("triton", *tensors.inner_contiguous(), *scalars)[0],)
+        return (registry.kernels("reference").forward(tensors, scalars)[0],)
+
+    return compute

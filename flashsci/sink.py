@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from flashsci import registry
+from flashsci import recording, registry
 from flashsci.ops import Saved, Tensors
 from flashsci.plans import Plan
 from flashsci.tracing import transforming
@@ -112,16 +112,11 @@ def _recorded(
     """Gradients of sink and tensors that have gradients themselves."""
     from flashsci.autograd import EagerForward  # imports the compiler
 
-    sink, *tensors = given
-    out, lse = EagerForward.apply(plan, False, *tensors)
-    results = with_sink(out, lse, sink)
-    ends = [(x, g) for x, g in zip(results, (dout, dlse), strict=True) if g is not None]
-    leaves = [x for x, want in zip(given, wanted, strict=True) if want]
-    outputs, cotangents = zip(*ends, strict=True)
-    found = iter(
-        torch.autograd.grad(outputs, leaves, cotangents, create_graph=True, allow_unused=True)
-    )
-    return [next(found) if want else None for want in wanted]
+    def compute(sink: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+        out, lse = EagerForward.apply(plan, False, *tensors)
+        return with_sink(out, lse, sink)
+
+    return recording.gradients(compute, given, wanted, (dout, dlse))
 
 
 def _sink_gradient(

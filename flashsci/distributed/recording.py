@@ -4,11 +4,14 @@ its own, goes through a function that collects the whole instead: that one has d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flashsci import recording
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
@@ -33,7 +36,8 @@ def backward(
     *tensors, out, lse = ctx.saved_tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         needs = ctx.needs_input_grad[: len(tensors)]
-        found: Sequence[Tensor | None] = recorded(collected, tensors, needs, (dout, dlse), ctx.call)
+        compute = functools.partial(_with_text, collected, ctx.call)
+        found: Sequence[Tensor | None] = recording.gradients(compute, tensors, needs, (dout, dlse))
     else:
         dout = torch.zeros_like(out) if dout is None else dout
         found = op(dout, dlse, *tensors, out.detach(), lse.detach(), ctx.call)
@@ -42,20 +46,5 @@ def backward(
     return (*(g if need else None for g, need in wanted), *(None,) * rest)
 
 
-def recorded(
-    function: Callable[..., tuple[Tensor, Tensor]],
-    tensors: Sequence[Tensor | None],
-    needs: Sequence[bool],
-    cotangents: tuple[Tensor | None, Tensor | None],
-    text: str,
-) -> list[Tensor | None]:
-    """The gradients of ``function(*tensors, text)`` with a graph of their own, of those tensors that need one."""
-    ends = [
-        (x, g) for x, g in zip(function(*tensors, text), cotangents, strict=True) if g is not None
-    ]
-    leaves = [x if need else None for x, need in zip(tensors, needs, strict=True)]
-    wanted = [x for x in leaves if x is not None]
-    found = iter(
-        torch.autograd.grad([x for x, _ in ends], wanted, [g for _, g in ends], create_graph=True)
-    )
-    return [None if x is None else next(found) for x in leaves]
+def _with_text(function: Attend, text: str, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    return function(*tensors, text)

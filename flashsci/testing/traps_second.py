@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+import flashsci
+from flashsci.errors import BackendError
 from flashsci.testing.bounds import Judge, evaluate
 from flashsci.testing.cases import Case, Variant
 from flashsci.testing.inputs import Inputs, make_inputs
@@ -105,6 +107,36 @@ def second_order_of_a_common_shift(backend: str, device: torch.device) -> None:
     variant = Variant(bias="pair", bias_grad=True, tangents="kb", head_dim=32, head_dim_v=32)
     case = Case(seed=22, variant=variant, lead=(2,), seq_q=33, seq_k=90, bias_shape=(2, 1, 33, 90))
     require(backend, device, replace(case, tangent_magnitude="offset"))
+
+
+@trap(order=2)
+def gradients_of_inputs_that_depend_on_each_other(backend: str, device: torch.device) -> None:
+    """q, k and v that are one tensor, and k, v, bias and sink that are computed from q: a backward that is recorded must not
+    take what one does to another for its own."""
+    generator = torch.Generator().manual_seed(25)
+    x = torch.randn(1, 2, 12, 12, generator=generator)
+    served = 0
+    for tied, with_sink in itertools.product((True, False), repeat=2):
+        found = []
+        for name, dtype in (("reference", torch.float64), (backend, torch.float32)):
+            leaf = x.to(device, dtype).requires_grad_()
+            others = {} if tied else {"bias": leaf.cos()}
+            if with_sink:
+                others["sink"] = leaf.mean((0, 2, 3))
+            k, v = (leaf, leaf) if tied else (leaf.sin(), leaf.square())
+            try:
+                with flashsci.use_backend(name, strict=True):
+                    out = flashsci.attention(leaf, k, v, backend=name, **others)
+            except BackendError:  # no sink
+                continue
+            (first,) = torch.autograd.grad(out.sin().sum(), leaf, create_graph=True)
+            (second,) = torch.autograd.grad(first.square().sum(), leaf)
+            found.append((first.detach(), second))
+        for got, true in zip(*found[::-1], strict=True) if len(found) == 2 else ():
+            served += 1
+            torch.testing.assert_close(got.double(), true.double(), rtol=1e-3, atol=1e-3)
+    if not served:
+        raise BackendError(f"backend {backend!r} serves none of these calls")
 
 
 @trap(order=2)

@@ -27,6 +27,12 @@ def test_trap(backend, name):
     TRAPS[name](backend, "cpu")
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+def test_inputs_that_depend_on_each_other(backend):
+    """Of these `sdpa` has no other trap, and no other of second order runs in every `make test`."""
+    TRAPS["gradients_of_inputs_that_depend_on_each_other"](backend, "cpu")
+
+
 def test_traps_say_what_they_lack():
     for trap in TRAPS.values():
         if trap.cuda:

@@ -1,0 +1,32 @@
+"""A backward that is recorded for a derivative of its own: gradients of a computation done again, with a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def gradients(
+    compute: Callable[..., Any],
+    inputs: Sequence[Any],
+    wanted: Sequence[bool],
+    cotangents: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Gradients of ``<compute(*inputs), cotangents>`` by the inputs, which have gradients themselves; None where not wanted.
+
+    Args:
+        compute: returns as many tensors as there are cotangents.
+        inputs: tensors with the graphs that they came with, and others.
+        cotangents: None: zero, but not all of them.
+    """
+    # Through aliases: one input may be computed from another, or be the same tensor, as q, k and v of one x are. What its
+    # gradient then does to the other is for the graph between them, which would count it twice.
+    aliases = [x.view_as(x) if want else x for x, want in zip(inputs, wanted, strict=True)]
+    ends = [(x, g) for x, g in zip(compute(*aliases), cotangents, strict=True) if g is not None]
+    leaves = [x for x, want in zip(aliases, wanted, strict=True) if want]
+    outputs, given = zip(*ends, strict=True)
+    found = iter(torch.autograd.grad(outputs, leaves, given, create_graph=True, allow_unused=True))
+    return [next(found) if want else None for want in wanted]
