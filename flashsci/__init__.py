@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flashsci.paged import paged_attention, write_kv_cache
     from flashsci.quantization import Quantized, quantize
     from flashsci.registry import Explanation, use_backend
+    from flashsci.residual import residual_attention
     from flashsci.sdpa import sdpa
     from flashsci.varlen import varlen_attention
 
@@ -42,6 +43,7 @@ _HOME = {
     "write_kv_cache": "flashsci.paged",
     "Quantized": "flashsci.quantization",
     "quantize": "flashsci.quantization",
+    "residual_attention": "flashsci.residual",
 }
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "merge",
     "paged_attention",
     "quantize",
+    "residual_attention",
     "sdpa",
     "use_backend",
     "varlen_attention",

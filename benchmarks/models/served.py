@@ -58,6 +58,21 @@ def varlen_attention(
     return _followed(flashsci.varlen_attention(q, k, v, cu_seqlens_q, **options), note)
 
 
+def residual_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """`flashsci.residual_attention`."""
+    if _log is None:
+        return flashsci.residual_attention(q, k, v, bias, **options)
+    note = _note(
+        flashsci.explain(q, k, v, bias=bias, **options), q, k, v, {"bias": bias, **options}
+    )
+    out, scores = flashsci.residual_attention(q, k, v, bias, **options)
+    if "Residual" in type(scores.grad_fn).__name__:  # at once, by kernels of its own
+        note["forward"] = note["gradients"] = "triton"
+    return _followed(out, note), scores
+
+
 def _note(
     found: registry.Explanation, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> dict:

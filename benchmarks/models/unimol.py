@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from unimol_tools.models.transformers import SelfMultiheadAttention, TransformerEncoderWithPair
 
-from benchmarks.models.served import attention
+from benchmarks.models.served import attention, residual_attention
 from benchmarks.models.step import Results, Step, drawn, loss, master, mixed, replaced
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -25,21 +25,21 @@ def _attention(
     attn_bias: Tensor | None = None,
     return_attn: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
-    """SelfMultiheadAttention.forward. Scores are no result of attention here: they are computed beside it."""
+    """SelfMultiheadAttention.forward."""
     if key_padding_mask is not None:
         raise NotImplementedError("Uni-Mol's encoder puts padding into the bias, as -inf")
     batch, s, width = query.shape
     projected = self.in_proj(query).view(batch, s, 3, self.num_heads, self.head_dim)
     q, k, v = projected.permute(2, 0, 3, 1, 4)
     bias = attn_bias.view(batch, self.num_heads, s, s)
-    dropout = self.dropout if self.training else 0.0
-    out = attention(q, k, v, bias=bias, scale=self.scaling, dropout_p=dropout)
-    out = self.out_proj(out.transpose(1, 2).reshape(batch, s, width))
+    options = {"scale": self.scaling, "dropout_p": self.dropout if self.training else 0.0}
     if not return_attn:
-        return out
-    rows = (-1, s, self.head_dim)
-    scores = torch.baddbmm(attn_bias, q.reshape(rows), k.reshape(rows).mT, alpha=self.scaling)
-    return out, scores, None  # the third, P, has no reader
+        out = attention(q, k, v, bias=bias, **options)
+        return self.out_proj(out.transpose(1, 2).reshape(batch, s, width))
+    # Under autocast the first layer's is wider than the scores that the client adds it to.
+    out, scores = residual_attention(q, k, v, bias.to(q.dtype), **options)
+    out = self.out_proj(out.transpose(1, 2).reshape(batch, s, width))
+    return out, scores.view_as(attn_bias), None  # the third, P, has no reader
 
 
 def patched():

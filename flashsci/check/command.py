@@ -21,12 +21,21 @@ from typing import Any
 from flashsci.check.judging import judge_case, judge_fp8_case, judge_paged_case
 from flashsci.check.suite import run
 from flashsci.check.units import kernels_here
-from flashsci.testing import Case, FP8Case, FP8Variant, PagedCase, PagedVariant, Variant
+from flashsci.testing import (
+    Case,
+    FP8Case,
+    FP8Variant,
+    PagedCase,
+    PagedVariant,
+    ResidualCase,
+    Variant,
+)
 
 
 def reproduce(text: str, backends: Sequence[str], device: str, say: Any = print) -> int:
     """Judge one case given as the report prints it."""
-    names = {x.__name__: x for x in (Case, Variant, PagedCase, PagedVariant, FP8Case, FP8Variant)}
+    kinds = Case, Variant, PagedCase, PagedVariant, FP8Case, FP8Variant, ResidualCase
+    names = {x.__name__: x for x in kinds}
     case = eval(text, names)
     judge: Any = {PagedCase: judge_paged_case, FP8Case: judge_fp8_case}.get(type(case), judge_case)
     tallies = judge(case, backends, device)
@@ -64,6 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="only N generated calls on 8-bit floats, as a part of that name",
     )
+    parser.add_argument(
+        "--residual",
+        type=int,
+        metavar="N",
+        help="only N generated calls of residual attention, as a part of that name",
+    )
     parser.add_argument("--out", default="reports/gpu-check.json", help="where the report goes")
     parser.add_argument(
         "--seed",
@@ -87,7 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if options.reproduce:
         return reproduce(options.reproduce, backends or kernels_here(), options.device)
-    for name, count in (("paged", options.paged), ("fp8", options.fp8)):
+    for name, count in (
+        ("paged", options.paged),
+        ("fp8", options.fp8),
+        ("residual", options.residual),
+    ):
         if count is not None:
             options.unit, options.cases, options.cases_only = name, count, True
     return run(

@@ -7,7 +7,6 @@ import re
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -54,7 +53,7 @@ def judge_case(
     tallies: dict[str, Tally] = defaultdict(Tally)
     where = "cpu" if case.scores <= ON_HOST else device
     inputs = make_inputs(case, device)
-    forward = replace(inputs, dout=None, dlse=None, tangents={})
+    forward = inputs.forward_alone()
     if order == 0:
         inputs = forward
     results: dict[str, dict[str, torch.Tensor]] = {}
@@ -64,7 +63,7 @@ def judge_case(
             try:
                 with poisoned_memory(cuda_bytes=0):
                     tensors = evaluate(given, name, name != "sdpa", deterministic=False)
-                    if given.dout is not None and name not in PLAIN:
+                    if given.has_gradients and name not in PLAIN:
                         check_alone(given, name, tensors)
                 # Waits for them, so that a fault of these kernels is not reported of the next.
                 results[name] = moved_to(where, tensors)
@@ -72,7 +71,7 @@ def judge_case(
                 break
             except BackendError as error:
                 tally.refuse(_reason(error))
-                if ":" not in name or given.dout is None:
+                if ":" not in name or not given.has_gradients:
                     break
             except Exception:
                 tally.fail(case, traceback.format_exc())

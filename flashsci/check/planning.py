@@ -13,10 +13,13 @@ from flashsci.testing import (
     Case,
     FP8Case,
     PagedCase,
+    ResidualCase,
     Variant,
     generate,
     generate_fp8,
     generate_paged,
+    generate_residual,
+    residual_variants,
     second_order_variants,
     variants,
 )
@@ -25,6 +28,7 @@ from flashsci.testing.coverage import VIEWS
 from flashsci.testing.drawing import (
     SeededChoices,
     draw_case,
+    draw_residual,
     layouts_of,
     resized,
     with_inner_heads,
@@ -33,7 +37,7 @@ from flashsci.testing.drawing import (
 )
 
 Plan = tuple[
-    list[Case] | list[PagedCase] | list[FP8Case], tuple[str, ...]
+    list[Case] | list[PagedCase] | list[FP8Case] | list[ResidualCase], tuple[str, ...]
 ]  # cases, and the backends that are judged by them
 # Head dims whose rows are 32, 64 and 128 bytes.
 WHOLE = {"float16": (16, 32, 64), "bfloat16": (16, 32, 64), "float32": (16, 32)}
@@ -224,8 +228,29 @@ def fp8_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Pla
     return list(generate_fp8(seed, count, **limits)), tuple(b for b in backends if b in having)
 
 
+def residual_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:
+    """Cases of residual attention, for the backends with kernels of it: on a GPU of families, each of which has a kernel."""
+    names = tuple(b for b in backends if b == "triton")
+    if device != "cuda":
+        limits: dict[str, Any] = {
+            "pool": residual_variants(max_dim=32),
+            "lengths": SMALL_LENGTHS,
+            "score_limit": 1 << 9,
+        }
+        return list(generate_residual(seed, count, **limits)), names
+    choices = SeededChoices(seed)
+    pool = residual_variants()
+    chosen = [pool[i % len(pool)] for i in range(max(1, min(len(pool), count // 3)))]
+    families = [draw_residual(choices, [v], BULK_LENGTHS) for v in chosen]
+    return [resized(choices, families[i % len(families)], 1 << 19) for i in range(count)], names
+
+
 # Calls with cases of their own, by the group of their units: (class, plan).
-APART = {"paged": (PagedCase, paged_plan), "fp8": (FP8Case, fp8_plan)}
+APART = {
+    "paged": (PagedCase, paged_plan),
+    "fp8": (FP8Case, fp8_plan),
+    "residual": (ResidualCase, residual_plan),
+}
 
 
 def plans_of(

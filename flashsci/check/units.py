@@ -13,6 +13,7 @@ GROUPS = {
     "second_order": ("triton/jvp", "triton/double_backward_", "triton/wide_double_backward"),
     "paged": ("triton/paged", "cuda/sm90/paged", "cuda/sm80/paged"),
     "fp8": ("triton/fp8", "cuda/sm90/fp8_"),
+    "residual": ("triton/residual",),
 }
 
 

@@ -10,8 +10,17 @@ for case in generate(seed=0, count=100):
 
 from flashsci.testing import traps_execution, traps_models, traps_second  # noqa: F401  (register their traps)
 from flashsci.testing.bounds import TENSORS, Finding, Judge, assert_accurate, evaluate, exact_matmul
-from flashsci.testing.cases import Case, Variant
-from flashsci.testing.drawing import cases, draw_case, generate, second_order_variants, variants
+from flashsci.testing.cases import Case, ResidualCase, Variant
+from flashsci.testing.drawing import (
+    cases,
+    draw_case,
+    generate,
+    generate_residual,
+    residual_cases,
+    residual_variants,
+    second_order_variants,
+    variants,
+)
 from flashsci.testing.fp8 import (
     FP8Case,
     FP8Inputs,
@@ -51,6 +60,7 @@ __all__ = [
     "PagedInputs",
     "PagedJudge",
     "PagedVariant",
+    "ResidualCase",
     "Skipped",
     "Trap",
     "Variant",
@@ -64,6 +74,7 @@ __all__ = [
     "generate",
     "generate_fp8",
     "generate_paged",
+    "generate_residual",
     "judge_fp8",
     "judge_paged",
     "make_fp8_inputs",
@@ -72,6 +83,8 @@ __all__ = [
     "paged_cases",
     "poison_value",
     "poisoned_memory",
+    "residual_cases",
+    "residual_variants",
     "second_order_variants",
     "variants",
 ]

@@ -35,6 +35,8 @@ class Block:
     softcap: float | None
     place: dict[str, Any]  # tensor name -> how its slice of a whole result looks like this block's
     tangents: dict[str, Tensor]  # "tq", "tk", "tv", "tbias" in the shapes of q, k, v, bias
+    residual: bool = False  # scores are a result
+    dscores: Tensor | None = None  # their gradient, [*, Hq, Sq, Sk]
 
     def slot(self, name: str, whole: Tensor) -> Tensor:
         """This block's part of a result, a view of it."""
@@ -95,7 +97,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             alibi = (-alibi[..., None, None] * away).expand(shape)
         visible = visible if inputs.mask is None else visible & full(inputs.mask)
         place = _places(
-            dict.fromkeys(("out", "lse", "dq", "dk", "dv"), heads)
+            dict.fromkeys(("out", "lse", "scores", "dq", "dk", "dv"), heads)
             | {"dbias": full, "dkey_weight": by_key, "dsink": lambda x: x}
         )
         yield Block(
@@ -114,6 +116,8 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             options.get("softcap"),
             place,
             {name: place[name](x) for name, x in inputs.tangents.items()},
+            inputs.residual,
+            None if inputs.dscores is None else heads(inputs.dscores),
         )
         return
     starts_q = inputs.cu_seqlens_q.tolist()

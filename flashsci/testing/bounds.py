@@ -32,7 +32,7 @@ from flashsci.testing.formula import Formula, Rounding, finite
 from flashsci.testing.inputs import Inputs, moved_to
 from flashsci.testing.second_order import SECOND_ORDER
 
-TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dkey_weight", "dsink", *SECOND_ORDER)
+TENSORS = ("out", "lse", "scores", "dq", "dk", "dv", "dbias", "dkey_weight", "dsink", *SECOND_ORDER)
 SUMMED = ("dsink",)  # over packed sequences
 PLAIN = ("reference", "sdpa", "eager")  # backends that are plain PyTorch, with its own accuracy
 LEAVES = ("q", "k", "v", "bias", "key_weight", "sink")
@@ -61,27 +61,32 @@ def evaluate(
     """
     import flashsci
 
-    lse = lse or inputs.dlse is not None
+    lse = not inputs.residual and (lse or inputs.dlse is not None)
+    learning = inputs.has_gradients
     leaves: dict[str, Tensor] = {
-        n: getattr(inputs, n).detach().requires_grad_(inputs.dout is not None)
-        for n in ("q", "k", "v")
+        n: getattr(inputs, n).detach().requires_grad_(learning) for n in ("q", "k", "v")
     }
     learnt_of = {"bias": inputs.bias_grad, "key_weight": inputs.key_weight_grad, "sink": True}
     for name, learnt in learnt_of.items():
         x = getattr(inputs, name)
         if x is not None:
-            leaves[name] = x.detach().requires_grad_(inputs.dout is not None and learnt)
+            leaves[name] = x.detach().requires_grad_(learning and learnt)
     arguments: dict[str, Any] = dict(inputs.options, return_lse=lse, backend=backend)
     if inputs.dropout_seed is not None:
         arguments["dropout_seed"] = inputs.dropout_seed
     if inputs.alibi_slopes is not None:
         arguments["alibi_slopes"] = inputs.alibi_slopes
     arguments.update(options)
+    if inputs.residual:
+        names = ("scale", "dropout_p", "dropout_seed", "precision", "backend")
+        arguments = {n: x for n, x in arguments.items() if n in names}
 
     def call(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
         optional = dict(zip(LEAVES[3:], others, strict=True))
         given = arguments | {name: x for name, x in optional.items() if x is not None}
         with flashsci.use_backend(backend, strict=True):
+            if inputs.residual:
+                return flashsci.residual_attention(q, k, v, **given)
             if inputs.cu_seqlens_q is not None:
                 result = flashsci.varlen_attention(
                     q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **given
@@ -91,17 +96,24 @@ def evaluate(
         return result if lse else (result,)
 
     tensors: list[Any] = [leaves.get(n) for n in LEAVES]
-    found = dict(zip(("out", "lse"), call(*tensors), strict=False))
-    if inputs.dout is not None:
+    second = "scores" if inputs.residual else "lse"
+    found = dict(zip(("out", second), call(*tensors), strict=False))
+    if learning:
         wanted = {f"d{n}": x for n, x in leaves.items() if x.requires_grad}
         dout, dlse = inputs.dout, inputs.dlse
-        ends, cotangents = [found["out"]], [dout]
+        ends, cotangents = ([], []) if dout is None else ([found["out"]], [dout])
+        if inputs.dscores is not None:
+            ends.append(found["scores"])
+            cotangents.append(inputs.dscores)
         if dlse is not None:
             dlse = dlse.to(found["lse"].dtype)
             ends.append(found["lse"])
             cotangents.append(dlse)
         if not inputs.tangents:
-            gradients = torch.autograd.grad(ends, list(wanted.values()), cotangents)
+            # The gradient of scores alone does not reach v.
+            gradients = torch.autograd.grad(
+                ends, list(wanted.values()), cotangents, materialize_grads=inputs.residual
+            )
             found.update(zip(wanted, gradients, strict=True))
         else:
             cotangents = [x.detach().requires_grad_() for x in cotangents]
@@ -124,7 +136,7 @@ def check_alone(inputs: Inputs, backend: str, found: dict[str, Tensor], lse: boo
     Raises:
         AssertionError: other bits.
     """
-    alone = replace(inputs.elsewhere(), dout=None, dlse=None, tangents={})
+    alone = inputs.elsewhere().forward_alone()
     for name, x in evaluate(alone, backend, lse, deterministic=False).items():
         same = x.shape == found[name].shape and torch.equal(_bits(x), _bits(found[name]))
         assert same, f"{name}: other bits without gradients, or of tensors at other addresses"
@@ -502,7 +514,7 @@ class Judge:
 def assert_accurate(inputs: Inputs, backend: str, lse: bool = True) -> None:
     """Run one call on a backend and require both rules of every tensor; AssertionError names those that fail."""
     results = evaluate(inputs, backend, lse=lse)
-    if inputs.dout is not None and backend not in PLAIN:
+    if inputs.has_gradients and backend not in PLAIN:
         check_alone(inputs, backend, results, lse)
     Judge(inputs, backend not in PLAIN).require(results)
 

@@ -128,6 +128,14 @@ class Case:
         return math.prod(self.score_shape)
 
 
+@dataclass(frozen=True)
+class ResidualCase(Case):
+    """One problem of :func:`flashsci.residual_attention`, whose variant has nothing but a bias and dropout: scores are a result."""
+
+    given: str = "both"  # "out", "scores": which results have a gradient
+    scores_view: str = "contiguous"  # of the scores' gradient, as bias_view
+
+
 # Sizes around the tiles of every kernel, and small ones: most bugs live at edges.
 EDGE_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 61, 63, 64, 65, 97, 127, 128, 129)
 BULK_LENGTHS = (*EDGE_LENGTHS, 0, 191, 192, 193, 255, 256, 257, 300)

@@ -24,6 +24,7 @@ from flashsci.testing.cases import (
     PLACES,
     SOFTCAPS,
     Case,
+    ResidualCase,
     Variant,
 )
 
@@ -116,6 +117,50 @@ def second_order_variants(count: int = 48, **limits: Any) -> list[Variant]:
             tangents += "w"
         found[replace(variant, tangents=tangents or "qkv", sink=None)] = None
     return list(found)
+
+
+def residual_variants(count: int = 96, **limits: Any) -> list[Variant]:
+    """Those of :func:`variants` of head dims up to 128, with nothing but their bias and dropout."""
+    found: dict[Variant, None] = {}
+    for v in variants(count, **limits):
+        if max(v.head_dim, v.head_dim_v) <= 128:
+            bare = Variant(
+                v.dtype,
+                v.head_dim,
+                v.head_dim_v,
+                v.bias,
+                v.bias_float,
+                v.bias_grad,
+                dropout=v.dropout,
+            )
+            found[bare] = None
+    return list(found)
+
+
+def draw_residual(
+    choices: Choices,
+    pool: Sequence[Variant] | None = None,
+    lengths: Sequence[int] = BULK_LENGTHS,
+    score_limit: int = 1 << 19,
+) -> ResidualCase:
+    """A case of residual attention, as :func:`draw_case` draws others."""
+    case = draw_case(choices, residual_variants() if pool is None else pool, lengths, score_limit)
+    views = ("contiguous", "contiguous", "transposed", "padded", "linear")
+    return ResidualCase(
+        **vars(case), given=choices.one_of(("both", "both", "both", "out", "scores")), scores_view=choices.one_of(views)
+    )  # fmt: skip
+
+
+def generate_residual(seed: int, count: int, **limits: Any) -> Iterator[ResidualCase]:
+    """``count`` cases of a seeded generator; ``limits`` as in :func:`draw_residual`."""
+    choices = SeededChoices(seed)
+    for _ in range(count):
+        yield draw_residual(choices, **limits)
+
+
+def residual_cases(**limits: Any) -> Any:
+    """A Hypothesis strategy of whole cases (needs hypothesis)."""
+    return strategy_of(lambda choices: draw_residual(choices, **limits))
 
 
 def draw_case(

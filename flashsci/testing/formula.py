@@ -108,6 +108,7 @@ class Formula:
         bias = torch.where(visible, bias, zero)
         alibi = zero if b.alibi is None else b.alibi
         scores = capped + bias + alibi
+        seen, bare_abs = visible, raw_abs + capped.abs() + bias.abs() + scores.abs()
         w = zero + 1 if b.key_weight is None else per_pair(b.key_weight)
         empty = ~(visible & (w > 0)).any(-1, keepdim=True)
         visible = visible & ~empty
@@ -212,6 +213,11 @@ class Formula:
             "out": out_abs + out_fine,
             "lse": ((mean_abs + lse.abs()) * near).squeeze(-1),
         }
+        if b.residual:
+            kept = self.rounded(torch.where(seen, scores, zero), bias_unit)
+            self.values["scores"] = torch.where(seen, kept, -torch.inf)
+            self.coarse["scores"] = torch.where(seen, scores.abs() + tiny, zero)
+            self.fine["scores"] = torch.where(seen, bare_abs, zero)
         self.loose: dict[str, Tensor] = {}
 
         def subnormal(x: Tensor) -> Tensor:
@@ -237,20 +243,21 @@ class Formula:
                 1.1 * (out.abs() + b.keep.max() * v_abs.amax(-2, keepdim=True)).detach(),
             )
             self.loose = {"out": out_loose, "lse": lse_loose.squeeze(-1)}
-        if b.dout is None:
+        if b.dout is None and b.dscores is None:
             return
+        dout = torch.zeros_like(out).detach() if b.dout is None else b.dout
 
         # First backward, from P recomputed with the stored lse: E = dS = P o (R o (G V^T) - delta + g).
         bare = torch.where(visible, torch.exp(torch.where(visible, scores - lse, zero)), zero)
         bare_fine = bare * (scores_abs + mean_abs) * near
         p = w * bare
         pr = self.rounded(p * b.keep)
-        g_abs = b.dout.abs()
+        g_abs = dout.abs()
         dlse = zero if b.dlse is None else b.dlse[..., None]
         dp_abs = b.keep * (g_abs @ turn(v_abs))
-        dp = b.keep * (b.dout @ turn(v))
+        dp = b.keep * (dout @ turn(v))
         delta_abs = row(g_abs * out_abs) + dlse.abs()
-        delta = row(b.dout * out) - dlse
+        delta = row(dout * out) - dlse
         # Kernels of wide heads have no room for P but in the inputs' dtype.
         wide = max(b.q.shape[-1], b.v.shape[-1]) > 128
         e = (self.rounded(p) if wide else p) * (dp - delta)
@@ -258,6 +265,9 @@ class Formula:
         # Where dout and dlse are zero there is nothing to round.
         e_abs = p * u_abs + tiny * (visible & (u_abs > 0))
         e_fine = e_abs + p_fine * u_abs + p * row(g_abs * out_fine)
+        if b.dscores is not None:  # of a result that is added to
+            g_scores = b.dscores.abs()
+            e, e_abs, e_fine = e + b.dscores, e_abs + g_scores, e_fine + g_scores
         e_loose = delta_loose = None
         if p_loose is not None and out_loose is not None:
             delta_loose = row(g_abs * out_loose)
@@ -284,7 +294,7 @@ class Formula:
         ]
         dv = [
             per_key(turn(x) @ y)
-            for _, x, y in _terms(1.0, (pr, pr_abs, pr_abs + pr_fine), b.dout, g_abs)
+            for _, x, y in _terms(1.0, (pr, pr_abs, pr_abs + pr_fine), dout, g_abs)
         ]
         dbias = [] if b.bias is None else [x.sum_to_size(b.bias.shape) for x in (e, e_abs, e_fine)]
         # What kernels make of a P below the smallest normal number of their own arithmetic: nothing.
@@ -355,7 +365,7 @@ class Formula:
             spread = {"tk": per_query, "tv": per_query, "tkey_weight": per_pair}
             results = second_order(
                 {n: exact(spread.get(n, lambda y: y)(x)) for n, x in b.tangents.items()},
-                exact(b.q), exact(k), exact(v), exact(b.dout), Sized(p, p_abs, p_fine, p_loose),
+                exact(b.q), exact(k), exact(v), exact(dout), Sized(p, p_abs, p_fine, p_loose),
                 Sized(bare, bare, bare_fine, bare_loose if b.key_weight is not None else p_loose), exact(b.keep), b.scale, inclined, bend,
                 Sized(dp, dp_abs, dp_abs), Sized(delta, delta_abs, row(g_abs * out_fine) + delta_abs, delta_loose), self.rounded, tiny,
             )  # fmt: skip

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.testing.cases import NUMBERS, Case
+from flashsci.residual_ops import scores_dtype
+from flashsci.testing.cases import NUMBERS, Case, ResidualCase
 from flashsci.testing.poison import embed
 
 
@@ -19,7 +20,8 @@ class Inputs:
 
     Dense: q [..., Hq, Sq, D], k [..., Hk, Sk, D], v [..., Hk, Sk, Dv], as :func:`flashsci.attention`. Packed, when
     ``cu_seqlens_q`` is given: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv], as :func:`flashsci.varlen_attention`.
-    ``dout`` has out's shape and ``dlse`` that of lse; None means zero. ``tangents`` by name ("tq", "tk", "tv", "tbias", "tkey_weight"), in the
+    ``dout`` has out's shape and ``dlse`` that of lse; None means zero. With ``residual`` the call is one of
+    :func:`flashsci.residual_attention`, and ``dscores`` is the gradient of its scores. ``tangents`` by name ("tq", "tk", "tv", "tbias", "tkey_weight"), in the
     shapes of what they belong to, ask for the second order: absent means zero.
     """
 
@@ -40,10 +42,20 @@ class Inputs:
     key_weight_grad: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     tangents: dict[str, Tensor] = field(default_factory=dict)
+    residual: bool = False
+    dscores: Tensor | None = None
 
     @property
     def varlen(self) -> bool:
         return self.cu_seqlens_q is not None
+
+    @property
+    def has_gradients(self) -> bool:
+        return self.dout is not None or self.dscores is not None
+
+    def forward_alone(self) -> Inputs:
+        """The same without gradients."""
+        return replace(self, dout=None, dlse=None, dscores=None, tangents={})
 
     def elsewhere(self) -> Inputs:
         """The same values in the same strides, at other addresses: copies of the memory that tensors lie in."""
@@ -70,6 +82,7 @@ class Inputs:
             sink=cast(self.sink),
             dout=cast(self.dout),
             dlse=cast(self.dlse),
+            dscores=cast(self.dscores),
             tangents={
                 n: x.detach().to(dtype or x.dtype).contiguous() for n, x in self.tangents.items()
             },
@@ -167,6 +180,7 @@ class _Maker:
             options["max_seqlen_q"] = max(case.lens_q)
             if not case.self_attention:
                 options["max_seqlen_k"] = max(case.lens_k)
+        residual = self.residual(dout, bias, q) if isinstance(case, ResidualCase) else {}
         return Inputs(
             q,
             k,
@@ -176,7 +190,7 @@ class _Maker:
             alibi_slopes=self.alibi() if variant.alibi else None,
             sink=self.sink().requires_grad_() if variant.sink else None,
             mask=self.mask(),
-            dout=self.place(dout, "dout"),
+            **(residual or {"dout": self.place(dout, "dout")}),
             dlse=None if dlse is None else embed(self.sent(dlse)),
             cu_seqlens_q=self.offsets(case.lens_q) if packed else None,
             cu_seqlens_k=self.offsets(case.lens_k) if packed and not case.self_attention else None,
@@ -188,6 +202,21 @@ class _Maker:
             options=options,
             tangents=self.tangents(q, k, v, bias, weight) if variant.tangents else {},
         )
+
+    def residual(self, dout: Tensor, bias: Tensor | None, q: Tensor) -> dict[str, Any]:
+        """The gradients of the results that have one. Pairs with padding have none where that is of dout, as in a loss that leaves
+        them out."""
+        case = self.case
+        assert isinstance(case, ResidualCase)
+        found: dict[str, Any] = {"residual": True, "dout": None}
+        if case.given != "scores":
+            found["dout"] = self.place(dout, "dout")
+        if case.given != "out":
+            gradient = case.dout_scale * self.normal(case.score_shape)
+            if case.padding != "none":
+                gradient = gradient.masked_fill(self.padded_pairs(), 0)
+            found["dscores"] = self.view(gradient.to(scores_dtype(q, bias)), case.scores_view)
+        return found
 
     def tangents(self, *tensors: Tensor | None) -> dict[str, Tensor]:
         """Of q, k, v, bias, key_weight."""

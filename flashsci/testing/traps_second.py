@@ -120,7 +120,7 @@ def gradients_of_inputs_that_depend_on_each_other(backend: str, device: torch.de
         found = []
         for name, dtype in (("reference", torch.float64), (backend, torch.float32)):
             leaf = x.to(device, dtype).requires_grad_()
-            others = {} if tied else {"bias": leaf.cos()}
+            others: dict[str, Any] = {} if tied else {"bias": leaf.cos()}
             if with_sink:
                 others["sink"] = leaf.mean((0, 2, 3))
             k, v = (leaf, leaf) if tied else (leaf.sin(), leaf.square())

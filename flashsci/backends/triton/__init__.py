@@ -21,8 +21,17 @@ from flashsci import fp8_ops, ops
 from flashsci.ops import Saved, Scalars, Tensors
 from flashsci.problem import Problem
 
-# Some for what they define alone: the ops of paged calls, and kernels, which Triton interprets or not from here on.
-from . import checks, host, host_copy, host_fp8, host_paged, host_second_order, launch  # noqa: F401
+# Some for what they define alone: ops of other calls, and kernels, which Triton interprets or not from here on.
+from . import (  # noqa: F401
+    checks,
+    host,
+    host_copy,
+    host_fp8,
+    host_paged,
+    host_residual,
+    host_second_order,
+    launch,
+)
 
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED:

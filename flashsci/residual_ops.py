@@ -1,0 +1,120 @@
+"""The raw ops of residual attention: their arguments, schemas and fake kernels, the same for every backend that has them.
+
+``flashsci::<backend>_residual_forward`` and ``_residual_backward`` are opaque to a compiler and know nothing of autograd:
+flashsci/residual.py wires them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashsci.ops import LIBRARY, Scalars, Tensors, empty_like_layout
+
+
+class ResidualCall(NamedTuple):
+    """One call, as kernels take it: q ``[*, Hq, Sq, D]``, k ``[*, Hk, Sk, D]``, v ``[*, Hk, Sk, Dv]`` with equal leading dims, none to
+    two; bias broadcastable to the scores ``[*, Hq, Sq, Sk]``, with as many dims."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    dropout_seed: Tensor | None
+    scale: float
+    dropout_p: float
+    precision: str
+
+    @property
+    def tensors(self) -> Tensors:
+        q, k, v, bias, seed = self[:5]
+        return Tensors(q, k, v, bias, dropout_seed=seed)
+
+    @property
+    def scalars(self) -> Scalars:
+        return Scalars(
+            -1, -1, self.scale, 0.0, -1, -1, False, self.dropout_p, self.precision, False
+        )
+
+    @property
+    def score_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-1], self.k.shape[-2])
+
+
+def scores_dtype(q: Tensor, bias: Tensor | None) -> torch.dtype:
+    """The wider one of q's and the bias's."""
+    return q.dtype if bias is None else torch.promote_types(q.dtype, bias.dtype)
+
+
+_CALL = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? dropout_seed, float scale, float dropout_p, "
+    "str precision"
+)
+_FORWARD = f"({_CALL}) -> (Tensor out, Tensor lse, Tensor scores)"
+_BACKWARD = (
+    f"(Tensor? dout, Tensor? dscores, {_CALL}, Tensor out, Tensor lse, Tensor? scores, bool need_bias) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor change)"
+)
+_N = len(ResidualCall._fields)
+
+
+class Kernels(NamedTuple):
+    """What a backend offers."""
+
+    forward: Callable[[ResidualCall], tuple[Tensor, Tensor, Tensor]]
+    """out, lse, scores."""
+    backward: Callable[..., tuple[Tensor, ...]]
+    """dq, dk, dv and the gradient of the whole scores, empty unless ``need_bias``; of (dout, dscores, call, out, lse, scores,
+    need_bias). ``scores``, which are read where they are float32, may be None: they are computed again, from the bias."""
+    prepared: Callable[[ResidualCall], Any]
+    """Both for plain tensors of the signature of a call's: ``forward(q, k, v, bias, dropout_seed)``, and ``backward(dout, dscores,
+    (q, k, v, bias, dropout_seed), out, lse, scores, need_bias)`` with None in the place of what is empty."""
+
+
+def empty_results(call: ResidualCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Where out, lse and scores go."""
+    q = call.q
+    out = empty_like_layout(q, (*q.shape[:-1], call.v.shape[-1]))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return out, lse, q.new_empty(call.score_shape, dtype=scores_dtype(q, call.bias))
+
+
+def empty_gradients(call: ResidualCall, need_bias: bool) -> tuple[Tensor, ...]:
+    """Where dq, dk, dv and the gradient of the scores go."""
+    rows = [empty_like_layout(x, x.shape) for x in call[:3]]
+    shape = call.score_shape if need_bias else (0,)
+    return *rows, call.q.new_empty(shape, dtype=scores_dtype(call.q, call.bias))
+
+
+def define(backend: str, kernels: Kernels, keys: Sequence[str]) -> Kernels:
+    """Define a backend's ops for the given dispatch keys; returns what calls them."""
+
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return kernels.forward(ResidualCall(*arguments))
+
+    def grouped(dout: Any, dscores: Any, *rest: Any) -> tuple[Any, ...]:
+        return dout, dscores, ResidualCall(*rest[:_N]), *rest[_N:]
+
+    def backward(*arguments: Any) -> tuple[Tensor, ...]:
+        return kernels.backward(*grouped(*arguments))
+
+    ops = []
+    for what, schema, function, fake in (
+        ("forward", _FORWARD, forward, lambda *a: empty_results(ResidualCall(*a))),
+        ("backward", _BACKWARD, backward, lambda *a: empty_gradients(grouped(*a)[2], a[-1])),
+    ):
+        name = f"{backend}_residual_{what}"
+        LIBRARY.define(name + schema)
+        for key in keys:
+            LIBRARY.impl(name, function, key)
+        torch.library.register_fake(f"flashsci::{name}", fake, lib=LIBRARY)
+        ops.append(getattr(torch.ops.flashsci, name).default)
+    run, run_backward = ops
+    return Kernels(
+        lambda call: run(*call),
+        lambda dout, dscores, call, *rest: run_backward(dout, dscores, *call, *rest),
+        kernels.prepared,
+    )
