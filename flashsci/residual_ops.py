@@ -74,19 +74,30 @@ class Kernels(NamedTuple):
     (q, k, v, bias, dropout_seed), out, lse, scores, need_bias)`` with None in the place of what is empty."""
 
 
+def empty_scores(q: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Scores, or what has their shape, in rows that begin at multiples of 16 bytes."""
+    step = 16 // dtype.itemsize
+    strides = [1, -(-shape[-1] // step) * step]
+    for n in reversed(shape[1:-1]):
+        strides.append(strides[-1] * n)
+    return q.new_empty_strided(tuple(shape), strides[::-1], dtype=dtype)
+
+
 def empty_results(call: ResidualCall) -> tuple[Tensor, Tensor, Tensor]:
     """Where out, lse and scores go."""
     q = call.q
     out = empty_like_layout(q, (*q.shape[:-1], call.v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    return out, lse, q.new_empty(call.score_shape, dtype=scores_dtype(q, call.bias))
+    return out, lse, empty_scores(q, call.score_shape, scores_dtype(q, call.bias))
 
 
 def empty_gradients(call: ResidualCall, need_bias: bool) -> tuple[Tensor, ...]:
     """Where dq, dk, dv and the gradient of the scores go."""
     rows = [empty_like_layout(x, x.shape) for x in call[:3]]
-    shape = call.score_shape if need_bias else (0,)
-    return *rows, call.q.new_empty(shape, dtype=scores_dtype(call.q, call.bias))
+    dtype = scores_dtype(call.q, call.bias)
+    if not need_bias:
+        return *rows, call.q.new_empty(0, dtype=dtype)
+    return *rows, empty_scores(call.q, call.score_shape, dtype)
 
 
 def define(backend: str, kernels: Kernels, keys: Sequence[str]) -> Kernels:

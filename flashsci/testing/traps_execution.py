@@ -142,8 +142,9 @@ def replay_other_values(case: Case, backend: str, device: torch.device) -> None:
     with torch.cuda.graph(graph):
         found = evaluate(first, backend)
     with torch.no_grad():
-        for name in ("q", "k", "v", "dout"):
-            getattr(first, name).copy_(getattr(second, name))
+        for name in ("q", "k", "v", "bias", "dout", "dscores"):
+            if getattr(first, name) is not None:
+                getattr(first, name).copy_(getattr(second, name))
         for name, x in first.tangents.items():
             x.copy_(second.tangents[name])
     graph.replay()

@@ -13,7 +13,7 @@ from ahead_of_time import report_of
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 KERNELS = {"residual_forward_kernel", "residual_backward_kernel", "residual_queries_kernel"}
 MOST_SHARED = {75: 64, 80: 163, 90: 227}
-MOST_STACK = 520  # bytes of a thread that may spill: of IEEE products, of rows that are not aligned
+MOST_STACK = 560  # bytes of a thread that may spill: of IEEE products, of rows that are not aligned
 
 
 def calls(architecture: int):

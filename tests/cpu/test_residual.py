@@ -207,16 +207,66 @@ def test_autocast_leaves_the_bias():
 
 
 def test_layout_and_masks():
-    """out lies as q does, scores are contiguous; -inf stays in them, and a row of nothing else has out 0."""
+    """out lies as q does; -inf stays in the scores, and a row of nothing else has out 0."""
     q, k, v = torch.randn(2, 9, 3, 4, 8).permute(2, 0, 3, 1, 4)
     bias = torch.zeros(2, 4, 9, 9)
     bias[..., 5:] = -torch.inf
     bias[:, :, 2] = -torch.inf
     for backend in ("triton", "reference"):
         out, scores = flashsci.residual_attention(q, k, v, bias, backend=backend)
-        assert out.transpose(1, 2).is_contiguous() and scores.is_contiguous()
+        assert out.transpose(1, 2).is_contiguous()
         assert torch.equal(scores == -torch.inf, bias == -torch.inf)
         assert (out[:, :, 2] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keys", [1, 8, 13, 16, 37])
+def test_rows_of_scores(dtype, keys, poison):
+    """They begin at multiples of 16 bytes, and are users' own: to reshape, to write to, to give back in any layout."""
+    q, k, v = (torch.randn(2, 3, n, 8, dtype=dtype).requires_grad_() for n in (11, keys, keys))
+    bias = torch.randn(2, 3, 11, keys, dtype=dtype).requires_grad_()
+    given = q, k, v, bias
+    true = flashsci.residual_attention(*given, backend="reference")
+    for _ in range(2):  # the second call is a repeat
+        out, scores = flashsci.residual_attention(*given, backend="triton")
+        row = scores.stride(-2)
+        assert 0 <= row - keys < 16 // dtype.itemsize and row * dtype.itemsize % 16 == 0
+        assert scores._base is None and scores.view(6, 11, keys).shape[0] == 6
+        tolerance = (
+            dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.02, atol=0.02)
+        )
+        torch.testing.assert_close(scores, true[1], **tolerance)
+        gradients = torch.randn_like(out), torch.randn(11, 3, 2, keys, dtype=dtype).transpose(0, 2)
+        found, right = (
+            torch.autograd.grad(x, given, gradients) for x in ((out, scores), true_of(given))
+        )
+        for a, b in zip(found, right, strict=True):
+            torch.testing.assert_close(a, b, **{n: 5 * x for n, x in tolerance.items()})
+    with torch.no_grad():
+        flashsci.residual_attention(*given, backend="triton")[1].add_(1)
+    following, _ = flashsci.residual_attention(q, k, v, scores, backend="triton")
+    torch.testing.assert_close(
+        following,
+        flashsci.residual_attention(q, k, v, true[1], backend="reference")[0],
+        **tolerance,
+    )
+
+
+def true_of(given):
+    return flashsci.residual_attention(*given, backend="reference")
+
+
+@pytest.mark.parametrize("offset", range(9))
+def test_a_bias_that_begins_anywhere(offset, poison):
+    """Memory that is not aligned is read in smaller pieces; the same plan serves all."""
+    q, k, v = torch.randn(3, 1, 2, 20, 8).bfloat16().unbind(0)
+    memory = torch.randn(offset + 2 * 20 * 24).bfloat16()
+    bias = memory[offset:].view(1, 2, 20, 24)[..., :20]
+    for a, b in zip(
+        *(flashsci.residual_attention(q, k, v, bias, backend=x) for x in ("triton", "reference")),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
 
 
 def test_saves_no_scores_of_16_bits():

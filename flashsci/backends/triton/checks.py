@@ -225,6 +225,15 @@ def checked(
     return Tensors(q, k, v, bias, weight, mask, cu_q, cu_k, bias_offsets, seed, alibi_slopes)
 
 
+def check_scores(
+    q: Tensor, shape: Sequence[int], dtype: torch.dtype, **tensors: Tensor | None
+) -> None:
+    """Scores that are a result, and their gradient."""
+    for name, x in tensors.items():
+        if x is not None:
+            _same(name, x, shape, (dtype,), q)
+
+
 def forward(kernels: Callable[..., Any]) -> Callable[..., Any]:
     """``kernels`` (host.forward) behind the checks."""
 

@@ -19,7 +19,7 @@ from . import checks
 from .arguments import Schedule
 from .host import Plan, plan_of, rows_of
 from .host_launch import Launch
-from .host_strides import strides4
+from .host_strides import plane_strides, strides4
 from .residual_backward import residual_backward_kernel, residual_queries_kernel
 from .residual_forward import residual_forward_kernel
 
@@ -56,16 +56,17 @@ def tiles(
 
 
 class Launches:
-    """Of tensors of one signature, by name."""
+    """Of tensors of one signature."""
 
-    def __init__(self, plan: Plan, dtype: torch.dtype):
+    def __init__(self, plan: Plan, call: ResidualCall):
         self.plan = plan
         d, v = plan.arguments["D"], plan.arguments["V"]
         self.width = max(d.W0 + d.W1, v.W0 + v.W1)
-        self.vector = math.gcd(plan.size_k, 16 // dtype.itemsize)  # scores of a row in one load
+        self.vector = 16 // scores_dtype(call.q, call.bias).itemsize
 
-    def __call__(self, name: str, kernel, **strided: Tensor) -> Launch:
-        """The launch of a kernel. strided: results and gradients with rows, by the kernel's name of them."""
+    def __call__(self, name: str, kernel, pieces: int, **strided: Tensor) -> Launch:
+        """The launch of a kernel. pieces: of the bias (`pieces_of`); strided: results and gradients with rows, by the kernel's name of
+        them."""
         p = self.plan
         m, n, warps, stages, *registers = tiles(
             name, p.device.capability, p.dtype == torch.float32, self.width, p.size_k
@@ -73,15 +74,25 @@ class Launches:
         by_keys = name == "backward"
         count = -(-p.size_k // n) if by_keys else -(-p.size_q // m)
         heads = p.batch * (p.heads_k if by_keys else p.heads)
-        arguments = {k: x for k, x in p.arguments.items() if k in kernel.arg_names}
-        arguments |= {f"{k}_strides": strides4(x.stride()) for k, x in strided.items()}
-        arguments |= {
-            "schedule": Schedule(count, 1, heads), "VECTOR": self.vector, "BLOCK_M": m, "BLOCK_N": n,
-            "num_warps": warps, "num_stages": stages,
+        arguments = p.arguments | {
+            "schedule": Schedule(count, 1, heads), "VECTOR": self.vector, "BIAS_VECTOR": pieces, "BLOCK_M": m, "BLOCK_N": n,
         }  # fmt: skip
+        arguments |= {f"{k}_strides": strides4(x.stride()) for k, x in strided.items()}
+        arguments = {k: x for k, x in arguments.items() if k in kernel.arg_names}
+        arguments |= {"num_warps": warps, "num_stages": stages}
         if registers:
             arguments["maxnreg"] = registers[0]
         return Launch(kernel, count * heads, arguments)
+
+
+def pieces_of(bias: Tensor | None) -> int:
+    """Numbers, up to 16 bytes, at whose multiples rows of a bias begin; 0: its keys are not neighbours."""
+    if bias is None:
+        return 0
+    *strides, column = plane_strides(bias.shape, bias.stride(), False)
+    if column != 1:
+        return 0
+    return math.gcd(16 // bias.element_size(), *strides, bias.data_ptr() // bias.element_size())
 
 
 def inputs_of(
@@ -98,65 +109,79 @@ def plan_for(call: ResidualCall, *more: Tensor) -> Plan:
 
 
 def alike(x: Tensor) -> tuple:
-    return x.shape, x.stride(), x.dtype
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def room(shape, stride, dtype, device) -> Tensor:
+    """For scores: with memory for the last row's end, too, which kernels write."""
+    if len(shape) < 2 or stride[-2] == shape[-1]:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    memory = torch.empty(shape[0] * stride[0], dtype=dtype, device=device)
+    # Not a view to autograd: users may write to it.
+    return torch.empty(0, dtype=dtype, device=device).set_(
+        memory.untyped_storage(), 0, shape, stride
+    )
 
 
 class Forward:
     """out, lse, scores of tensors of one signature."""
 
     def __init__(self, plan: Plan, call: ResidualCall):
-        results = empty_results(call)
-        self.results, self.device = [alike(x) for x in results], call.q.device
-        launches = Launches(plan, results[2].dtype)
-        self.run = None if plan.empty else launches("forward", residual_forward_kernel, out=results[0])  # fmt: skip
+        *self.rows, self.scores = (alike(x) for x in empty_results(call))
+        self.empty, self.launches = plan.empty, Launches(plan, call)
+        self.runs: dict[int, Launch] = {}  # by the pieces of the bias
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """tensors: the first five of a ResidualCall."""
-        out, lse, scores = [
-            torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
-            for shape, stride, dtype in self.results
-        ]
-        if self.run is None:
+        out, lse = [torch.empty_strided(x, y, dtype=z, device=d) for x, y, z, d in self.rows]
+        scores = room(*self.scores)
+        if self.empty:
             out.zero_(), lse.fill_(-torch.inf)
-        else:
-            self.run(inputs_of(*tensors), out, lse, scores)
+            return out, lse, scores
+        pieces = pieces_of(tensors[3])
+        run = self.runs.get(pieces)
+        if run is None:
+            run = self.launches("forward", residual_forward_kernel, pieces, out=out)
+            self.runs[pieces] = run
+        run(inputs_of(*tensors), out, lse, scores)
         return out, lse, scores
 
 
 class Backward:
     """dq, dk, dv and the gradient of the whole scores (None unless wanted), likewise."""
 
-    def __init__(self, plan: Plan, dout: Tensor, call: ResidualCall, out: Tensor, need_bias: bool):
-        dtype = scores_dtype(call.q, call.bias)
-        dq, dk, dv, _ = empty_gradients(call, False)
-        self.rows, self.device = [alike(x) for x in (dq, dk, dv)], call.q.device
-        self.run = self.queries = None
-        self.scores = call.score_shape, dtype
-        launches = Launches(plan, dtype)
-        if not plan.empty:
-            self.run = launches("backward", residual_backward_kernel, dout=dout, out=out, dq=dq, dk=dk, dv=dv)  # fmt: skip
-            if self.run.arguments["schedule"].tiles > 1:  # else one tile has all keys
-                self.queries = launches("queries", residual_queries_kernel, dq=dq)
-        self.stored = need_bias or self.queries is not None
-        self.need_bias = need_bias
+    def __init__(self, plan: Plan, call: ResidualCall, need_bias: bool):
+        dq, dk, dv, change = empty_gradients(call, True)
+        self.rows = [alike(x) for x in (dq, dk, dv)]
+        self.change, self.need_bias = alike(change), need_bias
+        self.empty, self.launches = plan.empty, Launches(plan, call)
+        self.runs: dict[int, tuple[Launch, Launch | None]] = {}
 
     def __call__(self, dout, dscores, tensors, out, lse, scores) -> tuple[Tensor | None, ...]:
-        dq, dk, dv = [
-            torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
-            for shape, stride, dtype in self.rows
-        ]
-        shape, dtype = self.scores
-        change = torch.empty(shape, dtype=dtype, device=self.device) if self.stored else None
-        if self.run is None:
-            for x in (dq, dk, dv):
-                x.zero_()
-            return dq, dk, dv, change
-        inputs = inputs_of(*tensors)
-        whole = self.queries is None
-        self.run(inputs, dout, out, lse, scores, dscores, change, dq if whole else None, dk, dv)
-        if self.queries is not None:
-            self.queries(inputs, change, dq)
+        dq, dk, dv = [torch.empty_strided(x, y, dtype=z, device=d) for x, y, z, d in self.rows]
+        if self.empty:
+            return dq.zero_(), dk.zero_(), dv.zero_(), room(*self.change)
+        inputs, pieces = inputs_of(*tensors), pieces_of(tensors[3])
+        if pieces not in self.runs:
+            strided = {"dout": dout, "out": out, "dq": dq, "dk": dk, "dv": dv}
+            first = self.launches("backward", residual_backward_kernel, pieces, **strided)
+            whole = first.arguments["schedule"].tiles == 1  # one tile has all keys
+            second = None if whole else self.launches("queries", residual_queries_kernel, pieces, dq=dq)  # fmt: skip
+            self.runs[pieces] = first, second
+        run, queries = self.runs[pieces]
+        change = room(*self.change) if self.need_bias or queries is not None else None
+        early = dq if queries is None else None
+        scores, dscores = self.in_rows(scores), self.in_rows(dscores)
+        run(inputs, dout, out, lse, scores, dscores, change, early, dk, dv)
+        if queries is not None:
+            queries(inputs, change, dq)
         return dq, dk, dv, change if self.need_bias else None
+
+    def in_rows(self, x: Tensor | None) -> Tensor | None:
+        """Scores or their gradient as kernels read them."""
+        if x is None or (x.stride() == self.change[1] and not x.data_ptr() & 15):
+            return x
+        return room(*self.change).copy_(x)
 
 
 def forward_of(call: ResidualCall) -> Forward:
@@ -171,7 +196,7 @@ def backward_of(dout: Tensor, call: ResidualCall, out: Tensor, need_bias: bool) 
     plan = plan_for(call, dout, out)
     key = "residual backward", scores_dtype(call.q, call.bias), need_bias
     if key not in plan.launches:
-        plan.launches[key] = Backward(plan, dout, call, out, need_bias)
+        plan.launches[key] = Backward(plan, call, need_bias)
     return plan.launches[key]
 
 
@@ -187,7 +212,9 @@ class Prepared:
     def backward(self, dout, dscores, tensors, out, lse, scores, need_bias: bool):
         """Of plain tensors."""
         dout, out = rows_of(dout, out), rows_of(out, out)
-        key = need_bias, *[None if x is None else (x.shape, x.stride(), x.dtype) for x in (*tensors, dout, out)]  # fmt: skip
+        # Of all tensors: hooks of saved ones may have brought back others than were given.
+        given = (*tensors, dout, out, lse, dscores, scores)
+        key = need_bias, *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given]  # fmt: skip
         run = self.backwards.get(key)
         if run is None:
             call = ResidualCall(*tensors, *self.options)
@@ -195,7 +222,6 @@ class Prepared:
             if len(self.backwards) >= 64:
                 self.backwards.clear()
             run = self.backwards[key] = backward_of(dout, call, out, need_bias)
-        dscores = None if dscores is None else dscores.contiguous()
         return run(dout, dscores, tensors, out, lse.contiguous(), scores)
 
 
@@ -203,9 +229,7 @@ def check(dout, dscores, call: ResidualCall, out, lse, scores) -> None:
     """Of a backward's tensors."""
     checks.checked(call.tensors, call.scalars, (), (out, dout), (lse,))
     dtype = scores_dtype(call.q, call.bias)
-    for name, x in (("scores", scores), ("dscores", dscores)):
-        if x is not None:
-            checks._same(name, x, call.score_shape, (dtype,), call.q)
+    checks.check_scores(call.q, call.score_shape, dtype, scores=scores, dscores=dscores)
 
 
 def forward(call: ResidualCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,13 +241,12 @@ def forward(call: ResidualCall) -> tuple[Tensor, Tensor, Tensor]:
 def backward(dout, dscores, call: ResidualCall, out, lse, scores, need_bias: bool):
     """dq, dk, dv and the gradient of the whole scores, empty unless ``need_bias``."""
     check(dout, dscores, call, out, lse, scores)
-    exact = scores if scores_dtype(call.q, call.bias) == torch.float32 else None
+    dtype = scores_dtype(call.q, call.bias)
     dout, out = rows_of(dout, out), rows_of(out, out)
-    dscores = None if dscores is None else dscores.contiguous()
+    exact = scores if dtype == torch.float32 else None
     run = backward_of(dout, call, out, need_bias)
     *rows, change = run(dout, dscores, call[:5], out, lse.contiguous(), exact)
-    empty = call.q.new_empty(0, dtype=run.scores[1])
-    return *rows, empty if change is None else change
+    return *rows, call.q.new_empty(0, dtype=dtype) if change is None else change
 
 
 _KEYS = ("CUDA", "CPU") if triton.knobs.runtime.interpret else ("CUDA",)

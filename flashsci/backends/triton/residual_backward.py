@@ -26,21 +26,22 @@ from .chunks import (
 from .coord import flat_row, key_tile, member, query_tile
 from .dropout import drop, dropout_keep
 from .kernel import kernel
-from .residual_scores import plane_of
-from .scores import PLANE, bias_of, load_plane, probabilities, reference_of, scores, store_plane
+from .residual_scores import bias_tile, load_pieces, plane_of, store_pieces
+from .scores import bias_of, probabilities, reference_of, scores
 
 
 @kernel
 def residual_backward_kernel(
     inputs, dout, out, lse, kept, dkept, ds, dq, dk, dv,
     strides, dout_strides, out_strides, dq_strides, dk_strides, dv_strides, sizes, schedule, mod,
-    F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    VECTOR: tl.constexpr, BIAS_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """kept: the scores in fp32, or None; dkept: their gradient G, or None: zero. ds, dq: or None; dq only where a tile has all
     keys."""
     j0, at, span = key_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_N, False)
     j = j0 + tl.arange(0, BLOCK_N)
+    inside = (j < span.len_k)[None, :]
     columns_left = span.len_k - j0
     k_rows = load_rows(inputs.k, strides.k, at, at.hk, j0, columns_left, sizes.head_dim, BLOCK_N, D)
     v_rows = load_rows(
@@ -51,7 +52,7 @@ def residual_backward_kernel(
 
     for m in tl.range(0, sizes.group):
         head = member(at, m)
-        bias = bias_of(inputs.bias, strides.bias, head, span, inputs, sizes, F.BIAS_VECTOR, F)
+        bias = bias_of(inputs.bias, strides.bias, head, span, inputs, sizes, BIAS_VECTOR, F)
         kept_plane = plane_of(kept, head, span, sizes, VECTOR)
         dkept_plane = plane_of(dkept, head, span, sizes, VECTOR)
         ds_plane = plane_of(ds, head, span, sizes, VECTOR)
@@ -73,11 +74,12 @@ def residual_backward_kernel(
             delta = row_dot(dout_rows, out_rows)
             row_lse = tl.load(lse + statistics + i, mask=i < span.len_q, other=float("-inf"))
             if kept_plane is not None:
-                s = load_plane(kept_plane, i, j, span.len_k, PLANE, VECTOR, False)
-                s = tl.where(j[None, :] < span.len_k, s, float("-inf"))
+                s = load_pieces(kept_plane, i, j, span.len_k, VECTOR)
+                s = tl.where(inside, s, float("-inf"))
             else:
                 s = score_chunks(q_rows, k_rows, None, PRECISION, False)
-                s, _slope = scores(s, i, j, bias, None, None, span, mod, F, False, True, 0, False)
+                added = bias_tile(bias, i, j, span.len_k, F.BIAS, BIAS_VECTOR)
+                s, _slope = scores(s, i, j, added, None, None, span, mod, F, False, True, 0, False)
             # Rows without keys and beyond the queries get reference +inf: their probabilities are 0.
             reference = reference_of(row_lse, False)[:, None]
             p, _bare = probabilities(s, reference, None, mod.scale, False, False)
@@ -87,10 +89,10 @@ def residual_backward_kernel(
             dp = drop(score_chunks(dout_rows, v_rows, None, PRECISION, False), keep, mod)
             change = p * (dp - delta[:, None])
             if dkept_plane is not None:
-                more = load_plane(dkept_plane, i, j, span.len_k, PLANE, VECTOR, False)
-                change += more.to(tl.float32)
+                more = load_pieces(dkept_plane, i, j, span.len_k, VECTOR)
+                change += tl.where(inside, more, 0.0)
             if ds_plane is not None:
-                store_plane(ds_plane, i, j, span.len_k, change, VECTOR)
+                store_pieces(ds_plane, i, j, span.len_k, change, VECTOR)
             change = change.to(q_rows[0].dtype)
             acc_k = add_product(change.T, q_rows, acc_k, PRECISION)
             if dq is not None:
@@ -119,7 +121,7 @@ def residual_queries_kernel(
     for start in tl.range(0, span.len_k, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         j = start + tl.arange(0, BLOCK_N)
-        change = load_plane(plane, i, j, span.len_k, PLANE, VECTOR, False)
+        change = load_pieces(plane, i, j, span.len_k, VECTOR)
         k_tile = row_pointer(k_head, strides.k, start, D.VECTOR)
         k_rows = load_chunks(
             k_tile, strides.k, span.len_k - start, sizes.head_dim, BLOCK_N, D, True

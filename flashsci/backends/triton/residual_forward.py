@@ -23,24 +23,24 @@ from .chunks import (
 from .coord import flat_row, key_range, query_tile
 from .dropout import drop_unscaled, dropout_keep
 from .kernel import kernel
-from .residual_scores import plane_of
-from .scores import LOG2E, bias_of, scores, store_plane
+from .residual_scores import bias_tile, plane_of, store_pieces
+from .scores import LOG2E, bias_of, scores
 
 
 @kernel
 def residual_forward_kernel(
     inputs, out, lse, kept, strides, out_strides, sizes, schedule, mod,
-    F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    VECTOR: tl.constexpr, BIAS_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """kept: the scores, [*, heads, len_q, len_k]."""
+    """kept: the scores, as residual_scores.py has them. BIAS_VECTOR: as VECTOR, of the bias; 0: its keys are not neighbours."""
     i0, at, span = query_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, False, False)
     i = i0 + tl.arange(0, BLOCK_M)
     rows_left = span.len_q - i0
     q_rows = load_rows(inputs.q, strides.q, at, at.h, i0, rows_left, sizes.head_dim, BLOCK_M, D)
     k_head = rows_of(inputs.k, strides.k, at, at.hk, span.start_k, D.VECTOR)
     v_head = rows_of(inputs.v, strides.v, at, at.hk, span.start_k, V.VECTOR)
-    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
+    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, BIAS_VECTOR, F)
     into = plane_of(kept, at, span, sizes, VECTOR)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -58,8 +58,9 @@ def residual_forward_kernel(
                 k_tile, strides.k, keys_left, sizes.head_dim, BLOCK_N, D, part != 1
             )
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
-            s, _slope = scores(s, i, j, bias, None, None, span, mod, F, False, part != 1, 0, False)
-            store_plane(into, i, j, span.len_k, s, VECTOR)
+            added = bias_tile(bias, i, j, span.len_k, F.BIAS, BIAS_VECTOR)
+            s, _slope = scores(s, i, j, added, None, None, span, mod, F, False, part != 1, 0, False)
+            store_pieces(into, i, j, span.len_k, s, VECTOR)
 
             new_max = tl.maximum(row_max, tl.max(s, 1))
             # A row that has seen no key yet has max -inf: subtract 0 instead, e^(-inf - 0) = 0.
