@@ -40,10 +40,11 @@ class Program:
     def gradients(self, backend: str, dtype: torch.dtype) -> list[Tensor]:
         """Of the leaves: plain, recorded, and of a function of the recorded ones."""
         generator = torch.Generator().manual_seed(self.seed)
-        draw = lambda *shape: (
+        shapes = *((1, HEADS, ROWS, DIM),) * 2, (1, HEADS, ROWS, ROWS)
+        leaves = [
             torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_()
-        )  # noqa: E731
-        leaves = [draw(1, HEADS, ROWS, DIM), draw(1, HEADS, ROWS, DIM), draw(1, HEADS, ROWS, ROWS)]
+            for shape in shapes
+        ]
         with flashsci.use_backend(backend):
             total = self.total(leaves)
         chosen = dict(allow_unused=True, materialize_grads=True)
