@@ -100,6 +100,10 @@ def residual_attention(
         raise ValueError(
             "residual_attention takes no nested tensors, whose scores have no common shape; pad them, with -inf in the bias"
         )
+    if bias is not None and bias.dtype is torch.bool:
+        raise TypeError(
+            "bias is a bool tensor; a mask is -inf in the first layer's bias: torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)"
+        )
     options = arguments.Options.of(
         False, None, "upper_left", scale, None, dropout_p, False, None, precision
     )
@@ -246,7 +250,8 @@ def plain_scores(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: fl
     flat = (math.prod(shape[:-2]), *shape[-2:])
     added = q.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
     added = added.expand(shape).reshape(flat)
-    products = torch.baddbmm(added, rows.flatten(0, 1), keys.flatten(0, 1).mT, alpha=scale)
+    with torch.autocast(q.device.type, enabled=False):  # it would cast a wider bias down
+        products = torch.baddbmm(added, rows.flatten(0, 1), keys.flatten(0, 1).mT, alpha=scale)
     return products.view(shape)
 
 

@@ -196,13 +196,14 @@ def test_repeated_calls(monkeypatch):
             torch.testing.assert_close(found, true)
 
 
-def test_autocast_leaves_the_bias():
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_autocast_leaves_the_bias(backend):
     q, k, v = torch.randn(3, 2, 2, 9, 8).unbind(0)
     bias = torch.randn(2, 2, 9, 9)
     with torch.autocast("cpu", torch.bfloat16):
-        out, scores = flashsci.residual_attention(q, k, v, bias)
+        out, scores = flashsci.residual_attention(q, k, v, bias, backend=backend)
         assert (out.dtype, scores.dtype) == (torch.bfloat16, torch.float32)
-        _, scores = flashsci.residual_attention(q, k, v, bias.bfloat16())
+        _, scores = flashsci.residual_attention(q, k, v, bias.bfloat16(), backend=backend)
         assert scores.dtype == torch.bfloat16
 
 
