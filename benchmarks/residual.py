@@ -1,7 +1,8 @@
 """`python -m benchmarks.residual`: attention whose scores are a result, its time against what gives the same, and their errors.
 
 Peers: the parts (flashsci.attention as `auto` serves it, and the scores by baddbmm), the formula in plain PyTorch as models write
-it, and that compiled. Each way's results and gradients are compared with the formula in float64 first, on a few of the batch, and
+it, and that compiled. It is a layer amid others: each way is given scores, and a gradient of its own, laid out as it lays them out.
+Each way's results and gradients are compared with the formula in float64 first, on a few of the batch, and
 what is beyond twice the error of plain PyTorch has no time. Ways are interleaved (timer.py); forward and backward apart.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch
 
 import flashsci
 from benchmarks.inputs import DTYPES
@@ -88,8 +90,15 @@ def ways(device: torch.device) -> dict[str, Way]:
         "plain": formula,
     }
     if device.type == "cuda":
+        torch.compiler.reset()  # of a case before, whose shapes would count against its limit
+        functorch.donated_buffer = False  # backwards are called again
         found["compiled"] = torch.compile(formula, dynamic=False)
     return found
+
+
+def laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """A copy of x in the memory layout of another one."""
+    return torch.empty_strided(x.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def results(way: Way, given: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
@@ -125,15 +134,19 @@ def measure(cell: Cell, device: torch.device, seconds: float) -> Iterator[dict[s
         for n, w in each.items()
         if all(a <= 2 * b + floor for a, b in zip(found[n], found["plain"], strict=True))
     }
+    calls, backwards = {}, {}
+    for name, way in right.items():
+        *rows, bias = (x.detach() for x in given)
+        _, scores = way(*rows, bias)
+        own = [x.requires_grad_() for x in (*rows, laid_out(bias, scores))]
+        calls[name] = partial(way, *own)
+        backwards[name] = partial(
+            torch.autograd.grad, way(*own), own, [gradients[0], laid_out(gradients[1], scores)], retain_graph=True
+        )  # fmt: skip
     timed = {
-        "forward": interleave({n: partial(w, *given) for n, w in right.items()}, device, seconds)
+        "forward": interleave(calls, device, seconds),
+        "backward": interleave(backwards, device, seconds),
     }
-    graphs = {n: w(*given) for n, w in right.items()}
-    backwards = {
-        n: partial(torch.autograd.grad, x, given, gradients, retain_graph=True)
-        for n, x in graphs.items()
-    }
-    timed["backward"] = interleave(backwards, device, seconds)
     for which, times in timed.items():
         for name in each:
             time = times[name].median if name in times else None

@@ -23,36 +23,76 @@ from .host_strides import plane_strides, strides4
 from .residual_backward import residual_backward_kernel, residual_queries_kernel
 from .residual_forward import residual_forward_kernel
 
+# (BLOCK_M, BLOCK_N, warps, stages[, registers a thread at most]) up to a width, in 16 bits and in fp32. Two warps: rows of P^T and dS^T
+# go to tensor cores from registers, where four that have 64 rows write them for wgmma first. docs/kernels/logs/triton.md has the times.
+HOPPER = {
+    "forward": {
+        16: ((64, 64, 4, 3, 128), (64, 32, 4, 3, 128)),
+        32: ((64, 64, 4, 3, 128), (64, 32, 4, 3, 168)),
+        64: ((64, 64, 4, 3), (64, 32, 4, 3)),
+        128: ((64, 64, 4, 2), (128, 64, 8, 1)),
+    },
+    "backward": {
+        16: ((32, 64, 2, 3), (16, 128, 4, 3, 168)),
+        32: ((32, 64, 2, 3), (16, 128, 4, 2)),
+        64: ((64, 64, 4, 3), (16, 32, 2, 2)),
+        128: ((128, 64, 8, 1), (16, 32, 4, 2)),
+    },
+    "queries": {
+        32: ((64, 64, 4, 2), (64, 32, 4, 3)),
+        64: ((64, 64, 4, 3), (64, 32, 2, 3)),
+        128: ((128, 64, 4, 3), (32, 32, 4, 2)),
+    },
+}
+OTHERS = {
+    "forward": {
+        16: ((64, 64, 4, 2, 128), (64, 32, 2, 2)),
+        32: ((64, 64, 4, 2), (64, 32, 4, 2)),
+        128: ((64, 32, 4, 2), (32, 32, 4, 1)),
+    },
+    "backward": {
+        16: ((32, 64, 2, 2), (32, 32, 4, 1)),
+        64: ((32, 64, 4, 1), (32, 32, 4, 1)),
+        128: ((32, 32, 4, 1), (16, 32, 4, 1)),
+    },
+    "queries": {
+        64: ((64, 64, 4, 2), (32, 32, 4, 2)),
+        128: ((32, 32, 4, 2), (32, 32, 4, 2)),
+    },
+}
+# Where the last tile would be mostly empty: half the rows forward, half the columns backward, a tenth slower a score.
+HALVED = {
+    (64, 64, 4, 3, 128): (32, 64, 2, 3, 128),
+    (16, 128, 4, 3, 168): (32, 64, 4, 2, 168),
+    (16, 128, 4, 2): (32, 64, 4, 2),
+}
+
 
 def tiles(
-    kernel: str, capability: tuple[int, int] | None, fp32: bool, width: int, length_k: int
+    kernel: str,
+    capability: tuple[int, int] | None,
+    fp32: bool,
+    precision: str,
+    width: int,
+    length: int,
 ) -> tuple[int, ...]:
-    """(BLOCK_M, BLOCK_N, warps, stages[, registers a thread at most]); width: of the wider head dim."""
+    """As in the tables. width: of the wider head dim; length: what a program owns a tile of: backward keys, else queries."""
     if capability is None:
         return 32, 16, 4, 1
     if capability < (8, 0):
         return (32, 32, 4, 1) if width <= (32 if fp32 else 64) else (16, 16, 4, 1)
-    hopper = capability[0] == 9
-    if kernel == "queries":
-        if fp32 and not hopper:
-            return 32, 32, 4, 2
-        return (64, 64, 4, 2) if width <= 32 or (width <= 64 and not fp32) else (32, 32, 4, 2)
-    if kernel == "forward":
-        if fp32:
-            if width <= 16:
-                return 64, 32, 2, 2
-            return (64, 32, 4, 2) if width <= 32 or (width <= 64 and hopper) else (32, 32, 4, 1)
-        if width <= 16:
-            return 64, 64, 4, 2, 128
-        return (64, 64, 4, 2) if width <= 32 else (64, 32, 4, 2)
-    # Two warps: rows of P^T and dS^T go to tensor cores from registers, where four on Hopper write them for wgmma first.
-    if fp32:
-        if width <= 16 and hopper:
-            return (64, 64, 4, 1) if length_k <= 64 else (16, 128, 4, 3)
-        return (32, 64, 4, 1) if width <= 32 and hopper else (32, 32, 4, 1) if width <= 64 else (16, 32, 4, 1)  # fmt: skip
-    if width <= 16:
-        return (64, 64, 2, 2) if length_k > 64 else (32, 64, 2, 2)
-    return (32, 64, 4, 1) if width <= 64 else (32, 32, 4, 1)
+    # Without tensor cores ("ieee") large tiles of the Hopper table spill.
+    hopper = capability[0] == 9 and not (fp32 and precision == "ieee")
+    if hopper and kernel == "backward" and fp32 and width <= 16 and length <= 64:
+        return 64, 64, 4, 1
+    table = (HOPPER if hopper else OTHERS)[kernel]
+    found: tuple[int, ...] = table[min(w for w in table if w >= width)][fp32]
+    if found in HALVED:
+        own = found[kernel == "backward"]
+        rest = length % own
+        if 0 < rest <= own // 2 and length < 8 * own:
+            return HALVED[found]
+    return found
 
 
 class Launches:
@@ -68,10 +108,11 @@ class Launches:
         """The launch of a kernel. pieces: of the bias (`pieces_of`); strided: results and gradients with rows, by the kernel's name of
         them."""
         p = self.plan
-        m, n, warps, stages, *registers = tiles(
-            name, p.device.capability, p.dtype == torch.float32, self.width, p.size_k
-        )
         by_keys = name == "backward"
+        m, n, warps, stages, *registers = tiles(
+            name, p.device.capability, p.dtype == torch.float32, p.arguments["PRECISION"], self.width,
+            p.size_k if by_keys else p.size_q,
+        )  # fmt: skip
         count = -(-p.size_k // n) if by_keys else -(-p.size_q // m)
         heads = p.batch * (p.heads_k if by_keys else p.heads)
         arguments = p.arguments | {
@@ -83,6 +124,11 @@ class Launches:
         if registers:
             arguments["maxnreg"] = registers[0]
         return Launch(kernel, count * heads, arguments)
+
+    def delta(self) -> Launch:
+        """Of `delta_kernel`, for references of scores as they are."""
+        found = self.plan.delta()
+        return Launch(found.kernel, found.programs, found.arguments | {"FOLD": False})
 
 
 def pieces_of(bias: Tensor | None) -> int:
@@ -156,6 +202,7 @@ class Backward:
         self.change, self.need_bias = alike(change), need_bias
         self.empty, self.launches = plan.empty, Launches(plan, call)
         self.runs: dict[int, tuple[Launch, Launch | None]] = {}
+        self.prepare = self.launches.delta()
 
     def __call__(self, dout, dscores, tensors, out, lse, scores) -> tuple[Tensor | None, ...]:
         dq, dk, dv = [torch.empty_strided(x, y, dtype=z, device=d) for x, y, z, d in self.rows]
@@ -172,7 +219,12 @@ class Backward:
         change = room(*self.change) if self.need_bias or queries is not None else None
         early = dq if queries is None else None
         scores, dscores = self.in_rows(scores), self.in_rows(dscores)
-        run(inputs, dout, out, lse, scores, dscores, change, early, dk, dv)
+        delta = None
+        if queries is not None:  # several programs would compute it again
+            reference, delta = torch.empty_like(lse), torch.empty_like(lse)
+            self.prepare(dout, out, lse, None, reference, delta)
+            out, lse = None, reference
+        run(inputs, dout, out, lse, delta, scores, dscores, change, early, dk, dv)
         if queries is not None:
             queries(inputs, change, dq)
         return dq, dk, dv, change if self.need_bias else None

@@ -3,7 +3,7 @@
 Maths     dS = P o (R o (dO V^T) - delta) + G, with P = e^(S - lse), delta = sum_d dO O and G the gradient of the scores that
           were a result; dK = scale dS^T Q, dV = (R P)^T dO, dQ = scale dS K
 Grid      one axis over (tile of keys, head); dq apart: (tile of queries, head)
-Tiles     k, v and the fp32 dk, dv stay on chip; q, dO, O, the scores and G stream, dS is stored. S is read where it was kept in
+Tiles     k, v and the fp32 dk, dv stay on chip; q, dO, the scores and G stream, dS is stored. S is read where it was kept in
           fp32, else it is computed again from q, k and the bias: rounded to 16 bits it gives another P
 dq        where one tile has all keys, of the same program; else of a second kernel, which reads dS: as many bytes as a bias
 Limits    bytes of scores, G and dS
@@ -32,13 +32,13 @@ from .scores import bias_of, probabilities, reference_of, scores
 
 @kernel
 def residual_backward_kernel(
-    inputs, dout, out, lse, kept, dkept, ds, dq, dk, dv,
+    inputs, dout, out, lse, delta, kept, dkept, ds, dq, dk, dv,
     strides, dout_strides, out_strides, dq_strides, dk_strides, dv_strides, sizes, schedule, mod,
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
     VECTOR: tl.constexpr, BIAS_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """kept: the scores in fp32, or None; dkept: their gradient G, or None: zero. ds, dq: or None; dq only where a tile has all
-    keys."""
+    keys, and out: elsewhere None, with delta and, as lse, the reference as `delta_kernel` writes them."""
     j0, at, span = key_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_N, False)
     j = j0 + tl.arange(0, BLOCK_N)
     inside = (j < span.len_k)[None, :]
@@ -68,11 +68,18 @@ def residual_backward_kernel(
             dout_rows = load_rows(
                 dout, dout_strides, at, head.h, start, rows_left, sizes.head_dim_v, BLOCK_M, V
             )
-            out_rows = load_rows(
-                out, out_strides, at, head.h, start, rows_left, sizes.head_dim_v, BLOCK_M, V
-            )
-            delta = row_dot(dout_rows, out_rows)
-            row_lse = tl.load(lse + statistics + i, mask=i < span.len_q, other=float("-inf"))
+            rows_inside = i < span.len_q
+            # Rows without keys and beyond the queries have reference +inf: their probabilities are 0.
+            if delta is None:
+                out_rows = load_rows(
+                    out, out_strides, at, head.h, start, rows_left, sizes.head_dim_v, BLOCK_M, V
+                )
+                row_delta = row_dot(dout_rows, out_rows)
+                row_lse = tl.load(lse + statistics + i, mask=rows_inside, other=float("-inf"))
+                reference = reference_of(row_lse, False)
+            else:
+                row_delta = tl.load(delta + statistics + i, mask=rows_inside, other=0.0)
+                reference = tl.load(lse + statistics + i, mask=rows_inside, other=float("inf"))
             if kept_plane is not None:
                 s = load_pieces(kept_plane, i, j, span.len_k, VECTOR)
                 s = tl.where(inside, s, float("-inf"))
@@ -80,14 +87,12 @@ def residual_backward_kernel(
                 s = score_chunks(q_rows, k_rows, None, PRECISION, False)
                 added = bias_tile(bias, i, j, span.len_k, F.BIAS, BIAS_VECTOR)
                 s, _slope = scores(s, i, j, added, None, None, span, mod, F, False, True, 0, False)
-            # Rows without keys and beyond the queries get reference +inf: their probabilities are 0.
-            reference = reference_of(row_lse, False)[:, None]
-            p, _bare = probabilities(s, reference, None, mod.scale, False, False)
+            p, _bare = probabilities(s, reference[:, None], None, mod.scale, False, False)
             keep = dropout_keep(inputs, head, sizes, start, j0, mod, F, BLOCK_M, BLOCK_N, False)
             left = drop(p, keep, mod).to(dout_rows[0].dtype)
             acc_v = add_product(left.T, dout_rows, acc_v, PRECISION)
             dp = drop(score_chunks(dout_rows, v_rows, None, PRECISION, False), keep, mod)
-            change = p * (dp - delta[:, None])
+            change = p * (dp - row_delta[:, None])
             if dkept_plane is not None:
                 more = load_pieces(dkept_plane, i, j, span.len_k, VECTOR)
                 change += tl.where(inside, more, 0.0)
