@@ -318,11 +318,13 @@ def _waits(record: Record) -> bool:
 
 
 def _both(client: Record, ours: Record, clock: str) -> str:
-    """Times of both ways by another clock than the host's, and their ratio."""
-    if not (client.get(clock) and ours.get(clock)):
+    """Times of both ways by another clock than the host's, a dash for one that has none, and their ratio."""
+    times = [r[clock]["median"] / 1e3 if r.get(clock) else None for r in (client, ours)]
+    if not any(times):
         return "-"
-    theirs, mine = (float(r[clock]["median"]) for r in (client, ours))
-    return f"{theirs / 1e3:.3g}, {mine / 1e3:.3g} ms: {_ratio(theirs / mine)}"
+    theirs, mine = times
+    shown = ", ".join("-" if x is None else f"{x:.3g}" for x in times)
+    return f"{shown} ms" + (f": {_ratio(theirs / mine)}" if theirs and mine else "")
 
 
 def models(records: list[Record]) -> Table:
