@@ -123,8 +123,7 @@ def residual_attention(
         run = functools.partial(_again, prepared, needs_grad)
         remember(call, run)
         return run((q, k, v, bias))
-    leading = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    heads = q.shape[-3:-2] if q.dim() > 2 else ()
+    leading, heads = _outer(q, k, v)
     q, k, v = (_folded(x, leading) for x in (q, k, v))
     bias = None if bias is None else _folded(bias, leading)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -182,8 +181,7 @@ def backend_of(
     return str(name)
 
 
-_HOMES = {"triton": "flashsci.backends.triton.host_residual"}
-_LOADED: dict[str, Any] = {PARTS: None}
+_LOADED: dict[str, Kernels | None] = {PARTS: None}
 
 
 def _decide(*call: Any) -> str:
@@ -203,12 +201,18 @@ def _decide(*call: Any) -> str:
         return PARTS
     if "triton" not in _LOADED:
         registry.kernels("triton")
-        _LOADED["triton"] = importlib.import_module(_HOMES["triton"]).OPS
+        _LOADED["triton"] = importlib.import_module("flashsci.backends.triton.host_residual").OPS
     return "triton"
 
 
 # As of registry.decide: decided once per trace.
 _decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _outer(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The leading dims of a call, and (heads,), or () without."""
+    leading = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    return tuple(leading), tuple(q.shape[-3:-2])
 
 
 def _folded(x: Tensor, leading: tuple[int, ...]) -> Tensor:
@@ -241,8 +245,7 @@ def _from_parts(
 
 def plain_scores(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """``scale q k^T + bias`` in plain PyTorch, rounded once. v: for its leading dims alone."""
-    leading = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    heads = q.shape[-3:-2] if q.dim() > 2 else ()
+    leading, heads = _outer(q, k, v)
     dtype = scores_dtype(q, bias)
     rows, keys = (_folded(x, leading).to(dtype) for x in (q, k))
     keys = keys.repeat_interleave(rows.shape[1] // max(1, keys.shape[1]), 1)

@@ -1,18 +1,12 @@
-"""The kernel on 8-bit floats compiles for every architecture that has them, without a GPU: test_paged_aot.py's way."""
+"""The kernel on 8-bit floats compiles for every architecture that has them, without a GPU."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
-from ahead_of_time import report_of
+from ahead_of_time import check, compiled, report_of, script
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-MOST_SHARED = {89: 99, 90: 227}
 PRODUCTS = {89: "mma.sync", 90: "wgmma.mma_async"}
 
 
@@ -52,52 +46,31 @@ def run(torch, host, dims, queries, options) -> None:
     host.attention(host.FP8Tensors(q, k, v, scale(q), scale(k), scale(v), edges, edges), scalars)
 
 
-def compile_for(architecture: int) -> list[dict]:
+def report(architecture: int, _, launched: list):
     import torch
 
-    sys.path.insert(0, str(SCRIPTS))
-    from compare_triton import compile_launch, compile_one, described, recorder
-    from triton.backends.compiler import GPUTarget
+    from flashsci.backends.triton import host_fp8
 
-    _, launched = recorder(architecture)
-    from flashsci.backends.triton import host_fp8, host_launch
-    from flashsci.backends.triton.arguments import RUNTIME
-
-    device = host_launch.Device(0, divmod(architecture, 10), 50 << 20, 132)
-    host_fp8.device_of = lambda _: device
-    report = []
     for call, *kind in calls():
-        launched.clear()
         run(torch, host_fp8, *kind)
-        for kernel, args, options in launched:
-            source, _ = described(kernel, args, options, GPUTarget("cuda", architecture, 32))
-            fixed = {kernel.arg_names[path[0]] for path in (*source.constants, *source.attrs)}
-            found = compile_one(kernel, args, options, architecture)
-            ptx = compile_launch(kernel, args, options, architecture).asm["ptx"]
+        for entry, ptx in compiled(launched, architecture, call):
             products = sorted(set(re.findall(r"(?:wg)?mma[\w.]*\.f32\.[\w.]*", ptx)))
-            report.append({"call": call, "sizes": sorted(fixed & set(RUNTIME)), "products": products} | found)  # fmt: skip
-    return report
+            yield entry | {"products": products}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", MOST_SHARED)
+@pytest.mark.parametrize("architecture", PRODUCTS)
 def test_compiles(architecture):
     pytest.importorskip("triton")
-    report = report_of(__file__, architecture)
-    assert len(report) == len(list(calls()))
-    assert all(entry["shared"] <= MOST_SHARED[architecture] * 1024 for entry in report), report
-    # What ptxas lost: flashsci/check/machine_code.py.
-    assert not any(entry["undefined"] for entry in report), report
-    # A kernel serves every size.
-    assert not any(entry["sizes"] for entry in report), report
+    found = report_of(__file__, architecture)
+    assert len(found) == len(list(calls()))
+    check(found, architecture)
     # Both products by tensor cores, of 8-bit floats as they are.
-    products = {name for entry in report for name in entry["products"]}
+    products = {name for entry in found for name in entry["products"]}
     assert products and all(n.startswith(PRODUCTS[architecture]) for n in products), products
     assert all("e4m3.e4m3" in name for name in products), products
-    assert not any(entry["stack"] for entry in report), [e for e in report if e["stack"]]
+    assert not any(entry["stack"] for entry in found), [e for e in found if e["stack"]]
 
 
 if __name__ == "__main__":
-    with contextlib.redirect_stdout(sys.stderr):
-        result = compile_for(int(sys.argv[1]))
-    print(json.dumps(result))
+    script(report)

@@ -6,18 +6,13 @@ import itertools
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from ahead_of_time import report_of
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-
 
 def compile_for(architecture: int) -> list[dict]:
     import torch
-
-    sys.path.insert(0, str(SCRIPTS))
     from compare_triton import compile_launch
 
     from flashsci.distributed import merge_kernel

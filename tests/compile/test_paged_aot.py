@@ -1,18 +1,12 @@
-"""The paged kernels compile for every target architecture, without a GPU: test_triton_aot.py's way, with launches of their own."""
+"""The paged kernels compile for every target architecture, without a GPU."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
-from pathlib import Path
-
 import pytest
-from ahead_of_time import report_of
+from ahead_of_time import check, compiled, report_of, script
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+ARCHITECTURES = (75, 80, 90)
 KERNELS = {"paged_kernel", "paged_combine_kernel", "write_cache_kernel"}
-MOST_SHARED = {75: 64, 80: 163, 90: 227}
 
 
 def calls(architecture: int):
@@ -58,58 +52,30 @@ def run(torch, host, dtype, cache_dtype, dims, queries, options) -> None:
     )
 
 
-def compile_for(architecture: int) -> list[dict]:
+def report(architecture: int, _, launched: list):
     import torch
 
-    sys.path.insert(0, str(SCRIPTS))
-    from compare_triton import compile_one, recorder
+    from flashsci.backends.triton import host_paged
 
-    _, launched = recorder(architecture)
-    from flashsci.backends.triton import host_launch, host_paged
-    from flashsci.backends.triton.arguments import RUNTIME
-
-    device = host_launch.Device(0, divmod(architecture, 10), 50 << 20, 132)
-    host_paged.device_of = lambda _: device
-    report = []
     for call, *kind in calls(architecture):
-        launched.clear()
         run(torch, host_paged, *kind)
-        for kernel, args, options in launched:
-            fixed = constants(kernel, args, options, architecture)
-            found = compile_one(kernel, args, options, architecture)
-            report.append({"call": call, "sizes": sorted(fixed & set(RUNTIME)), "stages": options.get("num_stages", 1)} | found)  # fmt: skip
-    return report
-
-
-def constants(kernel, args, options, architecture: int) -> set[str]:
-    """Names of the arguments in which something is compiled in."""
-    from compare_triton import described
-    from triton.backends.compiler import GPUTarget
-
-    source, _ = described(kernel, args, options, GPUTarget("cuda", architecture, 32))
-    return {kernel.arg_names[path[0]] for path in (*source.constants, *source.attrs)}
+        yield from (entry for entry, _ in compiled(launched, architecture, call))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", MOST_SHARED)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiles(architecture):
     pytest.importorskip("triton")
-    report = report_of(__file__, architecture)
-    assert {entry["kernel"] for entry in report} == KERNELS
-    assert all(entry["shared"] <= MOST_SHARED[architecture] * 1024 for entry in report), report
-    # What ptxas lost: flashsci/check/machine_code.py.
-    assert not any(entry["undefined"] for entry in report), report
-    # A kernel serves every size.
-    assert not any(entry["sizes"] for entry in report), report
+    found = report_of(__file__, architecture)
+    assert {entry["kernel"] for entry in found} == KERNELS
+    check(found, architecture)
     # Before sm_80 Triton multiplies without tensor cores, and keeps parts of a prompt's tiles in memory.
     simple = "decode" if architecture == 75 else ""
     narrow = [
-        e for e in report if "wid" not in e["call"] and e["call"] != "fp32" and simple in e["call"]
+        e for e in found if "wid" not in e["call"] and e["call"] != "fp32" and simple in e["call"]
     ]
     assert not any(entry["stack"] for entry in narrow), [e for e in narrow if e["stack"]]
 
 
 if __name__ == "__main__":
-    with contextlib.redirect_stdout(sys.stderr):
-        result = compile_for(int(sys.argv[1]))
-    print(json.dumps(result))
+    script(report)

@@ -1,20 +1,14 @@
-"""The kernels of residual attention compile for every target architecture, without a GPU: test_paged_aot.py's way."""
+"""The kernels of residual attention compile for every target architecture, without a GPU."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
-from pathlib import Path
-
 import pytest
-from ahead_of_time import report_of
+from ahead_of_time import check, compiled, report_of, script
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+ARCHITECTURES = (75, 80, 90)
 KERNELS = {
     "residual_forward_kernel", "residual_backward_kernel", "residual_queries_kernel", "delta_kernel",
 }  # fmt: skip
-MOST_SHARED = {75: 64, 80: 163, 90: 227}
 MOST_STACK = 520  # bytes of a thread that may spill: of IEEE products, of rows that are not aligned
 
 
@@ -59,48 +53,27 @@ def run(torch, host, dtype, dims, lengths, options) -> None:
     host.backward(out, dscores, call, out, lse, scores, bias is not None)
 
 
-def compile_for(architecture: int) -> list[dict]:
+def report(architecture: int, _, launched: list):
     import torch
 
-    sys.path.insert(0, str(SCRIPTS))
-    from compare_triton import compile_one, described, recorder
-    from triton.backends.compiler import GPUTarget
+    from flashsci.backends.triton import host_residual
 
-    _, launched = recorder(architecture)
-    from flashsci.backends.triton import host, host_launch, host_residual
-    from flashsci.backends.triton.arguments import RUNTIME
-
-    device = host_launch.Device(0, divmod(architecture, 10), 50 << 20, 132)
-    host.device_of = lambda _: device
-    report = []
     for call, *kind in calls(architecture):
-        launched.clear()
         run(torch, host_residual, *kind)
-        for kernel, args, options in launched:
-            source, _ = described(kernel, args, options, GPUTarget("cuda", architecture, 32))
-            fixed = {kernel.arg_names[path[0]] for path in (*source.constants, *source.attrs)}
-            found = compile_one(kernel, args, options, architecture)
-            report.append({"call": call, "sizes": sorted(fixed & set(RUNTIME))} | found)
-    return report
+        yield from (entry for entry, _ in compiled(launched, architecture, call))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", MOST_SHARED)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiles(architecture):
     pytest.importorskip("triton")
-    report = report_of(__file__, architecture)
-    assert {entry["kernel"] for entry in report} == KERNELS
-    assert all(entry["shared"] <= MOST_SHARED[architecture] * 1024 for entry in report), report
-    # What ptxas lost: flashsci/check/machine_code.py.
-    assert not any(entry["undefined"] for entry in report), report
-    # A kernel serves every size.
-    assert not any(entry["sizes"] for entry in report), report
+    found = report_of(__file__, architecture)
+    assert {entry["kernel"] for entry in found} == KERNELS
+    check(found, architecture)
     if architecture >= 80:
-        most = {e["call"]: e["stack"] for e in report if e["stack"] > MOST_STACK}
+        most = {e["call"]: e["stack"] for e in found if e["stack"] > MOST_STACK}
         assert not most, most
 
 
 if __name__ == "__main__":
-    with contextlib.redirect_stdout(sys.stderr):
-        result = compile_for(int(sys.argv[1]))
-    print(json.dumps(result))
+    script(report)

@@ -1,22 +1,11 @@
-"""The Triton kernels compile for every target architecture, without a GPU.
-
-Each architecture compiles in a process of its own (this file as a script): the launches that the raw ops would make there are
-recorded instead of made, and compiled.
-"""
+"""The Triton kernels compile for every target architecture, without a GPU."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
-from ahead_of_time import report_of
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+from ahead_of_time import check, compiled, report_of, script
 
 ARCHITECTURES = (75, 80, 90, 100)
 KERNELS = {
@@ -108,76 +97,55 @@ def arguments(torch, dtype, dims, options):
     return tensors, scalars, (out, lse, *given, 31), (q, k, v, bias, weight, out, lse, *given, 127)
 
 
-def compile_for(architecture: int) -> list[dict]:
+def report(architecture: int, ops: dict, launched: list):
     import torch
 
-    sys.path.insert(0, str(SCRIPTS))
-    from compare_triton import compile_launch, recorder
-
-    ops, launched = recorder(architecture)
-    from flashsci.backends.triton.arguments import RUNTIME
     from flashsci.backends.triton.host_copy import copied
-    from flashsci.check.machine_code import undefined_in
 
-    undefined = functools.cache(undefined_in)  # calls share kernels
-    report = []
     for call, dtype, dims, features in calls(architecture):
         if call == "plain" and architecture >= 80:
             dtype = "bfloat16"
-        launched.clear()
         tensors, scalars, backward, double_backward = arguments(torch, dtype, dims, features)
         ops["triton_forward"](*tensors, *scalars)
         ops["triton_backward"](*backward)
         ops["triton_double_backward"](*double_backward)
-        if (
-            tensors[3] is not None and tensors[3].dim() == 4
-        ):  # as a Linear leaves it, and its gradient
+        if tensors[3] is not None and tensors[3].dim() == 4:
+            # As a Linear leaves it, and its gradient.
             bias = tensors[3].contiguous(memory_format=torch.channels_last)
             copied(bias, torch.empty_like(tensors[3]))
             copied(torch.empty_like(tensors[3]), bias)
-        for kernel, args, options in launched:
-            compiled = compile_launch(kernel, args, options, architecture)
-            ptx, source = compiled.asm["ptx"], compiled.src
-            fixed = {kernel.arg_names[path[0]] for path in (*source.constants, *source.attrs)}
-            report.append({"call": call, "kernel": kernel.__name__, "shared": compiled.metadata.shared,
-                               "sizes": sorted(fixed & set(RUNTIME)), "wgmma": "wgmma" in ptx, "mma": "mma.sync" in ptx,
-                               "stages": options.get("num_stages", 1), "undefined": undefined(compiled.asm["cubin"]),
-                               "rounded products": len(re.findall(r"fma\.rn\.f32 .*, 0f00000000;", ptx))})  # fmt: skip
-    return report
+        for entry, ptx in compiled(launched, architecture, call):
+            yield entry | {
+                "wgmma": "wgmma" in ptx, "mma": "mma.sync" in ptx,
+                "rounded products": len(re.findall(r"fma\.rn\.f32 .*, 0f00000000;", ptx)),
+            }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiles(architecture):
     pytest.importorskip("triton")
-    report = report_of(__file__, architecture)
-    missing = KERNELS - {entry["kernel"] for entry in report}
+    found = report_of(__file__, architecture)
+    missing = KERNELS - {entry["kernel"] for entry in found}
     # Turing's shared memory is too small for a whole second order.
     assert missing == ({"double_backward_small_kernel"} if architecture == 75 else set())
-    most = {75: 64, 80: 163, 90: 227, 100: 227}[architecture] * 1024
-    assert all(entry["shared"] <= most for entry in report), report
-    # What ptxas lost: flashsci/check/machine_code.py.
-    assert not any(entry["undefined"] for entry in report), report
-    # A kernel serves every size.
-    assert not any(entry["sizes"] for entry in report), report
+    check(found, architecture)
     # Scores whose maximum is subtracted are numbers of their own: not contracted with the subtraction, which would leave
     # their rounding where zero is due. "plain" has them where huge scores send it a second time.
-    forwards = {e["call"]: e for e in report if e["kernel"] == "forward_kernel"}
+    forwards = {e["call"]: e for e in found if e["kernel"] == "forward_kernel"}
     assert forwards["negative scale"]["rounded products"] >= 16, forwards
     assert forwards["plain"]["rounded products"] >= 4, forwards
     # Of a tile that is loaded ahead and read by both, Triton 3.6 overwrites what wgmma still reads.
-    mixed = [e for e in report if e["wgmma"] and e["mma"] and e["stages"] > 1]
+    mixed = [e for e in found if e["wgmma"] and e["mma"] and e["stages"] > 1]
     assert not mixed, mixed
     if architecture == 90:
         plain = [
             entry
-            for entry in report
+            for entry in found
             if entry["call"] == "plain" and entry["kernel"] != "delta_kernel"
         ]
         assert all(entry["wgmma"] for entry in plain), plain
 
 
 if __name__ == "__main__":
-    with contextlib.redirect_stdout(sys.stderr):
-        result = compile_for(int(sys.argv[1]))
-    print(json.dumps(result))
+    script(report)

@@ -270,6 +270,16 @@ def test_a_bias_that_begins_anywhere(offset, poison):
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("kernel, fp32, most", [("forward", False, 32), ("backward", True, 64)])
+def test_last_tiles_are_not_mostly_empty(kernel, fp32, most):
+    """Of molecules, which have any number of atoms, at 8 channels a head on Hopper: padding below `most` rows or keys."""
+    from flashsci.backends.triton.host_residual import tiles
+
+    for length in range(65, 512):
+        tile = tiles(kernel, (9, 0), fp32, "tf32x3", 16, length)[kernel == "backward"]
+        assert -length % tile < most, (length, tile)
+
+
 def test_saves_no_scores_of_16_bits():
     """They are computed again: a layer holds its results and nothing of their size besides."""
     q, k, v = torch.randn(3, 1, 2, 40, 8).bfloat16().unbind(0)
