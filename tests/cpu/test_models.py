@@ -441,6 +441,8 @@ def test_table_of_models(monkeypatch):
     assert in_short == "2.00x, memory 3.33x; as CUDA graphs 1.50x"
     found[0]["compiled_us"], found[1]["compiled_us"] = {"median": 800.0}, {"median": 400.0}
     assert report.models(found).rows[0][8] == "0.8, 0.4 ms: 2.00x"
+    found[0]["compiled_us"] = None  # the client alone is refused
+    assert report.models(found).rows[0][8] == "-, 0.4 ms"
     found[1]["compiled_gate"] = "failed: the compiler changes results"
     assert report.models(found).rows[0][-1] == "flashsci failed: the compiler changes results"
     found[1]["time_us"] = None

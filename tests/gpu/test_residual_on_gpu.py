@@ -1,4 +1,5 @@
-"""Residual attention on a GPU (generated cases are of `check --residual`): model sizes, the same bits every time, graphs, compiled steps, indices beyond 32 bits, memory."""
+"""Residual attention on a GPU: model sizes, the same bits every time, graphs, compiled steps, indices beyond 32 bits, memory.
+Generated cases are of `python -m flashsci check --residual`."""
 
 from __future__ import annotations
 
