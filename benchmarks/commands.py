@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import benchmarks as core
+from flashsci import records as records_file
 from flashsci.console import run, wide_console
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +35,7 @@ def _save(records: list[dict], path: Path | None) -> None:
     """Called after every case or model: a run that is cut short leaves a file."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(records, indent=1) + "\n")
+        records_file.write(path, records)
 
 
 def _say(records: list[dict], console: Console) -> None:

@@ -9,7 +9,6 @@ interpreter (TRITON_INTERPRET=1, minutes).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +28,7 @@ from benchmarks.inputs import Unsupported
 from benchmarks.measure import environment
 from benchmarks.peers import first_error_as_reason
 from benchmarks.timer import interleave
+from flashsci import records as records_file
 from flashsci.testing import FP8Inputs, Judge
 from flashsci.testing import Inputs as PlainInputs
 
@@ -299,7 +299,7 @@ def main() -> None:
                 records += measure(cell, options.backends.split(","), device, options.seconds)
     if options.json:
         found = {"environment": environment(device), "records": records}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        records_file.write(options.json, found)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ sequence, before it is timed; what fails has no time. Candidates are interleaved
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
@@ -28,6 +27,7 @@ from benchmarks.candidates import package_of
 from benchmarks.inputs import Unsupported
 from benchmarks.measure import environment, fatal, first_line
 from benchmarks.timer import host_time, interleave
+from flashsci import records as records_file
 from flashsci.testing import PagedInputs
 
 BATCHES = (1, 16, 64, 256)
@@ -296,7 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.json:
                 found = {"environment": environment(device), "records": records}
                 options.json.parent.mkdir(parents=True, exist_ok=True)
-                options.json.write_text(json.dumps(found, indent=1) + "\n")
+                records_file.write(options.json, found)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     finally:

@@ -9,7 +9,6 @@ what is beyond twice the error of plain PyTorch has no time. Ways are interleave
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,6 +23,7 @@ import flashsci
 from benchmarks.inputs import DTYPES
 from benchmarks.measure import environment
 from benchmarks.timer import interleave
+from flashsci import records as records_file
 from flashsci.residual import plain_scores
 
 FEW = 2  # of the batch, that errors are measured on
@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"    largest errors: {', '.join(worst)}", flush=True)
         records += new
         if options.json:
-            options.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+            records_file.write(options.json, records)
     return 0
 
 

@@ -44,6 +44,7 @@ sys.path.insert(0, str(ROOT / "flashsci"))
 sys.path.insert(0, str(ROOT / "scripts"))
 import compare_sass  # noqa: E402
 import digest  # noqa: E402  (as a script: importing the package would need torch)
+import records  # noqa: E402
 
 ENTRY = re.compile(r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<arch>\d+)a?'")
 SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -645,7 +646,7 @@ def main(arguments: list[str]) -> int:
         report = json.loads(REPORT.read_text(encoding="utf-8"))
         same = carry(report, written, text)
         if same:
-            REPORT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            records.write(REPORT, report)
             print(f"of the same code, so that {REPORT.name} still holds: {', '.join(same)}")
     print(text, end="")
     return 0

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
 
+from flashsci import records as records_file
 from scripts.launchers import install
 
 
@@ -126,7 +126,7 @@ def main() -> int:
     if leads:
         print(f"geomean {statistics.geometric_mean(leads):.3f}, least {min(leads):.3f}")
     if options.json:
-        options.json.write_text(json.dumps(records, indent=1) + "\n")
+        records_file.write(options.json, records)
     return 0
 
 

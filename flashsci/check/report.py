@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flashsci import records
 from flashsci.check.tally import SCALED
 from flashsci.check.units import holds
 
@@ -55,7 +56,7 @@ def write(report: dict[str, Any], path: Path, part: str | None) -> dict[str, Any
     whole["total"] = total(whole)
     # A run that is killed here leaves the report that was there.
     written = path.with_name(f"{path.name}.{os.getpid()}")
-    written.write_text(json.dumps(whole, indent=1) + "\n")
+    records.write(written, whole)
     os.replace(written, path)
     return whole
 
