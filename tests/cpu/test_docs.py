@@ -30,7 +30,7 @@ def with_examples() -> list[str]:
 
 
 def test_pages_with_examples_are_found():
-    assert {"README.md", "docs/index.md", "docs/support.md"} <= set(with_examples())
+    assert {"README.md", "docs/start/quickstart.md", "docs/guide/backends.md"} <= set(with_examples())
     text = "a\n```sh\nb\n```\n```python\nx = 1\n```\n```\nc\n```\n```python\ny = 2\n```\n"
     assert python_of(text).split() == ["x", "=", "1", "y", "=", "2"]
     assert python_of(text).splitlines()[5] == "x = 1"
