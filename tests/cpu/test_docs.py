@@ -67,7 +67,7 @@ def code_lines(path: Path) -> int:
 
 
 def reading_order() -> list[list[str]]:
-    text = (ROOT / "docs" / "extending.md").read_text()
+    text = (ROOT / "docs" / "develop" / "extending.md").read_text()
     text = text.split("### What to read, in which order\n")[1].split("\n### ")[0]
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines()]
     return [row for row in rows if len(row) == 4 and row[0].startswith("`")]
