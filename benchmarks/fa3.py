@@ -1,7 +1,7 @@
 """FlashAttention-3 as a peer: its kernels from a library on disk, behind plain autograd.
 
 Any build that registers torch.ops.flash_attn_3 will do. One that needs no compiling is in the
-xformers wheel (docs/bench.md says how to get it); it was linked against CUDA 12, whose runtime must be
+xformers wheel (docs/develop/benchmarks.md says how to get it); it was linked against CUDA 12, whose runtime must be
 loaded before it and may lie next to it. It has no 8-bit floats; the wheel of fa3-fwd has, under another
 name and without a backward. So has vLLM's, whose schema has no defaults.
 """
@@ -65,7 +65,7 @@ def refuses(x: Inputs) -> str | None:
 def load(path: str) -> Any:
     """torch.ops.flash_attn_3, or as this build calls it, with its kernels."""
     if not path:
-        raise Unsupported(f"no library: --fa3 PATH or {VARIABLE}=PATH (docs/bench.md)")
+        raise Unsupported(f"no library: --fa3 PATH or {VARIABLE}=PATH (docs/develop/benchmarks.md)")
     library = Path(path).resolve()
     if not library.is_file():
         raise Unsupported(f"there is no file {library}")

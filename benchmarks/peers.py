@@ -282,7 +282,9 @@ def turbopairformer(x: Inputs) -> Callable[[], Tensor]:
     try:
         from turbopairformer import turbo_attention
     except ImportError as error:
-        raise Unsupported(f"{error}; pip install turbopairformer, see docs/bench.md") from error
+        raise Unsupported(
+            f"{error}; pip install turbopairformer, see docs/develop/benchmarks.md"
+        ) from error
     case, rows = x.case, _triangle(x)
     if case.dtype != "bf16":
         raise Unsupported(f"it has no {case.dtype}")

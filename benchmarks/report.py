@@ -311,6 +311,48 @@ def speeds(records: list[Record]) -> Table:
     return Table("Whole models in short", header, shown, note)
 
 
+def overview(records: list[Record]) -> Table:
+    """One row per whole model: the range of its steps in speed and memory, as multiples of the client as it is."""
+    found: dict[str, list[tuple[float, float | None]]] = {}
+    used = []
+    for way in _steps(records).values():
+        client, ours = way["client"], way["flashsci"]
+        if client["time_us"] and ours["time_us"]:
+            speed = ranking.median(client) / ranking.median(ours)
+            memory = None
+            if client["peak_mem_mb"] and ours["peak_mem_mb"]:
+                memory = client["peak_mem_mb"] / ours["peak_mem_mb"]
+            found.setdefault(client["case"]["model"], []).append((speed, memory))
+            used += [client, ours]
+    rows = [
+        [model, _range(s for s, _ in steps), _range(m for _, m in steps)]
+        for model, steps in found.items()
+    ]
+    note = f"{_place(used)}; medians of whole steps, the two ways in turn." if used else ""
+    return Table("Whole models at a glance", ["model", "speed", "memory"], rows, note)
+
+
+def _range(values: Iterable[float | None]) -> str:
+    known = sorted(value for value in values if value is not None)
+    ends = [_ratio(value) for value in (known[:1] + known[-1:])]
+    return " to ".join(dict.fromkeys(ends)) or "-"
+
+
+def losses(records: list[Record]) -> Table:
+    """The cases of a benchmark in which somebody else is faster than our best."""
+    found = [s for s in ranking.standings(records) if s.result == "loses"]
+    rows = [
+        [
+            s.about["case"]["id"],
+            s.about["pass"],
+            s.peer["backend"] if s.peer else "nobody",
+            _ratio(s.ratio),
+        ]
+        for s in found
+    ]
+    return Table("Where it loses", ["case", "pass", "faster", "ratio"], rows)
+
+
 def _waits(record: Record) -> bool:
     """Whether a step is bound by the host: the GPU is idle for a fifth of it."""
     device = record["device_us"]
@@ -411,6 +453,8 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "claims": claims,
     "models": models,
     "speeds": speeds,
+    "overview": overview,
+    "losses": losses,
     "served": served,
 }
 
@@ -484,10 +528,18 @@ def refresh(root: Path, pages: Iterable[Path] | None = None, write: bool = True)
             begin, name, source, _, end = found.groups()
             if name not in TABLES:
                 raise BenchError(f"{page}: no table named {name!r}; there are {', '.join(TABLES)}")
-            if not (root / source).is_file():
-                raise BenchError(f"{page}: there is no file {source}")
-            records = json.loads((root / source).read_text(encoding="utf-8"))
-            return f"{begin}\n{markdown(TABLES[name](records))}\n\n{end}"
+            tables = []
+            for file in source.split(
+                ","
+            ):  # one run a file: runs are never compared with each other
+                if not (root / file).is_file():
+                    raise BenchError(f"{page}: there is no file {file}")
+                tables.append(TABLES[name](json.loads((root / file).read_text(encoding="utf-8"))))
+            rows = [row for table in tables for row in table.rows]
+            rows = [row for i, row in enumerate(rows) if row not in rows[:i]]
+            notes = " ".join(dict.fromkeys(table.note for table in tables if table.note))
+            shown = Table(tables[0].title, tables[0].header, rows, notes)
+            return f"{begin}\n{markdown(shown)}\n\n{end}"
 
         text = page.read_text(encoding="utf-8")
         fresh = _BETWEEN_MARKERS.sub(block, text)

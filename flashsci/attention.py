@@ -117,7 +117,7 @@ def attention(
 
     float8_e4m3fn q, k, v: causal, window, align, scale, softcap and grouped heads, for inference; bias, mask,
     key_weight, alibi_slopes, sink and dropout are refused. Both products are of 8-bit floats, so that P is
-    rounded to 1 part in 16, too; docs/fp8.md says what that costs. autocast leaves them as they are.
+    rounded to 1 part in 16, too; docs/guide/fp8.md says what that costs. autocast leaves them as they are.
 
     Examples:
         >>> import torch, flashsci

@@ -103,14 +103,79 @@ def support(
     return matrix
 
 
+#: The GPUs of docs/results/features.md: compute capabilities by name.
+_GENERATIONS = {"sm_75": (7, 5), "sm_80": (8, 0), "sm_90": (9, 0)}
+
+
+def features_page() -> str:
+    """The page docs/results/features.md: the features of every backend on each generation, and why not."""
+    by_generation = {name: support(c, hypothetical=True) for name, c in _GENERATIONS.items()}
+    first, *_, last = by_generation
+    lines = [
+        "# Features",
+        "",
+        "`python -m flashsci backends --write` writes this page. Each row is the smallest call that asks for a feature, in",
+        "fp16 at head dim 64 unless the row says otherwise. The answers are those of the backends for GPUs of compute",
+        f"capability {', '.join('.'.join(map(str, c)) for c in _GENERATIONS.values())}. "
+        "`python -m flashsci backends` answers for the machine at hand.",
+        "",
+        "| " + " | ".join(["feature", *BACKENDS]) + " |",
+        "|---" * (len(BACKENDS) + 1) + "|",
+    ]
+    for feature in by_generation[first]:
+        if feature == "second derivatives":  # fused backends without their own have Triton's
+            lines.append(f"| {feature} | " + " | ".join(map(_second_order, BACKENDS)) + " |")
+            continue
+        cells = [
+            _where([name for name, m in by_generation.items() if m[feature][backend] is None])
+            for backend in BACKENDS
+        ]
+        lines.append(f"| {feature} | " + " | ".join(cells) + " |")
+    lines += ["", f"## Why not, on {last}", "", "| feature | backend | reason |", "|---|---|---|"]
+    for feature, answers in by_generation[last].items():
+        lines += [
+            f"| {feature} | {backend} | {reason.replace('|', chr(92) + '|')} |"
+            for backend, reason in answers.items()
+            if reason is not None
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _second_order(name: str) -> str:
+    module = BACKENDS[name].load()
+    return "by triton" if module.FUSED and not hasattr(module, "double_backward") else "yes"
+
+
+def _where(names: list[str]) -> str:
+    """The generations of a cell: yes, no, or their names."""
+    if len(names) in (0, len(_GENERATIONS)):
+        return "yes" if names else "no"
+    newest = list(_GENERATIONS)[-len(names) :]
+    return f"from {names[0]}" if names == newest and len(names) > 1 else ", ".join(names)
+
+
 @app.command()
 def backends(
     arch: Annotated[
         str, typer.Option(help="Ask about a GPU that need not be here: 75, 80, 90, ... or 'cpu'.")
     ] = "",
     markdown: Annotated[bool, typer.Option(help="Print the table as Markdown.")] = False,
+    write: Annotated[
+        bool, typer.Option(help="In a clone of the repository: rewrite docs/results/features.md.")
+    ] = False,
 ) -> None:
     """Which backend covers what on this machine, and the reasons where it does not."""
+    if write:
+        from flashsci.digest import ROOT
+
+        page = ROOT / "docs" / "results" / "features.md"
+        if not page.parent.is_dir():
+            raise typer.BadParameter(
+                f"--write needs a clone of the repository: there is no {page.parent}"
+            )
+        page.write_text(features_page(), encoding="utf-8")
+        print(f"wrote {page}")
+        return
     if arch and arch != "cpu" and not (arch.isdigit() and len(arch) >= 2):
         raise typer.BadParameter(f"{arch!r} is neither 'cpu' nor a number such as 75, 80 or 90")
     if arch:

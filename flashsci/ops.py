@@ -35,7 +35,7 @@ def empty_with_inner_keys(bias: Tensor) -> Tensor:
 
 
 class Tensors(NamedTuple):
-    """The tensors of one call, as kernels take them (docs/extending.md has shapes and strides). The first five
+    """The tensors of one call, as kernels take them (docs/develop/extending.md has shapes and strides). The first five
     have gradients."""
 
     q: Tensor

@@ -1,4 +1,4 @@
-"""The picture of docs/distributed.md: which rank holds which rows, and computes which block of scores at which step of a ring.
+"""The picture of docs/guide/distributed.md: which rank holds which rows, and computes which block of scores at which step of a ring.
 
     python scripts/draw_ranks.py           the SVG
     python scripts/draw_ranks.py --write   into docs/figures/distributed-ranks.svg; a test compares

@@ -1,7 +1,7 @@
 """The order of `auto` from measured records: learn a table of rules for a GPU, and say what `auto` loses by it.
 
     python -m scripts.preferences                           regret on the committed records, the worst ten
-    python -m scripts.preferences --write                   learn flashsci/preferences/sm*.json, and docs/auto.md's tables
+    python -m scripts.preferences --write                   learn flashsci/preferences/sm*.json, and docs/results/rules.md's tables
     python -m scripts.preferences --check                   whether those are what the records give
     python -m scripts.preferences mine.json --table T.json  a table of one's own records, for FLASHSCI_PREFERENCES=T.json
 
@@ -22,7 +22,7 @@ from flashsci.preferences import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "auto.md"
+PAGE = ROOT / "docs" / "results" / "rules.md"
 
 
 def text_of(table: Table, found: list[Regret]) -> str:
@@ -44,7 +44,7 @@ def text_of(table: Table, found: list[Regret]) -> str:
 
 
 def pages(table: Table, found: list[Regret]) -> dict[str, str]:
-    """What docs/auto.md shows of the rules, by the name of its place there."""
+    """What docs/results/rules.md shows of the rules, by the name of its place there."""
     defaults = preferences.read(preferences.FOLDER / "defaults.json")
     rows = ["| pass | cases | geometric mean | worst |", "|---|---|---|---|"]
     rows += [

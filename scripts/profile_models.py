@@ -107,7 +107,7 @@ def kernels(way: Way, backend: str, rows: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("step", help="by its id, as in docs/models.md")
+    parser.add_argument("step", help="by its id, as in docs/develop/models.md")
     parser.add_argument("dtype", choices=DTYPES)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--rows", type=int, default=12, help="kernels to show")

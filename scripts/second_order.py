@@ -1,6 +1,6 @@
 """Forward, backward and double backward of a case, ours (Triton's second order) beside SDPA's math: what `bench` has no pass of. Needs a GPU.
 
-    python -m scripts.second_order time                           the table of docs/kernels/second_order.md
+    python -m scripts.second_order time                           the table of docs/develop/kernels/second_order.md
     python -m scripts.second_order profile pet-train-d16          kernels of a step, and what the host does
 
 A case is one of bench's; "@tf32" or "@tf32x3" behind its id sets the precision.

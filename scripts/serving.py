@@ -212,7 +212,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="of all engines together (default 30)")  # fmt: skip
     options = parser.parse_args()
     if importlib.util.find_spec("vllm") is None:
-        parser.error("there is no vLLM here (docs/serving.md says which releases)")
+        parser.error("there is no vLLM here (docs/guide/serving.md says which releases)")
     until = time.monotonic() + 60 * options.minutes
     lines: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Times features that the CUDA kernels leave to Triton (docs/support.md): dropout and ALiBi, against SDPA and FlexAttention.
+"""Times features that the CUDA kernels leave to Triton (docs/guide/backends.md): dropout and ALiBi, against SDPA and FlexAttention.
 
     python -m scripts.time_features [--seconds 0.3] [--dtype bf16]
 

@@ -158,7 +158,7 @@ def main() -> int:
     if missing:
         parser.error(f"{folder} has no {', '.join(missing)}: give vLLM's source distribution, unpacked")  # fmt: skip
     if importlib.util.find_spec("vllm") is None:
-        parser.error("there is no vLLM here (docs/serving.md says which releases)")
+        parser.error("there is no vLLM here (docs/guide/serving.md says which releases)")
     sys.path.insert(0, str(folder))  # its package `tests`, before any other of that name
     plugin = Plugin()
     with tempfile.TemporaryDirectory() as made:

@@ -46,7 +46,7 @@ Backward prepare(const Call& call, const std::optional<Tensor>& dout,
   return prepared;
 }
 
-// Whether sm80's kernels are the faster ones on Hopper, too (docs/kernels/sm90_backward.md): Hopper's
+// Whether sm80's kernels are the faster ones on Hopper, too (docs/develop/kernels/sm90_backward.md): Hopper's
 // tiles of 128 keys and 64 head dims are mostly padding then. Few heads gain less: measured.
 bool is_short(const FlashsciBackwardParams& p) {
   constexpr int64_t kManyHeads = 132;

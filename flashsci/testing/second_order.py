@@ -1,6 +1,6 @@
 """The second order of attention in fp64, with what the roundings of a fused kernel can do to it.
 
-The formulas of docs/kernels/second_order.md, evaluated on values that carry two sizes along: how large the same formula is on
+The formulas of docs/develop/kernels/second_order.md, evaluated on values that carry two sizes along: how large the same formula is on
 absolute values, for roundings to the inputs' dtype (``coarse``), and the same for all that kernels keep in fp32 (``fine``).
 """
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,21 +126,43 @@ def test_backends_of_a_gpu_that_is_not_here(capsys):
     assert cli.main(["backends", "--arch", "T4"]) == 2
 
 
-def test_readme_matrix_is_true():
-    """Each yes and no in the README's table is what the backends say of sm_80."""
+def test_page_of_features_is_true():
+    """docs/results/features.md is what `python -m flashsci backends --write` writes now."""
     from flashsci import cli
 
-    text = (ROOT / "README.md").read_text()
-    lines = text.split("## What is covered")[1].split("\n## ")[0].splitlines()
+    page = ROOT / "docs" / "results" / "features.md"
+    assert page.read_text() == cli.features_page(), "run python -m flashsci backends --write"
+
+
+def test_page_of_features_says_what_the_backends_answer():
+    """Each yes, no and "from sm_80" of its table, cell by cell, for three generations."""
+    from flashsci import cli
+
+    lines = cli.features_page().split("## Why not")[0].splitlines()
     cells = [[c.strip() for c in x.strip("|").split("|")] for x in lines if x.startswith("| ")]
-    table = {feature: dict(zip(BACKENDS, row, strict=True)) for feature, *row in cells}
-    support = cli.support((8, 0), hypothetical=True)
-    assert set(support) <= set(table)
-    for feature, answers in support.items():
-        for name, reason in answers.items():
-            cell = table[feature][name]
-            if cell != "by triton":  # depends on whether Triton runs on this very machine
-                assert (cell != "no") == (reason is None), (feature, name, cell, reason)
+    table = {feature: dict(zip(BACKENDS, row, strict=True)) for feature, *row in cells[1:]}
+    for number, capability in ((75, (7, 5)), (80, (8, 0)), (90, (9, 0))):
+        for feature, answers in cli.support(capability, hypothetical=True).items():
+            for name, reason in answers.items():
+                cell = table[feature][name]
+                if cell == "by triton":  # depends on whether Triton runs on this very machine
+                    continue
+                first = re.search(r"^(from )?(?:sm_\d+, )*sm_(\d+)", cell)
+                covered = cell == "yes" or bool(
+                    first and (f"sm_{number}" in cell or (first[1] and number > int(first[2])))
+                )
+                assert covered == (reason is None), (feature, name, number, cell, reason)
+
+
+def test_features_are_written_in_a_clone_only(tmp_path, monkeypatch, capsys):
+    from flashsci import cli, digest
+
+    monkeypatch.setattr(digest, "ROOT", tmp_path)  # site-packages
+    assert cli.main(["backends", "--write"]) == 2
+    assert "clone of the repository" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    assert cli.main(["backends", "--write"]) == 0
+    assert (tmp_path / "docs" / "results" / "features.md").read_text() == cli.features_page()
 
 
 def test_bench_writes_records(tmp_path, capsys):

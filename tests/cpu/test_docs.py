@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -30,7 +31,9 @@ def with_examples() -> list[str]:
 
 
 def test_pages_with_examples_are_found():
-    assert {"README.md", "docs/index.md", "docs/support.md"} <= set(with_examples())
+    assert {"README.md", "docs/start/quickstart.md", "docs/guide/backends.md"} <= set(
+        with_examples()
+    )
     text = "a\n```sh\nb\n```\n```python\nx = 1\n```\n```\nc\n```\n```python\ny = 2\n```\n"
     assert python_of(text).split() == ["x", "=", "1", "y", "=", "2"]
     assert python_of(text).splitlines()[5] == "x = 1"
@@ -67,7 +70,7 @@ def code_lines(path: Path) -> int:
 
 
 def reading_order() -> list[list[str]]:
-    text = (ROOT / "docs" / "extending.md").read_text()
+    text = (ROOT / "docs" / "develop" / "extending.md").read_text()
     text = text.split("### What to read, in which order\n")[1].split("\n### ")[0]
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines()]
     return [row for row in rows if len(row) == 4 and row[0].startswith("`")]
@@ -82,6 +85,67 @@ def test_what_to_read_is_there_and_as_long_as_said(row):
     lines = sum(map(code_lines, plain))
     assert abs(lines - int(row[2])) <= lines / 10, f"{lines} lines of code, the page says {row[2]}"
     assert set(folder.glob("*.cuh")) <= {*plain, *more}
+
+
+def test_the_readme_is_short():
+    """At most 800 words, and everything that decides whether to go on before the first table."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 800
+    assert text.splitlines().index("| backend | computes | measured on |") <= 45
+
+
+#: Names of other projects, of the reader's own, or of hardware: no file of ours holds them.
+OTHERS = {
+    *(
+        "mine",
+        "F2F",
+        "once_differentiable",
+        "triangle_multiplicative_update",
+        "attention_pair_bias",
+    ),
+    *("memory_efficient_attention_backward", "_partial", "FULL_AND_PIECEWISE"),
+}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "/logs/" not in p and "/results/" not in p])
+def test_names_in_pages_exist(page):
+    """An identifier in backticks is in some file of the repository."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
+    if page.endswith("glossary.md"):  # its last column has the names of other code bases
+        text = re.sub(r"\|[^|\n]*\|$", "", text, flags=re.M)
+    words = set(re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text))
+    names = {
+        word.split(".")[-1]
+        for word in words
+        if not re.search(r"\.(?:py|cuh?|h|cpp|md|json|txt)$", word)
+    }
+    missing = {
+        n for n in names - OTHERS if not re.search(rf"(?<!\w){re.escape(n)}(?!\w)", sources())
+    }
+    assert not missing, f"{page} names what no file has"
+
+
+@functools.cache
+def sources() -> str:
+    folders = ("flashsci", "csrc", "benchmarks", "scripts", "tests", "examples", "cmake")
+    files = [p for folder in folders for p in sorted((ROOT / folder).rglob("*")) if p.is_file()]
+    files += [
+        ROOT / name
+        for name in (
+            "Makefile",
+            "CMakeLists.txt",
+            "pyproject.toml",
+            "constraints.txt",
+            "mkdocs.yml",
+        )
+    ]
+    kinds = {".py", ".cuh", ".cu", ".h", ".cpp", ".cmake", ".txt", ".sh", ".toml", ".yml", ""}
+    kept = [
+        p
+        for p in files
+        if p.suffix in kinds and "results" not in p.parts and p.name != "test_docs.py"
+    ]
+    return "\n".join(p.read_text(encoding="utf-8", errors="ignore") for p in kept)
 
 
 def test_readme_sections_that_the_site_includes_exist():

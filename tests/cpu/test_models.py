@@ -432,6 +432,14 @@ def test_table_of_models(monkeypatch):
     assert row[4:12] == ["5 ms", "2.5 ms", "2.00x", "-", "-", "3 GB", "900 MB", "3.33x"]
     assert row[-1] == "sdpa 1; gradients sdpa 1"
     assert "errors relative to the client in float64" in table.note
+    assert report.overview(found).rows == [["toy", "2.00x", "3.33x"]]
+    slower = json.loads(json.dumps(found))
+    for r, us in zip(slower, (5000.0, 10000.0), strict=True):
+        r["case"]["id"], r["time_us"]["median"], r["peak_mem_mb"] = "toy-other", us, None
+    both = report.overview([*found, *slower])
+    assert (
+        both.rows == [["toy", "0.50x to 2.00x", "3.33x"]] and "medians of whole steps" in both.note
+    )
     short = report.speeds(found)
     assert short.rows == [["toy", "a toy", "matmul", "-", "2.00x, memory 3.33x"]]
     for record, us in zip(found, (900.0, 600.0), strict=True):  # a step that waits for the host
@@ -447,6 +455,7 @@ def test_table_of_models(monkeypatch):
     assert report.models(found).rows[0][-1] == "flashsci failed: the compiler changes results"
     found[1]["time_us"] = None
     assert report.speeds(found).rows == [] and report.speeds([]).note == ""
+    assert report.overview(found).rows == [] and report.overview([]).note == ""
     (call,) = report.served(found).rows
     assert call[0] == "toy-fp32" and "q [2, 5, 8]" in call[2] and call[4:] == ["1", "sdpa", "sdpa"]
     assert [t.title for t in report.tables(found)] == ["Whole models"]

@@ -233,6 +233,33 @@ def test_pages_are_rewritten_between_markers(tmp_path):
     assert report.refresh(tmp_path) == [], "a second time changes nothing"
 
 
+def test_losses_are_named_and_nothing_else():
+    """Cases that somebody else wins, also for want of a result of ours; a draw and a win are none."""
+    lost = [["dense-bf16-d64-full-s1024", "forward", "fa3", "0.80x"]]
+    assert report.losses(RECORDS).rows == [*lost, ["escaip", "forward", "sdpa:math", "-"]]
+    won = [r for r in RECORDS if r["backend"] not in ("fa3", "sdpa:math")]
+    assert report.losses(won).rows == []
+
+
+def test_a_table_of_several_runs_compares_none_with_another(tmp_path):
+    """Each file is a table of its own; a row that two of them have stands once."""
+    other = [
+        record("dense-bf16-d64-full-s1024", "forward", "cuda", 1.0),  # another run, other clocks
+        record("dense-bf16-d64-full-s1024", "forward", "fa3", 2.0),
+        record("gqa", "backward", "cuda", 10.0),
+        record("gqa", "backward", "fa3", 9.0),
+    ]
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    readme = page(tmp_path, "", "losses", "results.json,other.json,other.json")
+    assert report.refresh(tmp_path) == [readme]
+    rows = [line for line in readme.read_text().splitlines() if line.startswith("| ")][2:]
+    assert rows == [
+        "| dense-bf16-d64-full-s1024 | forward | fa3 | 0.80x |",
+        "| escaip | forward | sdpa:math | - |",
+        "| gqa | backward | fa3 | 0.90x |",
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"table": "nonsense"}, "no table named"), ({"source": "none.json"}, "there is no file")],

@@ -677,8 +677,8 @@ def test_no_argument_is_ignored_that_transformers_reads():
 
 
 def test_the_page_runs():
-    """docs/dropins/transformers.md; test_docs.py leaves its block out, since transformers may not be there."""
-    page = Path(__file__).resolve().parents[2] / "docs" / "dropins" / "transformers.md"
+    """docs/guide/dropins/transformers.md; test_docs.py leaves its block out, since transformers may not be there."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "guide" / "dropins" / "transformers.md"
     blocks = page.read_text().split("``` {.python}\n")[1:]
     assert blocks
     for block in blocks:

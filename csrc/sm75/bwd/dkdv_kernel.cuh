@@ -13,7 +13,7 @@
 //           the queries of tile n and stored behind it, dO_n+1 likewise during the second half,
 //           into the stage that nobody reads; one barrier a tile.
 // Limits    Shared-memory reads: 16 keys a warp read as long as they multiply
-//           (docs/kernels/sm75.md), and registers: what is not needed in the products is kept in
+//           (docs/develop/kernels/sm75.md), and registers: what is not needed in the products is kept in
 //           shared memory (`KeyWork`) or found again.
 #pragma once
 #include "../../core/bias_mask.cuh"

@@ -9,7 +9,7 @@
 //           through the same bytes.
 // Pipeline  As in the forward: K_n+1 is fetched during S = Q K_n^T and stored behind it, V_n+1
 //           likewise during the rest; one barrier a tile.
-// Limits    Shared-memory reads (16 rows a warp) or tensor cores (32 rows). docs/kernels/sm75.md.
+// Limits    Shared-memory reads (16 rows a warp) or tensor cores (32 rows). docs/develop/kernels/sm75.md.
 #pragma once
 #include "../query_tile.cuh"
 #include "dkdv_kernel.cuh"

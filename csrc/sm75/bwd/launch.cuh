@@ -22,7 +22,7 @@ using namespace dbias;
 
 inline constexpr int kMaxBackwardDim = 128;
 
-// Tile shapes of a padded head dimension: docs/kernels/sm75.md. AnyQueries: with bias or mask, or
+// Tile shapes of a padded head dimension: docs/develop/kernels/sm75.md. AnyQueries: with bias or mask, or
 // rows of any alignment, which take registers.
 template <int kHeadDim>
 struct BackwardShapes;

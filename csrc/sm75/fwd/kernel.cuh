@@ -13,7 +13,7 @@
 //           stored behind it, V_n-1 likewise during softmax and P V_n, into the stage that nobody
 //           reads; one barrier a tile. Tiles go from the diagonal to the left.
 // Limits    Shared memory, which gives an SM of Turing 64 bytes a clock: 16 rows a warp read as
-//           long as they multiply, 32 half of it, so D <= 96 has 32. docs/kernels/sm75.md.
+//           long as they multiply, 32 half of it, so D <= 96 has 32. docs/develop/kernels/sm75.md.
 #pragma once
 #include <cuda_runtime.h>
 

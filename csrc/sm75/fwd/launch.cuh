@@ -32,7 +32,7 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   return launch<kernel>(blocks, C::kThreads, kSharedBytes, p.device, stream, p, plan);
 }
 
-// Tile shapes of a padded head dimension: docs/kernels/sm75.md.
+// Tile shapes of a padded head dimension: docs/develop/kernels/sm75.md.
 template <int kHeadDim>
 struct Shapes;
 template <>

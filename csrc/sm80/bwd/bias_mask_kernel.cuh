@@ -7,7 +7,7 @@
 // Shared    as there, and where everything is: the loop has no registers for pointers
 //           (scheduler.cuh).
 // Pipeline  as there; the bias and a mask of keys come one step ahead, in registers.
-// Limits    Registers: docs/kernels/sm80_backward.md.
+// Limits    Registers: docs/develop/kernels/sm80_backward.md.
 #pragma once
 #include <cstddef>
 

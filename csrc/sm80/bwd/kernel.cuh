@@ -15,7 +15,7 @@
 // Pipeline  Two barriers a tile: stage n has landed and n - 1 is free; dS_n is written. Stage n + 1
 //           flies during all of tile n. dQ leaves by coalesced red.add to fp32 sums in fragment
 //           order (preprocess.cuh turns them), or, with one key tile, straight to memory.
-// Limits    Shared-memory reads, then HMMA issue: docs/kernels/sm80_backward.md.
+// Limits    Shared-memory reads, then HMMA issue: docs/develop/kernels/sm80_backward.md.
 #pragma once
 #include "../../core/poison.cuh"
 #include "../../ptx/redux.cuh"

@@ -31,7 +31,7 @@ inline constexpr bool kTight = FLASHSCI_TILE_PRESET == 0;
 inline constexpr int kTilesBudget = 99 * 1024;
 
 // Tiles by padded head dim: head dim, keys, queries, warps over keys, warps over queries, stages,
-// CTAs an SM (, queries at a time). Measured in docs/kernels/sm80_backward.md. Large: plain calls
+// CTAs an SM (, queries at a time). Measured in docs/develop/kernels/sm80_backward.md. Large: plain calls
 // on devices with room; WithBiasMask: the same with a bias or mask, or unaligned rows; Small: all
 // calls elsewhere.
 template <int kHeadDim>

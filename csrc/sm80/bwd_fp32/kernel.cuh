@@ -10,7 +10,7 @@
 // Shared    Halves of the rows of both kinds (Q and dO, or K and V), raw at first; a stream of the
 //           other two; statistics of the columns if they are queries: `BackwardStorage`.
 // Pipeline  As in the forward. P and dS of a tile are scaled row by row before they become halves.
-// Limits    HMMA and everything else take turns: docs/kernels/sm80_fp32.md.
+// Limits    HMMA and everything else take turns: docs/develop/kernels/sm80_fp32.md.
 #pragma once
 #include <cuda_runtime.h>
 

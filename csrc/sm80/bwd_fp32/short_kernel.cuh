@@ -8,7 +8,7 @@
 // Shared    Halves of K and V and, of a chunk, of Q and dO, each row with its own power of two;
 //           dQ of the chunk: `ShortStorage`.
 // Pipeline  None: other CTAs work while one waits. One barrier for every 16 queries.
-// Limits    Conversions to halves, three for every score: docs/kernels/sm80_fp32.md.
+// Limits    Conversions to halves, three for every score: docs/develop/kernels/sm80_fp32.md.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -43,7 +43,7 @@ struct Shape {
   int block_q, block_k, warps, min_blocks;
 };
 
-// Tile shape of a padded head dimension; measured in docs/kernels/sm80_forward.md. 32 rows a warp
+// Tile shape of a padded head dimension; measured in docs/develop/kernels/sm80_forward.md. 32 rows a warp
 // as long as the accumulators (rows x (keys + dims) / 32 registers) leave room, two CTAs an SM to
 // fill each other's gaps.
 constexpr Shape shape_of(int head_dim) {

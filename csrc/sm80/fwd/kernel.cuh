@@ -14,7 +14,7 @@
 //           barriers a tile, and the other CTA of the SM fills the gaps. kStages 2: K_n-1 and V_n-1
 //           fly during all of tile n; one barrier a tile. Tiles go from the diagonal to the left.
 // Limits    HMMA issue with shared-memory reads of K and V close behind (32 rows per warp: a
-//           fragment feeds two mma), then exp: docs/kernels/sm80_forward.md.
+//           fragment feeds two mma), then exp: docs/develop/kernels/sm80_forward.md.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -8,7 +8,7 @@
 //           tile: `ForwardStorage`.
 // Pipeline  Raw K_n-1 and V_n-1 fly, and the bias of tile n - 1 on its way to registers, while tile
 //           n is worked on; two barriers a tile: raw tile there, halves there.
-// Limits    HMMA and everything else take turns rather than overlap: docs/kernels/sm80_fp32.md.
+// Limits    HMMA and everything else take turns rather than overlap: docs/develop/kernels/sm80_fp32.md.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -16,7 +16,7 @@
 //           through shared memory to both consumers for dQ, of which each computes half, a block
 //           late: they wait little for each other, and one's exponentials meet the other's
 //           products.
-// Limits    docs/kernels/sm90_backward.md.
+// Limits    docs/develop/kernels/sm90_backward.md.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -37,7 +37,7 @@ int64_t workspace_of(const FlashsciBackwardParams& p) {
 }
 
 // One tile of keys for a CTA, where that many queries see it on average that what tile after tile
-// hides, how one begins and ends, is less than what it costs: docs/kernels/sm90_backward.md.
+// hides, how one begins and ends, is less than what it costs: docs/develop/kernels/sm90_backward.md.
 inline bool prefers_one_tile(const FlashsciBackwardParams& p) {
   int64_t rows = p.seq_q;
   if (p.window_left >= 0 && p.window_right >= 0)
@@ -147,7 +147,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
                        stream, a);
 }
 
-// The tile shapes, by padded head dims of q and k, and of v; why: docs/kernels/sm90_backward.md.
+// The tile shapes, by padded head dims of q and k, and of v; why: docs/develop/kernels/sm90_backward.md.
 constexpr int rows_of_block(int head_dim, int head_dim_v) {
   return head_dim == 64 && head_dim_v == 64 ? 128 : 64;
 }

@@ -8,7 +8,7 @@
 // Pipeline  dV and dK take P^T and dS^T from registers. dQ comes in two slices of columns, the
 //           second one block late: the tensor core has it while the exponentials are computed, and
 //           the copy engine has half of a block's time for each.
-// Limits    docs/kernels/sm90_backward.md.
+// Limits    docs/develop/kernels/sm90_backward.md.
 #pragma once
 #include <cstdint>
 

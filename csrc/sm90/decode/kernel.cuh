@@ -11,7 +11,7 @@
 //           128-byte swizzled boxes: `DecodeStorage`.
 // Pipeline  The ring runs ahead by kStages blocks of K and V, across sequences too; by fewer where there
 //           are none to cross.
-// Limits    Memory: docs/kernels/sm90_decode.md. The tensor cores multiply rows that do not exist;
+// Limits    Memory: docs/develop/kernels/sm90_decode.md. The tensor cores multiply rows that do not exist;
 //           they have the time.
 #pragma once
 #include <cuda_runtime.h>

@@ -16,7 +16,7 @@
 // Pipeline  Of a consumer, right to left: S = Q K^T, softmax, P V, its sum. The others' products run
 //           beside its softmax. Scheduler, producer and turning warps run ahead across tiles.
 //           They take turns at products, so that they are not all at the same step.
-// Limits    Instruction issue, exponentials and power: docs/kernels/sm90_fp8.md.
+// Limits    Instruction issue, exponentials and power: docs/develop/kernels/sm90_fp8.md.
 #pragma once
 #include <cuda_runtime.h>
 

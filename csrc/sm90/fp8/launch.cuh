@@ -91,7 +91,7 @@ cudaError_t launch_tiling(Args& a, cudaStream_t stream) {
                                                    a.pieces.tiles != 0 ? processors : 0);
 }
 
-// The tile shapes, by padded head dims of q and k, and of v; why: docs/kernels/sm90_fp8.md. Scales of
+// The tile shapes, by padded head dims of q and k, and of v; why: docs/develop/kernels/sm90_fp8.md. Scales of
 // blocks of 64 keys, or an accumulator of 256 columns, take blocks of 64 keys.
 using Tiles64 = Tiling<64, 64, 128, 3, 4>;
 using Tiles64Wide = Tiling<64, 64, 128, 4, 4>;  // of 256 rows; dense only: registers

@@ -15,7 +15,7 @@
 //           turns at issuing (named barriers), so that one's softmax hides behind the products of
 //           the others. Scheduler and producer run ahead across tiles.
 // Limits    Tensor cores and power at D 256 and 128, instruction issue beside them at D 64:
-//           docs/kernels/sm90_forward.md.
+//           docs/develop/kernels/sm90_forward.md.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -84,7 +84,7 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   return launch_scheduled<kernel, C, kVarlen>(a, kSharedBytes, processors, stream);
 }
 
-// The tile shapes, by padded head dims of q and k, and of v; why: docs/kernels/sm90_forward.md.
+// The tile shapes, by padded head dims of q and k, and of v; why: docs/develop/kernels/sm90_forward.md.
 template <int kHeadDim, int kHeadDimV = kHeadDim>
 struct Tiles;
 template <>

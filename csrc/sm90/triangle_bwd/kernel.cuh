@@ -12,7 +12,7 @@
 // Shared    The bias in fp32, K, V [2 members], Q, dO and statistics [2 stages for each consumer],
 //           dS, dQ, dK and dV of each consumer: `TriangleStorage` (config.cuh). dbias: registers.
 // Pipeline  Consumers share nothing but the keys; S^T of the next step beside dQ and dK of this.
-// Limits    docs/kernels/sm90_triangle_backward.md.
+// Limits    docs/develop/kernels/sm90_triangle_backward.md.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -14,7 +14,7 @@
 //           addition. Of a consumer the next bias is read during P V; the products of one run
 //           during the exponentials of the other three. Blocks that a member's mask hides are
 //           neither loaded nor computed.
-// Limits    Exponentials and issue slots: docs/kernels/sm90_triangle_forward.md.
+// Limits    Exponentials and issue slots: docs/develop/kernels/sm90_triangle_forward.md.
 #pragma once
 #include <cuda_runtime.h>
 

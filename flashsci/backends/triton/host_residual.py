@@ -24,7 +24,7 @@ from .residual_backward import residual_backward_kernel, residual_queries_kernel
 from .residual_forward import residual_forward_kernel
 
 # (BLOCK_M, BLOCK_N, warps, stages[, registers a thread at most]) up to a width, in 16 bits and in fp32. Two warps: rows of P^T and dS^T
-# go to tensor cores from registers, where four that have 64 rows write them for wgmma first. docs/kernels/logs/triton.md has the times.
+# go to tensor cores from registers, where four that have 64 rows write them for wgmma first. docs/develop/kernels/logs/triton.md has the times.
 HOPPER = {
     "forward": {
         16: ((64, 64, 4, 3, 128), (64, 32, 4, 3, 128)),

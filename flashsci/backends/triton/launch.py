@@ -1,5 +1,5 @@
 """Tile sizes, warps and pipeline stages: small tables by kernel, architecture, dtype and head dim, from measurements
-(docs/kernels/triton.md). No search at run time: the same call always runs the same kernel."""
+(docs/develop/kernels/triton.md). No search at run time: the same call always runs the same kernel."""
 
 import functools
 
