@@ -78,11 +78,17 @@ def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> T
         if isinstance(offsets, int):
             return slice(offsets, offsets + x.shape[1])
         return offsets[:, None] + torch.arange(x.shape[1], device=x.device)
+    sequence = sequences_of(x.shape[0], cu_seqlens)
     row = torch.arange(x.shape[0], device=x.device, dtype=cu_seqlens.dtype)
-    last = max(0, cu_seqlens.shape[0] - 2)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp(max=last)
     first = offsets if isinstance(offsets, int) else offsets[sequence]
     return row - cu_seqlens[sequence] + first
+
+
+def sequences_of(rows: int, cu_seqlens: Tensor) -> Tensor:
+    """The sequence of every packed row, int64 ``[rows]``; rows behind the last count to it."""
+    row = torch.arange(rows, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    last = max(0, cu_seqlens.shape[0] - 2)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp(max=last)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

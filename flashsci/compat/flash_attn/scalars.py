@@ -1,0 +1,92 @@
+"""Options as flash_attn's extension takes them: a number, flag or window side may be a tensor of one element or a numpy scalar,
+and a flag may be an int.
+
+flashsci's own functions refuse tensors there, since options are constants of a call: here they are read, which waits for
+the device as it does in flash_attn.
+"""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Window = tuple[int, int]
+EVERYWHERE: Window = (-1, -1)
+
+
+def number(name: str, x: Any) -> Any:
+    """``x``, or the number that a tensor of one element holds.
+
+    Raises:
+        ValueError: a tensor of more elements, or one that requires a gradient.
+    """
+    if not isinstance(x, Tensor):
+        return x
+    if x.numel() != 1:
+        raise ValueError(f"{name} must be a number, got a tensor of shape {list(x.shape)}")
+    if x.requires_grad:
+        raise ValueError(
+            f"{name} is a constant of a call, and the tensor given requires a gradient that it would not get; multiply q by it "
+            "instead, or detach it"
+        )
+    return x.item()
+
+
+def flag(name: str, x: Any) -> Any:
+    """``x`` as a bool; None is False.
+
+    Raises:
+        TypeError: neither a bool nor a number.
+        ValueError: as :func:`number`.
+    """
+    if type(x) is bool or isinstance(x, torch.SymBool):
+        return x
+    x = number(name, x)
+    if x is not None and not hasattr(x, "__bool__"):
+        raise TypeError(f"{name} must be True or False, got {x!r}")
+    return bool(x)
+
+
+def window_of(window_size: Any) -> Window | None:
+    """(left, right) as ints, -1 for a side without a bound; None where neither side has one.
+
+    Args:
+        window_size: two ints, or tensors or numpy scalars that hold ints; a tensor of two elements; None for no bounds.
+            Every negative number is no bound.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if window_size is None or (type(window_size) is tuple and window_size == EVERYWHERE):
+        return None
+    try:
+        sides = window_size.tolist() if isinstance(window_size, Tensor) else window_size
+        left, right = (max(-1, index(side)) for side in sides)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"window_size must be (left, right), two ints, got {window_size!r}; -1 is unbounded"
+        ) from error
+    return None if left == right == -1 else (left, right)
+
+
+def options_of(
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    deterministic: Any = False,
+) -> dict[str, Any]:
+    """What flashsci.attention and varlen_attention are asked for, by keyword; kinds that they take pass as they are."""
+    return {
+        "causal": causal if type(causal) is bool else flag("causal", causal),
+        "window": None if window_size is EVERYWHERE else window_of(window_size),
+        "align": "lower_right",
+        "scale": number("softmax_scale", softmax_scale) if isinstance(softmax_scale, Tensor) else softmax_scale,
+        "softcap": number("softcap", softcap) if isinstance(softcap, Tensor) else softcap,
+        "dropout_p": number("dropout_p", dropout_p) if isinstance(dropout_p, Tensor) else dropout_p,
+        "deterministic": True if deterministic is True else flag("deterministic", deterministic) or None,
+    }  # fmt: skip
