@@ -145,6 +145,48 @@ def test_rotation_in_place():
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
+REFUSED_BY_AUTOGRAD = {
+    "leaf": lambda leaf: leaf,
+    "view of a leaf": lambda leaf: leaf.view(leaf.shape),
+    "unbind": lambda leaf: (leaf[None] * 1).unbind(0)[0],
+    "split": lambda leaf: (leaf * 1).split(leaf.shape[0])[0],
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_BY_AUTOGRAD)
+@pytest.mark.parametrize("what", ["x", "qkv", "grouped", "kv"])
+def test_in_place_where_autograd_lets_nobody_write(what, kind):
+    """What is returned lies in x's memory and has the gradient."""
+    shape = {"x": (2, 5, 3, 9), "qkv": (2, 5, 3, 2, 9), "grouped": (2, 5, 4, 9), "kv": (2, 5, 2, 2, 9)}[what]  # fmt: skip
+    leaf = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    before = leaf.detach().clone()
+    x, table = REFUSED_BY_AUTOGRAD[kind](leaf), (ANGLES.cos(), ANGLES.sin())
+    found = {
+        "x": lambda: apply_rotary_emb(x, *table, inplace=True),
+        "qkv": lambda: apply_rotary_emb_qkv_(x, *table),
+        "grouped": lambda: apply_rotary_emb_qkv_(x, *table, num_heads_q=2),
+        "kv": lambda: apply_rotary_emb_kv_(x, *table),
+    }[what]()
+    y, position = before.clone().requires_grad_(), torch.arange(5)
+    expected = {
+        "x": lambda: turned(y, position),
+        "qkv": lambda: torch.stack((turned(y[:, :, 0], position), turned(y[:, :, 1], position), y[:, :, 2]), 2),
+        "grouped": lambda: torch.cat((turned(y[:, :, :3], position), y[:, :, 3:]), 2),
+        "kv": lambda: torch.stack((turned(y[:, :, 0], position), y[:, :, 1]), 2),
+    }[what]()  # fmt: skip
+    assert found.data_ptr() == x.data_ptr() and torch.equal(found, x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(expected)
+    gradients = [torch.autograd.grad(a, b, weight)[0] for a, b in ((found, leaf), (expected, y))]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_a_leaf_in_place_outside_of_autograd_is_the_leaf():
+    leaf = torch.randn(2, 5, 3, 9, requires_grad=True)
+    with torch.no_grad():
+        assert apply_rotary_emb(leaf, ANGLES.cos(), ANGLES.sin(), inplace=True) is leaf
+
+
 @pytest.mark.parametrize("tables", [1, 2])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_projections_in_place(grouped, tables):

@@ -46,7 +46,8 @@ def attend_with_gaps(
     """
     begin, end = cu_seqlens_q[:-1], cu_seqlens_q[1:]
     if used_q is None:
-        edges_q, edges_k = (begin, end), (first_k, last_k)
+        edges_q: tuple[Tensor, ...] = begin, end
+        edges_k: tuple[Tensor, ...] = first_k, last_k
     else:
         edges_q, edges_k = (begin, begin + used_q, end), (first_k, last_k, last_k)
     cu_q = torch.cat((cu_seqlens_q[:1], _interleaved(edges_q), cu_seqlens_q[-1:]))

@@ -6,6 +6,9 @@ length-extrapolatable transformer", arXiv:2212.10554 (``scale_base``).
 
 from __future__ import annotations
 
+from operator import index
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,7 +33,9 @@ def apply_rotary(
         cu_seqlens: int32 ``[B + 1]``.
         max_seqlen: where it is given, checked against P; nothing else depends on it.
         interleaved: pairs are dims (2 i, 2 i + 1) instead of (i, i + R / 2).
-        inplace: write the result into x, and return x. Autograd follows, as far as it lets x be written.
+        inplace: write the result into x, and return x. Where autograd lets no one write x (a leaf that requires a gradient, a
+            view of one, a view from ``unbind`` or ``split``), the result is another tensor with x's memory, as in flash_attn:
+            the gradient is that of what is returned, and x itself is not to be used any more.
         conjugate: rotate back.
 
     Returns:
@@ -49,6 +54,8 @@ def apply_rotary(
         >>> torch.allclose(back, x, atol=1e-6)
         True
     """
+    if not isinstance(seqlen_offsets, Tensor):
+        seqlen_offsets = index(seqlen_offsets)
     packed = cu_seqlens is not None
     if x.dim() != (3 if packed else 4):
         layout = "[T, H, D] with cu_seqlens" if packed else "[B, S, H, D]"
@@ -66,10 +73,29 @@ def apply_rotary(
     position = _positions(x, seqlen_offsets, cu_seqlens)
     cos, sin = cos[position].unsqueeze(-2), sin[position].unsqueeze(-2)  # [(B,) S, 1, R / 2]
     rotated = _rotate(x[..., : 2 * cos.shape[-1]], cos, -sin if conjugate else sin, interleaved)
-    if inplace:
+    if inplace and _may_be_written(x):
         x[..., : rotated.shape[-1]].copy_(rotated)
         return x
-    return torch.cat((rotated, x[..., rotated.shape[-1] :]), -1)
+    whole = torch.cat((rotated, x[..., rotated.shape[-1] :]), -1)
+    return _in_memory_of(x, whole) if inplace else whole
+
+
+def _may_be_written(x: Tensor) -> bool:
+    """Whether autograd records an operation on x in place, or raises."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return True
+    if x.is_leaf or torch.compiler.is_compiling():
+        return not x.is_leaf
+    if not x._is_view():
+        return True
+    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+    recorded: bool = autograd._get_creation_meta(x) == autograd.CreationMeta.DEFAULT
+    return recorded and not (x._base is not None and x._base.is_leaf)
+
+
+def _in_memory_of(x: Tensor, result: Tensor) -> Tensor:
+    """A tensor that has x's memory, overwritten, and the gradient of ``result``."""
+    return x.detach().copy_(result)
 
 
 def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor | slice:
@@ -142,10 +168,15 @@ def apply_rotary_emb_qkv_(
             "qkv must be [B, S, 3, H, D], or [B, S, Hq + 2 Hk, D] with num_heads_q, got shape "
             f"{list(qkv.shape)} and num_heads_q={num_heads_q}"
         )
-    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    apply_rotary_emb(k, cos_k, sin_k, interleaved, True, seqlen_offsets)
-    return qkv
+    options: Any = (interleaved, _may_be_written(qkv), seqlen_offsets)
+    q = apply_rotary_emb(q, cos, sin, *options)
+    k = apply_rotary_emb(k, cos_k, sin_k, *options)
+    if options[1]:
+        return qkv
+    if qkv.dim() == 5:
+        return _in_memory_of(qkv, torch.stack((q, k, qkv[:, :, 2]), 2))
+    return _in_memory_of(qkv, torch.cat((q, k, qkv[:, :, q.shape[2] + k.shape[2] :]), 2))
 
 
 def apply_rotary_emb_kv_(
@@ -158,8 +189,9 @@ def apply_rotary_emb_kv_(
     """Rotate the k of ``kv`` ``[B, S, 2, H, D]`` in place."""
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv must be [B, S, 2, H, D], got shape {list(kv.shape)}")
-    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
-    return kv
+    written = _may_be_written(kv)
+    k = apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, written, seqlen_offsets)
+    return kv if written else _in_memory_of(kv, torch.stack((k, kv[:, :, 1]), 2))
 
 
 class RotaryEmbedding(torch.nn.Module):
