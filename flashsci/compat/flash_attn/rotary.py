@@ -88,7 +88,7 @@ def _may_be_written(x: Tensor) -> bool:
         return not x.is_leaf
     if not x._is_view():
         return True
-    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+    autograd: Any = torch._C._autograd
     recorded: bool = autograd._get_creation_meta(x) == autograd.CreationMeta.DEFAULT
     return recorded and not (x._base is not None and x._base.is_leaf)
 

@@ -64,22 +64,16 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "flash_attn.modules": {},
     "flash_attn.modules.mha": {
-        f"{_HERE}.mha": (
-            "MHA",
+        f"{_HERE}.mha": ("MHA", "LinearResidual", "_update_kv_cache"),
+        f"{_HERE}.inner": (
             "CrossAttention",
             "FlashCrossAttention",
             "FlashSelfAttention",
-            "LinearResidual",
-            "RotaryEmbedding",
             "SelfAttention",
-            "_update_kv_cache",
-            "flash_attn_kvpacked_func",
-            "flash_attn_qkvpacked_func",
-            "flash_attn_varlen_kvpacked_func",
-            "flash_attn_varlen_qkvpacked_func",
-            "flash_attn_with_kvcache",
             "get_alibi_slopes",
-        )
+        ),
+        f"{_HERE}.rotary": ("RotaryEmbedding",),
+        f"{_HERE}.fa2": _FUNCTIONS,
     },
     "flash_attn.utils": {},
     "flash_attn.utils.generation": {f"{_HERE}.mha": ("InferenceParams",)},
