@@ -10,7 +10,14 @@ from torch import Tensor
 from flashsci.attention import attention
 from flashsci.compat.flash_attn.cache import Cached, cached_attention
 from flashsci.compat.flash_attn.pages import attend_pages, check_pages
-from flashsci.compat.flash_attn.scalars import EVERYWHERE, Window, flag, options_of
+from flashsci.compat.flash_attn.scalars import (
+    EVERYWHERE,
+    Window,
+    constants,
+    flag,
+    options_of,
+    window_of,
+)
 from flashsci.varlen import varlen_attention
 
 
@@ -82,11 +89,30 @@ def _heads_first(
     return_attn_probs: bool,
 ) -> Any:
     """:func:`flash_attn_func` of views ``[B, H, S, D]``."""
-    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    window = None if window_size is EVERYWHERE else window_of(window_size)
+    if not (
+        type(causal) is bool is type(deterministic)
+        and type(softcap) is float is type(dropout_p)
+        and (softmax_scale is None or type(softmax_scale) is float)
+    ):
+        causal, deterministic, softcap, dropout_p, softmax_scale = constants(
+            causal, deterministic, softcap, dropout_p, softmax_scale
+        )
     if return_attn_probs and alibi_slopes is not None:
-        _no_shifted_lse("flash_attn_func", options)
+        _no_shifted_lse("flash_attn_func", causal, window)
     result = attention(
-        q, k, v, alibi_slopes=alibi_slopes, return_lse=bool(return_attn_probs), **options
+        q,
+        k,
+        v,
+        alibi_slopes=alibi_slopes,
+        causal=causal,
+        window=window,
+        align="lower_right",
+        scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        return_lse=bool(return_attn_probs),
+        deterministic=deterministic or None,
     )
     if return_attn_probs:
         out, lse = result
@@ -179,21 +205,44 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, offsets, offsets, 7, 7, causal=True).shape
         torch.Size([13, 4, 16])
     """
-    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    window = None if window_size is EVERYWHERE else window_of(window_size)
+    if not (
+        type(causal) is bool is type(deterministic)
+        and type(softcap) is float is type(dropout_p)
+        and (softmax_scale is None or type(softmax_scale) is float)
+    ):
+        causal, deterministic, softcap, dropout_p, softmax_scale = constants(
+            causal, deterministic, softcap, dropout_p, softmax_scale
+        )
     if return_attn_probs and alibi_slopes is not None:
-        _no_shifted_lse("flash_attn_varlen_func", options)
-    longest_q = host_length(max_seqlen_q)
+        _no_shifted_lse("flash_attn_varlen_func", causal, window)
+    longest_q, longest_k = host_length(max_seqlen_q), host_length(max_seqlen_k)
     if block_table is not None:
         check_pages(k, v, block_table, "block_table")
         used = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+        options = options_of(dropout_p, softmax_scale, causal, window, softcap, deterministic)
         out, lse = attend_pages(
             q, k, v, block_table, used, cu_seqlens_q, longest_q, alibi_slopes, options
         )
         return (out, unseen_infinite(lse), None) if return_attn_probs else out
     result = varlen_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=longest_q, max_seqlen_k=host_length(max_seqlen_k),
-        alibi_slopes=alibi_slopes, return_lse=bool(return_attn_probs), **options,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
+        alibi_slopes=alibi_slopes,
+        causal=causal,
+        window=window,
+        align="lower_right",
+        scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        return_lse=bool(return_attn_probs),
+        deterministic=deterministic or None,
+    )
     return (result[0], unseen_infinite(result[1]), None) if return_attn_probs else result
 
 
@@ -303,7 +352,7 @@ def flash_attn_with_kvcache(
     """
     options = options_of(0.0, softmax_scale, causal, window_size, softcap)
     if return_softmax_lse and alibi_slopes is not None:
-        _no_shifted_lse("flash_attn_with_kvcache", options)
+        _no_shifted_lse("flash_attn_with_kvcache", options["causal"], options["window"])
     given = Cached(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         flag("rotary_interleaved", rotary_interleaved), alibi_slopes,
@@ -327,11 +376,10 @@ def host_length(x: int | Tensor | None) -> int | None:
     return None if isinstance(x, Tensor) else x
 
 
-def _no_shifted_lse(function: str, options: dict[str, Any]) -> None:
+def _no_shifted_lse(function: str, causal: bool, window: Window | None) -> None:
     """Refuse the lse beside ALiBi where no query sees a later key: flash_attn adds ``slope j`` there instead of
     ``-slope |i + Sk - Sq - j|``, so that out is the same and lse another one, which depends on where a block of keys begins."""
-    window = options["window"]
-    if options["causal"] or (window is not None and window[1] == 0):
+    if causal or (window is not None and window[1] == 0):
         raise NotImplementedError(
             f"flashsci's stand-in for {function} returns no lse beside alibi_slopes and causal, where flash_attn's is not "
             "that of the scores; call flashsci.attention(alibi_slopes=..., return_lse=True)"

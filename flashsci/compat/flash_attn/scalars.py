@@ -60,7 +60,11 @@ def window_of(window_size: Any) -> Window | None:
     Raises:
         ValueError: anything else.
     """
-    if window_size is None or (type(window_size) is tuple and window_size == EVERYWHERE):
+    if type(window_size) is tuple and len(window_size) == 2:
+        left, right = window_size
+        if type(left) is int is type(right) and left >= -1 <= right:
+            return None if left == right == -1 else window_size
+    if window_size is None:
         return None
     try:
         sides = window_size.tolist() if isinstance(window_size, Tensor) else window_size
@@ -72,6 +76,19 @@ def window_of(window_size: Any) -> Window | None:
     return None if left == right == -1 else (left, right)
 
 
+def constants(
+    causal: Any, deterministic: Any, softcap: Any, dropout_p: Any, softmax_scale: Any
+) -> tuple[Any, Any, Any, Any, Any]:
+    """The five, in kinds that flashsci takes."""
+    return (
+        flag("causal", causal),
+        flag("deterministic", deterministic),
+        number("softcap", softcap),
+        number("dropout_p", dropout_p),
+        number("softmax_scale", softmax_scale),
+    )
+
+
 def options_of(
     dropout_p: Any,
     softmax_scale: Any,
@@ -80,13 +97,16 @@ def options_of(
     softcap: Any,
     deterministic: Any = False,
 ) -> dict[str, Any]:
-    """What flashsci.attention and varlen_attention are asked for, by keyword; kinds that they take pass as they are."""
+    """What flashsci.attention and varlen_attention are asked for, by keyword."""
+    causal, deterministic, softcap, dropout_p, softmax_scale = constants(
+        causal, deterministic, softcap, dropout_p, softmax_scale
+    )
     return {
-        "causal": causal if type(causal) is bool else flag("causal", causal),
-        "window": None if window_size is EVERYWHERE else window_of(window_size),
+        "causal": causal,
+        "window": window_of(window_size),
         "align": "lower_right",
-        "scale": number("softmax_scale", softmax_scale) if isinstance(softmax_scale, Tensor) else softmax_scale,
-        "softcap": number("softcap", softcap) if isinstance(softcap, Tensor) else softcap,
-        "dropout_p": number("dropout_p", dropout_p) if isinstance(dropout_p, Tensor) else dropout_p,
-        "deterministic": True if deterministic is True else flag("deterministic", deterministic) or None,
-    }  # fmt: skip
+        "scale": softmax_scale,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+        "deterministic": deterministic or None,
+    }
