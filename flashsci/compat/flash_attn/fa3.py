@@ -81,6 +81,8 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """:func:`flash_attn_func` of one tensor: ``[B, S, 3, H, D]``, or ``[B, S, Hq + 2 Hk, D]`` with ``num_heads_q`` = Hq."""
+    if qkv.dim() == 5 and num_heads_q == qkv.shape[3]:
+        num_heads_q = None
     if num_heads_q is None and q_descale is k_descale is v_descale is None:
         refuse("flash_attn_interface.flash_attn_qkvpacked_func", attention_chunk=attention_chunk)
         result = fa2.flash_attn_qkvpacked_func(

@@ -158,7 +158,7 @@ def apply_rotary_emb_qkv_(
 
     ``cos_k`` and ``sin_k`` are the tables of k where they differ from those of q.
     """
-    if qkv.dim() == 5 and qkv.shape[2] == 3:
+    if qkv.dim() == 5 and qkv.shape[2] == 3 and num_heads_q in (None, qkv.shape[3]):
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
         heads_k = (qkv.shape[2] - num_heads_q) // 2
