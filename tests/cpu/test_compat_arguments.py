@@ -263,3 +263,50 @@ def test_every_argument_of_mha_is_heard(name):
     }  # where a cache lies, how and where the same numbers are computed
     optional = {p.name for p in inspect.signature(mha.MHA).parameters.values() if p.default is not p.empty}  # fmt: skip
     assert optional - set(CONSTRUCTORS) <= PLANS | others
+
+
+# Kinds in which the other packages take options
+
+
+def one(x):
+    return torch.tensor(x)
+
+
+ALIKE = {
+    "jvp scale": lambda k: jvp_flash_attention.attention(Q, K, V, sm_scale=k(0.5)),
+    "jvp causal": lambda k: jvp_flash_attention.attention(Q, K, V, causal=k(True)),
+    "jvp tangent": lambda k: jvp_flash_attention.attention_jvp(Q, K, V, Q, K, V, causal=k(1), sm_scale=k(0.5)),
+    "triangle scale": lambda k: cuequivariance.triangle_attention(*FIVE, PAIRS, scale=k(0.5)),
+    "triangle aux": lambda k: cuequivariance.triangle_attention(*FIVE, PAIRS, return_aux=k(1))[:2],
+    "xformers scale": lambda k: xformers.memory_efficient_attention(Q, K, V, p=k(0.0), scale=k(0.5)),
+    "xformers lse": lambda k: xformers.memory_efficient_attention_forward_requires_grad(Q, K, V, p=k(0.0)),
+    "xformers window": lambda k: xformers.memory_efficient_attention(
+        Q, K, V, xformers.LowerTriangularFromBottomRightLocalAttentionMask(k(2))
+    ),
+    "xformers band": lambda k: xformers.memory_efficient_attention(
+        Q, K, V, xformers.LocalAttentionFromBottomRightMask(k(2), k(1))
+    ),
+    "xformers lengths": lambda k: xformers.memory_efficient_attention(
+        Q[:1], K[:1], V[:1], xformers.BlockDiagonalCausalMask.from_seqlens(k([2, 4]))
+    ),
+    "xformers list": lambda k: xformers.memory_efficient_attention(
+        Q[:1], K[:1], V[:1], xformers.BlockDiagonalMask.from_seqlens([k(2), k(4)], [k(1), k(5)])
+    ),
+    "xformers padded": lambda k: xformers.memory_efficient_attention(
+        Q[:1], K[:1], V[:1],
+        xformers.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens([2, 4], 3, k([2, 3])),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_tensors_and_ints_as_options(name):
+    expected = ALIKE[name](lambda x: bool(x) if name in ("jvp tangent", "triangle aux") and x == 1 else x)  # fmt: skip
+    assert same(ALIKE[name](one), expected)
+    if name in ("jvp tangent", "triangle aux"):
+        assert same(ALIKE[name](lambda x: x), expected), "an int for a flag"
+
+
+def test_a_triangle_without_a_bias():
+    with pytest.raises(TypeError, match=r"bias must be a tensor.*flashsci\.attention"):
+        cuequivariance.triangle_attention(*FIVE, None)

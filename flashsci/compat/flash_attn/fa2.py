@@ -14,10 +14,10 @@ from flashsci.compat.flash_attn.scalars import (
     EVERYWHERE,
     Window,
     constants,
-    flag,
     options_of,
     window_of,
 )
+from flashsci.compat.kinds import flag
 from flashsci.varlen import varlen_attention
 
 

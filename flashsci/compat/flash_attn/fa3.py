@@ -16,7 +16,8 @@ from flashsci.compat.flash_attn import fa2
 from flashsci.compat.flash_attn.cache import Cached, cached_attention
 from flashsci.compat.flash_attn.gaps import attend_with_gaps
 from flashsci.compat.flash_attn.refusals import refuse
-from flashsci.compat.flash_attn.scalars import EVERYWHERE, Window, flag, options_of
+from flashsci.compat.flash_attn.scalars import EVERYWHERE, Window, options_of
+from flashsci.compat.kinds import flag
 from flashsci.varlen import varlen_attention
 
 
