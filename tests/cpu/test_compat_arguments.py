@@ -95,6 +95,8 @@ CALLS = {
         (Q, ANGLES.cos(), ANGLES.sin()),
         dict(seqlen_offsets=2, cu_seqlens=CU, interleaved=True, inplace=True),
     ),
+    rotary.apply_rotary_emb_torch: ((Q, ANGLES[:6].cos(), ANGLES[:6].sin()), dict(interleaved=True)),
+    rotary.rotate_half: ((Q,), dict(interleaved=True)),
     rotary.apply_rotary_emb_qkv_: (
         (QKV, ANGLES.cos(), ANGLES.sin()),
         dict(cos_k=ANGLES.sin(), sin_k=ANGLES.cos(), interleaved=True, seqlen_offsets=2, num_heads_q=3),

@@ -7,9 +7,11 @@ import torch
 
 from flashsci.compat.flash_attn.padding import (
     index_first_axis,
+    index_first_axis_residual,
     index_put_first_axis,
     pad_input,
     unpad_input,
+    unpad_input_for_concatenated_sequences,
 )
 from flashsci.compat.flash_attn.rotary import (
     RotaryEmbedding,
@@ -17,6 +19,8 @@ from flashsci.compat.flash_attn.rotary import (
     apply_rotary_emb,
     apply_rotary_emb_kv_,
     apply_rotary_emb_qkv_,
+    apply_rotary_emb_torch,
+    rotate_half,
 )
 
 MASK = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]])
@@ -39,6 +43,25 @@ def test_unused_rows_are_kept_and_not_counted_as_used():
     rows, indices, cu_seqlens, longest, used = unpad_input(x, MASK, unused)
     assert torch.equal(rows, x[(MASK + unused).bool()]) and indices.tolist() == [0, 1, 2, 4, 9, 11]
     assert (cu_seqlens.tolist(), longest, used.tolist()) == ([0, 3, 4, 6], 3, [2, 0, 2])
+
+
+def test_sequences_that_share_a_row():
+    x = torch.randn(3, 6, 2)
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    rows, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(x, lengths)
+    assert torch.equal(rows, torch.cat((x[0, :5], x[1, :5], x[2])))
+    assert cu_seqlens.tolist() == [0, 2, 5, 8, 10, 16] and cu_seqlens.dtype == torch.int32
+    assert longest == 6 and torch.equal(pad_input(rows, indices, 3, 6)[:2, :5], x[:2, :5])
+
+
+def test_rows_and_all_of_them():
+    x = torch.randn(6, 2, 3, requires_grad=True)
+    some, everything = index_first_axis_residual(x, torch.tensor([4, 1]))
+    assert torch.equal(some, x[[4, 1]]) and torch.equal(everything, x)
+    (gradient,) = torch.autograd.grad(some.sum() + 2 * everything.sum(), x)
+    expected = torch.full_like(x, 2.0)
+    expected[[4, 1]] = 3.0
+    assert torch.equal(gradient, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -126,6 +149,19 @@ def test_rotation_rounds_once(dtype):
     assert (
         found.dtype == dtype and ((found.double() - exact).abs() <= allowed + 1e-7 * allowed).all()
     )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_by_tables_of_every_row(interleaved):
+    x = torch.randn(3, 5, 2, 9, dtype=torch.float64)
+    position = torch.tensor([[2], [0], [6]]) + torch.arange(5)
+    cos, sin = ANGLES.cos()[position], ANGLES.sin()[position]
+    found = apply_rotary_emb_torch(x, cos, sin, interleaved)
+    torch.testing.assert_close(found, turned(x, position, interleaved), rtol=1e-12, atol=1e-12)
+    plain = apply_rotary_emb_torch(x, cos[0], sin[0], interleaved)
+    torch.testing.assert_close(plain, turned(x, position[0], interleaved), rtol=1e-12, atol=1e-12)
+    quarter = apply_rotary_emb_torch(x[..., :6], torch.zeros(5, 3), torch.ones(5, 3), interleaved)
+    torch.testing.assert_close(rotate_half(x[..., :6], interleaved), quarter)
 
 
 def test_gradients_of_tables():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import flashsci.compat.flash_attn as compat
-from flashsci.compat.flash_attn import fa2
+from flashsci.compat.flash_attn import fa2, stand_in
 
 CLIENT = """
 import flash_attn
@@ -110,7 +111,7 @@ def test_found_before_and_after_import(installed):
         ("from flash_attn.bert_padding import x", ImportError, "flash_attn.bert_padding", "x"),
         ("from flash_attn_interface import get_scheduler_metadata", ImportError, "flash_attn_interface", "get_scheduler_metadata"),
         ("import flash_attn; flash_attn.x", AttributeError, "flash_attn", "x"),
-        ("import flash_attn.layers.rotary as r; r.rotate_half", AttributeError, "flash_attn.layers.rotary", "rotate_half"),
+        ("import flash_attn.layers.rotary as r; r.rotate_all", AttributeError, "flash_attn.layers.rotary", "rotate_all"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_named(installed, code, error, module, name):
@@ -165,6 +166,22 @@ def test_a_real_version_3_stays_where_it_was_not_asked_for(monkeypatch):
         assert flash_attn_interface is real
     finally:
         compat.uninstall()
+
+
+@pytest.mark.parametrize("module", ["bert_padding", "layers.rotary", "modules.mha"])
+def test_functions_of_einops(installed, module, monkeypatch):
+    """flash_attn imports them, and programs import them from it."""
+    there = ModuleType("einops")
+    there.rearrange = there.repeat = lambda x, *_: x
+    there.__spec__ = importlib.machinery.ModuleSpec("einops", None)
+    monkeypatch.setitem(sys.modules, "einops", there)
+    found = {}
+    exec(f"from flash_attn.{module} import rearrange, repeat", found)
+    assert found["rearrange"] is there.rearrange
+    monkeypatch.setitem(sys.modules, "einops", None)
+    monkeypatch.setattr(stand_in, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="lacks 'rearrange'"):
+        exec(f"from flash_attn.{module} import rearrange", {})
 
 
 def test_install_again_and_uninstall():

@@ -191,13 +191,18 @@ def test_unused_queries_without_a_wait(of_k):
     device = dict(dtype=torch.int32, device="cuda")
     of_q = torch.tensor(used, **device)
     of_k_there = None if of_k is None else torch.tensor(of_k, **device)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+
+    def step():
         out = fa3.flash_attn_varlen_func(
             *leaves, cu, cu, 130, 130, seqused_q=of_q, seqused_k=of_k_there, causal=True
         )
-        found = torch.autograd.grad(out, leaves, dout)
+        return out, torch.autograd.grad(out, leaves, dout)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out, found = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for n, start in enumerate((0, 130)):

@@ -144,6 +144,21 @@ def apply_rotary_emb(
 apply_rotary_emb_func = apply_rotary_emb
 
 
+def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
+    """The pairs (a, b) of the last dim as (-b, a)."""
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
+    return torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)
+
+
+def apply_rotary_emb_torch(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> Tensor:
+    """x ``[B, S, H, D]`` rotated by tables ``[S, R / 2]`` or ``[B, S, R / 2]``."""
+    turned = 2 * cos.shape[-1]
+    rotated = _rotate(x[..., :turned], cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
+    return torch.cat((rotated, x[..., turned:]), -1)
+
+
 def apply_rotary_emb_qkv_(
     qkv: Tensor,
     cos: Tensor,

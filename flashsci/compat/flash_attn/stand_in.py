@@ -13,6 +13,7 @@ from functools import partial
 from importlib import import_module, metadata
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -46,9 +47,11 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "flash_attn.bert_padding": {
         f"{_HERE}.padding": (
             "index_first_axis",
+            "index_first_axis_residual",
             "index_put_first_axis",
             "pad_input",
             "unpad_input",
+            "unpad_input_for_concatenated_sequences",
         )
     },
     "flash_attn.layers": {},
@@ -60,6 +63,8 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
             "apply_rotary_emb_func",
             "apply_rotary_emb_kv_",
             "apply_rotary_emb_qkv_",
+            "apply_rotary_emb_torch",
+            "rotate_half",
         )
     },
     "flash_attn.modules": {},
@@ -96,6 +101,8 @@ _DISTRIBUTIONS = {
 }
 
 
+# Modules of flash_attn from which programs import the functions of einops that it has imported.
+_WITH_EINOPS = ("flash_attn.bert_padding", "flash_attn.layers.rotary", "flash_attn.modules.mha")
 # What flash_attn has beside attention, by the name of its module or of a name in one: what to use instead.
 _INSTEAD = {
     "flash_attn.flash_attention": "flash_attn.modules.mha has MHA and FlashSelfAttention; FlashMHA was version 1's",
@@ -195,6 +202,8 @@ def _lacks(module: str, name: str) -> str:
 
 
 def _missing(module: str, name: str) -> Any:
+    if name in ("rearrange", "repeat") and module in _WITH_EINOPS and find_spec("einops"):
+        return getattr(import_module("einops"), name)
     if f"{module}.{name}" in _MODULES:
         return import_module(f"{module}.{name}")
     raise AttributeError(_lacks(module, name), name=name, obj=sys.modules.get(module))
