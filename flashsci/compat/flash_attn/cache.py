@@ -138,7 +138,7 @@ def _length(x: Cached) -> int | Tensor:
     if x.cache_seqlens is None:
         return x.capacity
     if isinstance(x.cache_seqlens, Tensor):
-        return x.cache_seqlens.expand(x.batch)
+        return x.cache_seqlens if x.cache_seqlens.dim() else x.cache_seqlens.expand(x.batch)
     return int(x.cache_seqlens)
 
 
@@ -186,19 +186,23 @@ def _extend(x: Cached, k: Tensor, v: Tensor, first: int | Tensor) -> int | Tenso
                 rows = slice(first, first + k.shape[1])
                 x.k_cache[entries, rows], x.v_cache[entries, rows] = k, v
                 return first + k.shape[1]
-        sequence = torch.arange(k.shape[0], device=k.device)[:, None].expand(k.shape[:2])
-        step = torch.arange(k.shape[1], device=k.device).expand(k.shape[:2])
+        sequence = torch.arange(k.shape[0], device=k.device)[:, None]
+        row = torch.arange(k.shape[1], device=k.device)
+        row = row + (first if isinstance(first, int) else first[:, None])
     else:
         new = x.cu_seqlens_k_new[1:] - x.cu_seqlens_k_new[:-1]
         sequence = sequences_of(k.shape[0], x.cu_seqlens_k_new)
-        step = torch.arange(k.shape[0], device=k.device) - x.cu_seqlens_k_new[sequence]
-    row = step + (first if isinstance(first, int) else first[sequence])
+        row = torch.arange(k.shape[0], device=k.device) - x.cu_seqlens_k_new[sequence]
+        row = row + (first if isinstance(first, int) else first[sequence])
     if x.page_table is not None:
         if lead == 2:
+            sequence, row = sequence.expand(k.shape[:2]), row.expand(k.shape[:2])
             k, v, sequence, row = (y.flatten(0, 1) for y in (k, v, sequence, row))
         write_pages(k, v, x.k_cache, x.v_cache, x.page_table, sequence, row)
     else:
-        entry = sequence if x.cache_batch_idx is None else x.cache_batch_idx[sequence]
+        entry = sequence
+        if x.cache_batch_idx is not None:
+            entry = x.cache_batch_idx[:, None] if lead == 2 else x.cache_batch_idx[sequence]
         x.k_cache[entry, row], x.v_cache[entry, row] = k, v
     return first + new
 
@@ -208,8 +212,15 @@ def _queries(x: Cached) -> tuple[Tensor, Tensor, int | None]:
     if x.cu_seqlens_q is not None:
         return x.q, x.cu_seqlens_q, x.max_seqlen_q
     batch, seq_q = x.q.shape[:2]
-    begin = torch.arange(batch + 1, device=x.q.device, dtype=torch.int32) * seq_q
+    begin = _multiples(seq_q, batch + 1, x.q.device)
     return x.q.flatten(0, 1), begin, seq_q
+
+
+def _multiples(step: int, count: int, device: torch.device) -> Tensor:
+    """int32 0, step, 2 step, ..."""
+    if step == 0:
+        return torch.zeros(count, device=device, dtype=torch.int32)
+    return torch.arange(0, count * step, step, device=device, dtype=torch.int32)
 
 
 def _as_given(x: Cached, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,7 +247,7 @@ def _attend_pages(
 def _with_gaps(x: Cached, length: int | Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     q, begin, longest_q = _queries(x)
     k_rows, v_rows, step = _as_rows(x.k_cache, x.v_cache)
-    entry = step * torch.arange(x.batch, device=q.device)
+    entry = _multiples(step, x.batch, q.device)
     pad = x.cache_leftpad
     longest = step + (0 if pad is None else x.capacity)  # a gap may reach into the next entry
     out, lse = attend_with_gaps(

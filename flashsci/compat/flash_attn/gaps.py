@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flashsci.varlen import varlen_attention
 
@@ -44,23 +45,18 @@ def attend_with_gaps(
     Returns:
         out ``[Tq, Hq, Dv]``, or as ``return_lse`` says.
     """
-    begin, end = cu_seqlens_q[:-1], cu_seqlens_q[1:]
     if used_q is None:
-        edges_q: tuple[Tensor, ...] = begin, end
-        edges_k: tuple[Tensor, ...] = first_k, last_k
+        parts, cu_q = 2, cu_seqlens_q.repeat_interleave(2)
+        bounds = torch.stack((first_k, last_k), 1)
     else:
-        edges_q, edges_k = (begin, begin + used_q, end), (first_k, last_k, last_k)
-    cu_q = torch.cat((cu_seqlens_q[:1], _interleaved(edges_q), cu_seqlens_q[-1:]))
-    # Made on the device: a copy from the host would wait.
-    bounds = torch.arange(2, device=first_k.device, dtype=first_k.dtype) * k.shape[0]
-    cu_k = torch.cat((bounds[:1], _interleaved(edges_k), bounds[1:]))
+        begin, end = cu_seqlens_q[:-1], cu_seqlens_q[1:]
+        parts, starts = 3, torch.stack((begin, begin + used_q, end), 1).flatten()
+        cu_q = torch.cat((cu_seqlens_q[:1], starts, cu_seqlens_q[-1:]))
+        bounds = torch.stack((first_k, last_k, last_k), 1)
+    cu_k = pad(pad(bounds.flatten(), (1, 0)), (0, 1), value=k.shape[0])
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
-        alibi_slopes = torch.cat((alibi_slopes[:1], alibi_slopes.repeat_interleave(len(edges_q), 0)))  # fmt: skip
+        alibi_slopes = torch.cat((alibi_slopes[:1], alibi_slopes.repeat_interleave(parts, 0)))  # fmt: skip
     return varlen_attention(
         q, k, v, cu_q.to(torch.int32), cu_k.to(torch.int32), max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         alibi_slopes=alibi_slopes, **options,
     )  # fmt: skip
-
-
-def _interleaved(edges: tuple[Tensor, ...]) -> Tensor:
-    return torch.stack(edges, 1).flatten()
