@@ -217,6 +217,24 @@ def test_in_place_where_autograd_lets_nobody_write(what, kind):
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", REFUSED_BY_AUTOGRAD)
+def test_in_place_under_a_transform_is_right_or_raises(kind):
+    x, weight = torch.randn(2, 2, 5, 3, 9, dtype=torch.float64).unbind(0)
+    table = ANGLES.cos(), ANGLES.sin()
+
+    def loss(y, inplace):
+        y = REFUSED_BY_AUTOGRAD[kind](y) if inplace else y
+        return (apply_rotary_emb(y, *table, inplace=inplace) * weight).sum()
+
+    expected = torch.func.grad(lambda y: loss(y, False))(x)
+    try:
+        found = torch.func.grad(lambda y: loss(y, True))(x.clone())
+    except RuntimeError as error:
+        assert "in-place" in str(error) or "inplace" in str(error)
+    else:
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_leaf_in_place_outside_of_autograd_is_the_leaf():
     leaf = torch.randn(2, 5, 3, 9, requires_grad=True)
     with torch.no_grad():

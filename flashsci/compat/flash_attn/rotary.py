@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashsci.tracing import transforming
+
 
 def apply_rotary(
     x: Tensor,
@@ -35,7 +37,8 @@ def apply_rotary(
         interleaved: pairs are dims (2 i, 2 i + 1) instead of (i, i + R / 2).
         inplace: write the result into x, and return x. Where autograd lets no one write x (a leaf that requires a gradient, a
             view of one, a view from ``unbind`` or ``split``), the result is another tensor with x's memory, as in flash_attn:
-            the gradient is that of what is returned, and x itself is not to be used any more.
+            the gradient is that of what is returned, and x itself is not to be used any more. Compiled and under torch.func
+            such an x raises.
         conjugate: rotate back.
 
     Returns:
@@ -84,10 +87,12 @@ def _may_be_written(x: Tensor) -> bool:
     """Whether autograd records an operation on x in place, or raises."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return True
-    if x.is_leaf or torch.compiler.is_compiling():
-        return not x.is_leaf
-    if not x._is_view():
+    if (
+        torch.compiler.is_compiling() or transforming()
+    ):  # which follow no memory: there autograd's word stands
         return True
+    if x.is_leaf or not x._is_view():
+        return not x.is_leaf
     autograd: Any = torch._C._autograd
     recorded: bool = autograd._get_creation_meta(x) == autograd.CreationMeta.DEFAULT
     return recorded and not (x._base is not None and x._base.is_leaf)
