@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashsci.attention import attention
+from flashsci.compat.kinds import flag, number
 from flashsci.errors import BackendError
 
 MASKED = -1e9  # the score of a masked key
@@ -93,6 +94,11 @@ def triangle_attention(
     Source: the formula in the documentation of cuequivariance_torch 0.13; Jumper et al., Nature 596, 583 (2021),
         algorithms 13 and 14.
     """
+    if not isinstance(bias, Tensor):
+        raise TypeError(
+            f"bias must be a tensor [B, 1, H, Q, K], got {type(bias).__name__}; without one call flashsci.attention"
+        )
+    scale, return_aux = number("scale", scale), flag("return_aux", return_aux)
     if q.dim() == 4:
         q, k, v, bias = (_five_dims(x) for x in (q, k, v, bias))
     if bias.dtype is not q.dtype and bias.dtype is not torch.float32:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import flashsci
+from flashsci.compat.kinds import flag, number
 from flashsci.tracing import transforming
 
 
@@ -62,7 +63,8 @@ def attention(
     # SDPA has no forward mode, and no lse: who has that has both.
     forward_mode = torch.compiler.is_compiling() or transforming()
     found: Any = flashsci.attention(
-        q, k, v, bias=bias, mask=mask, causal=causal, scale=sm_scale, dropout_p=dropout_p, return_lse=forward_mode,
+        q, k, v, bias=bias, mask=mask, causal=flag("causal", causal), scale=number("sm_scale", sm_scale),
+        dropout_p=number("dropout_p", dropout_p), return_lse=forward_mode,
     )  # fmt: skip
     out: Tensor = found[0] if forward_mode else found
     return out
@@ -118,8 +120,8 @@ def attention_jvp(
     with forward_ad.dual_level():
         pairs = (("q", q, tq), ("k", k, tk), ("v", v, tv))
         out, lse = flashsci.attention(
-            *(_dual(name, x, tangent) for name, x, tangent in pairs), bias=bias, mask=mask, causal=causal,
-            scale=sm_scale, return_lse=True, backend=backend,
+            *(_dual(name, x, tangent) for name, x, tangent in pairs), bias=bias, mask=mask,
+            causal=flag("causal", causal), scale=number("sm_scale", sm_scale), return_lse=True, backend=backend,
         )  # fmt: skip
         pair = forward_ad.unpack_dual(out)
         primal_lse = forward_ad.unpack_dual(lse).primal

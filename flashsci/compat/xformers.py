@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashsci.attention import attention
 from flashsci.compat import xformers_bias
+from flashsci.compat.kinds import number
 from flashsci.compat.xformers_bias import (
     AttentionBias,
     BlockDiagonalCausalFromBottomRightMask,
@@ -230,6 +231,7 @@ def _check_options(op: Any, output_dtype: torch.dtype | None, query: Tensor) -> 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Any, p: float, scale: float | None, lse: bool
 ) -> Any:
+    p, scale = number("p", p), number("scale", scale)
     dims = query.dim()
     if not (3 <= dims <= 5 and key.dim() == dims and value.dim() == dims):
         raise ValueError(

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, TypeVar
 
 import torch
@@ -39,15 +40,15 @@ def _causal_lower_right(bias: Any) -> dict[str, Any]:
 
 
 def _local(bias: Any) -> dict[str, Any]:
-    return {"window": (bias.window_left, bias.window_right), "align": "lower_right"}
+    return {"window": (index(bias.window_left), index(bias.window_right)), "align": "lower_right"}
 
 
 def _causal_local(bias: Any) -> dict[str, Any]:
-    return {"window": (bias._window_size - 1, 0)}
+    return {"window": (index(bias._window_size) - 1, 0)}
 
 
 def _causal_local_lower_right(bias: Any) -> dict[str, Any]:
-    return {"window": (bias._window_size - 1, 0), "align": "lower_right"}
+    return {"window": (index(bias._window_size) - 1, 0), "align": "lower_right"}
 
 
 # The options of attention, by the name of a bias's class.
@@ -80,7 +81,7 @@ def band_of(bias: Any) -> dict[str, Any]:
     name = type(bias).__name__
     if name not in BANDS:
         advice = (
-            "gather the pages into packed keys"
+            "call flashsci.paged_attention, gather the pages into packed keys"
             if "Paged" in name
             else "give its values as a tensor"
         )
@@ -186,6 +187,11 @@ def _check_window(size: int) -> None:
 # --- Packed sequences -----------------------------------------------------------------------------
 
 
+def _ints(values: Iterable[Any]) -> list[int]:
+    """Lengths on the host, which may be a tensor, an array or a list of what holds one number each."""
+    return [index(x) for x in values]
+
+
 def _offsets(values: Sequence[int], device: Device) -> Tensor:
     """int32 on a device (None: the GPU where there is one), without a wait for it."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -205,7 +211,7 @@ class _SeqLenInfo:
 
     @classmethod
     def from_seqlens(cls, seqlens: Iterable[int], *, device: Device = None) -> _SeqLenInfo:
-        lengths = list(seqlens)
+        lengths = _ints(seqlens)
         starts = [0, *itertools.accumulate(lengths)]
         # -1 where there is none, as there.
         longest, shortest = max(lengths, default=-1), min(lengths, default=-1)
@@ -246,13 +252,15 @@ class _GappySeqInfo(_SeqLenInfo):
         cls, seqstarts: Sequence[int], seqlens: Sequence[int], paged: bool, *, device: Device
     ) -> _GappySeqInfo:
         if paged:
-            raise BackendError("keys in pages are not supported; gather the pages into packed keys")
-        if not seqlens or len(seqstarts) != len(seqlens) + 1:
+            raise BackendError(
+                "keys in pages are not supported by this stand-in; call flashsci.paged_attention, or gather the pages into packed keys"
+            )
+        starts, lengths = _ints(seqstarts), _ints(seqlens)
+        if not lengths or len(starts) != len(lengths) + 1:
             raise ValueError(
                 "kv_seqstarts must have one entry more than kv_seqlen, which has at least one; got "
-                f"{len(seqstarts)} and {len(seqlens)}"
+                f"{len(starts)} and {len(lengths)}"
             )
-        starts, lengths = list(seqstarts), list(seqlens)
         return _GappySeqInfo(
             _offsets(starts, device), max(lengths), min(lengths), starts, _offsets(lengths, device), lengths,
         )  # fmt: skip
@@ -275,7 +283,7 @@ class _PaddedSeqLenInfo(_GappySeqInfo):
     def from_seqlens_padded(
         cls, seqlens: Sequence[int], padding: int, *, device: Device = None
     ) -> _PaddedSeqLenInfo:
-        lengths = list(seqlens)
+        lengths = _ints(seqlens)
         if not lengths or max(lengths) > padding:
             raise ValueError(
                 f"there must be lengths of keys, each at most kv_padding={padding}, got {lengths}"

@@ -8,6 +8,7 @@ import torch
 
 import flashsci
 from flashsci.compat.deepspeed import DS4Sci_EvoformerAttention
+from flashsci.testing import Inputs, Judge
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 # deepspeed 0.19.8, ops/deepspeed4science/evoformer_attn.py
@@ -54,6 +55,48 @@ def test_any_numbers_have_values_and_gradients(given, shift):
     found, truth = (torch.autograd.grad(x, leaves, dout) for x in (out, expected))
     for a, b in zip(found, truth, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("depth", [60, 95, 128])
+def test_biases_that_cancel_each_other(depth, backend):
+    """What the first takes from a key the second gives back: e^-95 is subnormal, e^-128 no number of float32."""
+    b, n, s, h, d = 1, 2, 17, 2, 8
+    q, k, v, dout = torch.randn(4, b, n, s, h, d)
+    keys = torch.randint(-512, 512, (b, n, 1, 1, s)) / 256  # so that the sum of both is exact
+    pairs = torch.randint(-512, 512, (b, 1, h, s, s)) / 256
+    keys[..., 3] -= depth
+    pairs[..., 3] += depth
+    heads_first = [x.transpose(2, 3) for x in (q, k, v, dout)]
+    judge = Judge(Inputs(*heads_first[:3], dout=heads_first[3], bias=keys + pairs))
+    leaves = [x.requires_grad_() for x in (q, k, v, keys, pairs)]
+    with flashsci.use_backend(backend):
+        out = DS4Sci_EvoformerAttention(q, k, v, [keys, pairs])
+        dq, dk, dv, dkeys, dpairs = torch.autograd.grad(out, leaves, dout)
+    found = dict(out=out.detach(), dq=dq, dk=dk, dv=dv)
+    judge.require({name: x.transpose(2, 3) for name, x in found.items()})
+    truth = judge.truth["dbias"]
+    for a, t in ((dkeys, truth.sum((2, 3), keepdim=True)), (dpairs, truth.sum(1, keepdim=True))):
+        assert (a - t).abs().max() <= 1e-5 * t.abs().max()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("low", [-200.0, -1e4, -1e9, -torch.inf, torch.finfo(FP32).min])
+def test_low_numbers_are_masks_beside_a_second_bias(low, backend):
+    """Also to the gradients, which stay numbers, and in a sequence of nothing else."""
+    q, k, v, keys, pairs = (x.detach().float() for x in inputs())
+    keys[0, 0, ..., 2:5], keys[0, 1] = low, low
+    pairs[..., 3] += 400
+    leaves = [x.requires_grad_() for x in (q, k, v, keys, pairs)]
+    with flashsci.use_backend(backend):
+        out = DS4Sci_EvoformerAttention(q, k, v, [keys, pairs])
+        found = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    hidden = keys.detach().clone()
+    hidden[0, 0, ..., 2:5], hidden[0, 1] = -torch.inf, 0.0
+    wide = [x.detach().double() for x in (q, k, v, hidden, pairs)]
+    expected = standins.evoformer_formula(*wide[:3], wide[3:])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    assert all(x.isfinite().all() for x in found) and found[3][0, 0, ..., 2:5].eq(0).all()
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

@@ -634,25 +634,13 @@ def test_seqused_k_hides_keys_and_their_gradients():
 
 
 TAKEN = {
-    fa2.flash_attn_varlen_func: ((ROWS, ROWS, ROWS, CU, CU, 4, 4), "block_table"),
-    fa2.flash_attn_with_kvcache: ((Q, Q, Q), "block_table"),
-    fa3.flash_attn_func: ((Q, Q, Q), "qv q_descale k_descale v_descale attention_chunk"),
-    fa3.flash_attn_qkvpacked_func: (
-        (torch.stack((Q, Q, Q), 2),),
-        "q_descale k_descale v_descale attention_chunk",
-    ),
-    fa3.flash_attn_varlen_func: (
-        (ROWS, ROWS, ROWS, CU, CU, 4, 4),
-        "seqused_q qv q_descale k_descale v_descale attention_chunk",
-    ),
-    fa3.flash_attn_with_kvcache: (
-        (Q, Q, Q),
-        "qv page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale v_descale "
-        "attention_chunk scheduler_metadata",
-    ),
+    fa3.flash_attn_func: ((Q, Q, Q), "qv attention_chunk"),
+    fa3.flash_attn_qkvpacked_func: ((torch.stack((Q, Q, Q), 2),), "attention_chunk"),
+    fa3.flash_attn_varlen_func: ((ROWS, ROWS, ROWS, CU, CU, 4, 4), "qv attention_chunk"),
+    fa3.flash_attn_with_kvcache: ((Q, Q, Q), "qv q_descale attention_chunk"),
     steps._flash_attn_varlen_forward: (
         (ROWS, ROWS, ROWS, CU, CU, 4, 4, 0.0, None, False),
-        "alibi_slopes block_table leftpad_k seqused_k zero_tensors",
+        "alibi_slopes zero_tensors",
     ),
 }
 REFUSED = [(f, name) for f, (_, names) in TAKEN.items() for name in names.split()]
@@ -662,14 +650,14 @@ REFUSED = [(f, name) for f, (_, names) in TAKEN.items() for name in names.split(
 def test_refused_by_name(function, name):
     arguments = TAKEN[function][0]
     function(*arguments)
-    value = {"attention_chunk": 4, "max_seqlen_q": 4, "zero_tensors": True}.get(name, torch.ones(2))
+    value = {"attention_chunk": 4, "zero_tensors": True}.get(name, torch.ones(2))
     with pytest.raises(NotImplementedError, match=rf"does not take {name}: \w+"):
         function(*arguments, **{name: value})
 
 
 def test_every_argument_is_used_refused_or_known_to_plan_only():
     """No argument is taken and then ignored: each is read where the function's work is done, or named above."""
-    plans = {"num_splits", "pack_gqa", "sm_margin"}
+    plans = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"}
     for module in (fa2, fa3, steps):
         for name, function in vars(module).items():
             if name.startswith(("flash_attn", "_flash_attn")):

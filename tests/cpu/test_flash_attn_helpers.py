@@ -7,9 +7,11 @@ import torch
 
 from flashsci.compat.flash_attn.padding import (
     index_first_axis,
+    index_first_axis_residual,
     index_put_first_axis,
     pad_input,
     unpad_input,
+    unpad_input_for_concatenated_sequences,
 )
 from flashsci.compat.flash_attn.rotary import (
     RotaryEmbedding,
@@ -17,6 +19,8 @@ from flashsci.compat.flash_attn.rotary import (
     apply_rotary_emb,
     apply_rotary_emb_kv_,
     apply_rotary_emb_qkv_,
+    apply_rotary_emb_torch,
+    rotate_half,
 )
 
 MASK = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]])
@@ -39,6 +43,25 @@ def test_unused_rows_are_kept_and_not_counted_as_used():
     rows, indices, cu_seqlens, longest, used = unpad_input(x, MASK, unused)
     assert torch.equal(rows, x[(MASK + unused).bool()]) and indices.tolist() == [0, 1, 2, 4, 9, 11]
     assert (cu_seqlens.tolist(), longest, used.tolist()) == ([0, 3, 4, 6], 3, [2, 0, 2])
+
+
+def test_sequences_that_share_a_row():
+    x = torch.randn(3, 6, 2)
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    rows, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(x, lengths)
+    assert torch.equal(rows, torch.cat((x[0, :5], x[1, :5], x[2])))
+    assert cu_seqlens.tolist() == [0, 2, 5, 8, 10, 16] and cu_seqlens.dtype == torch.int32
+    assert longest == 6 and torch.equal(pad_input(rows, indices, 3, 6)[:2, :5], x[:2, :5])
+
+
+def test_rows_and_all_of_them():
+    x = torch.randn(6, 2, 3, requires_grad=True)
+    some, everything = index_first_axis_residual(x, torch.tensor([4, 1]))
+    assert torch.equal(some, x[[4, 1]]) and torch.equal(everything, x)
+    (gradient,) = torch.autograd.grad(some.sum() + 2 * everything.sum(), x)
+    expected = torch.full_like(x, 2.0)
+    expected[[4, 1]] = 3.0
+    assert torch.equal(gradient, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -128,6 +151,19 @@ def test_rotation_rounds_once(dtype):
     )
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_by_tables_of_every_row(interleaved):
+    x = torch.randn(3, 5, 2, 9, dtype=torch.float64)
+    position = torch.tensor([[2], [0], [6]]) + torch.arange(5)
+    cos, sin = ANGLES.cos()[position], ANGLES.sin()[position]
+    found = apply_rotary_emb_torch(x, cos, sin, interleaved)
+    torch.testing.assert_close(found, turned(x, position, interleaved), rtol=1e-12, atol=1e-12)
+    plain = apply_rotary_emb_torch(x, cos[0], sin[0], interleaved)
+    torch.testing.assert_close(plain, turned(x, position[0], interleaved), rtol=1e-12, atol=1e-12)
+    quarter = apply_rotary_emb_torch(x[..., :6], torch.zeros(5, 3), torch.ones(5, 3), interleaved)
+    torch.testing.assert_close(rotate_half(x[..., :6], interleaved), quarter)
+
+
 def test_gradients_of_tables():
     x = torch.randn(1, 4, 1, 6, dtype=torch.float64, requires_grad=True)
     table = [f[:4].clone().requires_grad_() for f in (ANGLES.cos(), ANGLES.sin())]
@@ -143,6 +179,66 @@ def test_rotation_in_place():
     torch.testing.assert_close(x, turned(leaf, position), rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad(y, leaf, weight)[0] for y in (x, turned(leaf, position))]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+REFUSED_BY_AUTOGRAD = {
+    "leaf": lambda leaf: leaf,
+    "view of a leaf": lambda leaf: leaf.view(leaf.shape),
+    "unbind": lambda leaf: (leaf[None] * 1).unbind(0)[0],
+    "split": lambda leaf: (leaf * 1).split(leaf.shape[0])[0],
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_BY_AUTOGRAD)
+@pytest.mark.parametrize("what", ["x", "qkv", "grouped", "kv"])
+def test_in_place_where_autograd_lets_nobody_write(what, kind):
+    """What is returned lies in x's memory and has the gradient."""
+    shape = {"x": (2, 5, 3, 9), "qkv": (2, 5, 3, 2, 9), "grouped": (2, 5, 4, 9), "kv": (2, 5, 2, 2, 9)}[what]  # fmt: skip
+    leaf = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    before = leaf.detach().clone()
+    x, table = REFUSED_BY_AUTOGRAD[kind](leaf), (ANGLES.cos(), ANGLES.sin())
+    found = {
+        "x": lambda: apply_rotary_emb(x, *table, inplace=True),
+        "qkv": lambda: apply_rotary_emb_qkv_(x, *table),
+        "grouped": lambda: apply_rotary_emb_qkv_(x, *table, num_heads_q=2),
+        "kv": lambda: apply_rotary_emb_kv_(x, *table),
+    }[what]()
+    y, position = before.clone().requires_grad_(), torch.arange(5)
+    expected = {
+        "x": lambda: turned(y, position),
+        "qkv": lambda: torch.stack((turned(y[:, :, 0], position), turned(y[:, :, 1], position), y[:, :, 2]), 2),
+        "grouped": lambda: torch.cat((turned(y[:, :, :3], position), y[:, :, 3:]), 2),
+        "kv": lambda: torch.stack((turned(y[:, :, 0], position), y[:, :, 1]), 2),
+    }[what]()  # fmt: skip
+    assert found.data_ptr() == x.data_ptr() and torch.equal(found, x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(expected)
+    gradients = [torch.autograd.grad(a, b, weight)[0] for a, b in ((found, leaf), (expected, y))]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", REFUSED_BY_AUTOGRAD)
+def test_in_place_under_a_transform_is_right_or_raises(kind):
+    x, weight = torch.randn(2, 2, 5, 3, 9, dtype=torch.float64).unbind(0)
+    table = ANGLES.cos(), ANGLES.sin()
+
+    def loss(y, inplace):
+        y = REFUSED_BY_AUTOGRAD[kind](y) if inplace else y
+        return (apply_rotary_emb(y, *table, inplace=inplace) * weight).sum()
+
+    expected = torch.func.grad(lambda y: loss(y, False))(x)
+    try:
+        found = torch.func.grad(lambda y: loss(y, True))(x.clone())
+    except RuntimeError as error:
+        assert "in-place" in str(error) or "inplace" in str(error)
+    else:
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_leaf_in_place_outside_of_autograd_is_the_leaf():
+    leaf = torch.randn(2, 5, 3, 9, requires_grad=True)
+    with torch.no_grad():
+        assert apply_rotary_emb(leaf, ANGLES.cos(), ANGLES.sin(), inplace=True) is leaf
 
 
 @pytest.mark.parametrize("tables", [1, 2])

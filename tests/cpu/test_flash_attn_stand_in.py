@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import flashsci.compat.flash_attn as compat
-from flashsci.compat.flash_attn import fa2
+from flashsci.compat.flash_attn import fa2, stand_in
 
 CLIENT = """
 import flash_attn
@@ -26,6 +27,8 @@ from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_var
 from flash_attn.flash_attn_interface import _wrapped_flash_attn_backward, _wrapped_flash_attn_forward
 from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_qkv_
 from flash_attn.ops.triton.rotary import apply_rotary
+from flash_attn.modules.mha import MHA, FlashCrossAttention, FlashSelfAttention, flash_attn_varlen_kvpacked_func
+from flash_attn.utils.generation import InferenceParams
 import flash_attn_interface
 from flash_attn_interface import flash_attn_func as flash_attn_3
 
@@ -44,7 +47,7 @@ class Layer:
 
 @pytest.fixture
 def installed():
-    compat.install()
+    compat.install(fa3=True)
     yield
     compat.uninstall()
 
@@ -108,7 +111,7 @@ def test_found_before_and_after_import(installed):
         ("from flash_attn.bert_padding import x", ImportError, "flash_attn.bert_padding", "x"),
         ("from flash_attn_interface import get_scheduler_metadata", ImportError, "flash_attn_interface", "get_scheduler_metadata"),
         ("import flash_attn; flash_attn.x", AttributeError, "flash_attn", "x"),
-        ("import flash_attn.layers.rotary as r; r.rotate_half", AttributeError, "flash_attn.layers.rotary", "rotate_half"),
+        ("import flash_attn.layers.rotary as r; r.rotate_all", AttributeError, "flash_attn.layers.rotary", "rotate_all"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_named(installed, code, error, module, name):
@@ -117,6 +120,68 @@ def test_what_is_not_there_is_named(installed, code, error, module, name):
     import flash_attn
 
     assert not hasattr(flash_attn, "x") and getattr(flash_attn, "x", 7) == 7
+
+
+@pytest.mark.parametrize(
+    "code, advice",
+    [
+        ("from flash_attn.ops.fused_dense import FusedDense", "use torch.nn.Linear"),
+        ("from flash_attn.ops.triton.layer_norm import RMSNorm", "torch.nn.RMSNorm"),
+        ("from flash_attn.losses.cross_entropy import CrossEntropyLoss", "torch.nn.CrossEntropyLoss"),
+        ("from flash_attn.modules.mlp import GatedMlp", "torch.nn.Linear"),
+        ("from flash_attn.modules.block import Block", "MHA"),
+        ("from flash_attn.modules.mha import ParallelMHA", "tensor.parallel"),
+        ("from flash_attn.models.bert import BertModel", "transformers"),
+        ("from flash_attn import flash_attn_unpadded_func", "flash_attn_varlen_func since version 2"),
+        ("from flash_attn.flash_attention import FlashMHA", "flash_attn.modules.mha"),
+    ],
+)  # fmt: skip
+def test_a_replacement_is_named(installed, code, advice):
+    with pytest.raises(ImportError, match=f"Instead: .*{advice}"):
+        exec(code, {})
+
+
+@pytest.mark.parametrize("order", [(False, True), (True, False), (True,), (False,)])
+def test_version_3_only_where_it_is_asked_for(order):
+    """A program that prefers FlashAttention-3 where it can be imported must not meet it unasked."""
+    try:
+        for fa3 in order:
+            compat.install(fa3=fa3)
+        assert importlib.util.find_spec("flash_attn") is not None
+        found = importlib.util.find_spec("flash_attn_interface") is not None
+        assert found == any(order)
+        assert ("flash_attn_interface" in importlib.metadata.packages_distributions()) == found
+    finally:
+        compat.uninstall()
+    assert importlib.util.find_spec("flash_attn") is importlib.util.find_spec("flash_attn_interface") is None  # fmt: skip
+
+
+def test_a_real_version_3_stays_where_it_was_not_asked_for(monkeypatch):
+    real = ModuleType("flash_attn_interface")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", real)
+    compat.install()
+    try:
+        import flash_attn_interface
+
+        assert flash_attn_interface is real
+    finally:
+        compat.uninstall()
+
+
+@pytest.mark.parametrize("module", ["bert_padding", "layers.rotary", "modules.mha"])
+def test_functions_of_einops(installed, module, monkeypatch):
+    """flash_attn imports them, and programs import them from it."""
+    there = ModuleType("einops")
+    there.rearrange = there.repeat = lambda x, *_: x
+    there.__spec__ = importlib.machinery.ModuleSpec("einops", None)
+    monkeypatch.setitem(sys.modules, "einops", there)
+    found = {}
+    exec(f"from flash_attn.{module} import rearrange, repeat", found)
+    assert found["rearrange"] is there.rearrange
+    monkeypatch.setitem(sys.modules, "einops", None)
+    monkeypatch.setattr(stand_in, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="lacks 'rearrange'"):
+        exec(f"from flash_attn.{module} import rearrange", {})
 
 
 def test_install_again_and_uninstall():
@@ -149,7 +214,7 @@ def test_a_real_package_is_not_replaced_once_imported(name, monkeypatch):
     with pytest.raises(
         RuntimeError, match=rf"{name} is imported already, from /somewhere.* first lines"
     ):
-        compat.install()  # fmt: skip
+        compat.install(fa3=True)  # fmt: skip
     assert sys.modules[name] is real and sys.meta_path == before
 
 
@@ -200,6 +265,8 @@ def transformers(monkeypatch):
     )  # fmt: skip
     assert not import_utils.is_flash_attn_2_available()
     compat.install()
+    assert import_utils.is_flash_attn_2_available() and not import_utils.is_flash_attn_3_available()
+    compat.install(fa3=True)
     assert import_utils.is_flash_attn_2_available() and import_utils.is_flash_attn_3_available()
     assert not import_utils.is_flash_attn_4_available()
     assert import_utils.is_flash_attn_greater_or_equal("2.6.3")

@@ -6,7 +6,8 @@ import torch
 from everywhere import served_on_a_gpu
 
 import flashsci
-from flashsci.compat import cuequivariance, jvp_flash_attention, xformers
+from flashsci.compat import cuequivariance, deepspeed, jvp_flash_attention, xformers
+from flashsci.testing import Inputs, Judge
 
 KERNELS = pytest.mark.parametrize("backend", ["triton", "cuda"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -23,6 +24,26 @@ def test_triangle_attention(backend, dtype, odd):
 @DTYPES
 def test_evoformer_attention(dtype):
     served_on_a_gpu(standins.evoformer, "triton", dtype, (1, 7, 140, 4, 32))
+
+
+@pytest.mark.parametrize("depth", [60.0, 95.0, 130.0])
+def test_evoformer_biases_that_cancel_each_other(depth):
+    """Weights of keys down to e^-75 in rows that are lifted for it; every gradient against float64."""
+    q, k, v, dout = torch.randn(4, 1, 5, 140, 4, 32, device="cuda").bfloat16()
+    keys = torch.randint(-512, 512, (1, 5, 1, 1, 140), device="cuda") / 256
+    pairs = torch.randint(-512, 512, (1, 1, 4, 140, 140), device="cuda") / 256
+    keys[..., 33] -= depth
+    pairs[..., 33] += depth
+    inputs = [x.transpose(2, 3) for x in (q, k, v, dout)]
+    judge = Judge(Inputs(*inputs[:3], dout=inputs[3], bias=keys + pairs))
+    leaves = [x.requires_grad_() for x in (q, k, v, keys, pairs)]
+    out = deepspeed.DS4Sci_EvoformerAttention(q, k, v, [keys, pairs])
+    dq, dk, dv, dkeys, dpairs = torch.autograd.grad(out, leaves, dout)
+    found = dict(out=out.detach(), dq=dq, dk=dk, dv=dv)
+    judge.require({name: x.transpose(2, 3) for name, x in found.items()})
+    truth = judge.truth["dbias"]
+    for a, t in ((dkeys, truth.sum((2, 3), keepdim=True)), (dpairs, truth.sum(1, keepdim=True))):
+        assert (a - t).abs().max() <= 2**-6 * t.abs().max()
 
 
 @KERNELS

@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from flashsci.attention import attention
-from flashsci.compat.flash_attn.cache import cached_attention
-from flashsci.compat.flash_attn.refusals import refuse
+from flashsci.compat.flash_attn.cache import Cached, cached_attention
+from flashsci.compat.flash_attn.pages import attend_pages, check_pages
+from flashsci.compat.flash_attn.scalars import (
+    EVERYWHERE,
+    Window,
+    constants,
+    options_of,
+    window_of,
+)
+from flashsci.compat.kinds import flag
 from flashsci.varlen import varlen_attention
-
-Window = tuple[int, int]
-EVERYWHERE = (-1, -1)
 
 
 def flash_attn_func(
@@ -84,19 +89,29 @@ def _heads_first(
     return_attn_probs: bool,
 ) -> Any:
     """:func:`flash_attn_func` of views ``[B, H, S, D]``."""
-    _no_shifted_lse("flash_attn_func", return_attn_probs, alibi_slopes, causal, window_size)
+    window = None if window_size is EVERYWHERE else window_of(window_size)
+    if not (
+        type(causal) is bool is type(deterministic)
+        and type(softcap) is float is type(dropout_p)
+        and (softmax_scale is None or type(softmax_scale) is float)
+    ):
+        causal, deterministic, softcap, dropout_p, softmax_scale = constants(
+            causal, deterministic, softcap, dropout_p, softmax_scale
+        )
+    if return_attn_probs and alibi_slopes is not None:
+        _no_shifted_lse("flash_attn_func", causal, window)
     result = attention(
         q,
         k,
         v,
         alibi_slopes=alibi_slopes,
         causal=causal,
-        window=None if window_size == EVERYWHERE else window_size,
+        window=window,
         align="lower_right",
         scale=softmax_scale,
         softcap=softcap,
         dropout_p=dropout_p,
-        return_lse=return_attn_probs,
+        return_lse=bool(return_attn_probs),
         deterministic=deterministic or None,
     )
     if return_attn_probs:
@@ -118,7 +133,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """:func:`flash_attn_func` of k and v in one tensor ``[B, Sk, 2, Hk, D]``."""
-    _check_parts("kv", kv, 2, "B, S")
+    check_parts("kv", kv, 2, "B, S")
     k, v = kv.transpose(1, 3).unbind(2)
     return _heads_first(
         q.transpose(1, 2), k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -138,7 +153,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """:func:`flash_attn_func` of q, k and v in one tensor ``[B, S, 3, H, D]``."""
-    _check_parts("qkv", qkv, 3, "B, S")
+    check_parts("qkv", qkv, 3, "B, S")
     q, k, v = qkv.transpose(1, 3).unbind(2)
     return _heads_first(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -171,7 +186,8 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: at least the longest lengths. A tensor is not read, which would wait for the device:
             the longest is then searched there.
         alibi_slopes: float32 ``[Hq]`` or ``[N, Hq]``.
-        block_table: refused; paged caches are not served.
+        block_table: int32 ``[N, pages of a sequence]``: k and v are pages ``[pages, page, Hk, .]`` of any size, and cu_seqlens_k
+            says how many rows of its own a sequence uses. With dropout, ALiBi or gradients the pages are copied first.
         others: as in :func:`flash_attn_func`.
 
     Returns:
@@ -179,7 +195,7 @@ def flash_attn_varlen_func(
 
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.varlen_attention`.
-        NotImplementedError: as :func:`flash_attn_func`, and for a block_table.
+        NotImplementedError: as :func:`flash_attn_func`.
 
     Examples:
         >>> import torch
@@ -189,9 +205,26 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, offsets, offsets, 7, 7, causal=True).shape
         torch.Size([13, 4, 16])
     """
-    refuse("flash_attn_varlen_func", block_table=block_table)
+    window = None if window_size is EVERYWHERE else window_of(window_size)
+    if not (
+        type(causal) is bool is type(deterministic)
+        and type(softcap) is float is type(dropout_p)
+        and (softmax_scale is None or type(softmax_scale) is float)
+    ):
+        causal, deterministic, softcap, dropout_p, softmax_scale = constants(
+            causal, deterministic, softcap, dropout_p, softmax_scale
+        )
+    if return_attn_probs and alibi_slopes is not None:
+        _no_shifted_lse("flash_attn_varlen_func", causal, window)
     longest_q, longest_k = host_length(max_seqlen_q), host_length(max_seqlen_k)
-    _no_shifted_lse("flash_attn_varlen_func", return_attn_probs, alibi_slopes, causal, window_size)
+    if block_table is not None:
+        check_pages(k, v, block_table, "block_table")
+        used = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+        options = options_of(dropout_p, softmax_scale, causal, window, softcap, deterministic)
+        out, lse = attend_pages(
+            q, k, v, block_table, used, cu_seqlens_q, longest_q, alibi_slopes, options
+        )
+        return (out, unseen_infinite(lse), None) if return_attn_probs else out
     result = varlen_attention(
         q,
         k,
@@ -202,12 +235,12 @@ def flash_attn_varlen_func(
         max_seqlen_k=longest_k,
         alibi_slopes=alibi_slopes,
         causal=causal,
-        window=None if window_size == EVERYWHERE else window_size,
+        window=window,
         align="lower_right",
         scale=softmax_scale,
         softcap=softcap,
         dropout_p=dropout_p,
-        return_lse=return_attn_probs,
+        return_lse=bool(return_attn_probs),
         deterministic=deterministic or None,
     )
     return (result[0], unseen_infinite(result[1]), None) if return_attn_probs else result
@@ -230,7 +263,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """:func:`flash_attn_varlen_func` of k and v in one tensor ``[Tk, 2, Hk, D]``."""
-    _check_parts("kv", kv, 2, "T")
+    check_parts("kv", kv, 2, "T")
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
@@ -252,7 +285,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """:func:`flash_attn_varlen_func` of q, k and v in one tensor ``[T, 3, H, D]``."""
-    _check_parts("qkv", qkv, 3, "T")
+    check_parts("qkv", qkv, 3, "T")
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
@@ -281,20 +314,21 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention to a dense cache, which new keys and values extend in place; without gradients, as in flash_attn.
+    """Attention to a cache, dense or in pages, which new keys and values extend in place; without gradients, as in flash_attn.
 
     Args:
         q: ``[B, Sq, Hq, D]``.
         k_cache, v_cache: ``[Bc, Sc, Hk, D]``, ``[Bc, Sc, Hk, Dv]``; not copied (unless their strides are unlike those of
-            any one buffer, or ``cache_batch_idx`` chooses).
+            any one buffer, or ``cache_batch_idx`` chooses). With block_table pages ``[pages, page, Hk, .]``, of any size.
         k, v: ``[B, Snew, Hk, D]``, ``[B, Snew, Hk, Dv]``: written to the rows of the cache from ``cache_seqlens`` on, then
             seen as the others.
         rotary_cos, rotary_sin: ``[P, R / 2]``: rotate k, at its position in the cache, and q: by position if causal or
             windowed, else all at ``cache_seqlens``.
         cache_seqlens: rows in use before this call, int or int32 ``[B]``; None: all.
-        cache_batch_idx: int ``[B]``, the cache's entry for each of q; the chosen entries are copied.
+        cache_batch_idx: int ``[B]``, the cache's entry for each of q; the chosen entries are copied. With block_table its row.
         cache_leftpad: int32 ``[B]``, the first row in use; None: 0.
-        block_table: refused; paged caches are not served.
+        block_table: int32 ``[Bc, pages of a sequence]``: row r of an entry is in its page ``r // page``. With cache_leftpad or
+            alibi_slopes the pages are copied first.
         rotary_interleaved: pairs are dims (2 i, 2 i + 1) instead of (i, i + R / 2).
         num_splits: how flash_attn divides the work; flashsci divides by itself, and results do not depend on it.
         others: as in :func:`flash_attn_func`; positions are counted from the end of the rows in use.
@@ -305,7 +339,7 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.attention`; ValueError too for rows beyond the cache, where
             the host knows the lengths.
-        NotImplementedError: as :func:`flash_attn_func`, and for a block_table.
+        NotImplementedError: as :func:`flash_attn_func`.
 
     Examples:
         >>> import torch
@@ -316,14 +350,14 @@ def flash_attn_with_kvcache(
         >>> out.shape, torch.equal(cache_k[:, :5], k)
         (torch.Size([1, 5, 2, 16]), True)
     """
-    refuse("flash_attn_with_kvcache", block_table=block_table)
-    _no_shifted_lse(
-        "flash_attn_with_kvcache", return_softmax_lse, alibi_slopes, causal, window_size
-    )
-    out, lse = cached_attention(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, softmax_scale,
-        causal, window_size, softcap, rotary_interleaved, alibi_slopes,
+    options = options_of(0.0, softmax_scale, causal, window_size, softcap)
+    if return_softmax_lse and alibi_slopes is not None:
+        _no_shifted_lse("flash_attn_with_kvcache", options["causal"], options["window"])
+    given = Cached(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        flag("rotary_interleaved", rotary_interleaved), alibi_slopes,
     )  # fmt: skip
+    out, lse = cached_attention(given, options, "block_table")
     return (out, unseen_infinite(lse)) if return_softmax_lse else out
 
 
@@ -342,19 +376,17 @@ def host_length(x: int | Tensor | None) -> int | None:
     return None if isinstance(x, Tensor) else x
 
 
-def _no_shifted_lse(
-    function: str, wanted: bool, alibi_slopes: Tensor | None, causal: bool, window_size: Window
-) -> None:
-    """Where no query sees a later key flash_attn adds ``slope j`` instead of ``-slope |i + Sk - Sq - j|``: out is the same,
-    lse is another one, which depends on where a block of keys begins."""
-    if wanted and alibi_slopes is not None and (causal or window_size[1] == 0):
+def _no_shifted_lse(function: str, causal: bool, window: Window | None) -> None:
+    """Refuse the lse beside ALiBi where no query sees a later key: flash_attn adds ``slope j`` there instead of
+    ``-slope |i + Sk - Sq - j|``, so that out is the same and lse another one, which depends on where a block of keys begins."""
+    if causal or (window is not None and window[1] == 0):
         raise NotImplementedError(
             f"flashsci's stand-in for {function} returns no lse beside alibi_slopes and causal, where flash_attn's is not "
             "that of the scores; call flashsci.attention(alibi_slopes=..., return_lse=True)"
         )
 
 
-def _check_parts(name: str, x: Tensor, count: int, lead: str) -> None:
+def check_parts(name: str, x: Tensor, count: int, lead: str) -> None:
     dims = 4 if lead == "T" else 5
     if x.dim() != dims or x.shape[-3] != count:
         raise ValueError(f"{name} must be [{lead}, {count}, H, D], got shape {list(x.shape)}")

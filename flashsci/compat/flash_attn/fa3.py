@@ -1,21 +1,24 @@
 """FlashAttention-3's module ``flash_attn_interface`` over flashsci.
 
 Its functions return out, or with ``return_attn_probs``, which the earlier of its versions lack, (out, lse); in rows that see
-no key lse is -inf, unlike flash_attn 2's. Of its arguments ``num_splits``, ``pack_gqa`` and ``sm_margin`` say how to divide the work and
-not what to compute: flashsci divides by itself, and results do not depend on them.
+no key lse is -inf, unlike flash_attn 2's. Of its arguments ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` say
+how to divide the work and not what to compute: flashsci divides by itself, and results do not depend on them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from flashsci.attention import attention
 from flashsci.compat.flash_attn import fa2
-from flashsci.compat.flash_attn.cache import cached_attention
-from flashsci.compat.flash_attn.fa2 import EVERYWHERE, Window
+from flashsci.compat.flash_attn.cache import Cached, cached_attention
+from flashsci.compat.flash_attn.gaps import attend_with_gaps
 from flashsci.compat.flash_attn.refusals import refuse
+from flashsci.compat.flash_attn.scalars import EVERYWHERE, Window, options_of
+from flashsci.compat.kinds import flag
+from flashsci.varlen import varlen_attention
 
 
 def flash_attn_func(
@@ -40,19 +43,23 @@ def flash_attn_func(
     """As :func:`flashsci.compat.flash_attn.flash_attn_func`, without dropout and ALiBi.
 
     Args:
-        qv, q_descale, k_descale, v_descale, attention_chunk: refused unless they ask for nothing.
+        q_descale, k_descale, v_descale: float32 ``[B, Hk]`` of float8_e4m3fn tensors: what these hold times them is q, k and v.
+        qv, attention_chunk: refused unless they ask for nothing.
 
     Returns:
-        out ``[B, Sq, Hq, Dv]``; with ``return_attn_probs`` ``(out, lse [B, Hq, Sq])``.
+        out ``[B, Sq, Hq, Dv]``, of 8-bit tensors in bfloat16; with ``return_attn_probs`` ``(out, lse [B, Hq, Sq])``.
 
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.attention`.
         NotImplementedError: for what is refused.
     """
-    refuse(
-        "flash_attn_interface.flash_attn_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        attention_chunk=attention_chunk,
-    )  # fmt: skip
+    refuse("flash_attn_interface.flash_attn_func", qv=qv, attention_chunk=attention_chunk)
+    if not (q_descale is k_descale is v_descale is None):
+        options = options_of(0.0, softmax_scale, causal, window_size, softcap, deterministic)
+        scales = _scales(q, k, q_descale, k_descale, v_descale)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = attention(q, k, v, return_lse=True, **scales, **options)
+        return (out.transpose(1, 2), lse) if return_attn_probs else out.transpose(1, 2)
     result = fa2.flash_attn_func(
         q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs
     )  # fmt: skip
@@ -75,22 +82,25 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """:func:`flash_attn_func` of one tensor: ``[B, S, 3, H, D]``, or ``[B, S, Hq + 2 Hk, D]`` with ``num_heads_q`` = Hq."""
-    refuse(
-        "flash_attn_interface.flash_attn_qkvpacked_func", q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale, attention_chunk=attention_chunk,
-    )  # fmt: skip
-    options = (
-        0.0,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        None,
-        deterministic,
-        return_attn_probs,
-    )
+    if qkv.dim() == 5 and num_heads_q == qkv.shape[3]:
+        num_heads_q = None
+    if num_heads_q is None and q_descale is k_descale is v_descale is None:
+        refuse("flash_attn_interface.flash_attn_qkvpacked_func", attention_chunk=attention_chunk)
+        result = fa2.flash_attn_qkvpacked_func(
+            qkv,
+            0.0,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            None,
+            deterministic,
+            return_attn_probs,
+        )
+        return _with_lse(*result) if return_attn_probs else result
     if num_heads_q is None:
-        result = fa2.flash_attn_qkvpacked_func(qkv, *options)
+        fa2.check_parts("qkv", qkv, 3, "B, S")
+        q, k, v = qkv.unbind(2)
     else:
         if qkv.dim() != 4 or (qkv.shape[2] - num_heads_q) % 2:
             raise ValueError(
@@ -98,8 +108,10 @@ def flash_attn_qkvpacked_func(
             )
         heads_k = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split((num_heads_q, heads_k, heads_k), 2)
-        result = fa2.flash_attn_func(q, k, v, *options)
-    return _with_lse(*result) if return_attn_probs else result
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
+        deterministic=deterministic, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_func(
@@ -131,7 +143,10 @@ def flash_attn_varlen_func(
 
     Args:
         seqused_k: int32 ``[N]``: of every sequence only so many keys, from its first, are seen; the others get no gradient.
-        seqused_q, qv, q_descale, k_descale, v_descale, attention_chunk: refused unless they ask for nothing.
+        seqused_q: int32 ``[N]``: of every sequence only so many queries, from its first, are computed; the others get out 0,
+            lse -inf and no gradient.
+        q_descale, k_descale, v_descale: as in :func:`flash_attn_func`; not beside seqused_q or seqused_k.
+        qv, attention_chunk: refused unless they ask for nothing.
 
     Returns:
         out ``[Tq, Hq, Dv]``; with ``return_attn_probs`` ``(out, lse [Hq, Tq])``.
@@ -140,22 +155,34 @@ def flash_attn_varlen_func(
         TypeError, ValueError, BackendError: as :func:`flashsci.varlen_attention`.
         NotImplementedError: for what is refused.
     """
-    refuse(
-        "flash_attn_interface.flash_attn_varlen_func", seqused_q=seqused_q, qv=qv, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
-    )  # fmt: skip
-    longest_k: int | None = max_seqlen_k
-    if seqused_k is not None:
-        # Every second sequence holds the unused keys of its predecessor, and no query.
-        used = torch.stack((cu_seqlens_k[:-1], cu_seqlens_k[:-1] + seqused_k), 1)
-        cu_seqlens_k = torch.cat((used.flatten().to(torch.int32), cu_seqlens_k[-1:]))
-        cu_seqlens_q = torch.cat((cu_seqlens_q[:1], cu_seqlens_q[1:].repeat_interleave(2)))
-        longest_k = None
-    result = fa2.flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, longest_k, 0.0, softmax_scale, causal, window_size, softcap,
-        None, deterministic, return_attn_probs,
-    )  # fmt: skip
-    return _with_lse(*result) if return_attn_probs else result
+    name = "flash_attn_interface.flash_attn_varlen_func"
+    refuse(name, qv=qv, attention_chunk=attention_chunk)
+    gaps = not (seqused_q is seqused_k is None)
+    scaled = not (q_descale is k_descale is v_descale is None)
+    if not (gaps or scaled):
+        result = fa2.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size,
+            softcap, None, deterministic, return_attn_probs,
+        )  # fmt: skip
+        return _with_lse(*result) if return_attn_probs else result
+    options = options_of(0.0, softmax_scale, causal, window_size, softcap, deterministic)
+    longest_q = fa2.host_length(max_seqlen_q)
+    if gaps:
+        refuse(
+            f"{name} with seqused", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
+        )
+        first, last = cu_seqlens_k[:-1], cu_seqlens_k[1:]
+        out, lse = attend_with_gaps(
+            q, k, v, cu_seqlens_q, first, last if seqused_k is None else first + seqused_k,
+            used_q=seqused_q, max_seqlen_q=longest_q, return_lse=True, **options,
+        )  # fmt: skip
+    else:
+        scales = _scales(q, k, q_descale, k_descale, v_descale)
+        out, lse = varlen_attention(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=longest_q,
+            max_seqlen_k=fa2.host_length(max_seqlen_k), return_lse=True, **scales, **options,
+        )  # fmt: skip
+    return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_with_kvcache(
@@ -192,25 +219,42 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """As :func:`flashsci.compat.flash_attn.flash_attn_with_kvcache`, without ALiBi.
 
+    Args:
+        page_table: as ``block_table`` there.
+        cu_seqlens_q: int32 ``[B + 1]``: q is packed, ``[Tq, Hq, D]``; max_seqlen_q bounds its lengths.
+        cu_seqlens_k_new: int32 ``[B + 1]``: k and v are packed, ``[Tnew, Hk, .]``.
+        rotary_seqlens: int32 ``[B]``: positions of the first new rows, where they are not ``cache_seqlens``.
+        k_descale, v_descale: float32 ``[B, Hk]`` of an 8-bit cache in pages, beside 16-bit queries.
+        scheduler_metadata: how FlashAttention-3 divides the work; results do not depend on it.
+        qv, q_descale, attention_chunk: refused unless they ask for nothing.
+
     Returns:
         out ``[B, Sq, Hq, Dv]``; with ``return_softmax_lse`` ``(out, lse, None, None)``, the last two for the partial results
         that FlashAttention-3 returns there.
 
     Raises:
-        TypeError, ValueError, BackendError: as :func:`flashsci.attention`.
-        NotImplementedError: for qv, page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, descales,
-            attention_chunk and scheduler_metadata.
+        TypeError, ValueError, BackendError: as :func:`flashsci.attention` and :func:`flashsci.paged_attention`.
+        NotImplementedError: for what is refused.
     """
     refuse(
-        "flash_attn_interface.flash_attn_with_kvcache", qv=qv, page_table=page_table, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, rotary_seqlens=rotary_seqlens, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk, scheduler_metadata=scheduler_metadata,
+        "flash_attn_interface.flash_attn_with_kvcache", qv=qv, q_descale=q_descale, attention_chunk=attention_chunk
     )  # fmt: skip
-    out, lse = cached_attention(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, softmax_scale,
-        causal, window_size, softcap, rotary_interleaved, None,
+    given = Cached(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
+        flag("rotary_interleaved", rotary_interleaved), None, cu_seqlens_q, cu_seqlens_k_new,
+        fa2.host_length(max_seqlen_q), rotary_seqlens, k_descale, v_descale,
     )  # fmt: skip
+    out, lse = cached_attention(given, options_of(0.0, softmax_scale, causal, window_size, softcap))
     return (out, lse, None, None) if return_softmax_lse else out
+
+
+def _scales(
+    q: Tensor, k: Tensor, of_q: Tensor | None, of_k: Tensor | None, of_v: Tensor | None
+) -> dict[str, Any]:
+    """flashsci has a scale for each head of q, FlashAttention-3 one for each group of them."""
+    if of_q is not None and of_q.dim() == 2:
+        of_q = of_q.repeat_interleave(q.shape[-2] // k.shape[-2], 1)
+    return {"q_scale": of_q, "k_scale": of_k, "v_scale": of_v}
 
 
 def _with_lse(out: Tensor, lse: Tensor, _: None) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,11 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     return input.index_select(0, indices)
 
 
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`index_first_axis`, and ``input`` itself, for what is computed of all rows."""
+    return index_first_axis(input, indices), input
+
+
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Zeros ``[first_axis_dim, ...]`` with ``values`` ``[T, ...]`` in the rows ``indices`` ``[T]``, each named once."""
     rows = values.new_zeros(first_axis_dim, *values.shape[1:])
@@ -54,3 +59,34 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     """The inverse of :func:`unpad_input`: ``[T, ...]`` to ``[batch, seqlen, ...]``, zeros where no row was."""
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.unflatten(0, (batch, seqlen))
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The rows of a batch whose rows hold several sequences each, packed.
+
+    Args:
+        hidden_states: ``[B, S, ...]``.
+        attention_mask_in_length: int ``[B, S]``: the lengths of the sequences of a row, in order, and zeros.
+
+    Returns:
+        As :func:`unpad_input`, without the last.
+
+    Examples:
+        >>> import torch
+        >>> from flashsci.compat.flash_attn.padding import unpad_input_for_concatenated_sequences
+        >>> lengths = torch.tensor([[2, 1, 0, 0], [3, 0, 0, 0]])
+        >>> x = torch.randn(2, 4, 8)
+        >>> packed, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(x, lengths)
+        >>> indices.tolist(), cu_seqlens.tolist(), longest
+        ([0, 1, 2, 4, 5, 6], [0, 2, 3, 6], 3)
+    """
+    place = torch.arange(attention_mask_in_length.shape[1], device=attention_mask_in_length.device)
+    used = attention_mask_in_length.sum(-1, keepdim=True)
+    indices = (place < used).flatten().nonzero().squeeze(-1)
+    lengths = attention_mask_in_length.flatten()
+    lengths = lengths[lengths.nonzero().squeeze(-1)].to(torch.int32)
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    rows = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return rows, indices, cu_seqlens, int(lengths.max())

@@ -6,8 +6,13 @@ length-extrapolatable transformer", arXiv:2212.10554 (``scale_base``).
 
 from __future__ import annotations
 
+from operator import index
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from flashsci.tracing import transforming
 
 
 def apply_rotary(
@@ -30,7 +35,10 @@ def apply_rotary(
         cu_seqlens: int32 ``[B + 1]``.
         max_seqlen: where it is given, checked against P; nothing else depends on it.
         interleaved: pairs are dims (2 i, 2 i + 1) instead of (i, i + R / 2).
-        inplace: write the result into x, and return x. Autograd follows, as far as it lets x be written.
+        inplace: write the result into x, and return x. Where autograd lets no one write x (a leaf that requires a gradient, a
+            view of one, a view from ``unbind`` or ``split``), the result is another tensor with x's memory, as in flash_attn:
+            the gradient is that of what is returned, and x itself is not to be used any more. Compiled and under torch.func
+            such an x raises.
         conjugate: rotate back.
 
     Returns:
@@ -49,6 +57,8 @@ def apply_rotary(
         >>> torch.allclose(back, x, atol=1e-6)
         True
     """
+    if not isinstance(seqlen_offsets, Tensor):
+        seqlen_offsets = index(seqlen_offsets)
     packed = cu_seqlens is not None
     if x.dim() != (3 if packed else 4):
         layout = "[T, H, D] with cu_seqlens" if packed else "[B, S, H, D]"
@@ -66,10 +76,31 @@ def apply_rotary(
     position = _positions(x, seqlen_offsets, cu_seqlens)
     cos, sin = cos[position].unsqueeze(-2), sin[position].unsqueeze(-2)  # [(B,) S, 1, R / 2]
     rotated = _rotate(x[..., : 2 * cos.shape[-1]], cos, -sin if conjugate else sin, interleaved)
-    if inplace:
+    if inplace and _may_be_written(x):
         x[..., : rotated.shape[-1]].copy_(rotated)
         return x
-    return torch.cat((rotated, x[..., rotated.shape[-1] :]), -1)
+    whole = torch.cat((rotated, x[..., rotated.shape[-1] :]), -1)
+    return _in_memory_of(x, whole) if inplace else whole
+
+
+def _may_be_written(x: Tensor) -> bool:
+    """Whether autograd records an operation on x in place, or raises."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return True
+    if (
+        torch.compiler.is_compiling() or transforming()
+    ):  # which follow no memory: there autograd's word stands
+        return True
+    if x.is_leaf or not x._is_view():
+        return not x.is_leaf
+    autograd: Any = torch._C._autograd
+    recorded: bool = autograd._get_creation_meta(x) == autograd.CreationMeta.DEFAULT
+    return recorded and not (x._base is not None and x._base.is_leaf)
+
+
+def _in_memory_of(x: Tensor, result: Tensor) -> Tensor:
+    """A tensor that has x's memory, overwritten, and the gradient of ``result``."""
+    return x.detach().copy_(result)
 
 
 def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor | slice:
@@ -78,11 +109,17 @@ def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> T
         if isinstance(offsets, int):
             return slice(offsets, offsets + x.shape[1])
         return offsets[:, None] + torch.arange(x.shape[1], device=x.device)
+    sequence = sequences_of(x.shape[0], cu_seqlens)
     row = torch.arange(x.shape[0], device=x.device, dtype=cu_seqlens.dtype)
-    last = max(0, cu_seqlens.shape[0] - 2)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp(max=last)
     first = offsets if isinstance(offsets, int) else offsets[sequence]
     return row - cu_seqlens[sequence] + first
+
+
+def sequences_of(rows: int, cu_seqlens: Tensor) -> Tensor:
+    """The sequence of every packed row, int64 ``[rows]``; rows behind the last count to it."""
+    row = torch.arange(rows, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    last = max(0, cu_seqlens.shape[0] - 2)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp(max=last)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -112,6 +149,21 @@ def apply_rotary_emb(
 apply_rotary_emb_func = apply_rotary_emb
 
 
+def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
+    """The pairs (a, b) of the last dim as (-b, a)."""
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
+    return torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)
+
+
+def apply_rotary_emb_torch(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> Tensor:
+    """x ``[B, S, H, D]`` rotated by tables ``[S, R / 2]`` or ``[B, S, R / 2]``."""
+    turned = 2 * cos.shape[-1]
+    rotated = _rotate(x[..., :turned], cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
+    return torch.cat((rotated, x[..., turned:]), -1)
+
+
 def apply_rotary_emb_qkv_(
     qkv: Tensor,
     cos: Tensor,
@@ -126,7 +178,7 @@ def apply_rotary_emb_qkv_(
 
     ``cos_k`` and ``sin_k`` are the tables of k where they differ from those of q.
     """
-    if qkv.dim() == 5 and qkv.shape[2] == 3:
+    if qkv.dim() == 5 and qkv.shape[2] == 3 and num_heads_q in (None, qkv.shape[3]):
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
         heads_k = (qkv.shape[2] - num_heads_q) // 2
@@ -136,10 +188,15 @@ def apply_rotary_emb_qkv_(
             "qkv must be [B, S, 3, H, D], or [B, S, Hq + 2 Hk, D] with num_heads_q, got shape "
             f"{list(qkv.shape)} and num_heads_q={num_heads_q}"
         )
-    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    apply_rotary_emb(k, cos_k, sin_k, interleaved, True, seqlen_offsets)
-    return qkv
+    options: Any = (interleaved, _may_be_written(qkv), seqlen_offsets)
+    q = apply_rotary_emb(q, cos, sin, *options)
+    k = apply_rotary_emb(k, cos_k, sin_k, *options)
+    if options[1]:
+        return qkv
+    if qkv.dim() == 5:
+        return _in_memory_of(qkv, torch.stack((q, k, qkv[:, :, 2]), 2))
+    return _in_memory_of(qkv, torch.cat((q, k, qkv[:, :, q.shape[2] + k.shape[2] :]), 2))
 
 
 def apply_rotary_emb_kv_(
@@ -152,8 +209,9 @@ def apply_rotary_emb_kv_(
     """Rotate the k of ``kv`` ``[B, S, 2, H, D]`` in place."""
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv must be [B, S, 2, H, D], got shape {list(kv.shape)}")
-    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
-    return kv
+    written = _may_be_written(kv)
+    k = apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, written, seqlen_offsets)
+    return kv if written else _in_memory_of(kv, torch.stack((k, kv[:, :, 1]), 2))
 
 
 class RotaryEmbedding(torch.nn.Module):

@@ -13,6 +13,7 @@ from functools import partial
 from importlib import import_module, metadata
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -46,9 +47,11 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "flash_attn.bert_padding": {
         f"{_HERE}.padding": (
             "index_first_axis",
+            "index_first_axis_residual",
             "index_put_first_axis",
             "pad_input",
             "unpad_input",
+            "unpad_input_for_concatenated_sequences",
         )
     },
     "flash_attn.layers": {},
@@ -60,8 +63,25 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
             "apply_rotary_emb_func",
             "apply_rotary_emb_kv_",
             "apply_rotary_emb_qkv_",
+            "apply_rotary_emb_torch",
+            "rotate_half",
         )
     },
+    "flash_attn.modules": {},
+    "flash_attn.modules.mha": {
+        f"{_HERE}.mha": ("MHA", "LinearResidual", "_update_kv_cache"),
+        f"{_HERE}.inner": (
+            "CrossAttention",
+            "FlashCrossAttention",
+            "FlashSelfAttention",
+            "SelfAttention",
+            "get_alibi_slopes",
+        ),
+        f"{_HERE}.rotary": ("RotaryEmbedding",),
+        f"{_HERE}.fa2": _FUNCTIONS,
+    },
+    "flash_attn.utils": {},
+    "flash_attn.utils.generation": {f"{_HERE}.mha": ("InferenceParams",)},
     "flash_attn.ops": {},
     "flash_attn.ops.triton": {},
     "flash_attn.ops.triton.rotary": {f"{_HERE}.rotary": ("apply_rotary",)},
@@ -78,6 +98,38 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
 _DISTRIBUTIONS = {
     "flash_attn": ("flash-attn", VERSION),
     "flash_attn_interface": ("flash-attn-3", VERSION_3),
+}
+
+
+# Modules of flash_attn from which programs import the functions of einops that it has imported.
+_WITH_EINOPS = ("flash_attn.bert_padding", "flash_attn.layers.rotary", "flash_attn.modules.mha")
+# What flash_attn has beside attention, by the name of its module or of a name in one: what to use instead.
+_INSTEAD = {
+    "flash_attn.flash_attention": "flash_attn.modules.mha has MHA and FlashSelfAttention; FlashMHA was version 1's",
+    "flash_attn.flash_attn_triton": "flashsci.attention(bias=...) has a bias with a gradient",
+    "flash_attn.flash_attn_unpadded_func": "it is flash_attn_varlen_func since version 2",
+    "flash_attn.flash_attn_unpadded_kvpacked_func": "it is flash_attn_varlen_kvpacked_func since version 2",
+    "flash_attn.flash_attn_unpadded_qkvpacked_func": "it is flash_attn_varlen_qkvpacked_func since version 2",
+    "flash_attn.cute": "flash_attn has the functions of version 2, flash_attn_interface those of version 3",
+    "flash_attn.layers.patch_embed": "use torch.nn.Conv2d with stride = kernel_size",
+    "flash_attn.losses": "use torch.nn.CrossEntropyLoss",
+    "flash_attn.models": "build the model from transformers, with attn_implementation='flash_attention_2'",
+    "flash_attn.modules.block": "write the block over flash_attn.modules.mha.MHA and torch.nn.LayerNorm",
+    "flash_attn.modules.embedding": "use torch.nn.Embedding",
+    "flash_attn.modules.mha.ParallelMHA": "shard MHA by torch.distributed.tensor.parallel",
+    "flash_attn.modules.mlp": "use torch.nn.Linear and torch.nn.functional.gelu or silu",
+    "flash_attn.ops.activations": "use torch.nn.functional",
+    "flash_attn.ops.fused_dense": "use torch.nn.Linear",
+    "flash_attn.ops.layer_norm": "use torch.nn.LayerNorm",
+    "flash_attn.ops.rms_norm": "use torch.nn.RMSNorm",
+    "flash_attn.ops.triton.cross_entropy": "use torch.nn.functional.cross_entropy",
+    "flash_attn.ops.triton.k_activations": "use torch.nn.functional",
+    "flash_attn.ops.triton.layer_norm": "use torch.nn.LayerNorm or torch.nn.RMSNorm",
+    "flash_attn.ops.triton.linear": "use torch.nn.functional.linear",
+    "flash_attn.ops.triton.mlp": "use torch.nn.functional.linear",
+    "flash_attn.utils.benchmark": "use torch.utils.benchmark",
+    "flash_attn.utils.distributed": "use torch.distributed",
+    "flash_attn.utils.pretrained": "use transformers' from_pretrained",
 }
 
 
@@ -101,11 +153,16 @@ class _Metadata(metadata.Distribution):
 
 
 class _Finder(metadata.DistributionFinder, Loader):
-    """Finds and makes the stand-in modules, and finds their metadata."""
+    """Finds and makes the stand-in modules of the top-level modules ``tops``, and finds their metadata."""
+
+    def __init__(self) -> None:
+        self.tops: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] not in self.tops:
+            return None
         if fullname in _MODULES:
             spec = ModuleSpec(fullname, self, origin=__file__, is_package=True)
             spec.has_location = True  # module.__file__ says whose it is
@@ -126,6 +183,8 @@ class _Finder(metadata.DistributionFinder, Loader):
     def find_distributions(self, context: Any = None) -> Iterator[metadata.Distribution]:
         asked = None if context is None else context.name
         for module, (name, _) in _DISTRIBUTIONS.items():
+            if module not in self.tops:
+                continue
             if asked is None or re.sub(r"[-_.]+", "-", asked).lower() == name:
                 yield _Metadata(module)
 
@@ -135,10 +194,16 @@ def _lacks(module: str, name: str) -> str:
         n for names in _MODULES[module].values() for n in names if not n.startswith("_wrapped")
     )
     inner = (m for m in _MODULES if m.rpartition(".")[0] == module)
-    return f"flashsci's stand-in for {module} lacks {name!r}; it has {', '.join([*names, *inner])}"
+    advice = _INSTEAD.get(f"{module}.{name}")
+    there = ", ".join([*names, *inner])
+    return f"flashsci's stand-in for {module} lacks {name!r}; it has {there}" + (
+        f". Instead: {advice}" if advice else ""
+    )
 
 
 def _missing(module: str, name: str) -> Any:
+    if name in ("rearrange", "repeat") and module in _WITH_EINOPS and find_spec("einops"):
+        return getattr(import_module("einops"), name)
     if f"{module}.{name}" in _MODULES:
         return import_module(f"{module}.{name}")
     raise AttributeError(_lacks(module, name), name=name, obj=sys.modules.get(module))
@@ -147,14 +212,18 @@ def _missing(module: str, name: str) -> Any:
 _finder = _Finder()
 
 
-def install() -> None:
-    """From now on ``import flash_attn`` and ``import flash_attn_interface`` give flashsci's stand-ins, in this process.
+def install(fa3: bool = False) -> None:
+    """From now on ``import flash_attn`` gives flashsci's stand-in, in this process, and with ``fa3`` ``flash_attn_interface`` too.
 
     To be called before anything imports them, or asks whether they are there: in the first lines of a program. Again is
-    allowed, and changes nothing. An installed flash_attn is hidden until :func:`uninstall`.
+    allowed, and adds what was not asked for before. An installed flash_attn is hidden until :func:`uninstall`.
+
+    Args:
+        fa3: also stand in for FlashAttention-3. Programs that find both prefer it, and then do without what it lacks (ALiBi,
+            dropout); the kernels behind both are the same. So only for programs that know FlashAttention-3 alone.
 
     Raises:
-        RuntimeError: the real flash_attn has been imported already.
+        RuntimeError: the real module has been imported already.
 
     Examples:
         >>> import torch
@@ -165,7 +234,8 @@ def install() -> None:
         'flashsci.compat.flash_attn.fa2'
         >>> uninstall()
     """
-    for name in _DISTRIBUTIONS:
+    tops = set(_DISTRIBUTIONS) if fa3 else {"flash_attn"}
+    for name in sorted(tops):
         module = sys.modules.get(name)
         if module is not None and not _ours(module):
             raise RuntimeError(
@@ -174,13 +244,17 @@ def install() -> None:
             )
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
+    if not tops <= _finder.tops:
+        _finder.tops |= tops
         _tell_transformers()
 
 
 def uninstall() -> None:
-    """Undo :func:`install`: the next import finds the real flash_attn, or none. What has been imported stays as it is."""
+    """Undo every :func:`install`: the next import finds the real modules, or none. What has been imported stays as it is."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
+    if _finder.tops:
+        _finder.tops.clear()
         for name in [name for name, module in sys.modules.items() if _ours(module)]:
             del sys.modules[name]
         _tell_transformers()

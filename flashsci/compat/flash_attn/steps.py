@@ -14,7 +14,10 @@ from torch import Tensor
 from flashsci.attention import attention
 from flashsci.backward import attention_backward
 from flashsci.compat.flash_attn.fa2 import host_length, unseen_infinite, unseen_minus_infinite
+from flashsci.compat.flash_attn.gaps import attend_with_gaps
+from flashsci.compat.flash_attn.pages import attend_pages, check_pages
 from flashsci.compat.flash_attn.refusals import refuse
+from flashsci.compat.flash_attn.scalars import options_of
 from flashsci.dropout import draw_seed
 from flashsci.varlen import varlen_attention
 
@@ -72,16 +75,40 @@ def _flash_attn_varlen_forward(
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> Forward:
-    """:func:`_flash_attn_forward` of packed sequences: out ``[Tq, Hq, Dv]``, lse ``[Hq, Tq]``."""
-    refuse(
-        "_flash_attn_varlen_forward", alibi_slopes=alibi_slopes, block_table=block_table, leftpad_k=leftpad_k,
-        seqused_k=seqused_k, zero_tensors=zero_tensors,
-    )  # fmt: skip
+    """:func:`_flash_attn_forward` of packed sequences: out ``[Tq, Hq, Dv]``, lse ``[Hq, Tq]``.
+
+    Args:
+        block_table: as in :func:`flashsci.compat.flash_attn.flash_attn_varlen_func`.
+        leftpad_k, seqused_k: int32 ``[N]``: the keys of a sequence are those from leftpad_k to seqused_k of its rows.
+    """
+    refuse("_flash_attn_varlen_forward", alibi_slopes=alibi_slopes, zero_tensors=zero_tensors)
     rng_state = _rng_state(q, dropout_p)
+    options = _options(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
+    )
+    longest_q = host_length(max_seqlen_q)
+    if block_table is not None:
+        refuse(
+            "_flash_attn_varlen_forward with a block_table",
+            leftpad_k=leftpad_k,
+            dropout_p=dropout_p,
+        )
+        check_pages(k, v, block_table, "block_table")
+        used = cu_seqlens_k[1:] - cu_seqlens_k[:-1] if seqused_k is None else seqused_k
+        out, lse = attend_pages(q, k, v, block_table, used, cu_seqlens_q, longest_q, None, options)
+        return out, unseen_infinite(lse), None, rng_state
+    seed = rng_state if dropout_p else None
+    if leftpad_k is not None or seqused_k is not None:
+        first, last = cu_seqlens_k[:-1], cu_seqlens_k[1:]
+        out, lse = attend_with_gaps(
+            q, k, v, cu_seqlens_q, first if leftpad_k is None else first + leftpad_k,
+            last if seqused_k is None else first + seqused_k, max_seqlen_q=longest_q, dropout_seed=seed,
+            return_lse=True, **options,
+        )  # fmt: skip
+        return out, unseen_infinite(lse), None, rng_state
     out, lse = varlen_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=host_length(max_seqlen_q), max_seqlen_k=host_length(max_seqlen_k),
-        dropout_seed=rng_state if dropout_p else None, return_lse=True,
-        **_options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=longest_q, max_seqlen_k=host_length(max_seqlen_k),
+        dropout_seed=seed, return_lse=True, **options,
     )  # fmt: skip
     return out, unseen_infinite(lse), None, rng_state
 
@@ -115,8 +142,8 @@ def _flash_attn_backward(
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     found = attention_backward(
         dout, q, k, v, out, unseen_minus_infinite(softmax_lse),
-        dropout_seed=rng_state if dropout_p else None, deterministic=deterministic or None,
-        **_options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+        dropout_seed=rng_state if dropout_p else None,
+        **_options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic),
     )  # fmt: skip
     for into, x in zip((dq, dk, dv), found[:3], strict=True):
         into.copy_(x.transpose(1, 2))
@@ -153,8 +180,8 @@ def _flash_attn_varlen_backward(
     found = attention_backward(
         dout, q, k, v, out, unseen_minus_infinite(softmax_lse), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=host_length(max_seqlen_q), max_seqlen_k=host_length(max_seqlen_k),
-        dropout_seed=rng_state if dropout_p else None, deterministic=deterministic or None,
-        **_options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+        dropout_seed=rng_state if dropout_p else None,
+        **_options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic),
     )  # fmt: skip
     for into, x in zip((dq, dk, dv), found[:3], strict=True):
         into.copy_(x)
@@ -174,10 +201,9 @@ def _options(
     left: int,
     right: int,
     softcap: float,
+    deterministic: bool = False,
 ) -> dict[str, Any]:
-    return dict(
-        causal=causal, window=(left, right), align="lower_right", scale=softmax_scale, softcap=softcap, dropout_p=dropout_p
-    )  # fmt: skip
+    return options_of(dropout_p, softmax_scale, causal, (left, right), softcap, deterministic)
 
 
 def _rng_state(q: Tensor, dropout_p: float) -> Tensor:
