@@ -65,7 +65,7 @@ class LaidOut(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> Tensor:
         (out,) = ctx.saved_tensors
         return torch.empty_like(out).copy_(dout)
 
@@ -78,7 +78,7 @@ class Following(torch.autograd.Function):
         return q.view_as(q)
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dq: Tensor) -> tuple[None, None]:
         return None, None
 
 
