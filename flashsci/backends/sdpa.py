@@ -27,40 +27,31 @@ def unavailable() -> str | None:
 
 def rejects(problem: Problem) -> str | None:
     if problem.dtype.itemsize == 1:
-        return "SDPA takes no 8-bit floats; use backend='triton' or 'reference'"
+        return "SDPA takes no 8-bit floats"
     if problem.paged:
-        return "SDPA takes no paged cache; use backend='triton' or 'reference'"
+        return "SDPA takes no paged cache"
     if problem.varlen:
-        return "SDPA takes no packed sequences; use backend='triton' or 'reference'"
+        return "SDPA takes no packed sequences"
     if problem.softcap:
-        return "SDPA has no softcap; use backend='triton' or 'reference'"
+        return "SDPA has no softcap"
     if problem.dropout_p:
-        return "SDPA cannot drop by a given seed; use backend='triton' or 'reference'"
+        return "SDPA cannot drop by a given seed"
     if problem.key_weight_grad:
-        return (
-            "SDPA takes key_weight as its logarithm, whose derivative at zero is lost; use "
-            "backend='triton' or 'reference'"
-        )
+        return "SDPA takes key_weight as its logarithm, whose derivative at zero is lost"
     if problem.alibi:
-        return "SDPA has no ALiBi but as a bias of all pairs; use backend='triton' or 'reference', or build that bias"
+        return "SDPA has no ALiBi but as a bias of all pairs; build that bias"
     if problem.sink:
-        return "SDPA has no attention sinks; use backend='triton', 'cuda' or 'reference'"
+        return "SDPA has no attention sinks"
     if problem.return_lse:
-        return "SDPA does not return the lse; use backend='triton' or 'reference'"
+        return "SDPA does not return the lse"
     if problem.deterministic and problem.device_type == "cuda" and problem.requires_grad:
-        return (
-            "SDPA's fused backward passes are not deterministic on CUDA; use backend='triton' or "
-            "'reference'"
-        )
+        return "SDPA's fused backward passes are not deterministic on CUDA"
     if (
         problem.precision == "ieee"
         and problem.device_type == "cuda"
         and problem.dtype == torch.float32
     ):
-        return (
-            "SDPA's fp32 precision follows torch's global TF32 switch; use backend='triton' or "
-            "'reference'"
-        )
+        return "SDPA's fp32 precision follows torch's global TF32 switch"
     return None
 
 
