@@ -16,7 +16,7 @@ from flashsci.backends import reference
 from flashsci.backends.sdpa_kernels import Following, LaidOut, aligned, attend, finite, lost, on_gpu
 from flashsci.ops import Scalars, Tensors, plain
 from flashsci.problem import Problem
-from flashsci.tracing import transforming
+from flashsci.tracing import casts_to, transforming
 
 FUSED = False
 
@@ -112,18 +112,25 @@ def _attend(
         arguments["enable_gqa"] = True
     if gpu and _only_bias_has_gradient(q, k, v, merged):
         q = Following.apply(q, merged)
-    if gpu and (merged is not None or q.shape[-1] != v.shape[-1]):
-        # cuDNN's backward gives NaN for some masked shapes (pytorch#196678), and its graph misplaces
-        # some outputs of another head dim than q's.
-        with sdpa_kernel(
-            [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        ):
-            out = attend(q, k, v, **arguments)
+    if merged is not None and merged.dtype == torch.float32 and casts_to(q) is not None:
+        with torch.autocast(q.device.type, enabled=False):  # it would cast the bias
+            out = _call(q, k, v, arguments)
     else:
-        out = attend(q, k, v, **arguments)
+        out = _call(q, k, v, arguments)
     if gpu and out.requires_grad and torch.compiler.is_compiling():
         out = LaidOut.apply(out)  # elsewhere second_order.SecondOrder does it
     return out.to(dtype).reshape(shape)
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """torch's function, by those of its kernels that compute such a call rightly."""
+    if on_gpu(q) and (arguments["attn_mask"] is not None or q.shape[-1] != v.shape[-1]):
+        # cuDNN's backward gives NaN for some masked shapes (pytorch#196678), and its graph misplaces
+        # some outputs of another head dim than q's.
+        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        with sdpa_kernel(kernels):
+            return attend(q, k, v, **arguments)
+    return attend(q, k, v, **arguments)
 
 
 def _only_bias_has_gradient(q: Tensor, k: Tensor, v: Tensor, merged: Tensor | None) -> bool:

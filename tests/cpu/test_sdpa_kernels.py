@@ -100,6 +100,32 @@ def test_wide_bias_on_a_gpu_is_computed_in_its_dtype(monkeypatch):
     assert seen == [(torch.float32,) * 4]
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("learnt", [False, True])
+def test_wide_bias_under_autocast(monkeypatch, gpu, compiled, learnt):
+    """Which casts every argument of torch's function, the bias among them, and what was upcast for it."""
+    if gpu:
+        monkeypatch.setattr(sdpa, "on_gpu", lambda x: True)
+    q, k, v, dout = tensors(*[(2, 4, 16, 8)] * 4, dtype=torch.bfloat16)
+    bias = (torch.randn(4, 16, 16) * 100).requires_grad_(learnt)
+    wide = [x.float().requires_grad_() for x in (q, k, v)]
+
+    def step(*x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return flashsci.attention(*x, bias=bias, backend="sdpa")
+
+    step = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+    out = step(*wide)
+    leaves = [*wide, *([bias] if learnt else [])]
+    found = dict(
+        zip(("dq", "dk", "dv", "dbias"), torch.autograd.grad(out, leaves, dout), strict=False)
+    )
+    found = {n: g if n == "dbias" else g.bfloat16() for n, g in found.items()}
+    given = Inputs(q, k, v, bias.detach(), dout=dout, bias_grad=learnt)
+    Judge(given).require({"out": out.detach(), **found})
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_wide_bias_compiled(backend):
     q, k, v, dout = tensors(*[(2, 4, 16, 8)] * 4, dtype=torch.bfloat16)
