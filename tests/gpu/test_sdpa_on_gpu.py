@@ -3,6 +3,8 @@ q's dtype; judged against fp64. The same by stand-ins: tests/cpu/test_sdpa_kerne
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -106,3 +108,71 @@ def test_nan_stays(place, causal, dtype, sizes):
     due = flashsci.attention(q, k, v, causal=causal, backend="reference")
     out = flashsci.attention(q, k, v, causal=causal, backend="sdpa")
     assert torch.equal(out.isnan(), due.isnan())
+
+
+class Block(torch.nn.Module):
+    """Attention of a transformer, by the name that programs swap."""
+
+    def __init__(self, causal: bool):
+        super().__init__()
+        self.qkv, self.proj, self.causal = (
+            torch.nn.Linear(256, 768),
+            torch.nn.Linear(256, 256),
+            causal,
+        )
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4).unbind(0)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("order", ["swapped first", "entered first", "swapped alone"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_swapped_program(monkeypatch, order, causal, backend):
+    """torch's function swapped for flashsci.sdpa, torch's flash kernels for flashsci's: calls of the backend 'sdpa' then come back
+    to the package once, and end there."""
+    from torch.nn import attention as theirs
+
+    from flashsci.integrations import torch as integration
+
+    torch.manual_seed(0)
+    block, x = Block(causal).cuda(), normal(2, 128, 256)
+
+    def results(module, x):
+        module.zero_grad()
+        out = module(x)
+        (
+            out * torch.linspace(-1, 2, out.numel(), device="cuda", dtype=out.dtype).view(out.shape)
+        ).sum().backward()
+        return [out.detach(), *(p.grad.clone() for p in module.parameters())]
+
+    before = results(block.bfloat16(), x)
+    truth = results(copy.deepcopy(block).double(), x.double())
+    handle = integration.register()
+
+    def enter():
+        theirs.activate_flash_attention_impl("flashsci")
+        handle.activate()
+
+    def swap():
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", flashsci.sdpa)
+
+    steps = {
+        "swapped first": (swap, enter),
+        "entered first": (enter, swap),
+        "swapped alone": (swap,),
+    }
+    try:
+        for step in steps[order]:
+            step()
+        with flashsci.use_backend(backend):
+            ours = results(block, x)
+    finally:
+        handle.remove()
+        if hasattr(theirs, "restore_flash_attention_impl"):
+            theirs.restore_flash_attention_impl()
+    for x, plain, due in zip(ours, before, truth, strict=True):
+        error, allowed = ((y.double() - due).abs().max().item() for y in (x, plain))
+        assert error <= 2 * allowed + 8 * torch.finfo(torch.bfloat16).eps * due.abs().max().item()
