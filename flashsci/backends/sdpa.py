@@ -19,6 +19,7 @@ from flashsci.problem import Problem
 from flashsci.tracing import casts_to, transforming
 
 FUSED = False
+TINY = 2.0**-20  # scales below, and above its inverse, are those of extreme q and k
 
 
 def unavailable() -> str | None:
@@ -101,13 +102,16 @@ def _attend(
         merged = merged.expand(*merged.shape[:-1], k.shape[-2])
         merged = merged if merged.stride(-1) == 1 else merged.contiguous()
     shape, batch, dtype = (*q.shape[:-1], v.shape[-1]), q.shape[:-3], q.dtype
+    scale = scalars.scale
+    if dtype.itemsize > 2 and not TINY < abs(scale) < 1 / TINY:
+        q, scale = q * scale, 1.0  # products that are scaled afterwards may overflow
     gpu = on_gpu(q)
     if gpu and merged is not None and merged.dtype not in (torch.bool, dtype):
         # The kernels of GPUs take a bias of q's dtype alone; that of the CPU takes fp32 beside 16 bits.
         q, k, v = q.to(merged.dtype), k.to(merged.dtype), v.to(merged.dtype)
     q, k, v = (aligned(x if x.dim() == 4 else _four_dims(x, batch)) for x in (q, k, v))  # type: ignore[arg-type]
     merged = _four_dims(merged, batch)
-    arguments: dict[str, Any] = dict(attn_mask=merged, is_causal=causal, scale=scalars.scale)
+    arguments: dict[str, Any] = dict(attn_mask=merged, is_causal=causal, scale=scale)
     if q.shape[1] != k.shape[1]:
         arguments["enable_gqa"] = True
     if gpu and _only_bias_has_gradient(q, k, v, merged):

@@ -375,6 +375,19 @@ def test_fake_tensors_are_not_read():
         assert flashsci.attention(q, q, q, backend="sdpa").shape == q.shape
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_scales_of_extreme_products(dtype, causal):
+    """Whose products of q and k are no numbers before they are scaled."""
+    size = 2e19 if dtype == torch.float32 else 1e155
+    q, k, v, dout = tensors(*[(1, 2, 9, 8)] * 4, dtype=dtype)
+    options = dict(scale=1 / size / size, causal=causal)
+    out = flashsci.attention(q * size, k * size, v, backend="sdpa", **options)
+    due = flashsci.attention(q, k, v, scale=1.0, causal=causal, backend="reference")
+    torch.testing.assert_close(out, due, rtol=1e-4, atol=1e-5)
+    judged(Inputs(q, k, v, dout=dout, options=dict(scale=1e-7, causal=causal)), "sdpa")
+
+
 # torch's own function.
 
 
