@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import index
@@ -255,12 +255,10 @@ def gradients(
         if reason is None:
             return Gradients(candidate, None if candidate == name else why)
     if order == (name,):
-        advice = "use backend='cuda'"
-        return Gradients(None, f"it has no gradients of this call of its own: {lacks}; {advice}")
+        return Gradients(None, f"it has no gradients of this call of its own: {lacks}")
     return Gradients(
         None,
-        f"its gradients would come from the {order[-1]} backend, which cannot serve this call ({reason}); "
-        "use backend='sdpa' or 'reference'",
+        f"its gradients would come from the {order[-1]} backend, which cannot serve this call ({reason})",
     )
 
 
@@ -331,6 +329,7 @@ def _gradients_of(
     if found.backend is None:
         raise BackendError(
             f"flashsci: backend {name!r} has no backward for this call: {found.reason}"
+            + _advice(_able(problem, {}))
         )
     return found.backend
 
@@ -519,14 +518,27 @@ def choose(problem: Problem, name: str, strict: bool = False) -> str:
     return chosen
 
 
+def _able(problem: Problem, reasons: dict[str, str | None]) -> list[str]:
+    """The backends that can serve a call, those first that ``auto`` prefers. ``reasons``: those known already."""
+    order = dict.fromkeys((*_candidates(problem, "auto", False), *BACKENDS))
+    return [n for n in order if (reasons[n] if n in reasons else find(n).rejects(problem)) is None]
+
+
+def _advice(able: Sequence[str]) -> str:
+    """What to do about a refusal, as the end of its sentence."""
+    *others, last = (repr(n) for n in able) if able else ("",)
+    if not last:
+        return "; no other backend can"
+    return f"; backend={', '.join(others)} or {last} can" if others else f"; backend={last} can"
+
+
 def _refusal(found: Explanation) -> str:
-    able = ", ".join(repr(n) for n, reason in found.reasons.items() if reason is None)
     if found.asked == "auto":
         return "no backend can serve this call: " + "; ".join(
             f"{n}: {r}" for n, r in found.reasons.items()
         )
     message = f"backend {found.asked!r} cannot serve this call: {found.reasons[found.asked]}"
-    return message + (f"; these can: {able}" if able else "")
+    return message + _advice(_able(found.problem, found.reasons))
 
 
 # Modules of backends chosen so far, for callers that torch.compile traces: it follows a dict, not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +30,11 @@ def sdpa(
         key: ``[..., H, S, E]``. All dims before the last two broadcast, heads among them.
         value: ``[..., H, S, Ev]``.
         attn_mask: broadcastable to ``[..., Hq, L, S]``. Bool: True takes part. Float, in query's dtype or float32:
-            added to the scores, with a gradient of its own shape where it requires one.
-        dropout_p: probability of dropping an entry of the weights, in [0, 1); applied whatever the mode of a module.
-        is_causal: query i sees keys up to i (the diagonal starts upper left); not together with ``attn_mask``.
-        scale: factor of the scores; default ``1 / sqrt(E)``.
+            added to the scores, with a gradient of its own shape where it requires one. Or one of
+            ``torch.nn.attention.bias``: ``causal_upper_left``, ``causal_lower_right``.
+        dropout_p: probability of dropping an entry of the weights, in [0, 1]; applied whatever the mode of a module.
+        is_causal: query i sees keys up to i (the diagonal starts upper left), of those that ``attn_mask`` leaves.
+        scale: factor of the scores; default ``1 / sqrt(E)``. A tensor of no dims, without a gradient, is read on the host.
         enable_gqa: heads of key and value may be fewer, dividing Hq: each serves ``Hq / H`` neighbours.
 
     Returns:
@@ -40,9 +42,8 @@ def sdpa(
         of 0 (as torch has it since 2.5; before it was NaN).
 
     Raises:
-        TypeError: dtypes that do not fit; a scale that is a tensor (multiply ``query`` by it).
-        ValueError: shapes that do not fit; ``attn_mask`` beside ``is_causal``, which torch's documentation forbids and
-            some of its kernels let through; a ``dropout_p`` of 1.
+        TypeError: dtypes that do not fit; a scale that is a tensor with a gradient (multiply ``query`` by it).
+        ValueError: shapes that do not fit; nested tensors that are not jagged.
         BackendError: no backend, or not the one of :func:`flashsci.use_backend`, can serve the call.
 
     Dropout follows torch's generator, but drops other entries than torch's kernels do. Under autocast query, key and
@@ -59,19 +60,20 @@ def sdpa(
     Source: the documentation of torch.nn.functional.scaled_dot_product_attention, torch 2.13.
     """
     arguments.check_types(query, key, value)
-    if attn_mask is not None:
-        if not isinstance(attn_mask, Tensor):
-            raise TypeError(
-                f"attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}"
-            )
-        if is_causal:
-            raise ValueError(
-                "attn_mask and is_causal=True exclude each other; put the triangle into the mask "
-                "(attn_mask & torch.ones(L, S, dtype=torch.bool).tril()), or call "
-                "flashsci.attention(mask= or bias=, causal=True)"
-            )
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}")
+    align = "upper_left"
+    if type(attn_mask).__name__ == "CausalBias":  # of torch.nn.attention.bias; it holds no values
+        align, attn_mask, is_causal = attn_mask.variant.name.lower(), None, True  # type: ignore[union-attr]
     by_bool = attn_mask is not None and attn_mask.dtype == torch.bool
+    if query.is_nested and query.layout != torch.jagged:
+        raise ValueError(
+            f"query is a nested tensor of layout {query.layout}; make it with "
+            "torch.nested.nested_tensor(..., layout=torch.jagged)"
+        )
     query, key, value = _heads(query, key, value, arguments.flag("enable_gqa", enable_gqa))
+    dropout_p = _constant(dropout_p)
+    drops_all = dropout_p == 1
     result: Tensor = attention(
         query,
         key,
@@ -79,10 +81,18 @@ def sdpa(
         bias=None if by_bool else attn_mask,
         mask=attn_mask if by_bool else None,
         causal=is_causal,
-        scale=scale,
-        dropout_p=dropout_p,
+        align=align,
+        scale=_constant(scale),
+        dropout_p=0.0 if drops_all else dropout_p,
     )
-    return result
+    return torch.dropout(result, 1.0, True) if drops_all else result
+
+
+def _constant(x: Any) -> Any:
+    """An option, which torch also takes as a tensor of no dims and without a gradient."""
+    if isinstance(x, Tensor) and x.dim() == 0 and not x.requires_grad:
+        return x.item()
+    return x
 
 
 def _heads(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashsci import recording, registry
-from flashsci.backends.sdpa import aligned
+from flashsci.backends.sdpa_kernels import laid_out
 from flashsci.ops import Scalars, Tensors
 from flashsci.tracing import transforming
 
@@ -58,7 +58,7 @@ class SecondOrder(torch.autograd.Function):
     def forward(ctx: Any, out: Tensor, scalars: Scalars, *tensors: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        ctx.scalars = scalars
+        ctx.scalars, ctx.strides = scalars, out.stride()
         # Not a view to autograd: users may write to it, as to what SDPA returns.
         return out.detach()
 
@@ -68,7 +68,7 @@ class SecondOrder(torch.autograd.Function):
         if dout is None:
             return tuple(gradients)
         if not torch.is_grad_enabled():
-            gradients[0] = aligned(dout)
+            gradients[0] = laid_out(dout, ctx.strides)
             return tuple(gradients)
         wanted = ctx.needs_input_grad[2:]
         found = recording.gradients(_again(ctx.scalars), ctx.saved_tensors, wanted, (dout,))

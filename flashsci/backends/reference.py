@@ -20,7 +20,7 @@ from flashsci.dropout import keep_mask
 from flashsci.fp8_ops import FP8, lacks
 from flashsci.ops import Saved, Scalars, Tensors
 from flashsci.problem import Problem
-from flashsci.tracing import rounds_products
+from flashsci.tracing import casts_to, rounds_products
 
 FUSED = False
 
@@ -80,7 +80,14 @@ def _sum_to(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, summed in fp32 or better and rounded once to their dtype, whatever torch's TF32 switch says."""
+    """a @ b, summed in fp32 or better and rounded once to their dtype, whatever torch's TF32 switch and autocast say."""
+    if casts_to(a) is not None:
+        with torch.autocast(a.device.type, enabled=False):
+            return _exact_product(a, b)
+    return _exact_product(a, b)
+
+
+def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "cpu" and a.dtype.itemsize == 2:
         # torch's own reads past the rows of a strided [n, 1], and brings in NaN from there.
         return (a.float() @ b.float()).to(a.dtype)

@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashsci.backends import reference
-from flashsci.ops import Scalars, Tensors
+from flashsci.backends.sdpa_kernels import Following, LaidOut, aligned, attend, finite, lost, on_gpu
+from flashsci.ops import Scalars, Tensors, plain
 from flashsci.problem import Problem
-from flashsci.tracing import transforming
+from flashsci.tracing import casts_to, transforming
 
 FUSED = False
+TINY = 2.0**-20  # scales below, and above its inverse, are those of extreme q and k
 
 
 def unavailable() -> str | None:
@@ -26,45 +28,31 @@ def unavailable() -> str | None:
 
 def rejects(problem: Problem) -> str | None:
     if problem.dtype.itemsize == 1:
-        return "SDPA takes no 8-bit floats; use backend='triton' or 'reference'"
+        return "SDPA takes no 8-bit floats"
     if problem.paged:
-        return "SDPA takes no paged cache; use backend='triton' or 'reference'"
+        return "SDPA takes no paged cache"
     if problem.varlen:
-        return "SDPA takes no packed sequences; use backend='triton' or 'reference'"
+        return "SDPA takes no packed sequences"
     if problem.softcap:
-        return "SDPA has no softcap; use backend='triton' or 'reference'"
+        return "SDPA has no softcap"
     if problem.dropout_p:
-        return "SDPA cannot drop by a given seed; use backend='triton' or 'reference'"
+        return "SDPA cannot drop by a given seed"
     if problem.key_weight_grad:
-        return (
-            "SDPA takes key_weight as its logarithm, whose derivative at zero is lost; use "
-            "backend='triton' or 'reference'"
-        )
-    if problem.key_weight and problem.dtype.itemsize == 2:
-        return (
-            "SDPA takes key_weight as its logarithm and would round it to 16 bits; use "
-            "backend='triton' or 'reference'"
-        )
+        return "SDPA takes key_weight as its logarithm, whose derivative at zero is lost"
     if problem.alibi:
-        return "SDPA has no ALiBi but as a bias of all pairs; use backend='triton' or 'reference', or build that bias"
+        return "SDPA has no ALiBi but as a bias of all pairs; build that bias"
     if problem.sink:
-        return "SDPA has no attention sinks; use backend='triton', 'cuda' or 'reference'"
+        return "SDPA has no attention sinks"
     if problem.return_lse:
-        return "SDPA does not return the lse; use backend='triton' or 'reference'"
+        return "SDPA does not return the lse"
     if problem.deterministic and problem.device_type == "cuda" and problem.requires_grad:
-        return (
-            "SDPA's fused backward passes are not deterministic on CUDA; use backend='triton' or "
-            "'reference'"
-        )
+        return "SDPA's fused backward passes are not deterministic on CUDA"
     if (
         problem.precision == "ieee"
         and problem.device_type == "cuda"
         and problem.dtype == torch.float32
     ):
-        return (
-            "SDPA's fp32 precision follows torch's global TF32 switch; use backend='triton' or "
-            "'reference'"
-        )
+        return "SDPA's fp32 precision follows torch's global TF32 switch"
     return None
 
 
@@ -82,7 +70,8 @@ def _merged_mask(
         keep = mask if keep is None else keep & mask
     if bias is None:
         return keep
-    merged = bias.to(q.dtype)
+    # Never fewer bits than it has: a bias of 300 in bf16 is off by 1.
+    merged = bias.to(torch.promote_types(bias.dtype, q.dtype))
     return merged if keep is None else merged.masked_fill(~keep, float("-inf"))
 
 
@@ -99,20 +88,6 @@ def _four_dims(x: Tensor | None, batch: torch.Size) -> Tensor | None:
     )
 
 
-def aligned(x: Tensor) -> Tensor:
-    """x, copied if its rows begin off the 16 bytes that SDPA's kernels assume without asking."""
-    if not x.is_cuda or torch.compiler.is_compiling():
-        return x
-    size = x.element_size()
-    strides = [
-        n * size for n, length in zip(x.stride()[:-1], x.shape[:-1], strict=True) if length > 1
-    ]
-    whole_rows = x.shape[-1] * size % 16 == 0  # SDPA pads the others itself
-    if x.data_ptr() % 16 == 0 and not (whole_rows and any(n % 16 for n in strides)):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scalars: Scalars
 ) -> Tensor:
@@ -126,21 +101,45 @@ def _attend(
         # SDPA broadcasts every dim but the last, and reads that one with stride 1.
         merged = merged.expand(*merged.shape[:-1], k.shape[-2])
         merged = merged if merged.stride(-1) == 1 else merged.contiguous()
-    shape, batch = (*q.shape[:-1], v.shape[-1]), q.shape[:-3]
+    shape, batch, dtype = (*q.shape[:-1], v.shape[-1]), q.shape[:-3], q.dtype
+    scale = scalars.scale
+    if dtype.itemsize > 2 and not TINY < abs(scale) < 1 / TINY:
+        q, scale = q * scale, 1.0  # products that are scaled afterwards may overflow
+    gpu = on_gpu(q)
+    if gpu and merged is not None and merged.dtype not in (torch.bool, dtype):
+        # The kernels of GPUs take a bias of q's dtype alone; that of the CPU takes fp32 beside 16 bits.
+        q, k, v = q.to(merged.dtype), k.to(merged.dtype), v.to(merged.dtype)
     q, k, v = (aligned(x if x.dim() == 4 else _four_dims(x, batch)) for x in (q, k, v))  # type: ignore[arg-type]
     merged = _four_dims(merged, batch)
-    arguments: dict[str, Any] = dict(attn_mask=merged, is_causal=causal, scale=scalars.scale)
+    arguments: dict[str, Any] = dict(attn_mask=merged, is_causal=causal, scale=scale)
     if q.shape[1] != k.shape[1]:
         arguments["enable_gqa"] = True
-    attend = torch.nn.functional.scaled_dot_product_attention
-    if q.is_cuda and (merged is not None or q.shape[-1] != v.shape[-1]):
+    if gpu and _only_bias_has_gradient(q, k, v, merged):
+        q = Following.apply(q, merged)
+    if merged is not None and merged.dtype == torch.float32 and casts_to(q) is not None:
+        with torch.autocast(q.device.type, enabled=False):  # it would cast the bias
+            out = _call(q, k, v, arguments)
+    else:
+        out = _call(q, k, v, arguments)
+    if gpu and out.requires_grad and torch.compiler.is_compiling():
+        out = LaidOut.apply(out)  # elsewhere second_order.SecondOrder does it
+    return out.to(dtype).reshape(shape)
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """torch's function, by those of its kernels that compute such a call rightly."""
+    if on_gpu(q) and (arguments["attn_mask"] is not None or q.shape[-1] != v.shape[-1]):
         # cuDNN's backward gives NaN for some masked shapes (pytorch#196678), and its graph misplaces
         # some outputs of another head dim than q's.
-        with sdpa_kernel(
-            [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        ):
-            return attend(q, k, v, **arguments).reshape(shape)
-    return attend(q, k, v, **arguments).reshape(shape)
+        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        with sdpa_kernel(kernels):
+            return attend(q, k, v, **arguments)
+    return attend(q, k, v, **arguments)
+
+
+def _only_bias_has_gradient(q: Tensor, k: Tensor, v: Tensor, merged: Tensor | None) -> bool:
+    others = q.requires_grad or k.requires_grad or v.requires_grad
+    return merged is not None and merged.requires_grad and not others
 
 
 def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, Tensor | None]:
@@ -152,4 +151,10 @@ def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, Tensor | None]:
         return reference.forward(tensors, scalars)[0], None
     if key_weight is not None:
         bias = reference.weights_as_bias(key_weight, bias, q.shape[-3] if q.dim() > 2 else 1)
-    return _attend(q, k, v, bias, mask, scalars), None
+    out = _attend(q, k, v, bias, mask, scalars)
+    if q.is_cpu:
+        if not plain((q, k)):
+            return out + lost(q, k, bias, mask, scalars), None
+        if not finite(q, k, bias):
+            return reference.forward(tensors, scalars)[0], None
+    return out, None

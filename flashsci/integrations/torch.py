@@ -17,6 +17,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
+from flashsci import registry
 from flashsci.attention import attention
 from flashsci.backward import attention_backward
 from flashsci.dropout import draw_seed
@@ -94,7 +95,11 @@ def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(*arguments: Any, **options: Any) -> Any:
         device = arguments[0].device.type
         casts = torch.is_autocast_enabled(device)
-        with torch.no_grad(), torch.autocast(device, enabled=False) if casts else nullcontext():
+        # Backends without an lse, sdpa among them, which has come here: they cannot be what computes it.
+        without_lse = registry.requested("auto")[0] in ("sdpa", "eager")
+        ours = registry.use_backend("auto") if without_lse else nullcontext()
+        exact = torch.autocast(device, enabled=False) if casts else nullcontext()
+        with torch.no_grad(), exact, ours:
             return function(*arguments, **options)
 
     KERNELS[function.__name__] = kernel

@@ -140,3 +140,14 @@ def test_checkpointing_drops_the_same_entries(backend):
     torch.manual_seed(1)
     checkpoint(call, q, k, v, use_reentrant=False).square().sum().backward()
     assert all(torch.equal(x.grad, w) for x, w in zip((q, k, v), wanted, strict=True))
+
+
+def test_gradients_by_themselves_under_autocast():
+    """attention_backward computes in the dtype of what it is given, as outside."""
+    q, k, v, dout = torch.randn(4, 1, 2, 33, 16).unbind(0)
+    out, lse = flashsci.attention(q, k, v, return_lse=True)
+    due = flashsci.attention_backward(dout, q, k, v, out, lse, backend="reference")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = flashsci.attention_backward(dout, q, k, v, out, lse, backend="reference")
+    for ours, theirs in zip(found[:3], due[:3], strict=True):
+        assert torch.equal(ours, theirs)

@@ -176,18 +176,18 @@ def test_driver_problem_is_answered_without_torch():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"device_type": "cpu", "capability": None}, ("cpu", "sdpa")),
-        ({"dtype": torch.float32, "precision": "ieee"}, ("float32", "IEEE", "triton")),
-        ({"dtype": torch.float64}, ("float64", "reference")),
-        ({"capability": (7, 5)}, ("sm_75", "bfloat16", "float16", "sdpa")),
-        ({"capability": (7, 0), "dtype": torch.float16}, ("sm_70", "float16", "triton")),
-        ({"varlen": True, "ragged_bias": True}, ("bias", "packed", "triton")),
-        ({"dropout_p": 0.1}, ("dropout", "triton")),
-        ({"head_dim": 257}, ("256", "triton")),
-        ({"head_dim_v": 300}, ("256", "triton")),
+        ({"device_type": "cpu", "capability": None}, ("cpu",)),
+        ({"dtype": torch.float32, "precision": "ieee"}, ("float32", "IEEE")),
+        ({"dtype": torch.float64}, ("float64",)),
+        ({"capability": (7, 5)}, ("sm_75", "bfloat16", "float16", "float32")),
+        ({"capability": (7, 0), "dtype": torch.float16}, ("sm_70", "float16")),
+        ({"varlen": True, "ragged_bias": True}, ("bias", "packed")),
+        ({"dropout_p": 0.1}, ("dropout",)),
+        ({"head_dim": 257}, ("256",)),
+        ({"head_dim_v": 300}, ("256",)),
     ],
 )
-def test_rejects_with_advice(monkeypatch, change, words):
+def test_rejects(monkeypatch, change, words):
     monkeypatch.setattr(backend.library, "build_info", lambda: BUILD)
     assert backend.rejects(PROBLEM) is None
     reason = backend.rejects(replace(PROBLEM, **change))
@@ -245,7 +245,7 @@ def test_key_weights_of_short_sequences(monkeypatch, change, served):
     monkeypatch.setattr(backend.library, "build_info", lambda: {**BUILD, "units": units})
     problem = replace(SHORT, **change)
     reason = backend.rejects(problem)
-    assert (reason is None) == served and (served or "triton" in reason)
+    assert (reason is None) == served and (served or "key_weight" in reason or "IEEE" in reason)
     if served:  # of strides that the kernels take; else another backend has the gradients
         assert backend.backward_kernels(problem, True) == (80, None)
         assert backend.backward_kernels(problem)[0] == 0
@@ -261,7 +261,7 @@ def test_gradients_need_triton(monkeypatch):
     monkeypatch.setattr(backend.library, "build_info", lambda: {**BUILD, "units": forward_only})
     assert cuda.rejects(PROBLEM) is None
     reason = cuda.rejects(replace(PROBLEM, requires_grad=True))
-    assert "Triton is not installed" in reason and "sdpa" in reason
+    assert "Triton is not installed" in reason and "the triton backend" in reason
 
 
 def test_library_without_a_kernel_for_the_device(monkeypatch):

@@ -396,11 +396,11 @@ UNITS = {"cuda/sm90/fp8_e4m3", "cuda/sm90/fwd_bf16"}
     [
         (None, {}, UNITS, 0),
         (None, {"head_dim": 192, "softcap": 3.0, "varlen": True}, UNITS, 90),
-        ("for compute capability 9.0 and this device has 8.9; use backend='triton'", {"capability": (8, 9)}, UNITS, 0),
+        ("for compute capability 9.0 and this device has 8.9", {"capability": (8, 9)}, UNITS, 0),
         ("for compute capability 9.0 and this device has 10.0", {"capability": (10, 0)}, UNITS, 0),
         ("generation sm80 take no 8-bit floats", {}, UNITS, 80),
         ("no kernel on 8-bit floats; build with FA_ARCHS=90", {}, {"cuda/sm90/fwd_bf16"}, 0),
-        ("multiples of 16, got 40 and 24; use backend='triton'", {"head_dim": 40, "head_dim_v": 24}, UNITS, 0),
+        ("multiples of 16, got 40 and 24", {"head_dim": 40, "head_dim_v": 24}, UNITS, 0),
         ("up to 256, got 128 and 272", {"head_dim_v": 272}, UNITS, 0),
         ("have no mask; dequantise", {"mask": True}, UNITS, 0),
     ],

@@ -54,16 +54,16 @@ def test_serves(built):
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"device_type": "cpu", "capability": None}, ("cpu", "reference")),
-        ({"capability": (7, 5)}, ("8.0 and newer", "sm_75", "triton")),
-        (FP32, ("float32", "float16 and bfloat16", "'triton'")),
-        (FP64, ("float64", "'reference'")),
-        ({"cache_dtype": torch.float16}, ("bfloat16", "8-bit floats", "float16", "triton")),
-        ({"head_dim": 36}, ("multiples of 8 up to 256", "36 and 128", "'triton'")),
-        ({"head_dim_v": 264}, ("multiples of 8 up to 256", "128 and 264", "'reference'")),
+        ({"device_type": "cpu", "capability": None}, ("cpu",)),
+        ({"capability": (7, 5)}, ("8.0 and newer", "sm_75")),
+        (FP32, ("float32", "float16 and bfloat16")),
+        (FP64, ("float64",)),
+        ({"cache_dtype": torch.float16}, ("bfloat16", "8-bit floats", "float16")),
+        ({"head_dim": 36}, ("multiples of 8 up to 256", "36 and 128")),
+        ({"head_dim_v": 264}, ("multiples of 8 up to 256", "128 and 264")),
     ],
 )
-def test_rejects_with_advice(built, change, words):
+def test_rejects(built, change, words):
     reason = backend.rejects(replace(PROBLEM, **change))
     assert reason is not None
     for word in words:
@@ -73,7 +73,7 @@ def test_rejects_with_advice(built, change, words):
 def test_builds_and_generations(monkeypatch):
     monkeypatch.setattr(backend.library, "build_info", lambda: {"archs": ["75"], "units": {}})
     reason = backend.rejects(PROBLEM)
-    assert "FA_ARCHS=75" in reason and "FA_ARCHS=90" in reason and "triton" in reason
+    assert "FA_ARCHS=75" in reason and "FA_ARCHS=90" in reason
     older = {n: d for n, d in BUILD["units"].items() if "paged_" in n}
     monkeypatch.setattr(backend.library, "build_info", lambda: {"archs": ["90"], "units": older})
     assert backend.rejects(PROBLEM) is None
@@ -82,7 +82,7 @@ def test_builds_and_generations(monkeypatch):
     assert "not sm75" in backend.SM75.rejects(PROBLEM)
     for capability in ((8, 0), (12, 0)):
         reason = backend.SM90.rejects(replace(PROBLEM, capability=capability))
-        assert "9.0 (Hopper)" in reason and "triton" in reason
+        assert "9.0 (Hopper)" in reason
     newer = {n: d for n, d in BUILD["units"].items() if "sm90" in n}
     monkeypatch.setattr(backend.library, "build_info", lambda: {"archs": ["90"], "units": newer})
     assert backend.rejects(PROBLEM) is None

@@ -174,6 +174,50 @@ def test_dropout_is_drawn_from_torchs_generator():
     assert abs(ones.mean().item() - 1) < 0.1  # what is kept is multiplied by 1 / (1 - p)
 
 
+@pytest.mark.parametrize("lengths", [(5, 5), (3, 5), (5, 3)])
+@pytest.mark.parametrize("kind", ["bool", "float", "learnt"])
+def test_a_mask_beside_is_causal(lengths, kind):
+    """Both hold, as in torch's kernel for the CPU; elsewhere torch raises."""
+    q, k, v = (torch.randn(2, 4, n, 8, requires_grad=True) for n in (*lengths, lengths[1]))
+    keep = torch.rand(lengths) < 0.7
+    mask = keep if kind == "bool" else torch.randn(lengths).masked_fill(~keep, -INF)
+    mask = mask.requires_grad_() if kind == "learnt" else mask
+    triangle = torch.ones(lengths, dtype=torch.bool).tril()
+    both = mask & triangle if kind == "bool" else mask.masked_fill(~triangle, -INF)
+    leaves = [q, k, v] + ([mask] if kind == "learnt" else [])
+    out, due = flashsci.sdpa(q, k, v, mask, is_causal=True), theirs(q, k, v, both)
+    torch.testing.assert_close(out, due)
+    for ours, other in zip(
+        *(torch.autograd.grad(x.sin().sum(), leaves) for x in (out, due)), strict=True
+    ):
+        torch.testing.assert_close(ours, other)
+
+
+@pytest.mark.parametrize("corner", ["causal_upper_left", "causal_lower_right"])
+@pytest.mark.parametrize("lengths", [(5, 5), (3, 5)])
+def test_causal_biases_of_torch(corner, lengths):
+    from torch.nn.attention import bias
+
+    mask = getattr(bias, corner)(*lengths)
+    q, k, v = (torch.randn(2, 4, n, 8) for n in (*lengths, lengths[1]))
+    torch.testing.assert_close(flashsci.sdpa(q, k, v, mask), theirs(q, k, v, mask))
+
+
+def test_options_as_torch_takes_them():
+    q, k, v = torch.randn(3, 1, 2, 5, 8).requires_grad_().unbind(0)
+    for options in (
+        dict(scale=torch.tensor(0.3)),
+        dict(scale=2),
+        dict(dropout_p=torch.tensor(0.0)),
+        dict(dropout_p=0),
+        dict(dropout_p=1.0),
+    ):
+        ours, due = flashsci.sdpa(q, k, v, **options), theirs(q, k, v, **options)
+        torch.testing.assert_close(ours, due)
+        ours, due = (torch.autograd.grad(x.sum(), v, retain_graph=True)[0] for x in (ours, due))
+        torch.testing.assert_close(ours, due)
+
+
 def test_autocast():
     q, k, v = torch.randn(3, 1, 2, 7, 8).unbind(0)
     mask = torch.randn(7, 7)
@@ -189,12 +233,13 @@ def test_compiles():
 
 q4, k2, k3 = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 5, 8), torch.zeros(2, 3, 5, 8)
 KEEP = torch.ones(5, 5, dtype=torch.bool)
+NESTED = torch.nested.nested_tensor([torch.zeros(4, 5, 8), torch.zeros(4, 3, 8)])
 
 
 @pytest.mark.parametrize(
     "arguments, options, error, says",
     [
-        ((q4, q4, q4, KEEP), dict(is_causal=True), ValueError, "exclude each other"),
+        ((NESTED, NESTED, NESTED), {}, ValueError, "layout=torch.jagged"),
         ((q4, k2, k2), {}, ValueError, "enable_gqa=True"),
         ((q4, k3, k3), dict(enable_gqa=True), ValueError, "must divide those of query"),
         ((q4[:, :1], k2, k2), dict(enable_gqa=True), ValueError, "must divide those of query"),
@@ -203,8 +248,14 @@ KEEP = torch.ones(5, 5, dtype=torch.bool)
         ((q4, q4, q4, KEEP[:3]), {}, ValueError, "does not broadcast"),
         ((q4, q4, q4, torch.zeros(5, 1, 1, 5, 5)), {}, ValueError, "does not broadcast"),
         ((q4, q4, q4, [[True]]), {}, TypeError, "attn_mask must be a torch.Tensor"),
-        ((q4, q4, q4), dict(dropout_p=1.0), ValueError, "dropout_p must be in"),
-        ((q4, q4, q4), dict(scale=torch.tensor(2.0)), TypeError, "multiply q by it"),
+        ((q4, q4, q4), dict(dropout_p=1.1), ValueError, "dropout_p must be in"),
+        (
+            (q4, q4, q4),
+            dict(scale=torch.tensor(2.0, requires_grad=True)),
+            TypeError,
+            "multiply q by it",
+        ),
+        ((q4, q4, q4), dict(scale=torch.tensor([2.0])), TypeError, "multiply q by it"),
         ((q4, q4, q4), dict(is_causal=1), TypeError, "causal must be True or False"),
         ((q4, q4, q4), dict(enable_gqa=1), TypeError, "enable_gqa must be True or False"),
     ],

@@ -18,20 +18,24 @@ ALIGNED = 16  # bytes, and columns, at whose multiples TMA finds rows
 
 
 def rejects(problem: Problem, units: Container[str], generation: int = 0) -> str | None:
-    """Why a call on 8-bit floats cannot be computed, and what to do; None if it can. ``units``: of the library."""
+    """Why a call on 8-bit floats cannot be computed; None if it can. ``units``: of the library."""
     assert problem.capability is not None
     dims = problem.head_dim, problem.head_dim_v
     if problem.capability[0] != 9 or generation not in (0, 90):
         where = ".".join(map(str, problem.capability))
         if generation not in (0, 90):
-            return f"its kernels of generation sm{generation} take no 8-bit floats, Hopper's do; use backend='cuda' or 'triton'"
-        return f"its kernel on 8-bit floats is for compute capability 9.0 and this device has {where}; use backend='triton'"
+            return f"its kernels of generation sm{generation} take no 8-bit floats, Hopper's do"
+        return (
+            f"its kernel on 8-bit floats is for compute capability 9.0 and this device has {where}"
+        )
     if UNIT not in units:
-        return "this build has no kernel on 8-bit floats; build with FA_ARCHS=90, or use backend='triton'"
+        return "this build has no kernel on 8-bit floats; build with FA_ARCHS=90"
     if max(dims) > MAX_HEAD_DIM:
-        return f"float8_e4m3fn inputs have head dims up to {MAX_HEAD_DIM}, got {dims[0]} and {dims[1]}; use backend='reference'"
+        return (
+            f"float8_e4m3fn inputs have head dims up to {MAX_HEAD_DIM}, got {dims[0]} and {dims[1]}"
+        )
     if any(dim % ALIGNED for dim in dims):
-        return f"its kernel on 8-bit floats has head dims that are multiples of {ALIGNED}, got {dims[0]} and {dims[1]}; use backend='triton'"
+        return f"its kernel on 8-bit floats has head dims that are multiples of {ALIGNED}, got {dims[0]} and {dims[1]}"
     return fp8_ops.lacks(problem)
 
 

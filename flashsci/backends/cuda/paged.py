@@ -45,7 +45,7 @@ def runs_on(generation: int, capability: tuple[int, int]) -> bool:
 
 
 def rejects(problem: Problem, generation: int, info: Mapping[str, Any], device: str) -> str | None:
-    """Why a paged call cannot be computed, and what to do; None if it can, strides and page size apart.
+    """Why a paged call cannot be computed; None if it can, strides and page size apart.
 
     Args:
         generation: the only one to ask, 0 for any.
@@ -54,35 +54,31 @@ def rejects(problem: Problem, generation: int, info: Mapping[str, Any], device: 
     """
     assert problem.capability is not None
     if generation not in (0, *GENERATIONS):
-        return f"its paged kernels are of generations sm90 and sm80, not sm{generation}; use backend='cuda'"
+        return f"its paged kernels are of generations sm90 and sm80, not sm{generation}"
     if problem.dtype not in _DTYPES:
-        return (
-            f"its paged kernels take queries in float16 and bfloat16, not {_name(problem.dtype)}; "
-            f"use backend={'reference' if problem.dtype == torch.float64 else 'triton'!r}"
-        )
+        return f"its paged kernels take queries in float16 and bfloat16, not {_name(problem.dtype)}"
     asked = (generation,) if generation else GENERATIONS
     running = [g for g in asked if runs_on(g, problem.capability)]
     if not running:
         wanted = "9.0 (Hopper)" if generation == 90 else "8.0 and newer"
-        return f"its paged kernels run on compute capability {wanted} and this device is {device}; use backend='triton'"
+        return f"its paged kernels run on compute capability {wanted} and this device is {device}"
     if problem.cache_dtype not in (problem.dtype, *FP8):
         return (
             f"its paged kernels read caches in the dtype of the queries ({_name(problem.dtype)}) or in 8-bit floats, and these are "
-            f"{_name(problem.cache_dtype)}; use backend='triton'"
+            f"{_name(problem.cache_dtype)}"
         )
     dims = problem.head_dim, problem.head_dim_v
     if max(dims) > MAX_HEAD_DIM or any(d % UNIT for d in dims):
-        other = "reference" if max(dims) > MAX_HEAD_DIM else "triton"
         return (
             f"its paged kernels have head dims that are multiples of {UNIT} up to {MAX_HEAD_DIM}, and these are {dims[0]} and "
-            f"{dims[1]}; use backend={other!r}"
+            f"{dims[1]}"
         )
     units = [unit_of(problem.dtype, problem.cache_dtype, g) for g in running]
     if not any(unit in info["units"] for unit in units):
         cache = f" for {_name(problem.cache_dtype)} caches" if problem.cache_dtype in FP8 else ""
         return (
             f"this build (FA_ARCHS={','.join(info['archs'])}) has no {_name(problem.dtype)} paged kernel{cache} for "
-            f"{device}; build with FA_ARCHS={problem.capability[0]}{problem.capability[1]}, or use backend='triton'"
+            f"{device}; build with FA_ARCHS={problem.capability[0]}{problem.capability[1]}"
         )
     return None
 

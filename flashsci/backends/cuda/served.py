@@ -105,24 +105,22 @@ def _kernels(
 
 
 def rejects(problem: Problem, generation: int = 0) -> str | None:
-    """Why the forward of a call cannot be computed, and what to do; None if it can."""
+    """Why the forward of a call cannot be computed; None if it can. (The registry adds who can.)"""
     if problem.device_type != "cuda" or problem.capability is None:
-        return f"its kernels run on CUDA devices and the tensors are on {problem.device_type}; use backend='sdpa' or 'reference'"
+        return f"its kernels run on CUDA devices and the tensors are on {problem.device_type}"
     if problem.paged:
         info = library.described()
         return paged.rejects(problem, generation, info, _device_name(problem.capability))
     if problem.dtype == FP8:
         return fp8.rejects(problem, library.described()["units"], generation)
     if problem.dtype not in _DTYPES:
-        other = "'reference'" if problem.dtype == torch.float64 else "'triton'"
-        return f"it has no {_name(problem.dtype)} kernels, only float16, bfloat16 and float32; use backend={other}"
+        return f"it has no {_name(problem.dtype)} kernels, only float16, bfloat16 and float32"
     if problem.dtype == torch.bfloat16 and problem.capability < (8, 0):
         return (
             f"bfloat16 needs compute capability 8.0 and this device ({_device_name(problem.capability)}) has no bfloat16 "
-            "tensor cores; use float16, float32 with backend='triton', or backend='sdpa'"
+            "tensor cores; use float16 or float32"
         )
-    _, reason = _kernels("forward", problem, generation)
-    return None if reason is None else f"{reason}, or use backend='triton' or 'sdpa'"
+    return _kernels("forward", problem, generation)[1]
 
 
 def backward_kernels(

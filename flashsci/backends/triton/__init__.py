@@ -69,17 +69,11 @@ def unavailable() -> str | None:
 
 def rejects(problem: Problem) -> str | None:
     if problem.device_type != "cuda" and not INTERPRETED:
-        return (
-            f"Triton kernels run on CUDA tensors, these are on {problem.device_type}; move them, or use "
-            "backend='sdpa' or 'reference'"
-        )
+        return f"Triton kernels run on CUDA tensors, these are on {problem.device_type}; move them"
     if problem.dtype == fp8_ops.FP8:
         return _fp8_rejects(problem)
     if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return (
-            f"the Triton kernels compute in float16, bfloat16 and float32, not {str(problem.dtype).removeprefix('torch.')}; "
-            "use backend='reference'"
-        )
+        return f"the Triton kernels compute in float16, bfloat16 and float32, not {str(problem.dtype).removeprefix('torch.')}"
     if (
         problem.dtype == torch.bfloat16
         and problem.capability is not None
@@ -91,25 +85,21 @@ def rejects(problem: Problem) -> str | None:
         )
     if problem.alibi_grad:
         return (
-            "ALiBi slopes have no gradient in the Triton kernels; detach them, write learnt ones as a bias, or use "
-            "backend='reference'"
+            "ALiBi slopes have no gradient in the Triton kernels; detach them, or write learnt ones "
+            "as a bias"
         )
     if problem.sink and problem.key_weight_grad:
-        return (
-            "key weights beside a sink have no gradient here, where a row's may all be zero; use "
-            "backend='reference'"
-        )
+        return "key weights beside a sink have no gradient here, where a row's may all be zero"
     if max(problem.head_dim, problem.head_dim_v) > launch.MAX_HEAD_DIM:
-        return (
-            f"head dims up to {launch.MAX_HEAD_DIM} are supported, got {problem.head_dim} and {problem.head_dim_v}; "
-            "use backend='sdpa' or 'reference'"
-        )
+        return f"head dims up to {launch.MAX_HEAD_DIM} are supported, got {problem.head_dim} and {problem.head_dim_v}"
     return _paged_rejects(problem) if problem.paged else None
 
 
 def _paged_rejects(problem: Problem) -> str | None:
     if max(problem.head_dim, problem.head_dim_v) > 256:
-        return f"paged calls have head dims up to 256, got {problem.head_dim} and {problem.head_dim_v}; use backend='reference'"
+        return (
+            f"paged calls have head dims up to 256, got {problem.head_dim} and {problem.head_dim_v}"
+        )
     eight_bits = problem.cache_dtype is not None and problem.cache_dtype.itemsize == 1
     if eight_bits and problem.capability is not None and problem.capability < (8, 9):
         return (
@@ -123,11 +113,8 @@ def _fp8_rejects(problem: Problem) -> str | None:
     if problem.capability is not None and problem.capability < (8, 9):
         return (
             f"sm_{problem.capability[0]}{problem.capability[1]} has no instructions for 8-bit floats (sm_89 and newer have); give q, k "
-            "and v in 16 bits, or use backend='reference'"
+            "and v in 16 bits"
         )
     if max(problem.head_dim, problem.head_dim_v) > host_fp8.MAX_HEAD_DIM:
-        return (
-            f"float8_e4m3fn inputs have head dims up to {host_fp8.MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}; use "
-            "backend='reference'"
-        )
+        return f"float8_e4m3fn inputs have head dims up to {host_fp8.MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
     return fp8_ops.lacks(problem)

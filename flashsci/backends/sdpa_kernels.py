@@ -1,0 +1,122 @@
+"""torch's own attention kernels, as safe to call: what they take for granted is made true, what they lose is put back.
+
+- Rows begin at multiples of 16 bytes (:func:`aligned`).
+- The gradient of out lies in memory as out does (:func:`laid_out`, :class:`LaidOut`): cuDNN's backward reads it so.
+- Somebody among q, k, v requires a gradient where the bias does (:class:`Following`): without it the memory-efficient forward
+  keeps no lse, and its backward raises.
+- Inputs on the CPU are finite (:func:`finite`, :func:`lost`): the kernel there returns zeros for a row whose scores are all NaN,
+  and finite numbers for some infinite scores of 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.backends.reference import per_query_head
+from flashsci.ops import Scalars
+
+#: The function itself: programs put others, this package's among them, in the place of torch.nn.functional's name.
+attend = torch._C._nn.scaled_dot_product_attention
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether torch's kernels for GPUs compute with x."""
+    return x.is_cuda
+
+
+def _rows_are_aligned(x: Tensor) -> bool:
+    if not x.is_cuda:
+        return True
+    size = x.element_size()
+    strides = [
+        n * size for n, length in zip(x.stride()[:-1], x.shape[:-1], strict=True) if length > 1
+    ]
+    whole_rows = x.shape[-1] * size % 16 == 0  # SDPA pads the others itself
+    return x.data_ptr() % 16 == 0 and not (whole_rows and any(n % 16 for n in strides))
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, copied if its rows begin off the 16 bytes that SDPA's kernels assume without asking."""
+    if torch.compiler.is_compiling() or _rows_are_aligned(x):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def laid_out(dout: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """dout in the memory layout of an out of these strides, aligned; no copy where it is so already."""
+    if dout.stride() == strides and _rows_are_aligned(dout):
+        return dout
+    # Without writing in place, which batched tensors (is_grads_batched) do not allow.
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return dout.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
+
+
+class LaidOut(torch.autograd.Function):
+    """out as it is, whose gradient arrives in its layout. For compilers: they trace one layout, and run others."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor) -> Tensor:
+        ctx.save_for_backward(out)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Tensor:
+        (out,) = ctx.saved_tensors
+        return torch.empty_like(out).copy_(dout)
+
+
+class Following(torch.autograd.Function):
+    """q as it is, which requires a gradient where the bias does, and takes none."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, bias: Tensor) -> Tensor:
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _once(x: Tensor) -> Tensor:
+    """x without the repetitions of expanded dims."""
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0 and x.shape[dim] > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
+def finite(q: Tensor, k: Tensor, bias: Tensor | None) -> bool:
+    """Whether no score can be other than a number or -inf. Reads the tensors on the host."""
+    # Sums are several times as fast as isfinite. They may overflow, too, and then say less.
+    if not math.isfinite(_sum(q) + _sum(k)) and not bool(q.isfinite().all() & k.isfinite().all()):
+        return False
+    if bias is None or bias.numel() == 0:
+        return True
+    largest: float = _once(bias.detach()).amax().item()
+    return largest < math.inf
+
+
+def _sum(x: Tensor) -> float:
+    return (x.detach() if x.requires_grad else x).sum().item()
+
+
+def lost(
+    q: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor | None, scalars: Scalars
+) -> Tensor:
+    """What brings back a NaN that :func:`finite` would find, where nobody may read values on the host: zeros and NaN, to be
+    added to out. Keys that a mask, a bias or a window may hide are left to the kernel."""
+    rows = (q.detach() * 0).sum(-1, keepdim=True)
+    if bias is not None or mask is not None or scalars.window_left >= 0 or scalars.lower_right:
+        return rows
+    keys = per_query_head((k.detach() * 0).sum(-1, keepdim=True), q.shape[-3] if q.dim() > 2 else 1)
+    if scalars.window_right < 0:
+        return rows + keys.sum(-2, keepdim=True)
+    if scalars.window_right > 0:
+        return rows
+    last = torch.arange(q.shape[-2], device=q.device).clamp(max=k.shape[-2] - 1)
+    return rows + keys.cumsum(-2).index_select(-2, last)
