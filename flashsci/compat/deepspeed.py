@@ -25,8 +25,9 @@ def DS4Sci_EvoformerAttention(
         Q, K, V: ``[*, S, H, D]``, with biases ``[B, N, S, H, D]``; float16, bfloat16, float32 or float64.
         biases: at most two, each of Q's dtype or float32 (beside float32 also 16 bits), or None. The first ``[B, N, 1, 1, S]``, of keys: a mask as
             ``1e9 * (mask - 1)``, or any numbers. The second ``[B, 1, H, S, S]``, of pairs. The list is left as it is. Beside a
-            second bias, a number of the first that lies more than 135 (float64: 1080) below the largest of its row is a mask:
-            its key is not seen, however much the second bias would lift it. Other numbers count exactly.
+            second bias, numbers of the first count exactly down to 135 (float64: 1080) below the largest of their row, and
+            from ten times that on they are masks. A number between makes its row of the result NaN, since kernels cannot say
+            whether the second bias would lift it: write a mask as -1e9, or add such numbers to the second bias.
 
     Returns:
         ``[*, S, H, D]`` in Q's dtype and layout. Rows all of whose keys are masked attend to them by their scores and
@@ -74,13 +75,16 @@ def _weights(of_keys: Tensor) -> Tensor:
     """Exponentials of ``[B, N, 1, S]`` times a factor for each row, on which attention does not depend.
 
     The largest is 1, or as far above as the least needs to be e^-75 (float64: e^-600): a gradient by a weight is as large as
-    1 / w, and their sums must be numbers. Above e^60 (e^480) rows are not lifted: what is too low then is 0.
+    1 / w, and their sums must be numbers. Above e^60 (e^480) rows are not lifted: what is too low then is 0, or NaN
+    where it may not be a mask.
     """
     high, low = (60.0, -75.0) if of_keys.dtype == torch.float32 else (480.0, -600.0)
     below = of_keys - of_keys.detach().amax(-1, keepdim=True)
-    masked = below.detach() < low - high
+    least = low - high
+    masked = below.detach() < least
     lift = (low - below.detach().masked_fill(masked, 0.0).amin(-1, keepdim=True)).clamp(min=0.0)
-    return (below + lift).exp().masked_fill(masked, 0.0)
+    weights = (below + lift).exp().masked_fill(masked, 0.0)
+    return weights.masked_fill(masked & (below.detach() > 10 * least), torch.nan)
 
 
 def _check_shapes(Q: Tensor, of_keys: Tensor | None, of_pairs: Tensor | None) -> None:

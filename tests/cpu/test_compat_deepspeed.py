@@ -81,7 +81,7 @@ def test_biases_that_cancel_each_other(depth, backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("low", [-200.0, -1e4, -1e9, -torch.inf, torch.finfo(FP32).min])
+@pytest.mark.parametrize("low", [-1400.0, -1e4, -1e9, -torch.inf, torch.finfo(FP32).min])
 def test_low_numbers_are_masks_beside_a_second_bias(low, backend):
     """Also to the gradients, which stay numbers, and in a sequence of nothing else."""
     q, k, v, keys, pairs = (x.detach().float() for x in inputs())
@@ -97,6 +97,18 @@ def test_low_numbers_are_masks_beside_a_second_bias(low, backend):
     expected = standins.evoformer_formula(*wide[:3], wide[3:])
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
     assert all(x.isfinite().all() for x in found) and found[3][0, 0, ..., 2:5].eq(0).all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("low", [-136.0, -150.0, -1300.0])
+def test_a_number_that_may_be_no_mask_is_not_taken_for_one(low, backend):
+    Q, K, V = torch.randn(3, 1, 2, 5, 2, 8).unbind(0)
+    keys, pairs = torch.zeros(1, 2, 1, 1, 5), torch.randn(1, 1, 2, 5, 5)
+    keys[0, 0, ..., 2] = low
+    pairs[..., 2] = -low
+    with flashsci.use_backend(backend):
+        out = DS4Sci_EvoformerAttention(Q, K, V, [keys, pairs])
+    assert out[:, 0].isnan().all() and out[:, 1].isfinite().all()
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
