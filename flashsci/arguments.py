@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashsci.derivatives import wanted
 from flashsci.ops import Scalars
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -377,25 +378,17 @@ class Options(NamedTuple):
             precision=self.precision or "default",
             requires_grad=needs_grad,
             bias_dtype=None if bias is None else bias.dtype,
-            bias_grad=needs_grad and bias is not None and bias.requires_grad,
+            bias_grad=needs_grad and wanted(bias),
             key_weight=key_weight is not None,
-            key_weight_grad=needs_grad and key_weight is not None and key_weight.requires_grad,
+            key_weight_grad=needs_grad and wanted(key_weight),
             alibi=alibi_slopes is not None,
-            alibi_grad=needs_grad and alibi_slopes is not None and alibi_slopes.requires_grad,
+            alibi_grad=needs_grad and wanted(alibi_slopes),
             sink=sink is not None,
         )
 
 
 def _static_sign(x: float | None) -> float:
     return 0.5 if x else 0.0
-
-
-def needs_grad(*tensors: Tensor | None) -> bool:
-    if torch.is_grad_enabled():
-        for x in tensors:
-            if x is not None and x.requires_grad:
-                return True
-    return False
 
 
 def check_cu_seqlens(name: str, offsets: Any, q: Tensor) -> None:

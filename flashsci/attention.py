@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci import arguments, fp8, registry
+from flashsci import arguments, derivatives, fp8, registry
 from flashsci.dispatch import run, seed_for
 from flashsci.ops import Given, Tensors
 from flashsci.plans import Plan, as_given, gradients, keep, plans, present, repeated, signature
@@ -174,7 +174,7 @@ def attention(
     )
     q, k, v = autocast(q, k, v)
     bias = arguments.widened(bias, q.dtype)
-    needs_grad = arguments.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
+    needs_grad = derivatives.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
     plan = _plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
     # A seed without dropout is nothing that a kernel should read.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None

@@ -16,12 +16,13 @@ lse. Third order raises, under ``loss.backward()`` and ``torch.autograd.grad(los
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashsci import registry
+from flashsci import derivatives, registry
 from flashsci.errors import BackendError
 from flashsci.ops import LIBRARY, Saved, Scalars, Tangents, Tensors, packed, plain
 from flashsci.plans import Plan
@@ -80,6 +81,36 @@ class Guard(torch.autograd.Function):
         _refuse(FORWARD_TWICE if ctx.what == THIRD else ctx.what)
 
 
+class Undifferentiable(torch.autograd.Function):
+    """An argument that a call has no derivatives by, where a compiler traces transforms: their requests raise."""
+
+    @staticmethod
+    def forward(x: Tensor, entry: str, argument: str) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.names = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # Nobody uses the output: a gradient is refused where one is asked for.
+        return gradient, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        entry, argument = ctx.names
+        derivatives.refuse(entry, argument, derivatives.Asked.FORWARD)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, entry: str, argument: str) -> tuple[Tensor, Any]:
+        if not derivatives.ENTRIES[entry].rules[argument].mapped:
+            derivatives.refuse(entry, argument, derivatives.Asked.MAPPED)
+        if x.requires_grad and torch.is_grad_enabled():  # which the mapped tensor does not show
+            derivatives.refuse(entry, argument, derivatives.Asked.REVERSE)
+        return Undifferentiable.apply(x, entry, argument), in_dims[0]
+
+
 def guarded(tensors: Any, what: str) -> list[Any]:
     """The tensors among these, guarded where a graph is recorded."""
     if not (torch.is_grad_enabled() or transforming()):
@@ -94,6 +125,14 @@ def guarded(tensors: Any, what: str) -> list[Any]:
 def _need(wanted: tuple[bool, ...]) -> int:
     """The bits (ops.NEED_Q, ...) of the gradients wanted, given as booleans in order."""
     return sum(1 << i for i, x in enumerate(wanted) if x)
+
+
+def _refuse_beyond_leaves(asked: Sequence[bool]) -> None:
+    """``asked``: of which inputs, in the order of Tensors, a derivative is wanted."""
+    wanted = zip(Tensors._fields, asked, strict=False)
+    beyond = [n for n, x in wanted if x and n not in Tangents._fields]
+    if beyond:
+        _refuse(f"a derivative by {', '.join(beyond)} in a fused kernel")
 
 
 def _needed(found: Any, need: int) -> _Gradients:
@@ -168,12 +207,14 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        _refuse_beyond_leaves(ctx.needs_input_grad[1:])
         need = _need(ctx.needs_input_grad[1 : 1 + _LEAVES])
         found = _backward(ctx.backend, dout, dlse, _saved(ctx), need)
         return (None, *found, *(None,) * _REST)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        _refuse_beyond_leaves([x is not None for x in tangents])
         return Jvp.apply(ctx.backend, *tangents[:_LEAVES], *_saved(ctx).flat())
 
 
@@ -383,5 +424,5 @@ class DoubleBackward(torch.autograd.Function):
 
 
 # Dynamo cannot trace Functions that define jvp; as graph nodes they compile.
-for node in (Guard, Forward, Backward, Jvp, DoubleBackward):
+for node in (Guard, Undifferentiable, Forward, Backward, Jvp, DoubleBackward):
     torch.compiler.allow_in_graph(node)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci import arguments
+from flashsci import arguments, derivatives
 from flashsci.fp8_ops import BLOCKS, FP8, MOST
 
 PER = ("tensor", "head", "block")
@@ -112,10 +112,7 @@ def _check(x: Tensor, per: str, block: int, cu_seqlens: Tensor | None) -> None:
         raise TypeError(
             f"x must be float16, bfloat16 or float32, got {x.dtype}; call .float() where its numbers fit"
         )
-    if arguments.needs_grad(x):
-        raise ValueError(
-            "x requires grad, and rounding to 8 bits has no gradient; call inside torch.no_grad(), or give x.detach()"
-        )
+    derivatives.check("quantize", x=x, cu_seqlens=cu_seqlens)
     if per not in PER:
         raise ValueError(f"per must be one of {PER}, got {per!r}")
     if block not in BLOCKS:

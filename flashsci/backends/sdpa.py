@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flashsci import derivatives
 from flashsci.backends import reference
 from flashsci.ops import Scalars, Tensors
 from flashsci.problem import Problem
@@ -36,10 +37,7 @@ def rejects(problem: Problem) -> str | None:
     if problem.dropout_p:
         return "SDPA cannot drop by a given seed; use backend='triton' or 'reference'"
     if problem.key_weight_grad:
-        return (
-            "SDPA takes key_weight as its logarithm, whose derivative at zero is lost; use "
-            "backend='triton' or 'reference'"
-        )
+        return derivatives.lacks("sdpa", "key_weight")
     if problem.key_weight and problem.dtype.itemsize == 2:
         return (
             "SDPA takes key_weight as its logarithm and would round it to 16 bits; use "
