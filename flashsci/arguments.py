@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.derivatives import wanted
+from flashsci.derivatives import is_mapped, wanted
 from flashsci.ops import Scalars
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -114,15 +114,32 @@ def _described(x: Any) -> str:
 
 
 def check_types(q: Any, k: Any, v: Any, **others: Any) -> None:
-    """Raises TypeError for what is not a tensor; the others may be None."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        name, x = next(
-            (n, x) for n, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor)
-        )
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    """:func:`check_type` of each; the others may be None."""
+    check_type("q", q)
+    check_type("k", k)
+    check_type("v", v)
     for name, x in others.items():
-        if x is not None and not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+        if x is not None:
+            check_type(name, x, " or None")
+
+
+def check_type(name: str, x: Any, others: str = "") -> None:
+    """``x`` is a tensor, and the whole of it.
+
+    Raises:
+        TypeError: it is something else; ``others``: what it may be, too.
+    """
+    kind = type(x)
+    if kind is Tensor:
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor{others}, got {kind.__name__}")
+    if kind.__name__ == "DTensor":
+        raise TypeError(
+            f"{name} is a DTensor, of which each rank holds a part; flashsci.distributed.attention takes DTensors whose sequence is "
+            "split over ranks, and where batch or heads are split, call this on x.to_local() of each and wrap the result by "
+            "DTensor.from_local"
+        )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -410,6 +427,10 @@ def check_cu_seqlens_contents(
     Raises:
         ValueError: they are not.
     """
+    if is_mapped(offsets):
+        raise ValueError(
+            f"torch.vmap maps {name}, whose values the host reads here; give the samples as sequences of one call"
+        )
     values = offsets.tolist()
     lengths = [b - a for a, b in itertools.pairwise(values)]
     if values[0] != 0 or values[-1] != total or any(n < 0 for n in lengths):

@@ -90,15 +90,11 @@ def attention_backward(
     arguments.check_types(
         q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes
     )
-    for name, x, optional in (
-        ("dout", dout, True),
-        ("out", out, False),
-        ("lse", lse, False),
-        ("dlse", dlse, True),
-    ):
-        if not (isinstance(x, Tensor) or (optional and x is None)):
-            kinds = "a torch.Tensor or None" if optional else "a torch.Tensor"
-            raise TypeError(f"{name} must be {kinds}, got {type(x).__name__}")
+    arguments.check_type("out", out)
+    arguments.check_type("lse", lse)
+    for name, x in (("dout", dout), ("dlse", dlse)):
+        if x is not None:
+            arguments.check_type(name, x, " or None")
     options = arguments.Options.of(
         causal, window, align, scale, softcap, dropout_p, True, deterministic, precision
     )

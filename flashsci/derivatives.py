@@ -206,6 +206,11 @@ def wanted(x: Tensor | None) -> bool:
     return bool(asked(x) & (Asked.REVERSE | Asked.FORWARD))
 
 
+def is_mapped(x: Tensor) -> bool:
+    """Whether ``torch.vmap`` maps a tensor, whose values the host then cannot read."""
+    return transforming_eagerly() and Asked.MAPPED in asked(x)
+
+
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether a derivative is wanted by any of these."""
     if torch.is_grad_enabled():

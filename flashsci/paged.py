@@ -287,11 +287,10 @@ def _features(k_cache: Tensor) -> dict[str, Any]:
 
 def _check_all(entry: str, needed: dict[str, Any], optional: dict[str, Any]) -> None:
     for name, x in needed.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        arguments.check_type(name, x)
     for name, x in optional.items():
-        if x is not None and not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+        if x is not None:
+            arguments.check_type(name, x, " or None")
     derivatives.check(entry, **needed, **optional)
 
 

@@ -106,8 +106,7 @@ def quantize(
 
 
 def _check(x: Tensor, per: str, block: int, cu_seqlens: Tensor | None) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    arguments.check_type("x", x)
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(
             f"x must be float16, bfloat16 or float32, got {x.dtype}; call .float() where its numbers fit"

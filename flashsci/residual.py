@@ -337,7 +337,7 @@ def _gradients(
     """Gradients of q, k, v, bias where no kernel computes them: there are none, or they need some themselves. Else None."""
     if dout is None and dscores is None:
         return [None] * 4
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or transforming():
         return _recorded(tensors, wanted, options, dout, dscores)
     return None
 

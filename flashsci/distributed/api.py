@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flashsci
-from flashsci import arguments
+from flashsci import arguments, derivatives
 from flashsci.distributed import agreement, dtensor, gather, plan, ring, ulysses
 from flashsci.distributed.agreement import Mesh
 from flashsci.distributed.collectives import place_in, replicated
@@ -245,6 +245,9 @@ def _given(
     """The tensors with heads before rows, and what is known of the call."""
     q, k, v, bias, key_weight, mask = tensors
     arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight)
+    derivatives.check(
+        "distributed.attention", q=q, k=k, v=v, bias=bias, key_weight=key_weight, mask=mask, cu_seqlens=given.cu_seqlens
+    )  # fmt: skip
     q, k, v = autocast(q, k, v)
     offsets, total = None, given.known
     if given.cu_seqlens is not None:
