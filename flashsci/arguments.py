@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashsci.derivatives import is_mapped, wanted
 from flashsci.ops import Scalars
+from flashsci.tracing import transforming
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PRECISIONS = ("ieee", "tf32x3", "tf32")
@@ -384,6 +385,8 @@ class Options(NamedTuple):
         """The fields of a Problem that options and these tensors decide."""
         # A compiler may keep floats symbolic; whether there is a softcap or dropout is all it needs.
         static = torch.compiler.is_compiling()
+        # Its tensors do not say what transforms ask of them; of weights beside a sink a backend must know.
+        hidden = static and key_weight is not None and sink is not None and transforming()
         return dict(
             window_left=self.window_left,
             window_right=self.window_right,
@@ -397,7 +400,7 @@ class Options(NamedTuple):
             bias_dtype=None if bias is None else bias.dtype,
             bias_grad=needs_grad and wanted(bias),
             key_weight=key_weight is not None,
-            key_weight_grad=needs_grad and wanted(key_weight),
+            key_weight_grad=(needs_grad and wanted(key_weight)) or hidden,
             alibi=alibi_slopes is not None,
             alibi_grad=needs_grad and wanted(alibi_slopes),
             sink=sink is not None,
@@ -411,6 +414,7 @@ def _static_sign(x: float | None) -> float:
 def check_cu_seqlens(name: str, offsets: Any, q: Tensor) -> None:
     if not isinstance(offsets, Tensor):
         raise TypeError(f"{name} must be an int32 tensor [N + 1], got {type(offsets).__name__}")
+    check_type(name, offsets)
     if offsets.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {offsets.dtype}; call .to(torch.int32)")
     if offsets.dim() != 1 or offsets.shape[0] < 1:

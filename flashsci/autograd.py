@@ -82,33 +82,34 @@ class Guard(torch.autograd.Function):
 
 
 class Undifferentiable(torch.autograd.Function):
-    """An argument that a call has no derivatives by, where a compiler traces transforms: their requests raise."""
+    """An argument that a call has no derivatives by, where a compiler traces transforms: what they ask of it is refused.
+
+    A compiler's tensors do not say what transforms ask of them. Its output is for nobody. ``recording``: grad mode at the call.
+    """
 
     @staticmethod
-    def forward(x: Tensor, entry: str, argument: str) -> Tensor:
+    def forward(x: Tensor, entry: str, argument: str, recording: bool) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.names = inputs[1:]
+        _, ctx.entry, ctx.argument, recording = inputs
+        if recording and ctx.needs_input_grad[0]:
+            derivatives.refuse(ctx.entry, derivatives.Asked.REVERSE, [ctx.argument])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # Nobody uses the output: a gradient is refused where one is asked for.
-        return gradient, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        entry, argument = ctx.names
-        derivatives.refuse(entry, argument, derivatives.Asked.FORWARD)
+        derivatives.refuse(ctx.entry, derivatives.Asked.FORWARD, [ctx.argument])
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, entry: str, argument: str) -> tuple[Tensor, Any]:
-        if not derivatives.ENTRIES[entry].rules[argument].mapped:
-            derivatives.refuse(entry, argument, derivatives.Asked.MAPPED)
-        if x.requires_grad and torch.is_grad_enabled():  # which the mapped tensor does not show
-            derivatives.refuse(entry, argument, derivatives.Asked.REVERSE)
-        return Undifferentiable.apply(x, entry, argument), in_dims[0]
+    def vmap(info: Any, in_dims: Any, x: Tensor, *names: Any) -> tuple[Tensor, Any]:
+        entry, argument, _ = names
+        derivatives.refuse(entry, derivatives.Asked.MAPPED, [argument])
+        return Undifferentiable.apply(x, *names), in_dims[0]
 
 
 def guarded(tensors: Any, what: str) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.tracing import transforming_eagerly
+from flashsci.tracing import transforming, transforming_eagerly
 
 
 class Rule(NamedTuple):
@@ -237,57 +237,45 @@ def check(name: str, **given: Tensor | None) -> None:
     Raises:
         ValueError: names the arguments, what is asked of them, and what to do instead.
     """
-    entry = ENTRIES[name]
+    rules = ENTRIES[name].rules
+    present = {n: x for n, x in given.items() if x is not None}
     if torch.compiler.is_compiling():
-        fixed = [n for n, x in given.items() if x is not None and not entry.rules[n].forward]
-        if torch.is_grad_enabled():
-            requiring = [n for n in fixed if given[n].requires_grad and not entry.rules[n].reverse]  # type: ignore[union-attr]
-            _refuse(entry, Asked.REVERSE, requiring)
-        if _transforms_traced() or torch.autograd.forward_ad._current_level >= 0:
+        lacking = [n for n in present if not (rules[n].forward and rules[n].mapped)]
+        if transforming():
             from flashsci.autograd import Undifferentiable  # imports the compiler
 
-            for argument in fixed:
-                Undifferentiable.apply(given[argument], name, argument)
+            for n in lacking:
+                Undifferentiable.apply(present[n], name, n, torch.is_grad_enabled())
+        elif torch.is_grad_enabled():
+            refuse(name, Asked.REVERSE, [n for n in lacking if present[n].requires_grad])
         return
-    found = {n: asked(x) for n, x in given.items() if x is not None}
+    found = {n: asked(x) for n, x in present.items()}
     for mode in Asked:
-        _refuse(
-            entry,
-            mode,
-            [n for n, x in found.items() if mode in x and not allows(entry.rules[n], mode)],
-        )
+        refuse(name, mode, [n for n, x in found.items() if mode in x])
 
 
-# Asked once per trace: a compiler enters the transforms that it traces, and cannot follow the question.
-def _transforms_traced() -> bool:
-    return bool(torch._C._are_functorch_transforms_active())
+def refuse(name: str, mode: Asked, arguments: list[str]) -> None:
+    """Refuse the arguments that do not have what is asked of them all.
 
-
-_transforms_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def allows(rule: Rule, mode: Asked) -> bool:
-    """Whether an argument has what is asked of it."""
-    if mode is Asked.REVERSE:
-        return rule.reverse
-    return rule.forward if mode is Asked.FORWARD else rule.mapped
-
-
-def refuse(name: str, argument: str, mode: Asked) -> None:
-    """Raise the ValueError of :func:`check` for one argument of entry point ``name``."""
-    _refuse(ENTRIES[name], mode, [argument])
-
-
-def _refuse(entry: Entry, mode: Asked, names: list[str]) -> None:
-    if names:
-        raise ValueError(_words(entry, mode, names))
-
-
-def _words(entry: Entry, mode: Asked, names: list[str]) -> str:
+    Raises:
+        ValueError: as :func:`check`.
+    """
+    entry = ENTRIES[name]
+    names = [n for n in arguments if not _allows(entry.rules[n], mode)]
+    if not names:
+        return
     listed, one = ", ".join(names), len(names) == 1
     start = f"{entry.subject} {entry.verb} no"
     if mode is Asked.REVERSE:
-        return f"{start} gradients and {listed} require{'s' if one else ''} one; {entry.reverse}"
-    if mode is Asked.FORWARD:
-        return f"{start} forward-mode derivatives and {listed} ha{'s' if one else 've'} a tangent; {entry.forward}"
-    return f"{start} batching rule and torch.vmap maps {listed}; {entry.mapped}"
+        asks = f"{start} gradients and {listed} require{'s' if one else ''} one; {entry.reverse}"
+    elif mode is Asked.FORWARD:
+        asks = f"{start} forward-mode derivatives and {listed} ha{'s' if one else 've'} a tangent; {entry.forward}"
+    else:
+        asks = f"{start} batching rule and torch.vmap maps {listed}; {entry.mapped}"
+    raise ValueError(asks)
+
+
+def _allows(rule: Rule, mode: Asked) -> bool:
+    if mode is Asked.REVERSE:
+        return rule.reverse
+    return rule.forward if mode is Asked.FORWARD else rule.mapped
