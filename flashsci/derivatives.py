@@ -77,12 +77,12 @@ _PACKED = {
     **_each("q k v bias sink", EVERY), "key_weight": _WEIGHTS, "alibi_slopes": _SLOPES, "dropout_seed": PLACES, **_SCALES
 }  # fmt: skip
 _DENSE = {**_PACKED, "mask": PLACES}
-_SPLIT = {**_each("q k v bias key_weight", Rule(reverse=True, second=True)), **_each("mask cu_seqlens", FIXED)}  # fmt: skip
+_PART = Rule(reverse=True, second=True)  # of a tensor that is split over ranks
 
 _ENDED = "call inside torch.no_grad() or torch.inference_mode(), or"
 _DETACHED = "detach what is a constant, or"
 _BY_SEVERAL = Entry(
-    _SPLIT,
+    _each("q k v bias key_weight", _PART) | _each("mask", FIXED),
     "calls over several ranks",
     forward="use reverse mode (torch.autograd.grad, torch.func.jacrev)",
     mapped="give the samples as leading dims",
@@ -131,10 +131,14 @@ ENTRIES: dict[str, Entry] = {
     "sdpa": Entry(_each("query key value attn_mask", EVERY)),
     "dropout_mask": Entry({"dropout_seed": PLACES}),
     "distributed.attention": _BY_SEVERAL,
-    "distributed.varlen_attention": _BY_SEVERAL,
-    "distributed.triangle_attention": _BY_SEVERAL,
+    "distributed.varlen_attention": _BY_SEVERAL._replace(
+        rules=_each("q k v bias key_weight", _PART) | _each("cu_seqlens", FIXED)
+    ),
+    "distributed.triangle_attention": _BY_SEVERAL._replace(
+        rules=_each("q k v bias", _PART) | _each("mask", FIXED)
+    ),
     "distributed.shard": Entry({"x": EVERY}),
-    "distributed.unshard": _BY_SEVERAL._replace(rules={"x": _SPLIT["q"]}),
+    "distributed.unshard": _BY_SEVERAL._replace(rules={"x": _PART}),
 }
 
 
@@ -184,12 +188,12 @@ def asked(x: Tensor) -> Asked:
 
 
 def _outside(recording: bool, along: bool) -> tuple[bool, bool]:
-    """Whether the level around the innermost transform records gradients, and tangents: each keeps what it found."""
+    """Whether the level around the innermost transform records gradients, and tangents: not where they were off when it began."""
     inner = _functorch.peek_interpreter_stack()
-    if inner.key() is _functorch.TransformType.Grad:
-        return _functorch.CGradInterpreterPtr(inner).prevGradMode(), along
-    if inner.key() is _functorch.TransformType.Jvp:
-        return recording, _functorch.CJvpInterpreterPtr(inner).prevFwdGradMode()
+    if inner.key() == _functorch.TransformType.Grad:
+        recording = recording and _functorch.CGradInterpreterPtr(inner).prevGradMode()
+    elif inner.key() == _functorch.TransformType.Jvp:
+        along = along and _functorch.CJvpInterpreterPtr(inner).prevFwdGradMode()
     return recording, along
 
 
