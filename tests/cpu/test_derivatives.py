@@ -456,7 +456,6 @@ def test_grad_mode_is_that_of_each_level():
     assert torch.is_grad_enabled() and not torch._C._functorch.get_dynamic_layer_stack_depth()
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     "kind, backend",
     [("plain", b) for b in BACKENDS] + [(k, b) for k in ("sink", "residual") for b in BACKENDS[:2]],
@@ -464,10 +463,9 @@ def test_grad_mode_is_that_of_each_level():
 @pytest.mark.parametrize("recorded", [False, True])
 def test_tangents_of_a_cotangent(kind, backend, recorded):
     """Forward mode over a backward whose forward was before: the gradients are linear in the cotangent."""
-    kernels = kind == "residual" and backend == "triton"  # its own, in fp32
-    dtype = torch.float32 if kernels else torch.float64
+    dtype = torch.float32 if backend == "triton" else torch.float64  # kernels of its own
     q, k, v = (x.to(dtype).requires_grad_() for x in dense()[0].values())
-    sink = wide(2).requires_grad_()
+    sink = wide(2).to(dtype).requires_grad_()
     leaves = (q, k, v, sink) if kind == "sink" else (q, k, v)
 
     def compute():
