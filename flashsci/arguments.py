@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.derivatives import is_mapped, wanted
 from flashsci.ops import Scalars
 from flashsci.tracing import transforming
+from flashsci.transforms import is_mapped, wanted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PRECISIONS = ("ieee", "tf32x3", "tf32")

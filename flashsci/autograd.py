@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci import derivatives, registry
+from flashsci import registry
 from flashsci.errors import BackendError
 from flashsci.ops import LIBRARY, Saved, Scalars, Tangents, Tensors, packed, plain
 from flashsci.plans import Plan
@@ -79,37 +79,6 @@ class Guard(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         _refuse(FORWARD_TWICE if ctx.what == THIRD else ctx.what)
-
-
-class Undifferentiable(torch.autograd.Function):
-    """An argument that a call has no derivatives by, where a compiler traces transforms: what they ask of it is refused.
-
-    A compiler's tensors do not say what transforms ask of them. Its output is for nobody. ``recording``: grad mode at the call.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, entry: str, argument: str, recording: bool) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.entry, ctx.argument, recording = inputs
-        if recording and ctx.needs_input_grad[0]:
-            derivatives.refuse(ctx.entry, derivatives.Asked.REVERSE, [ctx.argument])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradient, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        derivatives.refuse(ctx.entry, derivatives.Asked.FORWARD, [ctx.argument])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, *names: Any) -> tuple[Tensor, Any]:
-        entry, argument, _ = names
-        derivatives.refuse(entry, derivatives.Asked.MAPPED, [argument])
-        return Undifferentiable.apply(x, *names), in_dims[0]
 
 
 def guarded(tensors: Any, what: str) -> list[Any]:
@@ -425,5 +394,5 @@ class DoubleBackward(torch.autograd.Function):
 
 
 # Dynamo cannot trace Functions that define jvp; as graph nodes they compile.
-for node in (Guard, Undifferentiable, Forward, Backward, Jvp, DoubleBackward):
+for node in (Guard, Forward, Backward, Jvp, DoubleBackward):
     torch.compiler.allow_in_graph(node)

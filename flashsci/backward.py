@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci import arguments, derivatives, registry, varlen
+from flashsci import arguments, registry, transforms, varlen
 from flashsci.attention import describe
 from flashsci.dispatch import seed_for
 from flashsci.ops import NEED_BIAS, NEED_K, NEED_KEY_WEIGHT, NEED_Q, NEED_V, Saved, Tensors
@@ -109,7 +109,7 @@ def attention_backward(
         )
     else:
         dropout_seed = seed_for(q, options.dropout_p, dropout_seed)
-    needs_grad = derivatives.needs_grad(
+    needs_grad = transforms.needs_grad(
         dout, dlse, q, k, v, bias, key_weight, alibi_slopes, out, lse
     )
     given_bias, bias = bias, arguments.widened(bias, q.dtype)

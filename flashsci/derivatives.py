@@ -1,20 +1,14 @@
-"""One table of which tensor arguments have gradients, tangents, second derivatives and a batching rule, and the function that reads it.
+"""The table of which tensor arguments have gradients, tangents, second derivatives and a batching rule.
 
-torch asks a call for derivatives in several ways: a tensor requires grad, has a tangent (``torch.func.jvp``, ``forward_ad``), or is
-mapped by ``torch.vmap``, each at any depth of transforms. A kernel sees none of this. So every entry point asks here, and a request
-that the table does not grant raises an error: it never gives zeros.
+torch asks for them in several ways, none of which a kernel sees. What the table does not grant raises an error
+(flashsci/transforms.py): it never gives zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Flag
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
-
-from flashsci.tracing import transforming, transforming_eagerly
+from typing import NamedTuple
 
 
 class Rule(NamedTuple):
@@ -54,7 +48,7 @@ def _each(names: str, rule: Rule) -> dict[str, Rule]:
 
 _SLOPES = EVERY._replace(
     lacking={
-        "triton": "ALiBi slopes have no derivative in the Triton kernels; detach them, write learnt ones as a bias, or use "
+        "triton": "ALiBi slopes have no gradient in the Triton kernels, and no tangent; detach them, write learnt ones as a bias, or use "
         "backend='reference'"
     }
 )
@@ -151,118 +145,16 @@ class Asked(Flag):
     MAPPED = 4
 
 
-_functorch = torch._C._functorch
-_unwrapped, _level = _functorch.get_unwrapped, _functorch.maybe_get_level
-_wrapped, _mapped = _functorch.is_functorch_wrapped_tensor, _functorch.is_batchedtensor
-_legacy = _functorch.is_legacy_batchedtensor
-
-
-def asked(x: Tensor) -> Asked:
-    """What torch asks of ``x`` at any depth: functorch's transforms wrap a tensor once each, and hide what is below."""
-    if not transforming_eagerly():
-        found = Asked.REVERSE if x.requires_grad and torch.is_grad_enabled() else Asked.NOTHING
-        return found | Asked.MAPPED if _legacy(x) else found
-    found = Asked.NOTHING
-    stack: list[Any] = []  # the transforms left behind
-    recording, along = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
-    try:
-        while True:
-            depth = max(_level(x), 0) if _wrapped(x) else 0
-            # A tensor answers for its own level alone, and only while that is the innermost one.
-            while _functorch.get_dynamic_layer_stack_depth() > depth:
-                recording, along = _outside(recording, along)
-                stack.append(_functorch.pop_dynamic_layer_stack())
-            if (depth and _mapped(x)) or _legacy(x):
-                found |= Asked.MAPPED
-            else:
-                if recording and x.requires_grad:
-                    found |= Asked.REVERSE
-                if along and _has_tangent(x):
-                    found |= Asked.FORWARD
-            if not depth:
-                return found
-            x = _unwrapped(x)
-    finally:
-        while stack:
-            _functorch.push_dynamic_layer_stack(stack.pop())
-
-
-def _outside(recording: bool, along: bool) -> tuple[bool, bool]:
-    """Whether the level around the innermost transform records gradients, and tangents: not where they were off when it began."""
-    inner = _functorch.peek_interpreter_stack()
-    if inner.key() == _functorch.TransformType.Grad:
-        recording = recording and _functorch.CGradInterpreterPtr(inner).prevGradMode()
-    elif inner.key() == _functorch.TransformType.Jvp:
-        along = along and _functorch.CJvpInterpreterPtr(inner).prevFwdGradMode()
-    return recording, along
-
-
-def _has_tangent(x: Tensor) -> bool:
-    return x.is_floating_point() and torch._VF._unpack_dual(x, level=0)[1] is not None
-
-
-def wanted(x: Tensor | None) -> bool:
-    """Whether a call with ``x`` is to have a derivative by it, in either mode."""
-    if x is None:
-        return False
-    if torch.compiler.is_compiling() or not transforming_eagerly():
-        return x.requires_grad and torch.is_grad_enabled()
-    return bool(asked(x) & (Asked.REVERSE | Asked.FORWARD))
-
-
-def is_mapped(x: Tensor) -> bool:
-    """Whether ``torch.vmap`` maps a tensor, whose values the host then cannot read."""
-    return transforming_eagerly() and Asked.MAPPED in asked(x)
-
-
-def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether a derivative is wanted by any of these."""
-    if torch.is_grad_enabled():
-        for x in tensors:
-            if x is not None and x.requires_grad:
-                return True
-    if torch.compiler.is_compiling() or not transforming_eagerly():
-        return False
-    return any(map(wanted, tensors))
-
-
 def lacks(backend: str, argument: str) -> str | None:
     """Why a backend has no derivatives of attention by an argument, or None."""
     return _DENSE[argument].lacking.get(backend)
 
 
-def check(name: str, **given: Tensor | None) -> None:
-    """Refuse what the rules of an entry point do not have.
-
-    Args:
-        name: a key of :data:`ENTRIES`.
-        given: its tensor arguments, by name.
+def refuse(name: str, mode: Asked, arguments: list[str]) -> None:
+    """Refuse the arguments of entry point ``name`` that do not have what is asked of them all.
 
     Raises:
         ValueError: names the arguments, what is asked of them, and what to do instead.
-    """
-    rules = ENTRIES[name].rules
-    present = {n: x for n, x in given.items() if x is not None}
-    if torch.compiler.is_compiling():
-        lacking = [n for n in present if not (rules[n].forward and rules[n].mapped)]
-        if transforming():
-            from flashsci.autograd import Undifferentiable  # imports the compiler
-
-            for n in lacking:
-                Undifferentiable.apply(present[n], name, n, torch.is_grad_enabled())
-        elif torch.is_grad_enabled():
-            refuse(name, Asked.REVERSE, [n for n in lacking if present[n].requires_grad])
-        return
-    found = {n: asked(x) for n, x in present.items()}
-    for mode in Asked:
-        refuse(name, mode, [n for n, x in found.items() if mode in x])
-
-
-def refuse(name: str, mode: Asked, arguments: list[str]) -> None:
-    """Refuse the arguments that do not have what is asked of them all.
-
-    Raises:
-        ValueError: as :func:`check`.
     """
     entry = ENTRIES[name]
     names = [n for n in arguments if not _allows(entry.rules[n], mode)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci import arguments, derivatives, registry
+from flashsci import arguments, registry, transforms
 from flashsci.fp8_ops import FP8, FP8Attention, FP8Scalars, FP8Tensors, rows_per_scale
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
@@ -101,7 +101,7 @@ def describe(
     edges = (
         {} if cu_seqlens is None else dict(cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1])
     )
-    derivatives.check("float8", q=q, k=k, v=v, **others, **edges)
+    transforms.check("float8", q=q, k=k, v=v, **others, **edges)
     if given.out_dtype not in (None, *OUT_DTYPES):
         raise TypeError(
             f"out_dtype must be torch.bfloat16 (the default) or torch.float16, got {given.out_dtype!r}"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci import arguments, derivatives, registry
+from flashsci import arguments, registry, transforms
 from flashsci.errors import BackendError
 from flashsci.paged_ops import FP8, PagedOps, PagedScalars, PagedTensors
 from flashsci.plans import grad_enabled, gradients, keep, plans, signature
@@ -76,7 +76,8 @@ def paged_attention(
         and lse -inf.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, or a tensor that requires grad: there are no gradients.
+        TypeError, ValueError: arguments that do not fit, or a tensor that requires grad, has a tangent or is mapped by
+            ``torch.vmap``: there are no derivatives.
         BackendError: no backend, or not the one asked for, can serve the call.
 
     Examples:
@@ -185,7 +186,8 @@ def write_kv_cache(
         backend: as in :func:`paged_attention`; "cuda" runs Triton's kernel.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, or a tensor that requires grad.
+        TypeError, ValueError: arguments that do not fit, or a tensor that requires grad, has a tangent or is mapped by
+            ``torch.vmap``.
         BackendError: no backend, or not the one asked for, can serve the call.
 
     Examples:
@@ -291,7 +293,7 @@ def _check_all(entry: str, needed: dict[str, Any], optional: dict[str, Any]) -> 
     for name, x in optional.items():
         if x is not None:
             arguments.check_type(name, x, " or None")
-    derivatives.check(entry, **needed, **optional)
+    transforms.check(entry, **needed, **optional)
 
 
 def _check_rows(name: str, x: Tensor, other: str, y: Tensor) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashsci import bias_copy, registry, repeats
-from flashsci.derivatives import wanted
 from flashsci.ops import Given, Saved, Scalars, Tensors, unseen, with_inner_keys
 from flashsci.tracing import casts_to, rounds_products, transforming
+from flashsci.transforms import wanted
 
 autocasting = torch._C._is_any_autocast_enabled
 deterministic, grad_enabled = torch._C._get_deterministic_algorithms, torch.is_grad_enabled

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci import arguments, derivatives
+from flashsci import arguments, transforms
 from flashsci.fp8_ops import BLOCKS, FP8, MOST
 
 PER = ("tensor", "head", "block")
@@ -60,7 +60,7 @@ def quantize(
 
     Raises:
         TypeError: x of another dtype, or options of another type.
-        ValueError: shapes or options that do not fit, or an x that requires grad: rounding has no gradient.
+        ValueError: shapes or options that do not fit, or an x that requires grad or has a tangent: rounding has no derivative.
 
     Examples:
         >>> import torch, flashsci
@@ -111,7 +111,7 @@ def _check(x: Tensor, per: str, block: int, cu_seqlens: Tensor | None) -> None:
         raise TypeError(
             f"x must be float16, bfloat16 or float32, got {x.dtype}; call .float() where its numbers fit"
         )
-    derivatives.check("quantize", x=x, cu_seqlens=cu_seqlens)
+    transforms.check("quantize", x=x, cu_seqlens=cu_seqlens)
     if per not in PER:
         raise ValueError(f"per must be one of {PER}, got {per!r}")
     if block not in BLOCKS:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flashsci
-from flashsci import arguments, derivatives
+from flashsci import arguments, transforms
 from flashsci.distributed import agreement, dtensor, gather, plan, ring, ulysses
 from flashsci.distributed.agreement import Mesh
 from flashsci.distributed.collectives import place_in, replicated
@@ -80,8 +80,8 @@ def attention(
             before data moves, on all ranks.
         RuntimeError: another rank refused its arguments.
 
-    A second derivative is computed by the all-gather strategy, whatever the first one was. There is no dropout, and no
-    forward-mode derivative.
+    A second derivative is computed by the all-gather strategy, whatever the first one was. There is no dropout, no
+    forward-mode derivative and no ``torch.vmap``: they raise ValueError.
 
     Examples:
         >>> import torch, torch.distributed as dist
@@ -247,9 +247,11 @@ def _given(
     arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight)
     tensors_given = dict(q=q, k=k, v=v, bias=bias, key_weight=key_weight)
     if given.cu_seqlens is None:
-        derivatives.check("distributed.attention", **tensors_given, mask=mask)
+        transforms.check("distributed.attention", **tensors_given, mask=mask)
     else:
-        derivatives.check("distributed.varlen_attention", **tensors_given, cu_seqlens=given.cu_seqlens)
+        transforms.check(
+            "distributed.varlen_attention", **tensors_given, cu_seqlens=given.cu_seqlens
+        )
     q, k, v = autocast(q, k, v)
     offsets, total = None, given.known
     if given.cu_seqlens is not None:
