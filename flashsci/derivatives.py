@@ -78,7 +78,7 @@ _DETACHED = "detach what is a constant, or"
 _BY_SEVERAL = Entry(
     _each("q k v bias key_weight", _PART) | _each("mask", FIXED),
     "calls over several ranks",
-    forward="use reverse mode (torch.autograd.grad, torch.func.jacrev)",
+    forward="use reverse mode (torch.autograd.grad)",
     mapped="give the samples as leading dims",
 )
 _PAGED = Entry(

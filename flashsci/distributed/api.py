@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flashsci
-from flashsci import arguments, transforms
+from flashsci import arguments
 from flashsci.distributed import agreement, dtensor, gather, plan, ring, ulysses
 from flashsci.distributed.agreement import Mesh
 from flashsci.distributed.collectives import place_in, replicated
@@ -223,6 +223,11 @@ class Arguments(NamedTuple):
 def _attend(group: Any, tensors: tuple[Any, ...], given: Arguments) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's part, [..., H, S, D], once all ranks agree."""
     group_name = group.group_name
+    entry = "distributed.attention" if given.cu_seqlens is None else "distributed.varlen_attention"
+    names = ("q", "k", "v", "bias", "key_weight", "mask")
+    agreement.check_transforms(
+        entry, cu_seqlens=given.cu_seqlens, **dict(zip(names, tensors, strict=True))
+    )
     if torch.compiler.is_compiling():
         tensors, mine = _given(group_name, tensors, given)
         planned = plan.traced_plan(group_name, mine)
@@ -245,13 +250,6 @@ def _given(
     """The tensors with heads before rows, and what is known of the call."""
     q, k, v, bias, key_weight, mask = tensors
     arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight)
-    tensors_given = dict(q=q, k=k, v=v, bias=bias, key_weight=key_weight)
-    if given.cu_seqlens is None:
-        transforms.check("distributed.attention", **tensors_given, mask=mask)
-    else:
-        transforms.check(
-            "distributed.varlen_attention", **tensors_given, cu_seqlens=given.cu_seqlens
-        )
     q, k, v = autocast(q, k, v)
     offsets, total = None, given.known
     if given.cu_seqlens is not None:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci import transforms
 from flashsci.distributed import agreement
 from flashsci.distributed.agreement import Mesh
 from flashsci.distributed.collectives import all_gather
@@ -120,8 +119,8 @@ def unshard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous")
         >>> dist.destroy_process_group()
     """
     check_layout(layout)
-    transforms.check("distributed.unshard", x=x)
     group = agreement.group_of(mesh)
+    agreement.check_transforms("distributed.unshard", x=x)
     dim = dim % x.dim()
     said = agreement.tensor_fields("x", x, {dim: "rows"}) | {"dim": dim, "layout": layout}
     table = agreement.agree(group, said, agreement.rows("x"), x.device.type)

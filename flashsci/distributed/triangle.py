@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import flashsci
-from flashsci import arguments, transforms
+from flashsci import arguments
 from flashsci.distributed import agreement, recording
 from flashsci.distributed.agreement import Mesh, Value, tensor_fields
 from flashsci.distributed.block import Scores, rows_of
@@ -94,6 +94,9 @@ def triangle_attention(
         return flashsci.attention(
             q, k, v, bias=bias, mask=mask, return_lse=return_lse, **scores.options()
         )
+    agreement.check_transforms(
+        "distributed.triangle_attention", q=q, k=k, v=v, bias=bias, mask=mask
+    )
     name, given = group.group_name, (q, k, v, bias, mask, options, strategy)
     if torch.compiler.is_compiling():
         lengths = _constant_lengths(name, tuple(_fields(*given).items()), q.device.type)
@@ -128,7 +131,6 @@ def _fields(
 ) -> dict[str, Value]:
     """Checks of this rank's own arguments, and what ranks compare."""
     arguments.check_types(q, k, v, bias=bias, mask=mask)
-    transforms.check("distributed.triangle_attention", q=q, k=k, v=v, bias=bias, mask=mask)
     arguments.check_tensors(q, k, v)
     if not 4 <= q.dim() <= 5 or not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
         raise ValueError(
