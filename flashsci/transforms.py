@@ -113,6 +113,10 @@ def check(name: str, **given: Tensor | None) -> None:
                 name, Asked.REVERSE, [n for n in lacking if present[n].requires_grad]
             )
         return
+    if not transforming_eagerly():  # nearly always: little to ask
+        recording = torch.is_grad_enabled()
+        if not any((recording and x.requires_grad) or _legacy(x) for x in present.values()):
+            return
     found = {n: asked(x) for n, x in present.items()}
     for mode in Asked:
         derivatives.refuse(name, mode, [n for n, x in found.items() if mode in x])
