@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from flashsci.ops import Scalars
+from flashsci.tracing import transforming
+from flashsci.transforms import is_mapped, wanted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PRECISIONS = ("ieee", "tf32x3", "tf32")
@@ -113,15 +115,32 @@ def _described(x: Any) -> str:
 
 
 def check_types(q: Any, k: Any, v: Any, **others: Any) -> None:
-    """Raises TypeError for what is not a tensor; the others may be None."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        name, x = next(
-            (n, x) for n, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor)
-        )
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    """:func:`check_type` of each; the others may be None."""
+    check_type("q", q)
+    check_type("k", k)
+    check_type("v", v)
     for name, x in others.items():
-        if x is not None and not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+        if x is not None:
+            check_type(name, x, " or None")
+
+
+def check_type(name: str, x: Any, others: str = "") -> None:
+    """``x`` is a tensor, and the whole of it.
+
+    Raises:
+        TypeError: it is something else; ``others``: what it may be, too.
+    """
+    kind = type(x)
+    if kind is Tensor:
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor{others}, got {kind.__name__}")
+    if kind.__name__ == "DTensor":
+        raise TypeError(
+            f"{name} is a DTensor, of which each rank holds a part; flashsci.distributed.attention takes DTensors whose sequence is "
+            "split over ranks, and where batch or heads are split, call this on x.to_local() of each and wrap the result by "
+            "DTensor.from_local"
+        )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -366,6 +385,8 @@ class Options(NamedTuple):
         """The fields of a Problem that options and these tensors decide."""
         # A compiler may keep floats symbolic; whether there is a softcap or dropout is all it needs.
         static = torch.compiler.is_compiling()
+        # Its tensors do not say what transforms ask of them; of weights beside a sink a backend must know.
+        hidden = static and key_weight is not None and sink is not None and transforming()
         return dict(
             window_left=self.window_left,
             window_right=self.window_right,
@@ -377,11 +398,11 @@ class Options(NamedTuple):
             precision=self.precision or "default",
             requires_grad=needs_grad,
             bias_dtype=None if bias is None else bias.dtype,
-            bias_grad=needs_grad and bias is not None and bias.requires_grad,
+            bias_grad=needs_grad and wanted(bias),
             key_weight=key_weight is not None,
-            key_weight_grad=needs_grad and key_weight is not None and key_weight.requires_grad,
+            key_weight_grad=(needs_grad and wanted(key_weight)) or hidden,
             alibi=alibi_slopes is not None,
-            alibi_grad=needs_grad and alibi_slopes is not None and alibi_slopes.requires_grad,
+            alibi_grad=needs_grad and wanted(alibi_slopes),
             sink=sink is not None,
         )
 
@@ -390,17 +411,10 @@ def _static_sign(x: float | None) -> float:
     return 0.5 if x else 0.0
 
 
-def needs_grad(*tensors: Tensor | None) -> bool:
-    if torch.is_grad_enabled():
-        for x in tensors:
-            if x is not None and x.requires_grad:
-                return True
-    return False
-
-
 def check_cu_seqlens(name: str, offsets: Any, q: Tensor) -> None:
     if not isinstance(offsets, Tensor):
         raise TypeError(f"{name} must be an int32 tensor [N + 1], got {type(offsets).__name__}")
+    check_type(name, offsets)
     if offsets.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {offsets.dtype}; call .to(torch.int32)")
     if offsets.dim() != 1 or offsets.shape[0] < 1:
@@ -417,6 +431,10 @@ def check_cu_seqlens_contents(
     Raises:
         ValueError: they are not.
     """
+    if is_mapped(offsets):
+        raise ValueError(
+            f"torch.vmap maps {name}, whose values the host reads here; give the samples as sequences of one call"
+        )
     values = offsets.tolist()
     lengths = [b - a for a, b in itertools.pairwise(values)]
     if values[0] != 0 or values[-1] != total or any(n < 0 for n in lengths):

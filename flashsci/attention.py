@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci import arguments, fp8, registry
+from flashsci import arguments, fp8, registry, transforms
 from flashsci.dispatch import run, seed_for
 from flashsci.ops import Given, Tensors
 from flashsci.plans import Plan, as_given, gradients, keep, plans, present, repeated, signature
@@ -68,8 +68,8 @@ def attention(
             causal and window are ANDed.
         alibi_slopes: ALiBi: adds ``-slope |i + shift - j|`` to the scores, beside the bias; shift is where
             ``align`` puts the diagonal, ``Sk - Sq`` for "lower_right" (as flash-attn) and 0 for "upper_left".
-            float32, broadcastable to ``[..., Hq]``, such as ``[Hq]`` or ``[B, Hq]``. Learnt slopes have a
-            gradient in the reference backend only: elsewhere write them as a bias.
+            float32, broadcastable to ``[..., Hq]``, such as ``[Hq]`` or ``[B, Hq]``. Learnt slopes have
+            gradients and tangents in the reference backend only: elsewhere write them as a bias.
         sink: ``[Hq]``, one more logit per head in the softmax, without a value: it takes its share of the
             probability from all keys. q's dtype or float32, -inf for none. Not touched by scale, softcap,
             bias or mask; the lse includes it. A row with no key has out 0 and lse ``sink``.
@@ -107,8 +107,10 @@ def attention(
         and zero gradients.
 
     Raises:
-        TypeError: dtypes that do not fit (a bool bias: use ``mask``), options of another type.
-        ValueError: shapes, devices or options that do not fit; float8_e4m3fn tensors that require grad.
+        TypeError: dtypes that do not fit (a bool bias: use ``mask``), options of another type, a DTensor (see
+            :func:`flashsci.distributed.attention`).
+        ValueError: shapes, devices or options that do not fit; float8_e4m3fn tensors and scales that require grad, have a tangent
+            or are mapped by ``torch.vmap``.
         BackendError: the backend asked for cannot serve the call; its message says which can.
 
     Under autocast q, k and v are cast as SDPA casts them, the bias never. Jagged nested tensors
@@ -174,7 +176,7 @@ def attention(
     )
     q, k, v = autocast(q, k, v)
     bias = arguments.widened(bias, q.dtype)
-    needs_grad = arguments.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
+    needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
     plan = _plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
     # A seed without dropout is nothing that a kernel should read.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None

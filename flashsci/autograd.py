@@ -16,6 +16,7 @@ lse. Third order raises, under ``loss.backward()`` and ``torch.autograd.grad(los
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,6 +97,14 @@ def _need(wanted: tuple[bool, ...]) -> int:
     return sum(1 << i for i, x in enumerate(wanted) if x)
 
 
+def _refuse_beyond_leaves(asked: Sequence[bool]) -> None:
+    """``asked``: of which inputs, in the order of Tensors, a derivative is wanted."""
+    wanted = zip(Tensors._fields, asked, strict=False)
+    beyond = [n for n, x in wanted if x and n not in Tangents._fields]
+    if beyond:
+        _refuse(f"a derivative by {', '.join(beyond)} in a fused kernel")
+
+
 def _needed(found: Any, need: int) -> _Gradients:
     return tuple(g if need >> i & 1 else None for i, g in enumerate(found))
 
@@ -168,12 +177,14 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        _refuse_beyond_leaves(ctx.needs_input_grad[1:])
         need = _need(ctx.needs_input_grad[1 : 1 + _LEAVES])
         found = _backward(ctx.backend, dout, dlse, _saved(ctx), need)
         return (None, *found, *(None,) * _REST)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        _refuse_beyond_leaves([x is not None for x in tangents])
         return Jvp.apply(ctx.backend, *tangents[:_LEAVES], *_saved(ctx).flat())
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci import arguments, registry, varlen
+from flashsci import arguments, registry, transforms, varlen
 from flashsci.attention import describe
 from flashsci.dispatch import seed_for
 from flashsci.ops import NEED_BIAS, NEED_K, NEED_KEY_WEIGHT, NEED_Q, NEED_V, Saved, Tensors
@@ -90,15 +90,11 @@ def attention_backward(
     arguments.check_types(
         q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes
     )
-    for name, x, optional in (
-        ("dout", dout, True),
-        ("out", out, False),
-        ("lse", lse, False),
-        ("dlse", dlse, True),
-    ):
-        if not (isinstance(x, Tensor) or (optional and x is None)):
-            kinds = "a torch.Tensor or None" if optional else "a torch.Tensor"
-            raise TypeError(f"{name} must be {kinds}, got {type(x).__name__}")
+    arguments.check_type("out", out)
+    arguments.check_type("lse", lse)
+    for name, x in (("dout", dout), ("dlse", dlse)):
+        if x is not None:
+            arguments.check_type(name, x, " or None")
     options = arguments.Options.of(
         causal, window, align, scale, softcap, dropout_p, True, deterministic, precision
     )
@@ -113,7 +109,9 @@ def attention_backward(
         )
     else:
         dropout_seed = seed_for(q, options.dropout_p, dropout_seed)
-    needs_grad = arguments.needs_grad(dout, dlse, q, k, v, bias, key_weight, alibi_slopes, out, lse)
+    needs_grad = transforms.needs_grad(
+        dout, dlse, q, k, v, bias, key_weight, alibi_slopes, out, lse
+    )
     given_bias, bias = bias, arguments.widened(bias, q.dtype)
     kernel_bias, bias_offsets, kernel_weight = bias, None, key_weight
     if cu_seqlens_q is None:

@@ -100,5 +100,6 @@ def seed_for(q: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor
     if dropout_seed is None:
         return draw_seed(q.device)
     check_dropout(dropout_p, dropout_seed)
+    arguments.check_type("dropout_seed", dropout_seed)
     arguments.same_device(q, dropout_seed=dropout_seed)
     return dropout_seed.contiguous()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashsci import arguments, fp8, registry
+from flashsci import arguments, fp8, registry, transforms
 from flashsci.attention import attention
 from flashsci.attention import describe as describe_dense
 from flashsci.paged import describe as describe_paged
@@ -62,7 +62,7 @@ def explain(
     q, k, v = autocast(q, k, v)
     if "bias" in others:
         others["bias"] = arguments.widened(others["bias"], q.dtype)
-    needs_grad = arguments.needs_grad(q, k, v, *others.values())
+    needs_grad = transforms.needs_grad(q, k, v, *others.values())
     offsets = {name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if packed}
     describe = describe_packed if packed else describe_dense
     call = describe(q, k, v, **offsets, **others, options=shared, needs_grad=needs_grad)

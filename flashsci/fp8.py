@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci import arguments, registry
+from flashsci import arguments, registry, transforms
 from flashsci.fp8_ops import FP8, FP8Attention, FP8Scalars, FP8Tensors, rows_per_scale
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
@@ -98,12 +98,10 @@ def describe(
             "jagged float8_e4m3fn tensors are not served; give their values() and offsets() to flashsci.varlen_attention"
         )
     arguments.same_device(q, k=k, v=v, **others)
-    wanted = [n for n, x in (dict(q=q, k=k, v=v) | others).items() if arguments.needs_grad(x)]
-    if wanted:
-        raise ValueError(
-            f"attention of float8_e4m3fn tensors has no gradients and {', '.join(wanted)} require{'s' if len(wanted) == 1 else ''} one; "
-            "call inside torch.no_grad() or torch.inference_mode(), or train in 16 bits"
-        )
+    edges = (
+        {} if cu_seqlens is None else dict(cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1])
+    )
+    transforms.check("float8", q=q, k=k, v=v, **others, **edges)
     if given.out_dtype not in (None, *OUT_DTYPES):
         raise TypeError(
             f"out_dtype must be torch.bfloat16 (the default) or torch.float16, got {given.out_dtype!r}"

@@ -6,15 +6,19 @@ import functools
 import importlib
 import warnings
 from operator import is_
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashsci import arguments, registry
+from flashsci import arguments, registry, transforms
 from flashsci.errors import BackendError
 from flashsci.paged_ops import FP8, PagedOps, PagedScalars, PagedTensors
 from flashsci.plans import grad_enabled, gradients, keep, plans, signature
+from flashsci.tracing import transforming_eagerly
+
+_KINDS = frozenset((Tensor, torch.nn.Parameter, NoneType))  # that a key describes
 
 
 def paged_attention(
@@ -72,7 +76,8 @@ def paged_attention(
         and lse -inf.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, or a tensor that requires grad: there are no gradients.
+        TypeError, ValueError: arguments that do not fit, or a tensor that requires grad, has a tangent or is mapped by
+            ``torch.vmap``: there are no derivatives.
         BackendError: no backend, or not the one asked for, can serve the call.
 
     Examples:
@@ -126,7 +131,10 @@ def _plan(
     """From the cache where an equal call was planned before; the checks are a plan's, too."""
     key: tuple[Any, ...] | None = None
     every = (*given, out)
-    if not torch.compiler.is_compiling() and all(isinstance(x, Tensor | None) for x in every):
+    # What transforms ask of tensors no key has.
+    if not (torch.compiler.is_compiling() or transforming_eagerly()) and _KINDS.issuperset(
+        map(type, every)
+    ):
         wanted = grad_enabled() and gradients(*every)
         key = ("paged", *signature(*every), max_seqlen_q, options, wanted, registry.requested(backend))  # fmt: skip
         kept: _Plan | None = plans.get(key)
@@ -178,7 +186,8 @@ def write_kv_cache(
         backend: as in :func:`paged_attention`; "cuda" runs Triton's kernel.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, or a tensor that requires grad.
+        TypeError, ValueError: arguments that do not fit, or a tensor that requires grad, has a tangent or is mapped by
+            ``torch.vmap``.
         BackendError: no backend, or not the one asked for, can serve the call.
 
     Examples:
@@ -190,7 +199,7 @@ def write_kv_cache(
         True
     """
     names = dict(key=key, value=value, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
-    _check_all(names, dict(k_scale=k_scale, v_scale=v_scale))
+    _check_all("write_kv_cache", names, dict(k_scale=k_scale, v_scale=v_scale))
     arguments.same_device(key, value=value, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)  # fmt: skip
     _check_rows("key", key, "value", value)
     _check_caches(key, k_cache, v_cache)
@@ -242,7 +251,9 @@ def describe(
     needed = dict(
         q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q
     )  # fmt: skip
-    _check_all(needed, dict(sink=sink, k_scale=k_scale, v_scale=v_scale, out=out))
+    _check_all(
+        "paged_attention", needed, dict(sink=sink, k_scale=k_scale, v_scale=v_scale, out=out)
+    )
     arguments.same_device(q, **{n: x for n, x in needed.items() if n != "q"}, sink=sink, out=out)
     if q.dim() != 3:
         raise ValueError(f"q must be packed, [T, Hq, D], got {arguments.shape_of(q)}")
@@ -276,19 +287,13 @@ def _features(k_cache: Tensor) -> dict[str, Any]:
     return {"paged": True, "cache_dtype": k_cache.dtype}
 
 
-def _check_all(needed: dict[str, Any], optional: dict[str, Any]) -> None:
+def _check_all(entry: str, needed: dict[str, Any], optional: dict[str, Any]) -> None:
     for name, x in needed.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        arguments.check_type(name, x)
     for name, x in optional.items():
-        if x is not None and not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
-    wanted = [n for n, x in (needed | optional).items() if arguments.needs_grad(x)]
-    if wanted:
-        raise ValueError(
-            f"paged calls have no gradients and {', '.join(wanted)} require{'s' if len(wanted) == 1 else ''} one; call inside "
-            "torch.no_grad() or torch.inference_mode(), or train with flashsci.varlen_attention"
-        )
+        if x is not None:
+            arguments.check_type(name, x, " or None")
+    transforms.check(entry, **needed, **optional)
 
 
 def _check_rows(name: str, x: Tensor, other: str, y: Tensor) -> None:

@@ -13,7 +13,8 @@ from torch.autograd import forward_ad
 
 from flashsci import bias_copy, registry, repeats
 from flashsci.ops import Given, Saved, Scalars, Tensors, unseen, with_inner_keys
-from flashsci.tracing import casts_to, rounds_products
+from flashsci.tracing import casts_to, rounds_products, transforming
+from flashsci.transforms import wanted
 
 autocasting = torch._C._is_any_autocast_enabled
 deterministic, grad_enabled = torch._C._get_deterministic_algorithms, torch.is_grad_enabled
@@ -25,7 +26,9 @@ def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """Of which of these a call is to have gradients: never empty, so that it counts as true."""
+    """By which of these a call is to have derivatives: never empty, so that it counts as true."""
+    if transforming():
+        return tuple(map(wanted, tensors))
     return tuple([x is not None and x.requires_grad for x in tensors])
 
 

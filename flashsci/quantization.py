@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci import arguments
+from flashsci import arguments, transforms
 from flashsci.fp8_ops import BLOCKS, FP8, MOST
 
 PER = ("tensor", "head", "block")
@@ -60,7 +60,7 @@ def quantize(
 
     Raises:
         TypeError: x of another dtype, or options of another type.
-        ValueError: shapes or options that do not fit, or an x that requires grad: rounding has no gradient.
+        ValueError: shapes or options that do not fit, or an x that requires grad or has a tangent: rounding has no derivative.
 
     Examples:
         >>> import torch, flashsci
@@ -106,16 +106,12 @@ def quantize(
 
 
 def _check(x: Tensor, per: str, block: int, cu_seqlens: Tensor | None) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    arguments.check_type("x", x)
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(
             f"x must be float16, bfloat16 or float32, got {x.dtype}; call .float() where its numbers fit"
         )
-    if arguments.needs_grad(x):
-        raise ValueError(
-            "x requires grad, and rounding to 8 bits has no gradient; call inside torch.no_grad(), or give x.detach()"
-        )
+    transforms.check("quantize", x=x, cu_seqlens=cu_seqlens)
     if per not in PER:
         raise ValueError(f"per must be one of {PER}, got {per!r}")
     if block not in BLOCKS:

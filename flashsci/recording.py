@@ -1,4 +1,4 @@
-"""A backward that is recorded for a derivative of its own: gradients of a computation done again, with a graph."""
+"""Gradients of a computation done again, with a graph: for a backward that is recorded, or along which there are tangents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def gradients(
     wanted: Sequence[bool],
     cotangents: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Gradients of ``<compute(*inputs), cotangents>`` by the inputs, which have gradients themselves; None where not wanted.
+    """Gradients of ``<compute(*inputs), cotangents>`` by the inputs, None where not wanted. They have a graph where grad mode is on, and
+    tangents where the cotangents or inputs have them.
 
     Args:
         compute: returns as many tensors as there are cotangents.
@@ -24,9 +25,14 @@ def gradients(
     """
     # Through aliases: one input may be computed from another, or be the same tensor, as q, k and v of one x are. What its
     # gradient then does to the other is for the graph between them, which would count it twice.
-    aliases = [x.view_as(x) if want else x for x, want in zip(inputs, wanted, strict=True)]
-    ends = [(x, g) for x, g in zip(compute(*aliases), cotangents, strict=True) if g is not None]
+    recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        aliases = [x.view_as(x) if want else x for x, want in zip(inputs, wanted, strict=True)]
+        computed = compute(*aliases)
+    ends = [(x, g) for x, g in zip(computed, cotangents, strict=True) if g is not None]
     leaves = [x for x, want in zip(aliases, wanted, strict=True) if want]
     outputs, given = zip(*ends, strict=True)
-    found = iter(torch.autograd.grad(outputs, leaves, given, create_graph=True, allow_unused=True))
+    found = iter(
+        torch.autograd.grad(outputs, leaves, given, create_graph=recorded, allow_unused=True)
+    )
     return [next(found) if want else None for want in wanted]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci import arguments, recording, registry
+from flashsci import arguments, recording, registry, transforms
 from flashsci.attention import attention, describe
 from flashsci.dispatch import seed_for
 from flashsci.errors import BackendError
@@ -110,7 +110,7 @@ def residual_attention(
     )
     q, k, v = autocast(q, k, v)
     bias = arguments.widened(bias, q.dtype)
-    needs_grad = arguments.needs_grad(q, k, v, bias)
+    needs_grad = transforms.needs_grad(q, k, v, bias)
     kernels = _LOADED[backend_of(q, k, v, bias, options, needs_grad, backend)]
     seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     if kernels is None or transforming():
@@ -337,7 +337,7 @@ def _gradients(
     """Gradients of q, k, v, bias where no kernel computes them: there are none, or they need some themselves. Else None."""
     if dout is None and dscores is None:
         return [None] * 4
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or transforming():
         return _recorded(tensors, wanted, options, dout, dscores)
     return None
 

@@ -67,7 +67,7 @@ class SecondOrder(torch.autograd.Function):
         gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if dout is None:
             return tuple(gradients)
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() or transforming()):
             gradients[0] = laid_out(dout, ctx.strides)
             return tuple(gradients)
         wanted = ctx.needs_input_grad[2:]

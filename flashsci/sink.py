@@ -91,7 +91,7 @@ class SinkForward(torch.autograd.Function):
         plan, wanted = ctx.plan, ctx.needs_input_grad[1:]
         if dout is None and dlse is None:
             return (None,) * (1 + len(wanted))
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transforming():  # for a derivative of its own
             return None, *_recorded(plan, [sink, *tensors], wanted, dout, dlse)
         saved = Saved(Tensors(*tensors), out, lse, plan.scalars)
         need = sum(1 << i for i, x in enumerate(wanted[1:6]) if x)

@@ -8,8 +8,18 @@ from torch import Tensor
 
 def transforming() -> bool:
     """Whether a functorch transform or forward-mode level is active, which sees only what an
-    autograd.Function shows it."""
-    return not torch.compiler.is_compiling() and transforming_eagerly()
+    autograd.Function shows it; for a compiler, among what it traces."""
+    if torch.compiler.is_compiling():
+        return _transforms_traced() or torch.autograd.forward_ad._current_level >= 0
+    return transforming_eagerly()
+
+
+def _transforms_traced() -> bool:
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+# Asked once per trace: a compiler enters the transforms that it traces, but cannot follow the question.
+_transforms_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def transforming_eagerly() -> bool:

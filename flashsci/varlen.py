@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci import arguments, fp8, registry
+from flashsci import arguments, fp8, registry, transforms
 from flashsci.dispatch import run, seed_for
 from flashsci.ops import Given, Tensors, packed
 from flashsci.plans import Plan, Run, as_given, gradients, keep, plans, present, repeated, signature
@@ -126,7 +126,7 @@ def varlen_attention(
         return fp8.packed(q, k, v, edges, longest, given, options, validate, backend)
     q, k, v = autocast(q, k, v)
     bias = arguments.widened(bias, q.dtype)
-    needs_grad = arguments.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
+    needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
     plan = _plan(
         q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), bias, key_weight, alibi_slopes, sink, options,
         needs_grad, backend,

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import flashsci
 import flashsci.distributed as fd
@@ -307,6 +308,39 @@ def agreement_of(mesh: Any, wrong: int, argument: str) -> Any:
                 argument
             ]
     return fd.attention(q, k, v, **given)
+
+
+def _by_dual_numbers(call: Any, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return call(forward_ad.make_dual(x, x))
+
+
+WAYS = {
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
+    "dual numbers": _by_dual_numbers,
+    "beside grad": lambda call, x: torch.func.grad(lambda y: call(x).sum() * y)(torch.ones(())),
+    "vmap": lambda call, x: torch.func.vmap(call)(torch.stack([x, x])),
+}
+
+
+def asked_of(mesh: Any, entry: str, name: str, way: str) -> Any:
+    """A call of which a transform asks something by one of its tensors."""
+    q, k, v = torch.randn(3, 2, 4, 6, 8)
+    given = dict(q=q, k=k, v=v, bias=torch.randn(1, 6, 12), key_weight=torch.rand(2, 4, 6))
+    call: Any = fd.attention
+    if entry == "varlen_attention":
+        q, k, v = torch.randn(3, 6, 4, 8)
+        weight, offsets = torch.rand(4, 6), torch.tensor([0, 5, 12], dtype=torch.int32)
+        given = dict(
+            q=q, k=k, v=v, cu_seqlens=offsets, bias=torch.randn(1, 1, 12), key_weight=weight
+        )
+        call = fd.varlen_attention
+    elif entry == "triangle_attention":
+        q, k, v = torch.randn(3, 6, 4, 12, 8)
+        given, call = dict(q=q, k=k, v=v, bias=torch.randn(4, 6, 12)), fd.triangle_attention
+    elif entry == "unshard":
+        given, call = dict(x=q), fd.unshard
+    return WAYS[way](lambda x: call(**given | {name: x}, mesh=mesh), given[name])
 
 
 def triangles(mesh: Any, rows: tuple[int, ...], strategy: str) -> list[Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flashsci import derivatives
 from flashsci.backends import reference
 from flashsci.backends.sdpa_kernels import Following, LaidOut, aligned, attend, finite, lost, on_gpu
 from flashsci.ops import Scalars, Tensors, plain
@@ -38,7 +39,7 @@ def rejects(problem: Problem) -> str | None:
     if problem.dropout_p:
         return "SDPA cannot drop by a given seed"
     if problem.key_weight_grad:
-        return "SDPA takes key_weight as its logarithm, whose derivative at zero is lost"
+        return derivatives.lacks("sdpa", "key_weight")
     if problem.alibi:
         return "SDPA has no ALiBi but as a bias of all pairs; build that bias"
     if problem.sink:

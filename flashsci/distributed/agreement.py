@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from flashsci import transforms
 from flashsci.distributed.collectives import all_gather
 
 Mesh = DeviceMesh
@@ -185,6 +186,21 @@ def _compare(table: list[dict[str, float]], free: frozenset[str]) -> None:
                 f"the ranks of the mesh call with different arguments: {name} is {found} by rank; only the rows of the "
                 "sequence may differ"
             )
+
+
+def check_transforms(entry: str, **tensors: Any) -> None:
+    """Refuse what transforms ask of the tensors of a call over several ranks, each rank by itself: within them no rank can talk to
+    another.
+
+    Raises:
+        ValueError: as :func:`flashsci.transforms.check`; or any of torch.func's transforms around the call.
+    """
+    transforms.check(entry, **{n: x for n, x in tensors.items() if isinstance(x, Tensor)})
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise ValueError(
+            "calls over several ranks cannot be made within torch.func's transforms, which collectives do not pass; differentiate "
+            "by torch.autograd.grad, or call outside of them"
+        )
 
 
 def refuse(group: Any, error: Exception) -> NoReturn:

@@ -80,8 +80,8 @@ def attention(
             before data moves, on all ranks.
         RuntimeError: another rank refused its arguments.
 
-    A second derivative is computed by the all-gather strategy, whatever the first one was. There is no dropout, and no
-    forward-mode derivative.
+    A second derivative is computed by the all-gather strategy, whatever the first one was. There is no dropout, no
+    forward-mode derivative and no ``torch.vmap``: they raise ValueError.
 
     Examples:
         >>> import torch, torch.distributed as dist
@@ -223,6 +223,11 @@ class Arguments(NamedTuple):
 def _attend(group: Any, tensors: tuple[Any, ...], given: Arguments) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's part, [..., H, S, D], once all ranks agree."""
     group_name = group.group_name
+    entry = "distributed.attention" if given.cu_seqlens is None else "distributed.varlen_attention"
+    names = ("q", "k", "v", "bias", "key_weight", "mask")
+    agreement.check_transforms(
+        entry, cu_seqlens=given.cu_seqlens, **dict(zip(names, tensors, strict=True))
+    )
     if torch.compiler.is_compiling():
         tensors, mine = _given(group_name, tensors, given)
         planned = plan.traced_plan(group_name, mine)

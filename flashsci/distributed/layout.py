@@ -120,6 +120,7 @@ def unshard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous")
     """
     check_layout(layout)
     group = agreement.group_of(mesh)
+    agreement.check_transforms("distributed.unshard", x=x)
     dim = dim % x.dim()
     said = agreement.tensor_fields("x", x, {dim: "rows"}) | {"dim": dim, "layout": layout}
     table = agreement.agree(group, said, agreement.rows("x"), x.device.type)

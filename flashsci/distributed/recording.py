@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flashsci import recording
+from flashsci.tracing import transforming
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
@@ -34,7 +35,7 @@ def backward(
 ) -> tuple[Any, ...]:
     """The gradients of all inputs, None where none is needed."""
     *tensors, out, lse = ctx.saved_tensors
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if transforming() or (torch.is_grad_enabled() and not torch.compiler.is_compiling()):
         needs = ctx.needs_input_grad[: len(tensors)]
         compute = functools.partial(_with_text, collected, ctx.call)
         found: Sequence[Tensor | None] = recording.gradients(compute, tensors, needs, (dout, dlse))

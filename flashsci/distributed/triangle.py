@@ -94,6 +94,9 @@ def triangle_attention(
         return flashsci.attention(
             q, k, v, bias=bias, mask=mask, return_lse=return_lse, **scores.options()
         )
+    agreement.check_transforms(
+        "distributed.triangle_attention", q=q, k=k, v=v, bias=bias, mask=mask
+    )
     name, given = group.group_name, (q, k, v, bias, mask, options, strategy)
     if torch.compiler.is_compiling():
         lengths = _constant_lengths(name, tuple(_fields(*given).items()), q.device.type)

@@ -13,6 +13,7 @@ from distributed_calls import (
     agreement_of,
     alone,
     asked_for,
+    asked_of,
     call_by_groups,
     compiled,
     compiled_triangle,
@@ -38,6 +39,7 @@ from ranks import Ranks
 
 import flashsci
 import flashsci.distributed
+from flashsci.derivatives import ENTRIES
 from flashsci.testing import Case, Variant
 from flashsci.testing.drawing import strategy_of
 from scripts.emulated_ranks import World, settled
@@ -105,6 +107,26 @@ def test_ranks_that_differ_all_raise_before_data_moves(ranks, argument):
         assert all("rank 1 of the mesh refused its arguments" in told[r] for r in (0, 2))
     else:
         assert all(text.startswith("ValueError: the ranks of the mesh") for text in told)
+
+
+@pytest.mark.parametrize(
+    "entry, name",
+    [
+        (entry.removeprefix("distributed."), name)
+        for entry, rules in ENTRIES.items()
+        for name, rule in rules.rules.items()
+        if entry.startswith("distributed.") and not rule.forward and name != "mask"
+    ],
+)
+def test_forward_mode_and_vmap_are_refused_before_data_moves(ranks, entry, name):
+    asks = {"beside grad": "within torch.func's transforms"}
+    asks |= {"vmap": f"no batching rule and torch.vmap maps {name}"}
+    if name != "cu_seqlens":
+        says = f"no forward-mode derivatives and {name} has a tangent"
+        asks |= {"jvp": says, "dual numbers": says}
+    for way, says in asks.items():
+        for _, error in ranks.outcomes(asked_of, 2, entry=entry, name=name, way=way):
+            assert error is not None and says in error[0], error
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])

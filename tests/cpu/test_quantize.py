@@ -170,7 +170,7 @@ def test_nothing_to_round():
     [
         (TypeError, "x must be a torch.Tensor, got list", [1.0], {}),
         (TypeError, r"float16, bfloat16 or float32, got torch.float64; call .float\(\)", torch.zeros(2, 8).double(), {}),
-        (ValueError, r"rounding to 8 bits has no gradient; call inside torch.no_grad", torch.zeros(2, 8, requires_grad=True), {}),
+        (ValueError, r"rounding to 8 bits has no gradients and x requires one; call inside torch.no_grad", torch.zeros(2, 8, requires_grad=True), {}),
         (ValueError, r"per must be one of \('tensor', 'head', 'block'\), got 'row'", torch.zeros(2, 8), {"per": "row"}),
         (ValueError, "block must be 128 or 64 rows, got 32", torch.zeros(2, 8), {"block": 32}),
         (ValueError, r"at least two dims \[S, D\]", torch.zeros(8), {}),

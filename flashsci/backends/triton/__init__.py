@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashsci import fp8_ops, ops
+from flashsci import derivatives, fp8_ops, ops
 from flashsci.ops import Saved, Scalars, Tensors
 from flashsci.problem import Problem
 
@@ -84,10 +84,7 @@ def rejects(problem: Problem) -> str | None:
             "use float16 or float32"
         )
     if problem.alibi_grad:
-        return (
-            "ALiBi slopes have no gradient in the Triton kernels; detach them, or write learnt ones "
-            "as a bias"
-        )
+        return derivatives.lacks("triton", "alibi_slopes")
     if problem.sink and problem.key_weight_grad:
         return "key weights beside a sink have no gradient here, where a row's may all be zero"
     if max(problem.head_dim, problem.head_dim_v) > launch.MAX_HEAD_DIM:
