@@ -341,25 +341,29 @@ _escaped = torch._C._functorch.is_functorch_wrapped_tensor
 _transforms = torch._C._are_functorch_transforms_active
 _modes = torch._C._len_torch_dispatch_stack
 _profiled = torch.autograd._profiler_enabled
+_tracing = torch._C._get_tracing_state  # of torch.jit.trace
+is_legacy_batch = torch._C._functorch.is_legacy_batchedtensor
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _OPTIONS = frozenset((NoneType, bool, int, float, str))
 
 
 def unseen() -> bool:
-    """Whether nobody is to see the ops of a call: no compiler, functorch transform, mode or profiler."""
+    """Whether nobody is to see the ops of a call: no compiler, functorch transform, mode or profiler. (torch.jit.trace is left to
+    :func:`plain` and to the comparison of repeated calls, which sees its dispatch key.)"""
     return not (is_compiling() or _transforms() or _modes() or _profiled())
 
 
 def plain(given: Sequence[Any]) -> bool:
-    """Whether a call may go past torch: it is :func:`unseen`, and
-    its arguments are what they seem: no subclass, no symbol, no tensor that escaped from a functorch transform, none whose
-    memory holds its negative (the imaginary part of a conjugate) or, being zero, nothing."""
-    if not unseen():
+    """Whether a call may go past torch: it is :func:`unseen`, nobody traces it, and
+    its arguments are what they seem: no subclass, no symbol, no tensor that escaped from a functorch transform, no batch of the
+    vmap behind ``is_grads_batched``, none whose memory holds its negative (the imaginary part of a conjugate) or, being zero,
+    nothing."""
+    if not unseen() or _tracing() is not None:
         return False
     for x in given:
         kind = type(x)
         if kind in _TENSORS:
-            if x.is_neg() or x._is_zerotensor() or _escaped(x):
+            if x.is_neg() or x._is_zerotensor() or _escaped(x) or is_legacy_batch(x):
                 return False
         elif kind not in _OPTIONS:
             return False
