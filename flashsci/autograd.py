@@ -24,7 +24,15 @@ from torch import Tensor
 from flashsci import registry
 from flashsci.errors import BackendError
 from flashsci.ops import (
-    LIBRARY, PASSES, Saved, Scalars, Tangents, Tensors, is_legacy_batch, packed, plain,
+    LIBRARY,
+    PASSES,
+    Saved,
+    Scalars,
+    Tangents,
+    Tensors,
+    is_legacy_batch,
+    packed,
+    plain,
 )  # fmt: skip
 from flashsci.plans import Plan
 from flashsci.tracing import transforming

@@ -75,6 +75,15 @@ class Tensors(NamedTuple):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return Tensors(q, k, v, bias, *others)
 
+    def laid_out(self) -> Tensors:
+        """With copies of q, k, v, offsets and seed where they do not lie in memory as kernels read them. What comes back from
+        saved-tensor hooks may have any strides."""
+        rows = self.inner_contiguous(None)
+        if all(x is None or x.is_contiguous() for x in rows[6:10]):
+            return rows
+        whole = (None if x is None else x.contiguous() for x in rows[6:10])
+        return Tensors(*rows[:6], *whole, rows.alibi_slopes)
+
 
 #: What a prepared function takes: the fields of :class:`Tensors` in their order, in whatever sequence is at hand.
 Given = Sequence[Any]
