@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from flashsci.tracing import is_traced
+
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 
 
 def with_inner_keys(bias: Tensor) -> Tensor:
-    """A copy whose keys are neighbours, laid out as :func:`empty_with_inner_keys` says."""
-    if torch.compiler.is_compiling():
+    """A copy whose keys are neighbours, laid out as :func:`empty_with_inner_keys` says; contiguous where the call is recorded, whose
+    length may be another in the next."""
+    if torch.compiler.is_compiling() or is_traced():
         return bias.contiguous()
     return empty_with_inner_keys(bias).copy_(bias)
 
@@ -173,6 +176,15 @@ DOUBLE_BACKWARD_SCHEMA = (
 NEED_Q, NEED_K, NEED_V, NEED_BIAS, NEED_KEY_WEIGHT, NEED_DOUT, NEED_DLSE = 1, 2, 4, 8, 16, 32, 64
 
 
+def _less(a: int, b: int) -> bool:
+    """Whether a < b; False where a compiler cannot tell, of strides over a length that the data decides."""
+    if type(a) is int and type(b) is int:
+        return a < b
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(a < b)
+
+
 def _memory_order(x: Tensor) -> list[int]:
     """All dims but the last, the largest stride first; equal strides keep their order."""
     stride = x.stride()
@@ -181,7 +193,7 @@ def _memory_order(x: Tensor) -> list[int]:
         x.dim() - 1
     ):  # by comparisons alone: torch.compile cannot sort symbolic strides
         place = len(order)
-        while place > 0 and stride[order[place - 1]] < stride[dim]:
+        while place > 0 and _less(stride[order[place - 1]], stride[dim]):
             place -= 1
         order.insert(place, dim)
     return order
@@ -350,7 +362,7 @@ _escaped = torch._C._functorch.is_functorch_wrapped_tensor
 _transforms = torch._C._are_functorch_transforms_active
 _modes = torch._C._len_torch_dispatch_stack
 _profiled = torch.autograd._profiler_enabled
-_tracing = torch._C._get_tracing_state  # of torch.jit.trace
+
 is_legacy_batch = torch._C._functorch.is_legacy_batchedtensor
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _OPTIONS = frozenset((NoneType, bool, int, float, str))
@@ -367,7 +379,7 @@ def plain(given: Sequence[Any]) -> bool:
     its arguments are what they seem: no subclass, no symbol, no tensor that escaped from a functorch transform, no batch of the
     vmap behind ``is_grads_batched``, none whose memory holds its negative (the imaginary part of a conjugate) or, being zero,
     nothing."""
-    if not unseen() or _tracing() is not None:
+    if not unseen() or is_traced():
         return False
     for x in given:
         kind = type(x)
