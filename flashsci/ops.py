@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flashsci.tracing import is_traced
+from flashsci.tracing import holds, is_traced
 
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 
@@ -176,15 +176,6 @@ DOUBLE_BACKWARD_SCHEMA = (
 NEED_Q, NEED_K, NEED_V, NEED_BIAS, NEED_KEY_WEIGHT, NEED_DOUT, NEED_DLSE = 1, 2, 4, 8, 16, 32, 64
 
 
-def _less(a: int, b: int) -> bool:
-    """Whether a < b; False where a compiler cannot tell, of strides over a length that the data decides."""
-    if type(a) is int and type(b) is int:
-        return a < b
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return guard_or_false(a < b)
-
-
 def _memory_order(x: Tensor) -> list[int]:
     """All dims but the last, the largest stride first; equal strides keep their order."""
     stride = x.stride()
@@ -193,7 +184,7 @@ def _memory_order(x: Tensor) -> list[int]:
         x.dim() - 1
     ):  # by comparisons alone: torch.compile cannot sort symbolic strides
         place = len(order)
-        while place > 0 and _less(stride[order[place - 1]], stride[dim]):
+        while place > 0 and holds(stride[order[place - 1]] < stride[dim]):
             place -= 1
         order.insert(place, dim)
     return order
@@ -216,7 +207,8 @@ def empty_like_layout(
     step = shape[-1]
     for dim in reversed(order):
         strides[dim] = step
-        step = step * max(shape[dim], 1)
+        size = shape[dim]
+        step = step * (max(size, 1) if type(size) is int else torch.sym_max(size, 1))
     return like.new_empty_strided(shape, strides, dtype=dtype)
 
 

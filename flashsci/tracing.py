@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,15 @@ def is_recorded() -> bool:
     return (
         torch.compiler.is_compiling() or is_traced() or torch._C._len_torch_dispatch_stack() > 0
     )
+
+
+def holds(condition: Any, unknown: bool = False) -> bool:
+    """A condition on sizes or strides; ``unknown`` where a compiler cannot tell, since they depend on the data."""
+    if type(condition) is bool and not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+    return bool(guard_or_true(condition) if unknown else guard_or_false(condition))
 
 
 def transforming() -> bool:
