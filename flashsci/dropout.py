@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from flashsci import drawn_seed
+
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
@@ -38,7 +40,9 @@ def philox4x32(
 def draw_seed(device: torch.device) -> Tensor:
     """An int64[2] (seed, offset) from torch's generator of that device: safe to capture in a CUDA
     graph."""
-    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
+    if torch.compiler.is_compiling():
+        return drawn_seed.draw_recorded(device)
+    return drawn_seed.draw(device)
 
 
 def keep_threshold(dropout_p: float) -> int:
