@@ -14,7 +14,7 @@ from flashsci.dispatch import run, seed_for
 from flashsci.ops import Given, Tensors
 from flashsci.plans import Plan, as_given, gradients, keep, plans, present, repeated, signature
 from flashsci.problem import has_inner_heads, sums_bias
-from flashsci.tracing import autocast, rounds_products
+from flashsci.tracing import autocast, is_traced, rounds_products, tracer_paused
 
 FP8 = fp8.FP8  # one look-up: every call asks
 
@@ -210,6 +210,14 @@ def _plan(
         return _make_plan(
             q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
         )
+    if is_traced():
+        with tracer_paused():
+            plan = _make_plan(
+                q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
+            )
+        if plan.leading is not None:
+            plan.leading = _leading(q, k, v)  # of sizes that the tracer follows
+        return plan
     key = (
         *signature(q, k, v, bias, key_weight, mask, alibi_slopes, sink),
         options,
@@ -370,7 +378,7 @@ def _aligned(
 
     def expanded(x: Tensor) -> Tensor:
         # One that has the dims already is spared a view, and autograd a node; a compiler would make it a condition.
-        if not torch.compiler.is_compiling() and x.shape[:-3] == leading:
+        if not (torch.compiler.is_compiling() or is_traced()) and x.shape[:-3] == leading:
             return x
         return x.expand(*leading, *x.shape[-3:])
 

@@ -24,7 +24,17 @@ from torch import Tensor
 
 from flashsci import registry
 from flashsci.errors import BackendError
-from flashsci.ops import LIBRARY, Saved, Scalars, Tangents, Tensors, packed, plain
+from flashsci.ops import (
+    LIBRARY,
+    PASSES,
+    Saved,
+    Scalars,
+    Tangents,
+    Tensors,
+    is_legacy_batch,
+    packed,
+    plain,
+)  # fmt: skip
 from flashsci.plans import Plan
 from flashsci.tracing import transforming
 
@@ -115,8 +125,13 @@ def _backward(backend: str, dout: Any, dlse: Any, saved: Saved, need: int) -> _G
         return _NOTHING
     transformed = transforming()
     if torch.is_grad_enabled() or transformed:
-        node = Backward if transformed or torch.compiler.is_compiling() else EagerBackward
-        found = node.apply(backend, dout, dlse, *saved.flat(), need)
+        given = backend, dout, dlse, *saved.flat(), need
+        if transformed or torch.compiler.is_compiling():
+            found = Backward.apply(*given)
+        elif _any_batch(dout, dlse):
+            found = torch.ops.flashsci.recorded_backward(*given)
+        else:
+            found = EagerBackward.apply(*given)
     else:
         found = registry.backward(backend, dout, dlse, saved, need)
     return _needed(found, need)
@@ -129,12 +144,30 @@ def _double_backward(
     if all(t is None for t in tangents) or not need:
         return (None,) * (_LEAVES + 2)
     if torch.is_grad_enabled() or transforming():
-        fixed = guarded((dout, dlse, *saved.tensors, saved.out, saved.lse), THIRD)
-        found = DoubleBackward.apply(backend, *tangents, *fixed, *saved.scalars, need)
+        given = backend, *tangents, dout, dlse, *saved.flat(), need
+        if not torch.compiler.is_compiling() and _any_batch(*tangents, dout, dlse):
+            found = torch.ops.flashsci.recorded_double_backward(*given)
+        else:
+            found = _recorded_double_backward(*given)
     else:
         module = registry.second_order(backend, saved.tensors)
         found = module.double_backward(tangents, dout, dlse, saved, need)
     return _needed(found, need)
+
+
+def _recorded_double_backward(backend: str, *given: Any) -> tuple[Tensor, ...]:
+    """The node of :func:`_double_backward`, behind guards; inputs are those of the pass."""
+    tangents, dout, dlse, saved, need = PASSES["double_backward"].grouped(*given)
+    fixed = guarded((dout, dlse, *saved.tensors, saved.out, saved.lse), THIRD)
+    found: tuple[Tensor, ...] = DoubleBackward.apply(
+        backend, *tangents, *fixed, *saved.scalars, need
+    )
+    return found
+
+
+def _any_batch(*tensors: Tensor | None) -> bool:
+    """Whether one of these is a batch of the vmap behind ``is_grads_batched``. An autograd.Function loses its graph there."""
+    return any(x is not None and is_legacy_batch(x) for x in tensors)
 
 
 def _along(
@@ -392,6 +425,14 @@ class DoubleBackward(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         _refuse(FORWARD_TWICE)
 
+
+# The nodes of a recorded backward as ops, which that vmap runs sample by sample, each with a graph.
+for what, record in (
+    ("backward", lambda *given: EagerBackward.apply(*given)),
+    ("double_backward", _recorded_double_backward),
+):
+    LIBRARY.define(f"recorded_{what}" + PASSES[what].schema.replace("(", "(str backend, ", 1))
+    LIBRARY.impl(f"recorded_{what}", record, "CompositeImplicitAutograd")
 
 # Dynamo cannot trace Functions that define jvp; as graph nodes they compile.
 for node in (Guard, Forward, Backward, Jvp, DoubleBackward):

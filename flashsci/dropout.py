@@ -6,9 +6,12 @@ Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC11.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from flashsci import drawn_seed
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -38,7 +41,9 @@ def philox4x32(
 def draw_seed(device: torch.device) -> Tensor:
     """An int64[2] (seed, offset) from torch's generator of that device: safe to capture in a CUDA
     graph."""
-    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
+    if torch.compiler.is_compiling():
+        return drawn_seed.draw_recorded(device)
+    return drawn_seed.draw(device)
 
 
 def keep_threshold(dropout_p: float) -> int:
@@ -49,6 +54,14 @@ def keep_threshold(dropout_p: float) -> int:
 def keep_mask(seed: Tensor, dropout_p: float, rows: Tensor, seq_q: int, seq_k: int) -> Tensor:
     """Bool ``rows.shape + [seq_q, seq_k]``: True where P is kept, for flat batch-head indices
     ``rows`` (b * Hq + h)."""
+    if torch.compiler.is_compiling():
+        # As an op: inductor's code for these products of 64-bit integers gives other numbers (torch 2.13, CPU).
+        found: Tensor = torch.ops.flashsci.keep_mask(seed, dropout_p, rows, seq_q, seq_k)
+        return found
+    return _keep_mask(seed, dropout_p, rows, seq_q, seq_k)
+
+
+def _keep_mask(seed: Tensor, dropout_p: float, rows: Tensor, seq_q: int, seq_k: int) -> Tensor:
     device = seed.device
     zero = torch.zeros((), dtype=torch.int64, device=device)
     key = (seed[0] & _LOW, (seed[0] >> 32) & _LOW)
@@ -57,6 +70,34 @@ def keep_mask(seed: Tensor, dropout_p: float, rows: Tensor, seq_q: int, seq_k: i
     counter = (zero + (seed[1] & _LOW), rows[..., None, None], i, block)
     words = torch.stack(torch.broadcast_tensors(*philox4x32(key, counter)), dim=-1)
     return words.flatten(-2)[..., :seq_k] >= keep_threshold(dropout_p)
+
+
+def _mapped_mask(
+    info: Any, dims: tuple[Any, ...], seed: Tensor, dropout_p: float, rows: Tensor, *sizes: int
+) -> tuple[Tensor, int]:
+    """A mask for each sample."""
+    seeds, all_rows = (
+        x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in ((seed, dims[0]), (rows, dims[2]))
+    )
+    each = [
+        torch.ops.flashsci.keep_mask(seeds[n], dropout_p, all_rows[n], *sizes)
+        for n in range(info.batch_size)
+    ]
+    return torch.stack(each), 0
+
+
+LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
+LIBRARY.define(
+    "keep_mask(Tensor seed, float dropout_p, Tensor rows, SymInt seq_q, SymInt seq_k) -> Tensor"
+)
+LIBRARY.impl("keep_mask", _keep_mask, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "flashsci::keep_mask",
+    lambda seed, dropout_p, rows, *sizes: rows.new_empty(*rows.shape, *sizes, dtype=torch.bool),
+    lib=LIBRARY,
+)
+torch.library.register_vmap("flashsci::keep_mask", _mapped_mask, lib=LIBRARY)
 
 
 def dropout_mask(

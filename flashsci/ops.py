@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from flashsci.tracing import holds, is_traced
+
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 
 
 def with_inner_keys(bias: Tensor) -> Tensor:
-    """A copy whose keys are neighbours, laid out as :func:`empty_with_inner_keys` says."""
-    if torch.compiler.is_compiling():
+    """A copy whose keys are neighbours, laid out as :func:`empty_with_inner_keys` says; contiguous where the call is recorded, whose
+    length may be another in the next."""
+    if torch.compiler.is_compiling() or is_traced():
         return bias.contiguous()
     return empty_with_inner_keys(bias).copy_(bias)
 
@@ -74,6 +77,15 @@ class Tensors(NamedTuple):
             return self
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return Tensors(q, k, v, bias, *others)
+
+    def laid_out(self) -> Tensors:
+        """With copies of q, k, v, offsets and seed where they do not lie in memory as kernels read them. What comes back from
+        saved-tensor hooks may have any strides."""
+        rows = self.inner_contiguous(None)
+        if all(x is None or x.is_contiguous() for x in rows[6:10]):
+            return rows
+        whole = (None if x is None else x.contiguous() for x in rows[6:10])
+        return Tensors(*rows[:6], *whole, rows.alibi_slopes)
 
 
 #: What a prepared function takes: the fields of :class:`Tensors` in their order, in whatever sequence is at hand.
@@ -172,7 +184,7 @@ def _memory_order(x: Tensor) -> list[int]:
         x.dim() - 1
     ):  # by comparisons alone: torch.compile cannot sort symbolic strides
         place = len(order)
-        while place > 0 and stride[order[place - 1]] < stride[dim]:
+        while place > 0 and holds(stride[order[place - 1]] < stride[dim]):
             place -= 1
         order.insert(place, dim)
     return order
@@ -195,7 +207,8 @@ def empty_like_layout(
     step = shape[-1]
     for dim in reversed(order):
         strides[dim] = step
-        step = step * max(shape[dim], 1)
+        size = shape[dim]
+        step = step * (max(size, 1) if type(size) is int else torch.sym_max(size, 1))
     return like.new_empty_strided(shape, strides, dtype=dtype)
 
 
@@ -341,25 +354,29 @@ _escaped = torch._C._functorch.is_functorch_wrapped_tensor
 _transforms = torch._C._are_functorch_transforms_active
 _modes = torch._C._len_torch_dispatch_stack
 _profiled = torch.autograd._profiler_enabled
+
+is_legacy_batch = torch._C._functorch.is_legacy_batchedtensor
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _OPTIONS = frozenset((NoneType, bool, int, float, str))
 
 
 def unseen() -> bool:
-    """Whether nobody is to see the ops of a call: no compiler, functorch transform, mode or profiler."""
+    """Whether nobody is to see the ops of a call: no compiler, functorch transform, mode or profiler. (torch.jit.trace is left to
+    :func:`plain` and to the comparison of repeated calls, which sees its dispatch key.)"""
     return not (is_compiling() or _transforms() or _modes() or _profiled())
 
 
 def plain(given: Sequence[Any]) -> bool:
-    """Whether a call may go past torch: it is :func:`unseen`, and
-    its arguments are what they seem: no subclass, no symbol, no tensor that escaped from a functorch transform, none whose
-    memory holds its negative (the imaginary part of a conjugate) or, being zero, nothing."""
-    if not unseen():
+    """Whether a call may go past torch: it is :func:`unseen`, nobody traces it, and
+    its arguments are what they seem: no subclass, no symbol, no tensor that escaped from a functorch transform, no batch of the
+    vmap behind ``is_grads_batched``, none whose memory holds its negative (the imaginary part of a conjugate) or, being zero,
+    nothing."""
+    if not unseen() or is_traced():
         return False
     for x in given:
         kind = type(x)
         if kind in _TENSORS:
-            if x.is_neg() or x._is_zerotensor() or _escaped(x):
+            if x.is_neg() or x._is_zerotensor() or _escaped(x) or is_legacy_batch(x):
                 return False
         elif kind not in _OPTIONS:
             return False

@@ -104,7 +104,7 @@ class Plan:
         """As :meth:`backward` where it has computed as much before; else None, of tensors of any kind. ``saved``: with out and
         lse."""
         kept = self._backwards.get((need, dout is None, dlse is None))
-        if kept is None or not _alone():
+        if kept is None or not alone():
             return None
         run = repeats.find(kept, [x for x in (*saved, dout, dlse) if x is not None])
         if run is None:
@@ -123,15 +123,29 @@ class Plan:
         *tensors, out, lse = saved
         run = self._backwards.get(key)
         if run is None:
-            kept = Saved(Tensors(*tensors), out, lse, self.scalars)
+            given = Tensors(*tensors)
+            kept = Saved(given.laid_out(), out, lse, self.scalars)
             run = registry.prepared_backward(self.backend, dout, dlse, kept, need)
+            if kept.tensors is not given:
+                run = _laying_out(run)
             if len(self._backwards) >= MOST_BACKWARDS:
                 self._backwards.clear()
             self._backwards[key] = run
-        given = [x for x in (*saved, dout, dlse) if x is not None]
-        repeats.keep(self._backwards, (need, dout is None, dlse is None), given, run)
+        present = [x for x in (*saved, dout, dlse) if x is not None]
+        repeats.keep(self._backwards, (need, dout is None, dlse is None), present, run)
         found: Gradients = run(dout, dlse, tensors, out, lse)
         return found
+
+
+def _laying_out(run: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """A prepared backward for tensors that must be copied first."""
+
+    def backward(
+        dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
+    ) -> Gradients:
+        return run(dout, dlse, Tensors(*tensors).laid_out(), out, lse)
+
+    return backward
 
 
 # By what decides them; the entry points make the keys. Those of repeated calls are among them, so that none outlives its plan.
@@ -150,7 +164,7 @@ def keep(key: tuple[Any, ...], plan: Any) -> Any:
 Call = tuple[Any, Sequence[Tensor]]  # by what it is known again
 
 
-def _alone() -> bool:
+def alone() -> bool:
     """Whether nobody sees a call's ops, nor has tangents, which no comparison of tensors sees."""
     return unseen() and forward_ad._current_level < 0
 
@@ -173,7 +187,7 @@ def repeated(
         given: all tensors that there are, q and k first.
         options: all further arguments; window and backend apart.
     """
-    if not _alone():
+    if not alone():
         return None, None
     try:
         q = given[0]

@@ -103,7 +103,16 @@ EAGER = Backend("eager", "flashsci.backends.eager")
 
 # Triton where "auto" chose it: who asks for Triton by name gets its gradients too.
 AUTO_TRITON = Backend("auto:triton", "flashsci.backends.triton")
-_ALL = {**BACKENDS, **GENERATIONS, EAGER.name: EAGER, AUTO_TRITON.name: AUTO_TRITON}
+
+# The reference's packed calls where a compiler or tracer records them.
+RECORDED = Backend("reference:packed", "flashsci.backends.reference_packed")
+_ALL = {
+    **BACKENDS,
+    **GENERATIONS,
+    EAGER.name: EAGER,
+    AUTO_TRITON.name: AUTO_TRITON,
+    RECORDED.name: RECORDED,
+}
 
 FORWARD_OF_CUDA = frozenset(("cuda", *GENERATIONS))
 
@@ -587,6 +596,15 @@ def decide(*arguments: Any) -> str:
 # What torch.compiler.assume_constant_result sets, without importing the compiler: decided once per
 # trace.
 decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def load_recorded_reference() -> str:
+    """The name of RECORDED, whose module is then in LOADED."""
+    LOADED[RECORDED.name] = kernels(RECORDED.name)
+    return RECORDED.name
+
+
+load_recorded_reference._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernels(name: str) -> Any:

@@ -15,12 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci import arguments, recording, registry, transforms
+from flashsci import arguments, recording, registry, repeats, transforms
 from flashsci.attention import attention, describe
 from flashsci.dispatch import seed_for
 from flashsci.errors import BackendError
 from flashsci.ops import plain
-from flashsci.plans import as_given, gradients, keep, plans, remember, repeated, signature
+from flashsci.plans import (
+    alone,
+    as_given,
+    gradients,
+    keep,
+    plans,
+    remember,
+    repeated,
+    signature,
+)  # fmt: skip
 from flashsci.residual_ops import Kernels, ResidualCall, scores_dtype
 from flashsci.tracing import autocast, transforming
 
@@ -120,8 +129,9 @@ def residual_attention(
     direct = plain((q, k, v, bias, seed))
     call = as_given(call, q, k, v, bias)
     if direct and call is not None and _fits(q, k, v, bias):
-        prepared = kernels.prepared(ResidualCall(q, k, v, bias, seed, *wanted))
-        run = functools.partial(_again, prepared, needs_grad)
+        run = functools.partial(
+            _again, Repeated(kernels, call_of(q, k, v, bias, seed, *wanted)), needs_grad
+        )
         remember(call, run)
         return run((q, k, v, bias))
     leading, heads = _outer(q, k, v)
@@ -144,14 +154,42 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
     return bias is None or (bias.dim() == 4 and bias.stride(-1) == 1)
 
 
+class Repeated:
+    """What computes plain calls like one before, and their gradients."""
+
+    def __init__(self, kernels: Kernels, call: ResidualCall) -> None:
+        self.kernels, self.prepared = kernels, kernels.prepared(call)
+        self.options = call[5:]
+        self._backwards: dict[tuple[bool, ...], Any] = {}
+
+    def backward(
+        self, dout: Tensor | None, dscores: Tensor | None, saved: Sequence[Any], need_bias: bool
+    ) -> Sequence[Tensor | None]:
+        """dq, dk, dv and the gradient of the scores; ``saved``: q, k, v, bias, seed, out, lse, scores, of any kind and strides,
+        which hooks of saved tensors decide."""
+        *tensors, out, lse, scores = saved
+        given = [x for x in (dout, dscores, *saved) if x is not None]
+        key = need_bias, dout is None, dscores is None
+        kept = self._backwards.get(key)
+        run = repeats.find(kept, given) if kept is not None and alone() else None
+        if run is None:
+            if not plain(given):
+                call = call_of(*tensors, *self.options)
+                return self.kernels.backward(dout, dscores, call, out, lse, scores, need_bias)
+            run = self.prepared.backward(dout, dscores, tensors, out, lse, scores, need_bias)
+            repeats.keep(self._backwards, key, given, run)
+        found: Sequence[Tensor | None] = run(dout, dscores, tensors, out, lse, scores)
+        return found
+
+
 def _again(
-    prepared: Any, needs_grad: bool, given: tuple[Tensor | None, ...]
+    kept: Repeated, needs_grad: bool, given: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, Tensor]:
     """A call like one before."""
     if needs_grad:
-        results: tuple[Tensor, Tensor] = _apply(prepared, *given)
+        results: tuple[Tensor, Tensor] = _apply(kept, *given)
         return results
-    out, _, scores = prepared.forward(*given, None)
+    out, _, scores = kept.prepared.forward(*given, None)
     return out, scores
 
 
@@ -296,20 +334,19 @@ class DirectResidual(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, prepared: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+        ctx: Any, kept: Repeated, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        ctx.prepared = prepared
+        ctx.kept = kept
         given = q, k, v, bias, None
-        return _kept(ctx, given, *prepared.forward(*given))
+        return _kept(ctx, given, *kept.prepared.forward(*given))
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dscores: Tensor | None) -> tuple[Any, ...]:
-        *tensors, out, lse, scores = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1:]
-        prepared = ctx.prepared
-        found = _gradients(prepared.options, tensors, wanted, dout, dscores)
+        saved, wanted, kept = ctx.saved_tensors, ctx.needs_input_grad[1:], ctx.kept
+        tensors = saved[:5]
+        found = _gradients(kept.options, tensors, wanted, dout, dscores)
         if found is None:
-            rows = prepared.backward(dout, dscores, tensors, out, lse, scores, wanted[3])
+            rows = kept.backward(dout, dscores, saved, wanted[3])
             found = _summed(rows, wanted, tensors[3])
         return (None, *found)
 
@@ -358,11 +395,11 @@ def _summed(
 def call_of(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None, *options: Any
 ) -> ResidualCall:
-    """With a copy of a bias whose keys are not neighbours in memory."""
+    """With copies of what does not lie in memory as kernels read it, a bias whose keys are not neighbours among it. What comes back
+    from saved-tensor hooks may have any strides."""
     if bias is not None and bias.stride(-1) != 1:
-        given = ResidualCall(q, k, v, bias, seed, *options).tensors.inner_contiguous()
-        bias = given.bias
-    return ResidualCall(q, k, v, bias, seed, *options)
+        bias = ResidualCall(q, k, v, bias, seed, *options).tensors.inner_contiguous().bias
+    return ResidualCall(q, k, v, bias, seed, *options).laid_out()
 
 
 def _recorded(

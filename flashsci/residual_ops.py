@@ -39,6 +39,13 @@ class ResidualCall(NamedTuple):
             -1, -1, self.scale, 0.0, -1, -1, False, self.dropout_p, self.precision, False
         )
 
+    def laid_out(self) -> ResidualCall:
+        """As Tensors.laid_out: itself, or with copies."""
+        given, whole = self.tensors, self.tensors.laid_out()
+        if all(a is b for a, b in zip(given, whole, strict=True)):
+            return self
+        return ResidualCall(*whole[:4], whole.dropout_seed, *self[5:])
+
     @property
     def score_shape(self) -> tuple[int, ...]:
         return (*self.q.shape[:-1], self.k.shape[-2])
@@ -71,7 +78,8 @@ class Kernels(NamedTuple):
     need_bias). ``scores``, which are read where they are float32, may be None: they are computed again, from the bias."""
     prepared: Callable[[ResidualCall], Any]
     """Both for plain tensors of the signature of a call's: ``forward(q, k, v, bias, dropout_seed)``, and ``backward(dout, dscores,
-    (q, k, v, bias, dropout_seed), out, lse, scores, need_bias)`` with None in the place of what is empty."""
+    (q, k, v, bias, dropout_seed), out, lse, scores, need_bias)``, which returns what computes the gradients of all tensors of the
+    signature of these, in their order, with None in the place of what is empty."""
 
 
 def empty_scores(q: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

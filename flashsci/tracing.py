@@ -2,8 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
+
+_tracing_state = torch._C._get_tracing_state
+
+
+def is_traced() -> bool:
+    """Whether torch.jit.trace records ops: sizes are tensors then."""
+    return _tracing_state() is not None
+
+
+@contextmanager
+def tracer_paused() -> Iterator[None]:
+    """Sizes are numbers inside, also under torch.jit.trace, which records nothing of what is decided by them."""
+    state = _tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)
+
+
+def is_recorded() -> bool:
+    """Whether a call becomes part of a program that runs later, or other than real tensors go through it: a compiler, a tracer or
+    a dispatch mode sees its ops."""
+    return (
+        torch.compiler.is_compiling() or is_traced() or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def holds(condition: Any, unknown: bool = False) -> bool:
+    """A condition on sizes or strides; ``unknown`` where a compiler cannot tell, since they depend on the data."""
+    if type(condition) is bool and not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+    return bool(guard_or_true(condition) if unknown else guard_or_false(condition))
 
 
 def transforming() -> bool:

@@ -20,7 +20,7 @@ from flashsci.dropout import keep_mask
 from flashsci.fp8_ops import FP8, lacks
 from flashsci.ops import Saved, Scalars, Tensors
 from flashsci.problem import Problem
-from flashsci.tracing import casts_to, rounds_products
+from flashsci.tracing import casts_to, holds, rounds_products
 
 FUSED = False
 
@@ -190,7 +190,9 @@ def _dense_forward(
     if key_weight is not None:
         weights = _weights(key_weight, q.shape[-3] if q.dim() > 2 else 1, scores.dtype)
         peaks = peaks + weights.detach().log()
-    top = peaks.amax(-1, keepdim=True) if k.shape[-2] else peaks.new_zeros(*peaks.shape[:-1], 1)
+    if holds(k.shape[-2] == 0, unknown=True):
+        peaks = torch.cat((peaks, peaks.new_full((*peaks.shape[:-1], 1), float("-inf"))), -1)
+    top = peaks.amax(-1, keepdim=True)
     if sink is not None:
         sink = sink.to(scores.dtype)
         sink = sink[:, None, None] if q.dim() > 2 else sink[:, None]

@@ -145,13 +145,15 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, dbias, dkey_weight; what `backward_kernels` refuses must not come here."""
     _require_served(saved.tensors, saved.scalars)
-    tensors = saved.tensors
+    tensors = layouts.whole_rows(saved.tensors.laid_out())
     q, k, v, _, weights, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
     out, lse = saved.out, saved.lse.contiguous()
     if dout is not None and dout.stride(-1) != 1:
         dout = dout.contiguous()
     if out.stride(-1) != 1:
         out = out.contiguous()
+    if weights is not None:
+        out, dout = layouts.on_16_bytes(out), None if dout is None else layouts.on_16_bytes(dout)
     inputs = q, k, v, layouts.bias_or_weights(tensors), mask, cu_seqlens_q, cu_seqlens_k, out, lse
     options = *_options(saved.scalars), saved.scalars.deterministic, generation
     if weights is None:

@@ -62,13 +62,15 @@ def whole_rows(tensors: Tensors) -> Tensors:
     """With key weights rows of q, k and v that begin at multiples of 16 bytes: there is no kernel for others."""
     if tensors.key_weight is None:
         return tensors
+    q, k, v = (on_16_bytes(x) for x in tensors[:3])
+    return tensors._replace(q=q, k=k, v=v)
 
-    def whole(x: Tensor) -> Tensor:
-        steps = [s for n, s in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
-        aligned = x.data_ptr() % 16 == 0 and not any(s % 4 for s in steps)
-        return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
-    return tensors._replace(q=whole(tensors.q), k=whole(tensors.k), v=whole(tensors.v))
+def on_16_bytes(x: Tensor) -> Tensor:
+    """x of float32, copied unless its rows begin at multiples of 16 bytes."""
+    steps = [s for n, s in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
+    aligned = x.data_ptr() % 16 == 0 and not any(s % 4 for s in steps)
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _sums_bias_on_chip(saved: Saved, need: int) -> bool:

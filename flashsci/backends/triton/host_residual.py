@@ -262,19 +262,27 @@ class Prepared:
         self.backwards: dict[tuple, Backward] = {}
 
     def backward(self, dout, dscores, tensors, out, lse, scores, need_bias: bool):
-        """Of plain tensors."""
-        dout, out = rows_of(dout, out), rows_of(out, out)
-        # Of all tensors: hooks of saved ones may have brought back others than were given.
-        given = (*tensors, dout, out, lse, dscores, scores)
+        """What computes the gradients of plain tensors like these, whatever their strides: hooks of saved ones may have brought back
+        others than were given."""
+        call = ResidualCall(*tensors, *self.options).laid_out()
+        d, o = rows_of(dout, out), rows_of(out, out)
+        check(d, dscores, call, o, lse, scores)
+        given = (*call[:5], d, o, lse, dscores, scores)
         key = need_bias, *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given]  # fmt: skip
         run = self.backwards.get(key)
         if run is None:
-            call = ResidualCall(*tensors, *self.options)
-            check(dout, dscores, call, out, lse, scores)
             if len(self.backwards) >= 64:
                 self.backwards.clear()
-            run = self.backwards[key] = backward_of(dout, call, out, need_bias)
-        return run(dout, dscores, tensors, out, lse.contiguous(), scores)
+            run = self.backwards[key] = backward_of(d, call, o, need_bias)
+        copied = any(x is not y for x, y in zip(call[:5], tensors, strict=True))
+
+        def backward(dout, dscores, tensors, out, lse, scores):
+            if copied:
+                tensors = ResidualCall(*tensors, *self.options).laid_out()[:5]
+            dout, out = rows_of(dout, out), rows_of(out, out)
+            return run(dout, dscores, tensors, out, lse.contiguous(), scores)
+
+        return backward
 
 
 def check(dout, dscores, call: ResidualCall, out, lse, scores) -> None:

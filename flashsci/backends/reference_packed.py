@@ -1,0 +1,99 @@
+"""Packed calls of the reference as ops, for whoever records a call instead of running it.
+
+The reference reads the offsets on the host and works sequence by sequence: a compiler cannot trace that, and a tracer would
+keep the lengths that it saw. As ``flashsci::reference_packed_*`` a call is opaque to both, in forward, backward, second order and
+forward mode. Eager calls have no need of them, and derivatives of any order without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci import ops
+from flashsci.backends import reference
+from flashsci.backends.reference import rejects, unavailable
+from flashsci.ops import PASSES, Saved, Scalars, Tangents, Tensors
+
+__all__ = ["FUSED", "backward", "double_backward", "forward", "jvp", "rejects", "unavailable"]
+
+FUSED = True
+_KEYS = ("CPU", "CUDA")
+
+
+def _forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, ...]:
+    return reference.forward(tensors, scalars)
+
+
+def _leaves(saved: Saved) -> tuple[list[Tensor], Callable[..., tuple[Tensor, Tensor]]]:
+    """What has gradients, apart from the graph of the call; and out and lse as a function of it, where there is one."""
+    present = [x for x in saved.tensors[:5] if x is not None]
+    leaves = [x.detach().requires_grad_() for x in present]
+
+    def compute() -> tuple[Tensor, Tensor]:
+        given = iter(leaves)
+        of_leaves = [None if x is None else next(given) for x in saved.tensors[:5]]
+        return reference.forward(Tensors(*of_leaves, *saved.tensors[5:]), saved.scalars)  # type: ignore[arg-type]
+
+    return leaves, compute
+
+
+def _along(saved: Saved, tangents: Tangents, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+    """The leaves, and <tangents, gradients of <out, dout> + <lse, dlse>>, differentiable in leaves, dout and dlse."""
+    leaves, compute = _leaves(saved)
+    first = torch.autograd.grad(
+        compute(), leaves, (dout, dlse), create_graph=True, materialize_grads=True
+    )
+    present = [t for t, x in zip(tangents, saved.tensors, strict=False) if x is not None]
+    pairs = zip(first, present, strict=True)
+    return leaves, sum((g * t).sum() for g, t in pairs if t is not None)
+
+
+def _zeros(like: Tensor, x: Tensor | None) -> Tensor:
+    return (torch.zeros_like(like) if x is None else x.detach()).requires_grad_()
+
+
+def _jvp(tangents: Tangents, saved: Saved) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        dout, dlse = _zeros(saved.out, None), _zeros(saved.lse, None)
+        _, along = _along(saved, tangents, dout, dlse)
+        return torch.autograd.grad(along, (dout, dlse), materialize_grads=True)
+
+
+def _double_backward(
+    tangents: Tangents, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
+) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        dout, dlse = _zeros(saved.out, dout), _zeros(saved.lse, dlse)
+        leaves, along = _along(saved, tangents, dout, dlse)
+        found = iter(torch.autograd.grad(along, (*leaves, dout, dlse), materialize_grads=True))
+    every = [None if x is None else next(found) for x in (*saved.tensors[:5], dout, dlse)]
+    return tuple(
+        saved.out.new_empty(0) if x is None or not need >> i & 1 else x for i, x in enumerate(every)
+    )
+
+
+def _laid_out(kernel: Callable[..., Sequence[Tensor]], what: str) -> Callable[..., Any]:
+    """The kernel, with results in memory of their own and in the strides that a compiler expects."""
+    fake = PASSES[what].fake
+
+    def run(*arguments: Any) -> tuple[Tensor, ...]:
+        rooms = fake(*arguments)
+        found = kernel(*arguments)
+        return tuple(room.copy_(x) for room, x in zip(rooms, found, strict=True))
+
+    return run
+
+
+forward, backward, jvp, double_backward = (
+    ops.define("reference_packed", what, _laid_out(kernel, what), _KEYS)
+    for what, kernel in (
+        ("forward", _forward),
+        ("backward", reference.backward),
+        ("jvp", _jvp),
+        ("double_backward", _double_backward),
+    )
+)
