@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashsci.op_checks import on_one_device
 from flashsci.ops import LIBRARY, empty_like_layout
 from flashsci.problem import Problem
 
@@ -84,7 +85,9 @@ def define(backend: str, attention: FP8Attention, keys: Sequence[str]) -> FP8Att
     for key in keys:
         LIBRARY.impl(name, lambda *arguments: attention(*grouped(*arguments)), key)
     torch.library.register_fake(
-        f"flashsci::{name}", lambda *arguments: empty_results(*grouped(*arguments)), lib=LIBRARY
+        f"flashsci::{name}",
+        on_one_device(lambda *arguments: empty_results(*grouped(*arguments))),
+        lib=LIBRARY,
     )
     run = getattr(torch.ops.flashsci, name).default
     return lambda tensors, scalars: run(*tensors, *scalars)

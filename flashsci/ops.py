@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from flashsci.op_checks import on_one_device
+
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 
 
@@ -322,7 +324,9 @@ def define(
     for key in keys:
         LIBRARY.impl(name, lambda *arguments: kernel(*grouped(*arguments)), key)
     torch.library.register_fake(
-        f"flashsci::{name}", lambda *arguments: fake(*grouped(*arguments)), lib=LIBRARY
+        f"flashsci::{name}",
+        on_one_device(lambda *arguments: fake(*grouped(*arguments))),
+        lib=LIBRARY,
     )
     op = getattr(torch.ops.flashsci, name).default
     register_vmap(op)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashsci.op_checks import on_one_device
 from flashsci.ops import LIBRARY, statistics_dtype
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -74,7 +75,9 @@ def register_fake(name: str) -> None:
     """What a compiler takes an op of attention for."""
     wanted = _T + 1 + PagedScalars._fields.index("return_lse")
     torch.library.register_fake(
-        f"flashsci::{name}", lambda *given: empty_lse(given[0], given[wanted]), lib=LIBRARY
+        f"flashsci::{name}",
+        on_one_device(lambda *given: empty_lse(given[0], given[wanted])),
+        lib=LIBRARY,
     )
 
 
@@ -100,7 +103,9 @@ def define(
         LIBRARY.impl(names[0], flat, key)
         LIBRARY.impl(names[1], write, key)
     register_fake(names[0])
-    torch.library.register_fake(f"flashsci::{names[1]}", lambda *arguments: None, lib=LIBRARY)
+    torch.library.register_fake(
+        f"flashsci::{names[1]}", on_one_device(lambda *arguments: None), lib=LIBRARY
+    )
     run, store = (getattr(torch.ops.flashsci, name).default for name in names)
     return PagedOps(
         lambda tensors, out, scalars: run(*tensors, out, *scalars),

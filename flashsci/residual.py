@@ -21,10 +21,9 @@ from flashsci.dispatch import seed_for
 from flashsci.errors import BackendError
 from flashsci.ops import plain
 from flashsci.plans import as_given, gradients, keep, plans, remember, repeated, signature
-from flashsci.residual_ops import Kernels, ResidualCall, scores_dtype
+from flashsci.residual_ops import MAX_HEAD_DIM, Kernels, ResidualCall, scores_dtype
 from flashsci.tracing import autocast, transforming
 
-MAX_HEAD_DIM = 128  # of the kernels
 PARTS = ""  # no kernels: from parts
 
 

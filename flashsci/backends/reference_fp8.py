@@ -8,12 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashsci import fp8_checks
 from flashsci.backends import reference
 from flashsci.fp8_ops import WHOLE, FP8Scalars, FP8Tensors, define, rows_per_scale
 from flashsci.ops import Scalars, Tensors, follow_layout
 
 
 def _attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
+    fp8_checks.attention(tensors, scalars)
     edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     q, k, v = (
         dequantised(x, scale, of)

@@ -7,7 +7,9 @@ import triton
 from torch import Tensor
 
 from flashsci import residual_ops
+from flashsci.op_checks import need, rows, shapes
 from flashsci.residual_ops import (
+    MAX_HEAD_DIM,
     Kernels,
     ResidualCall,
     empty_gradients,
@@ -256,7 +258,7 @@ class Prepared:
     """Both for tensors of one signature; backwards by the signature of what they are given."""
 
     def __init__(self, call: ResidualCall):
-        checks.checked(call.tensors, call.scalars)
+        call = checked(call)
         self.options = call[5:]
         self.forward = forward_of(call)
         self.backwards: dict[tuple, Backward] = {}
@@ -264,35 +266,48 @@ class Prepared:
     def backward(self, dout, dscores, tensors, out, lse, scores, need_bias: bool):
         """Of plain tensors."""
         dout, out = rows_of(dout, out), rows_of(out, out)
+        q, k, v, bias, seed = tensors
+        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            tensors = rows(q), rows(k), rows(v), bias, seed
         # Of all tensors: hooks of saved ones may have brought back others than were given.
         given = (*tensors, dout, out, lse, dscores, scores)
         key = need_bias, *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given]  # fmt: skip
         run = self.backwards.get(key)
         if run is None:
             call = ResidualCall(*tensors, *self.options)
-            check(dout, dscores, call, out, lse, scores)
+            checked(call, (out, dout), (lse,), scores=scores, dscores=dscores)
             if len(self.backwards) >= 64:
                 self.backwards.clear()
             run = self.backwards[key] = backward_of(dout, call, out, need_bias)
         return run(dout, dscores, tensors, out, lse.contiguous(), scores)
 
 
-def check(dout, dscores, call: ResidualCall, out, lse, scores) -> None:
-    """Of a backward's tensors."""
-    checks.checked(call.tensors, call.scalars, (), (out, dout), (lse,))
-    dtype = scores_dtype(call.q, call.bias)
-    checks.check_scores(call.q, call.score_shape, dtype, scores=scores, dscores=dscores)
+def checked(
+    call: ResidualCall, of_out: tuple = (), of_lse: tuple = (), **scores: Tensor | None
+) -> ResidualCall:
+    """The call as kernels read it. ``scores``: what has their shape and dtype.
+
+    Raises:
+        TypeError, ValueError: what does not fit.
+    """
+    q, k, v, *_, seed, _ = checks.checked(call.tensors, call.scalars, (), of_out, of_lse)
+    need(
+        max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM,
+        f"head dims of residual attention must be 1 to {MAX_HEAD_DIM}: {shapes(q=q, k=k, v=v)}",
+    )
+    checks.check_scores(q, call.score_shape, scores_dtype(q, call.bias), **scores)
+    return call._replace(q=q, k=k, v=v, dropout_seed=seed)
 
 
 def forward(call: ResidualCall) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, scores."""
-    checks.checked(call.tensors, call.scalars)
+    call = checked(call)
     return forward_of(call)(*call[:5])
 
 
 def backward(dout, dscores, call: ResidualCall, out, lse, scores, need_bias: bool):
     """dq, dk, dv and the gradient of the whole scores, empty unless ``need_bias``."""
-    check(dout, dscores, call, out, lse, scores)
+    call = checked(call, (out, dout), (lse,), scores=scores, dscores=dscores)
     dtype = scores_dtype(call.q, call.bias)
     dout, out = rows_of(dout, out), rows_of(out, out)
     exact = scores if dtype == torch.float32 else None
