@@ -73,9 +73,9 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars, limits:
     )
     if sink is not None:
         same("sink", sink, (q.shape[1],), (q.dtype, torch.float32), q)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
-            same(name, scale, (sequences, heads_k), (torch.float32,), q)
+    for name, of_cache in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if of_cache is not None:
+            same(name, of_cache, (sequences, heads_k), (torch.float32,), q)
     same("out", out, (*q.shape[:2], v_cache.shape[-1]), (q.dtype,), q)
     inner_contiguous("out", out)
     unfolded("out", out)

@@ -167,7 +167,7 @@ def room(shape, stride, dtype, device) -> Tensor:
     memory = torch.empty(shape[0] * stride[0], dtype=dtype, device=device)
     # Not a view to autograd: users may write to it.
     return torch.empty(0, dtype=dtype, device=device).set_(
-        memory.untyped_storage(), 0, shape, stride
+        memory.untyped_storage(), memory.storage_offset(), shape, stride
     )
 
 
