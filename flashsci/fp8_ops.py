@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.op_checks import on_one_device
+from flashsci.op_checks import implement, on_one_device
 from flashsci.ops import LIBRARY, empty_like_layout
 from flashsci.problem import Problem
 
@@ -83,7 +83,7 @@ def define(backend: str, attention: FP8Attention, keys: Sequence[str]) -> FP8Att
         return FP8Tensors(*arguments[:_T]), FP8Scalars(*arguments[_T:])
 
     for key in keys:
-        LIBRARY.impl(name, lambda *arguments: attention(*grouped(*arguments)), key)
+        implement(LIBRARY, name, lambda *arguments: attention(*grouped(*arguments)), key)
     torch.library.register_fake(
         f"flashsci::{name}",
         on_one_device(lambda *arguments: empty_results(*grouped(*arguments))),

@@ -106,6 +106,22 @@ def unfolded(name: str, x: Tensor) -> None:
     )
 
 
+def implement(
+    library: torch.library.Library, name: str, kernel: Callable[..., Any], key: str
+) -> None:
+    """Register an op's kernel for a dispatch key. Torch takes None for any tensor of a schema; here that raises."""
+    arguments = torch._C._get_schema(f"flashsci::{name}", "").arguments
+    needed = [(i, a.name) for i, a in enumerate(arguments) if str(a.type) == "Tensor"]
+
+    def complete(*given: Any) -> Any:
+        for i, argument in needed:
+            if given[i] is None:
+                raise TypeError(f"flashsci: {argument} must be a torch.Tensor, got None")
+        return kernel(*given)
+
+    library.impl(name, complete, key)
+
+
 def on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
     """A fake kernel that refuses tensors of several devices: torch calls it, too, where one is on "meta" and others are not."""
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flashsci.op_checks import on_one_device
+from flashsci.op_checks import implement, on_one_device
 
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 
@@ -322,7 +322,7 @@ def define(
     name = f"{backend}_{what}"
     LIBRARY.define(name + schema)
     for key in keys:
-        LIBRARY.impl(name, lambda *arguments: kernel(*grouped(*arguments)), key)
+        implement(LIBRARY, name, lambda *arguments: kernel(*grouped(*arguments)), key)
     torch.library.register_fake(
         f"flashsci::{name}",
         on_one_device(lambda *arguments: fake(*grouped(*arguments))),

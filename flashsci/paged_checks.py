@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flashsci import memory
 from flashsci.op_checks import (
-    FP32_MAX,
     MAX_LENGTH,
     apart,
     inner_contiguous,
@@ -22,6 +21,7 @@ from flashsci.op_checks import (
     unfolded,
     whole,
 )
+from flashsci.ops import statistics_dtype
 from flashsci.paged_ops import FP8, PagedScalars, PagedTensors
 
 
@@ -31,10 +31,9 @@ class Limits(NamedTuple):
     dtypes: tuple[torch.dtype, ...]  # of queries and new tokens
     head_dim: int = sys.maxsize  # of a call; an update has any
     length: int = sys.maxsize  # of the rows of a call and of the keys of a sequence
-    number: float = sys.float_info.max  # scale and softcap
 
 
-KERNELS = Limits((torch.float16, torch.bfloat16, torch.float32), 256, MAX_LENGTH, FP32_MAX)
+KERNELS = Limits((torch.float16, torch.bfloat16, torch.float32), 256, MAX_LENGTH)
 
 
 def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars, limits: Limits) -> None:
@@ -80,7 +79,7 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars, limits:
     inner_contiguous("out", out)
     unfolded("out", out)
     _, scale, softcap, left, right, _ = scalars
-    numbers(scale, softcap, left, right, limits.number)
+    numbers(scale, softcap, left, right, torch.finfo(statistics_dtype(q.dtype)).max)
 
 
 def as_kernels_read(tensors: PagedTensors) -> PagedTensors:

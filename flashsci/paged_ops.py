@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.op_checks import on_one_device
+from flashsci.op_checks import implement, on_one_device
 from flashsci.ops import LIBRARY, statistics_dtype
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -100,8 +100,8 @@ def define(
         return lse
 
     for key in keys:
-        LIBRARY.impl(names[0], flat, key)
-        LIBRARY.impl(names[1], write, key)
+        implement(LIBRARY, names[0], flat, key)
+        implement(LIBRARY, names[1], write, key)
     register_fake(names[0])
     torch.library.register_fake(
         f"flashsci::{names[1]}", on_one_device(lambda *arguments: None), lib=LIBRARY

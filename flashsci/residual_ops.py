@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.op_checks import on_one_device
+from flashsci.op_checks import implement, on_one_device
 from flashsci.ops import LIBRARY, Scalars, Tensors, empty_like_layout
 
 MAX_HEAD_DIM = 128  # of kernels
@@ -123,7 +123,7 @@ def define(backend: str, kernels: Kernels, keys: Sequence[str]) -> Kernels:
         name = f"{backend}_residual_{what}"
         LIBRARY.define(name + schema)
         for key in keys:
-            LIBRARY.impl(name, function, key)
+            implement(LIBRARY, name, function, key)
         torch.library.register_fake(f"flashsci::{name}", on_one_device(fake), lib=LIBRARY)
         ops.append(getattr(torch.ops.flashsci, name).default)
     run, run_backward = ops

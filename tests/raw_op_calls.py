@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashsci.backends import reference
 from flashsci.ops import Scalars, Tensors
-from flashsci.testing.poison import GUARD, embed, poison_value
+from flashsci.testing.poison import GUARD, poison_value
 
 Arguments = dict[str, Any]
 Results = tuple[Tensor | None, ...]
@@ -34,8 +34,12 @@ class Right(NamedTuple):
     truth: Callable[[Arguments, torch.dtype], Results] | None  # in a dtype; None: it has no numbers
     written: tuple[str, ...] = ()
     unit: float = 0.0  # rounding of what a kernel holds in fewer bits than its arguments
-    loose: frozenset[str] = frozenset()  # whose length kernels clamp to: a wrong one gives wrong rows, in bounds
-    refresh: Callable[[Arguments], None] = lambda arguments: None  # results among the arguments, of other options
+    loose: frozenset[str] = (
+        frozenset()
+    )  # whose length kernels clamp to: a wrong one gives wrong rows, in bounds
+    refresh: Callable[[Arguments], None] = lambda arguments: (
+        None
+    )  # results among the arguments, of other options
 
     def __str__(self) -> str:
         return f"{self.op}-{self.label}"
@@ -86,7 +90,19 @@ OPTIONS = {
     "max_seqlen_q": -1, "max_seqlen_k": -1, "scale": 0.25, "softcap": 3.0, "window_left": 4, "window_right": 3,
     "lower_right": True, "dropout_p": 0.0, "precision": "default", "deterministic": False,
 }  # fmt: skip
-RAW = "q k v bias key_weight mask cu_seqlens_q cu_seqlens_k bias_offsets dropout_seed alibi_slopes".split()
+RAW = [
+    "q",
+    "k",
+    "v",
+    "bias",
+    "key_weight",
+    "mask",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "bias_offsets",
+    "dropout_seed",
+    "alibi_slopes",
+]
 
 
 def dense(device: str, dropout: bool = False) -> Arguments:
@@ -130,8 +146,8 @@ def _pull(given: Arguments, dtype: torch.dtype, names: tuple[str, ...] = ("dout"
     """dq, dk, dv, dbias, dkey_weight, with a graph of their own."""
     leaves, function = _differentiable(given, dtype)
     out, lse = function(*leaves.values())
-    given_ = [given[n].to(dtype) for n in names]
-    found = torch.autograd.grad((out, lse), list(leaves.values()), given_, create_graph=True)
+    along = [torch.zeros_like(x) if given[n] is None else given[n].to(dtype) for n, x in zip(names, (out, lse), strict=True)]  # fmt: skip
+    found = torch.autograd.grad((out, lse), list(leaves.values()), along, create_graph=True)
     return tuple(dict(zip(leaves, found, strict=True)).get(n) for n in LEARNT)
 
 
@@ -152,6 +168,9 @@ def double_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
     values = given | leaves
     out, lse = forward_of(values, dtype)
     inner = [n for n in LEARNT if n in leaves]
+    for n, x in (("dout", out), ("dlse", lse)):
+        if n not in leaves:
+            leaves[n] = torch.zeros_like(x).requires_grad_()
     found = torch.autograd.grad((out, lse), [leaves[n] for n in inner], [leaves["dout"], leaves["dlse"]], create_graph=True)  # fmt: skip
     total = sum((x * given[f"t{n}"].to(dtype)).sum() for n, x in zip(inner, found, strict=True) if given[f"t{n}"] is not None)  # fmt: skip
     grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)  # fmt: skip
@@ -325,7 +344,9 @@ def residual_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
     leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in names}
     q, k, _ = (leaves[n] for n in "qkv")
     out, _, scores = residual_of(given | leaves, dtype)
-    change = torch.zeros_like(scores, requires_grad=True)  # added to the scores, also where there is no bias
+    change = torch.zeros_like(
+        scores, requires_grad=True
+    )  # added to the scores, also where there is no bias
     bias = leaves["bias"] + change if "bias" in leaves else change
     out, _, scores = residual_of(given | leaves | {"bias": bias}, dtype)
     pairs = [(x, given[n]) for x, n in ((out, "dout"), (scores, "dscores")) if given[n] is not None]
@@ -383,7 +404,9 @@ def across_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
 
 FLOAT8, HALF = torch.float8_e4m3fn, torch.float16
 FINE = 2.0**-8  # of kernels that round P, or results, to 16 bits
-LENGTHS = frozenset(("bias",))  # of a packed call with bias_offsets: pairs that are not there
+LENGTHS = frozenset(
+    ("q", "k", "v", "bias", "out", "dout", "lse", "dlse")
+)  # of packed calls: rows and pairs that are not there
 
 
 def _of(base: Callable[..., Arguments], *more: Any, **named: Any) -> Callable[[str], Arguments]:
@@ -419,7 +442,8 @@ def _paged(backend: str) -> Iterator[Right]:
 def _fp8(op: str) -> Iterator[Right]:
     for label, packed_ in (("dense", False), ("packed", True)):
         unit = 2.0**-10 if op.startswith("reference") else 2.0**-4  # P of e4m3
-        yield Right(op, label, _of(eight, packed_, op), eight_of, unit=unit)
+        loose = LENGTHS if packed_ else frozenset()
+        yield Right(op, label, _of(eight, packed_, op), eight_of, unit=unit, loose=loose)
 
 
 def _across() -> Iterator[Right]:
@@ -481,6 +505,9 @@ class Wrong(NamedTuple):
     what: str
     make: Callable[[Arguments], Any]
     same: bool = False  # it holds the numbers of the right one
+    contents: bool = (
+        False  # it fits, and holds numbers that cannot be: nobody reads them on the host
+    )
 
 
 def other_dtypes(x: Tensor) -> list[torch.dtype]:
@@ -541,6 +568,14 @@ def wrong_calls(right: Right, given: Arguments, device: str) -> Iterator[Wrong]:
                     yield of(f"dim {dim} shorter", lambda a, n=name, d=dim: a[n].narrow(d, 0, a[n].shape[d] - 1))  # fmt: skip
                     yield of(f"dim {dim} longer", lambda a, n=name, d=dim: longer(a[n], d))
                     yield of(f"dim {dim} empty", lambda a, n=name, d=dim: a[n].narrow(d, 0, 0))
+            if name.endswith("_scale"):
+                for x in (math.nan, math.inf, 0.0, -1.0):
+                    yield of(f"full of {x}", lambda a, n=name, x=x: torch.full_like(a[n], x), contents=True)  # fmt: skip
+            if value.dtype in (torch.int32, torch.int64) and name != "dropout_seed":
+                info = torch.iinfo(value.dtype)
+                for x in (info.min, -1, info.max):
+                    yield of(f"full of {x}", lambda a, n=name, x=x: torch.full_like(a[n], x), contents=True)  # fmt: skip
+                yield of("backwards", lambda a, n=name: a[n].flip(-1), contents=True)
         elif isinstance(value, float) and name in NUMBERS:
             for x in NUMBERS[name]:
                 yield Wrong(name, str(x), lambda a, x=x: x)
@@ -592,7 +627,10 @@ class Guarded:
             before = self.before[x.untyped_storage().data_ptr()]
             for w in written:
                 y = self.given[w]
-                if y is not None and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+                if (
+                    y is not None
+                    and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+                ):
                     _as(now, y).copy_(_as(before, y))
             if not torch.equal(now, before):
                 found.append(name)
@@ -751,13 +789,20 @@ def judge(right: Right, wrong: Wrong | None, device: str) -> list[str]:
         problems.append("wrote beyond a result of its own")
     if changed := memory.changed(right.written):
         problems.append(f"wrote to {changed}")
-    if right.truth is None or (wrong is not None and wrong.argument in right.loose):
+    if wrong is not None and (wrong.contents or (wrong.argument in right.loose and not wrong.same)):
+        read = () if wrong.argument.endswith("scale") else results(right, given, found)
+        read = [x for x in read if x is not None and x.is_floating_point()]
+        return problems + ["read what lies beyond a tensor"] * any(x.isnan().any() for x in read)
+    if right.truth is None:
         return problems
     if len({x.device for x in given.values() if isinstance(x, Tensor)}) > 1:
         return [*problems, "took tensors of several devices"]
-    if wrong is not None and wrong.argument in GIVEN and not wrong.same:
+    if wrong is not None and wrong.argument in GIVEN and not wrong.same and wrong.what != "None":
         return [*problems, "took it"]
     try:
         return problems + far(right, results(right, given, found), copies)
     except Exception as error:
-        return [*problems, f"accepted what has no truth ({type(error).__name__}: {str(error)[:200]})"]
+        return [
+            *problems,
+            f"accepted what has no truth ({type(error).__name__}: {str(error)[:200]})",
+        ]

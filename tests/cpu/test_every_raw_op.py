@@ -6,7 +6,6 @@ Whatever it is given, it reads and writes nothing beyond its tensors. tests/gpu/
 from __future__ import annotations
 
 import pytest
-import torch
 from raw_op_calls import CALLS, Right, all_ops, judge, wrong_calls
 
 HERE = tuple(right for right in CALLS if not right.op.startswith("cuda_"))
@@ -39,5 +38,6 @@ def test_one_argument_wrong(right: Right):
     given = right.arguments("cpu")
     found = []
     for wrong in wrong_calls(right, given, "cpu"):
+        print(right, wrong.argument, wrong.what, flush=True)
         found += [f"{wrong.argument}, {wrong.what}: {x}" for x in judge(right, wrong, "cpu")]
     assert not found, "\n".join(found)
