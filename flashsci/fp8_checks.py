@@ -65,12 +65,13 @@ def attention(tensors: FP8Tensors, scalars: FP8Scalars, head_dim: int = sys.maxs
                 f"{name} of shape {list(scale.shape)} does not fit a tensor of shape {list(x.shape)}; flashsci.quantize makes it",
             )
     numbers(scalars.scale, scalars.softcap, scalars.window_left, scalars.window_right)
-    allowed = " or ".join(map(str, OUT_DTYPES))
-    need(
-        scalars.out_dtype in OUT_DTYPES,
-        f"out_dtype must be {allowed}, got {scalars.out_dtype}",
-        TypeError,
-    )
+    check_out_dtype(scalars.out_dtype)
+
+
+def check_out_dtype(dtype: torch.dtype) -> None:
+    if dtype not in OUT_DTYPES:
+        allowed = " or ".join(map(str, OUT_DTYPES))
+        raise TypeError(f"flashsci: out_dtype must be {allowed}, got {dtype}")
 
 
 def as_kernels_read(tensors: FP8Tensors) -> FP8Tensors:

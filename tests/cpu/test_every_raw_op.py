@@ -38,6 +38,5 @@ def test_one_argument_wrong(right: Right):
     given = right.arguments("cpu")
     found = []
     for wrong in wrong_calls(right, given, "cpu"):
-        print(right, wrong.argument, wrong.what, flush=True)
         found += [f"{wrong.argument}, {wrong.what}: {x}" for x in judge(right, wrong, "cpu")]
     assert not found, "\n".join(found)
