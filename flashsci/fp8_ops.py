@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashsci.op_checks import implement, on_one_device
-from flashsci.ops import LIBRARY, empty_like_layout
+from flashsci.ops import LIBRARY, empty_like_layout, plain
 from flashsci.problem import Problem
 
 FP8 = torch.float8_e4m3fn
@@ -90,7 +90,14 @@ def define(backend: str, attention: FP8Attention, keys: Sequence[str]) -> FP8Att
         lib=LIBRARY,
     )
     run = getattr(torch.ops.flashsci, name).default
-    return lambda tensors, scalars: run(*tensors, *scalars)
+
+    def direct(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = (
+            attention(tensors, scalars) if plain(tensors) else run(*tensors, *scalars)
+        )
+        return found
+
+    return direct
 
 
 def rows_per_scale(scale: Tensor | None, x: Tensor, sequences: int) -> int | None:

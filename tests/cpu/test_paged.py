@@ -353,9 +353,9 @@ def test_updates_that_read_what_they_write(backend):
     k_cache, v_cache = caches.split(16, -1)
     key, value = torch.randn(2, 2, 2, 16).unbind(0)
     write = functools.partial(flashsci.write_kv_cache, backend=backend)
-    with pytest.raises(ValueError, match="k_cache shares memory with key, .*clone"):
+    with pytest.raises(ValueError, match=r"k_cache shares memory with key, .*clone"):
         write(k_cache[0, :2], value, k_cache, v_cache, slots)
-    with pytest.raises(ValueError, match="v_cache shares memory with value, .*clone"):
+    with pytest.raises(ValueError, match=r"v_cache shares memory with value, .*clone"):
         write(key, v_cache[1, 3:5], k_cache, v_cache, slots)
     with pytest.raises(ValueError, match="k_cache and v_cache share memory"):
         write(key, value, k_cache, caches[..., 1:17], slots)

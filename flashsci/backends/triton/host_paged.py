@@ -213,9 +213,9 @@ class Write:
         paged_checks.write(key, value, k_cache, v_cache, *rest, LIMITS)
         self.as_given = key.stride(-1) == value.stride(-1) == 1 and slots.is_contiguous()
         self.tokens = slots.shape[0]
-        read = (key, value, *rest)
-        self.of_k, self.of_v = (memory.Spans(x, read) for x in (k_cache, v_cache))
-        self.of_both = memory.Spans(k_cache, (v_cache,))
+        self.of_k, self.of_v = memory.span(k_cache), memory.span(v_cache)
+        self.read = [0 if x is None else memory.span(x) for x in (key, value, *rest)]
+        self.distances: set[int] = set()  # from k_cache to v_cache, at which they share no element
         key, value = rows(key), rows(value)
         heads, dims = key.shape[1], (key.shape[-1], value.shape[-1])
         most = torch.finfo(k_cache.dtype).max if k_cache.dtype in paged_ops.FP8 else 0.0
@@ -229,12 +229,20 @@ class Write:
             "MOST": most, "HEADS": at_once, "WIDTH": width, "WIDTH_V": width_v, "num_warps": 4,
         })  # fmt: skip
 
-    def cross(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, *rest) -> bool:
-        read = (key, value, *rest)
-        return (
-            self.of_k.cross(k_cache, read) or self.of_v.cross(v_cache, read)
-            or self.of_both.cross(k_cache, (v_cache,))
-        )  # fmt: skip
+    def look(self, k_cache: Tensor, v_cache: Tensor, *read: Tensor | None) -> None:
+        """Raises if a cache shares memory with another tensor. read: key, value, slot_mapping and scales."""
+        k, v = k_cache.data_ptr(), v_cache.data_ptr()
+        end_k, end_v = k + self.of_k, v + self.of_v
+        near = v - k not in self.distances
+        for x, span in zip(read, self.read, strict=True):
+            if span:
+                at = x.data_ptr()
+                near |= (at < end_k and k < at + span) or (at < end_v and v < at + span)
+        if near:
+            key, value, *rest = read
+            paged_checks.write_apart(key, value, k_cache, v_cache, *rest)
+            if not memory.share(k_cache, v_cache) and len(self.distances) < 4096:
+                self.distances.add(v - k)
 
 
 def write_kv_cache(
@@ -251,8 +259,7 @@ def write_kv_cache(
     write = _writes.get(kind)
     if write is None:
         write = remember(_writes, kind, Write(*given))
-    if write.cross(*given):
-        paged_checks.write_apart(*given)
+    write.look(k_cache, v_cache, key, value, slot_mapping, k_scale, v_scale)
     if not write.tokens:
         return
     if not write.as_given:

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from flashsci import residual_ops
-from flashsci.op_checks import need, rows, shapes
+from flashsci.op_checks import rows, shapes
 from flashsci.residual_ops import (
     MAX_HEAD_DIM,
     Kernels,
@@ -291,11 +291,15 @@ def checked(
         TypeError, ValueError: what does not fit.
     """
     q, k, v, *_, seed, _ = checks.checked(call.tensors, call.scalars, (), of_out, of_lse)
-    need(
-        max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM,
-        f"head dims of residual attention must be 1 to {MAX_HEAD_DIM}: {shapes(q=q, k=k, v=v)}",
-    )
-    checks.check_scores(q, call.score_shape, scores_dtype(q, call.bias), **scores)
+    if q.shape[-1] > MAX_HEAD_DIM or v.shape[-1] > MAX_HEAD_DIM:
+        given = shapes(q=q, k=k, v=v)
+        raise ValueError(
+            f"flashsci: head dims of residual attention must be 1 to {MAX_HEAD_DIM}: {given}"
+        )
+    if scores:
+        checks.check_scores(q, call.score_shape, scores_dtype(q, call.bias), **scores)
+    if q is call.q and k is call.k and v is call.v and seed is call.dropout_seed:
+        return call
     return call._replace(q=q, k=k, v=v, dropout_seed=seed)
 
 
