@@ -52,9 +52,7 @@ _SLOPES = EVERY._replace(
     }
 )
 _WEIGHTS = EVERY._replace(
-    lacking={
-        "sdpa": "SDPA takes key_weight as its logarithm, whose derivative at zero is lost"
-    }
+    lacking={"sdpa": "SDPA takes key_weight as its logarithm, whose derivative at zero is lost"}
 )
 # Fused kernels take out and lse for functions of the other arguments, which here they are not. They refuse where a derivative
 # is computed: a call within a backward often has tensors that require grad, and needs no derivative.

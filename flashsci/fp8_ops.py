@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.ops import LIBRARY, empty_like_layout
+from flashsci.op_checks import implement, on_one_device
+from flashsci.ops import LIBRARY, empty_like_layout, plain
 from flashsci.problem import Problem
 
 FP8 = torch.float8_e4m3fn
@@ -82,12 +83,21 @@ def define(backend: str, attention: FP8Attention, keys: Sequence[str]) -> FP8Att
         return FP8Tensors(*arguments[:_T]), FP8Scalars(*arguments[_T:])
 
     for key in keys:
-        LIBRARY.impl(name, lambda *arguments: attention(*grouped(*arguments)), key)
+        implement(LIBRARY, name, lambda *arguments: attention(*grouped(*arguments)), key)
     torch.library.register_fake(
-        f"flashsci::{name}", lambda *arguments: empty_results(*grouped(*arguments)), lib=LIBRARY
+        f"flashsci::{name}",
+        on_one_device(lambda *arguments: empty_results(*grouped(*arguments))),
+        lib=LIBRARY,
     )
     run = getattr(torch.ops.flashsci, name).default
-    return lambda tensors, scalars: run(*tensors, *scalars)
+
+    def direct(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = (
+            attention(tensors, scalars) if plain(tensors) else run(*tensors, *scalars)
+        )
+        return found
+
+    return direct
 
 
 def rows_per_scale(scale: Tensor | None, x: Tensor, sequences: int) -> int | None:

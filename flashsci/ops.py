@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from flashsci.op_checks import implement, on_one_device
 from flashsci.tracing import holds, is_traced
 
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
@@ -333,9 +334,11 @@ def define(
     name = f"{backend}_{what}"
     LIBRARY.define(name + schema)
     for key in keys:
-        LIBRARY.impl(name, lambda *arguments: kernel(*grouped(*arguments)), key)
+        implement(LIBRARY, name, lambda *arguments: kernel(*grouped(*arguments)), key)
     torch.library.register_fake(
-        f"flashsci::{name}", lambda *arguments: fake(*grouped(*arguments)), lib=LIBRARY
+        f"flashsci::{name}",
+        on_one_device(lambda *arguments: fake(*grouped(*arguments))),
+        lib=LIBRARY,
     )
     op = getattr(torch.ops.flashsci, name).default
     register_vmap(op)

@@ -30,10 +30,9 @@ from flashsci.plans import (
     repeated,
     signature,
 )  # fmt: skip
-from flashsci.residual_ops import Kernels, ResidualCall, scores_dtype
+from flashsci.residual_ops import MAX_HEAD_DIM, Kernels, ResidualCall, scores_dtype
 from flashsci.tracing import autocast, transforming
 
-MAX_HEAD_DIM = 128  # of the kernels
 PARTS = ""  # no kernels: from parts
 
 

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashsci.op_checks import implement, on_one_device
 from flashsci.ops import LIBRARY, Scalars, Tensors, empty_like_layout
+
+MAX_HEAD_DIM = 128  # of kernels
 
 
 class ResidualCall(NamedTuple):
@@ -128,8 +131,8 @@ def define(backend: str, kernels: Kernels, keys: Sequence[str]) -> Kernels:
         name = f"{backend}_residual_{what}"
         LIBRARY.define(name + schema)
         for key in keys:
-            LIBRARY.impl(name, function, key)
-        torch.library.register_fake(f"flashsci::{name}", fake, lib=LIBRARY)
+            implement(LIBRARY, name, function, key)
+        torch.library.register_fake(f"flashsci::{name}", on_one_device(fake), lib=LIBRARY)
         ops.append(getattr(torch.ops.flashsci, name).default)
     run, run_backward = ops
     return Kernels(

@@ -15,6 +15,7 @@ enum Need { kQ = 1, kK = 2, kV = 4, kBias = 8 };  // flashsci.ops.NEED_*
 
 // lse or dlse: fp32 [B0, B1, Hq, Sq], returned as strides of rows.
 FlashsciStrides check_lse(const Tensor& x, const char* name, const Call& call) {
+  check_given(x, name);
   FLASHSCI_CHECK(x.is_cuda() && x.get_device_index() == call.device, name,
                  " must be on the device of q");
   FLASHSCI_CHECK(dtype_of(x) == dtypes().single, name, " must be float32");

@@ -34,6 +34,11 @@ void check_bias_mask(const Tensor& bias_mask, const char* name, const Call& call
         name, " ", shape_of(bias_mask), " does not broadcast to the scores of ", call.shapes());
 }
 
+const Tensor& given(const Tensor& x, const char* name) {
+  check_given(x, name);
+  return x;
+}
+
 }  // namespace
 
 Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
@@ -47,9 +52,9 @@ Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optiona
       cu_seqlens_q(cu_seqlens_q),
       cu_seqlens_k(cu_seqlens_k),
       options(options),
-      q_view(q),
-      k_view(k),
-      v_view(v),
+      q_view(given(q, "q")),
+      k_view(given(k, "k")),
+      v_view(given(v, "v")),
       device(q.get_device_index()),
       dtype(dtype_of(q)) {
   FLASHSCI_CHECK(q.is_cuda() && k.is_cuda() && v.is_cuda(), "q, k and v must be CUDA tensors");
@@ -88,6 +93,9 @@ Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optiona
                  options.scale);
   FLASHSCI_CHECK(options.softcap >= 0 && std::isfinite(static_cast<float>(options.softcap)),
                  "softcap must be >= 0 and finite, got ", options.softcap);
+  FLASHSCI_CHECK(options.window_left >= -1 && options.window_right >= -1,
+                 "window_left and window_right must be >= 0, or -1 for unbounded, got ",
+                 options.window_left, " and ", options.window_right);
   FLASHSCI_CHECK(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
                  "cu_seqlens_q and cu_seqlens_k go together");
   if (cu_seqlens_q.has_value()) {
@@ -140,6 +148,7 @@ void Call::require(const char* what, cudaError_t error) const {
 }
 
 View check_out(const Tensor& x, const char* name, const Call& call) {
+  check_given(x, name);
   FLASHSCI_CHECK(x.is_cuda() && x.get_device_index() == call.device, name,
                  " must be on the device of q");
   FLASHSCI_CHECK(dtype_of(x) == call.dtype, name, " must have q's dtype");

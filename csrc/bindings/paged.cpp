@@ -1,7 +1,7 @@
 // flashsci::cuda_paged_attention: checks and launch. Bad input must be an exception whoever calls.
 #include "../include/flashsci_paged.h"
 
-#include "tensor.h"
+#include "overlap.h"
 
 namespace {
 
@@ -102,6 +102,14 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
                             int64_t /*max_seqlen_q*/, double scale, double softcap,
                             int64_t window_left, int64_t window_right, bool return_lse,
                             int64_t generation) {
+  for (const auto& [name, x] : {std::pair{"q", &q},
+                                {"k_cache", &k_cache},
+                                {"v_cache", &v_cache},
+                                {"block_table", &block_table},
+                                {"seqused_k", &seqused_k},
+                                {"cu_seqlens_q", &cu_seqlens_q},
+                                {"out", &out}})
+    check_given(*x, name);
   FLASHSCI_CHECK(q.is_cuda(), "q must be a CUDA tensor");
   const int device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
@@ -148,6 +156,22 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
                          dtype_of(**scale) == dtypes().single && (*scale)->dim() == 2 &&
                          (*scale)->size(0) == sequences && (*scale)->size(1) == k_cache.size(2),
                      name, " must be float32 [N, Hk] on the device of q, got ", shape_of(**scale));
+
+  FLASHSCI_CHECK(window_left >= -1 && window_right >= -1,
+                 "window_left and window_right must be >= 0, or -1 for unbounded, got ",
+                 window_left, " and ", window_right);
+  FLASHSCI_CHECK(!folds(out), "out is written, and elements of it share memory; give a new tensor");
+  const auto apart = [&](const Tensor& x, const char* name) {
+    FLASHSCI_CHECK(!share_memory(out, x), "out shares memory with ", name,
+                   ", which is read while out is written; give out memory of its own, or ", name,
+                   ".clone()");
+  };
+  apart(q, "q"), apart(k_cache, "k_cache"), apart(v_cache, "v_cache");
+  apart(block_table, "block_table"), apart(seqused_k, "seqused_k");
+  apart(cu_seqlens_q, "cu_seqlens_q");
+  if (sink.has_value()) apart(*sink, "sink");
+  if (k_scale.has_value()) apart(*k_scale, "k_scale");
+  if (v_scale.has_value()) apart(*v_scale, "v_scale");
 
   const OnDevice on_device(device);
   const int64_t lse_shape[] = {return_lse ? q.size(1) : 0, q.size(0)};

@@ -63,6 +63,11 @@ inline std::string shape_of(const Tensor& t) {
   return text.str();
 }
 
+// Torch takes None for any tensor of a schema.
+inline void check_given(const Tensor& x, const char* name) {
+  FLASHSCI_CHECK(x.defined(), name, " must be a tensor, got None");
+}
+
 inline void check_cuda(cudaError_t error, const char* what) {
   FLASHSCI_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorName(error), " (",
                  cudaGetErrorString(error), ")");

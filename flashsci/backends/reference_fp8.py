@@ -8,13 +8,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashsci import fp8_checks
 from flashsci.backends import reference
 from flashsci.fp8_ops import WHOLE, FP8Scalars, FP8Tensors, define, rows_per_scale
+from flashsci.op_checks import need
 from flashsci.ops import Scalars, Tensors, follow_layout
 
 
 def _attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
+    fp8_checks.attention(tensors, scalars)
     edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    for name, x, of in zip(("cu_seqlens_q", "cu_seqlens_k"), edges, tensors[:2], strict=True):
+        if x is not None:
+            starts = x.tolist()
+            need(
+                starts[0] >= 0 and starts == sorted(starts) and starts[-1] <= of.shape[-2],
+                f"{name} must rise from 0 to at most {of.shape[-2]}, got {starts}",
+            )
     q, k, v = (
         dequantised(x, scale, of)
         for x, scale, of in zip(tensors[:3], tensors[3:6], (edges[0], edges[1], edges[1]), strict=True)

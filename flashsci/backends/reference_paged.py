@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashsci import paged_checks
 from flashsci.backends import reference
 from flashsci.ops import Scalars, Tensors, statistics_dtype
 from flashsci.paged_ops import FP8, PagedScalars, PagedTensors, define, empty_lse
@@ -16,6 +17,8 @@ from flashsci.paged_ops import FP8, PagedScalars, PagedTensors, define, empty_ls
 
 def _attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tensor:
     """Fills ``out``, zero in rows of no sequence, and returns the lse, -inf there."""
+    paged_checks.attention(tensors, out, scalars, LIMITS)
+    paged_checks.attention_apart(tensors, out)
     q = tensors.q
     total, most = q.shape[0], tensors.block_table.shape[1] * tensors.k_cache.shape[1]
     edges = [min(max(edge, 0), total) for edge in tensors.cu_seqlens_q.tolist()]
@@ -87,6 +90,9 @@ def _write(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
+    given = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
+    paged_checks.write(*given, LIMITS)
+    paged_checks.write_apart(*given)
     pages, page = k_cache.shape[:2]
     (rows,) = ((slot_mapping >= 0) & (slot_mapping < pages * page)).nonzero(as_tuple=True)
     slots = slot_mapping[rows]
@@ -98,4 +104,5 @@ def _write(
         cache[where] = new
 
 
+LIMITS = paged_checks.Limits((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 OPS = define("reference", _attention, _write, ("CompositeExplicitAutograd",))

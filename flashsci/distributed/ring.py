@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.distributed import block, cost, gather, recording
+from flashsci.distributed import block, cost, gather, op_checks, recording
 from flashsci.distributed.block import Side
 from flashsci.distributed.call import Call, from_text
 from flashsci.distributed.collectives import group_named
@@ -30,6 +30,7 @@ from flashsci.distributed.groups import head_groups, sizes_of
 from flashsci.distributed.layout import Interval
 from flashsci.distributed.merging import merge
 from flashsci.distributed.pieces import Piece
+from flashsci.op_checks import implement, on_one_device
 from flashsci.ops import (
     LIBRARY,
     Tensors,
@@ -80,6 +81,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     call, statistics = from_text(text), statistics_dtype(q.dtype)
     rank, side = group_named(call.group).rank(), Side(bias, mask)
+    _check(call, rank, q, k, v, bias, key_weight, mask)
     sums = _sum_dtype(q, call.most_parts(rank)[0])
     out: Tensor | None = None
     lse = q.new_full(q.shape[:-1], float("-inf"), dtype=statistics)
@@ -99,6 +101,21 @@ def _forward(
         del keys  # before there is memory for the next but one
     out = _nothing(q, v, sums) if out is None else out
     return follow_layout(out.to(q.dtype), q), lse
+
+
+def _check(
+    call: Call,
+    rank: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+) -> None:
+    op_checks.rows_of_rank(call, rank, q, k, v)
+    op_checks.of_pairs(q, call.keys.total, bias=bias, mask=mask)
+    op_checks.of_keys(key_weight, k)
 
 
 def _nothing(q: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,6 +142,8 @@ def _backward(
     text: str,
 ) -> tuple[Tensor, ...]:
     call, tensors = from_text(text), (q, k, v, bias, key_weight, mask)
+    _check(call, group_named(call.group).rank(), *tensors)
+    op_checks.results(q, v, out, lse, dout, dlse)
     groups = head_groups(call, q, k, v, bias, key_weight)
     post = _post(call, q, k, v, back=True)
     several = len(groups) > 1
@@ -333,8 +352,8 @@ LIBRARY.define(
     f"ring_backward(Tensor dout, Tensor? dlse, {_TENSORS}, Tensor out, Tensor lse, str call) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dkey_weight)"
 )
-LIBRARY.impl("ring_forward", _forward, "CompositeExplicitAutograd")
-LIBRARY.impl("ring_backward", _backward, "CompositeExplicitAutograd")
+implement(LIBRARY, "ring_forward", _forward, "CompositeExplicitAutograd")
+implement(LIBRARY, "ring_backward", _backward, "CompositeExplicitAutograd")
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -350,5 +369,5 @@ def _fake_backward(
     )
 
 
-torch.library.register_fake("flashsci::ring_forward", _fake_forward, lib=LIBRARY)
-torch.library.register_fake("flashsci::ring_backward", _fake_backward, lib=LIBRARY)
+torch.library.register_fake("flashsci::ring_forward", on_one_device(_fake_forward), lib=LIBRARY)
+torch.library.register_fake("flashsci::ring_backward", on_one_device(_fake_backward), lib=LIBRARY)

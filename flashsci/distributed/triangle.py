@@ -18,7 +18,7 @@ from torch import Tensor
 
 import flashsci
 from flashsci import arguments
-from flashsci.distributed import agreement, recording
+from flashsci.distributed import agreement, op_checks, recording
 from flashsci.distributed.agreement import Mesh, Value, tensor_fields
 from flashsci.distributed.block import Scores, rows_of
 from flashsci.distributed.call import Call, from_text
@@ -26,6 +26,7 @@ from flashsci.distributed.collectives import group_named
 from flashsci.distributed.exchange import Blocks, Post, Transfer, around, rounds
 from flashsci.distributed.layout import Interval, Layout, assemble
 from flashsci.distributed.pieces import Band
+from flashsci.op_checks import implement, on_one_device
 from flashsci.ops import LIBRARY, Tensors, fake_forward, statistics_dtype
 
 STRATEGIES = ("auto", "ring", "all_gather")
@@ -226,10 +227,17 @@ def _masked(mask: Tensor | None, interval: Interval) -> Tensor | None:
     )
 
 
+def _check(call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:
+    op_checks.rows_of_pairs(call, group_named(call.group).rank(), q, k, v, bias)
+    full = bias.new_empty((), device="meta").expand(*bias.shape[:-2], q.shape[-2], bias.shape[-1])
+    op_checks.of_pairs(q, k.shape[-2], bias=full, mask=mask)
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, text: str
 ) -> tuple[Tensor, Tensor]:
     call = from_text(text)
+    _check(call, q, k, v, bias, mask)
     out, lse = fake_forward(Tensors(q, k, v))
     for queries, part in _travelling(Post(group_named(call.group)), bias, call):
         if part is None:
@@ -261,6 +269,8 @@ def _backward(
     text: str,
 ) -> tuple[Tensor, ...]:
     call = from_text(text)
+    _check(call, q, k, v, bias, mask)
+    op_checks.results(q, v, out, lse, dout, dlse)
     dq, dk, dv, dbias = (
         torch.zeros(x.shape, dtype=statistics_dtype(x.dtype), device=x.device)
         for x in (q, k, v, bias)
@@ -305,15 +315,15 @@ LIBRARY.define(
     f"triangle_backward(Tensor dout, Tensor? dlse, {_TENSORS}, Tensor out, Tensor lse, str call) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
 )
-LIBRARY.impl("triangle_forward", _forward, "CompositeExplicitAutograd")
-LIBRARY.impl("triangle_backward", _backward, "CompositeExplicitAutograd")
+implement(LIBRARY, "triangle_forward", _forward, "CompositeExplicitAutograd")
+implement(LIBRARY, "triangle_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "flashsci::triangle_forward",
-    lambda q, k, v, *others: fake_forward(Tensors(q, k, v)),
+    on_one_device(lambda q, k, v, *others: fake_forward(Tensors(q, k, v))),
     lib=LIBRARY,
 )
 torch.library.register_fake(
     "flashsci::triangle_backward",
-    lambda dout, dlse, *tensors: tuple(x.new_empty(x.shape) for x in tensors[:4]),
+    on_one_device(lambda dout, dlse, *tensors: tuple(x.new_empty(x.shape) for x in tensors[:4])),
     lib=LIBRARY,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 
@@ -314,3 +315,54 @@ def test_oracle_computes_in_double():
     inputs.q = inputs.q.double()
     with exact_matmul():
         inputs.judge(fused=False).require(inputs.evaluate("reference"))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_out_shares_no_memory_with_what_is_read(backend):
+    """It would be written while that is read: refused before anything is written. Neighbours in a buffer are no neighbours in memory."""
+    q, caches = torch.randn(4, 2, 16), torch.randn(3, 16, 2, 32)
+    k_cache, v_cache = caches.split(16, -1)
+    tables = {
+        "block_table": torch.tensor([[2, 0]], dtype=torch.int32), "seqused_k": torch.tensor([20], dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([0, 4], dtype=torch.int32),
+    }  # fmt: skip
+    call = functools.partial(
+        flashsci.paged_attention, k_cache=k_cache, v_cache=v_cache, **tables, backend=backend
+    )
+    expected = call(q.clone())
+    for name, out in (
+        ("q", q), ("q", q.flip(0)[:0].new_empty(0).set_(q.untyped_storage(), 0, (4, 2, 16), (32, 16, 1))),
+        ("k_cache", caches[0, :4, :, :16]), ("v_cache", caches[2, 3:7, :, 16:]),
+    ):  # fmt: skip
+        before = q.clone(), caches.clone()
+        with pytest.raises(ValueError, match=f"out shares memory with {name}, .*clone"):
+            call(q, out=out)
+        assert torch.equal(q, before[0]) and torch.equal(caches, before[1])
+    with pytest.raises(ValueError, match="elements of it share memory"):
+        call(q, out=torch.zeros(1, 2, 16).expand(4, 2, 16))
+    joint = torch.zeros(4, 2, 32)
+    joint[..., :16] = q
+    found = call(joint[..., :16], out=joint[..., 16:])
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(joint[..., :16], q)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_updates_that_read_what_they_write(backend):
+    caches, slots = torch.randn(3, 16, 2, 32), torch.tensor([17, 1])
+    k_cache, v_cache = caches.split(16, -1)
+    key, value = torch.randn(2, 2, 2, 16).unbind(0)
+    write = functools.partial(flashsci.write_kv_cache, backend=backend)
+    with pytest.raises(ValueError, match=r"k_cache shares memory with key, .*clone"):
+        write(k_cache[0, :2], value, k_cache, v_cache, slots)
+    with pytest.raises(ValueError, match=r"v_cache shares memory with value, .*clone"):
+        write(key, v_cache[1, 3:5], k_cache, v_cache, slots)
+    with pytest.raises(ValueError, match="k_cache and v_cache share memory"):
+        write(key, value, k_cache, caches[..., 1:17], slots)
+    with pytest.raises(ValueError, match="k_cache and v_cache share memory"):
+        write(key, value, k_cache, k_cache, slots)
+    write(key, key, k_cache, k_cache, slots)  # one cache of what is both
+    assert torch.equal(k_cache[1, 1], key[0]) and torch.equal(k_cache[0, 1], key[1])
+    before = caches.clone()
+    write(key, value, k_cache, v_cache, slots)  # views that interleave
+    assert torch.equal(v_cache[1, 1], value[0]) and torch.equal(caches[2], before[2])

@@ -7,7 +7,7 @@ from collections.abc import Container
 import torch
 from torch import Tensor
 
-from flashsci import fp8_ops
+from flashsci import fp8_checks, fp8_ops
 from flashsci.errors import BackendError
 from flashsci.fp8_ops import FP8Scalars, FP8Tensors
 from flashsci.problem import Problem
@@ -42,6 +42,7 @@ def rejects(problem: Problem, units: Container[str], generation: int = 0) -> str
 def attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
     """out and lse; the library must be loaded, which :func:`rejects` needs, too."""
     *options, out_dtype, return_lse = scalars
+    fp8_checks.check_out_dtype(out_dtype)
     try:
         out, lse = torch.ops.flashsci.cuda_fp8_forward(
             *tensors, *options, out_dtype == torch.float16

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flashsci import paged_ops
+from flashsci.op_checks import on_one_device
 from flashsci.ops import LIBRARY, Tensors, fake_backward, fake_forward, register_vmap
 
 ops: Any = None  # (forward, backward) of the loaded library, as torch has them
@@ -61,7 +62,7 @@ def _load_now() -> str | None:
         found = namespace.cuda_forward.default, namespace.cuda_backward.default
         fakes: tuple[Callable[..., Any], ...] = (_fake_forward, _fake_backward)
         for op, fake in zip(found, fakes, strict=True):
-            torch.library.register_fake(op.name(), fake, lib=LIBRARY)
+            torch.library.register_fake(op.name(), on_one_device(fake), lib=LIBRARY)
             register_vmap(op)
         if hasattr(namespace, "cuda_paged_attention"):  # not in a library of an older tree
             paged_ops.register_fake("cuda_paged_attention")

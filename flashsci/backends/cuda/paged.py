@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashsci import paged_checks
 from flashsci.errors import BackendError
 from flashsci.paged_ops import FP8, PagedOps, PagedScalars, PagedTensors
 from flashsci.problem import Problem
@@ -125,7 +126,8 @@ def attention(
     """Fills ``out`` and returns the lse; what `rejects` refuses must not come here. ``generation``: the only one to ask.
 
     Raises:
-        BackendError: `misfit`. Asked only when the library has refused: a step of decoding has no microseconds for it, and a
+        ValueError: ``out`` shares memory with what is read.
+        BackendError: `misfit`. Both are asked only when the library has refused: a step of decoding has no microseconds for it, and a
             compiler could not trace it.
     """
     if tensors.sink is not None and tensors.sink.dtype != torch.float32:
@@ -135,6 +137,7 @@ def attention(
             *tensors, out, *scalars, generation
         )
     except RuntimeError:
+        paged_checks.attention_apart(tensors, out)
         reason = misfit(tensors, out)
         if reason is None:
             raise

@@ -7,20 +7,19 @@ found well is remembered by the kinds of its tensors, so that a small one pays f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashsci.op_checks import MAX_LENGTH, need, numbers, same, shapes
 from flashsci.ops import Saved, Scalars, Tangents, Tensors, statistics_dtype
 
 from . import launch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PRECISIONS = ("default", "ieee", "tf32x3", "tf32")
-MAX_LENGTH = 1 << 29  # rows, their differences and sums with a window fit 32 bits
 _known: set[tuple[Any, ...]] = set()
 
 
@@ -28,37 +27,16 @@ def _kind(x: Tensor | None) -> Any:
     return None if x is None else (x.shape, x.dtype, x.get_device())
 
 
-def _shapes(**tensors: Tensor) -> str:
-    return ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
-
-
-def _need(condition: bool, message: str, kind: type[Exception] = ValueError) -> None:
-    if not condition:
-        raise kind(f"flashsci: {message}")
-
-
-def _same(
-    name: str, x: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: Tensor
-) -> None:
-    """x is a tensor of this shape and of one of these dtypes, on the device of ``like``."""
-    _need(x.device == like.device, f"{name} is on {x.device} but q is on {like.device}")
-    wanted = " or ".join(str(d) for d in dict.fromkeys(dtypes))
-    _need(x.dtype in dtypes, f"{name} must be {wanted}, got {x.dtype}", TypeError)
-    _need(
-        tuple(x.shape) == tuple(shape), f"{name} must have shape {list(shape)}, got {list(x.shape)}"
-    )
-
-
 def _broadcasts(
     name: str, x: Tensor, full: Sequence[int], dtypes: Sequence[torch.dtype], like: Tensor
 ) -> None:
     """x has as many dims as ``full``, each 1 or equal."""
     fits = x.dim() == len(full) and all(n in (1, m) for n, m in zip(x.shape, full, strict=True))
-    _need(
+    need(
         fits,
         f"{name} must have {len(full)} dims, each 1 or that of {list(full)}, got {list(x.shape)}",
     )
-    _same(name, x, x.shape, dtypes, like)
+    same(name, x, x.shape, dtypes, like)
 
 
 def _check_inputs(
@@ -67,60 +45,60 @@ def _check_inputs(
     alibi_slopes: Tensor | None,
 ) -> None:  # fmt: skip
     """All that is decided by shapes, dtypes and devices of ops.Tensors."""
-    shapes = _shapes(q=q, k=k, v=v)
-    _need(
+    given = shapes(q=q, k=k, v=v)
+    need(
         q.dtype in DTYPES,
         f"q, k and v must be float16, bfloat16 or float32, got {q.dtype}",
         TypeError,
     )
-    _need(
+    need(
         q.dtype == k.dtype == v.dtype,
         f"q, k and v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}",
         TypeError,
     )
-    _need(
+    need(
         q.device == k.device == v.device,
         f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}",
     )
     rank = q.dim()
-    _need(
+    need(
         2 <= rank <= 5 and k.dim() == v.dim() == rank,
-        f"q, k and v must have the same number of dims, 2 to 5, got {shapes}",
+        f"q, k and v must have the same number of dims, 2 to 5, got {given}",
     )
-    _need(
+    need(
         q.shape[:-3] == k.shape[:-3] == v.shape[:-3],
-        f"the leading dims of q, k and v differ: {shapes}",
+        f"the leading dims of q, k and v differ: {given}",
     )
-    _need(k.shape[:-1] == v.shape[:-1], f"k and v must have the same heads and keys: {shapes}")
-    _need(q.shape[-1] == k.shape[-1], f"q and k must have the same head dim: {shapes}")
+    need(k.shape[:-1] == v.shape[:-1], f"k and v must have the same heads and keys: {given}")
+    need(q.shape[-1] == k.shape[-1], f"q and k must have the same head dim: {given}")
     dims = q.shape[-1], v.shape[-1]
-    _need(
+    need(
         min(dims) >= 1 and max(dims) <= launch.MAX_HEAD_DIM,
-        f"head dims must be 1 to {launch.MAX_HEAD_DIM}: {shapes}",
+        f"head dims must be 1 to {launch.MAX_HEAD_DIM}: {given}",
     )
     heads, heads_k = (x.shape[-3] if rank > 2 else 1 for x in (q, k))
-    _need(
+    need(
         heads == 0 or (heads_k > 0 and heads % heads_k == 0),
-        f"the heads of q must be a multiple of those of k: {shapes}",
+        f"the heads of q must be a multiple of those of k: {given}",
     )
-    _need(
-        max(q.shape[-2], k.shape[-2]) <= MAX_LENGTH, f"sequences are limited to 2^29 rows: {shapes}"
+    need(
+        max(q.shape[-2], k.shape[-2]) <= MAX_LENGTH, f"sequences are limited to 2^29 rows: {given}"
     )
-    _need((cu_q is None) == (cu_k is None), "cu_seqlens_q and cu_seqlens_k go together")
-    _need(
+    need((cu_q is None) == (cu_k is None), "cu_seqlens_q and cu_seqlens_k go together")
+    need(
         cu_q is not None or bias_offsets is None,
         "bias_offsets belong to a packed call, with cu_seqlens",
     )
     if cu_q is not None and cu_k is not None:
-        _need(rank == 3, f"packed tensors are [heads, tokens, dim], got {shapes}")
-        _need(mask is None, "packed calls take no mask")
+        need(rank == 3, f"packed tensors are [heads, tokens, dim], got {given}")
+        need(mask is None, "packed calls take no mask")
         for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-            _need(
+            need(
                 x.dim() == 1 and x.shape[0] >= 1,
                 f"{name} must be a vector of N + 1 offsets, got {list(x.shape)}",
             )
-            _same(name, x, x.shape, (torch.int32,), q)
-        _need(
+            same(name, x, x.shape, (torch.int32,), q)
+        need(
             cu_q.shape == cu_k.shape,
             f"cu_seqlens_q and cu_seqlens_k must have the same length, got {cu_q.shape[0]} and {cu_k.shape[0]}",
         )
@@ -128,12 +106,12 @@ def _check_inputs(
             _broadcasts("bias", bias, (heads, 1, k.shape[-2]), (q.dtype, torch.float32), q)
         elif bias is not None and bias_offsets is not None:
             fits = bias.dim() == 2 and bias.shape[0] in (1, heads)
-            _need(
+            need(
                 fits,
                 f"a bias of pairs of packed sequences must be [1 or {heads}, pairs], got {list(bias.shape)}",
             )
-            _same("bias", bias, bias.shape, (q.dtype, torch.float32), q)
-            _same("bias_offsets", bias_offsets, cu_q.shape, (torch.int64,), q)
+            same("bias", bias, bias.shape, (q.dtype, torch.float32), q)
+            same("bias_offsets", bias_offsets, cu_q.shape, (torch.int64,), q)
     elif bias is not None:
         _broadcasts("bias", bias, (*q.shape[:-1], k.shape[-2]), (q.dtype, torch.float32), q)
     if mask is not None:
@@ -145,7 +123,7 @@ def _check_inputs(
         slopes = alibi_slopes.reshape((1,) * (len(full) - alibi_slopes.dim()) + alibi_slopes.shape)
         _broadcasts("alibi_slopes", slopes, full, (torch.float32,), q)
     if seed is not None:
-        _same("dropout_seed", seed, (2,), (torch.int64,), q)
+        same("dropout_seed", seed, (2,), (torch.int64,), q)
 
 
 def _check_results(
@@ -153,29 +131,28 @@ def _check_results(
 ) -> None:
     for name, x in of_out.items():
         if x is not None:
-            _same(name, x, (*q.shape[:-1], v.shape[-1]), (q.dtype,), q)
+            same(name, x, (*q.shape[:-1], v.shape[-1]), (q.dtype,), q)
     for name, x in of_lse.items():
         if x is not None:
-            _same(name, x, q.shape[:-1], (statistics_dtype(q.dtype),), q)
+            same(name, x, q.shape[:-1], (statistics_dtype(q.dtype),), q)
 
 
 def _check_scalars(seed: Tensor | None, scalars: Scalars) -> None:
     """The longest lengths are hints: any will do."""
-    _, _, scale, softcap, _, _, _, dropout_p, precision, _ = scalars
-    _need(-math.inf < scale < math.inf, f"scale must be finite, got {scale}")
-    _need(0 <= softcap < math.inf, f"softcap must be >= 0 and finite, got {softcap}")
-    _need(0 <= dropout_p < 1, f"dropout_p must be in [0, 1), got {dropout_p}")
-    _need(not dropout_p or seed is not None, "dropout needs a dropout_seed")
-    _need(precision in PRECISIONS, f"precision must be one of {PRECISIONS}, got {precision!r}")
+    _, _, scale, softcap, window_left, window_right, _, dropout_p, precision, _ = scalars
+    numbers(scale, softcap, window_left, window_right)
+    need(0 <= dropout_p < 1, f"dropout_p must be in [0, 1), got {dropout_p}")
+    need(not dropout_p or seed is not None, "dropout needs a dropout_seed")
+    need(precision in PRECISIONS, f"precision must be one of {PRECISIONS}, got {precision!r}")
 
 
 def _check_tangents(tangents: Sequence[Tensor | None], tensors: Tensors) -> None:
     q = tensors.q
     for name, x, like in zip(Tensors._fields, tangents, tensors, strict=False):
         if x is not None:
-            _need(like is not None, f"a tangent of {name} needs {name}")
+            need(like is not None, f"a tangent of {name} needs {name}")
             assert like is not None
-            _same(f"the tangent of {name}", x, like.shape, (like.dtype,), q)
+            same(f"the tangent of {name}", x, like.shape, (like.dtype,), q)
 
 
 def checked(
@@ -231,7 +208,7 @@ def check_scores(
     """Scores that are a result, and their gradient."""
     for name, x in tensors.items():
         if x is not None:
-            _same(name, x, shape, (dtype,), q)
+            same(name, x, shape, (dtype,), q)
 
 
 def forward(kernels: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,15 +3,16 @@ remembered."""
 
 from __future__ import annotations
 
-import functools
 import math
+from operator import is_
 
 import torch
 import triton
 from torch import Tensor
 
-from flashsci import fp8_ops
+from flashsci import fp8_checks, fp8_ops
 from flashsci.fp8_ops import WHOLE, FP8Scalars, FP8Tensors
+from flashsci.op_checks import kinds, remember
 
 from . import launch
 from .arguments import Chunks, Features, Inputs, Schedule
@@ -20,7 +21,7 @@ from .host_launch import Device, Launch, device_of
 from .host_paged import unbounded, vector_of
 from .scores import ABSENT
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = fp8_checks.HEAD_DIM
 # (BLOCK_M, BLOCK_N, warps, stages) for head dims up to the key. A product of P and values is held beside the sum that it is added
 # to, which the tiles of 16 bits leave no registers for. Not timed yet.
 TILES = {
@@ -57,9 +58,7 @@ def four(strides: tuple[int, ...]) -> tuple[int, ...]:
 
 def scale_strides(scale: Tensor | None, x: Tensor, sequences: int) -> ScaleStrides:
     rows = fp8_ops.rows_per_scale(scale, x, sequences)
-    if rows is None:
-        given = None if scale is None else list(scale.shape)
-        raise ValueError(f"scales of shape {given} do not fit a tensor of shape {list(x.shape)}")
+    assert rows is not None, "checked before"
     if scale is None or scale.dim() == 0:
         return ScaleStrides(0, 0, 0, 0, WHOLE, 0)
     strides = scale.stride()
@@ -73,7 +72,7 @@ def scale_strides(scale: Tensor | None, x: Tensor, sequences: int) -> ScaleStrid
 
 
 class Plan:
-    """What the launch of one kind of call needs. Made by `plan`."""
+    """What the launch of one kind of call needs."""
 
     def __init__(
         self, device, out_dtype, q_shape, k_shape, dim_v, strides, scales, sequences, scalars
@@ -119,27 +118,40 @@ class Plan:
         })  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4096)
-def plan(device: torch.device, *kind) -> Plan:
-    return Plan(device_of(device), *kind)
+class Call:
+    """A call that is known to be right, and its plan."""
+
+    def __init__(self, given: FP8Tensors, scalars: FP8Scalars):
+        fp8_checks.attention(given, scalars, MAX_HEAD_DIM)
+        tensors = fp8_checks.as_kernels_read(given)
+        self.as_given = all(map(is_, given, tensors))
+        q, k, v, *scales, _, _ = tensors
+        out, _ = fp8_ops.empty_results(tensors, scalars)
+        self.plan = Plan(
+            device_of(q.device), out.dtype, tuple(q.shape), tuple(k.shape), v.shape[-1],
+            (q.stride(), k.stride(), v.stride(), out.stride()),
+            tuple(scale_strides(s, x, tensors.sequences) for s, x in zip(scales, tensors[:3], strict=True)),
+            tensors.sequences, scalars,
+        )  # fmt: skip
 
 
 def attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
     """out and lse."""
+    key = kinds(*tensors), scalars
+    call = _calls.get(key)
+    if call is None:
+        call = remember(_calls, key, Call(tensors, scalars))
+    if not call.as_given:
+        tensors = fp8_checks.as_kernels_read(tensors)
     q, k, v, *scales, cu_seqlens_q, cu_seqlens_k = tensors
     out, lse = fp8_ops.empty_results(tensors, scalars)
-    found = plan(
-        q.device, out.dtype, tuple(q.shape), tuple(k.shape), v.shape[-1],
-        (q.stride(), k.stride(), v.stride(), out.stride()),
-        tuple(scale_strides(s, x, tensors.sequences) for s, x in zip(scales, tensors[:3], strict=True)),
-        tensors.sequences, scalars,
-    )  # fmt: skip
-    if found.empty:
+    if call.plan.empty:
         return out.zero_(), lse.fill_(-torch.inf)
     inputs = Inputs(q, k, v, *(None,) * 3, cu_seqlens_q, cu_seqlens_k, *(None,) * 3)
-    found.launch(tuple(inputs), *scales, out, lse if scalars.return_lse else None)
+    call.plan.launch(tuple(inputs), *scales, out, lse if scalars.return_lse else None)
     return out, lse
 
 
+_calls: dict[tuple, Call] = {}
 _KEYS = ("CUDA", "CPU") if triton.knobs.runtime.interpret else ("CUDA",)
 OP = fp8_ops.define("triton", attention, _KEYS)

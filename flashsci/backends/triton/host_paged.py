@@ -3,14 +3,15 @@ remembered; lengths and pages are read on the device."""
 
 from __future__ import annotations
 
-import functools
+from operator import is_
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from flashsci import paged_ops
+from flashsci import memory, paged_checks, paged_ops
+from flashsci.op_checks import kinds, remember, rows
 from flashsci.paged_ops import PagedScalars, PagedTensors
 
 from . import launch
@@ -92,7 +93,7 @@ def unbounded(side: int) -> int:
 
 
 class Plan:
-    """What the launches of one kind of call share. Made by `plan`."""
+    """What the launches of one kind of call share."""
 
     def __init__(
         self,
@@ -160,20 +161,34 @@ class Plan:
         })  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4096)
-def plan(device: torch.device, *kind) -> Plan:
-    return Plan(device_of(device), *kind)
+class Call:
+    """A call that is known to be right, but for where its tensors lie, and its plan."""
+
+    def __init__(self, given: PagedTensors, out: Tensor, scalars: PagedScalars):
+        paged_checks.attention(given, out, scalars, LIMITS)
+        tensors = paged_checks.as_kernels_read(given)
+        q, k, v, table, _, _, _, k_scale, v_scale = tensors
+        self.as_given = all(map(is_, given, tensors))
+        self.spans = memory.Spans(out, given)
+        self.plan = Plan(
+            device_of(q.device), q.dtype, k.dtype, tuple(q.shape), tuple(k.shape), v.shape[-1], tuple(table.shape),
+            (q.stride()[:2], k.stride()[:3], v.stride()[:3], out.stride()[:2]),
+            tuple((0, 0) if s is None else s.stride() for s in (k_scale, v_scale)), scalars,
+        )  # fmt: skip
 
 
 def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tensor:
     """Fills ``out`` and returns the lse."""
+    key = kinds(*tensors, out), scalars
+    call = _calls.get(key)
+    if call is None:
+        call = remember(_calls, key, Call(tensors, out, scalars))
+    if call.spans.cross(out, tensors):
+        paged_checks.attention_apart(tensors, out)
+    if not call.as_given:
+        tensors = paged_checks.as_kernels_read(tensors)
     q, k, v, table, used, cu_seqlens_q, sink, k_scale, v_scale = tensors
-    lse = paged_ops.empty_lse(q, scalars.return_lse)
-    found = plan(
-        q.device, q.dtype, k.dtype, tuple(q.shape), tuple(k.shape), v.shape[-1], tuple(table.shape),
-        (q.stride()[:2], k.stride()[:3], v.stride()[:3], out.stride()[:2]),
-        tuple((0, 0) if s is None else s.stride() for s in (k_scale, v_scale)), scalars,
-    )  # fmt: skip
+    lse, found = paged_ops.empty_lse(q, scalars.return_lse), call.plan
     if found.empty:
         out.zero_()
         lse.fill_(-torch.inf)
@@ -190,18 +205,44 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tens
     return lse
 
 
-@functools.lru_cache(maxsize=4096)
-def write_launch(shape, dims, key_dtype, cache_dtype, cache_shape, strides, scale_strides) -> Launch:  # fmt: skip
-    """For tokens ``[T, Hk]`` of head dims (D, Dv)."""
-    tokens, heads = shape
-    most = torch.finfo(cache_dtype).max if cache_dtype in paged_ops.FP8 else 0.0
-    width, width_v = (triton.next_power_of_2(d) for d in dims)
-    at_once = max(1, min(triton.next_power_of_2(heads), 4096 // max(width, width_v)))
-    return Launch(write_cache_kernel, tokens, {
-        "strides": CacheStrides(*strides),
-        "sizes": CacheSizes(*cache_shape, heads, *dims, *scale_strides),
-        "MOST": most, "HEADS": at_once, "WIDTH": width, "WIDTH_V": width_v, "num_warps": 4,
-    })  # fmt: skip
+class Write:
+    """An update that is known to be right, but for where its tensors lie, and its launch."""
+
+    def __init__(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, *rest):
+        slots, k_scale, v_scale = rest
+        paged_checks.write(key, value, k_cache, v_cache, *rest, LIMITS)
+        self.as_given = key.stride(-1) == value.stride(-1) == 1 and slots.is_contiguous()
+        self.tokens = slots.shape[0]
+        self.of_k, self.of_v = memory.span(k_cache), memory.span(v_cache)
+        self.read = [0 if x is None else memory.span(x) for x in (key, value, *rest)]
+        self.distances: set[int] = set()  # from k_cache to v_cache, at which they share no element
+        key, value = rows(key), rows(value)
+        heads, dims = key.shape[1], (key.shape[-1], value.shape[-1])
+        most = torch.finfo(k_cache.dtype).max if k_cache.dtype in paged_ops.FP8 else 0.0
+        width, width_v = (triton.next_power_of_2(d) for d in dims)
+        at_once = max(1, min(triton.next_power_of_2(heads), 4096 // max(width, width_v)))
+        strides = key.stride()[:2], value.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3]
+        of_scales = (0 if s is None else s.stride(0) for s in (k_scale, v_scale))
+        self.launch = Launch(write_cache_kernel, self.tokens, {
+            "strides": CacheStrides(*strides),
+            "sizes": CacheSizes(*k_cache.shape[:2], heads, *dims, *of_scales),
+            "MOST": most, "HEADS": at_once, "WIDTH": width, "WIDTH_V": width_v, "num_warps": 4,
+        })  # fmt: skip
+
+    def look(self, k_cache: Tensor, v_cache: Tensor, *read: Tensor | None) -> None:
+        """Raises if a cache shares memory with another tensor. read: key, value, slot_mapping and scales."""
+        k, v = k_cache.data_ptr(), v_cache.data_ptr()
+        end_k, end_v = k + self.of_k, v + self.of_v
+        near = v - k not in self.distances
+        for x, span in zip(read, self.read, strict=True):
+            if span:
+                at = x.data_ptr()
+                near |= (at < end_k and k < at + span) or (at < end_v and v < at + span)
+        if near:
+            key, value, *rest = read
+            paged_checks.write_apart(key, value, k_cache, v_cache, *rest)
+            if not memory.share(k_cache, v_cache) and len(self.distances) < 4096:
+                self.distances.add(v - k)
 
 
 def write_kv_cache(
@@ -213,16 +254,21 @@ def write_kv_cache(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    tokens, heads = slot_mapping.shape[0], key.shape[1]
-    if not tokens:
+    given = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
+    kind = kinds(*given)
+    write = _writes.get(kind)
+    if write is None:
+        write = remember(_writes, kind, Write(*given))
+    write.look(k_cache, v_cache, key, value, slot_mapping, k_scale, v_scale)
+    if not write.tokens:
         return
-    run = write_launch(
-        (tokens, heads), (key.shape[-1], value.shape[-1]), key.dtype, k_cache.dtype, tuple(k_cache.shape[:2]),
-        (key.stride()[:2], value.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3]),
-        tuple(0 if s is None else s.stride(0) for s in (k_scale, v_scale)),
-    )  # fmt: skip
-    run(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    if not write.as_given:
+        key, value, slot_mapping = rows(key), rows(value), slot_mapping.contiguous()
+    write.launch(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
+LIMITS = paged_checks.KERNELS
+_calls: dict[tuple, Call] = {}
+_writes: dict[tuple, Write] = {}
 _KEYS = ("CUDA", "CPU") if triton.knobs.runtime.interpret else ("CUDA",)
 OPS = paged_ops.define("triton", attention, write_kv_cache, _KEYS)

@@ -7,7 +7,9 @@ import triton
 from torch import Tensor
 
 from flashsci import residual_ops
+from flashsci.op_checks import shapes
 from flashsci.residual_ops import (
+    MAX_HEAD_DIM,
     Kernels,
     ResidualCall,
     empty_gradients,
@@ -165,7 +167,7 @@ def room(shape, stride, dtype, device) -> Tensor:
     memory = torch.empty(shape[0] * stride[0], dtype=dtype, device=device)
     # Not a view to autograd: users may write to it.
     return torch.empty(0, dtype=dtype, device=device).set_(
-        memory.untyped_storage(), 0, shape, stride
+        memory.untyped_storage(), memory.storage_offset(), shape, stride
     )
 
 
@@ -256,7 +258,7 @@ class Prepared:
     """Both for tensors of one signature; backwards by the signature of what they are given."""
 
     def __init__(self, call: ResidualCall):
-        checks.checked(call.tensors, call.scalars)
+        call = checked(call)
         self.options = call[5:]
         self.forward = forward_of(call)
         self.backwards: dict[tuple, Backward] = {}
@@ -266,7 +268,7 @@ class Prepared:
         others than were given."""
         call = ResidualCall(*tensors, *self.options).laid_out()
         d, o = rows_of(dout, out), rows_of(out, out)
-        check(d, dscores, call, o, lse, scores)
+        call = checked(call, (o, d), (lse,), scores=scores, dscores=dscores)
         given = (*call[:5], d, o, lse, dscores, scores)
         key = need_bias, *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given]  # fmt: skip
         run = self.backwards.get(key)
@@ -285,22 +287,36 @@ class Prepared:
         return backward
 
 
-def check(dout, dscores, call: ResidualCall, out, lse, scores) -> None:
-    """Of a backward's tensors."""
-    checks.checked(call.tensors, call.scalars, (), (out, dout), (lse,))
-    dtype = scores_dtype(call.q, call.bias)
-    checks.check_scores(call.q, call.score_shape, dtype, scores=scores, dscores=dscores)
+def checked(
+    call: ResidualCall, of_out: tuple = (), of_lse: tuple = (), **scores: Tensor | None
+) -> ResidualCall:
+    """The call as kernels read it. ``scores``: what has their shape and dtype.
+
+    Raises:
+        TypeError, ValueError: what does not fit.
+    """
+    q, k, v, *_, seed, _ = checks.checked(call.tensors, call.scalars, (), of_out, of_lse)
+    if q.shape[-1] > MAX_HEAD_DIM or v.shape[-1] > MAX_HEAD_DIM:
+        given = shapes(q=q, k=k, v=v)
+        raise ValueError(
+            f"flashsci: head dims of residual attention must be 1 to {MAX_HEAD_DIM}: {given}"
+        )
+    if scores:
+        checks.check_scores(q, call.score_shape, scores_dtype(q, call.bias), **scores)
+    if q is call.q and k is call.k and v is call.v and seed is call.dropout_seed:
+        return call
+    return call._replace(q=q, k=k, v=v, dropout_seed=seed)
 
 
 def forward(call: ResidualCall) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, scores."""
-    checks.checked(call.tensors, call.scalars)
+    call = checked(call)
     return forward_of(call)(*call[:5])
 
 
 def backward(dout, dscores, call: ResidualCall, out, lse, scores, need_bias: bool):
     """dq, dk, dv and the gradient of the whole scores, empty unless ``need_bias``."""
-    check(dout, dscores, call, out, lse, scores)
+    call = checked(call, (out, dout), (lse,), scores=scores, dscores=dscores)
     dtype = scores_dtype(call.q, call.bias)
     dout, out = rows_of(dout, out), rows_of(out, out)
     exact = scores if dtype == torch.float32 else None

@@ -55,8 +55,10 @@ def bias_of(pointer, strides, at, span, inputs, sizes, VECTOR: tl.constexpr, F: 
     if pointer is not None:
         if F.RAGGED:
             start = tl.load(inputs.bias_offsets + tl.maximum(at.b, 0))
-            end = start + span.len_q.to(tl.int64) * span.len_k
-            fits = (start >= 0) & (end <= sizes.bias_total)
+            last = (
+                sizes.bias_total - span.len_q.to(tl.int64) * span.len_k
+            )  # no sum, which may overflow
+            fits = (start >= 0) & (start <= last)
             start = tl.where(fits, start, 0)
             base = pointer + at.h.to(tl.int64) * strides[2] + start * strides[4]
             row_stride = span.len_k.to(tl.int64) * strides[4]
