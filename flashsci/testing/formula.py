@@ -18,6 +18,7 @@ FAR = 4096.0
 ROUNDINGS = 16.0  # of a score, in units of the internal precision, that such rows are allowed
 # A row whose every score is below may count as one without keys: in powers of two such scores overflow.
 LOWEST = -2e38
+LEAST_WEIGHT = 2.0**-126  # of a key: what is smaller counts as zero
 UNIFORM = 3.0**-0.5  # standard deviation of a uniform error between -1 and 1
 PHASES = 8  # places of a row's offset between two powers of two, at which its sum of rounded P is computed
 
@@ -110,6 +111,7 @@ class Formula:
         scores = capped + bias + alibi
         seen, bare_abs = visible, raw_abs + capped.abs() + bias.abs() + scores.abs()
         w = zero + 1 if b.key_weight is None else per_pair(b.key_weight)
+        w = torch.where(w < LEAST_WEIGHT, zero, w)
         empty = ~(visible & (w > 0)).any(-1, keepdim=True)
         visible = visible & ~empty
         logarithm = torch.log(w)
