@@ -28,9 +28,9 @@ SHARED = (
     "precision",
 )
 ALIGNMENTS = ("upper_left", "lower_right")
-# A softcap of so many times the scale bounds nothing: products q k^T up to 2^67 stay, to fp32 rounding, as they are, and
-# softmax takes the maximum of larger ones. Nearer to the end of fp32 the quotient of a score and its cap would vanish.
-BOUNDLESS = 2.0**80
+# A softcap of so many times the scale bounds nothing: products q k^T up to 2^87 stay, to fp32 rounding, as they are.
+# Nearer to the end of fp32 the quotient of scale and softcap, or of a score and its cap, would vanish.
+BOUNDLESS = 2.0**100
 
 
 def shape_of(x: Tensor) -> list[int]:

@@ -92,7 +92,7 @@ def test_sharp_softcap_and_scores_of_thirty():
     extreme.sharp_softcap_and_scores_of_thirty("triton", "cpu")
 
 
-FAR = (1e3, 1e4, 1e5, 1e7, 1e10, 1e20, 1e23, 1e25, 3e37)
+FAR = (1e3, 1e4, 1e5, 1e7, 1e10, 1e20, 1e23, 1e29, 3e37)
 
 
 @pytest.mark.parametrize("softcap", FAR)
@@ -101,6 +101,13 @@ FAR = (1e3, 1e4, 1e5, 1e7, 1e10, 1e20, 1e23, 1e25, 3e37)
 )
 def test_softcap_far_above_the_scores(backend, dtype, softcap):
     extreme.softcap_far_above_the_scores(backend, "cpu", dtype, softcap)
+
+
+@pytest.mark.parametrize("which", ("products", "values"))
+@pytest.mark.parametrize("dtype", (FP32, BF16))
+@pytest.mark.parametrize("backend", ("reference", "triton", "sdpa"))
+def test_sums_near_the_end_of_fp32(backend, dtype, which):
+    extreme.sums_near_the_end_of_fp32(backend, "cpu", dtype, which, lse=backend != "sdpa")
 
 
 @pytest.mark.parametrize("share, bias", ((0.5, 0.0), (1.0, 0.0), (1.0, 92.0)))

@@ -107,7 +107,7 @@ def test_sharp_softcap_and_scores_of_thirty(backend, seq, dim):
         served_on_a_gpu(extreme.sharp_softcap_and_scores_of_thirty, backend, seq=seq, dim=dim)
 
 
-@pytest.mark.parametrize("softcap", (1e3, 1e5, 1e7, 1e20, 1e23, 3e37))
+@pytest.mark.parametrize("softcap", (1e3, 1e5, 1e7, 1e20, 1e29, 3e37))
 @pytest.mark.parametrize(
     "seq, dim, tangents", ((23, 16, True), (200, 64, False), (300, 128, False), (130, 256, False))
 )
@@ -116,6 +116,17 @@ def test_sharp_softcap_and_scores_of_thirty(backend, seq, dim):
 def test_softcap_far_above_the_scores(backend, dtype, softcap, seq, dim, tangents):
     given = {"seq": seq, "dim": dim, "tangents": tangents}
     served_on_a_gpu(extreme.softcap_far_above_the_scores, backend, dtype, softcap, **given)
+
+
+@pytest.mark.parametrize("which", ("products", "values"))
+@pytest.mark.parametrize(
+    "seq, dim, tangents", ((20, 16, True), (200, 64, False), (300, 128, False))
+)
+@pytest.mark.parametrize("dtype", (FP32, BF16))
+@pytest.mark.parametrize("backend", [*KERNELS, "sdpa"])
+def test_sums_near_the_end_of_fp32(backend, dtype, which, seq, dim, tangents):
+    given = {"seq": seq, "dim": dim, "tangents": tangents, "lse": backend != "sdpa"}
+    served_on_a_gpu(extreme.sums_near_the_end_of_fp32, backend, dtype, which, **given)
 
 
 @pytest.mark.parametrize("share, bias", ((0.5, 0.0), (1.0, 0.0), (1.0, 92.0)))
