@@ -33,7 +33,7 @@ from flashsci.testing.inputs import Inputs, moved_to
 from flashsci.testing.second_order import SECOND_ORDER
 
 TENSORS = ("out", "lse", "scores", "dq", "dk", "dv", "dbias", "dkey_weight", "dsink", *SECOND_ORDER)
-SUMMED = ("dsink",)  # over packed sequences
+SUMMED = ("dsink", "gsink")  # over packed sequences
 PLAIN = ("reference", "sdpa", "eager")  # backends that are plain PyTorch, with its own accuracy
 LEAVES = ("q", "k", "v", "bias", "key_weight", "sink")
 BASELINE_FACTOR = 2.0  # error allowed, in errors of plain PyTorch

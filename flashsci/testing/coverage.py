@@ -5,7 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from flashsci.testing.cases import DOUT_SCALES, LAYOUTS, MAGNITUDES, NUMBERS, PADDINGS, PLACES, Case
+from flashsci.testing.cases import (
+    DOUT_LAYOUTS,
+    DOUT_SCALES,
+    LAYOUTS,
+    MAGNITUDES,
+    NUMBERS,
+    PADDINGS,
+    PLACES,
+    Case,
+)
 from flashsci.testing.drawing import has_inner_heads
 
 # Head dims, by the larger of the two, as kernels are made for them.
@@ -23,6 +32,13 @@ def properties(case: Case) -> list[str]:
     found += ["dout not as q"] if case.layout_of["dout"] != case.layout else []
     found += ["scale 1e8"] if case.scale == 1e8 else []
     found += ["softcap 0.01"] if case.softcap == 0.01 else []
+    found += ["softcap far above"] if (case.softcap or 0) > 1e3 else []
+    found += ["scale zero"] if case.scale == 0 else []
+    found += ["scale negative"] if (case.scale or 0) < 0 else []
+    found += ["scale tiny"] if case.scale and abs(case.scale) < 1e-5 else []
+    if case.weight_shape is not None:
+        found.append(f"weights {case.weight_zeros}")
+        found += ["weights and sink"] if variant.sink else []
     if case.bias_shape is not None:
         found.append(f"bias {case.bias_view}")
         if not variant.varlen:
@@ -44,11 +60,14 @@ def expected(dtype: str, features: bool = True) -> list[str]:
     found = [
         f"{name} {layout}" for name, layout in itertools.product(("q", "k", "v", "dout"), LAYOUTS)
     ]
+    found += [f"dout {x}" for x in DOUT_LAYOUTS[len(LAYOUTS) :]]
+    found += ["softcap far above", "scale zero", "scale negative", "scale tiny"]
     found += [f"values {x}" for x in MAGNITUDES] + [f"zero rows {x}" for x in PADDINGS]
     found += [f"dout {x:g}" for x in dict.fromkeys(DOUT_SCALES[dtype])] + ["dout not as q"]
     found += ["softcap 0.01"] + (["scale 1e8"] if dtype != "float16" else [])
     if features:
         found += [f"bias {x}" for x in (*VIEWS, *NUMBERS)] + [f"numbers {x}" for x in PLACES]
+        found += [f"weights {x}" for x in ("some", "none", "rows", "subnormal", "and sink")]
         found += [f"bias of {n} dims" for n in range(1, 6)] + ["numbers and zero rows"]
         found += ["bias of many members", "bias of inner heads"]
         found += [f"bias gradient of no {x}" for x in ("batch", "queries", "keys")]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashsci.residual_ops import scores_dtype
-from flashsci.testing.cases import NUMBERS, Case, ResidualCase
+from flashsci.testing.cases import NUMBERS, SUBNORMAL, Case, ResidualCase
 from flashsci.testing.poison import embed
 
 
@@ -282,7 +282,7 @@ class _Maker:
 
     def magnitude(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         case, kind, dim = self.case, self.case.magnitude, max(1, q.shape[-1])
-        scale = case.scale if case.scale is not None else dim**-0.5
+        scale = abs(dim**-0.5 if case.scale is None else case.scale) or 1.0
         if kind == "peaked":
             return q * 4, k * 4, v
         if kind == "low":  # every score near -150: exp underflows in fp32, row lse far below -88.7
@@ -301,6 +301,8 @@ class _Maker:
             if case.variant.dtype == "float16":
                 return (15000 * q).clamp(-6e4, 6e4), (15000 * k).clamp(-6e4, 6e4), v
             return size * q, size * k, v
+        if kind == "vast":  # of products that a tiny scale brings back to 1
+            return case.vastness * q, case.vastness * k, v
         if kind == "tiny":  # float16: subnormals
             least = 1e-6 if case.variant.dtype == "float16" else 1e-12
             return q, least * k, least * v
@@ -370,6 +372,10 @@ class _Maker:
             return embed(x, pad={rank - 1: 1}, offset=1)
         if layout == "expanded" and rank > 3:
             return embed(x[:1]).expand_as(x)
+        if layout == "columns":
+            return embed(x, order=(*range(rank - 2), rank - 1, rank - 2))
+        if layout == "constant" and x.numel():
+            return embed(x.flatten()[:1]).view(()).expand(x.shape)
         return embed(x)
 
     def view(self, x: Tensor, kind: str) -> Tensor:
@@ -470,7 +476,11 @@ class _Maker:
         half = case.variant.key_weight == "inputs" and case.variant.dtype == "float16"
         near = spread < (4 if half else 40) and not case.bias_number
         if case.weight_zeros != "none" and near:
-            weight[self.uniform(case.weight_shape) < 0.25] = 0
+            hidden = self.uniform(case.weight_shape) < 0.25
+            small = torch.tensor(SUBNORMAL if case.weight_zeros == "subnormal" else (0.0,))
+            weight[hidden] = small[torch.arange(weight.numel()) % len(small)].view_as(weight)[
+                hidden
+            ]
         if case.weight_zeros == "rows" and weight.dim() > 1 and weight.numel():
             weight[0] = 0
         if case.variant.key_weight == "inputs":
