@@ -255,8 +255,8 @@ def _draw_values(choices: Choices, case: Case) -> Case:
         case = replace(case, scale=choices.one_of((-0.3, -1.0, 0.0)))
     if case.magnitude == "vast":
         case = replace(case, scale=(0.3 if case.scale is None else case.scale) / case.vastness**2)
-    if case.padding != "none" and case.layout_of["dout"] == "constant":  # has no rows of zeros
-        case = replace(case, layouts=(*case.layouts[:2], "columns"))
+    if case.layout_of["dout"] == "constant":  # has no rows of zeros
+        case = replace(case, padding="none")
     if variant.bias is None:
         return case
     case = replace(case, bias_holes=not often(4))
