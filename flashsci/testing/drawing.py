@@ -30,6 +30,7 @@ from flashsci.testing.cases import (
 )
 
 MEMBERS = (40, 48, 67)  # of a batch, that share a bias
+WEIGHT_ZEROS = ("some", "some", "none", "rows", "subnormal")
 
 T = TypeVar("T")
 DrawnCase = TypeVar("DrawnCase")
@@ -92,7 +93,7 @@ def variants(
             key_weight_grad=weighted and weights.integer(1, 4) > 1,
             alibi=features and slopes.integer(1, 8) == 1,
             sink=(together if weighted else sinks).one_of(
-                (None,) * (2 if weighted else 6) + ("inputs", "float")
+                (None,) * (1 if weighted else 6) + ("inputs", "float")
             )
             if features
             else None,
@@ -110,7 +111,7 @@ def variants(
 
 def second_order_variants(count: int = 48, **limits: Any) -> list[Variant]:
     """Those of :func:`variants` with tangents: of all tensors in two of three, else of some."""
-    choices = SeededChoices(21)
+    choices, sinks = SeededChoices(21), SeededChoices(27)
     found: dict[Variant, None] = {}
     for variant in variants(count, **limits):
         some = choices.one_of(("q", "k", "v", "b", "qk", "kv", "qb", "kvb"))
@@ -122,6 +123,8 @@ def second_order_variants(count: int = 48, **limits: Any) -> list[Variant]:
             tangents += "w"
         # Beside 16-bit results a sink is a formula whose steps round by themselves, which the second order sees.
         sink = variant.sink if variant.dtype == "float32" else None
+        if variant.dtype == "float32" and variant.key_weight:
+            sink = sinks.one_of((None, "float"))
         found[replace(variant, tangents=tangents or "qkv", sink=sink)] = None
     return list(found)
 
@@ -277,7 +280,7 @@ def _draw_weights(choices: Choices, case: Case) -> Case:
         case,
         weight_shape=shape,
         weight_view=choices.one_of(("contiguous", "contiguous", "padded", "transposed")),
-        weight_zeros=choices.one_of(("some", "some", "none", "rows", "subnormal")),
+        weight_zeros=choices.one_of(WEIGHT_ZEROS),
     )
 
 
@@ -481,6 +484,8 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
         align=choices.one_of(("upper_left", "lower_right")) if case.variant.window else case.align,
     )
     case = _draw_values(choices, replace(case, bias_number="", bias_holes=False))
+    if case.weight_shape is not None:
+        case = replace(case, weight_zeros=choices.one_of(WEIGHT_ZEROS))
     if case.variant.head_dim % 8 == case.variant.head_dim_v % 8 == 0:
         kinds = [x for x in layouts_of(case) if x in _ALIKE]
         redrawn = [choices.one_of(kinds) if x in kinds else x for x in case.layout_of.values()]
