@@ -72,6 +72,7 @@ class Case:
         ""  # a mask written as a number: one of NUMBERS, and where it stands, one of PLACES
     )
     bias_number_at: str = "last"
+    bias_scale: float = 1.0  # the standard deviation of a bias in fp32
     weight_shape: tuple[int, ...] | None = None
     weight_view: str = "contiguous"  # as bias_view
     # "none"; "rows": all weights of the first batch member, or head; "subnormal": some are too small to count

@@ -43,6 +43,7 @@ def properties(case: Case) -> list[str]:
         found += ["weights and sink"] if variant.sink else []
     if case.bias_shape is not None:
         found.append(f"bias {case.bias_view}")
+        found += ["bias large"] if case.bias_scale > 1 else []
         if not variant.varlen:
             found.append(f"bias of {len(case.bias_shape)} dims")
             found += ["bias of many members"] if max((*case.lead, 1)) > 5 else []
@@ -70,6 +71,7 @@ def expected(dtype: str, features: bool = True) -> list[str]:
     if features:
         found += [f"bias {x}" for x in (*VIEWS, *NUMBERS)] + [f"numbers {x}" for x in PLACES]
         found += [f"weights {x}" for x in ("some", "none", "rows", "subnormal", "and sink")]
+        found += ["bias large"]
         found += [f"bias of {n} dims" for n in range(1, 6)] + ["numbers and zero rows"]
         found += ["bias of many members", "bias of inner heads"]
         found += [f"bias gradient of no {x}" for x in ("batch", "queries", "keys")]

@@ -262,7 +262,11 @@ def _draw_values(choices: Choices, case: Case) -> Case:
         case = replace(case, padding="none")
     if variant.bias is None:
         return case
-    case = replace(case, bias_holes=not often(4))
+    case = replace(
+        case,
+        bias_holes=not often(4),
+        bias_scale=choices.one_of((1.0, 1.0, 10.0, 100.0)) if variant.bias_float else 1.0,
+    )
     if choices.integer(0, 1):
         case = replace(
             case, bias_number=choices.one_of(NUMBERS), bias_number_at=choices.one_of(PLACES)

@@ -396,7 +396,7 @@ class _Maker:
         case, variant = self.case, self.case.variant
         if case.bias_shape is None:
             return None
-        bias = self.normal(case.bias_shape)
+        bias = case.bias_scale * self.normal(case.bias_shape)
         if case.bias_holes:
             bias[self.uniform(case.bias_shape) < 0.2] = -torch.inf
             if not variant.varlen and bias.dim() > 1 and bias.numel():
@@ -474,7 +474,7 @@ class _Maker:
         products = next(some) @ next(some).T * (dim**-0.5 if case.scale is None else case.scale)
         spread = (products.max() - products.min()).item() if products.numel() else 0.0
         half = case.variant.key_weight == "inputs" and case.variant.dtype == "float16"
-        near = spread < (4 if half else 40) and not case.bias_number
+        near = spread < (4 if half else 40) and not case.bias_number and case.bias_scale == 1
         if case.weight_zeros != "none" and near:
             hidden = self.uniform(case.weight_shape) < 0.25
             small = torch.tensor(SUBNORMAL if case.weight_zeros == "subnormal" else (0.0,))
