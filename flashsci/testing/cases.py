@@ -90,6 +90,7 @@ class Case:
     magnitude: str = "unit"  # or one of MAGNITUDES
     padding: str = "none"  # or one of PADDINGS: which rows are zero
     dout_scale: float = 1.0  # dout and dlse as a mean over many terms makes them
+    execution: str = ""  # or one of EXECUTIONS: how autograd runs the call
     precision: str | None = None
     tangent_magnitude: str = "unit"  # "offset": far from zero in what softmax does not see
 
@@ -199,6 +200,9 @@ DOUT_SCALES = {
     "float64": (1e-3, 1e-6, 1e-9),
 }
 SOFTCAPS = (2.0, 15.0, 50.0, 0.01, 1e4, 1e7, 1e12)
+# "hooks": saved tensors come back with the strides of their last two dims exchanged; "batched": several gradients in one
+# backward, under torch's vmap (first derivatives alone).
+EXECUTIONS = ("hooks", "batched")
 SUBNORMAL = (1e-45, 1e-42, 3e-39, 1e-38)  # key weights that count as zero
 SMALL_LENGTHS = (0, 1, 2, 3, 5, 15, 16, 17, 23, 33)
 SHORT_LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 20, 23, 24, 25, 29, 31, 32)  # of csrc/sm80/small

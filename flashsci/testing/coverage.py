@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from flashsci.testing.cases import (
     DOUT_LAYOUTS,
     DOUT_SCALES,
+    EXECUTIONS,
     LAYOUTS,
     MAGNITUDES,
     NUMBERS,
@@ -35,6 +36,7 @@ def properties(case: Case) -> list[str]:
     found += ["scale 1e8"] if case.scale == 1e8 else []
     found += ["softcap 0.01"] if case.softcap == 0.01 else []
     found += ["softcap far above"] if (case.softcap or 0) > 1e3 else []
+    found += [f"run with {case.execution}"] if case.execution else []
     found += ["scale zero"] if case.scale == 0 else []
     found += ["scale negative"] if (case.scale or 0) < 0 else []
     found += ["scale tiny"] if case.scale and abs(case.scale) < 1e-5 else []
@@ -64,6 +66,7 @@ def expected(dtype: str, features: bool = True) -> list[str]:
         f"{name} {layout}" for name, layout in itertools.product(("q", "k", "v", "dout"), LAYOUTS)
     ]
     found += [f"dout {x}" for x in DOUT_LAYOUTS[len(LAYOUTS) :]]
+    found += [f"run with {x}" for x in EXECUTIONS]
     found += ["softcap far above", "scale zero", "scale negative", "scale tiny"]
     found += [f"values {x}" for x in MAGNITUDES] + [f"zero rows {x}" for x in PADDINGS]
     found += [f"dout {x:g}" for x in dict.fromkeys(DOUT_SCALES[dtype])] + ["dout not as q"]

@@ -213,7 +213,8 @@ def draw_case(
     )
     if variant.key_weight:
         case = _draw_weights(choices, case)
-    return _draw_second_order(choices, _draw_values(choices, _draw_layouts(choices, case)))
+    case = _draw_values(choices, _draw_layouts(choices, case))
+    return _draw_second_order(choices, _draw_execution(choices, case))
 
 
 def layouts_of(case: Case) -> list[str]:
@@ -272,6 +273,12 @@ def _draw_values(choices: Choices, case: Case) -> Case:
             case, bias_number=choices.one_of(NUMBERS), bias_number_at=choices.one_of(PLACES)
         )
     return case
+
+
+def _draw_execution(choices: Choices, case: Case) -> Case:
+    rare = choices.integer(1, 24)
+    known = {23: "hooks", 24: "hooks" if case.variant.tangents else "batched"}
+    return replace(case, execution=known.get(rare, ""))
 
 
 def _draw_weights(choices: Choices, case: Case) -> Case:
@@ -488,6 +495,7 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
         align=choices.one_of(("upper_left", "lower_right")) if case.variant.window else case.align,
     )
     case = _draw_values(choices, replace(case, bias_number="", bias_holes=False))
+    case = _draw_execution(choices, case)
     if case.weight_shape is not None:
         case = replace(case, weight_zeros=choices.one_of(WEIGHT_ZEROS))
     if case.variant.head_dim % 8 == case.variant.head_dim_v % 8 == 0:

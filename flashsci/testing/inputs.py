@@ -22,7 +22,8 @@ class Inputs:
     ``cu_seqlens_q`` is given: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv], as :func:`flashsci.varlen_attention`.
     ``dout`` has out's shape and ``dlse`` that of lse; None means zero. With ``residual`` the call is one of
     :func:`flashsci.residual_attention`, and ``dscores`` is the gradient of its scores. ``tangents`` by name ("tq", "tk", "tv", "tbias", "tkey_weight"), in the
-    shapes of what they belong to, ask for the second order: absent means zero.
+    shapes of what they belong to, ask for the second order: absent means zero. ``execution``: how autograd runs the call, as
+    :class:`Case` has it.
     """
 
     q: Tensor
@@ -44,6 +45,7 @@ class Inputs:
     tangents: dict[str, Tensor] = field(default_factory=dict)
     residual: bool = False
     dscores: Tensor | None = None
+    execution: str = ""
 
     @property
     def varlen(self) -> bool:
@@ -191,6 +193,7 @@ class _Maker:
             sink=self.sink().requires_grad_() if variant.sink else None,
             mask=self.mask(),
             **(residual or {"dout": self.place(dout, "dout")}),
+            execution=case.execution,
             dlse=None if dlse is None else embed(self.sent(dlse)),
             cu_seqlens_q=self.offsets(case.lens_q) if packed else None,
             cu_seqlens_k=self.offsets(case.lens_k) if packed and not case.self_attention else None,
