@@ -4,6 +4,7 @@ traps.py."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def forward_mode_over_every_tensor(backend: str, device: torch.device) -> None:
     """Slopes, sinks, weights and biases, dense and packed: a tangent is carried, or refused, and never dropped."""
     generator = torch.Generator().manual_seed(51)
     q, k, v = torch.randn(3, 1, 2, 24, 16, generator=generator).to(device)
-    packed = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+    q1, k1, v1 = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
     offsets = torch.tensor([0, 10, 24], dtype=torch.int32, device=device)
     tensors = {
         "alibi_slopes": torch.tensor([0.5, 0.25]),
@@ -52,10 +53,12 @@ def forward_mode_over_every_tensor(backend: str, device: torch.device) -> None:
     for name, given in tensors.items():
 
         def dense(x: Tensor, name: str = name) -> Tensor:
-            return flashsci.attention(q, k, v, backend=backend, **{name: x})
+            given: dict[str, Any] = {name: x}
+            return flashsci.attention(q, k, v, backend=backend, **given)
 
         def ragged(x: Tensor, name: str = name) -> Tensor:
-            return flashsci.varlen_attention(*packed, offsets, backend=backend, **{name: x})
+            given: dict[str, Any] = {name: x}
+            return flashsci.varlen_attention(q1, k1, v1, offsets, backend=backend, **given)
 
         given = given.to(device)
         # A number that is added to all scores of a row, or multiplies all of its weights, moves nothing.
@@ -76,7 +79,7 @@ def forward_mode_of_paged_calls(backend: str, device: torch.device) -> None:
     variant = PagedVariant(sink=True)
     inputs = make_paged_inputs(PagedCase(variant, seed=4, lens_q=(3,), lens_k=(20,)), device)
     q, k_cache, v_cache = (torch.nan_to_num(x) for x in (inputs.q, inputs.k_cache, inputs.v_cache))
-    options = inputs.options | {
+    options: dict[str, Any] = inputs.options | {
         "sink": torch.zeros_like(inputs.options["sink"]),
         "backend": backend,
     }
@@ -85,7 +88,9 @@ def forward_mode_of_paged_calls(backend: str, device: torch.device) -> None:
     for name in tensors:
 
         def call(x: Tensor, name: str = name) -> Tensor:
-            given = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | options | {name: x}
+            given: dict[str, Any] = (
+                {"q": q, "k_cache": k_cache, "v_cache": v_cache} | options | {name: x}
+            )
             return flashsci.paged_attention(**given)
 
         carried_or_refused(f"{name} of paged_attention", call, tensors[name])
@@ -96,7 +101,7 @@ def out_of_a_paged_call_over_its_queries(backend: str, device: torch.device) -> 
     """``out=q``, or a part of q: an error, or the result of another out."""
     inputs = make_paged_inputs(PagedCase(seed=5, lens_q=(3, 1), lens_k=(20, 7)), device)
     q, k_cache, v_cache = inputs.q.contiguous(), inputs.k_cache, inputs.v_cache
-    options = inputs.options | {"backend": backend}
+    options: dict[str, Any] = inputs.options | {"backend": backend}
     truth = flashsci.paged_attention(q, k_cache, v_cache, **options)
     try:
         flashsci.paged_attention(q, k_cache, v_cache, out=q, **options)
