@@ -30,6 +30,9 @@ SHARED = (
     "precision",
 )
 ALIGNMENTS = ("upper_left", "lower_right")
+# A softcap of so many times the scale bounds nothing: products q k^T up to 2^87 stay, to fp32 rounding, as they are.
+# Nearer to the end of fp32 the quotient of scale and softcap, or of a score and its cap, would vanish.
+BOUNDLESS = 2.0**100
 
 
 def shape_of(x: Tensor) -> list[int]:
@@ -361,11 +364,15 @@ class Options(NamedTuple):
         self, head_dim: int, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None
     ) -> Scalars:
         """As kernels take them, with defaults filled in."""
+        scale = 1.0 / math.sqrt(head_dim) if self.scale is None else float(self.scale)
+        softcap = float(self.softcap) if self.softcap else 0.0
+        if softcap and softcap >= BOUNDLESS * abs(scale):
+            softcap = 0.0
         return Scalars(
             -1 if max_seqlen_q is None else max_seqlen_q,
             -1 if max_seqlen_k is None else max_seqlen_k,
-            1.0 / math.sqrt(head_dim) if self.scale is None else float(self.scale),
-            float(self.softcap) if self.softcap else 0.0,
+            scale,
+            softcap,
             self.window_left,
             self.window_right,
             self.align == "lower_right",

@@ -62,8 +62,9 @@ def attention(
         key_weight: multiplies the exponential of every score of its key, ``P = w e^S / sum w e^S``:
             the smooth cutoff of an interatomic potential. Non-negative, broadcastable to
             ``[..., Hk, Sk]``, q's dtype or float32. Zeros are exact, and so is the gradient there (a
-            bias of ``log w`` has none). Negative weights, which only a synchronisation could find,
-            give undefined results, as their logarithm would.
+            bias of ``log w`` has none). Weights below 2**-126, the smallest normal number of float32,
+            count as zero. Negative weights, which only a synchronisation could find, give undefined
+            results, as their logarithm would.
         mask: bool, broadcastable to ``[..., Hq, Sq, Sk]``, True = attend. mask, -inf in bias,
             causal and window are ANDed.
         alibi_slopes: ALiBi: adds ``-slope |i + shift - j|`` to the scores, beside the bias; shift is where
@@ -79,9 +80,10 @@ def attention(
         align: where the diagonal of causal and window lies when Sq != Sk: "upper_left" (as SDPA) or
             "lower_right" (as flash-attn: the last query sees the last key).
         scale: factor of q k^T; default ``1 / sqrt(D)``. A number, as softcap and dropout_p: a learned
-            temperature multiplies q, which keeps its gradient.
+            temperature multiplies q, which keeps its gradient. Kernels apply it to q k^T, which must be
+            finite in float32 by itself, as must be the sum of ``abs(v)`` over the keys: 1e37 is safe.
         softcap: bounds scores to ``softcap * tanh(scores / softcap)`` before the bias; None or 0
-            for none.
+            for none. A softcap of ``2**100 * abs(scale)`` or more counts as none.
         dropout_p: probability of dropping an entry of P, in [0, 1).
         dropout_seed: int64 tensor [2] (seed, offset) on q's device; None draws one from torch's
             generator. Every backend drops the same entries: see :func:`flashsci.dropout_mask`.

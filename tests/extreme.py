@@ -8,10 +8,12 @@ what roundings of scores can do, which with scores of 1e9 is anything.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 import flashsci
-from flashsci.testing import Inputs, evaluate
+from flashsci.testing import Inputs, Judge, evaluate
 from flashsci.testing.formula import LOWEST
 
 NUMBERS = (-1e4, -1e9, -1e30, "min of the bias", "min of the inputs")
@@ -228,6 +230,59 @@ def slope_of_a_sharp_softcap(backend, device, dtype, saturation, lse=False):
             close(found[name], x, dtype, name)
         else:
             assert found[name].abs().max() <= 2e3 * torch.finfo(dtype).smallest_normal, name
+
+
+def softcap_far_above_the_scores(backend, device, dtype, softcap, seq=23, dim=16, tangents=True):
+    """A bound of 1e3 to 1e38 for scores of order 1: its tanh sees arguments next to 0."""
+    q, k, v, dout, tq, tk, tv = draw(device, dtype, 13, *[(1, 2, seq, dim)] * 7)
+    [dlse] = draw(device, torch.float32, 14, (1, 2, seq))
+    named = {"tq": tq, "tk": tk, "tv": tv} if tangents else {}
+    options = {"softcap": softcap}
+    inputs = Inputs(q, k, v, dout=dout, dlse=dlse, tangents=named, options=options)
+    Judge(inputs, fused=backend != "reference").require(evaluate(inputs, backend))
+
+
+def sums_near_the_end_of_fp32(
+    backend, device, dtype, which, seq=20, dim=16, tangents=True, lse=True
+):
+    """Products q k^T of 1e36 before a scale of 1e-36, and values of 1e36: finite sums, and accurate results."""
+    q, k, v, dout, tq, tk, tv = draw(device, torch.float32, 17, *[(1, 2, seq, dim)] * 7)
+    of_q, of_v = (2.0**58, 1.0) if which == "products" else (1.0, 2.0**115)
+    q, k, tq, tk = (of_q * x for x in (q, k, tq, tk))
+    v, tv, dout = of_v * v, of_v * tv, dout / of_v
+    q, k, v, dout, tq, tk, tv = (x.to(dtype) for x in (q, k, v, dout, tq, tk, tv))
+    named = {"tq": tq, "tk": tk, "tv": tv} if tangents else {}
+    options = {"scale": dim**-0.5 / of_q**2}
+    inputs = Inputs(q, k, v, dout=dout, tangents=named, options=options)
+    fused = backend not in ("reference", "sdpa")
+    Judge(inputs, fused).require(evaluate(inputs, backend, lse=lse))
+
+
+def weights_below_the_smallest_normal_number(
+    backend, device, dtype, share, bias=0.0, seq=(17, 23), dim=16, tangents=True
+):
+    """They are zero: every result has the bits that zeros in their places give. share: how many of the weights are so small."""
+    seq_q, seq_k = seq
+    like = [(1, 2, seq_q, dim), *[(1, 2, seq_k, dim)] * 2]
+    q, k, v, dout, *directions = draw(device, dtype, 15, *like, like[0], *like)
+    drawn, small, tweight = torch.rand(3, 1, 2, seq_k, generator=torch.Generator().manual_seed(16))
+    least = torch.tensor([1e-45, 1e-42, 3e-39, 1e-38])[torch.arange(seq_k) % 4]
+    few = small < share
+    weight = torch.where(few, least, 0.1 + drawn).to(device)
+    zeros = torch.where(few.to(device), 0.0, weight)
+    names = ("tq", "tk", "tv", "tkey_weight")
+    named = dict(zip(names, (*directions, tweight.to(device)), strict=True)) if tangents else {}
+    given = Inputs(q, k, v, dout=dout, key_weight=weight, tangents=named)
+    if bias:
+        given = replace(
+            given, bias=torch.full((seq_q, seq_k), bias, device=device), bias_grad=False
+        )
+    found, truth = (
+        evaluate(replace(given, key_weight=w), backend, deterministic=True) for w in (weight, zeros)
+    )
+    for name, x in truth.items():
+        assert torch.equal(found[name], x), f"{name} is not that of weights of zero"
+        assert torch.isfinite(x).all() or name in ("lse", "tlse"), f"{name} is not finite"
 
 
 def sharp_softcap_and_scores_of_thirty(backend, device, seq=64, dim=128, lse=False):

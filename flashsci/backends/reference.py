@@ -23,6 +23,7 @@ from flashsci.problem import Problem
 from flashsci.tracing import casts_to, holds, rounds_products
 
 FUSED = False
+SMALLEST_NORMAL = 2.0**-126  # of fp32; key weights below it count as zero
 
 
 def unavailable() -> str | None:
@@ -128,8 +129,9 @@ def _scores(
     scores = _product(q * scalars.scale, keys.transpose(-1, -2))
     capped = None
     if softcap:
-        capped = scores / softcap
-        scores = softcap * _tanh(capped)
+        # In fp32: beside a softcap far above the scores their quotient is below what fp16 holds.
+        capped = scores.to(_statistics_dtype(scores.dtype)) / softcap
+        scores = (softcap * _tanh(capped)).to(scores.dtype)
     if bias is not None:
         scores = scores + bias
     scores = scores.to(_statistics_dtype(scores.dtype))
@@ -146,8 +148,10 @@ def _scores(
 
 
 def _weights(key_weight: Tensor, heads_q: int, dtype: torch.dtype) -> Tensor:
-    """Key weights [*, Hk or 1, Sk] as they multiply the exponentials of scores, [*, Hq or 1, 1, Sk]."""
+    """Key weights [*, Hk or 1, Sk] as they multiply the exponentials of scores, [*, Hq or 1, 1, Sk]: zero, with the gradient
+    of a zero, below the smallest normal number of fp32."""
     weights = key_weight.to(dtype)
+    weights = weights - torch.where(weights.abs() < SMALLEST_NORMAL, weights, 0.0).detach()
     if weights.dim() > 1 and weights.shape[-2] not in (1, heads_q):
         weights = weights.repeat_interleave(heads_q // weights.shape[-2], dim=-2)
     return weights.unsqueeze(-2)

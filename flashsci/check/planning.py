@@ -23,7 +23,14 @@ from flashsci.testing import (
     second_order_variants,
     variants,
 )
-from flashsci.testing.cases import BULK_LENGTHS, LARGE_LENGTHS, SHORT_LENGTHS, SMALL_LENGTHS
+from flashsci.testing.cases import (
+    BULK_LENGTHS,
+    DOUT_LAYOUTS,
+    LARGE_LENGTHS,
+    LAYOUTS,
+    SHORT_LENGTHS,
+    SMALL_LENGTHS,
+)
 from flashsci.testing.coverage import VIEWS
 from flashsci.testing.drawing import (
     SeededChoices,
@@ -125,6 +132,7 @@ def _dealt(case: Case, met: dict[tuple[Any, ...], int]) -> Case:
     others: tuple[str, ...] = ()
     if case.layouts:  # each from another start: not all alike
         turned = {n: kinds[i:] + kinds[:i] for i, n in enumerate(("k", "v", "dout"))}
+        turned["dout"] += DOUT_LAYOUTS[len(LAYOUTS) :]
         others = tuple(rarest(n, of) for n, of in turned.items())
     case = replace(case, layout=layout, layouts=others)
     if case.bias_shape is not None and not case.variant.varlen:

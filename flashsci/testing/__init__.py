@@ -8,7 +8,12 @@ for case in generate(seed=0, count=100):
         judge.require(evaluate(judge.inputs, "triton"))
 """
 
-from flashsci.testing import traps_execution, traps_models, traps_second  # noqa: F401  (register their traps)
+from flashsci.testing import (  # noqa: F401  (register their traps)
+    traps_execution,
+    traps_models,
+    traps_second,
+    traps_tangents,
+)
 from flashsci.testing.bounds import TENSORS, Finding, Judge, assert_accurate, evaluate, exact_matmul
 from flashsci.testing.cases import Case, ResidualCase, Variant
 from flashsci.testing.drawing import (

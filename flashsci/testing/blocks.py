@@ -61,7 +61,7 @@ def visible_pairs(seq_q: int, seq_k: int, options: dict[str, Any], device: torch
 
 
 # What the tensors of the second order look like.
-_LIKE = {"gq": "dq", "gk": "dk", "gv": "dv", "gbias": "dbias", "gkey_weight": "dkey_weight", "gdout": "out", "gdlse": "lse", "tout": "out",
+_LIKE = {"gq": "dq", "gk": "dk", "gv": "dv", "gbias": "dbias", "gkey_weight": "dkey_weight", "gsink": "dsink", "gdout": "out", "gdlse": "lse", "tout": "out",
          "tlse": "lse", "tq": "dq", "tk": "dk", "tv": "dv", "tbias": "dbias", "tkey_weight": "dkey_weight"}  # fmt: skip
 
 
@@ -77,6 +77,8 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
     p = options.get("dropout_p", 0.0)
     scale = options.get("scale")
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
+    softcap = options.get("softcap")
+    softcap = None if softcap is not None and softcap >= 2.0**100 * abs(scale) else softcap
 
     def keep(shape: tuple[int, ...], index: int) -> Tensor:
         if not p:
@@ -113,7 +115,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             visible,
             keep(shape, 0),
             scale,
-            options.get("softcap"),
+            softcap,
             place,
             {name: place[name](x) for name, x in inputs.tangents.items()},
             inputs.residual,
@@ -169,7 +171,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             visible_pairs(*size, options, inputs.q.device),
             keep((inputs.q.shape[1], *size), n),
             scale,
-            options.get("softcap"),
+            softcap,
             place,
             {name: place[name](x) for name, x in inputs.tangents.items()},
         )

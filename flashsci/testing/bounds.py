@@ -33,7 +33,7 @@ from flashsci.testing.inputs import Inputs, moved_to
 from flashsci.testing.second_order import SECOND_ORDER
 
 TENSORS = ("out", "lse", "scores", "dq", "dk", "dv", "dbias", "dkey_weight", "dsink", *SECOND_ORDER)
-SUMMED = ("dsink",)  # over packed sequences
+SUMMED = ("dsink", "gsink")  # over packed sequences
 PLAIN = ("reference", "sdpa", "eager")  # backends that are plain PyTorch, with its own accuracy
 LEAVES = ("q", "k", "v", "bias", "key_weight", "sink")
 BASELINE_FACTOR = 2.0  # error allowed, in errors of plain PyTorch
@@ -97,7 +97,8 @@ def evaluate(
 
     tensors: list[Any] = [leaves.get(n) for n in LEAVES]
     second = "scores" if inputs.residual else "lse"
-    found = dict(zip(("out", second), call(*tensors), strict=False))
+    with _saving(inputs.execution if learning else ""):
+        found = dict(zip(("out", second), call(*tensors), strict=False))
     if learning:
         wanted = {f"d{n}": x for n, x in leaves.items() if x.requires_grad}
         dout, dlse = inputs.dout, inputs.dlse
@@ -111,9 +112,18 @@ def evaluate(
             cotangents.append(dlse)
         if not inputs.tangents:
             # The gradient of scores alone does not reach v.
+            batched = inputs.execution == "batched"
+            if batched:
+                cotangents = [torch.stack((-x, x)) for x in cotangents]
             gradients = torch.autograd.grad(
-                ends, list(wanted.values()), cotangents, materialize_grads=inputs.residual
+                ends,
+                list(wanted.values()),
+                cotangents,
+                materialize_grads=inputs.residual,
+                is_grads_batched=batched,
             )
+            if batched:
+                gradients = tuple(x[1] for x in gradients)
             found.update(zip(wanted, gradients, strict=True))
         else:
             cotangents = [x.detach().requires_grad_() for x in cotangents]
@@ -124,6 +134,20 @@ def evaluate(
             found.update(_second_order(inputs, wanted, found, cotangents))
             found.update(_forward_mode(inputs, tensors, call))
     return {name: x.detach() for name, x in found.items()}
+
+
+@contextmanager
+def _saving(execution: str) -> Iterator[None]:
+    """What autograd saves in here comes back as ``execution`` says."""
+    if execution != "hooks":
+        yield
+        return
+
+    def turned(x: Tensor) -> Tensor:
+        return x if x.dim() < 2 else x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, turned):
+        yield
 
 
 def check_alone(inputs: Inputs, backend: str, found: dict[str, Tensor], lse: bool = True) -> None:
@@ -258,6 +282,7 @@ class Judge:
         self, inputs: Inputs, fused: bool = True, device: torch.device | str | None = None
     ):
         self.device = inputs.q.device if device is None else torch.device(device)
+        inputs = replace(inputs, execution="")
         self.given, self.inputs, self.fused = inputs, inputs.on(self.device), fused
         with exact_matmul():
             self.truth = evaluate(self.inputs.to(torch.float64), "reference")

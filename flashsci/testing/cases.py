@@ -31,6 +31,7 @@ class Variant:
     dropout: bool = False
     varlen: bool = False
     lse_grad: bool = False
+    flipped: bool = False  # a scale of zero or less, which no kernel makes part of an exponent
     tangents: str = ""  # second order: which of "qkvbw" (bias, key_weight) have tangents, their gradients cotangents
 
     @property
@@ -71,28 +72,38 @@ class Case:
         ""  # a mask written as a number: one of NUMBERS, and where it stands, one of PLACES
     )
     bias_number_at: str = "last"
+    bias_scale: float = 1.0  # the standard deviation of a bias in fp32
     weight_shape: tuple[int, ...] | None = None
     weight_view: str = "contiguous"  # as bias_view
-    weight_zeros: str = "some"  # "none"; "rows": all weights of the first batch member, or head
+    # "none"; "rows": all weights of the first batch member, or head; "subnormal": some are too small to count
+    weight_zeros: str = "some"
     mask_shape: tuple[int, ...] | None = None
     mask_kind: str = "random"  # "rows": some rows see nothing; "keys": a tail of keys is hidden; "none": nothing is visible
     mask_view: str = "contiguous"
     layout: str = (
         "bhsd"  # of q, and of k, v and dout unless ``layouts`` names theirs: one of LAYOUTS
     )
-    layouts: tuple[str, ...] = ()  # of k, v and dout
+    layouts: tuple[str, ...] = ()  # of k, v and dout; the last may be one of DOUT_LAYOUTS
     negated: str = (
         ""  # the one of q, k, v and dout that torch is to negate when it is read; or none
     )
     magnitude: str = "unit"  # or one of MAGNITUDES
     padding: str = "none"  # or one of PADDINGS: which rows are zero
     dout_scale: float = 1.0  # dout and dlse as a mean over many terms makes them
+    execution: str = ""  # or one of EXECUTIONS: how autograd runs the call
     precision: str | None = None
     tangent_magnitude: str = "unit"  # "offset": far from zero in what softmax does not see
 
     @property
     def heads_q(self) -> int:
         return self.heads_k * self.group
+
+    @property
+    def vastness(self) -> float:
+        """The factor of q and of k that makes their products "vast": far from 1, and finite in the dtype that they are summed in."""
+        if self.variant.dtype == "float16":
+            return 2.0**8
+        return 2.0**40 if self.variant.softcap else 2.0**58
 
     @property
     def layout_of(self) -> dict[str, str]:
@@ -171,8 +182,11 @@ MAGNITUDES = (
     "falling",
     "huge",
     "tiny",
+    "vast",
 )
 LAYOUTS = ("bhsd", "bshd", "packed", "strided", "expanded", "shifted", "joint")
+# "columns": its last two dims change places in memory; "constant": one number, as the gradient of a sum.
+DOUT_LAYOUTS = (*LAYOUTS, "columns", "constant")
 # "tail": rows of q, k, v and dout from some row of each sequence on; "tail_masked": the same, those keys hidden by the mask,
 # where there is one; "dout_tail": of dout alone; "scattered": single rows of each; "dout_scattered": of dout alone.
 PADDINGS = ("tail", "tail_masked", "dout_tail", "scattered", "dout_scattered")
@@ -185,7 +199,11 @@ DOUT_SCALES = {
     "float32": (1e-3, 1e-6, 1e-9),
     "float64": (1e-3, 1e-6, 1e-9),
 }
-SOFTCAPS = (2.0, 15.0, 50.0, 0.01)
+SOFTCAPS = (2.0, 15.0, 50.0, 0.01, 1e4, 1e7, 1e12)
+# "hooks": saved tensors come back with the strides of their last two dims exchanged; "batched": several gradients in one
+# backward, under torch's vmap (first derivatives alone).
+EXECUTIONS = ("hooks", "batched")
+SUBNORMAL = (1e-45, 1e-42, 3e-39, 1e-38)  # key weights that count as zero
 SMALL_LENGTHS = (0, 1, 2, 3, 5, 15, 16, 17, 23, 33)
 SHORT_LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 20, 23, 24, 25, 29, 31, 32)  # of csrc/sm80/small
 HEAD_DIMS = (

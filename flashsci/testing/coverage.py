@@ -5,11 +5,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from flashsci.testing.cases import DOUT_SCALES, LAYOUTS, MAGNITUDES, NUMBERS, PADDINGS, PLACES, Case
+from flashsci.testing.cases import (
+    DOUT_LAYOUTS,
+    DOUT_SCALES,
+    EXECUTIONS,
+    LAYOUTS,
+    MAGNITUDES,
+    NUMBERS,
+    PADDINGS,
+    PLACES,
+    Case,
+)
 from flashsci.testing.drawing import has_inner_heads
 
 # Head dims, by the larger of the two, as kernels are made for them.
 BUCKETS = (16, 32, 64, 96, 128, 192, 256, 512)
+# What a variant has or has not: there are too few variants for each of them at every head dim.
+OF_VARIANTS = ("weights", "scale zero", "scale negative")
 VIEWS = ("contiguous", "transposed", "padded", "expanded", "linear")
 
 
@@ -23,8 +35,17 @@ def properties(case: Case) -> list[str]:
     found += ["dout not as q"] if case.layout_of["dout"] != case.layout else []
     found += ["scale 1e8"] if case.scale == 1e8 else []
     found += ["softcap 0.01"] if case.softcap == 0.01 else []
+    found += ["softcap far above"] if (case.softcap or 0) > 1e3 else []
+    found += [f"run with {case.execution}"] if case.execution else []
+    found += ["scale zero"] if case.scale == 0 else []
+    found += ["scale negative"] if (case.scale or 0) < 0 else []
+    found += ["scale tiny"] if case.scale and abs(case.scale) < 1e-5 else []
+    if case.weight_shape is not None:
+        found.append(f"weights {case.weight_zeros}")
+        found += ["weights and sink"] if variant.sink else []
     if case.bias_shape is not None:
         found.append(f"bias {case.bias_view}")
+        found += ["bias large"] if case.bias_scale > 1 else []
         if not variant.varlen:
             found.append(f"bias of {len(case.bias_shape)} dims")
             found += ["bias of many members"] if max((*case.lead, 1)) > 5 else []
@@ -44,11 +65,16 @@ def expected(dtype: str, features: bool = True) -> list[str]:
     found = [
         f"{name} {layout}" for name, layout in itertools.product(("q", "k", "v", "dout"), LAYOUTS)
     ]
+    found += [f"dout {x}" for x in DOUT_LAYOUTS[len(LAYOUTS) :]]
+    found += [f"run with {x}" for x in EXECUTIONS]
+    found += ["softcap far above", "scale zero", "scale negative", "scale tiny"]
     found += [f"values {x}" for x in MAGNITUDES] + [f"zero rows {x}" for x in PADDINGS]
     found += [f"dout {x:g}" for x in dict.fromkeys(DOUT_SCALES[dtype])] + ["dout not as q"]
     found += ["softcap 0.01"] + (["scale 1e8"] if dtype != "float16" else [])
     if features:
         found += [f"bias {x}" for x in (*VIEWS, *NUMBERS)] + [f"numbers {x}" for x in PLACES]
+        found += [f"weights {x}" for x in ("some", "none", "rows", "subnormal", "and sink")]
+        found += ["bias large"]
         found += [f"bias of {n} dims" for n in range(1, 6)] + ["numbers and zero rows"]
         found += ["bias of many members", "bias of inner heads"]
         found += [f"bias gradient of no {x}" for x in ("batch", "queries", "keys")]
@@ -96,6 +122,10 @@ class Coverage:
                 if not counts:
                     continue
                 wanted = expected(group if isinstance(group, str) else "float32")
+                apart = OF_VARIANTS if group in BUCKETS else ()
+                if not any(name.startswith("weights") for name in counts):  # refused
+                    apart = (*apart, "weights")
+                wanted = [x for x in wanted if not x.startswith(apart)]
                 groups[group if isinstance(group, str) else f"head dims to {group}"] = {
                     "cases": counts["cases"],
                     "never": [name for name in wanted if name not in counts],

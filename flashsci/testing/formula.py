@@ -18,6 +18,7 @@ FAR = 4096.0
 ROUNDINGS = 16.0  # of a score, in units of the internal precision, that such rows are allowed
 # A row whose every score is below may count as one without keys: in powers of two such scores overflow.
 LOWEST = -2e38
+LEAST_WEIGHT = 2.0**-126  # of a key: what is smaller counts as zero
 UNIFORM = 3.0**-0.5  # standard deviation of a uniform error between -1 and 1
 PHASES = 8  # places of a row's offset between two powers of two, at which its sum of rounded P is computed
 
@@ -110,10 +111,10 @@ class Formula:
         scores = capped + bias + alibi
         seen, bare_abs = visible, raw_abs + capped.abs() + bias.abs() + scores.abs()
         w = zero + 1 if b.key_weight is None else per_pair(b.key_weight)
+        w = torch.where(w < LEAST_WEIGHT, zero, w)
         empty = ~(visible & (w > 0)).any(-1, keepdim=True)
-        visible = visible & ~empty
         logarithm = torch.log(w)
-        top = torch.where(visible, scores + logarithm, -torch.inf).detach()
+        top = torch.where(visible & ~empty, scores + logarithm, -torch.inf).detach()
         top = top.amax(-1, keepdim=True) if top.shape[-1] else raw_abs.new_zeros(*top.shape[:-1], 1)
         unseen = empty  # neither keys nor a sink
         top = of_keys = torch.where(empty, zero, top)
@@ -122,6 +123,8 @@ class Formula:
             top = torch.maximum(torch.where(empty, -torch.inf, top), sink).detach()
             unseen = top == -torch.inf
             top = torch.where(unseen, zero, top)
+        # Beside a sink keys that all have weight zero are there: their weights have a gradient.
+        visible = visible & ~unseen
         weights = torch.where(visible, torch.exp(torch.where(visible, scores - top, zero)), zero)
         weights = w * weights
         total = torch.where(unseen, zero + 1, row(weights) + torch.exp(sink - top))
@@ -166,7 +169,8 @@ class Formula:
         # P is rounded as it is, or before it is normalised: then where rows have equal ratios, their roundings are equal.
         before = weights * b.keep  # kernels know of no sink
         if b.sink is not None:
-            before = w * torch.exp(torch.where(visible, scores - of_keys, -torch.inf)) * b.keep
+            above = torch.where(visible & ~empty, scores - of_keys, -torch.inf)
+            before = w * torch.exp(above) * b.keep
         least: Any = None  # the smallest normal P
         if of_p is None:
             pr = self.rounded(self.rounded(pr), like=before)
@@ -333,11 +337,15 @@ class Formula:
             n_fine = bare * u_abs + bare_fine * u_abs + bare * row(g_abs * out_fine)
             dweight = [per_weight(x) for x in (bare * (dp - delta), bare * u_abs, n_fine)]
         dsink = []
+
+        def per_head(x: Tensor) -> Tensor:
+            return x.movedim(-3, 0).flatten(1).sum(1)
+
+        sized_sink: Sized | None = None
         if b.sink is not None:
-
-            def per_head(x: Tensor) -> Tensor:
-                return x.movedim(-3, 0).flatten(1).sum(1)
-
+            sink_fine = p_sink * ((sink_abs + mean_abs) * near + 1 + (p_sink < least_p) / internal)
+            sink_loose = None if p_loose is None else far.to(p_sink)
+            sized_sink = Sized(p_sink, p_sink, sink_fine, sink_loose)
             n_fine = delta_abs * (sink_abs + mean_abs) * near + row(g_abs * out_fine) + delta_abs
             n_fine = n_fine + (p_sink < least_p) * delta_abs / internal
             dsink = [per_head(p_sink * x) for x in (-delta, delta_abs, n_fine)]
@@ -368,6 +376,7 @@ class Formula:
                 exact(b.q), exact(k), exact(v), exact(dout), Sized(p, p_abs, p_fine, p_loose),
                 Sized(bare, bare, bare_fine, bare_loose if b.key_weight is not None else p_loose), exact(b.keep), b.scale, inclined, bend,
                 Sized(dp, dp_abs, dp_abs), Sized(delta, delta_abs, row(g_abs * out_fine) + delta_abs, delta_loose), self.rounded, tiny,
+                sized_sink,
             )  # fmt: skip
             for name, x in results.items():
                 if name in ("gk", "gv"):
@@ -381,12 +390,15 @@ class Formula:
                     if b.key_weight is None:
                         continue
                     x = x.map(per_weight)
+                elif name == "gsink":
+                    x = x.map(per_head)
                 self.coarse[name], self.fine[name] = x.coarse, x.fine
                 if x.loose is not None:
                     self.loose[name] = x.loose
                 last = {
                     "gbias": bias_unit,
                     "gkey_weight": weight_unit,
+                    "gsink": sink_unit,
                     "gdlse": internal,
                     "tlse": internal,
                 }.get(name, unit)

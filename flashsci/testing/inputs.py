@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashsci.residual_ops import scores_dtype
-from flashsci.testing.cases import NUMBERS, Case, ResidualCase
+from flashsci.testing.cases import NUMBERS, SUBNORMAL, Case, ResidualCase
 from flashsci.testing.poison import embed
 
 
@@ -22,7 +22,8 @@ class Inputs:
     ``cu_seqlens_q`` is given: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv], as :func:`flashsci.varlen_attention`.
     ``dout`` has out's shape and ``dlse`` that of lse; None means zero. With ``residual`` the call is one of
     :func:`flashsci.residual_attention`, and ``dscores`` is the gradient of its scores. ``tangents`` by name ("tq", "tk", "tv", "tbias", "tkey_weight"), in the
-    shapes of what they belong to, ask for the second order: absent means zero.
+    shapes of what they belong to, ask for the second order: absent means zero. ``execution``: how autograd runs the call, as
+    :class:`Case` has it.
     """
 
     q: Tensor
@@ -44,6 +45,7 @@ class Inputs:
     tangents: dict[str, Tensor] = field(default_factory=dict)
     residual: bool = False
     dscores: Tensor | None = None
+    execution: str = ""
 
     @property
     def varlen(self) -> bool:
@@ -191,6 +193,7 @@ class _Maker:
             sink=self.sink().requires_grad_() if variant.sink else None,
             mask=self.mask(),
             **(residual or {"dout": self.place(dout, "dout")}),
+            execution=case.execution,
             dlse=None if dlse is None else embed(self.sent(dlse)),
             cu_seqlens_q=self.offsets(case.lens_q) if packed else None,
             cu_seqlens_k=self.offsets(case.lens_k) if packed and not case.self_attention else None,
@@ -282,7 +285,7 @@ class _Maker:
 
     def magnitude(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         case, kind, dim = self.case, self.case.magnitude, max(1, q.shape[-1])
-        scale = case.scale if case.scale is not None else dim**-0.5
+        scale = abs(dim**-0.5 if case.scale is None else case.scale) or 1.0
         if kind == "peaked":
             return q * 4, k * 4, v
         if kind == "low":  # every score near -150: exp underflows in fp32, row lse far below -88.7
@@ -301,6 +304,8 @@ class _Maker:
             if case.variant.dtype == "float16":
                 return (15000 * q).clamp(-6e4, 6e4), (15000 * k).clamp(-6e4, 6e4), v
             return size * q, size * k, v
+        if kind == "vast":  # of products that a tiny scale brings back to 1
+            return case.vastness * q, case.vastness * k, v
         if kind == "tiny":  # float16: subnormals
             least = 1e-6 if case.variant.dtype == "float16" else 1e-12
             return q, least * k, least * v
@@ -370,6 +375,10 @@ class _Maker:
             return embed(x, pad={rank - 1: 1}, offset=1)
         if layout == "expanded" and rank > 3:
             return embed(x[:1]).expand_as(x)
+        if layout == "columns":
+            return embed(x, order=(*range(rank - 2), rank - 1, rank - 2))
+        if layout == "constant" and x.numel():
+            return embed(x.flatten()[:1]).view(()).expand(x.shape)
         return embed(x)
 
     def view(self, x: Tensor, kind: str) -> Tensor:
@@ -390,7 +399,7 @@ class _Maker:
         case, variant = self.case, self.case.variant
         if case.bias_shape is None:
             return None
-        bias = self.normal(case.bias_shape)
+        bias = case.bias_scale * self.normal(case.bias_shape)
         if case.bias_holes:
             bias[self.uniform(case.bias_shape) < 0.2] = -torch.inf
             if not variant.varlen and bias.dim() > 1 and bias.numel():
@@ -468,9 +477,13 @@ class _Maker:
         products = next(some) @ next(some).T * (dim**-0.5 if case.scale is None else case.scale)
         spread = (products.max() - products.min()).item() if products.numel() else 0.0
         half = case.variant.key_weight == "inputs" and case.variant.dtype == "float16"
-        near = spread < (4 if half else 40) and not case.bias_number
+        near = spread < (4 if half else 40) and not case.bias_number and case.bias_scale == 1
         if case.weight_zeros != "none" and near:
-            weight[self.uniform(case.weight_shape) < 0.25] = 0
+            hidden = self.uniform(case.weight_shape) < 0.25
+            small = torch.tensor(SUBNORMAL if case.weight_zeros == "subnormal" else (0.0,))
+            weight[hidden] = small[torch.arange(weight.numel()) % len(small)].view_as(weight)[
+                hidden
+            ]
         if case.weight_zeros == "rows" and weight.dim() > 1 and weight.numel():
             weight[0] = 0
         if case.variant.key_weight == "inputs":

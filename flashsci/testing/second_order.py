@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Gradients of <tx, dx>, summed over x, by q, k, v, bias, key_weight, dout and dlse; tangents of out and lse in forward mode.
-SECOND_ORDER = ("gq", "gk", "gv", "gbias", "gkey_weight", "gdout", "gdlse", "tout", "tlse")
+# Gradients of <tx, dx>, summed over x, by q, k, v, bias, key_weight, sink, dout and dlse; tangents of out and lse in forward mode.
+SECOND_ORDER = ("gq", "gk", "gv", "gbias", "gkey_weight", "gsink", "gdout", "gdlse", "tout", "tlse")
 
 
 class Sized(NamedTuple):
@@ -102,8 +102,10 @@ def second_order(
     delta: Sized,
     rounded: Callable[[Tensor], Tensor],
     tiny: float,
+    p_sink: Sized | None = None,
 ) -> dict[str, Sized]:
-    """All of SECOND_ORDER, per query head; "gbias" and "gkey_weight" in the shape of the scores. ``bare``: P without key weights.
+    """All of SECOND_ORDER, per query head; "gbias" and "gkey_weight" in the shape of the scores. ``bare``: P without key weights;
+    ``p_sink``: the sink's, a key whose score has no tangent and whose value is zero, None without; "gsink" of every row.
 
     Everything but results is [*, Hq, Sq, Sk], [*, Hq, S, D] or, for rows, [*, Hq, Sq, 1]. ``rounded`` perturbs what kernels round
     before a product, to a dtype whose smallest normal number is ``tiny``.
@@ -138,8 +140,10 @@ def second_order(
     e_raw = e_raw.rounded(rounded, tiny)
     gq = gq if tk is None else gq.plus(e_raw.matmul(tk))
     gk = gk if tq is None else gk.plus(e_raw.turned().matmul(tq))
+    of_sink = None if p_sink is None else p_sink.times(mean.times(delta).minus(zeta))
     mean = mean.map(lambda x: x.squeeze(-1))
     return {
+        **({} if of_sink is None else {"gsink": of_sink}),
         "gq": gq.scaled(scale),
         "gk": gk.scaled(scale),
         "gv": w.times(keep).rounded(rounded, tiny).turned().matmul(dout),

@@ -92,6 +92,33 @@ def test_sharp_softcap_and_scores_of_thirty():
     extreme.sharp_softcap_and_scores_of_thirty("triton", "cpu")
 
 
+FAR = (1e3, 1e4, 1e5, 1e7, 1e10, 1e20, 1e23, 1e29, 3e37)
+
+
+@pytest.mark.parametrize("softcap", FAR)
+@pytest.mark.parametrize(
+    "backend, dtype", [(b, d) for b in ("reference", "triton") for d in DTYPES]
+)
+def test_softcap_far_above_the_scores(backend, dtype, softcap):
+    extreme.softcap_far_above_the_scores(backend, "cpu", dtype, softcap)
+
+
+@pytest.mark.parametrize("which", ("products", "values"))
+@pytest.mark.parametrize("dtype", (FP32, BF16))
+@pytest.mark.parametrize("backend", ("reference", "triton", "sdpa"))
+def test_sums_near_the_end_of_fp32(backend, dtype, which):
+    extreme.sums_near_the_end_of_fp32(backend, "cpu", dtype, which, lse=backend != "sdpa")
+
+
+@pytest.mark.parametrize("share, bias", ((0.5, 0.0), (1.0, 0.0), (1.0, 92.0)))
+@pytest.mark.parametrize(
+    "backend, dtype",
+    [("reference", torch.float64), ("reference", FP32), ("triton", FP32), ("triton", BF16)],
+)
+def test_weights_below_the_smallest_normal_number(backend, dtype, share, bias):
+    extreme.weights_below_the_smallest_normal_number(backend, "cpu", dtype, share, bias)
+
+
 def test_the_reference_differentiates_a_softcap_to_any_order():
     """Also at scores of exactly 0, where a formula in |x| would have a kink."""
     x = torch.tensor([-30.0, -2.0, -1.0, -0.3, 0.0, 0.3, 1.0, 2.0, 30.0], dtype=torch.float64)

@@ -1,6 +1,7 @@
 """Generated problems and poisoned memory."""
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import find, given, settings
 
 from flashsci.testing import (
     Case,
+    Judge,
     Variant,
     cases,
     embed,
@@ -16,9 +18,18 @@ from flashsci.testing import (
     make_inputs,
     poison_value,
     poisoned_memory,
+    second_order_variants,
     variants,
 )
-from flashsci.testing.cases import LAYOUTS, MAGNITUDES, NUMBERS, PADDINGS, PLACES
+from flashsci.testing.cases import (
+    DOUT_LAYOUTS,
+    LAYOUTS,
+    MAGNITUDES,
+    NUMBERS,
+    PADDINGS,
+    PLACES,
+    SOFTCAPS,
+)
 from flashsci.testing.poison import GUARD
 
 
@@ -35,6 +46,7 @@ def test_variants_are_few_and_cover_much():
         "dropout",
         "varlen",
         "lse_grad",
+        "flipped",
     ):
         assert {getattr(v, name) for v in pool} == {False, True}, name
     assert {v.bias for v in pool} == {None, "pair", "key"}
@@ -338,8 +350,9 @@ def test_layouts_are_drawn_one_by_one():
     assert inputs.q.is_contiguous() and inputs.k.stride(-3) == 16 and inputs.v.stride(-2) == 24
     assert inputs.dout.data_ptr() % 16 != 0
     drawn = list(generate(6, 800))
-    for name in ("q", "k", "v", "dout"):
+    for name in ("q", "k", "v"):
         assert {c.layout_of[name] for c in drawn} == set(LAYOUTS), name
+    assert {c.layout_of["dout"] for c in drawn} == set(DOUT_LAYOUTS)
     assert sum(c.layout_of["dout"] != c.layout for c in drawn) > 200
 
 
@@ -369,8 +382,49 @@ def test_magnitudes_are_what_they_say():
     assert made("huge", scale=1e8)[1].abs().max() > 1e7
     v = made("tiny", "float16")[0].v
     assert (v.abs() < torch.finfo(torch.float16).smallest_normal).any() and (v != 0).any()
+    for dtype, least in (("float32", 1e34), ("bfloat16", 1e34), ("float16", 1e4)):
+        vast = Case(variant=Variant(dtype=dtype), magnitude="vast")
+        wide = make_inputs(vast).to(torch.float64)
+        products = wide.q @ wide.k.mT
+        assert least < products.abs().max() < torch.finfo(torch.float32).max
     drawn = list(generate(9, 1500))
     assert any(c.scale == 1e8 for c in drawn) and any(c.softcap == 0.01 for c in drawn)
+    for case in drawn:
+        if case.magnitude == "vast":
+            assert abs(case.scale) * case.vastness**2 <= 1
+
+
+def test_what_is_rare_is_drawn():
+    """And by itself: the plain case is what Hypothesis shrinks to."""
+    drawn = list(generate(10, 1500))
+    dense = [c for c in drawn if c.variant.flipped]
+    assert {c.scale > 0 for c in dense if c.scale} == {False} and any(c.scale == 0 for c in dense)
+    assert any(c.scale and 0 < c.scale < 1e-5 for c in drawn if not c.variant.flipped)
+    assert {c.softcap for c in drawn if c.softcap} == set(SOFTCAPS)
+    weighted = [c for c in drawn if c.weight_shape is not None]
+    assert {c.weight_zeros for c in weighted} == {"some", "none", "rows", "subnormal"}
+    assert len({c.variant.sink for c in weighted}) > 1
+    assert any(v.sink and v.key_weight for v in second_order_variants(max_dim=32))
+
+
+def test_subnormal_weights_are_drawn_and_count_as_zero():
+    variant = Variant(key_weight="float", key_weight_grad=True)
+    case = Case(variant=variant, weight_shape=(1, 40), seq_k=40, weight_zeros="subnormal")
+    inputs = make_inputs(case)
+    weight = inputs.key_weight.detach()
+    small = weight < torch.finfo(torch.float32).smallest_normal
+    assert small.any() and (weight > 0).all()
+    zeros = replace(inputs, key_weight=torch.where(small, 0.0, weight).requires_grad_())
+    truth, found = Judge(zeros, fused=False).truth, Judge(inputs, fused=False).truth
+    assert all(torch.equal(truth[name], found[name]) for name in truth)
+
+
+def test_dout_in_columns_and_of_one_number():
+    shape = {"lead": (2,), "seq_q": 8, "seq_k": 8}
+    columns = make_inputs(Case(layouts=("bhsd", "bhsd", "columns"), **shape)).dout
+    assert columns.stride()[-2:] == (1, 8) and columns.mT.is_contiguous()
+    constant = make_inputs(Case(layouts=("bhsd", "bhsd", "constant"), **shape)).dout
+    assert constant.stride() == (0, 0, 0, 0) and constant.shape == columns.shape
 
 
 def test_hypothesis_shrinks_to_the_property_that_fails():

@@ -105,3 +105,35 @@ def test_slope_of_a_sharp_softcap(backend, dtype, saturation):
 def test_sharp_softcap_and_scores_of_thirty(backend, seq, dim):
     with flashsci.testing.exact_matmul():
         served_on_a_gpu(extreme.sharp_softcap_and_scores_of_thirty, backend, seq=seq, dim=dim)
+
+
+@pytest.mark.parametrize("softcap", (1e3, 1e5, 1e7, 1e20, 1e29, 3e37))
+@pytest.mark.parametrize(
+    "seq, dim, tangents", ((23, 16, True), (200, 64, False), (300, 128, False), (130, 256, False))
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_softcap_far_above_the_scores(backend, dtype, softcap, seq, dim, tangents):
+    given = {"seq": seq, "dim": dim, "tangents": tangents}
+    served_on_a_gpu(extreme.softcap_far_above_the_scores, backend, dtype, softcap, **given)
+
+
+@pytest.mark.parametrize("which", ("products", "values"))
+@pytest.mark.parametrize(
+    "seq, dim, tangents", ((20, 16, True), (200, 64, False), (300, 128, False))
+)
+@pytest.mark.parametrize("dtype", (FP32, BF16))
+@pytest.mark.parametrize("backend", [*KERNELS, "sdpa"])
+def test_sums_near_the_end_of_fp32(backend, dtype, which, seq, dim, tangents):
+    given = {"seq": seq, "dim": dim, "tangents": tangents, "lse": backend != "sdpa"}
+    served_on_a_gpu(extreme.sums_near_the_end_of_fp32, backend, dtype, which, **given)
+
+
+@pytest.mark.parametrize("share, bias", ((0.5, 0.0), (1.0, 0.0), (1.0, 92.0)))
+@pytest.mark.parametrize("seq, tangents", (((17, 23), False), ((17, 23), True), ((70, 130), True)))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_weights_below_the_smallest_normal_number(backend, dtype, seq, tangents, share, bias):
+    given = {"seq": seq, "tangents": tangents}
+    function = extreme.weights_below_the_smallest_normal_number
+    served_on_a_gpu(function, backend, dtype, share, bias, **given)

@@ -38,7 +38,7 @@ struct KeyWeights {
           static_cast<const float*>(p.bias_mask.bias) + place.offset(strides, place.head);
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
-        weight[i] = keys.has(i) ? __ldg(head + keys.clamped(i) * strides.column) : 0.f;
+        weight[i] = keys.has(i) ? counted(__ldg(head + keys.clamped(i) * strides.column)) : 0.f;
         most[i] = fminf(1.f / weight[i], kLargest);
       }
     }

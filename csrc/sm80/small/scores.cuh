@@ -38,6 +38,11 @@ __device__ __forceinline__ void apply(float (&s)[kTiles][kBlocks][4], const void
     visit_by(strides.row, strides.column);
 }
 
+// A key's weight: 0 where it is subnormal, and 1 / weight beyond fp32.
+__device__ __forceinline__ float counted(float weight) {
+  return fabsf(weight) < 0x1p-126f ? 0.f : weight;
+}
+
 // Scores, -inf where hidden. Those of the forward (not kTransposed) have the logarithms of weights in them.
 // Returns their unit, a positive number. plain: of HeadPlan.
 template <class P, bool kTransposed, int kTiles, int kBlocks, class Params>
@@ -53,7 +58,7 @@ __device__ __forceinline__ float finish_scores(float (&s)[kTiles][kBlocks][4], c
     visit<kTransposed>(s, [&](float& x, int, int) { x *= p.scale; });
   else if (P::kWeighted)
     apply<kTransposed, float>(s, given.bias, given.bias_strides, p, place, add([](float weight) {
-                                return logf(weight);  // of 0: -inf
+                                return logf(counted(weight));  // of 0: -inf
                               }));
   else if (sizeof(typename P::Element) == 4 || given.bias_is_fp32)
     apply<kTransposed, float>(s, given.bias, given.bias_strides, p, place,

@@ -105,7 +105,6 @@ class Features(NamedTuple):
     WINDOW: int  # 0: none, 1: a right side, 2: both
     SOFTCAP: bool
     DROPOUT: bool
-    ACCURATE: bool  # fp32 inputs
     BIAS: int  # ABSENT, PLANE or KEY, see scores.py
     BIAS_VECTOR: int  # elements in one load; 0: columns have a stride of their own
     RAGGED: bool  # the bias is one block of pairs after the other

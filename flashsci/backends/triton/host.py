@@ -139,7 +139,7 @@ class Plan:
                 keep_scale=1.0 / (1.0 - dropout_p) if dropout and dropout_p < 1.0 else float(not dropout),
             ),
             "F": Features(
-                VARLEN=self.varlen, WINDOW=self.window, SOFTCAP=softcap > 0.0, DROPOUT=dropout, ACCURATE=dtype == torch.float32,
+                VARLEN=self.varlen, WINDOW=self.window, SOFTCAP=softcap > 0.0, DROPOUT=dropout,
                 BIAS=bias_kind, BIAS_VECTOR=bias_vector, RAGGED=ragged, MASK=mask_kind, MASK_VECTOR=mask_vector,
             ),
             "D": Chunks(d0, d1, d0 + d1 != self.head_dim, vector),

@@ -110,7 +110,7 @@ class Plan:
                 scalars.scale, scalars.softcap, unbounded(left), unbounded(right), int(scalars.lower_right)
             ),
             "F": Features(
-                VARLEN=packed, WINDOW=window, SOFTCAP=scalars.softcap > 0, DROPOUT=False, ACCURATE=False,
+                VARLEN=packed, WINDOW=window, SOFTCAP=scalars.softcap > 0, DROPOUT=False,
                 BIAS=ABSENT.value, BIAS_VECTOR=0, RAGGED=False, MASK=ABSENT.value, MASK_VECTOR=0,
             ),
             "D": d, "V": v_chunks, "R": out_chunks, "BLOCK_M": block_m, "BLOCK_N": block_n,

@@ -147,7 +147,7 @@ class Plan:
             "sizes": sizes._replace(lse_strides=(self.total * self.heads, self.heads, 1)) if parted else sizes,
             "mod": PagedMod(scalars.scale, scalars.softcap, unbounded(scalars.window_left), unbounded(scalars.window_right)),
             "F": Features(
-                VARLEN=True, WINDOW=window, SOFTCAP=scalars.softcap > 0, DROPOUT=False, ACCURATE=dtype == torch.float32,
+                VARLEN=True, WINDOW=window, SOFTCAP=scalars.softcap > 0, DROPOUT=False,
                 BIAS=ABSENT.value, BIAS_VECTOR=0, RAGGED=False, MASK=ABSENT.value, MASK_VECTOR=0,
             ),
             "Q": q_chunks, "K": k_chunks, "V": v_chunks, "R": part_chunks if parted else out_chunks, "SPLIT": parted,

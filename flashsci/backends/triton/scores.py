@@ -132,23 +132,20 @@ def rounded_product(x, y):
 
 
 @triton.jit
-def tanh(x, ACCURATE: tl.constexpr):
-    """tanh x and its derivative, 1 - tanh^2 = 4 e / (1 + e)^2 with e = e^(-2 |x|): nothing cancels where it is small."""
+def tanh(x):
+    """tanh x to a few ulp of its value, and its derivative 1 - tanh^2 = 4 e / (1 + e)^2 with e = e^(-2 |x|), in which nothing
+    cancels. 1 - e cancels near 0, and a softcap far above the scores multiplies what that loses: a series serves there, in
+    every dtype."""
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     inverse = 1.0 / (1.0 + e)
     large = (1.0 - e) * inverse
-    t = tl.where(x < 0.0, -large, large)
-    if ACCURATE:  # near 0 the difference above loses digits that fp32 results need
-        z = x * x
-        series = (
-            (
-                ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z
-                + 1.33314422036e-1
-            )
-            * z
-            - 3.33332819422e-1
-        ) * z * x + x
-        t = tl.where(tl.abs(x) < 0.625, series, t)
+    z = x * x
+    series = (
+        (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1)
+        * z
+        - 3.33332819422e-1
+    ) * z * x + x
+    t = tl.where(tl.abs(x) < 0.625, series, tl.where(x < 0.0, -large, large))
     return t, 4.0 * e * inverse * inverse
 
 
@@ -166,7 +163,7 @@ def scores(
     s = products
     factor = mod.scale
     if F.SOFTCAP:
-        s, slope = tanh(products * (mod.scale / mod.softcap), F.ACCURATE)
+        s, slope = tanh(products * (mod.scale / mod.softcap))
         factor = mod.softcap
     if (
         bias is not None
@@ -235,16 +232,18 @@ def reference_of(lse, FOLD: tl.constexpr):
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 # e^(S - lse) without a key's weight has no bound; with this one, a weight of zero makes it zero.
 LARGEST = tl.constexpr(1e38)
+SMALLEST_NORMAL = tl.constexpr(2.0**-126)  # of fp32
 
 
 @triton.jit
 def load_weights(pointer, strides, at, span, j):
     """Key weights (or what is one per key) of the sequence's key head at columns j, zero outside: fp32 [N]; None for None.
-    strides: of (b0, b1, key head, key)."""
+    strides: of (b0, b1, key head, key). Subnormal ones are zero: 1 / w is beyond fp32, and units that flush them disagree."""
     if pointer is not None:
         head = head_pointer(pointer, strides, at, at.hk, 1)
         columns = (span.start_k + j).to(tl.int64) * strides[3]
-        return tl.load(head + columns, mask=j < span.len_k, other=0.0).to(tl.float32)
+        found = tl.load(head + columns, mask=j < span.len_k, other=0.0).to(tl.float32)
+        return tl.where(tl.abs(found) < SMALLEST_NORMAL, 0.0, found)
 
 
 @triton.jit

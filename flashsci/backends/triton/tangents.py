@@ -56,7 +56,7 @@ def tangent_of(
 def softcap_bend(products, slope, mod, F: tl.constexpr):
     """Derivative of the softcap's slope by its argument. (The tanh is the one of `scores`: computed once.)"""
     if F.SOFTCAP:
-        t, _slope = tanh(products * (mod.scale / mod.softcap), F.ACCURATE)
+        t, _slope = tanh(products * (mod.scale / mod.softcap))
         return t * slope * (-2.0 / mod.softcap)
     else:
         return 0.0
