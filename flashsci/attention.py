@@ -214,12 +214,12 @@ def _plan(
         )
     if is_traced():
         with tracer_paused():
-            plan = _make_plan(
+            traced = _make_plan(
                 q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
             )
-        if plan.leading is not None:
-            plan.leading = _leading(q, k, v)  # of sizes that the tracer follows
-        return plan
+        if traced.leading is not None:
+            traced.leading = _leading(q, k, v)  # of sizes that the tracer follows
+        return traced
     key = (
         *signature(q, k, v, bias, key_weight, mask, alibi_slopes, sink),
         options,

@@ -201,7 +201,7 @@ def _plan(
             q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, alibi_slopes, sink, options, needs_grad
         )  # fmt: skip
         name = registry.decide(*call, backend)
-        if name == "reference" and recorded and not arguments.needs_grad(alibi_slopes):
+        if name == "reference" and recorded and not transforms.needs_grad(alibi_slopes):
             name = registry.load_recorded_reference()
         return Plan(name, registry.LOADED[name], options.scalars(q.shape[-1], *longest))
 
