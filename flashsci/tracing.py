@@ -31,9 +31,7 @@ def tracer_paused() -> Iterator[None]:
 def is_recorded() -> bool:
     """Whether a call becomes part of a program that runs later, or other than real tensors go through it: a compiler, a tracer or
     a dispatch mode sees its ops."""
-    return (
-        torch.compiler.is_compiling() or is_traced() or torch._C._len_torch_dispatch_stack() > 0
-    )
+    return torch.compiler.is_compiling() or is_traced() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def holds(condition: Any, unknown: bool = False) -> bool:
