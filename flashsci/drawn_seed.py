@@ -65,7 +65,7 @@ def _budget(meta: dict[str, Any]) -> float:
     """How much a compiler may save for a backward: of the region that is traced, or of everything."""
     from torch._functorch import config
 
-    region = (meta.get("custom") or {}).get("memory_budget")
+    region = (meta.get("custom") or {}).get("_region_activation_memory_budget")
     return float(config.activation_memory_budget if region is None else region)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from flashsci.attention import attention
 from flashsci.attention import describe as describe_dense
 from flashsci.paged import describe as describe_paged
 from flashsci.paged import paged_attention
-from flashsci.tracing import autocast
+from flashsci.tracing import autocast, transforming
 from flashsci.varlen import describe as describe_packed
 from flashsci.varlen import varlen_attention
 
@@ -58,7 +59,7 @@ def explain(
             first, second = given["cu_seqlens_q"], given["cu_seqlens_k"]
             edges = first, first if second is None else second
         call = fp8.describe(q, k, v, fp8.Given(**of_fp8, **others), shared, edges)
-        return registry.explain(registry.problem_of(*call), *registry.requested(backend))
+        return _explained(call, backend)
     q, k, v = autocast(q, k, v)
     if "bias" in others:
         others["bias"] = arguments.widened(others["bias"], q.dtype)
@@ -66,7 +67,19 @@ def explain(
     offsets = {name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if packed}
     describe = describe_packed if packed else describe_dense
     call = describe(q, k, v, **offsets, **others, options=shared, needs_grad=needs_grad)
-    return registry.explain(registry.problem_of(*call), *registry.requested(backend))
+    return _explained(call, backend)
+
+
+def _explained(call: tuple[Any, ...], backend: str) -> registry.Explanation:
+    """What serves a call here, in the transforms that are active."""
+    found = registry.explain(registry.problem_of(*call), *registry.requested(backend))
+    if found.chosen != "sdpa" or not transforming():
+        return found
+    reason = (
+        "no transform of torch.func and no forward mode sees through SDPA; 'reference' computes "
+        "what it is chosen for"
+    )
+    return replace(found, chosen="reference", reasons={**found.reasons, "sdpa": reason})
 
 
 def _explain_paged(
@@ -79,5 +92,4 @@ def _explain_paged(
         given["causal"], given["window"], "lower_right", given["scale"], given["softcap"], 0.0, given["return_lse"], False, None
     )  # fmt: skip
     tensors = {n: given[n] for n in inspect.signature(describe_paged).parameters if n != "options"}
-    call = describe_paged(**tensors, options=shared)
-    return registry.explain(registry.problem_of(*call), *registry.requested(backend))
+    return _explained(describe_paged(**tensors, options=shared), backend)

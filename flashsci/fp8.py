@@ -248,13 +248,10 @@ _HOMES = {
 _LOADED: dict[str, FP8Attention] = {}
 
 
+@registry.settled
 def _decide(*call: Any) -> str:
     """The backend of ``(*arguments of problem_of, backend argument)``, whose op is then in _LOADED."""
     name = registry.decide(*call)
     if name not in _LOADED:
         _LOADED[name] = importlib.import_module(_HOMES[name]).OP
     return name
-
-
-# As of registry.decide: decided once per trace.
-_decide._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -372,14 +372,14 @@ def unseen() -> bool:
 def plain(given: Sequence[Any]) -> bool:
     """Whether a call may go past torch: it is :func:`unseen`, nobody traces it, and
     its arguments are what they seem: no subclass, no symbol, no tensor that escaped from a functorch transform, no batch of the
-    vmap behind ``is_grads_batched``, none whose memory holds its negative (the imaginary part of a conjugate) or, being zero,
+    vmap behind ``is_grads_batched``, no tensor without memory (of device "meta"), none whose memory holds its negative (the imaginary part of a conjugate) or, being zero,
     nothing."""
     if not unseen() or is_traced():
         return False
     for x in given:
         kind = type(x)
         if kind in _TENSORS:
-            if x.is_neg() or x._is_zerotensor() or _escaped(x) or is_legacy_batch(x):
+            if x.is_neg() or x._is_zerotensor() or _escaped(x) or is_legacy_batch(x) or x.is_meta:
                 return False
         elif kind not in _OPTIONS:
             return False

@@ -402,17 +402,14 @@ def _say_once(reason: str) -> None:
     warnings.warn(f"flashsci: running 'triton', since {reason}", stacklevel=3)
 
 
+@registry.settled
 def _decide(*call: Any) -> str:
     """The backend of ``(*arguments of problem_of, backend argument)``, whose ops are then in _LOADED."""
     return _load(registry.decide(*call))
 
 
+@registry.settled
 def _decide_write(*call: Any) -> str:
     """The same of an update. Cuda's is Triton's kernel: it moves the new tokens once, and a second one could not move less."""
     name = _decide(*call)
     return name if _LOADED[name].write_kv_cache is not None else _decide(*call[:-1], "triton")
-
-
-# As of registry.decide: decided once per trace.
-for _function in (_decide, _decide_write):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -582,6 +582,30 @@ def problem_of(
     )
 
 
+def settled(function: Callable[..., str]) -> Callable[..., str]:
+    """A decision that a compiler makes once per trace, of constants alone. It raises what ``function`` refuses with where a compiler
+    passes it on: inside of a constant, that would be an internal error of the compiler's."""
+
+    def outcome(*arguments: Any) -> tuple[str, str | None]:
+        try:
+            return function(*arguments), None
+        except BackendError as error:
+            return "", str(error)
+
+    # What torch.compiler.assume_constant_result sets, without importing the compiler.
+    outcome._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    @functools.wraps(function)
+    def found(*arguments: Any) -> str:
+        name, refusal = outcome(*arguments)
+        if refusal is not None:
+            raise BackendError(refusal)
+        return name
+
+    return found
+
+
+@settled
 def decide(*arguments: Any) -> str:
     """The backend (its name; its module is then in LOADED) for ``(*arguments of problem_of, backend
     argument)``."""
@@ -593,18 +617,11 @@ def decide(*arguments: Any) -> str:
     return name
 
 
-# What torch.compiler.assume_constant_result sets, without importing the compiler: decided once per
-# trace.
-decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
+@settled
 def load_recorded_reference() -> str:
     """The name of RECORDED, whose module is then in LOADED."""
     LOADED[RECORDED.name] = kernels(RECORDED.name)
     return RECORDED.name
-
-
-load_recorded_reference._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernels(name: str) -> Any:

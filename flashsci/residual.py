@@ -222,6 +222,7 @@ def backend_of(
 _LOADED: dict[str, Kernels | None] = {PARTS: None}
 
 
+@registry.settled
 def _decide(*call: Any) -> str:
     """The backend whose kernels serve ``(*arguments of problem_of, backend argument)``, which are then in _LOADED; or PARTS."""
     problem, (asked, _) = registry.problem_of(*call[:-1]), registry.requested(call[-1])
@@ -241,10 +242,6 @@ def _decide(*call: Any) -> str:
         registry.kernels("triton")
         _LOADED["triton"] = importlib.import_module("flashsci.backends.triton.host_residual").OPS
     return "triton"
-
-
-# As of registry.decide: decided once per trace.
-_decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _outer(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -291,7 +288,8 @@ def plain_scores(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: fl
     flat = (math.prod(shape[:-2]), *shape[-2:])
     added = q.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
     added = added.expand(shape).reshape(flat)
-    with torch.autocast(q.device.type, enabled=False):  # it would cast a wider bias down
+    kind = "cpu" if q.is_meta else q.device.type
+    with torch.autocast(kind, enabled=False):  # it would cast a wider bias down
         products = torch.baddbmm(added, rows.flatten(0, 1), keys.flatten(0, 1).mT, alpha=scale)
     return products.view(shape)
 

@@ -206,7 +206,7 @@ def _plan(
         return Plan(name, registry.LOADED[name], options.scalars(q.shape[-1], *longest))
 
     offsets = (cu_seqlens_q, cu_seqlens_k)
-    recorded = is_recorded()
+    recorded = is_recorded() or q.is_meta
     if recorded and not torch.compiler.is_compiling() and is_traced():
         with tracer_paused():
             return make()

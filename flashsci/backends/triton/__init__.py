@@ -68,7 +68,7 @@ def unavailable() -> str | None:
 
 
 def rejects(problem: Problem) -> str | None:
-    if problem.device_type != "cuda" and not INTERPRETED:
+    if problem.device_type not in ("cuda", "meta") and not INTERPRETED:
         return f"Triton kernels run on CUDA tensors, these are on {problem.device_type}; move them"
     if problem.dtype == fp8_ops.FP8:
         return _fp8_rejects(problem)
