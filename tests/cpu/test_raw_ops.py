@@ -99,6 +99,8 @@ DENSE = (
     ("scale must be finite", {"scale": float("inf")}),
     ("softcap must be >= 0", {"softcap": -1.0}),
     ("softcap must be >= 0", {"softcap": float("nan")}),
+    ("window_left and window_right must be >= 0", {"window_left": -2}),
+    ("window_left and window_right must be >= 0", {"window_right": -7}),
     ("precision must be one of", {"precision": "fp64"}),
     ("go together", {"cu_seqlens_q": ints(0, 5)}),
     ("packed tensors are", {"cu_seqlens_q": ints(0, 5), "cu_seqlens_k": ints(0, 7)}),

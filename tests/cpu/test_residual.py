@@ -365,3 +365,25 @@ def test_inputs_hold_what_they_say():
     assert isinstance(inputs, Inputs) and inputs.residual
     zero = (inputs.dout == 0).all(-1)
     assert zero.any() and (inputs.dscores[zero] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_tensors_that_come_back_with_other_strides(dtype):
+    """Hooks of saved tensors may lay them out as they like: gradients are the same."""
+
+    def laid_out_anew(x):
+        return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x
+
+    given = [torch.randn(2, 4, 6, 16, dtype=dtype) for _ in range(3)]
+    given.append(torch.randn(2, 4, 6, 6, dtype=dtype))
+    found = []
+    for again in (lambda x: x, laid_out_anew):
+        for _ in range(2):  # a call like one before, too
+            leaves = [x.clone().requires_grad_() for x in given]
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, again):
+                out, scores = flashsci.residual_attention(*leaves, backend="triton")
+            (out.float().square().sum() + scores.float().square().sum()).backward()
+            found.append([x.grad for x in leaves])
+    for gradients in found[1:]:
+        for a, b in zip(gradients, found[0], strict=True):
+            assert torch.equal(a, b)
