@@ -1,0 +1,138 @@
+"""Machineries that map over a batch: torch.func.vmap of each derivative, and the older batching of torch.autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .cells import Call, Pair, machinery
+from .derivatives import along, direction, leaf, of_loss
+from .oracle import projected
+
+FAMILY = "batches"
+
+
+def stacked(call: Call) -> Tensor:
+    return torch.stack([call.x(), call.x(other=True)])
+
+
+def over_points(call: Call, found: Tensor, expected: str, t: Tensor | None = None) -> Iterator[Pair]:
+    """Two results, of the two points."""
+    for n, other in enumerate((False, True)):
+        exact = getattr(call.exact(other), expected)
+        yield found[n], (exact if t is None else exact @ t).reshape(found[n].shape)
+
+
+@machinery("vmap", FAMILY)
+def vmap(call: Call) -> Iterator[Pair]:
+    """Over the row's own tensor, of integers too."""
+    if not (call.x().is_floating_point() and call.row == call.variable):
+        x = call.inputs()[call.row]
+        inputs = call.inputs()
+        results = torch.func.vmap(lambda x: call.of(inputs | {call.row: x}))(torch.stack([x, x]))
+        others = (False, False)
+    else:
+        results, others = torch.func.vmap(call)(stacked(call)), (False, True)
+    for n, other in enumerate(others):
+        yield from zip([r[n] for r in results], call.value(other), strict=True)
+
+
+@machinery("vmap of grad", FAMILY)
+def vmap_of_grad(call: Call) -> Iterator[Pair]:
+    call.floats()
+    found = torch.func.vmap(torch.func.grad(of_loss(call)))(stacked(call))
+    yield from over_points(call, found, "gradient")
+
+
+@machinery("vmap of jvp", FAMILY)
+def vmap_of_jvp(call: Call) -> Iterator[Pair]:
+    call.floats()
+    xs, t = stacked(call), direction(call.x())
+    push = lambda x: torch.func.jvp(lambda y: projected(call(y)), (x,), (t,))[1]  # noqa: E731
+    yield from over_points(call, torch.func.vmap(push)(xs), "projected", along(call.x()))
+
+
+@machinery("vmap over cotangents", FAMILY)
+def vmap_of_vjp(call: Call) -> Iterator[Pair]:
+    call.floats()
+    found = torch.func.jacrev(lambda y: projected(call(y)))(call.x())
+    yield found, call.exact().projected.reshape(3, *call.x().shape)
+
+
+@machinery("vmap of forward over reverse", FAMILY)
+def vmap_of_forward_over_reverse(call: Call) -> Iterator[Pair]:
+    call.floats()
+    xs, t = stacked(call), direction(call.x())
+    curve = lambda x: torch.func.jvp(torch.func.grad(of_loss(call)), (x,), (t,))[1]  # noqa: E731
+    yield from over_points(call, torch.func.vmap(curve)(xs), "hessian", along(call.x()))
+
+
+@machinery("vmap of reverse over reverse", FAMILY)
+def vmap_of_reverse_over_reverse(call: Call) -> Iterator[Pair]:
+    call.floats()
+    xs, t = stacked(call), direction(call.x())
+    first = torch.func.grad(of_loss(call))
+    curve = torch.func.grad(lambda x: (first(x) * t).sum())
+    yield from over_points(call, torch.func.vmap(curve)(xs), "hessian", along(call.x()))
+
+
+def _plane(call: Call):
+    """(loss as a function of two numbers, its exact Hessian ``[2, 2]``)."""
+    call.floats()
+    x = call.x()
+    base = [direction(x, n) for n in (0, 1)]
+
+    def curve(a: Tensor) -> Tensor:
+        return of_loss(call)(x + a[0] * base[0] + a[1] * base[1])
+
+    return curve, x.new_zeros(2), torch.stack([along(x, n) for n in (0, 1)])
+
+
+@machinery("func.hessian", FAMILY)
+def hessian(call: Call) -> Iterator[Pair]:
+    curve, zero, base = _plane(call)
+    yield torch.func.hessian(curve)(zero), base @ call.exact().hessian @ base.mT
+
+
+@machinery("is_grads_batched", FAMILY)
+def grads_batched(call: Call) -> Iterator[Pair]:
+    x = leaf(call)
+    three = projected(call(x))
+    assert three.requires_grad, "the results are detached from the tensor"
+    eye = torch.eye(3, device=x.device)
+    (found,) = torch.autograd.grad(three, x, eye, is_grads_batched=True)
+    yield found, call.exact().projected.reshape(found.shape)
+
+
+@machinery("is_grads_batched, second order", FAMILY)
+def grads_batched_twice(call: Call) -> Iterator[Pair]:
+    x = leaf(call)
+    total = of_loss(call)(x)
+    assert total.requires_grad, "the results are detached from the tensor"
+    (first,) = torch.autograd.grad(total, x, create_graph=True)
+    ts = torch.stack([direction(x, 0), direction(x, 1)])
+    (found,) = torch.autograd.grad(first, x, ts, is_grads_batched=True)
+    for n in (0, 1):
+        yield found[n], (call.exact().hessian @ along(x, n)).reshape(x.shape)
+
+
+@machinery("functional.jacobian, vectorize", FAMILY)
+def jacobian(call: Call) -> Iterator[Pair]:
+    call.floats()
+    found = torch.autograd.functional.jacobian(lambda y: projected(call(y)), call.x(), vectorize=True)
+    yield found, call.exact().projected.reshape(3, *call.x().shape)
+
+
+@machinery("functional.jacobian, forward mode", FAMILY)
+def jacobian_forward(call: Call) -> Iterator[Pair]:
+    curve, zero, base = _plane(call)
+    found = torch.autograd.functional.jacobian(curve, zero, vectorize=True, strategy="forward-mode")
+    yield found, base @ call.exact().gradient
+
+
+@machinery("functional.hessian, vectorize", FAMILY)
+def functional_hessian(call: Call) -> Iterator[Pair]:
+    curve, zero, base = _plane(call)
+    yield torch.autograd.functional.hessian(curve, zero, vectorize=True), base @ call.exact().hessian @ base.mT
