@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .cells import Call, Pair, machinery
+from .cells import Call, NotHere, Pair, machinery
 from .derivatives import along, direction, leaf, of_loss
 from .oracle import projected
 
@@ -82,6 +82,8 @@ def _plane(call: Call):
     """(loss as a function of two numbers, its exact Hessian ``[2, 2]``)."""
     call.floats()
     x = call.x()
+    if x.dtype.itemsize == 1:
+        raise NotHere("8-bit floats have no sums")
     base = [direction(x, n) for n in (0, 1)]
 
     def curve(a: Tensor) -> Tensor:

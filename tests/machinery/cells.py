@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +16,13 @@ from torch import Tensor
 from . import oracle
 from .entries import ENTRIES, Entry
 from .oracle import Exact, Results
-from .outcomes import ABSENT, RIGHT, WRONG, Outcome, outcome_of
+from .outcomes import ABSENT, CRASHED, RIGHT, WRONG, Outcome, outcome_of
 
 #: Errors allowed, in roundings of the largest number of a result: float32 sums of some hundred terms, and coarser types,
 #: whose rounding is the only one that counts.
 ROUNDINGS, COARSE_ROUNDINGS = 128.0, 4.0
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 180  # seconds of a process
 FLOAT32 = torch.finfo(torch.float32).eps
 
 
@@ -90,9 +96,13 @@ class Machinery:
     run: Callable[[Call], Iterable[Pair]]
     eps: float = FLOAT32
     seconds: float = 0.0  # of a cell, where that is much: a compiler's
+    alone: bool = False  # in a process of its own, which may die
 
     def outcome(self, call: Call) -> Outcome:
         """What becomes of a cell."""
+        return in_a_process(self, call) if self.alone else self.here(call)
+
+    def here(self, call: Call) -> Outcome:
         torch.manual_seed(0)
         try:
             return judge(self.run(call), max(self.eps, call.entry.eps))
@@ -114,6 +124,21 @@ def machinery(name: str, family: str, **options: Any) -> Callable[[Any], Any]:
         return run
 
     return enter
+
+
+def in_a_process(machinery: Machinery, call: Call) -> Outcome:
+    """The outcome in a process of its own: one that dies or hangs is a crash."""
+    cell = json.dumps([machinery.name, *astuple(call)])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.machinery", "--cell", cell], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(CRASHED, f"no answer within {PATIENCE} s")
+    last = done.stdout.strip().rpartition("\n")[2]
+    if done.returncode or not last.startswith("["):
+        return Outcome(CRASHED, f"the process ends with {done.returncode}: {done.stderr.strip()[-300:]}")
+    return Outcome(*json.loads(last))
 
 
 def judge(pairs: Iterable[Pair], eps: float) -> Outcome:

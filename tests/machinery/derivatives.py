@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .cells import Call, Pair, machinery
-from .oracle import Results, flat, loss
+from .oracle import Results, loss
 
 FAMILY = "derivatives"
 
@@ -187,7 +187,3 @@ def forward_over_forward(call: Call) -> Iterator[Pair]:
     first = lambda y: torch.func.jvp(of_loss(call), (y,), (direction(x),))[1]  # noqa: E731
     _, second = torch.func.jvp(first, (x,), (direction(x, 1),))
     yield second, along(x, 0) @ call.exact().hessian @ along(x, 1)
-
-
-def flattened(results: Results) -> Tensor:
-    return flat(results)

@@ -23,6 +23,7 @@ FP8 = torch.float8_e4m3fn
 BACKENDS = ("reference", "sdpa", "triton", "cuda", "auto")
 PAGED = ("reference", "triton", "cuda", "auto")
 OUT_ALONE = ("sdpa", "auto")  # SDPA has no lse; "auto" goes another way without
+ONE_PROCESS = ("auto",)  # the plain call, bit for bit
 NO_CHOICE = ("auto",)  # plain PyTorch on every device
 Given = Mapping[str, Tensor]
 
@@ -46,7 +47,8 @@ class Entry:
     elsewhere: tuple[str, ...] = ()  # arguments of the signature that another entry describes
     together: tuple[str, ...] = ()  # a row for derivatives in all of these at once
     out_alone: tuple[str, ...] = ()  # backends that are asked for out without its lse
-    distributed: bool = False
+    lengths: Mapping[str, int] = field(default_factory=dict)  # tensors, and their dim of rows that data may choose
+    dropout_of: str = ""  # the values of a call that draws a seed
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -207,12 +209,15 @@ def _rows_of_sequences(scale: Tensor) -> Tensor:
 
 
 def _backward() -> dict[str, Tensor]:
+    """Of a block of keys: the lse is that of more."""
     x = dict(
-        q=normal(1, 2, 3, 8), k=normal(1, 2, 4, 8), v=normal(1, 2, 4, 8), bias=normal(1, 2, 3, 4),
-        key_weight=normal(1, 2, 4).exp(), mask=torch.tensor([[[[1, 1, 1, 0]]]]) > 0, alibi_slopes=normal(2),
+        q=normal(1, 2, 3, 8), k=normal(1, 2, 4, 8), v=normal(1, 2, 4, 8), bias=normal(1, 2, 3, 4) / 2,
+        key_weight=torch.rand(1, 2, 4, dtype=torch.float64), mask=torch.tensor([[[[1, 1, 1, 0]]]]) > 0,
+        alibi_slopes=torch.rand(2, dtype=torch.float64),
     )  # fmt: skip
-    out, lse = formulas.softmax_attention(x["q"], x["k"], x["v"])
-    return dict(dout=normal(1, 2, 3, 8), **x, out=out, lse=lse, dlse=normal(1, 2, 3), dropout_seed=torch.tensor([7, 3]))
+    out, lse = formulas.softmax_attention(x["q"], x["k"], x["v"], bias=x["bias"])
+    more = dict(dlse=normal(1, 2, 3), dropout_seed=torch.tensor([7, 3]))
+    return dict(dout=normal(1, 2, 3, 8), **x, out=out, lse=lse + 2, **more)
 
 
 def _backward_call(backend: str, x: Given) -> Any:
@@ -232,7 +237,7 @@ def _backward_formula(x: Given) -> Any:
 def _packed_backward() -> dict[str, Tensor]:
     x = dict(q=normal(5, 2, 8), k=normal(5, 2, 8), v=normal(5, 2, 8), cu_seqlens_q=ints(0, 2, 5), cu_seqlens_k=ints(0, 2, 5))
     out, lse = formulas.packed_attention(*x.values())
-    return dict(dout=normal(5, 2, 8), **x, out=out, lse=lse)
+    return dict(dout=normal(5, 2, 8), **x, out=out, lse=lse + 2)
 
 
 def _packed_backward_formula(x: Given) -> Any:
@@ -302,19 +307,22 @@ def _entries() -> list[Entry]:
     eighth = dict(backends=PAGED, derivatives=False, eps=2.0**-4, keep=qkv)  # P is rounded to an 8-bit float
     return [
         Entry("attention", flashsci.attention, qkv, ("bias", "key_weight", "mask", "alibi_slopes", "sink", "dropout_seed"),
-              _dense, _dense_call, _dense_formula, together=qkv, elsewhere=scales, out_alone=OUT_ALONE),
+              _dense, _dense_call, _dense_formula, together=qkv, elsewhere=scales, out_alone=OUT_ALONE,
+              lengths={"q": -2}, dropout_of="v"),
         Entry("attention, 8-bit floats", flashsci.attention, qkv, scales, _fp8, _dense_call,
               lambda x: formulas.softmax_attention(**_unscaled(x, lambda s: s[..., None, None])), **eighth, out_alone=OUT_ALONE,
               elsewhere=("bias", "key_weight", "mask", "alibi_slopes", "sink", "dropout_seed")),
         Entry("varlen_attention", flashsci.varlen_attention, (*qkv, "cu_seqlens_q"),
               ("cu_seqlens_k", "bias", "key_weight", "alibi_slopes", "sink", "dropout_seed"),
-              _packed, _packed_call, _packed_formula, together=qkv, elsewhere=scales),
+              _packed, _packed_call, _packed_formula, together=qkv, elsewhere=scales, lengths=dict.fromkeys(qkv, 0), dropout_of="v"),
         Entry("varlen_attention, 8-bit floats", flashsci.varlen_attention, (*qkv, "cu_seqlens_q"), ("cu_seqlens_k", *scales),
               _fp8_packed, _packed_call, lambda x: _packed_formula(_unscaled(x, _rows_of_sequences)), **eighth,
               elsewhere=("bias", "key_weight", "alibi_slopes", "sink", "dropout_seed")),
         Entry("residual_attention", flashsci.residual_attention, qkv, ("bias", "dropout_seed"), _residual,
-              lambda b, x: flashsci.residual_attention(**x, **_dropout(x), backend=b), _residual_formula, together=qkv),
-        Entry("sdpa", flashsci.sdpa, ("query", "key", "value"), ("attn_mask",), _sdpa, _sdpa_call, _sdpa_formula),
+              lambda b, x: flashsci.residual_attention(**x, **_dropout(x), backend=b), _residual_formula, together=qkv,
+              lengths={"q": -2}, dropout_of="v"),
+        Entry("sdpa", flashsci.sdpa, ("query", "key", "value"), ("attn_mask",), _sdpa, _sdpa_call, _sdpa_formula,
+              lengths={"query": -2}, dropout_of="value"),
         Entry("attention_backward", flashsci.attention_backward, ("dout", *qkv, "out", "lse"),
               ("dlse", "bias", "key_weight", "mask", "alibi_slopes", "dropout_seed"), _backward, _backward_call, _backward_formula,
               elsewhere=edges),
@@ -322,7 +330,7 @@ def _entries() -> list[Entry]:
               _packed_backward, _backward_call, _packed_backward_formula,
               elsewhere=("dlse", "bias", "key_weight", "mask", "alibi_slopes", "dropout_seed")),
         Entry("paged_attention", flashsci.paged_attention, ("q", *caches, "block_table", "seqused_k", "cu_seqlens_q"),
-              ("sink", "k_scale", "v_scale", "out"), _paged, _paged_call, _paged_formula, **serving),
+              ("sink", "k_scale", "v_scale", "out"), _paged, _paged_call, _paged_formula, **serving, lengths={"q": 0}),
         Entry("write_kv_cache", flashsci.write_kv_cache, ("key", "value", *caches, "slot_mapping"), ("k_scale", "v_scale"),
               _write, _write_call, lambda x: formulas.stored(**x), **serving),
         Entry("merge", flashsci.merge, ("outs", "lses"), (), lambda: dict(outs=normal(2, 1, 2, 3, 8), lses=normal(2, 1, 2, 3)),
@@ -334,16 +342,17 @@ def _entries() -> list[Entry]:
               lambda b, x: (flashsci.dropout_mask(x["dropout_seed"], 0.3, (1, 2, 3, 4)).float(),),
               lambda x: (flashsci.dropout_mask(x["dropout_seed"].cpu(), 0.3, (1, 2, 3, 4)).double(),), NO_CHOICE, derivatives=False),
         Entry("distributed.attention", fd.attention, qkv, ("bias", "key_weight", "mask"),
-              _without(_dense, "alibi_slopes", "sink", "dropout_seed"), _distributed("attention"), _dense_formula,
-              distributed=True, out_alone=OUT_ALONE),
+              _without(_dense, "alibi_slopes", "sink", "dropout_seed"), _distributed("attention"), _dense_formula, ONE_PROCESS, out_alone=OUT_ALONE),
         Entry("distributed.varlen_attention", fd.varlen_attention, (*qkv, "cu_seqlens"), ("bias", "key_weight"),
               lambda: {("cu_seqlens" if n == "cu_seqlens_q" else n): x for n, x in _packed().items()
                        if n not in ("cu_seqlens_k", "alibi_slopes", "sink", "dropout_seed")},
               _distributed("varlen_attention"),
-              lambda x: _packed_formula({("cu_seqlens_q" if n == "cu_seqlens" else n): t for n, t in x.items()}),
-              distributed=True),
+              lambda x: _packed_formula({("cu_seqlens_q" if n == "cu_seqlens" else n): t for n, t in x.items()}), ONE_PROCESS),
         Entry("distributed.triangle_attention", fd.triangle_attention, (*qkv, "bias"), ("mask",), _triangle,
-              _distributed("triangle_attention"), _dense_formula, distributed=True, out_alone=OUT_ALONE),
+              _distributed("triangle_attention"), _dense_formula, ONE_PROCESS, out_alone=OUT_ALONE),
+        *(Entry(f"distributed.{name}", getattr(fd, name), ("x",), (), lambda: dict(x=normal(1, 2, 4, 8)),
+                lambda b, x, name=name: (getattr(fd, name)(x["x"], mesh(x["x"].device.type)),), lambda x: (x["x"],), ONE_PROCESS)
+          for name in ("shard", "unshard")),
     ]  # fmt: skip
 
 

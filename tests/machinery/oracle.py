@@ -19,11 +19,18 @@ def flat(results: Results) -> Tensor:
 
 def loss(results: Results) -> Tensor:
     """A number with a second derivative in whatever the results are linear in."""
-    return sum((_projections(x, 1)[0] + x.square().sum() / 2 for x in results), start=results[0].new_zeros(()))
+    first, *rest = (_projections(x, 1)[0] + _wide(x).square().sum() / 2 for x in results)
+    return sum(rest, start=first)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """8-bit floats have no arithmetic."""
+    return x.float() if x.dtype.itemsize == 1 else x
 
 
 def _projections(x: Tensor, count: int) -> Tensor:
     """``[count]``: sums of x with fixed weights, made of what every tracer, device and transform knows."""
+    x = _wide(x)
     angles = torch.arange(x.numel(), dtype=x.dtype, device=x.device).reshape(x.shape)
     return torch.stack([(x * torch.cos(angles * (n + 1) + n)).sum() for n in range(count)])
 
@@ -100,7 +107,8 @@ def exact(name: str, row: str, count: int | None, other: bool = False) -> Exact:
     results = Differentiated(ENTRIES[name], row, count)(x)
     jacobian = torch.stack([_gradient(number, x) for number in flat(results)])
     three = torch.stack([_gradient(number, x) for number in projected(results)])
-    (slope,) = torch.autograd.grad(loss(results), x, create_graph=True)
+    total = loss(results) + 0 * x.sum()  # a result may not depend on x
+    (slope,) = torch.autograd.grad(total, x, create_graph=True)
     hessian = torch.stack([_gradient(number, x) for number in slope.reshape(-1)])
     return Exact(jacobian, three, slope.detach().reshape(-1), hessian)
 

@@ -1,0 +1,200 @@
+"""Machineries that trace a call: torch.compile, torch.export, AOTInductor, torch.jit.trace, make_fx."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+from .cells import Call, NotHere, Pair, machinery
+from .derivatives import along, gradients, leaf, pull
+
+FAMILY = "compilers"
+SECONDS = 0.5  # of a traced cell
+
+
+def function_of(call: Call, **options: Any) -> Callable[..., Any]:
+    """The call of its row's tensor, the others fixed, in a form that tracers read."""
+    single(call)
+    backend, of, fixed, variable = call.backend, call.entry.call, call.inputs(), call.variable
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(of(backend, {**fixed, variable: x, **options}))
+
+    return function
+
+
+def single(call: Call) -> None:
+    if "+" in call.row:
+        raise NotHere("as its tensors one by one")
+
+
+def at_both(call: Call, function: Callable[..., Any]) -> Iterator[Pair]:
+    """Results at the point of the trace and at another one, and the gradient at the other."""
+    yield from zip(function(call.x()), call.value(), strict=True)
+    if call.x().is_floating_point():
+        yield from zip(function(call.x(other=True)), call.value(other=True), strict=True)
+
+
+def compiled(call: Call, x: Tensor, **options: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function_of(call), fullgraph=True, **options)
+
+
+@machinery("compile", FAMILY, seconds=SECONDS)
+def compiled_call(call: Call) -> Iterator[Pair]:
+    yield from at_both(call, compiled(call, call.x(), backend="aot_eager"))
+
+
+@machinery("compile, reverse", FAMILY, seconds=SECONDS)
+def compiled_reverse(call: Call) -> Iterator[Pair]:
+    x = leaf(call)
+    function = compiled(call, x, backend="aot_eager")
+    yield from gradients(call, function(x), x)
+
+
+@machinery("compile, dynamic", FAMILY, seconds=2 * SECONDS)
+def compiled_dynamic(call: Call) -> Iterator[Pair]:
+    x = leaf(call)
+    function = compiled(call, x, backend="aot_eager", dynamic=True)
+    results = function(x)
+    if results[0].requires_grad:
+        yield from gradients(call, results, x)
+        return
+    yield from zip(results, call.value(), strict=True)
+    yield pull(results, x), torch.zeros(0)  # detached
+
+
+@machinery("compile, dynamic, no gradient", FAMILY, seconds=SECONDS)
+def compiled_dynamic_call(call: Call) -> Iterator[Pair]:
+    yield from at_both(call, compiled(call, call.x(), backend="aot_eager", dynamic=True))
+
+
+@machinery("compile, inductor", FAMILY, seconds=10)
+def compiled_inductor(call: Call) -> Iterator[Pair]:
+    x = leaf(call)
+    function = compiled(call, x, backend="inductor")
+    yield from gradients(call, function(x), x)
+
+
+@machinery("compile, lengths from data", FAMILY, seconds=SECONDS)
+def compiled_of_data(call: Call) -> Iterator[Pair]:
+    """Rows that a mask chooses, as many as it says."""
+    if not call.entry.lengths or call.row != call.entry.needed[0]:
+        raise NotHere("one row for all tensors of a call")
+    backend, of, fixed = call.backend, call.entry.call, call.inputs()
+    lengths = dict(call.entry.lengths)
+    name, dim = next(iter(lengths.items()))
+    keep = torch.ones(fixed[name].shape[dim], dtype=torch.bool, device=call.device)
+
+    def function(keep: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        rows = keep.nonzero().squeeze(-1)
+        chosen = {n: x.index_select(d, rows) for (n, d), x in zip(lengths.items(), tensors, strict=True)}
+        return tuple(of(backend, {**fixed, **chosen}))
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        traced = torch.compile(function, fullgraph=True, backend="aot_eager")
+        yield from zip(traced(keep, *(fixed[n] for n in lengths)), call.value(), strict=True)
+
+
+@machinery("compiled checkpoint, rematerialised", FAMILY, seconds=2 * SECONDS)
+def rematerialised(call: Call) -> Iterator[Pair]:
+    x = leaf(call)
+    yield from gradients(call, _rematerialised(function_of(call))(x), x)
+
+
+def _rematerialised(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled so that a backward computes all once more."""
+
+    def run(x: Tensor) -> Any:
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(activation_memory_budget=0.0):
+            step = torch.compile(
+                lambda x: checkpoint(function, x, use_reentrant=False), fullgraph=True, backend="aot_eager_decomp_partition"
+            )
+            return step(x)
+
+    return run
+
+
+def _drawn(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[Call], Iterator[Pair]]:
+    """Of dropout with a seed that the call draws: out is linear in v, so that <v, dv> = <out, dout> if both drop the same entries."""
+
+    def run(call: Call) -> Iterator[Pair]:
+        if call.row != call.entry.dropout_of:
+            raise NotHere("one row for a whole call")
+        v = leaf(call)
+        out = around(function_of(call, dropout_p=0.5))(v)[0]
+        found = pull((out,), v)
+        yield (v * found).sum(), (out.detach().double().cpu().reshape(-1) * along(out)).sum()
+
+    return run
+
+
+for name, around, seconds in (
+    ("drawn dropout", lambda f: f, 0.0),
+    ("drawn dropout, checkpoint", lambda f: lambda v: checkpoint(f, v, use_reentrant=False), 0.0),
+    ("drawn dropout, compiled", lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"), SECONDS),
+    ("drawn dropout, rematerialised", _rematerialised, SECONDS),
+):
+    machinery(name, FAMILY, seconds=seconds)(_drawn(around))
+
+
+class Module(torch.nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+@machinery("export", FAMILY, seconds=SECONDS)
+def exported(call: Call) -> Iterator[Pair]:
+    program = torch.export.export(Module(function_of(call)), (call.x(),))
+    yield from at_both(call, program.module())
+
+
+@machinery("AOTInductor", FAMILY, seconds=30, alone=True)
+def ahead_of_time(call: Call) -> Iterator[Pair]:
+    program = torch.export.export(Module(function_of(call)), (call.x(),))
+    with tempfile.TemporaryDirectory() as folder:
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder, "call.pt2")))
+        yield from at_both(call, torch._inductor.aoti_load_package(package))
+
+
+@machinery("jit.trace", FAMILY, seconds=0.1)
+def jit_traced(call: Call) -> Iterator[Pair]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(function_of(call), (call.x(),), check_trace=False)
+    yield from at_both(call, traced)
+
+
+@machinery("make_fx", FAMILY, seconds=0.1)
+def fx_traced(call: Call) -> Iterator[Pair]:
+    yield from at_both(call, make_fx(function_of(call))(call.x()))
+
+
+@machinery("make_fx, symbolic", FAMILY, seconds=0.2)
+def fx_traced_symbolically(call: Call) -> Iterator[Pair]:
+    yield from at_both(call, make_fx(function_of(call), tracing_mode="symbolic")(call.x()))
+
+
+@machinery("make_fx, reverse", FAMILY, seconds=0.2)
+def fx_traced_gradient(call: Call) -> Iterator[Pair]:
+    x = leaf(call)
+    function = function_of(call)
+    graph = make_fx(lambda x: pull(function(x), x))(x)
+    other = call.x(other=True).requires_grad_()
+    exact = call.exact(other=True).jacobian
+    cotangents = torch.cat([along(r) for r in function(call.x())])
+    yield graph(other), (cotangents @ exact).reshape(x.shape)

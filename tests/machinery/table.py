@@ -1,0 +1,65 @@
+"""All cells, and how soon each is run: always, among the slow tests, or in a full run alone."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from . import batches, compilers, derivatives, execution, graphs  # noqa: F401  (they fill the table)
+from .cells import MACHINERIES, Call, Machinery
+from .entries import ENTRIES
+from .outcomes import Outcome
+
+ALWAYS, SLOW, FULL = "always", "slow", "full"
+FAMILIES = ("derivatives", "batches", "graph", "compilers", "execution")
+# Cheap, and each on a way of its own through autograd: run for every tensor on the interpreted kernels, too.
+CORE = (
+    "call", "reverse", "jvp", "dual", "reverse over reverse", "forward over reverse", "vmap", "is_grads_batched", "jit.trace",
+    "saved tensors transposed", "meta tensors", "DTensor",
+)  # fmt: skip
+# Of other cells on a CPU: one in so many always, and one in so many more among the slow tests.
+INTERPRETED, AUTO, TRACED, TRACED_SLOWLY = 12, 4, 40, 5
+
+
+@dataclass(frozen=True)
+class Cell:
+    call: Call
+    machinery: Machinery
+
+    def __str__(self) -> str:
+        return f"{self.call.name}-{self.call.row}-{self.machinery.name}-{self.call.backend}"
+
+    def outcome(self) -> Outcome:
+        return self.machinery.outcome(self.call)
+
+    @property
+    def when(self) -> str:
+        """A fixed sample: of every tensor and of every machinery some."""
+        draw = zlib.crc32(str(self).encode())
+        seconds, backend = self.machinery.seconds, self.call.backend
+        if seconds:
+            often = max(1, round(seconds / compilers.SECONDS))
+            return ALWAYS if draw % (TRACED * often**2) == 0 else SLOW if draw % (TRACED_SLOWLY * often) == 0 else FULL
+        if self.machinery.name in CORE or self.call.device != "cpu":
+            return ALWAYS
+        if backend == "triton":
+            return ALWAYS if draw % INTERPRETED == 0 else SLOW
+        return ALWAYS if backend != "auto" or len(self.call.entry.backends) == 1 or draw % AUTO == 0 else SLOW
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def cells(on: str | None = None) -> Iterator[Cell]:
+    """Of every function, tensor, machinery and backend; the cuda backend where there is a GPU."""
+    on = on or device()
+    for entry in ENTRIES.values():
+        for row in entry.rows:
+            for machinery in MACHINERIES.values():
+                for backend in entry.backends:
+                    if on != "cpu" or backend != "cuda":
+                        yield Cell(Call(entry.name, row, backend, on), machinery)
