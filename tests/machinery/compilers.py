@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,13 @@ FAMILY = "compilers"
 SECONDS = 0.5  # of a traced cell
 
 
-def function_of(call: Call, **options: Any) -> Callable[..., Any]:
+def function_of(call: Call) -> Callable[..., Any]:
     """The call of its row's tensor, the others fixed, in a form that tracers read."""
-    single(call)
+    once(call)
+    return _function_of(call)
+
+
+def _function_of(call: Call, **options: Any) -> Callable[..., Any]:
     backend, of, fixed, variable = call.backend, call.entry.call, call.inputs(), call.variable
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
@@ -34,6 +39,14 @@ def function_of(call: Call, **options: Any) -> Callable[..., Any]:
 def single(call: Call) -> None:
     if "+" in call.row:
         raise NotHere("as its tensors one by one")
+
+
+def once(call: Call, alone: bool = False) -> None:
+    """A compiler sees the same call whichever of its needed tensors varies. ``alone``: it takes so long that optional ones are left
+    to what takes less."""
+    single(call)
+    if call.row in call.entry.needed[1:] or (alone and call.row in call.entry.others):
+        raise NotHere("as the first tensor of the call")
 
 
 def at_both(call: Call, function: Callable[..., Any]) -> Iterator[Pair]:
@@ -79,6 +92,7 @@ def compiled_dynamic_call(call: Call) -> Iterator[Pair]:
 
 @machinery("compile, inductor", FAMILY, seconds=10)
 def compiled_inductor(call: Call) -> Iterator[Pair]:
+    once(call, alone=True)
     x = leaf(call)
     function = compiled(call, x, backend="inductor")
     yield from gradients(call, function(x), x)
@@ -129,10 +143,11 @@ def _drawn(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callab
     """Of dropout with a seed that the call draws: out is linear in v, so that <v, dv> = <out, dout> if both drop the same entries."""
 
     def run(call: Call) -> Iterator[Pair]:
-        if call.row != call.entry.dropout_of:
+        if not call.entry.dropout_of or call.row != call.entry.needed[0]:
             raise NotHere("one row for a whole call")
+        call = replace(call, row=call.entry.dropout_of)
         v = leaf(call)
-        out = around(function_of(call, dropout_p=0.5))(v)[0]
+        out = around(_function_of(call, dropout_p=0.5))(v)[0]
         found = pull((out,), v)
         yield (v * found).sum(), (out.detach().double().cpu().reshape(-1) * along(out)).sum()
 
@@ -165,6 +180,7 @@ def exported(call: Call) -> Iterator[Pair]:
 
 @machinery("AOTInductor", FAMILY, seconds=30, alone=True)
 def ahead_of_time(call: Call) -> Iterator[Pair]:
+    once(call, alone=True)
     program = torch.export.export(Module(function_of(call)), (call.x(),))
     with tempfile.TemporaryDirectory() as folder:
         package = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder, "call.pt2")))

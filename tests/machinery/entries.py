@@ -106,7 +106,7 @@ def _dropout(given: Given) -> dict[str, Any]:
 
 
 def _dense_call(backend: str, x: Given) -> Any:
-    found = flashsci.attention(**x, **_dropout(x), return_lse=backend not in OUT_ALONE, backend=backend)
+    found = flashsci.attention(**{**_dropout(x), **x}, return_lse=backend not in OUT_ALONE, backend=backend)
     return found if isinstance(found, tuple) else (found,)
 
 
@@ -128,7 +128,7 @@ def _packed() -> dict[str, Tensor]:
 
 
 def _packed_call(backend: str, x: Given) -> Any:
-    return flashsci.varlen_attention(**x, **_dropout(x), return_lse=True, backend=backend)
+    return flashsci.varlen_attention(**{**_dropout(x), **x}, return_lse=True, backend=backend)
 
 
 def _packed_formula(x: Given) -> Any:
@@ -319,7 +319,7 @@ def _entries() -> list[Entry]:
               _fp8_packed, _packed_call, lambda x: _packed_formula(_unscaled(x, _rows_of_sequences)), **eighth,
               elsewhere=("bias", "key_weight", "alibi_slopes", "sink", "dropout_seed")),
         Entry("residual_attention", flashsci.residual_attention, qkv, ("bias", "dropout_seed"), _residual,
-              lambda b, x: flashsci.residual_attention(**x, **_dropout(x), backend=b), _residual_formula, together=qkv,
+              lambda b, x: flashsci.residual_attention(**{**_dropout(x), **x}, backend=b), _residual_formula, together=qkv,
               lengths={"q": -2}, dropout_of="v"),
         Entry("sdpa", flashsci.sdpa, ("query", "key", "value"), ("attn_mask",), _sdpa, _sdpa_call, _sdpa_formula,
               lengths={"query": -2}, dropout_of="value"),

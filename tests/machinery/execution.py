@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .cells import Call, NotHere, Pair, machinery
-from .compilers import single
+from .compilers import once, single
 from .derivatives import leaf, pull, pulled
 from .entries import mesh
 
@@ -107,6 +107,7 @@ def fork(call: Call) -> Iterator[Pair]:
     """A child that goes on after its parent has called."""
     if call.device != "cpu":
         raise NotHere("CUDA does not survive a fork")
+    once(call)
     call(call.x())
     read, write = os.pipe()
     child = os.fork()
