@@ -25,7 +25,11 @@ def gradients(
     # Through aliases: one input may be computed from another, or be the same tensor, as q, k and v of one x are. What its
     # gradient then does to the other is for the graph between them, which would count it twice.
     aliases = [x.view_as(x) if want else x for x, want in zip(inputs, wanted, strict=True)]
-    ends = [(x, g) for x, g in zip(compute(*aliases), cotangents, strict=True) if g is not None]
+    results = zip(compute(*aliases), cotangents, strict=True)
+    # A result may depend on none of the inputs that are wanted, as scores do not depend on v.
+    ends = [(x, g) for x, g in results if g is not None and x.requires_grad]
+    if not ends:
+        return [None] * len(wanted)
     leaves = [x for x, want in zip(aliases, wanted, strict=True) if want]
     outputs, given = zip(*ends, strict=True)
     found = iter(torch.autograd.grad(outputs, leaves, given, create_graph=True, allow_unused=True))

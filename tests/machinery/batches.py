@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .cells import Call, NotHere, Pair, machinery
+from .cells import Call, NotHere, Pair, machinery, require
 from .derivatives import along, direction, leaf, of_loss
 from .oracle import projected
 
@@ -102,7 +102,7 @@ def hessian(call: Call) -> Iterator[Pair]:
 def grads_batched(call: Call) -> Iterator[Pair]:
     x = leaf(call)
     three = projected(call(x))
-    assert three.requires_grad, "the results are detached from the tensor"
+    require(three.requires_grad)
     eye = torch.eye(3, device=x.device)
     (found,) = torch.autograd.grad(three, x, eye, is_grads_batched=True)
     yield found, call.exact().projected.reshape(found.shape)
@@ -112,7 +112,7 @@ def grads_batched(call: Call) -> Iterator[Pair]:
 def grads_batched_twice(call: Call) -> Iterator[Pair]:
     x = leaf(call)
     total = of_loss(call)(x)
-    assert total.requires_grad, "the results are detached from the tensor"
+    require(total.requires_grad)
     (first,) = torch.autograd.grad(total, x, create_graph=True)
     ts = torch.stack([direction(x, 0), direction(x, 1)])
     (found,) = torch.autograd.grad(first, x, ts, is_grads_batched=True)

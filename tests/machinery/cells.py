@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import oracle
-from .entries import ENTRIES, Entry
+from .entries import ENTRIES, Entry, mesh
 from .oracle import Exact, Results
 from .outcomes import ABSENT, CRASHED, RIGHT, WRONG, Outcome, outcome_of
 
@@ -28,6 +28,15 @@ FLOAT32 = torch.finfo(torch.float32).eps
 
 class NotHere(Exception):
     """The machinery has no meaning for this cell."""
+
+
+class Wrong(Exception):
+    """A result that is none, such as one without a graph."""
+
+
+def require(condition: bool, what: str = "the results are detached from the tensor") -> None:
+    if not condition:
+        raise Wrong(what)
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,8 @@ class Call:
         return x.to(self.device, torch.float32 if wanted else x.dtype, copy=True)
 
     def inputs(self) -> dict[str, Tensor]:
+        if self.name.startswith("distributed"):
+            mesh(self.device)
         return {n: self.placed(x, n) for n, x in self.entry.inputs(self.row).items()}
 
     def x(self, other: bool = False) -> Tensor:
@@ -75,7 +86,7 @@ class Call:
 
     def exact(self, other: bool = False) -> Exact:
         if not self.entry.derivatives:
-            raise AssertionError("a derivative of rounded numbers came back, where an error should say that there is none")
+            raise Wrong("a derivative of rounded numbers came back, where an error should say that there is none")
         return oracle.exact(self.name, self.row, self.count, other)
 
     def floats(self) -> None:
@@ -112,6 +123,8 @@ class Machinery:
             return judge(self.run(call), max(self.eps, call.entry.eps))
         except NotHere as reason:
             return Outcome(ABSENT, str(reason))
+        except Wrong as error:
+            return Outcome(WRONG, str(error))
         except Exception as error:
             return outcome_of(error)
 

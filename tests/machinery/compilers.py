@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from .cells import Call, NotHere, Pair, machinery
-from .derivatives import along, gradients, leaf, pull
+from .cells import Call, NotHere, Pair, machinery, require
+from .derivatives import along, direction, gradients, leaf, pull
 
 FAMILY = "compilers"
 SECONDS = 0.5  # of a traced cell
@@ -77,12 +77,7 @@ def compiled_reverse(call: Call) -> Iterator[Pair]:
 def compiled_dynamic(call: Call) -> Iterator[Pair]:
     x = leaf(call)
     function = compiled(call, x, backend="aot_eager", dynamic=True)
-    results = function(x)
-    if results[0].requires_grad:
-        yield from gradients(call, results, x)
-        return
-    yield from zip(results, call.value(), strict=True)
-    yield pull(results, x), torch.zeros(0)  # detached
+    yield from gradients(call, function(x), x)
 
 
 @machinery("compile, dynamic, no gradient", FAMILY, seconds=SECONDS)
@@ -195,22 +190,43 @@ def jit_traced(call: Call) -> Iterator[Pair]:
     yield from at_both(call, traced)
 
 
-@machinery("make_fx", FAMILY, seconds=0.1)
-def fx_traced(call: Call) -> Iterator[Pair]:
-    yield from at_both(call, make_fx(function_of(call))(call.x()))
+def _of_all(call: Call) -> tuple[Callable[..., Any], list[Tensor], int]:
+    """The call as a function of all its tensors, these, and which of them varies: no tracer meets a tensor that it was not given."""
+    once(call)
+    backend, of, inputs = call.backend, call.entry.call, call.inputs()
+    names = list(inputs)
+    place = names.index(call.variable)
+    inputs[call.variable] = call.x()
+    return lambda *tensors: tuple(of(backend, dict(zip(names, tensors, strict=True)))), list(inputs.values()), place
 
 
-@machinery("make_fx, symbolic", FAMILY, seconds=0.2)
-def fx_traced_symbolically(call: Call) -> Iterator[Pair]:
-    yield from at_both(call, make_fx(function_of(call), tracing_mode="symbolic")(call.x()))
+def _fx(mode: str) -> Callable[[Call], Iterator[Pair]]:
+    def run(call: Call) -> Iterator[Pair]:
+        function, tensors, place = _of_all(call)
+        graph = make_fx(function, tracing_mode=mode)(*tensors)
+        yield from at_both(call, lambda x: graph(*tensors[:place], x, *tensors[place + 1 :]))
+
+    return run
+
+
+machinery("make_fx", FAMILY, seconds=0.1)(_fx("real"))
+machinery("make_fx, symbolic", FAMILY, seconds=0.2)(_fx("symbolic"))
 
 
 @machinery("make_fx, reverse", FAMILY, seconds=0.2)
 def fx_traced_gradient(call: Call) -> Iterator[Pair]:
-    x = leaf(call)
-    function = function_of(call)
-    graph = make_fx(lambda x: pull(function(x), x))(x)
-    other = call.x(other=True).requires_grad_()
-    exact = call.exact(other=True).jacobian
-    cotangents = torch.cat([along(r) for r in function(call.x())])
-    yield graph(other), (cotangents @ exact).reshape(x.shape)
+    call.floats()
+    function, tensors, place = _of_all(call)
+    cotangents = [direction(r) for r in function(*tensors)]
+
+    def gradient(*given: Tensor) -> Tensor:
+        *given, x = *given, given[place].detach().requires_grad_()
+        results = function(*given[:place], x, *given[place + 1 :])
+        pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if r.requires_grad]
+        require(bool(pairs))
+        return torch.autograd.grad(*zip(*pairs, strict=True), x)[0]
+
+    graph = make_fx(gradient)(*tensors)
+    other = call.x(other=True)
+    expected = torch.cat([along(r) for r in cotangents]) @ call.exact(other=True).jacobian
+    yield graph(*tensors[:place], other, *tensors[place + 1 :]), expected.reshape(other.shape)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .cells import Call, Pair, machinery
+from .cells import Call, Pair, machinery, require
 from .oracle import Results, loss
 
 FAMILY = "derivatives"
@@ -33,7 +33,7 @@ def parts(numbers: Tensor, like: Results) -> Results:
 def pull(results: Results, x: Tensor, create_graph: bool = False) -> Tensor:
     """The gradient of fixed cotangents of all results."""
     differentiable = [r for r in results if r.requires_grad]
-    assert differentiable, "the results are detached from the tensor"
+    require(bool(differentiable))
     cotangents = [direction(r) for r in differentiable]
     found = torch.autograd.grad(differentiable, x, cotangents, create_graph=create_graph, allow_unused=True)[0]
     return torch.zeros_like(x) if found is None else found
@@ -134,7 +134,7 @@ def of_loss(call: Call):
 def reverse_over_reverse(call: Call) -> Iterator[Pair]:
     x = leaf(call)
     total = loss(call(x))
-    assert total.requires_grad, "the results are detached from the tensor"
+    require(total.requires_grad)
     (first,) = torch.autograd.grad(total, x, create_graph=True)
     yield first, call.exact().gradient.reshape(x.shape)
     (second,) = torch.autograd.grad(first, x, direction(x))
@@ -167,7 +167,7 @@ def dual_over_backward(call: Call) -> Iterator[Pair]:
         total = loss(call(forward_ad.make_dual(x, direction(x))))
         (first,) = torch.autograd.grad(total, x)
         tangent = forward_ad.unpack_dual(first).tangent
-        assert tangent is not None, "the gradient has no tangent"
+        require(tangent is not None, "the gradient has no tangent")
         yield tangent, curvature(call)
 
 

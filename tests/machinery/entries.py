@@ -263,25 +263,34 @@ def _sdpa_formula(x: Given) -> Any:
     return formulas.softmax_attention(x["query"], x["key"], x["value"], bias=x.get("attn_mask"))[:1]
 
 
-@functools.cache
+MESHES: dict[str, Any] = {}
+
+
 def mesh(device: str) -> Any:
-    """Of one process."""
+    """Of one process, made where no compiler traces."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    if not dist.is_initialized():
-        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(device, (1,))
+    if device not in MESHES:
+        if not dist.is_initialized():
+            backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        MESHES[device] = init_device_mesh(device, (1,))
+    return MESHES[device]
+
+
+def device_of(x: Tensor) -> str:
+    return "cpu" if x.device.type == "meta" else x.device.type
 
 
 def _distributed(name: str) -> Callable[[str, Given], Any]:
-    def call(backend: str, x: Given) -> Any:
-        import flashsci.distributed as fd
+    import flashsci.distributed as fd
 
-        function = getattr(fd, name)
+    function = getattr(fd, name)
+
+    def call(backend: str, x: Given) -> Any:
         options: dict[str, Any] = {} if name != "varlen_attention" and backend in OUT_ALONE else {"return_lse": True}
-        found = function(**x, mesh=mesh(x["q"].device.type), backend=backend, **options)
+        found = function(**x, mesh=MESHES[device_of(x["q"])], backend=backend, **options)
         return found if isinstance(found, tuple) else (found,)
 
     return call
@@ -351,7 +360,7 @@ def _entries() -> list[Entry]:
         Entry("distributed.triangle_attention", fd.triangle_attention, (*qkv, "bias"), ("mask",), _triangle,
               _distributed("triangle_attention"), _dense_formula, ONE_PROCESS, out_alone=OUT_ALONE),
         *(Entry(f"distributed.{name}", getattr(fd, name), ("x",), (), lambda: dict(x=normal(1, 2, 4, 8)),
-                lambda b, x, name=name: (getattr(fd, name)(x["x"], mesh(x["x"].device.type)),), lambda x: (x["x"],), ONE_PROCESS)
+                lambda b, x, name=name: (getattr(fd, name)(x["x"], MESHES[device_of(x["x"])]),), lambda x: (x["x"],), ONE_PROCESS)
           for name in ("shard", "unshard")),
     ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cells import Call, NotHere, Pair, machinery
+from .cells import Call, NotHere, Pair, machinery, require
 from .compilers import once, single
 from .derivatives import leaf, pull, pulled
 from .entries import mesh
@@ -121,10 +121,10 @@ def fork(call: Call) -> Iterator[Pair]:
     os.close(write)
     ready, _, _ = select.select([read], [], [], 30)
     try:
-        assert ready, "the child hangs"
+        require(bool(ready), "the child hangs")
         with os.fdopen(read, "rb") as pipe:
             sent = pipe.read()
-        assert sent, "the child died"
+        require(bool(sent), "the child died")
         yield from zip(torch.load(io.BytesIO(sent)), call.value(other=True), strict=True)
     finally:
         if not ready:
@@ -163,7 +163,7 @@ def pickled(call: Call) -> Iterator[Pair]:
 def _shaped(results: Any, call: Call, strides: bool) -> Iterator[Pair]:
     real = call(call.x())
     for found, like in zip(results, real, strict=True):
-        assert found.dtype == like.dtype, f"{found.dtype} for {like.dtype}"
+        require(found.dtype == like.dtype, f"{found.dtype} for {like.dtype}")
         yield torch.tensor(found.shape), torch.tensor(like.shape)
         if strides:
             yield torch.tensor(found.stride()), torch.tensor(like.stride())
@@ -173,7 +173,7 @@ def _shaped(results: Any, call: Call, strides: bool) -> Iterator[Pair]:
 def meta(call: Call) -> Iterator[Pair]:
     """Shapes and dtypes are right, or the call is refused."""
     results = call.of({n: x.to("meta") for n, x in call.inputs().items()})
-    assert all(r.is_meta for r in results), "results that have memory"
+    require(all(r.is_meta for r in results), "results that have memory")
     yield from _shaped(results, call, strides=False)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from .cells import Call, Pair, machinery
+from .cells import Call, Pair, machinery, require
 from .derivatives import curvature, direction, gradients, leaf
 from .oracle import loss
 
@@ -46,7 +46,7 @@ def _hooked_twice(unpack: Callable[[Tensor], Tensor]):
         x = leaf(call)
         with saved_tensors_hooks(lambda t: t, unpack):
             total = loss(call(x))
-            assert total.requires_grad, "the results are detached from the tensor"
+            require(total.requires_grad)
             (first,) = torch.autograd.grad(total, x, create_graph=True)
         (second,) = torch.autograd.grad(first, x, direction(x))
         yield second, curvature(call)
@@ -72,7 +72,7 @@ def strided_cotangents(call: Call) -> Iterator[Pair]:
     """Cotangents that arrive with other strides than results have."""
     x = leaf(call)
     results = call(x)
-    assert any(r.requires_grad for r in results), "the results are detached from the tensor"
+    require(any(r.requires_grad for r in results))
     total = loss(tuple(transposed(r) for r in results))
     (found,) = torch.autograd.grad(total, x)
     yield found, call.exact().gradient.reshape(x.shape)
@@ -91,6 +91,6 @@ def checkpointed_reentrant(call: Call) -> Iterator[Pair]:
     results = checkpoint(call, x, use_reentrant=True)
     yield from zip(results, call.value(), strict=True)
     total = loss(results)
-    assert total.requires_grad, "the results are detached from the tensor"
+    require(total.requires_grad)
     total.backward()
     yield x.grad, call.exact().gradient.reshape(x.shape)

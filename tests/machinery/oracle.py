@@ -19,7 +19,7 @@ def flat(results: Results) -> Tensor:
 
 def loss(results: Results) -> Tensor:
     """A number with a second derivative in whatever the results are linear in."""
-    first, *rest = (_projections(x, 1)[0] + _wide(x).square().sum() / 2 for x in results)
+    first, *rest = (_projections(x, 1)[0] + x.square().sum() / 2 for x in map(_wide, results))
     return sum(rest, start=first)
 
 

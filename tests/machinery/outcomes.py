@@ -19,6 +19,8 @@ ADVICE = re.compile(
 OF_TORCH: tuple[tuple[str, str], ...] = (
     ("vmap: inplace arithmetic(self, *extra_args) is not possible", "torch's vmap writes nothing in place"),
 )
+# Dynamo repeats an error that it met while tracing, with its type and message.
+TOLD_BY_DYNAMO = re.compile(r"raised exception (?:TypeError|ValueError|BackendError|NotImplementedError)\([\"'](.*?)[\"']\) For more")
 _HOME = flashsci.__file__.rpartition("/")[0]
 _OURS = (TypeError, ValueError, flashsci.BackendError, NotImplementedError)
 
@@ -35,9 +37,10 @@ def outcome_of(error: BaseException) -> Outcome:
     for part, about in OF_TORCH:
         if part in message:
             return Outcome(REFUSED, about)
-    if isinstance(error, AssertionError):
-        return Outcome(WRONG, said)
-    if is_ours(error) and ADVICE.search(message):
+    told = TOLD_BY_DYNAMO.search(message)
+    if told:
+        message = told.group(1)
+    if (told or is_ours(error)) and ADVICE.search(message):
         return Outcome(REFUSED, message[:400])
     return Outcome(RAW, said)
 
