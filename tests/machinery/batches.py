@@ -18,7 +18,9 @@ def stacked(call: Call) -> Tensor:
     return torch.stack([call.x(), call.x(other=True)])
 
 
-def over_points(call: Call, found: Tensor, expected: str, t: Tensor | None = None) -> Iterator[Pair]:
+def over_points(
+    call: Call, found: Tensor, expected: str, t: Tensor | None = None
+) -> Iterator[Pair]:
     """Two results, of the two points."""
     for n, other in enumerate((False, True)):
         exact = getattr(call.exact(other), expected)
@@ -123,7 +125,9 @@ def grads_batched_twice(call: Call) -> Iterator[Pair]:
 @machinery("functional.jacobian, vectorize", FAMILY)
 def jacobian(call: Call) -> Iterator[Pair]:
     call.floats()
-    found = torch.autograd.functional.jacobian(lambda y: projected(call(y)), call.x(), vectorize=True)
+    found = torch.autograd.functional.jacobian(
+        lambda y: projected(call(y)), call.x(), vectorize=True
+    )
     yield found, call.exact().projected.reshape(3, *call.x().shape)
 
 
@@ -137,4 +141,7 @@ def jacobian_forward(call: Call) -> Iterator[Pair]:
 @machinery("functional.hessian, vectorize", FAMILY)
 def functional_hessian(call: Call) -> Iterator[Pair]:
     curve, zero, base = _plane(call)
-    yield torch.autograd.functional.hessian(curve, zero, vectorize=True), base @ call.exact().hessian @ base.mT
+    yield (
+        torch.autograd.functional.hessian(curve, zero, vectorize=True),
+        base @ call.exact().hessian @ base.mT,
+    )

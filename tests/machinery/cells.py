@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import flashsci
+
 from . import oracle
-from .entries import ENTRIES, Entry, mesh
+from .entries import CONTROL, ENTRIES, Entry, mesh
 from .oracle import Exact, Results
-from .outcomes import ABSENT, CRASHED, RIGHT, WRONG, Outcome, outcome_of
+from .outcomes import ABSENT, BAD, CRASHED, RIGHT, TORCHS, WRONG, Outcome, outcome_of
 
 #: Errors allowed, in roundings of the largest number of a result: float32 sums of some hundred terms, and coarser types,
 #: whose rounding is the only one that counts.
@@ -86,7 +89,9 @@ class Call:
 
     def exact(self, other: bool = False) -> Exact:
         if not self.entry.derivatives:
-            raise Wrong("a derivative of rounded numbers came back, where an error should say that there is none")
+            raise Wrong(
+                "a derivative of rounded numbers came back, where an error should say that there is none"
+            )
         return oracle.exact(self.name, self.row, self.count, other)
 
     def floats(self) -> None:
@@ -111,6 +116,13 @@ class Machinery:
 
     def outcome(self, call: Call) -> Outcome:
         """What becomes of a cell."""
+        outcome = self._outcome(call)
+        if outcome.kind in BAD and call.name != CONTROL and torch_serves(call):
+            if control(self, call.device).kind == outcome.kind:
+                return Outcome(TORCHS, f"torch's own scaled_dot_product_attention: {outcome.why}")
+        return outcome
+
+    def _outcome(self, call: Call) -> Outcome:
         if not self.alone:
             return self.here(call)
         if call.row != call.entry.needed[0]:
@@ -143,18 +155,56 @@ def machinery(name: str, family: str, **options: Any) -> Callable[[Any], Any]:
     return enter
 
 
+def torch_serves(call: Call) -> bool:
+    """Whether the call is one of torch's kernel."""
+    if call.backend == "sdpa":
+        return True
+    if call.backend != "auto" or call.name not in (
+        "attention",
+        "sdpa",
+        "distributed.attention",
+        "distributed.triangle_attention",
+    ):
+        return False
+    inputs = call.inputs()
+    options = {
+        {"query": "q", "key": "k", "value": "v", "attn_mask": "bias"}.get(n, n): x
+        for n, x in inputs.items()
+    }
+    if call.variable in inputs:
+        inputs[call.variable].requires_grad_(inputs[call.variable].is_floating_point())
+    return (
+        flashsci.explain(
+            **options, **({"dropout_p": 0.3} if "dropout_seed" in options else {})
+        ).chosen
+        == "sdpa"
+    )
+
+
+@functools.cache
+def control(machinery: Machinery, device: str) -> Outcome:
+    """What becomes of torch's own function under a machinery."""
+    return machinery._outcome(Call(CONTROL, "q", "auto", device))
+
+
 def in_a_process(machinery: Machinery, call: Call) -> Outcome:
     """The outcome in a process of its own: one that dies or hangs is a crash."""
     cell = json.dumps([machinery.name, *astuple(call)])
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.machinery", "--cell", cell], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
+            [sys.executable, "-m", "tests.machinery", "--cell", cell],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
         )
     except subprocess.TimeoutExpired:
         return Outcome(CRASHED, f"no answer within {PATIENCE} s")
     last = done.stdout.strip().rpartition("\n")[2]
     if done.returncode or not last.startswith("["):
-        return Outcome(CRASHED, f"the process ends with {done.returncode}: {done.stderr.strip()[-300:]}")
+        return Outcome(
+            CRASHED, f"the process ends with {done.returncode}: {done.stderr.strip()[-300:]}"
+        )
     return Outcome(*json.loads(last))
 
 
@@ -166,12 +216,21 @@ def judge(pairs: Iterable[Pair], eps: float) -> Outcome:
         if not isinstance(found, Tensor):
             return Outcome(WRONG, f"result {count} is {found!r}")
         if tuple(found.shape) != tuple(expected.shape):
-            return Outcome(WRONG, f"result {count} has shape {list(found.shape)}, expected {list(expected.shape)}")
-        error = (found.detach().double().cpu() - expected.cpu()).abs().max().item() if expected.numel() else 0.0
+            return Outcome(
+                WRONG,
+                f"result {count} has shape {list(found.shape)}, expected {list(expected.shape)}",
+            )
+        error = (
+            (found.detach().double().cpu() - expected.cpu()).abs().max().item()
+            if expected.numel()
+            else 0.0
+        )
         largest = expected.abs().max().item() if expected.numel() else 0.0
         allowed = (ROUNDINGS if eps == FLOAT32 else COARSE_ROUNDINGS) * eps * (1 + largest)
         if not error <= allowed:
             what = "zero" if not found.any() else f"off by {error:.2g}"
-            return Outcome(WRONG, f"result {count} is {what}, where the largest number is {largest:.2g}")
+            return Outcome(
+                WRONG, f"result {count} is {what}, where the largest number is {largest:.2g}"
+            )
     assert count, "a machinery that gives nothing to judge"
     return Outcome(RIGHT)

@@ -105,7 +105,9 @@ def compiled_of_data(call: Call) -> Iterator[Pair]:
 
     def function(keep: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         rows = keep.nonzero().squeeze(-1)
-        chosen = {n: x.index_select(d, rows) for (n, d), x in zip(lengths.items(), tensors, strict=True)}
+        chosen = {
+            n: x.index_select(d, rows) for (n, d), x in zip(lengths.items(), tensors, strict=True)
+        }
         return tuple(of(backend, {**fixed, **chosen}))
 
     torch._dynamo.reset()
@@ -127,14 +129,18 @@ def _rematerialised(function: Callable[..., Any]) -> Callable[..., Any]:
         torch._dynamo.reset()
         with torch._functorch.config.patch(activation_memory_budget=0.0):
             step = torch.compile(
-                lambda x: checkpoint(function, x, use_reentrant=False), fullgraph=True, backend="aot_eager_decomp_partition"
+                lambda x: checkpoint(function, x, use_reentrant=False),
+                fullgraph=True,
+                backend="aot_eager_decomp_partition",
             )
             return step(x)
 
     return run
 
 
-def _drawn(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[Call], Iterator[Pair]]:
+def _drawn(
+    around: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Callable[[Call], Iterator[Pair]]:
     """Of dropout with a seed that the call draws: out is linear in v, so that <v, dv> = <out, dout> if both drop the same entries."""
 
     def run(call: Call) -> Iterator[Pair]:
@@ -152,7 +158,11 @@ def _drawn(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callab
 for name, around, seconds in (
     ("drawn dropout", lambda f: f, 0.0),
     ("drawn dropout, checkpoint", lambda f: lambda v: checkpoint(f, v, use_reentrant=False), 0.0),
-    ("drawn dropout, compiled", lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"), SECONDS),
+    (
+        "drawn dropout, compiled",
+        lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"),
+        SECONDS,
+    ),
     ("drawn dropout, rematerialised", _rematerialised, SECONDS),
 ):
     machinery(name, FAMILY, seconds=seconds)(_drawn(around))
@@ -178,7 +188,9 @@ def ahead_of_time(call: Call) -> Iterator[Pair]:
     once(call, alone=True)
     program = torch.export.export(Module(function_of(call)), (call.x(),))
     with tempfile.TemporaryDirectory() as folder:
-        package = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder, "call.pt2")))
+        package = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(Path(folder, "call.pt2"))
+        )
         yield from at_both(call, torch._inductor.aoti_load_package(package))
 
 
@@ -197,7 +209,11 @@ def _of_all(call: Call) -> tuple[Callable[..., Any], list[Tensor], int]:
     names = list(inputs)
     place = names.index(call.variable)
     inputs[call.variable] = call.x()
-    return lambda *tensors: tuple(of(backend, dict(zip(names, tensors, strict=True)))), list(inputs.values()), place
+    return (
+        lambda *tensors: tuple(of(backend, dict(zip(names, tensors, strict=True)))),
+        list(inputs.values()),
+        place,
+    )
 
 
 def _fx(mode: str) -> Callable[[Call], Iterator[Pair]]:
@@ -224,7 +240,8 @@ def fx_traced_gradient(call: Call) -> Iterator[Pair]:
         results = function(*given[:place], x, *given[place + 1 :])
         pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if r.requires_grad]
         require(bool(pairs))
-        return torch.autograd.grad(*zip(*pairs, strict=True), x)[0]
+        ends, weights = zip(*pairs, strict=True)
+        return torch.autograd.grad(ends, x, weights)[0]
 
     graph = make_fx(gradient)(*tensors)
     other = call.x(other=True)

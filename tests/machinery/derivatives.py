@@ -35,7 +35,9 @@ def pull(results: Results, x: Tensor, create_graph: bool = False) -> Tensor:
     differentiable = [r for r in results if r.requires_grad]
     require(bool(differentiable))
     cotangents = [direction(r) for r in differentiable]
-    found = torch.autograd.grad(differentiable, x, cotangents, create_graph=create_graph, allow_unused=True)[0]
+    found = torch.autograd.grad(
+        differentiable, x, cotangents, create_graph=create_graph, allow_unused=True
+    )[0]
     return torch.zeros_like(x) if found is None else found
 
 
@@ -117,7 +119,9 @@ def dual(call: Call) -> Iterator[Pair]:
     with forward_ad.dual_level():
         results = call(forward_ad.make_dual(x, direction(x)))
         tangents = [forward_ad.unpack_dual(r).tangent for r in results]
-        found = [torch.zeros_like(r) if t is None else t for r, t in zip(results, tangents, strict=True)]
+        found = [
+            torch.zeros_like(r) if t is None else t for r, t in zip(results, tangents, strict=True)
+        ]
         yield from zip(found, parts(call.exact().jacobian @ along(x), results), strict=True)
 
 

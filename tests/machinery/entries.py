@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import flashsci
+
 from . import formulas
 
 FP8 = torch.float8_e4m3fn
@@ -24,6 +26,7 @@ BACKENDS = ("reference", "sdpa", "triton", "cuda", "auto")
 PAGED = ("reference", "triton", "cuda", "auto")
 OUT_ALONE = ("sdpa", "auto")  # SDPA has no lse; "auto" goes another way without
 ONE_PROCESS = ("auto",)  # the plain call, bit for bit
+CONTROL = "torch's own"  # what the others are compared with where torch's kernel serves them
 NO_CHOICE = ("auto",)  # plain PyTorch on every device
 Given = Mapping[str, Tensor]
 
@@ -42,12 +45,16 @@ class Entry:
     backends: tuple[str, ...] = BACKENDS
     derivatives: bool = True  # False: of rounded numbers there are none; only a refusal is right
     eps: float = torch.finfo(torch.float32).eps  # of the coarsest rounding on the way
-    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # what an optional tensor brings along
+    beside: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # what an optional tensor brings along
     keep: tuple[str, ...] = ()  # tensors that stay in the dtype they have
     elsewhere: tuple[str, ...] = ()  # arguments of the signature that another entry describes
     together: tuple[str, ...] = ()  # a row for derivatives in all of these at once
     out_alone: tuple[str, ...] = ()  # backends that are asked for out without its lse
-    lengths: Mapping[str, int] = field(default_factory=dict)  # tensors, and their dim of rows that data may choose
+    lengths: Mapping[str, int] = field(
+        default_factory=dict
+    )  # tensors, and their dim of rows that data may choose
     dropout_of: str = ""  # the values of a call that draws a seed
 
     @property
@@ -78,7 +85,11 @@ def made(name: str) -> dict[str, Tensor]:
 def tensor_arguments(function: Callable[..., Any]) -> set[str]:
     """The parameters that are tensors, by their annotations."""
     hints = typing.get_type_hints(function)
-    return {n for n in inspect.signature(function).parameters if "torch.Tensor" in _spelled(hints.get(n))}
+    return {
+        n
+        for n in inspect.signature(function).parameters
+        if "torch.Tensor" in _spelled(hints.get(n))
+    }
 
 
 def _spelled(hint: Any) -> str:
@@ -106,7 +117,9 @@ def _dropout(given: Given) -> dict[str, Any]:
 
 
 def _dense_call(backend: str, x: Given) -> Any:
-    found = flashsci.attention(**{**_dropout(x), **x}, return_lse=backend not in OUT_ALONE, backend=backend)
+    found = flashsci.attention(
+        **{**_dropout(x), **x}, return_lse=backend not in OUT_ALONE, backend=backend
+    )
     return found if isinstance(found, tuple) else (found,)
 
 
@@ -183,8 +196,17 @@ def _write_call(backend: str, x: Given) -> Any:
 
 
 def _fp8() -> dict[str, Tensor]:
-    q, k, v = (normal(1, 2, 4, 32).to(FP8), normal(1, 1, 5, 32).to(FP8), normal(1, 1, 5, 32).to(FP8))
-    return dict(q=q, k=k, v=v, **{f"{n}_scale": normal(1, h).exp() for n, h in (("q", 2), ("k", 1), ("v", 1))})
+    q, k, v = (
+        normal(1, 2, 4, 32).to(FP8),
+        normal(1, 1, 5, 32).to(FP8),
+        normal(1, 1, 5, 32).to(FP8),
+    )
+    return dict(
+        q=q,
+        k=k,
+        v=v,
+        **{f"{n}_scale": normal(1, h).exp() for n, h in (("q", 2), ("k", 1), ("v", 1))},
+    )
 
 
 def _unscaled(x: Given, spread: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -200,7 +222,13 @@ def _unscaled(x: Given, spread: Callable[[Tensor], Tensor]) -> dict[str, Tensor]
 def _fp8_packed() -> dict[str, Tensor]:
     q, k, v = (normal(5, 2, 32).to(FP8), normal(5, 1, 32).to(FP8), normal(5, 1, 32).to(FP8))
     edges = dict(cu_seqlens_q=ints(0, 2, 5), cu_seqlens_k=ints(0, 2, 5))
-    return dict(q=q, k=k, v=v, **edges, **{f"{n}_scale": normal(2, h).exp() for n, h in (("q", 2), ("k", 1), ("v", 1))})
+    return dict(
+        q=q,
+        k=k,
+        v=v,
+        **edges,
+        **{f"{n}_scale": normal(2, h).exp() for n, h in (("q", 2), ("k", 1), ("v", 1))},
+    )
 
 
 def _rows_of_sequences(scale: Tensor) -> Tensor:
@@ -235,7 +263,13 @@ def _backward_formula(x: Given) -> Any:
 
 
 def _packed_backward() -> dict[str, Tensor]:
-    x = dict(q=normal(5, 2, 8), k=normal(5, 2, 8), v=normal(5, 2, 8), cu_seqlens_q=ints(0, 2, 5), cu_seqlens_k=ints(0, 2, 5))
+    x = dict(
+        q=normal(5, 2, 8),
+        k=normal(5, 2, 8),
+        v=normal(5, 2, 8),
+        cu_seqlens_q=ints(0, 2, 5),
+        cu_seqlens_k=ints(0, 2, 5),
+    )
     out, lse = formulas.packed_attention(*x.values())
     return dict(dout=normal(5, 2, 8), **x, out=out, lse=lse + 2)
 
@@ -289,7 +323,9 @@ def _distributed(name: str) -> Callable[[str, Given], Any]:
     function = getattr(fd, name)
 
     def call(backend: str, x: Given) -> Any:
-        options: dict[str, Any] = {} if name != "varlen_attention" and backend in OUT_ALONE else {"return_lse": True}
+        options: dict[str, Any] = (
+            {} if name != "varlen_attention" and backend in OUT_ALONE else {"return_lse": True}
+        )
         found = function(**x, mesh=MESHES[device_of(x["q"])], backend=backend, **options)
         return found if isinstance(found, tuple) else (found,)
 
@@ -298,10 +334,14 @@ def _distributed(name: str) -> Callable[[str, Given], Any]:
 
 def _triangle() -> dict[str, Tensor]:
     q, k, v = normal(2, 2, 4, 8), normal(2, 2, 4, 8), normal(2, 2, 4, 8)
-    return dict(q=q, k=k, v=v, bias=normal(2, 4, 4), mask=torch.tensor([1, 1, 0, 1]).expand(2, 1, 1, 4) > 0)
+    return dict(
+        q=q, k=k, v=v, bias=normal(2, 4, 4), mask=torch.tensor([1, 1, 0, 1]).expand(2, 1, 1, 4) > 0
+    )
 
 
-def _without(tensors: Callable[[], dict[str, Tensor]], *names: str) -> Callable[[], dict[str, Tensor]]:
+def _without(
+    tensors: Callable[[], dict[str, Tensor]], *names: str
+) -> Callable[[], dict[str, Tensor]]:
     return lambda: {n: x for n, x in tensors().items() if n not in names}
 
 
@@ -313,7 +353,9 @@ def _entries() -> list[Entry]:
     edges = ("cu_seqlens_q", "cu_seqlens_k")
     caches = ("k_cache", "v_cache")
     serving = dict(backends=PAGED)
-    eighth = dict(backends=PAGED, derivatives=False, eps=2.0**-4, keep=qkv)  # P is rounded to an 8-bit float
+    eighth = dict(
+        backends=PAGED, derivatives=False, eps=2.0**-4, keep=qkv
+    )  # P is rounded to an 8-bit float
     return [
         Entry("attention", flashsci.attention, qkv, ("bias", "key_weight", "mask", "alibi_slopes", "sink", "dropout_seed"),
               _dense, _dense_call, _dense_formula, together=qkv, elsewhere=scales, out_alone=OUT_ALONE,
@@ -362,6 +404,8 @@ def _entries() -> list[Entry]:
         *(Entry(f"distributed.{name}", getattr(fd, name), ("x",), (), lambda: dict(x=normal(1, 2, 4, 8)),
                 lambda b, x, name=name: (getattr(fd, name)(x["x"], MESHES[device_of(x["x"])]),), lambda x: (x["x"],), ONE_PROCESS)
           for name in ("shard", "unshard")),
+        Entry(CONTROL, F.scaled_dot_product_attention, qkv, (), lambda: dict(zip(qkv, normal(3, 1, 2, 4, 8), strict=True)),
+              lambda b, x: (F.scaled_dot_product_attention(*x.values()),), lambda x: formulas.softmax_attention(**x)[:1], NO_CHOICE),
     ]  # fmt: skip
 
 

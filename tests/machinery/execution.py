@@ -193,7 +193,11 @@ def dtensor(call: Call) -> Iterator[Pair]:
     """All tensors of a call on a mesh of one process: results are right, or the call is refused."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    sequences = {"q": 2, "k": 2, "v": 2, "bias": 1, "key_weight": 1, "mask": 2} if call.name == "distributed.attention" else {}
+    sequences = (
+        {"q": 2, "k": 2, "v": 2, "bias": 1, "key_weight": 1, "mask": 2}
+        if call.name == "distributed.attention"
+        else {}
+    )
     inputs = {}
     for name, x in call.inputs().items():
         placement = Shard(sequences[name]) if name in sequences else Replicate()

@@ -17,7 +17,10 @@ def softmax_attention(
     group = q.shape[-3] // k.shape[-3]
     k, v = (x.repeat_interleave(group, -3) for x in (k, v))
     scores = scores_of(q, k, bias)
-    away = torch.arange(k.shape[-2], device=q.device) - torch.arange(q.shape[-2], device=q.device)[:, None]
+    away = (
+        torch.arange(k.shape[-2], device=q.device)
+        - torch.arange(q.shape[-2], device=q.device)[:, None]
+    )
     away = away - (k.shape[-2] - q.shape[-2] if causal else 0)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[..., None, None] * away.abs()
@@ -51,7 +54,9 @@ def packed_attention(
     """(out ``[T, H, Dv]``, lse ``[H, T]``); the bias is per key, ``[H, 1, Tk]``."""
     outs, lses = [], []
     edges = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for n, (a, b, c, d) in enumerate(zip(edges[0], edges[0][1:], edges[1], edges[1][1:], strict=False)):
+    for n, (a, b, c, d) in enumerate(
+        zip(edges[0], edges[0][1:], edges[1], edges[1][1:], strict=False)
+    ):
         keep = None
         if dropout_seed is not None:
             shape = (1, q.shape[1], b - a, d - c)
@@ -76,7 +81,10 @@ def paged(
     outs, lses = [], []
     edges = cu_seqlens_q.tolist()
     for n, used in enumerate(seqused_k.tolist()):
-        k, v = (cache[block_table[n].long()].flatten(0, 1)[:used].transpose(0, 1) for cache in (k_cache, v_cache))
+        k, v = (
+            cache[block_table[n].long()].flatten(0, 1)[:used].transpose(0, 1)
+            for cache in (k_cache, v_cache)
+        )
         if k_scale is not None:
             k = k * k_scale[n][:, None, None]
         if v_scale is not None:
@@ -96,7 +104,10 @@ def backward(
     """dq, dk, dv, then dbias and dkey_weight where these are given: as many heads of keys as of queries."""
     scores = scores_of(q, k, bias)
     if alibi_slopes is not None:
-        away = torch.arange(k.shape[-2], device=q.device) - torch.arange(q.shape[-2], device=q.device)[:, None]
+        away = (
+            torch.arange(k.shape[-2], device=q.device)
+            - torch.arange(q.shape[-2], device=q.device)[:, None]
+        )
         scores = scores - alibi_slopes[..., None, None] * away.abs()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -139,7 +150,11 @@ def stored(
 def quantized(x: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Values (as numbers) and a scale for each head, packed for each sequence and head."""
     edges = None if cu_seqlens is None else cu_seqlens.tolist()
-    parts = [x] if edges is None else [x[a:b].transpose(0, 1) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = (
+        [x]
+        if edges is None
+        else [x[a:b].transpose(0, 1) for a, b in zip(edges, edges[1:], strict=False)]
+    )
     scales = [part.abs().amax((-2, -1)) / 448 for part in parts]
     values = [
         (part / scale[..., None, None]).float().to(torch.float8_e4m3fn).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Outcomes of a cell: right, refused, wrong, raw, crashed; and which errors are refusals."""
+"""Outcomes of a cell: right, refused, wrong, raw, crashed, or torch's own failure; and which errors are refusals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import flashsci
 
 RIGHT, REFUSED, WRONG, RAW, CRASHED, ABSENT = "right", "refused", "wrong", "raw", "crashed", "-"
 BAD = (WRONG, RAW, CRASHED)
+TORCHS = "torch's"  # torch's own scaled_dot_product_attention, which served the call, fails in the same way by itself
 
 # What a message tells the reader to do.
 ADVICE = re.compile(
@@ -17,10 +18,15 @@ ADVICE = re.compile(
 )
 # Errors of torch itself about its own features, which name the feature: (part of the message, what it is about).
 OF_TORCH: tuple[tuple[str, str], ...] = (
-    ("vmap: inplace arithmetic(self, *extra_args) is not possible", "torch's vmap writes nothing in place"),
+    (
+        "vmap: inplace arithmetic(self, *extra_args) is not possible",
+        "torch's vmap writes nothing in place",
+    ),
 )
 # Dynamo repeats an error that it met while tracing, with its type and message.
-TOLD_BY_DYNAMO = re.compile(r"raised exception (?:TypeError|ValueError|BackendError|NotImplementedError)\([\"'](.*?)[\"']\) For more")
+TOLD_BY_DYNAMO = re.compile(
+    r"raised exception (?:TypeError|ValueError|BackendError|NotImplementedError)\([\"'](.*?)[\"']\) For more"
+)
 _HOME = flashsci.__file__.rpartition("/")[0]
 _OURS = (TypeError, ValueError, flashsci.BackendError, NotImplementedError)
 

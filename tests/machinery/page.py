@@ -9,18 +9,18 @@ import torch
 
 from .cells import MACHINERIES
 from .entries import ENTRIES
-from .outcomes import ABSENT, BAD, REFUSED, RIGHT, Outcome
-from .table import FAMILIES, device
+from .outcomes import ABSENT, BAD, REFUSED, RIGHT, TORCHS, Outcome
+from .table import FAMILIES, OWN, device
 
 LETTERS = {"reference": "R", "sdpa": "S", "triton": "T", "cuda": "C", "auto": "A"}
-SIGNS = {RIGHT: "✓", REFUSED: "–", **{kind: f"**{kind}**" for kind in BAD}}
+SIGNS = {RIGHT: "✓", REFUSED: "–", TORCHS: "✗", **{kind: f"**{kind}**" for kind in BAD}}
 Found = dict[tuple[str, str, str, str], Outcome]  # by function, tensor, machinery, backend
 
 TITLE = """# Under which machinery of torch a call works
 
 Each cell is one call, made with the row's tensor under the column's machinery, on every backend, and judged by a formula in float64:
-✓ the result is right, – the call is refused with an error that says what to do instead (the number says why), empty: the machinery
-has no meaning there. Where backends differ, letters name them: R reference, S sdpa, T triton, C cuda, A auto. Derivatives beside a tensor of
+✓ the result is right, – the call is refused with an error that says what to do instead (the number says why), ✗ torch's own
+function, which served the call, fails by itself in the same way, empty: the machinery has no meaning there. Where backends differ, letters name them: R reference, S sdpa, T triton, C cuda, A auto. Derivatives beside a tensor of
 integers or of bools are those of q.
 `python -m tests.machinery --write docs/machinery.md` runs all cells and writes this page.
 """
@@ -41,7 +41,11 @@ class Notes:
 
 def _cell(found: Found, name: str, row: str, machinery: str, notes: Notes) -> str:
     by: dict[str, list[str]] = defaultdict(list)
-    outcomes = {b: found[name, row, machinery, b] for b in ENTRIES[name].backends if (name, row, machinery, b) in found}
+    outcomes = {
+        b: found[name, row, machinery, b]
+        for b in ENTRIES[name].backends
+        if (name, row, machinery, b) in found
+    }
     for backend, outcome in outcomes.items():
         if outcome.kind == ABSENT:
             continue
@@ -56,7 +60,12 @@ def _cell(found: Found, name: str, row: str, machinery: str, notes: Notes) -> st
 
 def _short(why: str) -> str:
     """A reason as it reads beside others: without the numbers and names of one call."""
-    why = why.split("; use backend=")[0].split("; these can:")[0].replace("|", "\\|").replace("<", "&lt;")
+    why = (
+        why.split("; use backend=")[0]
+        .split("; these can:")[0]
+        .replace("|", "\\|")
+        .replace("<", "&lt;")
+    )
     return why if len(why) <= 200 else why[:199] + "…"
 
 
@@ -64,7 +73,7 @@ def page(found: Found) -> str:
     parts, notes = [TITLE], Notes()
     for family in FAMILIES:
         names = [m.name for m in MACHINERIES.values() if m.family == family]
-        rows = [(entry.name, row) for entry in ENTRIES.values() for row in entry.rows]
+        rows = [(entry.name, row) for entry in OWN for row in entry.rows]
         grid = {(r, m): _cell(found, *r, m, notes) for r in rows for m in names}
         columns: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for m in names:
@@ -77,7 +86,10 @@ def page(found: Found) -> str:
             lines[name, tuple(column[i] for column in columns)].append(row)
         parts.append(f"## {family.capitalize()}\n")
         parts.append("| call | " + " | ".join(heads) + " |\n|---" * 1 + "|---" * len(heads) + "|")
-        parts += [f"| {name}: {', '.join(group)} | " + " | ".join(line) + " |" for (name, line), group in lines.items()]
+        parts += [
+            f"| {name}: {', '.join(group)} | " + " | ".join(line) + " |"
+            for (name, line), group in lines.items()
+        ]
         parts.append("")
     parts += ["## Why\n", notes.text(), "", where()]
     return "\n".join(parts) + "\n"
@@ -89,5 +101,9 @@ def where() -> str:
 
     import flashsci
 
-    gpu = torch.cuda.get_device_name() if device() == "cuda" else "no GPU: Triton interpreted, without the cuda backend"
+    gpu = (
+        torch.cuda.get_device_name()
+        if device() == "cuda"
+        else "no GPU: Triton interpreted, without the cuda backend"
+    )
     return f"{gpu}; torch {torch.__version__}, Triton {triton.__version__}, Python {platform.python_version()}, flashsci {flashsci.__version__}"

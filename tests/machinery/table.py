@@ -10,7 +10,7 @@ import torch
 
 from . import batches, compilers, derivatives, execution, graphs  # noqa: F401  (they fill the table)
 from .cells import MACHINERIES, Call, Machinery
-from .entries import ENTRIES
+from .entries import CONTROL, ENTRIES
 from .outcomes import Outcome
 
 ALWAYS, SLOW, FULL = "always", "slow", "full"
@@ -42,22 +42,35 @@ class Cell:
         seconds, backend = self.machinery.seconds, self.call.backend
         if seconds:
             often = max(1, round(seconds / compilers.SECONDS))
-            return ALWAYS if draw % (TRACED * often**2) == 0 else SLOW if draw % (TRACED_SLOWLY * often) == 0 else FULL
+            return (
+                ALWAYS
+                if draw % (TRACED * often**2) == 0
+                else SLOW
+                if draw % (TRACED_SLOWLY * often) == 0
+                else FULL
+            )
         if self.machinery.name in CORE or self.call.device != "cpu":
             return ALWAYS
         if backend == "triton":
             return ALWAYS if draw % INTERPRETED == 0 else SLOW
-        return ALWAYS if backend != "auto" or len(self.call.entry.backends) == 1 or draw % AUTO == 0 else SLOW
+        return (
+            ALWAYS
+            if backend != "auto" or len(self.call.entry.backends) == 1 or draw % AUTO == 0
+            else SLOW
+        )
 
 
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+OWN = [entry for entry in ENTRIES.values() if entry.name != CONTROL]
+
+
 def cells(on: str | None = None) -> Iterator[Cell]:
     """Of every function, tensor, machinery and backend; the cuda backend where there is a GPU."""
     on = on or device()
-    for entry in ENTRIES.values():
+    for entry in OWN:
         for row in entry.rows:
             for machinery in MACHINERIES.values():
                 for backend in entry.backends:
