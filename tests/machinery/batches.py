@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .cells import Call, NotHere, Pair, machinery, require
-from .derivatives import along, direction, leaf, of_loss
-from .oracle import projected
+from .derivatives import leaf, of_loss
+from .oracle import along, direction, projected
 
 FAMILY = "batches"
 
@@ -23,8 +23,13 @@ def over_points(
 ) -> Iterator[Pair]:
     """Two results, of the two points."""
     for n, other in enumerate((False, True)):
-        exact = getattr(call.exact(other), expected)
-        yield found[n], (exact if t is None else exact @ t).reshape(found[n].shape)
+        exact = call.exact(other)
+        numbers = {
+            "gradient": exact.gradient,
+            "curvature": exact.curvatures[0],
+            "pushed": exact.projected @ along(call.x()),
+        }
+        yield found[n], numbers[expected].reshape(found[n].shape)
 
 
 @machinery("vmap", FAMILY)
@@ -53,7 +58,7 @@ def vmap_of_jvp(call: Call) -> Iterator[Pair]:
     call.floats()
     xs, t = stacked(call), direction(call.x())
     push = lambda x: torch.func.jvp(lambda y: projected(call(y)), (x,), (t,))[1]  # noqa: E731
-    yield from over_points(call, torch.func.vmap(push)(xs), "projected", along(call.x()))
+    yield from over_points(call, torch.func.vmap(push)(xs), "pushed")
 
 
 @machinery("vmap over cotangents", FAMILY)
@@ -68,7 +73,7 @@ def vmap_of_forward_over_reverse(call: Call) -> Iterator[Pair]:
     call.floats()
     xs, t = stacked(call), direction(call.x())
     curve = lambda x: torch.func.jvp(torch.func.grad(of_loss(call)), (x,), (t,))[1]  # noqa: E731
-    yield from over_points(call, torch.func.vmap(curve)(xs), "hessian", along(call.x()))
+    yield from over_points(call, torch.func.vmap(curve)(xs), "curvature")
 
 
 @machinery("vmap of reverse over reverse", FAMILY)
@@ -77,11 +82,11 @@ def vmap_of_reverse_over_reverse(call: Call) -> Iterator[Pair]:
     xs, t = stacked(call), direction(call.x())
     first = torch.func.grad(of_loss(call))
     curve = torch.func.grad(lambda x: (first(x) * t).sum())
-    yield from over_points(call, torch.func.vmap(curve)(xs), "hessian", along(call.x()))
+    yield from over_points(call, torch.func.vmap(curve)(xs), "curvature")
 
 
 def _plane(call: Call):
-    """(loss as a function of two numbers, its exact Hessian ``[2, 2]``)."""
+    """(loss as a function of two numbers, the point where they are zero, its directions ``[2, n]``)."""
     call.floats()
     x = call.x()
     if x.dtype.itemsize == 1:
@@ -97,7 +102,7 @@ def _plane(call: Call):
 @machinery("func.hessian", FAMILY)
 def hessian(call: Call) -> Iterator[Pair]:
     curve, zero, base = _plane(call)
-    yield torch.func.hessian(curve)(zero), base @ call.exact().hessian @ base.mT
+    yield torch.func.hessian(curve)(zero), call.exact().curvatures @ base.mT
 
 
 @machinery("is_grads_batched", FAMILY)
@@ -119,7 +124,7 @@ def grads_batched_twice(call: Call) -> Iterator[Pair]:
     ts = torch.stack([direction(x, 0), direction(x, 1)])
     (found,) = torch.autograd.grad(first, x, ts, is_grads_batched=True)
     for n in (0, 1):
-        yield found[n], (call.exact().hessian @ along(x, n)).reshape(x.shape)
+        yield found[n], call.exact().curvatures[n].reshape(x.shape)
 
 
 @machinery("functional.jacobian, vectorize", FAMILY)
@@ -143,5 +148,5 @@ def functional_hessian(call: Call) -> Iterator[Pair]:
     curve, zero, base = _plane(call)
     yield (
         torch.autograd.functional.hessian(curve, zero, vectorize=True),
-        base @ call.exact().hessian @ base.mT,
+        call.exact().curvatures @ base.mT,
     )

@@ -103,6 +103,11 @@ class Call:
 Pair = tuple[Any, Tensor]  # what came, what should have come in float64
 
 
+#: Of which rows a machinery has cells: of all; of single tensors; of calls (which are the same whichever of their needed
+#: tensors varies); of one call.
+EVERY, SINGLE, CALLS, FIRST = "every", "single", "calls", "first"
+
+
 @dataclass(frozen=True)
 class Machinery:
     """A way in which torch runs a call."""
@@ -113,20 +118,29 @@ class Machinery:
     eps: float = FLOAT32
     seconds: float = 0.0  # of a cell, where that is much: a compiler's
     alone: bool = False  # in a process of its own, which may die
+    on: tuple[str, ...] = ("cpu", "cuda")
+    rows: str = EVERY
+
+    def fits(self, entry: Entry, row: str, device: str) -> bool:
+        """Whether it means something for a row's tensor."""
+        if device not in self.on or (self.rows != EVERY and "+" in row):
+            return False
+        first = row == entry.needed[0]
+        return {EVERY: True, SINGLE: True, CALLS: first or row in entry.others, FIRST: first}[
+            self.rows
+        ]
 
     def outcome(self, call: Call) -> Outcome:
         """What becomes of a cell."""
         outcome = self._outcome(call)
-        if outcome.kind in BAD and call.name != CONTROL and torch_serves(call):
-            if control(self, call.device).kind == outcome.kind:
-                return Outcome(TORCHS, f"torch's own scaled_dot_product_attention: {outcome.why}")
+        suspect = outcome.kind in BAD and call.name != CONTROL and torch_serves(call)
+        if suspect and control(self, call.device).kind == outcome.kind:
+            return Outcome(TORCHS, f"torch's own scaled_dot_product_attention: {outcome.why}")
         return outcome
 
     def _outcome(self, call: Call) -> Outcome:
         if not self.alone:
             return self.here(call)
-        if call.row != call.entry.needed[0]:
-            return Outcome(ABSENT, "a process for each call, not for each tensor")
         return in_a_process(self, call)
 
     def here(self, call: Call) -> Outcome:
@@ -183,7 +197,8 @@ def torch_serves(call: Call) -> bool:
 
 @functools.cache
 def control(machinery: Machinery, device: str) -> Outcome:
-    """What becomes of torch's own function under a machinery."""
+    """What becomes of torch's own function under a machinery; to first order, where torch's kernels end."""
+    machinery = MACHINERIES[machinery.name.removesuffix(", second order")]
     return machinery._outcome(Call(CONTROL, "q", "auto", device))
 
 

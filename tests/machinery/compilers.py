@@ -14,39 +14,22 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from .cells import Call, NotHere, Pair, machinery, require
-from .derivatives import along, direction, gradients, leaf, pull
+from .cells import CALLS, FIRST, Call, NotHere, Pair, machinery, require
+from .derivatives import gradients, leaf, pull, pulled
+from .oracle import along, direction
 
 FAMILY = "compilers"
 SECONDS = 0.5  # of a traced cell
 
 
-def function_of(call: Call) -> Callable[..., Any]:
+def function_of(call: Call, **options: Any) -> Callable[..., Any]:
     """The call of its row's tensor, the others fixed, in a form that tracers read."""
-    once(call)
-    return _function_of(call)
-
-
-def _function_of(call: Call, **options: Any) -> Callable[..., Any]:
     backend, of, fixed, variable = call.backend, call.entry.call, call.inputs(), call.variable
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
         return tuple(of(backend, {**fixed, variable: x, **options}))
 
     return function
-
-
-def single(call: Call) -> None:
-    if "+" in call.row:
-        raise NotHere("as its tensors one by one")
-
-
-def once(call: Call, alone: bool = False) -> None:
-    """A compiler sees the same call whichever of its needed tensors varies. ``alone``: it takes so long that optional ones are left
-    to what takes less."""
-    single(call)
-    if call.row in call.entry.needed[1:] or (alone and call.row in call.entry.others):
-        raise NotHere("as the first tensor of the call")
 
 
 def at_both(call: Call, function: Callable[..., Any]) -> Iterator[Pair]:
@@ -61,43 +44,42 @@ def compiled(call: Call, x: Tensor, **options: Any) -> Any:
     return torch.compile(function_of(call), fullgraph=True, **options)
 
 
-@machinery("compile", FAMILY, seconds=SECONDS)
+@machinery("compile", FAMILY, seconds=SECONDS, rows=CALLS)
 def compiled_call(call: Call) -> Iterator[Pair]:
     yield from at_both(call, compiled(call, call.x(), backend="aot_eager"))
 
 
-@machinery("compile, reverse", FAMILY, seconds=SECONDS)
+@machinery("compile, reverse", FAMILY, seconds=SECONDS, rows=CALLS)
 def compiled_reverse(call: Call) -> Iterator[Pair]:
     x = leaf(call)
     function = compiled(call, x, backend="aot_eager")
     yield from gradients(call, function(x), x)
 
 
-@machinery("compile, dynamic", FAMILY, seconds=2 * SECONDS)
+@machinery("compile, dynamic", FAMILY, seconds=2 * SECONDS, rows=CALLS)
 def compiled_dynamic(call: Call) -> Iterator[Pair]:
     x = leaf(call)
     function = compiled(call, x, backend="aot_eager", dynamic=True)
     yield from gradients(call, function(x), x)
 
 
-@machinery("compile, dynamic, no gradient", FAMILY, seconds=SECONDS)
+@machinery("compile, dynamic, no gradient", FAMILY, seconds=SECONDS, rows=CALLS)
 def compiled_dynamic_call(call: Call) -> Iterator[Pair]:
     yield from at_both(call, compiled(call, call.x(), backend="aot_eager", dynamic=True))
 
 
-@machinery("compile, inductor", FAMILY, seconds=10)
+@machinery("compile, inductor", FAMILY, seconds=10, rows=FIRST)
 def compiled_inductor(call: Call) -> Iterator[Pair]:
-    once(call, alone=True)
     x = leaf(call)
     function = compiled(call, x, backend="inductor")
     yield from gradients(call, function(x), x)
 
 
-@machinery("compile, lengths from data", FAMILY, seconds=SECONDS)
+@machinery("compile, lengths from data", FAMILY, seconds=SECONDS, rows=FIRST)
 def compiled_of_data(call: Call) -> Iterator[Pair]:
     """Rows that a mask chooses, as many as it says."""
-    if not call.entry.lengths or call.row != call.entry.needed[0]:
-        raise NotHere("one row for all tensors of a call")
+    if not call.entry.lengths:
+        raise NotHere("no rows that data could choose")
     backend, of, fixed = call.backend, call.entry.call, call.inputs()
     lengths = dict(call.entry.lengths)
     name, dim = next(iter(lengths.items()))
@@ -116,7 +98,7 @@ def compiled_of_data(call: Call) -> Iterator[Pair]:
         yield from zip(traced(keep, *(fixed[n] for n in lengths)), call.value(), strict=True)
 
 
-@machinery("compiled checkpoint, rematerialised", FAMILY, seconds=2 * SECONDS)
+@machinery("compiled checkpoint, rematerialised", FAMILY, seconds=2 * SECONDS, rows=CALLS)
 def rematerialised(call: Call) -> Iterator[Pair]:
     x = leaf(call)
     yield from gradients(call, _rematerialised(function_of(call))(x), x)
@@ -144,11 +126,11 @@ def _drawn(
     """Of dropout with a seed that the call draws: out is linear in v, so that <v, dv> = <out, dout> if both drop the same entries."""
 
     def run(call: Call) -> Iterator[Pair]:
-        if not call.entry.dropout_of or call.row != call.entry.needed[0]:
-            raise NotHere("one row for a whole call")
+        if not call.entry.dropout_of:
+            raise NotHere("no dropout")
         call = replace(call, row=call.entry.dropout_of)
         v = leaf(call)
-        out = around(_function_of(call, dropout_p=0.5))(v)[0]
+        out = around(function_of(call, dropout_p=0.5))(v)[0]
         found = pull((out,), v)
         yield (v * found).sum(), (out.detach().double().cpu().reshape(-1) * along(out)).sum()
 
@@ -165,7 +147,7 @@ for name, around, seconds in (
     ),
     ("drawn dropout, rematerialised", _rematerialised, SECONDS),
 ):
-    machinery(name, FAMILY, seconds=seconds)(_drawn(around))
+    machinery(name, FAMILY, seconds=seconds, rows=FIRST)(_drawn(around))
 
 
 class Module(torch.nn.Module):
@@ -177,15 +159,14 @@ class Module(torch.nn.Module):
         return self.function(x)
 
 
-@machinery("export", FAMILY, seconds=SECONDS)
+@machinery("export", FAMILY, seconds=SECONDS, rows=CALLS)
 def exported(call: Call) -> Iterator[Pair]:
     program = torch.export.export(Module(function_of(call)), (call.x(),))
     yield from at_both(call, program.module())
 
 
-@machinery("AOTInductor", FAMILY, seconds=30, alone=True)
+@machinery("AOTInductor", FAMILY, seconds=30, alone=True, rows=FIRST)
 def ahead_of_time(call: Call) -> Iterator[Pair]:
-    once(call, alone=True)
     program = torch.export.export(Module(function_of(call)), (call.x(),))
     with tempfile.TemporaryDirectory() as folder:
         package = torch._inductor.aoti_compile_and_package(
@@ -194,7 +175,7 @@ def ahead_of_time(call: Call) -> Iterator[Pair]:
         yield from at_both(call, torch._inductor.aoti_load_package(package))
 
 
-@machinery("jit.trace", FAMILY, seconds=0.1)
+@machinery("jit.trace", FAMILY, seconds=0.1, rows=CALLS)
 def jit_traced(call: Call) -> Iterator[Pair]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -204,7 +185,6 @@ def jit_traced(call: Call) -> Iterator[Pair]:
 
 def _of_all(call: Call) -> tuple[Callable[..., Any], list[Tensor], int]:
     """The call as a function of all its tensors, these, and which of them varies: no tracer meets a tensor that it was not given."""
-    once(call)
     backend, of, inputs = call.backend, call.entry.call, call.inputs()
     names = list(inputs)
     place = names.index(call.variable)
@@ -225,11 +205,11 @@ def _fx(mode: str) -> Callable[[Call], Iterator[Pair]]:
     return run
 
 
-machinery("make_fx", FAMILY, seconds=0.1)(_fx("real"))
-machinery("make_fx, symbolic", FAMILY, seconds=0.2)(_fx("symbolic"))
+machinery("make_fx", FAMILY, seconds=0.1, rows=CALLS)(_fx("real"))
+machinery("make_fx, symbolic", FAMILY, seconds=0.2, rows=CALLS)(_fx("symbolic"))
 
 
-@machinery("make_fx, reverse", FAMILY, seconds=0.2)
+@machinery("make_fx, reverse", FAMILY, seconds=0.2, rows=CALLS)
 def fx_traced_gradient(call: Call) -> Iterator[Pair]:
     call.floats()
     function, tensors, place = _of_all(call)
@@ -245,5 +225,4 @@ def fx_traced_gradient(call: Call) -> Iterator[Pair]:
 
     graph = make_fx(gradient)(*tensors)
     other = call.x(other=True)
-    expected = torch.cat([along(r) for r in cotangents]) @ call.exact(other=True).jacobian
-    yield graph(*tensors[:place], other, *tensors[place + 1 :]), expected.reshape(other.shape)
+    yield graph(*tensors[:place], other, *tensors[place + 1 :]), pulled(call, other=True)

@@ -183,8 +183,8 @@ def _paged_formula(x: Given) -> Any:
 
 def _write() -> dict[str, Tensor]:
     return dict(
-        key=normal(2, 1, 8), value=normal(2, 1, 8), k_cache=normal(2, 16, 1, 8), v_cache=normal(2, 16, 1, 8),
-        slot_mapping=torch.tensor([17, 3]), k_scale=normal(1).exp(), v_scale=normal(1).exp(),
+        key=normal(2, 1, 8), value=normal(2, 1, 8), k_cache=normal(2, 4, 1, 8), v_cache=normal(2, 4, 1, 8),
+        slot_mapping=torch.tensor([5, 3]), k_scale=normal(1).exp(), v_scale=normal(1).exp(),
     )  # fmt: skip
 
 

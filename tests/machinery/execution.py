@@ -13,24 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cells import Call, NotHere, Pair, machinery, require
-from .compilers import once, single
+from .cells import FIRST, SINGLE, Call, Pair, machinery, require
 from .derivatives import leaf, pull, pulled
 from .entries import mesh
 
 FAMILY = "execution"
 
 
-def _on_gpu(call: Call) -> None:
-    if call.device == "cpu":
-        raise NotHere("a GPU's")
-
-
-@machinery("CUDA graph", FAMILY)
+@machinery("CUDA graph", FAMILY, on=("cuda",), rows=SINGLE)
 def cuda_graph(call: Call) -> Iterator[Pair]:
     """Captured at one point, replayed at another."""
-    _on_gpu(call)
-    single(call)
     x, inputs = call.x(), call.inputs()
     function = lambda: call.of({**inputs, call.variable: x})  # noqa: E731
     results, graph = _captured(function)
@@ -39,15 +31,13 @@ def cuda_graph(call: Call) -> Iterator[Pair]:
     yield from zip(results, call.value(other=True), strict=True)
 
 
-@machinery("CUDA graph, reverse", FAMILY)
+@machinery("CUDA graph, reverse", FAMILY, on=("cuda",), rows=SINGLE)
 def cuda_graph_reverse(call: Call) -> Iterator[Pair]:
-    _on_gpu(call)
-    single(call)
     x, inputs = leaf(call), call.inputs()
     function = lambda: (pull(call.of({**inputs, call.variable: x}), x),)  # noqa: E731
     results, graph = _captured(function)
     graph.replay()
-    yield results[0], pulled(call, call.value())
+    yield results[0], pulled(call)
 
 
 def _captured(function: Any) -> tuple[Any, Any]:
@@ -63,10 +53,9 @@ def _captured(function: Any) -> tuple[Any, Any]:
     return results, graph
 
 
-@machinery("second stream", FAMILY)
+@machinery("second stream", FAMILY, on=("cuda",))
 def second_stream(call: Call) -> Iterator[Pair]:
     """A tensor that a busy stream writes late, read on that stream."""
-    _on_gpu(call)
     call(call.x())
     call(call.x())
     stream, x = torch.cuda.Stream(), call.x()
@@ -102,12 +91,11 @@ def threads(call: Call) -> Iterator[Pair]:
             yield from zip(results, call.value(other=bool(n % 2)), strict=True)
 
 
-@machinery("fork", FAMILY, alone=True, seconds=4)
+@machinery(
+    "fork", FAMILY, on=("cpu",), rows=FIRST, alone=True, seconds=4
+)  # CUDA does not survive a fork
 def fork(call: Call) -> Iterator[Pair]:
     """A child that goes on after its parent has called."""
-    if call.device != "cpu":
-        raise NotHere("CUDA does not survive a fork")
-    once(call)
     call(call.x())
     read, write = os.pipe()
     child = os.fork()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -150,11 +152,7 @@ def stored(
 def quantized(x: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Values (as numbers) and a scale for each head, packed for each sequence and head."""
     edges = None if cu_seqlens is None else cu_seqlens.tolist()
-    parts = (
-        [x]
-        if edges is None
-        else [x[a:b].transpose(0, 1) for a, b in zip(edges, edges[1:], strict=False)]
-    )
+    parts = [x] if edges is None else [x[a:b].transpose(0, 1) for a, b in itertools.pairwise(edges)]
     scales = [part.abs().amax((-2, -1)) / 448 for part in parts]
     values = [
         (part / scale[..., None, None]).float().to(torch.float8_e4m3fn).to(x.dtype)

@@ -10,8 +10,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from .cells import Call, Pair, machinery, require
-from .derivatives import curvature, direction, gradients, leaf
-from .oracle import loss
+from .derivatives import curvature, gradients, leaf
+from .oracle import direction, loss
 
 FAMILY = "graph"
 

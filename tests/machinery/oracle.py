@@ -1,4 +1,4 @@
-"""Value, Jacobian and Hessian of a formula in float64, by plain reverse mode, one row after the other."""
+"""Values and derivatives of a formula in float64, by plain reverse mode alone, along fixed directions."""
 
 from __future__ import annotations
 
@@ -40,14 +40,26 @@ def projected(results: Results, count: int = 3) -> Tensor:
     return sum((_projections(x, count) for x in results[1:]), start=_projections(results[0], count))
 
 
+def direction(x: Tensor, seed: int = 0) -> Tensor:
+    """Numbers like x, the same on every device."""
+    random = torch.Generator().manual_seed(seed + 1)
+    return torch.randn(x.shape, generator=random, dtype=torch.float64).to(x.device, x.dtype)
+
+
+def along(x: Tensor, seed: int = 0) -> Tensor:
+    """The same numbers, after their rounding to x's dtype, as float64."""
+    return direction(x, seed).double().cpu().reshape(-1)
+
+
 @dataclass(frozen=True)
 class Exact:
-    """A formula at a point of one of its tensors."""
+    """Derivatives of a formula at a point of one of its tensors of n numbers, along the directions of :func:`direction`."""
 
-    jacobian: Tensor  # [results, numbers of the tensor], of all results
-    projected: Tensor  # [3, numbers]: Jacobian of `projected`
-    gradient: Tensor  # [numbers]: of `loss`
-    hessian: Tensor  # [numbers, numbers]: of `loss`
+    pulled: Tensor  # [n]: gradient under fixed cotangents
+    pushed: Tensor  # [numbers of all results]: tangents along the first direction
+    projected: Tensor  # [3, n]: Jacobian of `projected`
+    gradient: Tensor  # [n]: of `loss`
+    curvatures: Tensor  # [2, n]: Hessian of `loss` times the first two directions
 
 
 class Differentiated:
@@ -113,16 +125,25 @@ def value(name: str, row: str, count: int | None, other: bool = False) -> Result
 def exact(name: str, row: str, count: int | None, other: bool = False) -> Exact:
     x = where(name, row, other).clone().requires_grad_()
     results = Differentiated(ENTRIES[name], row, count)(x)
-    jacobian = torch.stack([_gradient(number, x) for number in flat(results)])
-    three = torch.stack([_gradient(number, x) for number in projected(results)])
-    total = loss(results) + 0 * x.sum()  # a result may not depend on x
-    (slope,) = torch.autograd.grad(total, x, create_graph=True)
-    hessian = torch.stack([_gradient(number, x) for number in slope.reshape(-1)])
-    return Exact(jacobian, three, slope.detach().reshape(-1), hessian)
+    like = torch.float32
+    ts = [along(x.detach().to(like), n).reshape(x.shape) for n in (0, 1)]
+    numbers = flat(results)
+    weights = torch.cat([along(r.detach().to(like)) for r in results]).requires_grad_()
+    pulled = _gradient((numbers * weights).sum(), x, create_graph=True)
+    pushed = _gradient((pulled * ts[0]).sum(), weights)
+    three = torch.stack([_gradient(number, x).reshape(-1) for number in projected(results)])
+    slope = _gradient(loss(results), x, create_graph=True)
+    curvatures = torch.stack([_gradient((slope * t).sum(), x).reshape(-1) for t in ts])
+    return Exact(pulled.detach().reshape(-1), pushed, three, slope.detach().reshape(-1), curvatures)
 
 
-def _gradient(number: Tensor, x: Tensor) -> Tensor:
+def _gradient(number: Tensor, x: Tensor, create_graph: bool = False) -> Tensor:
+    """Zeros where the number does not depend on x."""
     if not number.requires_grad:
-        return torch.zeros(x.numel(), dtype=x.dtype)
-    (found,) = torch.autograd.grad(number, x, retain_graph=True, allow_unused=True)
-    return torch.zeros(x.numel(), dtype=x.dtype) if found is None else found.detach().reshape(-1)
+        return torch.zeros_like(x)
+    (found,) = torch.autograd.grad(
+        number, x, retain_graph=True, create_graph=create_graph, allow_unused=True
+    )
+    if found is None:
+        return torch.zeros_like(x)
+    return found if create_graph else found.detach()

@@ -13,13 +13,13 @@ from .outcomes import ABSENT, BAD, REFUSED, RIGHT, TORCHS, Outcome
 from .table import FAMILIES, OWN, device
 
 LETTERS = {"reference": "R", "sdpa": "S", "triton": "T", "cuda": "C", "auto": "A"}
-SIGNS = {RIGHT: "✓", REFUSED: "–", TORCHS: "✗", **{kind: f"**{kind}**" for kind in BAD}}
+SIGNS = {RIGHT: "✓", REFUSED: "no", TORCHS: "✗", **{kind: f"**{kind}**" for kind in BAD}}
 Found = dict[tuple[str, str, str, str], Outcome]  # by function, tensor, machinery, backend
 
 TITLE = """# Under which machinery of torch a call works
 
 Each cell is one call, made with the row's tensor under the column's machinery, on every backend, and judged by a formula in float64:
-✓ the result is right, – the call is refused with an error that says what to do instead (the number says why), ✗ torch's own
+✓ the result is right, no: the call is refused with an error that says what to do instead (the number says why), ✗ torch's own
 function, which served the call, fails by itself in the same way, empty: the machinery has no meaning there. Where backends differ, letters name them: R reference, S sdpa, T triton, C cuda, A auto. Derivatives beside a tensor of
 integers or of bools are those of q.
 `python -m tests.machinery --write docs/machinery.md` runs all cells and writes this page.

@@ -21,7 +21,7 @@ CORE = (
     "saved tensors transposed", "meta tensors", "DTensor",
 )  # fmt: skip
 # Of other cells on a CPU: one in so many always, and one in so many more among the slow tests.
-INTERPRETED, AUTO, TRACED, TRACED_SLOWLY = 12, 4, 40, 5
+INTERPRETED, AUTO, TRACED, TRACED_SLOWLY = 40, 4, 40, 3
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,10 @@ class Cell:
         draw = zlib.crc32(str(self).encode())
         seconds, backend = self.machinery.seconds, self.call.backend
         if seconds:
-            often = max(1, round(seconds / compilers.SECONDS))
-            return (
-                ALWAYS
-                if draw % (TRACED * often**2) == 0
-                else SLOW
-                if draw % (TRACED_SLOWLY * often) == 0
-                else FULL
-            )
+            rare = max(1, round((seconds / compilers.SECONDS) ** 0.5))
+            if draw % (TRACED * rare**4) == 0:
+                return ALWAYS
+            return SLOW if draw % (TRACED_SLOWLY * rare) == 0 else FULL
         if self.machinery.name in CORE or self.call.device != "cpu":
             return ALWAYS
         if backend == "triton":
@@ -72,7 +68,7 @@ def cells(on: str | None = None) -> Iterator[Cell]:
     on = on or device()
     for entry in OWN:
         for row in entry.rows:
-            for machinery in MACHINERIES.values():
+            for machinery in (m for m in MACHINERIES.values() if m.fits(entry, row, on)):
                 for backend in entry.backends:
                     if on != "cpu" or backend != "cuda":
                         yield Cell(Call(entry.name, row, backend, on), machinery)

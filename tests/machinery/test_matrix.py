@@ -12,10 +12,10 @@ import flashsci
 
 from . import oracle
 from .cells import FLOAT32, judge
-from .derivatives import along
 from .entries import ENTRIES, tensor_arguments
+from .oracle import along
 from .outcomes import BAD, RAW, REFUSED, RIGHT, WRONG, outcome_of
-from .table import ALWAYS, FULL, OWN, cells, device
+from .table import ALWAYS, FULL, OWN, SLOW, cells, device
 
 pytest.importorskip("triton")
 EVERYTHING = device() == "cuda" or bool(os.environ.get("FLASHSCI_WHOLE_MATRIX"))
@@ -76,30 +76,31 @@ def test_the_oracle_agrees_with_differences(name, row):
     point = oracle.where(name, row)
     if not point.is_floating_point():
         pytest.skip("no tensor of numbers")
-    formula = oracle.Differentiated(ENTRIES[name], row, None)
-    exact, t = oracle.exact(name, row, None), along(point)
-    step = 1e-3
+    formula, exact, step = (
+        oracle.Differentiated(ENTRIES[name], row, None),
+        oracle.exact(name, row, None),
+        1e-3,
+    )
+    ts = [along(point.float(), n) for n in (0, 1)]
 
-    def differences(f):
+    def differences(f, t):
         moved = [f(point + n * step * t.reshape(point.shape)).double() for n in (-2, -1, 1, 2)]
         return (moved[0] - 8 * moved[1] + 8 * moved[2] - moved[3]) / (12 * step)
-
-    torch.testing.assert_close(
-        exact.jacobian @ t, differences(lambda x: oracle.flat(formula(x))), rtol=1e-6, atol=1e-6
-    )
-    torch.testing.assert_close(
-        exact.projected @ t,
-        differences(lambda x: oracle.projected(formula(x))),
-        rtol=1e-6,
-        atol=1e-6,
-    )
 
     def slope(x):
         x = x.clone().requires_grad_()
         return torch.autograd.grad(oracle.loss(formula(x)) + 0 * x.sum(), x)[0].reshape(-1)
 
-    torch.testing.assert_close(slope(point), exact.gradient)
-    torch.testing.assert_close(exact.hessian @ t, differences(slope), rtol=1e-6, atol=1e-6)
+    def close(found, expected):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+    close(exact.pushed, differences(lambda x: oracle.flat(formula(x)), ts[0]))
+    cotangents = torch.cat([along(r.float()) for r in formula(point)])
+    close(exact.pulled @ ts[0], cotangents @ exact.pushed)
+    for n, t in enumerate(ts):
+        close(exact.projected @ t, differences(lambda x: oracle.projected(formula(x)), t))
+        close(exact.gradient @ t, differences(lambda x: oracle.loss(formula(x)), t))
+        close(exact.curvatures[n], differences(slope, t))
 
 
 @pytest.mark.parametrize(
