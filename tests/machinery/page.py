@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
@@ -71,28 +72,34 @@ def _short(why: str) -> str:
 
 def page(found: Found) -> str:
     parts, notes = [TITLE], Notes()
+    rows = [(entry.name, row) for entry in OWN for row in entry.rows]
     for family in FAMILIES:
         names = [m.name for m in MACHINERIES.values() if m.family == family]
-        rows = [(entry.name, row) for entry in OWN for row in entry.rows]
         grid = {(r, m): _cell(found, *r, m, notes) for r in rows for m in names}
         columns: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for m in names:
-            column = tuple(grid[r, m] for r in rows)
-            if any(column):
-                columns[column].append(m)
-        heads = [", ".join(ms) for ms in columns.values()]
-        lines: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+            columns[tuple(grid[r, m] for r in rows)].append(m)
+        columns = {column: ms for column, ms in columns.items() if any(column)}
+        lines: dict[tuple[str, ...], dict[str, list[str]]] = {}
         for i, (name, row) in enumerate(rows):
-            lines[name, tuple(column[i] for column in columns)].append(row)
+            line = tuple(column[i] for column in columns)
+            if any(line):
+                lines.setdefault(line, {}).setdefault(name, []).append(row)
+        if not lines:
+            continue
+        heads = ["call", *("; ".join(ms) for ms in columns.values())]
         parts.append(f"## {family.capitalize()}\n")
-        parts.append("| call | " + " | ".join(heads) + " |\n|---" * 1 + "|---" * len(heads) + "|")
-        parts += [
-            f"| {name}: {', '.join(group)} | " + " | ".join(line) + " |"
-            for (name, line), group in lines.items()
-        ]
+        parts += [_line(heads), _line(["---"] * len(heads))]
+        for line, calls in lines.items():
+            label = "; ".join(f"{name}: {', '.join(group)}" for name, group in calls.items())
+            parts.append(_line([label, *line]))
         parts.append("")
     parts += ["## Why\n", notes.text(), "", where()]
     return "\n".join(parts) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def where() -> str:
