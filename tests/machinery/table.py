@@ -15,13 +15,13 @@ from .outcomes import Outcome
 
 ALWAYS, SLOW, FULL = "always", "slow", "full"
 FAMILIES = ("derivatives", "batches", "graph", "compilers", "execution")
-# Cheap, and each on a way of its own through autograd: run for every tensor on the interpreted kernels, too.
+# Cheap, and each on a way of its own through autograd: run on the interpreted kernels, too, for all but a call's later tensors.
 CORE = (
-    "call", "reverse", "jvp", "dual", "reverse over reverse", "forward over reverse", "vmap", "is_grads_batched", "jit.trace",
+    "call", "reverse", "jvp", "dual", "reverse over reverse", "forward over reverse", "vmap", "is_grads_batched",
     "saved tensors transposed", "meta tensors", "DTensor",
 )  # fmt: skip
-# Of other cells on a CPU: one in so many always, and one in so many more among the slow tests.
-INTERPRETED, AUTO, TRACED, TRACED_SLOWLY = 40, 4, 40, 3
+# Of other cells on a CPU: one in so many always, and of traced ones one in so many more among the slow tests.
+INTERPRETED, AUTO, TRACED, TRACED_SLOWLY = 40, 4, 60, 6
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,22 @@ class Cell:
     def when(self) -> str:
         """A fixed sample: of every tensor and of every machinery some."""
         draw = zlib.crc32(str(self).encode())
-        seconds, backend = self.machinery.seconds, self.call.backend
-        if seconds:
-            rare = max(1, round((seconds / compilers.SECONDS) ** 0.5))
+        call, machinery = self.call, self.machinery
+        if machinery.seconds:
+            rare = max(1, round((machinery.seconds / compilers.SECONDS) ** 0.5))
             if draw % (TRACED * rare**4) == 0:
                 return ALWAYS
-            return SLOW if draw % (TRACED_SLOWLY * rare) == 0 else FULL
-        if self.machinery.name in CORE or self.call.device != "cpu":
+            whole = (
+                call.name == "attention" and call.row == "q" and call.backend in ("triton", "auto")
+            )
+            return SLOW if whole or draw % (TRACED_SLOWLY * rare) == 0 else FULL
+        if call.device != "cpu":
             return ALWAYS
-        if backend == "triton":
-            return ALWAYS if draw % INTERPRETED == 0 else SLOW
-        return (
-            ALWAYS
-            if backend != "auto" or len(self.call.entry.backends) == 1 or draw % AUTO == 0
-            else SLOW
-        )
+        if call.backend == "triton":
+            core = machinery.name in CORE and call.row not in call.entry.needed[1:]
+            return ALWAYS if core or draw % INTERPRETED == 0 else SLOW
+        alone = call.backend != "auto" or len(call.entry.backends) == 1
+        return ALWAYS if alone or machinery.name in CORE or draw % AUTO == 0 else SLOW
 
 
 def device() -> str:
