@@ -23,9 +23,10 @@ OF_TORCH: tuple[tuple[str, str], ...] = (
         "torch's vmap writes nothing in place",
     ),
 )
-# Dynamo repeats an error that it met while tracing, with its type and message.
+# Dynamo repeats an error that it met while tracing, with its type and message; and the reason why a function is not traced.
 TOLD_BY_DYNAMO = re.compile(
     r"raised exception (?:TypeError|ValueError|BackendError|NotImplementedError)\([\"'](.*?)[\"']\) For more"
+    r"|function `<function \w+ at \w+>` since it was wrapped with `torch.compiler.disable` \(reason: (.*?flashsci.*?)\)"
 )
 _HOME = flashsci.__file__.rpartition("/")[0]
 _OURS = (TypeError, ValueError, flashsci.BackendError, NotImplementedError)
@@ -45,7 +46,7 @@ def outcome_of(error: BaseException) -> Outcome:
             return Outcome(REFUSED, about)
     told = TOLD_BY_DYNAMO.search(message)
     if told:
-        message = told.group(1)
+        message = told.group(1) or told.group(2)
     if (told or is_ours(error)) and ADVICE.search(message):
         return Outcome(REFUSED, message[:400])
     return Outcome(RAW, said)
