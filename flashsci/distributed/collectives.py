@@ -127,11 +127,10 @@ class Summed(torch.autograd.Function):
 
 def refuse_transforms(x: Tensor) -> None:
     """Raises where a call would be mapped, traced by torch.jit, or has tangents: no collective is defined for any of these."""
-    if (
-        transforming()
-        or torch._C._functorch.is_legacy_batchedtensor(x)
-        or torch._C._get_tracing_state()
-    ):
+    if torch.compiler.is_compiling():  # it traces none of these questions
+        return
+    legacy = torch._C._functorch.is_legacy_batchedtensor(x)
+    if legacy or transforming() or torch._C._get_tracing_state():
         raise BackendError(
             "collectives have no vmap, no forward mode, no batched gradients and no torch.jit.trace; use reverse mode "
             "(torch.autograd.grad, backward), one gradient after the other, or call flashsci.attention on the whole sequence"
