@@ -79,7 +79,7 @@ force-field: install ## train a potential on forces, run it, compare with SDPA; 
 # tests/cpu interprets Triton, which only a process without a GPU does: where there is one, two runs.
 define pytest
 	$(if $(GPU),CUDA_VISIBLE_DEVICES= $(PY) -m pytest $(1) tests/cpu && \
-	  $(PY) -m pytest $(1) tests/gpu tests/compile tests/properties,$(PY) -m pytest $(1))
+	  $(PY) -m pytest $(1) tests/gpu tests/compile tests/properties tests/machinery,$(PY) -m pytest $(1))
 endef
 
 test: install ## the tests that this machine can run, without the slow ones

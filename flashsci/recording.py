@@ -28,8 +28,11 @@ def gradients(
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
         aliases = [x.view_as(x) if want else x for x, want in zip(inputs, wanted, strict=True)]
-        computed = compute(*aliases)
-    ends = [(x, g) for x, g in zip(computed, cotangents, strict=True) if g is not None]
+        results = zip(compute(*aliases), cotangents, strict=True)
+    # A result may depend on none of the inputs that are wanted, as scores do not depend on v.
+    ends = [(x, g) for x, g in results if g is not None and x.requires_grad]
+    if not ends:
+        return [None] * len(wanted)
     leaves = [x for x, want in zip(aliases, wanted, strict=True) if want]
     outputs, given = zip(*ends, strict=True)
     found = iter(

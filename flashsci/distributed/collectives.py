@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from flashsci.distributed.gloo import collective
+from flashsci.errors import BackendError
+from flashsci.tracing import transforming
 
 _ops = torch.ops._c10d_functional
 Lengths = tuple[int, ...]
@@ -52,6 +54,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        refuse_transforms(gradient)
         return ReduceScatter.apply(gradient, ctx.lengths, ctx.group_name), None, None
 
 
@@ -72,6 +75,7 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        refuse_transforms(gradient)
         return AllGather.apply(gradient, ctx.lengths, ctx.group_name), None, None
 
 
@@ -85,6 +89,7 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        refuse_transforms(gradient)
         back = AllToAll.apply(gradient, ctx.received, ctx.sent, ctx.group_name)
         return back, None, None, None
 
@@ -99,6 +104,7 @@ class Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        refuse_transforms(gradient)
         return Summed.apply(gradient, ctx.group_name), None
 
 
@@ -115,17 +121,32 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        refuse_transforms(gradient)
         return Summed.apply(gradient, ctx.group_name), None
+
+
+def refuse_transforms(x: Tensor) -> None:
+    """Raises where a call would be mapped, traced by torch.jit, or has tangents: no collective is defined for any of these."""
+    if torch.compiler.is_compiling():  # it traces none of these questions
+        return
+    legacy = torch._C._functorch.is_legacy_batchedtensor(x)
+    if legacy or transforming() or torch._C._get_tracing_state():
+        raise BackendError(
+            "collectives have no vmap, no forward mode, no batched gradients and no torch.jit.trace; use reverse mode "
+            "(torch.autograd.grad, backward), one gradient after the other, or call flashsci.attention on the whole sequence"
+        )
 
 
 def all_gather(x: Tensor, lengths: Lengths, group_name: str) -> Tensor:
     """Rows (dim 0) of all ranks in rank order, ``lengths[r]`` of rank r."""
+    refuse_transforms(x)
     found: Tensor = AllGather.apply(x, lengths, group_name)
     return found
 
 
 def all_to_all(x: Tensor, sent: Lengths, received: Lengths, group_name: str) -> Tensor:
     """Rows (dim 0) exchanged: ``sent[r]`` to rank r, ``received[r]`` from it, in rank order."""
+    refuse_transforms(x)
     found: Tensor = AllToAll.apply(x, sent, received, group_name)
     return found
 

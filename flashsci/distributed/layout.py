@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flashsci.distributed import agreement
 from flashsci.distributed.agreement import Mesh
-from flashsci.distributed.collectives import all_gather
+from flashsci.distributed.collectives import all_gather, refuse_transforms
 
 LAYOUTS = ("contiguous", "head_tail")
 Interval = tuple[int, int]
@@ -94,6 +95,9 @@ def shard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous") -
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
+@torch.compiler.disable(
+    reason="ranks compare the lengths of their parts at every call: call flashsci.distributed.unshard outside of the compiled function"
+)
 def unshard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous") -> Tensor:
     """The whole of a tensor of which every rank has a part: the inverse of :func:`shard`, differentiable to any order.
 
@@ -107,6 +111,8 @@ def unshard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous")
     Raises:
         ValueError: shapes or dtypes that differ between ranks elsewhere than in ``dim``, or lengths that are not those of
             the layout.
+        TypeError: a DTensor, which knows its parts itself.
+        BackendError: inside of torch.vmap, with a forward-mode tangent, or of a batch of gradients.
 
     Examples:
         >>> import torch, torch.distributed as dist
@@ -119,6 +125,9 @@ def unshard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous")
         >>> dist.destroy_process_group()
     """
     check_layout(layout)
+    if isinstance(x, DTensor):
+        raise TypeError("x is a DTensor; call x.full_tensor(), which puts its parts together")
+    refuse_transforms(x)
     group = agreement.group_of(mesh)
     agreement.check_transforms("distributed.unshard", x=x)
     dim = dim % x.dim()

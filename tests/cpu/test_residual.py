@@ -387,3 +387,23 @@ def test_saved_tensors_that_come_back_with_other_strides(dtype):
     for gradients in found[1:]:
         for a, b in zip(gradients, found[0], strict=True):
             assert torch.equal(a, b)
+
+
+def test_second_derivatives_in_v_alone():
+    """Scores do not depend on v: a recorded backward with a gradient of scores goes on through out."""
+    given = torch.randn(3, 1, 2, 5, 8)
+
+    def derivatives(backend, dtype):
+        q, k, v = given.to(dtype).unbind(0)
+        v = v.clone().requires_grad_()
+        out, scores = flashsci.residual_attention(q, k, v, backend=backend)
+        total = out.square().sum() + scores.sum()
+        (first,) = torch.autograd.grad(total, v, create_graph=True)
+        return first, *torch.autograd.grad(first.square().sum(), v)
+
+    exact = derivatives("reference", torch.float64)
+    plain, found = derivatives("reference", torch.float32), derivatives("triton", torch.float32)
+    eps = torch.finfo(torch.float32).eps
+    for x, y, right in zip(found, plain, exact, strict=True):
+        allowed = 2 * (y - right).abs().max() + 8 * eps * right.abs().max()
+        assert (x - right).abs().max() <= allowed

@@ -1,0 +1,118 @@
+"""Runs cells outside of pytest: one, or all of them for the page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.machinery", description=__doc__)
+    parser.add_argument("--write", type=Path, help="run all cells, and write the page there")
+    parser.add_argument("--processes", type=int, default=1, help="so many at a time")
+    parser.add_argument("--only", default="", help="cells whose name has this in it")
+    parser.add_argument("--save", type=Path, help="keep the outcomes there, as JSON")
+    parser.add_argument(
+        "--read", type=Path, nargs="+", help="run nothing, and take outcomes that were kept"
+    )
+    parser.add_argument("--family", default="", help="machineries of this family alone")
+    parser.add_argument("--cell", help="a machinery and a call as JSON: prints its outcome")
+    parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    from .cells import MACHINERIES, Call
+    from .outcomes import BAD, Outcome
+    from .table import cells
+
+    if given.cell:
+        name, *call = json.loads(given.cell)
+        print("\n" + json.dumps(MACHINERIES[name].here(Call(*call))), flush=True)
+        return
+    if given.part:
+        part, parts = given.part
+        for n, cell in enumerate(cells()):
+            if (
+                n // 20 % parts == part
+                and given.only in str(cell)
+                and given.family in cell.machinery.family
+            ):
+                start = time.monotonic()
+                outcome = cell.outcome()
+                call = cell.call
+                print(
+                    "\n@"
+                    + json.dumps(
+                        [
+                            call.name,
+                            call.row,
+                            cell.machinery.name,
+                            call.backend,
+                            *outcome,
+                            time.monotonic() - start,
+                        ]
+                    ),
+                    flush=True,
+                )
+        return
+    lines = (
+        [line for path in given.read for line in path.read_text().splitlines()]
+        if given.read
+        else run(given)
+    )
+    found, seconds = {}, Counter()
+    for line in lines:
+        *key, kind, why, took = json.loads(line)
+        found[tuple(key)] = Outcome(kind, why)
+        seconds[key[2]] += took
+    if given.save:
+        given.save.write_text("\n".join(lines) + "\n")
+    for key, outcome in found.items():
+        if outcome.kind in BAD:
+            print(" | ".join([*key, *outcome]))
+    print(Counter(outcome.kind for outcome in found.values()))
+    print("seconds:", seconds.most_common(12))
+    if given.write:
+        from .page import page
+
+        given.write.write_text(page(found))
+
+
+def run(given: argparse.Namespace) -> list[str]:
+    """What processes say of their parts of the cells, a line each."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.machinery",
+        "--only",
+        given.only,
+        "--family",
+        given.family,
+        "--part",
+    ]
+    workers = [
+        subprocess.Popen(
+            [*command, str(n), str(given.processes)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for n in range(given.processes)
+    ]
+    said = [worker.communicate()[0] for worker in workers]
+    died = [worker.returncode for worker in workers if worker.returncode]
+    assert not died, f"processes died: {died}"
+    return [line[1:] for text in said for line in text.splitlines() if line.startswith("@")]
+
+
+if __name__ == "__main__":
+    main()
