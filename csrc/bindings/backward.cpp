@@ -16,8 +16,7 @@ enum Need { kQ = 1, kK = 2, kV = 4, kBias = 8 };  // flashsci.ops.NEED_*
 // lse or dlse: fp32 [B0, B1, Hq, Sq], returned as strides of rows.
 FlashsciStrides check_lse(const Tensor& x, const char* name, const Call& call) {
   check_given(x, name);
-  FLASHSCI_CHECK(x.is_cuda() && x.get_device_index() == call.device, name,
-                 " must be on the device of q");
+  FLASHSCI_CHECK(is_on(x, call.device), name, " must be on the device of q");
   FLASHSCI_CHECK(dtype_of(x) == dtypes().single, name, " must be float32");
   FLASHSCI_CHECK(x.dim() == call.q.dim() - 1, name, " must have one dim less than q, got ",
                  shape_of(x));
@@ -93,15 +92,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   Backward prepared = prepare(call, dout, dlse, out, lse, deterministic);
   FlashsciBackwardParams& p = prepared.params;
-  p.out = out.const_data_ptr();
-  if (dout.has_value()) p.dout = dout->const_data_ptr();
-  if (dlse.has_value()) p.dlse = static_cast<const float*>(dlse->const_data_ptr());
+  p.out = address_of(out);
+  if (dout.has_value()) p.dout = address_of(*dout);
+  if (dlse.has_value()) p.dlse = static_cast<const float*>(address_of(*dlse));
 
   const OnDevice on_device(call.device);
   // Kernels read lse as one block; vmap gives it expanded, others sliced.
   std::optional<Tensor> copied;
-  if (!is_contiguous(lse)) copied = torch::stable::contiguous(lse);
-  p.lse = static_cast<const float*>((copied.has_value() ? *copied : lse).const_data_ptr());
+  if (!is_contiguous(lse) && !rehearsing()) copied = torch::stable::contiguous(lse);
+  p.lse = static_cast<const float*>(address_of(copied.has_value() ? *copied : lse));
   const auto gradient = [&](const Tensor& like, int bit, void*& data, FlashsciStrides& strides) {
     const int64_t nothing[] = {0};
     if (!(need & bit)) return empty_contiguous(1, nothing, call.dtype, call.device);
@@ -132,7 +131,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
   if (call.rows() == 0 || call.k_view.size[3] == 0) {
     write_row_major();
     for (Tensor* made : {&dq, &dk, &dv, &dbias})
-      if (made->numel() != 0) torch::stable::zero_(*made);
+      if (made->numel() != 0 && !rehearsing()) torch::stable::zero_(*made);
   } else {
     void* stream = current_stream(call.device);
     cudaError_t error = cudaErrorNotSupported;
@@ -147,6 +146,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
     call.require("backward", error);
   }
   return {std::move(dq), std::move(dk), std::move(dv), std::move(dbias)};
+}
+
+// The kernels that the op above would launch, as `rehearse` names them.
+std::string cuda_backward_kernels(
+    const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse, const Tensor& q,
+    const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& mask, const std::optional<Tensor>& cu_seqlens_q,
+    const std::optional<Tensor>& cu_seqlens_k, const Tensor& out, const Tensor& lse,
+    int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t window_left,
+    int64_t window_right, bool lower_right, bool tf32, bool deterministic, int64_t generation,
+    int64_t need, bool weighted, int64_t capability, int64_t processors, int64_t shared_per_sm,
+    int64_t shared_per_block) {
+  return rehearse(capability, processors, shared_per_sm, shared_per_block, [&] {
+    cuda_backward(dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, out, lse,
+                  max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
+                  lower_right, tf32, deterministic, generation, need, weighted);
+  });
 }
 
 // A gradient as Python made it: shape and dtype of `like`.
@@ -237,4 +253,8 @@ extern "C" FLASHSCI_API int flashsci_run_backward(const void* prepared, const vo
 STABLE_TORCH_LIBRARY_IMPL(flashsci, CUDA, m) {
   m.impl("cuda_backward", TORCH_BOX(&cuda_backward));
   m.impl("cuda_prepared_backward", TORCH_BOX(&cuda_prepared_backward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashsci, CompositeExplicitAutograd, m) {
+  m.impl("cuda_backward_kernels", TORCH_BOX(&cuda_backward_kernels));
 }

@@ -11,8 +11,7 @@ namespace flashsci::bindings {
 namespace {
 
 void check_offsets(const Tensor& cu_seqlens, const char* name, int device) {
-  FLASHSCI_CHECK(cu_seqlens.is_cuda() && cu_seqlens.get_device_index() == device, name,
-                 " must be on the device of q");
+  FLASHSCI_CHECK(is_on(cu_seqlens, device), name, " must be on the device of q");
   FLASHSCI_CHECK(dtype_of(cu_seqlens) == dtypes().int32, name, " must be int32");
   FLASHSCI_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1 &&
                      (cu_seqlens.stride(0) == 1 || cu_seqlens.size(0) == 1),
@@ -22,8 +21,7 @@ void check_offsets(const Tensor& cu_seqlens, const char* name, int device) {
 
 // Bias or mask: q's rank, each dim 1 or that of [B0, B1, Hq, Sq, Sk].
 void check_bias_mask(const Tensor& bias_mask, const char* name, const Call& call) {
-  FLASHSCI_CHECK(bias_mask.is_cuda() && bias_mask.get_device_index() == call.device, name,
-                 " must be on the device of q");
+  FLASHSCI_CHECK(is_on(bias_mask, call.device), name, " must be on the device of q");
   FLASHSCI_CHECK(!call.cu_seqlens_q.has_value(), "packed calls take no ", name);
   FLASHSCI_CHECK(bias_mask.dim() == call.q.dim(), name, " must have as many dims as q, got ",
                  shape_of(bias_mask), " beside ", call.shapes());
@@ -55,10 +53,11 @@ Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optiona
       q_view(given(q, "q")),
       k_view(given(k, "k")),
       v_view(given(v, "v")),
-      device(q.get_device_index()),
+      device(rehearsing() ? 0 : q.get_device_index()),
       dtype(dtype_of(q)) {
-  FLASHSCI_CHECK(q.is_cuda() && k.is_cuda() && v.is_cuda(), "q, k and v must be CUDA tensors");
-  FLASHSCI_CHECK(k.get_device_index() == device && v.get_device_index() == device,
+  FLASHSCI_CHECK(rehearsing() || (q.is_cuda() && k.is_cuda() && v.is_cuda()),
+                 "q, k and v must be CUDA tensors");
+  FLASHSCI_CHECK(is_on(k, device) && is_on(v, device),
                  "q, k and v must be on one device, got cuda:", device,
                  ", cuda:", k.get_device_index(), " and cuda:", v.get_device_index());
   FLASHSCI_CHECK(
@@ -149,8 +148,7 @@ void Call::require(const char* what, cudaError_t error) const {
 
 View check_out(const Tensor& x, const char* name, const Call& call) {
   check_given(x, name);
-  FLASHSCI_CHECK(x.is_cuda() && x.get_device_index() == call.device, name,
-                 " must be on the device of q");
+  FLASHSCI_CHECK(is_on(x, call.device), name, " must be on the device of q");
   FLASHSCI_CHECK(dtype_of(x) == call.dtype, name, " must have q's dtype");
   FLASHSCI_CHECK(x.dim() == call.q.dim(), name, " must have as many dims as q, got ", shape_of(x));
   const View view(x);

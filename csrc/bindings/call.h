@@ -42,26 +42,26 @@ struct Call {
   // The fields that both kinds of parameters have.
   template <class Params>
   void describe_in(Params& p) const {
-    p.q = q.const_data_ptr();
-    p.k = k.const_data_ptr();
-    p.v = v.const_data_ptr();
+    p.q = address_of(q);
+    p.k = address_of(k);
+    p.v = address_of(v);
     p.q_strides = q_view.strides();
     p.k_strides = k_view.strides();
     p.v_strides = v_view.strides();
     if (cu_seqlens_q.has_value()) {
-      p.cu_seqlens_q = static_cast<const int32_t*>(cu_seqlens_q->const_data_ptr());
-      p.cu_seqlens_k = static_cast<const int32_t*>(cu_seqlens_k->const_data_ptr());
+      p.cu_seqlens_q = static_cast<const int32_t*>(address_of(*cu_seqlens_q));
+      p.cu_seqlens_k = static_cast<const int32_t*>(address_of(*cu_seqlens_k));
     }
     p.num_seqs = static_cast<int32_t>(num_seqs);
     p.max_seqlen_q = clamp_int32(options.max_seqlen_q);
     if (bias.has_value()) {
-      p.bias_mask.bias = bias->const_data_ptr();
+      p.bias_mask.bias = address_of(*bias);
       p.bias_mask.bias_strides = View(*bias).pair_strides();
       p.bias_mask.bias_is_fp32 =
           options.weighted ? FLASHSCI_KEY_WEIGHTS : dtype_of(*bias) == dtypes().single;
     }
     if (mask.has_value()) {
-      p.bias_mask.mask = static_cast<const uint8_t*>(mask->const_data_ptr());
+      p.bias_mask.mask = static_cast<const uint8_t*>(address_of(*mask));
       p.bias_mask.mask_strides = View(*mask).pair_strides();
     }
     p.batch0 = q_view.size[0];
@@ -165,6 +165,22 @@ inline bool takes_pairs(const Prepared<FlashsciForwardParams>& prepared) {
                                                                      : cudaErrorNotSupported;
   });
   return found == cudaSuccess;
+}
+
+// What `compute` would launch on a described device: "sm90/fwd/forward_kernel", one a line, "" for nothing, since there is no
+// score. Raises what `compute` raises, where no kernel serves the call too.
+template <class Compute>
+std::string rehearse(int64_t capability, int64_t processors, int64_t shared_per_sm,
+                     int64_t shared_per_block, Compute&& compute) {
+  Rehearsal made{static_cast<int>(capability), static_cast<int>(processors),
+                 static_cast<int>(shared_per_sm), static_cast<int>(shared_per_block)};
+  const struct Scope {
+    Rehearsal* before = rehearsal();
+    ~Scope() { rehearsal() = before; }
+  } scope;
+  rehearsal() = &made;
+  compute();
+  return std::move(made.kernels);
 }
 
 // For Python, which asks for no reason: it gives a call that did not succeed to the op, which does

@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor> cuda_forward(
   Tensor lse = empty_contiguous(static_cast<int>(q.dim()) - 1, q.sizes().data(), dtypes().single,
                                 call.device);
   if (call.rows() == 0 || call.k_view.size[3] == 0) {  // no query, or none that sees a key
-    if (call.rows() != 0) {
+    if (call.rows() != 0 && !rehearsing()) {
       torch::stable::zero_(out);
       torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
     }
@@ -58,6 +58,20 @@ std::tuple<Tensor, Tensor> cuda_forward(
   prepared.params.lse = static_cast<float*>(lse.mutable_data_ptr());
   call.require("forward", launch(prepared, prepared.params, current_stream(call.device)));
   return {std::move(out), std::move(lse)};
+}
+
+// The kernels that the op above would launch, as `rehearse` names them.
+std::string cuda_forward_kernels(
+    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& mask, const std::optional<Tensor>& cu_seqlens_q,
+    const std::optional<Tensor>& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    double scale, double softcap, int64_t window_left, int64_t window_right, bool lower_right,
+    bool tf32, int64_t generation, bool weighted, int64_t capability, int64_t processors,
+    int64_t shared_per_sm, int64_t shared_per_block) {
+  return rehearse(capability, processors, shared_per_sm, shared_per_block, [&] {
+    cuda_forward(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale,
+                 softcap, window_left, window_right, lower_right, tf32, generation, weighted);
+  });
 }
 
 // A Forward for all calls of these shapes, strides and options, none of them empty.
@@ -124,4 +138,8 @@ extern "C" FLASHSCI_API int flashsci_takes_bias(const void* prepared) {
 STABLE_TORCH_LIBRARY_IMPL(flashsci, CUDA, m) {
   m.impl("cuda_forward", TORCH_BOX(&cuda_forward));
   m.impl("cuda_prepared_forward", TORCH_BOX(&cuda_prepared_forward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashsci, CompositeExplicitAutograd, m) {
+  m.impl("cuda_forward_kernels", TORCH_BOX(&cuda_forward_kernels));
 }

@@ -30,6 +30,13 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
   m.def("cuda_backward(Tensor? dout, Tensor? dlse, " TENSORS "Tensor out, Tensor lse, " SCALARS
         "bool deterministic, int generation, int need, bool weighted=False) -> "
         "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+  // The kernels that these would launch on a device of a compute capability (90 for 9.0), as lines of
+  // "sm90/fwd/forward_kernel". Tensors may be anywhere, on "meta" too: nothing is launched or written.
+#define DEVICE "int capability, int processors, int shared_per_sm, int shared_per_block) -> str"
+  m.def("cuda_forward_kernels(" TENSORS SCALARS "int generation, bool weighted, " DEVICE);
+  m.def("cuda_backward_kernels(Tensor? dout, Tensor? dlse, " TENSORS
+        "Tensor out, Tensor lse, " SCALARS
+        "bool deterministic, int generation, int need, bool weighted, " DEVICE);
   // What later calls of equal shapes, strides and options give to flashsci_run_forward and
   // flashsci_run_backward, past torch; out, lse and gradients as those calls will have them.
   m.def("cuda_prepared_forward(" TENSORS "Tensor out, " SCALARS

@@ -18,11 +18,13 @@
 #include <string>
 #include <type_traits>
 
+#include "../core/rehearsal.h"
 #include "../include/flashsci.h"
 #include "stream.h"
 
 namespace flashsci::bindings {
 
+using flashsci::rehearsing;
 using torch::stable::Tensor;
 
 inline constexpr int kMaxRank = 5;
@@ -86,6 +88,8 @@ inline int attribute_of(int device, cudaDeviceAttr attribute) {
 
 // Asked once per device; a lost race only asks again.
 inline Device describe(int device) {
+  if (const Rehearsal* described = rehearsal())
+    return {described->capability, described->shared_per_sm};
   static std::atomic<uint64_t> known[kMaxDevices];
   const bool cached = device < kMaxDevices;
   uint64_t packed = cached ? known[device].load(std::memory_order_relaxed) : 0;
@@ -104,6 +108,7 @@ inline Device describe(int device) {
 class OnDevice {
  public:
   explicit OnDevice(int device) {
+    if (rehearsing()) return;
     check_cuda(cudaGetDevice(&previous_), "asking for the current device");
     if (previous_ != device) {
       guard_.emplace(device);
@@ -153,7 +158,19 @@ struct View {
   }
 };
 
+// Whether a tensor is on a device, a CUDA device; in a rehearsal tensors may be anywhere.
+inline bool is_on(const Tensor& x, int device) {
+  return rehearsing() || (x.is_cuda() && x.get_device_index() == device);
+}
+
+// Where a tensor begins. Without memory of its own (on "meta") it begins where allocators let one begin.
+inline const void* address_of(const Tensor& x) {
+  const void* address = x.const_data_ptr();
+  return address == nullptr && rehearsing() ? rehearsed_address() : address;
+}
+
 inline void* current_stream(int device) {
+  if (rehearsing()) return nullptr;
   FLASHSCI_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
                  "this torch was built without CUDA");
   void* stream = nullptr;
@@ -165,6 +182,12 @@ inline Tensor empty_strided(int rank, const int64_t* sizes, const int64_t* strid
                             int device) {
   static const int32_t cuda = aoti_torch_device_type_cuda();
   AtenTensorHandle handle;
+  if (rehearsing()) {
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch_create_tensor_from_blob(rehearsed_address(), rank, sizes, strides, 0, dtype,
+                                           aoti_torch_device_type_cpu(), 0, &handle));
+    return Tensor(handle);
+  }
   TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(rank, sizes, strides, dtype, cuda, device, &handle));
 #if defined(FLASHSCI_POISON)  // core/poison.cuh: results and workspaces are NaN until written

@@ -4,13 +4,15 @@
 
 #include <cstdint>
 
+#include "../core/launch.cuh"
+
 namespace flashsci::sm90 {
 
 // Starts beside what precedes it in the stream: the time that a launch takes is spent meanwhile.
 // The kernel waits for its end (ptx::wait_for_prerequisites) before it reads or writes memory.
-template <class... Parameters>
-cudaError_t launch_beside(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared,
-                          cudaStream_t stream, const Parameters&... arguments) {
+template <auto kKernel, class... Arguments>
+cudaError_t launch_beside(int64_t blocks, int threads, int shared, cudaStream_t stream,
+                          const Arguments&... arguments) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -21,7 +23,7 @@ cudaError_t launch_beside(void (*kernel)(Parameters...), int64_t blocks, int thr
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+  return launch_configured<kKernel>(config, arguments...);
 }
 
 }  // namespace flashsci::sm90

@@ -142,8 +142,8 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
   const bool windowed = p.window_left >= 0 || p.window_right >= 0;
   if (p.dbias != nullptr && (p.seq_q == 0 || p.seq_k == 0 || (work.writes_bias && windowed))) {
     // Tiles that the window hides are not visited.
-    const cudaError_t error = cudaMemsetAsync(
-        p.dbias, 0, work.bias_plan.elements * (p.bias_mask.bias_is_fp32 ? 4 : 2), stream);
+    const cudaError_t error =
+        clear_memory(p.dbias, work.bias_plan.elements * (p.bias_mask.bias_is_fp32 ? 4 : 2), stream);
     if (error != cudaSuccess) return error;
   }
   if (p.seq_q > 0) {

@@ -166,7 +166,7 @@ cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t 
   if (error == cudaSuccess && p.dbias != nullptr && work.bias_plan.elements > 0 &&
       ((work.writes_bias && (p.window_left >= 0 || p.window_right >= 0)) ||
        heads * p.seq_q * p.seq_k == 0))
-    error = cudaMemsetAsync(p.dbias, 0, work.bias_plan.elements * sizeof(float), stream);
+    error = clear_memory(p.dbias, work.bias_plan.elements * sizeof(float), stream);
   const bool short_keys = takes_short<Bias::kDim>(p) && (work.keys || work.queries);
   if (error == cudaSuccess && short_keys) error = launch_short_of<Bias::kDim>(p, plan, stream);
   if (error == cudaSuccess && work.keys && !short_keys)

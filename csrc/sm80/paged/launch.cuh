@@ -34,8 +34,7 @@ inline bool takes_caches(const FlashsciPagedParams& p, int bytes) {
 template <class C>
 cudaError_t find_stages(int& stages, int device) {
   int room;
-  const cudaError_t error =
-      cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const cudaError_t error = shared_per_block_of(device, room);
   stages = 1;
   while (stages < C::kStages && shared_bytes<C>(stages + 1) <= room) ++stages;
   return error;

@@ -101,7 +101,7 @@ inline cudaError_t clear_bias(const FlashsciBackwardParams& p, cudaStream_t stre
   const FlashsciScoreStrides& s = p.dbias_strides;
   const int64_t rows =
       own(p.batch0, s.batch0) * own(p.batch1, s.batch1) * own(p.heads_q, s.head) * p.seq_q;
-  return cudaMemsetAsync(p.dbias, 0, rows * p.seq_k * (p.bias_mask.bias_is_fp32 ? 4 : 2), stream);
+  return clear_memory(p.dbias, rows * p.seq_k * (p.bias_mask.bias_is_fp32 ? 4 : 2), stream);
 }
 
 // element: of q.

@@ -138,13 +138,13 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
     if (error != cudaSuccess) return error;
   }
   const uint32_t row_blocks = static_cast<uint32_t>(heads * q_tiles);
-  backward_preprocess_kernel<Op, Rows, kVarlen><<<row_blocks, kRowThreads, 0, stream>>>(a);
-  error = cudaGetLastError();
+  error =
+      start<backward_preprocess_kernel<Op, Rows, kVarlen>>(row_blocks, kRowThreads, 0, stream, a);
   if (error == cudaSuccess)
-    error = launch_beside(kernel, ctas, C::kThreads, kSharedBytes, stream, a);
+    error = launch_beside<kernel>(ctas, C::kThreads, kSharedBytes, stream, a);
   if (error != cudaSuccess || p.dq == nullptr) return error;
-  return launch_beside(backward_postprocess_kernel<Op, Rows, kVarlen>, row_blocks, kRowThreads, 0,
-                       stream, a);
+  return launch_beside<backward_postprocess_kernel<Op, Rows, kVarlen>>(row_blocks, kRowThreads, 0,
+                                                                       stream, a);
 }
 
 // The tile shapes, by padded head dims of q and k, and of v; why: docs/develop/kernels/sm90_backward.md.

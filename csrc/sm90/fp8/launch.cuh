@@ -83,7 +83,7 @@ cudaError_t launch_tiling(Args& a, cudaStream_t stream) {
     a.pieces.arrived = reinterpret_cast<uint32_t*>(workspace);
     a.pieces.sums = reinterpret_cast<float4*>(workspace + parts.arrived);
     a.schedule.items -= a.pieces.tiles;
-    error = cudaMemsetAsync(workspace, 0, parts.arrived, stream);
+    error = clear_memory(workspace, parts.arrived, stream);
     if (error != cudaSuccess) return error;
   }
   constexpr auto kernel = fp8_forward_kernel<C, kVarlen>;

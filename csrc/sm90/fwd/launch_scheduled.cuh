@@ -46,15 +46,14 @@ cudaError_t launch_scheduled(const Args& a, int shared_bytes, int processors, cu
   const SchedulePlan& plan = a.schedule;
   cudaError_t error = allow_shared<kKernel>(shared_bytes, a.p.device);
   if (error == cudaSuccess && plan.counter != nullptr)
-    error = cudaMemsetAsync(plan.counter, 0, sizeof(uint32_t), stream);
+    error = clear_memory(plan.counter, sizeof(uint32_t), stream);
   if (error != cudaSuccess) return error;
   // Packed without a counter: the hardware hands out the slots as SMs become free.
   const uint32_t starts = plan.order == Order::kBalanced ? plan.items / 2 : plan.items;
   const uint32_t grid = kVarlen && plan.counter == nullptr
                             ? starts
                             : std::max(fewest, std::min(starts, static_cast<uint32_t>(processors)));
-  kKernel<<<grid, C::kThreads, shared_bytes, stream>>>(a);
-  return cudaGetLastError();
+  return start<kKernel>(grid, C::kThreads, shared_bytes, stream, a);
 }
 
 }  // namespace flashsci::sm90::fwd

@@ -66,14 +66,13 @@ struct Generation {
     if (error == cudaSuccess) error = allow_shared<kernel>(kSharedBytes, p.call.device);
     if (error != cudaSuccess) return error;
     if (a.plan.count > kPlannedByEach) {
-      plan<<<1, kPlanThreads, 0, stream>>>(a.p, a.plan, a.group);
-      error = cudaGetLastError();
+      error = start<plan>(1, kPlanThreads, 0, stream, a.p, a.plan, a.group);
       if (error != cudaSuccess) return error;
     }
-    error = launch_beside(kernel, a.plan.ctas, kThreads, kSharedBytes, stream, a);
+    error = launch_beside<kernel>(a.plan.ctas, kThreads, kSharedBytes, stream, a);
     if (error != cudaSuccess) return error;
-    return launch_beside(combine_kernel<Op, C>, combining_ctas(a), kCombiningWarps * 32, 0, stream,
-                         static_cast<const Args&>(a));
+    return launch_beside<combine_kernel<Op, C>>(combining_ctas(a), kCombiningWarps * 32, 0, stream,
+                                                static_cast<const Args&>(a));
   }
 };
 

@@ -70,7 +70,7 @@ cudaError_t launch_clusters(int64_t clusters, int rows, int threads, int shared,
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = beside ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kKernel, arguments...);
+  return launch_configured<kKernel>(config, arguments...);
 }
 
 // Bytes of shared memory for a storage that begins at a multiple of 1,024.

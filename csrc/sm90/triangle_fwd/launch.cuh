@@ -98,11 +98,12 @@ template <int kBytes, int kWidth>
 cudaError_t launch_copy(const FlashsciForwardParams& p, const BiasCopy& copy, uint32_t blocks,
                         cudaStream_t stream) {
   constexpr auto kernel = triangle_forward_copy_bias_kernel<kBytes, kWidth>;
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  if (error != cudaSuccess) return error;
-  kernel<<<blocks, kCopyThreads, 0, stream>>>(p.bias_mask.bias, p.workspace, copy);
-  return cudaGetLastError();
+  if (!rehearsing()) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (error != cudaSuccess) return error;
+  }
+  return start<kernel>(blocks, kCopyThreads, 0, stream, p.bias_mask.bias, p.workspace, copy);
 }
 
 template <class Op, class C>
@@ -143,7 +144,7 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
                               : launch_copy<C::kBiasBytes, C::kBiasBytes>(p, copy, blocks, stream);
     if (error != cudaSuccess) return error;
   }
-  return launch_beside(kernel, grid, C::kThreads, kSharedBytes, stream, a);
+  return launch_beside<kernel>(grid, C::kThreads, kSharedBytes, stream, a);
 }
 
 // cudaErrorNotSupported: another kernel must serve this call, nothing was launched.

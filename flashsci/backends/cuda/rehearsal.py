@@ -1,0 +1,104 @@
+"""Which kernels of the library would compute a call: the launchers' own decisions, without a launch, on a device that may be elsewhere.
+
+A name is ``sm90/triangle_fwd/triangle_forward_kernel``: the folder in csrc and the kernel, in the order of the launches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashsci.backends.cuda import layouts, library
+from flashsci.ops import Saved, Scalars, Tensors
+
+
+class Device(NamedTuple):
+    """The properties of a GPU by which launchers decide."""
+
+    capability: int  # 90 for 9.0
+    processors: int  # streaming multiprocessors
+    shared_per_sm: int  # bytes of shared memory
+    shared_per_block: int  # bytes of it that one block may have
+
+    @classmethod
+    def of(cls, device: torch.device) -> Device:
+        """Those of a CUDA device of this machine."""
+        found = torch.cuda.get_device_properties(device)
+        return cls(
+            found.major * 10 + found.minor,
+            found.multi_processor_count,
+            found.shared_memory_per_multiprocessor,
+            found.shared_memory_per_block_optin,
+        )
+
+
+T4 = Device(75, 40, 64 << 10, 64 << 10)
+A100 = Device(80, 108, 164 << 10, 163 << 10)
+H100 = Device(90, 132, 228 << 10, 227 << 10)  # and H200
+
+Kernels = tuple[str, ...]
+
+
+def forward_kernels(
+    tensors: Tensors, scalars: Scalars, device: Device, generation: int = 0
+) -> Kernels | None:
+    """The kernels that compute out and lse; () where there is no score; None where no kernel takes the call.
+
+    Args:
+        tensors: as the cuda backend is given them; on any device, "meta" too.
+        generation: 75, 80 or 90: its kernels alone.
+
+    Raises:
+        RuntimeError: tensors that do not belong together, as the op says.
+    """
+    options = _options(scalars)
+    inputs = _inputs(tensors)
+    weighted = tensors.key_weight is not None
+    return _asked("cuda_forward_kernels", *inputs, *options, generation, weighted, *device)
+
+
+def backward_kernels(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    saved: Saved,
+    need: int,
+    device: Device,
+    generation: int = 0,
+) -> Kernels | None:
+    """The kernels that compute the gradients named by ``need`` (:data:`flashsci.ops.NEED_Q`, ...), as :func:`forward_kernels`."""
+    tensors, scalars = saved.tensors, saved.scalars
+    weighted = tensors.key_weight is not None
+    return _asked(
+        "cuda_backward_kernels", dout, dlse, *_inputs(tensors), saved.out, saved.lse, *_options(scalars), scalars.deterministic,
+        generation, layouts.bias_or_weights_needed(need), weighted, *device,
+    )  # fmt: skip
+
+
+def folders(kernels: Kernels) -> Kernels:
+    """The folders of kernels, each once: ``("sm90/bwd", "sm80/dbias")``."""
+    return tuple(dict.fromkeys(name.rpartition("/")[0] for name in kernels))
+
+
+def _inputs(tensors: Tensors) -> tuple[Tensor | None, ...]:
+    q, k, v, _, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
+    return q, k, v, layouts.bias_or_weights(tensors), mask, cu_seqlens_q, cu_seqlens_k
+
+
+def _options(scalars: Scalars) -> tuple[Any, ...]:
+    *options, _, precision, _ = scalars
+    return *options, precision == "tf32"
+
+
+def _asked(op: str, *arguments: Any) -> Kernels | None:
+    reason = library.load()
+    if reason is not None:
+        raise RuntimeError(reason)
+    try:
+        text: str = getattr(torch.ops.flashsci, op).default(*arguments)
+    except RuntimeError as error:
+        if "serves this call on compute capability" in str(error):
+            return None
+        raise
+    return tuple(text.split("\n")) if text else ()
