@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,6 +23,7 @@ def main() -> None:
         "--read", type=Path, nargs="+", help="run nothing, and take outcomes that were kept"
     )
     parser.add_argument("--family", default="", help="machineries of this family alone")
+    parser.add_argument("--seconds", type=float, default=1e9, help="what has run until then counts")
     parser.add_argument("--cell", help="a machinery and a call as JSON: prints its outcome")
     parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -99,19 +101,28 @@ def run(given: argparse.Namespace) -> list[str]:
         given.family,
         "--part",
     ]
-    workers = [
-        subprocess.Popen(
-            [*command, str(n), str(given.processes)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for n in range(given.processes)
-    ]
-    said = [worker.communicate()[0] for worker in workers]
-    died = [worker.returncode for worker in workers if worker.returncode]
-    assert not died, f"processes died: {died}"
-    return [line[1:] for text in said for line in text.splitlines() if line.startswith("@")]
+    end = time.monotonic() + given.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder) / str(n) for n in range(given.processes)]
+        workers = [
+            subprocess.Popen(
+                [*command, str(n), str(given.processes)],
+                stdout=path.open("w"),
+                stderr=subprocess.DEVNULL,
+            )
+            for n, path in enumerate(said)
+        ]
+        for n, worker in enumerate(workers):
+            try:
+                worker.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                print(f"process {n} ran out of time")
+            else:
+                if worker.returncode:
+                    print(f"process {n} died with {worker.returncode}, after its last line")
+        lines = [line for path in said for line in path.read_text().splitlines()]
+    return [line[1:] for line in lines if line.startswith("@") and line.endswith("]")]
 
 
 if __name__ == "__main__":
