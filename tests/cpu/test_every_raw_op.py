@@ -6,7 +6,8 @@ Whatever it is given, it reads and writes nothing beyond its tensors. tests/gpu/
 from __future__ import annotations
 
 import pytest
-from raw_op_calls import CALLS, Right, all_ops, judge, wrong_calls
+from raw_op_calls import CALLS, Right, all_ops
+from raw_op_judge import judge, wrong_calls
 
 HERE = tuple(right for right in CALLS if not right.op.startswith("cuda_"))
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from raw_op_calls import CALLS, Right, all_ops, judge, wrong_calls
+from raw_op_calls import CALLS, Right, all_ops
+from raw_op_judge import judge, wrong_calls
 
 from flashsci import registry
 
