@@ -31,7 +31,7 @@ from flashsci.plans import (
     signature,
 )  # fmt: skip
 from flashsci.residual_ops import Kernels, ResidualCall, scores_dtype
-from flashsci.tracing import autocast, transforming
+from flashsci.tracing import autocast, count_flops, transforming
 
 MAX_HEAD_DIM = 128  # of the kernels
 PARTS = ""  # no kernels: from parts
@@ -124,6 +124,7 @@ def residual_attention(
     seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     if kernels is None or transforming():
         return _from_parts(q, k, v, bias, seed, options, backend)
+    count_flops()
     scalars = options.scalars(q.shape[-1])
     wanted = scalars.scale, scalars.dropout_p, scalars.precision
     direct = plain((q, k, v, bias, seed))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _tracing_state = torch._C._get_tracing_state
+modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes see ops
 
 
 def is_traced() -> bool:
@@ -32,6 +33,14 @@ def is_recorded() -> bool:
     """Whether a call becomes part of a program that runs later, or other than real tensors go through it: a compiler, a tracer or
     a dispatch mode sees its ops."""
     return torch.compiler.is_compiling() or is_traced() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def count_flops() -> None:
+    """Give flop counters that see this call's ops their formulas."""
+    if not torch.compiler.is_compiling() and modes() > 0:
+        from flashsci.flops import teach
+
+        teach()
 
 
 def holds(condition: Any, unknown: bool = False) -> bool:
