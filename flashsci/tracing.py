@@ -44,7 +44,10 @@ def count_flops() -> None:
 
 
 def holds(condition: Any, unknown: bool = False) -> bool:
-    """A condition on sizes or strides; ``unknown`` where a compiler cannot tell, since they depend on the data."""
+    """A condition on sizes or strides; ``unknown`` where a compiler cannot tell, since they depend on the data, and where a tracer
+    would keep the answer of the sizes that it saw."""
+    if isinstance(condition, Tensor):
+        return unknown
     if type(condition) is bool and not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
