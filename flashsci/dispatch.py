@@ -14,7 +14,7 @@ from flashsci import arguments, second_order
 from flashsci.dropout import check_dropout, draw_seed
 from flashsci.ops import Given, Tensors, follow_layout, plain
 from flashsci.plans import Call, Plan, Run, remember
-from flashsci.tracing import transforming_eagerly
+from flashsci.tracing import count_flops, transforming_eagerly
 
 
 def run(
@@ -34,6 +34,7 @@ def run(
         reads_lse: whether the caller does.
     """
     module = plan.module
+    count_flops()
     if sink is not None:
         from flashsci.sink import attend
 

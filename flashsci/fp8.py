@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashsci import arguments, registry, transforms
 from flashsci.fp8_ops import FP8, FP8Attention, FP8Scalars, FP8Tensors, rows_per_scale
+from flashsci.tracing import count_flops
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -35,6 +36,7 @@ def dense(
     """`flashsci.attention` of 8-bit floats: out, or with return_lse (out, lse)."""
     call = describe(q, k, v, given, options)
     name = _decide(*call, backend)
+    count_flops()
     scales: tuple[Tensor | None, ...] = given[:3]
     leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     if not (q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and q.dim() == k.dim() == v.dim()):
@@ -70,6 +72,7 @@ def packed(
         arguments.check_cu_seqlens_contents("cu_seqlens_q", cu_seqlens[0], q.shape[0], longest[0])
         arguments.check_cu_seqlens_contents("cu_seqlens_k", cu_seqlens[1], k.shape[0], longest[1])
     name = _decide(*call, backend)
+    count_flops()
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     out, lse = _run(name, q, k, v, given[:3], *cu_seqlens, options, *longest, given.out_dtype)
     out = out.transpose(0, 1)

@@ -16,7 +16,7 @@ from flashsci import arguments, registry, transforms
 from flashsci.errors import BackendError
 from flashsci.paged_ops import FP8, PagedOps, PagedScalars, PagedTensors
 from flashsci.plans import grad_enabled, gradients, keep, plans, signature
-from flashsci.tracing import transforming_eagerly
+from flashsci.tracing import count_flops, modes, transforming_eagerly
 
 _KINDS = frozenset((Tensor, torch.nn.Parameter, NoneType))  # that a key describes
 
@@ -138,9 +138,10 @@ def _plan(
         wanted = grad_enabled() and gradients(*every)
         key = ("paged", *signature(*every), max_seqlen_q, options, wanted, registry.requested(backend))  # fmt: skip
         kept: _Plan | None = plans.get(key)
-        if kept is not None:
+        if kept is not None and not modes():
             return kept
     name = _decide(*describe(*given, out, max_seqlen_q, options), backend)
+    count_flops()
     dense = options.scalars(given.q.shape[-1], max_seqlen_q)
     scalars = PagedScalars(
         dense.max_seqlen_q, dense.scale, dense.softcap, dense.window_left, dense.window_right, options.return_lse

@@ -25,7 +25,7 @@ from flashsci import preferences
 from flashsci.errors import BackendError
 from flashsci.ops import NEED_BIAS, Given, Saved, Scalars, Tensors
 from flashsci.problem import Problem, sums_bias
-from flashsci.tracing import rounds_products
+from flashsci.tracing import count_flops, rounds_products
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,9 @@ def backward(
     sharing = _sharing(name)
     if sharing is not None:
         name = _gradient_backend(name, sharing, saved, need)
-    found: tuple[Tensor, ...] = kernels(name).backward(dout, dlse, saved, need)
+    module = kernels(name)
+    count_flops()
+    found: tuple[Tensor, ...] = module.backward(dout, dlse, saved, need)
     return found
 
 
@@ -433,6 +435,7 @@ def second_order(name: str, tensors: Tensors) -> Any:
     """
     module = kernels(name)
     if hasattr(module, "double_backward"):
+        count_flops()
         return module
     reason = triton_rejects(tensors)
     if reason is not None:
@@ -440,7 +443,9 @@ def second_order(name: str, tensors: Tensors) -> Any:
             f"flashsci: second derivatives come from the triton backend, and {reason}; compute "
             "this call with backend='reference'"
         )
-    return kernels("triton")
+    module = kernels("triton")
+    count_flops()
+    return module
 
 
 def _candidates(problem: Problem, name: str, strict: bool) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from flashsci.plans import (
     signature,
 )  # fmt: skip
 from flashsci.residual_ops import MAX_HEAD_DIM, Kernels, ResidualCall, scores_dtype
-from flashsci.tracing import autocast, transforming
+from flashsci.tracing import autocast, count_flops, transforming
 
 PARTS = ""  # no kernels: from parts
 
@@ -123,6 +123,7 @@ def residual_attention(
     seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     if kernels is None or transforming():
         return _from_parts(q, k, v, bias, seed, options, backend)
+    count_flops()
     scalars = options.scalars(q.shape[-1])
     wanted = scalars.scale, scalars.dropout_p, scalars.precision
     direct = plain((q, k, v, bias, seed))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 _tracing_state = torch._C._get_tracing_state
 _set_tracing_state: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
+modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes see ops
 
 
 def is_traced() -> bool:
@@ -35,8 +36,19 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or is_traced() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def count_flops() -> None:
+    """Give flop counters that see this call's ops their formulas."""
+    if not torch.compiler.is_compiling() and modes() > 0:
+        from flashsci.flops import teach
+
+        teach()
+
+
 def holds(condition: Any, unknown: bool = False) -> bool:
-    """A condition on sizes or strides; ``unknown`` where a compiler cannot tell, since they depend on the data."""
+    """A condition on sizes or strides; ``unknown`` where a compiler cannot tell, since they depend on the data, and where a tracer
+    would keep the answer of the sizes that it saw."""
+    if isinstance(condition, Tensor):
+        return unknown
     if type(condition) is bool and not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true

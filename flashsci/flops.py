@@ -1,0 +1,97 @@
+"""What torch's FlopCounterMode counts of our ops: multiplications and additions of the matrix products, as it counts SDPA's.
+
+A pair of query and key costs ``2 D`` for a product over the head dim and ``2 Dv`` for one over that of the values. Masks, causal and
+windows are not looked at, which is torch's convention too; packed and paged lengths are, by reading the offsets.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Products over D and over Dv of each pass. The second order's are those that the formulas need, not what a kernel computes twice.
+PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "jvp": (3, 3), "double_backward": (7, 5)}
+_BACKENDS = ("triton", "cuda", "reference_packed")
+
+
+def teach(modes: Any = None) -> None:
+    """Give every flop counter that is active, and those to come, the formulas of the ops that are loaded."""
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None:  # so nobody counts, and its import is not ours to pay for
+        return
+    registry = module.flop_registry
+    new = {op: f for op, f in formulas().items() if op not in registry}
+    registry.update(new)
+    if modes is None:
+        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    for mode in modes:
+        counter = getattr(mode, "counter", mode)
+        known = getattr(counter, "flop_registry", None)
+        if known is not None:
+            known.update({op: f for op, f in formulas().items() if op not in known})
+
+
+def formulas() -> dict[Any, Callable[..., int]]:
+    """By op, as far as backends are loaded."""
+    found: dict[Any, Callable[..., int]] = {}
+    named = [(f"{b}_{what}", PRODUCTS[what]) for b in _BACKENDS for what in PRODUCTS]
+    named += [("triton_residual_forward", (1, 1)), ("triton_residual_backward", (3, 2))]
+    named += [(f"{b}_fp8_attention", (1, 1)) for b in ("triton", "cuda", "reference")]
+    for name, products in named:
+        op = getattr(torch.ops.flashsci, name, None)
+        if op is not None:
+            found[op] = _formula(op, *products)
+    for backend in ("triton", "cuda", "reference"):
+        op = getattr(torch.ops.flashsci, f"{backend}_paged_attention", None)
+        if op is not None:
+            found[op] = _paged
+    return found
+
+
+def _formula(op: Any, over_dim: int, over_values: int) -> Callable[..., int]:
+    names = [argument.name for argument in op.default._schema.arguments]
+
+    def count(*arguments: Any, out_val: Any = None, **named: Any) -> int:
+        given = dict(zip(names, arguments, strict=False)) | named
+        q, k, v = given["q"], given["k"], given["v"]
+        offsets = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
+        if offsets[0] is None or offsets[1] is None:
+            pairs = math.prod(q.shape[:-1]) * k.shape[-2]
+        else:
+            lengths = (
+                _lengths(x, given[f"max_seqlen_{s}"]) for x, s in zip(offsets, "qk", strict=True)
+            )
+            pairs = q.shape[0] * sum(m * n for m, n in zip(*lengths, strict=True))
+        return int(2 * pairs * (over_dim * q.shape[-1] + over_values * v.shape[-1]))
+
+    count._get_raw = True  # type: ignore[attr-defined]  # takes tensors, not shapes
+    return count
+
+
+def _paged(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor, *rest: Any, out_val: Any = None
+) -> int:  # fmt: skip
+    longest = k_cache.shape[1] * table.shape[1]
+    keys = [longest] * table.shape[0] if _hidden(seqused_k) else seqused_k.tolist()
+    pairs = q.shape[1] * sum(m * n for m, n in zip(_lengths(cu_seqlens_q, 1), keys, strict=True))
+    return int(2 * pairs * (q.shape[-1] + v_cache.shape[-1]))
+
+
+_paged._get_raw = True  # type: ignore[attr-defined]
+
+
+def _hidden(x: Tensor) -> bool:
+    """Whether numbers cannot be read: a tensor without memory, or a compiler's."""
+    return x.is_meta or type(x) is not Tensor
+
+
+def _lengths(offsets: Tensor, longest: int) -> list[int]:
+    """Of the sequences; the longest where they cannot be read, as torch does."""
+    if _hidden(offsets):
+        return [max(longest, 0)] * (offsets.shape[0] - 1)
+    return [int(n) for n in offsets.diff().tolist()]
