@@ -1,7 +1,8 @@
 """The raw op of attention on 8-bit floats: its arguments, schema and fake kernel, the same for every backend that has it, and what
 the scales of q, k and v may look like.
 
-``flashsci::<backend>_fp8_attention`` returns (out, lse). It is opaque to a compiler and has no gradients.
+``flashsci::<backend>_fp8_attention`` returns (out, lse). It is opaque to a compiler and has no gradients. fp8_checks.py says what it
+refuses. Scales are not read on the host: NaN, infinity, zero or less is no error, and gives what the formula makes of it.
 """
 
 from __future__ import annotations

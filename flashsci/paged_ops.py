@@ -2,7 +2,10 @@
 
 ``flashsci::<backend>_paged_attention`` writes into the ``out`` it is given and returns the lse, so that a serving engine's own
 buffer is filled without a copy; ``flashsci::<backend>_write_kv_cache`` writes into the caches. Both are opaque to a compiler and
-have no gradients.
+have no gradients. paged_checks.py says what they refuse.
+
+Numbers in tensors stay on the device. Pages, lengths and slots that cannot be are clamped or skipped; a scale of NaN, infinity, zero
+or less gives what the formula makes of it. Neither is an error, and neither touches memory beyond a tensor.
 """
 
 from __future__ import annotations
