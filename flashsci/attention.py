@@ -210,12 +210,12 @@ def _plan(
         )
     if is_traced():
         with tracer_paused():
-            plan = _make_plan(
+            made = _make_plan(
                 q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
             )
-        if plan.leading is not None:
-            plan.leading = _leading(q, k, v)  # of sizes that the tracer follows
-        return plan
+        if made.leading is not None:
+            made.leading = _leading(q, k, v)  # of sizes that the tracer follows
+        return made
     key = (
         *signature(q, k, v, bias, key_weight, mask, alibi_slopes, sink),
         options,

@@ -49,7 +49,7 @@ def _traced(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     from torch.fx.experimental.proxy_tensor import get_proxy_slot, proxy_call
     from torch.utils.checkpoint import CheckpointPolicy
 
-    found: Tensor = proxy_call(mode, func, mode.pre_dispatch, args, kwargs or {})
+    found: Any = proxy_call(mode, func, mode.pre_dispatch, args, kwargs or {})
     meta = get_proxy_slot(found, mode.tracer).proxy.node.meta
     if meta.get("recompute") is None:
         nothing = _budget(meta) == 0
@@ -57,7 +57,8 @@ def _traced(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
             CheckpointPolicy.PREFER_RECOMPUTE if nothing else CheckpointPolicy.MUST_SAVE
         )
         meta["ac_graph_id"] = _LAST_GRAPH
-    return found
+    seed: Tensor = found
+    return seed
 
 
 def _budget(meta: dict[str, Any]) -> float:

@@ -84,8 +84,8 @@ class Tensors(NamedTuple):
         rows = self.inner_contiguous(None)
         if all(x is None or x.is_contiguous() for x in rows[6:10]):
             return rows
-        whole = (None if x is None else x.contiguous() for x in rows[6:10])
-        return Tensors(*rows[:6], *whole, rows.alibi_slopes)
+        first, second, blocks, seed = (None if x is None else x.contiguous() for x in rows[6:10])
+        return Tensors(*rows[:6], first, second, blocks, seed, rows.alibi_slopes)
 
 
 #: What a prepared function takes: the fields of :class:`Tensors` in their order, in whatever sequence is at hand.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _tracing_state = torch._C._get_tracing_state
+_set_tracing_state: Any = getattr(torch._C, "_set_tracing_state")  # noqa: B009  (torch's stubs lack it)
 modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes see ops
 
 
@@ -22,11 +23,11 @@ def is_traced() -> bool:
 def tracer_paused() -> Iterator[None]:
     """Sizes are numbers inside, also under torch.jit.trace, which records nothing of what is decided by them."""
     state = _tracing_state()
-    torch._C._set_tracing_state(None)
+    _set_tracing_state(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)
+        _set_tracing_state(state)
 
 
 def is_recorded() -> bool:

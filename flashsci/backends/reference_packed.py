@@ -36,8 +36,9 @@ def _leaves(saved: Saved) -> tuple[list[Tensor], Callable[..., tuple[Tensor, Ten
 
     def compute() -> tuple[Tensor, Tensor]:
         given = iter(leaves)
-        of_leaves = [None if x is None else next(given) for x in saved.tensors[:5]]
-        return reference.forward(Tensors(*of_leaves, *saved.tensors[5:]), saved.scalars)  # type: ignore[arg-type]
+        of_leaves: list[Any] = [None if x is None else next(given) for x in saved.tensors[:5]]
+        every = (*of_leaves, *saved.tensors[5:])
+        return reference.forward(Tensors(*every), saved.scalars)
 
     return leaves, compute
 
