@@ -36,6 +36,13 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or is_traced() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def hides_sizes(*tensors: Tensor) -> bool:
+    """Whether sizes may be symbols: under a compiler, or a mode that traces for any length. No plan is kept of such a call."""
+    if torch.compiler.is_compiling():
+        return True
+    return modes() > 0 and any(type(n) is not int for x in tensors for n in x.shape)
+
+
 def count_flops() -> None:
     """Give flop counters that see this call's ops their formulas."""
     if not torch.compiler.is_compiling() and modes() > 0:

@@ -12,7 +12,14 @@ from flashsci import arguments, fp8, registry
 from flashsci.dispatch import run, seed_for
 from flashsci.ops import Given, Tensors, packed
 from flashsci.plans import Plan, Run, as_given, gradients, keep, plans, present, repeated, signature
-from flashsci.tracing import autocast, is_recorded, is_traced, rounds_products, tracer_paused
+from flashsci.tracing import (
+    autocast,
+    hides_sizes,
+    is_recorded,
+    is_traced,
+    rounds_products,
+    tracer_paused,
+)
 
 FP8 = fp8.FP8
 
@@ -277,7 +284,7 @@ def describe(
                 f"got {list(bias.shape)}"
             )
         features["ragged_bias"] = _per_pair(bias, k.shape[0])
-        features["bias_shape"] = () if torch.compiler.is_compiling() else tuple(bias.shape)
+        features["bias_shape"] = () if hides_sizes(q, k, bias) else tuple(bias.shape)
     if key_weight is not None:
         arguments.check_key_weight_dtype(key_weight, q.dtype)
         arguments.same_device(q, key_weight=key_weight)
@@ -292,7 +299,7 @@ def describe(
         arguments.check_alibi(alibi_slopes, q, (sequences, heads_q), "N, Hq")
     if sink is not None:
         arguments.check_sink(sink, q, heads_q)
-    if not torch.compiler.is_compiling():
+    if not hides_sizes(q, k, cu_seqlens_q):
         sequences = cu_seqlens_q.shape[0] - 1
         features.update(batch=(sequences,), seq_q=q.shape[0], seq_k=k.shape[0])
     return registry.call(q, v, heads_q, heads_k, features)
