@@ -36,6 +36,17 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or is_traced() or torch._C._len_torch_dispatch_stack() > 0
 
 
+_mode_of, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether the host can look at numbers: not a compiler's or tracer's, which would keep them, nor those of a tensor without
+    memory."""
+    if torch.compiler.is_compiling() or is_traced() or _mode_of(_PROXY) is not None:
+        return False
+    return type(x) is Tensor and not x.is_meta
+
+
 def hides_sizes(*tensors: Tensor) -> bool:
     """Whether sizes may be symbols: under a compiler, or a mode that traces for any length. No plan is kept of such a call."""
     if torch.compiler.is_compiling():

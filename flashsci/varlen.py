@@ -15,6 +15,7 @@ from flashsci.plans import Plan, Run, as_given, gradients, keep, plans, present,
 from flashsci.tracing import (
     autocast,
     hides_sizes,
+    is_readable,
     is_recorded,
     is_traced,
     rounds_products,
@@ -141,7 +142,7 @@ def varlen_attention(
     cu_seqlens_q, cu_seqlens_k = dense_offsets(cu_seqlens_q, cu_seqlens_k)
     other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
     call = as_given(call, q, k, v, cu_seqlens_q, other, alibi_slopes)
-    if contents_are_seen(q, validate):
+    if contents_are_seen(cu_seqlens_q, validate):
         call = None  # contents are checked at every call
         check_contents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias)
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
@@ -314,9 +315,9 @@ def dense_offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> tuple[Te
     return first, cu_seqlens_k.contiguous()
 
 
-def contents_are_seen(q: Tensor, validate: bool) -> bool:
+def contents_are_seen(offsets: Tensor, validate: bool) -> bool:
     """Whether the host looks at the offsets' values."""
-    return not is_recorded() and (validate or q.device.type == "cpu")
+    return (validate or offsets.device.type == "cpu") and is_readable(offsets)
 
 
 def _per_pair(bias: Tensor, total_k: int) -> bool:
