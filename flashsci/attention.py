@@ -14,7 +14,7 @@ from flashsci.dispatch import run, seed_for
 from flashsci.ops import Given, Tensors
 from flashsci.plans import Plan, as_given, gradients, keep, plans, present, repeated, signature
 from flashsci.problem import has_inner_heads, sums_bias
-from flashsci.tracing import autocast, is_traced, rounds_products, tracer_paused
+from flashsci.tracing import autocast, hides_sizes, is_traced, rounds_products, tracer_paused
 
 FP8 = fp8.FP8  # one look-up: every call asks
 
@@ -208,7 +208,7 @@ def _plan(
     backend: str,
 ) -> Plan:
     """The plan of a dense call, from the cache where an equal call was planned before."""
-    if torch.compiler.is_compiling():
+    if hides_sizes(q, k, v):
         return _make_plan(
             q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
         )
@@ -320,7 +320,7 @@ def describe(
     arguments.same_device(q, bias=bias, key_weight=key_weight, mask=mask)
     features = options.features(bias, key_weight, alibi_slopes, sink, needs_grad)
     features["mask"] = mask is not None
-    if torch.compiler.is_compiling():
+    if hides_sizes(q, k, v):
         features["bias_shape"] = None if bias is None else ()
     else:
         bias_shape = None if bias is None else tuple(bias.shape)

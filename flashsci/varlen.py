@@ -12,7 +12,15 @@ from flashsci import arguments, fp8, registry, transforms
 from flashsci.dispatch import run, seed_for
 from flashsci.ops import Given, Tensors, packed
 from flashsci.plans import Plan, Run, as_given, gradients, keep, plans, present, repeated, signature
-from flashsci.tracing import autocast, is_recorded, is_traced, rounds_products, tracer_paused
+from flashsci.tracing import (
+    autocast,
+    hides_sizes,
+    is_readable,
+    is_recorded,
+    is_traced,
+    rounds_products,
+    tracer_paused,
+)
 
 FP8 = fp8.FP8
 
@@ -134,7 +142,7 @@ def varlen_attention(
     cu_seqlens_q, cu_seqlens_k = dense_offsets(cu_seqlens_q, cu_seqlens_k)
     other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
     call = as_given(call, q, k, v, cu_seqlens_q, other, alibi_slopes)
-    if contents_are_seen(q, validate):
+    if contents_are_seen(cu_seqlens_q, validate):
         call = None  # contents are checked at every call
         check_contents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias)
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
@@ -277,7 +285,7 @@ def describe(
                 f"got {list(bias.shape)}"
             )
         features["ragged_bias"] = _per_pair(bias, k.shape[0])
-        features["bias_shape"] = () if torch.compiler.is_compiling() else tuple(bias.shape)
+        features["bias_shape"] = () if hides_sizes(q, k, bias) else tuple(bias.shape)
     if key_weight is not None:
         arguments.check_key_weight_dtype(key_weight, q.dtype)
         arguments.same_device(q, key_weight=key_weight)
@@ -292,7 +300,7 @@ def describe(
         arguments.check_alibi(alibi_slopes, q, (sequences, heads_q), "N, Hq")
     if sink is not None:
         arguments.check_sink(sink, q, heads_q)
-    if not torch.compiler.is_compiling():
+    if not hides_sizes(q, k, cu_seqlens_q):
         sequences = cu_seqlens_q.shape[0] - 1
         features.update(batch=(sequences,), seq_q=q.shape[0], seq_k=k.shape[0])
     return registry.call(q, v, heads_q, heads_k, features)
@@ -307,9 +315,9 @@ def dense_offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> tuple[Te
     return first, cu_seqlens_k.contiguous()
 
 
-def contents_are_seen(q: Tensor, validate: bool) -> bool:
+def contents_are_seen(offsets: Tensor, validate: bool) -> bool:
     """Whether the host looks at the offsets' values."""
-    return not is_recorded() and (validate or q.device.type == "cpu")
+    return (validate or offsets.device.type == "cpu") and is_readable(offsets)
 
 
 def _per_pair(bias: Tensor, total_k: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from everywhere import BACKENDS, DEVICE
 from torch.autograd.graph import saved_tensors_hooks
 
 import flashsci
@@ -42,11 +43,15 @@ def reversed_dims(x):
 
 
 CHANGES = {f.__name__: f for f in (transposed, spread, shifted, negated, reversed_dims)}
+FUSED = [b for b in BACKENDS if b not in ("reference", "sdpa")]
+NOT_CUDAS = ("alibi", "dropout", "packed bias")
+pytestmark = pytest.mark.usefixtures("loaded")
+fused = pytest.mark.parametrize("backend", FUSED)
 changes = pytest.mark.parametrize("change", CHANGES)
 
 
 def leaf(*shape):
-    return torch.randn(shape).requires_grad_()
+    return torch.randn(shape, device=DEVICE).requires_grad_()
 
 
 def rows(*lead, bias=False):
@@ -54,9 +59,9 @@ def rows(*lead, bias=False):
     return [*tensors, leaf(*lead, 1, 3, 4)] if bias else tensors
 
 
-OFFSETS = torch.tensor([0, 1, 4], dtype=torch.int32)
-SEED = torch.tensor([3, 4])
-MASK = torch.arange(12).reshape(3, 4) % 5 > 0
+OFFSETS = torch.tensor([0, 1, 4], dtype=torch.int32, device=DEVICE)
+SEED = torch.tensor([3, 4], device=DEVICE)
+MASK = torch.arange(12, device=DEVICE).reshape(3, 4) % 5 > 0
 
 
 def packed_inputs():
@@ -70,10 +75,10 @@ CALLS = {
     "lse": (lambda b, *x: flashsci.attention(*x, return_lse=True, backend=b), lambda: rows(2)),
     "weights": (
         lambda b, q, k, v, w: flashsci.attention(q, k, v, key_weight=w, backend=b),
-        lambda: [*rows(2), torch.rand(2, 1, 4).requires_grad_()],
+        lambda: [*rows(2), torch.rand(2, 1, 4, device=DEVICE).requires_grad_()],
     ),
     "alibi": (
-        lambda b, q, k, v: flashsci.attention(q, k, v, alibi_slopes=torch.ones(2, 2), return_lse=True, backend=b),
+        lambda b, q, k, v: flashsci.attention(q, k, v, alibi_slopes=torch.ones(2, 2, device=DEVICE), return_lse=True, backend=b),
         lambda: rows(2),
     ),
     "dropout": (
@@ -126,16 +131,20 @@ def check(name, backend, change, order):
                 torch.testing.assert_close(a, b)
 
 
+@fused
 @changes
 @pytest.mark.parametrize("name", CALLS)
-def test_strides_of_what_hooks_give_back_do_not_matter(name, change):
-    check(name, "triton", change, 1)
+def test_strides_of_what_hooks_give_back_do_not_matter(name, backend, change):
+    if backend == "cuda" and name in NOT_CUDAS:
+        pytest.skip("the cuda backend does not serve it")
+    check(name, backend, change, 1)
 
 
+@fused
 @pytest.mark.parametrize("change", ["transposed", "negated"])
 @pytest.mark.parametrize("name", ["bias", "sink", "packed", "residual bias"])
-def test_nor_do_they_to_second_order(name, change):
-    check(name, "triton", change, 2)
+def test_nor_do_they_to_second_order(name, backend, change):
+    check(name, backend, change, 2)
 
 
 @changes
