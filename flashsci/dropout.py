@@ -141,6 +141,8 @@ def check_dropout(dropout_p: float, dropout_seed: Tensor | None) -> None:
             "dropout_seed must be an int64 tensor of shape [2] (seed, offset) or None, got "
             f"{type(dropout_seed).__name__}; torch.tensor([seed, offset]) makes one"
         )
+    if type(dropout_seed).__name__ == "DTensor":
+        raise TypeError("dropout_seed is a DTensor; give dropout_seed.full_tensor()")
     if dropout_seed is not None and (
         dropout_seed.dtype != torch.int64 or dropout_seed.shape != (2,)
     ):

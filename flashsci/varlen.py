@@ -15,7 +15,6 @@ from flashsci.plans import Plan, Run, as_given, gradients, keep, plans, present,
 from flashsci.tracing import (
     autocast,
     hides_sizes,
-    is_readable,
     is_recorded,
     is_traced,
     rounds_products,
@@ -142,7 +141,7 @@ def varlen_attention(
     cu_seqlens_q, cu_seqlens_k = dense_offsets(cu_seqlens_q, cu_seqlens_k)
     other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
     call = as_given(call, q, k, v, cu_seqlens_q, other, alibi_slopes)
-    if contents_are_seen(cu_seqlens_q, validate):
+    if arguments.contents_are_seen(cu_seqlens_q, validate):
         call = None  # contents are checked at every call
         check_contents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias)
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
@@ -209,6 +208,10 @@ def _plan(
             q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, alibi_slopes, sink, options, needs_grad
         )  # fmt: skip
         name = registry.decide(*call, backend)
+        if name == "reference":
+            for offsets_name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True):
+                if x is not None:
+                    arguments.check_unmapped(offsets_name, x)
         if name == "reference" and recorded and not transforms.needs_grad(alibi_slopes):
             name = registry.load_recorded_reference()
         return Plan(name, registry.LOADED[name], options.scalars(q.shape[-1], *longest))
@@ -313,11 +316,6 @@ def dense_offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> tuple[Te
     if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
         return first, first
     return first, cu_seqlens_k.contiguous()
-
-
-def contents_are_seen(offsets: Tensor, validate: bool) -> bool:
-    """Whether the host looks at the offsets' values."""
-    return (validate or offsets.device.type == "cpu") and is_readable(offsets)
 
 
 def _per_pair(bias: Tensor, total_k: int) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flashsci.dropout import keep_mask
 from flashsci.fp8_ops import FP8, lacks
-from flashsci.ops import Saved, Scalars, Tensors
+from flashsci.ops import Saved, Scalars, Tensors, follow_layout
 from flashsci.problem import Problem
 from flashsci.tracing import casts_to, holds, rounds_products
 
@@ -426,9 +426,9 @@ def backward(
             )
             for n in range(packed.count)
         ]
-        dq = packed.join([f[0] for f in found], q, -2)
-        dk = packed.join([f[1] for f in found], k, -2)
-        dv = packed.join([f[2] for f in found], v, -2)
+        dq = follow_layout(packed.join([f[0] for f in found], q, -2), q)
+        dk = follow_layout(packed.join([f[1] for f in found], k, -2), k)
+        dv = follow_layout(packed.join([f[2] for f in found], v, -2), v)
         dbias = None
         if bias is not None:
             blocks = [f[3] for f in found if f[3] is not None]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flashsci
-from flashsci import registry
+from flashsci import arguments, registry
 
 
 def draw(*shape, dtype=torch.float32):
@@ -224,9 +224,9 @@ def test_offsets_elsewhere_are_checked_on_request_only(monkeypatch):
     flashsci.varlen_attention(x, x, x, offsets(0, 5))
     assert len(seen) == 1, "always on the CPU"
     elsewhere = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr(varlen, "is_readable", lambda x: True)
-    assert not varlen.contents_are_seen(elsewhere, False)
-    assert varlen.contents_are_seen(elsewhere, True)
+    monkeypatch.setattr(arguments, "is_readable", lambda x: True)
+    assert not arguments.contents_are_seen(elsewhere, False)
+    assert arguments.contents_are_seen(elsewhere, True)
 
 
 def test_offsets_of_fake_tensors_are_not_read():

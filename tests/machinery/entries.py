@@ -77,7 +77,8 @@ class Entry:
 
 @functools.cache
 def made(name: str) -> dict[str, Tensor]:
-    with torch.random.fork_rng(devices=[]):
+    # Kept for calls of every kind: tensors of inference mode would not do.
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(name.encode()))
         return ENTRIES[name].tensors()
 
