@@ -81,7 +81,7 @@ def attention(
             "lower_right" (as flash-attn: the last query sees the last key).
         scale: factor of q k^T; default ``1 / sqrt(D)``. A number, as softcap and dropout_p: a learned
             temperature multiplies q, which keeps its gradient. Kernels apply it to q k^T, which must be
-            finite in float32 by itself, as must be the sum of ``abs(v)`` over the keys: 1e37 is safe.
+            finite in float32 by itself: 1e37 is safe. The sum of ``abs(v)`` over the keys may be 1e30.
         softcap: bounds scores to ``softcap * tanh(scores / softcap)`` before the bias; None or 0
             for none. A softcap of ``2**100 * abs(scale)`` or more counts as none.
         dropout_p: probability of dropping an entry of P, in [0, 1).
