@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashsci.ops import Scalars
-from flashsci.tracing import transforming
+from flashsci.tracing import is_captured, transforming
 from flashsci.transforms import is_mapped, wanted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -436,11 +436,16 @@ def check_cu_seqlens_contents(
     the host.
 
     Raises:
-        ValueError: they are not.
+        ValueError: they are not; or nobody can read them, under torch.vmap and in the capture of a CUDA graph.
     """
     if is_mapped(offsets):
         raise ValueError(
             f"torch.vmap maps {name}, whose values the host reads here; give the samples as sequences of one call"
+        )
+    if is_captured(offsets):
+        raise ValueError(
+            f"values of {name} are read on the host here, which a CUDA graph capture does not allow; leave validate=False, or "
+            "call once outside of the capture"
         )
     values = offsets.tolist()
     lengths = [b - a for a, b in itertools.pairwise(values)]
