@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashsci.ops import Scalars
-from flashsci.tracing import is_readable, transforming
+from flashsci.tracing import is_captured, is_readable, transforming
 from flashsci.transforms import is_mapped, wanted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -449,9 +449,14 @@ def check_cu_seqlens_contents(
     the host.
 
     Raises:
-        ValueError: they are not.
+        ValueError: they are not; or nobody can read them, under torch.vmap and in the capture of a CUDA graph.
     """
     check_unmapped(name, offsets)
+    if is_captured(offsets):
+        raise ValueError(
+            f"values of {name} are read on the host here, which a CUDA graph capture does not allow; leave validate=False, or "
+            "call once outside of the capture"
+        )
     values = offsets.tolist()
     lengths = [b - a for a, b in itertools.pairwise(values)]
     if values[0] != 0 or values[-1] != total or any(n < 0 for n in lengths):

@@ -349,6 +349,8 @@ def backward(
     """dq, dk, dv, dbias, dkey_weight of what backend ``name`` computed, by whose kernels they should be computed."""
     sharing = _sharing(name)
     if sharing is not None:
+        # The choice asks the library, which takes no other strides; saved-tensor hooks may bring back any.
+        saved = saved._replace(tensors=saved.tensors.laid_out())
         name = _gradient_backend(name, sharing, saved, need)
     module = kernels(name)
     count_flops()

@@ -113,7 +113,8 @@ def _recorded(
     from flashsci.autograd import EagerForward  # imports the compiler
 
     def compute(sink: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
-        out, lse = EagerForward.apply(plan, False, *tensors)
+        # Saved-tensor hooks may have brought back other strides than kernels take.
+        out, lse = EagerForward.apply(plan, False, *Tensors(*tensors).laid_out())
         return with_sink(out, lse, sink)
 
     return recording.gradients(compute, given, wanted, (dout, dlse))

@@ -1,4 +1,4 @@
-"""What torch is doing around a call: functorch transforms, forward-mode levels, autocast, TF32."""
+"""What torch is doing around a call: functorch transforms, forward-mode levels, CUDA graphs, autocast, TF32."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def tracer_paused() -> Iterator[None]:
         yield
     finally:
         _set_tracing_state(state)
+
+
+def is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph records what is done with ``x``, whose values the host cannot read then."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_recorded() -> bool:

@@ -16,6 +16,7 @@ import math
 import torch
 from torch import Tensor
 
+from flashsci.backends.host_reads import check_readable
 from flashsci.dropout import keep_mask
 from flashsci.fp8_ops import FP8, lacks
 from flashsci.ops import Saved, Scalars, Tensors, follow_layout
@@ -307,6 +308,7 @@ class _Packed:
     """The sequences of a packed call. Reads the offsets on the host."""
 
     def __init__(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, ragged_bias: bool):
+        check_readable(cu_seqlens_q)
         self.sizes_q, self.sizes_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
         self.count = len(self.sizes_q)
         self.shapes = list(zip(self.sizes_q, self.sizes_k, strict=True))

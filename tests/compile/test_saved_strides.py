@@ -8,6 +8,14 @@ from everywhere import BACKENDS, DEVICE
 from torch.autograd.graph import saved_tensors_hooks
 
 import flashsci
+from flashsci import registry
+from flashsci.autograd import EagerForward
+from flashsci.ops import Scalars, Tensors
+from flashsci.plans import Plan
+from flashsci.registry import kernels
+from flashsci.sink import SinkForward
+
+SCALARS = Scalars(-1, -1, 0.5, 0.0, -1, -1, True, 0.0, "default", False)
 
 
 def transposed(x):
@@ -152,3 +160,54 @@ def test_nor_do_they_to_second_order(name, backend, change):
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_backends_in_autograds_own_graph(backend, change, order):
     check("bias", backend, change, order)
+
+
+class Sharing:
+    """A backend that is asked whose kernels should compute gradients, and notes as what it sees the tensors."""
+
+    def __init__(self):
+        self.seen = []
+
+    def takes_pairs(self, tensors, scalars):
+        self.seen.append(tensors)
+        return True
+
+    def backward(self, dout, dlse, saved, need):
+        self.seen.append(saved.tensors)
+        return kernels("triton").backward(dout, dlse, saved, need)
+
+    def forward(self, tensors, scalars):
+        self.seen.append(tensors)
+        return kernels("triton").forward(tensors, scalars)
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("order", [1, 2])
+def test_who_chooses_kernels_sees_tensors_as_kernels_take_them(monkeypatch, order, sink):
+    """The library looks at strides, and refuses those that no kernel takes."""
+    module, plan = Sharing(), Plan("cuda", None, SCALARS)
+    plan.module = module
+    monkeypatch.setattr(registry, "_sharing", lambda name: module if name == "cuda" else None)
+    monkeypatch.setattr(
+        registry, "kernels", lambda name: module if name == "cuda" else kernels(name)
+    )
+    inputs = rows(2, bias=True) + [leaf(2)] * sink
+
+    def call(backend, q, k, v, bias, s=None):
+        if s is not None:
+            return SinkForward.apply(plan, s, *Tensors(q, k, v, bias))
+        return EagerForward.apply(plan, False, *Tensors(q, k, v, bias))
+
+    with saved_tensors_hooks(lambda x: x, transposed):
+        found = gradients(call, inputs, "cuda", order)
+    expected = gradients(lambda b, *x: _plain(*x), inputs, "", order)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert len(module.seen) >= 2
+    assert all(x.stride(-1) == 1 for tensors in module.seen for x in tensors[:3])
+
+
+def _plain(q, k, v, bias, sink=None):
+    return flashsci.attention(
+        q, k, v, bias=bias, sink=sink, return_lse=True, scale=0.5, backend="reference"
+    )
