@@ -127,6 +127,8 @@ def dropout_mask(
     check_dropout(dropout_p, dropout_seed)
     if len(shape) < 2:
         raise ValueError(f"shape must end in (Sq, Sk), got {tuple(shape)}")
+    if type(dropout_seed).__name__ == "DTensor":
+        raise TypeError("dropout_seed is a DTensor; give dropout_seed.full_tensor()")
     leading, (seq_q, seq_k) = shape[:-2], shape[-2:]
     heads = leading[-1] if leading else 1
     rows = torch.arange(math.prod(leading), device=dropout_seed.device) + batch_offset * heads
@@ -141,8 +143,6 @@ def check_dropout(dropout_p: float, dropout_seed: Tensor | None) -> None:
             "dropout_seed must be an int64 tensor of shape [2] (seed, offset) or None, got "
             f"{type(dropout_seed).__name__}; torch.tensor([seed, offset]) makes one"
         )
-    if type(dropout_seed).__name__ == "DTensor":
-        raise TypeError("dropout_seed is a DTensor; give dropout_seed.full_tensor()")
     if dropout_seed is not None and (
         dropout_seed.dtype != torch.int64 or dropout_seed.shape != (2,)
     ):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashsci import arguments, fp8, registry, transforms
+from flashsci.arguments import contents_are_seen
 from flashsci.dispatch import run, seed_for
 from flashsci.ops import Given, Tensors, packed
 from flashsci.plans import Plan, Run, as_given, gradients, keep, plans, present, repeated, signature
@@ -141,7 +142,7 @@ def varlen_attention(
     cu_seqlens_q, cu_seqlens_k = dense_offsets(cu_seqlens_q, cu_seqlens_k)
     other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
     call = as_given(call, q, k, v, cu_seqlens_q, other, alibi_slopes)
-    if arguments.contents_are_seen(cu_seqlens_q, validate):
+    if contents_are_seen(cu_seqlens_q, validate):
         call = None  # contents are checked at every call
         check_contents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias)
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
