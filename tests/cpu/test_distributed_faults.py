@@ -88,7 +88,9 @@ def test_parts_that_differ(ranks):
 
 
 @pytest.mark.parametrize("wrong", [None, 1])
-@pytest.mark.parametrize("entry", ["attention", "varlen_attention", "triangle_attention", "unshard"])
+@pytest.mark.parametrize(
+    "entry", ["attention", "varlen_attention", "triangle_attention", "unshard"]
+)
 def test_tensors_without_memory_are_refused(ranks, entry, wrong):
     said = told(ranks.outcomes(without_memory, 4, entry=entry, wrong=wrong))
     for rank, text in enumerate(said):

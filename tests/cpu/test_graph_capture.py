@@ -11,7 +11,10 @@ from flashsci.backends import host_reads
 from flashsci.tracing import is_captured
 
 OFFSETS = torch.tensor([0, 1, 4], dtype=torch.int32)
-TABLE, LENGTHS = torch.tensor([[1], [0]], dtype=torch.int32), torch.tensor([3, 2], dtype=torch.int32)
+TABLE, LENGTHS = (
+    torch.tensor([[1], [0]], dtype=torch.int32),
+    torch.tensor([3, 2], dtype=torch.int32),
+)
 
 
 def rows(heads=2, dtype=torch.float32, dim=8):
@@ -56,7 +59,9 @@ def test_refused_in_a_capture(name, monkeypatch):
     READING[name]()
     monkeypatch.setattr(host_reads, "is_captured", lambda x: True)
     what = "slots" if name == "slots" else "lengths"
-    with pytest.raises(flashsci.BackendError, match=f"reads {what} on the host.*use backend='triton'"):
+    with pytest.raises(
+        flashsci.BackendError, match=f"reads {what} on the host.*use backend='triton'"
+    ):
         READING[name]()
 
 
@@ -68,7 +73,9 @@ def test_dense_calls_read_nothing(monkeypatch):
 
 def test_so_is_a_validation(monkeypatch):
     monkeypatch.setattr(arguments, "is_captured", lambda x: True)
-    with pytest.raises(ValueError, match=r"values of cu_seqlens_q are read on the host.*leave validate"):
+    with pytest.raises(
+        ValueError, match=r"values of cu_seqlens_q are read on the host.*leave validate"
+    ):
         flashsci.varlen_attention(rows(), rows(), rows(), OFFSETS, validate=True, backend="triton")
 
 

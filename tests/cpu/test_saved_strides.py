@@ -16,6 +16,7 @@ from flashsci.sink import SinkForward
 
 SCALARS = Scalars(-1, -1, 0.5, 0.0, -1, -1, True, 0.0, "default", False)
 
+
 def transposed(x):
     """The last dim outermost in memory."""
     return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else spread(x)
@@ -178,7 +179,9 @@ def test_who_chooses_kernels_sees_tensors_as_kernels_take_them(monkeypatch, orde
     module, plan = Sharing(), Plan("cuda", None, SCALARS)
     plan.module = module
     monkeypatch.setattr(registry, "_sharing", lambda name: module if name == "cuda" else None)
-    monkeypatch.setattr(registry, "kernels", lambda name: module if name == "cuda" else kernels(name))
+    monkeypatch.setattr(
+        registry, "kernels", lambda name: module if name == "cuda" else kernels(name)
+    )
     inputs = rows(2, bias=True) + [leaf(2)] * sink
 
     def call(backend, q, k, v, bias, s=None):
