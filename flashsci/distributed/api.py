@@ -250,9 +250,6 @@ def _given(
     """The tensors with heads before rows, and what is known of the call."""
     q, k, v, bias, key_weight, mask = tensors
     arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight)
-    agreement.check_memory(
-        q=q, k=k, v=v, bias=bias, key_weight=key_weight, mask=mask, cu_seqlens=given.cu_seqlens
-    )
     q, k, v = autocast(q, k, v)
     offsets, total = None, given.known
     if given.cu_seqlens is not None:
@@ -261,6 +258,10 @@ def _given(
             raise ValueError(f"packed q, k, v must have shape [T, H, D], got {shapes}")
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         arguments.check_cu_seqlens("cu_seqlens", given.cu_seqlens, given.cu_seqlens)
+        if given.cu_seqlens.device.type == "meta":
+            raise ValueError(
+                "the host reads cu_seqlens, which on device 'meta' has no values; give it on the CPU, beside q, k and v on any device"
+            )
         offsets = tuple(given.cu_seqlens.tolist())
     tensors = (q, k, v, bias, key_weight, mask)
     checked = arguments.Options.of(**given.options, dropout_p=0.0, return_lse=True)

@@ -109,8 +109,8 @@ def unshard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous")
         The whole, on every rank. A part's gradient is the sum of what the ranks' gradients of the whole say of it.
 
     Raises:
-        ValueError: shapes or dtypes that differ between ranks elsewhere than in ``dim``, lengths that are not those of
-            the layout, or parts without memory (on device "meta") on several ranks.
+        ValueError: shapes or dtypes that differ between ranks elsewhere than in ``dim``, or lengths that are not those of
+            the layout.
         TypeError: a DTensor, which knows its parts itself.
         BackendError: inside of torch.vmap, with a forward-mode tangent, or of a batch of gradients.
 
@@ -130,11 +130,6 @@ def unshard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous")
     refuse_transforms(x)
     group = agreement.group_of(mesh)
     agreement.check_transforms("distributed.unshard", x=x)
-    if group.size() > 1:
-        try:
-            agreement.check_memory(x=x)
-        except ValueError as error:
-            agreement.refuse(group, error)
     dim = dim % x.dim()
     said = agreement.tensor_fields("x", x, {dim: "rows"}) | {"dim": dim, "layout": layout}
     table = agreement.agree(group, said, agreement.rows("x"), x.device.type)

@@ -104,23 +104,24 @@ def differing_parts(mesh: Any, wrong: int) -> None:
     fd.unshard(torch.zeros(4, 3 if here else 2), mesh, dim=0)
 
 
-def without_memory(mesh: Any, entry: str, wrong: int | None) -> None:
-    """A call on tensors that hold no data: on all ranks, or on one."""
+def without_memory(mesh: Any, entry: str, offsets_too: bool = False) -> list[list[int]]:
+    """The shapes of a call's results on tensors of device "meta"."""
     mesh = fresh(mesh)
-    device = "meta" if wrong in (None, mesh.get_local_rank()) else "cpu"
-    x = torch.zeros(2, 4, 6, 8, device=device)
+    x = torch.zeros(2, 4, 6, 8, device="meta")
     if entry == "attention":
-        fd.attention(x, x, x, mesh=mesh)
+        found = fd.attention(x, x, x, mesh=mesh, return_lse=True)
     elif entry == "varlen_attention":
-        edges = torch.tensor([0, 2 * mesh.size()], dtype=torch.int32)
-        fd.varlen_attention(x[:, 0], x[:, 0], x[:, 0], edges.to(device), mesh=mesh)
+        rows, edges = x[0], torch.tensor([0, 4 * mesh.size()], dtype=torch.int32)
+        edges = edges.to("meta") if offsets_too else edges
+        found = fd.varlen_attention(rows, rows, rows, edges, mesh=mesh, return_lse=True)
     elif entry == "triangle_attention":
-        whole = x.new_zeros(2, 4, 6 * mesh.size(), 8)
-        fd.triangle_attention(
-            whole, whole, whole, x.new_zeros(4, 6, 6 * mesh.size()), mesh=mesh, strategy="ring"
+        whole, bias = (x.new_zeros(*s, 6 * mesh.size(), n) for s, n in (((2, 4), 8), ((4,), 6)))
+        found = fd.triangle_attention(
+            whole, whole, whole, bias.mT, mesh=mesh, strategy="ring", return_lse=True
         )
     else:
-        fd.unshard(x, mesh)
+        found = (fd.unshard(x, mesh),)
+    return [list(x.shape) for x in found]
 
 
 def exchanges(mesh: Any, given: bool, detail: bool) -> int:

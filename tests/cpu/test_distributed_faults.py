@@ -87,15 +87,22 @@ def test_parts_that_differ(ranks):
     assert all("x shape[1] is 2, 3, 2 by rank" in text for text in said)
 
 
-@pytest.mark.parametrize("wrong", [None, 1])
-@pytest.mark.parametrize(
-    "entry", ["attention", "varlen_attention", "triangle_attention", "unshard"]
-)
-def test_tensors_without_memory_are_refused(ranks, entry, wrong):
-    said = told(ranks.outcomes(without_memory, 4, entry=entry, wrong=wrong))
-    for rank, text in enumerate(said):
-        mine = wrong in (None, rank)
-        assert ("on device 'meta' ha" if mine else "rank 1 of the mesh refused") in text, text
+SHAPES = {
+    "attention": [[2, 4, 6, 8], [2, 4, 6]],
+    "varlen_attention": [[4, 6, 8], [6, 4]],
+    "triangle_attention": [[2, 4, 24, 8], [2, 4, 24]],
+    "unshard": [[2, 4, 24, 8]],
+}
+
+
+@pytest.mark.parametrize("entry", SHAPES)
+def test_tensors_without_memory_have_shapes(ranks, entry):
+    assert ranks.run(without_memory, 4, entry=entry) == [SHAPES[entry]] * 4
+
+
+def test_offsets_without_memory_are_refused(ranks):
+    said = told(ranks.outcomes(without_memory, 4, entry="varlen_attention", offsets_too=True))
+    assert all("reads cu_seqlens" in text and "give it on the CPU" in text for text in said)
 
 
 @pytest.mark.parametrize("given, detail, times", [(False, False, 3), (True, False, 1), (True, True, 3)])  # fmt: skip

@@ -125,10 +125,10 @@ def test_all_steps_within_some_seconds(tmp_path, monkeypatch, capsys):
 
 
 def test_steps_work_within_their_limits(tmp_path):
-    """`check`, `cases` and `bench` end by themselves, and report."""
+    """`check`, `cases`, `machinery` and `bench` end by themselves, and report."""
     commands = [c for step in gpu_check.steps(tmp_path, tmp_path, 2).values() for c in step.commands.values()]  # fmt: skip
     budgets = [x for command in commands for x in command if x in (gpu_check.SECONDS, gpu_check.MINUTES)]  # fmt: skip
-    assert len(budgets) == 3
+    assert len(budgets) == 4
     for seconds in (30, 100, 600):
         assert 0 < float(gpu_check.fitted(gpu_check.SECONDS, seconds)) < seconds
         assert 0 < 60 * float(gpu_check.fitted(gpu_check.MINUTES, seconds)) < seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import torch
 
 import flashsci
 
-from . import entries, oracle
+from . import __main__, entries, oracle
 from .cells import FLOAT32, judge
 from .entries import ENTRIES, tensor_arguments
 from .oracle import along
@@ -161,6 +162,17 @@ def test_tensors_have_derivatives_whoever_asks_first(monkeypatch):
     with torch.inference_mode():
         made = entries.made("attention_backward")
     assert not any(x.is_inference() for x in made.values())
+
+
+@pytest.mark.parametrize("kinds, status", [((RIGHT, REFUSED), 0), ((RIGHT, WRONG), 1), ((), 1)])
+def test_the_exit_status_tells_of_bad_cells(tmp_path, monkeypatch, kinds, status):
+    kept = tmp_path / "cells.json"
+    lines = [
+        json.dumps(["merge", "outs", str(n), "auto", kind, "", 0.1]) for n, kind in enumerate(kinds)
+    ]
+    kept.write_text("\n".join(lines))
+    monkeypatch.setattr(sys, "argv", ["tests.machinery", "--read", str(kept)])
+    assert __main__.main() == status
 
 
 def test_some_of_everything_is_always_run():
