@@ -1,4 +1,4 @@
-"""Checks of a user's arguments: every message says what was given, what is allowed and what to do."""
+"""Checks of a user's arguments: every message names the given value, the allowed values and the remedy."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ class Options(NamedTuple):
         deterministic: bool | None,
         precision: str | None,
     ) -> Options:
-        # Chains of identities keep usual calls cheap. Kinds that hash alike (1, 1.0 and True) are told apart here,
+        # Chains of identities keep usual calls cheap. Types with equal hashes (1, 1.0 and True) are told apart here,
         # because the keys of plans cannot do it.
         if type(causal) is not bool:
             causal = flag("causal", causal, _CAUSAL)

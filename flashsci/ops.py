@@ -57,8 +57,10 @@ class Tensors(NamedTuple):
     alibi_slopes: Tensor | None = None  # fp32 [*, Hq], packed [N or 1, Hq]
 
     def has_strided_bias(self) -> bool:
-        """Whether the bias is worth a copy: its keys are not neighbours in memory (for example, it came out of a
-        Linear over pairs), and no dim is expanded, because a copy would hold every repetition."""
+        """Whether the bias is worth a copy: its keys are not neighbours in memory, and no dim is expanded.
+
+        For example, it came out of a Linear over pairs. A copy of an expanded bias would hold every repetition.
+        """
         bias = self.bias
         return (
             bias is not None

@@ -23,8 +23,10 @@ def sums_bias(bias: Tensor, leading: Sequence[int]) -> bool:
 
 
 def has_inner_heads(bias: Tensor) -> bool:
-    """Whether the heads of a bias are neighbours in memory and its keys are not: ``[.., Sq, Sk, H]``, as a Linear
-    over pairs leaves it, with its dims permuted."""
+    """Whether the heads of a bias are neighbours in memory and its keys are not.
+
+    This is ``[.., Sq, Sk, H]``, as a Linear over pairs leaves it, with its dims permuted.
+    """
     return bias.dim() > 2 and bias.shape[-3] > 1 and bias.stride(-3) == 1 and bias.stride(-1) > 1
 
 

@@ -228,7 +228,7 @@ def find(name: str) -> Backend:
 class Gradients(NamedTuple):
     """The backend whose kernels compute the gradients of a call, and the reason for it."""
 
-    backend: str | None  # None: nobody's
+    backend: str | None  # None: no backend's
     reason: str | None = None  # why it is not the backend itself
 
 
@@ -460,8 +460,10 @@ def _candidates(problem: Problem, name: str, strict: bool) -> tuple[str, ...]:
 
 
 def _may_choose(name: str, p: Problem) -> bool:
-    """Whether ``auto`` may take a backend that can serve a call: without a request, float32 stays float32, and memory
-    stays proportional to the call's own tensors."""
+    """Whether ``auto`` may take a backend that can serve a call.
+
+    Without a request, float32 stays float32, and memory stays proportional to the call's own tensors.
+    """
     if name not in ("eager", "sdpa"):
         return True
     has_tf32 = p.capability is not None and p.capability >= (8, 0)
@@ -470,8 +472,11 @@ def _may_choose(name: str, p: Problem) -> bool:
 
 
 def may_hold_scores(p: Problem) -> bool:
-    """Whether ``auto`` may take a backend that holds every score: the scores are no more numbers than the call's own
-    tensors (q, k, v, out and bias), so that memory stays proportional to those."""
+    """Whether ``auto`` may take a backend that holds every score.
+
+    The scores must be no more numbers than the call's own tensors (q, k, v, out and bias), so that memory stays
+    proportional to those.
+    """
     if p.varlen or p.batch is None or p.seq_q is None or p.seq_k is None:
         return False
     rows = p.heads_q * p.seq_q + p.heads_k * p.seq_k

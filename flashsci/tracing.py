@@ -32,8 +32,10 @@ def tracer_paused() -> Iterator[None]:
 
 
 def is_recorded() -> bool:
-    """Whether a call becomes part of a program that runs later, or runs with other than real tensors: a compiler, a
-    tracer or a dispatch mode sees its ops."""
+    """Whether a compiler, a tracer or a dispatch mode sees a call's ops.
+
+    Then the call becomes part of a program that runs later, or runs with other than real tensors.
+    """
     return torch.compiler.is_compiling() or is_traced() or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -46,8 +48,11 @@ def count_flops() -> None:
 
 
 def holds(condition: Any, unknown: bool = False) -> bool:
-    """A condition on sizes or strides; ``unknown`` if a compiler cannot tell, because they depend on the data, or if
-    a tracer would keep the answer for the sizes that it saw."""
+    """A condition on sizes or strides, as a bool.
+
+    ``unknown`` if a compiler cannot tell, because they depend on the data, or if a tracer would keep the answer for
+    the sizes that it saw.
+    """
     if isinstance(condition, Tensor):
         return unknown
     if type(condition) is bool and not torch.compiler.is_compiling():

@@ -89,7 +89,7 @@ def _judge(
     coverage: Coverage | None,
 ) -> None:
     """Results on the device ``where`` against the oracle, computed there, and against each other."""
-    judges: dict[bool, Judge] = {}  # most of the time: not for results that nobody serves
+    judges: dict[bool, Judge] = {}  # most of the time: not for calls that no backend serves
     for name in results:
         tally, fused = tallies[name], name not in PLAIN
         if fused not in judges:

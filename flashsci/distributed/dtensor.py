@@ -21,8 +21,9 @@ def is_dtensor(x: Any) -> bool:
 
 
 def unwrapped(tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, Wrap]:
-    """The local parts of q, k, v, bias, key_weight, mask; the process group of the sequence; and a function that
-    makes DTensors of results ``[..., Hq, Sq]`` or ``[..., Hq, Sq, Dv]``.
+    """The local parts of q, k, v, bias, key_weight, mask; the process group of the sequence; and a wrapper.
+
+    The wrapper makes DTensors of results ``[..., Hq, Sq]`` or ``[..., Hq, Sq, Dv]``.
 
     Raises:
         TypeError: a mixture of DTensors and other tensors.
@@ -65,10 +66,10 @@ def unwrapped(tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, Wrap]:
 
 
 def _summed(name: str, x: DTensor, q: DTensor, split: int, last: int) -> list[int]:
-    """The mesh dims over which gradients of x [..., Hq or 1, Sq or 1, Sk] (or, with ``last`` 1, of [..., Hk or 1,
-    Sk]) are summed.
+    """The mesh dims over which gradients of x are summed: those that split q, and not x.
 
-    They are the dims that split q, and not x. The call itself sums over the dim of the sequence.
+    x is [..., Hq or 1, Sq or 1, Sk] or, with ``last`` 1, [..., Hk or 1, Sk]. The call itself sums over the dim of the
+    sequence.
     """
     found = []
     shift = q.dim() - last - x.dim()  # leading dims that x lacks

@@ -27,9 +27,9 @@ FOLDER = Path(__file__).parent
 KINDS = (
     "calls",
     "gradients",
-)  # who serves a call; who computes the gradients of what cuda or triton computed
+)  # the backend of a call; that of the gradients of a call that cuda or triton computed
 
-#: Of numbers a rule gives a range, of the others the value or a list of values.
+#: For numbers a rule gives a range, for other features the value or a list of values.
 NUMBERS = ("sm", "head_dim", "head_dim_least", "seq_q", "seq_k", "batch_heads", "group", "generation")  # fmt: skip
 WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "inner_heads", "bias_grad", "bias_summed", "mask", "key_weight", "dropout", "softcap", "varlen", "few_scores", "paged", "grad", "forward")  # fmt: skip
 
@@ -166,7 +166,7 @@ def read(path: Path) -> Table:
     """A table from its file.
 
     Raises:
-        ValueError: the file is not such a table; the message says what is wrong.
+        ValueError: the file is not such a table; the message names the fault.
     """
     try:
         data = json.loads(path.read_text())

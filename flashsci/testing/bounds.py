@@ -237,7 +237,7 @@ def exact_matmul() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Finding:
-    """The findings on one tensor. ``problem`` says what is wrong; None if nothing is."""
+    """The findings on one tensor. ``problem`` describes the fault; None if there is none."""
 
     tensor: str
     error: float = 0.0  # largest absolute error
@@ -310,7 +310,10 @@ class Judge:
 
     def precisions(self) -> tuple[float, float, float, Rounding | None]:
         """Unit roundoff of results and of the values that kernels keep in fp32, the smallest normal result, and the
-        rounding of P if it is not that of results."""
+        rounding of P.
+
+        The last is None if it is that of results.
+        """
         dtype = self.inputs.q.dtype
         unit, internal = _unit(dtype), min(_unit(dtype), _unit(torch.float32))
         if self.inputs.options.get("precision") == "tf32":
@@ -429,8 +432,10 @@ class Judge:
         return torch.equal(torch.isfinite(x), torch.isfinite(self.truth[name]))
 
     def errors(self, name: str, x: Tensor) -> tuple[float, float, float]:
-        """Largest error; <x - ref, ref> / <ref, ref>, the factor minus one by which x is too large (0 when ref is
-        zero); norm of the error."""
+        """The largest error, the gain and the norm of the error.
+
+        The gain is <x - ref, ref> / <ref, ref>, the factor minus one by which x is too large (0 when ref is zero).
+        """
         truth, square = finite(self.truth[name]), self.square[name]
         if not x.numel():
             return 0.0, 0.0, 0.0

@@ -390,8 +390,10 @@ def has_inner_heads(case: Case) -> bool:
 
 
 def with_inner_heads(choices: Choices, case: Case) -> Case:
-    """The case for kernels that read a bias of a Linear without a copy: a bias for every pair and head, as a Linear
-    over pairs leaves it, and a mask of keys."""
+    """The case for kernels that read a bias of a Linear without a copy, with a mask of keys.
+
+    The bias has a value for every pair and head, in the order in which a Linear over pairs leaves it.
+    """
     keys = case.key_shape
     lead = tuple(min(n, 5) for n in case.lead)  # more members share a bias (`with_members`)
     case = replace(case, rank=max(case.rank, 3), lead=lead or (1,), group=1)

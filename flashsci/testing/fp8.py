@@ -243,8 +243,10 @@ def _window(case: FP8Case) -> dict[str, Any]:
 
 
 def _laid_out(x: Tensor, layout: str, packed: bool) -> Tensor:
-    """The tensor in the memory layout of its name, between poison: heads before rows or after them, a slice of a
-    joint projection, or rows that begin anywhere."""
+    """The tensor in the memory layout of that name, between poison.
+
+    Heads are before rows or after them, or it is a slice of a joint projection, or rows begin anywhere.
+    """
     rank = x.dim()
     by_heads = [*range(rank - 3), *((1, 0) if packed else (rank - 3, rank - 2)), rank - 1]
     by_rows = [*range(rank - 3), *((0, 1) if packed else (rank - 2, rank - 3)), rank - 1]

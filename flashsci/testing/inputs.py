@@ -323,7 +323,7 @@ class _Maker:
         return x * factors
 
     def ramp(self, k: Tensor, falling: bool) -> Tensor:
-        """From 0 to 1 over the keys of each sequence, or back."""
+        """A ramp from 0 to 1 over the keys of each sequence, or back."""
         case = self.case
         if case.variant.varlen:
             parts = [torch.linspace(0, 1, n) for n in case.lens_k]

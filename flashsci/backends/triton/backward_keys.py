@@ -34,8 +34,10 @@ def dkdv_kernel(
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Those of these that are not None: dk, dv, the sums of dS over queries (column_sums: fp32, one per query head
-    and key), and the gradient of key weights (weight_sums: fp32, one per key head and key).
+    """dk, dv, and the sums for the gradients of bias and key weights; an argument of None is not computed.
+
+    column_sums: dS over queries, fp32, one per query head and key. weight_sums: the gradient of key weights, fp32,
+    one per key head and key.
 
     Columns beyond the keys compute on zeros. Their results (inf included) stay in their own rows of dk and dv, which
     are not stored.

@@ -3,7 +3,7 @@
 A Linear over pairs leaves a bias whose heads are neighbours in memory.
 
 Maths     target = source
-Grid      one axis over (up to three dims, tile of what is read, tile of what is written)
+Grid      one axis over (up to three dims, tile of the dim that is read, tile of the dim that is written)
 Tiles     4 KB: the dim with neighbours in the target by the dim with neighbours in the source. 16 bytes a lane both ways,
           rows of 64 bytes and more, with shared memory between. A program has one position of the other dims
 Limits    memory. 64 threads of 64 bytes: all loads for a few MB are under way at once, and an SM has at most one such

@@ -47,8 +47,8 @@ def double_backward_small_kernel(
     BLOCK: tl.constexpr, TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr,
     BIAS_GRADIENT: tl.constexpr, GBIAS_VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Those of gq, gk, gv, gbias (or its sums), weight_sums (gw, one per key head and key), tout, mean that are not
-    None."""
+    """gq, gk, gv, gbias (or its sums), weight_sums (gw, one per key head and key), tout, mean; None is not
+    computed."""
     at, span = whole_sequence(tl.program_id(0), inputs, sizes, mod, F.VARLEN)
     if F.VARLEN:
         if (at.b < 0) | (at.b >= sizes.sequences):  # rows of no sequence

@@ -41,7 +41,7 @@ from .scores import (
 
 AGAIN_N = tl.constexpr(
     32
-)  # key tiles of what is done again; tiles of 16 cost the kernel 20 registers (D 64)
+)  # key tiles of a second computation; tiles of 16 cost the kernel 20 registers (D 64)
 
 
 @kernel

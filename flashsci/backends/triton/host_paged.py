@@ -54,8 +54,10 @@ class Tiles(NamedTuple):
 def tiles(
     device: Device, dtype: torch.dtype, precision: str, dims: tuple[int, int], rows: int, keys: int
 ) -> Tiles:
-    """The tiles of a call, by the typical number of rows of its sequences, which are (query, head) pairs that share a
-    key head, and the most keys."""
+    """The tiles of a call, by the typical number of rows of its sequences and the most keys.
+
+    Rows are (query, head) pairs that share a key head.
+    """
     if rows > FEW:
         found = launch.config(
             "forward", device.capability, dtype, precision, *dims, False, rows, keys

@@ -166,8 +166,10 @@ class Wide:
         return delta
 
     def room(self, bias, weight, need: int, like) -> tuple:
-        """Memory for gradients of scores before the softcap, if a bias needs them as well as those after it, and for
-        the terms of the gradient of key weights."""
+        """Memory for gradients of scores before the softcap, and for the terms of the gradient of key weights.
+
+        The former is needed if a bias needs the gradients after the softcap as well.
+        """
         beside = bias is not None and need & NEED_BIAS and self.plan.arguments["F"].SOFTCAP
         weighted = weight is not None and need & NEED_KEY_WEIGHT
         return tuple(self.scores(like) if wanted else None for wanted in (beside, weighted))

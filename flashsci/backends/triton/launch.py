@@ -275,8 +275,10 @@ def small_config(
 
 
 def is_wide(dims: tuple[int, int], length_q: int, length_k: int) -> bool:
-    """Whether scores of fp32 inputs are held in memory, between products of whole heads: no tile serves rows so wide,
-    and the scores are at most half as many numbers as the rows."""
+    """Whether scores of fp32 inputs are held in memory, between products of whole heads.
+
+    No tile serves rows so wide, and the scores are at most half as many numbers as the rows.
+    """
     few = 2 * length_q * length_k <= (length_q + length_k) * sum(dims)
     return max(dims) > 128 and few and length_k <= MOST_KEYS
 

@@ -221,8 +221,11 @@ def add_sink(logit, row_max, row_sum, acc):
 
 @triton.jit
 def row_tile(slot, cu_seqlens, sizes, BLOCK_M: tl.constexpr):
-    """Sequence, first (query, head) row in it, its first token and its queries, for one of `size_q * group // BLOCK_M
-    + sequences + 2` slots: as coord.varlen_tile, with every edge multiplied by `group`."""
+    """Sequence, first (query, head) row in it, its first token and its queries, for one slot.
+
+    There are `size_q * group // BLOCK_M + sequences + 2` slots: as coord.varlen_tile, with every edge multiplied by
+    `group`.
+    """
     low = 0
     high = sizes.sequences + 1
     while low < high:
@@ -268,8 +271,8 @@ def key_offsets(page, row, hk, strides, VECTOR: tl.constexpr):
 def visible_keys(
     row0, span, split, sizes, mod, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Edges of the parts of this split (see coord.key_range), then the first key that a row of the tile sees, and the
-    end of the keys that its rows see."""
+    """Edges of the parts of this split (see coord.key_range), and the first and the end of the keys that rows of the
+    tile see."""
     first = row0 // sizes.group
     last = (tl.minimum(row0 + BLOCK_M, span.len_q * sizes.group) - 1) // sizes.group
     low = 0

@@ -48,8 +48,10 @@ def store_pieces(plane, i, j, len_k, x, VECTOR: tl.constexpr):
 
 @triton.jit
 def bias_tile(plane, i, j, len_k, KIND: tl.constexpr, VECTOR: tl.constexpr):
-    """The bias that `scores` adds at rows i and columns j: a tile, read in pieces, or the plane itself if its rows
-    are of another kind; None for None."""
+    """The bias that `scores` adds at rows i and columns j (None for None).
+
+    It is a tile, read in pieces, or the plane itself if its rows are of another kind.
+    """
     if plane is not None:
         if VECTOR > 0 and KIND == PLANE:
             return load_pieces(plane, i, j, len_k, VECTOR)

@@ -140,11 +140,10 @@ def rounded_product(x, y):
 
 @triton.jit
 def tanh(x):
-    """tanh x to a few ulp of its value, and its derivative 1 - tanh^2 = 4 e / (1 + e)^2 with e = e^(-2 |x|), without
-    cancellation.
+    """tanh x to a few ulp of its value, and its derivative without cancellation.
 
-    1 - e cancels near 0, and a softcap far above the scores magnifies that loss: there a series is used, in every
-    dtype.
+    The derivative is 1 - tanh^2 = 4 e / (1 + e)^2 with e = e^(-2 |x|). 1 - e cancels near 0, and a softcap far above
+    the scores magnifies that loss: there a series is used, in every dtype.
     """
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     inverse = 1.0 / (1.0 + e)

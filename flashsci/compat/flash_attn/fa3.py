@@ -40,7 +40,7 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """As :func:`flashsci.compat.flash_attn.flash_attn_func`, without dropout and ALiBi.
+    """:func:`flashsci.compat.flash_attn.flash_attn_func` without dropout and ALiBi.
 
     Args:
         q_descale, k_descale, v_descale: float32 ``[B, Hk]`` for float8_e4m3fn tensors. The stored values times these
@@ -141,7 +141,7 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """As :func:`flashsci.compat.flash_attn.flash_attn_varlen_func`, without dropout and ALiBi.
+    """:func:`flashsci.compat.flash_attn.flash_attn_varlen_func` without dropout and ALiBi.
 
     Args:
         seqused_k: int32 ``[N]``: only this many keys of each sequence, from its first, are seen; the others get no
@@ -220,7 +220,7 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """As :func:`flashsci.compat.flash_attn.flash_attn_with_kvcache`, without ALiBi.
+    """:func:`flashsci.compat.flash_attn.flash_attn_with_kvcache` without ALiBi.
 
     Args:
         page_table: as ``block_table`` of that function.
