@@ -128,7 +128,7 @@ def check_types(q: Any, k: Any, v: Any, **others: Any) -> None:
 
 
 def check_type(name: str, x: Any, others: str = "") -> None:
-    """Check that ``x`` is a dense tensor, whole on this rank.
+    """Check that ``x`` is a tensor, and whole on this rank.
 
     Raises:
         TypeError: it is something else; ``others``: other things that it may be.

@@ -29,7 +29,7 @@ def run(
     """(out, lse) of the backend that a plan names, with autograd nodes where needed.
 
     Args:
-        call: the key under which the call may be remembered.
+        call: the key and the tensors of the call, if it may be remembered.
         around: wraps the function that computes from these tensors into one that computes the whole call.
         reads_lse: whether the caller reads the lse.
     """

@@ -28,7 +28,7 @@ def asked(x: Tensor) -> Asked:
         found = Asked.REVERSE if x.requires_grad and torch.is_grad_enabled() else Asked.NOTHING
         return found | Asked.MAPPED if _legacy(x) else found
     found = Asked.NOTHING
-    stack: list[Any] = []  # the transforms that were left
+    stack: list[Any] = []  # the transforms exited on the way
     recording, along = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
     try:
         while True:

@@ -6,8 +6,7 @@ restored.
 - If the bias requires a gradient, so does one of q, k, v (:class:`Following`): otherwise the memory-efficient forward
   saves no lse, and its backward raises.
 - Inputs on the CPU are finite (:func:`finite`, :func:`lost`): the kernel there returns zeros for a row whose scores
-are
-  all NaN, and finite numbers for some infinite scores of 16 bits.
+  are all NaN, and finite numbers for some infinite scores of 16 bits.
 """
 
 from __future__ import annotations

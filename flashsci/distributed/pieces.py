@@ -136,7 +136,7 @@ def _dense(q: Interval, k: Interval, band: Band, places: tuple[int, int]) -> lis
 
 
 def _packed(q: Interval, k: Interval, band: Band, places: tuple[int, int]) -> list[Piece]:
-    """Pieces of packed sequences. Those whose first query meets their first key go together in one packed call.
+    """Pieces of packed sequences. Sequences whose first query meets their first key go together in one packed call.
 
     At most one other sequence exists: the one inside which an interval begins.
     """

@@ -7,10 +7,9 @@ a fused kernel: P, dS and every result are rounded once to the inputs' dtype, in
 (standard deviations follow from derivatives of the formula by each rounding); all other values are kept in fp32.
 
 - Gain: for an error x - ref, <x - ref, ref> / <ref, ref> is the part that rescales the result. Independent roundings
-average
-out in it, a wrong scale does not.
+  average out in it, a wrong scale does not.
 - Spread: the Euclidean norm of the error. Many small roundings stay small in it, a missing term in every row does
-not.
+  not.
 
 Both may be twice plain PyTorch's, plus five standard deviations, plus the possible error of fp32 sums.
 

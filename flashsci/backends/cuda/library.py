@@ -28,7 +28,7 @@ _lock = threading.RLock()  # for all of these: the first caller loads, others wa
 
 
 def library_path() -> Path | None:
-    """The newest _C*.so of the package; an editable install has it in one of two folders."""
+    """The newest _C*.so of the package; an editable install spreads the package over two folders."""
     folders = sys.modules["flashsci"].__path__
     found = [path for folder in folders for path in Path(folder).glob("_C*.so")]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)

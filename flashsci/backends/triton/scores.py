@@ -7,7 +7,7 @@ Conventions
 - Scores are natural-log scores, except under `FOLD` (no bias, key weights, ALiBi or softcap, scale > 0), where they stay
   the raw products and the scale is folded into the exponent: one multiply-add per score.
 - Scores may be huge: biases of -1e30 stand for masks, and 16-bit products reach 1e11. Their maximum is subtracted
-before any other step, from the same rounded numbers (see `rounded_product`, `HUGE`).
+  before any other step, from the same rounded numbers (see `rounded_product`, `HUGE`).
 """
 
 from typing import Any, NamedTuple
