@@ -102,9 +102,9 @@ def attention(
 
     Returns:
         out ``[..., Hq, Sq, Dv]`` in q's dtype (for float8_e4m3fn: out_dtype) and memory layout. With ``return_lse``,
-            also lse ``[..., Hq, Sq]``: the natural log of the (weighted) sum of exponentials of the scores, float32
-            (float64 for float64), differentiable. A row with no key to attend to has out 0, lse -inf and zero
-            gradients.
+        also lse ``[..., Hq, Sq]``: the natural log of the (weighted) sum of exponentials of the scores, float32
+        (float64 for float64), differentiable. A row with no key to attend to has out 0, lse -inf and zero
+        gradients.
 
     Raises:
         TypeError: dtypes that do not fit (a bool bias: use ``mask``), options of another type, a DTensor (see

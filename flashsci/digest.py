@@ -7,8 +7,8 @@ and of the launch code, without docstrings. A change of a comment changes no dig
     python flashsci/digest.py            all units, as JSON
     python flashsci/digest.py cuda       CUDA units only
     python flashsci/digest.py cuda --build-info FILE --archs 80,90 --preset 1 --nvcc 13.0.88
-                                                                                  the C string literal that the library carries, and
-                                                                                  digests/UNIT in the same folder
+                                         the C string literal that the library carries, and
+                                         digests/UNIT in the same folder
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def explain(
 
     Returns:
         An :class:`Explanation`: the backend asked for, the backend chosen, and the reason of each backend that
-            refused. Printing it gives a table.
+        refused. Printing it gives a table.
 
     Raises:
         TypeError, ValueError: the arguments do not fit, as in the call itself.

@@ -77,8 +77,8 @@ def paged_attention(
 
     Returns:
         out ``[T, Hq, Dv]``; with ``return_lse`` also the lse ``[Hq, T]``, natural log, float32 (float64 for float64),
-            the sink included. A row without a key has out 0 and lse -inf, or the sink if there is one. Rows of no
-            sequence have out 0 and lse -inf.
+        the sink included. A row without a key has out 0 and lse -inf, or the sink if there is one. Rows of no
+        sequence have out 0 and lse -inf.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, or a tensor that requires grad, has a tangent or is mapped

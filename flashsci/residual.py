@@ -73,9 +73,9 @@ def residual_attention(
 
     Returns:
         (out, scores): out ``[..., Hq, Sq, Dv]`` in q's dtype and memory layout; scores ``[..., Hq, Sq, Sk]`` in the
-            wider one of q's and the bias's dtype, in rows that begin at multiples of 16 bytes: contiguous where Sk is
-            a multiple of 8 (float32: 4). P is computed from the scores before they are rounded to that dtype. A row
-            of only -inf has out 0, and gives q, k, v and bias the gradient of its scores alone.
+        wider one of q's and the bias's dtype, in rows that begin at multiples of 16 bytes: contiguous where Sk is
+        a multiple of 8 (float32: 4). P is computed from the scores before they are rounded to that dtype. A row
+        of only -inf has out 0, and gives q, k, v and bias the gradient of its scores alone.
 
     Raises:
         TypeError: dtypes that do not fit, options of another type.

@@ -78,7 +78,7 @@ def varlen_attention(
 
     Returns:
         out ``[Tq, Hq, Dv]`` in q's dtype (for float8_e4m3fn: out_dtype) and layout; with ``return_lse`` also lse
-            ``[Hq, Tq]``.
+        ``[Hq, Tq]``.
 
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.attention`.

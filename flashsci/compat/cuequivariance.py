@@ -74,8 +74,8 @@ def triangle_attention(
 
     Returns:
         out ``[B, N, H, Q, D]`` in q's dtype, with B = 1 if it was absent. With ``return_aux`` also lse, float32 ``[B,
-            N, H, Q, 1]``, the natural log of the sum of exponentials of scores. In place of the scores' maximum,
-            which kernels here never write, comes an object that raises on any use.
+        N, H, Q, 1]``, the natural log of the sum of exponentials of scores. In place of the scores' maximum,
+        which kernels here never write, comes an object that raises on any use.
 
     Raises:
         TypeError, ValueError: as :func:`flashsci.attention`; and ValueError for both of mask and kv_lengths.

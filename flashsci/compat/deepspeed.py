@@ -32,7 +32,7 @@ def DS4Sci_EvoformerAttention(
 
     Returns:
         ``[*, S, H, D]`` in Q's dtype and layout. Rows whose keys are all masked attend to them by their scores and
-            the second bias, which is the limit of the formula.
+        the second bias, which is the limit of the formula.
 
     Raises:
         ValueError: more than two biases, or shapes that do not fit.

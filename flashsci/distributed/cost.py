@@ -1,7 +1,8 @@
 """The cost of a distributed call by each strategy: bytes, arithmetic, and the share of the transfers that compute
 hides.
 
-    ring        sum over steps of max(compute of this block, transfer of the next)    memory: two blocks of k and v, and sums; backward of some heads at a time
+    ring        sum over steps of max(compute of this block, transfer of the next)    memory: two blocks of k and v, and sums; backward of some
+                                                                                      heads at a time
     all_gather  transfer of all k and v, then compute                                 memory: all k and v
     ulysses     transfer of q, k, v and out, then compute                             memory: q, k, v, out of 1/W of the heads
 

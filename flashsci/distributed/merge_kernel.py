@@ -3,7 +3,8 @@
 
 Grid      (tiles of rows, heads, batch members)
 Tiles     ROWS rows of out and of the piece, whole, with their lse
-Limits    memory: the sum is read and written, the piece read; 10 bytes a number where the piece has 16 bits, 6 where the sum has, too
+Limits    memory: the sum is read and written, the piece read; 10 bytes a
+          number where the piece has 16 bits, 6 where the sum has, too
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Ring attention: keys and values travel, queries stay.
 
     forward   (O_s, L_s) of each block of keys; L = log sum_s e^{L_s}; O = sum_s e^{L_s - L} O_s, summed in fp32
-        backward  each block's gradients for the whole O and L; dq is summed on its rank, dk and dv travel back to the rank of the
-                  keys and are summed there in the order of steps, in fp32. The result of one call travels in its own dtype, a
-                  sum of several in fp32
+    backward  each block's gradients for the whole O and L; dq is summed on its rank, dk and dv travel back to the rank of the
+              keys and are summed there in the order of steps, in fp32. The result of one call travels in its own dtype, a
+              sum of several in fp32
 
 A sum of at most two parts (two ranks) is rounded only once in any case; it has the dtype of the tensors.
 

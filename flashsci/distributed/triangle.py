@@ -4,8 +4,8 @@ Row i of z [N, N, C] attends along itself: q, k, v of a row are on its rank, who
 rows, is not: it is computed from z too, so each rank has some of its query rows. A block of those rows serves the
 queries of the same place in every row, and no two blocks share a query: nothing is merged.
 
-        all_gather  collects the bias, H N^2 numbers on every rank; differentiable to any order
-        ring        passes blocks of it on, two at a time besides its own; their gradients travel back and are summed in float32
+    all_gather  collects the bias, H N^2 numbers on every rank; differentiable to any order
+    ring        passes blocks of it on, two at a time besides its own; their gradients travel back and are summed in float32
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def triangle_attention(
 
     Returns:
         out ``[..., R, H, N, Dv]``; with ``return_lse`` also lse ``[..., R, H, N]``. The rows of all ranks together
-            are the result of one call with all rows and the whole bias.
+        are the result of one call with all rows and the whole bias.
 
     Raises:
         TypeError, ValueError, BackendError, RuntimeError: as :func:`flashsci.distributed.attention`.

@@ -4,8 +4,8 @@ Maths     the forward's (forward.py), without its FOLD; a sink adds e^sink to th
           scale of the scores, that of V the result
 Grid      one axis over (slot of query rows, split of the keys, key head), from shapes alone: the device finds slots as in
           coord.varlen_tile, splits share the keys that a tile can see, and those without any write lse -inf and leave
-Tiles     rows are (query, head of the group) pairs, so that a decode fills a tile with the heads that share its keys; key tiles are
-          gathered by the block table, a page for each key
+Tiles     rows are (query, head of the group) pairs, so that a decode fills a tile with the heads that share its keys; key
+          tiles are gathered by the block table, a page for each key
 Splits    partial results, normalised, in fp32, and their lse; `paged_combine_kernel` adds them up
 Limits    decode: memory; prefill: as forward, and the addresses of gathered rows
 """

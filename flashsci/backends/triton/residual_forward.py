@@ -5,7 +5,8 @@ The next layer adds S to its own scores.
 
 Maths     as in forward.py, without its FOLD
 Grid      as forward
-Tiles     as forward; every tile of S is stored once, in the dtype of the bias (of q without one); P is that of S before this rounding
+Tiles     as forward; every tile of S is stored once, in the dtype of the bias (of q without one); P is
+          that of S before this rounding
 Limits    bytes of bias and scores; at 8 channels a head also the instructions around the exponentials
 """
 

@@ -53,7 +53,7 @@ def flash_attn_func(
 
     Returns:
         out ``[B, Sq, Hq, Dv]``; lse float32 ``[B, Hq, Sq]``, natural, +inf in rows that see no key, as in flash_attn.
-            It is differentiable; flash_attn's is not. There is no matrix of dropped probabilities: None.
+        It is differentiable; flash_attn's is not. There is no matrix of dropped probabilities: None.
 
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.attention`.

@@ -233,7 +233,7 @@ def flash_attn_with_kvcache(
 
     Returns:
         out ``[B, Sq, Hq, Dv]``; with ``return_softmax_lse`` ``(out, lse, None, None)``, where FlashAttention-3
-            returns partial results as the last two.
+        returns partial results as the last two.
 
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.attention` and :func:`flashsci.paged_attention`.

@@ -34,8 +34,8 @@ def unpad_input(
 
     Returns:
         (packed ``[T, ...]``, indices int64 ``[T]`` into the ``B * S`` rows, cu_seqlens int32 ``[B + 1]``, the longest
-            length as an int, which waits for the device, and seqused int32 ``[B]``: tokens by ``attention_mask``
-            alone).
+        length as an int, which waits for the device, and seqused int32 ``[B]``: tokens by ``attention_mask``
+        alone).
 
     Examples:
         >>> import torch

@@ -43,7 +43,7 @@ def _flash_attn_forward(
 
     Returns:
         (out ``[B, Sq, Hq, Dv]``, lse ``[B, Hq, Sq]`` with +inf for rows that see no key, None, rng_state int64
-            ``[2]``). There is no matrix of dropped probabilities, even with ``return_softmax``: None.
+        ``[2]``). There is no matrix of dropped probabilities, even with ``return_softmax``: None.
     """
     refuse("_flash_attn_forward", alibi_slopes=alibi_slopes)
     rng_state = _rng_state(q, dropout_p)
