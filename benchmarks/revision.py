@@ -125,6 +125,8 @@ def _renamed(tree: Path, library: Path | None, folder: Path) -> ModuleType:
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(re.sub(rf"\b{NAME}\b", ALIAS, path.read_text(encoding="utf-8")))
+    for path in source.rglob("*.json"):  # rules of auto
+        shutil.copy(path, target / path.relative_to(source))
     if library is not None:
         content = library.read_bytes()
         namespace = NAME.encode() + b"\0"

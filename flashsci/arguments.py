@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashsci.ops import Scalars
-from flashsci.tracing import transforming
+from flashsci.tracing import is_captured, is_readable, transforming
 from flashsci.transforms import is_mapped, wanted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -431,6 +431,19 @@ def check_cu_seqlens(name: str, offsets: Any, q: Tensor) -> None:
     same_device(q, **{name: offsets})
 
 
+def contents_are_seen(offsets: Tensor, validate: bool) -> bool:
+    """Whether the host looks at the values of offsets."""
+    return (validate or offsets.device.type == "cpu") and is_readable(offsets)
+
+
+def check_unmapped(name: str, offsets: Tensor) -> None:
+    """Raises ValueError for offsets that ``torch.vmap`` maps, where the host is to read them."""
+    if is_mapped(offsets):
+        raise ValueError(
+            f"torch.vmap maps {name}, whose values the host reads here; give the samples as sequences of one call"
+        )
+
+
 def check_cu_seqlens_contents(
     name: str, offsets: Tensor, total: int, max_seqlen: int | None
 ) -> None:
@@ -438,11 +451,13 @@ def check_cu_seqlens_contents(
     the host.
 
     Raises:
-        ValueError: they are not.
+        ValueError: they do not; or they cannot be read, under torch.vmap or during the capture of a CUDA graph.
     """
-    if is_mapped(offsets):
+    check_unmapped(name, offsets)
+    if is_captured(offsets):
         raise ValueError(
-            f"torch.vmap maps {name}, whose values the host reads here; give the samples as sequences of one call"
+            f"values of {name} are read on the host here, which a CUDA graph capture does not allow; leave validate=False, or "
+            "call once outside of the capture"
         )
     values = offsets.tolist()
     lengths = [b - a for a, b in itertools.pairwise(values)]

@@ -14,7 +14,7 @@ from flashsci.dispatch import run, seed_for
 from flashsci.ops import Given, Tensors
 from flashsci.plans import Plan, as_given, gradients, keep, plans, present, repeated, signature
 from flashsci.problem import has_inner_heads, sums_bias
-from flashsci.tracing import autocast, is_traced, rounds_products, tracer_paused
+from flashsci.tracing import autocast, hides_sizes, is_traced, rounds_products, tracer_paused
 
 FP8 = fp8.FP8  # one look-up: every call asks
 
@@ -80,7 +80,7 @@ def attention(
             (as flash-attn: the last query sees the last key).
         scale: factor of q k^T; default ``1 / sqrt(D)``. It is a number, as softcap and dropout_p are. Multiply q by a
             learned temperature: q keeps its gradient. Kernels apply the scale to q k^T, which must be finite in
-            float32 by itself, as must be the sum of ``abs(v)`` over the keys: 1e37 is safe.
+            float32 by itself: 1e37 is safe. The sum of ``abs(v)`` over the keys may be 1e30.
         softcap: bounds scores to ``softcap * tanh(scores / softcap)`` before the bias; None or 0 for none. A softcap
             of ``2**100 * abs(scale)`` or more counts as none.
         dropout_p: probability of dropping an entry of P, in [0, 1).
@@ -206,7 +206,7 @@ def _plan(
     backend: str,
 ) -> Plan:
     """The plan of a dense call; from the cache if an equal call was planned before."""
-    if torch.compiler.is_compiling():
+    if hides_sizes(q, k, v):
         return _make_plan(
             q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
         )
@@ -318,7 +318,7 @@ def describe(
     arguments.same_device(q, bias=bias, key_weight=key_weight, mask=mask)
     features = options.features(bias, key_weight, alibi_slopes, sink, needs_grad)
     features["mask"] = mask is not None
-    if torch.compiler.is_compiling():
+    if hides_sizes(q, k, v):
         features["bias_shape"] = None if bias is None else ()
     else:
         bias_shape = None if bias is None else tuple(bias.shape)

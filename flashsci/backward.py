@@ -11,7 +11,7 @@ from flashsci import arguments, registry, transforms, varlen
 from flashsci.attention import describe
 from flashsci.dispatch import seed_for
 from flashsci.ops import NEED_BIAS, NEED_K, NEED_KEY_WEIGHT, NEED_Q, NEED_V, Saved, Tensors
-from flashsci.tracing import transforming
+from flashsci.tracing import is_recorded, transforming
 
 
 class Gradients(NamedTuple):
@@ -115,7 +115,8 @@ def attention_backward(
     kernel_bias, bias_offsets, kernel_weight = bias, None, key_weight
     if cu_seqlens_q is None:
         call = describe(q, k, v, bias, key_weight, mask, alibi_slopes, None, options, needs_grad)
-        if len({(x.dim(), x.shape[:-3]) for x in (q, k, v)}) > 1 or q.dim() > 5:
+        equal = all(x.dim() == q.dim() and x.shape[:-3] == q.shape[:-3] for x in (k, v))
+        if not equal or q.dim() > 5:
             raise ValueError(
                 "attention_backward takes q, k, v with equal leading dims, at most two before "
                 "the heads"
@@ -158,6 +159,11 @@ def attention_backward(
         if x is not None and x.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype ({q.dtype}), got {x.dtype}")
     name = registry.decide(*call, backend)
+    if name == "reference" and cu_seqlens_q is not None and cu_seqlens_k is not None:
+        arguments.check_unmapped("cu_seqlens_q", cu_seqlens_q)
+        arguments.check_unmapped("cu_seqlens_k", cu_seqlens_k)
+        if is_recorded() or q.is_meta:
+            name = registry.load_recorded_reference()
     module = registry.LOADED[name]
     if cu_seqlens_q is not None:
         q, k, v, out = (x.transpose(0, 1) for x in (q, k, v, out))

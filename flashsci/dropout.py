@@ -126,6 +126,8 @@ def dropout_mask(
     check_dropout(dropout_p, dropout_seed)
     if len(shape) < 2:
         raise ValueError(f"shape must end in (Sq, Sk), got {tuple(shape)}")
+    if type(dropout_seed).__name__ == "DTensor":
+        raise TypeError("dropout_seed is a DTensor; give dropout_seed.full_tensor()")
     leading, (seq_q, seq_k) = shape[:-2], shape[-2:]
     heads = leading[-1] if leading else 1
     rows = torch.arange(math.prod(leading), device=dropout_seed.device) + batch_offset * heads

@@ -62,14 +62,13 @@ def _formula(op: Any, over_dim: int, over_values: int) -> Callable[..., int]:
     def count(*arguments: Any, out_val: Any = None, **named: Any) -> int:
         given = dict(zip(names, arguments, strict=False)) | named
         q, k, v = given["q"], given["k"], given["v"]
-        offsets = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
-        if offsets[0] is None or offsets[1] is None:
+        first, second = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
+        if first is None or second is None:
             pairs = math.prod(q.shape[:-1]) * k.shape[-2]
         else:
-            lengths = (
-                _lengths(x, given[f"max_seqlen_{s}"]) for x, s in zip(offsets, "qk", strict=True)
-            )
-            pairs = q.shape[0] * sum(m * n for m, n in zip(*lengths, strict=True))
+            queries = _lengths(first, given["max_seqlen_q"])
+            keys = _lengths(second, given["max_seqlen_k"])
+            pairs = q.shape[0] * sum(m * n for m, n in zip(queries, keys, strict=True))
         return int(2 * pairs * (over_dim * q.shape[-1] + over_values * v.shape[-1]))
 
     count._get_raw = True  # type: ignore[attr-defined]  # takes tensors, not shapes

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashsci import arguments, registry, transforms
 from flashsci.fp8_ops import FP8, FP8Attention, FP8Scalars, FP8Tensors, rows_per_scale
-from flashsci.tracing import count_flops
+from flashsci.tracing import count_flops, hides_sizes
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -68,7 +68,7 @@ def packed(
 ) -> Any:
     """`flashsci.varlen_attention` of 8-bit floats: out, or with return_lse (out, lse)."""
     call = describe(q, k, v, given, options, cu_seqlens)
-    if not torch.compiler.is_compiling() and (validate or q.device.type == "cpu"):
+    if arguments.contents_are_seen(cu_seqlens[0], validate):
         arguments.check_cu_seqlens_contents("cu_seqlens_q", cu_seqlens[0], q.shape[0], longest[0])
         arguments.check_cu_seqlens_contents("cu_seqlens_k", cu_seqlens[1], k.shape[0], longest[1])
     name = _decide(*call, backend)
@@ -121,7 +121,7 @@ def describe(
     for name, x, scale in zip("qkv", (q, k, v), given[:3], strict=True):
         _check_scale(f"{name}_scale", scale, x, sequences)
     features["varlen"] = cu_seqlens is not None
-    if not torch.compiler.is_compiling():
+    if not hides_sizes(q, k, v):
         if cu_seqlens is None:
             leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
             features.update(batch=tuple(leading), seq_q=q.shape[-2], seq_k=k.shape[-2])

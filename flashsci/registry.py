@@ -349,6 +349,8 @@ def backward(
     them."""
     sharing = _sharing(name)
     if sharing is not None:
+        # The choice asks the library, which takes no other strides; saved-tensor hooks may bring back any.
+        saved = saved._replace(tensors=saved.tensors.laid_out())
         name = _gradient_backend(name, sharing, saved, need)
     module = kernels(name)
     count_flops()

@@ -31,7 +31,7 @@ from flashsci.plans import (
     signature,
 )  # fmt: skip
 from flashsci.residual_ops import MAX_HEAD_DIM, Kernels, ResidualCall, scores_dtype
-from flashsci.tracing import autocast, count_flops, transforming
+from flashsci.tracing import autocast, count_flops, hides_sizes, transforming
 
 PARTS = ""  # no kernels: from parts
 
@@ -212,7 +212,7 @@ def backend_of(
     Raises:
         TypeError, ValueError, BackendError: as :func:`residual_attention` documents.
     """
-    if torch.compiler.is_compiling():
+    if hides_sizes(q, k, v):
         call = describe(q, k, v, bias, None, None, None, None, options, needs_grad)
         return _decide(*call, backend)
     key = (

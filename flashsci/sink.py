@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flashsci import recording, registry
-from flashsci.ops import Saved, Tensors
+from flashsci.ops import Saved, Tensors, follow_layout
 from flashsci.plans import Plan
 from flashsci.tracing import transforming
 
@@ -27,8 +27,8 @@ def attend(plan: Plan, tensors: Tensors, sink: Tensor, needs_grad: bool) -> tupl
     module, scalars = plan.module, plan.scalars
     found: tuple[Tensor, Tensor]
     if not module.FUSED:  # the reference; SDPA refuses
-        found = module.forward(tensors, scalars, sink)
-        return found
+        out, lse = module.forward(tensors, scalars, sink)
+        return follow_layout(out, tensors.q), lse
     tensors = tensors.inner_contiguous()
     if torch.compiler.is_compiling() or transforming():
         from flashsci.autograd import Forward  # imports the compiler
@@ -117,7 +117,8 @@ def _recorded(
     from flashsci.autograd import EagerForward  # imports the compiler
 
     def compute(sink: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
-        out, lse = EagerForward.apply(plan, False, *tensors)
+        # Saved-tensor hooks may have brought back other strides than kernels take.
+        out, lse = EagerForward.apply(plan, False, *Tensors(*tensors).laid_out())
         return with_sink(out, lse, sink)
 
     return recording.gradients(compute, given, wanted, (dout, dlse))

@@ -1,4 +1,4 @@
-"""The state of torch around a call: functorch transforms, forward-mode levels, autocast, TF32."""
+"""The state of torch around a call: functorch transforms, forward-mode levels, CUDA graphs, autocast, TF32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _tracing_state = torch._C._get_tracing_state
-_set_tracing_state: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
+_set_tracing_state: Any = getattr(torch._C, "_set_tracing_state")  # noqa: B009  (torch's stubs lack it)
 modes = torch._C._len_torch_dispatch_stack  # the number of dispatch modes that see ops
 
 
@@ -31,12 +31,35 @@ def tracer_paused() -> Iterator[None]:
         _set_tracing_state(state)
 
 
+def is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph records operations on ``x``; the host then cannot read its values."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def is_recorded() -> bool:
     """Whether a compiler, a tracer or a dispatch mode sees a call's ops.
 
     Then the call becomes part of a program that runs later, or runs with other than real tensors.
     """
     return torch.compiler.is_compiling() or is_traced() or torch._C._len_torch_dispatch_stack() > 0
+
+
+_mode_of, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether the host can look at numbers: not a compiler's or tracer's, which would keep them, nor those of a tensor without
+    memory."""
+    if torch.compiler.is_compiling() or is_traced() or _mode_of(_PROXY) is not None:
+        return False
+    return type(x) is Tensor and not x.is_meta
+
+
+def hides_sizes(*tensors: Tensor) -> bool:
+    """Whether sizes may be symbols: under a compiler, or a mode that traces for any length. No plan is kept of such a call."""
+    if torch.compiler.is_compiling():
+        return True
+    return modes() > 0 and any(type(n) is not int for x in tensors for n in x.shape)
 
 
 def count_flops() -> None:

@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 
 from flashsci import arguments, fp8, registry, transforms
+from flashsci.arguments import contents_are_seen
 from flashsci.dispatch import run, seed_for
 from flashsci.ops import Given, Tensors, packed
 from flashsci.plans import Plan, Run, as_given, gradients, keep, plans, present, repeated, signature
-from flashsci.tracing import autocast, is_recorded, is_traced, rounds_products, tracer_paused
+from flashsci.tracing import (
+    autocast,
+    hides_sizes,
+    is_recorded,
+    is_traced,
+    rounds_products,
+    tracer_paused,
+)
 
 FP8 = fp8.FP8
 
@@ -133,7 +141,7 @@ def varlen_attention(
     cu_seqlens_q, cu_seqlens_k = dense_offsets(cu_seqlens_q, cu_seqlens_k)
     other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
     call = as_given(call, q, k, v, cu_seqlens_q, other, alibi_slopes)
-    if contents_are_seen(q, validate):
+    if contents_are_seen(cu_seqlens_q, validate):
         call = None  # contents are checked at every call
         check_contents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias)
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
@@ -200,6 +208,10 @@ def _plan(
             q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, alibi_slopes, sink, options, needs_grad
         )  # fmt: skip
         name = registry.decide(*call, backend)
+        if name == "reference":
+            for offsets_name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True):
+                if x is not None:
+                    arguments.check_unmapped(offsets_name, x)
         if name == "reference" and recorded and not transforms.needs_grad(alibi_slopes):
             name = registry.load_recorded_reference()
         return Plan(name, registry.LOADED[name], options.scalars(q.shape[-1], *longest))
@@ -275,7 +287,7 @@ def describe(
                 f"got {list(bias.shape)}"
             )
         features["ragged_bias"] = _per_pair(bias, k.shape[0])
-        features["bias_shape"] = () if torch.compiler.is_compiling() else tuple(bias.shape)
+        features["bias_shape"] = () if hides_sizes(q, k, bias) else tuple(bias.shape)
     if key_weight is not None:
         arguments.check_key_weight_dtype(key_weight, q.dtype)
         arguments.same_device(q, key_weight=key_weight)
@@ -290,7 +302,7 @@ def describe(
         arguments.check_alibi(alibi_slopes, q, (sequences, heads_q), "N, Hq")
     if sink is not None:
         arguments.check_sink(sink, q, heads_q)
-    if not torch.compiler.is_compiling():
+    if not hides_sizes(q, k, cu_seqlens_q):
         sequences = cu_seqlens_q.shape[0] - 1
         features.update(batch=(sequences,), seq_q=q.shape[0], seq_k=k.shape[0])
     return registry.call(q, v, heads_q, heads_k, features)
@@ -302,11 +314,6 @@ def dense_offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> tuple[Te
     if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
         return first, first
     return first, cu_seqlens_k.contiguous()
-
-
-def contents_are_seen(q: Tensor, validate: bool) -> bool:
-    """Whether the host reads the offsets' values."""
-    return not is_recorded() and (validate or q.device.type == "cpu")
 
 
 def _per_pair(bias: Tensor, total_k: int) -> bool:

@@ -15,6 +15,7 @@ Steps, each with a time limit and a log in the output folder:
     check        `python -m flashsci check`: generated problems and traps against fp64, and the report
     cases        `scripts/more_cases.py`: more generated problems for that report, until it holds 10,000
     tests        tests/gpu, tests/compile and tests/properties, without the races and what needs no GPU
+    machinery    tests/machinery: every public call under every machinery of torch, as many cells as there is time for
     cpu          tests/cpu, with the GPU hidden
     races        every kernel instance many times over, beside a second stream
     sanitizers   compute-sanitizer over the runners without Python (`make build-manual` builds them)
@@ -84,6 +85,8 @@ def steps(out: Path, runners: Path, workers: int) -> dict[str, Step]:
         "cases": Step(600, python("cases", "scripts/more_cases.py", "--out", report, "--seconds", SECONDS)),
         "tests": Step(900, pytest("tests", "tests/gpu", "tests/compile", "tests/properties",
                                   *(f"--ignore={path}" for path in (RACES, *WITHOUT_GPU)))),
+        "machinery": Step(1200, python("machinery", "-m", "tests.machinery", "--processes", str(workers), "--seconds", SECONDS,
+                                       "--save", str(out / "machinery.json"))),
         "cpu": Step(900, pytest("cpu", "-m", "not slow", "tests/cpu"), {"CUDA_VISIBLE_DEVICES": ""}),
         "races": Step(900, pytest("races", RACES)),
         "sanitizers": sanitizers(runners),

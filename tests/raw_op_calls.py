@@ -48,14 +48,19 @@ HOMES = (
 
 
 def all_ops() -> dict[str, Any]:
-    """Every op of the namespace that takes a tensor, and its schema."""
+    """Every op of the namespace that takes a tensor, and its schema; those that return text read no memory, and are left out."""
     for home in HOMES:
         importlib.import_module(home)
     cuda = importlib.import_module("flashsci.backends.cuda")
     if cuda.library_path() is not None:
         cuda.build_info()  # loads it
     found = (s for s in torch._C._jit_get_all_schemas() if s.name.startswith("flashsci::"))
-    return {s.name.removeprefix("flashsci::"): s for s in found if any("Tensor" in str(a.type) for a in s.arguments)}  # fmt: skip
+    return {
+        s.name.removeprefix("flashsci::"): s
+        for s in found
+        if any("Tensor" in str(a.type) for a in s.arguments)
+        and any(str(r.type) != "str" for r in s.returns or s.arguments)
+    }
 
 
 def schema_of(op: str) -> Any:
@@ -461,6 +466,23 @@ def _cuda_values(op: str, base: Callable[[str], Arguments], device: str) -> Argu
     return in_order(op, given)
 
 
+def _cuda_refresh(given: Arguments) -> None:
+    """out and lse of other options, where the op lacks some of those of :data:`RAW`."""
+    whole = dict.fromkeys(RAW) | OPTIONS | given
+    with_results(whole)
+    given |= {n: whole[n] for n in ("out", "lse") if n in given}
+
+
+def _cuda_pages(device: str, cache: torch.dtype) -> Arguments:
+    """Rows of 16 bytes at least, which the library's kernels take."""
+    given = pages(device, cache, HALF) | {"generation": 0}
+    if cache.itemsize == 1:
+        wide = torch.cat([given["v_cache"].float()] * 2, -1).to(cache)
+        out = torch.full((6, 4, 16), torch.nan, dtype=HALF, device=device)
+        given |= {"v_cache": wide, "out": out}
+    return in_order("cuda_paged_attention", given)
+
+
 def _cuda_truth(truth: Callable[..., Results], count: int) -> Callable[..., Results]:
     return lambda given, dtype: truth(dict.fromkeys(RAW) | OPTIONS | given, dtype)[:count]
 
@@ -470,10 +492,10 @@ def _cuda() -> Iterator[Right]:
     for label, base in (("dense", dense), ("packed", packed)):
         for what in ("forward", "backward"):
             for op in (f"cuda_{what}", f"cuda_prepared_{what}"):
-                yield Right(op, label, lambda device, op=op, base=base: _cuda_values(op, base, device), truths.get(op), unit=FINE, refresh=with_results)  # fmt: skip
+                yield Right(op, label, lambda device, op=op, base=base: _cuda_values(op, base, device), truths.get(op), unit=FINE, loose=LENGTHS if label == "packed" else frozenset(), refresh=_cuda_refresh)  # fmt: skip
     for cache in (HALF, FLOAT8):
         label = str(cache).removeprefix("torch.")
-        yield Right("cuda_paged_attention", label, lambda device, cache=cache: in_order("cuda_paged_attention", pages(device, cache, HALF) | {"generation": 0}), pages_of, ("out",), FINE)  # fmt: skip
+        yield Right("cuda_paged_attention", label, lambda device, cache=cache: _cuda_pages(device, cache), pages_of, ("out",), FINE)  # fmt: skip
     yield from _fp8("cuda_fp8_attention")
     yield from _fp8("cuda_fp8_forward")
 
@@ -487,3 +509,5 @@ CALLS: tuple[Right, ...] = (
     *_cuda(), Right("refuse", "always", refusal, None),
 )  # fmt: skip
 RAISES = ("refuse",)  # whatever they are given
+# Made of torch's own ops, or of others in this table, which check themselves: they hold no pointer.
+COMPOSED = frozenset(("draw_seed", "keep_mask", "recorded_backward", "recorded_double_backward"))

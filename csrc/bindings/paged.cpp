@@ -81,6 +81,7 @@ int launch(const Kernels<Params>* kernels, const Params& params, FlashsciPagedPa
 }
 
 void check_tensor(const Tensor& x, const char* name, int device, int32_t dtype, int64_t rank) {
+  check_given(x, name);
   FLASHSCI_CHECK(x.is_cuda() && x.get_device_index() == device, name,
                  " must be on the device of q");
   FLASHSCI_CHECK(dtype_of(x) == dtype, name, " has another dtype than these kernels take");
@@ -94,6 +95,25 @@ int32_t int32_of(int64_t value, const char* what) {
   return static_cast<int32_t>(value);
 }
 
+void check_numbers(double scale, double softcap, int64_t window_left, int64_t window_right) {
+  FLASHSCI_CHECK(std::isfinite(static_cast<float>(scale)), "scale must be finite, got ", scale);
+  FLASHSCI_CHECK(softcap >= 0 && std::isfinite(static_cast<float>(softcap)),
+                 "softcap must be >= 0 and finite, got ", softcap);
+  FLASHSCI_CHECK(window_left >= -1 && window_right >= -1,
+                 "window_left and window_right must be >= 0, or -1 for unbounded, got ",
+                 window_left, " and ", window_right);
+}
+
+// out shares memory with no tensor that is read (null: absent), nor elements of it with each other.
+void check_apart(const Tensor& out,
+                 std::initializer_list<std::pair<const char*, const Tensor*>> read) {
+  FLASHSCI_CHECK(!folds(out), "out is written, and elements of it share memory; give a new tensor");
+  for (const auto& [name, x] : read)
+    FLASHSCI_CHECK(x == nullptr || !share_memory(out, *x), "out shares memory with ", name,
+                   ", which is read while out is written; give out memory of its own, or ", name,
+                   ".clone()");
+}
+
 Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                             const Tensor& block_table, const Tensor& seqused_k,
                             const Tensor& cu_seqlens_q, const std::optional<Tensor>& sink,
@@ -102,14 +122,7 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
                             int64_t /*max_seqlen_q*/, double scale, double softcap,
                             int64_t window_left, int64_t window_right, bool return_lse,
                             int64_t generation) {
-  for (const auto& [name, x] : {std::pair{"q", &q},
-                                {"k_cache", &k_cache},
-                                {"v_cache", &v_cache},
-                                {"block_table", &block_table},
-                                {"seqused_k", &seqused_k},
-                                {"cu_seqlens_q", &cu_seqlens_q},
-                                {"out", &out}})
-    check_given(*x, name);
+  check_given(q, "q"), check_given(k_cache, "k_cache");
   FLASHSCI_CHECK(q.is_cuda(), "q must be a CUDA tensor");
   const int device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
@@ -143,9 +156,7 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
           cu_seqlens_q.size(0) == sequences + 1,
       "block_table, seqused_k and cu_seqlens_q must be [N, pages], [N] and [N + 1], got ",
       shape_of(block_table), ", ", shape_of(seqused_k), ", ", shape_of(cu_seqlens_q));
-  FLASHSCI_CHECK(std::isfinite(static_cast<float>(scale)), "scale must be finite, got ", scale);
-  FLASHSCI_CHECK(softcap >= 0 && std::isfinite(static_cast<float>(softcap)),
-                 "softcap must be >= 0 and finite, got ", softcap);
+  check_numbers(scale, softcap, window_left, window_right);
   if (sink.has_value()) {
     check_tensor(*sink, "sink", device, dtypes().single, 1);
     FLASHSCI_CHECK(sink->size(0) == q.size(1), "sink must have a logit for each head of q");
@@ -157,21 +168,15 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
                          (*scale)->size(0) == sequences && (*scale)->size(1) == k_cache.size(2),
                      name, " must be float32 [N, Hk] on the device of q, got ", shape_of(**scale));
 
-  FLASHSCI_CHECK(window_left >= -1 && window_right >= -1,
-                 "window_left and window_right must be >= 0, or -1 for unbounded, got ",
-                 window_left, " and ", window_right);
-  FLASHSCI_CHECK(!folds(out), "out is written, and elements of it share memory; give a new tensor");
-  const auto apart = [&](const Tensor& x, const char* name) {
-    FLASHSCI_CHECK(!share_memory(out, x), "out shares memory with ", name,
-                   ", which is read while out is written; give out memory of its own, or ", name,
-                   ".clone()");
-  };
-  apart(q, "q"), apart(k_cache, "k_cache"), apart(v_cache, "v_cache");
-  apart(block_table, "block_table"), apart(seqused_k, "seqused_k");
-  apart(cu_seqlens_q, "cu_seqlens_q");
-  if (sink.has_value()) apart(*sink, "sink");
-  if (k_scale.has_value()) apart(*k_scale, "k_scale");
-  if (v_scale.has_value()) apart(*v_scale, "v_scale");
+  check_apart(out, {{"q", &q},
+                    {"k_cache", &k_cache},
+                    {"v_cache", &v_cache},
+                    {"block_table", &block_table},
+                    {"seqused_k", &seqused_k},
+                    {"cu_seqlens_q", &cu_seqlens_q},
+                    {"sink", sink.has_value() ? &*sink : nullptr},
+                    {"k_scale", k_scale.has_value() ? &*k_scale : nullptr},
+                    {"v_scale", v_scale.has_value() ? &*v_scale : nullptr}});
 
   const OnDevice on_device(device);
   const int64_t lse_shape[] = {return_lse ? q.size(1) : 0, q.size(0)};

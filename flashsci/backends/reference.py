@@ -15,9 +15,10 @@ import math
 import torch
 from torch import Tensor
 
+from flashsci.backends.host_reads import check_readable
 from flashsci.dropout import keep_mask
 from flashsci.fp8_ops import FP8, lacks
-from flashsci.ops import Saved, Scalars, Tensors
+from flashsci.ops import Saved, Scalars, Tensors, follow_layout
 from flashsci.problem import Problem
 from flashsci.tracing import casts_to, holds, rounds_products
 
@@ -307,6 +308,7 @@ class _Packed:
     """The sequences of a packed call. Reads the offsets on the host."""
 
     def __init__(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, ragged_bias: bool):
+        check_readable(cu_seqlens_q)
         self.sizes_q, self.sizes_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
         self.count = len(self.sizes_q)
         self.shapes = list(zip(self.sizes_q, self.sizes_k, strict=True))
@@ -428,9 +430,9 @@ def backward(
             )
             for n in range(packed.count)
         ]
-        dq = packed.join([f[0] for f in found], q, -2)
-        dk = packed.join([f[1] for f in found], k, -2)
-        dv = packed.join([f[2] for f in found], v, -2)
+        dq = follow_layout(packed.join([f[0] for f in found], q, -2), q)
+        dk = follow_layout(packed.join([f[1] for f in found], k, -2), k)
+        dv = follow_layout(packed.join([f[2] for f in found], v, -2), v)
         dbias = None
         if bias is not None:
             blocks = [f[3] for f in found if f[3] is not None]

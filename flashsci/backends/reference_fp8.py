@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashsci import fp8_checks
 from flashsci.backends import reference
+from flashsci.backends.host_reads import check_readable
 from flashsci.fp8_ops import WHOLE, FP8Scalars, FP8Tensors, define, rows_per_scale
 from flashsci.op_checks import need
 from flashsci.ops import Scalars, Tensors, follow_layout
@@ -21,6 +22,7 @@ def _attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor
     edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     for name, x, of in zip(("cu_seqlens_q", "cu_seqlens_k"), edges, tensors[:2], strict=True):
         if x is not None:
+            check_readable(x)
             starts = x.tolist()
             need(
                 starts[0] >= 0 and starts == sorted(starts) and starts[-1] <= of.shape[-2],

@@ -7,7 +7,8 @@ second order and forward mode. Eager calls do not need them, and have derivative
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,8 +58,19 @@ def _zeros(like: Tensor, x: Tensor | None) -> Tensor:
     return (torch.zeros_like(like) if x is None else x.detach()).requires_grad_()
 
 
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Autograd at work inside of an op, below which torch's dispatcher leaves it out."""
+    key, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
+    for name in (key.AutogradFunctionality, key.AutogradOther, key.ADInplaceOrView):
+        excluded = excluded.remove(name)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
 def _jvp(tangents: Tangents, saved: Saved) -> tuple[Tensor, ...]:
-    with torch.enable_grad():
+    with _recording():
         dout, dlse = _zeros(saved.out, None), _zeros(saved.lse, None)
         _, along = _along(saved, tangents, dout, dlse)
         return torch.autograd.grad(along, (dout, dlse), materialize_grads=True)
@@ -67,7 +79,7 @@ def _jvp(tangents: Tangents, saved: Saved) -> tuple[Tensor, ...]:
 def _double_backward(
     tangents: Tangents, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
 ) -> tuple[Tensor, ...]:
-    with torch.enable_grad():
+    with _recording():
         dout, dlse = _zeros(saved.out, dout), _zeros(saved.lse, dlse)
         leaves, along = _along(saved, tangents, dout, dlse)
         found = iter(torch.autograd.grad(along, (*leaves, dout, dlse), materialize_grads=True))

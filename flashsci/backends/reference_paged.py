@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashsci import paged_checks
 from flashsci.backends import reference
+from flashsci.backends.host_reads import check_readable
 from flashsci.ops import Scalars, Tensors, statistics_dtype
 from flashsci.paged_ops import FP8, PagedScalars, PagedTensors, define, empty_lse
 
@@ -21,6 +22,7 @@ def _attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Ten
     paged_checks.attention_apart(tensors, out)
     q = tensors.q
     total, most = q.shape[0], tensors.block_table.shape[1] * tensors.k_cache.shape[1]
+    check_readable(tensors.cu_seqlens_q)
     edges = [min(max(edge, 0), total) for edge in tensors.cu_seqlens_q.tolist()]
     lengths = [min(max(length, 0), most) for length in tensors.seqused_k.tolist()]
     out.zero_()
@@ -94,6 +96,7 @@ def _write(
     paged_checks.write(*given, LIMITS)
     paged_checks.write_apart(*given)
     pages, page = k_cache.shape[:2]
+    check_readable(slot_mapping, "slots")
     (rows,) = ((slot_mapping >= 0) & (slot_mapping < pages * page)).nonzero(as_tuple=True)
     slots = slot_mapping[rows]
     where = slots // page, slots % page

@@ -6,6 +6,7 @@ freed graph stays freed. No fused SDPA kernel differentiates twice; flashsci/sec
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -103,8 +104,10 @@ def _attend(
         merged = merged if merged.stride(-1) == 1 else merged.contiguous()
     shape, batch, dtype = (*q.shape[:-1], v.shape[-1]), q.shape[:-3], q.dtype
     scale = scalars.scale
-    if dtype.itemsize > 2 and not TINY < abs(scale) < 1 / TINY:
-        q, scale = q * scale, 1.0  # products that are scaled afterwards may overflow
+    if dtype is not torch.float16 and not TINY < abs(scale) < 1 / TINY:
+        # Products that are scaled afterwards may overflow. A power of two scales q without an error.
+        scale, exponent = math.frexp(scale)
+        q = q * 2.0**exponent
     gpu = on_gpu(q)
     if gpu and merged is not None and merged.dtype not in (torch.bool, dtype):
         # The kernels of GPUs take only a bias of q's dtype; the kernel of the CPU also takes fp32 with 16 bits.

@@ -22,6 +22,7 @@ from flashsci.ops import Scalars
 
 #: The function itself: programs, flashsci included, replace torch.nn.functional's name.
 attend = torch._C._nn.scaled_dot_product_attention
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -49,9 +50,9 @@ def aligned(x: Tensor) -> Tensor:
 
 def laid_out(dout: Tensor, strides: tuple[int, ...]) -> Tensor:
     """dout in the memory layout of an out of these strides, aligned; no copy if it already has it."""
-    if dout.stride() == strides and _rows_are_aligned(dout):
+    # Batched tensors (is_grads_batched) have no address to examine, and do not allow a write in place.
+    if not _is_batched(dout) and dout.stride() == strides and _rows_are_aligned(dout):
         return dout
-    # Without a write in place, which batched tensors (is_grads_batched) do not allow.
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return dout.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)

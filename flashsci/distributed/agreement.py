@@ -208,6 +208,21 @@ def check_transforms(entry: str, **tensors: Any) -> None:
         )
 
 
+def check_memory(**tensors: Any) -> None:
+    """Refuse tensors that hold no data, which ranks could not send each other.
+
+    Raises:
+        ValueError: some are on device "meta".
+    """
+    empty = [n for n, x in tensors.items() if isinstance(x, Tensor) and x.device.type == "meta"]
+    if empty:
+        raise ValueError(
+            f"calls over several ranks move data between them, and {', '.join(empty)} on device 'meta' ha"
+            f"{'s' if len(empty) == 1 else 've'} none; give tensors on a device, or take shapes from the call on the whole sequence "
+            "in one process"
+        )
+
+
 def refuse(group: Any, error: Exception) -> NoReturn:
     """Tell the other ranks that this rank's arguments are wrong, and raise the error."""
     agree(group, {}, frozenset(), error=error)

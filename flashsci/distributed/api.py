@@ -251,6 +251,9 @@ def _given(
     """The tensors with heads before rows, and the known facts of the call."""
     q, k, v, bias, key_weight, mask = tensors
     arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight)
+    agreement.check_memory(
+        q=q, k=k, v=v, bias=bias, key_weight=key_weight, mask=mask, cu_seqlens=given.cu_seqlens
+    )
     q, k, v = autocast(q, k, v)
     offsets, total = None, given.known
     if given.cu_seqlens is not None:

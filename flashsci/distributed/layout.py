@@ -112,8 +112,8 @@ def unshard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous")
         The whole, on every rank. A part's gradient is the sum over the ranks of their gradients for its rows.
 
     Raises:
-        ValueError: shapes or dtypes that differ between ranks in dims other than ``dim``, or lengths that are not
-            those of the layout.
+        ValueError: shapes or dtypes that differ between ranks in dims other than ``dim``, lengths that are not those
+            of the layout, or parts without memory (on device "meta") on several ranks.
         TypeError: a DTensor, which knows its parts itself.
         BackendError: inside torch.vmap, with a forward-mode tangent, or for a batch of gradients.
 
@@ -133,6 +133,11 @@ def unshard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous")
     refuse_transforms(x)
     group = agreement.group_of(mesh)
     agreement.check_transforms("distributed.unshard", x=x)
+    if group.size() > 1:
+        try:
+            agreement.check_memory(x=x)
+        except ValueError as error:
+            agreement.refuse(group, error)
     dim = dim % x.dim()
     said = agreement.tensor_fields("x", x, {dim: "rows"}) | {"dim": dim, "layout": layout}
     table = agreement.agree(group, said, agreement.rows("x"), x.device.type)

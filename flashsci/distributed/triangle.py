@@ -132,6 +132,7 @@ def _fields(
 ) -> dict[str, Value]:
     """Check this rank's own arguments; return the values that ranks compare."""
     arguments.check_types(q, k, v, bias=bias, mask=mask)
+    agreement.check_memory(q=q, k=k, v=v, bias=bias, mask=mask)
     arguments.check_tensors(q, k, v)
     if not 4 <= q.dim() <= 5 or not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
         raise ValueError(

@@ -104,6 +104,25 @@ def differing_parts(mesh: Any, wrong: int) -> None:
     fd.unshard(torch.zeros(4, 3 if here else 2), mesh, dim=0)
 
 
+def without_memory(mesh: Any, entry: str, wrong: int | None) -> None:
+    """A call on tensors that hold no data: on all ranks, or on one."""
+    mesh = fresh(mesh)
+    device = "meta" if wrong in (None, mesh.get_local_rank()) else "cpu"
+    x = torch.zeros(2, 4, 6, 8, device=device)
+    if entry == "attention":
+        fd.attention(x, x, x, mesh=mesh)
+    elif entry == "varlen_attention":
+        edges = torch.tensor([0, 2 * mesh.size()], dtype=torch.int32)
+        fd.varlen_attention(x[:, 0], x[:, 0], x[:, 0], edges.to(device), mesh=mesh)
+    elif entry == "triangle_attention":
+        whole = x.new_zeros(2, 4, 6 * mesh.size(), 8)
+        fd.triangle_attention(
+            whole, whole, whole, x.new_zeros(4, 6, 6 * mesh.size()), mesh=mesh, strategy="ring"
+        )
+    else:
+        fd.unshard(x, mesh)
+
+
 def exchanges(mesh: Any, given: bool, detail: bool) -> int:
     """How often ranks have compared their arguments in three calls of one kind."""
     mesh = fresh(mesh)

@@ -380,7 +380,7 @@ def test_kernels_launched_beside_others_wait_for_their_end():
     found = 0
     wait = re.compile(r"(ptx|C::Isa)::wait_for_prerequisites\(\);(?! })")
     for folder in {path.parent for path in (ROOT / "csrc" / "sm90").rglob("launch.cuh")}:
-        launched = len(re.findall(r"launch_beside\(", (folder / "launch.cuh").read_text()))
+        launched = len(re.findall(r"launch_beside<", (folder / "launch.cuh").read_text()))
         own = filter(Path.is_file, folder.iterdir())
         files = [*own, *(ROOT / "csrc" / "core" / folder.name).glob("*")]
         waits = sum(len(wait.findall(path.read_text())) for path in files)

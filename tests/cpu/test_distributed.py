@@ -119,7 +119,8 @@ def test_ranks_that_differ_all_raise_before_data_moves(ranks, argument):
     ],
 )
 def test_forward_mode_and_vmap_are_refused_before_data_moves(ranks, entry, name):
-    asks = {"beside grad": "within torch.func's transforms"}
+    says = "collectives have no vmap" if entry == "unshard" else "within torch.func's transforms"
+    asks = {"beside grad": says}
     asks |= {"vmap": f"no batching rule and torch.vmap maps {name}"}
     if name != "cu_seqlens":
         says = f"no forward-mode derivatives and {name} has a tangent"

@@ -16,6 +16,7 @@ from distributed_faults import (
     exchanges,
     fault,
     in_detail,
+    without_memory,
 )
 from ranks import Ranks
 
@@ -84,6 +85,17 @@ def test_triangles_that_differ(ranks, argument, expected):
 def test_parts_that_differ(ranks):
     said = told(ranks.outcomes(differing_parts, 3, wrong=1))
     assert all("x shape[1] is 2, 3, 2 by rank" in text for text in said)
+
+
+@pytest.mark.parametrize("wrong", [None, 1])
+@pytest.mark.parametrize(
+    "entry", ["attention", "varlen_attention", "triangle_attention", "unshard"]
+)
+def test_tensors_without_memory_are_refused(ranks, entry, wrong):
+    said = told(ranks.outcomes(without_memory, 4, entry=entry, wrong=wrong))
+    for rank, text in enumerate(said):
+        mine = wrong in (None, rank)
+        assert ("on device 'meta' ha" if mine else "rank 1 of the mesh refused") in text, text
 
 
 @pytest.mark.parametrize("given, detail, times", [(False, False, 3), (True, False, 1), (True, True, 3)])  # fmt: skip

@@ -48,8 +48,12 @@ def test_paged_calls_refuse(backend, name):
         "q": torch.randn(3, 2, 64), "k_cache": torch.randn(4, 16, 2, 64), "v_cache": torch.randn(4, 16, 2, 64),
         "sink": torch.randn(2), "k_scale": torch.tensor(0.5),
     }  # fmt: skip
+    if backend == "cuda" and name != "k_scale":
+        del given["k_scale"]  # its kernels have no scales of a 16-bit cache
     halves = ("q", "k_cache", "v_cache", "sink")
     given = {n: x.cuda().bfloat16() if n in halves else x.cuda() for n, x in given.items()}
+    if backend == "cuda" and name == "k_scale":
+        given |= {n: given[n].to(torch.float8_e4m3fn) for n in ("k_cache", "v_cache")}
     places = dict(block_table=[[1, 2]], seqused_k=[20], cu_seqlens_q=[0, 3])
     places = {n: torch.tensor(x, dtype=torch.int32, device="cuda") for n, x in places.items()}
     x = given.pop(name)

@@ -14,6 +14,13 @@ from flashsci.testing import Inputs, Judge
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(autouse=True)
+def compiled_anew():
+    """A compiler gives up on a function that it has compiled for many shapes."""
+    yield
+    torch._dynamo.reset()
+
+
 def normal(*shape, dtype=torch.bfloat16):
     return torch.randn(shape, device="cuda", dtype=torch.float32).to(dtype)
 

@@ -1,4 +1,4 @@
-"""Runs cells outside of pytest: one, or all of them for the page."""
+"""Runs cells outside of pytest: one, or all of them for the page. The exit status is 1 where one is bad or a process died."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.machinery", description=__doc__)
     parser.add_argument("--write", type=Path, help="run all cells, and write the page there")
     parser.add_argument("--processes", type=int, default=1, help="so many at a time")
@@ -39,7 +39,7 @@ def main() -> None:
     if given.cell:
         name, *call = json.loads(given.cell)
         print("\n" + json.dumps(MACHINERIES[name].here(Call(*call))), flush=True)
-        return
+        return 0
     if given.part:
         part, parts = given.part
         for n, cell in enumerate(cells()):
@@ -65,9 +65,9 @@ def main() -> None:
                     ),
                     flush=True,
                 )
-        return
-    lines = (
-        [line for path in given.read for line in path.read_text().splitlines()]
+        return 0
+    lines, died = (
+        ([line for path in given.read for line in path.read_text().splitlines()], 0)
         if given.read
         else run(given)
     )
@@ -81,16 +81,18 @@ def main() -> None:
     for key, outcome in found.items():
         if outcome.kind in BAD:
             print(" | ".join([*key, *outcome]))
-    print(Counter(outcome.kind for outcome in found.values()))
     print("seconds:", seconds.most_common(12))
     if given.write:
         from .page import page
 
         given.write.write_text(page(found))
+    kinds = Counter(outcome.kind for outcome in found.values())
+    print(f"{len(found)} cells:", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common()))
+    return int(died > 0 or not found or any(kind in BAD for kind in kinds))
 
 
-def run(given: argparse.Namespace) -> list[str]:
-    """What processes say of their parts of the cells, a line each."""
+def run(given: argparse.Namespace) -> tuple[list[str], int]:
+    """What processes say of their parts of the cells, a line each; and how many processes died."""
     command = [
         sys.executable,
         "-m",
@@ -101,7 +103,7 @@ def run(given: argparse.Namespace) -> list[str]:
         given.family,
         "--part",
     ]
-    end = time.monotonic() + given.seconds
+    end, died = time.monotonic() + given.seconds, 0
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder) / str(n) for n in range(given.processes)]
         workers = [
@@ -120,10 +122,11 @@ def run(given: argparse.Namespace) -> list[str]:
                 print(f"process {n} ran out of time")
             else:
                 if worker.returncode:
+                    died += 1
                     print(f"process {n} died with {worker.returncode}, after its last line")
         lines = [line for path in said for line in path.read_text().splitlines()]
-    return [line[1:] for line in lines if line.startswith("@") and line.endswith("]")]
+    return [line[1:] for line in lines if line.startswith("@") and line.endswith("]")], died
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -20,14 +20,17 @@ def parts(numbers: Tensor, like: Results) -> Results:
     return tuple(piece.reshape(x.shape) for piece, x in zip(pieces, like, strict=True))
 
 
-def pull(results: Results, x: Tensor, create_graph: bool = False) -> Tensor:
+def cotangents_of(results: Results) -> list[Tensor]:
+    """Fixed cotangents of the results that have a graph; made on the CPU."""
+    return [direction(r) for r in results if r.requires_grad]
+
+
+def pull(results: Results, x: Tensor, cotangents: list[Tensor] | None = None) -> Tensor:
     """The gradient of fixed cotangents of all results."""
     differentiable = [r for r in results if r.requires_grad]
     require(bool(differentiable))
-    cotangents = [direction(r) for r in differentiable]
-    found = torch.autograd.grad(
-        differentiable, x, cotangents, create_graph=create_graph, allow_unused=True
-    )[0]
+    cotangents = cotangents_of(results) if cotangents is None else cotangents
+    found = torch.autograd.grad(differentiable, x, cotangents, allow_unused=True)[0]
     return torch.zeros_like(x) if found is None else found
 
 

@@ -5,8 +5,8 @@ A new tensor argument, or a new function, without a description fails ``test_mat
 
 from __future__ import annotations
 
-import functools
 import inspect
+import threading
 import typing
 import zlib
 from collections.abc import Callable, Mapping
@@ -75,11 +75,19 @@ class Entry:
         return {name: every[name] for name in self.names(row)}
 
 
-@functools.cache
+MADE: dict[str, dict[str, Tensor]] = {}
+MAKING = threading.RLock()
+
+
 def made(name: str) -> dict[str, Tensor]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(zlib.crc32(name.encode()))
-        return ENTRIES[name].tensors()
+    """The tensors of an entry: one set for all threads, from torch's one generator, and for derivatives, whatever mode the first
+    cell that asks is in."""
+    with MAKING:
+        if name not in MADE:
+            with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(zlib.crc32(name.encode()))
+                MADE[name] = ENTRIES[name].tensors()
+        return MADE[name]
 
 
 def tensor_arguments(function: Callable[..., Any]) -> set[str]:
@@ -313,8 +321,9 @@ def mesh(device: str) -> Any:
     return MESHES[device]
 
 
-def device_of(x: Tensor) -> str:
-    return "cpu" if x.device.type == "meta" else x.device.type
+def mesh_of(x: Tensor) -> Any:
+    """That of the tensor's device; tensors without memory are on any."""
+    return next(iter(MESHES.values())) if x.is_meta else MESHES[x.device.type]
 
 
 def _distributed(name: str) -> Callable[[str, Given], Any]:
@@ -326,7 +335,7 @@ def _distributed(name: str) -> Callable[[str, Given], Any]:
         options: dict[str, Any] = (
             {} if name != "varlen_attention" and backend in OUT_ALONE else {"return_lse": True}
         )
-        found = function(**x, mesh=MESHES[device_of(x["q"])], backend=backend, **options)
+        found = function(**x, mesh=mesh_of(x["q"]), backend=backend, **options)
         return found if isinstance(found, tuple) else (found,)
 
     return call
@@ -402,7 +411,7 @@ def _entries() -> list[Entry]:
         Entry("distributed.triangle_attention", fd.triangle_attention, (*qkv, "bias"), ("mask",), _triangle,
               _distributed("triangle_attention"), _dense_formula, ONE_PROCESS, out_alone=OUT_ALONE),
         *(Entry(f"distributed.{name}", getattr(fd, name), ("x",), (), lambda: dict(x=normal(1, 2, 4, 8)),
-                lambda b, x, name=name: (getattr(fd, name)(x["x"], MESHES[device_of(x["x"])]),), lambda x: (x["x"],), ONE_PROCESS)
+                lambda b, x, name=name: (getattr(fd, name)(x["x"], mesh_of(x["x"])),), lambda x: (x["x"],), ONE_PROCESS)
           for name in ("shard", "unshard")),
         Entry(CONTROL, F.scaled_dot_product_attention, qkv, (), lambda: dict(zip(qkv, normal(3, 1, 2, 4, 8), strict=True)),
               lambda b, x: (F.scaled_dot_product_attention(*x.values()),), lambda x: formulas.softmax_attention(**x)[:1], NO_CHOICE),

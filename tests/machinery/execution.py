@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .cells import FIRST, SINGLE, Call, Pair, machinery, require
-from .derivatives import leaf, pull, pulled
+from .derivatives import cotangents_of, leaf, pull, pulled
 from .entries import mesh
 
 FAMILY = "execution"
@@ -33,8 +33,11 @@ def cuda_graph(call: Call) -> Iterator[Pair]:
 
 @machinery("CUDA graph, reverse", FAMILY, on=("cuda",), rows=SINGLE)
 def cuda_graph_reverse(call: Call) -> Iterator[Pair]:
+    """All that the capture reads is on the device before."""
     x, inputs = leaf(call), call.inputs()
-    function = lambda: (pull(call.of({**inputs, call.variable: x}), x),)  # noqa: E731
+    forward = lambda: call.of({**inputs, call.variable: x})  # noqa: E731
+    cotangents = cotangents_of(forward())
+    function = lambda: (pull(forward(), x, cotangents),)  # noqa: E731
     results, graph = _captured(function)
     graph.replay()
     yield results[0], pulled(call)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import flashsci
 
-from . import oracle
+from . import entries, oracle
 from .cells import FLOAT32, judge
 from .entries import ENTRIES, tensor_arguments
 from .oracle import along
@@ -136,6 +138,29 @@ def test_errors_without_advice_are_raw():
     )
     assert _raised(lambda: q @ q) == RAW
     assert _raised(lambda: torch.vmap(lambda x: x.item())(q)) == RAW
+
+
+def test_all_threads_get_the_same_tensors(monkeypatch):
+    """They are drawn from torch's one generator, by whoever asks first."""
+    expected = entries.made("attention")
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            monkeypatch.setattr(entries, "MADE", {})
+            with ThreadPoolExecutor(8) as pool:
+                found = list(pool.map(entries.made, ["attention"] * 8))
+            assert all(x is found[0] for x in found)
+            assert all(torch.equal(x, expected[n]) for n, x in found[0].items())
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_tensors_have_derivatives_whoever_asks_first(monkeypatch):
+    monkeypatch.setattr(entries, "MADE", {})
+    with torch.inference_mode():
+        made = entries.made("attention_backward")
+    assert not any(x.is_inference() for x in made.values())
 
 
 def test_some_of_everything_is_always_run():

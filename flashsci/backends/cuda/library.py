@@ -74,21 +74,22 @@ def _load_now() -> str | None:
     return None
 
 
+# The arguments of cuda_backward between dlse and need (csrc/bindings/library.cpp).
+_INPUTS = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "out", "lse")
+_OPTIONS = (
+    "max_seqlen_q", "max_seqlen_k", "scale", "softcap", "window_left", "window_right", "lower_right", "tf32", "deterministic",
+    "generation",
+)  # fmt: skip
+
+
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return fake_forward(Tensors(q, k, v))
 
 
-def _fake_backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    """The library's op has no key weights."""
-    return fake_backward(Tensors(q, k, v, bias), rest[-1])[:4]
+def _fake_backward(dout: Tensor | None, dlse: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
+    """Results of the library's op, to which key weights are a bias."""
+    need = given[len(_INPUTS) + len(_OPTIONS)]  # `weighted` may follow
+    return fake_backward(Tensors(*given[:4]), need)[:4]
 
 
 def build_info() -> dict[str, Any] | None:

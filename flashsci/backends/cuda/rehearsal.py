@@ -26,7 +26,7 @@ class Device(NamedTuple):
     @classmethod
     def of(cls, device: torch.device) -> Device:
         """The properties of a CUDA device of this machine."""
-        found = torch.cuda.get_device_properties(device)
+        found: Any = torch.cuda.get_device_properties(device)
         return cls(
             found.major * 10 + found.minor,
             found.multi_processor_count,

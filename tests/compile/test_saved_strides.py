@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from everywhere import BACKENDS, DEVICE
 from torch.autograd.graph import saved_tensors_hooks
 
 import flashsci
+from flashsci import registry
+from flashsci.autograd import EagerForward
+from flashsci.ops import Scalars, Tensors
+from flashsci.plans import Plan
+from flashsci.registry import kernels
+from flashsci.sink import SinkForward
+
+SCALARS = Scalars(-1, -1, 0.5, 0.0, -1, -1, True, 0.0, "default", False)
 
 
 def transposed(x):
@@ -42,11 +51,15 @@ def reversed_dims(x):
 
 
 CHANGES = {f.__name__: f for f in (transposed, spread, shifted, negated, reversed_dims)}
+FUSED = [b for b in BACKENDS if b not in ("reference", "sdpa")]
+NOT_CUDAS = ("alibi", "dropout", "packed bias")
+pytestmark = pytest.mark.usefixtures("loaded")
+fused = pytest.mark.parametrize("backend", FUSED)
 changes = pytest.mark.parametrize("change", CHANGES)
 
 
 def leaf(*shape):
-    return torch.randn(shape).requires_grad_()
+    return torch.randn(shape, device=DEVICE).requires_grad_()
 
 
 def rows(*lead, bias=False):
@@ -54,9 +67,9 @@ def rows(*lead, bias=False):
     return [*tensors, leaf(*lead, 1, 3, 4)] if bias else tensors
 
 
-OFFSETS = torch.tensor([0, 1, 4], dtype=torch.int32)
-SEED = torch.tensor([3, 4])
-MASK = torch.arange(12).reshape(3, 4) % 5 > 0
+OFFSETS = torch.tensor([0, 1, 4], dtype=torch.int32, device=DEVICE)
+SEED = torch.tensor([3, 4], device=DEVICE)
+MASK = torch.arange(12, device=DEVICE).reshape(3, 4) % 5 > 0
 
 
 def packed_inputs():
@@ -70,10 +83,10 @@ CALLS = {
     "lse": (lambda b, *x: flashsci.attention(*x, return_lse=True, backend=b), lambda: rows(2)),
     "weights": (
         lambda b, q, k, v, w: flashsci.attention(q, k, v, key_weight=w, backend=b),
-        lambda: [*rows(2), torch.rand(2, 1, 4).requires_grad_()],
+        lambda: [*rows(2), torch.rand(2, 1, 4, device=DEVICE).requires_grad_()],
     ),
     "alibi": (
-        lambda b, q, k, v: flashsci.attention(q, k, v, alibi_slopes=torch.ones(2, 2), return_lse=True, backend=b),
+        lambda b, q, k, v: flashsci.attention(q, k, v, alibi_slopes=torch.ones(2, 2, device=DEVICE), return_lse=True, backend=b),
         lambda: rows(2),
     ),
     "dropout": (
@@ -126,16 +139,20 @@ def check(name, backend, change, order):
                 torch.testing.assert_close(a, b)
 
 
+@fused
 @changes
 @pytest.mark.parametrize("name", CALLS)
-def test_strides_of_what_hooks_give_back_do_not_matter(name, change):
-    check(name, "triton", change, 1)
+def test_strides_of_what_hooks_give_back_do_not_matter(name, backend, change):
+    if backend == "cuda" and name in NOT_CUDAS:
+        pytest.skip("the cuda backend does not serve it")
+    check(name, backend, change, 1)
 
 
+@fused
 @pytest.mark.parametrize("change", ["transposed", "negated"])
 @pytest.mark.parametrize("name", ["bias", "sink", "packed", "residual bias"])
-def test_nor_do_they_to_second_order(name, change):
-    check(name, "triton", change, 2)
+def test_nor_do_they_to_second_order(name, backend, change):
+    check(name, backend, change, 2)
 
 
 @changes
@@ -143,3 +160,54 @@ def test_nor_do_they_to_second_order(name, change):
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_backends_in_autograds_own_graph(backend, change, order):
     check("bias", backend, change, order)
+
+
+class Sharing:
+    """A backend that is asked whose kernels should compute gradients, and notes as what it sees the tensors."""
+
+    def __init__(self):
+        self.seen = []
+
+    def takes_pairs(self, tensors, scalars):
+        self.seen.append(tensors)
+        return True
+
+    def backward(self, dout, dlse, saved, need):
+        self.seen.append(saved.tensors)
+        return kernels("triton").backward(dout, dlse, saved, need)
+
+    def forward(self, tensors, scalars):
+        self.seen.append(tensors)
+        return kernels("triton").forward(tensors, scalars)
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("order", [1, 2])
+def test_who_chooses_kernels_sees_tensors_as_kernels_take_them(monkeypatch, order, sink):
+    """The library looks at strides, and refuses those that no kernel takes."""
+    module, plan = Sharing(), Plan("cuda", None, SCALARS)
+    plan.module = module
+    monkeypatch.setattr(registry, "_sharing", lambda name: module if name == "cuda" else None)
+    monkeypatch.setattr(
+        registry, "kernels", lambda name: module if name == "cuda" else kernels(name)
+    )
+    inputs = rows(2, bias=True) + [leaf(2)] * sink
+
+    def call(backend, q, k, v, bias, s=None):
+        if s is not None:
+            return SinkForward.apply(plan, s, *Tensors(q, k, v, bias))
+        return EagerForward.apply(plan, False, *Tensors(q, k, v, bias))
+
+    with saved_tensors_hooks(lambda x: x, transposed):
+        found = gradients(call, inputs, "cuda", order)
+    expected = gradients(lambda b, *x: _plain(*x), inputs, "", order)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert len(module.seen) >= 2
+    assert all(x.stride(-1) == 1 for tensors in module.seen for x in tensors[:3])
+
+
+def _plain(q, k, v, bias, sink=None):
+    return flashsci.attention(
+        q, k, v, bias=bias, sink=sink, return_lse=True, scale=0.5, backend="reference"
+    )
