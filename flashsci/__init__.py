@@ -1,7 +1,6 @@
 """Exact softmax attention for PyTorch, made for science: see :func:`flashsci.attention`.
 
-Names load on first use, so that ``python -m flashsci env`` can report on a machine where torch is
-missing or broken.
+Names load on first use, so that ``python -m flashsci env`` can report on a machine where torch is missing or broken.
 """
 
 from __future__ import annotations
@@ -79,10 +78,11 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This package: the submodules `attention`, `explain`, `merge` and `sdpa` never take the place of the functions of these names.
+    """This package. Its functions `attention`, `explain`, `merge` and `sdpa` are never replaced by the submodules of
+    these names.
 
-    The import system binds a submodule to its name in the package once it has run, and another
-    thread that calls ``flashsci.attention`` just then would find a module.
+    The import system binds a submodule to its name in the package once it has run. Another thread that calls
+    ``flashsci.attention`` at that moment would find a module.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,5 +1,4 @@
-"""`python -m flashsci COMMAND`. `env` runs on the standard library alone; the rest needs the `cli`
-extra."""
+"""`python -m flashsci COMMAND`. `env` needs only the standard library; the rest needs the `cli` extra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of what a user gave: every message says what was given, what is allowed and what to do."""
+"""Checks of a user's arguments: every message names the given value, the allowed values and the remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARED = (
     "precision",
 )
 ALIGNMENTS = ("upper_left", "lower_right")
-# A softcap of so many times the scale bounds nothing: products q k^T up to 2^87 stay, to fp32 rounding, as they are.
+# A softcap this many times the scale bounds nothing: products q k^T up to 2^87 do not change, to fp32 rounding.
 # Nearer to the end of fp32 the quotient of scale and softcap, or of a score and its cap, would vanish.
 BOUNDLESS = 2.0**100
 
@@ -49,8 +49,8 @@ _INSTEAD = {
 def number(name: str, x: Any, optional: bool) -> float | None:
     """An option that is a number (or, if ``optional``, None), as a float.
 
-    Plans are kept by the values of options, and kernels take them as constants: neither could follow
-    a tensor that changes, nor give it a gradient.
+    Plans are stored by the values of options, and kernels take them as constants: neither could follow a tensor that
+    changes, or give it a gradient.
 
     Raises:
         TypeError: not a number.
@@ -67,7 +67,7 @@ def number(name: str, x: Any, optional: bool) -> float | None:
         return x  # type: ignore[return-value]
     if kind is int:  # beyond float's range: infinite, which is refused with the other values
         return float(x) if abs(x) < 1 << 1000 else math.inf if x > 0 else -math.inf
-    if kind is not bool and isinstance(x, numbers.Real):  # numpy's scalars among them
+    if kind is not bool and isinstance(x, numbers.Real):  # numpy's scalars are among them
         return float(x)
     allowed = "a number or None" if optional else "a number"
     raise TypeError(f"{name} must be {allowed}, got {_described(x)}")
@@ -77,7 +77,7 @@ def flag(name: str, x: Any, advice: str = "") -> bool:
     """An option that is True or False.
 
     Raises:
-        TypeError: anything else, whatever it would count as.
+        TypeError: any other value, whatever its truth value.
     """
     if type(x) is bool or isinstance(x, torch.SymBool):
         return x  # type: ignore[return-value]
@@ -128,10 +128,10 @@ def check_types(q: Any, k: Any, v: Any, **others: Any) -> None:
 
 
 def check_type(name: str, x: Any, others: str = "") -> None:
-    """``x`` is a tensor, and the whole of it.
+    """Check that ``x`` is a tensor, and whole on this rank.
 
     Raises:
-        TypeError: it is something else; ``others``: what it may be, too.
+        TypeError: it is something else; ``others``: other things that it may be.
     """
     kind = type(x)
     if kind is Tensor:
@@ -147,7 +147,7 @@ def check_type(name: str, x: Any, others: str = "") -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q, k, v are floating tensors of one dtype on one device.
+    """Check that q, k, v are floating tensors of one dtype on one device.
 
     Raises:
         TypeError: dtypes that differ or are not floating.
@@ -195,14 +195,15 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def widened(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A 16-bit bias beside wider q, k, v, as a layer under autocast leaves it, in their dtype: exact, and differentiable."""
+    """A 16-bit bias in the wider dtype of q, k, v: exact, and differentiable. A layer under autocast leaves such a
+    bias."""
     if bias is None or bias.dtype is dtype or bias.dtype not in _HALVES or dtype in _HALVES:
         return bias
     return bias.to(dtype)
 
 
 def check_bias_dtype(bias: Tensor, dtype: torch.dtype) -> None:
-    """Of a bias that :func:`widened` has seen."""
+    """Check the dtype of a bias that has passed :func:`widened`."""
     if bias.dtype == torch.bool:
         raise TypeError("bias is a bool tensor; a bool pattern goes in mask= (True = attend)")
     if bias.dtype not in (dtype, torch.float32):
@@ -222,8 +223,8 @@ def check_key_weight_dtype(key_weight: Tensor, dtype: torch.dtype) -> None:
 
 
 def check_alibi(slopes: Tensor, q: Tensor, shape: Sequence[int], dims: str) -> None:
-    """``slopes`` are float32, or float64 beside float64 tensors, and broadcast to ``shape``, whose last dims are
-    ``dims``."""
+    """Check that ``slopes`` are float32, or float64 with float64 tensors, and broadcast to ``shape``, whose last dims
+    are ``dims``."""
     if slopes.dtype != torch.float32 and not (slopes.dtype == q.dtype == torch.float64):
         raise TypeError(f"alibi_slopes must be float32, got {slopes.dtype}; call .float()")
     check_broadcast("alibi_slopes", slopes.shape, shape, dims)
@@ -251,7 +252,7 @@ def check_mask_dtype(mask: Tensor) -> None:
 def check_broadcast(
     name: str, shape: Sequence[int], full: Sequence[int], dims: str = "Hq, Sq, Sk"
 ) -> None:
-    """``shape`` broadcasts to ``full``, whose last dims are ``dims``, without growing it."""
+    """Check that ``shape`` broadcasts to ``full``, whose last dims are ``dims``, without growing it."""
     fits = len(shape) <= len(full) and all(
         a == 1 or a == b for a, b in zip(reversed(shape), reversed(full), strict=False)
     )
@@ -318,8 +319,8 @@ class Options(NamedTuple):
         deterministic: bool | None,
         precision: str | None,
     ) -> Options:
-        # Chains of identities, so that usual calls pay for no more: the kinds that hash alike (1, 1.0 and True,
-        # which the keys of plans cannot tell apart) are told apart here.
+        # Chains of identities keep usual calls cheap. Types with equal hashes (1, 1.0 and True) are told apart here,
+        # because the keys of plans cannot do it.
         if type(causal) is not bool:
             causal = flag("causal", causal, _CAUSAL)
         if type(return_lse) is not bool:
@@ -346,7 +347,7 @@ class Options(NamedTuple):
         )
 
     def check(self) -> None:
-        """Raises ValueError for values that do not fit."""
+        """Raise ValueError for values that do not fit."""
         if self.align not in ALIGNMENTS:
             raise ValueError(f"align must be one of {ALIGNMENTS}, got {self.align!r}")
         if self.scale is not None and not -math.inf < self.scale < math.inf:
@@ -363,7 +364,7 @@ class Options(NamedTuple):
     def scalars(
         self, head_dim: int, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None
     ) -> Scalars:
-        """As kernels take them, with defaults filled in."""
+        """The options as kernels take them, with defaults filled in."""
         scale = 1.0 / math.sqrt(head_dim) if self.scale is None else float(self.scale)
         softcap = float(self.softcap) if self.softcap else 0.0
         if softcap and softcap >= BOUNDLESS * abs(scale):
@@ -389,10 +390,11 @@ class Options(NamedTuple):
         sink: Tensor | None,
         needs_grad: bool,
     ) -> dict[str, Any]:
-        """The fields of a Problem that options and these tensors decide."""
-        # A compiler may keep floats symbolic; whether there is a softcap or dropout is all it needs.
+        """The fields of a Problem that follow from the options and these tensors."""
+        # A compiler may keep floats symbolic; it is enough to know whether there is a softcap or dropout.
         static = torch.compiler.is_compiling()
-        # Its tensors do not say what transforms ask of them; of weights beside a sink a backend must know.
+        # A compiler's tensors do not show the derivatives that transforms want. A backend must know of weights with a
+        # sink.
         hidden = static and key_weight is not None and sink is not None and transforming()
         return dict(
             window_left=self.window_left,
@@ -445,11 +447,11 @@ def check_unmapped(name: str, offsets: Tensor) -> None:
 def check_cu_seqlens_contents(
     name: str, offsets: Tensor, total: int, max_seqlen: int | None
 ) -> None:
-    """Monotonic from 0 to ``total``, no sequence longer than ``max_seqlen``. Reads the offsets on
+    """Check that the offsets rise from 0 to ``total`` and no sequence is longer than ``max_seqlen``. Reads them on
     the host.
 
     Raises:
-        ValueError: they are not; or nobody can read them, under torch.vmap and in the capture of a CUDA graph.
+        ValueError: they do not; or they cannot be read, under torch.vmap or during the capture of a CUDA graph.
     """
     check_unmapped(name, offsets)
     if is_captured(offsets):

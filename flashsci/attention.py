@@ -1,4 +1,4 @@
-"""The user API: argument checks, documentation and the choice of a backend, for dense attention."""
+"""Dense attention: the user API, its argument checks and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -55,73 +55,71 @@ def attention(
         k: keys ``[..., Hk, Sk, D]``, same dtype and device; Hq must be a multiple of Hk (query head
             h uses key head ``h // (Hq // Hk)``).
         v: values ``[..., Hk, Sk, Dv]``.
-        bias: added to the scores, in natural-log units; broadcastable to ``[..., Hq, Sq, Sk]``, q's
-            dtype or float32 (beside float32 q also 16 bits), any strides, -inf allowed. Its gradient has its own shape and dtype,
-            accumulated in float32 or better. Where its keys are not neighbours in memory (``[..., Sq,
-            Sk, Hq]`` with heads moved forward) and nothing of it is expanded, kernels read a copy.
-        key_weight: multiplies the exponential of every score of its key, ``P = w e^S / sum w e^S``:
-            the smooth cutoff of an interatomic potential. Non-negative, broadcastable to
-            ``[..., Hk, Sk]``, q's dtype or float32. Zeros are exact, and so is the gradient there (a
-            bias of ``log w`` has none). Weights below 2**-126, the smallest normal number of float32,
-            count as zero. Negative weights, which only a synchronisation could find, give undefined
-            results, as their logarithm would.
+        bias: added to the scores, in natural-log units; broadcastable to ``[..., Hq, Sq, Sk]``, q's dtype or float32
+            (with float32 q also a 16-bit dtype), any strides, -inf allowed. Its gradient has its own shape and dtype
+            and is accumulated in float32 or better. Kernels read a copy if the keys are not neighbours in memory
+            (``[..., Sq, Sk, Hq]`` with heads moved forward) and no dim is expanded.
+        key_weight: multiplies the exponential of every score of its key, ``P = w e^S / sum w e^S``: the smooth cutoff
+            of an interatomic potential. Non-negative, broadcastable to ``[..., Hk, Sk]``, q's dtype or float32. Zeros
+            are exact, and so is the gradient there (a bias of ``log w`` has none). Weights below 2**-126, the
+            smallest normal number of float32, count as zero. Negative weights give undefined results, as their
+            logarithm would; only a synchronisation could find them.
         mask: bool, broadcastable to ``[..., Hq, Sq, Sk]``, True = attend. mask, -inf in bias,
             causal and window are ANDed.
-        alibi_slopes: ALiBi: adds ``-slope |i + shift - j|`` to the scores, beside the bias; shift is where
-            ``align`` puts the diagonal, ``Sk - Sq`` for "lower_right" (as flash-attn) and 0 for "upper_left".
-            float32, broadcastable to ``[..., Hq]``, such as ``[Hq]`` or ``[B, Hq]``. Learnt slopes have
-            gradients and tangents in the reference backend only: elsewhere write them as a bias.
-        sink: ``[Hq]``, one more logit per head in the softmax, without a value: it takes its share of the
-            probability from all keys. q's dtype or float32, -inf for none. Not touched by scale, softcap,
-            bias or mask; the lse includes it. A row with no key has out 0 and lse ``sink``.
+        alibi_slopes: ALiBi: adds ``-slope |i + shift - j|`` to the scores, in addition to the bias. The shift is
+            where ``align`` puts the diagonal: ``Sk - Sq`` for "lower_right" (as flash-attn), 0 for "upper_left".
+            float32, broadcastable to ``[..., Hq]``, such as ``[Hq]`` or ``[B, Hq]``. Learnt slopes have gradients and
+            tangents in the reference backend only; for other backends write ALiBi as a bias.
+        sink: ``[Hq]``, one more logit per head in the softmax, without a value: it takes its share of the probability
+            from all keys. q's dtype or float32, -inf for none. Scale, softcap, bias and mask do not affect it. The
+            lse includes it. A row with no key has out 0 and lse ``sink``.
         causal: query i sees keys up to its own position.
         window: ``(left, right)``: query i sees keys from ``i - left`` to ``i + right``; None or -1
             is unbounded.
-        align: where the diagonal of causal and window lies when Sq != Sk: "upper_left" (as SDPA) or
-            "lower_right" (as flash-attn: the last query sees the last key).
-        scale: factor of q k^T; default ``1 / sqrt(D)``. A number, as softcap and dropout_p: a learned
-            temperature multiplies q, which keeps its gradient. Kernels apply it to q k^T, which must be
-            finite in float32 by itself: 1e37 is safe. The sum of ``abs(v)`` over the keys may be 1e30.
-        softcap: bounds scores to ``softcap * tanh(scores / softcap)`` before the bias; None or 0
-            for none. A softcap of ``2**100 * abs(scale)`` or more counts as none.
+        align: where the diagonal of causal and window starts when Sq != Sk: "upper_left" (as SDPA) or "lower_right"
+            (as flash-attn: the last query sees the last key).
+        scale: factor of q k^T; default ``1 / sqrt(D)``. It is a number, as softcap and dropout_p are. Multiply q by a
+            learned temperature: q keeps its gradient. Kernels apply the scale to q k^T, which must be finite in
+            float32 by itself: 1e37 is safe. The sum of ``abs(v)`` over the keys may be 1e30.
+        softcap: bounds scores to ``softcap * tanh(scores / softcap)`` before the bias; None or 0 for none. A softcap
+            of ``2**100 * abs(scale)`` or more counts as none.
         dropout_p: probability of dropping an entry of P, in [0, 1).
         dropout_seed: int64 tensor [2] (seed, offset) on q's device; None draws one from torch's
             generator. Every backend drops the same entries: see :func:`flashsci.dropout_mask`.
         return_lse: return ``(out, lse)`` instead of ``out``.
         deterministic: True demands results that are bitwise equal run to run; None follows
-            ``torch.use_deterministic_algorithms``. (Without it some CUDA backwards sum dq, and on
-            Hopper the gradient of a shared float32 bias, in any order. With it SDPA's backward on
-            CUDA, which has no fixed order, is left out.)
-        precision: of float32 inputs: "ieee" or "tf32x3" (float32 accuracy, by three products of
-            halves on tensor cores; None picks the faster), or "tf32" (one product: 11 significant
-            bits). Other dtypes ignore it.
-        q_scale, k_scale, v_scale: of float8_e4m3fn tensors alone: what these hold times their scale is q, k
-            and v. float32, positive: ``[]``, one for each head ``[..., H]``, or one for each block of 128 or 64
-            rows of a head ``[..., H, ceil(S / 128 or 64)]``, the leading dims those of the tensor itself;
-            None: 1. :func:`flashsci.quantize` makes both.
-        out_dtype: of float8_e4m3fn tensors alone: bfloat16 (None) or float16.
+            ``torch.use_deterministic_algorithms``. (Without it some CUDA backwards sum dq in any order, and those on
+            Hopper the gradient of a shared float32 bias. With it SDPA's backward on CUDA is left out, because it has
+            no fixed order.)
+        precision: for float32 inputs: "ieee" or "tf32x3" (float32 accuracy, by three products of halves on tensor
+            cores; None picks the faster), or "tf32" (one product: 11 significant bits). Other dtypes ignore it.
+        q_scale, k_scale, v_scale: for float8_e4m3fn tensors only. The stored values times their scale are q, k and v.
+            float32, positive: ``[]``, one for each head ``[..., H]``, or one for each block of 128 or 64 rows of a
+            head ``[..., H, ceil(S / 128 or 64)]``, with the leading dims of the tensor itself; None: 1.
+            :func:`flashsci.quantize` makes both.
+        out_dtype: for float8_e4m3fn tensors only: bfloat16 (None) or float16.
         backend: "auto", "reference", "sdpa", "eager", "triton" or "cuda"; see :func:`flashsci.explain`.
 
     Returns:
-        out ``[..., Hq, Sq, Dv]`` in q's dtype (of float8_e4m3fn: out_dtype) and memory layout. With ``return_lse``, also lse
-        ``[..., Hq, Sq]``: the natural log of the (weighted) sum of exponentials of the scores, float32
-        (float64 for float64), differentiable. A row with no key to attend to has out 0, lse -inf
-        and zero gradients.
+        out ``[..., Hq, Sq, Dv]`` in q's dtype (for float8_e4m3fn: out_dtype) and memory layout. With ``return_lse``,
+        also lse ``[..., Hq, Sq]``: the natural log of the (weighted) sum of exponentials of the scores, float32
+        (float64 for float64), differentiable. A row with no key to attend to has out 0, lse -inf and zero
+        gradients.
 
     Raises:
         TypeError: dtypes that do not fit (a bool bias: use ``mask``), options of another type, a DTensor (see
             :func:`flashsci.distributed.attention`).
         ValueError: shapes, devices or options that do not fit; float8_e4m3fn tensors and scales that require grad, have a tangent
             or are mapped by ``torch.vmap``.
-        BackendError: the backend asked for cannot serve the call; its message says which can.
+        BackendError: the backend asked for cannot serve the call; its message says which backends can.
 
-    Under autocast q, k and v are cast as SDPA casts them, the bias never. Jagged nested tensors
-    ``[B, H, j, D]`` are accepted as in SDPA, without bias or mask. Values outside the tensors never
-    matter; NaN in k or v at masked positions is unspecified.
+    Under autocast q, k and v are cast as SDPA casts them; the bias is never cast. Jagged nested tensors ``[B, H, j,
+    D]`` are accepted as in SDPA, without bias or mask. Values outside the tensors never matter. NaN in k or v at
+    masked positions is unspecified.
 
-    float8_e4m3fn q, k, v: causal, window, align, scale, softcap and grouped heads, for inference; bias, mask,
-    key_weight, alibi_slopes, sink and dropout are refused. Both products are of 8-bit floats, so that P is
-    rounded to 1 part in 16, too; docs/guide/fp8.md says what that costs. autocast leaves them as they are.
+    float8_e4m3fn q, k, v are for inference, with causal, window, align, scale, softcap and grouped heads; bias, mask,
+    key_weight, alibi_slopes, sink and dropout are refused. Both products are of 8-bit floats, so P is rounded to 1
+    part in 16 as well; docs/guide/fp8.md has the errors. autocast does not change the tensors.
 
     Examples:
         >>> import torch, flashsci
@@ -180,7 +178,7 @@ def attention(
     bias = arguments.widened(bias, q.dtype)
     needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
     plan = _plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
-    # A seed without dropout is nothing that a kernel should read.
+    # Kernels must not read a seed without dropout.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     tensors = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes)
     call = as_given(call, q, k, v, bias, key_weight, mask, alibi_slopes)
@@ -207,7 +205,7 @@ def _plan(
     needs_grad: bool,
     backend: str,
 ) -> Plan:
-    """The plan of a dense call, from the cache where an equal call was planned before."""
+    """The plan of a dense call; from the cache if an equal call was planned before."""
     if hides_sizes(q, k, v):
         return _make_plan(
             q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
@@ -218,7 +216,7 @@ def _plan(
                 q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
             )
         if traced.leading is not None:
-            traced.leading = _leading(q, k, v)  # of sizes that the tracer follows
+            traced.leading = _leading(q, k, v)  # the tracer follows these sizes
         return traced
     key = (
         *signature(q, k, v, bias, key_weight, mask, alibi_slopes, sink),
@@ -333,7 +331,7 @@ def describe(
 
 
 def _expanding(leading: tuple[int, ...], compute: Callable[[Tensors], Any]) -> Callable[..., Any]:
-    """What computes out and lse of tensors whose ranks or leading dims differ, or are more than kernels take."""
+    """A run for tensors whose ranks or leading dims differ, or which have more leading dims than kernels take."""
 
     def expanded(tensors: Given) -> tuple[Tensor, Tensor | None]:
         q, k, v, bias, key_weight, mask, _, _, _, seed, alibi_slopes = tensors
@@ -361,8 +359,10 @@ def _aligned(
     alibi_slopes: Tensor | None,
     leading: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """All of one rank (key_weight: one less, alibi_slopes: two): leading dims of q, k, v expanded; others with dims of 1
-    in front; at most two leading dims."""
+    """The tensors at one rank (key_weight: one less, alibi_slopes: two less), with at most two leading dims.
+
+    The leading dims of q, k, v are expanded; the other tensors have dims of 1 in front.
+    """
     rank = max(q.dim(), k.dim(), v.dim())
 
     def same_rank(x: Tensor) -> Tensor:
@@ -379,7 +379,8 @@ def _aligned(
         )
 
     def expanded(x: Tensor) -> Tensor:
-        # One that has the dims already is spared a view, and autograd a node; a compiler would make it a condition.
+        # A tensor that has the dims already needs no view, and autograd no node; a compiler would make it a
+        # condition.
         if not (torch.compiler.is_compiling() or is_traced()) and x.shape[:-3] == leading:
             return x
         return x.expand(*leading, *x.shape[-3:])

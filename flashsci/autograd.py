@@ -1,16 +1,16 @@
-"""The one place where the kernels of fused backends are wired into autograd, to second order.
+"""The autograd nodes of fused backends, to second order, in reverse and in forward mode.
 
-Four nodes, so that a derivative of a derivative has somewhere to go, in reverse and in forward mode:
+There are four nodes, so that every derivative of a derivative has a node:
 
     Forward         backward: Backward                         jvp: Jvp
     Backward        backward: DoubleBackward                   jvp: DoubleBackward + Backward
     Jvp             backward: Backward, DoubleBackward         (a second tangent is refused)
     DoubleBackward  backward: itself + Backward, in the tangents it is linear in; refused in all else
 
-The double backward of <tx, dx> is the tangent of the backward along tx, so one kernel serves both. out and
-lse enter every node but the first detached: the formulas hold their dependence on the others
-already. A backend without second-order kernels of its own has Triton's, from the same q, k, v, out and
-lse. Third order raises, under ``loss.backward()`` and ``torch.autograd.grad(loss, parameters)`` alike.
+The double backward of <tx, dx> is the tangent of the backward along tx, so one kernel serves both. out and lse enter
+every node but the first detached: the formulas already hold their dependence on the other tensors. A backend without
+second-order kernels of its own uses Triton's, with the same q, k, v, out and lse. Third order raises, both under
+``loss.backward()`` and under ``torch.autograd.grad(loss, parameters)``.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from flashsci.ops import (
 from flashsci.plans import Plan
 from flashsci.tracing import transforming
 
-# Nodes take tensors and options one by one: autograd looks for tensors no deeper, nor does functorch for tangents.
+# Nodes take tensors and options one by one: autograd does not look for tensors inside tuples, nor functorch for
+# tangents.
 _TENSORS, _SCALARS = len(Tensors._fields), len(Scalars._fields)
-_LEAVES = len(Tangents._fields)  # the first of the tensors: what has gradients
+_LEAVES = len(Tangents._fields)  # the tensors that have gradients come first
 _SAVED = _TENSORS + 2  # with out and lse
-_REST = _TENSORS - _LEAVES + _SCALARS  # what is without
+_REST = _TENSORS - _LEAVES + _SCALARS  # the arguments without gradients
 _Gradients = tuple[Tensor | None, ...]
 _NOTHING: _Gradients = (None,) * _LEAVES
 
@@ -60,7 +61,7 @@ FORWARD_TWICE = (
     "torch.func.jacfwd(torch.func.jacrev(f)))"
 )
 
-# The refusal as an op: a compiler traces backwards that nobody will ever run.
+# The refusal as an op: a compiler traces backwards that never run.
 LIBRARY.define("refuse(Tensor x, str what) -> Tensor")
 LIBRARY.impl("refuse", lambda x, what: _refuse(what), "CompositeExplicitAutograd")
 torch.library.register_fake("flashsci::refuse", lambda x, what: torch.empty_like(x), lib=LIBRARY)
@@ -70,7 +71,7 @@ torch.library.register_vmap(
 
 
 class Guard(torch.autograd.Function):
-    """x itself, whose derivatives raise: where autograd would go on, the formulas end."""
+    """x itself, with derivatives that raise: the formulas end where autograd would go on."""
 
     generate_vmap_rule = True
 
@@ -108,7 +109,7 @@ def _need(wanted: tuple[bool, ...]) -> int:
 
 
 def _refuse_beyond_leaves(asked: Sequence[bool]) -> None:
-    """``asked``: of which inputs, in the order of Tensors, a derivative is wanted."""
+    """``asked``: flags of the inputs, in the order of Tensors, by which a derivative is wanted."""
     wanted = zip(Tensors._fields, asked, strict=False)
     beyond = [n for n, x in wanted if x and n not in Tangents._fields]
     if beyond:
@@ -156,7 +157,7 @@ def _double_backward(
 
 
 def _recorded_double_backward(backend: str, *given: Any) -> tuple[Tensor, ...]:
-    """The node of :func:`_double_backward`, behind guards; inputs are those of the pass."""
+    """The node of :func:`_double_backward`, behind guards; its inputs are those of the pass."""
     tangents, dout, dlse, saved, need = PASSES["double_backward"].grouped(*given)
     fixed = guarded((dout, dlse, *saved.tensors, saved.out, saved.lse), THIRD)
     found: tuple[Tensor, ...] = DoubleBackward.apply(
@@ -166,7 +167,8 @@ def _recorded_double_backward(backend: str, *given: Any) -> tuple[Tensor, ...]:
 
 
 def _any_batch(*tensors: Tensor | None) -> bool:
-    """Whether one of these is a batch of the vmap behind ``is_grads_batched``. An autograd.Function loses its graph there."""
+    """Whether one of these is a batch of the vmap behind ``is_grads_batched``. An autograd.Function loses its graph
+    there."""
     return any(x is not None and is_legacy_batch(x) for x in tensors)
 
 
@@ -180,7 +182,7 @@ def _along(
     saved: Saved,
     need: int,
 ) -> _Gradients:
-    """The tangent of the backward's results along tangents of what has gradients and of dout and dlse, in
+    """The tangent of the backward's results along tangents of the tensors with gradients, and of dout and dlse, in
     which it is linear."""
     first = _double_backward(backend, tangents, dout, dlse, saved, need)[:_LEAVES]
     second = _backward(backend, tdout, tdlse, saved, need)
@@ -190,7 +192,7 @@ def _along(
 
 
 class Forward(torch.autograd.Function):
-    """out, lse = attention; inputs are the backend's name, those of Tensors, those of Scalars."""
+    """out, lse = attention; the inputs are the backend's name, the fields of Tensors, and those of Scalars."""
 
     generate_vmap_rule = True
 
@@ -222,9 +224,12 @@ class Forward(torch.autograd.Function):
 
 
 class EagerForward(torch.autograd.Function):
-    """:class:`Forward` for plain eager calls: for a Function with ``setup_context`` torch binds a
-    signature at every call, which costs more than the rest of a small one. No transform sees it. Inputs are the call's
-    Plan, whether it may go past torch (``ops.plain``), and those of Tensors."""
+    """:class:`Forward` for plain eager calls.
+
+    For a Function with ``setup_context`` torch binds a signature at every call, which costs more than the rest of a
+    small call. No transform sees this node. Its inputs are the call's Plan, whether it may bypass torch's dispatcher
+    (``ops.plain``), and the fields of Tensors.
+    """
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, direct: bool, *tensors: Any) -> tuple[Tensor, Tensor]:
@@ -246,8 +251,11 @@ class EagerForward(torch.autograd.Function):
 
 
 class EagerPacked(torch.autograd.Function):
-    """:class:`EagerForward` of packed tensors as users give them: as many nodes for views of them take longer than the rest. Inputs
-    are the call's Plan and those of ``ops.packed``."""
+    """:class:`EagerForward` of packed tensors as users give them: separate nodes for views of them would take longer
+    than the rest.
+
+    The inputs are the call's Plan and those of ``ops.packed``.
+    """
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *given: Any) -> tuple[Tensor, Tensor]:
@@ -272,7 +280,8 @@ class EagerPacked(torch.autograd.Function):
 def _eager_backward(
     plan: Plan, dout: Tensor | None, dlse: Tensor | None, saved: Any, need: int
 ) -> _Gradients:
-    """Gradients of what :class:`EagerForward` computed; ``saved``: in the order of Tensors, with out and lse."""
+    """Gradients of a call that :class:`EagerForward` computed; ``saved``: in the order of Tensors, with out and
+    lse."""
     if not torch.is_grad_enabled():
         found = plan.repeated_backward(dout, dlse, saved, need)
         if found is not None:
@@ -286,19 +295,19 @@ def _eager_backward(
     return _backward(plan.backend, dout, dlse, kept, need)
 
 
-#: ``apply`` without looking for functorch's tensors, which ``ops.plain`` has done already.
+#: ``apply`` without the search for functorch's tensors, which ``ops.plain`` has done already.
 apply_directly = super(torch.autograd.Function, EagerForward).apply
 apply_packed = super(torch.autograd.Function, EagerPacked).apply
 
 
 def _saved(ctx: Any) -> Saved:
-    """What a forward left."""
+    """The values that a forward left."""
     *tensors, out, lse = ctx.saved_tensors
     return Saved(Tensors(*tensors), out.detach(), lse.detach(), ctx.scalars)
 
 
 class Backward(torch.autograd.Function):
-    """dq, dk, dv, dbias, dkey_weight; inputs are the backend's name, dout, dlse, those of Saved and
+    """dq, dk, dv, dbias, dkey_weight; the inputs are the backend's name, dout, dlse, the fields of Saved, and
     ``need``."""
 
     generate_vmap_rule = True
@@ -328,7 +337,7 @@ class Backward(torch.autograd.Function):
         dout, dlse, *tensors = ctx.saved_tensors
         along, saved = Tangents(*tangents[:_LEAVES]), Saved.of((*tensors, *ctx.scalars))
         found = _along(ctx.backend, along, tdout, tdlse, dout, dlse, saved, ctx.need)
-        # Tangents must be tensors, also those of results that are empty.
+        # Tangents must be tensors, also those of empty results.
         likes = (saved.tensors.q if x is None else x for x in tensors[:_LEAVES])
         return tuple(
             x.new_zeros(x.shape if ctx.need >> i & 1 else 0) if t is None else t
@@ -354,7 +363,7 @@ def _keep_backward(ctx: Any, inputs: tuple[Any, ...]) -> None:
 
 
 class Jvp(torch.autograd.Function):
-    """Tangents of out and lse; inputs are the backend's name, those of Tangents and those of Saved."""
+    """Tangents of out and lse; the inputs are the backend's name, the fields of Tangents and those of Saved."""
 
     generate_vmap_rule = True
 
@@ -371,7 +380,7 @@ class Jvp(torch.autograd.Function):
         ctx.backend, ctx.scalars = inputs[0], inputs[1 + _LEAVES + _SAVED :]
         tensors = inputs[1 : 1 + _LEAVES + _SAVED]
         ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)  # vmap needs it, if only to refuse
+        ctx.save_for_forward(*tensors)  # vmap needs it, even to refuse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -391,8 +400,10 @@ class Jvp(torch.autograd.Function):
 
 
 class DoubleBackward(torch.autograd.Function):
-    """Gradients of q, k, v, bias, key_weight, dout, dlse; inputs are the backend's name, cotangents of the first
-    five's gradients, then those of :class:`Backward`."""
+    """Gradients of q, k, v, bias, key_weight, dout, dlse.
+
+    The inputs are the backend's name, cotangents of the first five's gradients, then those of :class:`Backward`.
+    """
 
     generate_vmap_rule = True
 
@@ -426,7 +437,7 @@ class DoubleBackward(torch.autograd.Function):
         _refuse(FORWARD_TWICE)
 
 
-# The nodes of a recorded backward as ops, which that vmap runs sample by sample, each with a graph.
+# The nodes of a recorded backward as ops; that vmap runs them sample by sample, each with a graph.
 for what, record in (
     ("backward", lambda *given: EagerBackward.apply(*given)),
     ("double_backward", _recorded_double_backward),

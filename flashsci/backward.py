@@ -1,4 +1,4 @@
-"""The gradient of attention as a function of its own, under a given out and lse."""
+"""The gradient of attention as a function of its own, for a given out and lse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from flashsci.tracing import is_recorded, transforming
 
 
 class Gradients(NamedTuple):
-    """Gradients of one attention call: shapes and dtypes of q, k, v, bias and key_weight (None without these)."""
+    """Gradients of one attention call: shapes and dtypes of q, k, v, bias and key_weight (None if the call has
+    none)."""
 
     dq: Tensor
     dk: Tensor
@@ -52,31 +53,29 @@ def attention_backward(
     precision: str | None = None,
     backend: str = "auto",
 ) -> Gradients:
-    """Gradients of attention under a *given* out and lse: P is recomputed as ``exp(scores - lse)``.
+    """Gradients of attention for a *given* out and lse: P is recomputed as ``exp(scores - lse)``.
 
-    With the out and lse of the same call this is its backward. With those of a larger set of keys
-    it is this block's share of the whole gradient, which is what ring attention and other key-split
-    schemes need. So it serves attention sinks: given the out and lse of ``attention(..., sink=...)``, it
-    needs no sink. (The sink's own gradient is minus the sum of ``exp(sink - lse) (<dout, out> - dlse)``.)
+    With the out and lse of the same call this is its backward. With those of a larger set of keys it is this block's
+    share of the whole gradient, as ring attention and other key-split schemes need it. Therefore it also serves
+    attention sinks: with the out and lse of ``attention(..., sink=...)`` it needs no sink. (The sink's own gradient
+    is minus the sum of ``exp(sink - lse) (<dout, out> - dlse)``.)
 
     Args:
         dout: gradient of out, shape of ``out``; None for zero.
-        q, k, v: as in :func:`attention`, with equal ranks and leading dims, or packed as in
-            :func:`varlen_attention` when ``cu_seqlens_q`` is given.
+        q, k, v: as in :func:`attention`, with equal ranks and leading dims, or packed as in :func:`varlen_attention`
+            when ``cu_seqlens_q`` is given.
         out: ``[..., Hq, Sq, Dv]``, q's dtype (packed: ``[Tq, Hq, Dv]``).
         lse: float32 ``[..., Hq, Sq]`` (packed: ``[Hq, Tq]``). Rows of -inf give zero gradients.
         dlse: gradient of lse, shape of ``lse``; None for zero.
-        alibi_slopes: as in the forward call; ALiBi counts positions within the block of keys given, so of a
-            block of a larger call write it as a bias. It has no gradient here.
-        dropout_seed: the forward call's; required when ``dropout_p`` is not 0.
+        alibi_slopes: as in the forward call. ALiBi counts positions within the given block of keys, so for a block of
+            a larger call write it as a bias. The slopes have no gradient here.
         others: as in the forward call.
 
     Returns:
-        :class:`Gradients` ``(dq, dk, dv, dbias, dkey_weight)`` with the shapes and dtypes of what they are gradients of.
+        :class:`Gradients` ``(dq, dk, dv, dbias, dkey_weight)`` with the shapes and dtypes of the tensors.
 
     Raises:
-        TypeError, ValueError, BackendError: as :func:`attention`; and ValueError for an out or lse
-            of another shape.
+        TypeError, ValueError, BackendError: as :func:`attention`; also ValueError for an out or lse of another shape.
 
     Examples:
         >>> import torch, flashsci
@@ -183,7 +182,7 @@ def attention_backward(
     if module.FUSED and (needs_grad or transformed):
         from flashsci.autograd import Backward, guarded  # imports the compiler
 
-        # The second-order formulas take out and lse for functions of this q, k, v, bias. Here they are given.
+        # The second-order formulas treat out and lse as functions of this q, k, v, bias. Here they are given.
         given = dout, dlse, *tensors, out, lse
         inputs = guarded(given, "a second derivative, through attention_backward,")
         dq, dk, dv, dbias, dweight = Backward.apply(name, *inputs, *scalars, need)
@@ -201,5 +200,5 @@ def attention_backward(
 
 
 def _padded(x: Tensor | None, rank: int) -> Tensor | None:
-    """With dims of size 1 in front, up to ``rank``."""
+    """The tensor with dims of size 1 in front, up to ``rank``."""
     return x if x is None else x[(None,) * (rank - x.dim())]

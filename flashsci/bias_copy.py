@@ -1,6 +1,8 @@
-"""Copies of a bias whose keys are not neighbours in memory: ``[.., Sq, Sk, H]`` with its dims permuted, as a Linear over pairs
-leaves it. Kernels read the copy, and the gradient goes back in the order of the bias, which the Linear's own backward reads
-as it is. torch's copy between such orders takes several times as long: it moves numbers one by one.
+"""Copies of a bias whose keys are not neighbours in memory: ``[.., Sq, Sk, H]`` with permuted dims, as a Linear over
+pairs leaves it.
+
+Kernels read the copy. The gradient goes back in the order of the bias, which the Linear's own backward reads without
+a copy. torch's copy between such orders takes several times as long, because it moves numbers one by one.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from torch import Tensor
 from flashsci import ops, registry
 from flashsci.ops import Tensors, empty_with_inner_keys, with_inner_keys
 
-#: Elements from which a kernel pays for what Python costs it beside torch's copy.
+#: Elements from which a kernel saves more than its extra Python time, compared with torch's copy.
 MANY = 1 << 18
 
 
 def choose(tensors: Tensors) -> Callable[[Tensor], Tensor]:
-    """What copies the bias of plain tensors like these, differentiable to any order: a kernel of Triton's, or torch."""
+    """A function that copies the bias of plain tensors like these, differentiable to any order: a Triton kernel, or
+    torch."""
     bias = tensors.bias
     if (
         bias is None
@@ -35,7 +38,7 @@ def choose(tensors: Tensors) -> Callable[[Tensor], Tensor]:
 
 
 def copied(bias: Tensor) -> Tensor:
-    """As :func:`flashsci.ops.with_inner_keys`, by a kernel."""
+    """The copy of :func:`flashsci.ops.with_inner_keys`, by a kernel."""
     if bias.requires_grad and torch.is_grad_enabled():
         found: Tensor = InnerKeys.apply(bias)
         return found
@@ -51,7 +54,7 @@ class InnerKeys(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         if torch.is_grad_enabled() or gradient.stride(-1) != 1 or not ops.plain((gradient,)):
-            return gradient  # to be differentiated, or not in an order that is known
+            return gradient  # it is to be differentiated, or its order is not known
         shape, back = _order(*ctx.kind)
         target = torch.empty(shape, dtype=gradient.dtype, device=gradient.device)
         return _fill(gradient, target.permute(back))
@@ -59,7 +62,7 @@ class InnerKeys(torch.autograd.Function):
 
 @functools.lru_cache(maxsize=1024)
 def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Sizes of a contiguous tensor in the order of a tensor's memory, and the permutation to the order of its dims."""
+    """Sizes of a contiguous tensor in the memory order of a tensor, and the permutation to the order of its dims."""
     order = sorted(range(len(shape)), key=lambda d: -stride[d])
     return [shape[d] for d in order], [order.index(d) for d in range(len(shape))]
 

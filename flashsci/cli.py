@@ -1,5 +1,5 @@
-"""The command line: `backends`, `check`, `bench`, `models`, `report`, `env`. (`env` runs without any of this where
-packages are missing: flashsci/env.py.)"""
+"""The command line: `backends`, `check`, `bench`, `models`, `report`, `env`. (`env` also runs without this module
+where packages are missing: flashsci/env.py.)"""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ _PLAIN = Problem(
 _PACKED = replace(_PLAIN, batch=None, varlen=True)
 _PAIR: dict[str, Any] = {"bias_shape": (1, 4, 128, 128), "bias_dtype": torch.float32}
 
-#: The rows of the support matrix: what a call may ask for, each as the smallest call that asks for
-#: it.
+#: The rows of the support matrix: the features of a call, each with the smallest call that has it.
 FEATURES: dict[str, Problem] = {
     "forward": _PLAIN,
     "backward": replace(_PLAIN, requires_grad=True),
@@ -81,10 +80,9 @@ FEATURES: dict[str, Problem] = {
 def support(
     capability: tuple[int, int] | None, hypothetical: bool
 ) -> dict[str, dict[str, str | None]]:
-    """{feature: {backend: reason why not, or None}} for a GPU of that capability, or for the CPU
-    (None).
+    """{feature: {backend: reason why not, or None}} for a GPU of that capability, or for the CPU (None).
 
-    `hypothetical` asks what the kernels cover, whether or not this machine could run them.
+    `hypothetical` asks for the coverage of the kernels, whether or not this machine could run them.
     """
     device = "cpu" if capability is None else "cuda"
     matrix = {}
@@ -94,7 +92,7 @@ def support(
             name: backend.rejects(problem, anywhere=hypothetical)
             for name, backend in BACKENDS.items()
         }
-    # Fused backends have Triton's, from what they saved.
+    # Fused backends use Triton's kernels, with the tensors that they saved.
     matrix["second derivatives"] = {
         name: matrix["backward"][name]
         or (matrix["backward"]["triton"] if backend.load().FUSED else None)
@@ -123,7 +121,7 @@ def features_page() -> str:
         "|---" * (len(BACKENDS) + 1) + "|",
     ]
     for feature in by_generation[first]:
-        if feature == "second derivatives":  # fused backends without their own have Triton's
+        if feature == "second derivatives":  # others use Triton's
             lines.append(f"| {feature} | " + " | ".join(map(_second_order, BACKENDS)) + " |")
             continue
         cells = [
@@ -164,7 +162,7 @@ def backends(
         bool, typer.Option(help="In a clone of the repository: rewrite docs/results/features.md.")
     ] = False,
 ) -> None:
-    """Which backend covers what on this machine, and the reasons where it does not."""
+    """The coverage of each backend on this machine, with the reasons for gaps."""
     if write:
         from flashsci.digest import ROOT
 
@@ -221,7 +219,7 @@ def backends(
         console.print(f"[{number}] {name}: {reason}", markup=False, highlight=False)
 
 
-# Options, --help among them, are those of what the command runs.
+# Options, --help included, are those of the program that the command runs.
 _PASSED_ON = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -257,14 +255,14 @@ def report(context: typer.Context) -> None:
 
 @app.command(context_settings=_PASSED_ON)
 def env(context: typer.Context) -> None:
-    """What is on this machine, what is missing, how to get it; works without torch and typer."""
+    """The software on this machine, the missing parts, and how to get them; works without torch and typer."""
     from flashsci.env import main as run_env
 
     raise typer.Exit(run_env(context.args))
 
 
 def _benchmarks(arguments: list[str]) -> int:
-    """Run a command of benchmarks/, the package of the repository that wheels do not carry."""
+    """Run a command of benchmarks/, a package of the repository that wheels do not contain."""
     from flashsci.digest import ROOT
 
     if not (ROOT / "benchmarks" / "commands.py").is_file():

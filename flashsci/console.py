@@ -1,4 +1,4 @@
-"""What the command lines of the package and of benchmarks/ share."""
+"""The parts that the command lines of the package and of benchmarks/ share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 
 
 def wide_console() -> Console:
-    """Wide where there is no terminal to fit into: tables in log files should not wrap."""
+    """A console that is wide where there is no terminal: tables in log files should not wrap."""
     return Console() if sys.stdout.isatty() else Console(width=160)
 
 

@@ -1,7 +1,7 @@
 """The table of which tensor arguments have gradients, tangents, second derivatives and a batching rule.
 
-torch asks for them in several ways, none of which a kernel sees. What the table does not grant raises an error
-(flashsci/transforms.py): it never gives zeros.
+torch asks for them in several ways, and kernels see none of these. A request that the table does not grant raises an
+error (flashsci/transforms.py): it never gives zeros.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Rule(NamedTuple):
-    """What one tensor argument has."""
+    """The derivatives that one tensor argument has."""
 
     reverse: bool = False
     """A gradient."""
@@ -23,7 +23,8 @@ class Rule(NamedTuple):
     mapped: bool = False
     """A batching rule under ``torch.vmap``."""
     lacking: Mapping[str, str] = {}
-    """Backends that have no derivative by this argument although others do, each with its reason. The registry reads it."""
+    """Backends that have no derivative by this argument although others do, each with its reason. The registry reads
+    it."""
 
 
 class Entry(NamedTuple):
@@ -54,8 +55,8 @@ _SLOPES = EVERY._replace(
 _WEIGHTS = EVERY._replace(
     lacking={"sdpa": "SDPA takes key_weight as its logarithm, whose derivative at zero is lost"}
 )
-# Fused kernels take out and lse for functions of the other arguments, which here they are not. They refuse where a derivative
-# is computed: a call within a backward often has tensors that require grad, and needs no derivative.
+# Fused kernels treat out and lse as functions of the other arguments; here they are not. They refuse where a
+# derivative is computed: a call within a backward often has tensors that require grad, and needs no derivative.
 _GIVEN = EVERY._replace(
     lacking=dict.fromkeys(
         ("triton", "cuda"), "its second derivative is that of the forward's own out and lse"
@@ -134,7 +135,7 @@ ENTRIES: dict[str, Entry] = {
 
 
 class Asked(Flag):
-    """What torch asks of a tensor."""
+    """The derivatives and mappings that torch wants of a tensor."""
 
     NOTHING = 0
     REVERSE = 1
@@ -143,15 +144,15 @@ class Asked(Flag):
 
 
 def lacks(backend: str, argument: str) -> str | None:
-    """Why a backend has no derivatives of attention by an argument, or None."""
+    """The reason why a backend has no derivatives of attention by an argument, or None."""
     return _DENSE[argument].lacking.get(backend)
 
 
 def refuse(name: str, mode: Asked, arguments: list[str]) -> None:
-    """Refuse the arguments of entry point ``name`` that do not have what is asked of them all.
+    """Refuse the arguments of entry point ``name`` that do not have all that is asked of them.
 
     Raises:
-        ValueError: names the arguments, what is asked of them, and what to do instead.
+        ValueError: names the arguments, the derivatives wanted, and the alternative.
     """
     entry = ENTRIES[name]
     names = [n for n in arguments if not _allows(entry.rules[n], mode)]

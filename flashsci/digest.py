@@ -1,15 +1,14 @@
-"""One digest per kernel unit: what a GPU result was obtained with. Standard library only.
+"""One digest per kernel unit; it ties a GPU result to the code that gave it. Standard library only.
 
-A CUDA unit is one .cu of csrc/, with everything it includes from there, without comments and
-layout, plus the compiler flags. A Triton unit is the syntax tree of a file with kernels, of the files of
-its package that it imports and of the launch code, without docstrings. Editing a comment changes no
-digest.
+A CUDA unit is one .cu of csrc/, with all files that it includes from there, without comments and layout, plus the
+compiler flags. A Triton unit is the syntax tree of a file with kernels, of the files of its package that it imports
+and of the launch code, without docstrings. A change of a comment changes no digest.
 
     python flashsci/digest.py            all units, as JSON
     python flashsci/digest.py cuda       CUDA units only
     python flashsci/digest.py cuda --build-info FILE --archs 80,90 --preset 1 --nvcc 13.0.88
                                          the C string literal that the library carries, and
-                                         digests/UNIT beside it
+                                         digests/UNIT in the same folder
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 def normalised_cpp(source: str) -> str:
-    """C++ without comments, one space for any run of blanks, preprocessor lines kept as lines."""
+    """C++ without comments, one space for any run of blanks, preprocessor lines as lines of their own."""
     source = source.replace("\\\n", " ")
     text = "".join(m[1] or m[2] or " " for m in _TOKENS.finditer(source))
     lines: list[str] = []
@@ -48,7 +47,7 @@ def normalised_cpp(source: str) -> str:
 
 
 def cpp_sources(files: list[Path]) -> list[Path]:
-    """The files and what they include with quotes, recursively, in a fixed order."""
+    """The files and the files that they include with quotes, recursively, in a fixed order."""
     found: dict[Path, None] = {}
     queue = list(files)
     while queue:
@@ -112,8 +111,8 @@ def _has_kernels(tree: ast.Module) -> bool:
 
 
 def _dump(node: object) -> str:
-    """A syntax tree as text. Unlike ast.dump's, the same in every Python: fields that are empty are
-    left out, such as those that later versions add."""
+    """A syntax tree as text, the same in every Python, unlike ast.dump's: empty fields are left out, such as those
+    that later versions add."""
     if isinstance(node, list):
         return f"[{','.join(map(_dump, node))}]"
     if not isinstance(node, ast.AST):
@@ -135,7 +134,7 @@ def triton_units(root: Path = ROOT) -> dict[str, str]:
     for path in sorted(files):
         if not _has_kernels(files[path]):
             continue
-        # What launches it: launch.py, and every host*.py on the way to it.
+        # The code that launches it: launch.py, and every host*.py on the way to it.
         hosts = {p for p in files if p.name.startswith("host") and path in imports[p]}
         closure = {p for p in files if p.name == "launch.py"} | hosts
         closure |= {p for host in hosts for p in imports[host] if p.name.startswith("host")}
@@ -158,8 +157,11 @@ def units(root: Path = ROOT) -> dict[str, str]:
 
 
 def build_info(archs: str, preset: str, nvcc: str, root: Path = ROOT, poison: bool = False) -> str:
-    """What a library says about itself, as JSON. poison: a debug build (csrc/core/poison.cuh), whose results are not
-    those of the code that is installed; its digests match no tree."""
+    """A library's description of itself, as JSON.
+
+    poison: a debug build (csrc/core/poison.cuh). Its results are not those of the installed code; its digests match
+    no tree.
+    """
     names = {"": "by architecture", "0": "t4_safe", "1": "ampere_balanced"}
     wanted = {int(a.rstrip("af")) for a in archs.replace(";", ",").split(",") if a}
     folders = {
@@ -181,8 +183,11 @@ def build_info(archs: str, preset: str, nvcc: str, root: Path = ROOT, poison: bo
 
 
 def _write_digests(folder: Path) -> None:
-    """A file for each unit, new only where its digest is: what objects depend on besides the headers that the compiler names,
-    or a library could carry the digest of sources that its objects were not built from."""
+    """Write a file for each unit, only if its digest is new.
+
+    Objects depend on these files as well as on the headers that the compiler names. Otherwise a library could carry
+    the digest of sources that its objects were not built from.
+    """
     folder.mkdir(exist_ok=True)
     for unit, digest in cuda_units().items():
         file = folder / unit.removeprefix("cuda/").replace("/", "_")

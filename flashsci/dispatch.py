@@ -1,4 +1,4 @@
-"""From a planned call to the kernels of its backend, wired into autograd where it must be."""
+"""The step from a planned call to the kernels of its backend, with autograd nodes where needed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def run(
     around: Callable[[Run], Run] = lambda run: run,
     reads_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of the backend that a plan names, wired into autograd.
+    """(out, lse) of the backend that a plan names, with autograd nodes where needed.
 
     Args:
-        call: by what it is known again, if it may be.
-        around: makes what computes that call of what computes it from these tensors.
-        reads_lse: whether the caller does.
+        call: the key and the tensors of the call, if it may be remembered.
+        around: wraps the function that computes from these tensors into one that computes the whole call.
+        reads_lse: whether the caller reads the lse.
     """
     module = plan.module
     count_flops()
@@ -46,9 +46,10 @@ def run(
         if twice:
             out = second_order.differentiable_twice(out, tensors, plan.scalars)
         return follow_layout(out, tensors.q), lse
-    # A compiler does not say what transforms it traces: there, a gradient may always be wanted.
+    # A compiler does not say which transforms it traces: there, a gradient may always be wanted.
     if torch.compiler.is_compiling() or transforming_eagerly():
-        # What a compiler traces imports nothing from the package itself: torch before 2.12 takes modules of ModuleType alone.
+        # Code that a compiler traces imports nothing from the package itself: torch before 2.12 accepts only modules
+        # of ModuleType.
         from flashsci.autograd import Forward
 
         given = tensors.inner_contiguous()
@@ -68,7 +69,7 @@ def run(
 
 
 def _again(plan: Plan, tensors: Tensors, needs_grad: bool, reads_lse: bool) -> Run:
-    """What computes calls of plain tensors like these, which were computed before."""
+    """A run of later calls of plain tensors like these."""
     if needs_grad:
         record = _nodes().apply_directly
 
@@ -92,12 +93,12 @@ def _again(plan: Plan, tensors: Tensors, needs_grad: bool, reads_lse: bool) -> R
 
 @functools.cache
 def _nodes() -> Any:
-    """flashsci.autograd, which imports the compiler: not before it is needed."""
+    """flashsci.autograd, which imports the compiler: not loaded before it is needed."""
     return importlib.import_module("flashsci.autograd")
 
 
 def seed_for(q: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
-    """The seed given, checked and contiguous, or a fresh one."""
+    """The given seed, checked and contiguous, or a fresh one."""
     if dropout_seed is None:
         return draw_seed(q.device)
     check_dropout(dropout_p, dropout_seed)

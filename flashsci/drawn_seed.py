@@ -1,8 +1,9 @@
-"""The seed of a dropout that names none, as an op: drawn once for forward and backward, whatever a compiler recomputes.
+"""The seed of a dropout without a given seed, as an op: drawn once for forward and backward, whatever a compiler
+recomputes.
 
-A compiler that saves memory computes again what a backward needs, and to it a drawn number is as good as the next. So the graph
-that it partitions says of this op that its result is saved. Where nothing may be saved (an activation memory budget of 0) the
-partitioner keeps the generator's state instead, as it does inside a checkpoint.
+A compiler that saves memory recomputes values that a backward needs, and would draw another number. Therefore the
+graph that it partitions marks the result of this op as saved. Where nothing may be saved (an activation memory budget
+of 0) the partitioner stores the generator's state instead, as it does inside a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 NAME = "draw_seed"
-_LAST_GRAPH = 1 << 30  # after every checkpoint of a program: none of them makes a boundary of ours
+_LAST_GRAPH = 1 << 30  # after every checkpoint of a program: none makes a boundary of ours
 
 
 def draw(device: torch.device) -> Tensor:
@@ -23,7 +24,7 @@ def draw(device: torch.device) -> Tensor:
 
 
 def draw_recorded(device: torch.device) -> Tensor:
-    """The op, for who traces."""
+    """The op, for callers that trace."""
     # Random and empty: a vmap of randomness="different" maps it, and so reaches the rule of this op.
     seed: Tensor = torch.ops.flashsci.draw_seed(torch.rand(0, device=device))
     return seed
@@ -36,7 +37,7 @@ def _fake(like: Tensor) -> Tensor:
 
 @functools.cache
 def _teach_the_tracer() -> None:
-    """Register what follows with the tracer of graphs, which not every process imports."""
+    """Register the functions below with the tracer of graphs, which not every process imports."""
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
     torch.library.register_torch_dispatch(
@@ -45,7 +46,7 @@ def _teach_the_tracer() -> None:
 
 
 def _traced(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
-    """As any op is traced; with the partitioner's mark on its node, unless a checkpoint has set one."""
+    """Trace as for any op, with the partitioner's mark on the node, unless a checkpoint has set one."""
     from torch.fx.experimental.proxy_tensor import get_proxy_slot, proxy_call
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -62,7 +63,7 @@ def _traced(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
 
 
 def _budget(meta: dict[str, Any]) -> float:
-    """How much a compiler may save for a backward: of the region that is traced, or of everything."""
+    """The share that a compiler may save for a backward: of the traced region, or of everything."""
     from torch._functorch import config
 
     region = (meta.get("custom") or {}).get("_region_activation_memory_budget")
@@ -70,7 +71,7 @@ def _budget(meta: dict[str, Any]) -> float:
 
 
 def _mapped(info: Any, dims: tuple[int | None, ...], like: Tensor) -> tuple[Tensor, int | None]:
-    """Only randomness="different" comes here."""
+    """The rule for vmap; only randomness="different" reaches it."""
     return torch.stack([torch.ops.flashsci.draw_seed(like) for _ in range(info.batch_size)]), 0
 
 

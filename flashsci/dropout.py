@@ -1,4 +1,4 @@
-"""The dropout mask every backend shares: Philox4x32-10 as a pure function of seed and position.
+"""The dropout mask that every backend shares: Philox4x32-10 as a pure function of seed and position.
 
 Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC11.
 """
@@ -21,8 +21,8 @@ _LOW = 0xFFFFFFFF
 def philox4x32(
     key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four 32-bit words, kept in int64, for a key of two and a counter of four
-    (broadcast together)."""
+    """Philox4x32-10: four 32-bit words, stored as int64, for a key of two and a counter of four (broadcast
+    together)."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
@@ -39,23 +39,22 @@ def philox4x32(
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """An int64[2] (seed, offset) from torch's generator of that device: safe to capture in a CUDA
-    graph."""
+    """An int64[2] (seed, offset) from torch's generator of that device; a CUDA graph can capture it."""
     if torch.compiler.is_compiling():
         return drawn_seed.draw_recorded(device)
     return drawn_seed.draw(device)
 
 
 def keep_threshold(dropout_p: float) -> int:
-    """A position is kept when its 32-bit draw is at least this."""
+    """The threshold of a 32-bit draw: a position is kept if its draw is at least this."""
     return math.floor(dropout_p * 2**32)
 
 
 def keep_mask(seed: Tensor, dropout_p: float, rows: Tensor, seq_q: int, seq_k: int) -> Tensor:
-    """Bool ``rows.shape + [seq_q, seq_k]``: True where P is kept, for flat batch-head indices
-    ``rows`` (b * Hq + h)."""
+    """Bool ``rows.shape + [seq_q, seq_k]``: True where P is kept, for flat batch-head indices ``rows`` (b * Hq +
+    h)."""
     if torch.compiler.is_compiling():
-        # As an op: inductor's code for these products of 64-bit integers gives other numbers (torch 2.13, CPU).
+        # An op, because inductor's code for these products of 64-bit integers gives other numbers (torch 2.13, CPU).
         found: Tensor = torch.ops.flashsci.keep_mask(seed, dropout_p, rows, seq_q, seq_k)
         return found
     return _keep_mask(seed, dropout_p, rows, seq_q, seq_k)
@@ -103,7 +102,7 @@ torch.library.register_vmap("flashsci::keep_mask", _mapped_mask, lib=LIBRARY)
 def dropout_mask(
     dropout_seed: Tensor, dropout_p: float, shape: tuple[int, ...], *, batch_offset: int = 0
 ) -> Tensor:
-    """The positions of P that attention keeps under a given seed, identical in every backend.
+    """The positions of P that attention keeps for a given seed, identical in every backend.
 
     Args:
         dropout_seed: int64 tensor [2], (seed, offset), as given to :func:`flashsci.attention`.

@@ -1,9 +1,8 @@
-"""`python -m flashsci env`: what is on this machine, what is missing and how to get it.
+"""`python -m flashsci env`: the software on this machine, the missing parts, and how to get them.
 
-Made for bug reports and for broken machines, so it imports nothing but the standard library and
-trusts nothing: whatever could fail, hang or take the interpreter down (importing torch, loading the
-CUDA build, asking the driver) happens in a child process with a time limit, and what goes wrong
-there becomes a line of the report.
+It is made for bug reports and for broken machines, so it imports only the standard library and trusts nothing. Every
+step that could fail, hang or end the interpreter (importing torch, loading the CUDA build, asking the driver) runs in
+a child process with a time limit. A failure there becomes a line of the report.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ print(json.dumps({"reasons": reasons, "build": cuda.build_info(), "stale": cuda.
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `advice` says how to get what is missing; None when nothing is."""
+    """One line of the report. `advice` says how to get a missing part; None if nothing is missing."""
 
     what: str
     value: str
@@ -62,7 +61,7 @@ class Finding:
 
 
 def _run(command: list[str], timeout: float = 20.0) -> str:
-    """Standard output of a command; RuntimeError with the last line of its complaint."""
+    """Standard output of a command; RuntimeError with the last line of its error output."""
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
     )
@@ -217,8 +216,7 @@ PROBES: tuple[Callable[[], list[Finding]], ...] = (
 
 
 def collect() -> list[Finding]:
-    """Every finding. A probe that fails says so in its own line and does not take the others with
-    it."""
+    """Every finding. A probe that fails says so in its own line and does not affect the others."""
     findings = [
         Finding(
             "flashsci", _installed("flashsci") or "not installed (running from the source tree)"
@@ -227,7 +225,7 @@ def collect() -> list[Finding]:
     for probe in PROBES:
         try:
             findings += probe()
-        except Exception as error:  # a report on a broken machine must come out whatever is broken
+        except Exception as error:  # a report on a broken machine must appear in every case
             findings.append(Finding(probe.__name__, f"could not be found out: {error}"))
     return findings
 

@@ -1,8 +1,7 @@
-"""Errors that users meet; of the package's modules this one imports none."""
+"""Errors that users meet. This module imports no other module of the package."""
 
 from __future__ import annotations
 
 
 class BackendError(RuntimeError):
-    """No backend, or not the one asked for, can serve the call; the message says why and what else
-    can."""
+    """No backend can serve the call, or the one asked for cannot; the message says why and which backends can."""

@@ -1,4 +1,4 @@
-"""What would serve a call, and why, without running it."""
+"""The backend that would serve a call, and the reasons, without running it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from flashsci.varlen import varlen_attention
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options: Any
 ) -> registry.Explanation:
-    """Which backend would serve ``attention(q, k, v, ...)``, and why; or ``varlen_attention``, given ``cu_seqlens_q``, or
-    ``paged_attention``, given ``block_table``.
+    """The backend that would serve a call of an entry point, and the reasons.
+
+    The entry point is ``attention(q, k, v, ...)``; with ``cu_seqlens_q`` it is ``varlen_attention``, with
+    ``block_table`` it is ``paged_attention``.
 
     Args:
         q, k, v, options: as for the call in question.
         backend: as for the call in question.
 
     Returns:
-        An :class:`Explanation`: who was asked, who was chosen, the reason of each backend that
+        An :class:`Explanation`: the backend asked for, the backend chosen, and the reason of each backend that
         refused. Printing it gives a table.
 
     Raises:
@@ -71,7 +73,7 @@ def explain(
 
 
 def _explained(call: tuple[Any, ...], backend: str) -> registry.Explanation:
-    """What serves a call here, in the transforms that are active."""
+    """The explanation of a call here, within the active transforms."""
     found = registry.explain(registry.problem_of(*call), *registry.requested(backend))
     if found.chosen != "sdpa" or not transforming():
         return found

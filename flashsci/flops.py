@@ -1,7 +1,9 @@
-"""What torch's FlopCounterMode counts of our ops: multiplications and additions of the matrix products, as it counts SDPA's.
+"""The counts of our ops in torch's FlopCounterMode: multiplications and additions of the matrix products, as it
+counts SDPA's.
 
-A pair of query and key costs ``2 D`` for a product over the head dim and ``2 Dv`` for one over that of the values. Masks, causal and
-windows are not looked at, which is torch's convention too; packed and paged lengths are, by reading the offsets.
+A pair of query and key costs ``2 D`` for a product over the head dim and ``2 Dv`` for one over that of the values.
+Masks, causal and windows are ignored, which is torch's convention too. Packed and paged lengths are counted, by
+reading the offsets.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Products over D and over Dv of each pass. The second order's are those that the formulas need, not what a kernel computes twice.
+#: Products over D and over Dv of each pass. The second order's are those that the formulas need, without repeated
+#: work of kernels.
 PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "jvp": (3, 3), "double_backward": (7, 5)}
 _BACKENDS = ("triton", "cuda", "reference_packed")
 
 
 def teach(modes: Any = None) -> None:
-    """Give every flop counter that is active, and those to come, the formulas of the ops that are loaded."""
+    """Give every flop counter, active or later, the formulas of the ops that are loaded."""
     module = sys.modules.get("torch.utils.flop_counter")
-    if module is None:  # so nobody counts, and its import is not ours to pay for
+    if module is None:  # nothing counts, and its import would cost us time
         return
     registry = module.flop_registry
     new = {op: f for op, f in formulas().items() if op not in registry}
@@ -37,7 +40,7 @@ def teach(modes: Any = None) -> None:
 
 
 def formulas() -> dict[Any, Callable[..., int]]:
-    """By op, as far as backends are loaded."""
+    """The formulas by op, for the backends that are loaded."""
     found: dict[Any, Callable[..., int]] = {}
     named = [(f"{b}_{what}", PRODUCTS[what]) for b in _BACKENDS for what in PRODUCTS]
     named += [("triton_residual_forward", (1, 1)), ("triton_residual_backward", (3, 2))]
@@ -85,12 +88,12 @@ _paged._get_raw = True  # type: ignore[attr-defined]
 
 
 def _hidden(x: Tensor) -> bool:
-    """Whether numbers cannot be read: a tensor without memory, or a compiler's."""
+    """Whether numbers cannot be read: a tensor without memory, or one of a compiler."""
     return x.is_meta or type(x) is not Tensor
 
 
 def _lengths(offsets: Tensor, longest: int) -> list[int]:
-    """Of the sequences; the longest where they cannot be read, as torch does."""
+    """The lengths of the sequences; the longest for each if they cannot be read, as torch does."""
     if _hidden(offsets):
         return [max(longest, 0)] * (offsets.shape[0] - 1)
     return [int(n) for n in offsets.diff().tolist()]

@@ -1,4 +1,4 @@
-"""Attention on 8-bit floats: what `attention` and `varlen_attention` do with q, k, v in float8_e4m3fn."""
+"""Attention on 8-bit floats: `attention` and `varlen_attention` for q, k, v in float8_e4m3fn."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ OUT_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Given(NamedTuple):
-    """The tensors and options of a call that `attention` and `varlen_attention` hand over together."""
+    """The tensors and options of a call that `attention` and `varlen_attention` pass on together."""
 
     q_scale: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
     out_dtype: torch.dtype | None
-    # What these calls do not have: names of Problem's features.
+    # Features of Problem that these calls do not have, by name.
     bias: Tensor | None = None
     key_weight: Tensor | None = None
     mask: Tensor | None = None
@@ -87,7 +87,7 @@ def describe(
     options: arguments.Options,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Any, ...]:
-    """Check a call but for the contents of its offsets; the arguments of registry.problem_of.
+    """The arguments of registry.problem_of for a call, checked except for the contents of its offsets.
 
     Raises:
         TypeError, ValueError: as :func:`flashsci.attention` documents.
@@ -229,7 +229,7 @@ def _run(
     max_seqlen_k: int | None,
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a backend, for tensors as FP8Tensors has them."""
+    """(out, lse) of a backend, for tensors in the form of FP8Tensors."""
     every = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
     scalars = FP8Scalars(
         every.max_seqlen_q, every.max_seqlen_k, every.scale, every.softcap, every.window_left, every.window_right,
@@ -240,7 +240,7 @@ def _run(
     return _LOADED[name](FP8Tensors(q, k, v, *scales, *offsets), scalars)
 
 
-# Backends that have these calls, and where their ops are.
+# Backends that have these calls, and the modules of their ops.
 _HOMES = {
     "reference": "flashsci.backends.reference_fp8",
     "triton": "flashsci.backends.triton.host_fp8",
@@ -253,7 +253,7 @@ _LOADED: dict[str, FP8Attention] = {}
 
 @registry.settled
 def _decide(*call: Any) -> str:
-    """The backend of ``(*arguments of problem_of, backend argument)``, whose op is then in _LOADED."""
+    """The backend for ``(*arguments of problem_of, backend argument)``; its op is then in _LOADED."""
     name = registry.decide(*call)
     if name not in _LOADED:
         _LOADED[name] = importlib.import_module(_HOMES[name]).OP

@@ -1,4 +1,4 @@
-"""What the raw op of attention on 8-bit floats refuses, whoever calls."""
+"""The checks of the raw op of attention on 8-bit floats, for any caller."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from flashsci.fp8_ops import FP8, FP8Scalars, FP8Tensors, rows_per_scale
 from flashsci.op_checks import MAX_LENGTH, need, numbers, rows, same, shapes, whole
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
-HEAD_DIM = 256  # of kernels
+HEAD_DIM = 256  # the largest of kernels
 
 
 def attention(tensors: FP8Tensors, scalars: FP8Scalars, head_dim: int = sys.maxsize) -> None:
-    """All of a call; its results are new tensors. ``head_dim``: the largest that a backend serves.
+    """Check all of a call; its results are new tensors. ``head_dim``: the largest that a backend serves.
 
     Raises:
-        TypeError, ValueError: what does not fit.
+        TypeError, ValueError: arguments that do not fit.
     """
     q, k, v, *scales, edges_q, edges_k = tensors
     given = shapes(q=q, k=k, v=v)
@@ -75,7 +75,7 @@ def check_out_dtype(dtype: torch.dtype) -> None:
 
 
 def as_kernels_read(tensors: FP8Tensors) -> FP8Tensors:
-    """With copies of what does not lie as kernels read it."""
+    """The tensors, with copies of those that are not stored as kernels read them."""
     q, k, v, q_scale, k_scale, v_scale, edges_q, edges_k = tensors
     return FP8Tensors(
         rows(q), rows(k), rows(v), q_scale, k_scale, v_scale, whole(edges_q), whole(edges_k)

@@ -1,8 +1,9 @@
-"""The raw op of attention on 8-bit floats: its arguments, schema and fake kernel, the same for every backend that has it, and what
-the scales of q, k and v may look like.
+"""The raw op of attention on 8-bit floats: its arguments, schema and fake kernel, and the allowed shapes of the
+scales.
 
-``flashsci::<backend>_fp8_attention`` returns (out, lse). It is opaque to a compiler and has no gradients. fp8_checks.py says what it
-refuses. Scales are not read on the host: NaN, infinity, zero or less is no error, and gives what the formula makes of it.
+All are the same for every backend that has the op. ``flashsci::<backend>_fp8_attention`` returns (out, lse). It is
+opaque to a compiler and has no gradients. fp8_checks.py has its checks. Scales are not read on the host: NaN,
+infinity, zero or less is no error, and gives the result of the formula.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ WHOLE = 1 << 30  # rows that share one where there are no blocks
 
 
 class FP8Tensors(NamedTuple):
-    """The tensors of one call, as kernels take them. Dense: q ``[*, Hq, Sq, D]``, k ``[*, Hk, Sk, D]``, v ``[*, Hk, Sk, Dv]`` with equal
-    leading dims, none to two. Packed: q ``[Hq, Tq, D]`` and so on. All e4m3 with a contiguous last dim; scales fp32, any
-    strides, in the shapes of :func:`rows_per_scale`."""
+    """The tensors of one call, as kernels take them.
+
+    Dense: q ``[*, Hq, Sq, D]``, k ``[*, Hk, Sk, D]``, v ``[*, Hk, Sk, Dv]`` with equal leading dims, none to two.
+    Packed: q ``[Hq, Tq, D]`` and so on. All are e4m3 with a contiguous last dim; scales are fp32, with any strides,
+    in the shapes of :func:`rows_per_scale`.
+    """
 
     q: Tensor
     k: Tensor
@@ -39,12 +43,12 @@ class FP8Tensors(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """Of a packed call; -1: dense."""
+        """The number of sequences of a packed call; -1: dense."""
         return -1 if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
 
 class FP8Scalars(NamedTuple):
-    """The options of one call: what is off is 0 (softcap) or -1 (windows, longest lengths that are unknown)."""
+    """The options of one call: 0 is off (softcap), -1 is none (windows) or unknown (longest lengths)."""
 
     max_seqlen_q: int
     max_seqlen_k: int
@@ -58,7 +62,7 @@ class FP8Scalars(NamedTuple):
 
 
 FP8Attention = Callable[[FP8Tensors, FP8Scalars], tuple[Tensor, Tensor]]
-"""What a backend offers: out like q ``[..., Dv]`` and lse, or, if it is not asked for, ``[0]``."""
+"""A backend's function: returns out like q ``[..., Dv]`` and lse, or ``[0]`` if it is not asked for."""
 
 _ATTENTION = (
     "(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, Tensor? cu_seqlens_q, "
@@ -69,14 +73,14 @@ _T = len(FP8Tensors._fields)
 
 
 def empty_results(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
-    """Where out and lse go."""
+    """Empty tensors for out and lse."""
     q = tensors.q
     out = empty_like_layout(q, (*q.shape[:-1], tensors.v.shape[-1]), scalars.out_dtype)
     return out, q.new_empty(q.shape[:-1] if scalars.return_lse else (0,), dtype=torch.float32)
 
 
 def define(backend: str, attention: FP8Attention, keys: Sequence[str]) -> FP8Attention:
-    """Define a backend's op for the given dispatch keys; returns what calls it."""
+    """Define a backend's op for the given dispatch keys; returns the function that calls it."""
     name = f"{backend}_fp8_attention"
     LIBRARY.define(name + _ATTENTION)
 
@@ -102,13 +106,13 @@ def define(backend: str, attention: FP8Attention, keys: Sequence[str]) -> FP8Att
 
 
 def rows_per_scale(scale: Tensor | None, x: Tensor, sequences: int) -> int | None:
-    """How many rows share a number of ``scale``: one of BLOCKS, or WHOLE; None: the shape does not fit.
+    """The number of rows that share a number of ``scale``: one of BLOCKS, or WHOLE; None: the shape does not fit.
 
     Args:
-        scale: ``[]``, or of a dense x ``[*, H]`` or ``[*, H, blocks]`` with blocks = ceil(S / 128) or ceil(S / 64), or of a
-            packed x ``[N, H]`` or ``[slots, H]`` with slots = T // 128 + N or T // 64 + N. Block b of sequence n, counted
-            from its first row at cu_seqlens[n], has the slot ``cu_seqlens[n] // block + n + b``: one for each, found
-            without a sum over the sequences before it. None: 1.
+        scale: ``[]``; for a dense x ``[*, H]`` or ``[*, H, blocks]`` with blocks = ceil(S / 128) or ceil(S / 64); for
+            a packed x ``[N, H]`` or ``[slots, H]`` with slots = T // 128 + N or T // 64 + N. Block b of sequence n,
+            counted from its first row at cu_seqlens[n], has the slot ``cu_seqlens[n] // block + n + b``: one for
+            each, found without a sum over the sequences before it. None: 1.
         x: as in :class:`FP8Tensors`.
         sequences: N, or -1 where x is dense.
     """
@@ -129,7 +133,7 @@ def rows_per_scale(scale: Tensor | None, x: Tensor, sequences: int) -> int | Non
 
 
 def lacks(problem: Problem) -> str | None:
-    """What a call on 8-bit floats asks for and no kernel has, and what to do instead; None where there is nothing."""
+    """The reason why no kernel has a call on 8-bit floats, and the alternative; None if there is no reason."""
     asked = (
         (problem.bias, "bias"),
         (problem.mask, "mask"),

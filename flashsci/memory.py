@@ -1,4 +1,4 @@
-"""Whether tensors share memory, element by element: views that interleave do not."""
+"""Exact tests of whether tensors share memory, element by element: interleaved views do not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-MOST_STEPS = 10_000  # of a search: strides of views need a few, and what is beyond counts as shared
+MOST_STEPS = 10_000  # of a search: strides of views need few; a longer search counts as shared
 
 
 def span(x: Tensor) -> int:
@@ -20,25 +20,26 @@ def span(x: Tensor) -> int:
 
 
 def share(a: Tensor, b: Tensor) -> bool:
-    """Whether an element of ``a`` and one of ``b`` lie in the same byte."""
+    """Whether an element of ``a`` and one of ``b`` share a byte."""
     distance = b.data_ptr() - a.data_ptr()
     if not -span(b) < distance < span(a) or not a.numel() or not b.numel():
         return False
-    if a.device != b.device:  # their addresses have nothing to do with each other
+    if a.device != b.device:  # addresses on different devices are unrelated
         return False
     of_a, of_b = ((tuple(x.shape), x.stride(), x.element_size()) for x in (a, b))
     return _meet(of_a, of_b, distance)
 
 
 class Spans:
-    """Spans of what is written and of what is read meanwhile, for calls whose tensors have these shapes and strides."""
+    """Spans of the written tensor and of those read meanwhile, for calls whose tensors have these shapes and
+    strides."""
 
     def __init__(self, written: Tensor, read: Sequence[Tensor | None]) -> None:
         self.written = span(written)
         self.read = [0 if x is None else span(x) for x in read]
 
     def cross(self, written: Tensor, read: Sequence[Tensor | None]) -> bool:
-        """Whether they may share memory: :func:`share` knows. This is cheap enough to be asked at every call."""
+        """Whether they may share memory; :func:`share` decides. This is cheap enough for every call."""
         begin = written.data_ptr()
         end = begin + self.written
         for x, bytes_of_x in zip(read, self.read, strict=True):
@@ -51,7 +52,7 @@ class Spans:
 
 
 def folds(x: Tensor) -> bool:
-    """Whether two elements of ``x`` may lie in one place, as of an expanded tensor."""
+    """Whether two elements of ``x`` may have one address, as in an expanded tensor."""
     end = 1
     for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
         if n > 1:
@@ -68,8 +69,9 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 def _meet(a: _Layout, b: _Layout, distance: int) -> bool:
     """Whether elements of these (shape, strides, bytes of an element) meet, if b begins ``distance`` bytes after a.
 
-    Index i of a and j of b meet where ``sum i s - sum j t = distance``, in bytes, those within an element included. Counted from
-    the end, j has a plus as well; then it is a sum of bounded multiples that must hit a number.
+    Index i of a and j of b meet where ``sum i s - sum j t = distance``, in bytes, those within an element included.
+    If j is counted from the end, its sign is plus as well; the question is then whether a sum of bounded multiples
+    equals a number.
     """
     most: dict[int, int] = {}
     target = distance
@@ -84,7 +86,7 @@ def _meet(a: _Layout, b: _Layout, distance: int) -> bool:
 
 def _hits(terms: list[tuple[int, int]], target: int) -> bool:
     """Whether ``sum n_i step_i = target`` for some ``0 <= n_i <= most_i``; terms: (step, most), largest step first."""
-    reach, divisor = [0], [0]  # of the terms from i on, from behind
+    reach, divisor = [0], [0]  # for the terms from i on, from the end
     for step, most in reversed(terms):
         reach.append(reach[-1] + step * most)
         divisor.append(math.gcd(divisor[-1], step))

@@ -1,4 +1,5 @@
-"""Attention over disjoint sets of keys, put together by its lse: ring attention, split caches, shared prefixes."""
+"""Attention over all keys, combined from attention over disjoint sets of them by lse: for ring attention, split
+caches, shared prefixes."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def merge(
     Raises:
         ValueError: numbers of parts or shapes that do not belong together.
 
-    Of packed calls, whose out is ``[Tq, Hq, Dv]`` beside an lse ``[Hq, Tq]``, give ``out.transpose(0, 1)``. A
-    sink belongs to one of the parts only.
+    For packed calls, with out ``[Tq, Hq, Dv]`` and lse ``[Hq, Tq]``, give ``out.transpose(0, 1)``. Only one of the
+    parts may include a sink.
 
     Examples:
         >>> import torch, flashsci
@@ -54,9 +55,9 @@ def merge(
                 "give out.transpose(0, 1))"
             )
     parts = torch.stack(lses)
-    parts = parts.masked_fill(parts.isinf(), -torch.inf)  # which also has no gradient
+    parts = parts.masked_fill(parts.isinf(), -torch.inf)  # this also has no gradient
     whole = torch.logsumexp(parts, 0)
-    # Of a row without keys the parts are zeros, whatever they are multiplied by.
+    # The parts of a row without keys are zeros, so their factors do not matter.
     shares = (parts - whole.masked_fill(whole == -torch.inf, 0)).exp().unsqueeze(-1)
     merged = shares[0] * outs[0]
     for share, out in zip(shares[1:], outs[1:], strict=True):

@@ -21,15 +21,14 @@ def attention(
     return_lse: bool,
     **options: Any,
 ) -> Any:
-    """Attention of jagged ``[B, H, j, D]`` tensors (SDPA's convention: ``[B, j, H, D]`` transposed)
-    or ``[B, j, D]``.
+    """Attention of jagged ``[B, H, j, D]`` tensors (SDPA's convention: ``[B, j, H, D]`` transposed) or ``[B, j, D]``.
 
     Returns:
         out, jagged like q; with ``return_lse`` also lse, jagged ``[B, H, j]`` (``[B, j]``).
 
     Raises:
-        ValueError: a bias, key_weight or mask (use :func:`flashsci.varlen_attention`), or tensors that are not
-            jagged alike.
+        ValueError: a bias, key_weight or mask (use :func:`flashsci.varlen_attention`), or tensors that are not all
+            jagged in the same way.
     """
     if bias is not None or key_weight is not None or mask is not None:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The words that the checks of all raw ops share: what is wrong with an argument, and a call's kind, by which good ones are known.
+"""The checks that all raw ops share, with their messages, and the kinds of calls by which good calls are recognised.
 
-An op is called by anyone, and kernels believe what they are told. So every op looks at its own arguments: dtypes, devices,
-shapes, strides, numbers. It does not look at what tensors on a device hold, which would wait for the device.
+Anyone may call an op, and kernels do not check. So every op checks its own arguments: dtypes, devices, shapes,
+strides, numbers. It does not check the contents of tensors on a device, because that would wait for the device.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def shapes(**tensors: Tensor) -> str:
 
 
 def kinds(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """All that is looked at in tensors but where they lie."""
+    """All properties of tensors that are checked, without their addresses."""
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
 def remember(known: dict[Any, Any], key: Any, found: Any) -> Any:
-    """Keep what was found of a kind of calls; of very many kinds the earlier ones are forgotten."""
+    """Keep the result of a kind of calls; if there are very many kinds, the earlier ones are forgotten."""
     if len(known) >= MOST_KNOWN:
         known.clear()
     known[key] = found
@@ -44,7 +44,7 @@ def remember(known: dict[Any, Any], key: Any, found: Any) -> Any:
 def same(
     name: str, x: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: Tensor
 ) -> None:
-    """x is a tensor of this shape and of one of these dtypes, on the device of ``like``."""
+    """Check that x is a tensor of this shape and of one of these dtypes, on the device of ``like``."""
     need(
         x.device == like.device,
         f"{name} is on {x.device} and the first tensor of the call on {like.device}; move it there",
@@ -57,7 +57,7 @@ def same(
 
 
 def inner_contiguous(name: str, x: Tensor) -> None:
-    """Rows of x can be written, or are too large to be copied."""
+    """Check the rows of an x that is written or too large to be copied: its last dim is contiguous."""
     need(
         x.stride(-1) == 1 or x.shape[-1] == 1,
         f"the last dim of {name} must be contiguous, got strides {list(x.stride())}; no copy of it is made",
@@ -77,7 +77,7 @@ def whole(x: Tensor | None) -> Tensor | None:
 def numbers(
     scale: float, softcap: float, window_left: int, window_right: int, most: float = FP32_MAX
 ) -> None:
-    """The options that all ops share; ``most``: the largest number in which they compute."""
+    """Check the options that all ops share; ``most``: the largest number in which they compute."""
     need(-most <= scale <= most, f"scale must be finite (at most {most:.1e}), got {scale}")
     need(
         0 <= softcap <= most, f"softcap must be >= 0 and finite (at most {most:.1e}), got {softcap}"
@@ -89,7 +89,7 @@ def numbers(
 
 
 def apart(written: str, x: Tensor, **others: Tensor | None) -> None:
-    """An op writes x while it reads the others: they share no memory."""
+    """Check that x, which an op writes, shares no memory with the others, which it reads."""
     for name, y in others.items():
         need(
             y is None or not memory.share(x, y),
@@ -109,7 +109,7 @@ def unfolded(name: str, x: Tensor) -> None:
 def implement(
     library: torch.library.Library, name: str, kernel: Callable[..., Any], key: str
 ) -> None:
-    """Register an op's kernel for a dispatch key. Torch takes None for any tensor of a schema; here that raises."""
+    """Register an op's kernel for a dispatch key. torch accepts None for any tensor of a schema; here that raises."""
     arguments = torch._C._get_schema(f"flashsci::{name}", "").arguments
     needed = [(i, a.name) for i, a in enumerate(arguments) if str(a.type) == "Tensor"]
 
@@ -123,7 +123,8 @@ def implement(
 
 
 def on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
-    """A fake kernel that refuses tensors of several devices: torch calls it, too, where one is on "meta" and others are not."""
+    """A fake kernel that refuses tensors of several devices: torch also calls it if one is on "meta" and others are
+    not."""
 
     def checked(*arguments: Any) -> Any:
         found = {x.device for x in arguments if isinstance(x, Tensor)}

@@ -1,10 +1,10 @@
-"""What the raw ops of every backend share: their arguments, grouped and flat, the rule for output layouts,
-fake kernels, and batching under vmap.
+"""The parts that the raw ops of every backend share: arguments, grouped and flat, output layouts, fake kernels, and
+batching under vmap.
 
-The ops themselves are defined where their kernels are: ``flashsci::cuda_*`` in C++ (csrc/bindings),
-``flashsci::triton_*`` in flashsci/backends/triton. They are functional, and know nothing of
-autograd: flashsci/autograd.py wires them. Python passes :class:`Tensors`, :class:`Scalars`, :class:`Saved` and
-:class:`Tangents`; schemas are flat, and :data:`PASSES` is the one place that goes from one to the other.
+The ops themselves are defined next to their kernels: ``flashsci::cuda_*`` in C++ (csrc/bindings),
+``flashsci::triton_*`` in flashsci/backends/triton. They are functional, and know nothing of autograd:
+flashsci/autograd.py adds it. Python passes :class:`Tensors`, :class:`Scalars`, :class:`Saved` and :class:`Tangents`;
+schemas are flat, and only :data:`PASSES` converts one to the other.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 
 
 def with_inner_keys(bias: Tensor) -> Tensor:
-    """A copy whose keys are neighbours, laid out as :func:`empty_with_inner_keys` says; contiguous where the call is recorded, whose
-    length may be another in the next."""
+    """A copy whose keys are neighbours, with the layout of :func:`empty_with_inner_keys`.
+
+    It is contiguous where the call is recorded, because the length may differ in the next call.
+    """
     if torch.compiler.is_compiling() or is_traced():
         return bias.contiguous()
     return empty_with_inner_keys(bias).copy_(bias)
 
 
 def empty_with_inner_keys(bias: Tensor) -> Tensor:
-    """A tensor for such a copy; rows begin at multiples of 16 bytes, which Hopper's copies need."""
+    """An empty tensor for such a copy; rows begin at multiples of 16 bytes, which Hopper's copies need."""
     rest = -bias.shape[-1] % (16 // bias.element_size())
     rows = bias.new_empty(*bias.shape[:-1], bias.shape[-1] + rest)
     return rows[..., : bias.shape[-1]] if rest else rows
 
 
 class Tensors(NamedTuple):
-    """The tensors of one call, as kernels take them (docs/develop/extending.md has shapes and strides). The first five
-    have gradients."""
+    """The tensors of one call, as kernels take them (docs/develop/extending.md has shapes and strides). The first
+    five have gradients."""
 
     q: Tensor
     k: Tensor
@@ -55,8 +57,10 @@ class Tensors(NamedTuple):
     alibi_slopes: Tensor | None = None  # fp32 [*, Hq], packed [N or 1, Hq]
 
     def has_strided_bias(self) -> bool:
-        """Whether the bias is worth a copy: its keys are not neighbours in memory (it came out of a Linear over pairs, say),
-        and no dim is expanded, for a copy would hold every repetition."""
+        """Whether the bias is worth a copy: its keys are not neighbours in memory, and no dim is expanded.
+
+        For example, it came out of a Linear over pairs. A copy of an expanded bias would hold every repetition.
+        """
         bias = self.bias
         return (
             bias is not None
@@ -69,8 +73,12 @@ class Tensors(NamedTuple):
     def inner_contiguous(
         self, copied: Callable[[Tensor], Tensor] | None = with_inner_keys
     ) -> Tensors:
-        """With copies of q, k, v where their last dim is not contiguous, which kernels need, and (by ``copied``, unless None) of
-        such a bias: they take it, but number by number and once more for every head and batch member that shares it."""
+        """The tensors, with copies of q, k, v if their last dim is not contiguous, as kernels need it, and of a
+        strided bias.
+
+        ``copied`` makes the copy of the bias; None: no copy. Kernels take such a bias, but read it number by number,
+        and again for every head and batch member that shares it.
+        """
         q, k, v, bias, *others = self
         if copied is not None and bias is not None and self.has_strided_bias():
             bias = copied(bias)
@@ -80,8 +88,10 @@ class Tensors(NamedTuple):
         return Tensors(q, k, v, bias, *others)
 
     def laid_out(self) -> Tensors:
-        """With copies of q, k, v, offsets and seed where they do not lie in memory as kernels read them. What comes back from
-        saved-tensor hooks may have any strides."""
+        """The tensors, with copies of q, k, v, offsets and seed that are not stored as kernels read them.
+
+        Tensors from saved-tensor hooks may have any strides.
+        """
         rows = self.inner_contiguous(None)
         if all(x is None or x.is_contiguous() for x in rows[6:10]):
             return rows
@@ -89,7 +99,7 @@ class Tensors(NamedTuple):
         return Tensors._make((*rows[:6], *whole, rows.alibi_slopes))
 
 
-#: What a prepared function takes: the fields of :class:`Tensors` in their order, in whatever sequence is at hand.
+#: The arguments of a prepared function: the fields of :class:`Tensors` in their order, in any sequence.
 Given = Sequence[Any]
 
 
@@ -102,8 +112,8 @@ def packed(
 
 
 class Scalars(NamedTuple):
-    """The options of one call, as kernels take them: what is off is 0 (softcap, dropout) or -1 (windows, longest
-    lengths that are unknown)."""
+    """The options of one call, as kernels take them: 0 is off (softcap, dropout), -1 is none (windows) or unknown
+    (longest lengths)."""
 
     max_seqlen_q: int
     max_seqlen_k: int
@@ -118,7 +128,7 @@ class Scalars(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward leaves for derivatives. ``out`` and ``lse`` are detached."""
+    """The values that a forward leaves for derivatives. ``out`` and ``lse`` are detached."""
 
     tensors: Tensors
     out: Tensor
@@ -130,12 +140,12 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, flat: Sequence[Any]) -> Saved:
-        """From what :meth:`flat` gave."""
+        """The inverse of :meth:`flat`."""
         return cls(Tensors(*flat[:_T]), flat[_T], flat[_T + 1], Scalars(*flat[_T + 2 :]))
 
 
 class Tangents(NamedTuple):
-    """One for each of the tensors that have gradients; None for zero."""
+    """One tangent for each of the tensors that have gradients; None for zero."""
 
     q: Tensor | None
     k: Tensor | None
@@ -161,7 +171,7 @@ BACKWARD_SCHEMA = (
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dkey_weight)"
 )
 
-# Tangents of what has gradients; in the double backward, cotangents of those.
+# Tangents of the tensors that have gradients; in the double backward, cotangents of their gradients.
 _TANGENT_ARGS = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias, Tensor? tkey_weight"
 JVP_SCHEMA = (
     f"({_TANGENT_ARGS}, {_TENSOR_ARGS}, Tensor out, Tensor lse, {_SCALAR_ARGS}) -> (Tensor tout, "
@@ -178,12 +188,12 @@ NEED_Q, NEED_K, NEED_V, NEED_BIAS, NEED_KEY_WEIGHT, NEED_DOUT, NEED_DLSE = 1, 2,
 
 
 def _memory_order(x: Tensor) -> list[int]:
-    """All dims but the last, the largest stride first; equal strides keep their order."""
+    """All dims except the last, in order of falling stride; equal strides keep their order."""
     stride = x.stride()
     order: list[int] = []
     for dim in range(
         x.dim() - 1
-    ):  # by comparisons alone: torch.compile cannot sort symbolic strides
+    ):  # only by comparisons: torch.compile cannot sort symbolic strides
         place = len(order)
         while place > 0 and holds(stride[order[place - 1]] < stride[dim]):
             place -= 1
@@ -194,11 +204,10 @@ def _memory_order(x: Tensor) -> list[int]:
 def empty_like_layout(
     like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Uninitialised dense tensor of ``shape`` whose leading dims are ordered in memory as the
-    strides of ``like`` order them.
+    """Uninitialised dense tensor of ``shape`` with its leading dims in the memory order of ``like``.
 
-    The last dim is innermost; equal strides keep their order. ``like`` and ``shape`` have the same
-    number of dims.
+    The strides of ``like`` define that order. The last dim is innermost; equal strides keep their order. ``like`` and
+    ``shape`` have the same number of dims.
     """
     rank = len(shape)
     order = _memory_order(like)
@@ -214,7 +223,8 @@ def empty_like_layout(
 
 
 def is_like(made: Tensor | None, x: Tensor) -> bool:
-    """Whether ``torch.empty_like(x)``, which takes torch less time than sizes and strides do, is a tensor as ``made``."""
+    """Whether ``torch.empty_like(x)``, which is faster than a call with sizes and strides, gives a tensor like
+    ``made``."""
     if made is None:
         return False
     found = torch.empty_like(x)
@@ -222,15 +232,14 @@ def is_like(made: Tensor | None, x: Tensor) -> bool:
 
 
 def follow_layout(x: Tensor, like: Tensor) -> Tensor:
-    """``x`` with the memory layout of :func:`empty_like_layout`; differentiable, no copy when it
-    has it already."""
+    """``x`` with the memory layout of :func:`empty_like_layout`; differentiable, no copy if it already has it."""
     order = [*_memory_order(like), x.dim() - 1]
     inverse = sorted(range(x.dim()), key=order.__getitem__)
     return x.permute(order).contiguous().permute(inverse)
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """That of lse."""
+    """The dtype of lse."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -259,7 +268,7 @@ def fake_backward(tensors: Tensors, need: int) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def fake_double_backward(tensors: Tensors, need: int) -> tuple[Tensor, ...]:
-    """Those of the backward, then dout's and dlse's."""
+    """Shapes, strides and dtypes of the backward's results, then of the gradients of dout and dlse."""
     q, v = tensors.q, tensors.v
     gout = q.new_empty(0)
     if need & NEED_DOUT:
@@ -273,7 +282,8 @@ _T, _L = len(Tensors._fields), len(Tangents._fields)
 
 
 class Pass(NamedTuple):
-    """One of the four things a backend computes: the schema of its raw op, and its arguments both ways."""
+    """One of the four computations of a backend: the schema of its raw op, and the conversion of its arguments in
+    both directions."""
 
     schema: str
     fake: Callable[..., Any]
@@ -325,10 +335,10 @@ def define(
 
     Args:
         what: a key of :data:`PASSES`.
-        kernel: takes that pass's grouped arguments.
+        kernel: takes the grouped arguments of that pass.
 
     Returns:
-        What calls the op, with grouped arguments, as a backend's module offers it.
+        A function that calls the op with grouped arguments, as a backend's module offers it.
     """
     schema, fake, flat, grouped = PASSES[what]
     name = f"{backend}_{what}"
@@ -345,7 +355,7 @@ def define(
 
     def call(*arguments: Any) -> Any:
         given = flat(*arguments)
-        # Torch's way to the same function costs a fifth of a small call's host time.
+        # torch's way to the same function costs a fifth of a small call's host time.
         if plain(given):
             return kernel(*arguments)
         return op(*given)
@@ -364,16 +374,21 @@ _OPTIONS = frozenset((NoneType, bool, int, float, str))
 
 
 def unseen() -> bool:
-    """Whether nobody is to see the ops of a call: no compiler, functorch transform, mode or profiler. (torch.jit.trace is left to
-    :func:`plain` and to the comparison of repeated calls, which sees its dispatch key.)"""
+    """Whether nothing observes the ops of a call: no compiler, functorch transform, mode or profiler.
+
+    torch.jit.trace is left to :func:`plain` and to the comparison of repeated calls, which sees its dispatch key.
+    """
     return not (is_compiling() or _transforms() or _modes() or _profiled())
 
 
 def plain(given: Sequence[Any]) -> bool:
-    """Whether a call may go past torch: it is :func:`unseen`, nobody traces it, and
-    its arguments are what they seem: no subclass, no symbol, no tensor that escaped from a functorch transform, no batch of the
-    vmap behind ``is_grads_batched``, no tensor without memory (of device "meta"), none whose memory holds its negative (the imaginary part of a conjugate) or, being zero,
-    nothing."""
+    """Whether a call may bypass torch's dispatcher: it is :func:`unseen`, nothing traces it, and its arguments are
+    ordinary tensors.
+
+    None of them is a subclass, a symbol, a tensor that escaped from a functorch transform, a batch of the vmap behind
+    ``is_grads_batched``, or a tensor without memory (of device "meta"); and none has memory that holds its negative
+    (the imaginary part of a conjugate) or, for a tensor of zeros, nothing.
+    """
     if not unseen() or is_traced():
         return False
     for x in given:
@@ -386,20 +401,19 @@ def plain(given: Sequence[Any]) -> bool:
     return True
 
 
-# What kernels read along the last dim with stride 1; and what they read as one block.
+# Tensors that kernels read along the last dim with stride 1; and tensors that they read as one block.
 _ROWS = frozenset(("q", "k", "v", "dout", "out", "tq", "tk", "tv"))
 _BLOCKS = frozenset(("lse", "dlse"))
-# Arguments with leading dims, the ones torch.vmap may map.
+# Arguments with leading dims, which torch.vmap may map.
 _MAPPED = _ROWS | _BLOCKS | {"bias", "key_weight", "mask", "tbias", "tkey_weight"}
 
 
 def register_vmap(op: Any) -> None:
     """Teach ``op`` to run under vmap: the mapped dim becomes one more leading (batch) dim.
 
-    Samples run one after the other where that is not the same: where q has no leading dim left (two
-    nested vmaps of ``[B, H, S, D]``), of packed calls, whose tensors have no leading dims, under dropout,
-    whose entries depend on the index in the batch, and where another argument (offsets, a seed) is
-    mapped.
+    Samples run one after the other where one batch would give something else: where q has no leading dim left (two
+    nested vmaps of ``[B, H, S, D]``), in packed calls, whose tensors have no leading dims, under dropout, whose
+    entries depend on the index in the batch, and where another argument (offsets, a seed) is mapped.
     """
     names = [argument.name for argument in op._schema.arguments]
     tensors = tuple(p for p, name in enumerate(names) if name in _MAPPED)
@@ -407,7 +421,7 @@ def register_vmap(op: Any) -> None:
     dropout = names.index("dropout_p") if "dropout_p" in names else None
 
     def laid_out(x: Tensor, position: int) -> Tensor:
-        """``x`` as the op takes it: mapping may leave any dim innermost, or expand."""
+        """``x`` as the op takes it: vmap may leave any dim innermost, or expand."""
         name = names[position]
         if name in _BLOCKS or (name in _ROWS and x.stride(-1) != 1):
             return x.contiguous()
@@ -435,7 +449,7 @@ def register_vmap(op: Any) -> None:
 
         if not alone and all(x.dim() <= 5 for x in samples.values()):
             results = call(lambda x: x)
-            # Gradients that are not needed have no dims of the batch.
+            # Gradients that are not needed have no batch dim.
             return results, tuple(0 if y.dim() > 1 else None for y in results)
         each = [call(lambda x, n=n: x[n]) for n in range(info.batch_size)]  # type: ignore[misc]
         results = tuple(torch.stack(ys) for ys in zip(*each, strict=True))

@@ -18,7 +18,7 @@ from flashsci.paged_ops import FP8, PagedOps, PagedScalars, PagedTensors
 from flashsci.plans import grad_enabled, gradients, keep, plans, signature
 from flashsci.tracing import count_flops, modes, transforming_eagerly
 
-_KINDS = frozenset((Tensor, torch.nn.Parameter, NoneType))  # that a key describes
+_KINDS = frozenset((Tensor, torch.nn.Parameter, NoneType))  # the types that a key describes
 
 
 def paged_attention(
@@ -41,44 +41,49 @@ def paged_attention(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Any:
-    """Exact softmax attention of N packed sequences to the keys and values that they have in a paged cache: decode, speculative
-    decode, chunked prefill, and all of them in one call.
+    """Exact softmax attention of N packed sequences to their keys and values in a paged cache.
 
-    Sequence n has the queries ``q[cu_seqlens_q[n]:cu_seqlens_q[n + 1]]`` and ``seqused_k[n]`` keys, the last of which belong to
-    its last query. Its key j is ``k_cache[block_table[n, j // page], j % page]``. Nothing is gathered, and no length is read on
-    the host: the launches depend on shapes and ``max_seqlen_q`` alone, so a CUDA graph replays with any lengths and pages.
+    One call serves decode, speculative decode, chunked prefill, or all of them.
+
+    Sequence n has the queries ``q[cu_seqlens_q[n]:cu_seqlens_q[n + 1]]`` and ``seqused_k[n]`` keys; its last query
+    belongs to the last of them. Its key j is ``k_cache[block_table[n, j // page], j % page]``. Nothing is gathered,
+    and no length is read on the host: the launches depend only on shapes and ``max_seqlen_q``, so a CUDA graph
+    replays with any lengths and pages.
 
     Args:
-        q: packed queries ``[T, Hq, D]``. Rows of no sequence (before the first, after the last) may hold anything.
-        k_cache: ``[pages, page, Hk, D]`` in q's dtype, float8_e4m3fn or float8_e5m2; last dim contiguous, other strides free
-            (keys and values may share rows, heads may come before rows). What no sequence uses may hold anything, NaN included.
+        q: packed queries ``[T, Hq, D]``. Rows of no sequence (before the first, after the last) may hold any values.
+        k_cache: ``[pages, page, Hk, D]`` in q's dtype, float8_e4m3fn or float8_e5m2; last dim contiguous, other
+            strides free (keys and values may share rows, heads may come before rows). Places that no sequence uses
+            may hold any values, NaN included.
         v_cache: ``[pages, page, Hk, Dv]``, in k_cache's dtype.
-        block_table: int32 ``[N, max_pages]``. Entries that no visible key needs may be anything (so the pages left of a window may
-            be freed); others are clamped into the cache.
-        seqused_k: int32 ``[N]``, number of keys with the new ones included, 0 allowed; clamped to ``max_pages * page``.
+        block_table: int32 ``[N, max_pages]``. Entries that no visible key needs may have any value, so the pages left
+            of a window may be freed; other entries are clamped into the cache.
+        seqused_k: int32 ``[N]``, the number of keys including the new ones, 0 allowed; clamped to ``max_pages *
+            page``.
         cu_seqlens_q: int32 ``[N + 1]``, rising from 0 to at most T; sequences may have no query.
-        max_seqlen_q: an upper bound of the queries of a sequence as a host int, by which tiles are chosen; None where unknown.
-            Results do not depend on it.
+        max_seqlen_q: an upper bound of the queries of a sequence as a host int; it decides the tiles. None where
+            unknown. Results do not depend on it.
         causal: query i of Sq sees the keys up to ``i + Sk - Sq`` (aligned lower right).
         window: ``(left, right)``, keys around that diagonal; -1 or None for unbounded. ANDed with causal.
         softcap, scale: as in :func:`flashsci.attention`. scale defaults to 1/sqrt(D).
         sink: ``[Hq]`` in q's dtype or float32: one more logit per head, in the denominator of the softmax only.
-        k_scale, v_scale: positive float32, ``[]`` or ``[1]`` (one for all) or ``[N, Hk]``, on q's device: what the caches hold
-            times these is K and V. None: 1. They multiply scores and output, in float32.
+        k_scale, v_scale: positive float32, ``[]`` or ``[1]`` (one for all) or ``[N, Hk]``, on q's device. The stored
+            values times these are K and V. None: 1. They multiply scores and output, in float32.
         return_lse: also return the lse.
         out: ``[T, Hq, Dv]`` in q's dtype with a contiguous last dim, to be filled and returned; None for a new one.
-        backend: as in :func:`flashsci.attention`; "triton", "cuda" (from sm_80 on, 16-bit queries) and "reference" have paged
-            calls. "auto" is triton on a GPU, for decodes from sm_80 on cuda, reference elsewhere, which reads lengths on the host.
+        backend: as in :func:`flashsci.attention`; "triton", "cuda" (from sm_80 on, 16-bit queries) and "reference"
+            have paged calls. "auto" takes cuda for decodes from sm_80 on, triton for other calls on a GPU, and
+            elsewhere reference, which reads lengths on the host.
 
     Returns:
-        out ``[T, Hq, Dv]``; with ``return_lse`` also the lse ``[Hq, T]``, natural log, float32 (float64 for float64), the sink
-        included. A row without a key has out 0 and lse -inf, or with a sink the sink itself. Rows of no sequence have out 0
-        and lse -inf.
+        out ``[T, Hq, Dv]``; with ``return_lse`` also the lse ``[Hq, T]``, natural log, float32 (float64 for float64),
+        the sink included. A row without a key has out 0 and lse -inf, or the sink if there is one. Rows of no
+        sequence have out 0 and lse -inf.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, or a tensor that requires grad, has a tangent or is mapped by
-            ``torch.vmap``: there are no derivatives.
-        BackendError: no backend, or not the one asked for, can serve the call.
+        TypeError, ValueError: arguments that do not fit, or a tensor that requires grad, has a tangent or is mapped
+            by ``torch.vmap``: there are no derivatives.
+        BackendError: no backend can serve the call, or the one asked for cannot.
 
     Examples:
         >>> import torch, flashsci
@@ -105,7 +110,7 @@ def paged_attention(
         out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
     try:
         lse = _LOADED[plan.backend].attention(tensors, out, plan.scalars)
-    except BackendError as error:  # strides and pages, which only the kernels know
+    except BackendError as error:  # only the kernels know strides and pages
         if registry.requested(backend)[0] != "auto" or plan.backend == "triton":
             raise
         _say_once(str(error))
@@ -114,7 +119,7 @@ def paged_attention(
 
 
 class _Plan(NamedTuple):
-    """What a call's tensors (by their signature) and options decide."""
+    """The decisions for a call, which follow from its tensors (by their signature) and options."""
 
     backend: str
     scalars: PagedScalars
@@ -128,10 +133,10 @@ def _plan(
     options: arguments.Options,
     backend: str,
 ) -> _Plan:
-    """From the cache where an equal call was planned before; the checks are a plan's, too."""
+    """The plan of a call, with its checks; from the cache if an equal call was planned before."""
     key: tuple[Any, ...] | None = None
     every = (*given, out)
-    # What transforms ask of tensors no key has.
+    # A key does not hold the derivatives that transforms want from the tensors.
     if not (torch.compiler.is_compiling() or transforming_eagerly()) and _KINDS.issuperset(
         map(type, every)
     ):
@@ -180,16 +185,17 @@ def write_kv_cache(
         k_cache: ``[pages, page, Hk, D]`` in key's dtype, float8_e4m3fn or float8_e5m2; last dim contiguous. (A cache that an
             engine keeps as uint8 is given as ``cache.view(torch.float8_e4m3fn)``.)
         v_cache: ``[pages, page, Hk, Dv]``, in k_cache's dtype.
-        slot_mapping: int64 ``[at most T]``: token t goes to slot ``page * page_size + offset``. -1 and every other slot that the
-            cache does not have are skipped. Of two tokens for one slot, either may win.
-        k_scale, v_scale: positive float32, ``[]`` or ``[1]`` (one for all) or ``[Hk]``: what is stored is the token divided by
-            these, rounded to nearest; in an 8-bit float, what is too large becomes its largest number. None: 1.
+        slot_mapping: int64 ``[at most T]``: token t goes to slot ``page * page_size + offset``. -1 and any other slot
+            that the cache does not have are skipped. If two tokens have one slot, either may win.
+        k_scale, v_scale: positive float32, ``[]`` or ``[1]`` (one for all) or ``[Hk]``. The cache stores the token
+            divided by these, rounded to nearest; numbers too large for an 8-bit float become its largest number.
+            None: 1.
         backend: as in :func:`paged_attention`; "cuda" runs Triton's kernel.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, or a tensor that requires grad, has a tangent or is mapped by
-            ``torch.vmap``.
-        BackendError: no backend, or not the one asked for, can serve the call.
+        TypeError, ValueError: arguments that do not fit, or a tensor that requires grad, has a tangent or is mapped
+            by ``torch.vmap``.
+        BackendError: no backend can serve the call, or the one asked for cannot.
 
     Examples:
         >>> import torch, flashsci
@@ -244,7 +250,7 @@ def describe(
     max_seqlen_q: int | None,
     options: arguments.Options,
 ) -> tuple[Any, ...]:
-    """Check a paged call but for what its integers hold; the arguments of registry.problem_of.
+    """The arguments of registry.problem_of for a paged call, checked except for the values of its integers.
 
     Raises:
         TypeError, ValueError: as :func:`paged_attention` documents.
@@ -278,7 +284,7 @@ def describe(
                 f"{arguments.shape_of(out)} with strides {list(out.stride())}"
             )
     features = options.features(None, None, None, sink, False) | _features(k_cache)
-    # Of prompts, which differ from step to step, a plan knows no more than that they are none of these.
+    # Prompt lengths differ from step to step: a plan only knows that a call is none of these.
     if not torch.compiler.is_compiling() and max_seqlen_q is not None and max_seqlen_q <= DECODED:
         features["seq_q"] = max_seqlen_q
     return registry.call(q, v_cache, heads_q, heads_k, features)
@@ -379,9 +385,9 @@ def _per_head(scale: Tensor | None, sequences: int, heads_k: int) -> Tensor | No
     return None if scale is None else scale.expand(sequences, heads_k)
 
 
-DECODED = 16  # tokens of a sequence that a step decodes at most, speculated ones among them
+DECODED = 16  # most tokens of a sequence that a step decodes, speculated ones included
 
-# Backends that have paged calls, and where their ops are.
+# Backends that have paged calls, and the modules of their ops.
 _HOMES = {
     "reference": "flashsci.backends.reference_paged",
     "triton": "flashsci.backends.triton.host_paged",
@@ -405,12 +411,13 @@ def _say_once(reason: str) -> None:
 
 @registry.settled
 def _decide(*call: Any) -> str:
-    """The backend of ``(*arguments of problem_of, backend argument)``, whose ops are then in _LOADED."""
+    """The backend for ``(*arguments of problem_of, backend argument)``; its ops are then in _LOADED."""
     return _load(registry.decide(*call))
 
 
 @registry.settled
 def _decide_write(*call: Any) -> str:
-    """The same of an update. Cuda's is Triton's kernel: it moves the new tokens once, and a second one could not move less."""
+    """The backend for an update. cuda uses Triton's kernel: it moves the new tokens once, and no kernel could move
+    less."""
     name = _decide(*call)
     return name if _LOADED[name].write_kv_cache is not None else _decide(*call[:-1], "triton")

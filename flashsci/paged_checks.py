@@ -1,4 +1,4 @@
-"""What the raw ops of paged attention and of the cache update refuse, whoever calls."""
+"""The checks of the raw ops of paged attention and of the cache update, for any caller."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from flashsci.paged_ops import FP8, PagedScalars, PagedTensors
 
 
 class Limits(NamedTuple):
-    """What a backend's paged ops serve."""
+    """The limits of a backend's paged ops."""
 
     dtypes: tuple[torch.dtype, ...]  # of queries and new tokens
-    head_dim: int = sys.maxsize  # of a call; an update has any
-    length: int = sys.maxsize  # of the rows of a call and of the keys of a sequence
+    head_dim: int = sys.maxsize  # for a call; an update has no limit
+    length: int = sys.maxsize  # for the rows of a call and the keys of a sequence
 
 
 KERNELS = Limits((torch.float16, torch.bfloat16, torch.float32), 256, MAX_LENGTH)
 
 
 def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars, limits: Limits) -> None:
-    """All of a call but where its tensors lie: :func:`attention_apart`.
+    """Check all of a call except whether its tensors share memory: :func:`attention_apart` does that.
 
     Raises:
-        TypeError, ValueError: what does not fit.
+        TypeError, ValueError: arguments that do not fit.
     """
     q, k_cache, v_cache, table, used, edges, sink, k_scale, v_scale = tensors
     given = shapes(q=q, k_cache=k_cache, v_cache=v_cache)
@@ -83,7 +83,7 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars, limits:
 
 
 def as_kernels_read(tensors: PagedTensors) -> PagedTensors:
-    """With copies of small tensors, and of q, that do not lie as kernels read them."""
+    """The tensors, with copies of q and of small tensors that are not stored as kernels read them."""
     q, k_cache, v_cache, table, used, edges, sink, k_scale, v_scale = tensors
     return PagedTensors(
         rows(q), k_cache, v_cache, table.contiguous(), used.contiguous(), edges.contiguous(), whole(sink), k_scale, v_scale
@@ -91,7 +91,7 @@ def as_kernels_read(tensors: PagedTensors) -> PagedTensors:
 
 
 def attention_apart(tensors: PagedTensors, out: Tensor) -> None:
-    """``out`` is written while the rest is read."""
+    """Check that ``out``, which is written, shares no memory with the tensors that are read."""
     apart("out", out, **tensors._asdict())
 
 
@@ -105,7 +105,7 @@ def write(
     v_scale: Tensor | None,
     limits: Limits,
 ) -> None:
-    """All of an update but where its tensors lie: :func:`write_apart`."""
+    """Check all of an update except whether its tensors share memory: :func:`write_apart` does that."""
     given = shapes(key=key, value=value, k_cache=k_cache, v_cache=v_cache)
     _dtype("key", key, limits)
     _caches(key, k_cache, v_cache)
@@ -142,7 +142,10 @@ def write_apart(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """The caches are written while the rest is read. They may be one tensor, if they are given one value."""
+    """Check that the caches, which are written, share no memory with the tensors that are read.
+
+    They may be one tensor, if they are given one value.
+    """
     read = dict(key=key, value=value, slot_mapping=slot_mapping, k_scale=k_scale, v_scale=v_scale)
     apart("k_cache", k_cache, **read)
     apart("v_cache", v_cache, **read)

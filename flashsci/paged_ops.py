@@ -1,11 +1,12 @@
 """The raw ops of paged attention: their arguments, schemas and fake kernels, the same for every backend that has them.
 
-``flashsci::<backend>_paged_attention`` writes into the ``out`` it is given and returns the lse, so that a serving engine's own
-buffer is filled without a copy; ``flashsci::<backend>_write_kv_cache`` writes into the caches. Both are opaque to a compiler and
-have no gradients. paged_checks.py says what they refuse.
+``flashsci::<backend>_paged_attention`` writes into the ``out`` it is given and returns the lse, so that a serving
+engine's own buffer is filled without a copy; ``flashsci::<backend>_write_kv_cache`` writes into the caches. Both are
+opaque to a compiler and have no gradients. paged_checks.py has their checks.
 
-Numbers in tensors stay on the device. Pages, lengths and slots that cannot be are clamped or skipped; a scale of NaN, infinity, zero
-or less gives what the formula makes of it. Neither is an error, and neither touches memory beyond a tensor.
+Numbers in tensors stay on the device. Impossible pages, lengths and slots are clamped or skipped; a scale of NaN,
+infinity, zero or less gives the result of the formula. Neither is an error, and neither accesses memory beyond a
+tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class PagedTensors(NamedTuple):
 
 
 class PagedScalars(NamedTuple):
-    """The options of one call: what is off is 0 (softcap) or -1 (windows, a longest length that is unknown)."""
+    """The options of one call: 0 is off (softcap), -1 is none (windows) or unknown (the longest length)."""
 
     max_seqlen_q: int
     scale: float
@@ -48,10 +49,10 @@ class PagedScalars(NamedTuple):
 
 
 class PagedOps(NamedTuple):
-    """What a backend offers."""
+    """The paged functions of a backend."""
 
     attention: Callable[[PagedTensors, Tensor, PagedScalars], Tensor]
-    """Fills out ``[T, Hq, Dv]`` and returns the lse ``[Hq, T]``, or, if it is not asked for, ``[0]``."""
+    """Fills out ``[T, Hq, Dv]`` and returns the lse ``[Hq, T]``, or ``[0]`` if it is not asked for."""
     write_kv_cache: Callable[..., None] | None
     """(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale): scales fp32 ``[Hk]`` or None. None: it has none."""
 
@@ -69,13 +70,13 @@ _T = len(PagedTensors._fields)
 
 
 def empty_lse(q: Tensor, wanted: bool) -> Tensor:
-    """Where the lse of q ``[T, Hq, D]`` goes."""
+    """An empty tensor for the lse of q ``[T, Hq, D]``."""
     shape = (q.shape[1], q.shape[0]) if wanted else (0,)
     return q.new_empty(shape, dtype=statistics_dtype(q.dtype))
 
 
 def register_fake(name: str) -> None:
-    """What a compiler takes an op of attention for."""
+    """Register the fake kernel of an op of attention, for compilers."""
     wanted = _T + 1 + PagedScalars._fields.index("return_lse")
     torch.library.register_fake(
         f"flashsci::{name}",
@@ -111,7 +112,7 @@ def define(
     )
     run, store = (getattr(torch.ops.flashsci, name).default for name in names)
 
-    # Torch's way to the same functions costs a third of a step's host time.
+    # torch's way to the same functions costs a third of a step's host time.
     def direct(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tensor:
         plainly = plain((*tensors, out))
         lse: Tensor = attention(tensors, out, scalars) if plainly else run(*tensors, out, *scalars)

@@ -1,4 +1,5 @@
-"""What is found once for calls that are alike: whose kernels compute them, with which options, and how they are launched."""
+"""Plans: the decisions made once for calls of one kind: whose kernels compute them, with which options, and how they
+launch."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ deterministic, grad_enabled = torch._C._get_deterministic_algorithms, torch.is_g
 
 
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What plans know of tensors: of each shape, strides, dtype and device."""
+    """The properties of tensors that plans depend on: shape, strides, dtype and device of each."""
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
 def gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """By which of these a call is to have derivatives: never empty, so that it counts as true."""
+    """Flags of the tensors for which a call needs derivatives: never empty, so that it counts as true."""
     if transforming():
         return tuple(map(wanted, tensors))
     return tuple([x is not None and x.requires_grad for x in tensors])
@@ -37,10 +38,11 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Plan:
-    """What a call's tensors (by their signature) and options decide, and what computes it.
+    """The decisions that follow from a call's tensors (by their signature) and options, and the function that
+    computes it.
 
-    Inside a model, between other work, a call costs the host several times what it costs in a loop: of what Python
-    touches nothing is in a cache. So all that can be is found once for calls that are alike.
+    Inside a model, between other work, a call costs the host several times its cost in a loop: nothing that Python
+    touches is in a cache. Therefore all decisions are made once for calls of one kind.
     """
 
     __slots__ = (
@@ -66,8 +68,8 @@ class Plan:
         # Leading dims to expand q, k, v to; None: equal ranks and dims already.
         self.leading = leading
         self.as_given = False  # whether kernels are known to take these tensors without a copy
-        self._leaves_bias: bool | None = None  # to kernels that take it as it is
-        self._copied: Callable[[Tensor], Tensor] = with_inner_keys  # how others get it
+        self._leaves_bias: bool | None = None  # whether kernels take it as it is
+        self._copied: Callable[[Tensor], Tensor] = with_inner_keys  # how other kernels get it
         self._forward: Run | None = None
         self._backwards: dict[tuple[Any, ...], Any] = {}
 
@@ -77,7 +79,7 @@ class Plan:
         return self._leaves_bias is not None
 
     def ready(self, tensors: Tensors, needs_grad: bool, direct: bool = False) -> Tensors:
-        """The tensors as kernels take them, with copies where they must be. ``direct``: they are plain (``ops.plain``)."""
+        """The tensors as kernels take them, with copies where needed. ``direct``: they are plain (``ops.plain``)."""
         rows = tensors.inner_contiguous(None)
         if self._leaves_bias is None:
             # A copy that the gradients need as well is made here, for both.
@@ -91,7 +93,7 @@ class Plan:
         return given
 
     def prepared(self, tensors: Given) -> Run:
-        """What computes out and lse of plain tensors like these, as kernels take them."""
+        """A function that computes out and lse of plain tensors like these, as kernels take them."""
         run = self._forward
         if run is None:
             given = Tensors(*tensors)
@@ -101,8 +103,8 @@ class Plan:
     def repeated_backward(
         self, dout: Tensor | None, dlse: Tensor | None, saved: Given, need: int
     ) -> Gradients | None:
-        """As :meth:`backward` where it has computed as much before; else None, of tensors of any kind. ``saved``: with out and
-        lse."""
+        """:meth:`backward` where an equal backward has been computed before; else None. Takes tensors of any kind.
+        ``saved``: with out and lse."""
         kept = self._backwards.get((need, dout is None, dlse is None))
         if kept is None or not alone():
             return None
@@ -116,9 +118,9 @@ class Plan:
     def backward(
         self, dout: Tensor | None, dlse: Tensor | None, saved: Given, need: int
     ) -> Gradients:
-        """dq, dk, dv, dbias, dkey_weight of plain tensors, None where ``need`` does not name them. ``saved``: with out and
-        lse."""
-        # Of all tensors: hooks of saved ones may have brought back others than were given.
+        """dq, dk, dv, dbias, dkey_weight of plain tensors, None where ``need`` does not name them. ``saved``: with
+        out and lse."""
+        # All tensors are examined: hooks of saved tensors may have returned others than were given.
         key = (need, *signature(*saved, dout, dlse))
         *tensors, out, lse = saved
         run = self._backwards.get(key)
@@ -148,24 +150,24 @@ def _laying_out(run: Callable[..., Gradients]) -> Callable[..., Gradients]:
     return backward
 
 
-# By what decides them; the entry points make the keys. Those of repeated calls are among them, so that none outlives its plan.
+# Plans by the keys that the entry points make. Repeated calls are stored here too, so that none outlives its plan.
 plans: dict[tuple[Any, ...], Any] = {}
 MOST_PLANS, MOST_BACKWARDS = 4096, 64
 
 
 def keep(key: tuple[Any, ...], plan: Any) -> Any:
-    """The plan, found again by its key."""
+    """The plan, stored under its key."""
     if len(plans) >= MOST_PLANS:
         plans.clear()
     plans[key] = plan
     return plan
 
 
-Call = tuple[Any, Sequence[Tensor]]  # by what it is known again
+Call = tuple[Any, Sequence[Tensor]]  # the key of a call, and its tensors
 
 
 def alone() -> bool:
-    """Whether nobody sees a call's ops, nor has tangents, which no comparison of tensors sees."""
+    """Whether nothing observes a call's ops and no tangents are active; no comparison of tensors sees tangents."""
     return unseen() and forward_ad._current_level < 0
 
 
@@ -177,24 +179,25 @@ def present(*tensors: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
 def repeated(
     entry: Any, given: tuple[Any, ...], options: tuple[Any, ...], window: Any, backend: str
 ) -> tuple[Run | None, Call | None]:
-    """What computed a call that this one repeats, and by what :func:`remember` knows this one again.
+    """The run of an earlier call that this one repeats, and the key by which :func:`remember` stores this one.
 
-    Nothing that is given has been looked at before: the first call of a kind goes another way, and what raises there is not
-    remembered. Both are None where such a call is to be looked at: if others see its ops, or if it cannot be a plain one.
+    No argument has been checked yet: the first call of a kind goes another way, and calls that raise there are not
+    remembered. Both results are None where a call must be examined: if something else observes its ops, or if it
+    cannot be a plain one.
 
     Args:
-        entry: names whose arguments these are, and which tensors are absent.
-        given: all tensors that there are, q and k first.
-        options: all further arguments; window and backend apart.
+        entry: names of the arguments and of the absent tensors.
+        given: all tensors that are present, q and k first.
+        options: all further arguments; window and backend are separate.
     """
     if not alone():
         return None, None
     try:
         q = given[0]
         key = (
-            # Not shapes, which torch makes anew whenever it is asked: the comparison sees them.
+            # No shapes, because torch makes them anew at each request; the comparison sees them.
             entry, q.numel(), given[1].numel(), options, window,
-            # 1, 1.0 and True are equal to a dict, and not to our checks.
+            # 1, 1.0 and True are equal to a dict, but not to our checks.
             tuple(map(type, options if window is None else (*options, *window))),
             registry.requested(backend), grad_enabled(), deterministic(),
             q.dtype is torch.float32 and rounds_products(q.dtype), autocasting() and casts_to(q),
@@ -202,19 +205,19 @@ def repeated(
         kept = plans.get(key)
         return None if kept is None else repeats.find(kept, given), (key, given)
     except (AttributeError, RuntimeError, TypeError):
-        # No tensor; a list or a symbol, that has no hash.
+        # Not a tensor; or a list or a symbol, which has no hash.
         return None, None
 
 
 def as_given(call: Call | None, *tensors: Tensor | None) -> Call | None:
-    """The call, if it computes with the tensors it was given: to cast or reshape them is part of no repeat."""
+    """The call, if it computes with the tensors it was given: casts and reshapes are not part of a repeat."""
     used = [x for x in tensors if x is not None]
     same = call is not None and len(call[1]) == len(used) and all(map(is_, call[1], used))
     return call if same else None
 
 
 def remember(call: Call, run: Run) -> None:
-    """Let :func:`repeated` find what computes a call of plain tensors."""
+    """Store the run of a call of plain tensors so that :func:`repeated` finds it."""
     if len(plans) >= 2 * MOST_PLANS:
         plans.clear()
     repeats.keep(plans, *call, run)

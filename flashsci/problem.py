@@ -1,4 +1,4 @@
-"""One attention call as plain data: what backends are chosen by, and what it costs at least."""
+"""One attention call as plain data: the properties that decide the backend, and its least cost."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from torch import Tensor
 
 
 def sums_bias(bias: Tensor, leading: Sequence[int]) -> bool:
-    """Whether tiles of dS do not hold the gradient of a bias: it is a sum over queries or, of 16 bits, over some of the
-    ``leading`` dims of the scores (batch and heads). In fp32 tiles can be added to it one by one."""
+    """Whether the gradient of a bias is a sum, so that tiles of dS do not hold it.
+
+    It is a sum over queries or, for 16 bits, over some of the ``leading`` dims of the scores (batch and heads). In
+    fp32, tiles can be added to it one by one.
+    """
     if bias.dim() < 2 or bias.shape[-2] == 1 or bias.stride(-2) == 0:
         return True
     own = (*(1,) * (len(leading) + 2 - bias.dim()), *bias.shape[:-2])
@@ -20,8 +23,10 @@ def sums_bias(bias: Tensor, leading: Sequence[int]) -> bool:
 
 
 def has_inner_heads(bias: Tensor) -> bool:
-    """Whether the heads of a bias are neighbours in memory and its keys are not: ``[.., Sq, Sk, H]``, as a Linear over pairs
-    leaves it, with its dims permuted."""
+    """Whether the heads of a bias are neighbours in memory and its keys are not.
+
+    This is ``[.., Sq, Sk, H]``, as a Linear over pairs leaves it, with its dims permuted.
+    """
     return bias.dim() > 2 and bias.shape[-3] > 1 and bias.stride(-3) == 1 and bias.stride(-1) > 1
 
 
@@ -30,8 +35,8 @@ class Problem:
     """Shapes, dtypes, features and device of one call; hashable, holds no tensors.
 
     ``seq_q`` and ``seq_k`` are the packed totals when ``varlen`` is set, and ``batch`` is the number of sequences.
-    Sizes that a compiler keeps symbolic are None, and of a bias it hides the shape: whether a backend can serve a
-    call never depends on them, only which of those that can is the first (flashsci/preferences).
+    Sizes that a compiler keeps symbolic are None, as is the shape of a bias that it hides. Whether a backend can
+    serve a call never depends on them; only the order of the backends does (flashsci/preferences).
     """
 
     device_type: str  # "cuda" or "cpu"
@@ -49,7 +54,7 @@ class Problem:
     bias_dtype: torch.dtype | None = None
     bias_grad: bool = False
     bias_summed: bool = False  # see `sums_bias`
-    inner_heads: bool = False  # of the bias, see `has_inner_heads`
+    inner_heads: bool = False  # those of the bias, see `has_inner_heads`
     ragged_bias: bool = False
     key_weight: bool = False
     key_weight_grad: bool = False
@@ -66,7 +71,7 @@ class Problem:
     requires_grad: bool = False
     precision: str = "default"
     deterministic: bool = False
-    paged: bool = False  # keys and values lie in a paged cache; no gradients
+    paged: bool = False  # keys and values are in a paged cache; no gradients
     cache_dtype: torch.dtype | None = None  # of that cache
 
     @property
@@ -75,16 +80,18 @@ class Problem:
 
     @property
     def few_scores(self) -> bool:
-        """Whether the scores of a dense call are no more numbers than half of the rows of q, k, v and out: what Triton's kernels
-        for wide heads, which hold them in memory, ask for. False where sizes are not known."""
+        """Whether the scores of a dense call are at most half as many numbers as the rows of q, k, v and out.
+
+        Triton's kernels for wide heads require this, because they hold the scores in memory. False where sizes are
+        not known.
+        """
         if self.varlen or self.seq_q is None or self.seq_k is None:
             return False
         width = self.head_dim + self.head_dim_v
         return 2 * self.seq_q * self.seq_k <= (self.seq_q + self.seq_k) * width
 
     def visible_pairs(self) -> int:
-        """Query-key pairs of one head that causal and window leave, summed over the batch (dense
-        calls)."""
+        """Query-key pairs of one head that causal and window leave, summed over the batch (dense calls)."""
         if self.batch is None or self.seq_q is None or self.seq_k is None:
             raise ValueError("flops and bytes need concrete sizes")
         shift = self.seq_k - self.seq_q if self.lower_right else 0

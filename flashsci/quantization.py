@@ -1,4 +1,5 @@
-"""To 8-bit floats: scales per tensor, head or block, keys without their mean, and a rotation that spreads outliers."""
+"""Quantisation to 8-bit floats: scales per tensor, head or block, keys without their mean, and a rotation that
+spreads outliers."""
 
 from __future__ import annotations
 
@@ -14,14 +15,15 @@ PER = ("tensor", "head", "block")
 
 
 class Quantized(NamedTuple):
-    """What :func:`flashsci.quantize` returns: ``x = values * scale (+ mean)``, up to the rounding of values."""
+    """The result of :func:`flashsci.quantize`: ``x = values * scale (+ mean)``, up to the rounding of values."""
 
     values: Tensor
     """float8_e4m3fn, in the shape and layout of x."""
     scale: Tensor
-    """float32, as q_scale, k_scale and v_scale of :func:`flashsci.attention` are given."""
+    """float32, in the form that q_scale, k_scale and v_scale of :func:`flashsci.attention` take."""
     mean: Tensor | None
-    """float32 ``[..., H, 1, D]``, packed ``[H, D]``: what ``smooth`` took from every row, before any rotation; None without."""
+    """float32 ``[..., H, 1, D]``, packed ``[H, D]``: the mean that ``smooth`` took from every row, before any
+    rotation; None without."""
 
 
 def quantize(
@@ -33,30 +35,31 @@ def quantize(
     rotate: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Quantized:
-    """Round q, k or v of :func:`flashsci.attention` to float8_e4m3fn, with the scales that put its largest number at 448.
+    """Round q, k or v of :func:`flashsci.attention` to float8_e4m3fn, with scales that put the largest number at 448.
 
     Args:
-        x: ``[..., H, S, D]`` (``[S, D]`` is one head), or packed ``[T, H, D]`` beside ``cu_seqlens``; float16, bfloat16 or
-            float32, any strides.
-        per: what shares a scale: "tensor", all of x; "head", a head of a batch member or sequence; "block", ``block``
-            rows of those.
-        block: 128 or 64 rows; without effect on other ``per``.
-        smooth: take the mean over rows (packed: over all of them) from every row first. For k alone: a softmax
-            does not change when all its scores move by ``scale * <q, mean>``, so out is exact, but the lse is lower by just
-            that: add it where the lse matters (see the examples). Under a softcap, which bounds scores after they have moved, it is not exact.
-            SageAttention; it pays where keys share large components.
-        rotate: multiply every row by a Hadamard matrix with fixed signs, an orthogonal one: for q and k together, whose
-            products stay what they are. It pays where single columns are much larger than the others (QuaRot,
-            FlashAttention-3). A D that is no power of two is rotated in parts of the largest power of two that divides it.
-        cu_seqlens: int32 ``[N + 1]``, as in :func:`flashsci.varlen_attention`; read on the device alone.
+        x: ``[..., H, S, D]`` (``[S, D]`` is one head), or packed ``[T, H, D]`` with ``cu_seqlens``; float16, bfloat16
+            or float32, any strides.
+        per: the part that shares a scale: "tensor", all of x; "head", a head of a batch member or sequence; "block",
+            ``block`` rows of a head.
+        block: 128 or 64 rows; without effect for other values of ``per``.
+        smooth: first take the mean over rows (packed: over all rows) from every row. For k alone: a softmax does not
+            change when all its scores move by ``scale * <q, mean>``, so out is exact, but the lse is lower by that
+            amount: add it where the lse matters (see the examples). Out is not exact under a softcap, which bounds
+            scores after they have moved. From SageAttention; it helps if keys share large components.
+        rotate: multiply every row by an orthogonal matrix: a Hadamard matrix with fixed signs. Rotate q and k
+            together: their products do not change. It helps if single columns are much larger than the others
+            (QuaRot, FlashAttention-3). If D is no power of two, parts of the largest power of two that divides it are
+            rotated.
+        cu_seqlens: int32 ``[N + 1]``, as in :func:`flashsci.varlen_attention`; read only on the device.
 
     Returns:
         (values, scale, mean). values: float8_e4m3fn in x's shape. scale: float32 ``[]``, ``[..., H]`` (packed ``[N, H]``)
         or ``[..., H, ceil(S / block)]`` (packed ``[T // block + N, H]``, numbered as in :func:`flashsci.varlen_attention`).
         mean: float32 ``[..., H, 1, D]`` (packed ``[H, D]``) if ``smooth``, else None.
 
-        Where x has only zeros a scale is 1. NaN and infinite numbers become NaN, and have no part in a scale or a mean: a
-        bad row (with ``rotate``, all of it) does not spoil the others.
+        A scale is 1 where x has only zeros. NaN and infinite numbers become NaN, and have no part in a scale or a
+        mean: a bad row (with ``rotate``, all of it) does not spoil the others.
 
     Raises:
         TypeError: x of another dtype, or options of another type.
@@ -73,7 +76,7 @@ def quantize(
         >>> out, lse = flashsci.attention(
         ...     q8, k8, v8, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True
         ... )
-        >>> lse = lse + 64**-0.5 * (q * mean).sum(-1)  # what the mean was worth
+        >>> lse = lse + 64**-0.5 * (q * mean).sum(-1)  # the share of the mean
         >>> exact, exact_lse = flashsci.attention(q, k, v, return_lse=True, backend="reference")
         >>> bool((out - exact).norm() < 0.1 * exact.norm()), bool((lse - exact_lse).abs().max() < 0.1)
         (True, True)
@@ -95,7 +98,7 @@ def quantize(
     if rotate:
         part = x.shape[-1] & -x.shape[-1]
         wide = (wide.unflatten(-1, (-1, part)) @ rotation(part, x.device)).flatten(-2)
-    # NaN becomes NaN; of infinity e4m3 has none.
+    # NaN stays NaN; infinity becomes NaN, because e4m3 has no infinity.
     size = torch.where(wide.isfinite(), wide.abs(), 0.0)
     if cu_seqlens is None:
         scale, of_rows = _dense_scales(size, per, block)
@@ -130,13 +133,13 @@ def _check(x: Tensor, per: str, block: int, cu_seqlens: Tensor | None) -> None:
 
 
 def _scales(largest: Tensor) -> Tensor:
-    """Of parts whose largest numbers are these. Never so small that a division by one overflows."""
+    """Scales of parts with these largest numbers; never so small that a division by one overflows."""
     least = torch.finfo(torch.float32).smallest_normal
     return torch.where(largest == 0, 1.0, (largest / MOST).clamp(min=least))
 
 
 def _dense_scales(size: Tensor, per: str, block: int) -> tuple[Tensor, Tensor]:
-    """(scales, the same as they divide x ``[..., H, S, D]``)."""
+    """(scales, the same in the form that divides x ``[..., H, S, D]``)."""
     if size.numel() == 0:
         shape = {"tensor": (), "head": size.shape[:-2]}.get(
             per, (*size.shape[:-2], -(-size.shape[-2] // block))
@@ -156,7 +159,7 @@ def _dense_scales(size: Tensor, per: str, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _packed_scales(size: Tensor, per: str, block: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """(scales, the same as they divide x ``[T, H, D]``)."""
+    """(scales, the same in the form that divides x ``[T, H, D]``)."""
     rows, heads, _ = size.shape
     sequences = cu_seqlens.shape[0] - 1
     if per == "tensor":
@@ -177,8 +180,11 @@ def _packed_scales(size: Tensor, per: str, block: int, cu_seqlens: Tensor) -> tu
 
 
 def rotation(width: int, device: torch.device) -> Tensor:
-    """An orthogonal matrix ``[width, width]`` of numbers ±width^-0.5, width a power of two: Hadamard's, its rows with the signs of
-    Rudin and Shapiro, so that rows of equal numbers are spread like others. fp32."""
+    """An orthogonal matrix ``[width, width]`` of numbers ±width^-0.5 in fp32; width is a power of two.
+
+    It is Hadamard's matrix with the signs of Rudin and Shapiro on its rows, so that rows of equal numbers are spread
+    too.
+    """
     i = torch.arange(width, device=device)
     signs = 1 - 2 * _parity(i & (i >> 1))
     hadamard = 1 - 2 * _parity(i[:, None] & i)
@@ -186,7 +192,7 @@ def rotation(width: int, device: torch.device) -> Tensor:
 
 
 def _parity(x: Tensor) -> Tensor:
-    """Of the bits that are set."""
+    """The parity of the set bits."""
     for shift in (32, 16, 8, 4, 2, 1):
         x = x ^ (x >> shift)
     return x & 1

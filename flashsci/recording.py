@@ -1,4 +1,5 @@
-"""Gradients of a computation done again, with a graph: for a backward that is recorded, or along which there are tangents."""
+"""Gradients of a recomputed function, with a graph: for a backward that is recorded, or along which there are
+tangents."""
 
 from __future__ import annotations
 
@@ -15,21 +16,22 @@ def gradients(
     wanted: Sequence[bool],
     cotangents: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Gradients of ``<compute(*inputs), cotangents>`` by the inputs, None where not wanted. They have a graph where grad mode is on, and
-    tangents where the cotangents or inputs have them.
+    """Gradients of ``<compute(*inputs), cotangents>`` by the inputs, None where not wanted.
+
+    They have a graph where grad mode is on, and tangents where the cotangents or inputs have them.
 
     Args:
         compute: returns as many tensors as there are cotangents.
         inputs: tensors with the graphs that they came with, and others.
         cotangents: None: zero, but not all of them.
     """
-    # Through aliases: one input may be computed from another, or be the same tensor, as q, k and v of one x are. What its
-    # gradient then does to the other is for the graph between them, which would count it twice.
+    # Through aliases: one input may be computed from another, or be the same tensor, as q, k and v of one x are. The
+    # graph between them passes the gradient of one on to the other; without aliases it would be counted twice.
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
         aliases = [x.view_as(x) if want else x for x, want in zip(inputs, wanted, strict=True)]
         results = zip(compute(*aliases), cotangents, strict=True)
-    # A result may depend on none of the inputs that are wanted, as scores do not depend on v.
+    # A result may depend on none of the wanted inputs, as scores do not depend on v.
     ends = [(x, g) for x, g in results if g is not None and x.requires_grad]
     if not ends:
         return [None] * len(wanted)

@@ -1,4 +1,4 @@
-"""JSON files of records: one record a line, so that a person can read them and a change shows the records that it changed."""
+"""JSON files of records, one record a line: readable, and a diff shows the records that changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 160  # columns; a longer object takes a line for each of its entries
-LEVELS = 3  # that are opened so; below them an object is one line
+LEVELS = 3  # levels that are opened so; below them an object is one line
 
 
 def write(path: Path, value: Any) -> None:
@@ -18,8 +18,8 @@ def write(path: Path, value: Any) -> None:
 def dumps(value: Any) -> str:
     """JSON text that ends in a newline.
 
-    A list of objects has one object a line, however long. Any other list or object is one line if it fits ``WIDTH`` columns or lies
-    ``LEVELS`` deep, and else has a line for each entry, indented by one space a level.
+    A list of objects has one object a line, however long. Any other list or object is one line if it fits ``WIDTH``
+    columns or is nested ``LEVELS`` deep; otherwise it has a line for each entry, indented by one space a level.
 
     Examples:
         >>> from flashsci import records

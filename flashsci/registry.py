@@ -1,7 +1,7 @@
-"""Which backend serves a call, which one its gradients come from, and why: names, reasons, preferences, overrides.
+"""The choice of a backend for a call and for its gradients: names, reasons, preferences, overrides.
 
-Backends say what they can compute. What they should is decided here alone, by the rules of flashsci/preferences: those
-for calls, and those for the gradients of what the cuda backend computed, each with its evidence.
+Each backend says which calls it can compute. The rules of flashsci/preferences alone decide which calls it should
+compute: one set for calls, one for the gradients of calls that the cuda backend computed, each with its evidence.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from flashsci.tracing import count_flops, rounds_products
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation. ``load`` imports it on first use; ``rejects`` gives the reason it cannot
-    serve a call, or None."""
+    """One implementation. ``load`` imports it on first use; ``rejects`` gives the reason why it cannot serve a call,
+    or None."""
 
     name: str
     module: str
-    part: str | None = None  # the attribute of the module that is meant, else the module itself
+    part: str | None = None  # the backend's attribute in the module; None: the module
 
     def load(self) -> Any:
         module = importlib.import_module(self.module)
@@ -49,7 +49,7 @@ class Backend:
             return f"cannot be imported: {error}"
 
     def rejects(self, problem: Problem, anywhere: bool = False) -> str | None:
-        """Why it cannot serve a call, gradients included, or None. ``anywhere``: leave out whether this machine can run
+        """Why it cannot serve a call, gradients included, or None. ``anywhere``: ignore whether this machine can run
         it."""
         reason = (None if anywhere else self.unavailable()) or self.load().rejects(problem)
         if reason is None and problem.requires_grad:
@@ -58,8 +58,8 @@ class Backend:
         return reason
 
     def remark(self, problem: Problem) -> str | None:
-        """What is worth knowing about a call that it serves: whose its gradients are, if they are another's or of kernels of an
-        older generation than the device's."""
+        """A note on a call that it serves: whose kernels compute its gradients, if these are another backend's or of
+        an older generation than the device's."""
         if not problem.requires_grad:
             return None
         found = gradients(self.name, problem)
@@ -85,23 +85,23 @@ BACKENDS = {
 
 
 # The cuda backend restricted to one generation of its kernels, on any device that runs them: for tests and
-# comparisons. Never chosen by "auto".
+# comparisons. "auto" never chooses it.
 GENERATIONS = {
     backend.name: backend
     for backend in (
         Backend("cuda:sm75", "flashsci.backends.cuda", "SM75"),
         Backend("cuda:sm80", "flashsci.backends.cuda", "SM80"),
         Backend("cuda:sm90", "flashsci.backends.cuda", "SM90"),
-        # All generations, and nobody else's gradients.
+        # All generations, and no other backend's gradients.
         Backend("cuda:own", "flashsci.backends.cuda", "OWN"),
     )
 }
 
 
-# Plain PyTorch for small calls in fp32: one answer among others where rules name it, not a column of tables.
+# Plain PyTorch for small calls in fp32: a backend where rules name it, without a column in tables.
 EAGER = Backend("eager", "flashsci.backends.eager")
 
-# Triton where "auto" chose it: who asks for Triton by name gets its gradients too.
+# Triton as chosen by "auto": a request for Triton by name gets its gradients too.
 AUTO_TRITON = Backend("auto:triton", "flashsci.backends.triton")
 
 # The reference's packed calls where a compiler or tracer records them.
@@ -116,13 +116,13 @@ _ALL = {
 
 FORWARD_OF_CUDA = frozenset(("cuda", *GENERATIONS))
 
-# Backends whose gradients may be another's: cuda and triton take each other's out and lse.
+# Backends whose gradients may be another's: cuda and triton accept each other's out and lse.
 SHARES_GRADIENTS = FORWARD_OF_CUDA | {AUTO_TRITON.name}
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Who was asked for a call, who refused and why. Its ``str`` is made to be read."""
+    """The outcome of a choice: who was asked for a call, who refused and why. Its ``str`` is made to be read."""
 
     problem: Problem
     asked: str
@@ -162,7 +162,7 @@ class _Override(threading.local):
 
 _override = _Override()
 _warned: set[str] = set()
-_warning = threading.Lock()  # once for each reason, however many threads meet it
+_warning = threading.Lock()  # one warning per reason, from any number of threads
 _choices: dict[tuple[Problem, str, bool], str] = {}
 
 
@@ -178,11 +178,11 @@ def use_backend(name: str, strict: bool = False) -> Iterator[None]:
     """Serve the calls inside with one backend, in this thread, where they say ``backend="auto"``.
 
     Args:
-        name: "auto", "reference", "sdpa", "eager", "triton" or "cuda"; or "cuda:sm75", "cuda:sm80",
-            "cuda:sm90": CUDA kernels of that generation only, on any newer device that runs them;
-            "cuda:own": all generations, without the gradients of other backends.
-        strict: never fall back: a CUDA build that is absent raises :class:`BackendError` instead of
-            running Triton. It holds for calls that name a backend themselves, too.
+        name: "auto", "reference", "sdpa", "eager", "triton" or "cuda"; or "cuda:sm75", "cuda:sm80", "cuda:sm90": CUDA
+            kernels of that generation only, on any newer device that runs them; "cuda:own": all generations, without
+            the gradients of other backends.
+        strict: never fall back: an absent CUDA build raises :class:`BackendError` instead of running Triton. This
+            also holds for calls that name a backend themselves.
 
     Raises:
         ValueError: unknown name.
@@ -202,8 +202,7 @@ def use_backend(name: str, strict: bool = False) -> Iterator[None]:
 
 
 def requested(backend: str) -> tuple[str, bool]:
-    """(name, strict) after overrides: the argument, then use_backend, then FLASHSCI_BACKEND, then
-    "auto"."""
+    """(name, strict) after overrides: the argument, then use_backend, then FLASHSCI_BACKEND, then "auto"."""
     if backend == "auto":
         backend = _override.name or _from_environment() or "auto"
     return backend, _override.strict
@@ -214,7 +213,7 @@ _encoded: Any = getattr(os.environ, "encodekey", str)(_VARIABLE)
 
 
 def _from_environment() -> str | None:
-    # os.environ raises and catches an error within where a variable is not set: a tenth of a small call.
+    # os.environ raises and catches an error where a variable is not set: a tenth of a small call.
     raw = getattr(os.environ, "_data", None)
     if raw is not None and _encoded not in raw:
         return None
@@ -227,9 +226,9 @@ def find(name: str) -> Backend:
 
 
 class Gradients(NamedTuple):
-    """Whose kernels compute the gradients of what a backend computed."""
+    """The backend whose kernels compute the gradients of a call, and the reason for it."""
 
-    backend: str | None  # None: nobody's
+    backend: str | None  # None: no backend's
     reason: str | None = None  # why it is not the backend itself
 
 
@@ -239,8 +238,8 @@ def gradients(
     """The choice for the gradients of a call that backend ``name`` serves.
 
     Args:
-        strides: bias and mask lie in memory as the Hopper backward takes them; a Problem does not know.
-        anywhere: leave out whether this machine can run the others.
+        strides: whether bias and mask have the strides that the Hopper backward takes; a Problem does not hold them.
+        anywhere: ignore whether this machine can run the others.
     """
     module = _sharing(name)
     if module is None:
@@ -250,7 +249,7 @@ def gradients(
     generation, lacks = module.backward_kernels(problem, strides)
     order: tuple[str, ...] = (name, "triton")
     why = lacks
-    if name in ("cuda:sm90", "cuda:own"):  # for tests and timing of these: no other may answer
+    if name in ("cuda:sm90", "cuda:own"):  # for tests and timing: no other may answer
         order = (name,)
     elif name == "cuda" and lacks is None:
         rule = preferences.find("gradients", problem, generation, "cuda")
@@ -272,7 +271,7 @@ def gradients(
 
 
 def _older_kernels(name: str | None, problem: Problem) -> str:
-    """Where a backend that computes gradients does so by an older generation of its kernels, which one."""
+    """A note on the older generation of kernels that computes the gradients; empty if none does."""
     if name not in FORWARD_OF_CUDA:
         return ""
     generation = find(name).load().older_backward(problem)
@@ -280,7 +279,7 @@ def _older_kernels(name: str | None, problem: Problem) -> str:
 
 
 class _Sizes(NamedTuple):
-    """Of a call whose gradients are wanted; known where no compiler hides them."""
+    """The sizes of a call whose gradients are wanted; known where no compiler hides them."""
 
     q: tuple[int, ...]
     k: tuple[int, ...]
@@ -297,9 +296,9 @@ class _Sizes(NamedTuple):
 
 
 def _sharing(name: str) -> Any:
-    """The module that says whether its kernels should compute the gradients of what backend ``name`` computed; None where
-    no question arises."""
-    # By name first: a look-up of what a module has not costs as much as the rest of a small call.
+    """The module that decides whether its kernels compute the gradients of calls that backend ``name`` computed; None
+    if there is no choice."""
+    # By name first: a failing attribute look-up on a module costs as much as the rest of a small call.
     if name not in SHARES_GRADIENTS:
         return None
     module = kernels("cuda" if name == AUTO_TRITON.name else name)
@@ -307,7 +306,7 @@ def _sharing(name: str) -> Any:
 
 
 def _instead_of_triton(module: Any, problem: Problem, strides: bool, anywhere: bool) -> Gradients:
-    """Gradients of what Triton computed because ``auto`` chose it."""
+    """The gradients' choice for a call that Triton computed because ``auto`` chose it."""
     reason = (None if anywhere else BACKENDS["cuda"].unavailable()) or module.rejects(problem)
     generation, lacks = (0, reason) if reason else module.backward_kernels(problem, strides)
     if lacks is None:
@@ -328,7 +327,7 @@ def _gradients_of(
     sizes: _Sizes | None,
     **features: Any,
 ) -> str:
-    """The backend that computes gradients, by what decides it."""
+    """The backend that computes gradients, cached by the properties that decide it."""
     heads = (1, 1) if sizes is None else sizes.heads()
     if sizes is not None:
         features |= sizes.features()
@@ -346,7 +345,8 @@ def _gradients_of(
 def backward(
     name: str, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv, dbias, dkey_weight of what backend ``name`` computed, by whose kernels they should be computed."""
+    """dq, dk, dv, dbias, dkey_weight of a call that backend ``name`` computed, by the kernels that should compute
+    them."""
     sharing = _sharing(name)
     if sharing is not None:
         # The choice asks the library, which takes no other strides; saved-tensor hooks may bring back any.
@@ -361,7 +361,8 @@ def backward(
 def prepared_forward(
     module: Any, tensors: Tensors, scalars: Scalars
 ) -> Callable[[Given], tuple[Tensor, Tensor]]:
-    """A module's forward for all plain tensors of the same signature as these, in their order, with everything else decided."""
+    """A module's forward for plain tensors with the signature of these, in their order, with everything else
+    decided."""
     if hasattr(module, "prepared_forward"):
         found: Callable[[Given], tuple[Tensor, Tensor]] = module.prepared_forward(tensors, scalars)
         return found
@@ -371,7 +372,8 @@ def prepared_forward(
 def prepared_backward(
     name: str, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """:func:`backward` in the same way: of (dout, dlse, tensors, out, lse), with None for what ``need`` does not name."""
+    """:func:`backward` prepared in the same way: a function of (dout, dlse, tensors, out, lse), with None for
+    gradients that ``need`` does not name."""
     sharing = _sharing(name)
     if sharing is not None:
         name = _gradient_backend(name, sharing, saved, need)
@@ -401,7 +403,7 @@ def _gradient_backend(name: str, module: Any, saved: Saved, need: int) -> str:
         return name
     if bias is not None:
         bias_shape = bias.shape
-        features["bias_shape"] = ()  # there is one; a compiler may hide its sizes
+        features["bias_shape"] = ()  # the call has a bias; a compiler may hide its sizes
         features["bias_grad"] = bool(need & NEED_BIAS)
         features["bias_summed"] = sums_bias(bias, q.shape[:-2])
     sequences = -1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -430,7 +432,7 @@ def triton_rejects(tensors: Tensors) -> str | None:
 
 
 def second_order(name: str, tensors: Tensors) -> Any:
-    """The module with the second-order kernels for what a fused backend computed: its own, or Triton's.
+    """The module with the second-order kernels for calls that a fused backend computed: its own, or Triton's.
 
     Raises:
         BackendError: neither has them.
@@ -460,8 +462,10 @@ def _candidates(problem: Problem, name: str, strict: bool) -> tuple[str, ...]:
 
 
 def _may_choose(name: str, p: Problem) -> bool:
-    """Whether ``auto`` may take a backend that can serve a call: without a request float32 stays float32, and memory
-    proportional to the call's own tensors."""
+    """Whether ``auto`` may take a backend that can serve a call.
+
+    Without a request, float32 stays float32, and memory stays proportional to the call's own tensors.
+    """
     if name not in ("eager", "sdpa"):
         return True
     has_tf32 = p.capability is not None and p.capability >= (8, 0)
@@ -470,8 +474,11 @@ def _may_choose(name: str, p: Problem) -> bool:
 
 
 def may_hold_scores(p: Problem) -> bool:
-    """Whether ``auto`` may take a backend that holds every score: where they are no more numbers than the call's own
-    tensors (q, k, v, out and bias), so that memory stays proportional to those."""
+    """Whether ``auto`` may take a backend that holds every score.
+
+    The scores must be no more numbers than the call's own tensors (q, k, v, out and bias), so that memory stays
+    proportional to those.
+    """
     if p.varlen or p.batch is None or p.seq_q is None or p.seq_k is None:
         return False
     rows = p.heads_q * p.seq_q + p.heads_k * p.seq_k
@@ -483,7 +490,7 @@ def may_hold_scores(p: Problem) -> bool:
 
 
 def explain(problem: Problem, name: str, strict: bool = False) -> Explanation:
-    """What :func:`choose` would do, with every backend's reason."""
+    """The outcome that :func:`choose` would have, with every backend's reason."""
     _check_name(name)
     candidates = _candidates(problem, name, strict)
     reasons = {n: find(n).rejects(problem) for n in dict.fromkeys((*BACKENDS, *candidates))}
@@ -503,7 +510,7 @@ def choose(problem: Problem, name: str, strict: bool = False) -> str:
     """The backend for a call. Decisions are cached; a fallback warns once for each reason.
 
     Raises:
-        BackendError: nobody, or not the backend asked for, can serve it.
+        BackendError: no backend can serve the call, or the one asked for cannot.
         ValueError: unknown name.
     """
     key = (problem, name, strict)
@@ -511,7 +518,7 @@ def choose(problem: Problem, name: str, strict: bool = False) -> str:
     if known is not None:
         return known
     candidates = _candidates(problem, _check_name(name), strict)
-    # One by one, so that a backend nobody needs is never imported.
+    # One by one, so that unneeded backends are never imported.
     chosen = next(
         (candidate for candidate in candidates if find(candidate).rejects(problem) is None),
         None,
@@ -535,13 +542,13 @@ def choose(problem: Problem, name: str, strict: bool = False) -> str:
 
 
 def _able(problem: Problem, reasons: dict[str, str | None]) -> list[str]:
-    """The backends that can serve a call, those first that ``auto`` prefers. ``reasons``: those known already."""
+    """The backends that can serve a call, in the order that ``auto`` prefers. ``reasons``: those known already."""
     order = dict.fromkeys((*_candidates(problem, "auto", False), *BACKENDS))
     return [n for n in order if (reasons[n] if n in reasons else find(n).rejects(problem)) is None]
 
 
 def _advice(able: Sequence[str]) -> str:
-    """What to do about a refusal, as the end of its sentence."""
+    """Advice after a refusal, as the end of its sentence."""
     *others, last = (repr(n) for n in able) if able else ("",)
     if not last:
         return "; no other backend can"
@@ -557,16 +564,15 @@ def _refusal(found: Explanation) -> str:
     return message + _advice(_able(found.problem, found.reasons))
 
 
-# Modules of backends chosen so far, for callers that torch.compile traces: it follows a dict, not
-# an import.
+# Modules of the backends chosen so far, for callers that torch.compile traces: it follows a dict, not an import.
 LOADED: dict[str, Any] = {}
 
 
 def call(
     q: Tensor, v: Tensor, heads_q: int, heads_k: int, features: dict[str, object]
 ) -> tuple[Any, ...]:
-    """The arguments of :func:`problem_of`: only constants, so that torch.compile can hand them
-    over (``index`` makes it specialise on heads and head dims, which kernels do anyway)."""
+    """The arguments of :func:`problem_of`: only constants, so that torch.compile can pass them (``index`` makes it
+    specialise on heads and head dims, as kernels do anyway)."""
     device = q.device
     sizes = index(heads_q), index(heads_k), index(q.shape[-1]), index(v.shape[-1])
     return (device.type, device.index, q.dtype, *sizes, tuple(features.items()))
@@ -590,8 +596,11 @@ def problem_of(
 
 
 def settled(function: Callable[..., str]) -> Callable[..., str]:
-    """A decision that a compiler makes once per trace, of constants alone. It raises what ``function`` refuses with where a compiler
-    passes it on: inside of a constant, that would be an internal error of the compiler's."""
+    """A decision that a compiler makes once per trace, from constants alone.
+
+    It raises the refusals of ``function`` where a compiler passes them on: inside a constant, a refusal would be an
+    internal error of the compiler.
+    """
 
     def outcome(*arguments: Any) -> tuple[str, str | None]:
         try:
@@ -599,7 +608,7 @@ def settled(function: Callable[..., str]) -> Callable[..., str]:
         except BackendError as error:
             return "", str(error)
 
-    # What torch.compiler.assume_constant_result sets, without importing the compiler.
+    # This is the attribute that torch.compiler.assume_constant_result sets; importing the compiler is not needed.
     outcome._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @functools.wraps(function)
@@ -614,8 +623,7 @@ def settled(function: Callable[..., str]) -> Callable[..., str]:
 
 @settled
 def decide(*arguments: Any) -> str:
-    """The backend (its name; its module is then in LOADED) for ``(*arguments of problem_of, backend
-    argument)``."""
+    """The name of the backend for ``(*arguments of problem_of, backend argument)``; its module is then in LOADED."""
     problem, (asked, strict) = problem_of(*arguments[:-1]), requested(arguments[-1])
     name = choose(problem, asked, strict)
     if asked == "auto" and name == "triton" and problem.requires_grad:
@@ -626,7 +634,7 @@ def decide(*arguments: Any) -> str:
 
 @settled
 def load_recorded_reference() -> str:
-    """The name of RECORDED, whose module is then in LOADED."""
+    """The name of RECORDED; its module is then in LOADED."""
     LOADED[RECORDED.name] = kernels(RECORDED.name)
     return RECORDED.name
 

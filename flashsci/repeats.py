@@ -1,9 +1,10 @@
-"""Calls that repeat an earlier one are known by one comparison of their tensors with that one's, past every check.
+"""Recognition of calls that repeat an earlier one: one comparison of their tensors replaces every check.
 
-torch's compiler has a C function for it: types, dispatch keys, dtypes, devices, sizes, strides, and who requires grad. The keys
-are those of the tensor (a negative view, zeros without memory, a functorch wrapper) and of the thread (a transform, autocast,
-inference mode, tracing), so that what is not plain never equals what was. The same tensor twice in one call is no repeat, either,
-which is slower and not wrong. Asking Python for as much takes several times as long.
+torch's compiler has a C function for it: it compares types, dispatch keys, dtypes, devices, sizes, strides, and which
+tensors require grad. The keys are those of the tensor (a negative view, zeros without memory, a functorch wrapper)
+and of the thread (a transform, autocast, inference mode, tracing), so a tensor that is not plain never equals one
+that was. A call that has the same tensor twice is no repeat either; this is slower and not wrong. The same comparison
+in Python takes several times as long.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Private, as all of dynamo's guards. Without it every call goes the general way.
+# Private, as are all of dynamo's guards. Without it every call goes the general way.
 _Guards: Any = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
 )
-MOST = 8  # that one key tells not apart: sizes, strides, dtypes, gradients
+MOST = 8  # comparisons of one key: it does not hold sizes, strides, dtypes, gradients
 
-Kept = tuple[tuple[Any, Any], ...]  # comparisons and what they lead to
+Kept = tuple[tuple[Any, Any], ...]  # comparisons, each with the value kept for it
 _strided = torch.strided
 
 
 def find(kept: Kept, tensors: Iterable[Tensor]) -> Any:
-    """What was kept for tensors like these, as many of them; or None."""
-    for x in tensors:  # the comparison asks for strides, and ends the process where there are none
+    """The value kept for as many tensors like these; or None."""
+    for x in tensors:  # the comparison asks for strides, and ends the process if there are none
         if x.layout is not _strided or x.is_nested:
             return None
     for same, value in kept:
@@ -36,13 +37,13 @@ def find(kept: Kept, tensors: Iterable[Tensor]) -> Any:
 
 
 def keep(store: dict[Any, Any], key: Any, tensors: Sequence[Tensor], value: Any) -> None:
-    """Let :func:`find` find it in ``store[key]``. No tensor is held."""
+    """Store a value in ``store[key]``, where :func:`find` finds it. No tensor is held."""
     if _Guards is None or len({id(x) for x in tensors}) < len(tensors):
         return
     try:
         guards = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         if not guards.check(*tensors):
             return
-    except (AttributeError, TypeError):  # another torch's, which wants other arguments
+    except (AttributeError, TypeError):  # another version of torch, with other arguments
         return
     store[key] = ((guards.check, value), *store.get(key, ())[: MOST - 1])

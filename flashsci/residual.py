@@ -1,7 +1,7 @@
-"""Residual attention: softmax attention whose scores are a result, too, which the next layer adds to its own.
+"""Residual attention: softmax attention that also returns its scores, which the next layer adds to its own.
 
-One op where kernels serve the call; elsewhere, and for derivatives of its derivatives, the same from parts: the scores in plain
-PyTorch, and an attention beside them that computes them once more.
+Where kernels serve the call it is one op. Elsewhere, and for derivatives of its derivatives, it is made from parts:
+the scores in plain PyTorch, and an attention that computes them a second time.
 """
 
 from __future__ import annotations
@@ -48,41 +48,43 @@ def residual_attention(
     precision: str | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its scores: ``S = scale q k^T + bias``, ``out = softmax(S) v``. S is the bias of the next layer, which so adds its
-    scores to those of all layers before it (RealFormer; Uni-Mol, where S is the pair representation).
+    """Attention and its scores: ``S = scale q k^T + bias``, ``out = softmax(S) v``.
 
-    Both results have gradients. What S costs beside out is to write it, and to read its gradient in the backward.
+    S is the bias of the next layer, which thereby adds its scores to those of all layers before it (RealFormer;
+    Uni-Mol, where S is the pair representation). Both results have gradients. S adds to the cost of out one write of
+    S, and in the backward one read of its gradient.
 
     Args:
-        q: queries ``[..., Hq, Sq, D]``, float16, bfloat16, float32 or float64. Leading dims may be absent or several; those of q, k,
-            v broadcast.
+        q: queries ``[..., Hq, Sq, D]``, float16, bfloat16, float32 or float64. Leading dims may be absent or several;
+            those of q, k, v broadcast.
         k: keys ``[..., Hk, Sk, D]``, same dtype and device; Hq must be a multiple of Hk.
         v: values ``[..., Hk, Sk, Dv]``.
-        bias: broadcastable to ``[..., Hq, Sq, Sk]``, natural-log units, q's dtype or float32 (beside float32 q also 16 bits); in the
-            first layer what the model begins with, None for nothing, later the scores of the layer before. A mask is -inf in it,
-            once: it stays in the scores.
+        bias: broadcastable to ``[..., Hq, Sq, Sk]``, natural-log units, q's dtype or float32 (with float32 q also a
+            16-bit dtype). In the first layer it is what the model begins with, or None; in later layers it is the
+            scores of the layer before. A mask is -inf in the first bias, and stays in the scores.
         scale: factor of q k^T; default ``1 / sqrt(D)``.
         dropout_p: probability of dropping an entry of P, in [0, 1). Scores are never dropped.
         dropout_seed: int64 tensor [2] (seed, offset) on q's device; None draws one from torch's generator.
-        precision: of float32 inputs, as in :func:`flashsci.attention`. Scores that are computed from parts follow
+        precision: for float32 inputs, as in :func:`flashsci.attention`. Scores that are computed from parts follow
             ``torch.backends.cuda.matmul`` instead.
-        backend: "auto" and "triton" have kernels that compute both at once, on a GPU, with head dims up to 128; "auto" goes on to
-            parts where those do not serve a call, as every other name does: scores in plain PyTorch, and
-            :func:`flashsci.attention` with that backend.
+        backend: "auto" and "triton" have kernels that compute both at once, on a GPU, with head dims up to 128.
+            "auto" takes the parts for calls that these kernels do not serve, and every other name always does: scores
+            in plain PyTorch, and :func:`flashsci.attention` with that backend.
 
     Returns:
-        (out, scores): out ``[..., Hq, Sq, Dv]`` in q's dtype and memory layout; scores ``[..., Hq, Sq, Sk]`` in the wider one of
-        q's and the bias's dtype, in rows that begin at multiples of 16 bytes: contiguous where Sk is a multiple of 8 (float32: 4).
-        P is that of the scores before they are rounded to that. A row of nothing but -inf has out 0, and gives q, k, v and bias the
-        gradient of its scores alone.
+        (out, scores): out ``[..., Hq, Sq, Dv]`` in q's dtype and memory layout; scores ``[..., Hq, Sq, Sk]`` in the
+        wider one of q's and the bias's dtype, in rows that begin at multiples of 16 bytes: contiguous where Sk is
+        a multiple of 8 (float32: 4). P is computed from the scores before they are rounded to that dtype. A row
+        of only -inf has out 0, and gives q, k, v and bias the gradient of its scores alone.
 
     Raises:
         TypeError: dtypes that do not fit, options of another type.
         ValueError: shapes, devices or options that do not fit; nested tensors.
         BackendError: the backend asked for cannot serve the call; its message says which can.
 
-    Deterministic. Under autocast q, k and v are cast as SDPA casts them, the bias never: cast that of the first layer, or all scores
-    are float32. Derivatives of any order that :func:`flashsci.attention` has; those beyond the first hold all scores several times.
+    Results are deterministic. Under autocast q, k and v are cast as SDPA casts them; the bias is never cast. Cast the
+    bias of the first layer, or all scores are float32. It has derivatives of the same orders as
+    :func:`flashsci.attention`; those beyond the first hold all scores several times.
 
     Examples:
         >>> import torch, flashsci
@@ -155,7 +157,7 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
 
 
 class Repeated:
-    """What computes plain calls like one before, and their gradients."""
+    """A run of plain calls that repeat an earlier one, and of their gradients."""
 
     def __init__(self, kernels: Kernels, call: ResidualCall) -> None:
         self.kernels, self.prepared = kernels, kernels.prepared(call)
@@ -165,8 +167,11 @@ class Repeated:
     def backward(
         self, dout: Tensor | None, dscores: Tensor | None, saved: Sequence[Any], need_bias: bool
     ) -> Sequence[Tensor | None]:
-        """dq, dk, dv and the gradient of the scores; ``saved``: q, k, v, bias, seed, out, lse, scores, of any kind and strides,
-        which hooks of saved tensors decide."""
+        """dq, dk, dv and the gradient of the scores.
+
+        ``saved``: q, k, v, bias, seed, out, lse, scores, of any kind and strides, because hooks of saved tensors may
+        change them.
+        """
         *tensors, out, lse, scores = saved
         given = [x for x in (dout, dscores, *saved) if x is not None]
         key = need_bias, dout is None, dscores is None
@@ -185,7 +190,7 @@ class Repeated:
 def _again(
     kept: Repeated, needs_grad: bool, given: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, Tensor]:
-    """A call like one before."""
+    """The results of a call that repeats an earlier one."""
     if needs_grad:
         results: tuple[Tensor, Tensor] = _apply(kept, *given)
         return results
@@ -202,7 +207,7 @@ def backend_of(
     needs_grad: bool,
     backend: str,
 ) -> str:
-    """The backend whose kernels compute a call at once, or PARTS. A call like one before is not looked at again.
+    """The backend whose kernels compute a call at once, or PARTS. A repeated call is not examined again.
 
     Raises:
         TypeError, ValueError, BackendError: as :func:`residual_attention` documents.
@@ -225,7 +230,7 @@ _LOADED: dict[str, Kernels | None] = {PARTS: None}
 
 @registry.settled
 def _decide(*call: Any) -> str:
-    """The backend whose kernels serve ``(*arguments of problem_of, backend argument)``, which are then in _LOADED; or PARTS."""
+    """The backend whose kernels serve ``(*arguments of problem_of, backend argument)``, then in _LOADED; or PARTS."""
     problem, (asked, _) = registry.problem_of(*call[:-1]), registry.requested(call[-1])
     if asked not in ("auto", "triton"):
         return PARTS
@@ -246,7 +251,7 @@ def _decide(*call: Any) -> str:
 
 
 def _outer(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The leading dims of a call, and (heads,), or () without."""
+    """The leading dims of a call, and (heads,), or () if it has none."""
     leading = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     return tuple(leading), tuple(q.shape[-3:-2])
 
@@ -280,7 +285,7 @@ def _from_parts(
 
 
 def plain_scores(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """``scale q k^T + bias`` in plain PyTorch, rounded once. v: for its leading dims alone."""
+    """``scale q k^T + bias`` in plain PyTorch, rounded once. Only the leading dims of v are used."""
     leading, heads = _outer(q, k, v)
     dtype = scores_dtype(q, bias)
     rows, keys = (_folded(x, leading).to(dtype) for x in (q, k))
@@ -296,8 +301,11 @@ def plain_scores(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: fl
 
 
 class Residual(torch.autograd.Function):
-    """out, scores = residual attention. A plain backward is one of kernels; one that is recorded for a derivative of its own runs
-    through the graph of the parts instead, after another forward."""
+    """out, scores = residual attention.
+
+    Kernels compute a plain backward. A backward that is recorded for a derivative of its own runs another forward,
+    and then goes through the graph of the parts.
+    """
 
     @staticmethod
     def forward(
@@ -328,7 +336,7 @@ class Residual(torch.autograd.Function):
 
 
 class DirectResidual(torch.autograd.Function):
-    """The same of plain tensors like others before, in eager mode."""
+    """Residual attention of plain tensors that repeat an earlier call, in eager mode."""
 
     @staticmethod
     def forward(
@@ -349,14 +357,15 @@ class DirectResidual(torch.autograd.Function):
         return (None, *found)
 
 
-#: ``apply`` without looking for functorch's tensors, which ``ops.plain`` has done already.
+#: ``apply`` without the search for functorch's tensors, which ``ops.plain`` has done already.
 _apply = super(torch.autograd.Function, DirectResidual).apply
 
 
 def _kept(
     ctx: Any, given: tuple[Tensor | None, ...], out: Tensor, lse: Tensor, scores: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The results, when all that a backward needs is saved: of scores in 16 bits nothing, which are computed again, from the bias."""
+    """The results, with all that a backward needs saved. 16-bit scores are not saved: they are computed again, from
+    the bias."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*given, out, lse, scores if scores.dtype == torch.float32 else None)
     return out, scores
@@ -369,7 +378,8 @@ def _gradients(
     dout: Tensor | None,
     dscores: Tensor | None,
 ) -> list[Tensor | None] | None:
-    """Gradients of q, k, v, bias where no kernel computes them: there are none, or they need some themselves. Else None."""
+    """Gradients of q, k, v, bias where no kernel computes them, because none exist or they need gradients themselves;
+    else None."""
     if dout is None and dscores is None:
         return [None] * 4
     if torch.is_grad_enabled() or transforming():
@@ -380,7 +390,7 @@ def _gradients(
 def _summed(
     found: Sequence[Tensor | None], wanted: tuple[bool, ...], bias: Tensor | None
 ) -> list[Tensor | None]:
-    """dq, dk, dv, and the gradient of the bias from that of the scores."""
+    """dq, dk, dv, and the gradient of the bias, summed from that of the scores."""
     *rows, change = found
     gradients = [x if want else None for x, want in zip(rows, wanted, strict=False)]
     if not wanted[3] or bias is None or change is None:
@@ -393,8 +403,11 @@ def _summed(
 def call_of(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None, *options: Any
 ) -> ResidualCall:
-    """With copies of what does not lie in memory as kernels read it, a bias whose keys are not neighbours among it. What comes back
-    from saved-tensor hooks may have any strides."""
+    """The call, with copies of tensors that are not stored as kernels read them, such as a bias whose keys are not
+    neighbours.
+
+    Tensors from saved-tensor hooks may have any strides.
+    """
     if bias is not None and bias.stride(-1) != 1:
         bias = ResidualCall(q, k, v, bias, seed, *options).tensors.inner_contiguous().bias
     return ResidualCall(q, k, v, bias, seed, *options).laid_out()

@@ -1,7 +1,7 @@
 """The raw ops of residual attention: their arguments, schemas and fake kernels, the same for every backend that has them.
 
-``flashsci::<backend>_residual_forward`` and ``_residual_backward`` are opaque to a compiler and know nothing of autograd:
-flashsci/residual.py wires them.
+``flashsci::<backend>_residual_forward`` and ``_residual_backward`` are opaque to a compiler and know nothing of
+autograd: flashsci/residual.py has the nodes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ MAX_HEAD_DIM = 128  # of kernels
 
 
 class ResidualCall(NamedTuple):
-    """One call, as kernels take it: q ``[*, Hq, Sq, D]``, k ``[*, Hk, Sk, D]``, v ``[*, Hk, Sk, Dv]`` with equal leading dims, none to
-    two; bias broadcastable to the scores ``[*, Hq, Sq, Sk]``, with as many dims."""
+    """One call, as kernels take it.
+
+    q ``[*, Hq, Sq, D]``, k ``[*, Hk, Sk, D]``, v ``[*, Hk, Sk, Dv]`` with equal leading dims, none to two; bias
+    broadcastable to the scores ``[*, Hq, Sq, Sk]``, with as many dims.
+    """
 
     q: Tensor
     k: Tensor
@@ -43,7 +46,7 @@ class ResidualCall(NamedTuple):
         )
 
     def laid_out(self) -> ResidualCall:
-        """As Tensors.laid_out: itself, or with copies."""
+        """The call as Tensors.laid_out gives tensors: itself, or with copies."""
         given, whole = self.tensors, self.tensors.laid_out()
         if all(a is b for a, b in zip(given, whole, strict=True)):
             return self
@@ -55,7 +58,7 @@ class ResidualCall(NamedTuple):
 
 
 def scores_dtype(q: Tensor, bias: Tensor | None) -> torch.dtype:
-    """The wider one of q's and the bias's."""
+    """The wider one of the dtypes of q and the bias."""
     return q.dtype if bias is None else torch.promote_types(q.dtype, bias.dtype)
 
 
@@ -72,21 +75,23 @@ _N = len(ResidualCall._fields)
 
 
 class Kernels(NamedTuple):
-    """What a backend offers."""
+    """The residual functions of a backend."""
 
     forward: Callable[[ResidualCall], tuple[Tensor, Tensor, Tensor]]
-    """out, lse, scores."""
+    """Returns out, lse, scores."""
     backward: Callable[..., tuple[Tensor, ...]]
-    """dq, dk, dv and the gradient of the whole scores, empty unless ``need_bias``; of (dout, dscores, call, out, lse, scores,
-    need_bias). ``scores``, which are read where they are float32, may be None: they are computed again, from the bias."""
+    """Returns dq, dk, dv and the gradient of the whole scores, empty unless ``need_bias``; takes (dout, dscores,
+    call, out, lse, scores, need_bias). ``scores``, which are read if they are float32, may be None: then they are
+    computed again, from the bias."""
     prepared: Callable[[ResidualCall], Any]
-    """Both for plain tensors of the signature of a call's: ``forward(q, k, v, bias, dropout_seed)``, and ``backward(dout, dscores,
-    (q, k, v, bias, dropout_seed), out, lse, scores, need_bias)``, which returns what computes the gradients of all tensors of the
-    signature of these, in their order, with None in the place of what is empty."""
+    """Both functions for plain tensors with the signature of a call's: ``forward(q, k, v, bias, dropout_seed)``, and
+    ``backward(dout, dscores, (q, k, v, bias, dropout_seed), out, lse, scores, need_bias)``. The latter returns a
+    function that computes the gradients for all tensors with the signature of these, in their order, with None in the
+    place of empty tensors."""
 
 
 def empty_scores(q: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Scores, or what has their shape, in rows that begin at multiples of 16 bytes."""
+    """An empty tensor for scores, or of their shape, with rows that begin at multiples of 16 bytes."""
     step = 16 // dtype.itemsize
     strides = [1, -(-shape[-1] // step) * step]
     for n in reversed(shape[1:-1]):
@@ -95,7 +100,7 @@ def empty_scores(q: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def empty_results(call: ResidualCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Where out, lse and scores go."""
+    """Empty tensors for out, lse and scores."""
     q = call.q
     out = empty_like_layout(q, (*q.shape[:-1], call.v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -103,7 +108,7 @@ def empty_results(call: ResidualCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def empty_gradients(call: ResidualCall, need_bias: bool) -> tuple[Tensor, ...]:
-    """Where dq, dk, dv and the gradient of the scores go."""
+    """Empty tensors for dq, dk, dv and the gradient of the scores."""
     rows = [empty_like_layout(x, x.shape) for x in call[:3]]
     dtype = scores_dtype(call.q, call.bias)
     if not need_bias:
@@ -112,7 +117,7 @@ def empty_gradients(call: ResidualCall, need_bias: bool) -> tuple[Tensor, ...]:
 
 
 def define(backend: str, kernels: Kernels, keys: Sequence[str]) -> Kernels:
-    """Define a backend's ops for the given dispatch keys; returns what calls them."""
+    """Define a backend's ops for the given dispatch keys; returns the functions that call them."""
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         return kernels.forward(ResidualCall(*arguments))

@@ -1,4 +1,4 @@
-"""The call of torch.nn.functional.scaled_dot_product_attention, argument for argument, by this package's backends."""
+"""``torch.nn.functional.scaled_dot_product_attention`` with the same arguments, served by this package's backends."""
 
 from __future__ import annotations
 
@@ -22,32 +22,35 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention`` with the same arguments and the same meaning, served as
-    :func:`flashsci.attention` is: put one name in the place of the other.
+    """``torch.nn.functional.scaled_dot_product_attention`` with the same arguments and meaning, served by flashsci's
+    backends.
+
+    It can replace torch's function by name.
 
     Args:
         query: ``[..., Hq, L, E]``, also ``[N, L, E]`` and ``[L, E]``; float16, bfloat16, float32 or float64.
         key: ``[..., H, S, E]``. All dims before the last two broadcast, heads among them.
         value: ``[..., H, S, Ev]``.
         attn_mask: broadcastable to ``[..., Hq, L, S]``. Bool: True takes part. Float, in query's dtype or float32:
-            added to the scores, with a gradient of its own shape where it requires one. Or one of
+            added to the scores; if it requires a gradient, this has its own shape. Or one of
             ``torch.nn.attention.bias``: ``causal_upper_left``, ``causal_lower_right``.
-        dropout_p: probability of dropping an entry of the weights, in [0, 1]; applied whatever the mode of a module.
-        is_causal: query i sees keys up to i (the diagonal starts upper left), of those that ``attn_mask`` leaves.
-        scale: factor of the scores; default ``1 / sqrt(E)``. A tensor of no dims, without a gradient, is read on the host.
-        enable_gqa: heads of key and value may be fewer, dividing Hq: each serves ``Hq / H`` neighbours.
+        dropout_p: probability of dropping an entry of the weights, in [0, 1]; applied in any mode of a module.
+        is_causal: query i sees keys up to i (the diagonal starts upper left), among those that ``attn_mask`` leaves.
+        scale: factor of the scores; default ``1 / sqrt(E)``. A tensor without dims and without a gradient is read on
+            the host.
+        enable_gqa: key and value may have fewer heads than query, a divisor of Hq: each serves ``Hq / H`` neighbours.
 
     Returns:
-        ``[..., Hq, L, Ev]`` in query's dtype and memory layout. A row that may attend to nothing is 0, with gradients
-        of 0 (as torch has it since 2.5; before it was NaN).
+        ``[..., Hq, L, Ev]`` in query's dtype and memory layout. A row that may attend to no key is 0, with gradients
+        of 0 (as in torch since 2.5; before it was NaN).
 
     Raises:
         TypeError: dtypes that do not fit; a scale that is a tensor with a gradient (multiply ``query`` by it).
         ValueError: shapes that do not fit; nested tensors that are not jagged.
-        BackendError: no backend, or not the one of :func:`flashsci.use_backend`, can serve the call.
+        BackendError: no backend can serve the call, or the one of :func:`flashsci.use_backend` cannot.
 
     Dropout follows torch's generator, but drops other entries than torch's kernels do. Under autocast query, key and
-    value are cast, a float mask never.
+    value are cast; a float mask is never cast.
 
     Examples:
         >>> import torch, flashsci
@@ -89,7 +92,7 @@ def sdpa(
 
 
 def _constant(x: Any) -> Any:
-    """An option, which torch also takes as a tensor of no dims and without a gradient."""
+    """An option as a number; torch also takes it as a tensor without dims and without a gradient."""
     if isinstance(x, Tensor) and x.dim() == 0 and not x.requires_grad:
         return x.item()
     return x
@@ -98,7 +101,7 @@ def _constant(x: Any) -> Any:
 def _heads(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With as many heads as attention() takes: those of key and value equal, dividing query's."""
+    """Heads as attention() takes them: equal numbers for key and value, a divisor of query's."""
     counts = tuple(x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
     of_query, of_key, of_value = counts
     if of_query == of_key == of_value:

@@ -1,4 +1,4 @@
-"""Second derivatives of what SDPA computed, whose own graph ends at the first."""
+"""Second derivatives of calls that SDPA computed; SDPA's own graph ends at the first derivative."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flashsci.backends.sdpa_kernels import laid_out
 from flashsci.ops import Scalars, Tensors
 from flashsci.tracing import transforming
 
-BACKENDS = ("sdpa",)  # whose graphs end there
+BACKENDS = ("sdpa",)  # backends whose graphs end there
 _GRADIENTS = 4  # of q, k, v, bias: SDPA has none of key weights
 
 
 def differentiable_twice(out: Tensor, tensors: Tensors, scalars: Scalars) -> Tensor:
-    """``out`` of SDPA's graph, for a second derivative too where one may be asked for."""
+    """``out`` of SDPA's graph, made twice differentiable where a second derivative may be wanted."""
     if torch.compiler.is_compiling() or not out.requires_grad or transforming():
         return out
     result: Tensor = SecondOrder.apply(out, scalars, *tensors)
@@ -26,15 +26,18 @@ def differentiable_twice(out: Tensor, tensors: Tensors, scalars: Scalars) -> Ten
 
 
 def first_order(tensors: Tensors) -> Tensors:
-    """The tensors as SDPA takes them on a GPU: cuDNN's backward, asked without a gradient, gives one that has no
-    derivative, and a recorded backward would carry it along."""
+    """The tensors as SDPA takes them on a GPU.
+
+    Without a request for a gradient, cuDNN's backward still returns one that has no derivative, and a recorded
+    backward would carry it along.
+    """
     if not tensors.q.is_cuda or torch.compiler.is_compiling() or transforming():
         return tensors
     return Tensors(*FirstOrder.apply(*tensors[:_GRADIENTS]), *tensors[_GRADIENTS:])
 
 
 class FirstOrder(torch.autograd.Function):
-    """Tensors as they are; what comes back to them in a backward that is recorded goes no further."""
+    """The tensors unchanged; in a recorded backward, gradients that return to them go no further."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -50,16 +53,19 @@ class FirstOrder(torch.autograd.Function):
 
 
 class SecondOrder(torch.autograd.Function):
-    """``out`` of SDPA's graph, as it is. A plain backward goes on into that graph. One that is recorded for
-    a derivative of its own turns off here: its gradients of q, k, v, bias are those of Triton's kernels
-    where they can serve the call, else the reference's, either after a forward of its own."""
+    """``out`` of SDPA's graph, unchanged, with a second derivative.
+
+    A plain backward goes on into SDPA's graph. A backward that is recorded for a derivative of its own does not: its
+    gradients of q, k, v, bias are those of Triton's kernels if they can serve the call, else the reference's, either
+    after a forward of its own.
+    """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, scalars: Scalars, *tensors: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.scalars, ctx.strides = scalars, out.stride()
-        # Not a view to autograd: users may write to it, as to what SDPA returns.
+        # autograd must not see a view: users may write to it, as to SDPA's own result.
         return out.detach()
 
     @staticmethod
@@ -76,7 +82,7 @@ class SecondOrder(torch.autograd.Function):
 
 
 def _again(scalars: Scalars) -> Callable[..., tuple[Tensor]]:
-    """What computes out once more, of the tensors of a call, so that it has a derivative of every order that there is."""
+    """A function that computes out again from the tensors of a call, with derivatives of every available order."""
 
     def compute(*given: Any) -> tuple[Tensor]:
         tensors = Tensors(*given)

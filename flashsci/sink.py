@@ -1,11 +1,11 @@
-"""Attention sinks: one more logit per head in the softmax, without a value. Kernels know nothing of them.
+"""Attention sinks: one more logit per head in the softmax, without a value. Kernels do not compute them.
 
-With out and lse of the keys alone and s the sink of their head, those of keys and sink are
+With out and lse of the keys alone, and s the sink of their head, those of keys and sink are
 
     out' = sigmoid(lse - s) out;  lse' = log(e^lse + e^s)
 
-Kernels recompute P = exp(S - lse) from the lse that they are given. Under out' and lse' their gradients are therefore those
-with the sink, whose own is -sum_rows e^(s - lse') delta with delta = <dout, out'> - dlse'.
+Kernels recompute P = exp(S - lse) from the given lse. With out' and lse' their gradients are therefore those with the
+sink. The sink's own gradient is -sum_rows e^(s - lse') delta with delta = <dout, out'> - dlse'.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flashsci.tracing import transforming
 
 
 def attend(plan: Plan, tensors: Tensors, sink: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
-    """out and lse with a sink [Hq], differentiable as far as the backend is."""
+    """out and lse with a sink [Hq], differentiable to the order of the backend."""
     module, scalars = plan.module, plan.scalars
     found: tuple[Tensor, Tensor]
     if not module.FUSED:  # the reference; SDPA refuses
@@ -49,13 +49,14 @@ def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_place(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of an out that nobody else has: one pass over it, rounded once."""
+    """The same, for an out that nothing else uses: one pass over it, rounded once."""
     share, whole = _share(lse, sink)
     return out.mul_(share.unsqueeze(-1)), whole
 
 
 def _share(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """What the sink leaves to the keys, and lse'. Rows that see no key have lse -inf, and so may heads without a sink."""
+    """The share that the sink leaves to the keys, and lse'. Rows that see no key have lse -inf, and so may heads
+    without a sink."""
     column = _column(sink, lse)
     nothing = lse == -torch.inf
     lse = lse.masked_fill(nothing, 0)
@@ -67,14 +68,17 @@ def _share(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _column(sink: Tensor, lse: Tensor) -> Tensor:
-    """sink as it meets lse [*, Hq, Sq], or [Sq] where there are no heads."""
+    """sink in the shape that broadcasts to lse [*, Hq, Sq], or [Sq] without heads."""
     sink = sink.to(lse.dtype)
     return sink.unsqueeze(-1) if lse.dim() > 1 else sink
 
 
 class SinkForward(torch.autograd.Function):
-    """out, lse = attention with a sink, eagerly. A plain backward is the kernels' own under out' and lse'. One that is
-    recorded for a derivative of its own runs through the graph of :func:`with_sink` instead, after another forward."""
+    """out, lse = attention with a sink, eagerly.
+
+    A plain backward is the kernels' own with out' and lse'. A backward that is recorded for a derivative of its own
+    runs another forward, and then goes through the graph of :func:`with_sink`.
+    """
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, sink: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:

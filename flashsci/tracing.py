@@ -1,4 +1,4 @@
-"""What torch is doing around a call: functorch transforms, forward-mode levels, CUDA graphs, autocast, TF32."""
+"""The state of torch around a call: functorch transforms, forward-mode levels, CUDA graphs, autocast, TF32."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch import Tensor
 
 _tracing_state = torch._C._get_tracing_state
 _set_tracing_state: Any = getattr(torch._C, "_set_tracing_state")  # noqa: B009  (torch's stubs lack it)
-modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes see ops
+modes = torch._C._len_torch_dispatch_stack  # the number of dispatch modes that see ops
 
 
 def is_traced() -> bool:
-    """Whether torch.jit.trace records ops: sizes are tensors then."""
+    """Whether torch.jit.trace records ops: sizes are then tensors."""
     return _tracing_state() is not None
 
 
 @contextmanager
 def tracer_paused() -> Iterator[None]:
-    """Sizes are numbers inside, also under torch.jit.trace, which records nothing of what is decided by them."""
+    """A context in which sizes are numbers, also under torch.jit.trace, which records no decision that is made from
+    them."""
     state = _tracing_state()
     _set_tracing_state(None)
     try:
@@ -31,13 +32,15 @@ def tracer_paused() -> Iterator[None]:
 
 
 def is_captured(x: Tensor) -> bool:
-    """Whether a CUDA graph records what is done with ``x``, whose values the host cannot read then."""
+    """Whether a CUDA graph records operations on ``x``; the host then cannot read its values."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_recorded() -> bool:
-    """Whether a call becomes part of a program that runs later, or other than real tensors go through it: a compiler, a tracer or
-    a dispatch mode sees its ops."""
+    """Whether a compiler, a tracer or a dispatch mode sees a call's ops.
+
+    Then the call becomes part of a program that runs later, or runs with other than real tensors.
+    """
     return torch.compiler.is_compiling() or is_traced() or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -68,8 +71,11 @@ def count_flops() -> None:
 
 
 def holds(condition: Any, unknown: bool = False) -> bool:
-    """A condition on sizes or strides; ``unknown`` where a compiler cannot tell, since they depend on the data, and where a tracer
-    would keep the answer of the sizes that it saw."""
+    """A condition on sizes or strides, as a bool.
+
+    ``unknown`` if a compiler cannot tell, because they depend on the data, or if a tracer would keep the answer for
+    the sizes that it saw.
+    """
     if isinstance(condition, Tensor):
         return unknown
     if type(condition) is bool and not torch.compiler.is_compiling():
@@ -80,8 +86,8 @@ def holds(condition: Any, unknown: bool = False) -> bool:
 
 
 def transforming() -> bool:
-    """Whether a functorch transform or forward-mode level is active, which sees only what an
-    autograd.Function shows it; for a compiler, among what it traces."""
+    """Whether a functorch transform or forward-mode level is active, which sees only the results of an
+    autograd.Function; for a compiler, among the transforms that it traces."""
     if torch.compiler.is_compiling():
         return _transforms_traced() or torch.autograd.forward_ad._current_level >= 0
     return transforming_eagerly()
@@ -96,13 +102,14 @@ _transforms_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def transforming_eagerly() -> bool:
-    """:func:`transforming`, for who knows that no compiler traces: asking that again is part of every small call."""
+    """:func:`transforming` for callers that no compiler traces: another check for that would be part of every small
+    call."""
     return (
         torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     )
 
 
-# What the attribute asks, at an eighth of its time.
+# The function behind that attribute, at an eighth of its time.
 _precision_of = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
@@ -115,12 +122,12 @@ def rounds_products(dtype: torch.dtype) -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-# As of registry.decide: asked once per trace. A compiler traces again where the switch has changed.
+# As for registry.decide: asked once per trace. A compiler traces again if the switch has changed.
 rounds_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def casts_to(q: Tensor) -> torch.dtype | None:
-    """What :func:`autocast` casts to, or None for nothing."""
+    """The dtype that :func:`autocast` casts to, or None if it does not cast."""
     if not torch._C._is_any_autocast_enabled():
         return None
     kind = q.device.type
@@ -132,8 +139,7 @@ def casts_to(q: Tensor) -> torch.dtype | None:
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v in autocast's dtype where autocast is on, as SDPA does: floating tensors other than
-    float64."""
+    """q, k, v in autocast's dtype where autocast is on, as in SDPA: floating tensors except float64."""
     dtype = casts_to(q)
     if dtype is None or (q.dtype is dtype and k.dtype is dtype and v.dtype is dtype):
         return q, k, v

@@ -1,4 +1,5 @@
-"""What torch asks of tensors, under transforms of any depth, and the check that an entry point's arguments have it.
+"""The derivatives and mappings that torch wants of tensors, under transforms of any depth, and the check that an
+entry point has them.
 
 A tensor requires grad, has a tangent (``torch.func.jvp``, ``torch.autograd.forward_ad``), or is mapped by ``torch.vmap``.
 """
@@ -21,17 +22,18 @@ _legacy = _functorch.is_legacy_batchedtensor
 
 
 def asked(x: Tensor) -> Asked:
-    """What torch asks of ``x`` at any depth: functorch's transforms wrap a tensor once each, and hide what is below."""
+    """The flags of ``x`` at any depth: each of functorch's transforms wraps a tensor once, and hides the levels
+    below."""
     if not transforming_eagerly():
         found = Asked.REVERSE if x.requires_grad and torch.is_grad_enabled() else Asked.NOTHING
         return found | Asked.MAPPED if _legacy(x) else found
     found = Asked.NOTHING
-    stack: list[Any] = []  # the transforms left behind
+    stack: list[Any] = []  # the transforms exited on the way
     recording, along = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
     try:
         while True:
             depth = max(_level(x), 0) if _wrapped(x) else 0
-            # A tensor answers for its own level alone, and only while that is the innermost one.
+            # A tensor answers only for its own level, and only while that level is the innermost one.
             while _functorch.get_dynamic_layer_stack_depth() > depth:
                 recording, along = _outside(recording, along)
                 stack.append(_functorch.pop_dynamic_layer_stack())
@@ -51,7 +53,8 @@ def asked(x: Tensor) -> Asked:
 
 
 def _outside(recording: bool, along: bool) -> tuple[bool, bool]:
-    """Whether the level around the innermost transform records gradients, and tangents: not where they were off when it began."""
+    """Whether the level around the innermost transform records gradients, and tangents: not if they were off when it
+    began."""
     inner = _functorch.peek_interpreter_stack()
     if inner.key() == _functorch.TransformType.Grad:
         recording = recording and _functorch.CGradInterpreterPtr(inner).prevGradMode()
@@ -65,7 +68,7 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def wanted(x: Tensor | None) -> bool:
-    """Whether a call with ``x`` is to have a derivative by it, in either mode."""
+    """Whether a call with ``x`` must have a derivative by it, in either mode."""
     if x is None:
         return False
     if torch.compiler.is_compiling() or not transforming_eagerly():
@@ -74,7 +77,7 @@ def wanted(x: Tensor | None) -> bool:
 
 
 def is_mapped(x: Tensor) -> bool:
-    """Whether ``torch.vmap`` maps a tensor, whose values the host then cannot read."""
+    """Whether ``torch.vmap`` maps a tensor; the host then cannot read its values."""
     return transforming_eagerly() and Asked.MAPPED in asked(x)
 
 
@@ -90,7 +93,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def check(name: str, **given: Tensor | None) -> None:
-    """Refuse what the rules of an entry point do not have.
+    """Refuse derivatives and mappings that the rules of an entry point do not have.
 
     Args:
         name: a key of :data:`flashsci.derivatives.ENTRIES`.
@@ -113,7 +116,7 @@ def check(name: str, **given: Tensor | None) -> None:
                 name, Asked.REVERSE, [n for n in lacking if present[n].requires_grad]
             )
         return
-    if not transforming_eagerly():  # nearly always: little to ask
+    if not transforming_eagerly():  # nearly always: little to check
         recording = torch.is_grad_enabled()
         if not any((recording and x.requires_grad) or _legacy(x) for x in present.values()):
             return

@@ -1,4 +1,4 @@
-"""The check of an argument without derivatives where a compiler traces transforms, as a node of its graph."""
+"""The check of an argument without derivatives, as a node of the graph of a compiler that traces transforms."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from flashsci.derivatives import Asked, refuse
 
 
 class Undifferentiable(torch.autograd.Function):
-    """An argument that a call has no derivatives by, where a compiler traces transforms: what they ask of it is refused.
+    """An argument without derivatives where a compiler traces transforms: it refuses those that they want.
 
-    A compiler's tensors do not say what transforms ask of them. Its output is for nobody. ``recording``: grad mode at the call.
+    A compiler's tensors do not show what transforms want of them. The output is not used. ``recording``: grad mode at
+    the call.
     """
 
     @staticmethod

@@ -55,8 +55,7 @@ def varlen_attention(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Any:
-    """Exact softmax attention of N packed sequences: each attends only to itself, whatever its
-    length.
+    """Exact softmax attention of N packed sequences: each sequence attends only to itself, at any length.
 
     Args:
         q: packed queries ``[Tq, Hq, D]``; sequence n is rows ``cu_seqlens_q[n]`` to
@@ -65,29 +64,29 @@ def varlen_attention(
         v: packed values ``[Tk, Hk, Dv]``.
         cu_seqlens_q: int32 ``[N + 1]`` on q's device, rising from 0 to Tq.
         cu_seqlens_k: the same for keys; None: ``cu_seqlens_q``.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths as host ints, which save a search on
-            the device; None where unknown. Neither way synchronises with the device. Rows of a
-            sequence beyond a bound that is too small are not specified.
-        bias: per pair, ``[Hb, sum_n Sq_n * Sk_n]`` with Hb = 1 or Hq, the row-major blocks ``[Sq_n,
-            Sk_n]`` one after the other; or per key, ``[Hb, Tk]`` or ``[Hb, 1, Tk]``. q's dtype or
-            float32 (beside float32 q also 16 bits); its gradient has its own shape.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths as host ints, which save a search on the device; None
+            where unknown. Neither way synchronises with the device. If a bound is too small, the rows of a sequence
+            beyond it are not specified.
+        bias: per pair, ``[Hb, sum_n Sq_n * Sk_n]`` with Hb = 1 or Hq, the row-major blocks ``[Sq_n, Sk_n]`` one after
+            the other; or per key, ``[Hb, Tk]`` or ``[Hb, 1, Tk]``. q's dtype or float32 (with float32 q also a 16-bit
+            dtype). Its gradient has its own shape.
         key_weight: ``[Tk]`` or ``[Hw, Tk]`` with Hw = 1 or Hk; as in :func:`flashsci.attention`.
         alibi_slopes: ``[Hq]`` or ``[N, Hq]``, one for each sequence; as in :func:`flashsci.attention`, with
             positions and ``align`` of each sequence.
         sink: ``[Hq]``, as in :func:`flashsci.attention`.
-        causal, window, align: as in :func:`flashsci.attention`, for each sequence by its own
-            lengths.
-        validate: check the contents of cu_seqlens and the size of a per-pair bias on CUDA too,
-            which synchronises once. On the CPU they are always checked. Unchecked contents that are
-            wrong give wrong rows, never access out of bounds.
-        q_scale, k_scale, v_scale: of float8_e4m3fn tensors, as in :func:`flashsci.attention`: ``[]``, one for each
-            sequence and head ``[N, H]``, or one for each block ``[T // block + N, H]`` with blocks of 128 or 64
-            rows: block b of sequence n, counted from its first row, is number
-            ``cu_seqlens[n] // block + n + b``. :func:`flashsci.quantize` makes them.
+        causal, window, align: as in :func:`flashsci.attention`, for each sequence by its own lengths.
+        validate: check the contents of cu_seqlens and the size of a per-pair bias on CUDA too, which synchronises
+            once. On the CPU they are always checked. Wrong contents that are not checked give wrong rows, never
+            access out of bounds.
+        q_scale, k_scale, v_scale: for float8_e4m3fn tensors, as in :func:`flashsci.attention`: ``[]``, one for each
+            sequence and head ``[N, H]``, or one for each block ``[T // block + N, H]`` with blocks of 128 or 64 rows.
+            Block b of sequence n, counted from its first row, has the number ``cu_seqlens[n] // block + n + b``.
+            :func:`flashsci.quantize` makes the scales.
         others: as in :func:`flashsci.attention`.
 
     Returns:
-        out ``[Tq, Hq, Dv]`` in q's dtype (of float8_e4m3fn: out_dtype) and layout; with ``return_lse`` also lse ``[Hq, Tq]``.
+        out ``[Tq, Hq, Dv]`` in q's dtype (for float8_e4m3fn: out_dtype) and layout; with ``return_lse`` also lse
+        ``[Hq, Tq]``.
 
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.attention`.
@@ -104,7 +103,7 @@ def varlen_attention(
     again = call = None
     featureless = sink is dropout_seed is bias is key_weight is None
     if featureless and q_scale is k_scale is v_scale is out_dtype is None:
-        # One tensor for both offsets is what None means.
+        # None means one tensor for both offsets.
         other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
         seen, absent = present(q, k, v, cu_seqlens_q, other, alibi_slopes)
         again, call = repeated(
@@ -170,7 +169,7 @@ def varlen_attention(
 
 
 def _repeating(plan: Plan, needs_grad: bool, again: Run) -> Run:
-    """What computes a call like one before, of the tensors that :func:`flashsci.ops.packed` takes; ``again``: of those it returns."""
+    """A run for repeats of a call, from the tensors of :func:`flashsci.ops.packed`; ``again`` takes its result."""
     if needs_grad and plan.as_given:
         from flashsci.autograd import apply_packed
 
@@ -202,7 +201,7 @@ def _plan(
     needs_grad: bool,
     backend: str,
 ) -> Plan:
-    """The plan of a packed call, from the cache where an equal call was planned before."""
+    """The plan of a packed call; from the cache if an equal call was planned before."""
 
     def make() -> Plan:
         call = describe(
@@ -250,8 +249,7 @@ def describe(
     options: arguments.Options,
     needs_grad: bool,
 ) -> tuple[Any, ...]:
-    """Check a packed call but for the contents of its offsets; the arguments of
-    registry.problem_of.
+    """The arguments of registry.problem_of for a packed call, checked except for the contents of its offsets.
 
     Raises:
         TypeError, ValueError: as :func:`varlen_attention` documents.
@@ -311,8 +309,7 @@ def describe(
 
 
 def dense_offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Offsets as kernels read them: neighbours in memory, whatever views were given; one copy for both
-    where they are one."""
+    """Contiguous offsets, as kernels read them; one copy for both if they are one tensor."""
     first = cu_seqlens_q.contiguous()
     if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
         return first, first
@@ -334,11 +331,11 @@ def check_contents(
     max_seqlen_k: int | None,
     bias: Tensor | None,
 ) -> None:
-    """Check what only the host can see: the offsets' values, and a bias's size against them.
+    """Check the offsets' values, and the size of a bias against them, on the host.
 
     Raises:
-        ValueError: offsets that fall or end elsewhere than at T; a per-pair bias of another size; a
-            bias [Hb, n] whose n fits both readings although they differ.
+        ValueError: offsets that fall or do not end at T; a per-pair bias of another size; a bias [Hb, n] whose n fits
+            both readings although they differ.
     """
     arguments.check_cu_seqlens_contents("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q)
     arguments.check_cu_seqlens_contents("cu_seqlens_k", cu_seqlens_k, k.shape[0], max_seqlen_k)
@@ -364,8 +361,8 @@ def check_contents(
 def kernel_bias(
     bias: Tensor | None, total_k: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The bias as raw ops take it: per key [Hb, 1, Tk] without offsets, per pair [Hb, total] with
-    int64 [N + 1] block starts."""
+    """The bias as raw ops take it: per key [Hb, 1, Tk] without offsets, or per pair [Hb, total] with int64 [N + 1]
+    block starts."""
     if bias is None or bias.dim() == 3:
         return bias, None
     if not _per_pair(bias, total_k):

@@ -1,9 +1,9 @@
-"""softmax(scale q k^T + bias) v in plain PyTorch operations, as the author of a model writes it: for small calls, and
-head dims that no tile was made for.
+"""softmax(scale q k^T + bias) v in plain PyTorch operations, as a model would write it: for small calls and unusual
+head dims.
 
-All scores are held: `auto` asks for it only where they are no more numbers than the call's own tensors
-(`registry.may_hold_scores`). Autograd differentiates it to any order. Inputs of 16 bits are refused: their scores would
-round to 16 bits, and overflow in fp16.
+No tile was made for those head dims. All scores are held: `auto` asks for this backend only if they are no more
+numbers than the call's own tensors (`registry.may_hold_scores`). Autograd differentiates it to any order. 16-bit
+inputs are refused: their scores would round to 16 bits, and overflow in fp16.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, None]:
         scores = scores.masked_fill(~keep, float("-inf"))
     if keep is None and bias is None:
         return scores.softmax(-1) @ v, None
-    # A row that sees no key: softmax of zeros, so that no NaN meets its gradient of zero; its out is 0.
+    # A row that sees no key: softmax of zeros, so that its zero gradient meets no NaN; its out is 0.
     empty = (scores == float("-inf")).all(-1, keepdim=True)
     p = scores.masked_fill(empty, 0.0).softmax(-1)
     return (p @ v).masked_fill(empty, 0.0), None

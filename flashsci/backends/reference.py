@@ -1,12 +1,11 @@
-"""The specification as code: every feature in plain PyTorch, on any device and dtype,
-differentiable to any order.
+"""The specification as code: every feature in plain PyTorch, on any device and dtype, differentiable to any order.
 
     S = softcap(scale Q K^T) + bias - slope |i + shift - j|, masked
     L = log(sum_j w e^S + e^sink);  P = w exp(S - L);  O = (P o R) V
 
-with R the dropout keep mask divided by 1 - p, and w the key weights (1 without). Memory is O(Sq * Sk). Run in float64 this is the
-oracle of all tests; run in a lower dtype it is "plain PyTorch in the same dtype", the baseline of
-the two-error rule.
+Here R is the dropout keep mask divided by 1 - p, and w the key weights (1 without). Memory is O(Sq * Sk). In float64
+this is the oracle of all tests. In a lower dtype it is "plain PyTorch in the same dtype", the baseline of the
+two-error rule.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def rejects(problem: Problem) -> str | None:
 
 
 def ahead(seq_q: int, seq_k: int, lower_right: bool, device: torch.device) -> Tensor:
-    """How far each key lies after the diagonal at each query: int64 [Sq, Sk]."""
+    """The distance of each key after the diagonal of each query: int64 [Sq, Sk]."""
     shift = seq_k - seq_q if lower_right else 0
     return torch.arange(seq_k, device=device) - torch.arange(seq_q, device=device)[:, None] - shift
 
@@ -49,7 +48,7 @@ def visible(
     lower_right: bool,
     device: torch.device,
 ) -> Tensor | None:
-    """Bool [Sq, Sk]: which keys causal and window leave each query; None when all of them."""
+    """Bool [Sq, Sk]: the keys that causal and window leave each query; None if they leave all."""
     if window_left < 0 and window_right < 0:
         return None
     distance = ahead(seq_q, seq_k, lower_right, device)
@@ -62,7 +61,7 @@ def visible(
 
 
 def per_query_head(x: Tensor, heads_q: int) -> Tensor:
-    """Repeat key heads so that query head h meets key head h // (Hq // Hk)."""
+    """The tensor with key heads repeated, so that query head h meets key head h // (Hq // Hk)."""
     return (
         x
         if x.dim() < 3 or x.shape[-3] == heads_q
@@ -71,7 +70,7 @@ def per_query_head(x: Tensor, heads_q: int) -> Tensor:
 
 
 def _per_key_head(x: Tensor, heads_k: int) -> Tensor:
-    """The transpose of :func:`per_query_head`: sum the query heads of each key head."""
+    """The transpose of :func:`per_query_head`: the sum over the query heads of each key head."""
     if x.dim() < 3 or x.shape[-3] == heads_k:
         return x
     return x.unflatten(-3, (heads_k, -1)).sum(-3)
@@ -82,7 +81,8 @@ def _sum_to(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, summed in fp32 or better and rounded once to their dtype, whatever torch's TF32 switch and autocast say."""
+    """a @ b, summed in fp32 or better and rounded once to their dtype, whatever torch's TF32 switch and autocast
+    say."""
     if casts_to(a) is not None:
         with torch.autocast(a.device.type, enabled=False):
             return _exact_product(a, b)
@@ -103,8 +103,8 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _tanh(x: Tensor) -> Tensor:
-    """tanh x. torch's own has the derivative 1 - tanh^2, in which everything cancels where x is large; that of a
-    small sigmoid is exact there, and so are all higher ones."""
+    """tanh x with exact derivatives. torch's own derivative is 1 - tanh^2, in which everything cancels for large x;
+    that of a small sigmoid is exact there, and so are all higher ones."""
     above, below = 1 - 2 * torch.sigmoid(-2 * x), 2 * torch.sigmoid(2 * x) - 1
     return torch.where(x.abs() < 1, torch.tanh(x), torch.where(x > 0, above, below))
 
@@ -123,14 +123,13 @@ def _scores(
     alibi_slopes: Tensor | None,
     scalars: Scalars,
 ) -> tuple[Tensor, Tensor | None]:
-    """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and scale q k^T / softcap if there is a
-    softcap."""
+    """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and scale q k^T / softcap if there is a softcap."""
     softcap = scalars.softcap
     keys = per_query_head(k, q.shape[-3] if q.dim() > 2 else 1)
     scores = _product(q * scalars.scale, keys.transpose(-1, -2))
     capped = None
     if softcap:
-        # In fp32: beside a softcap far above the scores their quotient is below what fp16 holds.
+        # In fp32: if a softcap is far above the scores, their quotient is below the range of fp16.
         capped = scores.to(_statistics_dtype(scores.dtype)) / softcap
         scores = (softcap * _tanh(capped)).to(scores.dtype)
     if bias is not None:
@@ -149,8 +148,10 @@ def _scores(
 
 
 def _weights(key_weight: Tensor, heads_q: int, dtype: torch.dtype) -> Tensor:
-    """Key weights [*, Hk or 1, Sk] as they multiply the exponentials of scores, [*, Hq or 1, 1, Sk]: zero, with the gradient
-    of a zero, below the smallest normal number of fp32."""
+    """Key weights [*, Hk or 1, Sk] as factors of the exponentials of scores, [*, Hq or 1, 1, Sk].
+
+    Below the smallest normal number of fp32 they are zero, with the gradient of a zero.
+    """
     weights = key_weight.to(dtype)
     weights = weights - torch.where(weights.abs() < SMALLEST_NORMAL, weights, 0.0).detach()
     if weights.dim() > 1 and weights.shape[-2] not in (1, heads_q):
@@ -159,7 +160,7 @@ def _weights(key_weight: Tensor, heads_q: int, dtype: torch.dtype) -> Tensor:
 
 
 def weights_as_bias(key_weight: Tensor, bias: Tensor | None, heads_q: int) -> Tensor:
-    """bias + log w: the same attention, whose derivative by a weight of zero is lost."""
+    """bias + log w: the same attention, without the derivative by a weight of zero."""
     dtype = torch.promote_types(torch.float32, key_weight.dtype)
     logarithm = _weights(key_weight, heads_q, dtype).log()
     return logarithm if bias is None else bias + logarithm
@@ -188,8 +189,7 @@ def _dense_forward(
     batch_offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
     scores, _ = _scores(q, k, bias, mask, alibi_slopes, scalars)
-    # The maximum only guards the exponential: softmax does not depend on it, so neither do
-    # gradients.
+    # The maximum only guards the exponential: softmax does not depend on it, so gradients do not either.
     peaks = scores.detach()
     weights = None
     if key_weight is not None:
@@ -249,7 +249,7 @@ def _dense_backward(
     heads_q = q.shape[-3] if q.dim() > 2 else 1
     heads_k = k.shape[-3] if k.dim() > 2 else 1
     compute = _statistics_dtype(q.dtype)
-    # Scores round as the forward's did: P = exp(scores - lse) belongs to its lse then, and sums to 1.
+    # Scores round as in the forward: then P = exp(scores - lse) belongs to its lse, and sums to 1.
     scores, capped = _scores(q, k, bias, mask, alibi_slopes, scalars)
     scores, capped = scores.to(compute), None if capped is None else capped.to(compute)
     q_, k_, v_, dout_, out_ = (x.to(compute) for x in (q, k, v, dout, out))
@@ -259,7 +259,7 @@ def _dense_backward(
     most: float | Tensor = 0.0
     if key_weight is not None:
         weights = _weights(key_weight, heads_q, compute)
-        # The exponential itself, at most 1 / w: of a weight of zero it has a gradient still.
+        # The exponential itself, at most 1 / w: it has a gradient even for a weight of zero.
         most = (-weights.detach().log()).clamp(max=math.log(torch.finfo(compute).max) - 8)
     p = torch.exp(exponent - (exponent.detach() - most).clamp(min=0))
     p = torch.where(lse == float("-inf"), torch.zeros_like(p), p)
@@ -289,14 +289,14 @@ def _dense_backward(
 
 
 def _weight_gradient(of_pairs: Tensor, key_weight: Tensor, heads_k: int) -> Tensor:
-    """That of key weights [*, Hk or 1, Sk], a sum over the queries and heads that share them."""
+    """The gradient of key weights [*, Hk or 1, Sk], a sum over the queries and heads that share them."""
     found = _per_key_head(of_pairs.sum(-2, keepdim=True), heads_k).squeeze(-2)
     return _sum_to(found, key_weight.shape).to(key_weight.dtype)
 
 
 def _pieces(x: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
-    """``x`` cut along ``dim`` into the packed sequences, and what is left after the last. One split:
-    slices would each add a gradient of the size of ``x``."""
+    """``x`` cut along ``dim`` into the packed sequences, and the rest after the last. It is one split: each slice
+    would add a gradient of the size of ``x``."""
     return x.split([*sizes, x.shape[dim] - sum(sizes)], dim)
 
 
@@ -325,7 +325,7 @@ class _Packed:
         ]
 
     def slopes(self, alibi_slopes: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Those of each sequence, [Hq]."""
+        """The slopes of each sequence, [Hq]."""
         if alibi_slopes is None:
             return (None,) * self.count
         return alibi_slopes.expand(self.count, alibi_slopes.shape[-1]).unbind(0)
@@ -339,8 +339,11 @@ class _Packed:
 def forward(
     tensors: Tensors, scalars: Scalars, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64), differentiable in q, k, v,
-    bias, key_weight, alibi_slopes and sink [Hq]. (Other backends know of no sink: flashsci/sink.py.)"""
+    """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64).
+
+    Both are differentiable in q, k, v, bias, key_weight, alibi_slopes and sink [Hq]. (Other backends compute no sink:
+    flashsci/sink.py.)
+    """
     q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, alibi = tensors
     if cu_seqlens_q is None:
         out, lse = _dense_forward(q, k, v, bias, key_weight, mask, seed, alibi, sink, scalars)
@@ -386,11 +389,10 @@ def forward(
 def backward(
     dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, bias and key_weight from a given out and lse (which may be those of a larger set of
-    keys).
+    """Gradients of q, k, v, bias and key_weight from a given out and lse, which may be those of a larger set of keys.
 
-    Scores are rounded to the inputs' dtype, like the forward's. An lse from a backend that keeps them in
-    fp32 belongs to P up to that rounding.
+    Scores are rounded to the inputs' dtype, as in the forward. The lse of a backend that keeps scores in fp32 belongs
+    to P up to that rounding.
     """
     q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, alibi = (
         saved.tensors

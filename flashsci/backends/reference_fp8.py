@@ -1,6 +1,7 @@
 """Attention on 8-bit floats in plain PyTorch: q, k and v times their scales in fp32, then reference.py's formula.
 
-On any device. Out is rounded once; P is not rounded to 8 bits: this is what the inputs mean, not what a kernel makes of them.
+It runs on any device. Out is rounded once and P is not rounded to 8 bits: this is the exact meaning of the inputs,
+not the result of a kernel.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def dequantised(x: Tensor, scale: Tensor | None, cu_seqlens: Tensor | None) -> T
 
 
 def slots(cu_seqlens: Tensor, row: Tensor, block: int) -> Tensor:
-    """Where the scale of each row of a packed tensor lies, see fp8_ops.rows_per_scale."""
+    """The index of the scale of each row of a packed tensor, see fp8_ops.rows_per_scale."""
     n = torch.searchsorted(cu_seqlens, row.to(torch.int32), right=True) - 1
     n = n.clamp(0, cu_seqlens.shape[0] - 2)
     first = cu_seqlens[n].long()

@@ -1,8 +1,8 @@
-"""Packed calls of the reference as ops, for whoever records a call instead of running it.
+"""Packed calls of the reference as ops, for compilers and tracers, which record a call instead of running it.
 
-The reference reads the offsets on the host and works sequence by sequence: a compiler cannot trace that, and a tracer would
-keep the lengths that it saw. As ``flashsci::reference_packed_*`` a call is opaque to both, in forward, backward, second order and
-forward mode. Eager calls have no need of them, and derivatives of any order without.
+The reference reads the offsets on the host and works sequence by sequence: a compiler cannot trace that, and a tracer
+would keep the lengths that it saw. The ops ``flashsci::reference_packed_*`` are opaque to both, in forward, backward,
+second order and forward mode. Eager calls do not need them, and have derivatives of any order without them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def _forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, ...]:
 
 
 def _leaves(saved: Saved) -> tuple[list[Tensor], Callable[..., tuple[Tensor, Tensor]]]:
-    """What has gradients, apart from the graph of the call; and out and lse as a function of it, where there is one."""
+    """The tensors that have gradients, without the graph of the call; and out and lse as a function of them, with a
+    graph."""
     present = [x for x in saved.tensors[:5] if x is not None]
     leaves = [x.detach().requires_grad_() for x in present]
 
@@ -89,7 +90,7 @@ def _double_backward(
 
 
 def _laid_out(kernel: Callable[..., Sequence[Tensor]], what: str) -> Callable[..., Any]:
-    """The kernel, with results in memory of their own and in the strides that a compiler expects."""
+    """The kernel, with results in new memory and in the strides that a compiler expects."""
     fake = PASSES[what].fake
 
     def run(*arguments: Any) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """Paged attention and the cache update in plain PyTorch: every sequence's keys are gathered, then reference.py's formula.
 
-On any device and dtype; in float64 it is the oracle. In 16 bits it computes in fp32 and rounds once. It reads lengths on the
-host, which waits for the device.
+It runs on any device and dtype; in float64 it is the oracle. In 16 bits it computes in fp32 and rounds once. It reads
+lengths on the host, which waits for the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashsci.paged_ops import FP8, PagedScalars, PagedTensors, define, empty_ls
 
 
 def _attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tensor:
-    """Fills ``out``, zero in rows of no sequence, and returns the lse, -inf there."""
+    """Fill ``out``, zero in rows of no sequence, and return the lse, -inf there."""
     paged_checks.attention(tensors, out, scalars, LIMITS)
     paged_checks.attention_apart(tensors, out)
     q = tensors.q
@@ -42,7 +42,7 @@ def _sequence(
     """(out ``[Hq, Lq, Dv]``, lse ``[Hq, Lq]``) of sequence n."""
     q = tensors.q[rows].transpose(0, 1).to(statistics_dtype(tensors.q.dtype))
     table, first = tensors.block_table[n], 0
-    if scalars.window_left >= 0:  # what no query sees need not be in the cache any more
+    if scalars.window_left >= 0:  # keys that no query sees may have left the cache
         first = max(0, length - q.shape[1] - scalars.window_left)
     k = gathered(tensors.k_cache, table, length, tensors.k_scale, n, q.dtype)[first:]
     v = gathered(tensors.v_cache, table, length, tensors.v_scale, n, q.dtype)[first:]
@@ -64,7 +64,7 @@ def gathered(
     """The first ``length`` rows of sequence n, dequantised: ``[length, Hk, D]`` in ``dtype``."""
     page = cache.shape[1]
     pages = table[: -(-length // page)].long().clamp(0, max(cache.shape[0] - 1, 0))
-    # Bytes, since not every device has an index of 8-bit floats.
+    # As bytes, because not every device can index 8-bit floats.
     plain = cache.view(torch.uint8) if cache.dtype in FP8 else cache
     rows = plain[pages].flatten(0, 1)[:length]
     rows = rows.view(cache.dtype) if cache.dtype in FP8 else rows
@@ -72,8 +72,8 @@ def gathered(
 
 
 def quantised(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x ``[T, Hk, D]`` divided by its scale, as a cache of ``dtype`` stores it: what is too large for an 8-bit float
-    becomes its largest number."""
+    """x ``[T, Hk, D]`` divided by its scale, as a cache of ``dtype`` stores it: numbers too large for an 8-bit float
+    become its largest number."""
     if scale is not None:
         wide = statistics_dtype(x.dtype)
         x = x.to(wide) / scale.to(wide)[:, None]

@@ -1,7 +1,7 @@
-"""What PyTorch ships: torch.nn.functional.scaled_dot_product_attention behind our specification.
+"""PyTorch's own attention as a backend: torch.nn.functional.scaled_dot_product_attention behind our specification.
 
-First derivatives are SDPA's own, in autograd's own graph: what it saves, saved-tensor hooks see, and a graph that
-was freed stays so. No fused SDPA kernel differentiates twice; second derivatives are flashsci/second_order.py's.
+First derivatives are SDPA's own, in autograd's own graph: saved-tensor hooks see the tensors that it saves, and a
+freed graph stays freed. No fused SDPA kernel differentiates twice; flashsci/second_order.py adds second derivatives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashsci.problem import Problem
 from flashsci.tracing import casts_to, transforming
 
 FUSED = False
-TINY = 2.0**-20  # scales below, and above its inverse, are those of extreme q and k
+TINY = 2.0**-20  # scales below this, or above its inverse, belong to extreme q and k
 
 
 def unavailable() -> str | None:
@@ -72,14 +72,13 @@ def _merged_mask(
         keep = mask if keep is None else keep & mask
     if bias is None:
         return keep
-    # Never fewer bits than it has: a bias of 300 in bf16 is off by 1.
+    # Never fewer bits than the bias has: a bias of 300 in bf16 is off by 1.
     merged = bias.to(torch.promote_types(bias.dtype, q.dtype))
     return merged if keep is None else merged.masked_fill(~keep, float("-inf"))
 
 
 def _four_dims(x: Tensor | None, batch: torch.Size) -> Tensor | None:
-    """[*, H, S, D] as [B, H, S, D]; a mask's broadcast leading dims stay size 1 where they all
-    are."""
+    """[*, H, S, D] as [B, H, S, D]; leading dims of a mask that are all broadcast stay one dim of size 1."""
     if x is None or x.dim() == 4:
         return x
     if x.dim() < 4:
@@ -100,7 +99,7 @@ def _attend(
     if merged is not None:
         if merged.dim() < q.dim():
             merged = merged.reshape(*(1,) * (q.dim() - merged.dim()), *merged.shape)
-        # SDPA broadcasts every dim but the last, and reads that one with stride 1.
+        # SDPA broadcasts every dim except the last, and reads the last with stride 1.
         merged = merged.expand(*merged.shape[:-1], k.shape[-2])
         merged = merged if merged.stride(-1) == 1 else merged.contiguous()
     shape, batch, dtype = (*q.shape[:-1], v.shape[-1]), q.shape[:-3], q.dtype
@@ -111,7 +110,7 @@ def _attend(
         q = q * 2.0**exponent
     gpu = on_gpu(q)
     if gpu and merged is not None and merged.dtype not in (torch.bool, dtype):
-        # The kernels of GPUs take a bias of q's dtype alone; that of the CPU takes fp32 beside 16 bits.
+        # The kernels of GPUs take only a bias of q's dtype; the kernel of the CPU also takes fp32 with 16 bits.
         q, k, v = q.to(merged.dtype), k.to(merged.dtype), v.to(merged.dtype)
     q, k, v = (aligned(x if x.dim() == 4 else _four_dims(x, batch)) for x in (q, k, v))  # type: ignore[arg-type]
     merged = _four_dims(merged, batch)
@@ -131,7 +130,7 @@ def _attend(
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """torch's function, by those of its kernels that compute such a call rightly."""
+    """torch's function, restricted to the kernels that compute such a call correctly."""
     if on_gpu(q) and (arguments["attn_mask"] is not None or q.shape[-1] != v.shape[-1]):
         # cuDNN's backward gives NaN for some masked shapes (pytorch#196678), and its graph misplaces
         # some outputs of another head dim than q's.
@@ -147,11 +146,10 @@ def _only_bias_has_gradient(q: Tensor, k: Tensor, v: Tensor, merged: Tensor | No
 
 
 def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, Tensor | None]:
-    """out [*, Hq, Sq, Dv]; SDPA has no lse to give."""
+    """out [*, Hq, Sq, Dv]; SDPA returns no lse."""
     q, k, v, bias, key_weight, mask, *_ = tensors
     if q.numel() == 0 or k.numel() == 0 or transforming():
-        # Nothing to attend to, or a functorch or forward-mode level that autograd.Function cannot
-        # follow.
+        # No key at all, or a functorch or forward-mode level that autograd.Function cannot follow.
         return reference.forward(tensors, scalars)[0], None
     if key_weight is not None:
         bias = reference.weights_as_bias(key_weight, bias, q.shape[-3] if q.dim() > 2 else 1)

@@ -1,11 +1,12 @@
-"""torch's own attention kernels, as safe to call: what they take for granted is made true, what they lose is put back.
+"""torch's own attention kernels, made safe to call: their unchecked assumptions are made true, and lost values are
+restored.
 
 - Rows begin at multiples of 16 bytes (:func:`aligned`).
-- The gradient of out lies in memory as out does (:func:`laid_out`, :class:`LaidOut`): cuDNN's backward reads it so.
-- Somebody among q, k, v requires a gradient where the bias does (:class:`Following`): without it the memory-efficient forward
-  keeps no lse, and its backward raises.
-- Inputs on the CPU are finite (:func:`finite`, :func:`lost`): the kernel there returns zeros for a row whose scores are all NaN,
-  and finite numbers for some infinite scores of 16 bits.
+- The gradient of out has the memory layout of out (:func:`laid_out`, :class:`LaidOut`), as cuDNN's backward assumes.
+- If the bias requires a gradient, so does one of q, k, v (:class:`Following`): otherwise the memory-efficient forward
+  saves no lse, and its backward raises.
+- Inputs on the CPU are finite (:func:`finite`, :func:`lost`): the kernel there returns zeros for a row whose scores
+  are all NaN, and finite numbers for some infinite scores of 16 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from flashsci.backends.reference import per_query_head
 from flashsci.ops import Scalars
 
-#: The function itself: programs put others, this package's among them, in the place of torch.nn.functional's name.
+#: The function itself: programs, flashsci included, replace torch.nn.functional's name.
 attend = torch._C._nn.scaled_dot_product_attention
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
@@ -41,15 +42,15 @@ def _rows_are_aligned(x: Tensor) -> bool:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, copied if its rows begin off the 16 bytes that SDPA's kernels assume without asking."""
+    """x, copied if its rows do not begin at multiples of 16 bytes, which SDPA's kernels assume without a check."""
     if torch.compiler.is_compiling() or _rows_are_aligned(x):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def laid_out(dout: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """dout in the memory layout of an out of these strides, aligned; no copy where it is so already."""
-    # Batched tensors (is_grads_batched) have no address to look at, and do not allow writing in place.
+    """dout in the memory layout of an out of these strides, aligned; no copy if it already has it."""
+    # Batched tensors (is_grads_batched) have no address to examine, and do not allow a write in place.
     if not _is_batched(dout) and dout.stride() == strides and _rows_are_aligned(dout):
         return dout
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
@@ -58,7 +59,8 @@ def laid_out(dout: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 class LaidOut(torch.autograd.Function):
-    """out as it is, whose gradient arrives in its layout. For compilers: they trace one layout, and run others."""
+    """out unchanged, with a gradient that arrives in its layout. For compilers: they trace one layout, and run
+    others."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor) -> Tensor:
@@ -72,7 +74,7 @@ class LaidOut(torch.autograd.Function):
 
 
 class Following(torch.autograd.Function):
-    """q as it is, which requires a gradient where the bias does, and takes none."""
+    """q unchanged; it requires a gradient if the bias does, and takes none."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, bias: Tensor) -> Tensor:
@@ -92,8 +94,8 @@ def _once(x: Tensor) -> Tensor:
 
 
 def finite(q: Tensor, k: Tensor, bias: Tensor | None) -> bool:
-    """Whether no score can be other than a number or -inf. Reads the tensors on the host."""
-    # Sums are several times as fast as isfinite. They may overflow, too, and then say less.
+    """Whether every score is a number or -inf. Reads the tensors on the host."""
+    # Sums are several times as fast as isfinite. If they overflow, they say less.
     if not math.isfinite(_sum(q) + _sum(k)) and not bool(q.isfinite().all() & k.isfinite().all()):
         return False
     if bias is None or bias.numel() == 0:
@@ -109,8 +111,11 @@ def _sum(x: Tensor) -> float:
 def lost(
     q: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor | None, scalars: Scalars
 ) -> Tensor:
-    """What brings back a NaN that :func:`finite` would find, where nobody may read values on the host: zeros and NaN, to be
-    added to out. Keys that a mask, a bias or a window may hide are left to the kernel."""
+    """Zeros and NaN to add to out: they restore a NaN that :func:`finite` would find, where nothing may read values
+    on the host.
+
+    Keys that a mask, a bias or a window may hide are left to the kernel.
+    """
     rows = (q.detach() * 0).sum(-1, keepdim=True)
     if bias is not None or mask is not None or scalars.window_left >= 0 or scalars.lower_right:
         return rows

@@ -1,14 +1,15 @@
-"""`python -m flashsci check`: is every kernel right on this GPU? Writes reports/gpu-check.json.
+"""`python -m flashsci check`: the check of every kernel on this GPU. Writes reports/gpu-check.json.
 
 Generated problems (flashsci.testing.cases) are judged against the fp64 oracle by the criteria of
-flashsci.testing.bounds, forward, lse and all gradients, on every backend; then come the known traps
-and bitwise determinism. Worker processes share the work by kernel variant, so that each variant is
-compiled once and many are compiled at a time. The report carries one digest per kernel unit: a CPU
-test knows from it which kernels changed since. It also lists what the generator draws, but did not for some
-dtype or head dims of a backend (`coverage`).
+flashsci.testing.bounds, forward, lse and all gradients, on every backend. Then the known traps and bitwise
+determinism are tested. Worker processes share the work by kernel variant, so that each variant is compiled once and
+many are compiled at a time. The report has one digest per kernel unit: from it a CPU test knows which kernels have
+changed since. It also lists properties that the generator can draw, but did not draw for some dtypes or head dims of
+a backend (`coverage`).
 
-"cuda" picks kernels as users get them; "cuda:sm90" and the like are held to one generation, so that what another one
-served in its place does not count. A part of the cases is drawn for the newest generation, and judged on CUDA kernels alone.
+"cuda" picks kernels as users get them; "cuda:sm90" and similar names are restricted to one generation, so that a call
+that another one served does not count. A part of the cases is drawn for the newest generation, and judged on CUDA
+kernels alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from flashsci.testing import (
 
 
 def reproduce(text: str, backends: Sequence[str], device: str, say: Any = print) -> int:
-    """Judge one case given as the report prints it."""
+    """Judge one case, given as the report prints it."""
     kinds = Case, Variant, PagedCase, PagedVariant, FP8Case, FP8Variant, ResidualCase
     names = {x.__name__: x for x in kinds}
     case = eval(text, names)

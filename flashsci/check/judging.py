@@ -1,4 +1,4 @@
-"""One case or one trap on the backends: results against the fp64 oracle, and against each other."""
+"""The judgement of one case or one trap on the backends: results against the fp64 oracle, and against each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from flashsci.testing.fp8 import FP8Inputs, FP8Judge
 from flashsci.testing.inputs import moved_to
 from flashsci.testing.paged import PagedInputs, PagedJudge
 
-# Scores of a case up to which one core judges it as fast as a GPU, for whose attention many processes wait.
+# Scores of a case up to which one core judges it as fast as a GPU that many processes wait for.
 ON_HOST = 1 << 19
 T = TypeVar("T")
 
@@ -47,8 +47,8 @@ def judge_case(
 ) -> dict[str, Tally]:
     """Judge one case on several backends, and each pair of them against each other.
 
-    Keys are backend names and, for pairs, "a-b". ``order`` 0 leaves out the gradients. A backend held to a generation that
-    refuses gradients is judged by its forward. ``coverage`` sees what was judged.
+    Keys are backend names and, for pairs, "a-b". ``order`` 0 leaves out the gradients. A backend restricted to a
+    generation that refuses gradients is judged by its forward. ``coverage`` counts the judged cases.
     """
     tallies: dict[str, Tally] = defaultdict(Tally)
     where = "cpu" if case.scores <= ON_HOST else device
@@ -65,7 +65,7 @@ def judge_case(
                     tensors = evaluate(given, name, name != "sdpa", deterministic=False)
                     if given.has_gradients and name not in PLAIN:
                         check_alone(given, name, tensors)
-                # Waits for them, so that a fault of these kernels is not reported of the next.
+                # Wait for them, so that a fault of these kernels is not reported for the next.
                 results[name] = moved_to(where, tensors)
                 tally.forward_only += given is not inputs
                 break
@@ -89,7 +89,7 @@ def _judge(
     coverage: Coverage | None,
 ) -> None:
     """Results on the device ``where`` against the oracle, computed there, and against each other."""
-    judges: dict[bool, Judge] = {}  # the larger part of the time: not for what nobody serves
+    judges: dict[bool, Judge] = {}  # most of the time: not for calls that no backend serves
     for name in results:
         tally, fused = tallies[name], name not in PLAIN
         if fused not in judges:
@@ -114,14 +114,14 @@ def _judge(
 
 
 def _finished(results: T) -> T:
-    """The same, when the device has computed them."""
+    """The results, after the device has computed them."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return results
 
 
 def judge_paged_case(case: PagedCase, backends: Sequence[str], device: str) -> dict[str, Tally]:
-    """Judge one paged case on several backends: out, lse, and what is written into a cache, bit by bit."""
+    """Judge one paged case on several backends: out, lse, and the bytes written into a cache, bit by bit."""
     inputs = make_paged_inputs(case, device)
     return _judge_apart(case, backends, inputs, lambda: inputs.judge(fused=True), inputs.written)
 
@@ -139,7 +139,8 @@ def _judge_apart(
     judge_of: Callable[[], PagedJudge | FP8Judge],
     written: Callable[[str], torch.Tensor] | None = None,
 ) -> dict[str, Tally]:
-    """A call with a judge of its own; ``written``: what a backend stores into a cache, which must be the reference's bytes."""
+    """Judge a call with a judge of its own; ``written``: the bytes that a backend stores into a cache, which must be
+    the reference's."""
     tallies: dict[str, Tally] = defaultdict(Tally)
     judge = stored = None
     for name in backends:
@@ -149,7 +150,7 @@ def _judge_apart(
                 results = _finished(inputs.evaluate(name))
                 try:
                     stored = _finished(written(name)) if written else None
-                except BackendError as error:  # what a device cannot store it may read
+                except BackendError as error:  # a device may read a format that it cannot store
                     tally.refuse(_reason(error))
                     stored = None
         except BackendError as error:
@@ -171,7 +172,7 @@ def _judge_apart(
 
 
 def _reason(error: BackendError) -> str:
-    """An error without the shapes of its call, which would make every refusal one of its own."""
+    """An error without the shapes of its call, which would make every refusal different."""
     return re.sub(r"\[[\d, ]*\]", "[..]", str(error)).split("; use ")[0]
 
 

@@ -1,11 +1,11 @@
-"""Does the machine code of a kernel read a uniform register that nothing before it has written?
+"""A search in a kernel's machine code for reads of uniform registers that nothing before them has written.
 
-ptxas 12.8, which comes with Triton 3.6, loses the base of a shared-memory descriptor in some kernels for Hopper: wgmma then reads
-where some other number points, which is a wrong result or an illegal address, in some calls. What was wrong for one call is seen
-here for all: `check` looks at every Triton kernel that it has compiled, tests at those they compile, scripts/undefined_registers.py at
-files.
+ptxas 12.8, which comes with Triton 3.6, loses the base of a shared-memory descriptor in some kernels for Hopper.
+wgmma then reads at the address of some other number, which gives a wrong result or an illegal address, in some calls.
+A fault that shows in one call is found here for all: `check` examines every Triton kernel that it has compiled, tests
+examine those that they compile, and scripts/undefined_registers.py examines files.
 
-A register counts as written where any path from the kernel's start writes it: what is found is undefined on every path.
+A register counts as written if any path from the kernel's start writes it: a finding is undefined on every path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ENDS = ("EXIT", "RET", "BRX", "JMX", "KILL")  # nothing follows, unless they ar
 
 
 def tool(name: str) -> str:
-    """cuobjdump or nvdisasm: that of the CUDA toolkit, or the one in Triton's package."""
+    """The path of cuobjdump or nvdisasm: from the CUDA toolkit, or from Triton's package."""
     found = shutil.which(name)
     if found is None:
         spec = importlib.util.find_spec("triton")
@@ -67,7 +67,8 @@ def bits(first: int, count: int = 1) -> int:
 
 
 def registers_of(opcode: str, operands: str) -> tuple[int, int]:
-    """Uniform registers that an instruction reads and writes, as bits. Of a group only the named one counts as read."""
+    """Uniform registers that an instruction reads and writes, as bits. Of a group only the named register counts as
+    read."""
     parts = [part.strip() for part in operands.split(",")]
     writes = 0
     if opcode == "ELECT":  # a predicate first, then the lane
@@ -89,7 +90,7 @@ def registers_of(opcode: str, operands: str) -> tuple[int, int]:
 
 
 def flow(lines: list[str]) -> list[Instruction]:
-    """The instructions of one kernel and what may follow each."""
+    """The instructions of one kernel, each with its possible successors."""
     labels: dict[str, int] = {}
     found: list[Instruction] = []
     jumps: list[tuple[str | None, str, str]] = []
@@ -102,7 +103,7 @@ def flow(lines: list[str]) -> list[Instruction]:
                 Instruction(offset, f"{opcode} {operands}", *registers_of(opcode, operands))
             )
             jumps.append((predicate, opcode, operands))
-    regions: dict[str, set[int]] = defaultdict(set)  # barrier: where its threads meet
+    regions: dict[str, set[int]] = defaultdict(set)  # the place where the threads of a barrier meet
     calls = [i + 1 for i, (_, opcode, _) in enumerate(jumps) if opcode.startswith("CALL")]
     for _, opcode, operands in jumps:
         if opcode.startswith("BSSY") and (barrier := _BARRIER.match(operands)):
@@ -153,7 +154,7 @@ def undefined_reads(kernel: str, code: list[Instruction]) -> list[Finding]:
 
 
 def kernels(sass: str) -> Iterator[tuple[str, list[str]]]:
-    """(name, lines) of the kernels in what `nvdisasm -c` prints."""
+    """(name, lines) of the kernels in the output of `nvdisasm -c`."""
     name = ""
     lines: list[str] = []
     for line in sass.splitlines():

@@ -1,4 +1,4 @@
-"""Which generated cases are judged on which backends."""
+"""The plan of a check: generated cases, and the backends that judge them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Plan = tuple[
 ]  # cases, and the backends that are judged by them
 # Head dims whose rows are 32, 64 and 128 bytes.
 WHOLE = {"float16": (16, 32, 64), "bfloat16": (16, 32, 64), "float32": (16, 32)}
-# Heads wider than `variants` draws them; in fp32 their scores are held in memory where they are few.
+# Heads wider than those of `variants`; in fp32 their scores are held in memory if they are few.
 WIDE = ((320, 64), (129, 128), (512, 512), (257, 40), (264, 320))
 DTYPE_OF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -58,7 +58,7 @@ def plan_cases(
 ) -> list[Case]:
     """The cases of a run; every sixteenth family has long sequences. Interpreter-sized on the CPU.
 
-    ``many``: of more variants and layouts than Triton could compile kernels for in the time of a run.
+    ``many``: with more variants and layouts than Triton could compile kernels for in the time of a run.
     """
     make = second_order_variants if order == 2 else variants
     pool = make() if device == "cuda" else make(max_dim=32)
@@ -69,7 +69,7 @@ def plan_cases(
     hopper = bool(unit and unit.startswith("cuda/sm90")) and not pairs
     if unit and unit.startswith("cuda"):
         only = DTYPE_OF.get(unit.rsplit("_")[-1])
-        # Without what these kernels refuse: a case that nobody serves shows nothing.
+        # Without features that these kernels refuse: a case that no backend serves shows nothing.
         served = [
             v
             for v in variants(1024 if many else 512) + variants(features=False)
@@ -87,8 +87,8 @@ def plan_cases(
         pool = list(dict.fromkeys(served))[: 256 if many else 64]
     if device != "cuda":
         return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
-    # One family of problems for each variant, so that the kernels to compile stay few: within it,
-    # values, batch, heads and lengths of a class vary.
+    # One family of problems for each variant, so that there are few kernels to compile: within it, values, batch,
+    # heads and lengths of a class vary.
     choices = SeededChoices(seed)
     rounds = max(1, min(8, count // (2 * len(pool)))) if many else 2 if count >= 4000 else 1
     families: list[Case] = []
@@ -119,8 +119,8 @@ def plan_cases(
 
 
 def _dealt(case: Case, met: dict[tuple[Any, ...], int]) -> Case:
-    """Layouts, and views and dims of a bias, in turn, dtype by dtype: families are too few to leave that to chance. ``met``
-    counts them."""
+    """The case with layouts, views and dims of a bias dealt in turn, dtype by dtype: families are too few for chance.
+    ``met`` counts them."""
 
     def rarest(what: str, options: Sequence[Any]) -> Any:
         found = min(options, key=lambda x: met[case.variant.dtype, what, x])
@@ -130,7 +130,7 @@ def _dealt(case: Case, met: dict[tuple[Any, ...], int]) -> Case:
     kinds = layouts_of(case)
     layout = rarest("q", kinds)
     others: tuple[str, ...] = ()
-    if case.layouts:  # each from another start: not all alike
+    if case.layouts:  # each from another start, so that not all are equal
         turned = {n: kinds[i:] + kinds[:i] for i, n in enumerate(("k", "v", "dout"))}
         turned["dout"] += DOUT_LAYOUTS[len(LAYOUTS) :]
         others = tuple(rarest(n, of) for n, of in turned.items())
@@ -144,13 +144,13 @@ def _dealt(case: Case, met: dict[tuple[Any, ...], int]) -> Case:
 
 
 def _aligned(case: Case) -> Case:
-    """Rows at multiples of 16 bytes, as Hopper's copies and wide loads need; as drawn in other respects."""
+    """The case with rows at multiples of 16 bytes, as Hopper's copies and wide loads need; otherwise as drawn."""
     kept = lambda layout: "bshd" if layout == "shifted" else layout  # noqa: E731
     return replace(case, layout=kept(case.layout), layouts=tuple(map(kept, case.layouts)))
 
 
 def _whole_rows(case: Case) -> Case:
-    """In 16 bits rows of all heads side by side, which csrc/sm90/pair needs there."""
+    """The case with rows of all heads side by side in 16 bits, as csrc/sm90/pair needs them."""
     return case if case.variant.dtype == "float32" else replace(case, layout="bshd", layouts=())
 
 
@@ -165,8 +165,8 @@ def paired(variant: Variant) -> Variant:
 
 
 def shortened(variant: Variant, whole: bool, weighted: bool) -> Variant:
-    """The nearest variant that csrc/sm80/small serves, where sequences are short. whole: rows of 64 or 128 bytes. weighted:
-    in fp32 with key weights in the place of a bias."""
+    """The nearest variant that csrc/sm80/small serves if sequences are short. whole: rows of 64 or 128 bytes.
+    weighted: in fp32 with key weights in the place of a bias."""
     dims = [min(-(-d // 4) * 4, 64) for d in (variant.head_dim, variant.head_dim_v)]
     if whole:
         known = WHOLE[variant.dtype]
@@ -179,7 +179,8 @@ def shortened(variant: Variant, whole: bool, weighted: bool) -> Variant:
 
 
 def wide_cases(count: int, seed: int, device: str) -> list[Case]:
-    """Cases of heads wider than others have: three of four in fp32 and dense, with derivatives of second order."""
+    """Cases with heads wider than in other cases: three of four in fp32 and dense, with derivatives of second
+    order."""
     choices = SeededChoices(seed)
     drawn = [v for v in second_order_variants(96) if v.dtype == "float32" and not v.varlen][:9]
     drawn += [replace(v, sink=None) for v in variants(96) if v.dtype != "float32" or v.varlen][:3]
@@ -194,7 +195,7 @@ def wide_cases(count: int, seed: int, device: str) -> list[Case]:
 
 
 def is_whole(case: Case) -> bool:
-    """Whether csrc/sm80/small may have rows of a case in shared memory, by their size."""
+    """Whether csrc/sm80/small may hold rows of a case in shared memory, by their size."""
     longest = max(case.seq_q, case.seq_k)
     return case.variant.head_dim in WHOLE[case.variant.dtype] and longest <= SHORT_LENGTHS[-1]
 
@@ -202,7 +203,7 @@ def is_whole(case: Case) -> bool:
 def paged_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:
     """Cases of paged attention, for the backends that have it; small ones where Triton interprets.
 
-    Where CUDA's kernels are judged every other case is one that they serve: most of those that are drawn have fp32, scales of a
+    If CUDA's kernels are judged, every other case is one that they serve: most drawn cases have fp32, scales of a
     16-bit cache or rows that are not aligned.
     """
     limits = {} if device == "cuda" else {"longest_k": 40, "longest_q": 6}
@@ -215,7 +216,8 @@ def paged_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> P
 
 
 def aligned_paged(case: PagedCase) -> PagedCase:
-    """What the CUDA library's paged kernels take, rows at multiples of 16 bytes among it; as drawn in other respects."""
+    """The nearest case that the CUDA library's paged kernels take, with rows at multiples of 16 bytes; otherwise as
+    drawn."""
     variant, layout, scales = case.variant, case.layout, case.scales
     if variant.dtype == "float32":
         variant = replace(variant, dtype=("float16", "bfloat16")[case.seed % 2])
@@ -230,14 +232,16 @@ def aligned_paged(case: PagedCase) -> PagedCase:
 
 
 def fp8_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:
-    """Cases of attention on 8-bit floats, likewise; for CUDA where the device and the library have that kernel."""
+    """Cases of attention on 8-bit floats, in the same way; for CUDA if the device and the library have that
+    kernel."""
     limits = {} if device == "cuda" else {"longest": 70}
     having = ("triton", "cuda") if units.runs_cuda_fp8(device) else ("triton",)
     return list(generate_fp8(seed, count, **limits)), tuple(b for b in backends if b in having)
 
 
 def residual_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:
-    """Cases of residual attention, for the backends with kernels of it: on a GPU of families, each of which has a kernel."""
+    """Cases of residual attention, for the backends with kernels of it: on a GPU in families, each of which has a
+    kernel."""
     names = tuple(b for b in backends if b == "triton")
     if device != "cuda":
         limits: dict[str, Any] = {
@@ -269,14 +273,14 @@ def plans_of(
     orders: Sequence[int],
     backends: Sequence[str],
 ) -> list[Plan]:
-    """Which cases are judged on which backends.
+    """The cases of a check, and the backends that judge them.
 
-    Half of a run of everything, and three quarters of one of CUDA units, are for generations of CUDA kernels held to
-    themselves, in many more layouts and variants than the rest. Second order is Triton's, after a forward of either. Wide
-    heads, a sixteenth as many, are Triton's, too.
+    Half of a run of everything, and three quarters of one of CUDA units, are for CUDA kernels restricted to one
+    generation, in many more layouts and variants than the rest. Second order is Triton's, after a forward of either.
+    Wide heads, a sixteenth as many, are Triton's, too.
     """
     backends = tuple(backends)
-    # What these serve they serve themselves: no Triton kernel stands in, and none is compiled.
+    # These kernels serve such cases themselves: no Triton kernel replaces them, and none is compiled.
     held = tuple(b for b in backends if b in ("cuda:sm90", "cuda:sm80"))
 
     def apart(share: int, part: str, names: tuple[str, ...]) -> Plan:

@@ -1,4 +1,4 @@
-"""The report: what is in it, and how it is written and shown."""
+"""The report of a check: its contents, and how it is written and shown."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def write(report: dict[str, Any], path: Path, part: str | None) -> dict[str, Any]:
-    """Write a whole run, or enter one under the name of a part into the report that is there; returns all of it.
+    """Write a whole run, or enter a part under its name into the existing report; returns the whole report.
 
-    ``units`` and ``library`` of the file say what every unit was last checked as, whichever run that was; ``judged``, and
-    ``units`` of a part, what that run has judged. Parts of kernels that have changed since leave, the others stay.
+    ``units`` and ``library`` of the file say what every unit was last checked as, by any run; ``judged``, and
+    ``units`` of a part, say what that run has judged. Parts of kernels that have changed since are removed, the
+    others stay.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if path.is_file() else {"units": {}}
-    # Of parts without digests nobody knows which kernels they judged.
+    # For parts without digests it is unknown which kernels they judged.
     parts = {name: p for name, p in before.get("parts", {}).items() if "units" in p}
     passed = not report["failures"] and not report["unfinished"]
     if part is None:
@@ -54,7 +55,7 @@ def write(report: dict[str, Any], path: Path, part: str | None) -> dict[str, Any
         parts = {name: p for name, p in parts.items() if _judged_these(p["units"], whole["units"])}
     whole["parts"] = {**parts, part: dict(report)} if part else parts
     whole["total"] = total(whole)
-    # A run that is killed here leaves the report that was there.
+    # A run that is killed here leaves the old report.
     written = path.with_name(f"{path.name}.{os.getpid()}")
     records.write(written, whole)
     os.replace(written, path)
@@ -62,15 +63,15 @@ def write(report: dict[str, Any], path: Path, part: str | None) -> dict[str, Any
 
 
 def _judged_these(judged: dict[str, str], now: dict[str, str]) -> bool:
-    """Whether a run has judged kernels as they are now, by the digests of its units."""
+    """Whether a run has judged kernels in their present form, by the digests of its units."""
     return all(now.get(unit) == found for unit, found in judged.items())
 
 
 def total(report: dict[str, Any]) -> dict[str, Any]:
-    """Sums over the whole run and its parts, of what they have judged of kernels that are the same now.
+    """Sums over the whole run and its parts, for judged kernels that have not changed since.
 
-    A backend's cases of a run count if no unit that it runs has changed since; of runs that drew the same cases (one seed, the
-    same units) the longest counts.
+    A backend's cases of a run count if no unit that it runs has changed since. Of runs that drew the same cases (one
+    seed, the same units) the longest counts.
     """
     whole = {**report, "units": report["judged"]} if "judged" in report else None
     runs = [*([] if whole is None else [whole]), *report["parts"].values()]
@@ -99,7 +100,7 @@ def total(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def show_total(report: dict[str, Any], say: Any) -> None:
-    """What the whole run and its parts add up to."""
+    """Show the sums over the whole run and its parts."""
     found = report["total"]
     say(f"\nthese kernels, {found['runs']} runs and parts: {found['cases']} generated cases")
     for name, sums in found["backends"].items():
@@ -107,7 +108,7 @@ def show_total(report: dict[str, Any], say: Any) -> None:
 
 
 def show(report: dict[str, Any], say: Any) -> None:
-    """A short table of a report."""
+    """Show a short table of a report."""
     key = f"a result times {SCALED} would fail"
     for name, found in report["backends"].items():
         refused = sum(found["refused"].values())

@@ -1,4 +1,4 @@
-"""A whole run: cases and traps planned, judged by worker processes, counted and reported."""
+"""A whole run: cases and traps are planned, judged by worker processes, counted and reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Say = Callable[[str], Any]
 
 
 class Results:
-    """What the tasks of a run have shown so far."""
+    """The results of a run's tasks so far."""
 
     def __init__(self, cases: int, say: Say):
         self.cases, self.say = cases, say  # cases: how many are planned
@@ -39,7 +39,7 @@ class Results:
         self.traps: dict[str, dict[str, str]] = defaultdict(dict)  # name -> backend -> outcome
 
     def take(self, kind: str, result: Any) -> None:
-        """What :func:`flashsci.check.workers.work` returns."""
+        """Take in a result of :func:`flashsci.check.workers.work`."""
         if kind == "trap":
             name, backend, outcome = result
             self.traps[name][backend] = outcome
@@ -62,12 +62,12 @@ class Results:
         return sum(len(t.failures) for t in self.tallies.values()) + traps
 
     def unfinished(self, traps: Sequence[Trap], backends: Sequence[str]) -> list[str]:
-        """Traps that there was no time for. Cases come in no order: those that were judged count as they are."""
+        """Traps that there was no time for. Cases have no order: any number of judged cases counts."""
         return [f"{t.name} on {b}" for t in traps for b in backends if b not in self.traps[t.name]]
 
 
 def seed_of(part: str | None) -> int:
-    """Today's date as a number, so that every day draws other cases; behind it, for a part, three digits of its name."""
+    """Today's date as a number, so that every day draws other cases; for a part, three digits of its name follow."""
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d")
     return int(date if part is None else f"{date}{zlib.crc32(part.encode()) % 1000:03d}")
 
@@ -88,22 +88,24 @@ def run(
     """Check and write the report; 0 when all is right, 1 with failures, 2 when it cannot run here.
 
     Args:
-        unit: one unit of ``flashsci.digest.units()``, the start of its name, "second_order", "paged" or "fp8"; None for all.
-        cases: how many generated problems; where Hopper's kernels are, a run of all units takes 7 of 20 for them alone and
-            3 of 20 for the fp32 kernels; it adds a tenth as many of second order, a twentieth of paged attention and of
-            8-bit floats each, and a sixteenth of wide heads by Triton, which are all of a run of "triton/wide".
-        out: where the report goes; None for nowhere. A part (see ``part``) is added to the report that is there.
-        seed: of the generator; None for today's date as a number, behind which a part has three digits more. The report
+        unit: one unit of ``flashsci.digest.units()``, the start of its name, "second_order", "paged" or "fp8"; None
+            for all.
+        cases: the number of generated problems. Where Hopper's kernels are, a run of all units takes 7 of 20 for them
+            alone and 3 of 20 for the fp32 kernels. It adds a tenth as many of second order, a twentieth of paged
+            attention and of 8-bit floats each, and a sixteenth of wide heads by Triton, which are all of a run of
+            "triton/wide".
+        out: path of the report; None for no report. A part (see ``part``) is added to the existing report.
+        seed: seed of the generator; None for today's date as a number, to which a part adds three digits. The report
             names it.
-        workers: processes; None for one per core, at most 14 for each GPU, which they share out.
-        device: "cuda"; "cpu" tries the check itself where Triton interprets.
-        backends: which backends to judge; None for triton, cuda, and every generation of CUDA kernels that the library
+        workers: processes; None for one per core, at most 14 for each GPU, which they share.
+        device: "cuda"; "cpu" tests the check itself where Triton interprets.
+        backends: the backends to judge; None for triton, cuda, and every generation of CUDA kernels that the library
             holds and the device runs; on the CPU for triton.
-        minutes: stop then, and report what was done; traps that there was no time for are a failure.
+        minutes: stop after this time, and report the results so far; traps that there was no time for are a failure.
         say: receives lines of progress.
-        part: a name; the results are added to the report under it, beside the whole run and other parts. None: the name of
-            the unit, or without one a whole run, which replaces the last one.
-        cases_only: no traps, for a part beside a run that has sprung them.
+        part: a name; the results are added to the report under it, next to the whole run and other parts. None: the
+            name of the unit, or without a unit a whole run, which replaces the last one.
+        cases_only: no traps, for a part of a run that has sprung them already.
     """
     chosen = units.chosen_units(unit)
     part = part or unit
@@ -119,11 +121,11 @@ def run(
     if backends is None:
         backends = units.kernels_here() if device == "cuda" else ("triton",)
     second = {u for u in chosen if u.startswith(units.GROUPS["second_order"])}
-    # Triton's second order serves what any backend's forward saved.
+    # Triton's second order serves the saved tensors of any backend's forward.
     asked = tuple(backends)
     if unit and len(second) < len(chosen):
         backends = tuple(b for b in backends if any(units.holds(b, u) for u in chosen))
-    # What none of these backends runs is not checked by them.
+    # Units that none of these backends runs are not checked by them.
     chosen = {
         u: d for u, d in chosen.items() if u in second or any(units.holds(b, u) for b in backends)
     }
@@ -137,7 +139,7 @@ def run(
     ]
     apart = {n: {u for u in chosen if u.startswith(units.GROUPS[n])} for n in planning.APART}
     only = next((n for n, own in apart.items() if own and len(own) == len(chosen)), None)
-    served: dict[str, tuple[str, ...]] = {}  # on which backends the calls of a group are judged
+    served: dict[str, tuple[str, ...]] = {}  # the backends on which the calls of a group are judged
     if only is not None:
         plans = [planning.APART[only][1](cases, seed, device, backends)]
         backends = plans[0][1]
@@ -195,7 +197,8 @@ def _execute(
     minutes: float,
     results: Results,
 ) -> None:
-    """All tasks, until the time is up: small traps and cases, large traps beside the worker processes."""
+    """All tasks, until the time is up: small traps and cases, and large traps at the same time as the worker
+    processes."""
     processes = processes_here(device) if processes is None else processes
     until = results.started + 60 * minutes
     springs = [("trap", t.name, b, device) for t in traps for b in backends if not t.gigabytes]

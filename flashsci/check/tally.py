@@ -1,4 +1,4 @@
-"""What the cases of a run showed of each backend, as counts and worst ratios."""
+"""The results of a run's cases for each backend, as counts and worst ratios."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CRITERIA = ("error", "gain", "spread")
 
 @dataclass
 class Tally:
-    """What some cases showed of one backend."""
+    """The results of some cases for one backend."""
 
     cases: int = 0
     failures: list[dict[str, str]] = field(default_factory=list)
@@ -24,7 +24,7 @@ class Tally:
     caught: dict[str, list[int]] = field(
         default_factory=dict
     )  # tensor -> [failed when scaled, judged]
-    forward_only: int = 0  # of the cases: those whose gradients the backend refuses
+    forward_only: int = 0  # cases whose gradients the backend refuses
 
     def refuse(self, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1

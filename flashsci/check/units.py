@@ -1,4 +1,4 @@
-"""Kernel units and the backends that run them: which ones a check is about, and whether it would prove anything here."""
+"""Kernel units and the backends that run them: the units of a check, and whether it would prove anything here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flashsci import digest
 from flashsci.registry import BACKENDS
 
 KERNELS = ("triton", "cuda")  # backends of our own
-# Names for several units: the starts of theirs.
+# Names for groups of units: the starts of their names.
 GROUPS = {
     "second_order": ("triton/jvp", "triton/double_backward_", "triton/wide_double_backward"),
     "paged": ("triton/paged", "cuda/sm90/paged", "cuda/sm80/paged"),
@@ -18,7 +18,7 @@ GROUPS = {
 
 
 def chosen_units(unit: str | None) -> dict[str, str]:
-    """Digests of the units that ``unit`` names: one, those that start so, those of a group, or all."""
+    """Digests of the units that ``unit`` names: one, all with that start, those of a group, or all."""
     starts = GROUPS.get(unit or "", (unit or "",))
     return {u: d for u, d in digest.units().items() if u.startswith(starts)}
 
@@ -37,7 +37,8 @@ def kernels_here() -> tuple[str, ...]:
 
 
 def _runs_here(backend: str) -> bool:
-    """Whether this device runs a generation of kernels: Hopper's on nothing else, the others' on what is newer."""
+    """Whether this device runs a generation of kernels: Hopper's run on Hopper only, the others also on newer
+    devices."""
     if not torch.cuda.is_available():
         return False
     major, minor = torch.cuda.get_device_capability()
@@ -46,13 +47,13 @@ def _runs_here(backend: str) -> bool:
 
 
 def runs_group(group: str, device: str) -> bool:
-    """Whether this device has what the kernels of a group need: 8-bit floats, for those of "fp8"."""
+    """Whether this device has the features that the kernels of a group need: 8-bit floats, for "fp8"."""
     return group != "fp8" or device != "cuda" or torch.cuda.get_device_capability() >= (8, 9)
 
 
 def cuda_paged(device: str) -> tuple[str, ...]:
-    """The backends that run CUDA's kernels of paged attention here: as users get them, and those of an older generation held
-    to it."""
+    """The backends that run CUDA's kernels of paged attention here: as users get them, and restricted to an older
+    generation."""
     folders = {u.split("/")[1] for u in library_units() if u.startswith(GROUPS["paged"])}
     found = sorted((f"cuda:{f}" for f in folders if _runs_here(f"cuda:{f}")), reverse=True)
     return ("cuda", *found[1:]) if found and device == "cuda" else ()
@@ -71,7 +72,7 @@ def holds(backend: str, unit: str) -> bool:
 
 
 def refusal(units: dict[str, str], device: str) -> str | None:
-    """Why a check here would prove nothing about this tree; None when it would."""
+    """The reason why a check here would prove nothing about this tree; None if it would."""
     if device == "cuda" and not torch.cuda.is_available():
         return (
             "torch sees no CUDA GPU here; run this on a machine with one (python -m flashsci env)"

@@ -1,4 +1,4 @@
-"""Processes that share the work: by variant, so that each is compiled once and many at a time."""
+"""Processes that share the work, split by variant: each variant is compiled once, and many at a time."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from flashsci.check.tally import Tally
 from flashsci.testing import Case, FP8Case, PagedCase
 from flashsci.testing.coverage import Coverage
 
-_seen: set[str] = set()  # hashes of the Triton kernels whose machine code was looked at
+_seen: set[str] = set()  # hashes of the Triton kernels whose machine code was examined
 AnyCase = Case | PagedCase | FP8Case
 
 
 def tasks_of(
     cases: Iterable[AnyCase], backends: Sequence[str], device: str, order: int
 ) -> list[Any]:
-    """Cases grouped by the kernels that they need: a worker compiles what it runs."""
+    """Cases grouped by the kernels that they need: a worker compiles the kernels that it runs."""
     groups: dict[Any, list[AnyCase]] = defaultdict(list)
     for case in cases:
         groups[case.compiled if isinstance(case, PagedCase) else case.variant].append(case)
-    # Where nothing is compiled, nothing keeps a variant together.
+    # If nothing is compiled, a variant need not stay together.
     size = 1 << 30 if "triton" in backends else 8
     return [
         ("cases", group[i : i + size], tuple(backends), device, order)
@@ -41,7 +41,8 @@ def tasks_of(
 
 
 def work(task: tuple[Any, ...]) -> tuple[str, Any]:
-    """One task of a worker process: ("cases", list, backends, device, order) or ("trap", name, backend, device)."""
+    """Run one task of a worker process: ("cases", list, backends, device, order) or ("trap", name, backend,
+    device)."""
     kind, *rest = task
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -63,7 +64,7 @@ def work(task: tuple[Any, ...]) -> tuple[str, Any]:
             found[backends[0]].fail(case, traceback.format_exc(limit=-3))
         for name, tally in found.items():
             merged[name].add(tally)
-        # Many processes share the device: what a judge of a large case took goes back.
+        # Many processes share the device: the memory of the judge of a large case is freed.
         if device == "cuda" and torch.cuda.memory_reserved() > 1 << 30:
             torch.cuda.empty_cache()
     ran = "triton" in merged and merged["triton"].cases and any(map(launches, cases))
@@ -74,15 +75,18 @@ def work(task: tuple[Any, ...]) -> tuple[str, Any]:
 
 
 def launches(case: AnyCase) -> bool:
-    """Whether kernels have anything to do for a case."""
+    """Whether kernels have any work for a case."""
     if isinstance(case, Case) and case.variant.varlen:
         return sum(case.lens_q) > 0 and sum(case.lens_k) > 0
     return not isinstance(case, Case) or case.scores > 0
 
 
 def undefined_reads() -> list[str]:
-    """What the machine code of Triton kernels reads without a value, of those that this process has compiled since the last call.
-    To be called when one of them has run: to find none at all is a problem, too."""
+    """Reads of undefined registers in the machine code of Triton kernels that this process has compiled since the
+    last call.
+
+    Call it after one of them has run: to find no kernel at all is a problem, too.
+    """
     cubins = machine_code.triton_cubins()
     if not cubins:
         return ["Triton kernels ran, and none of their machine code was found"]
@@ -95,21 +99,21 @@ def undefined_reads() -> list[str]:
 
 
 def processes_here(device: str) -> int:
-    """One for each core, at most 14 for each GPU: more would only wait for it."""
+    """The number of processes: one for each core, at most 14 for each GPU, because more would only wait for it."""
     gpus = torch.cuda.device_count() if device == "cuda" else 1
     return min(14 * max(gpus, 1), os.cpu_count() or 1)
 
 
 def take_gpu() -> None:
-    """The GPU of a worker process."""
+    """Select the GPU of a worker process."""
     if torch.cuda.device_count() > 1:
         (number, *_) = multiprocessing.current_process()._identity
         torch.cuda.set_device(number % torch.cuda.device_count())
 
 
 def results_of(tasks: list[Any], workers: int, until: float) -> Iterator[tuple[str, Any]]:
-    """Results as they come, until that time. A process is replaced after some tasks: an error of the
-    device lasts as long as the process."""
+    """Results as they come, until that time. A process is replaced after some tasks, because an error of the device
+    lasts as long as the process."""
     if workers <= 1:
         for task in tasks:
             if time.time() < until:
@@ -124,8 +128,10 @@ def results_of(tasks: list[Any], workers: int, until: float) -> Iterator[tuple[s
 
 
 class LargeTraps(threading.Thread):
-    """Traps that need much of the device's memory, one after the other, beside the processes that judge the cases: those
-    mostly compile. What found no memory beside them is tried again alone; no other failure is."""
+    """Traps that need much of the device's memory, one after the other, while other processes judge the cases.
+
+    Those processes mostly compile. A trap that found no memory is tried again alone; no other failure is.
+    """
 
     def __init__(self, springs: list[tuple[str, str, str]], until: float):
         super().__init__(daemon=True)
@@ -140,7 +146,7 @@ class LargeTraps(threading.Thread):
                 torch.cuda.empty_cache()
 
     def results(self) -> list[tuple[str, str, str]]:
-        """(trap, backend, outcome) of those that there was time for; to be called when nothing else runs."""
+        """(trap, backend, outcome) of the traps that there was time for; call it when nothing else runs."""
         if self.is_alive():
             self.join(max(0.0, self.until - time.time()))
         if not self.is_alive():

@@ -1,1 +1,1 @@
-"""Stand-ins for other packages, for code that stays as it is."""
+"""Stand-ins for other packages, for code that is not changed."""

@@ -1,7 +1,7 @@
 """``cuequivariance_torch.triangle_attention`` by :func:`flashsci.attention`.
 
-Masked scores are -1e9 in its formula, not -inf: a query that sees no key at all averages the values. Kernels here give such
-rows 0 and no gradients, so the average is put in afterwards.
+Masked scores are -1e9 in its formula, not -inf: a query that sees no key at all averages the values. Kernels here
+give such rows 0 and no gradients, so the average is put in afterwards.
 """
 
 from __future__ import annotations
@@ -66,22 +66,22 @@ def triangle_attention(
     Args:
         q: ``[B, N, H, Q, D]``; float16, bfloat16, float32 or float64. Without B: all tensors without it.
         k, v: ``[B, N, H, K, D]``.
-        bias: ``[B, 1, H, Q, K]``, one for the N rows; of another dtype than q's it is cast to float32.
+        bias: ``[B, 1, H, Q, K]``, one for the N rows; if its dtype is not q's, it is cast to float32.
         mask: ``[B, N, 1, 1, K]``, True (or not 0) = attend. A row without keys gives the average of its values.
         scale: default ``1 / sqrt(D)``.
         return_aux: return ``(out, lse, max)``.
         kv_lengths: int32 ``[B, N, 1, 1, 1]``: keys from there on are masked. Not with ``mask``.
 
     Returns:
-        out ``[B, N, H, Q, D]`` in q's dtype, with B = 1 where it was absent. With ``return_aux`` also lse, float32
-        ``[B, N, H, Q, 1]``, the natural log of the sum of exponentials of scores; and in place of their maximum, which
-        kernels here never write, an object that raises whatever is done with it.
+        out ``[B, N, H, Q, D]`` in q's dtype, with B = 1 if it was absent. With ``return_aux`` also lse, float32 ``[B,
+        N, H, Q, 1]``, the natural log of the sum of exponentials of scores. In place of the scores' maximum,
+        which kernels here never write, comes an object that raises on any use.
 
     Raises:
         TypeError, ValueError: as :func:`flashsci.attention`; and ValueError for both of mask and kv_lengths.
         BackendError: use of the maximum.
 
-    float32 is computed in float32 accuracy, whatever ``torch.backends.cuda.matmul.allow_tf32`` says.
+    float32 is computed in float32 accuracy, even if ``torch.backends.cuda.matmul.allow_tf32`` is set.
 
     Examples:
         >>> import torch
@@ -138,7 +138,7 @@ def _no_maximum(*_: Any, **__: Any) -> NoReturn:
 
 
 class _Maximum:
-    """In place of the maximum of the scores: may be handed on, not used."""
+    """An object in place of the maximum of the scores: it may be passed on, but not used."""
 
     __torch_function__ = classmethod(_no_maximum)
     __getattr__ = __getitem__ = __array__ = _no_maximum

@@ -1,7 +1,7 @@
 """``deepspeed.ops.deepspeed4science.DS4Sci_EvoformerAttention`` by :func:`flashsci.attention`.
 
-Its two biases have the shapes [B, N, 1, 1, S] and [B, 1, H, S, S]; their sum, [B, N, H, S, S], is never made. The second is
-the bias of a call, the first its key weights: e^(s + b) = w e^s.
+Its two biases have the shapes [B, N, 1, 1, S] and [B, 1, H, S, S]; their sum, [B, N, H, S, S], is never made. The
+second is the bias of a call, the first becomes its key weights: e^(s + b) = w e^s.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ def DS4Sci_EvoformerAttention(
 
     Args:
         Q, K, V: ``[*, S, H, D]``, with biases ``[B, N, S, H, D]``; float16, bfloat16, float32 or float64.
-        biases: at most two, each of Q's dtype or float32 (beside float32 also 16 bits), or None. The first ``[B, N, 1, 1, S]``, of keys: a mask as
-            ``1e9 * (mask - 1)``, or any numbers. The second ``[B, 1, H, S, S]``, of pairs. The list is left as it is. Beside a
-            second bias, numbers of the first count exactly down to 135 (float64: 1080) below the largest of their row, and
-            from ten times that on they are masks. A number between makes its row of the result NaN, since kernels cannot say
-            whether the second bias would lift it: write a mask as -1e9, or add such numbers to the second bias.
+        biases: at most two, each in Q's dtype or float32 (with float32 also a 16-bit dtype), or None. The first ``[B,
+            N, 1, 1, S]``, for keys: a mask as ``1e9 * (mask - 1)``, or any numbers. The second ``[B, 1, H, S, S]``,
+            for pairs. The list is not changed. If there is a second bias, numbers of the first count exactly down to
+            135 (float64: 1080) below the largest of their row, and from ten times that on they are masks. A number in
+            between makes its row of the result NaN, because kernels cannot say whether the second bias would lift it:
+            write a mask as -1e9, or add such numbers to the second bias.
 
     Returns:
-        ``[*, S, H, D]`` in Q's dtype and layout. Rows all of whose keys are masked attend to them by their scores and
+        ``[*, S, H, D]`` in Q's dtype and layout. Rows whose keys are all masked attend to them by their scores and
         the second bias, which is the limit of the formula.
 
     Raises:
         ValueError: more than two biases, or shapes that do not fit.
         TypeError, BackendError: as :func:`flashsci.attention`.
 
-    Lengths up to 16 and head dims above 64, which DeepSpeed's kernels refuse, are served.
+    Lengths up to 16 and head dims above 64 are served; DeepSpeed's kernels refuse them.
 
     Examples:
         >>> import torch
@@ -59,7 +60,7 @@ def DS4Sci_EvoformerAttention(
     if of_keys is not None or of_pairs is not None:
         _check_shapes(Q, of_keys, of_pairs)
     if of_keys is not None:
-        # -inf, as 1e9 * (mask - 1) is in float16, counts as the least number.
+        # -inf, the value of 1e9 * (mask - 1) in float16, counts as the least number.
         of_keys = of_keys.clamp(min=torch.finfo(of_keys.dtype).min / 2)
         if of_pairs is None:
             bias = of_keys.log_softmax(-1, dtype=statistics_dtype(Q.dtype))
@@ -74,9 +75,9 @@ def DS4Sci_EvoformerAttention(
 def _weights(of_keys: Tensor) -> Tensor:
     """Exponentials of ``[B, N, 1, S]`` times a factor for each row, on which attention does not depend.
 
-    The largest is 1, or as far above as the least needs to be e^-75 (float64: e^-600): a gradient by a weight is as large as
-    1 / w, and their sums must be numbers. Above e^60 (e^480) rows are not lifted: what is too low then is 0, or NaN
-    where it may not be a mask.
+    The largest is 1, or is raised so that the least becomes e^-75 (float64: e^-600): a gradient by a weight is as
+    large as 1 / w, and their sums must be finite. Rows are not raised above e^60 (e^480): a weight that is still too
+    low is 0, or NaN if it may not be a mask.
     """
     high, low = (60.0, -75.0) if of_keys.dtype == torch.float32 else (480.0, -600.0)
     below = of_keys - of_keys.detach().amax(-1, keepdim=True)

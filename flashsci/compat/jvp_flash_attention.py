@@ -1,7 +1,7 @@
-"""``jvp_flash_attention.jvp_attention`` by :func:`flashsci.attention`: attention under forward mode, for MeanFlow, consistency
-models and other losses on a derivative along the inputs.
+"""``jvp_flash_attention.jvp_attention`` by :func:`flashsci.attention`: attention under forward mode.
 
-There ``attention`` is for reverse mode and ``JVPAttn.fwd_dual`` for ``torch.func.jvp``. Here both are one function, and
+It is for MeanFlow, consistency models and other losses on a derivative along the inputs. In that package
+``attention`` is for reverse mode and ``JVPAttn.fwd_dual`` for ``torch.func.jvp``. Here both are one function, and
 :func:`attention_jvp` gives tangents without ``torch.func``.
 """
 
@@ -36,13 +36,14 @@ def attention(
     Args:
         q: ``[B, H, N, D]``; float16, bfloat16, float32 or float64.
         k, v: the same; other lengths, head dims and numbers of heads as in :func:`flashsci.attention`.
-        attn_mask: bool, True = attend, or q's dtype or float32, added to the scores; broadcastable to ``[B, H, N, N]``. The
-            -100 by which a masked place is marked there is added like any number.
-        dropout_p: as in :func:`flashsci.attention`; refused there.
-        causal: query i sees keys up to its own position, of those that the mask leaves.
+        attn_mask: bool, True = attend, or q's dtype or float32, added to the scores; broadcastable to ``[B, H, N,
+            N]``. The number -100, with which jvp_flash_attention marks masked places, is added like any other.
+        dropout_p: as in :func:`flashsci.attention`; jvp_flash_attention refuses it.
+        causal: query i sees keys up to its own position, among those that the mask leaves.
         sm_scale: factor of the scores; default ``1 / sqrt(D)``.
-        warp_specialize, USE_TMA: choose kernels there; without a meaning here.
-        verify_attn_mask: checks of values that kernels there cannot take (-inf, heads without keys); here all are defined.
+        warp_specialize, USE_TMA: no effect; in jvp_flash_attention they choose kernels.
+        verify_attn_mask: no effect; there it checks for values that its kernels cannot take (-inf, heads without
+            keys). Here all are defined.
 
     Returns:
         ``[B, H, N, D]`` in q's dtype and layout.
@@ -60,7 +61,7 @@ def attention(
     Source: the interface of jvp_flash_attention 0.14; Lu, Song, arXiv:2410.11081 (section 5); Geng et al., arXiv:2505.13447.
     """
     bias, mask = _bias_or_mask(attn_mask)
-    # SDPA has no forward mode, and no lse: who has that has both.
+    # SDPA has neither forward mode nor an lse: a backend that has one of them has both.
     forward_mode = torch.compiler.is_compiling() or transforming()
     found: Any = flashsci.attention(
         q, k, v, bias=bias, mask=mask, causal=flag("causal", causal), scale=number("sm_scale", sm_scale),
@@ -102,9 +103,9 @@ def attention_jvp(
         differentiable in reverse mode, the last also in tq, tk, tv.
 
     Raises:
-        ValueError: a tangent of another shape or dtype than what it belongs to.
+        ValueError: a tangent with another shape or dtype than its tensor.
         TypeError, BackendError: as :func:`flashsci.attention`.
-        RuntimeError: inside of ``torch.func.jvp`` or another forward-mode level, which do not nest.
+        RuntimeError: inside ``torch.func.jvp`` or another forward-mode level, which do not nest.
 
     Examples:
         >>> import torch

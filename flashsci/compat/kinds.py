@@ -1,8 +1,8 @@
-"""Options in the kinds that extensions of other packages take: a number or flag may be a tensor of one element or a numpy scalar,
-and a flag may be an int.
+"""Options in the types that extensions of other packages take: tensors of one element, numpy scalars, and ints as
+flags.
 
-flashsci's own functions refuse tensors there, since options are constants of a call: here they are read, which waits for
-the device as it does in those packages.
+flashsci's own functions refuse tensors as options, because options are constants of a call. Here tensors are read,
+which waits for the device as it does in those packages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``xformers.ops.memory_efficient_attention`` and its biases by flashsci.
 
-Calls with one sequence go to :func:`flashsci.attention`, packed ones to :func:`flashsci.varlen_attention`, and no mask is
-ever made. Biases (xformers_bias.py) are read by the name of their class and by attributes, so those of an installed xformers
-serve as well as those here.
+Calls with one sequence go to :func:`flashsci.attention`, packed ones to :func:`flashsci.varlen_attention`, and no
+mask is ever made. Biases (xformers_bias.py) are recognised by the name of their class and by attributes, so those of
+an installed xformers serve as well as those here.
 """
 
 from __future__ import annotations
@@ -82,21 +82,22 @@ def memory_efficient_attention(
     Args:
         query: ``[B, Mq, H, K]``, ``[B, Mq, K]`` for one head, or ``[B, Mq, G, H, K]`` for G groups of H heads; float16,
             bfloat16, float32 or float64.
-        key, value: ``[B, Mk, H, K]`` and ``[B, Mk, H, Kv]``, of as many dims. Heads that share a key and value by
-            ``expand`` share them in the kernel.
-        attn_bias: None; a tensor added to the scores, ``[B, H, Mq, Mk]`` (or ``[B, Mq, Mk]``, or ``[B, G, H, Mq, Mk]``),
-            query's dtype or float32, -inf allowed; or one of the biases below, or of xformers. Packed ones ask for B = 1.
-        p: probability of dropping an entry of the softmax, in [0, 1). Not the same entries as xformers drops.
+        key, value: ``[B, Mk, H, K]`` and ``[B, Mk, H, Kv]``, with as many dims as query. Heads that share a key and
+            value by ``expand`` share them in the kernel.
+        attn_bias: None; a tensor added to the scores, ``[B, H, Mq, Mk]`` (or ``[B, Mq, Mk]``, or ``[B, G, H, Mq,
+            Mk]``), query's dtype or float32, -inf allowed; or one of the biases below, or of xformers. Packed biases
+            need B = 1.
+        p: probability of dropping an entry of the softmax, in [0, 1). The entries are not the same as in xformers.
         scale: factor of the scores; default ``1 / sqrt(K)``.
         op: None. Operators of xformers cannot be chosen here; ``flashsci.use_backend`` chooses among ours.
         output_dtype: None or query's dtype.
 
     Returns:
-        ``[B, Mq, H, Kv]`` (or as query has dims) in query's dtype and layout. Rows without any key are 0.
+        ``[B, Mq, H, Kv]`` (or with query's dims) in query's dtype and layout. Rows without any key are 0.
 
     Raises:
         BackendError: a paged or unknown bias, an ``op``, an ``output_dtype`` other than query's.
-        TypeError, ValueError: as :func:`flashsci.attention`; and ValueError for shapes that do not belong to the bias.
+        TypeError, ValueError: as :func:`flashsci.attention`; also ValueError for shapes that do not fit the bias.
 
     Examples:
         >>> import torch
@@ -124,7 +125,7 @@ def memory_efficient_attention_forward(
     op: Any = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """:func:`memory_efficient_attention` outside of autograd."""
+    """:func:`memory_efficient_attention` outside autograd."""
     _check_options(op, output_dtype, query)
     with torch.no_grad():
         return _attend(query, key, value, attn_bias, p, scale, False)
@@ -141,13 +142,13 @@ def memory_efficient_attention_forward_requires_grad(
     op: Any = None,
     output_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) outside of autograd.
+    """(out, lse) outside autograd.
 
     lse is float32 (float64 for float64), natural, ``[B, H, Mq]`` (``[B, G, H, Mq]``; for ``[B, Mq, K]`` with H = 1),
-    of packed queries ``[1, H, Mq]``; -inf for rows without keys.
+    for packed queries ``[1, H, Mq]``; -inf for rows without keys.
 
     Raises:
-        NotImplementedError: ``p`` other than 0, as there.
+        NotImplementedError: ``p`` other than 0, as in xformers.
     """
     _check_options(op, output_dtype, query)
     if p != 0.0:
@@ -169,17 +170,17 @@ def merge_attentions(
     """Attention to all keys from attention to parts of them, differentiable.
 
     Args:
-        attn_split: outs of the parts, each ``[B, M, H, K]`` or ``[B, M, G, H, K]``: a list, or one tensor with the parts as
-            first dim.
+        attn_split: outs of the parts, each ``[B, M, H, K]`` or ``[B, M, G, H, K]``: a list, or one tensor with the
+            parts as first dim.
         lse_split: their lse, each ``[B, H, M]`` or ``[B, G, H, M]``, natural; -inf for rows that see none of a part's keys.
-        write_lse: whether to return the lse of all.
-        output_dtype: of out; default that of the parts.
+        write_lse: whether to return the combined lse.
+        output_dtype: that of out; default that of the parts.
 
     Returns:
-        (out, lse), with None for lse where it was not asked for. Rows without keys in any part have out 0, lse -inf.
+        (out, lse), with None for lse if it was not asked for. Rows without keys in any part have out 0, lse -inf.
 
     Raises:
-        ValueError: numbers of parts or shapes that do not belong together.
+        ValueError: numbers of parts or shapes that do not fit together.
 
     Examples:
         >>> import torch
@@ -266,7 +267,7 @@ def _attend(
 
 
 def _shared(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """With one head where all are the same one, expanded."""
+    """key and value with one expanded head, if all their heads are the same one."""
     if key.stride(-2) == 0 and value.stride(-2) == 0 and key.shape[-2] == value.shape[-2] > 1:
         return key[..., :1, :], value[..., :1, :]
     return key, value
@@ -320,8 +321,10 @@ def _packed(
 
 
 def _gathered(info: Any) -> tuple[Tensor, Tensor]:
-    """Offsets of the sequences once the keys in use lie next to each other, and where each of those lies now. No wait for
-    the device: how many there are is known on the host."""
+    """Offsets of the sequences after the keys in use are gathered, and the present place of each such key.
+
+    No wait for the device: their number is known on the host.
+    """
     total = sum(info.seqlen_py)
     starts = torch.nn.functional.pad(info.seqlen.cumsum(0, dtype=torch.int32), (1, 0))
     shifts = info.seqstart[: len(info.seqlen_py)] - starts[:-1]

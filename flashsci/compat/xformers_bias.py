@@ -1,7 +1,8 @@
 """The biases of xformers: bands around the diagonal, of one sequence or of many packed ones.
 
-Classes, fields, constructors and methods are those of ``xformers.ops.fmha.attn_bias``, which clients subclass, test by
-isinstance and take apart. What a bias means to attention is said in one place, :data:`BANDS`, by the name of its class.
+Classes, fields, constructors and methods are those of ``xformers.ops.fmha.attn_bias``; clients subclass them, test by
+isinstance and read their fields. The meaning of a bias for attention is defined in one place, :data:`BANDS`, by the
+name of its class.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def band_of(bias: Any) -> dict[str, Any]:
     """The options of attention for a bias of this file or of xformers.
 
     Raises:
-        BackendError: it is of another class; a subclass may mean something else.
+        BackendError: it is of another class; a subclass may have another meaning.
     """
     name = type(bias).__name__
     if name not in BANDS:
@@ -92,16 +93,17 @@ def band_of(bias: Any) -> dict[str, Any]:
 
 
 class AttentionBias:
-    """What may be given as ``attn_bias`` other than a tensor."""
+    """The values of ``attn_bias`` other than a tensor."""
 
     def to(self: _Bias, device: Device) -> _Bias:
-        """The same on a device."""
+        """The same bias on a device."""
         return self
 
     def materialize(
         self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: Device = "cpu"
     ) -> Tensor:
-        """As a tensor of ``shape`` ``[*, Mq, Mk]``, 0 and -inf: for tests and debugging, no call makes it."""
+        """The bias as a tensor of ``shape`` ``[*, Mq, Mk]``, 0 and -inf: for tests and debugging, no call makes
+        it."""
         keep = _visible(band_of(self), shape[-2], shape[-1], device)
         return _zeros_and_infinities(keep, shape, dtype)
 
@@ -125,7 +127,7 @@ class LowerTriangularMask(AttentionBias):
     """Causal: query i sees the keys 0 to i."""
 
     def __init__(self, device: Device = None) -> None:
-        """``device`` means nothing, there as here."""
+        """``device`` has no effect, in xformers and here."""
 
     def add_bias(self, bias: Tensor) -> LowerTriangularMaskWithTensorBias:
         return LowerTriangularMaskWithTensorBias(bias)
@@ -157,7 +159,7 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
 
 @dataclass
 class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
-    """The last ``_window_size`` keys of those."""
+    """Causal, aligned at the last key, and only the last ``_window_size`` of the visible keys."""
 
     _window_size: int
 
@@ -167,7 +169,8 @@ class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottom
 
 @dataclass
 class LocalAttentionFromBottomRightMask(AttentionBias):
-    """``window_left`` keys before and ``window_right`` after a diagonal on which the last query meets the last key."""
+    """``window_left`` keys before and ``window_right`` after a diagonal on which the last query meets the last
+    key."""
 
     window_left: int
     window_right: int
@@ -188,12 +191,12 @@ def _check_window(size: int) -> None:
 
 
 def _ints(values: Iterable[Any]) -> list[int]:
-    """Lengths on the host, which may be a tensor, an array or a list of what holds one number each."""
+    """Lengths on the host, given as a tensor, an array or a list whose items hold one number each."""
     return [index(x) for x in values]
 
 
 def _offsets(values: Sequence[int], device: Device) -> Tensor:
-    """int32 on a device (None: the GPU where there is one), without a wait for it."""
+    """int32 on a device (None: the GPU if there is one), without a wait for it."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cpu":
         return torch.tensor(values, dtype=torch.int32)
@@ -202,7 +205,8 @@ def _offsets(values: Sequence[int], device: Device) -> Tensor:
 
 @dataclass
 class _SeqLenInfo:
-    """Sequences one after the other: the n-th is ``seqstart[n]`` to ``seqstart[n + 1]``; ``_py`` are the same on the host."""
+    """Sequences one after the other: the n-th is ``seqstart[n]`` to ``seqstart[n + 1]``; ``_py`` has the same on the
+    host."""
 
     seqstart: Tensor
     max_seqlen: int
@@ -213,7 +217,7 @@ class _SeqLenInfo:
     def from_seqlens(cls, seqlens: Iterable[int], *, device: Device = None) -> _SeqLenInfo:
         lengths = _ints(seqlens)
         starts = [0, *itertools.accumulate(lengths)]
-        # -1 where there is none, as there.
+        # -1 if there is no sequence, as in xformers.
         longest, shortest = max(lengths, default=-1), min(lengths, default=-1)
         return _SeqLenInfo(_offsets(starts, device), longest, shortest, starts)
 
@@ -222,11 +226,12 @@ class _SeqLenInfo:
         return dataclasses.replace(self, **tensors)
 
     def intervals(self) -> Iterator[tuple[int, int]]:
-        """First row, and the one after the last, of each."""
+        """First row, and the one after the last, of each sequence."""
         yield from itertools.pairwise(self.seqstart_py)
 
     def split(self, x: Tensor, batch_sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """``x [1, M, *]`` cut into the sequences, or into batches ``[b, m, *]`` of so many of equal length."""
+        """``x [1, M, *]`` cut into the sequences, or into batches ``[b, m, *]`` of these sizes, with sequences of
+        equal length."""
         if x.shape[:2] != (1, self.seqstart_py[-1]):
             raise ValueError(
                 f"what is split must have shape [1, {self.seqstart_py[-1]}, ...], got {list(x.shape)}"
@@ -242,7 +247,8 @@ class _SeqLenInfo:
 
 @dataclass
 class _GappySeqInfo(_SeqLenInfo):
-    """Sequences anywhere: the n-th is ``seqlen[n]`` rows from ``seqstart[n]`` on; ``seqstart`` ends with the number of rows."""
+    """Sequences at any place: the n-th is ``seqlen[n]`` rows from ``seqstart[n]`` on; ``seqstart`` ends with the
+    number of rows."""
 
     seqlen: Tensor
     seqlen_py: Sequence[int]
@@ -344,7 +350,7 @@ class BlockDiagonalMask(_PackedBias):
         *,
         device: Device = None,
     ) -> _Blocks:
-        """From the lengths of queries and keys of each sequence (keys: by default the same)."""
+        """The bias for the lengths of queries and keys of each sequence (keys: by default the same)."""
         q_seqinfo = k_seqinfo = _SeqLenInfo.from_seqlens(q_seqlen, device=device)
         if kv_seqlen is not None and kv_seqlen != q_seqlen:
             _check_counts(q_seqlen, kv_seqlen)
@@ -365,7 +371,7 @@ class BlockDiagonalMask(_PackedBias):
         tensors_k: Sequence[Tensor],
         tensors_v: Sequence[Tensor] | None = None,
     ) -> tuple[_Blocks, Tensor, Tensor, Tensor | None]:
-        """The same of queries, keys and values."""
+        """The same for queries, keys and values."""
         lengths, key_lengths = _lengths(tensors_q), _lengths(tensors_k)
         bias = cls.from_seqlens(lengths, key_lengths, device=tensors_q[0].device)
         bias._batch_sizes = [x.shape[0] for x in tensors_q]
@@ -379,7 +385,7 @@ class BlockDiagonalMask(_PackedBias):
         return self.k_seqinfo.split(tensor, self._batch_sizes)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """The sequences of ``[1, M, *]``; of self-attention."""
+        """The sequences of ``[1, M, *]``; for self-attention."""
         if self.q_seqinfo is not self.k_seqinfo:
             raise ValueError(
                 "queries and keys have lengths of their own; split_queries or split_kv says whose to take"
@@ -420,7 +426,8 @@ class BlockDiagonalCausalMask(BlockDiagonalMask):
 
 
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
-    """Causal in each sequence, aligned at its end. Queries before the first key, which xformers refuses, are 0."""
+    """Causal in each sequence, aligned at its end. Queries before the first key, which xformers refuses, have out
+    0."""
 
 
 @dataclass
@@ -445,7 +452,7 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFr
 
 @dataclass
 class BlockDiagonalPaddedKeysMask(_PackedBias):
-    """Packed queries; keys in places of equal size, of which only the first of each are in use."""
+    """Packed queries; keys in slots of equal size, with only the first of each slot in use."""
 
     q_seqinfo: _SeqLenInfo
     k_seqinfo: _PaddedSeqLenInfo
@@ -460,7 +467,8 @@ class BlockDiagonalPaddedKeysMask(_PackedBias):
         *,
         device: Device = None,
     ) -> _Padded:
-        """From the lengths, and the size of a place; ``causal_diagonal`` means nothing, there as here."""
+        """The bias for these lengths and the size of a slot; ``causal_diagonal`` has no effect, in xformers and
+        here."""
         return cls(*_padded(q_seqlen, kv_padding, kv_seqlen, device))
 
     def make_local_attention(
@@ -488,7 +496,7 @@ class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
 
 @dataclass
 class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """A window around a diagonal that is aligned so."""
+    """A window around the diagonal on which a sequence's last query meets its last key in use."""
 
     window_left: int
     window_right: int
@@ -507,7 +515,8 @@ class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
 
 @dataclass
 class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """The last ``_window_size`` keys before it."""
+    """The last ``_window_size`` keys up to the diagonal on which a sequence's last query meets its last key in
+    use."""
 
     _window_size: int
 
@@ -527,7 +536,7 @@ class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMas
 
 @dataclass
 class BlockDiagonalGappyKeysMask(_PackedBias):
-    """Packed queries; keys of each sequence anywhere."""
+    """Packed queries; the keys of each sequence at any place."""
 
     q_seqinfo: _SeqLenInfo
     k_seqinfo: _GappySeqInfo
@@ -541,7 +550,8 @@ class BlockDiagonalGappyKeysMask(_PackedBias):
         *,
         device: Device = None,
     ) -> _Gappy:
-        """From the lengths, and where the keys of each sequence start; ``kv_seqstarts`` ends with the number of keys."""
+        """The bias for these lengths and starts of each sequence's keys; ``kv_seqstarts`` ends with the number of
+        keys."""
         _check_counts(q_seqlen, kv_seqlen)
         keys = _GappySeqInfo.from_seqlens_gappy(kv_seqstarts, kv_seqlen, False, device=device)
         return cls(_SeqLenInfo.from_seqlens(q_seqlen, device=device), keys)

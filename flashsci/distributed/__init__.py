@@ -1,7 +1,8 @@
 """Attention over sequences that are split over the GPUs of a mesh: context parallelism on torch.distributed.
 
-Not imported by ``import flashsci``. :func:`attention` and :func:`varlen_attention` for sequences, :func:`triangle_attention` for pair
-representations; :func:`shard` and :func:`unshard` say who has which rows; :mod:`flashsci.distributed.cost` says what it costs.
+``import flashsci`` does not import it. :func:`attention` and :func:`varlen_attention` are for sequences,
+:func:`triangle_attention` for pair representations; :func:`shard` and :func:`unshard` define which rank has which
+rows; :mod:`flashsci.distributed.cost` predicts the cost.
 """
 
 from flashsci.distributed.api import attention, varlen_attention

@@ -1,9 +1,10 @@
-"""All ranks call with the same options and matching shapes, or all of them raise, before any data moves.
+"""The agreement of ranks: all call with the same options and matching shapes, or all of them raise, before any data
+moves.
 
-What must agree is a small table of numbers, exchanged in one all_gather of some fifty float64 that the host waits for: through the
-group's CPU backend, if it has one, for which no kernel is waited for. A rank cannot know by itself whether the others call as they
-did before, because the parts of a sequence may be of any length. Where it is told the whole length (``total=``, DTensors) it can, and
-then only the first call of a kind asks.
+The values that must agree are a small table of numbers. They are exchanged in one all_gather of some fifty float64
+that the host waits for, through the group's CPU backend if it has one, which waits for no kernel. A rank cannot know
+by itself whether the others call as they did before, because the parts of a sequence may have any length. If it is
+given the whole length (``total=``, DTensors) it can, and then only the first call of a kind asks.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ Table = list[dict[str, float]]  # the fields of every rank
 
 
 class Kept:
-    """What the ranks of a process group have agreed on, and made together."""
+    """The facts that the ranks of a process group have agreed on, and the objects that they made together."""
 
     def __init__(self) -> None:
         self.plans: dict[Any, Any] = {}
-        self.met: set[str] = set()  # types of devices over which all ranks have exchanged something
+        self.met: set[str] = set()  # types of devices on which all ranks have exchanged data
         self.quiet: Any = None  # a communicator for hidden transfers (exchange.py)
 
 
-# By the group, not by its name: who ends one group and begins another gives it the name of the first.
+# By the group, not by its name: a group that replaces another gets the name of the first.
 _kept: WeakKeyDictionary[Any, Kept] = WeakKeyDictionary()
 
 
@@ -50,7 +51,7 @@ def kept(group: Any) -> Kept:
 
 
 def trusts() -> bool:
-    """Whether a call of a known kind may go without asking; ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` says no."""
+    """Whether a call of a known kind may skip the exchange; not with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
     return dist.get_debug_level() != dist.DebugLevel.DETAIL
 
 
@@ -59,7 +60,7 @@ def group_of(mesh: Mesh | None) -> Any:
 
     Raises:
         TypeError: not a DeviceMesh.
-        ValueError: of several dims.
+        ValueError: a mesh of several dims.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -101,17 +102,17 @@ def agree(
     device: str = "cpu",
     error: Exception | None = None,
 ) -> Table:
-    """The fields of every rank, which are equal but for those that are ``free``.
+    """The fields of every rank, which are equal except those that are ``free``.
 
     Args:
         group: process group.
-        fields: what this rank has; every rank gives the same names, or it is an error that all ranks find.
+        fields: the values of this rank. Every rank gives the same names; otherwise all ranks raise.
         device: the type of device that the tensors of the call are on.
-        error: what this rank found wrong with its own arguments; it is raised here, and the others raise too.
+        error: an error in this rank's own arguments; it is raised here, and the other ranks raise too.
 
     Raises:
-        ValueError: on every rank, where fields differ.
-        RuntimeError: where another rank had an error.
+        ValueError: on every rank, if fields differ.
+        RuntimeError: another rank had an error.
     """
     fields = {**fields, "device (a hash)": device}
     if group.size() == 1 and error is None:
@@ -130,8 +131,11 @@ def agree(
 
 
 def _meet(group: Any, device: str) -> None:
-    """NCCL connects the ranks of a group at its first operation, in which all of them must take part. Who sees nothing of another
-    rank's keys takes no part in the ring's."""
+    """Connect the ranks of a group.
+
+    NCCL does so at a group's first operation, in which all ranks must take part. In the ring a rank that sees no key
+    of another takes no part.
+    """
     met = kept(group).met
     if device != _device(group).type and device not in met:
         hello = torch.zeros(1, dtype=torch.float64, device=device)
@@ -160,7 +164,7 @@ def _exchange(group: Any, fields: Fields, refused: bool) -> list[dict[str, float
 
 
 def _device(group: Any) -> torch.device:
-    """Where tensors of this group live; the CPU where it has the choice, which no kernel waits for."""
+    """The device for tensors of this group; the CPU if the group allows it, because that waits for no kernel."""
     kinds = [device.type for device in group._device_types]
     if "cpu" in kinds:
         return torch.device("cpu")
@@ -168,7 +172,7 @@ def _device(group: Any) -> torch.device:
 
 
 def _number(x: Value) -> float:
-    """Numbers as they are, of what is longer a hash that is the same in every process."""
+    """A number unchanged; for longer values a hash that is the same in every process."""
     return float(zlib.crc32(str(x).encode())) if isinstance(x, (str, tuple)) else x
 
 
@@ -189,8 +193,9 @@ def _compare(table: list[dict[str, float]], free: frozenset[str]) -> None:
 
 
 def check_transforms(entry: str, **tensors: Any) -> None:
-    """Refuse what transforms ask of the tensors of a call over several ranks, each rank by itself: within them no rank can talk to
-    another.
+    """Refuse the derivatives and mappings that transforms want of the tensors of a call over several ranks.
+
+    Each rank refuses by itself: inside a transform no rank can communicate with another.
 
     Raises:
         ValueError: as :func:`flashsci.transforms.check`; or any of torch.func's transforms around the call.
@@ -204,6 +209,6 @@ def check_transforms(entry: str, **tensors: Any) -> None:
 
 
 def refuse(group: Any, error: Exception) -> NoReturn:
-    """Tell the others that this rank's arguments are wrong, and raise that."""
+    """Tell the other ranks that this rank's arguments are wrong, and raise the error."""
     agree(group, {}, frozenset(), error=error)
     raise error

@@ -42,45 +42,46 @@ def attention(
     strategy: str = "auto",
     total: int | tuple[int, int] | None = None,
 ) -> Any:
-    """:func:`flashsci.attention` of a sequence of which every rank of a mesh has a part.
+    """:func:`flashsci.attention` of a sequence that is split over the ranks of a mesh.
 
-    Every rank makes the same call on its own part. The result is that of one call on the whole, and gradients are those of
-    the sum of what the ranks compute of it.
+    Every rank makes the same call on its own part. The result is that of one call on the whole, and gradients are
+    those of the sum of the ranks' results.
 
     Args:
         q: this rank's queries ``[..., Hq, Sq of this rank, D]``; parts may be of any length, 0 too.
         k: this rank's keys ``[..., Hk, Sk of this rank, D]``, leading dims as q's.
         v: this rank's values ``[..., Hk, Sk of this rank, Dv]``.
         mesh: DeviceMesh of one dim, over which the sequence is split (``mesh["cp"]`` of a larger one). With one rank
-            this is the plain call, bit for bit. Not needed where the tensors are DTensors: then it is the one mesh dim on
-            which q, k, v are ``Shard`` of the sequence (on others they may be ``Shard`` of a leading dim), and results
-            are DTensors too.
+            this is the plain call, bit for bit. Not needed if the tensors are DTensors: then it is the one mesh dim
+            on which q, k, v are ``Shard`` of the sequence (on others they may be ``Shard`` of a leading dim), and
+            results are DTensors too.
         bias: split by rows, broadcastable to ``[..., Hq, Sq of this rank, whole Sk]``: its gradient is that of these
-            rows. Or with one row (or no dim of rows), the same on every rank: its gradient is summed over the ranks, and
-            every rank has the sum. Keys are in the order of the whole sequence, whatever the layout.
+            rows. Or with one row (or no dim of rows), the same on every rank: its gradient is summed over the ranks,
+            and every rank has the sum. Keys are in the order of the whole sequence, in every layout.
         key_weight: split as k is, broadcastable to ``[..., Hk, Sk of this rank]``; its last dim is not broadcast.
         mask: bool, as the bias.
         causal, window, align: on positions in the whole sequence.
         scale, softcap, return_lse, deterministic, precision, backend: as in :func:`flashsci.attention`.
-        layout: which rows a rank has: "contiguous", or "head_tail" as :func:`flashsci.distributed.shard` cuts them,
-            which gives all ranks the same work under a causal mask. q and k alike.
+        layout: the rows that a rank has: "contiguous", or "head_tail", the cut of :func:`flashsci.distributed.shard`
+            that gives all ranks the same work under a causal mask. The same for q and k.
         strategy: "ring", "all_gather" or "ulysses"; "auto" takes the one that the model of
-            :mod:`flashsci.distributed.cost` says is fastest.
-        total: the whole Sq, or whole (Sq, Sk), of parts that are those of :func:`flashsci.distributed.shard`. Then only the
-            first call of a kind (shapes, options) compares arguments with the other ranks, for which the host waits;
-            without it every call does, and so does one with a bias or a mask. DTensors say it themselves.
+            :mod:`flashsci.distributed.cost` predicts to be fastest.
+        total: the whole Sq, or whole (Sq, Sk), if the parts are those of :func:`flashsci.distributed.shard`. Then
+            only the first call of a kind (shapes, options) compares arguments with the other ranks, for which the
+            host waits. Without it every call does, and so does a call with a bias or a mask. DTensors know the whole
+            length themselves.
 
     Returns:
         out ``[..., Hq, Sq of this rank, Dv]`` in q's dtype and layout; with ``return_lse`` also lse
         ``[..., Hq, Sq of this rank]``.
 
     Raises:
-        TypeError, ValueError, BackendError: as :func:`flashsci.attention`; ValueError also where ranks call with different
-            arguments; BackendError where a strategy cannot serve the call. What is wrong with the arguments is found
+        TypeError, ValueError, BackendError: as :func:`flashsci.attention`; also ValueError if ranks call with
+            different arguments, and BackendError if a strategy cannot serve the call. Wrong arguments are found
             before data moves, on all ranks.
         RuntimeError: another rank refused its arguments.
 
-    A second derivative is computed by the all-gather strategy, whatever the first one was. There is no dropout, no
+    The all-gather strategy computes second derivatives, for any strategy of the first one. There is no dropout, no
     forward-mode derivative and no ``torch.vmap``: they raise ValueError.
 
     Examples:
@@ -161,8 +162,8 @@ def varlen_attention(
         q: this rank's rows of the packed queries, ``[T of this rank, Hq, D]``.
         k, v: this rank's rows of the keys and values of the same sequences, ``[T of this rank, Hk, D or Dv]``.
         cu_seqlens: int32 ``[N + 1]``, the offsets in the whole, the same on every rank: sequence n is rows
-            ``cu_seqlens[n]`` to ``cu_seqlens[n + 1]``, on whatever ranks they are. The host reads them; on the CPU that
-            waits for nothing.
+            ``cu_seqlens[n]`` to ``cu_seqlens[n + 1]``, on any ranks. The host reads them; on the CPU that waits for
+            nothing.
         bias: per key, ``[Hb, 1, whole T]`` with Hb = 1 or Hq, the same on every rank.
         key_weight: ``[T of this rank]`` or ``[Hw, T of this rank]`` with Hw = 1 or Hk.
         others: as in :func:`attention`; causal and window are those of each sequence.
@@ -209,19 +210,19 @@ def varlen_attention(
 
 
 class Arguments(NamedTuple):
-    """What a call is given beside its tensors."""
+    """The arguments of a call other than its tensors."""
 
     options: dict[str, Any]
     layout: str
     strategy: str
     backend: str
     cu_seqlens: Tensor | None = None
-    known: tuple[int, int] | None = None  # whole Sq and Sk, of DTensors
-    total: int | tuple[int, int] | None = None  # the same, said by the caller
+    known: tuple[int, int] | None = None  # whole Sq and Sk, known from DTensors
+    total: int | tuple[int, int] | None = None  # the same, given by the caller
 
 
 def _attend(group: Any, tensors: tuple[Any, ...], given: Arguments) -> tuple[Tensor, Tensor]:
-    """out and lse of this rank's part, [..., H, S, D], once all ranks agree."""
+    """out and lse of this rank's part, [..., H, S, D], after all ranks agree."""
     group_name = group.group_name
     entry = "distributed.attention" if given.cu_seqlens is None else "distributed.varlen_attention"
     names = ("q", "k", "v", "bias", "key_weight", "mask")
@@ -247,7 +248,7 @@ def _attend(group: Any, tensors: tuple[Any, ...], given: Arguments) -> tuple[Ten
 def _given(
     group_name: str, tensors: tuple[Any, ...], given: Arguments
 ) -> tuple[tuple[Any, ...], Given]:
-    """The tensors with heads before rows, and what is known of the call."""
+    """The tensors with heads before rows, and the known facts of the call."""
     q, k, v, bias, key_weight, mask = tensors
     arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight)
     q, k, v = autocast(q, k, v)

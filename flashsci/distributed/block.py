@@ -1,4 +1,4 @@
-"""One piece of a distributed call, forward and backward, by this package's own functions."""
+"""One piece of a distributed call, forward and backward, by flashsci's own functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashsci.varlen import varlen_attention
 
 
 class Scores(NamedTuple):
-    """What is done with scores, as keyword arguments of :func:`flashsci.attention`."""
+    """The options on scores, as keyword arguments of :func:`flashsci.attention`."""
 
     scale: float | None
     softcap: float | None
@@ -27,7 +27,7 @@ class Scores(NamedTuple):
     backend: str
 
     def options(self) -> dict[str, Any]:
-        # Of what a constant function gave it, a compiler does not know the types.
+        # A compiler does not know the types of values from a constant function.
         number: Callable[[float | None], float | None] = lambda x: None if x is None else float(x)  # noqa: E731
         return dict(
             scale=number(self.scale), softcap=number(self.softcap), deterministic=bool(self.deterministic),
@@ -36,7 +36,8 @@ class Scores(NamedTuple):
 
 
 class Side(NamedTuple):
-    """What belongs to pairs and stays with the rank of the queries: [..., Sq or 1, Sk or 1], keys of the whole sequence."""
+    """Tensors per pair, which stay with the rank of the queries: [..., Sq or 1, Sk or 1], keys of the whole
+    sequence."""
 
     bias: Tensor | None
     mask: Tensor | None
@@ -73,7 +74,7 @@ def forward(
     piece: Piece,
     scores: Scores,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a piece, differentiable. q is this rank's, k, v and key_weight are those that ``piece.keys`` counts."""
+    """out and lse of a piece, differentiable. q is this rank's; ``piece.keys`` counts rows of k, v and key_weight."""
     q, k, v = rows_of(q, piece.rows), rows_of(k, piece.keys), rows_of(v, piece.keys)
     side = side.of(piece)
     options: dict[str, Any] = dict(
@@ -97,18 +98,18 @@ def attend(
     found: list[Piece],
     scores: Scores,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of queries all of whose keys are here; differentiable. Pieces come in the order of their rows."""
+    """out and lse of queries whose keys are all here; differentiable. Pieces come in the order of their rows."""
     assert all(a.rows[1] <= b.rows[0] for a, b in itertools.pairwise(found)), (
         "keys of a row in two pieces"
     )
-    if not found:  # a call without keys: its gradients are zero, but they are there, and what collects them runs on every rank
+    if not found:  # a call without keys: it has gradients of zero, and the collectives of its backward run on every rank
         found = [Piece((0, q.shape[-2]), (0, 0), (0, 0), -1, -1)]
     if len(found) == 1 and found[0].rows == (0, q.shape[-2]):
         return forward(q, k, v, key_weight, side, found[0], scores)
     outs, lses, row = [], [], 0
     for piece in [*found, None]:
         start = q.shape[-2] if piece is None else piece.rows[0]
-        blind = (*q.shape[:-2], start - row)  # see no key
+        blind = (*q.shape[:-2], start - row)  # rows that see no key
         outs.append(q.new_zeros(*blind, v.shape[-1]))
         lses.append(q.new_full(blind, float("-inf"), dtype=statistics_dtype(q.dtype)))
         if piece is not None:
@@ -132,7 +133,7 @@ def backward(
     piece: Piece,
     scores: Scores,
 ) -> Gradients:
-    """A piece's share of the gradient under the whole call's out and lse."""
+    """A piece's share of the gradient for the whole call's out and lse."""
     dout, q, out = (rows_of(x, piece.rows) for x in (dout, q, out))
     lse, dlse = (
         rows_of(lse, piece.rows, -1),

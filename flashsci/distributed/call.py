@@ -1,4 +1,5 @@
-"""One distributed call as plain data, which an operator can carry as text; and what each rank computes of it."""
+"""One distributed call as plain data, which an operator can carry as text; and the part of it that each rank
+computes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Call(NamedTuple):
     keys: Layout
     band: Band
     scores: Scores
-    # Whether bias and mask have the rows of their rank, not one for all; and whether there is any of them.
+    # Whether bias and mask have the rows of their rank, not one row for all; and whether the call has one of them.
     split: tuple[bool, bool] = (False, False)
     placed: bool = False
 
@@ -33,7 +34,7 @@ class Call(NamedTuple):
         return json.dumps(self)
 
     def pieces(self, rank: int, source: int) -> list[Piece]:
-        """What rank computes with the keys of source."""
+        """The pieces that rank computes with the keys of source."""
         return _pieces(self, rank, source)
 
     def needed(self, rank: int, source: int) -> Interval | None:
@@ -42,13 +43,13 @@ class Call(NamedTuple):
         return seen(found) if found else None
 
     def needed_pieces(self, rank: int, source: int) -> list[Piece]:
-        """The pieces, with keys counted from the first of those needed."""
+        """The pieces, with keys counted from the first needed key."""
         found = self.pieces(rank, source)
         first = seen(found)[0] if found else 0
         return [p._replace(keys=(p.keys[0] - first, p.keys[1] - first)) for p in found]
 
     def most_parts(self, rank: int) -> tuple[int, int]:
-        """How many parts the out of a query of this rank is put together from at most, and the gradients of a key of its."""
+        """The most parts of the out of one query of this rank, and of the gradients of one of its keys."""
         return _most_parts(self, rank)
 
     def pairs(self, rank: int) -> int:

@@ -1,8 +1,9 @@
-"""Collectives along dim 0 whose gradients are collectives, so that derivatives of any order go on; parts may be uneven.
+"""Collectives along dim 0 whose gradients are collectives, so that derivatives of any order exist; parts may be
+uneven.
 
-They are torch's functional collectives, which compilers know. Sums are taken by the receiver, in float32 and in the order of
-ranks: bitwise the same in every run. The whole is taken for one function: a rank's gradient is that of the sum of what all ranks
-compute.
+They are torch's functional collectives, which compilers know. The receiver takes sums, in float32 and in the order of
+ranks: they are bitwise equal in every run. All ranks together count as one function: a rank's gradient is that of the
+sum of all ranks' results.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def group_named(name: str) -> Any:
 
 @torch._dynamo.assume_constant_result
 def place_in(group_name: str) -> tuple[int, int]:
-    """(rank of this process, number of ranks), which a compiler may know while it traces."""
+    """(rank of this process, number of ranks); a compiler may know them while it traces."""
     group = group_named(group_name)
     return group.rank(), group.size()
 
@@ -59,7 +60,7 @@ class AllGather(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """The sum over ranks of this rank's rows; the rows of all are in rank order."""
+    """The sum over ranks of this rank's rows; the rows of all ranks are in rank order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lengths: Lengths, group_name: str) -> Tensor:
@@ -80,7 +81,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """``sent[r]`` rows to rank r, ``received[r]`` rows from it."""
+    """An exchange: ``sent[r]`` rows go to rank r, ``received[r]`` rows come from it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: Lengths, received: Lengths, group_name: str) -> Tensor:
@@ -109,7 +110,7 @@ class Replicated(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """The sum over ranks, on every rank: each sums a part, and all gather the sums."""
+    """The sum over ranks, on every rank: each rank sums a part, and all gather the sums."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
@@ -126,8 +127,8 @@ class Summed(torch.autograd.Function):
 
 
 def refuse_transforms(x: Tensor) -> None:
-    """Raises where a call would be mapped, traced by torch.jit, or has tangents: no collective is defined for any of these."""
-    if torch.compiler.is_compiling():  # it traces none of these questions
+    """Raise if a call is mapped, traced by torch.jit, or has tangents: no collective is defined for any of these."""
+    if torch.compiler.is_compiling():  # it traces none of these checks
         return
     legacy = torch._C._functorch.is_legacy_batchedtensor(x)
     if legacy or transforming() or torch._C._get_tracing_state():
@@ -152,6 +153,6 @@ def all_to_all(x: Tensor, sent: Lengths, received: Lengths, group_name: str) -> 
 
 
 def replicated(x: Tensor, group_name: str) -> Tensor:
-    """x, whose gradient is the sum of all ranks'."""
+    """x with the sum of all ranks' gradients as its gradient."""
     found: Tensor = Replicated.apply(x, group_name) if x.requires_grad else x
     return found

@@ -1,13 +1,16 @@
-"""What a distributed call costs by each strategy: bytes, arithmetic, and what of the one hides behind the other.
+"""The cost of a distributed call by each strategy: bytes, arithmetic, and the share of the transfers that compute
+hides.
 
-    ring        sum over steps of max(compute of this block, transfer of the next)    memory: two blocks of k and v, and sums; backward of some heads at a time
+    ring        sum over steps of max(compute of this block, transfer of the next)    memory: two blocks of k and v, and sums; backward of some
+                                                                                      heads at a time
     all_gather  transfer of all k and v, then compute                                 memory: all k and v
     ulysses     transfer of q, k, v and out, then compute                             memory: q, k, v, out of 1/W of the heads
 
-Compute is the pairs of the slowest rank over a kernel's speed, a fixed time for each call, and what is read and written beside the
-kernels; transfers are the bytes that the busiest rank sends over the link's speed, and a fixed time for each. The ring's backward
-moves k and v again and their gradients back; that of the others moves what the forward moved. ``scripts/predict_scaling.py`` fits
-the speeds to one GPU, and predicts several from what it measures there.
+Compute is the pairs of the slowest rank divided by a kernel's speed, plus a fixed time for each call and the time of
+reads and writes outside the kernels. Transfers are the bytes that the busiest rank sends divided by the link's speed,
+plus a fixed time for each. The ring's backward moves k and v again and their gradients back; that of the others moves
+the same tensors as the forward. ``scripts/predict_scaling.py`` fits the speeds to one GPU, and predicts several from
+its measurements there.
 """
 
 from __future__ import annotations
@@ -23,14 +26,15 @@ from flashsci.distributed.layout import Layout
 from flashsci.distributed.pieces import Band
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
-# A backward takes heads in at most so many groups, each of which is to compute so many seconds a step: the host is ahead then.
+# A backward divides heads into at most this many groups, each with at least this many seconds of compute a step: then
+# the host is ahead.
 MOST_GROUPS, GROUP_SECONDS = 4, 2e-3
-AS_GOOD = 1.02  # times the fastest: the model knows no better
+AS_GOOD = 1.02  # times the fastest: the model is no more exact
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds of one GPU and of what connects it. The defaults are round numbers of an H100-class GPU on NVLink."""
+    """Speeds of one GPU and of its links. The defaults are round numbers of an H100-class GPU on NVLink."""
 
     forward: float = 650e12  # operations per second of a forward kernel, 16 bits
     backward: float = 560e12
@@ -38,13 +42,13 @@ class Machine:
     link: float = 300e9  # bytes per second that a rank sends while it receives as many
     quiet: float = 40e9  # the same with few processors (exchange.py)
     memory: float = 3e12  # bytes per second of the GPU's own memory
-    call: float = 15e-6  # seconds that each call of a kernel takes beside its work
+    call: float = 15e-6  # seconds that each call of a kernel takes in addition to its work
     transfer: float = 25e-6  # the same for each transfer
     room: float = 8e9  # bytes that the whole k and v may take on a rank
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call beside its sequence."""
+    """Sizes of a call other than its sequence."""
 
     batch: int
     heads_q: int
@@ -54,20 +58,20 @@ class Sizes(NamedTuple):
     itemsize: int
 
     def keys(self, rows: int) -> int:
-        """Bytes of so many rows of k and v."""
+        """Bytes of this many rows of k and v."""
         return self.batch * self.heads_k * rows * (self.head_dim + self.head_dim_v) * self.itemsize
 
     def queries(self, rows: int) -> int:
-        """Bytes of so many rows of q and out."""
+        """Bytes of this many rows of q and out."""
         return self.batch * self.heads_q * rows * (self.head_dim + self.head_dim_v) * self.itemsize
 
 
 class Work(NamedTuple):
-    """What a rank does between two transfers."""
+    """The work of a rank between two transfers."""
 
-    pairs: int  # of queries and keys, for each head and batch member
+    pairs: int  # queries times keys, for each head and batch member
     calls: int = 1  # of kernels
-    moved: float = 0.0  # bytes read and written beside them: sums, copies
+    moved: float = 0.0  # bytes read and written outside them: sums, copies
 
     def seconds(self, sizes: Sizes, back: bool, machine: Machine) -> float:
         speed = machine.backward if back else machine.forward
@@ -85,15 +89,15 @@ class Work(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Of one rank, the slowest."""
+    """The prediction for one rank, the slowest."""
 
     seconds: float
-    compute: float  # seconds of it that kernels run
+    compute: float  # seconds in which kernels run
     sent: int  # bytes
-    memory: int  # bytes beside its own tensors
+    memory: int  # bytes in addition to its own tensors
 
     def __add__(self, other: Prediction) -> Prediction:  # type: ignore[override]
-        """One after the other."""
+        """The cost of one after the other."""
         return Prediction(
             self.seconds + other.seconds,
             self.compute + other.compute,
@@ -105,7 +109,7 @@ class Prediction(NamedTuple):
 def predict(
     call: Call, sizes: Sizes, strategy: str, backward: bool, machine: Machine | None = None
 ) -> Prediction:
-    """The cost of a forward, or with ``backward`` of a training step.
+    """The cost of a forward or, with ``backward``, of a training step.
 
     Examples:
         >>> from flashsci.distributed.cost import Machine, Sizes, planned, predict
@@ -125,8 +129,10 @@ def predict(
 def choose(
     call: Call, sizes: Sizes, allowed: list[str], backward: bool, machine: Machine | None = None
 ) -> str:
-    """The strategy of least predicted time, and of several that are as good as the fastest the one that takes least memory;
-    all_gather only where the whole k and v fit in ``machine.room``."""
+    """The strategy of least predicted time; of several that are as good as the fastest, the one with least memory.
+
+    all_gather is considered only if the whole k and v fit in ``machine.room``.
+    """
     machine = machine or Machine()
     fits = [s for s in allowed if s != "all_gather" or sizes.keys(call.keys.total) <= machine.room]
     found = {s: predict(call, sizes, s, backward, machine) for s in fits}
@@ -150,7 +156,7 @@ def planned(
 
 
 def work(call: Call, sizes: Sizes, strategy: str, rank: int, back: bool) -> list[Work]:
-    """What a rank computes, step by step of a ring, all at once of the others."""
+    """The work of a rank: step by step for a ring, all at once for the others."""
     if strategy == "ring":
         return [_step(call, sizes, rank, step, back) for step in range(call.world)]
     own = sizes.queries(call.queries.lengths[rank]) + sizes.keys(call.keys.lengths[rank])
@@ -175,7 +181,7 @@ def _step(call: Call, sizes: Sizes, rank: int, step: int, back: bool) -> Work:
 
 
 def head_groups(call: Call, sizes: Sizes, machine: Machine | None = None) -> int:
-    """In how many groups of heads a ring computes a backward: more of them take less memory, and launch more."""
+    """The number of groups of heads in a ring's backward: more groups take less memory, and launch more."""
     longest = max(
         (_step(call, sizes, rank, 0, True) for rank in range(call.world)), key=lambda w: w.pairs
     )
@@ -185,7 +191,7 @@ def head_groups(call: Call, sizes: Sizes, machine: Machine | None = None) -> int
 
 @functools.lru_cache(maxsize=1024)
 def hides_quiet(call: Call, sizes: Sizes, back: bool) -> bool:
-    """Whether a ring computes as long as its transfers take with few processors."""
+    """Whether a ring's compute takes as long as its transfers with few processors."""
     machine = Machine()
     slow = _ring(call, sizes, back, replace(machine, link=machine.quiet))
     return slow.seconds <= AS_GOOD * slow.compute
@@ -209,7 +215,7 @@ def _ring(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Prediction:
         total += max(compute, _move(bytes_out, machine))
         busy, sent = busy + compute, sent + bytes_out
     if not back or head_groups(call, sizes, machine) == 1:
-        total += _move(last, machine)  # the last gradients go home when all is computed
+        total += _move(last, machine)  # the last gradients go home after all compute
     ranks = range(world)
     rows, keys = max(call.queries.lengths), max(call.keys.lengths)
     of_rows, of_keys = (max(call.most_parts(r)[i] for r in ranks) for i in (0, 1))

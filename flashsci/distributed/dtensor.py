@@ -1,4 +1,5 @@
-"""DTensors in, DTensors out: which mesh dim the sequence is split over, and what gradients of each placement mean."""
+"""DTensors as arguments and results: the mesh dim that splits the sequence, and the meaning of gradients for each
+placement."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ def is_dtensor(x: Any) -> bool:
 
 
 def unwrapped(tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, Wrap]:
-    """The local parts of q, k, v, bias, key_weight, mask; the process group of the sequence; and what makes DTensors of
-    results ``[..., Hq, Sq]`` or ``[..., Hq, Sq, Dv]``.
+    """The local parts of q, k, v, bias, key_weight, mask; the process group of the sequence; and a wrapper.
+
+    The wrapper makes DTensors of results ``[..., Hq, Sq]`` or ``[..., Hq, Sq, Dv]``.
 
     Raises:
-        TypeError: a mixture of DTensors and others.
+        TypeError: a mixture of DTensors and other tensors.
         ValueError: placements that are not those of one call on each rank's part.
     """
     q, k, v, bias, key_weight, mask = tensors
@@ -64,8 +66,11 @@ def unwrapped(tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, Wrap]:
 
 
 def _summed(name: str, x: DTensor, q: DTensor, split: int, last: int) -> list[int]:
-    """The mesh dims over which gradients of x [..., Hq or 1, Sq or 1, Sk] (or, with ``last`` 1, of [..., Hk or 1, Sk]) are summed: those
-    that split q, and not x. Over that of the sequence the call itself sums."""
+    """The mesh dims over which gradients of x are summed: those that split q, and not x.
+
+    x is [..., Hq or 1, Sq or 1, Sk] or, with ``last`` 1, [..., Hk or 1, Sk]. The call itself sums over the dim of the
+    sequence.
+    """
     found = []
     shift = q.dim() - last - x.dim()  # leading dims that x lacks
     for i, (own, of_q) in enumerate(zip(x.placements, q.placements, strict=True)):

@@ -1,15 +1,17 @@
 """Blocks that travel between ranks while others are computed.
 
-At step t a rank sends its own block to the rank t places on and receives that of the rank t places back. As many bytes as by
-passing blocks on around a ring; but no rank waits for a chain of others, a block goes only to those who see some of it, and only
-the part that they see. The transfer of step t + 1 is under way while step t is computed: NCCL moves it on a stream of its own.
+At step t a rank sends its own block to the rank t places on and receives that of the rank t places back. This moves
+as many bytes as passing blocks around a ring. But no rank waits for a chain of others, and a block goes only to ranks
+that see some of it, and only the part that they see. The transfer of step t + 1 runs while step t is computed: NCCL
+moves it on a stream of its own.
 
-NCCL moves data by a kernel, which needs processors as any other does. So
-- what is to travel beside a step goes in one batch, at its beginning: a second kernel would wait behind the first, and by then
+NCCL moves data by a kernel, which needs processors as any other does. Therefore
+- all transfers during a step go in one batch, at its beginning: a second kernel would wait behind the first, and by then
   attention has all processors, until it ends;
-- attention begins a little later (PAUSE): what follows in a stream begins sooner than what waits for an event, and would be first;
-- where a slow transfer is fast enough, it has few processors (``quiet``): a rank that is early waits for the others with
-  those that it has.
+- attention begins a little later (PAUSE): the next kernel in a stream begins sooner than one that waits for an event, and
+  would be first;
+- if a slow transfer is fast enough, it has few processors (``quiet``): a rank that is early waits for the others with only
+  these.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ CTAS = 4  # of a quiet communicator: 40 GB/s each way over NVLink, where all of 
 
 
 class Transfer:
-    """A send and a receive, on their way from when they are posted."""
+    """A send and a receive, in progress from the time when they are posted."""
 
     def __init__(self, post: Post, sent: Blocks, to: int, received: Blocks, source: int):
         self.received = received
         self._post, self._to, self._source = post, to, source
         # Alive until it is done.
         self._sent = None if sent is None else [x.contiguous() for x in sent]
-        self.works: list[Any] | None = None  # of all that was posted together; None: not yet
+        self.works: list[Any] | None = None  # those of all transfers posted together; None: not yet
 
     def operations(self) -> list[dist.P2POp]:
         group = self._post.group
@@ -51,29 +53,29 @@ class Transfer:
         ]
 
     def wait(self) -> Blocks:
-        """What was received, and all that was sent with it, for the current stream to use."""
+        """The received blocks, ready for the current stream, as are all blocks that were sent with them."""
         if self.works is None:
             self._post.send()
-        while self.works:  # each is waited for once, by whoever comes first
+        while self.works:  # each is waited for once, by the first caller
             self.works.pop().wait()
         self._sent = None
         return self.received
 
 
 class Post:
-    """The transfers of one call. ``group``: the process group that they go through."""
+    """The transfers of one call. ``group``: the process group that they use."""
 
     def __init__(self, group: Any):
         self.group = group
         self._waiting: list[Transfer] = []
 
     def transfer(self, sent: Blocks, to: int, received: Blocks, source: int) -> Transfer:
-        """One that begins with the next ``send``."""
+        """A transfer that begins with the next ``send``."""
         self._waiting.append(Transfer(self, sent, to, received, source))
         return self._waiting[-1]
 
     def send(self) -> None:
-        """Begin those that wait, all at once."""
+        """Begin the waiting transfers, all at once."""
         begun, self._waiting = self._waiting, []
         ops = [op for transfer in begun for op in transfer.operations()]
         works = dist.batch_isend_irecv(ops) if ops else []
@@ -84,7 +86,7 @@ class Post:
 
 
 class Block(NamedTuple):
-    """Of a step: what this rank has itself, or what makes it come."""
+    """The block of a step: this rank's own, or a function that orders it."""
 
     source: int
     own: Blocks = None
@@ -97,8 +99,8 @@ def around(
     """This rank's block and then those of the ranks 1, 2, ... places back.
 
     Args:
-        sent_to: what of this rank's block another one needs, or it itself.
-        room_for: empty tensors for what this rank needs of another's.
+        sent_to: the part of this rank's block that another rank, or this rank itself, needs.
+        room_for: empty tensors for the part of another's block that this rank needs.
     """
     rank, world = post.group.rank(), post.group.size()
 
@@ -111,8 +113,11 @@ def around(
 
 
 def rounds(post: Post, blocks: Sequence[Block]) -> Iterator[Blocks]:
-    """What is there of each block in turn. When one is given out, the next that comes from elsewhere is in flight, and with it what
-    was added to ``post`` meanwhile."""
+    """The received part of each block in turn.
+
+    When one is yielded, the next one from another rank is in flight, together with transfers that were added to
+    ``post`` meanwhile.
+    """
     orders = iter([block.order for block in blocks if block.order is not None])
     ahead = _next(orders)
     for block in blocks:
@@ -131,9 +136,11 @@ def _next(orders: Iterator[Callable[[], Transfer]]) -> Transfer | None:
 
 
 def quiet(group: Any) -> Any:
-    """A communicator of the same ranks that takes few processors, made at the first call; the group itself where NCCL does not move
-    the data, or where torch would split all ranks' communicator, and those of the group are not all. All ranks of the group ask for
-    it together."""
+    """A communicator of the same ranks that takes few processors, made at the first call.
+
+    It is the group itself if NCCL does not move the data, or if torch would split the communicator of all ranks and
+    the group does not have all of them. All ranks of the group ask for it together.
+    """
     backend = _nccl(group)
     if backend is None:
         return group
@@ -151,8 +158,11 @@ def quiet(group: Any) -> Any:
 
 
 def _communicator(group: Any, options: Any) -> Any:
-    """What ``dist.new_group(use_local_synchronization=True)`` makes, under a name that all ranks know: that one counts the groups of a
-    process, and ranks that are in different numbers of groups would wait for each other under different names."""
+    """The communicator of ``dist.new_group(use_local_synchronization=True)``, under a name that all ranks know.
+
+    new_group itself counts the groups of a process: ranks in different numbers of groups would wait for each other
+    under different names.
+    """
     ranks = dist.get_process_group_ranks(group)
     made, _ = c10d._new_process_group_helper(
         len(ranks), group.rank(), ranks, dist.Backend("nccl"), c10d._get_default_store(),

@@ -1,7 +1,7 @@
 """The all-gather strategy: every rank collects all keys and values and computes its own queries.
 
-One call of the kernels for each interval of queries, no sums of parts, and differentiable to the order that the kernels are:
-the collectives are functions with gradients. It costs the memory of the whole k and v.
+It makes one call of the kernels for each interval of queries, without sums of parts, and is differentiable to the
+order of the kernels: the collectives are functions with gradients. It needs memory for the whole k and v.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Heads of a backward a few at a time: what a ring holds beside the rank's own tensors is then that of a few.
+"""Groups of heads for a backward, a few heads at a time: a ring then needs extra memory only for these.
 
-Blocks under way, a piece's results, sums in float32 and what kernels need beside their results are as much memory as the rank's
-own tensors. Heads do not know of each other, so a long call is several with some of the heads each, one after the other; the
-first keys of a group, and the last gradients, travel while another group is computed.
+Blocks in transfer, a piece's results, sums in float32 and the extra memory of kernels are as much as the rank's own
+tensors. Heads are independent of each other, so a long call becomes several with some of the heads each, one after
+the other. The first keys of a group, and its last gradients, travel while another group is computed.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Group(NamedTuple):
     def of_results(
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
     ) -> tuple[Any, ...]:
-        """The same of results and of their gradients."""
+        """The same for results and their gradients."""
         dout, out = (_narrow(x, self.queries, -3) for x in (dout, out))
         dlse, lse = (_narrow(x, self.queries, -2) for x in (dlse, lse))
         return dout, dlse, out, lse
 
     def store(self, whole: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
-        """Put gradients of the heads where they belong."""
+        """Store gradients of the heads in their places."""
         sides = (self.queries, self.keys, self.keys, self.queries, self.keys)
         for x, part, side, dim in zip(whole, gradients, sides, (-3, -3, -3, -3, -2), strict=True):
             if x is not None and part is not None:
@@ -62,7 +62,7 @@ def head_groups(
     bias: Tensor | None,
     key_weight: Tensor | None,
 ) -> list[Group]:
-    """How a backward takes the heads: all at once where a call is short, or where heads share a gradient."""
+    """The groups of heads of a backward: one if a call is short, or if heads share a gradient."""
     heads_q, heads_k = _heads(q), _heads(k)
     shared = (bias is not None and (bias.dim() < 3 or bias.shape[-3] != heads_q)) or (
         key_weight is not None and (key_weight.dim() < 2 or key_weight.shape[-2] != heads_k)

@@ -1,4 +1,5 @@
-"""Who holds which rows of a sequence: contiguous parts, or a head and a tail chunk for each rank, which balances causal calls."""
+"""The layout of a sequence's rows over ranks: contiguous parts, or a head and a tail chunk for each rank, which
+balances causal calls."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Interval = tuple[int, int]
 
 
 def even(total: int, parts: int) -> list[int]:
-    """Where ``parts`` parts of ``total`` rows begin, and the end of the last; their lengths differ by at most one."""
+    """The starts of ``parts`` parts of ``total`` rows, and the end of the last; their lengths differ by at most
+    one."""
     return [i * total // parts for i in range(parts + 1)]
 
 
@@ -64,13 +66,14 @@ def shard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous") -
     Args:
         x: any tensor that is the same on every rank: token ids, positions (``torch.arange(S)``), or q itself.
         mesh: one-dimensional DeviceMesh over which the sequence is split.
-        dim: the sequence.
-        layout: "contiguous": rank r of W has rows ``r S // W`` to ``(r + 1) S // W``. "head_tail": the sequence is cut
-            into 2 W chunks, and rank r has chunks r and 2 W - 1 - r, so that all ranks have the same work under a causal
-            mask. S need be a multiple of nothing.
+        dim: the dim of the sequence.
+        layout: "contiguous": rank r of W has rows ``r S // W`` to ``(r + 1) S // W``. "head_tail": the sequence is
+            cut into 2 W chunks, and rank r has chunks r and 2 W - 1 - r, so that all ranks have the same work under a
+            causal mask. S may be any number.
 
     Returns:
-        The part, one view or the two chunks one after the other. Its gradient reaches these rows of this rank's x only.
+        The part, one view or the two chunks one after the other. Its gradient only reaches these rows of this rank's
+        x.
 
     Raises:
         ValueError: an unknown layout, or a mesh of more than one dim.
@@ -99,20 +102,20 @@ def shard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous") -
     reason="ranks compare the lengths of their parts at every call: call flashsci.distributed.unshard outside of the compiled function"
 )
 def unshard(x: Tensor, mesh: Mesh, *, dim: int = -2, layout: str = "contiguous") -> Tensor:
-    """The whole of a tensor of which every rank has a part: the inverse of :func:`shard`, differentiable to any order.
+    """The whole of a tensor whose parts are on the ranks: the inverse of :func:`shard`, differentiable to any order.
 
     Args:
         x: this rank's part; contiguous parts may be of any length.
         mesh, dim, layout: as in :func:`shard`.
 
     Returns:
-        The whole, on every rank. A part's gradient is the sum of what the ranks' gradients of the whole say of it.
+        The whole, on every rank. A part's gradient is the sum over the ranks of their gradients for its rows.
 
     Raises:
-        ValueError: shapes or dtypes that differ between ranks elsewhere than in ``dim``, or lengths that are not those of
-            the layout.
+        ValueError: shapes or dtypes that differ between ranks in dims other than ``dim``, or lengths that are not those
+            of the layout.
         TypeError: a DTensor, which knows its parts itself.
-        BackendError: inside of torch.vmap, with a forward-mode tangent, or of a batch of gradients.
+        BackendError: inside torch.vmap, with a forward-mode tangent, or for a batch of gradients.
 
     Examples:
         >>> import torch, torch.distributed as dist
@@ -154,20 +157,20 @@ def checked(kind: str, lengths: list[int], name: str) -> Layout:
 
 
 def assemble(x: Tensor, layout: Layout, dim: int, group_name: str) -> Tensor:
-    """The whole of x in the order of the sequence; a view where the layout allows."""
+    """The whole of x in the order of the sequence; a view if the layout allows it."""
     rows = all_gather(x.movedim(dim, 0), layout.lengths, group_name)
     return in_order(rows, layout).movedim(0, dim)
 
 
 def in_order(rows: Tensor, layout: Layout) -> Tensor:
-    """Rows (dim 0) in rank order, put in the order of the sequence."""
+    """Rows (dim 0) in rank order, rearranged to the order of the sequence."""
     if layout.kind == "contiguous" or not layout.total:  # torch.cat of nothing has no gradient
         return rows
     return torch.cat([rows[a:b] for a, b in _places(layout)])
 
 
 def by_rank(rows: Tensor, layout: Layout) -> Tensor:
-    """Rows (dim 0) in the order of the sequence, put in rank order."""
+    """Rows (dim 0) in the order of the sequence, rearranged to rank order."""
     if layout.kind == "contiguous" or not layout.total:
         return rows
     parts = [rows[a:b] for r in range(len(layout.lengths)) for a, b in layout.intervals(r)]
@@ -175,7 +178,7 @@ def by_rank(rows: Tensor, layout: Layout) -> Tensor:
 
 
 def _places(layout: Layout) -> list[Interval]:
-    """Where in rank order the intervals lie, sorted by their place in the sequence."""
+    """The places of the intervals in rank order, sorted by their place in the sequence."""
     found, place = [], 0
     for rank in range(len(layout.lengths)):
         for a, b in layout.intervals(rank):

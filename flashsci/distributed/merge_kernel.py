@@ -1,8 +1,10 @@
-"""A piece added to the sums (out, lse) in one pass over memory: :func:`flashsci.distributed.merging.merge` on GPUs.
+"""A kernel that adds a piece to the sums (out, lse) in one pass over memory:
+:func:`flashsci.distributed.merging.merge` on GPUs.
 
 Grid      (tiles of rows, heads, batch members)
 Tiles     ROWS rows of out and of the piece, whole, with their lse
-Limits    memory: the sum is read and written, the piece read; 10 bytes a number where the piece has 16 bits, 6 where the sum has, too
+Limits    memory: the sum is read and written, the piece read; 10 bytes a
+          number where the piece has 16 bits, 6 where the sum has, too
 """
 
 from __future__ import annotations
@@ -45,14 +47,15 @@ def merge_kernel(
         other=0.0,
     )
     tl.store(sums, x + share[:, None] * (y.to(tl.float32) - x), mask=filled)
-    # There are fewer rows than threads: several hold each, and all must have read it before one writes it.
+    # There are fewer rows than threads: several threads hold each row, and all must have read it before one writes
+    # it.
     tl.debug_barrier()
     tl.store(of_lse, tl.where(seen, base + tl.log(both), float("-inf")), mask=inside)
 
 
 def launch(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> bool:
-    """Add a piece in place: out [..., H, S, Dv] in up to 32 bits, lse [..., H, S] in float32. False: it takes no such strides,
-    nothing is done."""
+    """Add a piece in place: out [..., H, S, Dv] in up to 32 bits, lse [..., H, S] in float32. False: it cannot take
+    such strides, and does nothing."""
     if not out.numel():
         return True
     members = tuple(_as_four(x, last) for x, last in ((out, 3), (lse, 2), (part, 3), (part_lse, 2)))

@@ -1,4 +1,4 @@
-"""The softmax of a row put together from pieces of its keys, in place.
+"""The softmax of a row merged from pieces of its keys, in place.
 
 L = log(e^L1 + e^L2)        O = O1 + e^(L2 - L) (O2 - O1)
 """
@@ -13,8 +13,11 @@ from torch import Tensor
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add the attention to more keys, ``part`` and ``part_lse``, to the sums ``out`` and ``lse`` (views of them; lse in float32
-    or float64). Rows that see nothing have an lse of -inf and an out of 0, on either side. An out of 16 bits is rounded anew."""
+    """Add the attention to more keys, ``part`` and ``part_lse``, to the sums ``out`` and ``lse``.
+
+    The sums may be views; lse is in float32 or float64. Rows that see nothing have an lse of -inf and an out of 0, on
+    either side. A 16-bit out is rounded again.
+    """
     kernel = _kernel() if out.is_cuda and lse.dtype == torch.float32 else None
     if kernel is not None and kernel.launch(out, lse, part, part_lse):
         return

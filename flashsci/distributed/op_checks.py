@@ -1,4 +1,5 @@
-"""What the raw ops of this package refuse: tensors that are not those of their call and rank. Attention itself checks the rest."""
+"""The checks of this package's raw ops: tensors must be those of their call and rank. Attention itself checks the
+rest."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from flashsci.ops import statistics_dtype
 
 
 def rows_of_rank(call: Call, rank: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Those that a rank has of a sequence."""
+    """Check the rows of a rank's tensors against those that it has of a sequence."""
     _alike(q, k, v)
     for x, name, layout in ((q, "q", call.queries), (k, "k", call.keys), (v, "v", call.keys)):
         need(
@@ -23,7 +24,7 @@ def rows_of_rank(call: Call, rank: int, q: Tensor, k: Tensor, v: Tensor) -> None
 
 
 def rows_of_pairs(call: Call, rank: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> None:
-    """Whole rows of a pair representation, and the bias of a rank's queries."""
+    """Check for whole rows of a pair representation, and the bias of a rank's queries."""
     _alike(q, k, v)
     need(k.shape[-2] == v.shape[-2], f"k and v must have the same keys: {shapes(k=k, v=v)}")
     total, own = call.queries.total, call.queries.lengths[rank]
@@ -35,7 +36,7 @@ def rows_of_pairs(call: Call, rank: int, q: Tensor, k: Tensor, v: Tensor, bias: 
 
 
 def of_pairs(q: Tensor, keys: int, **tensors: Tensor | None) -> None:
-    """Biases and masks: broadcastable to the scores of q."""
+    """Check that biases and masks are broadcastable to the scores of q."""
     full = (*q.shape[:-1], keys)
     for name, x in tensors.items():
         if x is not None:
@@ -54,7 +55,7 @@ def of_keys(key_weight: Tensor | None, k: Tensor) -> None:
 def results(
     q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> None:
-    """Those of a forward, and their gradients."""
+    """Check the results of a forward, and their gradients."""
     for name, x in (("out", out), ("dout", dout)):
         if x is not None:
             same(name, x, (*q.shape[:-1], v.shape[-1]), (q.dtype,), q)

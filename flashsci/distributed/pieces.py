@@ -1,8 +1,8 @@
-"""What of a block of scores is visible, as calls that kernels know.
+"""The visible part of a block of scores, as calls that kernels know.
 
-A causal mask, a window and packed sequences are statements on positions in the whole sequence. Between an interval of queries
-and one of keys they leave a band. Rows and keys outside of it are cut off, after which it is a window ``(left, right)`` of two
-non-negative bounds from the upper left, or none at all where it hides nothing.
+A causal mask, a window and packed sequences are conditions on positions in the whole sequence. Between an interval of
+queries and one of keys they leave a band. Rows and keys outside it are cut off. Then it is a window ``(left, right)``
+of two non-negative bounds from the upper left, or no window at all if it hides nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Band(NamedTuple):
     left: int
     right: int
     shift: int = 0
-    offsets: tuple[int, ...] | None = None  # of packed sequences
+    offsets: tuple[int, ...] | None = None  # those of packed sequences
 
 
 class Piece(NamedTuple):
     """One call: rows of this rank's queries against rows of a rank's keys."""
 
-    rows: Interval  # of the rank's own tensors
+    rows: Interval  # rows of the rank's own tensors
     keys: Interval
-    # The keys' place in the whole sequence, where biases and masks have them; None: in several places.
+    # The keys' place in the whole sequence, as in biases and masks; None: in several places.
     columns: Interval | None
     left: int
     right: int
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 def pieces(queries: Sequence[Interval], keys: Sequence[Interval], band: Band) -> list[Piece]:
-    """All that these queries see of these keys, by rows; intervals lie one after the other in their rank's memory."""
+    """The pieces, by rows, of all keys that these queries see; intervals follow each other in their rank's memory."""
     found: list[Piece] = []
     row = 0
     for q in queries:
@@ -59,8 +59,10 @@ def pieces(queries: Sequence[Interval], keys: Sequence[Interval], band: Band) ->
 
 
 def joined(found: Sequence[Piece]) -> list[Piece]:
-    """The same in fewer calls, where no bias or mask needs to know the places of keys: a rank's chunks are neighbours in its
-    memory, in the order of the sequence. What it sees of its own head and tail is one causal call, and of another's one full call.
+    """The same in fewer calls, if no bias or mask needs to know the places of keys.
+
+    A rank's chunks are neighbours in its memory, in the order of the sequence. The visible part of its own head and
+    tail is one causal call, and that of another's one full call.
     """
     for join in (_beside, _below):
         done: list[Piece] = []
@@ -79,7 +81,7 @@ def _simple(piece: Piece) -> bool:
 
 
 def _beside(a: Piece, b: Piece) -> Piece | None:
-    """One call for two of the same rows, of which the first sees all of its keys."""
+    """One call for two pieces with the same rows, if the first sees all of its keys; else None."""
     if a.rows != b.rows or a.keys[1] != b.keys[0] or a.right >= 0:
         return None
     right = b.right if b.right < 0 else b.right + a.keys[1] - a.keys[0]
@@ -87,7 +89,7 @@ def _beside(a: Piece, b: Piece) -> Piece | None:
 
 
 def _below(a: Piece, b: Piece) -> Piece | None:
-    """One call for two of adjoining rows, of which the second goes on where the first ends."""
+    """One call for two pieces with adjoining rows, if the second continues where the first ends; else None."""
     if a.rows[1] != b.rows[0] or a.keys[0] != b.keys[0]:
         return None
     n, of_a, of_b = a.rows[1] - a.rows[0], a.keys[1] - a.keys[0], b.keys[1] - b.keys[0]
@@ -106,7 +108,7 @@ def seen(found: Sequence[Piece]) -> Interval:
 
 
 def deepest(found: Sequence[Interval]) -> int:
-    """In how many of these intervals a place lies at most."""
+    """The largest number of these intervals that share a place."""
     ends = sorted([(a, 1) for a, b in found if a < b] + [(b, -1) for a, b in found if a < b])
     return max(itertools.accumulate(step for _, step in ends), default=0)
 
@@ -134,8 +136,10 @@ def _dense(q: Interval, k: Interval, band: Band, places: tuple[int, int]) -> lis
 
 
 def _packed(q: Interval, k: Interval, band: Band, places: tuple[int, int]) -> list[Piece]:
-    """Sequences whose first query meets their first key go together in one packed call; of the others, which an interval
-    begins inside of, there is at most one."""
+    """Pieces of packed sequences. Sequences whose first query meets their first key go together in one packed call.
+
+    At most one other sequence exists: the one inside which an interval begins.
+    """
     assert band.offsets is not None
     whole: list[tuple[Interval, Interval]] = []
     found: list[Piece] = []
@@ -174,6 +178,6 @@ def _pairs(n: int, m: int, left: int, right: int) -> int:
 
 
 def _triangle(n: int, longest: int) -> int:
-    """longest + (longest - 1) + ... of n terms, as far as they are positive."""
+    """longest + (longest - 1) + ... with n terms, without those that are not positive."""
     terms = max(0, min(n, longest))
     return terms * longest - terms * (terms - 1) // 2

@@ -1,4 +1,5 @@
-"""From a rank's arguments to the call that all ranks make together: checks, agreement, the choice of a strategy."""
+"""The step from a rank's arguments to the call that all ranks make together: checks, agreement, the choice of a
+strategy."""
 
 from __future__ import annotations
 
@@ -19,19 +20,19 @@ from flashsci.distributed.pieces import Band
 from flashsci.errors import BackendError
 
 STRATEGIES = ("auto", *cost.STRATEGIES)
-FREE = agreement.rows("q", "k", "bias", "mask")  # in which ranks may differ
+FREE = agreement.rows("q", "k", "bias", "mask")  # fields in which ranks may differ
 Shape = tuple[int, ...]
 
 
 class Given(NamedTuple):
-    """What one rank gave, without its tensors: hashable."""
+    """The arguments of one rank, without its tensors: hashable."""
 
     q: Shape  # [..., Hq, Sq, D], with the rows of this rank
     k: Shape
     v: Shape
     bias: Shape | None
     mask: Shape | None
-    fields: tuple[tuple[str, Value], ...]  # what ranks compare
+    fields: tuple[tuple[str, Value], ...]  # the values that ranks compare
     device: str
     itemsize: int
     layout: str
@@ -45,11 +46,11 @@ class Given(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """What all ranks agreed on."""
+    """The facts that all ranks agreed on."""
 
-    text: str  # of the call
+    text: str  # that of the call
     strategy: str
-    split: tuple[bool, bool]  # as the call has it
+    split: tuple[bool, bool]  # as in the call
 
 
 def given(
@@ -61,7 +62,7 @@ def given(
     offsets: Shape | None = None,
     total: tuple[int, int] | None = None,
 ) -> Given:
-    """Checks of this rank's own arguments, ``tensors`` being q, k, v, bias, key_weight, mask.
+    """Check this rank's own arguments; ``tensors`` are q, k, v, bias, key_weight, mask.
 
     Raises:
         TypeError, ValueError: as :func:`flashsci.distributed.attention` documents.
@@ -112,7 +113,7 @@ def checked_total(
     """The whole Sq and Sk.
 
     Raises:
-        ValueError: this rank's rows are not those that ``shard`` cuts of them.
+        ValueError: this rank's rows are not those of ``shard``.
     """
     check_layout(layout)
     found = (total, total) if isinstance(total, int) else (int(total[0]), int(total[1]))
@@ -192,7 +193,8 @@ def _fields(
 
 
 def plan(group_name: str, mine: Given) -> Planned:
-    """What all ranks agree on for this call; of a kind that is known by the whole length, only the first asks the others.
+    """The facts that all ranks agree on for this call. If the whole length is given, only the first call of a kind
+    asks the others.
 
     Raises:
         ValueError, RuntimeError, BackendError: the same on every rank.
@@ -208,7 +210,7 @@ def plan(group_name: str, mine: Given) -> Planned:
         plans.clear()
     if key not in plans:
         plans[key] = _planned(group_name, mine, table)
-    # Whether a bias or mask of one row is one rank's own or everybody's, a rank with one query does not know.
+    # A rank with one query does not know whether a bias or mask of one row is one rank's own or shared by all.
     if mine.total is not None and mine.bias is None and mine.mask is None:
         plans[mine] = plans[key]
     answer: Planned = plans[key]
@@ -216,7 +218,7 @@ def plan(group_name: str, mine: Given) -> Planned:
 
 
 def _planned(group_name: str, mine: Given, table: list[dict[str, float]]) -> Planned:
-    """A function of what the ranks agree on and of their rows: all come to the same end."""
+    """The plan as a function of the agreed facts and the ranks' rows: all ranks get the same result."""
     queries, keys = (
         checked(mine.layout, [int(row[f"{name} rows"]) for row in table], name)
         for name in ("q", "k")
@@ -224,7 +226,7 @@ def _planned(group_name: str, mine: Given, table: list[dict[str, float]]) -> Pla
     if mine.offsets is not None:
         _check_offsets(mine.offsets, queries.total, keys.total)
     bias_grad = mine.bias is not None and mine.bias_grad
-    split = (False, False)  # of packed sequences: a bias there is per key
+    split = (False, False)  # packed sequences: their bias is per key
     if mine.offsets is None:
         split = (
             _split("bias", mine.bias, bias_grad, table, queries.lengths),
@@ -261,10 +263,10 @@ def _split(
     table: list[dict[str, float]],
     lengths: tuple[int, ...],
 ) -> bool:
-    """Whether a bias or mask has the rows of its rank; else its one row is for all.
+    """Whether a bias or mask has the rows of its rank; otherwise its one row is for all.
 
     Raises:
-        ValueError: neither, or either.
+        ValueError: it fits neither form, or either.
     """
     if shape is None or len(shape) < 2:
         return False
@@ -306,6 +308,6 @@ def _constant_plan(group_name: str, mine: tuple[Any, ...]) -> Planned:
 
 
 def traced_plan(group_name: str, mine: Given) -> Planned:
-    """:func:`plan`, which a compiler calls while it traces, and keeps the answer of. It takes no named tuples."""
+    """:func:`plan` for a compiler, which calls it while it traces, and keeps the result. It takes no named tuples."""
     *before, options = mine
     return _constant_plan(group_name, (*before, tuple(options)))

@@ -1,5 +1,7 @@
-"""What the autograd functions over a forward and a backward op have in common. A backward that is recorded, for a derivative of
-its own, goes through a function that collects the whole instead: that one has derivatives.
+"""The common part of the autograd functions over a forward and a backward op.
+
+A backward that is recorded, for a derivative of its own, goes through a function that collects the whole tensors
+instead: that function has derivatives.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ Attend = Callable[..., tuple[Tensor, Tensor]]
 
 
 def forward(ctx: Any, op: Attend, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """out and lse of tensors and, last, the text of the call."""
+    """out and lse from tensors and, as the last argument, the text of the call."""
     out, lse = op(*inputs)
     ctx.call = inputs[-1]
     ctx.set_materialize_grads(False)
@@ -33,7 +35,7 @@ def backward(
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> tuple[Any, ...]:
-    """The gradients of all inputs, None where none is needed."""
+    """The gradients of all inputs, None for inputs that need none."""
     *tensors, out, lse = ctx.saved_tensors
     if transforming() or (torch.is_grad_enabled() and not torch.compiler.is_compiling()):
         needs = ctx.needs_input_grad[: len(tensors)]

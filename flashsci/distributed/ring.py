@@ -1,14 +1,15 @@
 """Ring attention: keys and values travel, queries stay.
 
     forward   (O_s, L_s) of each block of keys; L = log sum_s e^{L_s}; O = sum_s e^{L_s - L} O_s, summed in fp32
-    backward  each block's gradients under the whole O and L; dq is summed where it is, dk and dv travel back to the rank of the
-              keys and are summed there in the order of steps, in fp32. What one call gave travels as it gave it, a sum of
-              several in fp32
+    backward  each block's gradients for the whole O and L; dq is summed on its rank, dk and dv travel back to the rank of the
+              keys and are summed there in the order of steps, in fp32. The result of one call travels in its own dtype, a
+              sum of several in fp32
 
-Where no sum has more than two parts (two ranks) it is rounded once in any case, and is in the dtype of the tensors.
+A sum of at most two parts (two ranks) is rounded only once in any case; it has the dtype of the tensors.
 
-Two blocks of keys and values are in memory beside the rank's own, never the sequence; in the backward of long sequences those of
-a few heads at a time (groups.py), one after the other, each of which is under way while one before it is computed. A backward that is itself differentiated is recorded by the all-gather strategy, which has
+In addition to the rank's own, two blocks of keys and values are in memory, never the sequence. In the backward of
+long sequences these are blocks of a few heads at a time (groups.py), one group after the other; each travels while
+one before it is computed. A backward that is itself differentiated is recorded by the all-gather strategy, which has
 derivatives.
 """
 
@@ -67,7 +68,7 @@ class Ring(torch.autograd.Function):
         return recording.backward(ctx, torch.ops.flashsci.ring_backward, gather.attend, dout, dlse)
 
 
-DIMS = (-2, -2, -1)  # that of the rows, of k, v and key_weight
+DIMS = (-2, -2, -1)  # dims of the rows, in k, v and key_weight
 
 
 def _forward(
@@ -91,14 +92,14 @@ def _forward(
         for piece in call.needed_pieces(rank, block_.source):
             assert keys is not None
             part, part_lse = block.forward(q, *_three(keys), side, piece, call.scores)
-            if out is None and piece.rows == (0, q.shape[-2]):  # the beginning of the sums
+            if out is None and piece.rows == (0, q.shape[-2]):  # the start of the sums
                 out, lse = part.to(sums), part_lse
             else:
                 out = _nothing(q, v, sums) if out is None else out
                 rows = block.rows_of(out, piece.rows), block.rows_of(lse, piece.rows, -1)
                 merge(*rows, part, part_lse)
             del part, part_lse
-        del keys  # before there is memory for the next but one
+        del keys  # before there is memory for the block after the next
     out = _nothing(q, v, sums) if out is None else out
     return follow_layout(out.to(q.dtype), q), lse
 
@@ -119,12 +120,13 @@ def _check(
 
 
 def _nothing(q: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-    """out of queries that have seen no key yet."""
+    """out for queries that have seen no key yet."""
     return empty_like_layout(q, (*q.shape[:-1], v.shape[-1]), dtype).zero_()
 
 
 def _sum_dtype(x: Tensor, parts: int) -> torch.dtype:
-    """Of a sum of so many parts in x's dtype: two are rounded once in any case, and take half the memory so."""
+    """The dtype of a sum of this many parts in x's dtype: two are rounded only once in any case, and take half the
+    memory in it."""
     return x.dtype if parts <= 2 else statistics_dtype(x.dtype)
 
 
@@ -162,7 +164,7 @@ def _backward(
     travelling = rounds(post, [share.blocks[step] for share, step in turns])
     for (share, step), keys in zip(turns, travelling, strict=True):
         parts = share.compute(step, keys)
-        del keys  # before there is memory for the next but one
+        del keys  # before there is memory for the block after the next
         if coming is not None:
             coming.arrive()
         coming = Coming(share, step, share.send_home(parts, step)) if step else None
@@ -175,7 +177,7 @@ def _backward(
 def _results(
     tensors: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
-    """Gradients as an operator gives them: an empty tensor for none."""
+    """Gradients in the form of an operator's results: an empty tensor for None."""
     q = tensors[0]
     assert q is not None
     return tuple(
@@ -189,7 +191,7 @@ class Share:
 
     Args:
         tensors: q, k, v, bias, key_weight, mask of the heads.
-        results: dout, dlse, out, lse of them.
+        results: their dout, dlse, out, lse.
         store: takes dq, dk, dv, dbias, dkey_weight when all is summed.
     """
 
@@ -210,13 +212,13 @@ class Share:
         self.dq: Tensor | None = None
         self.dbias = None if bias is None else _sums(bias)
         self.home: list[Tensor] = []  # gradients of this rank's keys
-        self.left = 2 * call.world - 1  # steps, and what comes back from all but one
+        self.left = 2 * call.world - 1  # steps, and the gradients that come back from all but one
 
     def compute(self, step: int, keys: Blocks) -> Blocks:
         """Gradients of the keys of a step, unless they are this rank's."""
         call, rank = self.call, self.rank
         found = call.needed_pieces(rank, self.blocks[step].source)
-        one = len(found) == 1  # as the one call gives them
+        one = len(found) == 1  # in the dtype of the one call
         parts: Blocks = None
         if step:
             parts = None if keys is None or one else [_sums(x) for x in keys]
@@ -252,11 +254,12 @@ class Share:
         return [x for x in (found.dk, found.dv, found.dkey_weight) if x is not None]
 
     def send_home(self, parts: Blocks, step: int) -> Transfer:
-        """Gradients of a step's keys to their rank; those that another rank found of this one's come back."""
+        """Send gradients of a step's keys to their rank; receive those that another rank computed for this rank's
+        keys."""
         rank, world = self.rank, self.call.world
         worker = (rank + step) % world
         mine = _cut(self.own, self.call.needed(worker, rank))
-        exact = len(self.call.pieces(worker, rank)) == 1  # as the one call gave them
+        exact = len(self.call.pieces(worker, rank)) == 1  # in the dtype of the one call
         room = None
         if mine is not None:
             dtypes = [x.dtype if exact else statistics_dtype(x.dtype) for x in self.own]
@@ -264,7 +267,7 @@ class Share:
         return self.post.transfer(parts, (rank - step) % world, room, worker)
 
     def bring_home(self, found: Blocks, step: int) -> None:
-        """Add what came back at a step."""
+        """Add the gradients that came back at a step."""
         if found is not None:
             totals = self._home_of((self.rank + step) % self.call.world)
             for total, part in zip(totals or (), found, strict=True):
@@ -272,7 +275,7 @@ class Share:
         self._settle()
 
     def _home_of(self, worker: int) -> Blocks:
-        """The part of this rank's gradients that a worker finds some of."""
+        """The part of this rank's gradients that a worker computes a share of."""
         if not self.home:
             self.home = [_sums(x, _sum_dtype(x, self.of_keys)) for x in self.own]
         return _cut(self.home, self.call.needed(worker, self.rank))
@@ -300,7 +303,7 @@ class Coming(NamedTuple):
 def _added(
     total: Tensor | None, part: Tensor, rows: Interval, like: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The sum of pieces of dq; the first, if it is of all rows, is its beginning."""
+    """The sum of pieces of dq; it starts with the first piece if that has all rows."""
     if total is None and rows == (0, like.shape[-2]):
         return part.to(dtype)
     total = _sums(like, dtype) if total is None else total
@@ -315,7 +318,7 @@ def _post(call: Call, q: Tensor, k: Tensor, v: Tensor, back: bool) -> Post:
 
 
 def _around(call: Call, post: Post, own: list[Tensor]) -> list[Block]:
-    """What this rank needs of keys, values and weights, of all ranks in turn."""
+    """The keys, values and weights of all ranks, in turn, that this rank needs."""
     rank = post.group.rank()
 
     def room_for(source: int) -> Blocks:
@@ -342,7 +345,7 @@ def _three(keys: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _sums(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros to sum gradients of x in."""
+    """Zeros for a sum of gradients of x."""
     return torch.zeros(x.shape, dtype=dtype or statistics_dtype(x.dtype), device=x.device)
 
 

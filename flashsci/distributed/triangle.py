@@ -1,11 +1,11 @@
 """Triangle attention of a pair representation whose rows are split over the ranks of a mesh.
 
-Row i of z [N, N, C] attends along itself: q, k, v of a row are on its rank, whole. What is not is the bias [H, N, N], one for all
-rows: it is computed from z too, so each rank has some of its query rows. A block of those rows serves the queries of the same
-place in every row, and no two blocks share a query: nothing is merged.
+Row i of z [N, N, C] attends along itself: q, k, v of a row are on its rank, whole. The bias [H, N, N], one for all
+rows, is not: it is computed from z too, so each rank has some of its query rows. A block of those rows serves the
+queries of the same place in every row, and no two blocks share a query: nothing is merged.
 
     all_gather  collects the bias, H N^2 numbers on every rank; differentiable to any order
-    ring        passes blocks of it on, two at a time beside the own; their gradients travel back and are summed in float32
+    ring        passes blocks of it on, two at a time besides its own; their gradients travel back and are summed in float32
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ def triangle_attention(
     """Attention along the rows of a pair representation split by rows, with a bias split by its queries.
 
     Args:
-        q: ``[R, H, N, D]`` or ``[B, R, H, N, D]``, R the rows of this rank, any number of them.
+        q: ``[R, H, N, D]`` or ``[B, R, H, N, D]``, where R is the number of rows of this rank, any number.
         k, v: ``[..., R, H or fewer, N, D or Dv]``.
-        bias: ``[H or 1, n, N]``, or ``[B or 1, 1, H or 1, n, N]`` where q has a batch: one for all rows, of the n queries
-            that are this rank's, in rank order; ranks may have different n. Its gradient is that of these queries,
+        bias: ``[H or 1, n, N]``, or ``[B or 1, 1, H or 1, n, N]`` if q has a batch: one for all rows, for the n
+            queries of this rank, in rank order; ranks may have different n. Its gradient is that of these queries,
             summed over all rows of all ranks.
         mesh: DeviceMesh of one dim over which rows, and the bias's queries, are split.
         mask: bool, broadcastable to ``[..., R, H, N, N]``, of this rank's rows: ``[..., R, 1, 1, N]``.
         scale, return_lse, deterministic, precision, backend: as in :func:`flashsci.attention`.
-        strategy: "all_gather" holds the whole bias: ``H N^2`` numbers on every rank (H 4, N 4096, bf16: 134 MB), and as
-            many of its gradient in the backward. "ring" holds two blocks of ``H n N`` (8 ranks: 34 MB), and in the
-            backward three more and the sum in float32 (84 MB). "auto": "all_gather" up to 1 GiB.
+        strategy: "all_gather" holds the whole bias: ``H N^2`` numbers on every rank (H 4, N 4096, bf16: 134 MB), and
+            as many for its gradient in the backward. "ring" holds two blocks of ``H n N`` (8 ranks: 34 MB), and in
+            the backward three more and the sum in float32 (84 MB). "auto": "all_gather" up to 1 GiB.
 
     Returns:
-        out ``[..., R, H, N, Dv]``; with ``return_lse`` also lse ``[..., R, H, N]``. All ranks' rows together are what one
-        call with all rows and the whole bias gives.
+        out ``[..., R, H, N, Dv]``; with ``return_lse`` also lse ``[..., R, H, N]``. The rows of all ranks together
+        are the result of one call with all rows and the whole bias.
 
     Raises:
         TypeError, ValueError, BackendError, RuntimeError: as :func:`flashsci.distributed.attention`.
 
-    Attention around the ending node is the same of z transposed, whose rows are split again after an all-to-all:
-    ``DTensor.redistribute`` from ``Shard(0)`` to ``Shard(1)`` is one.
+    Attention around the ending node is the same function of z transposed, whose rows are split again after an
+    all-to-all, for example ``DTensor.redistribute`` from ``Shard(0)`` to ``Shard(1)``.
 
     Examples:
         >>> import torch, torch.distributed as dist
@@ -79,7 +79,7 @@ def triangle_attention(
         >>> import flashsci.distributed as fd
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> mesh = init_device_mesh("cpu", (1,))
-        >>> q, k, v = torch.randn(3, 12, 4, 12, 16)  # of 12 rows
+        >>> q, k, v = torch.randn(3, 12, 4, 12, 16)  # those of 12 rows
         >>> bias = torch.randn(4, 12, 12, requires_grad=True)
         >>> fd.triangle_attention(q, k, v, bias, mesh=mesh).sum().backward()
         >>> bias.grad.shape
@@ -130,7 +130,7 @@ def _fields(
     options: arguments.Options,
     strategy: str,
 ) -> dict[str, Value]:
-    """Checks of this rank's own arguments, and what ranks compare."""
+    """Check this rank's own arguments; return the values that ranks compare."""
     arguments.check_types(q, k, v, bias=bias, mask=mask)
     arguments.check_tensors(q, k, v)
     if not 4 <= q.dim() <= 5 or not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
@@ -164,7 +164,7 @@ def _fields(
 def _lengths(
     group_name: str, fields: tuple[tuple[str, Value], ...], device: str
 ) -> tuple[int, ...]:
-    """The queries of each rank's bias."""
+    """The number of queries of each rank's bias."""
     free = agreement.rows("q", "k", "v", "bias")
     table = agreement.agree(group_named(group_name), dict(fields), free, device)
     return tuple(int(row["bias rows"]) for row in table)
@@ -186,7 +186,7 @@ def _text(group_name: str, lengths: tuple[int, ...], scores: tuple[Any, ...]) ->
 def _collected(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, text: str
 ) -> tuple[Tensor, Tensor]:
-    """By the whole bias; differentiable."""
+    """out and lse by the whole bias; differentiable."""
     call = from_text(text)
     whole = assemble(bias, call.queries, -2, call.group)
     result: tuple[Tensor, Tensor] = flashsci.attention(
@@ -208,7 +208,7 @@ class Triangle(torch.autograd.Function):
 
 
 def _travelling(post: Post, bias: Tensor, call: Call) -> Iterator[tuple[Interval, Tensor | None]]:
-    """(queries, the bias of them) of this rank and then of those 1, 2, ... places back."""
+    """(queries, their bias) of this rank and then of those 1, 2, ... places back."""
 
     def room_for(source: int) -> Blocks:
         shape = list(bias.shape)
@@ -297,7 +297,8 @@ def _backward(
 
 
 def _send_home(post: Post, share: Tensor | None, bias: Tensor, call: Call, step: int) -> Transfer:
-    """A block's gradient to the rank of its queries; what another rank found of this one's comes back."""
+    """Send a block's gradient to the rank of its queries; receive the share that another rank computed for this
+    rank's block."""
     rank = post.group.rank()
     owner, worker = (rank - step) % call.world, (rank + step) % call.world
     room = [bias.new_empty(bias.shape)] if bias.shape[-2] else None

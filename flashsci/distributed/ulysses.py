@@ -1,8 +1,8 @@
-"""The Ulysses strategy: an all-to-all turns parts of the sequence into heads, each rank computes whole sequences of its heads, and
-another all-to-all turns them back.
+"""The Ulysses strategy: an all-to-all turns parts of the sequence into heads, and another turns them back.
 
-The least traffic of the three where there are many heads, and the longest calls for the kernels. Key heads go whole, with their
-group of query heads; there must be one for each rank at least. Source: Jacobs et al., arXiv:2309.14509.
+In between, each rank computes whole sequences of its heads. If there are many heads it has the least traffic of the
+three, and the longest calls for the kernels. Key heads stay whole, with their group of query heads; there must be at
+least one for each rank. Source: Jacobs et al., arXiv:2309.14509.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 def refuses(
     call: Call, heads_q: int, heads_k: int, bias: Shape | None, mask: Shape | None
 ) -> str | None:
-    """Why a call cannot go this way, given the shapes of its bias and mask; None if it can."""
+    """Why this strategy cannot serve a call, given the shapes of its bias and mask; None if it can."""
     if heads_k < call.world:
         return f"it has {heads_k} key heads for {call.world} ranks"
     for name, x, split in zip(("bias", "mask"), (bias, mask), call.split, strict=True):
@@ -56,7 +56,7 @@ def attend(
             return x
         if not split:
             return x.narrow(-3, first, of_q[rank])
-        if x.dtype == torch.bool:  # which not every library moves
+        if x.dtype == torch.bool:  # not every library moves these
             return to_heads(x.to(torch.uint8), of_q, call.queries, call.group).bool()
         return to_heads(x, of_q, call.queries, call.group)
 

@@ -1,1 +1,1 @@
-"""flashsci inside other libraries, each in a module of its own that imports that library; none on ``import flashsci``."""
+"""flashsci inside other libraries: one module each, which imports that library; ``import flashsci`` imports none."""

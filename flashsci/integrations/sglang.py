@@ -1,10 +1,10 @@
 """SGLang: an attention backend, ``--attention-backend fsci --page-size 16``.
 
-SGLang calls :func:`register` in each of its processes, by the entry point ``sglang.srt.plugins``. It keeps tokens in slots, a
-page being so many slots in a row, and for each request the slot of each of its tokens: the page table is every page-th of these.
-New tokens are written by SGLang's pool, and :func:`flashsci.paged_attention` reads the pages where they are. Models with a pool
-of their own for layers with a window have a second table. Decoding is captured in CUDA graphs; its tables are then buffers that
-are filled before a replay.
+SGLang calls :func:`register` in each of its processes, by the entry point ``sglang.srt.plugins``. It stores tokens in
+slots, and a page is a fixed number of slots in a row. For each request it has the slot of each token: the page table
+is every page-th of these. SGLang's pool writes new tokens, and :func:`flashsci.paged_attention` reads the pages
+without a copy. Models with a separate pool for layers with a window have a second table. Decoding is captured in CUDA
+graphs; its tables are then buffers that are filled before a replay.
 
 Written for the interface of SGLang 0.5.18.
 """
@@ -23,13 +23,15 @@ from torch import Tensor
 from flashsci.paged import paged_attention
 
 NAME = "fsci"
-PAGE = 16  # what pages are multiples of
+PAGE = 16  # the divisor of pages
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def register() -> None:
-    """Make ``attention_backend="fsci"`` of SGLang mean flashsci. SGLang calls it itself (entry point ``flashsci`` of the group
-    ``sglang.srt.plugins``; ``SGLANG_PLUGINS`` chooses among those); calling it again changes nothing.
+    """Make ``attention_backend="fsci"`` of SGLang mean flashsci.
+
+    SGLang calls it itself (entry point ``flashsci`` of the group ``sglang.srt.plugins``; ``SGLANG_PLUGINS`` chooses
+    among those). Further calls change nothing.
 
     Examples:
         >>> import sglang  # doctest: +SKIP
@@ -47,7 +49,7 @@ def register() -> None:
 
 @dataclass
 class Step:
-    """What all layers of a step read."""
+    """The tensors that all layers of a step read."""
 
     cu_seqlens_q: Tensor  # [N + 1] int32
     max_seqlen_q: int
@@ -57,7 +59,7 @@ class Step:
 
 @dataclass
 class Tables:
-    """Where keys are, and where those of new tokens go."""
+    """The places of keys, and the places for those of new tokens."""
 
     pages: Tensor  # [N, pages] int32
     window_pages: (
@@ -66,12 +68,13 @@ class Tables:
     window_slots: Tensor | None  # [T], the slots of new tokens in that pool
 
     def of(self, decodes: int) -> Tables:
-        """Views of the first of them, for a token of each."""
+        """Views of the first ``decodes`` sequences, with one token each."""
         slots = None if self.window_slots is None else self.window_slots[:decodes]
         return Tables(self.pages[:decodes], self.window_pages[:decodes], slots)
 
     def copy_(self, other: Tables) -> None:
-        """A replay is padded with sequences that have no new token: theirs goes to slot 0, which SGLang gives to nobody."""
+        """Copy another's values. A replay is padded with sequences without a new token: theirs goes to slot 0, which
+        SGLang never uses."""
         self.pages.copy_(other.pages)
         if self.window_slots is not None and other.window_slots is not None:
             self.window_pages.copy_(other.window_pages)
@@ -157,7 +160,7 @@ class FlashSciBackend(AttentionBackend):
         return 1
 
     def _tables(self, batch: Any, longest: int) -> Tables:
-        """For lengths up to ``longest``. What stands beyond a sequence's length is not read."""
+        """Tables for lengths up to ``longest``. Entries beyond a sequence's length are not read."""
         firsts = self.req_to_token_pool.req_to_token[:, : longest : self.page][
             batch.req_pool_indices
         ]
@@ -189,7 +192,7 @@ class FlashSciBackend(AttentionBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, *scales)
         keys, values = (self._paged(x(layer.layer_id)) for x in (self.token_to_kv_pool.get_key_buffer, self.token_to_kv_pool.get_value_buffer))  # fmt: skip
         apart = self.has_window_pool and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
-        window = layer.sliding_window_size  # w: w keys before a query's own
+        window = layer.sliding_window_size  # w means w keys before a query's own
         options = {}
         if keys.dtype in FP8 and layer.k_scale is not None:
             options = dict(k_scale=layer.k_scale.float(), v_scale=layer.v_scale.float())
@@ -211,7 +214,7 @@ class FlashSciBackend(AttentionBackend):
 
 
 def _supported(layer: Any, others: dict[str, Any]) -> None:
-    """Raises ValueError for what a layer asks for and is not there."""
+    """Raise ValueError for unsupported features of a layer."""
     asked = [name for name, x in others.items() if x is not None and x is not False]
     if layer.is_cross_attention:
         asked.append("cross attention")

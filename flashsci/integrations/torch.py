@@ -1,9 +1,10 @@
 """torch's registry of flash attention: ``activate_flash_attention_impl("flashsci")``.
 
-torch chooses a kernel for ``scaled_dot_product_attention`` first, and for what it calls flash (fp16 and bf16 on CUDA, no mask,
-head dims to 256, padded to a multiple of 8) calls operators of its own. These are replaced here; ``varlen_attn`` and context
-parallelism call the same ones. Diagonals start lower right, as in the kernels that torch ships (it sends no causal call with
-Sq != Sk here, but others may). An operator runs below autograd and autocast, which torch has done by then.
+torch first chooses a kernel for ``scaled_dot_product_attention``. For flash (fp16 and bf16 on CUDA, no mask, head
+dims to 256, padded to a multiple of 8) it calls operators of its own. These are replaced here; ``varlen_attn`` and
+context parallelism call the same ones. Diagonals start lower right, as in the kernels that torch ships (it sends no
+causal call with Sq != Sk here, but others may). An operator runs below autograd and autocast, which torch has done by
+then.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Handle:
         return self
 
     def remove(self) -> None:
-        """Put torch's own kernels back. ``restore_flash_attention_impl`` (torch 2.11 and newer) does it through this."""
+        """Restore torch's own kernels. ``restore_flash_attention_impl`` (torch 2.11 and newer) does it through
+        this."""
         if self._library is not None:
             self._library._destroy()
             self._library = None
@@ -53,7 +55,7 @@ def register() -> Handle:
     """Enter flashsci among torch's flash attention implementations. Nothing changes until it is activated.
 
     Returns:
-        A :class:`Handle`, the same at every call; its ``remove`` puts torch's kernels back.
+        A :class:`Handle`, the same at every call; its ``remove`` restores torch's kernels.
 
     Raises:
         RuntimeError: this torch has no such registry.
@@ -80,22 +82,22 @@ def register() -> Handle:
 
 
 def library(dispatch_key: str) -> torch.library.Library:
-    """The operators, replaced for one dispatch key for as long as the result lives."""
+    """The operators, replaced for one dispatch key until the result is deleted."""
     replaced = torch.library.Library("aten", "IMPL", dispatch_key)
     for name, kernel in KERNELS.items():
-        if hasattr(torch.ops.aten, name):  # the one that writes in place came with torch 2.12
+        if hasattr(torch.ops.aten, name):  # the in-place one came with torch 2.12
             replaced.impl(name, kernel, dispatch_key)
     return replaced
 
 
 def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Enters a function among the kernels, under its name; it records no graph and casts nothing."""
+    """Enter a function among the kernels, under its name; it records no graph and casts nothing."""
 
     @functools.wraps(function)
     def kernel(*arguments: Any, **options: Any) -> Any:
         device = arguments[0].device.type
         casts = torch.is_autocast_enabled(device)
-        # Backends without an lse, sdpa among them, which has come here: they cannot be what computes it.
+        # Backends without an lse cannot compute this call; sdpa, which may have called this operator, is one of them.
         without_lse = registry.requested("auto")[0] in ("sdpa", "eager")
         ours = registry.use_backend("auto") if without_lse else nullcontext()
         exact = torch.autocast(device, enabled=False) if casts else nullcontext()
@@ -107,7 +109,7 @@ def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _supported(**arguments: Any) -> None:
-    """Raises RuntimeError for an argument that asks for what is not there."""
+    """Raise RuntimeError for an argument that asks for an unsupported feature."""
     for name, x in arguments.items():
         if x is not None and x is not False:
             raise RuntimeError(
@@ -133,7 +135,8 @@ def _laid_out(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _random(query: Tensor, dropout_p: float) -> tuple[Tensor | None, Tensor, Tensor]:
-    """The seed of a call's dropout; the same bits and nothing, as the operators hand them to their backward."""
+    """The seed of a call's dropout; then the same bits and an empty tensor, as the operators pass them to their
+    backward."""
     unused = query.new_empty((), dtype=torch.uint64)
     if not dropout_p:
         return None, query.new_empty(2, dtype=torch.uint64), unused
@@ -150,7 +153,7 @@ def _window(left: int | None, right: int | None) -> tuple[int, int]:
 
 
 def _dense_options(query: Tensor, key: Tensor, **options: Any) -> dict[str, Any]:
-    """For ``[B, H, S, D]``. Where both diagonals are one, the usual one, for which more kernels are known."""
+    """Options for ``[B, H, S, D]``. If both diagonals are equal, the usual one, which more kernels take."""
     square = query.shape[2] == key.shape[2]
     return dict(options, align="upper_left" if square else "lower_right")
 

@@ -1,8 +1,9 @@
 """Hugging Face transformers: ``attn_implementation="fsci"``. (``"paged|fsci"`` is in :mod:`.transformers_paged`.)
 
-A model hands its attention function tensors, perhaps a mask, and loose arguments. The mask, where there is one, says all: it
-comes from transformers' own rules for SDPA, so causality and windows are in it. Without one the function applies them itself.
-Packed sequences are found here, since transformers leaves them out of the mask when it keeps a cache.
+A model passes its attention function tensors, possibly a mask, and further arguments. A mask, if there is one, is
+complete: it comes from transformers' own rules for SDPA, so it includes causality and windows. Without a mask the
+function applies them itself. Packed sequences are found here, because transformers leaves them out of the mask when
+it has a cache.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from flashsci.attention import attention
 from flashsci.integrations.transformers_paged import paged_attention_forward
 from flashsci.varlen import varlen_attention
 
-# What attention functions of transformers read that is refused here, and what to do about it.
+# Arguments that other attention functions of transformers read and this one refuses, each with the alternative.
 REFUSED = {
     "output_attentions": 'no kernel keeps the probabilities; load the model with attn_implementation="eager"',
     "cache": 'paged caches are for attn_implementation="paged|fsci"',
@@ -29,19 +30,19 @@ REFUSED = {
 
 
 def register(name: str = "fsci") -> None:
-    """Make ``attn_implementation=name`` of every transformers model run :func:`flashsci.attention`, and ``paged|name`` its
-    continuous batching :func:`flashsci.paged_attention`.
+    """Make ``attn_implementation=name`` of every transformers model run :func:`flashsci.attention`.
 
-    Registers an attention function and, under the same name, the mask function of SDPA: without one transformers drops every
-    mask, silently. (Continuous batching asks for no mask.) Call it before a model is made; calling it again changes nothing.
+    ``paged|name``, its continuous batching, runs :func:`flashsci.paged_attention`. This function registers an
+    attention function and, under the same name, the mask function of SDPA: without one transformers silently drops
+    every mask. (Continuous batching asks for no mask.) Call it before a model is made; further calls change nothing.
 
     Args:
-        name: what models are loaded with. It must not contain "flash", "flex_attention" or "sdpa", by which transformers
-            recognises its own implementations, nor "/", ":" or "|", which it parses, nor be "eager".
+        name: the name that models are loaded with. It must not contain "flash", "flex_attention" or "sdpa", by which
+            transformers recognises its own implementations, nor "/", ":" or "|", which it parses, nor be "eager".
 
     Raises:
         ImportError: transformers is not installed, or is older than its attention interface.
-        ValueError: a name that transformers would take for something else, or that somebody else registered.
+        ValueError: a name that transformers would misread, or that another package has registered.
 
     Examples:
         >>> from flashsci.integrations.transformers import register
@@ -110,25 +111,25 @@ def attention_forward(
     """The attention function that :func:`register` registers.
 
     Args:
-        module: the attention layer; its ``is_causal`` counts where the argument is None, and its ``training`` switches
+        module: the attention layer; its ``is_causal`` counts if the argument is None, and its ``training`` switches
             dropout.
-        query: ``[B, Hq, Sq, D]``. float32 beside 16-bit weights (as PEFT leaves it) is cast to theirs.
+        query: ``[B, Hq, Sq, D]``. float32 with 16-bit weights (as in PEFT) is cast to their dtype.
         key: ``[B, Hk, Sk, D]``, heads not repeated.
         value: ``[B, Hk, Sk, Dv]``.
-        attention_mask: ``[B, 1 or Hq, Sq, Sk]``, bool (True = attend) or added to the scores; None: causal as
-            ``is_causal`` says, upper left where ``Sq > 1`` (keys beyond Sq are the unused end of a static cache).
+        attention_mask: ``[B, 1 or Hq, Sq, Sk]``, bool (True = attend) or added to the scores; None: causal according
+            to ``is_causal``, upper left where ``Sq > 1`` (keys beyond Sq are the unused end of a static cache).
         dropout: probability of dropping, in training.
         scaling: factor of the scores; None: ``1 / sqrt(D)``.
-        sliding_window: w: a query sees itself and the ``w - 1`` keys before it (not causal: also after it). A mask has it
-            already.
-        softcap: as :func:`flashsci.attention`.
-        s_aux: ``[Hq]`` logits of attention sinks, columns of the softmax that have no value.
+        sliding_window: w: a query sees itself and the ``w - 1`` keys before it (not causal: also after it). A mask
+            includes it already.
+        softcap: as in :func:`flashsci.attention`.
+        s_aux: ``[Hq]`` logits of attention sinks, columns of the softmax without a value.
         position_bias: added to the scores, broadcastable to ``[B, Hq, Sq, Sk]``, with a gradient.
-        position_ids: ``[B or 1, Sq]``. Where they fall, or come back to their least, a packed sequence begins.
+        position_ids: ``[B or 1, Sq]``. A packed sequence begins where they fall, or return to their least.
         cu_seq_lens_q, cu_seq_lens_k: offsets ``[N + 1]`` of packed sequences in the rows of the batch.
-        max_length_q, max_length_k: their longest, as host ints; tensors are not read.
+        max_length_q, max_length_k: the longest of these, as host ints; tensors are not read.
         deterministic: True demands bitwise equal results run to run.
-        others: what models pass along and no attention function reads. Those of :data:`REFUSED` raise.
+        others: arguments that models pass on and no attention function reads. Those of :data:`REFUSED` raise.
 
     Returns:
         ``([B, Sq, Hq, Dv] contiguous, None)``.
@@ -167,25 +168,25 @@ def attention_forward(
         if packing is not None and (known or packing.given):
             mask = _and_packing(mask, pattern, packing, query, key)
         elif sliding_window is not None and _says_no_more(mask, pattern):
-            mask = None  # kernels pass over what is outside of a window, but read all of a mask
+            mask = None  # kernels skip keys outside a window, but read all of a mask
         out = _dense(query, key, value, mask, bias, pattern, options)
     return out.contiguous(), None
 
 
 class _Pattern(NamedTuple):
-    """What a query sees of its sequence."""
+    """The keys of its sequence that a query sees."""
 
     causal: bool
     sliding_window: int | None
 
     def window(self) -> tuple[int, int] | None:
-        """As attention() takes it, beside ``causal``."""
+        """The window in attention()'s form, given together with ``causal``."""
         if self.sliding_window is None:
             return None
         return self.sliding_window - 1, self.sliding_window - 1
 
     def mask(self, length: int, device: torch.device) -> Tensor:
-        """Bool [S, S]."""
+        """The pattern as a mask: bool [S, S]."""
         places = torch.arange(length, device=device)
         back = places[:, None] - places
         keep = back >= 0 if self.causal else torch.ones_like(back, dtype=torch.bool)
@@ -193,7 +194,7 @@ class _Pattern(NamedTuple):
 
 
 class _Packing(NamedTuple):
-    """Packed sequences: offsets in the rows of the batch, one row after the other; the longest where known."""
+    """Packed sequences: offsets in the rows of the batch, one row after the other; the longest if known."""
 
     cu_q: Tensor
     cu_k: Tensor
@@ -238,7 +239,7 @@ def _packed(
     packing: _Packing,
     options: dict[str, Any],
 ) -> Tensor:
-    """As :func:`_dense`, each sequence alone."""
+    """The same as :func:`_dense`, for each sequence alone."""
     batch, length = query.shape[0], query.shape[2]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out: Tensor = varlen_attention(
@@ -251,7 +252,8 @@ def _packed(
 def _in_dtype_of_weights(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """PEFT keeps norms in fp32, and layers of quantised weights pass that on; attention belongs in the model's dtype."""
+    """The tensors in the model's dtype: PEFT keeps norms in fp32, and layers of quantised weights pass that dtype
+    on."""
     if query.dtype != torch.float32 or torch.is_autocast_enabled(query.device.type):
         return query, key, value
     config = getattr(module, "config", None)
@@ -275,7 +277,7 @@ def _packing(
     max_q: Any,
     max_k: Any,
 ) -> _Packing | None:
-    """The packed sequences of a call, None where every row is one."""
+    """The packed sequences of a call, None if every row is one."""
     length = query.shape[2]
     if (cu_q is None) != (cu_k is None):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k go together, got one of them")
@@ -288,18 +290,18 @@ def _packing(
     if position_ids.dim() != 2 or position_ids.shape[1] != length:
         return None  # positions of several axes (images); nothing that packs has them
     if torch.compiler.is_compiling() and mask is not None:
-        return None  # the mask is followed as it is: nothing here can be read while a graph is made
+        return None  # the mask is followed: no tensor can be read while a graph is made
     return _from_positions(position_ids, query.shape[0])
 
 
-# What was read from tensors on the host, once for all the layers that get the same one.
+# Values read from tensors on the host, once for all the layers that get the same tensor.
 _read = WeakTensorKeyDictionary()
 _T = TypeVar("_T")
 
 
 def _once(x: Tensor, what: Hashable, read: Callable[[], _T]) -> _T:
-    """``read()``, remembered for as long as the tensor lives unchanged."""
-    if x.is_inference():  # does not count its changes
+    """``read()``, remembered as long as the tensor exists unchanged."""
+    if x.is_inference():  # it does not count its changes
         return read()
     version, known = _read.get(x, (None, {}))
     if version != x._version:
@@ -313,7 +315,7 @@ def _once(x: Tensor, what: Hashable, read: Callable[[], _T]) -> _T:
 
 @torch.compiler.disable
 def _from_positions(position_ids: Tensor, batch: int) -> _Packing | None:
-    """Reads the positions, which waits for the device."""
+    """The packed sequences of these positions; reading them waits for the device."""
 
     def read() -> _Packing | None:
         before, after = position_ids[:, :-1], position_ids[:, 1:]
@@ -341,8 +343,10 @@ def _same_sequence(packing: _Packing, batch: int, length_q: int, length_k: int) 
 
 
 def _says_no_more(mask: Tensor | None, pattern: _Pattern, packing: _Packing | None = None) -> bool:
-    """Whether a mask holds nothing but the pattern, with or without the packing. Reads it, which waits for the device;
-    while a graph is made, no mask is taken for known."""
+    """Whether a mask holds only the pattern, with or without the packing.
+
+    Reading the mask waits for the device; while a graph is made, no mask counts as known.
+    """
     if mask is None:
         return True
     batch, length = mask.shape[0], mask.shape[-1]
@@ -354,12 +358,12 @@ def _says_no_more(mask: Tensor | None, pattern: _Pattern, packing: _Packing | No
 
     def read() -> tuple[bool, Tensor | None]:
         keep = pattern.mask(length, mask.device)
-        rows = mask[:1] if mask.stride(0) == 0 else mask  # where all of a batch share theirs
+        rows = mask[:1] if mask.stride(0) == 0 else mask  # rows that all of a batch share
         known = torch.equal(rows, keep.expand(rows.shape))
         if not known and packing is not None and packing.rows == batch * length:
             keep = keep & _same_sequence(packing, batch, length, length)
             known = torch.equal(mask, keep.expand(mask.shape))
-        return known, offsets  # which stay alive with their id, a part of the key
+        return known, offsets  # they stay alive with their id, a part of the key
 
     return _once(mask, (pattern, id(offsets)), read)[0]
 
@@ -367,7 +371,7 @@ def _says_no_more(mask: Tensor | None, pattern: _Pattern, packing: _Packing | No
 def _and_packing(
     mask: Tensor | None, pattern: _Pattern, packing: _Packing, query: Tensor, key: Tensor
 ) -> Tensor:
-    """The mask, or the pattern where there is none, with pairs of different sequences masked."""
+    """The mask, or the pattern if there is none, with pairs of different sequences masked."""
     batch, length_q, length_k = query.shape[0], query.shape[2], key.shape[2]
     same = _same_sequence(packing, batch, length_q, length_k)
     if mask is None:

@@ -1,9 +1,9 @@
 """Continuous batching of Hugging Face transformers: ``attn_implementation="paged|fsci"``.
 
-transformers keeps a request's keys in blocks of a cache and says for each step, token by token, which slots to write and which
-to read. Where a step reads blocks from their beginnings (full attention) the slots of a sequence are its pages, and
-:func:`flashsci.paged_attention` reads these in place. Layers with a window have a ring of slots instead: their keys are
-gathered by the cache, and the call is a packed one.
+transformers stores a request's keys in blocks of a cache and says for each step, token by token, which slots to write
+and which to read. If a step reads blocks from their beginnings (full attention), the slots of a sequence are its
+pages, and :func:`flashsci.paged_attention` reads them without a copy. Layers with a window have a ring of slots
+instead: the cache gathers their keys, and the call is a packed one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from flashsci.paged import paged_attention, write_kv_cache
 from flashsci.varlen import varlen_attention
 
-PAGE = 16  # what pages are multiples of
+PAGE = 16  # the divisor of pages
 
 
 @torch.no_grad()
@@ -41,20 +41,20 @@ def paged_attention_forward(
     """The attention function of ``paged|fsci``, which ``flashsci.integrations.transformers.register`` registers.
 
     Args:
-        module: the attention layer; by its ``layer_idx`` the cache knows where its keys are, and its window.
+        module: the attention layer; its ``layer_idx`` tells the cache the place of its keys, and its window.
         query: ``[1, Hq, T, D]``, the new tokens of all requests one after the other.
         key: ``[1, Hk, T, D]``.
         value: ``[1, Hk, T, D]``.
-        attention_mask: must be None, as continuous batching leaves it.
+        attention_mask: must be None, as in continuous batching.
         cache: transformers' ``PagedAttentionCache``.
         cu_seq_lens_q: offsets ``[N + 1]`` of the requests' new tokens.
         cu_seq_lens_k: offsets ``[N + 1]`` of the keys they see, or one for each kind of layer.
         max_seqlen_q: the longest, as a host int.
-        max_seqlen_k: likewise, or one for each kind of layer.
-        read_index: for each group of layers the slots to read, ``[keys]``; empty where no request has keys in the cache.
+        max_seqlen_k: the same for keys, or one for each kind of layer.
+        read_index: for each group of layers the slots to read, ``[keys]``; empty if no request has keys in the cache.
         write_index: for each group the slots of the new tokens, ``[T]``.
         scaling, softcap, s_aux: as in ``attention_forward`` of :mod:`flashsci.integrations.transformers`.
-        others: what models pass along. A block table raises: transformers makes one for flash-attn only.
+        others: arguments that models pass on. A block table raises: transformers makes one for flash-attn only.
 
     Returns:
         ``([1, T, Hq, D], None)``.
@@ -109,7 +109,7 @@ def paged_attention_forward(
 
 
 def _pages(slots: Tensor, cu_k: Tensor, longest: int, page: int) -> Tensor:
-    """The block table of sequences whose slots are whole pages, but for the last: the page of every page-th slot."""
+    """The block table of sequences whose slots are whole pages, except the last: the page of every page-th slot."""
     firsts = torch.arange(0, max(longest, 1), page, device=slots.device)
     at = cu_k[:-1, None] + firsts  # beyond a sequence's end any slot will do
     return (slots[at.clamp_(max=slots.shape[0] - 1)] // page).to(torch.int32)

@@ -1,13 +1,13 @@
 """vLLM: an attention backend, ``--attention-backend CUSTOM``.
 
-vLLM calls :func:`register` in each of its processes, by the entry point ``vllm.general_plugins``; nothing changes until the
-backend is asked for. Keys and values are pages that vLLM owns: a layer's new tokens are written into them by
-:func:`flashsci.write_kv_cache`, and :func:`flashsci.paged_attention` reads them where they are, prefills, chunks of
-prefills and decodes in one call. Lengths and pages are tensors of vLLM's that keep their place from step to step, so a CUDA
-graph captured once is right for all later steps.
+vLLM calls :func:`register` in each of its processes, by the entry point ``vllm.general_plugins``; nothing changes
+until the backend is asked for. Keys and values are pages that vLLM owns. :func:`flashsci.write_kv_cache` writes a
+layer's new tokens into them, and :func:`flashsci.paged_attention` reads them without a copy: prefills, chunks of
+prefills and decodes in one call. Lengths and pages are tensors of vLLM with a fixed address from step to step, so a
+CUDA graph captured once is right for all later steps.
 
-Written for the interface of vLLM 0.26 and 0.32. What changed between the two: until 0.26 a backend says what shape and order
-of memory the cache has; since then vLLM knows the shape, and the backend says which orders it can read.
+Written for the interface of vLLM 0.26 and 0.32. The difference: until 0.26 a backend defines the shape and memory
+order of the cache; since then vLLM defines the shape, and the backend says which orders it can read.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
 def register() -> None:
-    """Make ``attention_backend="CUSTOM"`` of vLLM mean flashsci. vLLM calls it itself (entry point ``flashsci`` of the group
-    ``vllm.general_plugins``; ``VLLM_PLUGINS`` chooses among those); calling it again changes nothing.
+    """Make ``attention_backend="CUSTOM"`` of vLLM mean flashsci.
+
+    vLLM calls it itself (entry point ``flashsci`` of the group ``vllm.general_plugins``; ``VLLM_PLUGINS`` chooses
+    among those). Further calls change nothing.
 
     Raises:
         ValueError: another plugin has taken the name CUSTOM.
@@ -71,8 +73,10 @@ def register() -> None:
 
 
 def _let_cpus_choose() -> None:
-    """vLLM's CPU platform answers every request with its own backend. With this a request for CUSTOM is heard, and checked as
-    on CUDA; all others go the way they went."""
+    """Let vLLM's CPU platform accept a request for CUSTOM, checked as on CUDA.
+
+    The platform answers every request with its own backend; all other requests still go that way.
+    """
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -98,7 +102,8 @@ def _let_cpus_choose() -> None:
 
 
 class FlashSciBackend(AttentionBackend):
-    """What vLLM asks before it makes a layer: which calls are served, and who serves them."""
+    """The answers that vLLM needs before it makes a layer: the calls that are served, and the classes that serve
+    them."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FP8]
@@ -106,7 +111,7 @@ class FlashSciBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM looks its enumeration of backends up by it
+        return "CUSTOM"  # vLLM's name for it in its enumeration of backends
 
     @staticmethod
     def get_impl_cls() -> type[FlashSciAttention]:
@@ -128,16 +133,17 @@ class FlashSciBackend(AttentionBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """Asked until vLLM 0.26: the shape that later versions use without asking."""
+        """The shape that later versions use without asking; called until vLLM 0.26."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Asked until vLLM 0.26: the dimensions in the order of memory. Any is read; vLLM's setting is followed."""
+        """The dimensions in memory order; called until vLLM 0.26. Any order can be read; vLLM's setting is
+        followed."""
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
         heads_first = get_kv_cache_layout() == "HND"
-        if include_num_layers_dimension:  # and layers before all others in the shape
+        if include_num_layers_dimension:  # layers are before all others in the shape
             return (1, 2, 0, 3, 4) if heads_first else (1, 0, 3, 2, 4)
         return (0, 1, 2, 3) if heads_first else (0, 2, 1, 3)
 
@@ -204,9 +210,9 @@ class FlashSciMetadata(AttentionMetadata):
 
 
 class FlashSciMetadataBuilder(AttentionMetadataBuilder[FlashSciMetadata]):
-    """Passes on what vLLM has: its tensors are those that a captured graph reads in every later step."""
+    """A builder that passes on vLLM's tensors: a captured graph reads these in every later step."""
 
-    # A captured launch has the longest query of its capture: the one that all sequences of a uniform batch have.
+    # A captured launch has the longest query of its capture: that of all sequences of a uniform batch.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table = True
 
@@ -295,7 +301,7 @@ class FlashSciAttention(AttentionImpl[FlashSciMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """``query`` and ``output`` are ``[T, Hq, D]``, of which the first ``num_actual_tokens`` count."""
+        """``query`` and ``output`` are ``[T, Hq, D]``; only their first ``num_actual_tokens`` count."""
         if output_scale is not None or output_block_scale is not None:
             raise ValueError(
                 "flashsci in vLLM: quantised outputs are not supported; set fuse_attn_quant of the pass_config of "
@@ -322,28 +328,29 @@ class FlashSciAttention(AttentionImpl[FlashSciMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write the new keys and values ``[T, Hk, D]`` into their places in the cache; rows beyond the slots are padding."""
-        if self.attn_type in ENCODERS:  # which keep none
+        """Write the new keys and values ``[T, Hk, D]`` into their places in the cache; rows beyond the slots are
+        padding."""
+        if self.attn_type in ENCODERS:  # these have no cache
             return
         write_kv_cache(key, value, *self._pages(kv_cache), slot_mapping, **self._scales(layer))
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """K ``[pages, page, Hk, D]`` and V ``[pages, page, Hk, Dv]`` in what vLLM keeps as ``[pages, Hk, page, D + Dv]``, in
-        any order of memory."""
+        """K ``[pages, page, Hk, D]`` and V ``[pages, page, Hk, Dv]`` as views of vLLM's ``[pages, Hk, page, D +
+        Dv]``, in any memory order."""
         if self.fp8 is not None:
             kv_cache = kv_cache.view(self.fp8)
         both = kv_cache.transpose(1, 2)
         return both[..., : self.head_size], both[..., self.head_size :]
 
     def _window(self, causal: bool) -> tuple[int, int] | None:
-        """vLLM counts a query's own key."""
+        """The window in flashsci's form; vLLM counts a query's own key."""
         if self.sliding_window is None:
             return None
         back = self.sliding_window - 1
         return back, 0 if causal else back
 
     def _scales(self, layer: Any, sequences: int | None = None) -> dict[str, Any]:
-        """Those of an FP8 cache: one of the layer, or one for each KV head."""
+        """The scales of an FP8 cache: one for the layer, or one for each KV head."""
         if self.fp8 is None:
             return {}
         scales = dict(k_scale=layer._k_scale, v_scale=layer._v_scale)

@@ -6,8 +6,8 @@ conditions hold decides. Rules come from three places, in this order:
 - the table of the file that ``FLASHSCI_PREFERENCES`` names, for GPUs of its compute capability;
 - the table of the GPU's compute capability (``sm90.json``, ...), or of the nearest of the same major one:
   exceptions that ``scripts/preferences.py`` learnt from records of benchmarks;
-- ``defaults.json``, written by hand, for every device: what no record decides stays as it says. It also lists kernels
-  that are not timed yet ("untimed"), which no rule may choose: only who asks for them by name gets them.
+- ``defaults.json``, written by hand, for every device: it decides the calls that no record decides. It also lists kernels
+  that are not timed yet ("untimed"). No rule may choose these; only a request by name gets them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FOLDER = Path(__file__).parent
 KINDS = (
     "calls",
     "gradients",
-)  # who serves a call; who computes the gradients of what cuda or triton computed
+)  # the backend of a call; that of the gradients of a call that cuda or triton computed
 
-#: Of numbers a rule gives a range, of the others the value or a list of values.
+#: For numbers a rule gives a range, for other features the value or a list of values.
 NUMBERS = ("sm", "head_dim", "head_dim_least", "seq_q", "seq_k", "batch_heads", "group", "generation")  # fmt: skip
 WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "inner_heads", "bias_grad", "bias_summed", "mask", "key_weight", "dropout", "softcap", "varlen", "few_scores", "paged", "grad", "forward")  # fmt: skip
 
@@ -50,20 +50,20 @@ def _bias(p: Problem) -> str:
 
 
 def features(p: Problem, generation: int = 0, forward: str = "") -> dict[str, Any]:
-    """What rules speak of; None where a compiler hides a size.
+    """The features that rules can name; None where a compiler hides a size.
 
     Args:
-        generation: of the cuda backend's kernels that would compute the gradients; 0 where that is not the question.
-        forward: whose gradients, "cuda" or "triton"; "" where that is not the question.
+        generation: that of the cuda backend's kernels that would compute the gradients; 0 where this does not matter.
+        forward: the backend that computed the forward, "cuda" or "triton"; "" where this does not matter.
 
     Returns:
-        sm: compute capability, 90 for 9.0. bits: of the dtype. head_dim, head_dim_least: the larger and the smaller
-        of D and Dv. seq_q, seq_k: lengths, of packed sequences their mean. batch_heads: batch times query heads.
-        group: query heads for each key head. aligned: D and Dv are multiples of 8. band: "full", "causal" or
-        "window". bias: "none"; "keys", the same for all queries; "shared" by some of batch and heads, or "pairs" of
-        its own for each; "packed"; "hidden" by a compiler. inner_heads: of the bias, in memory. few_scores:
-        as :class:`Problem` has it. paged: keys lie in a paged cache; a rule that does not say so
-        is not about such calls. grad: a gradient is wanted. The others are as :class:`Problem` has them.
+        sm: compute capability, 90 for 9.0. bits: those of the dtype. head_dim, head_dim_least: the larger and the
+        smaller of D and Dv. seq_q, seq_k: lengths, for packed sequences their mean. batch_heads: batch times query
+        heads. group: query heads for each key head. aligned: D and Dv are multiples of 8. band: "full", "causal" or
+        "window". bias: "none"; "keys", equal for all queries; "shared" by some of batch and heads; "pairs", one for
+        each; "packed"; "hidden" by a compiler. inner_heads: memory order of the bias. few_scores: as in
+        :class:`Problem`. paged: keys are in a paged cache; a rule without this feature is not about such calls. grad:
+        a gradient is wanted. The others are as in :class:`Problem`.
     """
     count = None if p.batch is None else math.prod(p.batch)
     lengths = [p.seq_q, p.seq_k]
@@ -110,7 +110,7 @@ class Rule:
     table: str = "defaults"  # the name of the table it is in
 
     def holds(self, found: dict[str, Any]) -> bool:
-        # What was measured of dense and packed calls says nothing of paged ones, which other kernels serve.
+        # Measurements of dense and packed calls say nothing about paged calls, which other kernels serve.
         if found.get("paged", False) != self.when.get("paged", False):
             return False
         return all(_meets(found[name], wanted) for name, wanted in self.when.items())
@@ -124,7 +124,7 @@ class Rule:
         return ", ".join(_words(name, wanted) for name, wanted in self.when.items()) or "all others"
 
     def cited(self) -> str:
-        """Its evidence, and where it is written."""
+        """Its evidence, and the place where it is written."""
         return f"{self.evidence} (preferences/{self.table}.json: {self.text()})"
 
 
@@ -166,7 +166,7 @@ def read(path: Path) -> Table:
     """A table from its file.
 
     Raises:
-        ValueError: the file is not such a table; the message says what is wrong.
+        ValueError: the file is not such a table; the message names the fault.
     """
     try:
         data = json.loads(path.read_text())
@@ -210,7 +210,7 @@ def _check(path: Path, rule: Rule) -> None:
 
 @functools.lru_cache(maxsize=64)
 def tables(capability: tuple[int, int] | None) -> tuple[Table, ...]:
-    """The tables for a device, the first to be asked first.
+    """The tables for a device, in the order in which they are asked.
 
     Raises:
         ValueError: the file that FLASHSCI_PREFERENCES names is not a table.
@@ -229,21 +229,23 @@ def tables(capability: tuple[int, int] | None) -> tuple[Table, ...]:
 
 
 def _nearest(capability: tuple[int, int]) -> str | None:
-    """The name of the table for a compute capability: its own, else the nearest of its major one, else None."""
+    """The name of the table for a compute capability: its own, else the nearest of the same major one, else None."""
     there = {int(path.stem[2:]): path.stem for path in FOLDER.glob("sm*.json")}
     alike = [n for n in there if n // 10 == capability[0]]
     return there[min(alike, key=lambda n: abs(n % 10 - capability[1]))] if alike else None
 
 
 def find(kind: str, problem: Problem, generation: int = 0, forward: str = "") -> Rule:
-    """The rule that decides a call ("calls"), or who computes its gradients ("gradients")."""
+    """The rule that decides a call ("calls"), or the backend of its gradients ("gradients")."""
     found = features(problem, generation, forward)
     return first(tables(problem.capability), kind, found)
 
 
 def first(asked: Sequence[Table], kind: str, found: dict[str, Any]) -> Rule:
-    """The first rule of these tables that holds, without the backends that are untimed for such a call. Who asked for the cuda
-    backend by name gets its gradients, timed or not."""
+    """The first rule of these tables that holds, without the backends that are untimed for such a call.
+
+    A request for the cuda backend by name gets its gradients, timed or not.
+    """
     rule = next(rule for table in asked for rule in getattr(table, kind) if rule.holds(found))
     if found["forward"] == "cuda":
         return rule

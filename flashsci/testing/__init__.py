@@ -1,4 +1,4 @@
-"""For testing attention, like torch.testing: error bounds, generated problems, poisoned memory.
+"""Tools for testing attention, like torch.testing: error bounds, generated problems, poisoned memory.
 
 from flashsci.testing import generate, make_inputs, Judge, evaluate, poisoned_memory
 

@@ -1,4 +1,4 @@
-"""A call as the dense problems in fp64 that it consists of: itself, or its packed sequences."""
+"""The dense problems in fp64 that a call consists of: the call itself, or its packed sequences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Block:
     keep: Tensor
     scale: float
     softcap: float | None
-    place: dict[str, Any]  # tensor name -> how its slice of a whole result looks like this block's
+    place: dict[str, Any]  # tensor name -> the view of a whole result's slice in this block's shape
     tangents: dict[str, Tensor]  # "tq", "tk", "tv", "tbias" in the shapes of q, k, v, bias
     residual: bool = False  # scores are a result
     dscores: Tensor | None = None  # their gradient, [*, Hq, Sq, Sk]
@@ -60,7 +60,7 @@ def visible_pairs(seq_q: int, seq_k: int, options: dict[str, Any], device: torch
     return (ahead >= low) & (ahead <= (float("inf") if right is None else right))
 
 
-# What the tensors of the second order look like.
+# The shapes of the tensors of the second order.
 _LIKE = {"gq": "dq", "gk": "dk", "gv": "dv", "gbias": "dbias", "gkey_weight": "dkey_weight", "gsink": "dsink", "gdout": "out", "gdlse": "lse", "tout": "out",
          "tlse": "lse", "tq": "dq", "tk": "dk", "tv": "dv", "tbias": "dbias", "tkey_weight": "dkey_weight"}  # fmt: skip
 

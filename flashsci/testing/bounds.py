@@ -1,20 +1,22 @@
-"""How large an error may be: three criteria per tensor, all against the fp64 oracle and plain PyTorch in the same dtype.
+"""The limits of errors: three criteria per tensor, against the fp64 oracle and plain PyTorch in the same dtype.
 
-Two-error rule: the largest error is at most twice that of plain PyTorch (the reference backend, TF32 off), plus a rounding floor
-of 8 eps times the formula evaluated on absolute values. In a low precision that alone lets an output scaled by 1.01
-through, or a forgotten key among a hundred. Two more criteria rest on a model of honest rounding in a fused
-kernel: P, dS and every result are rounded once to the inputs' dtype, independently where their values differ (standard
-deviations follow from derivatives of the formula by each rounding); all else is kept in fp32.
+Two-error rule: the largest error is at most twice that of plain PyTorch (the reference backend, TF32 off), plus a
+rounding floor of 8 eps times the formula evaluated on absolute values. In a low precision that rule alone accepts an
+output scaled by 1.01, or with one forgotten key among a hundred. Two more criteria use a model of honest rounding in
+a fused kernel: P, dS and every result are rounded once to the inputs' dtype, independently where their values differ
+(standard deviations follow from derivatives of the formula by each rounding); all other values are kept in fp32.
 
-- Gain: of an error x - ref, <x - ref, ref> / <ref, ref> is the part that rescales the result. Independent roundings average
-  out in it, a wrong scale does not.
-- Spread: the Euclidean norm of the error. Many small roundings stay small in it, a missing term in every row does not.
+- Gain: for an error x - ref, <x - ref, ref> / <ref, ref> is the part that rescales the result. Independent roundings
+  average out in it, a wrong scale does not.
+- Spread: the Euclidean norm of the error. Many small roundings stay small in it, a missing term in every row does
+  not.
 
-Both may be twice plain PyTorch's, plus five standard deviations, plus what fp32 sums can do.
+Both may be twice plain PyTorch's, plus five standard deviations, plus the possible error of fp32 sums.
 
-All this is first order in the errors of scores. What rows with larger ones can do (scores of 1e8, whole rows of -1e9: formula.py)
-is taken off every error, a baseline's too, element by element, before it is measured: such rows must be finite, and the others are
-judged as if they stood alone. And where every term of a result is zero (gradients of rows whose dout is zero), so is the result.
+All this is first order in the errors of scores. The possible effect of rows with larger errors (scores of 1e8, whole
+rows of -1e9: formula.py) is subtracted from every error, also from a baseline's, element by element, before it is
+measured: such rows must be finite, and the others are judged as if they stood alone. If every term of a result is
+zero (gradients of rows whose dout is zero), the result must be zero.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ from flashsci.testing.inputs import Inputs, moved_to
 from flashsci.testing.second_order import SECOND_ORDER
 
 TENSORS = ("out", "lse", "scores", "dq", "dk", "dv", "dbias", "dkey_weight", "dsink", *SECOND_ORDER)
-SUMMED = ("dsink", "gsink")  # over packed sequences
+SUMMED = ("dsink", "gsink")  # summed over packed sequences
 PLAIN = ("reference", "sdpa", "eager")  # backends that are plain PyTorch, with its own accuracy
 LEAVES = ("q", "k", "v", "bias", "key_weight", "sink")
 BASELINE_FACTOR = 2.0  # error allowed, in errors of plain PyTorch
-FLOOR_ROUNDINGS = 16.0  # plus so many roundings (8 eps) of the largest absolute-value sum
-# Gain and spread allowed for sums in fp32, whose roundings may all point one way: tensor cores
-# truncate, and 3xTF32 takes three chains of products (measured on an H200, D 128: up to 2.1).
+FLOOR_ROUNDINGS = 16.0  # plus this many roundings (8 eps) of the largest absolute-value sum
+# Gain and spread allowed for sums in fp32, whose roundings may all have one direction: tensor cores truncate, and
+# 3xTF32 takes three chains of products (measured on an H200, D 128: up to 2.1).
 SUM_ROUNDINGS = 4.0
 PROBES = 8  # random directions that measure the norm of independent roundings
 SIGMAS = 5.0  # gain and spread allowed beyond the baseline's, in standard deviations of independent roundings
@@ -48,12 +50,12 @@ SIGMAS = 5.0  # gain and spread allowed beyond the baseline's, in standard devia
 def evaluate(
     inputs: Inputs, backend: str = "auto", lse: bool = True, **options: Any
 ) -> dict[str, Tensor]:
-    """out, lse and the gradients of one call, by name (see TENSORS), with the backend asked for and never another.
+    """out, lse and the gradients of one call, by name (see TENSORS), by the backend asked for and never another.
 
     Args:
         inputs: dense or packed; ``dout`` None: forward alone; with tangents: the second order, too.
         backend: as in :func:`flashsci.attention`.
-        lse: whether to ask for the lse where ``dlse`` does not (the sdpa backend has none).
+        lse: whether to ask for the lse even if there is no ``dlse`` (the sdpa backend has none).
         options: replace options of ``inputs``.
 
     Raises:
@@ -138,7 +140,7 @@ def evaluate(
 
 @contextmanager
 def _saving(execution: str) -> Iterator[None]:
-    """What autograd saves in here comes back as ``execution`` says."""
+    """A context in which autograd's saved tensors come back as ``execution`` says."""
     if execution != "hooks":
         yield
         return
@@ -151,8 +153,10 @@ def _saving(execution: str) -> Iterator[None]:
 
 
 def check_alone(inputs: Inputs, backend: str, found: dict[str, Tensor], lse: bool = True) -> None:
-    """The same call without gradients, of tensors at other addresses, gives the same bits: what is kept for calls that are
-    alike keeps nothing of the tensors that it was made for, and inference takes no other way through the kernels.
+    """Require the same bits from the same call without gradients, of tensors at other addresses.
+
+    The values that are kept for repeated calls must not depend on the tensors that they were made for, and inference
+    must use the same kernels.
 
     Args:
         inputs, backend, lse: as of :func:`evaluate`, which gave ``found`` with gradients.
@@ -174,7 +178,7 @@ def _bits(x: Tensor) -> Tensor:
 def _second_order(
     inputs: Inputs, leaves: dict[str, Tensor], found: dict[str, Tensor], cotangents: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Gradients of <tangents, first gradients> by what can have one."""
+    """Gradients of <tangents, first gradients> by every tensor that can have one."""
     chosen = [
         (found[f"d{n[1:]}"], t.to(found[f"d{n[1:]}"].dtype)) for n, t in inputs.tangents.items()
     ]
@@ -199,7 +203,7 @@ def _forward_mode(inputs: Inputs, tensors: list[Tensor | None], call: Any) -> di
             tangent = inputs.tangents.get(f"t{name}")
             x = None if x is None else x.detach()
             if x is not None and tangent is not None:
-                # torch lays a tangent out like its tensor, and cannot in expanded memory.
+                # torch gives a tangent the layout of its tensor, and cannot do so in expanded memory.
                 x = x.contiguous() if 0 in x.stride() else x
                 x = forward_ad.make_dual(x, tangent.to(x.dtype))
             duals.append(x)
@@ -232,7 +236,7 @@ def exact_matmul() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one tensor. ``problem`` says what is wrong, None when nothing is."""
+    """The findings on one tensor. ``problem`` describes the fault; None if there is none."""
 
     tensor: str
     error: float = 0.0  # largest absolute error
@@ -246,7 +250,7 @@ class Finding:
 
     @property
     def ratios(self) -> tuple[float, float, float]:
-        """Largest error, gain and spread over what is allowed of each; above 1 is a failure."""
+        """Largest error, gain and spread, each divided by its limit; above 1 is a failure."""
         pairs = (
             (self.error, self.allowed),
             (self.gain, self.gain_allowed),
@@ -256,14 +260,15 @@ class Finding:
 
 
 class Judge:
-    """Truth, baseline and allowances of one call; then judges any number of results for it.
+    """Truth, baseline and allowances of one call; it judges any number of results for the call.
 
     Args:
         inputs: the call, on any device, in any dtype (fp64 is compared with the oracle at fp64 rounding).
-        fused: the results come from kernels that keep scores in fp32. False for plain PyTorch itself, which in 16 bits may
-            do as badly as it does where scores are large (hundreds, or masks written as numbers on whole rows).
-        device: where truth and allowances are computed, and results go to be compared; None for where ``inputs`` are.
-            Plain PyTorch runs there in any case.
+        fused: the results come from kernels that keep scores in fp32. False for plain PyTorch itself, which in 16
+            bits may have its own large errors if scores are large (hundreds, or masks written as numbers on whole
+            rows).
+        device: the device where truth and allowances are computed and results are compared; None for that of
+            ``inputs``. Plain PyTorch runs on the latter in any case.
 
     Raises:
         AssertionError: the oracle (reference backend in fp64) and the formula written here disagree.
@@ -293,18 +298,21 @@ class Judge:
         self._allowances()
 
     def _plain(self, inputs: Inputs) -> dict[str, Tensor]:
-        """Of plain PyTorch, where the inputs are."""
+        """The results of plain PyTorch, on the device of the inputs."""
         with exact_matmul():
             return moved_to(self.device, evaluate(inputs, "reference"))
 
     def _wide_baseline(self) -> None:
-        """In fp32, rounded."""
+        """Replace the baseline by fp32 results, rounded."""
         wide = self._plain(self.given.to(torch.float32))
         self.baseline = {n: wide[n].to(x.dtype) for n, x in self.baseline.items()}
 
     def precisions(self) -> tuple[float, float, float, Rounding | None]:
-        """Unit roundoff of results and of what kernels keep in fp32, the smallest normal result, and the rounding of P where
-        it is not that of results."""
+        """Unit roundoff of results and of the values that kernels keep in fp32, the smallest normal result, and the
+        rounding of P.
+
+        The last is None if it is that of results.
+        """
         dtype = self.inputs.q.dtype
         unit, internal = _unit(dtype), min(_unit(dtype), _unit(torch.float32))
         if self.inputs.options.get("precision") == "tf32":
@@ -332,10 +340,10 @@ class Judge:
             for n, x in self.truth.items()
         }
         cells = {n: torch.zeros_like(x) for n, x in self.truth.items()}
-        shift: dict[str, Any] = {}  # what roundings that are computed rescale, times <truth, truth>
+        shift: dict[str, Any] = {}  # the rescaling by computed roundings, times <truth, truth>
         self.loose: dict[str, Tensor] = {}
         large = False
-        # Fused kernels multiply fp32 in parts of TF32 (the last of which is truncated): 3xTF32.
+        # Fused kernels multiply fp32 in parts of TF32 (the last part is truncated): 3xTF32.
         in_parts = self.fused and dtype == torch.float32 and unit == internal == _unit(dtype)
         parts = Rounding(2.0**-10, self.tiny) if in_parts else None
         for block in blocks(self.inputs.to(torch.float64)):
@@ -362,7 +370,7 @@ class Judge:
                     name, torch.stack([block.slot(name, x) for x in directions[name]])
                 )
         if large and self.fused and dtype.itemsize == 2:
-            # Scores in 16 bits leave plain PyTorch wrong by itself: in fp32, rounded, it is the measure.
+            # Scores in 16 bits make plain PyTorch itself wrong: its fp32 result, rounded, is the measure.
             self._wide_baseline()
         self.floor, self.gain_floor, self.spread_floor, self.vanishes = {}, {}, {}, {}
         self.zero: dict[str, Tensor] = {}  # where every term of a result is zero
@@ -372,13 +380,13 @@ class Judge:
             self.zero[name] = (coarse[name] + fine[name] == 0) & (truth == 0)
             if name in self.loose:
                 self.zero[name] &= self.loose[name] == 0
-            # Nothing is rounded better than to a subnormal number.
+            # No number is rounded better than to a subnormal number.
             least = self.tiny if truth.numel() and name not in ("lse", "gdlse", "tlse") else 0.0
             size = unit * (coarse[name] + least) + internal * fine[name]
-            # Sums in fp32 do not round independently: what they can do adds up. Nor do subnormal numbers.
+            # Sums in fp32 do not round independently: their possible errors add up. Nor do subnormal numbers.
             sums = internal * fine[name]
             cell = unit * (cells[name] + least * (finite(truth).abs() < least))
-            # One wait for the device, not one for each number.
+            # One wait for the device, instead of one for each number.
             largest, square, along, across, sum_gain, fine_norm, sum_norm, moved, difference = (
                 _numbers(
                     size.max() if size.numel() else size.sum(),
@@ -400,7 +408,7 @@ class Judge:
             self.gain_floor[name] = gain / square if square else 0.0
             norm = square**0.5
             self.vanishes[name] = norm <= 2.0**-40 * fine_norm
-            # Nor can one tell 1% of what is mostly loose, or of subnormal numbers.
+            # Nor can 1% be detected in a result that is mostly loose, or of subnormal numbers.
             if name in self.loose and not self.vanishes[name]:
                 left = (0.01 * finite(truth).abs() - self.loose[name]).clamp(min=0).norm().item()
                 self.vanishes[name] = left < 0.007 * norm
@@ -414,7 +422,7 @@ class Judge:
             )
 
     def _beyond(self, name: str, error: Tensor) -> Tensor:
-        """Errors less what loose rows can do."""
+        """Errors minus the possible effect of loose rows."""
         if name not in self.loose:
             return error
         return error.sign() * (error.abs() - self.loose[name]).clamp(min=0)
@@ -423,8 +431,10 @@ class Judge:
         return torch.equal(torch.isfinite(x), torch.isfinite(self.truth[name]))
 
     def errors(self, name: str, x: Tensor) -> tuple[float, float, float]:
-        """Largest error; <x - ref, ref> / <ref, ref>, by what factor, minus one, x is too large (0 when ref is zero); norm of
-        the error."""
+        """The largest error, the gain and the norm of the error.
+
+        The gain is <x - ref, ref> / <ref, ref>, the factor minus one by which x is too large (0 when ref is zero).
+        """
         truth, square = finite(self.truth[name]), self.square[name]
         if not x.numel():
             return 0.0, 0.0, 0.0
@@ -434,25 +444,25 @@ class Judge:
         return largest, along / square if square else 0.0, norm
 
     def baseline_errors(self, name: str) -> tuple[float, float, float]:
-        """Those of plain PyTorch."""
+        """The errors of plain PyTorch."""
         if name not in self.of_baseline:
             self.of_baseline[name] = self.errors(name, self.baseline[name])
         return self.of_baseline[name]
 
     def _overflows(self, name: str, x: Tensor) -> Tensor:
-        """Where the truth is beyond the dtype of a result, which can only be infinite or NaN there."""
+        """Elements whose truth is beyond the dtype of a result, where it can only be infinite or NaN."""
         truth = self.truth[name]
         beyond = torch.isfinite(truth) & (truth.abs() > torch.finfo(x.dtype).max)
         return beyond & ~torch.isfinite(x)
 
     def _may_overflow(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Where loose rows may make a result so large that its dtype does not hold it."""
+        """Elements that loose rows may make too large for the dtype of a result."""
         if name not in self.loose:
             return self.truth[name].new_zeros((), dtype=torch.bool)
         return self.truth[name].abs() + self.loose[name] > torch.finfo(dtype).max
 
     def judge(self, name: str, x: Tensor) -> Finding:
-        """One tensor of one result."""
+        """The findings on one tensor of one result."""
         x = x.to(self.device)
         truth, baseline = self.truth[name], self.baseline[name]
         if x.shape != truth.shape or x.dtype != baseline.dtype:
@@ -505,7 +515,7 @@ class Judge:
         return replace(found, problem=problem)
 
     def compare(self, name: str, x: Tensor, y: Tensor) -> Finding:
-        """Two results against each other: they may differ by what one may differ from the truth."""
+        """Compare two results: they may differ by as much as one may differ from the truth."""
         x, y = x.to(self.device), y.to(self.device)
         allowed = BASELINE_FACTOR * self.baseline_errors(name)[0] + self.floor[name]
         error = self._beyond(name, self._beyond(name, _error(x, y.double())))
@@ -520,16 +530,17 @@ class Judge:
         )
 
     def findings(self, results: dict[str, Tensor]) -> list[Finding]:
-        """All tensors of one result (those it has)."""
+        """The findings on all tensors of one result (those it has)."""
         return [self.judge(name, x) for name, x in results.items()]
 
     def require(self, results: dict[str, Tensor]) -> None:
-        """Raise AssertionError, naming every tensor that fails."""
+        """Raise AssertionError with every tensor that fails."""
         problems = [f.problem for f in self.findings(results) if f.problem]
         assert not problems, "\n".join(problems)
 
     def catches(self, name: str, x: Tensor, factor: float = 1.01) -> bool | None:
-        """Whether this result times ``factor`` would fail: the test of the test. None: the truth is zero, or would be."""
+        """Whether this result times ``factor`` would fail: the test of the test. None: the truth is zero, or would
+        be."""
         if self.vanishes[name]:
             return None
         scaled = (x.to(self.device).double() * factor).to(x.dtype)
@@ -545,7 +556,7 @@ def assert_accurate(inputs: Inputs, backend: str, lse: bool = True) -> None:
 
 
 def _into(name: str, slot: Tensor, part: Tensor) -> None:
-    """A block's part of a result to its place."""
+    """Store a block's part of a result in its place."""
     if name in SUMMED:
         slot.add_(part)
     else:

@@ -1,4 +1,4 @@
-"""What a generated problem is: a frozen dataclass. drawing.py draws them; inputs.py makes the tensors that a case stands for."""
+"""Generated problems as frozen dataclasses. drawing.py draws them; inputs.py makes the tensors of a case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel may be compiled for; all other properties of a case cost no new kernel."""
+    """The properties that a kernel may be compiled for; all other properties of a case cost no new kernel."""
 
     dtype: str = "float32"
     head_dim: int = 16
@@ -24,7 +24,7 @@ class Variant:
     key_weight: str | None = None  # "inputs": in the inputs' dtype; "float": in fp32
     key_weight_grad: bool = False
     alibi: bool = False
-    sink: str | None = None  # as key_weight; kernels know of none, some backends refuse it
+    sink: str | None = None  # as key_weight; kernels compute none, some backends refuse it
     mask: bool = False
     window: bool = False
     softcap: bool = False
@@ -43,8 +43,8 @@ class Variant:
 class Case:
     """One problem as pure data: seeded, hashable, printable as the reproducer of a failure.
 
-    ``lead`` are the leading sizes before heads; ``rank`` says which of batch and heads exist at all. Packed (varlen) cases
-    have ``lens_q`` and ``lens_k`` instead of ``seq_q`` and ``seq_k``.
+    ``lead`` are the leading sizes before heads; ``rank`` says which of batch and heads exist at all. Packed (varlen)
+    cases have ``lens_q`` and ``lens_k`` instead of ``seq_q`` and ``seq_k``.
     """
 
     variant: Variant = field(default_factory=Variant)
@@ -100,7 +100,7 @@ class Case:
 
     @property
     def vastness(self) -> float:
-        """The factor of q and of k that makes their products "vast": far from 1, and finite in the dtype that they are summed in."""
+        """The factor of q and of k for "vast" products: far from 1, but the sums are finite in their dtype."""
         if self.variant.dtype == "float16":
             return 2.0**8
         return 2.0**40 if self.variant.softcap else 2.0**58
@@ -122,7 +122,7 @@ class Case:
 
     @property
     def key_shape(self) -> tuple[int, ...]:
-        """[*, Hk, Sk], what key weights broadcast to."""
+        """[*, Hk, Sk], the shape that key weights broadcast to."""
         if self.variant.varlen:
             return self.heads_k, sum(self.lens_k)
         return (*self.lead, self.heads_k, self.seq_k)[1 - self.rank :]
@@ -133,7 +133,7 @@ class Case:
 
     @property
     def scores(self) -> int:
-        """How many the case has, over batch and heads."""
+        """The number of scores, over batch and heads."""
         if self.variant.varlen:
             return self.heads_q * sum(map(operator.mul, self.lens_q, self.lens_k))
         return math.prod(self.score_shape)
@@ -141,7 +141,8 @@ class Case:
 
 @dataclass(frozen=True)
 class ResidualCase(Case):
-    """One problem of :func:`flashsci.residual_attention`, whose variant has nothing but a bias and dropout: scores are a result."""
+    """One problem of :func:`flashsci.residual_attention`, in which scores are a result; its variant has only a bias
+    and dropout."""
 
     given: str = "both"  # "out", "scores": which results have a gradient
     scores_view: str = "contiguous"  # of the scores' gradient, as bias_view
@@ -169,7 +170,7 @@ ALL_LENGTHS = (
     320,
     384,
 )
-# What inputs.py makes of them is said there (`_Maker.magnitude`).
+# `_Maker.magnitude` in inputs.py defines them.
 MAGNITUDES = (
     "peaked",
     "low",
@@ -185,10 +186,11 @@ MAGNITUDES = (
     "vast",
 )
 LAYOUTS = ("bhsd", "bshd", "packed", "strided", "expanded", "shifted", "joint")
-# "columns": its last two dims change places in memory; "constant": one number, as the gradient of a sum.
+# "columns": its last two dims are exchanged in memory; "constant": one number, as the gradient of a sum.
 DOUT_LAYOUTS = (*LAYOUTS, "columns", "constant")
-# "tail": rows of q, k, v and dout from some row of each sequence on; "tail_masked": the same, those keys hidden by the mask,
-# where there is one; "dout_tail": of dout alone; "scattered": single rows of each; "dout_scattered": of dout alone.
+# "tail": rows of q, k, v and dout from some row of each sequence on; "tail_masked": the same, with those keys hidden
+# by the mask, if there is one; "dout_tail": of dout alone; "scattered": single rows of each; "dout_scattered": of
+# dout alone.
 PADDINGS = ("tail", "tail_masked", "dout_tail", "scattered", "dout_scattered")
 NUMBERS = ("-1e4", "-1e9", "-1e30", "float32_min", "dtype_min")
 # Keys at the end, at the start, anywhere, whole rows; "padding": the zero rows and keys of ``padding``.
@@ -200,8 +202,8 @@ DOUT_SCALES = {
     "float64": (1e-3, 1e-6, 1e-9),
 }
 SOFTCAPS = (2.0, 15.0, 50.0, 0.01, 1e4, 1e7, 1e12)
-# "hooks": saved tensors come back with the strides of their last two dims exchanged; "batched": several gradients in one
-# backward, under torch's vmap (first derivatives alone).
+# "hooks": saved tensors come back with the strides of their last two dims exchanged; "batched": several gradients in
+# one backward, under torch's vmap (first derivatives alone).
 EXECUTIONS = ("hooks", "batched")
 SUBNORMAL = (1e-45, 1e-42, 3e-39, 1e-38)  # key weights that count as zero
 SMALL_LENGTHS = (0, 1, 2, 3, 5, 15, 16, 17, 23, 33)

@@ -1,4 +1,5 @@
-"""What generated cases have, as names, and which combinations of them with dtypes, head dims and backends never came up."""
+"""The properties of generated cases, as names, and their combinations with dtypes, head dims and backends that never
+came up."""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ from flashsci.testing.cases import (
 )
 from flashsci.testing.drawing import has_inner_heads
 
-# Head dims, by the larger of the two, as kernels are made for them.
+# Buckets of head dims, by the larger of the two, as kernels are made for them.
 BUCKETS = (16, 32, 64, 96, 128, 192, 256, 512)
-# What a variant has or has not: there are too few variants for each of them at every head dim.
+# The features of a variant: there are too few variants for each feature at every head dim.
 OF_VARIANTS = ("weights", "scale zero", "scale negative")
 VIEWS = ("contiguous", "transposed", "padded", "expanded", "linear")
 
 
 def properties(case: Case) -> list[str]:
-    """Names of what is special in a case; those of :func:`expected`, for cases that :func:`draw_case` makes."""
+    """Names of the special properties of a case; those of :func:`expected`, for cases that :func:`draw_case`
+    makes."""
     variant = case.variant
     found = [f"{name} {layout}" for name, layout in case.layout_of.items()]
     found += [] if case.magnitude == "unit" else [f"values {case.magnitude}"]
@@ -61,7 +63,7 @@ def properties(case: Case) -> list[str]:
 
 
 def expected(dtype: str, features: bool = True) -> list[str]:
-    """What should come up in this dtype; ``features``: biases, too."""
+    """The properties that should come up in this dtype; ``features``: biases, too."""
     found = [
         f"{name} {layout}" for name, layout in itertools.product(("q", "k", "v", "dout"), LAYOUTS)
     ]
@@ -109,9 +111,11 @@ class Coverage:
     def summary(
         self, backends: Iterable[str], dtypes: Iterable[str] = ("bfloat16", "float16", "float32")
     ) -> dict[str, dict[str, dict[str, object]]]:
-        """Per backend, per dtype and per bucket of head dims: how many cases were judged, and what was never among them.
+        """Per backend, per dtype and per bucket of head dims: the number of judged cases, and the properties that no
+        case had.
 
-        A group without a case is left out, with all its names: the backend has no kernels there, or none were asked for.
+        A group without a case is left out, with all its names: the backend has no kernels for it, or none were asked
+        for.
         """
         report: dict[str, dict[str, dict[str, object]]] = {}
         kinds: tuple[str | int, ...] = (*dtypes, *BUCKETS)

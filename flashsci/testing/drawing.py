@@ -1,7 +1,7 @@
-"""Problems drawn at random: one drawing function.
+"""Problems drawn at random, all by one drawing function.
 
-The same :func:`draw_case` serves a seeded generator (:func:`generate`, no dependencies) and Hypothesis (:func:`cases`):
-both only supply choices.
+The same :func:`draw_case` serves a seeded generator (:func:`generate`, no dependencies) and Hypothesis
+(:func:`cases`): both only supply choices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flashsci.testing.cases import (
     Variant,
 )
 
-MEMBERS = (40, 48, 67)  # of a batch, that share a bias
+MEMBERS = (40, 48, 67)  # numbers of batch members that share a bias
 WEIGHT_ZEROS = ("some", "some", "none", "rows", "subnormal")
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ DrawnCase = TypeVar("DrawnCase")
 
 
 class Choices(Protocol):
-    """Where a case comes from: a seeded generator or Hypothesis' ``draw``."""
+    """The source of a case's choices: a seeded generator or Hypothesis' ``draw``."""
 
     def one_of(self, options: Sequence[T]) -> T: ...
 
@@ -65,9 +65,10 @@ def variants(
 ) -> list[Variant]:
     """A fixed list of at most ``count`` kernel variants covering every dtype, head dim and feature, and many pairs of them.
 
-    ``features=False`` leaves out bias, key weights, mask, dropout and gradients of lse (what the simplest kernels lack).
+    ``features=False`` leaves out bias, key weights, mask, dropout and gradients of lse, which the simplest kernels
+    lack.
     """
-    # Each feature has choices of its own: a new one leaves the others of every variant as they are.
+    # Each feature has choices of its own: a new feature does not change the others of any variant.
     choices, weights = SeededChoices(20), SeededChoices(22)
     slopes, sinks = SeededChoices(23), SeededChoices(24)
     scales, together = SeededChoices(25), SeededChoices(26)
@@ -82,7 +83,7 @@ def variants(
         dim, dim_v = dims[i % len(dims)]
         weighted = features and weights.integer(1, 6) == 1
         variant = Variant(
-            # A step of len(dims) is one dtype further: a head dim meets them all, round by round.
+            # A step of len(dims) moves on by one dtype: a head dim meets them all, round by round.
             dtype=dtypes[(i % len(dims) + i // len(dims)) % len(dtypes)],
             head_dim=dim,
             head_dim_v=dim_v,
@@ -110,7 +111,7 @@ def variants(
 
 
 def second_order_variants(count: int = 48, **limits: Any) -> list[Variant]:
-    """Those of :func:`variants` with tangents: of all tensors in two of three, else of some."""
+    """The variants of :func:`variants` with tangents: for all tensors in two of three variants, else for some."""
     choices, sinks = SeededChoices(21), SeededChoices(27)
     found: dict[Variant, None] = {}
     for variant in variants(count, **limits):
@@ -121,7 +122,7 @@ def second_order_variants(count: int = 48, **limits: Any) -> list[Variant]:
             tangents = tangents.replace("b", "")
         if variant.key_weight_grad and (everything or variant.head_dim % 2 == 0):
             tangents += "w"
-        # Beside 16-bit results a sink is a formula whose steps round by themselves, which the second order sees.
+        # With 16-bit results the steps of a sink's formula round by themselves, which the second order sees.
         sink = variant.sink if variant.dtype == "float32" else None
         if variant.dtype == "float32" and variant.key_weight:
             sink = sinks.one_of((None, "float"))
@@ -130,7 +131,7 @@ def second_order_variants(count: int = 48, **limits: Any) -> list[Variant]:
 
 
 def residual_variants(count: int = 96, **limits: Any) -> list[Variant]:
-    """Those of :func:`variants` of head dims up to 128, with nothing but their bias and dropout."""
+    """The variants of :func:`variants` with head dims up to 128, with only their bias and dropout."""
     found: dict[Variant, None] = {}
     for v in variants(count, **limits):
         if max(v.head_dim, v.head_dim_v) <= 128:
@@ -153,7 +154,7 @@ def draw_residual(
     lengths: Sequence[int] = BULK_LENGTHS,
     score_limit: int = 1 << 19,
 ) -> ResidualCase:
-    """A case of residual attention, as :func:`draw_case` draws others."""
+    """A case of residual attention, drawn like those of :func:`draw_case`."""
     case = draw_case(choices, residual_variants() if pool is None else pool, lengths, score_limit)
     views = ("contiguous", "contiguous", "transposed", "padded", "linear")
     return ResidualCase(
@@ -218,14 +219,15 @@ def draw_case(
 
 
 def layouts_of(case: Case) -> list[str]:
-    """Those of LAYOUTS that differ from others at this rank."""
+    """The layouts of LAYOUTS that differ from each other at this rank."""
     if case.rank == 2:
         return ["bhsd", "strided", "shifted"]
     return [x for x in LAYOUTS if x != "expanded" or case.rank > 3]
 
 
 def _draw_layouts(choices: Choices, case: Case) -> Case:
-    """k, v and dout as q, or each in a layout of its own: gradients come as other operations leave them."""
+    """The case with the layout of q for k, v and dout, or one for each: gradients come as other operations leave
+    them."""
     kinds = layouts_of(case)
     layout = case.layout if case.layout in kinds else "strided"
     of_dout = [*kinds, *DOUT_LAYOUTS[len(LAYOUTS) :]]
@@ -237,7 +239,7 @@ def _draw_layouts(choices: Choices, case: Case) -> Case:
 
 
 def _draw_values(choices: Choices, case: Case) -> Case:
-    """What no kernel is compiled for: values, as models have them."""
+    """The case with values as models have them; no kernel is compiled for them."""
     variant = case.variant
     often = lambda n: choices.integer(1, n) < n  # noqa: E731  (1 is what Hypothesis shrinks to)
     case = replace(
@@ -248,7 +250,7 @@ def _draw_values(choices: Choices, case: Case) -> Case:
         padding="none" if often(3) else choices.one_of(PADDINGS),
         dout_scale=1.0 if often(3) else choices.one_of(DOUT_SCALES[variant.dtype]),
     )
-    if variant.dtype == "float16":  # gradients stay within it, as far as they can
+    if variant.dtype == "float16":  # so that gradients stay within it where possible
         if variant.tangents and case.magnitude in ("huge", "outliers", "sharp_and_flat"):
             case = replace(case, magnitude="rising")
         elif case.magnitude == "huge":
@@ -259,7 +261,7 @@ def _draw_values(choices: Choices, case: Case) -> Case:
         case = replace(case, scale=choices.one_of((-0.3, -1.0, 0.0)))
     if case.magnitude == "vast":
         case = replace(case, scale=(0.3 if case.scale is None else case.scale) / case.vastness**2)
-    if case.layout_of["dout"] == "constant":  # has no rows of zeros
+    if case.layout_of["dout"] == "constant":  # it has no rows of zeros
         case = replace(case, padding="none")
     if variant.bias is None:
         return case
@@ -355,7 +357,8 @@ def _draw_dense(choices: Choices, case: Case, lengths: Sequence[int], score_limi
 
 
 def with_members(choices: Choices, case: Case) -> Case:
-    """A bias that many members of a batch share, as in triangle attention: enough of them for kernels that keep it."""
+    """The case with a bias that many members of a batch share, as in triangle attention: enough for kernels that keep
+    it."""
     members, heads = choices.one_of(MEMBERS), choices.one_of((3, 4))
     batch = choices.one_of(((), (1,), (2,)))
     rows = heads * members * math.prod(batch)
@@ -381,16 +384,18 @@ def with_members(choices: Choices, case: Case) -> Case:
 
 
 def has_inner_heads(case: Case) -> bool:
-    """Whether a case is one of :func:`with_inner_heads`, in this respect."""
+    """Whether the bias of a case is as :func:`with_inner_heads` makes it."""
     own = case.bias_shape == case.score_shape and case.bias_view == "linear"
     return own and case.heads_q % 4 == 0 and case.rank > 2 and max((1, *case.lead)) <= 5
 
 
 def with_inner_heads(choices: Choices, case: Case) -> Case:
-    """A bias of its own for every pair and head, as a Linear over pairs leaves it, and a mask of keys: what kernels take that read
-    such a bias as it is."""
+    """The case for kernels that read a bias of a Linear without a copy, with a mask of keys.
+
+    The bias has a value for every pair and head, in the order in which a Linear over pairs leaves it.
+    """
     keys = case.key_shape
-    lead = tuple(min(n, 5) for n in case.lead)  # more of them share a bias (`with_members`)
+    lead = tuple(min(n, 5) for n in case.lead)  # more members share a bias (`with_members`)
     case = replace(case, rank=max(case.rank, 3), lead=lead or (1,), group=1)
     case = replace(case, heads_k=choices.one_of((4, 8, 8, 16)))
     while case.scores > 1 << 20 and max(case.lead) > 1:
@@ -409,8 +414,10 @@ def with_inner_heads(choices: Choices, case: Case) -> Case:
 
 
 def with_neighbours(choices: Choices, case: Case) -> Case:
-    """Several heads of queries, each with keys of its own: neighbours that kernels may read together. Half of them attend to
-    themselves, and all their tensors lie alike."""
+    """The case with several heads of queries, each with keys of its own: neighbours that kernels may read together.
+
+    Half of these cases are self-attention with one layout for all tensors.
+    """
     if case.rank == 2 or case.variant.varlen:
         return case
     scores, keys = case.score_shape, case.key_shape
@@ -439,7 +446,7 @@ def _draw_packed(choices: Choices, case: Case, lengths: Sequence[int], score_lim
     if case.variant.bias:
         heads, keys = choices.one_of((1, case.heads_q)), sum(lens_k)
         pairs = sum(a * b for a, b in zip(lens_q, lens_k, strict=True))
-        # Where both sizes agree, only three dims say which is meant.
+        # If both sizes are equal, only three dims decide between them.
         shape = (heads, pairs) if case.variant.bias == "pair" else (heads, keys)
         if pairs == keys or (case.variant.bias == "key" and choices.integer(0, 1)):
             shape = (heads, 1, keys)
@@ -474,15 +481,17 @@ def generate(
         yield draw_case(choices, pool, **limits)
 
 
-# Layouts between which the strides' divisors, which Triton compiles for, do not change at ordinary head dims.
+# Layouts between which the divisors of strides, which Triton compiles for, do not change at ordinary head dims.
 _ALIKE = ("bhsd", "bshd", "packed", "joint", "expanded")
 
 
 def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
-    """Another problem for the kernels that ``case`` was compiled into: other values, batch, heads and
-    lengths, where lengths stay in their class (as tile sizes see them) and broadcast dims broadcast.
+    """Another problem for the kernels that ``case`` was compiled into.
+
+    Values, batch, heads and lengths differ; lengths stay in their class (as tile sizes see them), and broadcast dims
+    broadcast.
     """
-    many = max((*case.lead, 1)) > 5  # members of a batch, that share a bias
+    many = max((*case.lead, 1)) > 5  # batch members that share a bias
     inner_heads = has_inner_heads(case)
     kept = many or case.rank == 2
     group = case.group if kept else choices.one_of((1, 1, 2, 4))
@@ -548,7 +557,7 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
 
     bias_shape = _spread(case.bias_shape, before, case.score_shape)
     if bias_shape is not None and case.bias_view in ("contiguous", "expanded"):
-        # Ones to the left, or none: one problem to a kernel, several to what calls it.
+        # Ones to the left, or none: one problem to a kernel, several to its caller.
         ones = next((i for i, n in enumerate(bias_shape[:-1]) if n != 1), len(bias_shape) - 1)
         bias_shape = bias_shape[choices.integer(0, ones) :]
     case = replace(
@@ -563,7 +572,7 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
 def _spread(
     shape: tuple[int, ...] | None, before: tuple[int, ...], after: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Of a tensor that broadcast to ``before``: its shape to do the same to ``after``."""
+    """The shape with which a tensor that broadcast to ``before`` broadcasts to ``after`` in the same way."""
     if shape is None:
         return None
     old, new = before[len(before) - len(shape) :], after[len(after) - len(shape) :]
@@ -573,12 +582,13 @@ def _spread(
 
 
 def _length_class(n: int) -> tuple[bool, int, bool]:
-    """Lengths that kernels treat alike: none, up to 32, 64, 128, 256 or more; a multiple of 8 or not."""
+    """The class of a length: kernels treat none, up to 32, 64, 128, 256 or more, and multiples of 8 or not, in equal
+    ways."""
     return n == 0, sum(n > limit for limit in (32, 64, 128, 256)), n % 8 == 0
 
 
 def strategy_of(draw_one: Callable[[Choices], DrawnCase]) -> Any:
-    """A Hypothesis strategy of what a function draws from choices (needs hypothesis)."""
+    """A Hypothesis strategy of the cases that a function draws from choices (needs hypothesis)."""
     from hypothesis import strategies as st
 
     class Drawn:

@@ -1,4 +1,5 @@
-"""Attention and its gradients in fp64, with what the roundings of a fused kernel can do to them: what bounds.py allows.
+"""Attention and its gradients in fp64, with the possible effects of a fused kernel's roundings, which bounds.py
+allows.
 
 It shares no code with the reference, which it checks.
 """
@@ -15,22 +16,22 @@ from flashsci.testing.second_order import Sized, second_order
 
 # Scores (their formula on absolute values) beyond which first-order allowances end: in fp32 they are exact to 2^-12 at best.
 FAR = 4096.0
-ROUNDINGS = 16.0  # of a score, in units of the internal precision, that such rows are allowed
-# A row whose every score is below may count as one without keys: in powers of two such scores overflow.
+ROUNDINGS = 16.0  # of a score, in units of the internal precision: the allowance of such rows
+# A row whose scores are all below this may count as one without keys: in powers of two such scores overflow.
 LOWEST = -2e38
-LEAST_WEIGHT = 2.0**-126  # of a key: what is smaller counts as zero
+LEAST_WEIGHT = 2.0**-126  # of a key: smaller weights count as zero
 UNIFORM = 3.0**-0.5  # standard deviation of a uniform error between -1 and 1
 PHASES = 8  # places of a row's offset between two powers of two, at which its sum of rounded P is computed
 
 
 class Rounding(NamedTuple):
-    """A format that P is rounded to before it meets v, where that is not the results' own."""
+    """A format that P is rounded to before its product with v, if it is not the results' own."""
 
     unit: float  # unit roundoff
-    tiny: float  # the smallest normal number, beside the largest P of a row
+    tiny: float  # the smallest normal number, relative to the largest P of a row
 
     def of_sum(self, x: Tensor) -> Tensor:
-        """What the sums of rows of x, at least zero, gain where x is rounded before."""
+        """The increase of the sums of rows of x, at least zero, if x is rounded before."""
         step = torch.ldexp(torch.full_like(x, self.unit), torch.frexp(x).exponent)
         step = step.clamp(min=2 * self.unit * self.tiny)
         return (torch.round(x / step) * step - x).sum(-1, keepdim=True)
@@ -41,26 +42,32 @@ def finite(x: Tensor) -> Tensor:
 
 
 class Formula:
-    """Attention and its gradients in fp64, with what the roundings of a fused kernel can do to them.
+    """Attention and its gradients in fp64, with the possible effects of a fused kernel's roundings.
 
-    ``values[name]`` is the result, ``coarse[name]`` its formula on absolute values and ``fine[name]`` the same for the
-    parts that kernels keep in fp32 (scores, statistics), all in the shape of the block's slot; errors of one rounding
-    are at most ``unit * coarse + internal * fine``. ``tiny`` is the smallest normal number: nothing rounds better.
+    ``values[name]`` is the result, ``coarse[name]`` its formula on absolute values, and ``fine[name]`` the same for
+    the parts that kernels keep in fp32 (scores, statistics). All have the shape of the block's slot. Errors of one
+    rounding are at most ``unit * coarse + internal * fine``. ``tiny`` is the smallest normal number: no number rounds
+    better.
 
-    That is first order in the errors of scores. Where scores are so large (1e8, whole rows of -1e9) that these errors can be
-    near 1 or far beyond, P may move anywhere between P e^(-2 err) and min(1, P e^(2 err)), and a recomputed P need not sum to
-    1. What such *loose* rows can do to a result, as an error of its own size, is ``loose[name]``, element by element: they
-    take nothing from what is demanded of other rows, of keys that they do not reach, and of rows whose dout is zero, which
-    add zero whatever P is. ``loose`` is empty where no row is loose.
-    ``large``: scores so large that plain PyTorch in the inputs' dtype tells nothing of what a kernel may do.
-    ``of_p``: the rounding of P, forward alone; None: ``unit`` and ``tiny``. It is so coarse that what it may do at most counts
-    once in ``coarse``, not as often as bounds.py allows of others. Kernels may sum P before that rounding or after it. In the
-    first case it is in the numerator of out alone and not in the lse. In the second it is the same in numerator and denominator
-    (``others``: results whose roundings may take the place of those of ``values``), and the lse is that of the rounded P: by how
-    much depends on where between two powers of two a row has its offset, and is computed for some such places. Rows may be off
-    independently of each other, but for copies, or all with one place (``shift``: [places, *], errors of a result).
-    ``parts``: the rounding of the parts in which tensor cores multiply results' own numbers, None where they take them whole.
-    Of numbers so small that their second part is subnormal, it loses more than ``unit`` does.
+    That is first order in the errors of scores. Where scores are so large (1e8, whole rows of -1e9) that these errors
+    can be near 1 or far beyond, P may have any value between P e^(-2 err) and min(1, P e^(2 err)), and a recomputed P
+    need not sum to 1. The possible effect of such *loose* rows on a result, as an error of its own size, is
+    ``loose[name]``, element by element. It does not relax the demands on other rows, on keys that they do not reach,
+    and on rows whose dout is zero, which add zero for any P. ``loose`` is empty if no row is loose.
+
+    ``large``: scores so large that plain PyTorch in the inputs' dtype is no measure of a kernel.
+
+    ``of_p``: the rounding of P, forward alone; None: ``unit`` and ``tiny``. It is so coarse that its largest effect
+    counts once in ``coarse``, not as often as bounds.py allows for others. Kernels may sum P before that rounding or
+    after it. In the first case it is only in the numerator of out, and not in the lse. In the second it is the same
+    in numerator and denominator (``others``: results whose roundings may take the place of those of ``values``), and
+    the lse is that of the rounded P: its error depends on where between two powers of two a row has its offset, and
+    is computed for some such places. Rows may be off independently of each other, except copies, or all with one
+    place (``shift``: [places, *], errors of a result).
+
+    ``parts``: the rounding of the parts in which tensor cores multiply the results' own numbers, None if they
+    multiply whole numbers. For numbers so small that their second part is subnormal, it loses more than ``unit``
+    does.
     """
 
     def __init__(
@@ -76,7 +83,7 @@ class Formula:
         parts: Rounding | None = None,
     ):
         self.unit, self.tiny = unit, tiny
-        # (perturbation, group of equal roundings, how many groups)
+        # (perturbation, group of equal roundings, number of groups)
         self.leaves: list[tuple[Tensor, Tensor, int]] = []
         self.others: dict[str, list[Tensor]] = {}
         self.shift: dict[str, Tensor] = {}
@@ -87,7 +94,7 @@ class Formula:
         row = lambda x: x.sum(-1, keepdim=True)  # noqa: E731
 
         def per_pair(x: Tensor) -> Tensor:
-            """Key weights as they multiply the scores."""
+            """Key weights in the shape that multiplies the scores."""
             return (x.repeat_interleave(groups, -2) if x.shape[-2] > 1 else x)[..., None, :]
 
         def per_weight(x: Tensor) -> Tensor:
@@ -123,7 +130,7 @@ class Formula:
             top = torch.maximum(torch.where(empty, -torch.inf, top), sink).detach()
             unseen = top == -torch.inf
             top = torch.where(unseen, zero, top)
-        # Beside a sink keys that all have weight zero are there: their weights have a gradient.
+        # With a sink, keys that all have weight zero still count: their weights have a gradient.
         visible = visible & ~unseen
         weights = torch.where(visible, torch.exp(torch.where(visible, scores - top, zero)), zero)
         weights = w * weights
@@ -131,7 +138,7 @@ class Formula:
         lse = torch.log(total) + top
         p = weights / total
         spread = raw_abs
-        if b.softcap:  # no error of a score is larger than it can be
+        if b.softcap:  # no error of a score is larger than the cap
             spread = raw_abs.clamp(max=2 * b.softcap / (ROUNDINGS * internal))
         scores_abs = torch.where(
             visible,
@@ -166,8 +173,8 @@ class Formula:
         p_fine = p * (scores_abs + mean_abs) * near
         p_abs = p + tiny * visible
         pr, pr_abs, pr_fine = p * b.keep, p_abs * b.keep, p_fine * b.keep
-        # P is rounded as it is, or before it is normalised: then where rows have equal ratios, their roundings are equal.
-        before = weights * b.keep  # kernels know of no sink
+        # P is rounded directly, or before it is normalised: then rows with equal ratios have equal roundings.
+        before = weights * b.keep  # kernels compute no sink
         if b.sink is not None:
             above = torch.where(visible & ~empty, scores - of_keys, -torch.inf)
             before = w * torch.exp(above) * b.keep
@@ -192,7 +199,7 @@ class Formula:
             pr = self.rounded(pr, of_p.unit, before, least)
         out_abs, out_fine = pr_abs @ v_abs, pr_fine @ v_abs
         out = pr @ v
-        if b.sink is not None:  # rounded before it gives the sink its share, too
+        if b.sink is not None:  # rounded before the sink takes its share, too
             share = row(p).detach()
             out = self.rounded(out, like=torch.where(share > 0, out / share, zero))
         bare_out, out = out, self.rounded(out)
@@ -200,7 +207,8 @@ class Formula:
         self.coarse = {"out": out_abs, "lse": zero.expand(lse.shape[:-1])}
         cells: Any = None
         if of_p is not None:
-            # Roundings of P in units of theirs: of its own size, of subnormal numbers as of the smallest normal one, or all of it.
+            # Roundings of P in their own units: relative for normal numbers, that of the smallest normal number for
+            # subnormal ones, or all of P.
             size = pr.detach().abs()
             size = torch.where(size < least, (size / of_p.unit).clamp(max=least), size)
             moved_by = lambda x: x @ v_abs + row(x) * out.detach().abs()  # noqa: E731
@@ -225,17 +233,19 @@ class Formula:
         self.loose: dict[str, Tensor] = {}
 
         def subnormal(x: Tensor) -> Tensor:
-            """One rounding cell, in units of ``unit``, where x is a subnormal number: all such may round the same way."""
+            """One rounding cell, in units of ``unit``, where x is a subnormal number: all such numbers may round in
+            the same direction."""
             size = torch.where(x.detach() != 0, x.detach().abs(), torch.inf)
             cell = tiny * (size < tiny).to(x.dtype)
             if parts is not None:
                 cell = cell + parts.tiny * (parts.unit / unit) * (size < parts.tiny / parts.unit)
             return cell
 
-        # Of the results whose products have such factors.
+        # Roundings of the results whose products have such factors.
         self.subnormal = {"out": subnormal(pr) @ v_abs if cells is None else cells}
         if b.sink is not None:
-            # A share so near 1 that it moves a rounded number by less than a rounding is lost, in every element the same way.
+            # A share so near 1 that it moves a rounded number by less than a rounding is lost, in every element in
+            # the same way.
             lost = torch.clamp((1 - share) / self.unit, max=1.0)
             self.subnormal["out"] = self.subnormal["out"] + lost * out.detach().abs()
         pr_loose = out_loose = None
@@ -262,14 +272,14 @@ class Formula:
         dp = b.keep * (dout @ turn(v))
         delta_abs = row(g_abs * out_abs) + dlse.abs()
         delta = row(dout * out) - dlse
-        # Kernels of wide heads have no room for P but in the inputs' dtype.
+        # Kernels of wide heads only have room for P in the inputs' dtype.
         wide = max(b.q.shape[-1], b.v.shape[-1]) > 128
         e = (self.rounded(p) if wide else p) * (dp - delta)
         u_abs = dp_abs + delta_abs
-        # Where dout and dlse are zero there is nothing to round.
+        # Where dout and dlse are zero nothing is rounded.
         e_abs = p * u_abs + tiny * (visible & (u_abs > 0))
         e_fine = e_abs + p_fine * u_abs + p * row(g_abs * out_fine)
-        if b.dscores is not None:  # of a result that is added to
+        if b.dscores is not None:  # the gradient of a result, to which others are added
             g_scores = b.dscores.abs()
             e, e_abs, e_fine = e + b.dscores, e_abs + g_scores, e_fine + g_scores
         e_loose = delta_loose = None
@@ -280,7 +290,7 @@ class Formula:
         slope_fine = zero
         if tanh is not None and b.softcap:
             slope = _slope(raw / b.softcap)
-            # How far off an argument of tanh can be, and the steepest that it is from there: never more than 1.
+            # The error of an argument of tanh, and the steepest slope within it: never more than 1.
             off = ROUNDINGS * internal * raw_abs / b.softcap
             steepest = _slope(((raw / b.softcap).abs() - off).clamp(min=0))
             slope_fine = 2 * tanh * tanh + steepest * (2 * tanh.abs() * off + 2 * off * off).clamp(
@@ -301,7 +311,7 @@ class Formula:
             for _, x, y in _terms(1.0, (pr, pr_abs, pr_abs + pr_fine), dout, g_abs)
         ]
         dbias = [] if b.bias is None else [x.sum_to_size(b.bias.shape) for x in (e, e_abs, e_fine)]
-        # What kernels make of a P below the smallest normal number of their own arithmetic: nothing.
+        # Kernels flush a P below the smallest normal number of their own arithmetic to zero.
         least_p = torch.finfo(
             torch.float64 if internal < 2.0**-24 else torch.float32
         ).smallest_normal
@@ -415,10 +425,10 @@ class Formula:
     ) -> Tensor:
         """x with a perturbation, zero, that stands for its rounding to the precision ``unit``.
 
-        Mantissas that are equal, to an eighth of a rounding (``bins``), round equally, so they share a group, of all rows or of
-        those that share an index (``rows``); values that ``unit`` represents do not round at all.
-        ``like``: what is rounded in x's place, x times a factor of its row. ``tiny``: the smallest normal number (of each
-        row), None: that of results, where ``unit`` is theirs.
+        Mantissas that are equal, to an eighth of a rounding (``bins``), round equally. Therefore they share a group,
+        of all rows or of those that share an index (``rows``). Values that ``unit`` represents do not round at all.
+        ``like``: the tensor that is rounded in x's place, x times a factor of its row. ``tiny``: the smallest normal
+        number (of each row), None: that of results, where ``unit`` is theirs.
         """
         unit = self.unit if unit is None else unit
         mantissa = torch.frexp((x if like is None else like).detach().abs()).mantissa
@@ -427,11 +437,11 @@ class Formula:
         leaf = torch.zeros_like(x, requires_grad=True)
         size = x.detach().abs()
         tiny = self.tiny if tiny is None and unit == self.unit else tiny
-        if tiny is not None:  # subnormal numbers are as far apart as the smallest normal ones
+        if tiny is not None:  # the spacing of subnormal numbers is that of the smallest normal ones
             size = torch.where(size < tiny, (size / unit).clamp(max=tiny), size)
         size = torch.where(exact & (size == x.detach().abs()), 0.0, size)
-        # What does not round adds zero, to any group: masked scores are millions of equal zeros, and a GPU adds to one address
-        # one after the other.
+        # A value that does not round adds zero, to any group: masked scores are millions of equal zeros, and a GPU
+        # adds to one address serially.
         count = mantissas.numel()
         if rows is not None and count:
             group, count = group + rows * count, count * (int(rows.max()) + 1)
@@ -440,7 +450,8 @@ class Formula:
         return x + leaf * (x.detach().sign() * size * (unit * UNIFORM))
 
     def variances(self, name: str, directions: Tensor) -> Tensor:
-        """Variance of <result, direction> for each of [n, *] directions, when groups of equal values round independently."""
+        """Variance of <result, direction> for each of [n, *] directions, if groups of equal values round
+        independently."""
         found = self._variances(self.values[name], directions)
         for other in self.others.get(name, []):
             found = torch.maximum(found, self._variances(other, directions))
@@ -451,7 +462,7 @@ class Formula:
         if not value.numel():
             return found
         leaves = [leaf for leaf, _, _ in self.leaves]
-        # All directions at once where they are small, else one by one: each takes the memory of all leaves.
+        # All directions at once if they are small, else one by one: each takes the memory of all leaves.
         together = len(directions) if sum(x.numel() for x in leaves) < 1 << 21 else 1
         for begin in range(0, len(directions), together):
             part = slice(begin, begin + together)
@@ -472,13 +483,13 @@ class Formula:
 
 
 def _slope(x: Tensor) -> Tensor:
-    """1 - tanh^2 x, in which nothing cancels where x is large."""
+    """1 - tanh^2 x without cancellation for large x."""
     return 1 / torch.cosh(x.clamp(-300, 300)) ** 2
 
 
 def _terms(
     scale: float, sizes: tuple[Tensor, Tensor, Tensor], y: Tensor, y_abs: Tensor
 ) -> list[tuple[Any, ...]]:
-    """Factors of a product's value, of its absolute-value formula, and of the same for what is kept in fp32."""
+    """Factors of a product's value, of its absolute-value formula, and of the same for the parts in fp32."""
     value, coarse, fine = sizes
     return [(scale, value, y), (abs(scale), coarse, y_abs), (abs(scale), fine, y_abs)]

@@ -1,10 +1,12 @@
-"""Generated problems for attention on 8-bit floats, and how they are judged.
+"""Generated problems for attention on 8-bit floats, and their judge.
 
-What the inputs mean is a call in fp32, :meth:`FP8Inputs.dequantised`: the rounding of the inputs themselves is no error of a kernel.
-Against that the ordinary :class:`flashsci.testing.Judge` allows what both products in e4m3 must do: P is rounded once to 1 part
-in 16, and no finer than 2^-17 beside the largest P of its row, out once to its own dtype, and on a GPU sums of 8-bit products keep
-14 bits where others keep 24. The sums of P, and with them lse, may be those of P before it is rounded or afterwards. The largest error
-is held to one such rounding of every P, all of them upwards; gain and spread to what roundings that are independent do.
+The exact meaning of the inputs is a call in fp32, :meth:`FP8Inputs.dequantised`: the rounding of the inputs
+themselves is no error of a kernel. Compared with that, the ordinary :class:`flashsci.testing.Judge` allows the
+unavoidable errors of two products in e4m3. P is rounded once to 1 part in 16, and no finer than 2^-17 of the largest
+P of its row. Out is rounded once to its own dtype. On a GPU, sums of 8-bit products keep 14 bits where others keep
+24. The sums of P, and with them lse, may be those of P before or after it is rounded. The limit on the largest error
+is one such rounding of every P, all of them upwards; the limits on gain and spread are those of independent
+roundings.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ from flashsci.testing.poison import embed
 LAYOUTS = ("heads", "rows", "joint", "unaligned")
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (80, 80), (96, 64), (40, 24))
 SCALES = ("none", "one", "head", "128", "64")
-E4M3 = Rounding(2.0**-4, 2.0**-14)  # of P, the largest of a row as 256
+E4M3 = Rounding(2.0**-4, 2.0**-14)  # for P, with the largest of a row as 256
 TENSOR_CORES = 2.0**-14  # unit roundoff of their sums of 8-bit products
 
 
 @dataclass(frozen=True)
 class FP8Variant:
-    """What kernels are compiled for."""
+    """The properties that kernels are compiled for."""
 
-    dtype: str = "bfloat16"  # of out
+    dtype: str = "bfloat16"  # that of out
     head_dim: int = 64
     head_dim_v: int = 64
     window: str = "none"  # "causal", "left": causal and a left side, "both"
@@ -49,7 +51,7 @@ class FP8Case:
 
     variant: FP8Variant = field(default_factory=FP8Variant)
     seed: int = 0
-    lens_q: tuple[int, ...] = (30,)  # of a dense call one, the length
+    lens_q: tuple[int, ...] = (30,)  # a dense call has one, the length
     lens_k: tuple[int, ...] = (40,)
     batch: tuple[int, ...] = ()  # leading dims of a dense call
     heads_k: int = 1
@@ -60,7 +62,7 @@ class FP8Case:
     left: int = 20  # sides of the window, where it has them
     right: int = 3
     scale: float | None = None
-    sharp: float = 1.0  # q is multiplied by it: large scores
+    sharp: float = 1.0  # a factor of q: large scores
 
     @property
     def heads_q(self) -> int:
@@ -74,8 +76,11 @@ class FP8Case:
 
 @dataclass
 class FP8Inputs:
-    """The tensors and options of one call of :func:`flashsci.attention`, or of :func:`flashsci.varlen_attention` where the
-    options have ``cu_seqlens_q``, in float8_e4m3fn."""
+    """The tensors and options of one call, in float8_e4m3fn.
+
+    The call is one of :func:`flashsci.attention`, or of :func:`flashsci.varlen_attention` if the options have
+    ``cu_seqlens_q``.
+    """
 
     q: Tensor
     k: Tensor
@@ -83,7 +88,7 @@ class FP8Inputs:
     options: dict[str, Any]  # the keyword arguments
 
     def evaluate(self, backend: str, **options: Any) -> dict[str, Tensor]:
-        """out and lse of a backend, never of another."""
+        """out and lse of this backend, never of another."""
         import flashsci
 
         given = dict(self.options, return_lse=True, backend=backend) | options
@@ -132,7 +137,7 @@ def _times(x: Tensor, scale: Tensor | None, cu_seqlens: Tensor | None) -> Tensor
 
 
 class _Truth(Judge):
-    sigmas = 4.0  # of roundings to 1 part in 16 five are a fifth of a result
+    sigmas = 4.0  # a fifth of a result would be five roundings to 1 part in 16
 
     def __init__(self, inputs: Inputs, out_dtype: torch.dtype):
         self.out_dtype = out_dtype
@@ -145,7 +150,7 @@ class _Truth(Judge):
 
 
 class FP8Judge:
-    """Truth and allowances of one call on 8-bit floats; judges any number of results for it.
+    """Truth and allowances of one call on 8-bit floats; it judges any number of results for the call.
 
     Examples:
         >>> from flashsci.testing import FP8Case, make_fp8_inputs
@@ -158,31 +163,31 @@ class FP8Judge:
         self.judge = _Truth(inputs.dequantised(), self.out_dtype)
 
     def problems(self, results: dict[str, Tensor]) -> list[str]:
-        """What is wrong with out and lse."""
+        """The faults of out and lse."""
         problems = [f.problem for f in self.findings(results) if f.problem]
         if results["out"].dtype != self.out_dtype:
             problems.append(f"out must be {self.out_dtype}, is {results['out'].dtype}")
         return problems
 
     def findings(self, results: dict[str, Tensor]) -> list[Finding]:
-        """Of out and lse."""
+        """The findings on out and lse."""
         return self.judge.findings(self.part(results))
 
     def part(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As the judge compares them: in fp32."""
+        """The results as the judge compares them: in fp32."""
         return {name: x.float() for name, x in results.items()}
 
     def require(self, results: dict[str, Tensor]) -> None:
-        """Raise AssertionError, naming everything that fails."""
+        """Raise AssertionError with every failure."""
         problems = self.problems(results)
         assert not problems, "\n".join(problems)
 
 
 def judge_fp8(case: FP8Case, backend: str, device: torch.device | str = "cpu") -> None:
-    """Run one case on a backend and require the bounds of this module of out and lse.
+    """Run one case on a backend and require the bounds of this module for out and lse.
 
     Raises:
-        AssertionError: a result that is wrong, with the case.
+        AssertionError: a wrong result, with the case.
         BackendError: the backend cannot serve the call.
     """
     inputs = make_fp8_inputs(case, device)
@@ -238,8 +243,10 @@ def _window(case: FP8Case) -> dict[str, Any]:
 
 
 def _laid_out(x: Tensor, layout: str, packed: bool) -> Tensor:
-    """In memory as the layout has it, between poison: heads before rows or after them, a slice of a joint projection, or rows that
-    begin anywhere."""
+    """The tensor in the memory layout of that name, between poison.
+
+    Heads are before rows or after them, or it is a slice of a joint projection, or rows begin anywhere.
+    """
     rank = x.dim()
     by_heads = [*range(rank - 3), *((1, 0) if packed else (rank - 3, rank - 2)), rank - 1]
     by_rows = [*range(rank - 3), *((0, 1) if packed else (rank - 2, rank - 3)), rank - 1]
@@ -252,7 +259,7 @@ def _laid_out(x: Tensor, layout: str, packed: bool) -> Tensor:
 
 @functools.cache
 def fp8_variants(count: int = 28) -> tuple[FP8Variant, ...]:
-    """The bounded set that generated cases draw from, the same everywhere."""
+    """The bounded set of variants that generated cases draw from, the same everywhere."""
     choices = SeededChoices(20261124)
     found: dict[FP8Variant, None] = {}
     while len(found) < count:
@@ -267,7 +274,7 @@ def fp8_variants(count: int = 28) -> tuple[FP8Variant, ...]:
 def draw_fp8(
     choices: Choices, pool: tuple[FP8Variant, ...] | None = None, longest: int = 700
 ) -> FP8Case:
-    """A case from choices: dense and packed, any lengths, scales of every kind for each of q, k and v."""
+    """A case from choices: dense or packed, any lengths, scales of every kind for each of q, k and v."""
     variant = choices.one_of(fp8_variants() if pool is None else pool)
     count = choices.integer(1, 5) if variant.packed else 1
     lens_q, lens_k = (

@@ -1,4 +1,5 @@
-"""The tensors of one attention call, and how a generated case becomes them: embedded in poison, in the layout that it names."""
+"""The tensors of one attention call, and their construction from a generated case: embedded in poison, in the case's
+layout."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ class Inputs:
     Dense: q [..., Hq, Sq, D], k [..., Hk, Sk, D], v [..., Hk, Sk, Dv], as :func:`flashsci.attention`. Packed, when
     ``cu_seqlens_q`` is given: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv], as :func:`flashsci.varlen_attention`.
     ``dout`` has out's shape and ``dlse`` that of lse; None means zero. With ``residual`` the call is one of
-    :func:`flashsci.residual_attention`, and ``dscores`` is the gradient of its scores. ``tangents`` by name ("tq", "tk", "tv", "tbias", "tkey_weight"), in the
-    shapes of what they belong to, ask for the second order: absent means zero. ``execution``: how autograd runs the call, as
-    :class:`Case` has it.
+    :func:`flashsci.residual_attention`, and ``dscores`` is the gradient of its scores. ``tangents`` by name ("tq",
+    "tk", "tv", "tbias", "tkey_weight"), in the shapes of their tensors, ask for the second order: absent means zero.
+    ``execution``: the way autograd runs the call, as in :class:`Case`.
     """
 
     q: Tensor
@@ -60,16 +61,16 @@ class Inputs:
         return replace(self, dout=None, dlse=None, dscores=None, tangents={})
 
     def elsewhere(self) -> Inputs:
-        """The same values in the same strides, at other addresses: copies of the memory that tensors lie in."""
+        """The same values in the same strides, at other addresses: copies of the memory of the tensors."""
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
         copies: dict[str, Any] = {n: _elsewhere(x) for n, x in values if isinstance(x, Tensor)}
         return replace(self, **copies)
 
     def to(self, dtype: torch.dtype | None) -> Inputs:
-        """Every floating-point tensor contiguous and as ``dtype`` (None: as it is); masks, seeds and
-        offsets untouched."""
+        """Every floating-point tensor contiguous and in ``dtype`` (None: its own); masks, seeds and offsets
+        unchanged."""
 
-        def cast(x: Any) -> Any:  # a Tensor, or None where there is none
+        def cast(x: Any) -> Any:  # a Tensor, or None if absent
             return None if x is None else x.detach().to(dtype or x.dtype).contiguous()
 
         return replace(
@@ -79,7 +80,7 @@ class Inputs:
             v=cast(self.v),
             bias=cast(self.bias),
             key_weight=cast(self.key_weight),
-            # Slopes are float32 but beside float64.
+            # Slopes are float32 except with float64 tensors.
             alibi_slopes=cast(self.alibi_slopes) if dtype == torch.float64 else self.alibi_slopes,
             sink=cast(self.sink),
             dout=cast(self.dout),
@@ -106,7 +107,8 @@ def _elsewhere(x: Tensor) -> Tensor:
 
 
 def moved_to(device: torch.device | str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on a device, waiting once for all of them: beside other processes, each wait for a GPU is long."""
+    """The tensors on a device, with one wait for all of them: while other processes run, each wait for a GPU is
+    long."""
     moved = {n: x.to(device, non_blocking=True) for n, x in tensors.items()}
     if any(x.is_cuda for x in tensors.values()):
         torch.cuda.synchronize()
@@ -114,10 +116,10 @@ def moved_to(device: torch.device | str, tensors: Mapping[str, Tensor]) -> dict[
 
 
 def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
-    """The tensors of a case: values depend on the case alone, memory around and between them holds NaN.
+    """The tensors of a case: values depend only on the case, memory around and between them holds NaN.
 
-    q, k, v, bias and key_weight are leaves that require grad (the last two as the variant says). Masks are surrounded by True, offsets by
-    huge integers: whatever is read outside the tensors shows in the result.
+    q, k, v, bias and key_weight are leaves that require grad (the last two as the variant says). Masks are surrounded
+    by True, offsets by huge integers: any value read outside the tensors shows in the result.
     """
     return _Maker(case, torch.device(device)).inputs()
 
@@ -133,7 +135,7 @@ class _Maker:
         self.random = torch.Generator().manual_seed(case.seed)
 
     def sent(self, x: Tensor) -> Tensor:
-        """x on the device, without waiting for what runs there: CUDA has read pageable memory when the copy returns."""
+        """x on the device, without a wait for the work there: CUDA has read pageable memory when the copy returns."""
         return x.to(self.device, non_blocking=True)
 
     def normal(self, shape: Sequence[int]) -> Tensor:
@@ -207,8 +209,8 @@ class _Maker:
         )
 
     def residual(self, dout: Tensor, bias: Tensor | None, q: Tensor) -> dict[str, Any]:
-        """The gradients of the results that have one. Pairs with padding have none where that is of dout, as in a loss that leaves
-        them out."""
+        """The gradients of those results that have one. Padded pairs have none if dout has that padding, as in a loss
+        that leaves them out."""
         case = self.case
         assert isinstance(case, ResidualCase)
         found: dict[str, Any] = {"residual": True, "dout": None}
@@ -222,7 +224,7 @@ class _Maker:
         return found
 
     def tangents(self, *tensors: Tensor | None) -> dict[str, Tensor]:
-        """Of q, k, v, bias, key_weight."""
+        """Tangents of q, k, v, bias, key_weight."""
         found = {}
         for letter, x in zip("qkvbw", tensors, strict=True):
             if x is None or letter not in self.case.variant.tangents:
@@ -242,7 +244,8 @@ class _Maker:
         return found
 
     def kept(self) -> tuple[Tensor, Tensor]:
-        """Which rows of q and dout, and of k and v, are not padding: bool [*lead, Sq] and [*lead, Sk]; packed: [Tq], [Tk]."""
+        """The rows of q and dout, and of k and v, that are not padding: bool [*lead, Sq] and [*lead, Sk]; packed:
+        [Tq], [Tk]."""
         case = self.case
         scattered = "scattered" in case.padding
         if case.variant.varlen:
@@ -271,7 +274,7 @@ class _Maker:
     def zeroed(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """With the zero rows of ``case.padding``. Where dout alone has them, dlse has none."""
+        """The tensors with the zero rows of ``case.padding``. If only dout has them, dlse has none."""
         if self.case.padding == "none":
             return q, k, v, dout, dlse
         dout = self.where(self.rows, dout)
@@ -293,7 +296,7 @@ class _Maker:
             return 0.3 * q + shift, 0.3 * k - shift, v
         if kind == "outliers":  # a few channels 30 to 100 times larger, as in large language models
             return q, self.outliers(k), self.outliers(v)
-        if kind == "sharp_and_flat":  # near-one-hot, uniform and ordinary rows side by side
+        if kind == "sharp_and_flat":  # rows near one-hot, uniform and ordinary
             pick = self.uniform((*q.shape[:-1], 1))
             return q * torch.where(pick < 0.3, 0.0, torch.where(pick < 0.6, 30.0, 1.0)), k, v
         if kind in ("rising", "falling"):  # the maximum moves at every tile, or never again
@@ -304,7 +307,7 @@ class _Maker:
             if case.variant.dtype == "float16":
                 return (15000 * q).clamp(-6e4, 6e4), (15000 * k).clamp(-6e4, 6e4), v
             return size * q, size * k, v
-        if kind == "vast":  # of products that a tiny scale brings back to 1
+        if kind == "vast":  # products that a tiny scale brings back to 1
             return case.vastness * q, case.vastness * k, v
         if kind == "tiny":  # float16: subnormals
             least = 1e-6 if case.variant.dtype == "float16" else 1e-12
@@ -315,12 +318,12 @@ class _Maker:
     def outliers(self, x: Tensor) -> Tensor:
         factors = torch.ones(x.shape[-1])
         chosen = torch.randperm(x.shape[-1], generator=self.random)[: 1 + x.shape[-1] // 32]
-        spread = 0 if self.case.variant.dtype == "float16" else 70  # gradients stay within float16
+        spread = 0 if self.case.variant.dtype == "float16" else 70  # for gradients within float16
         factors[chosen] = 30 + spread * self.uniform(chosen.shape)
         return x * factors
 
     def ramp(self, k: Tensor, falling: bool) -> Tensor:
-        """From 0 to 1 over the keys of each sequence, or back."""
+        """A ramp from 0 to 1 over the keys of each sequence, or back."""
         case = self.case
         if case.variant.varlen:
             parts = [torch.linspace(0, 1, n) for n in case.lens_k]
@@ -351,9 +354,9 @@ class _Maker:
         return [x if n in joint and len(joint) > 1 else self.place(x, n) for n, x in found.items()]
 
     def place(self, x: Tensor, name: str) -> Tensor:
-        """x in the inputs' dtype, laid out in poisoned memory as the case says of the tensor ``name``."""
+        """x in the inputs' dtype, in poisoned memory, in the case's layout for the tensor ``name``."""
         x = self.sent(x.to(self.case.variant.torch_dtype))
-        # What the imaginary part of a conjugate is: memory holds -x, and torch knows.
+        # As in the imaginary part of a conjugate: memory holds -x, and torch knows.
         return (
             torch._neg_view(self.laid_out(-x, name))
             if name == self.case.negated
@@ -411,7 +414,7 @@ class _Maker:
         return self.view(bias.to(dtype), case.bias_view)
 
     def number(self, dtype: torch.dtype) -> float:
-        """What stands for a hidden key in a bias of this dtype."""
+        """The number that marks a hidden key in a bias of this dtype."""
         name, least = self.case.bias_number, _least(dtype)
         if name not in NUMBERS:
             raise ValueError(f"bias_number must be one of {NUMBERS} or '', got {name!r}")
@@ -419,7 +422,7 @@ class _Maker:
         return max(float(name) if value is None else value, least)
 
     def hidden(self, shape: tuple[int, ...]) -> Tensor:
-        """Where the number stands in a bias of this shape: bool."""
+        """The places of that number in a bias of this shape: bool."""
         case, place = self.case, self.case.bias_number_at
         cut = self.uniform(()).item()
         if place == "scattered":
@@ -451,12 +454,12 @@ class _Maker:
         return position >= seen if place == "last" else position < count - seen
 
     def padded_pairs(self) -> Tensor:
-        """Bool, broadcastable to the scores of a dense call: keys that are padding, and all keys of such rows."""
+        """Bool, broadcastable to the scores of a dense call: keys that are padding, and all keys of padded rows."""
         hidden = ~self.keys[..., None, :] | ~self.rows[..., None]
         return hidden if self.case.rank == 2 else hidden.unsqueeze(-3)
 
     def fitted(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """x, broadcastable to the scores, in a shape that broadcasts to them: true where it is so for any."""
+        """x, broadcastable to the scores, in a shape that broadcasts to them: true if true for any element."""
         full = x.expand(self.case.score_shape)
         if len(shape) < full.dim():
             full = full.flatten(0, full.dim() - len(shape) - 1).any(0)
@@ -466,8 +469,11 @@ class _Maker:
         return full
 
     def key_weight(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """Between 0.05 and 1, or exactly 0, but where a key that counts for nothing could have a score so far above
-        those that count that its weight's gradient is infinite in its dtype: beside keys masked by a number, too."""
+        """Key weights between 0.05 and 1, or exactly 0.
+
+        None is 0 if its key could have a score so far above those of the other keys, for example of keys masked by a
+        number, that the weight's gradient would be infinite in its dtype.
+        """
         case = self.case
         if case.weight_shape is None:
             return None
@@ -491,7 +497,7 @@ class _Maker:
         return self.view(weight, case.weight_view)
 
     def alibi(self) -> Tensor:
-        """Slopes from 2^-8 to 1, as models of any number of heads have them, of all the batch or of each member."""
+        """Slopes from 2^-8 to 1, as in models with any number of heads, for the whole batch or for each member."""
         case = self.case
         packed = case.variant.varlen
         lead = (len(case.lens_q),) if packed else case.shape(1, 1, 1)[:-3]
@@ -502,7 +508,7 @@ class _Maker:
         return embed(self.sent(slopes), order=turned if slopes.dim() > 1 else None)
 
     def sink(self) -> Tensor:
-        """As large as scores; sometimes no sink in the first head."""
+        """Sinks as large as scores; sometimes the first head has none."""
         sink = 2 * self.normal((1 if self.case.rank == 2 else self.case.heads_q,))
         if self.uniform(()) < 0.25:
             sink[0] = -torch.inf

@@ -1,9 +1,9 @@
-"""Generated problems for paged attention, and how they are judged.
+"""Generated problems for paged attention, and their judge.
 
-A paged call is a packed one whose keys lie elsewhere: :meth:`PagedInputs.packed` gathers them, and the ordinary
-:class:`flashsci.testing.Judge` says what a result may be. Two things are written so that they stay exact: the scales of an
-8-bit cache are powers of two, apart from one common factor of K, which is a factor of the scores; and a sink is one more key of
-zeros, whose bias it is.
+A paged call is a packed one whose keys are stored elsewhere: :meth:`PagedInputs.packed` gathers them, and the
+ordinary :class:`flashsci.testing.Judge` decides which results are right. Two parts of the packed call are written so
+that they stay exact. The scales of an 8-bit cache are powers of two, except for one common factor of K, which is a
+factor of the scores. A sink is one more key of zeros, and its value is the bias of that key.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GARBAGE = (-1, -(2**31), 2**31 - 1, 12345)
 
 @dataclass(frozen=True)
 class PagedVariant:
-    """What kernels are compiled for."""
+    """The properties that kernels are compiled for."""
 
     dtype: str = "float32"
     cache: str = ""  # an 8-bit float; "": dtype
@@ -65,7 +65,7 @@ class PagedCase:
     left: int = 20  # sides of the window, where it has them
     right: int = 3
     scale: float | None = None
-    sharp: float = 1.0  # q is multiplied by it: large scores
+    sharp: float = 1.0  # a factor of q: large scores
 
     @property
     def heads_q(self) -> int:
@@ -73,7 +73,7 @@ class PagedCase:
 
     @property
     def compiled(self) -> tuple[PagedVariant, bool, bool]:
-        """What kernels are compiled for, beside lengths: cases that share it share most of them."""
+        """The properties that kernels are compiled for, except lengths: cases with equal ones share most kernels."""
         return self.variant, self.layout == "unaligned", self.scales != "none"
 
     @property
@@ -91,7 +91,7 @@ class PagedInputs:
     options: dict[str, Any]  # the keyword arguments
 
     def evaluate(self, backend: str, **options: Any) -> dict[str, Tensor]:
-        """out and lse of a backend, never of another."""
+        """out and lse of this backend, never of another."""
         import flashsci
 
         with flashsci.use_backend(backend, strict=True):
@@ -105,7 +105,7 @@ class PagedInputs:
         return edges
 
     def rows(self, n: int, cache: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a cache holds of sequence n from its first visible key on, ``[keys, Hk, D]``, not scaled."""
+        """The rows in a cache of sequence n from its first visible key on, ``[keys, Hk, D]``, not scaled."""
         j = visible_keys(
             self.edges[n + 1] - self.edges[n],
             int(self.options["seqused_k"][n]),
@@ -144,7 +144,7 @@ class PagedInputs:
         )  # fmt: skip
 
     def _sink_bias(self, length_q: int, length_k: int) -> Tensor:
-        """fp32 ``[Hq, Lq * (Lk + 1)]``: causal and window as -inf, and the sink behind the last key."""
+        """fp32 ``[Hq, Lq * (Lk + 1)]``: causal and window as -inf, and the sink after the last key."""
         device = self.q.device
         window = {n: self.options[n] for n in ("causal", "window")} | {"align": "lower_right"}
         visible = visible_pairs(length_q, length_k, window, device)
@@ -176,20 +176,20 @@ class PagedInputs:
 
 
 def visible_keys(queries: int, length: int, left: int | None) -> Tensor:
-    """Positions of the keys that are right of the window's left side for some query."""
+    """Positions of the keys right of the window's left side, for at least one query."""
     first = 0 if left is None else max(0, length - queries - left)
     return torch.arange(min(first, length), length)
 
 
 def _row(scale: Tensor | None, n: int, common: float) -> Tensor:
-    """The scales of sequence n over ``common``, ``[1 or Hk, 1]``."""
+    """The scales of sequence n divided by ``common``, ``[1 or Hk, 1]``."""
     if scale is None:
         return torch.ones(1, 1)
     return (scale if scale.dim() < 2 else scale[n]).reshape(-1, 1) / common
 
 
 class PagedJudge:
-    """Truth and allowances of one paged call; judges any number of results for it.
+    """Truth and allowances of one paged call; it judges any number of results for the call.
 
     Examples:
         >>> from flashsci.testing import PagedCase, make_paged_inputs
@@ -202,7 +202,7 @@ class PagedJudge:
         self.judge = Judge(inputs.packed(), fused)
 
     def problems(self, results: dict[str, Tensor]) -> list[str]:
-        """What is wrong with out and lse, rows of no sequence included."""
+        """The faults of out and lse, rows of no sequence included."""
         out, lse = results["out"], results["lse"]
         problems = [f.problem for f in self.findings(results) if f.problem]
         if out[self.total :].any() or not bool((lse[:, self.total :] == -torch.inf).all()):
@@ -210,7 +210,7 @@ class PagedJudge:
         return problems
 
     def findings(self, results: dict[str, Tensor]) -> list[Finding]:
-        """Of out and lse in the rows that belong to sequences."""
+        """The findings on out and lse in the rows that belong to sequences."""
         return self.judge.findings(self.part(results))
 
     def part(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -218,16 +218,17 @@ class PagedJudge:
         return {"out": results["out"][: self.total], "lse": results["lse"][:, : self.total]}
 
     def require(self, results: dict[str, Tensor]) -> None:
-        """Raise AssertionError, naming everything that fails."""
+        """Raise AssertionError with every failure."""
         problems = self.problems(results)
         assert not problems, "\n".join(problems)
 
 
 def judge_paged(case: PagedCase, backend: str, device: torch.device | str = "cpu") -> None:
-    """Run one case on a backend and require the two-error rule of out and lse, and the reference's bytes of a written cache.
+    """Run one case on a backend; require the two-error rule for out and lse, and the reference's bytes in a written
+    cache.
 
     Raises:
-        AssertionError: a result that is wrong, with the case.
+        AssertionError: a wrong result, with the case.
         BackendError: the backend cannot serve the call.
     """
     inputs = make_paged_inputs(case, device)
@@ -238,7 +239,8 @@ def judge_paged(case: PagedCase, backend: str, device: torch.device | str = "cpu
 
 
 def make_paged_inputs(case: PagedCase, device: torch.device | str = "cpu") -> PagedInputs:
-    """The tensors of a case: values depend on the case alone; what no key uses is NaN or, in the block table, garbage."""
+    """The tensors of a case: values depend only on the case; unused places are NaN or, in the block table,
+    garbage."""
     random = torch.Generator().manual_seed(case.seed)
     variant = case.variant
     dtype = getattr(torch, variant.dtype)
@@ -290,7 +292,7 @@ def _left(case: PagedCase) -> int | None:
 
 
 def _table(case: PagedCase, random: torch.Generator) -> tuple[Tensor, int]:
-    """(block table with garbage where nothing is needed, number of pages)."""
+    """(block table with garbage in unneeded entries, number of pages)."""
     needed = [-(-length // case.page) for length in case.lens_k]
     pages = sum(needed) + 2  # one at each end, which clamped entries reach
     order = (torch.randperm(pages - 2, generator=random) + 1).to(torch.int32)
@@ -313,7 +315,7 @@ def _table(case: PagedCase, random: torch.Generator) -> tuple[Tensor, int]:
 
 
 def _laid_out(k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """The caches ``[pages, page, Hk, .]`` as the layout has them in memory, between poison."""
+    """The caches ``[pages, page, Hk, .]`` in the memory layout of that name, between poison."""
     width = k.shape[-1]
     if layout in ("joint rows", "joint heads"):
         order = (0, 1, 2, 3) if layout == "joint rows" else (0, 2, 1, 3)
@@ -329,7 +331,7 @@ def _laid_out(k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def paged_variants(count: int = 32) -> tuple[PagedVariant, ...]:
-    """The bounded set that generated cases draw from, the same everywhere."""
+    """The bounded set of variants that generated cases draw from, the same everywhere."""
     choices = SeededChoices(20261123)
     found: dict[PagedVariant, None] = {}
     while len(found) < count:
@@ -349,7 +351,7 @@ def draw_paged(
     longest_k: int = 700,
     longest_q: int = 150,
 ) -> PagedCase:
-    """A case from choices: decode, speculative decode, prefill of whole prompts and of chunks, and all of them mixed."""
+    """A case from choices: decode, speculative decode, prefill of whole prompts or of chunks, or a mixture of all."""
     kind = choices.one_of(("decode", "few", "prefill", "mixed", "mixed"))
     lens_q, lens_k = [], []
     for _ in range(choices.integer(1, 6)):

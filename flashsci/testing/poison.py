@@ -13,7 +13,7 @@ GUARD = 4096  # elements before and after every embedded tensor: more than a ker
 
 
 def poison_value(dtype: torch.dtype) -> float | int | bool:
-    """What fills memory that nobody may read: NaN, True, or an integer far out of any range."""
+    """The value that fills memory which must not be read: NaN, True, or an integer far out of any range."""
     if dtype.is_floating_point:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).max // 2
@@ -60,9 +60,9 @@ def embed(
 def poisoned_memory(cuda_bytes: int = 1 << 28) -> Iterator[None]:
     """While active, ``torch.empty`` and its relatives return NaN (huge integers, for integers), also inside C++ ops.
 
-    Built on torch's own ``fill_uninitialized_memory``, which needs deterministic algorithms on: kernels that ask
-    ``deterministic=None`` therefore see True. On CUDA, blocks of NaN are also left in the caching allocator, for kernels
-    that take their workspace past ``torch.empty``.
+    It uses torch's own ``fill_uninitialized_memory``, which needs deterministic algorithms on: kernels called with
+    ``deterministic=None`` therefore see True. On CUDA, blocks of NaN are also left in the caching allocator, for
+    kernels that allocate their workspace without ``torch.empty``.
     """
     before = (
         torch.are_deterministic_algorithms_enabled(),

@@ -1,7 +1,8 @@
 """The second order of attention in fp64, with what the roundings of a fused kernel can do to it.
 
-The formulas of docs/develop/kernels/second_order.md, evaluated on values that carry two sizes along: how large the same formula is on
-absolute values, for roundings to the inputs' dtype (``coarse``), and the same for all that kernels keep in fp32 (``fine``).
+It evaluates the formulas of docs/develop/kernels/second_order.md on values that carry two sizes: that of the same
+formula on absolute values, for roundings to the inputs' dtype (``coarse``), and the same for all that kernels keep in
+fp32 (``fine``).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ SECOND_ORDER = ("gq", "gk", "gv", "gbias", "gkey_weight", "gsink", "gdout", "gdl
 
 
 class Sized(NamedTuple):
-    """A value, its formula on absolute values, and the error that fp32 roundings so far can have made, in units of one.
+    """A value, its formula on absolute values, and the possible error of fp32 roundings so far, in units of one
+    rounding.
 
-    ``loose`` is the error, as it is, that comes from rows whose P may be anything (formula.py); None where there are none.
+    ``loose`` is the absolute error that comes from rows whose P may have any value (formula.py); None if there are
+    none.
     """
 
     value: Tensor
@@ -28,7 +31,7 @@ class Sized(NamedTuple):
     loose: Tensor | None = None
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Sized:
-        """A linear map with no negative coefficients, of all of them."""
+        """A linear map without negative coefficients, applied to all fields."""
         return Sized(*(None if x is None else f(x) for x in self))  # type: ignore[arg-type]
 
     def plus(self, other: Sized, sign: int = 1) -> Sized:
@@ -69,12 +72,12 @@ class Sized(NamedTuple):
         return self.map(lambda x: x.sum(-1, keepdim=True))
 
     def rounded(self, how: Callable[[Tensor], Tensor], tiny: float) -> Sized:
-        """Rounded to the inputs' dtype, to which nothing below ``tiny`` is normal."""
+        """The value rounded to the inputs' dtype, whose smallest normal number is ``tiny``."""
         return self._replace(value=how(self.value), coarse=self.coarse + tiny * (self.coarse > 0))
 
     @staticmethod
     def bend(tanh: Tensor, slope: Tensor, raw_abs: Tensor, softcap: float) -> Sized:
-        """The second derivative of the softcap at scores ``softcap atanh(tanh)``, with the slope that it has there."""
+        """The second derivative of the softcap at scores ``softcap atanh(tanh)``, with the slope there."""
         coarse = 2 / softcap * tanh.abs() * slope
         steep = 2 / softcap**2 * slope * (slope + 2 * tanh * tanh)
         return Sized(-2 / softcap * tanh * slope, coarse, coarse + steep * raw_abs)
@@ -104,11 +107,13 @@ def second_order(
     tiny: float,
     p_sink: Sized | None = None,
 ) -> dict[str, Sized]:
-    """All of SECOND_ORDER, per query head; "gbias" and "gkey_weight" in the shape of the scores. ``bare``: P without key weights;
-    ``p_sink``: the sink's, a key whose score has no tangent and whose value is zero, None without; "gsink" of every row.
+    """All of SECOND_ORDER, per query head; "gbias" and "gkey_weight" in the shape of the scores.
 
-    Everything but results is [*, Hq, Sq, Sk], [*, Hq, S, D] or, for rows, [*, Hq, Sq, 1]. ``rounded`` perturbs what kernels round
-    before a product, to a dtype whose smallest normal number is ``tiny``.
+    ``bare``: P without key weights. ``p_sink``: that of the sink, a key whose score has no tangent and whose value is
+    zero; None without a sink; "gsink" has a value for every row.
+
+    Everything but results is [*, Hq, Sq, Sk], [*, Hq, S, D] or, for rows, [*, Hq, Sq, 1]. ``rounded`` perturbs the
+    tensors that kernels round before a product, to a dtype whose smallest normal number is ``tiny``.
     """
     nothing = p._replace(loose=None).map(torch.zeros_like)
     tq, tk, tv, tbias = (tangents.get(n) for n in ("tq", "tk", "tv", "tbias"))

@@ -1,9 +1,9 @@
 """Known traps of attention kernels, each a named test: `TRAPS[name](backend, device)`.
 
-The GPU suite, `python -m flashsci check` and, for what the interpreter can bear, the CPU suite run
-the same functions. A trap raises AssertionError when a backend falls into it, BackendError when the
-backend refuses all of its calls (what it refuses some of, it is judged by the others: a generation of
-CUDA kernels has few dtypes), :class:`Skipped` when the machine lacks what it needs.
+The GPU suite, `python -m flashsci check` and, for traps that are fast enough in the interpreter, the CPU suite run
+the same functions. A trap raises AssertionError when a backend falls into it, BackendError when the backend refuses
+all of its calls, and :class:`Skipped` when the machine lacks something it needs. If a backend refuses only some
+calls, it is judged by the others: a generation of CUDA kernels has few dtypes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from flashsci.testing.poison import poisoned_memory
 
 
 class Skipped(Exception):
-    """This machine lacks what a trap needs; the message says what."""
+    """This machine lacks something that a trap needs; the message names it."""
 
 
 @dataclass(frozen=True)
 class Trap:
-    """One named trap. ``cuda``: it makes no sense on the CPU; ``gigabytes``: device memory it takes;
-    ``slow``: too large for Triton's interpreter; ``order``: 2 where it is about second derivatives;
-    ``one_of``: dtypes, of which ``run`` is given, as a third argument, the first that the backend takes."""
+    """One named trap.
+
+    ``cuda``: it makes no sense on the CPU; ``gigabytes``: device memory it takes; ``slow``: too large for Triton's
+    interpreter; ``order``: 2 if it is about second derivatives; ``one_of``: dtypes, of which ``run`` gets the first
+    that the backend takes, as a third argument.
+    """
 
     name: str
     run: Callable[..., None]
@@ -70,11 +73,11 @@ def trap(**needs: Any) -> Callable[[Callable[..., None]], Trap]:
 
 
 DTYPES = ("bfloat16", "float16", "float32")
-HALVES = ("bfloat16", "float16")  # Turing's kernels have the second alone
+HALVES = ("bfloat16", "float16")  # Turing's kernels have only the second
 
 
 def each_served(parts: Iterable[Callable[[], None]]) -> None:
-    """Run the parts of a trap, each by itself: those that the backend refuses are left out.
+    """Run the parts of a trap separately; parts that the backend refuses are left out.
 
     Raises:
         BackendError: it refuses all of them.
@@ -110,7 +113,7 @@ def judged(
 def require(
     backend: str, device: torch.device, *cases: Case, dtypes: Sequence[str] = DTYPES
 ) -> None:
-    """All criteria hold of every case in every dtype that the backend takes.
+    """Require all criteria for every case in every dtype that the backend takes.
 
     Raises:
         BackendError: it takes none.
@@ -123,7 +126,7 @@ def _randn(*shape: int, device: torch.device, dtype: str) -> Tensor:
 
 
 def _close(found: Tensor, truth: Tensor, what: str) -> None:
-    """Within 4 roundings of the largest value: for parts of results too large for a Judge."""
+    """Require agreement within 4 roundings of the largest value: for parts of results too large for a Judge."""
     error = (found.double() - truth.double()).abs().max().item()
     limit = 4 * torch.finfo(found.dtype).eps * truth.double().abs().max().item()
     assert error <= limit, f"{what}: error {error:.3g} > {limit:.3g}"
@@ -236,8 +239,8 @@ def negated_when_read(backend: str, device: torch.device) -> None:
 
 @trap()
 def other_tensors_of_a_known_signature(backend: str, device: torch.device) -> None:
-    """What was found for a call serves the next one that is alike, of other values at other addresses: their results, and
-    gradients, are those of the second."""
+    """The values kept for a call serve the next one of its kind, with other values at other addresses: results and
+    gradients are those of the second."""
 
     def twice(case: Case) -> None:
         evaluate(make_inputs(case, device), backend)
@@ -277,7 +280,7 @@ def nan_stays_in_its_packed_sequence(backend: str, device: torch.device) -> None
 def stays_in_its_sequence(
     backend: str, device: torch.device, case: Case, dtypes: Sequence[str]
 ) -> None:
-    """What is NaN in the second of four packed sequences changes no bit of the others, in every dtype of these."""
+    """NaN in the second of four packed sequences changes no bit of the others, in each of these dtypes."""
     lens = (9, 30, 0, 17)
     case = replace(case, rank=3, lead=(), heads_k=2, lens_q=lens, lens_k=lens)
 

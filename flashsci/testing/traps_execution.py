@@ -1,5 +1,5 @@
-"""Known traps of how a call is run, beside those of traps.py: on which device, stream and thread, in a graph, compiled, again. Registered
-there too."""
+"""Known traps of execution: on another device, stream or thread, in a graph, compiled, repeated. Registered with
+those of traps.py."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def side_stream(backend: str, device: torch.device, dtype: str) -> None:
     found = evaluate_late(deterministic=True)
     for name, x in truth.items():
         assert torch.equal(x, found[name]), f"{name} differs on a side stream"
-    # Without it, sums may be in any order: no equal bits.
+    # Without it, sums may have any order, so bits need not be equal.
     Judge(inputs).require(evaluate_late(deterministic=False))
 
 
@@ -90,7 +90,8 @@ def first_call_of_a_thread(backend: str, device: torch.device, dtype: str) -> No
 
 @trap(one_of=DTYPES)
 def compiled_in_one_graph(backend: str, device: torch.device, dtype: str) -> None:
-    """`torch.compile` takes a step and its gradients whole, whichever torch there is, and the bits are those of the step."""
+    """`torch.compile` takes a step and its gradients as one graph, in every version of torch, with the bits of the
+    eager step."""
     import flashsci
 
     variant = Variant(dtype=dtype, head_dim=16, head_dim_v=16)
@@ -131,7 +132,7 @@ def cuda_graph(backend: str, device: torch.device, dtype: str) -> None:
 
 
 def replay_other_values(case: Case, backend: str, device: torch.device) -> None:
-    """Fails where a captured graph, replayed on other values, gives other bits than a call on them."""
+    """Fail if a captured graph, replayed on other values, gives other bits than a call on them."""
     first, second = (make_inputs(replace(case, seed=s), device) for s in (case.seed, case.seed + 1))
     truth = evaluate(second, backend)
     side = torch.cuda.Stream(device)
@@ -184,7 +185,7 @@ def bitwise_determinism(backend: str, device: torch.device, dtype: str) -> None:
 
 
 def repeat_bitwise(cases: list[Case], backend: str, device: torch.device, runs: int) -> None:
-    """Fails where a run gives other bits. Of the cases only the first must be served."""
+    """Fail if a run gives other bits. Only the first of the cases must be served."""
     for case in cases:
         inputs = make_inputs(case, device)
         try:

@@ -1,6 +1,6 @@
 """Known traps of inputs as models have them: padding, small gradients, masks as numbers, scores of any size.
 
-Registered beside those of traps.py. On a GPU they take realistic sizes, on the CPU the interpreter's.
+Registered with those of traps.py. On a GPU they take realistic sizes, on the CPU the interpreter's.
 """
 
 from __future__ import annotations
@@ -57,8 +57,11 @@ def zero_rows_of_dout(backend: str, device: torch.device) -> None:
 
 @trap()
 def products_of_tiny_numbers(backend: str, device: torch.device) -> None:
-    """Keys and values of 1e-12 under a dout of 1e-12: powers of two that were taken out of both factors of a product come back
-    together as 2^-150, which is zero, where the product is an ordinary number."""
+    """Keys and values of 1e-12 with a dout of 1e-12.
+
+    Powers of two that were taken out of both factors of a product come back together as 2^-150, which is zero,
+    although the product is an ordinary number.
+    """
     tiny = Case(
         seed=61, lead=(2,), heads_k=2, seq_q=17, seq_k=300, magnitude="tiny", dout_scale=1e-12
     )
@@ -72,7 +75,7 @@ def products_of_tiny_numbers(backend: str, device: torch.device) -> None:
 
 
 def _padded_triangle(backend: str, device: torch.device, scale: float, dtype: str) -> None:
-    """Triangle attention over 128 tokens of which 120 are there: pair bias in fp32, [1, 128, 4, 128, 32]."""
+    """Triangle attention over 128 tokens, 120 of them real: pair bias in fp32, [1, 128, 4, 128, 32]."""
     generator = torch.Generator().manual_seed(31)
     shape = (1, 128, 128, 4, 32)
     q, k, v, dout = (
@@ -85,7 +88,7 @@ def _padded_triangle(backend: str, device: torch.device, scale: float, dtype: st
     inputs = Inputs(q, k, v, bias=bias, dout=dout)
     with poisoned_memory():
         found = evaluate(inputs, backend, deterministic=False)
-    some = slice(40, 44)  # of rows, whose gradients are their own
+    some = slice(40, 44)  # rows whose gradients are their own
     rows = q[:, some], k[:, some], v[:, some]
     few = Inputs(*rows, bias, dout=dout[:, some], bias_grad=False)
     Judge(few).require({n: x[:, some] for n, x in found.items() if n != "dbias"})
@@ -144,7 +147,8 @@ def masks_as_numbers(backend: str, device: torch.device) -> None:
 
 @trap()
 def whole_rows_of_numbers_without_dout_add_nothing(backend: str, device: torch.device) -> None:
-    """Whole rows of -1e9 and the like, as padding has them, with dout 0: gradients are those of the other rows, and zero."""
+    """Whole rows of -1e9 and similar numbers, as in padding, with dout 0: their gradients are zero, and only the
+    other rows count."""
 
     def add_nothing(number: float, dtype: str) -> None:
         generator = torch.Generator().manual_seed(33)
@@ -184,7 +188,7 @@ def masks_as_numbers_to_second_order(backend: str, device: torch.device) -> None
 
 @trap()
 def shared_bias_gradient_of_an_empty_batch(backend: str, device: torch.device) -> None:
-    """Nothing is summed into the gradient of a bias that is there all the same: zeros, not memory as it was."""
+    """The gradient of a bias without any batch member: zeros, not uninitialised memory."""
     variant = Variant(bias="pair", bias_grad=True)
     case = Case(seed=34, variant=variant, lead=(0,), heads_k=2, seq_q=18, seq_k=20)
     without = (
@@ -201,7 +205,7 @@ def shared_bias_gradient_of_an_empty_batch(backend: str, device: torch.device) -
 
 @trap()
 def wide_heads_in_fp32_with_mask_and_dropout(backend: str, device: torch.device) -> None:
-    """Together they are compiled into wrong code by Triton 3.6, unless products are IEEE."""
+    """Triton 3.6 compiles the two together into wrong code, unless products are IEEE."""
     cases = []
     for dim, dim_v, softcap in ((256, 256, None), (200, 136, 15.0)):
         variant = Variant(
@@ -223,7 +227,8 @@ def wide_heads_in_fp32_with_mask_and_dropout(backend: str, device: torch.device)
 
 @trap(cuda=True, one_of=HALVES)
 def values_of_129_to_192(backend: str, device: torch.device, dtype: str) -> None:
-    """Short tiles, the first of them empty, and a head dim of v of three store boxes: right, and the same bits 30 times."""
+    """Short tiles, the first of them empty, and a head dim of v of three store boxes: correct, with the same bits 30
+    times."""
     import flashsci
 
     generator = torch.Generator(device).manual_seed(35)
@@ -249,7 +254,8 @@ def values_of_129_to_192(backend: str, device: torch.device, dtype: str) -> None
 
 @trap(one_of=("float32", *HALVES))
 def sharp_softcap(backend: str, device: torch.device, dtype: str) -> None:
-    """Softcap 0.01 with scores of 30: few keys have a slope at all, and it must not be a difference of numbers near 1."""
+    """Softcap 0.01 with scores of 30: few keys have a slope at all, and it must not be a difference of numbers near
+    1."""
     variant = Variant(dtype=dtype, softcap=True, head_dim=128, head_dim_v=128)
     size = 300 if device.type == "cuda" else 64
     case = Case(seed=36, variant=variant, lead=(1,), heads_k=2, seq_q=size, seq_k=size)
@@ -261,7 +267,7 @@ def sharp_softcap(backend: str, device: torch.device, dtype: str) -> None:
         found = evaluate(inputs, backend, deterministic=False)
     judge = Judge(inputs)
     judge.require(found)
-    # Conditioned badly as it is: no more than some times what plain PyTorch loses.
+    # Ill-conditioned: the limit is a few times the error of plain PyTorch.
     for name in ("dq", "dk"):
         error, base = judge.errors(name, found[name])[2], judge.baseline_errors(name)[2]
         size_of = judge.truth[name].norm().item()
@@ -286,7 +292,7 @@ def scores_beyond_ten_million(backend: str, device: torch.device) -> None:
     parts += judged(backend, device, huge, windowed, replace(windowed, causal=True), dtypes=dtypes)
 
     def two_maxima(dtype: str) -> None:
-        """One score far above the others, and twice the same: exactly the mean of two values."""
+        """Two equal scores far above the others: exactly the mean of two values."""
         top = 6e4 if dtype == "float16" else 1e9
         q, k, v = (torch.zeros(1, 1, 20, 16) for _ in range(3))
         q[..., 0] = top
@@ -304,7 +310,7 @@ def scores_beyond_ten_million(backend: str, device: torch.device) -> None:
 def _only_keys(
     device: torch.device, dtype: str, dim: int, smallest: int, full: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of rows with one key each, of scores from 2^smallest to 2^30 of either sign."""
+    """q, k, v of rows with one key each, with scores from 2^smallest to 2^30 of either sign."""
     rows = 1024 if full else 48
     generator = torch.Generator().manual_seed(39)
     # All terms of a score have one sign: sums that cancel round by more than a score's own digits.
@@ -328,7 +334,7 @@ def one_key_of_every_score(backend: str, device: torch.device) -> None:
     full = device.type == "cuda"
 
     def part(dtype: str, dim: int) -> None:
-        # 2^8 to 2^30: below and beyond where kernels begin to treat scores as large.
+        # 2^8 to 2^30: below and beyond the point where kernels treat scores as large.
         q, k, v = _only_keys(device, dtype, dim, 8, full)
         inputs = Inputs(q, k, v, dout=torch.ones_like(v), options={"scale": 1.0})
         p = evaluate(inputs, backend, lse=backend != "sdpa")["dv"].float()
@@ -342,7 +348,8 @@ def one_key_of_every_score(backend: str, device: torch.device) -> None:
 
 @trap()
 def lse_of_other_tensor_cores(backend: str, device: torch.device) -> None:
-    """The same where another kernel computed the lse: tensor cores truncate, and sums in other steps differ by 2^-20 of a score."""
+    """One key per row with the lse of another kernel: tensor cores truncate, and sums in other steps differ by 2^-20
+    of a score."""
     if backend in PLAIN:
         raise Skipped("plain PyTorch takes an lse as it is")
     full = device.type == "cuda"
@@ -365,12 +372,15 @@ def lse_of_other_tensor_cores(backend: str, device: torch.device) -> None:
 
 @trap()
 def large_bias_of_a_linear(backend: str, device: torch.device) -> None:
-    """A bias with keys that are not neighbours in memory, large enough that a kernel copies it, and of one shape in several
-    dtypes: with and without a gradient, which lies as the bias does."""
+    """A bias with keys that are not neighbours in memory, so large that a kernel copies it, of one shape in several
+    dtypes.
+
+    With and without a gradient, which has the layout of the bias.
+    """
     full = device.type == "cuda"
     s, heads = (
         (144, 14) if full else (12, 3)
-    )  # 14: a tile of heads is not full; 144: nor the last of keys
+    )  # 14: a tile of heads is not full; 144: nor is the last of keys
     case = Case(seed=50, lead=(2,), heads_k=heads, seq_q=s, seq_k=s, bias_view="linear", dout_scale=1e-3)  # fmt: skip
     owned, shared = (2, heads, s, s), (1, heads, s, s)
     parts: list[Callable[[], None]] = []

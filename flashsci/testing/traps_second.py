@@ -1,4 +1,4 @@
-"""Known traps of second order, beside those of traps.py: registered there too."""
+"""Known traps of second order, registered with those of traps.py."""
 
 from __future__ import annotations
 
@@ -62,8 +62,10 @@ def second_order_of_fully_masked_rows(backend: str, device: torch.device, dtype:
 
 @trap(order=2, one_of=("float32", *HALVES))
 def tangents_of_rows_of_numbers(backend: str, device: torch.device, dtype: str) -> None:
-    """Rows whose every visible key has a bias of -1e30, some in a first tile that the window cuts: the tangent of lse is
-    a mean of the scores' tangents, whatever P such rows have."""
+    """Rows whose every visible key has a bias of -1e30, some in a first tile that the window cuts.
+
+    The tangent of lse is a mean of the scores' tangents, whatever P such rows have.
+    """
     generator = torch.Generator().manual_seed(40)
     seq = 300 if device.type == "cuda" else 72
     q, k, v, tq, tk = (torch.randn(2, 2, seq, 16, generator=generator) for _ in range(5))
@@ -103,7 +105,7 @@ def second_order_of_empty_and_single(backend: str, device: torch.device, dtype: 
 
 @trap(order=2)
 def second_order_of_a_common_shift(backend: str, device: torch.device) -> None:
-    """Tangents of scores far from zero but nearly equal within a row: softmax sees the difference alone."""
+    """Tangents of scores far from zero but nearly equal within a row: softmax only sees the difference."""
     variant = Variant(bias="pair", bias_grad=True, tangents="kb", head_dim=32, head_dim_v=32)
     case = Case(seed=22, variant=variant, lead=(2,), seq_q=33, seq_k=90, bias_shape=(2, 1, 33, 90))
     require(backend, device, replace(case, tangent_magnitude="offset"))
@@ -111,8 +113,10 @@ def second_order_of_a_common_shift(backend: str, device: torch.device) -> None:
 
 @trap(order=2)
 def gradients_of_inputs_that_depend_on_each_other(backend: str, device: torch.device) -> None:
-    """q, k and v that are one tensor, and k, v, bias and sink that are computed from q: a backward that is recorded must not
-    take what one does to another for its own."""
+    """q, k and v that are one tensor, and k, v, bias and sink that are computed from q.
+
+    A recorded backward must not count the effect of one on another as its own.
+    """
     generator = torch.Generator().manual_seed(25)
     x = torch.randn(1, 2, 12, 12, generator=generator)
     served = 0

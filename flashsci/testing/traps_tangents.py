@@ -1,5 +1,5 @@
-"""Known traps of forward mode and of results that lie over inputs: a tangent that a call has no rule for, out= over q. Registered in
-traps.py."""
+"""Known traps of forward mode and of results that overlap inputs: a tangent without a rule, out= over q. Registered
+in traps.py."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from flashsci.testing.paged import PagedCase, PagedVariant, make_paged_inputs
 from flashsci.testing.traps import trap
 
 STEP = 2.0**-6
-# Of central differences in fp32 and, in 16 bits and 8, of their own roundings: they tell a tangent from none.
+# Tolerances for central differences in fp32 and, in 16 bits and 8, for their own roundings: they tell a tangent from
+# none.
 TOLERANCE = 0.05
 
 
 def carried_or_refused(what: str, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """The tangent of ``call(x)`` along ones is that of central differences, or forward mode raises an error."""
+    """Require that the tangent of ``call(x)`` along ones is that of central differences, or that forward mode raises
+    an error."""
     ones = torch.ones_like(x)
     truth = (call(x + STEP * ones) - call(x - STEP * ones)).float() / (2 * STEP)
     try:
@@ -38,7 +40,7 @@ def carried_or_refused(what: str, call: Callable[[Tensor], Tensor], x: Tensor) -
 
 @trap()
 def forward_mode_over_every_tensor(backend: str, device: torch.device) -> None:
-    """Slopes, sinks, weights and biases, dense and packed: a tangent is carried, or refused, and never dropped."""
+    """Slopes, sinks, weights and biases, dense and packed: a tangent is carried or refused, never dropped."""
     generator = torch.Generator().manual_seed(51)
     q, k, v = torch.randn(3, 1, 2, 24, 16, generator=generator).to(device)
     q1, k1, v1 = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
@@ -61,7 +63,7 @@ def forward_mode_over_every_tensor(backend: str, device: torch.device) -> None:
             return flashsci.varlen_attention(q1, k1, v1, offsets, backend=backend, **given)
 
         given = given.to(device)
-        # A number that is added to all scores of a row, or multiplies all of its weights, moves nothing.
+        # A number that is added to all scores of a row, or multiplies all of its weights, changes nothing.
         direction = (torch.arange(given.shape[-1], device=device) % 3 / 2).expand(given.shape)
         calls = [dense] if name in ("bias", "key_weight") else [dense, ragged]
         for call in calls:
@@ -75,7 +77,7 @@ def forward_mode_over_every_tensor(backend: str, device: torch.device) -> None:
 
 @trap()
 def forward_mode_of_paged_calls(backend: str, device: torch.device) -> None:
-    """Queries, caches and sinks of paged attention: a tangent is carried, or refused, and never dropped."""
+    """Queries, caches and sinks of paged attention: a tangent is carried or refused, never dropped."""
     variant = PagedVariant(sink=True)
     inputs = make_paged_inputs(PagedCase(variant, seed=4, lens_q=(3,), lens_k=(20,)), device)
     q, k_cache, v_cache = (torch.nan_to_num(x) for x in (inputs.q, inputs.k_cache, inputs.v_cache))
@@ -98,7 +100,7 @@ def forward_mode_of_paged_calls(backend: str, device: torch.device) -> None:
 
 @trap()
 def out_of_a_paged_call_over_its_queries(backend: str, device: torch.device) -> None:
-    """``out=q``, or a part of q: an error, or the result of another out."""
+    """``out=q``, or a part of q: an error, or the result of a separate out."""
     inputs = make_paged_inputs(PagedCase(seed=5, lens_q=(3, 1), lens_k=(20, 7)), device)
     q, k_cache, v_cache = inputs.q.contiguous(), inputs.k_cache, inputs.v_cache
     options: dict[str, Any] = inputs.options | {"backend": backend}

@@ -26,6 +26,7 @@ SCOPE = [
     "docs/develop/*.md",
     "docs/develop/kernels/*.md",  # not their logs
     "docs/results/*.md",
+    "flashsci/**/*.py",
 ]
 RELATIVE = re.compile(
     r"(?:(?:Of|To|By|In|From|With) (?:what|which|whom|those that)|Whatever|Whatsoever|What|Whose|Whoever|Who|Which"

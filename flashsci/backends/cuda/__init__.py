@@ -1,8 +1,8 @@
-"""The CUDA backend: maps the contract onto the ops of the library flashsci/_C.so.
+"""The CUDA backend: it maps the contract onto the ops of the library flashsci/_C.so.
 
-The library (library.py) picks the newest generation of kernels that serves a call (served.py, layouts.py). SM75, SM80 and
-SM90 are the same backend restricted to one generation, OWN to its own gradients, for tests and comparisons:
-``use_backend("cuda:sm75")``. prepared.py makes calls that are alike without torch's dispatcher.
+The library (library.py) picks the newest generation of kernels that serves a call (served.py, layouts.py). SM75, SM80
+and SM90 are the same backend restricted to one generation, and OWN is restricted to its own gradients, for tests and
+comparisons: ``use_backend("cuda:sm75")``. prepared.py makes repeated calls without torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FUSED = True
 
 
 def _call(op: Any, generation: int, *arguments: Any) -> Any:
-    """An op of the library. Restricted to a generation whose kernels do not take these strides, its refusal is a
+    """An op of the library. If one generation is asked for and does not take these strides, its refusal is a
     BackendError."""
     try:
         return op(*arguments)
@@ -58,7 +58,7 @@ def _call(op: Any, generation: int, *arguments: Any) -> Any:
 
 
 def forward(tensors: Tensors, scalars: Scalars, generation: int = 0) -> tuple[Tensor, Tensor]:
-    """out, lse; what `rejects` refuses must not come here."""
+    """out, lse of a call that `rejects` accepts."""
     if library.ops is None:
         reason = library.load()
         if reason is not None:
@@ -79,7 +79,8 @@ def forward(tensors: Tensors, scalars: Scalars, generation: int = 0) -> tuple[Te
 
 
 def _require_served(tensors: Tensors, scalars: Scalars) -> None:
-    """Whoever chose this backend may have overlooked something, and kernels would compute without it."""
+    """Refuse calls with features that no kernel has: the choice of this backend may have missed one, and kernels
+    would ignore it."""
     if _lacks(tensors, scalars):
         raise BackendError(
             "flashsci: the cuda backend has no dropout, no alibi_slopes and no bias of packed sequences, and "
@@ -88,7 +89,7 @@ def _require_served(tensors: Tensors, scalars: Scalars) -> None:
 
 
 def _lacks(tensors: Tensors, scalars: Scalars) -> bool:
-    """Whether a call has what no kernel of the library has."""
+    """Whether a call has a feature that no kernel of the library has."""
     packed_bias = tensors.cu_seqlens_q is not None and tensors.bias is not None
     weighted = tensors.key_weight is not None and not layouts.takes_weights(tensors, scalars)
     others = scalars.dropout_p or tensors.alibi_slopes is not None
@@ -96,20 +97,24 @@ def _lacks(tensors: Tensors, scalars: Scalars) -> bool:
 
 
 def _options(scalars: Scalars) -> tuple[Any, ...]:
-    """Those of the library's forward: of its backward, the first."""
+    """The options of the library's forward; its backward takes the first of them."""
     *options, _, precision, _ = scalars
     return *options, precision == "tf32"
 
 
 def takes_bias(tensors: Tensors, scalars: Scalars, needs_grad: bool, generation: int = 0) -> bool:
-    """Whether the library takes a bias whose keys are not neighbours in memory at least as well as a copy that has them so:
-    csrc/sm90/pair where its heads are; without gradients also triangle attention, which makes a copy itself, beside other work."""
+    """Whether the library takes a bias whose keys are not neighbours in memory at least as well as a copy with
+    neighbouring keys.
+
+    csrc/sm90/pair takes it if its heads are neighbours. Without gradients triangle attention takes it too: it makes a
+    copy itself, during other work.
+    """
     found = _takes_bias(tensors, scalars, generation)
     return found == prepared.AS_GIVEN or (found == prepared.FORWARD_AS_GIVEN and not needs_grad)
 
 
 def takes_pairs(tensors: Tensors, scalars: Scalars, generation: int = 0) -> bool:
-    """Whether the gradients of a call are those of csrc/sm90/pair, which takes its bias as it is."""
+    """Whether csrc/sm90/pair computes the gradients of a call; it takes the bias without a copy."""
     return tensors.has_strided_bias() and (
         _takes_bias(tensors, scalars, generation) == prepared.AS_GIVEN
     )
@@ -126,7 +131,7 @@ def _takes_bias(tensors: Tensors, scalars: Scalars, generation: int) -> int:
 def prepared_forward(
     tensors: Tensors, scalars: Scalars, generation: int = 0
 ) -> Callable[[Given], tuple[Tensor, Tensor]]:
-    """:func:`forward` of all plain tensors of the signature of these, in their order."""
+    """:func:`forward` prepared for plain tensors with the signature of these, in their order."""
 
     def general(tensors: Given) -> tuple[Tensor, Tensor]:
         return forward(Tensors(*tensors), scalars, generation)
@@ -143,7 +148,7 @@ def prepared_forward(
 def backward(
     dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int, generation: int = 0
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv, dbias, dkey_weight; what `backward_kernels` refuses must not come here."""
+    """dq, dk, dv, dbias, dkey_weight of a call that `backward_kernels` accepts."""
     _require_served(saved.tensors, saved.scalars)
     tensors = layouts.whole_rows(saved.tensors.laid_out())
     q, k, v, _, weights, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
@@ -169,7 +174,8 @@ def backward(
 def prepared_backward(
     dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int, generation: int = 0
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """:func:`backward` in the same way: of (dout, dlse, tensors, out, lse), with None for what ``need`` does not name."""
+    """:func:`backward` prepared in the same way: a function of (dout, dlse, tensors, out, lse), with None for
+    gradients that ``need`` does not name."""
     scalars = saved.scalars
     _require_served(saved.tensors, scalars)
 

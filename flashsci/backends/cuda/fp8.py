@@ -1,4 +1,4 @@
-"""The Hopper kernel on 8-bit floats (csrc/sm90/fp8): what it takes, and the call of the library's op."""
+"""The Hopper kernel on 8-bit floats (csrc/sm90/fp8): its limits, and the call of the library's op."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flashsci.problem import Problem
 
 UNIT = "cuda/sm90/fp8_e4m3"
 MAX_HEAD_DIM = 256
-ALIGNED = 16  # bytes, and columns, at whose multiples TMA finds rows
+ALIGNED = 16  # bytes, and columns; TMA needs rows at multiples of it
 
 
 def rejects(problem: Problem, units: Container[str], generation: int = 0) -> str | None:
-    """Why a call on 8-bit floats cannot be computed; None if it can. ``units``: of the library."""
+    """Why a call on 8-bit floats cannot be computed; None if it can. ``units``: those of the library."""
     assert problem.capability is not None
     dims = problem.head_dim, problem.head_dim_v
     if problem.capability[0] != 9 or generation not in (0, 90):
@@ -40,7 +40,7 @@ def rejects(problem: Problem, units: Container[str], generation: int = 0) -> str
 
 
 def attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
-    """out and lse; the library must be loaded, which :func:`rejects` needs, too."""
+    """out and lse; the library must be loaded, as :func:`rejects` requires too."""
     *options, out_dtype, return_lse = scalars
     fp8_checks.check_out_dtype(out_dtype)
     try:

@@ -1,6 +1,6 @@
-"""Which calls the kernels take by the tensors themselves, as they lie in memory: what a Problem, which has no strides, cannot say.
+"""The limits of the kernels on the memory layout of tensors: a Problem has no strides and cannot express them.
 
-Kept apart from the library: nothing here loads it or asks a device.
+This module is separate from the library: nothing here loads it or asks a device.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ NEED_ALL = NEED_Q | NEED_K | NEED_V | NEED_BIAS
 
 
 def fits_small(rows: int, dims: tuple[int, int]) -> bool:
-    """Whether sequences and head dims are as csrc/sm80/small has them."""
+    """Whether sequences and head dims are within the limits of csrc/sm80/small."""
     return rows <= 32 and max(dims) <= 64 and not any(d % 4 for d in dims)
 
 
 def is_small(tensors: Tensors, scalars: Scalars) -> bool:
-    """Whether csrc/sm80/small takes a call, but for strides."""
+    """Whether csrc/sm80/small takes a call; strides are not examined."""
     q, k, v = tensors.q, tensors.k, tensors.v
     fits = fits_small(max(q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1]))
     return (
@@ -43,23 +43,24 @@ def is_small(tensors: Tensors, scalars: Scalars) -> bool:
 
 
 def takes_weights(tensors: Tensors, scalars: Scalars) -> bool:
-    """The same with key weights, which are instead of a bias."""
+    """The same for a call with key weights, which take the place of a bias."""
     single = tensors.q.dtype == torch.float32
     return single and tensors.bias is None and is_small(tensors, scalars)
 
 
 def bias_or_weights(tensors: Tensors) -> Tensor | None:
-    """What the library takes as a bias: key weights as [*, Hk or 1, 1, Sk], where a call has them."""
+    """The tensor that the library takes as a bias: key weights as [*, Hk or 1, 1, Sk], if a call has them."""
     return tensors.bias if tensors.key_weight is None else tensors.key_weight.unsqueeze(-2)
 
 
 def bias_or_weights_needed(need: int) -> int:
-    """``need`` as the library has it, which calls the gradient of key weights one of the bias."""
+    """``need`` in the library's form: it treats the gradient of key weights as that of a bias."""
     return need & ~NEED_KEY_WEIGHT | (NEED_BIAS if need & NEED_KEY_WEIGHT else 0)
 
 
 def whole_rows(tensors: Tensors) -> Tensors:
-    """With key weights rows of q, k and v that begin at multiples of 16 bytes: there is no kernel for others."""
+    """The tensors; with key weights, rows of q, k and v begin at multiples of 16 bytes, because no kernel takes
+    others."""
     if tensors.key_weight is None:
         return tensors
     q, k, v = (on_16_bytes(x) for x in tensors[:3])
@@ -74,8 +75,10 @@ def on_16_bytes(x: Tensor) -> Tensor:
 
 
 def _sums_bias_on_chip(saved: Saved, need: int) -> bool:
-    """Whether a call's gradients are those that csrc/sm90/triangle_bwd computes together, dbias of many members in registers:
-    what its `takes` says, but for addresses."""
+    """Whether csrc/sm90/triangle_bwd computes a call's gradients together, with dbias of many members in registers.
+
+    This is the condition of its `takes`, without addresses.
+    """
     q, k, v, bias, _, mask, cu_seqlens_q, *_ = saved.tensors
     scalars, dims = saved.scalars, (q.shape[-1], v.shape[-1])
     banded = scalars.softcap or scalars.window_left >= 0 or scalars.window_right >= 0
@@ -98,7 +101,7 @@ def _sums_bias_on_chip(saved: Saved, need: int) -> bool:
 
 
 def _small_steps(x: Tensor) -> bool:
-    """Whether strides are as csrc/sm80/small has them: `Steps` of its config.cuh."""
+    """Whether strides are within the limits of csrc/sm80/small: `Steps` of its config.cuh."""
     most = (2**31 - 1) // 32, 2**32 - 1, 2**32 - 1  # bytes from row to row, of heads and members
     steps = x.stride()[-2::-1]
     within = all(s * x.element_size() <= n for s, n in zip(steps, most, strict=False))
@@ -106,7 +109,8 @@ def _small_steps(x: Tensor) -> bool:
 
 
 def takes_small(saved: Saved, need: int) -> bool:
-    """Whether a call's gradients are those of csrc/sm80/small, which come before Hopper's: what its `takes` says, but for addresses."""
+    """Whether csrc/sm80/small, which comes before Hopper's kernels, computes a call's gradients: its `takes`, without
+    addresses."""
     q, k, v, bias, *_ = saved.tensors
     if not is_small(saved.tensors, saved.scalars):
         return False
@@ -127,8 +131,11 @@ def takes_small(saved: Saved, need: int) -> bool:
 
 
 def hopper_takes(saved: Saved, need: int) -> bool:
-    """Whether the Hopper backward takes bias and mask of a call as they lie in memory: what `takes_pairs` of csrc/sm90 and TMA
-    allow, found here because a kernel that another backend replaces must not be launched."""
+    """Whether the Hopper backward takes the bias and mask of a call in their memory layout.
+
+    These are the conditions of TMA and of `takes_pairs` of csrc/sm90. They are evaluated here because a kernel that
+    another backend replaces must not be launched.
+    """
     q, _, v, bias, weights, mask, *_ = saved.tensors
     if weights is not None:
         return takes_small(saved, need)
@@ -160,7 +167,7 @@ def hopper_takes(saved: Saved, need: int) -> bool:
     apart = bias.dtype == torch.float32
     if masked and not (apart and max(dims) <= 64):
         return False
-    # A gradient that leaves by tiles: rows of whole 16 bytes.
+    # A gradient that is stored by tiles: its rows are whole multiples of 16 bytes.
     whole = bias.shape[-1] * bias.element_size() % 16 == 0
     if need & NEED_BIAS and not sums_bias(bias, q.shape[:-2]) and not whole:
         return False

@@ -1,4 +1,4 @@
-"""The library flashsci/_C.so: loaded once, what it holds, and why it cannot be used here."""
+"""The library flashsci/_C.so: loaded once, with its contents and the reason why it cannot be used here."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from flashsci.op_checks import on_one_device
 from flashsci.ops import LIBRARY, Tensors, fake_backward, fake_forward, register_vmap
 
 ops: Any = None  # (forward, backward) of the loaded library, as torch has them
-handle: ctypes.CDLL | None = None  # the same library for what torch's dispatcher is left out of
+handle: ctypes.CDLL | None = None  # the same library for calls without torch's dispatcher
 _loaded = False
-_problem: str | None = None  # why the library is not there
+_problem: str | None = None  # why the library is absent
 _driver: str | None = None
 _driver_asked = False
-_lock = threading.RLock()  # of all of these: whoever asks first loads, others wait for the outcome
+_lock = threading.RLock()  # for all of these: the first caller loads, others wait for the outcome
 
 
 def library_path() -> Path | None:
-    """The newest _C*.so of the package; an editable install spreads it over two folders."""
+    """The newest _C*.so of the package; an editable install spreads the package over two folders."""
     folders = sys.modules["flashsci"].__path__
     found = [path for folder in folders for path in Path(folder).glob("_C*.so")]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
@@ -64,17 +64,17 @@ def _load_now() -> str | None:
         for op, fake in zip(found, fakes, strict=True):
             torch.library.register_fake(op.name(), on_one_device(fake), lib=LIBRARY)
             register_vmap(op)
-        if hasattr(namespace, "cuda_paged_attention"):  # not in a library of an older tree
+        if hasattr(namespace, "cuda_paged_attention"):  # absent in a library of an older tree
             paged_ops.register_fake("cuda_paged_attention")
         handle, ops = library, found
-    except Exception as error:  # whatever a broken build raises is a reason, not a crash
+    except Exception as error:  # any exception of a broken build is a reason, not a crash
         # load_library hides the loader's own words in __cause__.
         reasons = [str(e) for e in (error, error.__cause__) if e is not None]
         return f"the CUDA library {path} cannot be loaded ({'; '.join(reasons)}); build it again for this torch"
     return None
 
 
-# What cuda_backward takes between dlse and need (csrc/bindings/library.cpp).
+# The arguments of cuda_backward between dlse and need (csrc/bindings/library.cpp).
 _INPUTS = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "out", "lse")
 _OPTIONS = (
     "max_seqlen_q", "max_seqlen_k", "scale", "softcap", "window_left", "window_right", "lower_right", "tf32", "deterministic",
@@ -102,12 +102,13 @@ def build_info() -> dict[str, Any] | None:
 
 @functools.cache
 def fills_results() -> bool:
-    """Whether this is a debug build, whose ops fill results with NaN that kernels are to overwrite (csrc/core/poison.cuh)."""
+    """Whether this is a debug build, whose ops fill results with NaN before kernels overwrite them
+    (csrc/core/poison.cuh)."""
     return any("-poison" in digest for digest in (build_info() or {"units": {}})["units"].values())
 
 
 def stale() -> str | None:
-    """Why the loaded library is not what the source tree holds, or None; `check` refuses a stale one."""
+    """Why the loaded library differs from the source tree, or None; `check` refuses a stale one."""
     from flashsci.digest import cuda_units
 
     info, tree = build_info(), cuda_units()
@@ -158,6 +159,6 @@ def _sources() -> dict[str, Any]:
 
 
 def described() -> dict[str, Any]:
-    """`build_info`, or what a full build of the source tree would hold, for answers where none was made (`unavailable` says so
+    """`build_info`, or the contents of a full build of the source tree if none was made (`unavailable` says so
     first)."""
     return build_info() or _sources()

@@ -1,8 +1,9 @@
-"""Paged attention on the library's kernels (csrc/sm90/paged for Hopper, csrc/sm80/paged from sm_80 on; the units of paged8 are
-those for 8-bit caches): what they serve, and the call.
+"""Paged attention on the library's kernels: their limits, and the call.
 
-A :class:`flashsci.problem.Problem` has no strides and no page size. So what these kernels do not take is said in two places:
-`rejects`, when a backend is chosen, and `misfit`, when the library has refused a call. No other kernel stands in for a misfit.
+The kernels are csrc/sm90/paged for Hopper and csrc/sm80/paged from sm_80 on; the units of paged8 are those for 8-bit
+caches. A :class:`flashsci.problem.Problem` has no strides and no page size. Therefore the limits are in two places:
+`rejects`, when a backend is chosen, and `misfit`, when the library has refused a call. No other kernel replaces this
+one for a misfit.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ def unit_of(dtype: torch.dtype, cache_dtype: torch.dtype | None, generation: int
 
 
 def runs_on(generation: int, capability: tuple[int, int]) -> bool:
-    """Hopper's on nothing else."""
+    """Whether a generation runs on a device; Hopper's kernels run on Hopper only."""
     return capability[0] == 9 if generation == 90 else capability >= divmod(generation, 10)
 
 
 def rejects(problem: Problem, generation: int, info: Mapping[str, Any], device: str) -> str | None:
-    """Why a paged call cannot be computed; None if it can, strides and page size apart.
+    """Why a paged call cannot be computed; None if it can, strides and page size not considered.
 
     Args:
-        generation: the only one to ask, 0 for any.
-        info: what the library holds, or would.
+        generation: the only one to consider, 0 for any.
+        info: the contents of the library, present or possible.
         device: the device in words.
     """
     assert problem.capability is not None
@@ -85,8 +86,10 @@ def rejects(problem: Problem, generation: int, info: Mapping[str, Any], device: 
 
 
 def misfit(tensors: PagedTensors, out: Tensor) -> str | None:
-    """Why the kernels do not take the tensors of a call as they lie in memory, and what to do; None if they do. As
-    csrc/core/paged/host.cuh has it, and launchers, which look at the addresses themselves."""
+    """Why the kernels do not take the tensors of a call in their memory layout, and the alternative; None if they do.
+
+    The conditions are those of csrc/core/paged/host.cuh and of the launchers, which check addresses themselves.
+    """
     q, k_cache, v_cache, block_table = tensors[:4]
     page, heads_k = k_cache.shape[1:3]
     scales = [n for n in ("k_scale", "v_scale") if getattr(tensors, n) is not None]
@@ -123,12 +126,12 @@ def misfit(tensors: PagedTensors, out: Tensor) -> str | None:
 def attention(
     tensors: PagedTensors, out: Tensor, scalars: PagedScalars, generation: int = 0
 ) -> Tensor:
-    """Fills ``out`` and returns the lse; what `rejects` refuses must not come here. ``generation``: the only one to ask.
+    """Fill ``out`` and return the lse of a call that `rejects` accepts. ``generation``: the only one to use.
 
     Raises:
-        ValueError: ``out`` shares memory with what is read.
-        BackendError: `misfit`. Both are asked only when the library has refused: a step of decoding has no microseconds for it, and a
-            compiler could not trace it.
+        ValueError: ``out`` shares memory with a tensor that is read.
+        BackendError: `misfit`. Both are checked only when the library has refused: a decode step has no microseconds
+            for them, and a compiler could not trace them.
     """
     if tensors.sink is not None and tensors.sink.dtype != torch.float32:
         tensors = tensors._replace(sink=tensors.sink.float())
@@ -149,5 +152,5 @@ OPS = PagedOps(attention, None)
 
 
 def ops_of(generation: int) -> PagedOps:
-    """Those of one generation of kernels."""
+    """The paged functions of one generation of kernels."""
     return PagedOps(functools.partial(attention, generation=generation), None)

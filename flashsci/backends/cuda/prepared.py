@@ -1,8 +1,8 @@
-"""Calls that are alike, past torch: what the library's ops find out of tensors and options is found once, and a call is two
-allocations and one C function.
+"""Repeated calls without torch's dispatcher: a call is two allocations and one C function.
 
-An op costs its caller several microseconds on the way through torch's dispatcher, as much as the launch itself. What the C
-functions refuse, for whatever reason, they leave to the op, which does it again and says why it cannot.
+The results of the library's checks on tensors and options are found once and kept. An op costs its caller several
+microseconds in torch's dispatcher, as much as the launch itself. If a C function refuses a call, the call goes to the
+op, which runs it or says why it cannot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flashsci.ops import (
 )
 
 _INPUTS = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "out", "lse")
-# What the functions take: addresses, None of tensors that are not there.
+# The arguments of the functions: addresses, None for absent tensors.
 PARAMETERS = {
     "flashsci_takes_bias": ("prepared",),
     "flashsci_run_forward": ("prepared", *_INPUTS, "stream"),
@@ -47,7 +47,7 @@ PARAMETERS = {
         "stream",
     ),
 }
-#: What `flashsci_takes_bias` answers (csrc/include/flashsci_pair.h).
+#: The answers of `flashsci_takes_bias` (csrc/include/flashsci_pair.h).
 FORWARD_AS_GIVEN, AS_GIVEN = 1, 2
 _stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in CPU builds
 
@@ -59,13 +59,15 @@ def _function(library: Any, name: str) -> Any:
 
 
 def has_scores(tensors: Tensors) -> bool:
-    """Whether there is a query and a key: results without are constants, which the ops write."""
+    """Whether there is a query and a key; otherwise results are constants, which the ops write."""
     return 0 not in tensors.q.shape and tensors.k.shape[-2] != 0
 
 
 def takes_bias(library: Any, tensors: Tensors, options: tuple[Any, ...]) -> int:
-    """Whether the kernels that such calls come to take their bias as it is, whose keys are not neighbours in memory:
-    AS_GIVEN, forward and backward do; FORWARD_AS_GIVEN, the forward does."""
+    """Whether the kernels for such calls take a bias whose keys are not neighbours in memory without a copy.
+
+    AS_GIVEN: forward and backward do; FORWARD_AS_GIVEN: the forward does.
+    """
     kept = _prepared_forward(tensors, fake_forward(tensors)[0], options)
     found: int = _function(library, "flashsci_takes_bias")(kept.data_ptr())
     return found
@@ -78,18 +80,18 @@ def _prepared_forward(tensors: Tensors, out: Tensor, options: tuple[Any, ...]) -
     return kept
 
 
-# Numbers of an lse that nobody reads, at most.
+# The most numbers of an lse that no caller reads.
 MOST_DISCARDED = 65536
 
 
 @functools.cache
 def _discarded(device: torch.device) -> Tensor:
-    """Where kernels may write such an lse, all of them at any time. It stays: a stream may be at work on it."""
+    """Memory for such an lse; all kernels may write it at any time. It is never freed: a stream may still use it."""
     return torch.empty(MOST_DISCARDED, dtype=torch.float32, device=device)
 
 
 class Forward:
-    """out, lse of tensors of one signature."""
+    """A function that computes out, lse of tensors of one signature."""
 
     __slots__ = (
         "address",
@@ -117,16 +119,16 @@ class Forward:
         self.address, self.launch = self.kept.data_ptr(), _function(library, "flashsci_run_forward")
         self.out, self.lse = (out.shape, out.stride()), (lse.shape, lse.stride())
         self.like_q = is_like(out, q)
-        # Of a tensor: to name a dtype and a device costs half a microsecond.
+        # From a tensor: a call with a dtype and a device costs half a microsecond.
         self.single = torch.empty(0, dtype=torch.float32, device=q.device)
         self.index = q.device.index
         self.general = general
         self.discarded: Tensor | None = None
 
     def without_lse(self) -> Forward:
-        """The same for callers that do not read the lse: where it is small, it has no memory of its own."""
+        """The same for callers that do not read the lse: a small lse has no memory of its own."""
         shape, _ = self.lse
-        # What is allocated while a graph is captured is the graph's.
+        # Memory that is allocated during the capture of a graph belongs to the graph.
         captured = self.single.is_cuda and torch.cuda.is_current_stream_capturing()
         if shape.numel() > MOST_DISCARDED or captured:
             return self
@@ -160,7 +162,8 @@ class Forward:
 
 
 class Backward:
-    """dq, dk, dv, dbias, dkey_weight of tensors of one signature, None for those not needed."""
+    """A function that computes dq, dk, dv, dbias, dkey_weight of tensors of one signature, None for those not
+    needed."""
 
     __slots__ = (
         "address",
@@ -194,7 +197,7 @@ class Backward:
         bias, dbias = bias_or_weights(saved.tensors), None
         if bias is not None and bias_or_weights_needed(need) & NEED_BIAS:
             dbias = torch.empty_like(bias) if by_pairs else bias.new_empty(bias.shape)
-        # Weights have a dim less than what is in the place of a bias.
+        # Weights have one dim less than a bias in their place.
         self.like_bias = bias is not None and weights is None and is_like(dbias, bias)
         inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, saved.out, saved.lse
         self.kept = torch.ops.flashsci.cuda_prepared_backward(

@@ -1,4 +1,5 @@
-"""Which kernels of the library would compute a call: the launchers' own decisions, without a launch, on a device that may be elsewhere.
+"""The kernels of the library that would compute a call: the launchers' own decisions, without a launch, for any
+device.
 
 A name is ``sm90/triangle_fwd/triangle_forward_kernel``: the folder in csrc and the kernel, in the order of the launches.
 """
@@ -15,7 +16,7 @@ from flashsci.ops import Saved, Scalars, Tensors
 
 
 class Device(NamedTuple):
-    """The properties of a GPU by which launchers decide."""
+    """The properties of a GPU that decide what launchers do."""
 
     capability: int  # 90 for 9.0
     processors: int  # streaming multiprocessors
@@ -24,7 +25,7 @@ class Device(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
-        """Those of a CUDA device of this machine."""
+        """The properties of a CUDA device of this machine."""
         found: Any = torch.cuda.get_device_properties(device)
         return cls(
             found.major * 10 + found.minor,
@@ -44,14 +45,14 @@ Kernels = tuple[str, ...]
 def forward_kernels(
     tensors: Tensors, scalars: Scalars, device: Device, generation: int = 0
 ) -> Kernels | None:
-    """The kernels that compute out and lse; () where there is no score; None where no kernel takes the call.
+    """The kernels that compute out and lse; () if there is no score; None if no kernel takes the call.
 
     Args:
-        tensors: as the cuda backend is given them; on any device, "meta" too.
-        generation: 75, 80 or 90: its kernels alone.
+        tensors: those given to the cuda backend; on any device, "meta" too.
+        generation: 75, 80 or 90: only its kernels.
 
     Raises:
-        RuntimeError: tensors that do not belong together, as the op says.
+        RuntimeError: tensors that do not belong together, with the message of the op.
     """
     options = _options(scalars)
     inputs = _inputs(tensors)

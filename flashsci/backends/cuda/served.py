@@ -1,6 +1,8 @@
-"""Which calls the library computes, forward and backward apart, of what a Problem knows of them; layouts.py says it of
-tensors. Where the library has no backward for a call, or a slower one, flashsci/registry.py names another backend, which
-takes the same saved tensors."""
+"""The calls that the library computes, forward and backward separately, by the properties of a Problem.
+
+layouts.py has the conditions on tensors. If the library has no backward for a call, or a slower one,
+flashsci/registry.py names another backend, which takes the same saved tensors.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _limit(kind: str, generation: int, problem: Problem, strides: bool) -> str | None:
-    """What the kernels of one generation do not take, beyond dtypes and devices. ``strides``: whether those of bias and mask
-    are known to be such as Hopper's kernels take (a Problem has none)."""
+    """The reason why the kernels of one generation do not take a call, dtypes and devices not considered.
+
+    ``strides``: whether those of bias and mask are known to fit Hopper's kernels (a Problem has none).
+    """
     widest = max(problem.head_dim, problem.head_dim_v)
     if problem.dtype == torch.float32:
         # Tiles of wide heads take the shared memory of Hopper (sm_90) and of sm_100.
@@ -54,8 +58,11 @@ def _limit(kind: str, generation: int, problem: Problem, strides: bool) -> str |
 def _kernels(
     kind: str, problem: Problem, generation: int = 0, strides: bool = False
 ) -> tuple[int, str | None]:
-    """The generation of the library's kernels that computes the forward or backward of a call whose dtype it has, or 0 and the
-    reason why none does. ``generation``: the only one to ask; it refuses strides itself."""
+    """The generation of the library's kernels that computes the forward or backward of a call whose dtype it has, or
+    0 and the reason why none does.
+
+    ``generation``: the only one to consider; it checks strides itself.
+    """
     if problem.dropout_p:
         return 0, "it has no dropout"
     if problem.alibi:
@@ -73,7 +80,7 @@ def _kernels(
     assert problem.capability is not None
     capability = problem.capability[0] * 10 + problem.capability[1]
     info = library.described()
-    if problem.key_weight:  # csrc/sm80/small alone has them
+    if problem.key_weight:  # only csrc/sm80/small has them
         if generation not in (0, 80) or capability < 80 or not _is_weighted(problem):
             return 0, WEIGHTED
         if kind == "backward" and not strides:
@@ -86,7 +93,7 @@ def _kernels(
     for candidate in (generation,) if generation else GENERATIONS:
         if candidate == 90:
             runs = capability // 10 == 9
-        else:  # Turing's kernels run on what is newer, but only for who asks for them
+        else:  # Turing's kernels run on newer devices, but only on request
             asked = candidate != 75 or capability < 80 or generation == 75
             runs = capability >= candidate and asked
         unit = f"cuda/sm{candidate}/{_UNITS[kind]}_{_DTYPES[problem.dtype]}"
@@ -126,14 +133,17 @@ def rejects(problem: Problem, generation: int = 0) -> str | None:
 def backward_kernels(
     problem: Problem, strides: bool = False, generation: int = 0
 ) -> tuple[int, str | None]:
-    """The generation of kernels that computes the gradients of a call that `rejects` lets pass, or 0 and the reason why
-    none does. ``strides``: of bias and mask, what :func:`hopper_takes` says."""
+    """The generation of kernels that computes the gradients of a call that `rejects` accepts, or 0 and the reason why
+    none does.
+
+    ``strides``: those of bias and mask, as :func:`hopper_takes` finds them.
+    """
     if generation in (0, 90) and _may_take_pairs(problem):
         return 90, None
     return _kernels("backward", problem, generation, strides)
 
 
-#: Calls with key weights that csrc/sm80/small takes.
+#: The calls with key weights that csrc/sm80/small takes.
 WEIGHTED = (
     "it has key_weight for float32 calls of at most 32 queries and keys and 64 head dims, multiples of 4, without bias, "
     "softcap and grouped heads"
@@ -149,7 +159,8 @@ _MANY_HEADS = 132
 
 
 def is_short(problem: Problem) -> bool:
-    """What `is_short` of csrc/bindings/backward.cpp says, which gives such calls to sm80's kernels; no where a size is hidden."""
+    """The condition `is_short` of csrc/bindings/backward.cpp, which gives such calls to sm80's kernels; false if a
+    size is hidden."""
     p = problem
     if p.varlen or p.bias or p.mask or p.batch is None or p.seq_q is None or p.seq_k is None:
         return False
@@ -161,7 +172,8 @@ def is_short(problem: Problem) -> bool:
 
 
 def _is_small(problem: Problem) -> bool:
-    """Whether csrc/sm80/small computes the gradients of a call, but for strides: sequences of at most 32 rows."""
+    """Whether csrc/sm80/small computes the gradients of a call, strides not considered: sequences of at most 32
+    rows."""
     p = problem
     if p.varlen or p.softcap or p.seq_q is None or p.seq_k is None or p.heads_q != p.heads_k:
         return False
@@ -170,8 +182,12 @@ def _is_small(problem: Problem) -> bool:
 
 
 def older_backward(problem: Problem, generation: int = 0) -> int:
-    """The generation of kernels that computes the gradients of a call though the one of :func:`backward_kernels` would take it,
-    or 0. Rules of `auto` still go by that one: what they say of a generation holds for calls that it would serve best."""
+    """The older generation of kernels that computes the gradients of a call although that of :func:`backward_kernels`
+    would take it; or 0.
+
+    Rules of `auto` still use the newer one: a statement about a generation holds for the calls that it would serve
+    best.
+    """
     if (
         generation
         or not (is_short(problem) or _is_small(problem))
@@ -182,7 +198,8 @@ def older_backward(problem: Problem, generation: int = 0) -> int:
 
 
 def _may_take_pairs(problem: Problem) -> bool:
-    """Whether csrc/sm90/pair serves a call, but for the strides that a Problem does not know (:func:`takes_pairs` does)."""
+    """Whether csrc/sm90/pair serves a call, without the strides, which a Problem does not hold (:func:`takes_pairs`
+    checks them)."""
     dims = problem.head_dim, problem.head_dim_v
     unbounded = problem.window_left < 0 and problem.window_right < 0 and not problem.softcap
     others = problem.dropout_p or problem.key_weight or problem.alibi or problem.varlen

@@ -1,10 +1,11 @@
 """The Triton backend: every feature of the specification, on any GPU that Triton supports.
 
-One file per kernel idea: forward.py; backward_preprocess.py (delta), backward_queries.py (dq), backward_keys.py (dk, dv),
-backward_small*.py, bias_gradient.py, copy_bias.py; of the second order jvp.py and double_backward_*.py; of wide heads, whose scores are
-held in memory, wide_*.py. They share arguments.py (groups of
-arguments), coord.py (where a program works), chunks.py (tiles of rows), scores.py, dropout.py and tangents.py; paged.py and paged_cache.py, of paged KV caches, and fp8.py, of 8-bit floats, too. launch.py has
-the tile sizes, host*.py the launches, checks.py what the raw ops refuse.
+One file per kernel idea: forward.py; backward_preprocess.py (delta), backward_queries.py (dq), backward_keys.py (dk,
+dv), backward_small*.py, bias_gradient.py, copy_bias.py; for the second order jvp.py and double_backward_*.py; for
+wide heads, whose scores are held in memory, wide_*.py. They share arguments.py (groups of arguments), coord.py (the
+place where a program works), chunks.py (tiles of rows), scores.py, dropout.py and tangents.py. paged.py and
+paged_cache.py, for paged KV caches, and fp8.py, for 8-bit floats, share them too. launch.py has the tile sizes,
+host*.py the launches, checks.py the checks of the raw ops.
 
 With TRITON_INTERPRET=1 in the environment before Triton is imported, the same kernels run on the CPU, slowly, for tests.
 """
@@ -21,7 +22,8 @@ from flashsci import derivatives, fp8_ops, ops
 from flashsci.ops import Saved, Scalars, Tensors
 from flashsci.problem import Problem
 
-# Some for what they define alone: ops of other calls, and kernels, which Triton interprets or not from here on.
+# Some are imported only for their definitions: ops of other calls, and kernels, which Triton interprets or not from
+# here on.
 from . import (  # noqa: F401
     checks,
     host,
@@ -47,13 +49,13 @@ double_backward = ops.define(
 
 
 def prepared_forward(tensors: Tensors, scalars: Scalars) -> Any:
-    """out, lse of all plain tensors of the signature of these, as a function of them."""
+    """A function that computes out, lse of plain tensors with the signature of these."""
     return host.prepared_forward(checks.checked(tensors, scalars), scalars)
 
 
 def prepared_backward(dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) -> Any:
-    """dq, dk, dv, dbias, dkey_weight in the same way, of (dout, dlse, tensors, out, lse); None where ``need`` does not name
-    them."""
+    """A function in the same way: from (dout, dlse, tensors, out, lse) to dq, dk, dv, dbias, dkey_weight; None where
+    ``need`` does not name them."""
     checks.checked(saved.tensors, saved.scalars, (), (saved.out, dout), (saved.lse, dlse))
     return host.prepared_backward(dout, saved, need)
 

@@ -1,15 +1,16 @@
-"""What kernels are given: arguments that belong together travel as named tuples, on the host and inside kernels alike.
+"""The arguments of kernels: those that belong together are named tuples, both on the host and inside kernels.
 
-Those annotated `tl.constexpr` in a kernel (Features, Chunks) are known to the compiler; a kernel is compiled for each of their
-values. All others reach the device as the numbers and pointers in them. Of these, what is compiled in: which tensors are absent
-(None), dtypes, which pointers are multiples of 16 bytes and which strides are 1 or multiples of 16.
+Tuples annotated `tl.constexpr` in a kernel (Features, Chunks) are known to the compiler; a kernel is compiled for
+each of their values. All others reach the device as the numbers and pointers in them. Of these, the compiled kernel
+contains: which tensors are absent (None), dtypes, which pointers are multiples of 16 bytes, and which strides are 1
+or multiples of 16.
 """
 
 from typing import Any, NamedTuple
 
 
 class Inputs(NamedTuple):
-    """flashsci.ops.Tensors: tensors on the host, pointers in a kernel. What a call does not have is None."""
+    """flashsci.ops.Tensors: tensors on the host, pointers in a kernel. None for tensors that a call does not have."""
 
     q: Any
     k: Any
@@ -35,15 +36,15 @@ class Tangents(NamedTuple):
 
 
 class InputStrides(NamedTuple):
-    """0 in the dims that a tensor is broadcast along."""
+    """Strides of the inputs; 0 in the dims that a tensor is broadcast along."""
 
     q: tuple[int, ...]  # (b0, b1, head, row)
     k: tuple[int, ...]
     v: tuple[int, ...]
     bias: tuple[int, ...]  # (b0, b1, head, row, column)
     weight: tuple[int, ...]  # (b0, b1, key head, key)
-    mask: tuple[int, ...]  # as of bias
-    alibi: tuple[int, ...]  # (b0, b1, head); of a varlen batch (sequence, 0, head)
+    mask: tuple[int, ...]  # as for bias
+    alibi: tuple[int, ...]  # (b0, b1, head); for a varlen batch (sequence, 0, head)
 
 
 class TangentStrides(NamedTuple):
@@ -68,27 +69,27 @@ class Sizes(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """In which order programs take tiles, see coord.dense_tile."""
+    """The order in which programs take tiles, see coord.dense_tile."""
 
     tiles: int  # of a head, over the whole varlen batch
     section: int  # heads
-    heads_total: int  # of the whole batch; of keys where a program owns keys
+    heads_total: int  # in the whole batch; key heads if a program owns keys
 
 
 class ScoreMod(NamedTuple):
-    """What becomes of a product q k^T on its way to a probability."""
+    """The steps from a product q k^T to a probability."""
 
     scale: float
     softcap: float
     left: int  # window
     right: int
     lower_right: int  # 1: the diagonal ends in the lower right corner
-    threshold: int  # of dropout: bits below it drop
+    threshold: int  # for dropout: bits below it drop
     keep_scale: float  # 1 / (1 - p)
 
 
 class Sharing(NamedTuple):
-    """Who sums the gradient of a bias that heads and batch members share, see bias_gradient.py."""
+    """The split of the gradient of a bias that heads and batch members share, see bias_gradient.py."""
 
     members: int  # of each block
     members_per_split: int
@@ -99,7 +100,7 @@ class Sharing(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Of a call; compiled in."""
+    """The features of a call; compiled in."""
 
     VARLEN: bool
     WINDOW: int  # 0: none, 1: a right side, 2: both
@@ -113,7 +114,7 @@ class Features(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """How a head dim is held (see chunks.py); compiled in."""
+    """The chunks of a head dim (see chunks.py); compiled in."""
 
     W0: int
     W1: int  # 0: one chunk
@@ -122,7 +123,7 @@ class Chunks(NamedTuple):
 
 
 class ProductStrides(NamedTuple):
-    """Of the operands and the result of wide_products.py: (b0, b1, head, row)."""
+    """Strides of the operands and the result of wide_products.py: (b0, b1, head, row)."""
 
     a: tuple[int, ...]
     b: tuple[int, ...]
@@ -137,23 +138,23 @@ class Product(NamedTuple):
     batch1: int  # the inner one of two batch dims
     heads: int  # of the result
     members: int  # heads of `a` that are summed for one of the result
-    shared: int  # heads of `a` that meet one of `b`
+    shared: int  # heads of `a` that share one of `b`
     rows: int  # of the result
     columns: int
-    depth: int  # what is summed over
+    depth: int  # the length of the sum
     tiles_m: int
     tiles_n: int
     factor: float
 
 
 class Operand(NamedTuple):
-    """How an operand lies in memory; compiled in."""
+    """The memory layout of an operand; compiled in."""
 
     TURNED: bool  # transposed: neighbours are rows of the product's matrix
     PADDED: bool  # neighbours end within a tile
     VECTOR: int  # strides and rows are multiples of it
 
 
-# Numbers in these change from call to call: no kernel is compiled again where one of them is 1 or a multiple of 16. (Where a
-# stride is, it is: strides of one layout are alike.)
+# Numbers in these change from call to call: a kernel is not compiled again if one of them is 1 or a multiple of 16.
+# (For strides it is: the strides of one layout are equal.)
 RUNTIME = ("sizes", "schedule", "sharing", "mod", "tiles", "product")

@@ -3,8 +3,8 @@
 Maths     as in backward_queries.py; dK = scale dS'^T Q; dV = (R P)^T dO
 Grid      one axis over (section of key heads, tile, key head); a program goes through its query heads in order
 Tiles     k, v and the fp32 dk, dv stay on chip, q and dO stream: 4 products a tile. The scores are computed transposed,
-          [keys, queries], so that P^T and dS^T are left operands straight from registers; with a bias or mask for each
-          pair they are not, because that tile is then read as it lies in memory, and P and dS turn in shared memory
+          [keys, queries], so that P^T and dS^T are left operands straight from registers. With a bias or mask for each
+          pair they are not transposed: that tile is read in its memory layout, and P and dS turn in shared memory
 Limits    registers: two accumulators and two score tiles at once
 """
 
@@ -34,10 +34,12 @@ def dkdv_kernel(
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What of these is not None: dk, dv, the sums of dS over queries (column_sums: fp32, one per query head and key), and the
-    gradient of key weights (weight_sums: fp32, one per key head and key).
+    """dk, dv, and the sums for the gradients of bias and key weights; an argument of None is not computed.
 
-    Columns beyond the keys compute on zeros, whatever that gives (inf included) stays in their own rows of dk and dv, which
+    column_sums: dS over queries, fp32, one per query head and key. weight_sums: the gradient of key weights, fp32,
+    one per key head and key.
+
+    Columns beyond the keys compute on zeros. Their results (inf included) stay in their own rows of dk and dv, which
     are not stored.
     """
     TRANSPOSED: tl.constexpr = F.BIAS != PLANE and F.MASK != PLANE
@@ -71,7 +73,7 @@ def dkdv_kernel(
         sums = tl.zeros([BLOCK_N], tl.float32)
 
         for part in tl.static_range(0 if F.WINDOW >= 1 else 1, 3 if F.WINDOW == 2 else 2):
-            # Rows are checked in any case: without a left side of the window, their own tail is part of part 1.
+            # Rows are checked in any case: without a left side of the window, the last rows are in part 1.
             for start in tl.range(
                 edges[part], edges[3 if part == 1 and F.WINDOW < 2 else part + 1], BLOCK_M
             ):

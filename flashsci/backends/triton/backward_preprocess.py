@@ -1,4 +1,4 @@
-"""What every backward kernel needs of a row of out: delta, and the reference of its probabilities.
+"""The values per row of out that every backward kernel needs: delta, and the reference of its probabilities.
 
 Maths     delta = sum_d dO O - dlse; reference: lse as `scores.probabilities` takes it
 Grid      one axis over (sequence, head, query tile)

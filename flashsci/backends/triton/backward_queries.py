@@ -25,7 +25,7 @@ from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, scores, store_plane
 
-# What becomes of dS besides dq, dk: stored as it is (the bias has every dim), or summed over keys or queries.
+# The use of dS, in addition to dq and dk: stored unchanged (the bias has every dim), or summed over keys or queries.
 NO_BIAS_GRADIENT = tl.constexpr(0)
 STORE = tl.constexpr(1)
 ROW_SUMS = tl.constexpr(2)

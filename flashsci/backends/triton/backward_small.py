@@ -1,9 +1,9 @@
 """Backward of short sequences, each in one program: everything is read once, nothing is recomputed.
 
-Maths     as in backward_queries.py, with delta = sum_d dO O - dlse worked out here
+Maths     as in backward_queries.py, with delta = sum_d dO O - dlse computed here
 Grid      one axis over (sequence, key head); a program goes through the query heads of its key head
 Tiles     one score tile holds the whole sequence: q, k, v, dO, O in, dq, dk, dv out, 5 products
-Limits    bytes; of small sequences the number of programs that the device can start
+Limits    bytes; for small sequences the number of programs that the device can start
 """
 
 import triton
@@ -65,7 +65,7 @@ def small_backward_kernel(
             first = flat_row(at.b, at.hk, sizes.heads_k, span.start_k, sizes.size_k, True)
             store_zero_values(weight_sums, first, span.len_k, BLOCK)
             return
-        # Whatever cu_seqlens says, a program stays within its tile.
+        # Even with wrong cu_seqlens, a program stays within its tile.
         span = within_tile(span, mod, BLOCK)
     i = tl.arange(0, BLOCK)
 
@@ -118,8 +118,11 @@ def head_scores(
     strides, dout_strides, out_strides, sizes, mod,
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of one query head, to whose key head the others belong: rows of q, dS [BLOCK, BLOCK], slope of the softcap, the sum of
-    P^T dO with it added, and what the gradient of key weights sums. bias: as `scores` takes it."""
+    """Values of one query head; the other arguments belong to its key head. bias: as `scores` takes it.
+
+    They are: rows of q, dS [BLOCK, BLOCK], slope of the softcap, the sum of P^T dO with its part added, and the terms
+    of the gradient of key weights.
+    """
     i = tl.arange(0, BLOCK)
     inside = i < span.len_q
     first = flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
@@ -171,7 +174,7 @@ def head_products(
 
 @triton.jit
 def within_tile(span, mod, BLOCK: tl.constexpr):
-    """The first BLOCK rows of a sequence at most."""
+    """The span cut to at most the first BLOCK rows of a sequence."""
     len_q = tl.minimum(span.len_q, BLOCK)
     len_k = tl.minimum(span.len_k, BLOCK)
     shift = (len_k - len_q) * mod.lower_right

@@ -1,5 +1,6 @@
-"""Backward of short sequences whose batch members share a bias, with its gradient: each program goes through members of one
-block of the bias, so that a window transformer's backward reads everything once.
+"""Backward of short sequences whose batch members share a bias, with its gradient, reading everything once.
+
+Each program goes through members of one block of the bias, as in a window transformer.
 
 Maths     as in backward_small.py; dBias_block = sum over the members that share it of dS
 Grid      one axis over (split, bias block): dense, as many key heads as query heads

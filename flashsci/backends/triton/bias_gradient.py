@@ -75,7 +75,7 @@ def bias_gradient_kernel(
             dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)
             mask = mask_of(inputs, strides, at, span, F)
             alibi = alibi_of(inputs, strides, at, sizes, F)
-            # Columns beyond the keys hold anything, and are not stored.
+            # Columns beyond the keys hold any values, and are not stored.
             s, _slope = scores(
                 s, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False
             )
@@ -91,7 +91,8 @@ def bias_gradient_kernel(
 
 @triton.jit
 def bias_tile(pid, inputs, own, sharing, sizes, mod, BLOCK_M: tl.constexpr, VARLEN: tl.constexpr):
-    """Of a program that owns a tile of the bias: first row, key tile, split, HeadCoord in the bias, Span."""
+    """The place of a program that owns a tile of the bias: first row, key tile, split, HeadCoord in the bias,
+    Span."""
     tile_k = pid % sharing.tiles_k
     pid = pid // sharing.tiles_k
     tile = pid % sharing.tiles_q
@@ -125,7 +126,7 @@ def sharer(block, m, shared, sizes, VARLEN: tl.constexpr):
 
 @triton.jit
 def indices(x, sizes):
-    """x counted out over three sizes (b0, b1, head), the last fastest."""
+    """The indices of x counted over three sizes (b0, b1, head), the last fastest."""
     return x // (sizes[1] * sizes[2]), x // sizes[2] % sizes[1], x % sizes[2]
 
 

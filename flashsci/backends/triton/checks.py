@@ -1,8 +1,8 @@
-"""What stands between the raw Triton ops and pointers: tensors that do not fit are an error whoever calls.
+"""The checks between the raw Triton ops and pointers: tensors that do not fit raise an error for any caller.
 
-Kernels take sizes from q, k and v alone and believe the rest. Offsets and a seed that are views are copied,
-q, k, v whose rows are not contiguous too; everything else that does not fit raises. A call that was
-found well is remembered by the kinds of its tensors, so that a small one pays for a look-up.
+Kernels take sizes from q, k and v alone and do not check the rest. Offsets and a seed that are views are copied, as
+are q, k, v whose rows are not contiguous; everything else that does not fit raises. A call that has passed is
+remembered by the kinds of its tensors, so that a small call costs one look-up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _kind(x: Tensor | None) -> Any:
 def _broadcasts(
     name: str, x: Tensor, full: Sequence[int], dtypes: Sequence[torch.dtype], like: Tensor
 ) -> None:
-    """x has as many dims as ``full``, each 1 or equal."""
+    """Whether x has as many dims as ``full``, each 1 or equal."""
     fits = x.dim() == len(full) and all(n in (1, m) for n, m in zip(x.shape, full, strict=True))
     need(
         fits,
@@ -44,7 +44,7 @@ def _check_inputs(
     cu_q: Tensor | None, cu_k: Tensor | None, bias_offsets: Tensor | None, seed: Tensor | None,
     alibi_slopes: Tensor | None,
 ) -> None:  # fmt: skip
-    """All that is decided by shapes, dtypes and devices of ops.Tensors."""
+    """Check all that shapes, dtypes and devices of ops.Tensors decide."""
     given = shapes(q=q, k=k, v=v)
     need(
         q.dtype in DTYPES,
@@ -138,7 +138,7 @@ def _check_results(
 
 
 def _check_scalars(seed: Tensor | None, scalars: Scalars) -> None:
-    """The longest lengths are hints: any will do."""
+    """Check seed and options. The longest lengths are hints: any value is allowed."""
     _, _, scale, softcap, window_left, window_right, _, dropout_p, precision, _ = scalars
     numbers(scale, softcap, window_left, window_right)
     need(0 <= dropout_p < 1, f"dropout_p must be in [0, 1), got {dropout_p}")
@@ -162,12 +162,13 @@ def checked(
     of_out: tuple[Tensor | None, ...] = (),
     of_lse: tuple[Tensor | None, ...] = (),
 ) -> Tensors:
-    """The tensors as kernels read them. Raises for what does not fit, unless a call of these kinds did fit.
+    """The tensors as kernels read them. Raises for those that do not fit, unless a call of these kinds has passed
+    before.
 
-    ``of_out`` is out and dout, ``of_lse`` lse and dlse, where the op has them.
+    ``of_out`` is out and dout, ``of_lse`` lse and dlse, if the op has them.
     """
     q, k, v, bias, weight, mask, cu_q, cu_k, bias_offsets, seed, alibi_slopes = tensors
-    # Written out: this is most of what a small call pays.
+    # Written out, because this is most of the cost of a small call.
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(),
         None if bias is None else _kind(bias),
@@ -205,7 +206,7 @@ def checked(
 def check_scores(
     q: Tensor, shape: Sequence[int], dtype: torch.dtype, **tensors: Tensor | None
 ) -> None:
-    """Scores that are a result, and their gradient."""
+    """Check scores that are a result, and their gradient."""
     for name, x in tensors.items():
         if x is not None:
             same(name, x, shape, (dtype,), q)

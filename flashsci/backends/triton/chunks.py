@@ -1,22 +1,22 @@
-"""Tiles of rows: how they are loaded, multiplied and stored.
+"""Tiles of rows: their loads, products and stores.
 
-A head dim is held as one or two chunks of a power of two, so that 80 = 64 + 16 and 96 = 64 + 32 cost what they are, not 128. A
-tile of rows is a tuple of its chunks, (x0,) or (x0, x1); C: Chunks in arguments.py.
+A head dim is held as one or two chunks of a power of two, so that 80 = 64 + 16 and 96 = 64 + 32 do not cost as much
+as 128. A tile of rows is a tuple of its chunks, (x0,) or (x0, x1); C: Chunks in arguments.py.
 
-Strides are never specialised. VECTOR is the number of elements that every stride and head dim is known to be a multiple of:
-`aligned` tells the compiler, which then loads 16 bytes at a time.
+Strides are never specialised. Every stride and head dim is a multiple of VECTOR elements: `aligned` tells the
+compiler, which then loads 16 bytes at a time.
 """
 
 import triton
 import triton.language as tl
 
-# The interpreter multiplies the bit patterns of 16-bit operands; there, products are taken in fp32.
+# The interpreter multiplies the bit patterns of 16-bit operands; there, products are computed in fp32.
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def aligned(x, VECTOR: tl.constexpr):
-    """x, which is a multiple of VECTOR, in a form that shows it."""
+    """x, a multiple of VECTOR, in a form that shows this to the compiler."""
     return x // VECTOR * VECTOR if VECTOR > 1 else x
 
 
@@ -111,7 +111,7 @@ def store_tile(
 
 @triton.jit
 def store_chunks(tile, strides, rows_left, width, x, ROWS: tl.constexpr, C: tl.constexpr):
-    """x, as rows of `width` elements at `tile`: what lies in the rows left."""
+    """Store the rows left of x, as rows of `width` elements at `tile`."""
     store_tile(tile, strides[3], rows_left, width, x[0], ROWS, C.W0, C.VECTOR)
     if C.W1 > 0:
         store_tile(tile + C.W0, strides[3], rows_left, width - C.W0, x[1], ROWS, C.W1, C.VECTOR)
@@ -119,7 +119,7 @@ def store_chunks(tile, strides, rows_left, width, x, ROWS: tl.constexpr, C: tl.c
 
 @triton.jit
 def store_zeros(pointer, strides, at, h, start, length, width, ROWS: tl.constexpr, C: tl.constexpr):
-    """Zero in `length` rows of head h from `start` on; nothing where the pointer is None."""
+    """Store zeros in `length` rows of head h from `start` on; nothing if the pointer is None."""
     if pointer is not None:
         head = head_pointer(pointer, strides, at, h, C.VECTOR)
         zeros = zero_chunks(ROWS, C)
@@ -130,7 +130,7 @@ def store_zeros(pointer, strides, at, h, start, length, width, ROWS: tl.constexp
 
 @triton.jit
 def store_zero_values(pointer, first, length, COUNT: tl.constexpr):
-    """Zero in `length` numbers from `first` on; nothing where the pointer is None."""
+    """Store zeros in `length` numbers from `first` on; nothing if the pointer is None."""
     if pointer is not None:
         for i in tl.range(0, length, COUNT):
             place = i + tl.arange(0, COUNT)
@@ -174,10 +174,10 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def score_dot(a, b, acc, PRECISION: tl.constexpr):
-    """a b^T + acc for a [M, D], b [N, D]: scores and dP, whose error exponentials and differences magnify.
+    """a b^T + acc for a [M, D], b [N, D]: scores and dP, whose error is magnified by exponentials and differences.
 
-    Tensor cores round every partial sum towards zero. For three TF32 products, meant to be as good
-    as fp32, sums are therefore kept short (D <= 64) and added outside.
+    Tensor cores round every partial sum towards zero. Three TF32 products should be as good as fp32, so their sums
+    are kept short (D <= 64) and added outside the tensor cores.
     """
     if PRECISION == "tf32x3":
         if a.shape[1] > 64:

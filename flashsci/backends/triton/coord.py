@@ -1,7 +1,7 @@
-"""Where a program works: its tile, head and sequence, and the range of tiles that it goes through.
+"""The place where a program works: its tile, head and sequence, and the range of tiles that it goes through.
 
-A query tile has rows i, a key tile has columns j, both counted within their own sequence. A sequence starts at row `start_q` of
-the tensor of a varlen batch, and at row 0 of a dense one.
+A query tile has rows i, a key tile has columns j, both counted within their own sequence. A sequence starts at row
+`start_q` of the tensor of a varlen batch, and at row 0 of that of a dense batch.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ def query_tile(
     pid, inputs, sizes, schedule, mod,
     BLOCK_M: tl.constexpr, VARLEN: tl.constexpr, LONGEST_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Of a program that owns a query tile: first row, HeadCoord, Span."""
+    """The place of a program that owns a query tile: first row, HeadCoord, Span."""
     if VARLEN:
         h = pid // schedule.tiles
         b, tile, start_q, len_q = varlen_tile(
@@ -54,7 +54,7 @@ def query_tile(
 
 @triton.jit
 def key_tile(pid, inputs, sizes, schedule, mod, BLOCK_N: tl.constexpr, VARLEN: tl.constexpr):
-    """Of a program that owns a key tile: first column, HeadCoord of the first query head, Span."""
+    """The place of a program that owns a key tile: first column, HeadCoord of the first query head, Span."""
     if VARLEN:
         hk = pid // schedule.tiles
         b, tile, start_k, len_k = varlen_tile(
@@ -75,9 +75,9 @@ def key_tile(pid, inputs, sizes, schedule, mod, BLOCK_N: tl.constexpr, VARLEN: t
 
 @triton.jit
 def whole_sequence(pid, inputs, sizes, mod, VARLEN: tl.constexpr):
-    """Of a program that owns a sequence of a key head: HeadCoord of the first query head, Span.
+    """The place of a program that owns a sequence of a key head: HeadCoord of the first query head, Span.
 
-    A varlen batch has two more: -1 and `sequences` are the rows before and after all.
+    A varlen batch has two more sequences: -1 and `sequences` are the rows before and after all others.
     """
     hk = pid % sizes.heads_k
     if VARLEN:
@@ -100,7 +100,7 @@ def whole_sequence(pid, inputs, sizes, mod, VARLEN: tl.constexpr):
 
 @triton.jit
 def dense_head(head, heads, batch1, group):
-    """HeadCoord of a query head of a dense batch, counted over all of it. group: query heads of a key head."""
+    """HeadCoord of a query head of a dense batch, counted over the whole batch. group: query heads of a key head."""
     b = head // heads
     h = head % heads
     return HeadCoord(b, b // batch1, b % batch1, h, h // group)
@@ -119,7 +119,7 @@ def shift_of(len_q, len_k, mod):
 
 @triton.jit
 def flat_row(b, h, heads, start, size, VARLEN: tl.constexpr):
-    """Where what is one number per row (lse, delta, sums, ...) begins for a sequence of a head."""
+    """The start of a sequence of a head in a tensor with one number per row (lse, delta, sums, ...)."""
     head = h.to(tl.int64) if VARLEN else b.to(tl.int64) * heads + h
     return head * size + start
 
@@ -128,8 +128,8 @@ def flat_row(b, h, heads, start, size, VARLEN: tl.constexpr):
 def dense_tile(pid, heads, batch1, schedule, REVERSED: tl.constexpr):
     """Tile, sequence, batch dims and head of a program.
 
-    Heads go in sections whose keys and values fit in the L2 cache together; within a section all heads
-    do their first tile, then their second, ...: with a causal mask the longest come first.
+    Heads are taken in sections whose keys and values fit in the L2 cache together. Within a section all heads do
+    their first tile, then their second, ...: with a causal mask the longest come first.
     """
     in_section = schedule.section * schedule.tiles
     first = pid // in_section * schedule.section
@@ -152,8 +152,8 @@ def sequence_edge(cu_seqlens, s, total):
 def varlen_tile(slot, cu_seqlens, sequences, total, BLOCK: tl.constexpr):
     """Sequence, tile in it, its first row and its length, for one of `total // BLOCK + sequences + 2` slots.
 
-    Counting from the edges alone: sequence n owns the slots from cu[n] // BLOCK + n on, always enough for
-    its tiles. Rows before the first and after the last sequence count as sequences -1 and `sequences`.
+    The edges alone decide: sequence n owns the slots from cu[n] // BLOCK + n on, always enough for its tiles. Rows
+    before the first and after the last sequence count as sequences -1 and `sequences`.
     """
     low = 0  # the largest s in [0, sequences + 1] with edge(s) // BLOCK + s <= slot, edge(s) = cu[s - 1]
     high = sequences + 1
@@ -175,7 +175,7 @@ def varlen_tile(slot, cu_seqlens, sequences, total, BLOCK: tl.constexpr):
 
 @triton.jit
 def varlen_rows(cu_seqlens, n, sequences, total):
-    """First row and length of sequence n; no rows for the two that are none (see varlen_tile)."""
+    """First row and length of sequence n; no rows for the two extra sequences (see varlen_tile)."""
     start = tl.full([], 0, tl.int32)
     length = tl.full([], 0, tl.int32)
     if (n >= 0) & (n < sequences):
@@ -186,7 +186,7 @@ def varlen_rows(cu_seqlens, n, sequences, total):
 
 @triton.jit
 def varlen_rows_or_rest(cu_seqlens, n, sequences, total):
-    """First row and length of sequence n; -1 and `sequences` are the rows before and after all."""
+    """First row and length of sequence n; -1 and `sequences` are the rows before and after all others."""
     start = tl.full([], 0, tl.int32)
     end = total
     if n >= 0:
@@ -208,8 +208,11 @@ def split_range(low, high, full_low, full_high, BLOCK: tl.constexpr):
 
 @triton.jit
 def key_range(i0, span, mod, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Key tiles that the query tile at i0 can see, as four edges (a, b, c, d): those of part 0, [a, b), are cut by the left side
-    of the window, those of part 1, [b, c), are seen whole, those of part 2, [c, d), are cut by its right side or the end."""
+    """Key tiles that the query tile at i0 can see, as four edges (a, b, c, d).
+
+    The left side of the window cuts the tiles of part 0, [a, b); those of part 1, [b, c), are wholly visible; the
+    right side or the end cuts those of part 2, [c, d).
+    """
     i1 = tl.minimum(i0 + BLOCK_M, span.len_q)
     low = 0
     high = span.len_k
@@ -226,7 +229,8 @@ def key_range(i0, span, mod, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDO
 
 @triton.jit
 def query_range(j0, span, mod, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr):
-    """Query tiles that see the key tile at j0, likewise. Rows are checked in every part: their own tail needs none."""
+    """Query tiles that see the key tile at j0, in the same form. Rows are checked in every part: so the last rows
+    need no part of their own."""
     j1 = tl.minimum(j0 + BLOCK_N, span.len_k)
     low = 0
     high = span.len_q

@@ -1,12 +1,13 @@
-"""A bias copied to another order of its dims: one whose heads are neighbours in memory, as a Linear over pairs leaves it, to
-one whose keys are, and a gradient back.
+"""A bias copied to another order of its dims, with keys as neighbours instead of heads, and a gradient copied back.
+
+A Linear over pairs leaves a bias whose heads are neighbours in memory.
 
 Maths     target = source
-Grid      one axis over (up to three dims, tile of what is read, tile of what is written)
-Tiles     the dim whose neighbours are written by the one whose neighbours are read, 4 KB: 16 bytes a lane both ways, rows of
-          64 bytes and more, through shared memory between. Of the other dims a program has one position
-Limits    memory. 64 threads of 64 bytes: all that a few MB need is under way at once, and an SM has at most one such block more
-          than another. Larger blocks leave more over at the end, and more bytes a thread more to wait for
+Grid      one axis over (up to three dims, tile of the dim that is read, tile of the dim that is written)
+Tiles     4 KB: the dim with neighbours in the target by the dim with neighbours in the source. 16 bytes a lane both ways,
+          rows of 64 bytes and more, with shared memory between. A program has one position of the other dims
+Limits    memory. 64 threads of 64 bytes: all loads for a few MB are under way at once, and an SM has at most one such
+          block more than another. Larger blocks leave a longer tail at the end, and more bytes a thread mean longer waits
 """
 
 from typing import NamedTuple
@@ -30,7 +31,7 @@ class CopySizes(NamedTuple):
 
 
 class CopySide(NamedTuple):
-    """Of a tile along the dim that is read, or the one that is written."""
+    """One side of a tile: the dim that is read, or the one that is written."""
 
     TILE: int
     VECTOR: int  # rows of neighbours begin, and end, at multiples of it
@@ -43,7 +44,8 @@ def copy_bias_kernel(
     source, target, strides, sizes,
     READ: tl.constexpr, WRITTEN: tl.constexpr, OUTER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: whether there are outer dims. EARLY: the launch does not wait for the kernel before; its results are waited for here."""
+    """OUTER: whether there are outer dims. EARLY: the launch does not wait for the kernel before it; the wait for its
+    results is here."""
     line = tl.program_id(0)
     written = tl.arange(0, WRITTEN.TILE).to(tl.int64)[:, None]
     read = tl.arange(0, READ.TILE).to(tl.int64)[None, :]
@@ -60,7 +62,7 @@ def copy_bias_kernel(
         line //= sizes.outer2
         outer1, outer0 = (line % sizes.outer1).to(tl.int64), (line // sizes.outer1).to(tl.int64)
         at = outer0 * strides.source[0] + outer1 * strides.source[1] + outer2 * strides.source[2]
-        source += at // READ.VECTOR * READ.VECTOR  # tells the compiler what it is a multiple of
+        source += at // READ.VECTOR * READ.VECTOR  # tells the compiler the factor
         at = outer0 * strides.target[0] + outer1 * strides.target[1] + outer2 * strides.target[2]
         target += at // WRITTEN.VECTOR * WRITTEN.VECTOR
     inside = tl.full([WRITTEN.TILE, READ.TILE], True, tl.int1)

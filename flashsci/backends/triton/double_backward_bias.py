@@ -2,7 +2,7 @@
 
 Maths     gBias_tile = sum over the members (b0, b1, head) that share it of F, see tangents.py
 Grid, order and tiles  as in bias_gradient.py; q, tq, k, tk, dO, v, tv of one member after the other stream: 5 products a member
-Limits    reads of those from L2
+Limits    reads of these tensors from L2
 """
 
 import triton.language as tl
@@ -79,7 +79,7 @@ def double_backward_bias_kernel(
             mask = mask_of(inputs, strides, at, span, F)
             alibi = alibi_of(inputs, strides, at, sizes, F)
             products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
-            # Columns beyond the keys hold anything, and are not stored.
+            # Columns beyond the keys hold any values, and are not stored.
             s, slope = scores(
                 products, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False
             )

@@ -43,10 +43,11 @@ def double_backward_keys_kernel(
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """What of these is not None: gk, gv, the sums of F over queries (column_sums: fp32, one per query head and key), and gw
-    (weight_sums: fp32, one per key head and key).
+    """gk, gv, and the sums for the gradients of bias and key weights; an argument of None is not computed.
 
-    Columns beyond the keys compute on zeros; whatever that gives stays in their own rows, which are not stored.
+    column_sums: F over queries, fp32, one per query head and key. weight_sums: gw, fp32, one per key head and key.
+
+    Columns beyond the keys compute on zeros; their results stay in their own rows, which are not stored.
     """
     TRANSPOSED: tl.constexpr = F.BIAS != PLANE and F.MASK != PLANE
     j0, at, span = key_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_N, F.VARLEN)

@@ -1,6 +1,6 @@
 """Double backward of short sequences, each in one program: everything is read once, nothing is recomputed.
 
-Maths     see tangents.py; the row sums m, delta and zeta are worked out here, so T is centred at once
+Maths     see tangents.py; the row sums m, delta and zeta are computed here, so T is centred at once
 Grid      as in backward_small.py: one axis over (sequence, key head); a program goes through the query heads of its key head
 Tiles     one score tile holds the whole sequence: q, tq, k, tk, v, tv, dO, O in, gq, gk, gv, tO out, 12 products
 Limits    bytes, and registers: four score tiles at once
@@ -47,7 +47,8 @@ def double_backward_small_kernel(
     BLOCK: tl.constexpr, TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr,
     BIAS_GRADIENT: tl.constexpr, GBIAS_VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """What of gq, gk, gv, gbias (or its sums), weight_sums (gw, one per key head and key), tout, mean is not None."""
+    """gq, gk, gv, gbias (or its sums), weight_sums (gw, one per key head and key), tout, mean; None is not
+    computed."""
     at, span = whole_sequence(tl.program_id(0), inputs, sizes, mod, F.VARLEN)
     if F.VARLEN:
         if (at.b < 0) | (at.b >= sizes.sequences):  # rows of no sequence
@@ -73,7 +74,7 @@ def double_backward_small_kernel(
             first = flat_row(at.b, at.hk, sizes.heads_k, span.start_k, sizes.size_k, True)
             store_zero_values(weight_sums, first, span.len_k, BLOCK)
             return
-        # Whatever cu_seqlens says, a program stays within its tile.
+        # Even with wrong cu_seqlens, a program stays within its tile.
         span = within_tile(span, mod, BLOCK)
     i = tl.arange(0, BLOCK)
     inside = i < span.len_q

@@ -8,7 +8,8 @@ import triton.language as tl
 def dropout_keep(
     inputs, at, sizes, i0, j0, mod, F: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr
 ):  # fmt: skip
-    """Which probabilities of the tile at (i0, j0) stay: [M, N], or [N, M] if TRANSPOSED; None without dropout.
+    """The probabilities of the tile at (i0, j0) that stay, as bools: [M, N], or [N, M] if TRANSPOSED; None without
+    dropout.
 
     One Philox call serves four neighbouring keys: counter (offset, stream, i, j // 4), lane j % 4.
     """
@@ -35,7 +36,7 @@ def dropout_keep(
 
 @triton.jit
 def drop(x, keep, mod):
-    """What dropout leaves of x, scaled; x for None."""
+    """x after dropout, scaled; x for None."""
     if keep is None:
         return x
     else:
@@ -44,7 +45,7 @@ def drop(x, keep, mod):
 
 @triton.jit
 def drop_unscaled(x, keep):
-    """The same where something else is scaled in its place."""
+    """x after dropout, without the scale, which another value takes."""
     if keep is None:
         return x
     else:

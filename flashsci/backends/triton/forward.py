@@ -3,8 +3,9 @@
 Maths     running max m, sum l and accumulator a over key tiles: a <- a e^(m - m') + e^(s - m') v
 Grid      one axis over (section of heads, tile, head); longest causal tiles first (coord.dense_tile)
 Tiles     query tile and fp32 accumulator stay on chip, key and value tiles stream through the pipeline
-Loops     key tiles that the mask cuts are handled apart from those seen whole, which check nothing
-Huge      one multiply-add per score (FOLD in scores.py) serves scores up to HUGE; a tile with larger ones is done again without
+Loops     key tiles that the mask cuts have loops of their own; tiles that are seen whole need no checks
+Huge      one multiply-add per score (FOLD in scores.py) serves scores up to HUGE; a tile with larger ones is computed
+          again without it
 Limits    tensor cores and exponentials share the time at D = 64; the tensor cores lead from D = 128 on
 """
 
@@ -40,7 +41,7 @@ from .scores import (
 
 AGAIN_N = tl.constexpr(
     32
-)  # key tiles of what is done again; tiles of 16 cost the kernel 20 registers (D 64)
+)  # key tiles of a second computation; tiles of 16 cost the kernel 20 registers (D 64)
 
 
 @kernel
@@ -87,8 +88,8 @@ def attend(
 ):  # fmt: skip
     """Running maximum (in log2 units under FOLD), sum and accumulator of one query tile over all its keys.
 
-    Under FOLD a row whose maximum was HUGE at any time gets a sum of NaN: its exponentials may have overflowed.
-    AGAIN: the way without FOLD for a tile with such a row, which few ever take: all key tiles in one loop.
+    Under FOLD a row whose maximum was HUGE at any time gets a sum of NaN, because its exponentials may have
+    overflowed. AGAIN: the way without FOLD for a tile with such a row, which is rare: all key tiles in one loop.
     """
     i = i0 + tl.arange(0, BLOCK_M)
     k_head = rows_of(inputs.k, strides.k, at, at.hk, span.start_k, D.VECTOR)

@@ -1,15 +1,15 @@
 """Forward on 8-bit floats: out = softmax(scale q k^T) v and lse for q, k, v in e4m3 with scales, one query tile per program.
 
-Maths     the forward's (forward.py), without its FOLD; both products are of e4m3. Scores are products times the scales of their row
-          and key tile. P is taken as 256 e^(s - m), rounded to nearest: e4m3 holds it to 1 part in 16 down to 2^-14 of the row's
-          maximum, with steps of 2^-17 of it below. The row sum is that of P before it is rounded, and takes the 256 back
-Sums      tensor cores keep about 14 bits of a sum of 8-bit products. No sum runs longer than a key tile (P v) or 128 columns
-          (q k^T): each is added to the others in fp32, P v times the scale of its values
+Maths     the forward's (forward.py), without its FOLD; both products are of e4m3. Scores are products times the scales of
+          their row and key tile. P is 256 e^(s - m), rounded to nearest: e4m3 holds it to 1 part in 16 down to 2^-14 of the
+          row's maximum, and below that in steps of 2^-17 of it. The row sum is that of P before rounding, without the 256
+Sums      tensor cores keep about 14 bits of a sum of 8-bit products. No sum is longer than a key tile (P v) or 128 columns
+          (q k^T): the sums are added in fp32, P v times the scale of its values
 Grid      as forward
-Tiles     query tile and fp32 accumulator stay on chip, key and value tiles stream through the pipeline. A key tile lies within one
-          block of scales, a query tile may have several
-Transpose wgmma takes 8-bit operands with their sum innermost, and v has it outermost: Triton turns each tile of v on its way through
-          shared memory
+Tiles     query tile and fp32 accumulator stay on chip, key and value tiles stream through the pipeline. A key tile is
+          within one block of scales; a query tile may have several
+Transpose wgmma takes 8-bit operands with their sum innermost, but v has it outermost: Triton turns each tile of v on its
+          way through shared memory
 Limits    not timed yet; by count of instructions the exponentials, and the turning of v
 """
 
@@ -32,7 +32,7 @@ from .coord import flat_row, key_range, query_tile
 from .kernel import kernel
 from .scores import LN2, LOG2E, scores
 
-LARGEST_P = tl.constexpr(8.0)  # log2 of it; e4m3 ends at 448
+LARGEST_P = tl.constexpr(8.0)  # log2 of it; the largest e4m3 is 448
 
 
 class FP8Strides(NamedTuple):
@@ -43,13 +43,13 @@ class FP8Strides(NamedTuple):
 
 
 class ScaleStrides(NamedTuple):
-    """Of the scales of q, k or v."""
+    """Strides of the scales of q, k or v."""
 
-    b0: int  # of a packed tensor without blocks: sequence
+    b0: int  # for a packed tensor without blocks: sequence
     b1: int
     head: int
     block: int
-    rows: int  # of a block
+    rows: int  # rows of a block
     slots: int  # 1: blocks of a packed tensor (fp8_ops.rows_per_scale)
 
 
@@ -71,7 +71,7 @@ class FP8Sizes(NamedTuple):
 
 
 class FP8Mod(NamedTuple):
-    """What becomes of a product q k^T: the fields of ScoreMod that apply here."""
+    """The steps on a product q k^T: the fields of ScoreMod that apply here."""
 
     scale: Any
     softcap: Any
@@ -120,7 +120,8 @@ def attend(
     q_rows, factor, i0, at, span, inputs, k_scale, v_scale, strides, sizes, mod,
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Running maximum, sum (of 256 P) and accumulator of one query tile over all its keys. factor: of the products, by rows."""
+    """Running maximum, sum (of 256 P) and accumulator of one query tile over all its keys. factor: that of the
+    products, by rows."""
     i = i0 + tl.arange(0, BLOCK_M)
     k_head = rows_of(inputs.k, strides.k, at, at.hk, span.start_k, D.VECTOR)
     v_head = rows_of(inputs.v, strides.v, at, at.hk, span.start_k, V.VECTOR)
@@ -166,7 +167,8 @@ def attend(
 
 @triton.jit
 def score_products(q_rows, k_rows):
-    """q k^T [BLOCK_M, BLOCK_N], chunk by chunk of the head dim: none is wider than 128, and their sums meet in fp32."""
+    """q k^T [BLOCK_M, BLOCK_N] in chunks of the head dim: none is wider than 128, and their sums are added in
+    fp32."""
     s = dot(q_rows[0], k_rows[0].T, None, "ieee")
     if len(q_rows) == 2:
         s += dot(q_rows[1], k_rows[1].T, None, "ieee")
@@ -186,7 +188,7 @@ def add_tile(p, v_rows, scale, acc):
 
 @triton.jit
 def first_scale(scale, strides, at, h, start, sizes, VARLEN: tl.constexpr):
-    """Where the scales of a head's sequence, which begins at row `start`, begin; None for None."""
+    """The start of the scales of a head's sequence that begins at row `start`; None for None."""
     if scale is not None:
         first = scale + h.to(tl.int64) * strides.head
         if VARLEN:
@@ -200,7 +202,7 @@ def first_scale(scale, strides, at, h, start, sizes, VARLEN: tl.constexpr):
 
 @triton.jit
 def scale_of(first, strides, row):
-    """The scale of a row and of those that share its block; 1 for None."""
+    """The scale of a row and of the rows that share its block; 1 for None."""
     if first is not None:
         return tl.load(first + (row // strides.rows).to(tl.int64) * strides.block)
     else:

@@ -1,5 +1,7 @@
-"""From tensors to launches: everything about a call that depends on shapes, strides and flags alone
-is worked out once and remembered (`Plan`, `Launch`); after that a launch only collects pointers."""
+"""The step from tensors to launches: decisions that depend only on shapes, strides and flags are made once and kept.
+
+`Plan` and `Launch` hold them; after that a launch only collects pointers.
+"""
 
 import functools
 import math
@@ -45,7 +47,7 @@ UNBOUNDED = 1 << 30  # a window side that never cuts
 
 
 def products(precision: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> str:
-    """Triton's name for how fp32 products are taken. Before sm_80 there is no TF32: IEEE."""
+    """Triton's name for the precision of fp32 products. Before sm_80 there is no TF32: IEEE."""
     if dtype != torch.float32:
         return "tf32"
     if capability is not None and capability < (8, 0):
@@ -54,7 +56,7 @@ def products(precision: str, dtype: torch.dtype, capability: tuple[int, int] | N
 
 
 class Plan:
-    """What the launches of one kind of call share. Made by `plan`."""
+    """The values that the launches of one kind of call share. Made by `plan`."""
 
     def __init__(self, device, dtype, shapes, strides, bias, weight, mask, alibi, sequences, longest, ragged, scale, softcap,
                  window_left, window_right, lower_right, dropout_p, precision):  # fmt: skip
@@ -76,7 +78,7 @@ class Plan:
         self.second_orders: dict[
             tuple, object
         ] = {}  # host_second_order.py's, by layout of two tangents
-        # Typical lengths, to choose tiles by; those of varlen sequences vary about the mean.
+        # Typical lengths, which decide the tiles; those of varlen sequences vary about the mean.
         self.lengths = self.size_q, self.size_k
         self.longest = longest if self.varlen else max(self.lengths)
         if self.varlen:
@@ -90,7 +92,8 @@ class Plan:
         dense = not (self.varlen or self.empty)
         wide = dense and dtype == torch.float32 and launch.is_wide(dims, *self.lengths)
         if mask is not None and dropout_p and max(dims) > 128 and not wide:
-            # Triton 3.6 makes wrong code of these together with TF32 products (sm_90): P of some keys is lost or misplaced.
+            # Triton 3.6 makes wrong code of these together with TF32 products (sm_90): P of some keys is lost or
+            # misplaced.
             precise = "ieee" if dtype == torch.float32 else precise
         kind = vector > 1, precise != "tf32x3"
         d0, d1 = launch.head_chunks(dims[0], *kind, dims[1])
@@ -175,8 +178,8 @@ class Plan:
         tiles, arguments = self.tiled(kernel)
         by_keys = kernel in launch.BY_KEYS
         heads = self.batch * (self.heads_k if by_keys else self.heads)
-        # Without a window all tiles take as long: one head after the other. Else the longest
-        # come first, in sections of heads whose keys and values fit in half the L2 cache.
+        # Without a window all tiles take the same time: one head after the other. Otherwise the longest come first,
+        # in sections of heads whose keys and values fit in half the L2 cache.
         section = 1
         if self.window:
             head_bytes = self.size_k * (self.head_dim + self.head_dim_v) * self.dtype.itemsize
@@ -186,7 +189,8 @@ class Plan:
         return tiles * heads, arguments
 
     def whole(self, config: tuple[int, ...]) -> tuple[int, dict]:
-        """Programs that each do a sequence of a key head, and their arguments. config: as launch.small_config gives it."""
+        """Programs that each do a sequence of a key head, and their arguments. config: as from
+        launch.small_config."""
         side, warps, *registers = config
         arguments = dict(self.arguments, BLOCK=side, num_warps=warps, num_stages=1)
         if registers:
@@ -194,21 +198,22 @@ class Plan:
         return (self.sequences + 2 if self.varlen else self.batch) * self.heads_k, arguments
 
     def shared(self, kernel: str) -> tuple[int, dict, int]:
-        """Of a kernel over a bias that heads or batch members share: programs, arguments, number of partial sums."""
+        """Programs, arguments and the number of partial sums of a kernel over a bias that heads or batch members
+        share."""
         tiles, arguments = self.tiled(kernel)
         tiles_k = 1 if self.varlen else -(-self.size_k // arguments["BLOCK_N"])
         return self.split(arguments, tiles, tiles_k)
 
     def split(self, arguments: dict, tiles: int, tiles_k: int) -> tuple[int, dict, int]:
-        """The same, of tiles that cover a block of the bias."""
+        """The same for tiles that cover a block of the bias."""
         shape = self.bias_shape
         own = (1, 1, shape[0]) if self.ragged else (1, 1, 1, *shape[:-2])[-3:]
         full = (*self.lead, self.heads)
         shared = tuple(n // m for n, m in zip(full, own, strict=True))
         blocks, members = math.prod(own), math.prod(shared)
         programs = blocks * tiles * tiles_k
-        # Enough splits to fill the device several times over, but each long enough to be worth
-        # its fp32 copy of the bias.
+        # Enough splits to fill the device several times over, but each long enough to be worth its fp32 copy of the
+        # bias.
         splits = max(1, min(members // 4, -(-8 * self.device.processors // programs)))
         each = -(-members // splits)
         splits = -(-members // each)
@@ -219,7 +224,7 @@ class Plan:
         return splits * programs, arguments, splits
 
     def gradient_strides(self, dbias, use: int) -> tuple[int, ...]:
-        """Strides of a bias gradient that a kernel stores as it is."""
+        """Strides of a bias gradient that a kernel stores directly."""
         return (
             plane_strides(dbias.shape, dbias.stride(), self.ragged)
             if use == STORE.value
@@ -237,7 +242,7 @@ class Plan:
         return vector if not self.ragged and self.size_k % vector == 0 else 1
 
     def weight_sums(self, like) -> torch.Tensor:
-        """What kernels fill with the gradient of key weights: fp32, one per key head and key."""
+        """Memory for the gradient of key weights: fp32, one per key head and key."""
         shape = (
             *self.score_shape[:-3],
             *(self.score_shape[-3:-2] and (self.heads_k,)),
@@ -265,7 +270,7 @@ class Plan:
         return self.launches["delta"]
 
     def dq(self, dq, use: int, dbias) -> Launch:
-        """`use` is what becomes of dS as bias gradient, see backward_queries.py."""
+        """The launch of dq. `use`: the use of dS as bias gradient, see backward_queries.py."""
         key = "dq", dq is None, use
         if key not in self.launches:
             programs, arguments = self.scheduled("dq")
@@ -340,7 +345,8 @@ def plan(*key) -> Plan:
 
 
 def plan_of(strided, inputs: tuple, longest: int, options) -> Plan:
-    """The plan for these inputs (in the order of Inputs). strided: q, k, v, then further tensors with rows, whose strides count."""
+    """The plan for these inputs (in the order of Inputs). strided: q, k, v, then other tensors with rows whose
+    strides matter."""
     q, k, v, bias, weight, mask, cu_seqlens_q, _, bias_offsets, _, alibi = inputs
     return plan(
         device_of(q.device),
@@ -359,7 +365,7 @@ def plan_of(strided, inputs: tuple, longest: int, options) -> Plan:
 
 
 def longest_class(max_seqlen_q: int, max_seqlen_k: int) -> int:
-    """Longest varlen lengths, where known, decide one thing: whether sequences fit in one tile each."""
+    """The class of the longest varlen lengths, if known: it only decides whether each sequence fits in one tile."""
     longest = max(max_seqlen_q, max_seqlen_k) if min(max_seqlen_q, max_seqlen_k) >= 0 else 1 << 30
     return 32 if longest <= 32 else 64 if longest <= 64 else 1 << 30
 
@@ -370,7 +376,7 @@ def rows_like(x) -> tuple:
 
 
 class Forward:
-    """out, lse of tensors of one signature: a call makes room for them and launches."""
+    """A function that computes out, lse of tensors of one signature: it allocates memory for them and launches."""
 
     def __init__(self, p: Plan, tensors: Tensors):
         q, _, v = tensors[:3]
@@ -390,7 +396,8 @@ class Forward:
 
 
 class Backward:
-    """dq, dk, dv, dbias, dweight of tensors of one signature, None where `need` does not name them."""
+    """A function that computes dq, dk, dv, dbias, dweight of tensors of one signature, None where `need` does not
+    name them."""
 
     def __init__(self, p: Plan, tensors: Tensors, need: int):
         q, k, v, bias, weight = tensors[:5]
@@ -467,7 +474,7 @@ def rows_of(x, out):
 
 
 def prepared_forward(tensors: Tensors, scalars: Scalars) -> Forward:
-    """Longest lengths are not needed, and all kernels are deterministic."""
+    """A prepared forward. Longest lengths are not needed, and all kernels are deterministic."""
     _, _, *options, _ = scalars
     p = plan_of(tensors[:3], tuple(tensors), 0, options)
     if p.prepared is None:

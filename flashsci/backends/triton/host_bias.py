@@ -1,4 +1,5 @@
-"""Where gradients of a bias and of key weights come from, by what the bias is broadcast along (p: a Plan of host.py)."""
+"""The source of gradients of a bias and of key weights, by the dims that the bias is broadcast along (p: a Plan of
+host.py)."""
 
 import torch
 
@@ -8,8 +9,11 @@ NO_ROUTE = NO_BIAS_GRADIENT.value, None, None, False
 
 
 def bias_route(p, bias, lse) -> tuple:
-    """Where a bias gradient comes from (see the heads of the kernels' files): what the kernel by queries does with
-    it, the tensor that kernel fills, that of its sums over queries, and whether it has a kernel of its own."""
+    """The source of a bias gradient (see the heads of the kernels' files).
+
+    A tuple of: what the kernel by queries does with it, the tensor that this kernel fills, the tensor of its sums
+    over queries, and whether it has a kernel of its own.
+    """
     if bias.shape == ((p.heads, p.bias_total) if p.ragged else p.score_shape):
         # Scores that no query tile visits are not written.
         make = torch.zeros if p.window or p.ragged else torch.empty
@@ -24,7 +28,7 @@ def bias_route(p, bias, lse) -> tuple:
 
 
 def bias_parts(p, bias, splits: int) -> torch.Tensor:
-    """What the kernel of a shared bias fills. Blocks of a ragged bias need not cover it."""
+    """The tensor that the kernel of a shared bias fills. Blocks of a ragged bias need not cover it."""
     return (torch.zeros if p.ragged else torch.empty)(
         (splits, *bias.shape),
         dtype=bias.dtype if splits == 1 else torch.float32,
@@ -33,7 +37,7 @@ def bias_parts(p, bias, splits: int) -> torch.Tensor:
 
 
 def bias_result(bias, use: int, found, sums, shared: bool) -> torch.Tensor:
-    """The bias gradient from what `bias_route` had filled."""
+    """The bias gradient from the tensors of `bias_route`, after kernels have filled them."""
     if sums is not None:
         return reduce_to(sums.unsqueeze(-2), bias)
     if use == ROW_SUMS.value:

@@ -1,4 +1,4 @@
-"""Copies of a bias in another order of its dims: which dims are one, and what tiles copy_bias.py takes."""
+"""Copies of a bias in another order of its dims: the dims that can be merged, and the tiles of copy_bias.py."""
 
 import functools
 import math
@@ -9,15 +9,18 @@ import triton
 from .copy_bias import CopySide, CopySizes, CopyStrides, copy_bias_kernel
 from .host_launch import Launch, device_of
 
-#: Of a tile of copy_bias.py: its bytes, and the most elements of its shorter side.
+#: Limits of a tile of copy_bias.py: its bytes, and the most elements of its shorter side.
 COPIED_BYTES, COPIED_SIDE = 4096, 64
 
 
 def copy_dims(
     shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]
 ) -> list[tuple[int, int, int]]:
-    """(size, stride of the source, of the target) of a copy's dims as the kernel takes them: three, then the one whose neighbours
-    are read, then the one whose neighbours are written. Dims that lie behind each other in both are one: rows and keys, say."""
+    """(size, stride of the source, stride of the target) of each dim of a copy, as the kernel takes them.
+
+    First three outer dims, then the dim with neighbours in the source, then the dim with neighbours in the target.
+    Dims that follow each other in both tensors are merged: rows and keys, for example.
+    """
     dims: list[tuple[int, int, int]] = []
     for size, read, written in sorted(
         zip(shape, source, target, strict=True), key=lambda dim: -dim[2]
@@ -34,7 +37,7 @@ def copy_dims(
 
 
 def copy_sides(dims: list[tuple[int, int, int]], itemsize: int) -> tuple[CopySide, CopySide]:
-    """Tiles along the dim that is read and the one that is written: the shorter one whole, if it is not long."""
+    """Tiles along the dim that is read and the one that is written; the shorter dim is one tile if it is not long."""
     *outer, (read, _, read_apart), (written, written_apart, _) = dims
     widths = triton.next_power_of_2(read), triton.next_power_of_2(written)
     elements = COPIED_BYTES // itemsize
@@ -61,12 +64,12 @@ def _copy(
     source: tuple[int, ...],
     target: tuple[int, ...],
 ) -> Launch:
-    """The launch that copies a bias of these strides to those."""
+    """The launch that copies a bias from the first strides to the second."""
     dims = copy_dims(shape, source, target)
     sizes, sources, targets = zip(*dims, strict=True)
     of_read, of_written = copy_sides(dims, dtype.itemsize)
     outer = math.prod(sizes[:3])
-    # Launched before what precedes it has ended: a launch after that takes 0.7 us, of 3.7 for 19 MB.
+    # Launched before the kernel before it has ended: a launch after that takes 0.7 us, of 3.7 for 19 MB.
     early = (device_of(device).capability or (0, 0)) >= (9, 0)
     programs = outer * -(-sizes[3] // of_read.TILE) * -(-sizes[4] // of_written.TILE)
     return Launch(copy_bias_kernel, programs, {
@@ -76,7 +79,7 @@ def _copy(
 
 
 def copied(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """``target``, of source's shape and up to 5 dims, filled with what source holds."""
+    """``target``, of source's shape and up to 5 dims, filled with the values of source."""
     if source.numel():
         _copy(source.device, source.dtype, tuple(source.shape), source.stride(), target.stride())(
             source, target

@@ -1,5 +1,7 @@
-"""From the tensors of a call on 8-bit floats to its launch. What depends on shapes, strides and options alone is worked out once and
-remembered."""
+"""The step from the tensors of a call on 8-bit floats to its launch.
+
+Decisions that depend only on shapes, strides and options are made once and kept.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from .host_paged import unbounded, vector_of
 from .scores import ABSENT
 
 MAX_HEAD_DIM = fp8_checks.HEAD_DIM
-# (BLOCK_M, BLOCK_N, warps, stages) for head dims up to the key. A product of P and values is held beside the sum that it is added
-# to, which the tiles of 16 bits leave no registers for. Not timed yet.
+# (BLOCK_M, BLOCK_N, warps, stages) for head dims up to the key. The product of P and values is held next to the sum
+# that it is added to; tiles of the 16-bit kernels leave no registers for it. Not timed yet.
 TILES = {
     "ada": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)},
     "hopper": {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
@@ -32,7 +34,7 @@ TILES = {
 
 
 def tiles(device: Device, dims: tuple[int, int], length_q: int, most_keys: int) -> tuple[int, ...]:
-    """(BLOCK_M, BLOCK_N, warps, stages); most_keys: those of a block of scales."""
+    """(BLOCK_M, BLOCK_N, warps, stages); most_keys: the keys of a block of scales."""
     if device.capability is None:
         name = "interpreter"
     else:
@@ -45,14 +47,14 @@ def tiles(device: Device, dims: tuple[int, int], length_q: int, most_keys: int) 
 
 
 def chunks_of(width: int, *vectors: int) -> list[Chunks]:
-    """A head dim as one or two chunks of 32 to 128: 8-bit products take 32 columns at least."""
+    """A head dim as one or two chunks of 32 to 128: 8-bit products take at least 32 columns."""
     width32 = -(-width // 32) * 32
     d0, d1 = launch.head_chunks(width32, min(vectors) > 1, width32 <= 128)
     return [Chunks(d0, d1, d0 + d1 != width, vector) for vector in vectors]
 
 
 def four(strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides but the last as (b0, b1, head, row)."""
+    """All strides except the last as (b0, b1, head, row)."""
     return (0,) * (5 - len(strides)) + tuple(strides[:-1])
 
 
@@ -72,7 +74,7 @@ def scale_strides(scale: Tensor | None, x: Tensor, sequences: int) -> ScaleStrid
 
 
 class Plan:
-    """What the launch of one kind of call needs."""
+    """The values that the launch of one kind of call needs."""
 
     def __init__(
         self, device, out_dtype, q_shape, k_shape, dim_v, strides, scales, sequences, scalars
@@ -119,7 +121,7 @@ class Plan:
 
 
 class Call:
-    """A call that is known to be right, and its plan."""
+    """A checked call, and its plan."""
 
     def __init__(self, given: FP8Tensors, scalars: FP8Scalars):
         fp8_checks.attention(given, scalars, MAX_HEAD_DIM)

@@ -32,9 +32,9 @@ def device_of(device: torch.device) -> Device:
 class Launch:
     """One kernel with everything but its tensors decided.
 
-    The first launch with tensors of a kind (absent, aligned to 16 bytes, not aligned) on a device goes through
-    Triton's own path, which compiles. Later ones hand the compiled kernel its arguments directly:
-    Triton would look at all of them again, at many times the cost.
+    The first launch with tensors of a kind (absent, aligned to 16 bytes, not aligned) on a device takes Triton's own
+    path, which compiles. Later launches give the compiled kernel its arguments directly: Triton would examine all of
+    them again, at many times the cost.
     """
 
     def __init__(self, kernel, programs: int, arguments: dict):
@@ -44,11 +44,11 @@ class Launch:
         self.compiled: dict[int, Callable] = {}
 
     def __call__(self, *tensors) -> None:
-        """tensors: the kernel's first arguments, before all others those of Inputs and Tangents as plain tuples. The first
-        of all is never None."""
+        """Launch. tensors: the kernel's first arguments, with those of Inputs and Tangents first, as plain tuples.
+        The first of all is never None."""
         first = tensors[0]
         kind = 1 + (first[0] if isinstance(first, tuple) else first).get_device()
-        pointers: list = []  # numbers: of a tensor the launcher would ask for it again, and the driver whose it is
+        pointers: list = []  # numbers: from a tensor the launcher would get them again, and ask the driver
         for x in tensors:
             if isinstance(x, tuple):
                 group = []
@@ -89,15 +89,16 @@ class Launch:
             self.compiled[kind] = launcher(compiled, self.programs, rest, device.index)
 
 
-# Versions of Triton whose C launcher takes what is given to it here.
+# Versions of Triton whose C launcher takes these arguments.
 DIRECT = ("3.6.",)
 
 
 def launcher(compiled, programs: int, rest: list, device: int) -> Callable[[list], None]:
-    """What launches a compiled kernel, given its pointers: it adds all other arguments, and the device's current stream.
+    """A function that launches a compiled kernel, given its pointers: it adds all other arguments, and the device's
+    current stream.
 
-    Between a kernel and its launcher in C Triton has hooks, with a record made for them at every launch, which cost more than the
-    launcher. Where nobody set one, they are passed by.
+    Between a kernel and its launcher in C, Triton has hooks, and makes a record for them at every launch; this costs
+    more than the launcher. If no hook is set, this function bypasses them.
     """
     triton_launch = compiled[(programs, 1, 1)]
     c_launch = fixed = None
@@ -133,5 +134,5 @@ def launcher(compiled, programs: int, rest: list, device: int) -> Callable[[list
 
 
 def unnamed(x):
-    """Named tuples as plain ones, which Triton's launcher reads in half the time."""
+    """Named tuples as plain tuples, which Triton's launcher reads in half the time."""
     return tuple(map(unnamed, x)) if isinstance(x, tuple) else x

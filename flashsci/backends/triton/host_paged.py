@@ -1,5 +1,8 @@
-"""From the tensors of a paged call to its launches. What depends on shapes, strides and options alone is worked out once and
-remembered; lengths and pages are read on the device."""
+"""The step from the tensors of a paged call to its launches.
+
+Decisions that depend only on shapes, strides and options are made once and kept; lengths and pages are read on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from .paged_cache import CacheSizes, CacheStrides, write_cache_kernel
 from .scores import ABSENT
 
 UNBOUNDED = 1 << 30  # a window side that never cuts
-# Tiles of up to FEW rows: (BLOCK_N, warps, stages) for head dims up to the key. Keys stream through them, and two or more programs
-# fit on a processor; of the stages, two are the way from a page's number to its keys. Not timed yet.
+# Tiles of up to FEW rows: (BLOCK_N, warps, stages) for head dims up to the key. Keys stream through them, and two or
+# more programs fit on a processor; two of the stages are for the way from a page's number to its keys. Not timed yet.
 FEW = 32
 FEW_ROWS = {
     "turing": {64: (32, 4, 1), 128: (32, 4, 1), 256: (16, 4, 1)},
@@ -32,16 +35,16 @@ FEW_ROWS = {
     "fp32": {64: (32, 4, 2), 128: (32, 4, 1), 256: (16, 4, 1)},
     "interpreter": {256: (16, 4, 1)},
 }
-# Programs for each processor below which keys are split. Decode: lengths differ, and a long sequence must not be left over at the
-# end. Prompts: to fill the device, no further.
+# Programs for each processor below which keys are split. Decode: lengths differ, and a long sequence must not run
+# alone at the end. Prompts: only to fill the device.
 PROGRAMS_OF_FEW, PROGRAMS_OF_MANY = 16, 2
 MOST_SPLITS = 64
-SPLIT_KEYS = 256  # of a split, at least
+SPLIT_KEYS = 256  # keys of a split, at least
 COMBINED_ROWS = 4
 
 
 class Tiles(NamedTuple):
-    few: bool  # rows of a sequence
+    few: bool  # few rows of a sequence
     block_m: int
     block_n: int
     warps: int
@@ -51,7 +54,10 @@ class Tiles(NamedTuple):
 def tiles(
     device: Device, dtype: torch.dtype, precision: str, dims: tuple[int, int], rows: int, keys: int
 ) -> Tiles:
-    """Of a call whose sequences have about so many rows, (query, head) pairs that share a key head, and at most so many keys."""
+    """The tiles of a call, by the typical number of rows of its sequences and the most keys.
+
+    Rows are (query, head) pairs that share a key head.
+    """
     if rows > FEW:
         found = launch.config(
             "forward", device.capability, dtype, precision, *dims, False, rows, keys
@@ -68,7 +74,7 @@ def tiles(
 
 
 def splits_of(device: Device, few: bool, programs: int, keys: int, block_n: int) -> tuple[int, int]:
-    """(splits of the keys, keys that each has at least)."""
+    """(number of splits of the keys, least keys of each)."""
     if device.capability is None:  # so that small tests have several
         return max(1, min(3, keys // (2 * block_n))), 2 * block_n
     wanted = (PROGRAMS_OF_FEW if few else PROGRAMS_OF_MANY) * device.processors
@@ -77,13 +83,13 @@ def splits_of(device: Device, few: bool, programs: int, keys: int, block_n: int)
 
 
 def vector_of(width: int, strides: tuple[int, ...], itemsize: int) -> int:
-    """How many elements a load may take at once."""
+    """The number of elements that one load may take."""
     vector = 16 // itemsize
     return vector if all(s % vector == 0 for s in (width, *strides)) else 1
 
 
 def chunks_of(width: int, other: int, deep: bool, *vectors: int) -> list[Chunks]:
-    """The same split of a head dim, beside another, for tensors of these vectors."""
+    """The same split of a head dim, next to another one, for tensors of these vectors."""
     d0, d1 = launch.head_chunks(width, min(vectors) > 1, deep, other)
     return [Chunks(d0, d1, d0 + d1 != width, vector) for vector in vectors]
 
@@ -93,7 +99,7 @@ def unbounded(side: int) -> int:
 
 
 class Plan:
-    """What the launches of one kind of call share."""
+    """The values that the launches of one kind of call share."""
 
     def __init__(
         self,
@@ -162,7 +168,7 @@ class Plan:
 
 
 class Call:
-    """A call that is known to be right, but for where its tensors lie, and its plan."""
+    """A call that is checked except for shared memory, and its plan."""
 
     def __init__(self, given: PagedTensors, out: Tensor, scalars: PagedScalars):
         paged_checks.attention(given, out, scalars, LIMITS)
@@ -178,7 +184,7 @@ class Call:
 
 
 def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tensor:
-    """Fills ``out`` and returns the lse."""
+    """Fill ``out`` and return the lse."""
     key = kinds(*tensors, out), scalars
     call = _calls.get(key)
     if call is None:
@@ -206,7 +212,7 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tens
 
 
 class Write:
-    """An update that is known to be right, but for where its tensors lie, and its launch."""
+    """An update that is checked except for shared memory, and its launch."""
 
     def __init__(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, *rest):
         slots, k_scale, v_scale = rest
@@ -215,7 +221,7 @@ class Write:
         self.tokens = slots.shape[0]
         self.of_k, self.of_v = memory.span(k_cache), memory.span(v_cache)
         self.read = [0 if x is None else memory.span(x) for x in (key, value, *rest)]
-        self.distances: set[int] = set()  # from k_cache to v_cache, at which they share no element
+        self.distances: set[int] = set()  # from k_cache to v_cache, for which they share no element
         key, value = rows(key), rows(value)
         heads, dims = key.shape[1], (key.shape[-1], value.shape[-1])
         most = torch.finfo(k_cache.dtype).max if k_cache.dtype in paged_ops.FP8 else 0.0
@@ -230,7 +236,7 @@ class Write:
         })  # fmt: skip
 
     def look(self, k_cache: Tensor, v_cache: Tensor, *read: Tensor | None) -> None:
-        """Raises if a cache shares memory with another tensor. read: key, value, slot_mapping and scales."""
+        """Raise if a cache shares memory with another tensor. read: key, value, slot_mapping and scales."""
         k, v = k_cache.data_ptr(), v_cache.data_ptr()
         end_k, end_v = k + self.of_k, v + self.of_v
         near = v - k not in self.distances

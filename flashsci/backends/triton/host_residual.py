@@ -1,4 +1,4 @@
-"""Launches of residual attention: tile sizes, what is kept for calls that are alike, and its raw ops."""
+"""Launches of residual attention: tile sizes, the values kept for repeated calls, and its raw ops."""
 
 import math
 
@@ -25,8 +25,9 @@ from .host_strides import plane_strides, strides4
 from .residual_backward import residual_backward_kernel, residual_queries_kernel
 from .residual_forward import residual_forward_kernel
 
-# (BLOCK_M, BLOCK_N, warps, stages[, registers a thread at most]) up to a width, in 16 bits and in fp32. Two warps: rows of P^T and dS^T
-# go to tensor cores from registers, where four that have 64 rows write them for wgmma first. docs/develop/kernels/logs/triton.md has the times.
+# (BLOCK_M, BLOCK_N, warps, stages[, registers a thread at most]) up to a width, in 16 bits and in fp32. With two
+# warps, rows of P^T and dS^T go to tensor cores from registers; four warps with 64 rows write them to shared memory
+# for wgmma first. docs/develop/kernels/logs/triton.md has the times.
 HOPPER = {
     "forward": {
         16: ((64, 64, 4, 3, 128), (64, 32, 4, 3, 128)),
@@ -62,7 +63,8 @@ OTHERS = {
         128: ((32, 32, 4, 2), (32, 32, 4, 2)),
     },
 }
-# Where the last tile would be mostly empty: half the rows forward, half the columns backward, a tenth slower a score.
+# Tiles where the last one would be mostly empty: half the rows forward, half the columns backward, a tenth slower a
+# score.
 HALVED = {
     (64, 64, 4, 3, 128): (32, 64, 2, 3, 128),
     (16, 128, 4, 3, 168): (32, 64, 4, 2, 168),
@@ -78,7 +80,8 @@ def tiles(
     width: int,
     length: int,
 ) -> tuple[int, ...]:
-    """As in the tables. width: of the wider head dim; length: what a program owns a tile of: backward keys, else queries."""
+    """Tiles from the tables. width: that of the wider head dim; length: that of the dim a program owns tiles of:
+    backward keys, else queries."""
     if capability is None:
         return 32, 16, 4, 1
     if capability < (8, 0):
@@ -98,7 +101,7 @@ def tiles(
 
 
 class Launches:
-    """Of tensors of one signature."""
+    """The launches for tensors of one signature."""
 
     def __init__(self, plan: Plan, call: ResidualCall):
         self.plan = plan
@@ -107,8 +110,8 @@ class Launches:
         self.vector = 16 // scores_dtype(call.q, call.bias).itemsize
 
     def __call__(self, name: str, kernel, pieces: int, **strided: Tensor) -> Launch:
-        """The launch of a kernel. pieces: of the bias (`pieces_of`); strided: results and gradients with rows, by the kernel's name of
-        them."""
+        """The launch of a kernel. pieces: those of the bias (`pieces_of`); strided: results and gradients with rows,
+        by their names in the kernel."""
         p = self.plan
         by_keys = name == "backward"
         m, n, warps, stages, *registers = tiles(
@@ -128,13 +131,13 @@ class Launches:
         return Launch(kernel, count * heads, arguments)
 
     def delta(self) -> Launch:
-        """Of `delta_kernel`, for references of scores as they are."""
+        """The launch of `delta_kernel`, for references of unscaled scores."""
         found = self.plan.delta()
         return Launch(found.kernel, found.programs, found.arguments | {"FOLD": False})
 
 
 def pieces_of(bias: Tensor | None) -> int:
-    """Numbers, up to 16 bytes, at whose multiples rows of a bias begin; 0: its keys are not neighbours."""
+    """The numbers, up to 16 bytes, of whose multiples rows of a bias begin; 0: its keys are not neighbours."""
     if bias is None:
         return 0
     *strides, column = plane_strides(bias.shape, bias.stride(), False)
@@ -146,12 +149,12 @@ def pieces_of(bias: Tensor | None) -> int:
 def inputs_of(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """In the order of Inputs."""
+    """The tensors in the order of Inputs."""
     return q, k, v, bias, None, None, None, None, None, seed, None
 
 
 def plan_for(call: ResidualCall, *more: Tensor) -> Plan:
-    """more: what has rows besides."""
+    """The plan of a call. more: further tensors with rows."""
     _, _, *options, _ = call.scalars
     return plan_of((*call[:3], *more), inputs_of(*call[:5]), 0, options)
 
@@ -161,18 +164,18 @@ def alike(x: Tensor) -> tuple:
 
 
 def room(shape, stride, dtype, device) -> Tensor:
-    """For scores: with memory for the last row's end, too, which kernels write."""
+    """An empty tensor for scores, with memory up to the padded end of the last row, which kernels write."""
     if len(shape) < 2 or stride[-2] == shape[-1]:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
     memory = torch.empty(shape[0] * stride[0], dtype=dtype, device=device)
-    # Not a view to autograd: users may write to it.
+    # autograd must not see a view: users may write to it.
     return torch.empty(0, dtype=dtype, device=device).set_(
         memory.untyped_storage(), memory.storage_offset(), shape, stride
     )
 
 
 class Forward:
-    """out, lse, scores of tensors of one signature."""
+    """A function that computes out, lse, scores of tensors of one signature."""
 
     def __init__(self, plan: Plan, call: ResidualCall):
         *self.rows, self.scores = (alike(x) for x in empty_results(call))
@@ -180,7 +183,7 @@ class Forward:
         self.runs: dict[int, Launch] = {}  # by the pieces of the bias
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """tensors: the first five of a ResidualCall."""
+        """out, lse, scores. tensors: the first five of a ResidualCall."""
         out, lse = [torch.empty_strided(x, y, dtype=z, device=d) for x, y, z, d in self.rows]
         scores = room(*self.scores)
         if self.empty:
@@ -196,7 +199,8 @@ class Forward:
 
 
 class Backward:
-    """dq, dk, dv and the gradient of the whole scores (None unless wanted), likewise."""
+    """A function that computes dq, dk, dv and the gradient of the whole scores (None unless wanted) for one
+    signature."""
 
     def __init__(self, plan: Plan, call: ResidualCall, need_bias: bool):
         dq, dk, dv, change = empty_gradients(call, True)
@@ -255,7 +259,7 @@ def backward_of(dout: Tensor, call: ResidualCall, out: Tensor, need_bias: bool) 
 
 
 class Prepared:
-    """Both for tensors of one signature; backwards by the signature of what they are given."""
+    """Both functions for tensors of one signature; backwards by the signature of their arguments."""
 
     def __init__(self, call: ResidualCall):
         call = checked(call)
@@ -264,8 +268,8 @@ class Prepared:
         self.backwards: dict[tuple, Backward] = {}
 
     def backward(self, dout, dscores, tensors, out, lse, scores, need_bias: bool):
-        """What computes the gradients of plain tensors like these, whatever their strides: hooks of saved ones may have brought back
-        others than were given."""
+        """A function that computes the gradients of plain tensors like these, with any strides: hooks of saved
+        tensors may have returned others than were given."""
         call = ResidualCall(*tensors, *self.options).laid_out()
         d, o = rows_of(dout, out), rows_of(out, out)
         call = checked(call, (o, d), (lse,), scores=scores, dscores=dscores)
@@ -290,10 +294,10 @@ class Prepared:
 def checked(
     call: ResidualCall, of_out: tuple = (), of_lse: tuple = (), **scores: Tensor | None
 ) -> ResidualCall:
-    """The call as kernels read it. ``scores``: what has their shape and dtype.
+    """The call as kernels read it. ``scores``: a tensor with their shape and dtype.
 
     Raises:
-        TypeError, ValueError: what does not fit.
+        TypeError, ValueError: arguments that do not fit.
     """
     q, k, v, *_, seed, _ = checks.checked(call.tensors, call.scalars, (), of_out, of_lse)
     if q.shape[-1] > MAX_HEAD_DIM or v.shape[-1] > MAX_HEAD_DIM:

@@ -93,7 +93,7 @@ class SecondOrder:
         return self.launches[key]
 
     def whole(self, gq, gk, gv, tout, use: int, gbias) -> Launch:
-        """Of sequences that fit in one tile."""
+        """The launch for sequences that fit in one tile."""
         key = "whole", gq is None, gk is None, gv is None, use
         if key not in self.launches:
             programs, arguments = self.plan.whole(self.small)
@@ -107,7 +107,7 @@ class SecondOrder:
         return self.launches[key]
 
     def wide(self) -> Launch:
-        """What lies between products of wide heads, for Wide (host_wide.py)."""
+        """The launch between products of wide heads, for Wide (host_wide.py)."""
         if "wide" not in self.launches:
             tangents = {name: x for name, x in self.tangents.items() if name != "dout_strides"}
             self.launches["wide"] = self.plan.wide.of_scores(
@@ -129,7 +129,8 @@ class SecondOrder:
 
 
 def second_order_of(inputs: tuple, tangents: tuple, dout, out, *rest) -> SecondOrder:
-    """The launches for these tensors (in the order of Inputs and Tangents). An absent tangent or dout is laid out like what it belongs to."""
+    """The launches for these tensors (in the order of Inputs and Tangents). An absent tangent or dout has the layout
+    of its tensor."""
     q, k, v = inputs[:3]
     tq, tk, tv, tbias, tweight = tangents
     dout, tq, tk, tv = (
@@ -166,8 +167,8 @@ def jvp(tangents: Tangents, saved: Saved):
 
 
 def double_backward(tangents: Tangents, dout, dlse, saved: Saved, need: int):
-    """Gradients of q, k, v, bias, key weights, dout, dlse for the cotangents tq, ... of the first five's gradients (None: zero);
-    those that `need` does not name are empty."""
+    """Gradients of q, k, v, bias, key weights, dout, dlse for the cotangents tq, ... of the first five's gradients
+    (None: zero); those that `need` does not name are empty."""
     tensors, out, lse, scalars = saved
     q, k, v, bias, weight = tensors[:5]
     tq, tk, tv, tbias, tweight = tangents
@@ -224,7 +225,7 @@ def double_backward(tangents: Tangents, dout, dlse, saved: Saved, need: int):
 
 
 def results(tensors: Tensors, lse, found: tuple, need: int) -> tuple:
-    """What the raw op returns: an empty tensor for None, and for tout and mean where `need` does not name them."""
+    """The results of the raw op: an empty tensor for None, and for tout and mean where `need` does not name them."""
     q, k, v, bias, weight = tensors[:5]
     *gradients, tout, mean = found
     likes = (q, k, v, q if bias is None else bias, q if weight is None else weight)

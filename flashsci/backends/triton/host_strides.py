@@ -1,4 +1,4 @@
-"""Strides of tensors as kernels take them: one for each of two batch dims, the head and what is inside it."""
+"""Strides of tensors as kernels take them: one for each of two batch dims, for the head, and for the inner dims."""
 
 NO_STRIDES = (0, 0, 0, 0, 0)
 
@@ -9,7 +9,7 @@ def strides4(stride: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def strides_of(x) -> tuple[int, ...]:
-    """Those of a result with rows; None: it is not wanted."""
+    """The strides of a result with rows; None: it is not wanted."""
     return NO_STRIDES[:4] if x is None else strides4(x.stride())
 
 
@@ -37,7 +37,7 @@ def plane_strides(shape: tuple[int, ...], stride: tuple[int, ...], ragged: bool)
 
 
 def plane_vector(strides: tuple[int, ...], size_k: int, itemsize: int, varlen: bool) -> int:
-    """0: columns are not neighbours in memory; else how many elements a load may take at once."""
+    """The number of elements that one load may take; 0: columns are not neighbours in memory."""
     if strides[4] != 1:
         return 0
     vector = 16 // itemsize

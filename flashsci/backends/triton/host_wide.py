@@ -1,7 +1,7 @@
 """Launches for wide heads: products of whole heads, and one kernel on the scores between them.
 
-Heads this wide leave no room on a multiprocessor for what is kept there of narrower ones, and scores in memory are few beside
-the rows.
+A multiprocessor has no room for the tiles of heads this wide, and the scores in memory are few compared with the
+rows.
 """
 
 import torch
@@ -17,13 +17,13 @@ from .wide_backward import wide_backward_kernel
 from .wide_forward import wide_forward_kernel
 from .wide_products import product_kernel
 
-# Products, by what they give: rows of queries by rows of keys; scores by rows of keys; scores, transposed, by rows of queries,
-# summed over the query heads of each key head.
+# Products, by their results: rows of queries by rows of keys; scores by rows of keys; scores, transposed, by rows of
+# queries, summed over the query heads of each key head.
 SCORES, QUERIES, KEYS = "scores", "queries", "keys"
 
 
 class Wide:
-    """What the launches of one kind of call share, beside its Plan (host.py)."""
+    """The values that the launches of one kind of call share, in addition to its Plan (host.py)."""
 
     def __init__(self, plan):
         self.plan = plan
@@ -33,7 +33,7 @@ class Wide:
         )  # fp32 numbers of a row of scores in one load
 
     def scores(self, like) -> torch.Tensor:
-        """Room for the scores of every head."""
+        """Memory for the scores of every head."""
         p = self.plan
         return like.new_empty((*p.lead, p.heads, p.size_q, p.size_k))
 
@@ -74,13 +74,14 @@ class Wide:
         return Launch(product_kernel, p.batch * heads * tiles_m * tiles_n, arguments)
 
     def between(self, kernel) -> Launch:
-        """What a first-order kernel does to all scores between two products."""
+        """The launch of a first-order kernel on all scores between two products."""
         if kernel not in self.launches:
             self.launches[kernel] = self.of_scores(kernel)
         return self.launches[kernel]
 
     def of_scores(self, kernel, narrower: int = 1, **more) -> Launch:
-        """A launch of a kernel on all scores. narrower: by how much its tiles are, for its many of them."""
+        """A launch of a kernel on all scores. narrower: the factor by which its tiles are narrower, because it has
+        many of them."""
         p = self.plan
         block_m, block_n, warps = launch.rows_config(p.size_q, p.size_k, narrower)
         tiles = -(-p.size_q // block_m)
@@ -90,14 +91,15 @@ class Wide:
         return Launch(kernel, tiles * p.batch * p.heads, arguments | more)
 
     def forward(self, tensors, out, lse) -> None:
-        """Fills out and lse."""
+        """Fill out and lse."""
         q, k, v = tensors[:3]
         scores = self.product(SCORES, self.scores(q), q, k)
         self.between(wide_forward_kernel)(tensors, scores, lse)
         self.product(QUERIES, out, scores, v)
 
     def backward(self, dout, dlse, tensors, out, lse, results, need: int) -> tuple:
-        """Fills dq, dk, dv in `results`, of which any may be None; dbias and dweight, None where `need` does not name them."""
+        """Fill dq, dk, dv in `results`, each of which may be None; return dbias and dweight, None where `need` does
+        not name them."""
         q, k, v, bias, weight = tensors[:5]
         dq, dk, dv = results
         kept = self.product(SCORES, self.scores(q), q, k)
@@ -115,13 +117,13 @@ class Wide:
         return self.sums(room, ds, bias, weight, need)
 
     def tangents(self, run: Launch, tangents, tensors, lse, tout, mean) -> None:
-        """Fills tout, mean: tangents of out and lse. run: as SecondOrder.wide gives it."""
+        """Fill tout, mean: tangents of out and lse. run: as from SecondOrder.wide."""
         w, _, _, kept = self._moved(run, tangents, tensors, lse, mean, NEED_DOUT)
         self._tangent_of_out(tout, w, kept, tensors, tangents)
 
     def double_backward(self, run: Launch, tangents, dout, dlse, tensors, out, lse, results, mean, need: int) -> tuple:  # fmt: skip
-        """Fills gq, gk, gv, tout in `results`, of which any may be None, and mean; gbias and gweight, None where `need` does not
-        name them."""
+        """Fill gq, gk, gv, tout in `results`, each of which may be None, and mean; return gbias and gweight, None
+        where `need` does not name them."""
         q, k, _, bias, weight = tensors[:5]
         tq, tk = tangents[:2]
         gq, gk, gv, tout = results
@@ -164,8 +166,10 @@ class Wide:
         return delta
 
     def room(self, bias, weight, need: int, like) -> tuple:
-        """For gradients of scores before the softcap, where a bias needs them beside those behind it, and for the terms of that of
-        key weights."""
+        """Memory for gradients of scores before the softcap, and for the terms of the gradient of key weights.
+
+        The former is needed if a bias needs the gradients after the softcap as well.
+        """
         beside = bias is not None and need & NEED_BIAS and self.plan.arguments["F"].SOFTCAP
         weighted = weight is not None and need & NEED_KEY_WEIGHT
         return tuple(self.scores(like) if wanted else None for wanted in (beside, weighted))

@@ -1,13 +1,13 @@
 """Seven repairs of Triton's interpreter (seen in 3.6), imported in interpreter mode only.
 
-- It keeps scalars as arrays of one element and calls ``int`` on them, which NumPy 2.4 refuses: loop bounds fail.
-- It replaces parts of triton.language while a kernel runs: two threads would undo each other's. One at a time.
-- At every call of a device function it searches triton.language for what to replace, which is replaced already: more than
-  half of its time. Once for each file and launch.
+- It stores scalars as arrays of one element and calls ``int`` on them, which NumPy 2.4 refuses: loop bounds fail.
+- It replaces parts of triton.language while a kernel runs: two threads would undo each other's changes. Now one runs at a time.
+- At every call of a device function it searches triton.language for parts to replace, which are replaced already: more than
+  half of its time. Now it does so once for each file and launch.
 - It wraps the shape of every tensor and of its type anew, dimension by dimension, and makes a table of all types to look one
-  up: a third of the time that is left. Once for each shape, once for each type.
-- It cuts fp32 to bfloat16 toward zero, where every GPU rounds to nearest: results come out too small.
-- It rounds fp32 to 8-bit floats otherwise than to the nearest, ties to even.
+  up: a third of the time that is left. Now it does so once for each shape and once for each type.
+- It cuts fp32 to bfloat16 toward zero, where every GPU rounds to nearest: results are too small.
+- It does not round fp32 to 8-bit floats to nearest, ties to even.
 - It reads the NaN and infinities of 8-bit floats as numbers.
 """
 

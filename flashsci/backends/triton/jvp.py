@@ -3,10 +3,10 @@
 Maths     see tangents.py: m = sum_j P T + N tw, tO = sum_j R ((P T + N tw) V + P tV) - m O; delta = dO . O - dlse, zeta = dO . tO
 Grid      as in forward.py
 Tiles     q, tq and the fp32 tO stay on chip; k, tk, v, tv stream: 5 products a tile, lse and O are those of the forward
-Centre    m is known at the end only. Until then T - c stands for T - m, with c the mean over the first tile that a row sees:
-          tO = sum_j R ((P (T - c) + N tw) V + P tV) - (m - c) O. Without it, 16-bit roundings would grow with a common part of T, which
-          softmax does not see. With a tangent of key weights, whose N tw has no bound where P is small, m comes from a first sweep
-          over the keys (2 more products)
+Centre    m is known only at the end. Until then T - c stands for T - m, with c the mean over the first tile that a row sees:
+          tO = sum_j R ((P (T - c) + N tw) V + P tV) - (m - c) O. Without it, 16-bit roundings would grow with a common part
+          of T, which softmax does not see. With a tangent of key weights, N tw has no bound where P is small; then m comes
+          from a first sweep over the keys (2 more products)
 Limits    tensor cores; at D = 64 the exponentials hide behind five products
 """
 
@@ -68,7 +68,7 @@ def jvp_kernel(
     centre = tl.zeros([BLOCK_M], tl.float32)
     centred = tl.zeros([BLOCK_M], tl.int1)
     excess = tl.zeros([BLOCK_M], tl.float32)  # m - c
-    total = tl.zeros([BLOCK_M], tl.float32)  # sum of P: 1 but for roundings of a huge lse
+    total = tl.zeros([BLOCK_M], tl.float32)  # sum of P: 1, up to roundings of a huge lse
     acc = zero_chunks(BLOCK_M, V)
 
     edges = key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)

@@ -7,8 +7,11 @@ from .arguments import RUNTIME
 
 
 class Kernel(JITFunction):
-    """Triton 3.6 reads `do_not_specialize` for arguments, not for what is in a tuple: there it compiles a kernel again for every
-    number that is 1 or a multiple of 16. Here it holds for tuples, too."""
+    """A JIT function whose `do_not_specialize` also holds for numbers in tuples.
+
+    Triton 3.6 reads it for arguments, not for the contents of a tuple: it would compile a kernel again for every
+    number that is 1 or a multiple of 16.
+    """
 
     def create_binder(self):
         *caches, binder = super().create_binder()
@@ -25,7 +28,7 @@ class Kernel(JITFunction):
 
 
 def general(kind, value):
-    """Triton's (type, what it compiles in) of an argument, nothing compiled in."""
+    """Triton's (type, compiled-in value) of an argument, with no value compiled in."""
     if isinstance(kind, tuple):
         kinds, values = zip(*map(general, kind, value), strict=True)
         return kinds if type(kind) is tuple else type(kind)(*kinds), values

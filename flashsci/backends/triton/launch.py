@@ -172,22 +172,23 @@ INTERPRETER: Tiles = {
 }  # small, so that small tests have several tiles
 
 MAX_HEAD_DIM = 512
-MOST_KEYS = 1024  # of a row of scores that one program holds
+MOST_KEYS = 1024  # keys of a row of scores that one program holds
 
 
 @functools.lru_cache
 def head_chunks(d: int, split: bool = True, deep: bool = True, other: int = 0) -> tuple[int, int]:
     """A head dim as one or two powers of two: 64 -> (64, 0), 80 -> (64, 16), 24 -> (32, 0).
 
-    The ptxas of Triton 3.6 (12.8) loses the shared-memory address of the second product with a tile that is not loaded ahead, as
-    rows that are not aligned to 16 bytes never are, in two forms; scripts/undefined_registers.py finds them.
+    The ptxas of Triton 3.6 (12.8) loses the shared-memory address of the second product with a tile that is not
+    loaded ahead. Rows that are not aligned to 16 bytes never are. The fault has two forms;
+    scripts/undefined_registers.py finds them.
 
     Args:
-        split: rows that are not aligned are not split: two products with one left operand were one form.
-        deep: whether one chunk may be as deep as it likes. Three TF32 products may not, because
-            tensor cores round sums towards zero: from 128 on, 128 -> (64, 64).
-        other: the other head dim. Tiles of K and V that are not aligned share a place, and were the other form where one
-            has rows of 128 bytes or more and the other shorter ones: (50, 20) are both 64 wide.
+        split: rows that are not aligned are not split: two products with one left operand were one form of the fault.
+        deep: whether one chunk may have any depth. For three TF32 products it may not, because tensor cores round
+            sums towards zero: from 128 on, 128 -> (64, 64).
+        other: the other head dim. Tiles of K and V that are not aligned share a place. They were the other form,
+            where one has rows of 128 bytes or more and the other shorter ones: (50, 20) are both 64 wide.
     """
     if not split:
         d = max(d, min(other, 64))
@@ -228,11 +229,11 @@ def config(
     rows = table[kernel]
     registers: list[int]
     block_m, block_n, warps, stages, *registers = rows[min(d for d in rows if d >= width)]
-    # Short sequences: smaller tiles, and no more warps than they feed. Few sizes, so that few
-    # kernels are compiled.
+    # Short sequences: smaller tiles, and no more warps than they can feed. There are few sizes, so that few kernels
+    # are compiled.
     chosen = block_m, block_n
-    # Hopper's wgmma takes 64 rows, and these kernels have products whose rows are queries (scores that are read beside a
-    # bias or mask) and such whose rows are keys.
+    # Hopper's wgmma takes 64 rows. These kernels have both products whose rows are queries (scores that are read with
+    # a bias or mask) and products whose rows are keys.
     both_ways = capability is not None and capability >= (9, 0) and bias_mask and kernel in BY_KEYS
     longest = max(length_q, length_k)
     if longest <= 64:
@@ -261,8 +262,8 @@ def config(
 def small_config(
     capability: tuple[int, int] | None, dtype: torch.dtype, width: int, longest: int
 ) -> tuple[int, ...] | None:
-    """(tile side, warps[, registers a thread]) where one program does the whole backward of a
-    sequence; None: it does not fit."""
+    """(tile side, warps[, registers a thread]) if one program does the whole backward of a sequence; None: it does
+    not fit."""
     wide, turing = dtype == torch.float32, capability is not None and capability < (8, 0)
     if longest > (32 if capability is None or turing else 64):
         return None
@@ -274,8 +275,10 @@ def small_config(
 
 
 def is_wide(dims: tuple[int, int], length_q: int, length_k: int) -> bool:
-    """Whether scores of fp32 inputs are held in memory, between products of whole heads: no tile serves rows so wide, and
-    the scores are no more numbers than half of the rows."""
+    """Whether scores of fp32 inputs are held in memory, between products of whole heads.
+
+    No tile serves rows so wide, and the scores are at most half as many numbers as the rows.
+    """
     few = 2 * length_q * length_k <= (length_q + length_k) * sum(dims)
     return max(dims) > 128 and few and length_k <= MOST_KEYS
 
@@ -288,11 +291,11 @@ def product_config(
         return 16, 32, 16, 4, 1
     if capability < (8, 0):
         return 32, 32, 16, 4, 1
-    # Few queries: what counts is that the other operand is read, or written, by many programs.
+    # Few queries: the cost is that many programs read, or write, the other operand.
     if rows <= 16:
         return (16, 32, 32, 1, 3) if of_rows else (16, 64, 16, 1, 4)
-    # Four warps with 64 rows are wgmma's on Hopper, for which three TF32 products write both halves of an operand to shared
-    # memory: worth it for long sums alone.
+    # On Hopper, four warps with 64 rows use wgmma, for which three TF32 products write both halves of an operand to
+    # shared memory: only long sums are worth it.
     if of_rows and aligned:
         return (64, 64, 32, 4, 3) if rows > 32 else (32, 32, 32, 2, 3)
     if of_rows:

@@ -2,10 +2,10 @@
 
 Maths     the forward's (forward.py), without its FOLD; a sink adds e^sink to the row sum, the scale of an 8-bit K multiplies the
           scale of the scores, that of V the result
-Grid      one axis over (slot of query rows, split of the keys, key head), from shapes alone: slots are found again on the device
-          as in coord.varlen_tile, splits share the keys that a tile can see, and those without any write lse -inf and leave
-Tiles     rows are (query, head of the group) pairs, so that a decode fills a tile with the heads that share its keys; key tiles are
-          gathered by the block table, a page for each key
+Grid      one axis over (slot of query rows, split of the keys, key head), from shapes alone: the device finds slots as in
+          coord.varlen_tile, splits share the keys that a tile can see, and those without any write lse -inf and leave
+Tiles     rows are (query, head of the group) pairs, so that a decode fills a tile with the heads that share its keys; key
+          tiles are gathered by the block table, a page for each key
 Splits    partial results, normalised, in fp32, and their lse; `paged_combine_kernel` adds them up
 Limits    decode: memory; prefill: as forward, and the addresses of gathered rows
 """
@@ -25,7 +25,7 @@ class PagedStrides(NamedTuple):
     q: tuple[int, ...]  # (row, head)
     k: tuple[int, ...]  # (page, row, key head)
     v: tuple[int, ...]
-    out: tuple[int, ...]  # (split, row, head); of one split that of the split is 0
+    out: tuple[int, ...]  # (split, row, head); with one split, that of the split is 0
 
 
 class PagedSizes(NamedTuple):
@@ -40,14 +40,14 @@ class PagedSizes(NamedTuple):
     head_dim_v: int
     slots: int
     splits: int
-    split_keys: int  # that a split has at least, a multiple of BLOCK_N
+    split_keys: int  # least keys of a split, a multiple of BLOCK_N
     lse_strides: tuple[int, ...]  # (split, row, head)
     k_scale_strides: tuple[int, ...]  # (sequence, key head)
     v_scale_strides: tuple[int, ...]
 
 
 class PagedMod(NamedTuple):
-    """What becomes of a product q k^T: the fields of ScoreMod that apply here."""
+    """The steps on a product q k^T: the fields of ScoreMod that apply here."""
 
     scale: Any
     softcap: Any
@@ -74,7 +74,7 @@ def paged_kernel(
     pid = tl.program_id(0)
     hk = pid % sizes.heads_k
     split = pid // sizes.heads_k % sizes.splits
-    # Of a prompt's tiles the last see the most keys: they come first.
+    # The last tiles of a prompt see the most keys: they come first.
     slot = sizes.slots - 1 - pid // sizes.heads_k // sizes.splits
     n, row0, start_q, len_q = row_tile(slot, cu_seqlens_q, sizes, BLOCK_M)
     if row0 >= len_q * sizes.group:
@@ -115,7 +115,7 @@ def paged_kernel(
         at = row_offsets(rows, sizes.lse_strides[1], sizes.lse_strides[2], 1)
         at += split.to(tl.int64) * sizes.lse_strides[0]
         tl.store(lse + at, row_max + tl.log(row_sum), mask=rows.inside)
-    if not SPLIT or edges[0] < edges[3]:  # nobody reads the part of a split without keys
+    if not SPLIT or edges[0] < edges[3]:  # nothing reads the part of a split without keys
         out_tile = out + aligned(split.to(tl.int64) * strides.out[0], R.VECTOR)
         at = row_offsets(rows, strides.out[1], strides.out[2], R.VECTOR)
         store_rows(
@@ -135,7 +135,7 @@ def attend(
     for part in tl.static_range(0 if F.WINDOW == 2 else 1, 3):
         for start in tl.range(edges[part], edges[part + 1], BLOCK_N):
             j = start + tl.arange(0, BLOCK_N)
-            # Keys that nobody sees may be anything, or nowhere.
+            # Keys that no row sees may have any value, or no address.
             inside = (j >= edges[4]) & (j < edges[5])
             page = tl.load(table + j // sizes.page, mask=inside, other=0)
             page = tl.minimum(tl.maximum(page, 0), sizes.pages - 1).to(tl.int64)
@@ -164,7 +164,7 @@ def paged_combine_kernel(
     part_out, part_lse, cu_seqlens_q, sink, out, lse, strides, sizes,
     R: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of all splits together, ROWS (row, head) pairs a program.
+    """out and lse of all splits combined, ROWS (row, head) pairs a program.
 
     part_out fp32 [splits, T, Hq, Dv] and part_lse fp32 [splits, T, Hq] are contiguous; SPLITS is a power of two.
     """
@@ -198,7 +198,7 @@ def paged_combine_kernel(
     columns = tl.arange(0, WIDTH)[None, :]
     for s in tl.range(0, sizes.splits):
         weight = tl.load(part_lse + s * total + row, mask=inside, other=float("-inf"))
-        # What a split without keys has in its place was never written.
+        # The part of a split without keys was never written.
         read = (weight > float("-inf"))[:, None] & (columns < sizes.head_dim_v)
         part = tl.load(
             part_out + (s * total + row)[:, None] * sizes.head_dim_v + columns, mask=read, other=0.0
@@ -211,7 +211,7 @@ def paged_combine_kernel(
 
 @triton.jit
 def add_sink(logit, row_max, row_sum, acc):
-    """One more logit in the sum of each row."""
+    """The row statistics with one more logit in the sum of each row."""
     new_max = tl.maximum(row_max, logit)
     reference = tl.where(new_max == float("-inf"), 0.0, new_max)
     decay = tl.exp2((row_max - reference) * LOG2E)
@@ -221,8 +221,11 @@ def add_sink(logit, row_max, row_sum, acc):
 
 @triton.jit
 def row_tile(slot, cu_seqlens, sizes, BLOCK_M: tl.constexpr):
-    """Sequence, first (query, head) row in it, its first token and its queries, for one of
-    `size_q * group // BLOCK_M + sequences + 2` slots: coord.varlen_tile, with every edge `group` times as far."""
+    """Sequence, first (query, head) row in it, its first token and its queries, for one slot.
+
+    There are `size_q * group // BLOCK_M + sequences + 2` slots: as coord.varlen_tile, with every edge multiplied by
+    `group`.
+    """
     low = 0
     high = sizes.sequences + 1
     while low < high:
@@ -252,7 +255,7 @@ def tile_rows(row0, span, hk, sizes, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def row_offsets(rows, row_stride, head_stride, VECTOR: tl.constexpr):
-    """Where the rows begin in a tensor of these strides."""
+    """The offsets of the rows in a tensor of these strides."""
     return aligned(
         rows.token.to(tl.int64) * row_stride + rows.head.to(tl.int64) * head_stride, VECTOR
     )
@@ -260,7 +263,7 @@ def row_offsets(rows, row_stride, head_stride, VECTOR: tl.constexpr):
 
 @triton.jit
 def key_offsets(page, row, hk, strides, VECTOR: tl.constexpr):
-    """Where keys begin in a cache; pages are int64."""
+    """The offsets of keys in a cache; pages are int64."""
     return aligned(page * strides[0] + row * strides[1] + hk.to(tl.int64) * strides[2], VECTOR)
 
 
@@ -268,8 +271,8 @@ def key_offsets(page, row, hk, strides, VECTOR: tl.constexpr):
 def visible_keys(
     row0, span, split, sizes, mod, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Edges of the parts of this split (see coord.key_range), then the first key that a row of the tile sees, and what is behind the
-    last."""
+    """Edges of the parts of this split (see coord.key_range), and the first and the end of the keys that rows of the
+    tile see."""
     first = row0 // sizes.group
     last = (tl.minimum(row0 + BLOCK_M, span.len_q * sizes.group) - 1) // sizes.group
     low = 0

@@ -1,4 +1,5 @@
-"""The update of a paged KV cache: every new token's keys and values to their slot, quantised on the way if the cache is.
+"""The update of a paged KV cache: every new token's keys and values go to their slot, quantised on the way if the
+cache is.
 
 Grid      one program a token
 Tiles     all heads of a token together, keys first, then values

@@ -2,10 +2,10 @@
 
 Maths     dS = P o (R o (dO V^T) - delta) + G, with P = e^(S - lse), delta = sum_d dO O and G the gradient of the scores that
           were a result; dK = scale dS^T Q, dV = (R P)^T dO, dQ = scale dS K
-Grid      one axis over (tile of keys, head); dq apart: (tile of queries, head)
-Tiles     k, v and the fp32 dk, dv stay on chip; q, dO, the scores and G stream, dS is stored. S is read where it was kept in
-          fp32, else it is computed again from q, k and the bias: rounded to 16 bits it gives another P
-dq        where one tile has all keys, of the same program; else of a second kernel, which reads dS: as many bytes as a bias
+Grid      one axis over (tile of keys, head); for a separate dq (tile of queries, head)
+Tiles     k, v and the fp32 dk, dv stay on chip; q, dO, the scores and G stream, dS is stored. S is read if it was stored in
+          fp32, else computed again from q, k and the bias: S rounded to 16 bits gives another P
+dq        where one tile has all keys, by the same program; else by a second kernel, which reads dS: as many bytes as a bias
 Limits    bytes of scores, G and dS
 """
 
@@ -37,8 +37,11 @@ def residual_backward_kernel(
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
     VECTOR: tl.constexpr, BIAS_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """kept: the scores in fp32, or None; dkept: their gradient G, or None: zero. ds, dq: or None; dq only where a tile has all
-    keys, and out: elsewhere None, with delta and, as lse, the reference as `delta_kernel` writes them."""
+    """kept: the scores in fp32, or None; dkept: their gradient G, or None: zero. ds, dq: or None.
+
+    dq and out are given only if one tile has all keys. Otherwise they are None, with delta and, as lse, the reference
+    as `delta_kernel` writes them.
+    """
     j0, at, span = key_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_N, False)
     j = j0 + tl.arange(0, BLOCK_N)
     inside = (j < span.len_k)[None, :]

@@ -1,9 +1,12 @@
-"""Forward of residual attention: out = softmax(S) v, lse and the scores S = scale q k^T + bias themselves, which the next layer adds
-to its own; one query tile per program.
+"""Forward of residual attention: out = softmax(S) v, lse and the scores S = scale q k^T + bias; one query tile per
+program.
+
+The next layer adds S to its own scores.
 
 Maths     as in forward.py, without its FOLD
 Grid      as forward
-Tiles     as forward; every tile of S is stored once, in the dtype of the bias (of q without one), P is that of S before that rounding
+Tiles     as forward; every tile of S is stored once, in the dtype of the bias (of q without one); P is
+          that of S before this rounding
 Limits    bytes of bias and scores; at 8 channels a head also the instructions around the exponentials
 """
 
@@ -33,7 +36,8 @@ def residual_forward_kernel(
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
     VECTOR: tl.constexpr, BIAS_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """kept: the scores, as residual_scores.py has them. BIAS_VECTOR: as VECTOR, of the bias; 0: its keys are not neighbours."""
+    """kept: the scores, as in residual_scores.py. BIAS_VECTOR: VECTOR for the bias; 0: its keys are not
+    neighbours."""
     i0, at, span = query_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, False, False)
     i = i0 + tl.arange(0, BLOCK_M)
     rows_left = span.len_q - i0

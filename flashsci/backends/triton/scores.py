@@ -1,4 +1,5 @@
-"""From products q k^T to probabilities: bias, ALiBi, mask, window, softcap, exponentials. One code for every kernel.
+"""The steps from products q k^T to probabilities: bias, ALiBi, mask, window, softcap, exponentials. One code for
+every kernel.
 
 Conventions
 - A tile of scores is [M, N], queries by keys, or, TRANSPOSED, [N, M]; bias, mask and window are written
@@ -6,7 +7,7 @@ Conventions
 - Scores are natural-log scores, except under `FOLD` (no bias, key weights, ALiBi or softcap, scale > 0), where they stay
   the raw products and the scale is folded into the exponent: one multiply-add per score.
 - Scores may be huge: biases of -1e30 stand for masks, and 16-bit products reach 1e11. Their maximum is subtracted
-  before anything else is done to them, from the same rounded numbers (see `rounded_product`, `HUGE`).
+  before any other step, from the same rounded numbers (see `rounded_product`, `HUGE`).
 """
 
 from typing import Any, NamedTuple
@@ -36,9 +37,11 @@ class Plane(NamedTuple):
 
 @triton.jit
 def load_row(pointers, mask, other, ALONG_COLUMNS: tl.constexpr):
-    """A vector of row statistics. One that runs along the columns of the score tile is loaded as
-    [M, 1] and summed: the compiler would otherwise load it in the layout of the scores, every
-    thread all its columns with a 64-bit pointer each, which spills."""
+    """A vector of row statistics.
+
+    One that runs along the columns of the score tile is loaded as [M, 1] and summed. The compiler would otherwise
+    load it in the layout of the scores: each thread all its columns, with a 64-bit pointer each, which spills.
+    """
     if ALONG_COLUMNS:
         return tl.sum(tl.load(pointers[:, None], mask=mask[:, None], other=other), 1)
     else:
@@ -47,9 +50,10 @@ def load_row(pointers, mask, other, ALONG_COLUMNS: tl.constexpr):
 
 @triton.jit
 def bias_of(pointer, strides, at, span, inputs, sizes, VECTOR: tl.constexpr, F: tl.constexpr):
-    """The plane of a bias, or of what has its shape, for the head `at`; None for None. strides: (b0, b1, head, row, column).
+    """The plane of a bias, or of a tensor of its shape, for the head `at`; None for None. strides: (b0, b1, head,
+    row, column).
 
-    A ragged bias has one row-major [len_q, len_k] block per sequence; a block that does not lie inside the tensor counts as
+    A ragged bias has one row-major [len_q, len_k] block per sequence; a block that is not inside the tensor counts as
     absent.
     """
     if pointer is not None:
@@ -76,7 +80,7 @@ def mask_of(inputs, strides, at, span, F: tl.constexpr):
 
 @triton.jit
 def alibi_of(inputs, strides, at, sizes, F: tl.constexpr):
-    """The ALiBi slope of the head `at`; None without. Rows of no sequence have none, and no keys."""
+    """The ALiBi slope of the head `at`; None without ALiBi. Rows of no sequence have no slope and no keys."""
     if inputs.alibi_slopes is not None:
         head = inputs.alibi_slopes + at.h.to(tl.int64) * strides.alibi[2]
         if F.VARLEN:
@@ -96,7 +100,7 @@ def dense_plane(pointer, strides, at, span, VECTOR: tl.constexpr):
 
 @triton.jit
 def plane_pointers(plane, i, j, len_k, KIND: tl.constexpr, VECTOR: tl.constexpr):
-    """Pointers to bias or mask at (i, j), and which lie inside. VECTOR 0: columns have a stride of their own."""
+    """Pointers to bias or mask at (i, j), and which are inside. VECTOR 0: columns have a stride of their own."""
     inside = j < aligned(len_k, VECTOR)
     pointers = plane.pointer + (j if VECTOR > 0 else j.to(tl.int64) * plane.column_stride)
     if KIND == PLANE:
@@ -118,24 +122,29 @@ def load_plane(
 
 @triton.jit
 def store_plane(plane, i, j, len_k, value, VECTOR: tl.constexpr):
-    """value [M, N] at rows i and columns j (vectors) of a bias gradient, what of it lies inside."""
+    """Store value [M, N] at rows i and columns j (vectors) of a bias gradient, where they are inside."""
     pointers, inside = plane_pointers(plane, i[:, None], j[None, :], len_k, PLANE, VECTOR)
     tl.store(pointers, value.to(plane.pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def rounded_product(x, y):
-    """x y as a number of its own. The compiler would contract x y - m to one multiply-add, which leaves the rounding
-    of x y where zero is due: of scores beyond 1e9, more than an exponential can take. Adding 0 costs nothing and, as
-    it turns -0 into 0, is not undone."""
+    """x y as a separate rounded number.
+
+    The compiler would contract x y - m to one multiply-add, which leaves the rounding of x y where zero is correct:
+    for scores beyond 1e9 this is more than an exponential can take. The addition of 0 costs nothing and, because it
+    turns -0 into 0, is not optimised away.
+    """
     return tl.fma(x, y, 0.0)
 
 
 @triton.jit
 def tanh(x):
-    """tanh x to a few ulp of its value, and its derivative 1 - tanh^2 = 4 e / (1 + e)^2 with e = e^(-2 |x|), in which nothing
-    cancels. 1 - e cancels near 0, and a softcap far above the scores multiplies what that loses: a series serves there, in
-    every dtype."""
+    """tanh x to a few ulp of its value, and its derivative without cancellation.
+
+    The derivative is 1 - tanh^2 = 4 e / (1 + e)^2 with e = e^(-2 |x|). 1 - e cancels near 0, and a softcap far above
+    the scores magnifies that loss: there a series is used, in every dtype.
+    """
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     inverse = 1.0 / (1.0 + e)
     large = (1.0 - e) * inverse
@@ -154,11 +163,12 @@ def scores(
     products, i, j, bias, mask, alibi, span, mod, F: tl.constexpr, FOLD: tl.constexpr,
     CHECK_KEYS: tl.constexpr, WINDOW: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile of products q k^T at rows i and columns j (vectors), and the slope of the
-    softcap (1 without). [M, N] or, TRANSPOSED, [N, M].
+    """Scores of a tile of products q k^T at rows i and columns j (vectors), and the slope of the softcap (1 without).
+    [M, N] or, TRANSPOSED, [N, M].
 
-    bias: a Plane, or its tile if that was loaded before, or None; mask: a Plane or None; alibi: a slope or None. CHECK_KEYS: the tile may lie beyond
-    the keys. WINDOW: F.WINDOW, or 0 for a tile that the window does not cut."""
+    bias: a Plane, or its tile if that was loaded before, or None; mask: a Plane or None; alibi: a slope or None.
+    CHECK_KEYS: the tile may extend beyond the keys. WINDOW: F.WINDOW, or 0 for a tile that the window does not cut.
+    """
     slope = 1.0
     s = products
     factor = mod.scale
@@ -194,7 +204,7 @@ def scores(
 
 # A reference from here on is rounded to multiples of 2 or more: exponents next to it mean nothing.
 HUGE = tl.constexpr(16777216.0)
-# Roundings of an lse from here on, and of the scores next to it, may halve P.
+# From here on, the roundings of an lse, and of the scores next to it, may halve P.
 LARGE = tl.constexpr(1048576.0)
 MARGIN = tl.constexpr(2.0**-18)
 
@@ -203,8 +213,8 @@ MARGIN = tl.constexpr(2.0**-18)
 def exponential(s, reference, scale, FOLD: tl.constexpr):
     """e^(s - reference); under FOLD the reference is in log2 units, see the head of this file.
 
-    Under FOLD the multiply-add sees the rounding of the reference: 2^(s c - r) is off by one factor for the whole row,
-    up to 2 where the reference is not HUGE, which a sum of exponentials with the same reference takes back.
+    Under FOLD the multiply-add sees the rounding of the reference: 2^(s c - r) is off by one factor for the whole
+    row, up to 2 where the reference is not HUGE. A sum of exponentials with the same reference cancels that factor.
     """
     if FOLD:
         return tl.exp2(s * (scale * LOG2E) - reference)
@@ -214,31 +224,36 @@ def exponential(s, reference, scale, FOLD: tl.constexpr):
 
 @triton.jit
 def reference_of(lse, FOLD: tl.constexpr):
-    """What `probabilities` subtracts: lse, in log2 units under FOLD; +inf for rows without keys, so that theirs are 0.
+    """The reference that `probabilities` subtracts: lse, in log2 units under FOLD; +inf for rows without keys, so
+    that their probabilities are 0.
 
-    A LARGE lse has lost much of the sum of exponentials, and its roundings here and those of the scores in another kernel
-    decide between 0 and infinity. It is lowered by more than they are, so that the row's largest scores get 1: the forward may
-    have been another backend's, whose tensor cores truncate a sum over the head dim in up to 32 steps.
+    A LARGE lse has lost much of the sum of exponentials. Its roundings here and those of the scores in another kernel
+    decide between 0 and infinity. It is lowered by more than these roundings, so that the row's largest scores get 1.
+    The forward may be that of another backend, whose tensor cores truncate a sum over the head dim in up to 32 steps.
     """
     reference = tl.where(lse == float("-inf"), float("inf"), lse)
     if FOLD:
         reference = reference * LOG2E
-    # Not to -inf, which a hidden key's score has.
+    # Not to -inf, which is the score of a hidden key.
     low = tl.maximum(reference * (1.0 + MARGIN), LOWEST)
     low = tl.where(reference < 0.0, low, reference * (1.0 - MARGIN))
     return tl.where(tl.abs(reference) < LARGE, reference, low)
 
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-# e^(S - lse) without a key's weight has no bound; with this one, a weight of zero makes it zero.
+# e^(S - lse) without a key's weight has no bound; with this bound, a weight of zero makes it zero.
 LARGEST = tl.constexpr(1e38)
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)  # of fp32
 
 
 @triton.jit
 def load_weights(pointer, strides, at, span, j):
-    """Key weights (or what is one per key) of the sequence's key head at columns j, zero outside: fp32 [N]; None for None.
-    strides: of (b0, b1, key head, key). Subnormal ones are zero: 1 / w is beyond fp32, and units that flush them disagree."""
+    """Key weights (or other values per key) of the sequence's key head at columns j, zero outside: fp32 [N]; None for
+    None.
+
+    strides: (b0, b1, key head, key). Subnormal weights are zero: 1 / w is beyond fp32, and units that flush them
+    disagree.
+    """
     if pointer is not None:
         head = head_pointer(pointer, strides, at, at.hk, 1)
         columns = (span.start_k + j).to(tl.int64) * strides[3]
@@ -248,7 +263,8 @@ def load_weights(pointer, strides, at, span, j):
 
 @triton.jit
 def weighted_scores(s, weights):
-    """s [M, N] + log w: scores whose exponentials are weighted by w [N], -inf where it is zero; None: as they are."""
+    """s [M, N] + log w: scores whose exponentials are weighted by w [N], -inf for a weight of zero; None: s
+    itself."""
     if weights is None:
         return s
     else:
@@ -265,18 +281,18 @@ def at_most(x, most):
 
 @triton.jit
 def probabilities(s, reference, weights, scale, FOLD: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """P = w e^(s - reference), and the same without the weights w [N] (None: 1): what a derivative by a
-    weight has, also where the weight is zero.
+    """P = w e^(s - reference), and the same without the weights w [N] (None: 1). The latter is the derivative by a
+    weight, also where the weight is zero.
 
-    lse is rounded, of scores of -1e9 to multiples of 64: P is cut at 1, its bound, or it would be infinite in such
-    rows, and NaN where it meets a zero. Elsewhere that only takes back roundings.
+    lse is rounded, for scores of -1e9 to multiples of 64. Therefore P is cut at 1, its bound: it would be infinite in
+    such rows, and NaN where it meets a zero. Elsewhere the cut only removes roundings.
     """
     if weights is None:
         exponent = s * (scale * LOG2E) - reference if FOLD else (s - reference) * LOG2E
         p = tl.exp2(at_most(exponent, 0.0))
         return p, p
     else:
-        # w N is at most 1; of a weight of zero N is LARGEST at most, and 1 in a row that knows no better.
+        # w N is at most 1. For a weight of zero N is at most LARGEST, and at most 1 in a row whose reference is HUGE.
         most = tl.where(weights > 0.0, tl.minimum(1.0 / weights, LARGEST), -1.0)
         most, weights = (
             (most[:, None], weights[:, None]) if TRANSPOSED else (most[None, :], weights[None, :])

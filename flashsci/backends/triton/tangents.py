@@ -10,11 +10,11 @@
     E  = P U;  F = W U + P Y                                    dS and its tangent
     dw = sum_i N U;  gw = sum_i N (U (T - m) + Y)               gradient of the key weights w and its tangent
 
-Without key weights w is 1, tw is 0. At w = 0, N is what is left: nothing here divides by w.
+Without key weights w is 1, tw is 0. At w = 0, N is still defined: nothing here divides by w.
 
 tQ, tK, tV, tB, tw are tangents of q, k, v, bias, w in forward mode, and cotangents of dq, dk, dv, dbias, dw in double
-backward: the same numbers, because the double backward of <tx, dx> is the tangent of the backward. Any of them may be absent (None), for
-zero, and then costs nothing.
+backward: the same numbers, because the double backward of <tx, dx> is the tangent of the backward. Any of them may be
+absent (None), for zero, and then costs nothing.
 """
 
 import triton
@@ -85,5 +85,5 @@ def second_order(
 
 @triton.jit
 def along_rows(x, TRANSPOSED: tl.constexpr):
-    """A number per query as it meets a tile of scores."""
+    """A number per query in the shape that broadcasts to a tile of scores."""
     return x[None, :] if TRANSPOSED else x[:, None]

@@ -1,4 +1,4 @@
-"""Backward between the products q k^T, dO v^T and those of the gradients, where heads are wide and scores lie in memory.
+"""Backward between the products q k^T, dO v^T and those of the gradients, for wide heads with scores in memory.
 
 Maths     P = e^(S - lse) again; dS = P (R dO v^T - delta); R P and dS in the places of the products
 Grid      as in wide_forward.py

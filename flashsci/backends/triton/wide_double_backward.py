@@ -1,4 +1,5 @@
-"""Tangents of out and lse, and the double backward, between products of whole heads: where heads are wide and scores lie in memory.
+"""Tangents of out and lse, and the double backward, between products of whole heads, for wide heads with scores in
+memory.
 
 Maths     see tangents.py; m and zeta are sums over the rows that a program owns
 Grid      as in wide_forward.py
@@ -21,9 +22,12 @@ def wide_double_backward_kernel(
     strides, tangent_strides, tiles, sizes, mod,
     F: tl.constexpr, TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """On the way in, products; on the way out, factors of the next ones. w: q k^T, R W. e: None without tangents of q and k, else
-    tq k^T + q tk^T, E'. f: None where only tangents of out and lse are asked for, else dO v^T, F'. tdp: None without a tangent of v,
-    else dO tv^T, which stays. p: None, or what R P is written to; fbias: F; terms: those of gw."""
+    """Input: products; output: factors of the next products.
+
+    w: q k^T, then R W. e: None without tangents of q and k, else tq k^T + q tk^T, then E'. f: None if only tangents
+    of out and lse are wanted, else dO v^T, then F'. tdp: None without a tangent of v, else dO tv^T, which stays. p:
+    None, or memory for R P; fbias: F; terms: those of gw.
+    """
     i0, at, span, first = score_rows(tl.program_id(0), tiles, sizes, mod, BLOCK_M)
     i = i0 + tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)

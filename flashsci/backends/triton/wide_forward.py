@@ -1,4 +1,4 @@
-"""Forward between the products q k^T and P v, where heads are wide and scores lie in memory.
+"""Forward between the products q k^T and P v, for wide heads with scores in memory.
 
 Maths     P = R e^(S - lse), in the place of q k^T
 Grid      one axis over (sequence, head, tile of rows)

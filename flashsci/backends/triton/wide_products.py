@@ -1,10 +1,10 @@
-"""Products of whole heads: q k^T, P v, dS k, dS^T q and their like, where heads are wide and scores lie in memory.
+"""Products of whole heads: q k^T, P v, dS k, dS^T q and similar ones, for wide heads with scores in memory.
 
-Maths     out = factor (a b + a2 b2), for every head; one head of k or v may meet several of q
+Maths     out = factor (a b + a2 b2), for every head; one head of k or v may serve several of q
 Grid      one axis over (sequence, head, row tile, column tile)
 Tiles     both operands stream; fp32 sums stay on chip
 Sums      over the depth of a tile by tensor cores, which round towards zero; tiles are added outside
-Limits    bytes, of 40 rows and fewer; else the tensor cores
+Limits    bytes, for 40 rows and fewer; else the tensor cores
 """
 
 import triton

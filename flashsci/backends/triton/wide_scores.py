@@ -1,4 +1,5 @@
-"""Tiles of scores in memory, whole rows of one head: what the wide_* kernels between two products share."""
+"""Tiles of scores in memory, whole rows of one head: the helpers that the wide_* kernels between two products
+share."""
 
 import triton
 import triton.language as tl
@@ -9,7 +10,8 @@ from .coord import Span, dense_head, shift_of
 
 @triton.jit
 def score_rows(pid, tiles, sizes, mod, BLOCK_M: tl.constexpr):
-    """Of a program that owns rows of a head's scores: first row, HeadCoord, Span, first row in the tensor of scores."""
+    """The place of a program that owns rows of a head's scores: first row, HeadCoord, Span, first row in the tensor
+    of scores."""
     head = pid // tiles
     i0 = pid % tiles * BLOCK_M
     at = dense_head(head, sizes.heads, sizes.batch1, sizes.group)
@@ -21,8 +23,8 @@ def score_rows(pid, tiles, sizes, mod, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def inner_pointers(pointer, first, i, j, span, VECTOR: tl.constexpr):
-    """Of rows i and columns j (vectors) of a head whose rows begin at `first`, and which lie inside. VECTOR: size_k is a multiple
-    of it."""
+    """Pointers to rows i and columns j (vectors) of a head whose rows begin at `first`, and which are inside. VECTOR:
+    size_k is a multiple of it."""
     length = aligned(span.len_k, VECTOR)
     pointers = pointer + (first + i)[:, None] * length + j[None, :]
     return pointers, (i < span.len_q)[:, None] & (j < length)[None, :]
@@ -38,7 +40,7 @@ def load_scores(pointer, first, i, j, span, VECTOR: tl.constexpr):
 
 @triton.jit
 def store_scores(pointer, first, i, j, span, x, VECTOR: tl.constexpr):
-    """What of x lies inside; nothing for None."""
+    """Store the part of x that is inside; nothing for None."""
     if pointer is not None:
         pointers, inside = inner_pointers(pointer, first, i, j, span, VECTOR)
         tl.store(pointers, x, mask=inside)

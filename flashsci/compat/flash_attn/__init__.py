@@ -1,4 +1,4 @@
-"""flash_attn's functions, computed by flashsci: for code that imports flash_attn and that nobody will edit, or by name.
+"""flash_attn's functions, computed by flashsci: by name, or for unchanged code that imports flash_attn.
 
 from flashsci.compat import flash_attn
 

@@ -1,8 +1,8 @@
-"""Attention of a few new queries to a cache of keys and values, dense or in pages, each sequence of the batch with a length of
-its own.
+"""Attention of a few new queries to a cache of keys and values, dense or in pages; each sequence has a length of its
+own.
 
-A dense cache is not copied, nor are its lengths read on the host. Its rows, one batch entry after the other, are a packed call in
-which every second sequence is a gap: rows that are not in use, and no query.
+A dense cache is not copied, and its lengths are not read on the host. Its rows, one batch entry after the other, are
+a packed call in which every second sequence is a gap: rows that are not in use, and no query.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashsci.compat.flash_attn.rotary import apply_rotary, sequences_of
 
 
 class Cached(NamedTuple):
-    """The tensors of a call with a cache, by their names in FlashAttention-3, which has the most of them."""
+    """The tensors of a call with a cache, with the names of FlashAttention-3, which has the most."""
 
     q: Tensor  # [B, Sq, Hq, D]; with cu_seqlens_q [Tq, Hq, D]
     k_cache: Tensor  # [Bc, Sc, Hk, D]; with page_table [pages, page, Hk, D]
@@ -55,13 +55,13 @@ class Cached(NamedTuple):
 def cached_attention(
     x: Cached, options: dict[str, Any], table_name: str = "page_table"
 ) -> tuple[Tensor, Tensor]:
-    """(out ``[B, Sq, Hq, Dv]``, lse ``[B, Hq, Sq]``), or of packed queries ``[Tq, Hq, Dv]`` and ``[Hq, Tq]``.
+    """(out ``[B, Sq, Hq, Dv]``, lse ``[B, Hq, Sq]``), or for packed queries ``[Tq, Hq, Dv]`` and ``[Hq, Tq]``.
 
-    New k and v are written behind ``cache_seqlens`` first. Without gradients, as in flash_attn.
+    New k and v are first written after ``cache_seqlens`` rows. Without gradients, as in flash_attn.
 
     Args:
-        options: as scalars.options_of makes them.
-        table_name: what the caller calls ``page_table``.
+        options: those of scalars.options_of.
+        table_name: the caller's name for ``page_table``.
     """
     _check(x, table_name)
     length = _length(x)
@@ -143,7 +143,8 @@ def _length(x: Cached) -> int | Tensor:
 
 
 def _rotated(x: Cached, length: int | Tensor, options: dict[str, Any]) -> Cached:
-    """With k turned at its positions in the cache, and q at its own, or all of it at the first new position."""
+    """The call with k rotated at its positions in the cache, and q at its own positions, or all of q at the first new
+    one."""
     if x.k is None or x.rotary_cos is None or x.rotary_sin is None:
         raise ValueError("rotary_cos and rotary_sin go together, and with new k and v")
     first = length if x.rotary_seqlens is None else x.rotary_seqlens.expand(x.batch)
@@ -160,14 +161,14 @@ def _rotated(x: Cached, length: int | Tensor, options: dict[str, Any]) -> Cached
         q = rotate(x.q, first, x.cu_seqlens_q)
     elif x.cu_seqlens_q is None:
         q = rotate(x.q.flatten(1, 2).unsqueeze(1), first).view(x.q.shape)
-    else:  # every row a sequence of its own
+    else:  # every row is a sequence of its own
         rows = sequences_of(x.q.shape[0], x.cu_seqlens_q)
         q = rotate(x.q.unsqueeze(1), first if isinstance(first, int) else first[rows]).squeeze(1)
     return x._replace(q=q, k=k)
 
 
 def _extend(x: Cached, k: Tensor, v: Tensor, first: int | Tensor) -> int | Tensor:
-    """Write the new rows behind ``first``; the lengths that the cache has then."""
+    """Write the new rows after ``first``; return the new lengths of the cache."""
     lead = 2 if x.cu_seqlens_k_new is None else 1
     if k.shape[:lead] != v.shape[:lead] or k.dim() != lead + 2:
         layout = "[B, Snew, H, D]" if lead == 2 else "[Tnew, H, D]"
@@ -208,7 +209,7 @@ def _extend(x: Cached, k: Tensor, v: Tensor, first: int | Tensor) -> int | Tenso
 
 
 def _queries(x: Cached) -> tuple[Tensor, Tensor, int | None]:
-    """Queries packed, where their sequences begin, and a bound of their lengths."""
+    """Packed queries, the starts of their sequences, and a bound of their lengths."""
     if x.cu_seqlens_q is not None:
         return x.q, x.cu_seqlens_q, x.max_seqlen_q
     batch, seq_q = x.q.shape[:2]
@@ -258,10 +259,10 @@ def _with_gaps(x: Cached, length: int | Tensor, options: dict[str, Any]) -> tupl
 
 
 def _as_rows(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, int]:
-    """``[B, Sc, Hk, .]`` as ``[rows, Hk, .]``, and how many rows after its predecessor a batch entry begins.
+    """``[B, Sc, Hk, .]`` as ``[rows, Hk, .]``, and the number of rows from one batch entry's start to the next.
 
-    Views, where both caches have their entries a whole number of rows apart: contiguous ones, slices of longer ones,
-    ``[B, Hk, Sc, D]`` transposed. Copies else.
+    Views, if the entries of both caches are a whole number of rows apart: contiguous caches, slices of longer ones,
+    ``[B, Hk, Sc, D]`` transposed. Otherwise copies.
     """
     batch, capacity = k_cache.shape[:2]
     steps = {_step(k_cache), _step(v_cache)}
@@ -276,7 +277,7 @@ def _as_rows(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def _step(cache: Tensor) -> int | None:
-    """Rows from one batch entry to the next; None where that is no whole number, or entries overlap."""
+    """Rows from one batch entry to the next; None if that is no whole number, or entries overlap."""
     batch, capacity = cache.shape[:2]
     entry, row = cache.stride()[:2]
     if batch <= 1:

@@ -1,4 +1,4 @@
-"""The functions of flash_attn 2.8 over flashsci: their signatures, layouts and meaning."""
+"""The functions of flash_attn 2.8, computed by flashsci: their signatures, layouts and meaning."""
 
 from __future__ import annotations
 
@@ -40,22 +40,25 @@ def flash_attn_func(
         q: ``[B, Sq, Hq, D]``; float16, bfloat16, and beyond flash_attn float32 and float64.
         k: ``[B, Sk, Hk, D]``; Hq is a multiple of Hk.
         v: ``[B, Sk, Hk, Dv]``.
-        dropout_p: probability of dropping an entry of P; the entries are drawn by flashsci, other ones than flash_attn's.
+        dropout_p: probability of dropping an entry of P; flashsci draws the entries, and they differ from
+            flash_attn's.
         softmax_scale: factor of q k^T; None: ``1 / sqrt(D)``.
         causal: query i sees keys up to ``i + Sk - Sq``: aligned to the lower right corner.
         window_size: (left, right) keys around ``i + Sk - Sq``; -1 is unbounded.
         softcap: scores are ``softcap tanh(s / softcap)``; 0.0 for none.
         alibi_slopes: float32 ``[Hq]`` or ``[B, Hq]``: adds ``-slope |i + Sk - Sq - j|`` to the scores.
-        deterministic: gradients that are bitwise equal run to run; False: as ``torch.use_deterministic_algorithms`` says.
+        deterministic: gradients that are bitwise equal run to run; False: as in
+            ``torch.use_deterministic_algorithms``.
         return_attn_probs: return ``(out, lse, None)``.
 
     Returns:
-        out ``[B, Sq, Hq, Dv]``; lse float32 ``[B, Hq, Sq]``, natural, +inf in rows that see no key, as flash_attn has it, and
-        differentiable, which flash_attn's is not. There is no matrix of dropped probabilities: None.
+        out ``[B, Sq, Hq, Dv]``; lse float32 ``[B, Hq, Sq]``, natural, +inf in rows that see no key, as in flash_attn.
+        It is differentiable; flash_attn's is not. There is no matrix of dropped probabilities: None.
 
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.attention`.
-        NotImplementedError: causal ALiBi together with ``return_attn_probs``, where flash_attn's lse is not that of the scores.
+        NotImplementedError: causal ALiBi together with ``return_attn_probs``, for which flash_attn's lse is not that
+            of the scores.
 
     Examples:
         >>> import torch
@@ -88,7 +91,7 @@ def _heads_first(
     deterministic: bool,
     return_attn_probs: bool,
 ) -> Any:
-    """:func:`flash_attn_func` of views ``[B, H, S, D]``."""
+    """:func:`flash_attn_func` for views ``[B, H, S, D]``."""
     window = None if window_size is EVERYWHERE else window_of(window_size)
     if not (
         type(causal) is bool is type(deterministic)
@@ -132,7 +135,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_func` of k and v in one tensor ``[B, Sk, 2, Hk, D]``."""
+    """:func:`flash_attn_func` for k and v in one tensor ``[B, Sk, 2, Hk, D]``."""
     check_parts("kv", kv, 2, "B, S")
     k, v = kv.transpose(1, 3).unbind(2)
     return _heads_first(
@@ -152,7 +155,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_func` of q, k and v in one tensor ``[B, S, 3, H, D]``."""
+    """:func:`flash_attn_func` for q, k and v in one tensor ``[B, S, 3, H, D]``."""
     check_parts("qkv", qkv, 3, "B, S")
     q, k, v = qkv.transpose(1, 3).unbind(2)
     return _heads_first(
@@ -182,12 +185,13 @@ def flash_attn_varlen_func(
     """Attention of N packed sequences: q ``[Tq, Hq, D]``, k ``[Tk, Hk, D]``, v ``[Tk, Hk, Dv]``.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: int32 ``[N + 1]``, where sequences begin, rising from 0 to Tq and Tk.
-        max_seqlen_q, max_seqlen_k: at least the longest lengths. A tensor is not read, which would wait for the device:
-            the longest is then searched there.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[N + 1]``, the starts of the sequences, rising from 0 to Tq and Tk.
+        max_seqlen_q, max_seqlen_k: at least the longest lengths. A tensor is not read, because that would wait for
+            the device: the device then searches the longest.
         alibi_slopes: float32 ``[Hq]`` or ``[N, Hq]``.
-        block_table: int32 ``[N, pages of a sequence]``: k and v are pages ``[pages, page, Hk, .]`` of any size, and cu_seqlens_k
-            says how many rows of its own a sequence uses. With dropout, ALiBi or gradients the pages are copied first.
+        block_table: int32 ``[N, pages of a sequence]``: k and v are pages ``[pages, page, Hk, .]`` of any size, and
+            cu_seqlens_k gives the number of rows that each sequence uses. With dropout, ALiBi or gradients the pages
+            are copied first.
         others: as in :func:`flash_attn_func`.
 
     Returns:
@@ -262,7 +266,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_varlen_func` of k and v in one tensor ``[Tk, 2, Hk, D]``."""
+    """:func:`flash_attn_varlen_func` for k and v in one tensor ``[Tk, 2, Hk, D]``."""
     check_parts("kv", kv, 2, "T")
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
@@ -284,7 +288,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_varlen_func` of q, k and v in one tensor ``[T, 3, H, D]``."""
+    """:func:`flash_attn_varlen_func` for q, k and v in one tensor ``[T, 3, H, D]``."""
     check_parts("qkv", qkv, 3, "T")
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
@@ -314,31 +318,33 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention to a cache, dense or in pages, which new keys and values extend in place; without gradients, as in flash_attn.
+    """Attention to a cache, dense or in pages, which new keys and values extend in place; without gradients, as in
+    flash_attn.
 
     Args:
         q: ``[B, Sq, Hq, D]``.
-        k_cache, v_cache: ``[Bc, Sc, Hk, D]``, ``[Bc, Sc, Hk, Dv]``; not copied (unless their strides are unlike those of
-            any one buffer, or ``cache_batch_idx`` chooses). With block_table pages ``[pages, page, Hk, .]``, of any size.
-        k, v: ``[B, Snew, Hk, D]``, ``[B, Snew, Hk, Dv]``: written to the rows of the cache from ``cache_seqlens`` on, then
-            seen as the others.
+        k_cache, v_cache: ``[Bc, Sc, Hk, D]``, ``[Bc, Sc, Hk, Dv]``; not copied, unless their strides do not fit one
+            buffer, or ``cache_batch_idx`` chooses. With block_table pages ``[pages, page, Hk, .]``, of any size.
+        k, v: ``[B, Snew, Hk, D]``, ``[B, Snew, Hk, Dv]``: written to the rows of the cache from ``cache_seqlens`` on,
+            then seen like the others.
         rotary_cos, rotary_sin: ``[P, R / 2]``: rotate k, at its position in the cache, and q: by position if causal or
             windowed, else all at ``cache_seqlens``.
         cache_seqlens: rows in use before this call, int or int32 ``[B]``; None: all.
-        cache_batch_idx: int ``[B]``, the cache's entry for each of q; the chosen entries are copied. With block_table its row.
+        cache_batch_idx: int ``[B]``, the cache's entry for each entry of q; the chosen entries are copied. With
+            block_table its row.
         cache_leftpad: int32 ``[B]``, the first row in use; None: 0.
         block_table: int32 ``[Bc, pages of a sequence]``: row r of an entry is in its page ``r // page``. With cache_leftpad or
             alibi_slopes the pages are copied first.
         rotary_interleaved: pairs are dims (2 i, 2 i + 1) instead of (i, i + R / 2).
-        num_splits: how flash_attn divides the work; flashsci divides by itself, and results do not depend on it.
+        num_splits: the way flash_attn divides the work; flashsci divides by itself, and results do not depend on it.
         others: as in :func:`flash_attn_func`; positions are counted from the end of the rows in use.
 
     Returns:
         out ``[B, Sq, Hq, Dv]``; with ``return_softmax_lse`` ``(out, lse [B, Hq, Sq])``.
 
     Raises:
-        TypeError, ValueError, BackendError: as :func:`flashsci.attention`; ValueError too for rows beyond the cache, where
-            the host knows the lengths.
+        TypeError, ValueError, BackendError: as :func:`flashsci.attention`; also ValueError for rows beyond the cache,
+            if the host knows the lengths.
         NotImplementedError: as :func:`flash_attn_func`.
 
     Examples:
@@ -362,7 +368,7 @@ def flash_attn_with_kvcache(
 
 
 def unseen_infinite(lse: Tensor) -> Tensor:
-    """flash_attn 2 marks rows that see no key by +inf, flashsci by the limit of the logarithm, -inf."""
+    """lse with flash_attn 2's mark for rows that see no key, +inf; flashsci has the limit of the logarithm, -inf."""
     return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
@@ -372,13 +378,16 @@ def unseen_minus_infinite(lse: Tensor) -> Tensor:
 
 
 def host_length(x: int | Tensor | None) -> int | None:
-    """A bound on lengths as flashsci takes it: a host int, or None for a search on the device."""
+    """A bound on lengths in flashsci's form: a host int, or None for a search on the device."""
     return None if isinstance(x, Tensor) else x
 
 
 def _no_shifted_lse(function: str, causal: bool, window: Window | None) -> None:
-    """Refuse the lse beside ALiBi where no query sees a later key: flash_attn adds ``slope j`` there instead of
-    ``-slope |i + Sk - Sq - j|``, so that out is the same and lse another one, which depends on where a block of keys begins."""
+    """Refuse the lse with ALiBi if no query sees a later key.
+
+    In that case flash_attn adds ``slope j`` instead of ``-slope |i + Sk - Sq - j|``. Its out is the same, but its lse
+    differs, and depends on where a block of keys begins.
+    """
     if causal or (window is not None and window[1] == 0):
         raise NotImplementedError(
             f"flashsci's stand-in for {function} returns no lse beside alibi_slopes and causal, where flash_attn's is not "

@@ -1,8 +1,8 @@
-"""FlashAttention-3's module ``flash_attn_interface`` over flashsci.
+"""FlashAttention-3's module ``flash_attn_interface``, computed by flashsci.
 
-Its functions return out, or with ``return_attn_probs``, which the earlier of its versions lack, (out, lse); in rows that see
-no key lse is -inf, unlike flash_attn 2's. Of its arguments ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` say
-how to divide the work and not what to compute: flashsci divides by itself, and results do not depend on them.
+Its functions return out, or (out, lse) with ``return_attn_probs``, which its earlier versions lack; in rows that see
+no key lse is -inf, unlike flash_attn 2's. The arguments ``num_splits``, ``pack_gqa``, ``sm_margin`` and
+``scheduler_metadata`` only say how to divide the work: flashsci divides by itself, and results do not depend on them.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """As :func:`flashsci.compat.flash_attn.flash_attn_func`, without dropout and ALiBi.
+    """:func:`flashsci.compat.flash_attn.flash_attn_func` without dropout and ALiBi.
 
     Args:
-        q_descale, k_descale, v_descale: float32 ``[B, Hk]`` of float8_e4m3fn tensors: what these hold times them is q, k and v.
-        qv, attention_chunk: refused unless they ask for nothing.
+        q_descale, k_descale, v_descale: float32 ``[B, Hk]`` for float8_e4m3fn tensors. The stored values times these
+            are q, k and v.
+        qv, attention_chunk: refused unless they have no effect.
 
     Returns:
-        out ``[B, Sq, Hq, Dv]``, of 8-bit tensors in bfloat16; with ``return_attn_probs`` ``(out, lse [B, Hq, Sq])``.
+        out ``[B, Sq, Hq, Dv]``, in bfloat16 for 8-bit tensors; with ``return_attn_probs`` ``(out, lse [B, Hq, Sq])``.
 
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.attention`.
-        NotImplementedError: for what is refused.
+        NotImplementedError: for refused arguments.
     """
     refuse("flash_attn_interface.flash_attn_func", qv=qv, attention_chunk=attention_chunk)
     if not (q_descale is k_descale is v_descale is None):
@@ -81,7 +82,8 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_func` of one tensor: ``[B, S, 3, H, D]``, or ``[B, S, Hq + 2 Hk, D]`` with ``num_heads_q`` = Hq."""
+    """:func:`flash_attn_func` for one tensor: ``[B, S, 3, H, D]``, or ``[B, S, Hq + 2 Hk, D]`` with ``num_heads_q`` =
+    Hq."""
     if qkv.dim() == 5 and num_heads_q == qkv.shape[3]:
         num_heads_q = None
     if num_heads_q is None and q_descale is k_descale is v_descale is None:
@@ -139,21 +141,22 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """As :func:`flashsci.compat.flash_attn.flash_attn_varlen_func`, without dropout and ALiBi.
+    """:func:`flashsci.compat.flash_attn.flash_attn_varlen_func` without dropout and ALiBi.
 
     Args:
-        seqused_k: int32 ``[N]``: of every sequence only so many keys, from its first, are seen; the others get no gradient.
-        seqused_q: int32 ``[N]``: of every sequence only so many queries, from its first, are computed; the others get out 0,
-            lse -inf and no gradient.
-        q_descale, k_descale, v_descale: as in :func:`flash_attn_func`; not beside seqused_q or seqused_k.
-        qv, attention_chunk: refused unless they ask for nothing.
+        seqused_k: int32 ``[N]``: only this many keys of each sequence, from its first, are seen; the others get no
+            gradient.
+        seqused_q: int32 ``[N]``: only this many queries of each sequence, from its first, are computed; the others
+            get out 0, lse -inf and no gradient.
+        q_descale, k_descale, v_descale: as in :func:`flash_attn_func`; not together with seqused_q or seqused_k.
+        qv, attention_chunk: refused unless they have no effect.
 
     Returns:
         out ``[Tq, Hq, Dv]``; with ``return_attn_probs`` ``(out, lse [Hq, Tq])``.
 
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.varlen_attention`.
-        NotImplementedError: for what is refused.
+        NotImplementedError: for refused arguments.
     """
     name = "flash_attn_interface.flash_attn_varlen_func"
     refuse(name, qv=qv, attention_chunk=attention_chunk)
@@ -217,24 +220,24 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """As :func:`flashsci.compat.flash_attn.flash_attn_with_kvcache`, without ALiBi.
+    """:func:`flashsci.compat.flash_attn.flash_attn_with_kvcache` without ALiBi.
 
     Args:
-        page_table: as ``block_table`` there.
+        page_table: as ``block_table`` of that function.
         cu_seqlens_q: int32 ``[B + 1]``: q is packed, ``[Tq, Hq, D]``; max_seqlen_q bounds its lengths.
         cu_seqlens_k_new: int32 ``[B + 1]``: k and v are packed, ``[Tnew, Hk, .]``.
-        rotary_seqlens: int32 ``[B]``: positions of the first new rows, where they are not ``cache_seqlens``.
-        k_descale, v_descale: float32 ``[B, Hk]`` of an 8-bit cache in pages, beside 16-bit queries.
-        scheduler_metadata: how FlashAttention-3 divides the work; results do not depend on it.
-        qv, q_descale, attention_chunk: refused unless they ask for nothing.
+        k_descale, v_descale: float32 ``[B, Hk]`` for an 8-bit cache in pages, with 16-bit queries.
+        rotary_seqlens: int32 ``[B]``: positions of the first new rows, if they are not ``cache_seqlens``.
+        scheduler_metadata: the way FlashAttention-3 divides the work; results do not depend on it.
+        qv, q_descale, attention_chunk: refused unless they have no effect.
 
     Returns:
-        out ``[B, Sq, Hq, Dv]``; with ``return_softmax_lse`` ``(out, lse, None, None)``, the last two for the partial results
-        that FlashAttention-3 returns there.
+        out ``[B, Sq, Hq, Dv]``; with ``return_softmax_lse`` ``(out, lse, None, None)``, where FlashAttention-3
+        returns partial results as the last two.
 
     Raises:
         TypeError, ValueError, BackendError: as :func:`flashsci.attention` and :func:`flashsci.paged_attention`.
-        NotImplementedError: for what is refused.
+        NotImplementedError: for refused arguments.
     """
     refuse(
         "flash_attn_interface.flash_attn_with_kvcache", qv=qv, q_descale=q_descale, attention_chunk=attention_chunk
@@ -251,7 +254,7 @@ def flash_attn_with_kvcache(
 def _scales(
     q: Tensor, k: Tensor, of_q: Tensor | None, of_k: Tensor | None, of_v: Tensor | None
 ) -> dict[str, Any]:
-    """flashsci has a scale for each head of q, FlashAttention-3 one for each group of them."""
+    """The scales for each head of q, as in flashsci; FlashAttention-3 has one for each group of heads."""
     if of_q is not None and of_q.dim() == 2:
         of_q = of_q.repeat_interleave(q.shape[-2] // k.shape[-2], 1)
     return {"q_scale": of_q, "k_scale": of_k, "v_scale": of_v}

@@ -1,7 +1,7 @@
-"""Packed attention where sequences do not fill their rows: some keys of a sequence are unused, or some of its queries.
+"""Packed attention with sequences that do not fill their rows: some keys or queries of a sequence are unused.
 
-The rows stay where they are. Every sequence becomes a few: the one that is computed, one of unused queries without keys, whose
-out is 0, and one of unused keys without queries. Neither lengths nor rows are read on the host.
+The rows are not moved. Every sequence becomes several: the one that is computed, one of unused queries without keys,
+with out 0, and one of unused keys without queries. Neither lengths nor rows are read on the host.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ def attend_with_gaps(
     alibi_slopes: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """:func:`flashsci.varlen_attention` of the keys ``first_k[n]`` to ``last_k[n]`` for sequence n, differentiable.
+    """:func:`flashsci.varlen_attention` with the keys ``first_k[n]`` to ``last_k[n]`` for sequence n, differentiable.
 
     Args:
         q: ``[Tq, Hq, D]``.
         k, v: ``[Tk, Hk, D]``, ``[Tk, Hk, Dv]``.
         cu_seqlens_q: int ``[N + 1]``.
         first_k, last_k: int ``[N]``: rows of k, the last one not included, in rising order over the sequences.
-        used_q: int ``[N]``: only so many queries of every sequence, from its first, are computed; the others get out 0, lse
-            -inf and no gradient. None: all.
-        max_seqlen_k: at least the longest sequence and the longest run of rows between two; None: searched on the device.
+        used_q: int ``[N]``: only this many queries of each sequence, from its first, are computed; the others get out
+            0, lse -inf and no gradient. None: all.
+        max_seqlen_k: at least the longest sequence and the longest run of rows between two; None: searched on the
+            device.
         alibi_slopes: ``[Hq]`` or ``[N, Hq]``.
         options: as in :func:`flashsci.varlen_attention`.
 
     Returns:
-        out ``[Tq, Hq, Dv]``, or as ``return_lse`` says.
+        out ``[Tq, Hq, Dv]``, or as in ``return_lse``.
     """
     if used_q is None:
         parts, cu_q = 2, cu_seqlens_q.repeat_interleave(2)

@@ -1,7 +1,7 @@
 """Attention without projections, as modules of ``flash_attn.modules.mha``.
 
-Those of flash_attn_func and its kin are named Flash...; the others are of :func:`flashsci.attention`, and a query that sees no key
-gets 0 there, where flash_attn masks by -10000 and averages.
+Modules that call flash_attn_func and similar functions are named Flash...; the others call
+:func:`flashsci.attention`. A query that sees no key gets 0 there; flash_attn masks by -10000 and averages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def get_alibi_slopes(nheads: int) -> list[float]:
 
 
 class _Inner(nn.Module):
-    """Attention without projections; the probability of dropout is that of a module, in training alone."""
+    """Attention without projections, with dropout in training only."""
 
     def __init__(self, causal: bool, softmax_scale: float | None, attention_dropout: float):
         super().__init__()
@@ -137,7 +137,7 @@ class FlashCrossAttention(_FlashInner):
 
 
 class CrossAttention(_Inner):
-    """Attention of padded queries to one tensor of keys and values, of which a mask may hide some."""
+    """Attention of padded queries to one tensor of keys and values; a mask may hide some of them."""
 
     def __init__(
         self,
@@ -157,8 +157,8 @@ class CrossAttention(_Inner):
         """``[B, Sq, H, D]`` and ``[B, Sk, 2, Hk, D]`` to ``[B, Sq, H, D]``.
 
         Args:
-            key_padding_mask: bool ``[B, Sk]``, True for keys that are seen. The diagonal of ``causal`` ends at the last of
-                them, then, which are the first of the rows.
+            key_padding_mask: bool ``[B, Sk]``, True for keys that are seen. Then the diagonal of ``causal`` ends at
+                the last visible key; the visible keys are the first rows.
         """
         causal = self.causal if causal is None else bool(causal)
         mask = None if key_padding_mask is None else key_padding_mask.bool()[:, None, None]
@@ -172,7 +172,7 @@ class CrossAttention(_Inner):
 
 
 class SelfAttention(_Inner):
-    """Self-attention of one padded tensor of queries, keys and values, of which a mask may hide some keys."""
+    """Self-attention of one padded tensor of queries, keys and values; a mask may hide some keys."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from flashsci.compat.flash_attn.scalars import EVERYWHERE, Window, window_of
 
 @dataclass
 class InferenceParams:
-    """What a model that generates hands to its layers: the caches, and how much of them is in use."""
+    """The state that a generating model passes to its layers: the caches, and the number of rows in use."""
 
     max_seqlen: int
     max_batch_size: int
@@ -40,15 +40,18 @@ class InferenceParams:
 
 
 class LinearResidual(nn.Linear):
-    """A linear layer that returns its input, too."""
+    """A linear layer that also returns its input."""
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return super().forward(input), input
 
 
 def _update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: Any) -> Tensor:
-    """Write ``kv`` ``[B, S, 2, Hk, D]`` behind ``seqlen_offset`` rows of the layer's cache, made where there is none; all rows
-    in use."""
+    """Write ``kv`` ``[B, S, 2, Hk, D]`` after the first ``seqlen_offset`` rows of the layer's cache; return all rows
+    in use.
+
+    The cache is made if there is none.
+    """
     caches = inference_params.key_value_memory_dict
     if layer_idx not in caches:
         size = inference_params.max_batch_size, inference_params.max_seqlen
@@ -66,21 +69,22 @@ def _update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: Any) -> Tenso
 
 
 class MHA(nn.Module):
-    """Multi-head self-attention, or with ``cross_attn`` cross-attention, with projections, as flash_attn has it.
+    """Multi-head self-attention, or with ``cross_attn`` cross-attention, with projections, as in flash_attn.
 
     Args:
-        embed_dim, num_heads, num_heads_kv: the last divides num_heads; None: num_heads.
+        dropout: probability of dropping attention's probabilities.
         dropout: of attention's probabilities.
-        layer_idx: the layer's key in ``inference_params.key_value_memory_dict``.
+        dwconv: a causal depthwise convolution of three rows after the projection.
         dwconv: a causal depthwise convolution of three rows behind the projection.
         rotary_emb_dim: head dims that are rotated, 0 for none; not with cross_attn.
-        use_alibi, window_size: with use_flash_attn only.
+        fused_bias_fc: the way flash_attn adds the bias; the numbers are those of ``torch.nn.Linear``, which is used
+            here.
         fused_bias_fc: how flash_attn adds the bias; the numbers are those of ``torch.nn.Linear``, which is used here.
         return_residual: forward returns ``(out, x)``.
         checkpointing: recompute attention in the backward.
 
     Raises:
-        ValueError: arguments that do not go together.
+        ValueError: arguments that do not fit together.
 
     Examples:
         >>> import torch
@@ -169,7 +173,7 @@ class MHA(nn.Module):
 
     @property
     def _in_one(self) -> bool:
-        """Whether q, k and v stay one tensor."""
+        """Whether q, k and v are one tensor."""
         return not self.cross_attn and self.num_heads_kv == self.num_heads
 
     def allocate_inference_cache(
@@ -193,15 +197,15 @@ class MHA(nn.Module):
 
         Args:
             x: ``[B, S, embed_dim]``; with cu_seqlens packed, ``[T, embed_dim]``.
-            x_kv: with cross_attn: what keys and values are made of; None: x.
+            x_kv: with cross_attn: the source of keys and values; None: x.
             key_padding_mask: bool ``[B, S]``, True for keys that are seen; without use_flash_attn only.
             cu_seqlens: int32 ``[B + 1]``, with max_seqlen; with use_flash_attn, without rotary_emb_dim and dwconv only.
             mixer_subset: with cross_attn: index of the rows of x that are queries.
             inference_params: an :class:`InferenceParams`, to extend a cache and attend to it.
-            kwargs: handed to the inner attention, such as ``causal``, or with cross_attn ``cu_seqlens_k``.
+            kwargs: passed to the inner attention, such as ``causal``, or with cross_attn ``cu_seqlens_k``.
 
         Returns:
-            as x, of the queries' rows; with return_residual ``(out, x)``.
+            as x, for the queries' rows; with return_residual ``(out, x)``.
         """
         self._check(x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
         if self.use_flash_attn:
@@ -333,13 +337,13 @@ def _depthwise(channels: int, where: dict[str, Any]) -> nn.Conv1d:
 
 
 def _convolved(convolution: nn.Module, x: Tensor) -> Tensor:
-    """Rows ``[B, S, C]``, each from itself and the two before."""
+    """Rows ``[B, S, C]``, each computed from itself and the two rows before it."""
     y: Tensor = convolution(x.transpose(1, 2))[..., :-2]
     return y.transpose(1, 2).contiguous()
 
 
 def _place(inference_params: Any) -> dict[str, Any]:
-    """Where RotaryEmbedding finds the first row."""
+    """The keyword arguments by which RotaryEmbedding finds the position of the first row."""
     if inference_params is None:
         return {}
     lengths = inference_params.lengths_per_sample

@@ -12,7 +12,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`index_first_axis`, and ``input`` itself, for what is computed of all rows."""
+    """:func:`index_first_axis`, and ``input`` itself, for computations on all rows."""
     return index_first_axis(input, indices), input
 
 
@@ -25,16 +25,17 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The rows that a mask names, packed.
+    """The rows that a mask selects, packed.
 
     Args:
         hidden_states: ``[B, S, ...]``.
         attention_mask: ``[B, S]``, bool or int, 1 for tokens.
-        unused_mask: ``[B, S]``, 1 for rows that are kept although they are no tokens.
+        unused_mask: ``[B, S]``, 1 for rows that are kept although they are not tokens.
 
     Returns:
         (packed ``[T, ...]``, indices int64 ``[T]`` into the ``B * S`` rows, cu_seqlens int32 ``[B + 1]``, the longest
-        length as an int, which waits for the device, and seqused int32 ``[B]``: tokens by ``attention_mask`` alone).
+        length as an int, which waits for the device, and seqused int32 ``[B]``: tokens by ``attention_mask``
+        alone).
 
     Examples:
         >>> import torch
@@ -56,7 +57,7 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse of :func:`unpad_input`: ``[T, ...]`` to ``[batch, seqlen, ...]``, zeros where no row was."""
+    """The inverse of :func:`unpad_input`: ``[T, ...]`` to ``[batch, seqlen, ...]``, with zeros in the other rows."""
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.unflatten(0, (batch, seqlen))
 
@@ -64,7 +65,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The rows of a batch whose rows hold several sequences each, packed.
+    """The packed tokens of a batch whose rows hold several sequences each.
 
     Args:
         hidden_states: ``[B, S, ...]``.

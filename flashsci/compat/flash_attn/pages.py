@@ -1,7 +1,7 @@
 """Attention to a paged cache, as flash_attn's ``block_table`` and ``page_table`` describe one, and the update of its pages.
 
-Pages stay where they are (:func:`flashsci.paged_attention`), except in calls that have ALiBi, padding on the left, dropout or
-gradients: the pages of those are gathered into a dense copy first. Any page size is served.
+Pages are not copied (:func:`flashsci.paged_attention`), except in calls with ALiBi, padding on the left, dropout or
+gradients: these gather the pages into a dense copy first. Any page size is served.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flashsci.paged import paged_attention, write_kv_cache
 
 
 def check_pages(k_cache: Tensor, v_cache: Tensor, table: Tensor, name: str) -> None:
-    """Shapes and dtype of pages and of their table, ``name``.
+    """Check shapes and dtype of pages and of their table, ``name``.
 
     Raises:
         TypeError, ValueError: they do not fit.
@@ -80,8 +80,8 @@ def write_pages(
     sequence: Tensor,
     row: Tensor,
 ) -> None:
-    """New keys and values ``[T, Hk, .]`` to the rows ``row [T]`` of the sequences ``sequence [T]``; rows that the table does not
-    have are left out."""
+    """Write new keys and values ``[T, Hk, .]`` to the rows ``row [T]`` of the sequences ``sequence [T]``; rows that
+    the table does not have are skipped."""
     page, columns = k_cache.shape[1], table.shape[1]
     column = row // page
     number = table[sequence, column.clamp(0, columns - 1)].long()

@@ -1,4 +1,4 @@
-"""What flash_attn has and flashsci does not is refused by the argument's name, never ignored."""
+"""The refusal of arguments that flash_attn has and flashsci does not: by name, never ignored."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ADVICE = {
 
 
 def refuse(function: str, **given: Any) -> None:
-    """Raise for arguments that are not None (nor a 0 that asks for nothing).
+    """Raise for arguments that are not None (or a 0 that has no effect).
 
     Raises:
-        NotImplementedError: names the argument and what to do instead.
+        NotImplementedError: names the argument and the alternative.
     """
     for name, value in given.items():
         if value is not None and not (isinstance(value, (int, float)) and value == 0):

@@ -33,19 +33,19 @@ def apply_rotary(
         cos, sin: ``[P, R / 2]`` for P positions, R <= D.
         seqlen_offsets: position of the first token of every sequence; int ``[B]`` tensor or one int.
         cu_seqlens: int32 ``[B + 1]``.
-        max_seqlen: where it is given, checked against P; nothing else depends on it.
+        max_seqlen: checked against P if given; it has no other effect.
         interleaved: pairs are dims (2 i, 2 i + 1) instead of (i, i + R / 2).
-        inplace: write the result into x, and return x. Where autograd lets no one write x (a leaf that requires a gradient, a
-            view of one, a view from ``unbind`` or ``split``), the result is another tensor with x's memory, as in flash_attn:
-            the gradient is that of what is returned, and x itself is not to be used any more. Compiled and under torch.func
-            such an x raises.
+        inplace: write the result into x, and return x. If autograd does not allow a write to x (a leaf that requires
+            a gradient, a view of one, a view from ``unbind`` or ``split``), the result is another tensor with x's
+            memory, as in flash_attn: it has the gradient, and x itself must not be used any more. Compiled and under
+            torch.func such an x raises.
         conjugate: rotate back.
 
     Returns:
-        x, rotated, in its dtype. Gradients reach x, and cos and sin if they ask for one.
+        x, rotated, in its dtype. Gradients reach x, and cos and sin if they require one.
 
     Raises:
-        ValueError: shapes that do not fit, or positions beyond the table where the host can tell.
+        ValueError: shapes that do not fit, or positions beyond the table if the host can tell.
 
     Examples:
         >>> import torch
@@ -84,12 +84,12 @@ def apply_rotary(
 
 
 def _may_be_written(x: Tensor) -> bool:
-    """Whether autograd records an operation on x in place, or raises."""
+    """Whether autograd allows an operation on x in place."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return True
     if (
         torch.compiler.is_compiling() or transforming()
-    ):  # which follow no memory: there autograd's word stands
+    ):  # these follow no memory: there autograd's word stands
         return True
     if x.is_leaf or not x._is_view():
         return not x.is_leaf
@@ -99,7 +99,7 @@ def _may_be_written(x: Tensor) -> bool:
 
 
 def _in_memory_of(x: Tensor, result: Tensor) -> Tensor:
-    """A tensor that has x's memory, overwritten, and the gradient of ``result``."""
+    """A tensor with x's memory, overwritten, and with the gradient of ``result``."""
     return x.detach().copy_(result)
 
 
@@ -116,7 +116,7 @@ def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> T
 
 
 def sequences_of(rows: int, cu_seqlens: Tensor) -> Tensor:
-    """The sequence of every packed row, int64 ``[rows]``; rows behind the last count to it."""
+    """The sequence of every packed row, int64 ``[rows]``; rows after the last sequence count to it."""
     row = torch.arange(rows, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     last = max(0, cu_seqlens.shape[0] - 2)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp(max=last)
@@ -176,7 +176,7 @@ def apply_rotary_emb_qkv_(
 ) -> Tensor:
     """Rotate the q and k of ``qkv`` in place: ``[B, S, 3, H, D]``, or ``[B, S, Hq + 2 Hk, D]`` with ``num_heads_q`` = Hq.
 
-    ``cos_k`` and ``sin_k`` are the tables of k where they differ from those of q.
+    ``cos_k`` and ``sin_k`` are the tables of k, if they differ from those of q.
     """
     if qkv.dim() == 5 and qkv.shape[2] == 3 and num_heads_q in (None, qkv.shape[3]):
         q, k = qkv[:, :, 0], qkv[:, :, 1]
@@ -215,12 +215,12 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotary embedding of a packed projection, with tables that grow as needed and are kept in the projection's dtype.
+    """Rotary embedding of a packed projection, with tables that grow as needed and have the projection's dtype.
 
     Args:
         dim: head dims to rotate, R; even.
         base: position p turns pair i by ``p / base^(2 i / dim)``.
-        interleaved: as in :func:`apply_rotary`.
+        scale_base: if not None, also scale by position, q up and k down (xPos).
         scale_base: not None: also scale by position, q up and k down (xPos).
         device: of the buffers.
     """
@@ -271,7 +271,7 @@ class RotaryEmbedding(torch.nn.Module):
         ):
             return
         self._seq_len_cached = seqlen
-        # A model cast to 16 bits has cast the buffer, too; angles need all the digits of float32.
+        # A model cast to 16 bits has also cast the buffer; angles need all the digits of float32.
         frequency = self.inv_freq
         if frequency.dtype != torch.float32:
             frequency = self._compute_inv_freq(device)
@@ -294,8 +294,8 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Rotate in place: ``qkv`` as in :func:`apply_rotary_emb_qkv_`; or, with ``kv`` ``[B, S, 2, Hk, D]``, q ``[B, S,
-        Hq, D]`` and the k of kv.
+        """Rotate in place: ``qkv`` as in :func:`apply_rotary_emb_qkv_`; or, with ``kv`` ``[B, S, 2, Hk, D]``, q ``[B,
+        S, Hq, D]`` and the k of kv.
 
         Args:
             seqlen_offset: position of the first token; a tensor ``[B]`` needs ``max_seqlen``.

@@ -1,4 +1,4 @@
-"""The options of flash_attn's functions as keyword arguments of flashsci's, in whatever kinds they are given."""
+"""The options of flash_attn's functions, of any type, as keyword arguments of flashsci's."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def window_of(window_size: Any) -> Window | None:
     """(left, right) as ints, -1 for a side without a bound; None where neither side has one.
 
     Args:
-        window_size: two ints, or tensors or numpy scalars that hold ints; a tensor of two elements; None for no bounds.
-            Every negative number is no bound.
+        window_size: two ints, or tensors or numpy scalars that hold ints; a tensor of two elements; None for no
+            bounds. Every negative number is no bound.
 
     Raises:
-        ValueError: anything else.
+        ValueError: any other value.
     """
     if type(window_size) is tuple and len(window_size) == 2:
         left, right = window_size
@@ -42,7 +42,7 @@ def window_of(window_size: Any) -> Window | None:
 def constants(
     causal: Any, deterministic: Any, softcap: Any, dropout_p: Any, softmax_scale: Any
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """The five, in kinds that flashsci takes."""
+    """The five options, in types that flashsci takes."""
     return (
         flag("causal", causal),
         flag("deterministic", deterministic),
@@ -60,7 +60,7 @@ def options_of(
     softcap: Any,
     deterministic: Any = False,
 ) -> dict[str, Any]:
-    """What flashsci.attention and varlen_attention are asked for, by keyword."""
+    """The keyword arguments of flashsci.attention and varlen_attention."""
     causal, deterministic, softcap, dropout_p, softmax_scale = constants(
         causal, deterministic, softcap, dropout_p, softmax_scale
     )

@@ -1,7 +1,8 @@
-"""The modules and the metadata by which code that imports flash_attn meets flashsci instead, as long as they are installed.
+"""The installed stand-in modules and metadata, through which code that imports flash_attn gets flashsci.
 
-A finder at the head of ``sys.meta_path`` makes the modules when they are first imported. Every one of them is a package with
-an empty search path, so that a name it lacks is looked up as a submodule too, and the finder can say whose it is.
+A finder at the head of ``sys.meta_path`` makes the modules when they are first imported. Each of them is a package
+with an empty search path, so that a name it lacks is looked up as a submodule too, and the finder can name the
+provider.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-VERSION = "2.8.3+flashsci"  # of the interface; what follows the plus says whose it is
+VERSION = "2.8.3+flashsci"  # of the interface; the part after the plus names the provider
 VERSION_3 = "3.0.0b1+flashsci"
 
 _HERE = __package__
@@ -40,7 +41,7 @@ _STEPS = (
     "_wrapped_flash_attn_varlen_backward",
     "_wrapped_flash_attn_varlen_forward",
 )
-# Module: where its names come from, and which they are.
+# Module: the source of its names, and the names.
 _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "flash_attn": {f"{_HERE}.fa2": _FUNCTIONS},
     "flash_attn.flash_attn_interface": {f"{_HERE}.fa2": _FUNCTIONS, f"{_HERE}.steps": _STEPS},
@@ -101,9 +102,9 @@ _DISTRIBUTIONS = {
 }
 
 
-# Modules of flash_attn from which programs import the functions of einops that it has imported.
+# Modules of flash_attn from which programs import functions of einops.
 _WITH_EINOPS = ("flash_attn.bert_padding", "flash_attn.layers.rotary", "flash_attn.modules.mha")
-# What flash_attn has beside attention, by the name of its module or of a name in one: what to use instead.
+# Parts of flash_attn other than attention, by the name of a module or of a name in it: the alternative.
 _INSTEAD = {
     "flash_attn.flash_attention": "flash_attn.modules.mha has MHA and FlashSelfAttention; FlashMHA was version 1's",
     "flash_attn.flash_attn_triton": "flashsci.attention(bias=...) has a bias with a gradient",
@@ -134,7 +135,7 @@ _INSTEAD = {
 
 
 class _Metadata(metadata.Distribution):
-    """What `importlib.metadata` says of a stand-in: its name and version, and that flashsci provides it."""
+    """The metadata of a stand-in for `importlib.metadata`: its name and version, and that flashsci provides it."""
 
     def __init__(self, module: str):
         self.module = module
@@ -165,7 +166,7 @@ class _Finder(metadata.DistributionFinder, Loader):
             return None
         if fullname in _MODULES:
             spec = ModuleSpec(fullname, self, origin=__file__, is_package=True)
-            spec.has_location = True  # module.__file__ says whose it is
+            spec.has_location = True  # module.__file__ names the provider
             return spec
         parent, _, name = fullname.rpartition(".")
         if parent in _MODULES:
@@ -213,14 +214,17 @@ _finder = _Finder()
 
 
 def install(fa3: bool = False) -> None:
-    """From now on ``import flash_attn`` gives flashsci's stand-in, in this process, and with ``fa3`` ``flash_attn_interface`` too.
+    """Make ``import flash_attn`` give flashsci's stand-in from now on, in this process; with ``fa3`` also
+    ``flash_attn_interface``.
 
-    To be called before anything imports them, or asks whether they are there: in the first lines of a program. Again is
-    allowed, and adds what was not asked for before. An installed flash_attn is hidden until :func:`uninstall`.
+    Call it before anything imports them, or asks whether they exist: in the first lines of a program. Further calls
+    are allowed, and add modules that were not asked for before. An installed flash_attn is hidden until
+    :func:`uninstall`.
 
     Args:
-        fa3: also stand in for FlashAttention-3. Programs that find both prefer it, and then do without what it lacks (ALiBi,
-            dropout); the kernels behind both are the same. So only for programs that know FlashAttention-3 alone.
+        fa3: also stand in for FlashAttention-3. Programs that find both prefer it, and then do without features that
+            it lacks (ALiBi, dropout); the kernels behind both are the same. Therefore use it only for programs that
+            know FlashAttention-3 alone.
 
     Raises:
         RuntimeError: the real module has been imported already.
@@ -250,7 +254,8 @@ def install(fa3: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undo every :func:`install`: the next import finds the real modules, or none. What has been imported stays as it is."""
+    """Undo every :func:`install`: the next import finds the real modules, or none. Modules that are imported already
+    stay."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     if _finder.tops:
@@ -265,7 +270,7 @@ def _ours(module: ModuleType) -> bool:
 
 
 def _tell_transformers() -> None:
-    """transformers looks once, when it is imported, which distributions there are: where it has, it looks again."""
+    """Make transformers look again for distributions, if it is imported: it looks only once, when it is imported."""
     utilities = sys.modules.get("transformers.utils.import_utils")
     if utilities is None:
         return

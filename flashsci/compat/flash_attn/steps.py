@@ -1,7 +1,8 @@
-"""Forward and backward of flash_attn 2.8 as functions of their own, from which clients build ring attention and the like.
+"""Forward and backward of flash_attn 2.8 as separate functions, from which clients build ring attention and similar
+schemes.
 
-What autograd would keep goes through the caller's hands: out, lse and the state of the random numbers. Nothing here is
-recorded by autograd.
+The caller holds the values that autograd would save: out, lse and the state of the random numbers. Autograd records
+nothing here.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def _flash_attn_forward(
     """Attention of q ``[B, Sq, Hq, D]``, k and v ``[B, Sk, Hk, .]``.
 
     Returns:
-        (out ``[B, Sq, Hq, Dv]``, lse ``[B, Hq, Sq]`` with +inf for rows that see no key, None, rng_state int64 ``[2]``). There
-        is no matrix of dropped probabilities, whatever ``return_softmax`` says: None.
+        (out ``[B, Sq, Hq, Dv]``, lse ``[B, Hq, Sq]`` with +inf for rows that see no key, None, rng_state int64
+        ``[2]``). There is no matrix of dropped probabilities, even with ``return_softmax``: None.
     """
     refuse("_flash_attn_forward", alibi_slopes=alibi_slopes)
     rng_state = _rng_state(q, dropout_p)
@@ -134,9 +135,9 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: Tensor | None = None,
 ) -> None:
-    """Write the gradients of q, k and v, under the given out and lse, into dq, dk and dv.
+    """Write the gradients of q, k and v, for the given out and lse, into dq, dk and dv.
 
-    flash_attn returns ``rowsum(dout out)``, padded to tiles; nothing is returned here.
+    flash_attn returns ``rowsum(dout out)``, padded to tiles; this function returns nothing.
     """
     refuse("_flash_attn_backward", alibi_slopes=alibi_slopes)
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
@@ -187,7 +188,7 @@ def _flash_attn_varlen_backward(
         into.copy_(x)
 
 
-# flash_attn registers the four as operators, too.
+# flash_attn also registers the four as operators.
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
@@ -207,7 +208,7 @@ def _options(
 
 
 def _rng_state(q: Tensor, dropout_p: float) -> Tensor:
-    """The seed of a dropout mask; numbers that nobody reads where nothing is dropped."""
+    """The seed of a dropout mask; without dropout, numbers that are not read."""
     if dropout_p:
         return draw_seed(q.device)
     return torch.empty(2, dtype=torch.int64, device=q.device)
