@@ -97,7 +97,7 @@ __device__ __forceinline__ float lse_of_backward(float lse) {
   return is_large(x) ? fmaf(fabsf(x), -kMargin, x) : x;
 }
 
-// Limits P to 1 where the lse of any row of the warp is large.
+// Limits P to 1, for warps in which the lse of any row is large.
 template <int kCount>
 __device__ __forceinline__ void limit_probabilities(float (&p)[kCount]) {
 #pragma unroll

@@ -41,7 +41,7 @@ __device__ __forceinline__ bool has_slots(const Args& a, int token) {
   return __all_sync(0xffffffffu, found);
 }
 
-// A lane's part of a row of out: each of its pairs is one of 64 columns.
+// Writes a row of out: a lane has one pair of each 64 columns.
 template <class Op, class C>
 __device__ __forceinline__ void write_row(const FlashsciPagedParams& p, int token, int head,
                                           const float2 (&x)[C::kHeadDim / 64], float factor,
