@@ -58,7 +58,7 @@ __device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int w
     const float v_scale = shared.v_scale[stage];
     Part<Op, Format, C> part(shared, a, rows, stage, warp);
     part.run(turn);
-    part.release(shared.q_empty[stage]);  // and the tile's copied data
+    part.release(shared.q_empty[stage]);                // and the tile's copied data
     C::Isa::wait(shared.sums_empty, (handed & 1) ^ 1);  // the previous sums have been read
     more = rows.tile.more;
     if (rows.rows > kFewRows<C> || (!more && !C::kSharesLast)) {
