@@ -96,8 +96,7 @@ cudaError_t sum_bias(const FlashsciBackwardParams& p, int64_t used, cudaStream_t
   return static_cast<cudaError_t>(Op::bias_gradient(&bias, stream));
 }
 
-// Tiles that the window hides are not visited, and others may be added to the old contents: dbias
-// is cleared.
+// Clears dbias if tiles are added to it, or if the window hides tiles, which are not visited then.
 inline cudaError_t clear_bias(const FlashsciBackwardParams& p, cudaStream_t stream) {
   if (p.window_left < 0 && p.window_right < 0 && !adds_bias(p)) return cudaSuccess;
   const auto own = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };
