@@ -158,38 +158,40 @@ struct Sequence {
   }
 };
 
-// What a CTA is given work by: a unit for each block, and one before them for what else a tile costs,
-// which is as long as a block. Else a CTA with many short sequences would be the last.
+// The cost of a slot for the division of the work, in units: one for each block, and one before
+// them for the tile's other costs, which take as long as a block. Otherwise a CTA with many short
+// sequences would finish last.
 __device__ __forceinline__ int units_of(const Slot& slot) {
   return slot.blocks == 0 ? 0 : slot.blocks + 1;
 }
 
-// Units of the slots in a row, for one head after the other, are cut into equal runs, one for each
-// CTA. If heads divide the number of CTAs, each has one head, and those of the other heads read the
-// same rows of the same pages at the same time: rows of heads lie side by side in DRAM. Quotients
-// are exact: nothing divided has more than 40 bits.
+// The units of all slots in a row, for one head after the other, are cut into equal runs, one for
+// each CTA. If heads divide the number of CTAs, each CTA has one head, and the CTAs of other heads
+// read the same rows of the same pages at the same time: the heads of a row are neighbours in DRAM.
+// Quotients are exact: no dividend has more than 40 bits.
 struct Runs {
   int units;  // of one head
   int total, ctas;
   __device__ __forceinline__ Runs(int units_, int heads, int all_ctas)
       : units(units_), total(units * heads), ctas(min(all_ctas, total)) {}
-  // `cta`: up to the number of all, of which the last may have none.
+  // `cta`: up to and including the number of all; the last CTAs may have no units.
   __device__ __forceinline__ int begin(int cta) const {
     return cta >= ctas ? total : static_cast<int>(static_cast<double>(cta) * total / ctas);
   }
-  // The CTA that has this unit of all.
+  // The CTA that has this unit, counted over all heads.
   __device__ __forceinline__ int cta_of(int unit) const {
     return static_cast<int>((static_cast<double>(unit + 1) * ctas - 1) / total);
   }
 };
 
-// Where the partial results of a CTA's piece are: it has at most two that are not whole, one that
-// began before it and one that ends behind it.
+// The index of a CTA's partial results: a CTA has at most two pieces that are not whole, one that
+// began before it and one that ends after it.
 __device__ __forceinline__ int64_t piece_of(int cta, bool begins_there) {
   return int64_t{cta} * 2 + begins_there;
 }
 
-// The last of `count` places of which `before` holds, which it does of the first. By whole warps: a 32-ary search.
+// The last of `count` indices for which `before` holds; it must hold for the first. Called by whole
+// warps: a 32-ary search.
 template <class Before>
 __device__ __forceinline__ int last_before(int count, const Before& before) {
   const int lane = threadIdx.x % 32;
@@ -197,27 +199,27 @@ __device__ __forceinline__ int last_before(int count, const Before& before) {
   while (high - low > 1) {
     const int step = (high - low + 31) / 32, probe = low + lane * step;
     const unsigned fails = __ballot_sync(0xffffffffu, !(probe < high && before(probe)));
-    // Up to the first that fails: so the end is between one that holds and one that does not, also
-    // where those before do not all hold.
+    // Up to the first lane that fails. So the result is an index where `before` holds followed by
+    // one where it does not, even if it does not hold for all indices before.
     low += ((fails == 0 ? 32 : __ffs(fails) - 1) - 1) * step;
     high = min(high, low + step);
   }
   return low;
 }
 
-// Where a CTA begins.
+// The beginning of a CTA's run.
 struct Start {
-  int index, unit;  // of the slot; of its units
+  int index, unit;  // index of the slot; unit within the slot
   Slot slot;
 };
 
-// A position in the blocks that a CTA has, tile after tile.
+// A position among the blocks of a CTA, tile after tile.
 struct Cursor {
   const Slot* slots;
-  int count;              // of them
-  int at, end;            // unit of all, and the first that is not the CTA's
-  int index;              // of the slot
-  Slot slot, next;        // the next is on its way while this one is worked on
+  int count;              // number of slots
+  int at, end;            // unit over all heads, and the first unit past the CTA's
+  int index;              // index of the slot
+  Slot slot, next;        // the next slot is loaded during the work on this one
   int head, block, last;  // blocks [block, last) of the slot
 
   __device__ __forceinline__ Cursor(const Plan& plan, const Runs& runs, int begin, int end_,

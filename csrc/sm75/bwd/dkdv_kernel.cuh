@@ -114,7 +114,7 @@ struct KeyWarp {
   using Sums = float[C::kM][C::kDimBlocks][4];     // dK or dV: [m16, n8 of D, fragment]
   using Scores = float[C::kM][C::kN][4];           // [m16 of keys, n8 of queries, fragment]
   static constexpr int kTileBytes = C::kBlockQ * T::kRowBytes;
-  enum { kQ, kDout };                                                  // what is fetched and stored
+  enum { kQ, kDout };                                                  // tensors to fetch and store
   using Moving = TileRegisters<C::kBlockQ, C::kHeadDim, C::kThreads>;  // a Q or dO tile
 
   const FlashsciBackwardParams& p;

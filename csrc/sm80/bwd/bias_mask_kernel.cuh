@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_keys(uint32_t tile, const uint16_t* __restr
   }
 }
 
-// With a bias, a mask, or rows of any alignment.
+// The warp of calls with a bias, a mask, or rows of any alignment.
 template <class Op, class C>
 struct BiasMaskWarp : KeyTileWarp<Op, C> {
   using Base = KeyTileWarp<Op, C>;

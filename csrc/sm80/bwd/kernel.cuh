@@ -48,7 +48,7 @@ __device__ __forceinline__ void mask_scores_transposed(float (&s)[kM][kN][4], co
   }
 }
 
-// With neither bias nor mask, and rows that take 16-byte copies.
+// The warp of calls with neither bias nor mask, and rows that take 16-byte copies.
 template <class Op, class C>
 struct PlainWarp : KeyTileWarp<Op, C> {
   using Base = KeyTileWarp<Op, C>;

@@ -115,7 +115,8 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
     const KeyWeights<P, kBlocks> weights(p, place, keys);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) sums[i] = 0.f;
-    // Of one block of keys and queries, these with lse and delta of two.
+    // Computes P and dS for one block of keys and one of queries; `of` has lse and delta of two
+    // queries.
     const auto finish = [&](int block, int n, const float4& of) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {

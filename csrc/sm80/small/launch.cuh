@@ -97,7 +97,7 @@ bool by_pieces(const Params& p) {
   return all;
 }
 
-// HeadPlan::alike.
+// The value of HeadPlan::alike.
 template <class Params>
 bool are_alike(const Params& p) {
   const auto same = [](const FlashsciStrides& x, const FlashsciStrides& y) {

@@ -5,7 +5,7 @@
 
 namespace flashsci::sm90::fwd {
 
-// The blocks that each consumer sees of those that a tile loads.
+// For each consumer, the blocks that it sees among the blocks of a tile.
 template <class C>
 struct OwnBlocks {
   int first[C::kConsumers], end[C::kConsumers];

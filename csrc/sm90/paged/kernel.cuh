@@ -2,7 +2,7 @@
 // dtype of the queries or of 8-bit floats.
 //
 // Maths     That of fwd/kernel.cuh; a sink adds one logit to each row's sum. 8-bit floats are widened
-//           to fp16, and Q and P are fp16 there whatever the dtype of the call is (queries.cuh);
+//           to fp16, and Q and P are then fp16 for calls of any dtype (queries.cuh);
 //           their scales multiply scores and output in fp32.
 // Work      Rows are (query, head of the group) pairs, 64 per tile, so that a decoding sequence
 //           reads its keys once for all heads that share them. plan.cuh finds the tiles and the

@@ -47,7 +47,7 @@ inline int cluster_size(int64_t clusters, int rows, int device) {
   return size;
 }
 
-// Launches clusters for `rows` in all. beside: before the preceding kernel ends.
+// Launches clusters for `rows` in all. beside: whether to start before the preceding kernel ends.
 template <auto kKernel, class... Arguments>
 cudaError_t launch_clusters(int64_t clusters, int rows, int threads, int shared, bool beside,
                             int device, cudaStream_t stream, const Arguments&... arguments) {
